@@ -1,0 +1,3 @@
+"""Atomic, verified, reshardable distributed checkpoints for PyTorch."""
+
+__all__: list[str] = []

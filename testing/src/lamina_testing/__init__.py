@@ -1,0 +1,1 @@
+"""Lamina's test bed: multi-rank tests, meters, delay injection and oracles."""

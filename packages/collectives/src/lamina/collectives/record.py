@@ -1,0 +1,144 @@
+"""The one place every collective passes, so that a ledger can see all of them.
+
+A collective calls :func:`issue` when it is launched and gets a :class:`Call`; whoever knows that the
+transport is done calls :meth:`Call.finish` (a worker thread, a device event, or, at the latest, the
+handle's ``wait``), and ``wait`` calls :meth:`Call.wait_begins`. Functions that are made of
+other collectives record themselves once and call the unrecorded parts.
+
+The list of active recorders belongs to the process and not to a context variable: on CUDA autograd
+runs hooks on its own device threads, which inherit no context, and gradients are reduced there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    import torch
+    from torch.distributed import ProcessGroup
+
+__all__ = ["Call", "Recorder", "active", "install", "issue", "recording", "remove"]
+
+
+class Recorder(Protocol):
+    """What a ledger implements. Calls arrive from any thread."""
+
+    def issued(self, call: Call) -> None:
+        """A collective was launched; its times other than `issued_ns` are still None."""
+
+    def finished(self, call: Call) -> None:
+        """Its transport (and its sum, if it has one) is done; called once."""
+
+
+@dataclass(eq=False)
+class Call:
+    """One collective, from its launch to its end.
+
+    Attributes:
+        op: name of the public function ("reduce_scatter_fp32", "all_gather_into", ...).
+        axis: the group's description (the mesh axis), or "self" for a group of one.
+        group_size: number of ranks.
+        dtype: wire dtype.
+        nbytes: bytes this rank receives from the other ranks. That count does not depend on the
+            algorithm of the transport, and over all ranks it equals the bytes sent.
+        async_op: whether the caller got a handle to wait on.
+        issued_ns, finished_ns, waited_ns: `time.perf_counter_ns` of the launch, of the end of the
+            transport (None until known) and of the first `wait` (None where nobody waited).
+        device_events: on CUDA, the pair of timing events around the collective on its stream, for
+            recorders that want the device's times; None elsewhere.
+    """
+
+    op: str
+    axis: str
+    group_size: int
+    dtype: torch.dtype
+    nbytes: int
+    async_op: bool
+    issued_ns: int
+    finished_ns: int | None = None
+    waited_ns: int | None = None
+    device_events: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
+    _recorders: tuple[Recorder, ...] = ()
+    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
+
+    @property
+    def recorded(self) -> bool:
+        """True if anyone looks (so that device timing events are worth making)."""
+        return bool(self._recorders)
+
+    def finish(self) -> None:
+        """Note the end of the transport; only the first call counts."""
+        with self._lock:
+            if self.finished_ns is not None:
+                return
+            self.finished_ns = time.perf_counter_ns()
+        for recorder in self._recorders:
+            recorder.finished(self)
+
+    def wait_begins(self) -> None:
+        """Note that someone now waits for the result; only the first call counts."""
+        if self.waited_ns is None:
+            self.waited_ns = time.perf_counter_ns()
+
+
+_active: tuple[Recorder, ...] = ()
+_active_lock = threading.Lock()
+
+
+def active() -> bool:
+    """Return whether any recorder is installed."""
+    return bool(_active)
+
+
+def install(recorder: Recorder) -> None:
+    """Let `recorder` see every collective of this process until :func:`remove`."""
+    global _active
+    with _active_lock:
+        _active = (*_active, recorder)
+
+
+def remove(recorder: Recorder) -> None:
+    """Undo one :func:`install`; calls in flight still report their end to it."""
+    global _active
+    with _active_lock:
+        index = len(_active) - 1 - _active[::-1].index(recorder)
+        _active = _active[:index] + _active[index + 1 :]
+
+
+def issue(
+    op: str,
+    group: ProcessGroup | None,
+    dtype: torch.dtype,
+    nbytes: int,
+    *,
+    async_op: bool = False,
+) -> Call:
+    """Record the launch of a collective and return its :class:`Call`."""
+    recorders = _active
+    if group is None:
+        axis, size = "self", 1
+    else:
+        axis, size = group.group_desc, group.size()
+    call = Call(op, axis, size, dtype, nbytes, async_op, time.perf_counter_ns())
+    call._recorders = recorders
+    for recorder in recorders:
+        recorder.issued(call)
+    return call
+
+
+@contextlib.contextmanager
+def recording(
+    op: str, group: ProcessGroup | None, dtype: torch.dtype, nbytes: int
+) -> Iterator[Call]:
+    """Record a collective that is synchronous: it is finished when the block ends."""
+    call = issue(op, group, dtype, nbytes)
+    call.wait_begins()
+    try:
+        yield call
+    finally:
+        call.finish()

@@ -1,12 +1,15 @@
 """The one place every collective passes, so that a ledger can see all of them.
 
-A collective calls :func:`issue` when it is launched and gets a :class:`Call`; whoever knows that the
-transport is done calls :meth:`Call.finish` (a worker thread, a device event, or, at the latest, the
-handle's ``wait``), and ``wait`` calls :meth:`Call.wait_begins`. Functions that are made of
+A collective calls :func:`issue` when it is launched and gets a :class:`Call`; whoever knows that
+the transport is done calls :meth:`Call.finish` (a worker thread, a device event, or, at the latest,
+the handle's ``wait``), and ``wait`` calls :meth:`Call.wait_begins`. Functions that are made of
 other collectives record themselves once and call the unrecorded parts.
 
-The list of active recorders belongs to the process and not to a context variable: on CUDA autograd
-runs hooks on its own device threads, which inherit no context, and gradients are reduced there.
+The list of active recorders belongs to the thread that installed them, so two models trained by
+two threads of one process do not see each other's calls. It is kept in torch's own thread-local
+object table and not in a context variable, because autograd carries that table from the thread that
+calls ``backward`` to its worker threads (CUDA device threads, deep re-entrant backwards), which
+inherit no context, and gradients are reduced there.
 """
 
 from __future__ import annotations
@@ -16,10 +19,11 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, cast
+
+import torch
 
 if TYPE_CHECKING:
-    import torch
     from torch.distributed import ProcessGroup
 
 __all__ = ["Call", "Recorder", "active", "install", "issue", "recording", "remove"]
@@ -44,13 +48,16 @@ class Call:
         axis: the group's description (the mesh axis), or "self" for a group of one.
         group_size: number of ranks.
         dtype: wire dtype.
-        nbytes: bytes this rank receives from the other ranks. That count does not depend on the
-            algorithm of the transport, and over all ranks it equals the bytes sent.
+        nbytes: bytes this rank sends to the other ranks, where every byte that another rank needs
+            is counted once and sent by its owner: no ring, tree or chunking of the transport
+            changes it (docs/collectives.md has the table).
         async_op: whether the caller got a handle to wait on.
         issued_ns, finished_ns, waited_ns: `time.perf_counter_ns` of the launch, of the end of the
             transport (None until known) and of the first `wait` (None where nobody waited).
         device_events: on CUDA, the pair of timing events around the collective on its stream, for
             recorders that want the device's times; None elsewhere.
+        device_waited: on CUDA, the timing event of the moment the compute stream reached the first
+            `wait`; made by :meth:`wait_begins` where `device_events` is there.
     """
 
     op: str
@@ -63,6 +70,7 @@ class Call:
     finished_ns: int | None = None
     waited_ns: int | None = None
     device_events: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
+    device_waited: torch.cuda.Event | None = None
     _recorders: tuple[Recorder, ...] = ()
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
@@ -84,30 +92,42 @@ class Call:
         """Note that someone now waits for the result; only the first call counts."""
         if self.waited_ns is None:
             self.waited_ns = time.perf_counter_ns()
+            if self.device_events is not None:
+                self.device_waited = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+                self.device_waited.record()
 
 
-_active: tuple[Recorder, ...] = ()
-_active_lock = threading.Lock()
+_KEY = "lamina.collectives.recorders"
+
+
+def _installed() -> tuple[Recorder, ...]:
+    if not torch._C._is_key_in_tls(_KEY):
+        return ()
+    return cast("tuple[Recorder, ...]", torch._C._get_obj_in_tls(_KEY))
+
+
+def _store(recorders: tuple[Recorder, ...]) -> None:
+    if recorders or not hasattr(torch._C, "_remove_obj_from_tls"):
+        torch._C._stash_obj_in_tls(_KEY, recorders)
+    else:  # torch 2.13: a thread that ends with an entry has to take the GIL for it; leave none
+        torch._C._remove_obj_from_tls(_KEY)
 
 
 def active() -> bool:
     """Return whether any recorder is installed."""
-    return bool(_active)
+    return bool(_installed())
 
 
 def install(recorder: Recorder) -> None:
-    """Let `recorder` see every collective of this process until :func:`remove`."""
-    global _active
-    with _active_lock:
-        _active = (*_active, recorder)
+    """Let `recorder` see every collective of this thread, and of the backwards it starts."""
+    _store((*_installed(), recorder))
 
 
 def remove(recorder: Recorder) -> None:
-    """Undo one :func:`install`; calls in flight still report their end to it."""
-    global _active
-    with _active_lock:
-        index = len(_active) - 1 - _active[::-1].index(recorder)
-        _active = _active[:index] + _active[index + 1 :]
+    """Undo one :func:`install` of this thread; calls in flight still report their end to it."""
+    recorders = _installed()
+    index = len(recorders) - 1 - recorders[::-1].index(recorder)
+    _store(recorders[:index] + recorders[index + 1 :])
 
 
 def issue(
@@ -119,7 +139,7 @@ def issue(
     async_op: bool = False,
 ) -> Call:
     """Record the launch of a collective and return its :class:`Call`."""
-    recorders = _active
+    recorders = _installed()
     if group is None:
         axis, size = "self", 1
     else:

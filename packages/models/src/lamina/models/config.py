@@ -1,0 +1,156 @@
+"""What a Transformer is made of: one frozen, validated description."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+Activation = Literal["gelu", "gelu_tanh", "swiglu", "relu2"]
+Norm = Literal["rmsnorm", "layernorm"]
+PositionEncoding = Literal["rope", "learned", "none"]
+
+
+def _divides(what: str, total: int, by_what: str, by: int, remedy: str) -> None:
+    """Raise with the arithmetic spelled out unless ``by`` divides ``total``."""
+    if by < 1 or total % by:
+        remainder = f" (remainder {total % by})" if by >= 1 else ""
+        raise ValueError(f"{what} {total} is not divisible by {by_what} {by}{remainder}: {remedy}")
+
+
+def _one_of(what: str, value: Any, choices: Sequence[Any]) -> None:
+    if value not in choices:
+        raise ValueError(f"{what} is {value!r}: it must be one of {', '.join(map(repr, choices))}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransformerConfig:
+    """The shape of a decoder-only Transformer; every block reads it, none changes it.
+
+    Sizes are in elements, lengths in tokens, rates are probabilities.
+
+    Args:
+        vocab_size: number of token ids; ids are ``0 .. vocab_size - 1``.
+        hidden_size: width of the residual stream.
+        num_layers: number of blocks.
+        num_heads: query heads.
+        num_kv_heads: key and value heads: ``num_heads`` (the default) is multi-head attention,
+            1 is multi-query, anything between grouped-query attention (Ainslie et al., 2023).
+        head_dim: width of one head, by default ``hidden_size / num_heads``.
+        ffn_size: inner width of the MLP, by default ``4 * hidden_size`` (for SwiGLU the multiple
+            of 64 next above ``8/3 * hidden_size``, which costs the same).
+        max_sequence_length: the longest sequence; the number of rows of learned positions.
+        activation: ``gelu`` (exact), ``gelu_tanh`` (GPT-2's), ``swiglu`` (Shazeer, 2020) or
+            ``relu2`` (squared ReLU, So et al., 2021).
+        norm: ``rmsnorm`` or ``layernorm``.
+        norm_eps: added to the variance under the root.
+        positions: ``rope`` (Su et al., 2021), ``learned`` or ``none``.
+        rope_theta: base of RoPE's wavelengths.
+        qk_norm: RMSNorm over each head of queries and keys before RoPE.
+        attention_bias: biases in the query, key and value projection.
+        attention_output_bias: bias in attention's output projection; as ``attention_bias`` if None.
+        mlp_bias: biases in the MLP.
+        post_norm: also normalise what attention and MLP return, before it is added.
+        tie_embeddings: the output head uses the embedding's weight.
+        dropout: of embeddings and of what attention and MLP add to the residual stream.
+        attention_dropout: of attention probabilities.
+        sliding_window: how many tokens, itself included, a token attends to; None is all before it.
+        init_std: standard deviation of initial weights; projections into the residual stream are
+            scaled down by ``sqrt(2 * num_layers)`` (Radford et al., 2019).
+
+    Raises:
+        ValueError: for sizes that do not fit together, with the arithmetic and a remedy.
+
+    """
+
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int | None = None
+    head_dim: int | None = None
+    ffn_size: int | None = None
+    max_sequence_length: int = 2048
+    activation: Activation = "swiglu"
+    norm: Norm = "rmsnorm"
+    norm_eps: float = 1e-5
+    positions: PositionEncoding = "rope"
+    rope_theta: float = 10_000.0
+    qk_norm: bool = False
+    attention_bias: bool = False
+    attention_output_bias: bool | None = None
+    mlp_bias: bool = False
+    post_norm: bool = False
+    tie_embeddings: bool = False
+    dropout: float = 0.0
+    attention_dropout: float = 0.0
+    sliding_window: int | None = None
+    init_std: float = 0.02
+
+    def __post_init__(self) -> None:
+        self._check_choices()
+        self._check_numbers()
+        self._check_heads()
+
+    def _check_choices(self) -> None:
+        _one_of("activation", self.activation, get_args(Activation))
+        _one_of("norm", self.norm, get_args(Norm))
+        _one_of("positions", self.positions, get_args(PositionEncoding))
+
+    def _check_numbers(self) -> None:
+        for name in ("vocab_size", "hidden_size", "num_layers", "num_heads", "max_sequence_length"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}: it must be at least 1")
+        for name in ("num_kv_heads", "head_dim", "ffn_size", "sliding_window"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} is {value}: it must be at least 1, or None")
+        for name in ("dropout", "attention_dropout"):
+            if not 0.0 <= getattr(self, name) < 1.0:
+                raise ValueError(f"{name} is {getattr(self, name)}: it must be in [0, 1)")
+        for name in ("norm_eps", "rope_theta", "init_std"):
+            if not getattr(self, name) > 0.0:
+                raise ValueError(f"{name} is {getattr(self, name)}: it must be positive")
+
+    def _check_heads(self) -> None:
+        if self.head_dim is None:
+            _divides("hidden_size", self.hidden_size, "num_heads", self.num_heads,
+                     "change one of them, or set head_dim yourself")  # fmt: skip
+        _divides("num_heads", self.num_heads, "num_kv_heads", self.kv_heads,
+                 "every key head serves the same number of query heads")  # fmt: skip
+        if self.positions == "rope":
+            _divides("head width", self.head_width, "2", 2, "RoPE turns pairs of elements")
+
+    # What the optional sizes come to. The fields keep what the caller wrote.
+
+    @property
+    def kv_heads(self) -> int:
+        """Number of key and value heads."""
+        return self.num_heads if self.num_kv_heads is None else self.num_kv_heads
+
+    @property
+    def head_width(self) -> int:
+        """Elements of one head."""
+        return self.hidden_size // self.num_heads if self.head_dim is None else self.head_dim
+
+    @property
+    def ffn_width(self) -> int:
+        """Inner width of the MLP."""
+        if self.ffn_size is not None:
+            return self.ffn_size
+        if self.activation == "swiglu":
+            return -(-8 * self.hidden_size // (3 * 64)) * 64
+        return 4 * self.hidden_size
+
+    @property
+    def output_bias(self) -> bool:
+        """Whether attention's output projection has a bias."""
+        if self.attention_output_bias is None:
+            return self.attention_bias
+        return self.attention_output_bias
+
+    @property
+    def residual_init_std(self) -> float:
+        """Standard deviation of initial weights that write into the residual stream."""
+        return self.init_std / math.sqrt(2 * self.num_layers)

@@ -1,22 +1,16 @@
-"""Settings of the test runs that pytest's own file cannot hold."""
+"""Settings that must be in the environment before any test module is imported.
+
+Ranks and the fork server inherit them, see testing/README.md.
+"""
 
 from __future__ import annotations
 
 import os
-import time
+from pathlib import Path
 
-import pytest
+# Ranks share the machine's cores, and one thread each is what makes their sums repeatable.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-STARTED = time.perf_counter()
-
-
-@pytest.hookimpl(trylast=True)
-def pytest_unconfigure(config: pytest.Config) -> None:
-    """Leave pytest's closing line where noxfile.py asks for it, to print it after nox's own."""
-    where = os.environ.get("LAMINA_CLOSING_LINE")
-    reporter = config.pluginmanager.get_plugin("terminalreporter")
-    if where and reporter is not None and not hasattr(config, "workerinput"):
-        parts, _ = reporter.build_summary_stats_line()
-        counts = ", ".join(text for text, _ in parts)
-        with open(where, "a") as handle:
-            handle.write(f"{counts} in {time.perf_counter() - STARTED:.2f}s\n")
+# Triton reads this when it is first imported, which importing torch._dynamo does.
+if not Path("/dev/nvidiactl").exists():
+    os.environ.setdefault("TRITON_INTERPRET", "1")

@@ -1,0 +1,138 @@
+"""Messages between the pytest process, the fork server and the ranks, and how they travel.
+
+All three run the same code on the same machine, so messages are pickled dataclasses with a length
+in front. Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import pickle
+import socket
+import struct
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+Status = Literal["passed", "failed", "skipped", "xfailed", "died", "hung"]
+
+_LENGTH = struct.Struct("!Q")
+
+
+@dataclass(frozen=True)
+class Argument:
+    """One argument of a body: pickled, or the place of its value in a ``parametrize`` mark.
+
+    Values such as lambdas cannot be pickled; the rank then takes ``position`` of the argument
+    values of the mark that names the argument, in the module it has imported itself.
+    """
+
+    pickled: bytes | None
+    position: int | None = None
+
+
+@dataclass(frozen=True)
+class Job:
+    """One test body to be run on every rank of one world."""
+
+    module_name: str
+    path: str
+    qualname: tuple[str, ...]
+    arguments: dict[str, Argument]
+    world_size: int
+    backend: str
+    device: str
+    timeout: float
+    init: bool
+    environment: dict[str, str]
+    directory: str
+    sys_path: list[str]
+    warning_filters: list[str]
+    traceback_style: str
+    show_locals: bool
+
+    @property
+    def processes(self) -> int:
+        """Processes to start: one per rank, but one in all for the fake backend."""
+        return 1 if self.backend == "fake" else self.world_size
+
+    @property
+    def reuse(self) -> bool:
+        """Whether ranks outlive the job: starting CUDA and NCCL takes seconds, so there they do."""
+        return self.backend == "nccl"
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the server has laid things for one job, and the port a body may rendezvous on."""
+
+    directory: str
+    port: int
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """A job as it is handed to a rank's process."""
+
+    job: Job
+    place: Place
+
+
+@dataclass(frozen=True)
+class DeviceCount:
+    """Question to the server: how many GPUs are there? Answered by an integer."""
+
+
+@dataclass
+class RankWarning:
+    """A warning recorded on a rank, to be issued again in the pytest process."""
+
+    category: bytes
+    message: str
+    filename: str
+    lineno: int
+
+
+@dataclass
+class RankOutcome:
+    """How one rank ended.
+
+    ``time`` is when, on the machine's monotonic clock in seconds; ``summary`` one line; ``text``
+    the formatted traceback or the stack of a rank that had to be killed.
+    """
+
+    rank: int
+    status: Status
+    time: float
+    summary: str = ""
+    text: str = ""
+    warnings: list[RankWarning] = field(default_factory=list)
+    stdout: str = ""
+    stderr: str = ""
+
+
+def send(connection: socket.socket, message: object) -> None:
+    """Send one message."""
+    payload = pickle.dumps(message)
+    connection.sendall(_LENGTH.pack(len(payload)) + payload)
+
+
+def receive(connection: socket.socket) -> Any:
+    """Receive one message; None when the other end is closed or gone."""
+    header = _receive_exactly(connection, _LENGTH.size)
+    if header is None:
+        return None
+    payload = _receive_exactly(connection, _LENGTH.unpack(header)[0])
+    return None if payload is None else pickle.loads(payload)
+
+
+def _receive_exactly(connection: socket.socket, size: int) -> bytes | None:
+    chunks: list[bytes] = []
+    while size > 0:
+        try:
+            chunk = connection.recv(min(size, 1 << 20))
+        except ConnectionError:
+            return None
+        if not chunk:
+            return None
+        chunks.append(chunk)
+        size -= len(chunk)
+    return b"".join(chunks)

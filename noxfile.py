@@ -132,8 +132,9 @@ def run(session: nox.Session, *command: str | Path, **options: object) -> object
 
 
 def pip(session: nox.Session, *words: str | Path) -> None:
-    """Install into the shared environment, without byte code."""
-    run(session, "python", "-m", "pip", "install", "--quiet", "--no-compile", *words)
+    """Install into the shared environment, without byte code; show progress to a person only."""
+    quiet = [] if sys.stdout.isatty() else ["--quiet"]
+    run(session, "python", "-m", "pip", "install", "--no-compile", *quiet, *words)
 
 
 def digest(*parts: str | Path) -> str:

@@ -58,6 +58,7 @@ class Call:
             recorders that want the device's times; None elsewhere.
         device_waited: on CUDA, the timing event of the moment the compute stream reached the first
             `wait`; made by :meth:`wait_begins` where `device_events` is there.
+
     """
 
     op: str

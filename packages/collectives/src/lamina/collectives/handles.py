@@ -1,0 +1,191 @@
+"""Handles: what an asynchronous collective returns.
+
+A handle owns every tensor its collective still reads or writes, so the caller may drop theirs at
+once. On CUDA no `record_stream` is used, which would make memory use depend on timing: the tensors
+stay referenced until `wait` has ordered the caller's stream behind the collective, after which the
+allocator's own stream order protects them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from .lanes import Ticket, lane_of
+from .record import Call
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+__all__ = ["Handle", "ReduceHandle", "Statistics", "launch"]
+
+
+class Handle:
+    """A collective in flight; :meth:`wait` makes its result safe to use.
+
+    On CPU `wait` blocks. On CUDA it makes the current stream wait and does not block the host
+    (except over gloo, where the host moves the bytes).
+    """
+
+    def __init__(
+        self,
+        call: Call,
+        *,
+        ticket: Ticket | None = None,
+        event: torch.cuda.Event | None = None,
+        issued_on: torch.cuda.Stream | None = None,
+        keep: tuple[Any, ...] = (),
+    ) -> None:
+        self._call = call
+        self._ticket = ticket
+        self._event = event
+        self._issued_on = issued_on
+        self._keep = keep
+        self._pending = True
+
+    def wait(self) -> None:
+        """Wait for the result; a second call returns at once.
+
+        Raises:
+            RuntimeError: what the transport raised (a peer that died, a timeout).
+
+        """
+        if not self._pending:
+            return
+        self._call.wait_begins()
+        self._pending = False
+        try:
+            if self._ticket is not None:
+                self._ticket.wait()
+            if self._event is not None:
+                torch.cuda.current_stream(self._event_device()).wait_event(self._event)
+        finally:
+            self._call.finish()
+            self._keep = ()
+
+    def _event_device(self) -> torch.device | None:
+        return None if self._issued_on is None else self._issued_on.device
+
+    def __del__(self) -> None:
+        # Dropped without a wait: the tensors are about to be freed on the stream they came from,
+        # so that stream has to come after the collective. On CPU the worker holds the tensors.
+        if self._pending and self._event is not None and self._issued_on is not None:
+            if self._ticket is not None:
+                self._ticket.wait()
+            self._issued_on.wait_event(self._event)
+
+
+class Statistics:
+    """Squared norm and non-finite flag of a reduced shard, filled in by the sum itself."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.squared_norm = torch.zeros((), dtype=torch.float64, device=device)
+        self.nonfinite = torch.zeros((), dtype=torch.bool, device=device)
+
+
+class ReduceHandle(Handle):
+    """A reduction in flight. Reading a statistic waits first."""
+
+    def __init__(self, call: Call, statistics: Statistics, **state: Any) -> None:
+        super().__init__(call, **state)
+        self._statistics = statistics
+
+    @property
+    def squared_norm(self) -> torch.Tensor:
+        """Sum of squares of this rank's reduced shard as stored: float64, no dimensions."""
+        self.wait()
+        return self._statistics.squared_norm
+
+    @property
+    def nonfinite(self) -> torch.Tensor:
+        """Whether this rank's reduced shard holds an infinity or a NaN: bool, no dimensions."""
+        self.wait()
+        return self._statistics.nonfinite
+
+
+def launch(
+    call: Call,
+    group: ProcessGroup | None,
+    device: torch.device,
+    start: Callable[[], Callable[[], None]],
+    *,
+    async_op: bool,
+    host_bound: bool,
+    keep: tuple[Any, ...] = (),
+    statistics: Statistics | None = None,
+) -> Any:
+    """Run a collective and return its handle.
+
+    Args:
+        call: its record.
+        group: its group; None for a group of one, which is never asynchronous.
+        device: device of its tensors.
+        start: posts the messages without blocking and returns what is left to do once they are
+            under way (wait for them, sum, copy back).
+        async_op: leave that rest to the group's lane.
+        host_bound: the rest blocks the host (gloo), so it needs the lane's thread; otherwise a
+            stream is enough (NCCL).
+        keep: tensors that must outlive the collective.
+        statistics: makes the handle a ReduceHandle.
+
+    """
+    state: dict[str, Any] = {}
+    if device.type == "cuda":
+        state = _on_cuda(call, group, device, start, async_op=async_op, host_bound=host_bound)
+    else:
+        rest = start()
+        if async_op and group is not None:
+            state["ticket"] = lane_of(group).submit(_finishing(rest, call))
+        else:
+            rest()
+    handle = (
+        Handle(call, keep=keep, **state)
+        if statistics is None
+        else ReduceHandle(call, statistics, keep=keep, **state)
+    )
+    if not async_op:
+        handle.wait()
+    return handle
+
+
+def _finishing(rest: Callable[[], None], call: Call) -> Callable[[], None]:
+    def job() -> None:
+        rest()
+        call.finish()
+
+    return job
+
+
+def _on_cuda(
+    call: Call,
+    group: ProcessGroup | None,
+    device: torch.device,
+    start: Callable[[], Callable[[], None]],
+    *,
+    async_op: bool,
+    host_bound: bool,
+) -> dict[str, Any]:
+    current = torch.cuda.current_stream(device)
+    if not async_op or group is None:
+        start()()
+        return {}
+    lane = lane_of(group)
+    side = lane.stream(device)
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    side.wait_stream(current)
+    with torch.cuda.stream(side):
+        rest = start()
+
+    def job() -> None:
+        with torch.cuda.device(device), torch.cuda.stream(side):
+            rest()
+            event.record(side)
+
+    ticket = None
+    if host_bound:
+        ticket = lane.submit(_finishing(job, call))
+    else:
+        job()
+    return {"ticket": ticket, "event": event, "issued_on": current}

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lamina.models.attention import SelfAttention
+from lamina.models.attention import make_attention
 from lamina.models.config import TransformerConfig
-from lamina.models.masking import AttentionContext
+from lamina.models.context import AttentionContext
 from lamina.models.mlp import MLP
 from lamina.models.norms import make_norm
 
@@ -22,7 +22,7 @@ class TransformerBlock(nn.Module):
         super().__init__()
         self.dropout = config.dropout
         self.attention_norm = make_norm(config)
-        self.attention = SelfAttention(config)
+        self.attention = make_attention(config)
         self.attention_post_norm = make_norm(config) if config.post_norm else None
         self.mlp_norm = make_norm(config)
         self.mlp = MLP(config)

@@ -7,9 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
+AttentionPath = Literal["auto", "sdpa", "varlen", "flex"]
 Activation = Literal["gelu", "gelu_tanh", "swiglu", "relu2"]
 Norm = Literal["rmsnorm", "layernorm"]
 PositionEncoding = Literal["rope", "learned", "none"]
+RopeScalingKind = Literal["linear", "llama3", "yarn"]
 
 
 def _divides(what: str, total: int, by_what: str, by: int, remedy: str) -> None:
@@ -22,6 +24,79 @@ def _divides(what: str, total: int, by_what: str, by: int, remedy: str) -> None:
 def _one_of(what: str, value: Any, choices: Sequence[Any]) -> None:
     if value not in choices:
         raise ValueError(f"{what} is {value!r}: it must be one of {', '.join(map(repr, choices))}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RopeScaling:
+    """How RoPE's wavelengths are stretched beyond the length a model was first trained on.
+
+    Args:
+        kind: ``linear`` (Chen et al., 2023), ``llama3`` (Llama 3.1) or ``yarn`` (Peng et al., 2023).
+        factor: how many times longer the new length is.
+        original_length: tokens of the length first trained on (``llama3`` and ``yarn``).
+        low_freq_factor: ``llama3``: wavelengths above ``original_length / low_freq_factor`` are
+            stretched by ``factor``.
+        high_freq_factor: ``llama3``: wavelengths below ``original_length / high_freq_factor`` are
+            kept; those between are blended.
+        beta_fast: ``yarn``: pairs that turn at least this often within ``original_length`` are kept.
+        beta_slow: ``yarn``: pairs that turn at most this often are stretched by ``factor``.
+        attention_factor: ``yarn``: multiplies cosines and sines; ``0.1 * ln(factor) + 1`` if None.
+
+    """
+
+    kind: RopeScalingKind
+    factor: float
+    original_length: int = 8192
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float | None = None
+
+    def __post_init__(self) -> None:
+        _one_of("kind", self.kind, get_args(RopeScalingKind))
+        if self.factor < 1.0:
+            raise ValueError(f"RoPE's factor is {self.factor}: it must be at least 1")
+        if self.high_freq_factor <= self.low_freq_factor:
+            raise ValueError(
+                f"high_freq_factor {self.high_freq_factor} must be above "
+                f"low_freq_factor {self.low_freq_factor}"
+            )
+
+    @property
+    def magnitude(self) -> float:
+        """What cosines and sines are multiplied by."""
+        if self.kind != "yarn":
+            return 1.0
+        if self.attention_factor is not None:
+            return self.attention_factor
+        return 0.1 * math.log(self.factor) + 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatentAttention:
+    """Sizes of multi-head latent attention (DeepSeek-V2, 2024), by the paper's names.
+
+    Args:
+        kv_lora_rank: width of the latent from which keys and values are made.
+        q_lora_rank: width of the latent from which queries are made; None makes them directly.
+        qk_nope_head_dim: elements of a query or key head that carry no position.
+        qk_rope_head_dim: elements of a query or key head turned by RoPE; keys share them.
+        v_head_dim: elements of a value head.
+
+    """
+
+    kv_lora_rank: int
+    q_lora_rank: int | None = None
+    qk_nope_head_dim: int = 128
+    qk_rope_head_dim: int = 64
+    v_head_dim: int = 128
+
+    def __post_init__(self) -> None:
+        for name in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}: it must be at least 1")
+        _divides("qk_rope_head_dim", self.qk_rope_head_dim, "2", 2, "RoPE turns pairs of elements")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +122,8 @@ class TransformerConfig:
         norm_eps: added to the variance under the root.
         positions: ``rope`` (Su et al., 2021), ``learned`` or ``none``.
         rope_theta: base of RoPE's wavelengths.
+        rope_scaling: how the wavelengths are stretched; None keeps them.
+        mla: sizes of multi-head latent attention, in place of ``num_kv_heads`` and ``head_dim``.
         qk_norm: RMSNorm over each head of queries and keys before RoPE.
         attention_bias: biases in the query, key and value projection.
         attention_output_bias: bias in attention's output projection; as ``attention_bias`` if None.
@@ -56,6 +133,15 @@ class TransformerConfig:
         dropout: of embeddings and of what attention and MLP add to the residual stream.
         attention_dropout: of attention probabilities.
         sliding_window: how many tokens, itself included, a token attends to; None is all before it.
+        attention_scale: what scores are multiplied by before the softmax; by default one over the
+            root of a query head's width.
+        attention_path: ``auto`` takes plain causal ``scaled_dot_product_attention`` where that says
+            it all, and for documents and windows ``varlen`` (CUDA, fp16 or bf16), ``flex`` (CUDA) or
+            ``sdpa`` with a mask written out (anything else). All give the same numbers.
+        vocab_multiple: the embedding and head have the next multiple of this many rows, so that
+            they can be cut over ranks; logits of the rows added are -inf.
+        loss_chunk: tokens whose logits are held at a time while the loss is computed; None takes
+            at least 1,024 and more for small vocabularies.
         init_std: standard deviation of initial weights; projections into the residual stream are
             scaled down by ``sqrt(2 * num_layers)`` (Radford et al., 2019).
 
@@ -77,6 +163,8 @@ class TransformerConfig:
     norm_eps: float = 1e-5
     positions: PositionEncoding = "rope"
     rope_theta: float = 10_000.0
+    rope_scaling: RopeScaling | None = None
+    mla: LatentAttention | None = None
     qk_norm: bool = False
     attention_bias: bool = False
     attention_output_bias: bool | None = None
@@ -86,6 +174,10 @@ class TransformerConfig:
     dropout: float = 0.0
     attention_dropout: float = 0.0
     sliding_window: int | None = None
+    attention_scale: float | None = None
+    attention_path: AttentionPath = "auto"
+    vocab_multiple: int = 1
+    loss_chunk: int | None = None
     init_std: float = 0.02
 
     def __post_init__(self) -> None:
@@ -97,12 +189,14 @@ class TransformerConfig:
         _one_of("activation", self.activation, get_args(Activation))
         _one_of("norm", self.norm, get_args(Norm))
         _one_of("positions", self.positions, get_args(PositionEncoding))
+        _one_of("attention_path", self.attention_path, get_args(AttentionPath))
 
     def _check_numbers(self) -> None:
-        for name in ("vocab_size", "hidden_size", "num_layers", "num_heads", "max_sequence_length"):
+        sizes = ("vocab_size", "hidden_size", "num_layers", "num_heads", "max_sequence_length")
+        for name in (*sizes, "vocab_multiple"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}: it must be at least 1")
-        for name in ("num_kv_heads", "head_dim", "ffn_size", "sliding_window"):
+        for name in ("num_kv_heads", "head_dim", "ffn_size", "sliding_window", "loss_chunk"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} is {value}: it must be at least 1, or None")
@@ -114,6 +208,9 @@ class TransformerConfig:
                 raise ValueError(f"{name} is {getattr(self, name)}: it must be positive")
 
     def _check_heads(self) -> None:
+        if self.mla is not None:
+            self._check_mla()
+            return
         if self.head_dim is None:
             _divides("hidden_size", self.hidden_size, "num_heads", self.num_heads,
                      "change one of them, or set head_dim yourself")  # fmt: skip
@@ -121,6 +218,15 @@ class TransformerConfig:
                  "every key head serves the same number of query heads")  # fmt: skip
         if self.positions == "rope":
             _divides("head width", self.head_width, "2", 2, "RoPE turns pairs of elements")
+
+    def _check_mla(self) -> None:
+        for name in ("num_kv_heads", "head_dim"):
+            if getattr(self, name) is not None:
+                raise ValueError(f"{name} is {getattr(self, name)} beside mla: leave it None")
+        if self.qk_norm:
+            raise ValueError("qk_norm beside mla: latent attention normalises its latents instead")
+        if self.positions != "rope":
+            raise ValueError(f"positions is {self.positions!r} beside mla: it must be 'rope'")
 
     # What the optional sizes come to. The fields keep what the caller wrote.
 
@@ -131,8 +237,32 @@ class TransformerConfig:
 
     @property
     def head_width(self) -> int:
-        """Elements of one head."""
+        """Elements of one query or key head."""
+        if self.mla is not None:
+            return self.mla.qk_nope_head_dim + self.mla.qk_rope_head_dim
         return self.hidden_size // self.num_heads if self.head_dim is None else self.head_dim
+
+    @property
+    def value_width(self) -> int:
+        """Elements of one value head."""
+        return self.head_width if self.mla is None else self.mla.v_head_dim
+
+    @property
+    def rotary_width(self) -> int:
+        """Elements of a head that RoPE turns."""
+        return self.head_width if self.mla is None else self.mla.qk_rope_head_dim
+
+    @property
+    def score_scale(self) -> float:
+        """What scores are multiplied by before the softmax."""
+        if self.attention_scale is not None:
+            return self.attention_scale
+        return 1.0 / math.sqrt(self.head_width)
+
+    @property
+    def padded_vocab_size(self) -> int:
+        """Rows of the embedding and the head."""
+        return -(-self.vocab_size // self.vocab_multiple) * self.vocab_multiple
 
     @property
     def ffn_width(self) -> int:

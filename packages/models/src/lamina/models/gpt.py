@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from lamina.models.block import TransformerBlock
 from lamina.models.config import TransformerConfig
+from lamina.models.context import AttentionContext, default_positions
 from lamina.models.embedding import Embedding, OutputHead
 from lamina.models.initialise import assign_seeds, draw_seed
-from lamina.models.masking import AttentionContext, default_positions
 from lamina.models.norms import make_norm
 
 
@@ -92,10 +92,10 @@ class GPTModel(nn.Module):
         """
         self.check_inputs(tokens, labels, document_ids)
         if positions is None:
-            positions = default_positions(tokens.shape[1], tokens.device, document_ids)
+            positions = default_positions(tokens, document_ids)
         x = self.embed(tokens, positions)
         context = AttentionContext.build(
-            self.config, tokens.shape[1], tokens.device, positions, document_ids
+            self.config, tokens, x.dtype, positions, document_ids, training=self.training
         )
         for block in self.blocks:
             x = block(x, context)

@@ -5,8 +5,25 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lamina.models.config import TransformerConfig
+from lamina.models.config import Activation, TransformerConfig
 from lamina.models.linear import Linear
+
+
+class ActivationFunction(nn.Module):
+    """GELU, SwiGLU or squared ReLU; a module of its own so that recomputation can name it."""
+
+    def __init__(self, kind: Activation) -> None:
+        super().__init__()
+        self.kind = kind
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[..., ffn]`` to the same; with SwiGLU ``[..., 2 * ffn]``, gate first, to ``[..., ffn]``."""
+        if self.kind == "swiglu":
+            gate, up = x.chunk(2, dim=-1)
+            return F.silu(gate) * up
+        if self.kind == "relu2":
+            return F.relu(x).square()
+        return F.gelu(x, approximate="tanh" if self.kind == "gelu_tanh" else "none")
 
 
 class MLP(nn.Module):
@@ -17,22 +34,13 @@ class MLP(nn.Module):
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
-        self.activation = config.activation
         hidden, ffn = config.hidden_size, config.ffn_width
         rows = 2 * ffn if config.activation == "swiglu" else ffn
         self.up = Linear(hidden, rows, bias=config.mlp_bias, init_std=config.init_std)
+        self.activation = ActivationFunction(config.activation)
         self.down = Linear(ffn, hidden, bias=config.mlp_bias, init_std=config.residual_init_std)
-
-    def activate(self, x: Tensor) -> Tensor:
-        """Apply the activation to what ``up`` returns."""
-        if self.activation == "swiglu":
-            gate, up = x.chunk(2, dim=-1)
-            return F.silu(gate) * up
-        if self.activation == "relu2":
-            return F.relu(x).square()
-        return F.gelu(x, approximate="tanh" if self.activation == "gelu_tanh" else "none")
 
     def forward(self, x: Tensor) -> Tensor:
         """``[..., hidden]`` to ``[..., hidden]``."""
-        down: Tensor = self.down(self.activate(self.up(x)))
+        down: Tensor = self.down(self.activation(self.up(x)))
         return down

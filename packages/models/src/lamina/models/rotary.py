@@ -2,16 +2,50 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
-from lamina.models.config import TransformerConfig
+from lamina.models.config import RopeScaling, TransformerConfig
 
 
-def inverse_wavelengths(width: int, theta: float, device: torch.device) -> Tensor:
-    """Angles per position of the ``width / 2`` pairs, float32 ``[width / 2]``."""
-    exponents = torch.arange(0, width, 2, dtype=torch.int64, device=device).float() / width
-    return 1.0 / theta**exponents
+def rotary_rates(config: TransformerConfig, device: torch.device) -> Tensor:
+    """Angle per position of each pair of elements, after scaling: float32 ``[rotary_width / 2]``."""
+    width = config.rotary_width
+    exponents = torch.arange(0, width, 2, dtype=torch.float32, device=device) / width
+    rates = 1.0 / config.rope_theta**exponents
+    scaling = config.rope_scaling
+    if scaling is None:
+        return rates
+    if scaling.kind == "linear":
+        return rates / scaling.factor
+    if scaling.kind == "llama3":
+        return _llama3_rates(rates, scaling)
+    return _yarn_rates(rates, scaling, config.rope_theta)
+
+
+def _llama3_rates(rates: Tensor, scaling: RopeScaling) -> Tensor:
+    """Keep short wavelengths, stretch long ones, blend between (Llama 3.1)."""
+    turns = scaling.original_length * rates / (2 * math.pi)
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    kept = ((turns - low) / (high - low)).clamp(0.0, 1.0)
+    return rates * kept + rates / scaling.factor * (1.0 - kept)
+
+
+def _yarn_rates(rates: Tensor, scaling: RopeScaling, theta: float) -> Tensor:
+    """Blend by how often a pair turns within the original length (Peng et al., 2023, section 3.2)."""
+    pairs = rates.numel()
+
+    def pair_that_turns(times: float) -> float:
+        # Solves original_length * theta^(-pair / pairs) = 2 pi * times for the pair's index.
+        return pairs * math.log(scaling.original_length / (times * 2 * math.pi)) / math.log(theta)
+
+    first = max(math.floor(pair_that_turns(scaling.beta_fast)), 0)
+    last = min(math.ceil(pair_that_turns(scaling.beta_slow)), 2 * pairs - 1)
+    index = torch.arange(pairs, dtype=torch.float32, device=rates.device)
+    stretched = ((index - first) / max(last - first, 0.001)).clamp(0.0, 1.0)
+    return rates / scaling.factor * stretched + rates * (1.0 - stretched)
 
 
 def rotary_tables(config: TransformerConfig, positions: Tensor) -> tuple[Tensor, Tensor]:
@@ -21,16 +55,18 @@ def rotary_tables(config: TransformerConfig, positions: Tensor) -> tuple[Tensor,
     device and rounded by ``model.to(torch.bfloat16)``.
 
     Args:
-        config: gives the head width and the wavelengths.
+        config: gives the width that turns, the wavelengths and their scaling.
         positions: int64 ``[sequence]`` or ``[batch, sequence]``.
 
     Returns:
-        Two float32 tensors ``[..., sequence, head_width / 2]``.
+        Two float32 tensors ``[..., sequence, rotary_width / 2]``.
 
     """
-    rates = inverse_wavelengths(config.head_width, config.rope_theta, positions.device)
-    angles = positions.to(torch.float32).unsqueeze(-1) * rates
-    return angles.cos(), angles.sin()
+    angles = positions.to(torch.float32).unsqueeze(-1) * rotary_rates(config, positions.device)
+    magnitude = 1.0 if config.rope_scaling is None else config.rope_scaling.magnitude
+    if magnitude == 1.0:
+        return angles.cos(), angles.sin()
+    return angles.cos() * magnitude, angles.sin() * magnitude
 
 
 def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -1,3 +1,45 @@
-"""Process start-up, parallel layout, device meshes, rank RNG and environment checks for PyTorch training."""
+"""Process start-up, parallel layout, device meshes, rank RNG and environment checks."""
 
-__all__: list[str] = []
+from lamina.mesh.axis import MeshAxis, mesh_axis
+from lamina.mesh.checks import EnvironmentProblem, require_overlap
+from lamina.mesh.environment import Environment, environment
+from lamina.mesh.errors import (
+    AxisError,
+    EnvironmentVariableError,
+    GroupCreationError,
+    LayoutError,
+    OverlapError,
+    RendezvousError,
+)
+from lamina.mesh.layout import DENSE_AXES, DERIVED_AXES, EXPERT_AXES, ParallelLayout
+from lamina.mesh.parallel_mesh import ParallelMesh
+from lamina.mesh.roles import Role, copy_role, copy_roles, mark, role_of
+from lamina.mesh.runtime import HarmfulSettingWarning, Runtime, init_distributed
+
+__all__ = [
+    "DENSE_AXES",
+    "DERIVED_AXES",
+    "EXPERT_AXES",
+    "AxisError",
+    "Environment",
+    "EnvironmentProblem",
+    "EnvironmentVariableError",
+    "GroupCreationError",
+    "HarmfulSettingWarning",
+    "LayoutError",
+    "MeshAxis",
+    "OverlapError",
+    "ParallelLayout",
+    "ParallelMesh",
+    "RendezvousError",
+    "Role",
+    "Runtime",
+    "copy_role",
+    "copy_roles",
+    "environment",
+    "init_distributed",
+    "mark",
+    "mesh_axis",
+    "require_overlap",
+    "role_of",
+]

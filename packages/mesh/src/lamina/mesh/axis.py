@@ -1,0 +1,154 @@
+"""One axis of a mesh as one rank sees it: who is on it, which place is mine, how to talk.
+
+This is all that the layers above need of a mesh, whether it is a ParallelMesh or any torch
+DeviceMesh with named dimensions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from lamina.mesh.errors import AxisError
+from lamina.mesh.groups import group_of
+
+if TYPE_CHECKING:
+    from lamina.mesh.parallel_mesh import ParallelMesh
+
+
+@dataclass(frozen=True)
+class MeshAxis:
+    """One axis (or several taken as one) through this rank.
+
+    Attributes:
+        name: the axis' name; several axes taken as one are joined with "_", outer first.
+        size: ranks on the axis.
+        rank: this rank's place, 0 <= rank < size. Equals its rank in `group`.
+        ranks: global ranks in axis order.
+        group: process group over `ranks`; None for an axis of one rank, which needs none.
+    """
+
+    name: str
+    size: int
+    rank: int
+    ranks: tuple[int, ...]
+    group: dist.ProcessGroup | None
+
+    def sibling(self, purpose: str) -> dist.ProcessGroup | None:
+        """A second communicator over the same ranks, made at the first call and kept.
+
+        Two collectives on one NCCL communicator run one after the other even on two streams, so
+        whoever wants a gather beside a reduction asks for `sibling("gather")`. The first call is
+        collective over the axis' ranks.
+
+        Args:
+            purpose: a word that becomes part of the group's description, as in "dp_shard:gather".
+
+        Returns:
+            None for an axis of one rank.
+        """
+        if not purpose:
+            raise ValueError(
+                "sibling('') would be the axis' own group: name what the second communicator is "
+                "for, such as 'gather'."
+            )
+        if self.group is None:
+            return None
+        return group_of(_described_axis(self), self.ranks, purpose)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> MeshAxis:
+        # A copied module talks to the same ranks over the same communicator.
+        return self
+
+
+def mesh_axis(mesh: ParallelMesh | DeviceMesh, name: str | Sequence[str]) -> MeshAxis:
+    """The axis `name` of any mesh, or several axes taken as one.
+
+    Args:
+        mesh: a ParallelMesh, or a torch DeviceMesh (or submesh) whose dimensions have names.
+        name: an axis' name, or names outer first: `("dp_replicate", "dp_shard")`. Taking several
+            as one may make a process group: then the first call is collective over its ranks.
+
+    Raises:
+        AxisError: no such axis (the message lists those there are), names out of order or twice,
+            or this rank is not on the mesh.
+    """
+    if isinstance(mesh, DeviceMesh):
+        return _device_mesh_axis(mesh, (name,) if isinstance(name, str) else tuple(name))
+    return mesh.axis(name)
+
+
+def _device_mesh_axis(mesh: DeviceMesh, names: tuple[str, ...]) -> MeshAxis:
+    dims = _dimensions(mesh, names)
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
+        raise AxisError(f"rank {dist.get_rank()} is not on {mesh}: it has no place along {names}.")
+    ranks = _ranks_through(mesh, dims, tuple(coordinate))
+    place = ranks.index(mesh.get_rank())
+    name = "_".join(names)
+    wide = [dim for dim in dims if mesh.size(dim) > 1]
+    if not wide:
+        return MeshAxis(name, 1, 0, ranks, None)
+    group = mesh.get_group(wide[0]) if len(wide) == 1 else group_of(name, ranks)
+    return MeshAxis(name, len(ranks), place, ranks, group)
+
+
+def _dimensions(mesh: DeviceMesh, names: tuple[str, ...]) -> list[int]:
+    there = mesh.mesh_dim_names
+    if not there:
+        raise AxisError(
+            f"{mesh} has no dimension names, so it has no axis {names}. Build it with "
+            "init_device_mesh(..., mesh_dim_names=(...))."
+        )
+    check_axis_names(names, there, str(mesh))
+    return [there.index(name) for name in names]
+
+
+def check_axis_names(names: Sequence[str], there: Sequence[str], mesh: str) -> None:
+    """Refuse names that are absent, repeated or not outer first.
+
+    Raises:
+        AxisError: with the names there are.
+    """
+    listed = ", ".join(there)
+    if not names:
+        raise AxisError(f"no axis named; {mesh} has: {listed}.")
+    for name in names:
+        if name not in there:
+            raise AxisError(f"no axis '{name}' on {mesh}; it has: {listed}.")
+    order = [there.index(name) for name in names]
+    if order != sorted(set(order)):
+        raise AxisError(
+            f"axes {tuple(names)} can't be taken as one: name each once, outer first, in the "
+            f"mesh's order ({listed})."
+        )
+
+
+def _ranks_through(
+    mesh: DeviceMesh, dims: list[int], coordinate: tuple[int, ...]
+) -> tuple[int, ...]:
+    through = tuple(slice(None) if dim in dims else place for dim, place in enumerate(coordinate))
+    ranks = tuple(int(rank) for rank in mesh.mesh[through].flatten().tolist())
+    if list(ranks) != sorted(ranks):
+        raise AxisError(
+            f"{mesh} lists the ranks {list(ranks)} out of order along "
+            f"{[(mesh.mesh_dim_names or ())[dim] for dim in dims]}. torch numbers the ranks of a "
+            "process group in ascending order, so places on the mesh and in the group would "
+            "differ. Build the mesh with ascending ranks along each dimension."
+        )
+    return ranks
+
+
+def _described_axis(axis: MeshAxis) -> str:
+    # The group's own description names axes that share a communicator alike ("dp" of a mesh with
+    # dp_replicate=1 is "dp_shard"), so their siblings are shared too. torch's own groups are
+    # described as "mesh_<dim>", or not by axis at all.
+    group = axis.group
+    described = "" if group is None else str(group.group_desc)
+    if described in ("", "undefined", "default_pg", "mesh_default"):
+        return axis.name
+    return described.removeprefix("mesh_")

@@ -1,0 +1,117 @@
+"""The one reader of environment variables: everything that Lamina's layers take from them.
+
+Layers above never read os.environ. They call `environment()` and read fields or options, so what
+a run depends on can be listed, and a test can pass a dictionary instead.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+from lamina.mesh.errors import EnvironmentVariableError
+
+_PREFIX = "LAMINA_"
+
+
+@dataclass(frozen=True)
+class Environment:
+    """A snapshot of environment variables with typed access. Make it with `environment()`.
+
+    Attributes:
+        variables: the snapshot.
+    """
+
+    variables: Mapping[str, str]
+
+    @property
+    def triton_interpret(self) -> bool:
+        """Whether Triton kernels run in its interpreter (TRITON_INTERPRET), on CPU tensors."""
+        return self.flag("TRITON_INTERPRET")
+
+    @property
+    def single_connection(self) -> bool:
+        """CUDA_DEVICE_MAX_CONNECTIONS=1: kernels of all streams queue up, nothing overlaps."""
+        return self.variables.get("CUDA_DEVICE_MAX_CONNECTIONS", "").strip() == "1"
+
+    @property
+    def allocator_settings(self) -> Mapping[str, str]:
+        """PYTORCH_ALLOC_CONF (or its older name PYTORCH_CUDA_ALLOC_CONF) as key and value."""
+        text = self.variables.get("PYTORCH_ALLOC_CONF", "") or self.variables.get(
+            "PYTORCH_CUDA_ALLOC_CONF", ""
+        )
+        pairs = (part.partition(":") for part in text.split(",") if part.strip())
+        return {key.strip(): value.strip() for key, _, value in pairs}
+
+    @property
+    def expandable_segments(self) -> bool:
+        """Whether the CUDA allocator uses expandable segments, which NCCL can't register."""
+        return self.allocator_settings.get("expandable_segments", "").lower() == "true"
+
+    @property
+    def local_world_size(self) -> int | None:
+        """Ranks of this job on this machine, if the launcher says so."""
+        return self.integer("LOCAL_WORLD_SIZE", minimum=1)
+
+    @property
+    def restart_count(self) -> int:
+        """How often torchrun's agent on this machine restarted its workers after a failure."""
+        return self.integer("TORCHELASTIC_RESTART_COUNT", minimum=0) or 0
+
+    def flag(self, name: str) -> bool:
+        """Whether `name` is set to something that means yes.
+
+        Raises:
+            EnvironmentVariableError: it is set to neither yes nor no.
+        """
+        value = self.variables.get(name, "").strip().lower()
+        if value in ("1", "true", "yes", "on"):
+            return True
+        if value in ("", "0", "false", "no", "off"):
+            return False
+        raise EnvironmentVariableError(f"{name}={value!r} is neither 1 (on) nor 0 (off).")
+
+    def integer(self, name: str, *, minimum: int) -> int | None:
+        """The integer `name`, or None where it is unset or empty.
+
+        Raises:
+            EnvironmentVariableError: it is no integer, or below `minimum`.
+        """
+        text = self.variables.get(name, "").strip()
+        if not text:
+            return None
+        try:
+            value = int(text)
+        except ValueError:
+            raise EnvironmentVariableError(
+                f"{name}={text!r} is not an integer (at least {minimum} is expected)."
+            ) from None
+        if value < minimum:
+            raise EnvironmentVariableError(f"{name}={value} is below its minimum, {minimum}.")
+        return value
+
+    def option(self, name: str, *, default: str, choices: Collection[str]) -> str:
+        """Lamina's own option `name`, which users set as LAMINA_<NAME> in capitals.
+
+        Args:
+            name: such as "collectives".
+            default: what holds where the variable is unset.
+            choices: the values there are.
+
+        Raises:
+            EnvironmentVariableError: the variable holds something else.
+        """
+        variable = _PREFIX + name.upper()
+        value = self.variables.get(variable, "").strip() or default
+        if value not in choices:
+            raise EnvironmentVariableError(
+                f"{variable}={value!r}: choose one of {', '.join(sorted(choices))}, "
+                f"or unset it for {default!r}."
+            )
+        return value
+
+
+def environment(variables: Mapping[str, str] | None = None) -> Environment:
+    """A snapshot of this process' environment variables, or of `variables` instead."""
+    return Environment(dict(os.environ if variables is None else variables))

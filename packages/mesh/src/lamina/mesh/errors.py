@@ -1,0 +1,40 @@
+"""What can go wrong when a layout, a mesh or a process start is described wrongly.
+
+Every class also is the built-in error that a caller would expect, so `except ValueError`
+works for whoever doesn't know Lamina.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "AxisError",
+    "EnvironmentVariableError",
+    "GroupCreationError",
+    "LayoutError",
+    "OverlapError",
+    "RendezvousError",
+]
+
+
+class LayoutError(ValueError):
+    """A layout that no assignment of ranks can satisfy; the message shows the arithmetic."""
+
+
+class AxisError(LookupError):
+    """A mesh has no axis of that name, or those axes can't be joined into one."""
+
+
+class EnvironmentVariableError(ValueError):
+    """An environment variable is missing, contradicts another one or isn't what it should be."""
+
+
+class GroupCreationError(RuntimeError):
+    """A process group couldn't be made: a member did not come, or the backend refused."""
+
+
+class RendezvousError(RuntimeError):
+    """The ranks of a job did not find each other within the timeout."""
+
+
+class OverlapError(RuntimeError):
+    """Overlap of communication and compute was asked for where a setting rules it out."""

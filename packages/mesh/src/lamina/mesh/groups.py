@@ -1,0 +1,119 @@
+"""The process groups of the running job: each made once, by its members alone.
+
+Two rules shape this file.
+
+*Only members take part.* `torch.distributed.new_group` is called by every rank for every group,
+so a mesh of 65,536 ranks with five axes would cost each rank a hundred thousand calls. Here a
+rank makes only the groups it is in.
+
+*Names do not depend on history.* torch offers `use_local_synchronization=True` for that, but names
+the group after the number of groups the process has made so far. Members with different pasts
+(only the first and last pipeline stage make an embedding group) would then wait for each
+other under different names until the timeout. So groups are made by the function beneath
+`new_group`, with a name made of axis and ranks (docs/decisions/0102).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import cast
+from weakref import WeakKeyDictionary
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from lamina.mesh.errors import GroupCreationError
+
+
+@dataclass
+class World:
+    """What Lamina knows of one default process group: its timeout and the groups made in it."""
+
+    timeout: timedelta | None = None
+    groups: dict[tuple[str, tuple[int, ...]], dist.ProcessGroup] = field(default_factory=dict)
+
+
+# Communicators belong to a started job, not to a mesh: equal meshes must share them, and torch
+# keeps them alive until the job ends anyway. Keyed weakly by the job's default group, so that
+# nothing survives destroy_process_group(); no mesh and no model is referred to from here.
+_worlds: WeakKeyDictionary[dist.ProcessGroup, World] = WeakKeyDictionary()
+
+
+def current_world() -> World:
+    """The running job's record.
+
+    Raises:
+        RuntimeError: torch.distributed has not been started.
+    """
+    if not dist.is_available() or not dist.is_initialized():
+        raise RuntimeError(
+            "torch.distributed has not been started: call lamina.mesh.init_distributed() first "
+            "(without torchrun it starts a world of one)."
+        )
+    default = dist.group.WORLD
+    if default is None:  # pragma: no cover - is_initialized() says otherwise
+        raise RuntimeError("torch.distributed says it is started but has no default group.")
+    return _worlds.setdefault(default, World())
+
+
+def group_of(name: str, ranks: Sequence[int], purpose: str = "") -> dist.ProcessGroup:
+    """The process group `name` over `ranks`, made at the first call and found again later.
+
+    The first call is collective over `ranks` (and over nobody else): members must make the groups
+    that they share in the same order.
+
+    Args:
+        name: the axis, which becomes the group's description (with ":purpose" if given).
+        ranks: global ranks, ascending: torch numbers a group's ranks in that order.
+        purpose: tells several communicators over the same ranks apart.
+
+    Raises:
+        GroupCreationError: a member did not come in time, or the backend refused.
+    """
+    world = current_world()
+    description = f"{name}:{purpose}" if purpose else name
+    key = (description, tuple(ranks))
+    if key not in world.groups:
+        world.groups[key] = _make_group(description, key[1], world.timeout)
+    return world.groups[key]
+
+
+def _make_group(
+    description: str, ranks: tuple[int, ...], timeout: timedelta | None
+) -> dist.ProcessGroup:
+    default = c10d._get_default_group()
+    backend, store = c10d._world.pg_map[default]
+    places = {rank: place for place, rank in enumerate(ranks)}
+    digest = hashlib.blake2b(repr(ranks).encode(), digest_size=8).hexdigest()
+    try:
+        made, _ = c10d._new_process_group_helper(
+            len(ranks),
+            places[default.rank()],
+            list(ranks),
+            backend,
+            store,
+            cast("c10d.GroupName", f"lamina:{description}:{digest}"),
+            timeout=timeout
+            if timeout is not None
+            else c10d._get_default_timeout(dist.Backend(backend)),
+            group_desc=description,
+        )
+    except (RuntimeError, ValueError) as error:
+        raise GroupCreationError(
+            f"rank {default.rank()} couldn't make the process group '{description}' over ranks "
+            f"{_shorten(ranks)} (backend {backend}): {error}\n"
+            "Making a group waits for all of its members: see whether one of these ranks failed "
+            "earlier, asks for its groups in another order, or never asks for this one."
+        ) from error
+    group = cast("dist.ProcessGroup", made)
+    c10d._world.pg_group_ranks[group] = places
+    return group
+
+
+def _shorten(ranks: tuple[int, ...], limit: int = 16) -> str:
+    if len(ranks) <= limit:
+        return str(list(ranks))
+    return f"[{', '.join(map(str, ranks[:4]))}, ... {ranks[-1]}] ({len(ranks)} ranks)"

@@ -1,0 +1,199 @@
+"""The ranks of a running job arranged by a ParallelLayout, with the process groups to talk over."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from lamina.mesh.axis import MeshAxis, check_axis_names
+from lamina.mesh.describe import describe_mesh
+from lamina.mesh.errors import AxisError
+from lamina.mesh.groups import current_world, group_of
+from lamina.mesh.layout import DENSE_AXES, DERIVED_AXES, EXPERT_AXES, ParallelLayout
+
+
+class ParallelMesh:
+    """A layout over the ranks of the running job. Build it with `ParallelLayout.build`.
+
+    Args:
+        layout: an axis may still be -1.
+        device_type: "cpu" or "cuda"; by default what the default process group was made for.
+
+    The groups of the five dense axes are made here, so building is collective over all ranks;
+    every other group (expert axes, axes taken as one, siblings, the embedding group) is made when
+    first asked for, by its members. Axes with the same ranks share one group, named after
+    the first of them in the order pp, dp_replicate, dp_shard, cp, tp, and equal meshes share all.
+    """
+
+    def __init__(self, layout: ParallelLayout, device_type: str | None = None) -> None:
+        current_world()  # says what to call if nothing has been started
+        self.layout = layout.validate(dist.get_world_size())
+        self.device_type = device_type if device_type is not None else _default_device_type()
+        self.rank = dist.get_rank()
+        self._coordinate = self.layout.coordinate_of(self.rank)
+        self._axes: dict[tuple[str, ...], MeshAxis] = {}
+        self._submeshes: dict[str, DeviceMesh] = {}
+        self.mesh = self._device_mesh(DENSE_AXES, self.layout.dense_shape)
+        self._expert_mesh: DeviceMesh | None = None
+
+    @property
+    def expert_mesh(self) -> DeviceMesh:
+        """DeviceMesh with dims pp, dp_replicate, expert_dp, ep, expert_tp over the same ranks.
+
+        The first access makes its groups: collective over the ranks of a pipeline stage.
+        """
+        if self._expert_mesh is None:
+            self._expert_mesh = self._device_mesh(EXPERT_AXES, self.layout.expert_shape)
+        return self._expert_mesh
+
+    @property
+    def coordinate(self) -> Mapping[str, int]:
+        """This rank's place along every dense and expert axis."""
+        return dict(self._coordinate)
+
+    def axis(self, name: str | Sequence[str]) -> MeshAxis:
+        """The axis `name`, or several axes, outer first, taken as one.
+
+        Args:
+            name: pp, dp_replicate, dp_shard, cp, tp; ep, expert_tp, expert_dp; dp, dp_cp,
+                dp_shard_cp; or a sequence of them, all dense or all expert.
+
+        Raises:
+            AxisError: no such axis, or they can't be taken as one.
+        """
+        parts = self._parts((name,) if isinstance(name, str) else tuple(name))
+        if parts not in self._axes:
+            self._axes[parts] = self._make_axis(parts)
+        return self._axes[parts]
+
+    def group(self, name: str | Sequence[str]) -> dist.ProcessGroup | None:
+        """The process group of `axis(name)`: None for an axis of one rank."""
+        return self.axis(name).group
+
+    def __getitem__(self, name: str | tuple[str, ...]) -> DeviceMesh:
+        """A torch DeviceMesh of one axis (derived ones too) or of several, in order.
+
+        Raises:
+            AxisError: no such axis, or a mix of dense and expert axes.
+        """
+        if isinstance(name, tuple):
+            axes = self._axes_of(name)
+            check_axis_names(name, axes, str(self))
+            return (self.mesh if axes == DENSE_AXES else self.expert_mesh)[name]
+        if name not in self._submeshes:
+            self._submeshes[name] = self._submesh(name)
+        return self._submeshes[name]
+
+    @property
+    def embedding_axis(self) -> MeshAxis | None:
+        """First and last pipeline stage at this rank's other coordinates; None on other stages.
+
+        The parameters tied between those stages (input and output embedding) are summed over it.
+        """
+        stages = self.layout.pp
+        if self._coordinate["pp"] not in (0, stages - 1):
+            return None
+        ranks = tuple(
+            self.layout.rank_of({**self._dense_coordinate(), "pp": stage})
+            for stage in sorted({0, stages - 1})
+        )
+        group = group_of("embedding", ranks) if len(ranks) > 1 else None
+        return MeshAxis("embedding", len(ranks), ranks.index(self.rank), ranks, group)
+
+    @property
+    def embedding_group(self) -> dist.ProcessGroup | None:
+        """Process group of `embedding_axis`; None where there is nobody to exchange with."""
+        axis = self.embedding_axis
+        return axis.group if axis is not None else None
+
+    def describe(self, max_ranks: int = 32) -> str:
+        """A table of the axes and of who is where, `max_ranks` ranks at most."""
+        return describe_mesh(self, max_ranks)
+
+    def __repr__(self) -> str:
+        sizes = zip(DENSE_AXES, self.layout.dense_shape, strict=True)
+        return f"ParallelMesh({', '.join(f'{name}={size}' for name, size in sizes)})"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ParallelMesh:
+        return self  # a copied module runs on the same ranks
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        raise TypeError(
+            "a ParallelMesh holds process groups of running ranks and can't be pickled: save "
+            "mesh.layout and build it again."
+        )
+
+    def _dense_coordinate(self) -> dict[str, int]:
+        return {name: self._coordinate[name] for name in DENSE_AXES}
+
+    def _parts(self, names: tuple[str, ...]) -> tuple[str, ...]:
+        """The mesh axes that `names` mean: derived names are taken apart."""
+        parts = tuple(part for name in names for part in DERIVED_AXES.get(name, (name,)))
+        check_axis_names(parts, self._axes_of(parts), str(self))
+        return parts
+
+    def _axes_of(self, names: tuple[str, ...]) -> tuple[str, ...]:
+        """Which of the two meshes has all of `names`."""
+        for axes in (DENSE_AXES, EXPERT_AXES):
+            if all(name in axes for name in names):
+                return axes
+        known = dict.fromkeys([*DENSE_AXES, *EXPERT_AXES, *DERIVED_AXES])
+        unknown = [name for name in names if name not in known]
+        if unknown:
+            raise AxisError(f"no axis '{unknown[0]}' on {self}; it has: {', '.join(known)}.")
+        raise AxisError(
+            f"axes {names} mix dense axes ({', '.join(DENSE_AXES)}) and expert axes "
+            f"({', '.join(EXPERT_AXES)}): they cut the same ranks in two ways and can't be joined."
+        )
+
+    def _make_axis(self, parts: tuple[str, ...]) -> MeshAxis:
+        members = self.layout.ranks_through(self.rank, parts)
+        group = group_of(self._group_name(parts, members), members) if len(members) > 1 else None
+        return MeshAxis(_axis_name(parts), len(members), members.index(self.rank), members, group)
+
+    def _group_name(self, parts: tuple[str, ...], members: tuple[int, ...]) -> str:
+        # Axes with the same ranks share a group. Its name follows from the layout alone and never
+        # from what this rank asked for before, or members would look for each other under
+        # different names.
+        singles = [(name,) for name in (*DENSE_AXES, *EXPERT_AXES[2:])]
+        for known in (*singles, *DERIVED_AXES.values()):
+            if self.layout.ranks_through(self.rank, known) == members:
+                return _axis_name(known)
+        wide = tuple(
+            name for name in parts if len(self.layout.ranks_through(self.rank, (name,))) > 1
+        )
+        return _axis_name(wide)
+
+    def _device_mesh(self, axes: tuple[str, ...], shape: tuple[int, ...]) -> DeviceMesh:
+        # DeviceMesh's own constructor makes the groups of all ranks, one new_group after another:
+        # from_group takes ours, which cost a rank one call per axis.
+        groups = [self._group_or_self(name) for name in axes]
+        ranks = torch.arange(self.layout.world_size, dtype=torch.int).view(shape)
+        return DeviceMesh.from_group(groups, self.device_type, ranks, mesh_dim_names=axes)
+
+    def _group_or_self(self, name: str) -> dist.ProcessGroup:
+        # torch wants a group even for an axis of one rank: one for all such axes.
+        group = self.axis(name).group
+        return group if group is not None else group_of("self", (self.rank,))
+
+    def _submesh(self, name: str) -> DeviceMesh:
+        if name in DENSE_AXES:
+            return self.mesh[name]
+        if name in EXPERT_AXES:
+            return self.expert_mesh[name]
+        axis = self.axis(name)
+        group = axis.group if axis.group is not None else group_of("self", (self.rank,))
+        return DeviceMesh.from_group(group, self.device_type, mesh_dim_names=(name,))
+
+
+def _axis_name(parts: tuple[str, ...]) -> str:
+    return next((name for name, p in DERIVED_AXES.items() if p == parts), "_".join(parts))
+
+
+def _default_device_type() -> str:
+    backend = str(dist.get_backend_config())
+    return "cuda" if "cuda" in backend and torch.cuda.is_available() else "cpu"

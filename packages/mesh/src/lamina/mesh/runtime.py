@@ -1,0 +1,211 @@
+"""Starting and ending a process of a distributed job."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass, field
+from datetime import timedelta
+from types import TracebackType
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store
+
+from lamina.mesh.checks import EnvironmentProblem, settings_problems
+from lamina.mesh.devices import bind_device, choose_device, default_backend
+from lamina.mesh.environment import Environment, environment
+from lamina.mesh.errors import EnvironmentVariableError
+from lamina.mesh.groups import current_world
+from lamina.mesh.launch import Launch, read_launch
+from lamina.mesh.rendezvous import open_store
+
+DEFAULT_TIMEOUT = timedelta(minutes=10)
+
+
+class HarmfulSettingWarning(UserWarning):
+    """A setting of the environment makes the run slower or breaks a feature."""
+
+
+@dataclass
+class Runtime:
+    """A started process. As a context manager, it ends what it started.
+
+    Attributes:
+        rank: global rank.
+        world_size: ranks in all.
+        local_rank: place among the ranks of this machine.
+        device: the device of this rank.
+        backend: as torch.distributed names it, such as "gloo" or "cpu:gloo,cuda:nccl".
+        owns_group: whether `close` destroys the process groups; False if they were there before.
+        launcher: "torchrun", "slurm", "none", "fake", or "existing" for a default group that was
+            there before.
+    """
+
+    rank: int
+    world_size: int
+    local_rank: int
+    device: torch.device
+    backend: str
+    owns_group: bool
+    launcher: str
+    _default_group: dist.ProcessGroup | None = field(default=None, repr=False)
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is rank 0, which speaks for all."""
+        return self.rank == 0
+
+    def close(self) -> None:
+        """Destroy the process groups, if `init_distributed` made them. May be called again."""
+        still_there = dist.is_initialized() and dist.group.WORLD is self._default_group
+        if self.owns_group and still_there:
+            dist.destroy_process_group()
+        self._default_group = None
+
+    def __enter__(self) -> Runtime:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def init_distributed(
+    backend: str | None = None,
+    timeout: timedelta | float | None = None,
+    device: torch.device | str | None = None,
+    *,
+    rank: int | None = None,
+    world_size: int | None = None,
+) -> Runtime:
+    """Start this process as a rank of its job. Collective over all ranks.
+
+    Reads torchrun's variables, or SLURM's inside a step of several tasks, or starts a world of
+    one. A default process group that is already there is adopted and left alone at the end.
+
+    Args:
+        backend: as for torch.distributed; by default "cpu:gloo,cuda:nccl" with a GPU and "gloo"
+            without. "fake" simulates one rank of a world of any size.
+        timeout: for start-up and for every collective, in seconds or as timedelta; 10 minutes
+            by default.
+        device: by default the GPU of this rank's local rank if there is one and the backend can
+            use it, else the CPU. It becomes the current device.
+        rank: which rank to play in a fake world; 0 by default. Only with backend="fake".
+        world_size: size of a fake world. Only with backend="fake".
+
+    Returns:
+        The Runtime; use it in a `with` statement.
+
+    Raises:
+        EnvironmentVariableError: variables are missing, malformed or contradict each other.
+        RendezvousError: the ranks did not find each other in time.
+        ValueError: arguments contradict each other or the group that is already there.
+        RuntimeError: a device was asked for that is not there.
+
+    Warns:
+        HarmfulSettingWarning: for each setting that hurts, by name, once per machine.
+    """
+    env = environment()
+    limit = _as_timedelta(timeout)
+    if backend != "fake" and (rank is not None or world_size is not None):
+        raise ValueError(
+            f"rank={rank}, world_size={world_size}: only a fake world is given these as arguments; "
+            "a real one takes them from torchrun (torchrun --nproc_per_node=N program.py)."
+        )
+    if dist.is_initialized():
+        runtime = _adopt(env, backend, device)
+    else:
+        launch = _fake_launch(env, rank, world_size) if backend == "fake" else read_launch(env)
+        runtime = _start(launch, backend, limit, device)
+    if runtime.local_rank == 0:
+        _warn(settings_problems(env))
+    return runtime
+
+
+def _start(
+    launch: Launch,
+    backend: str | None,
+    timeout: timedelta,
+    device: torch.device | str | None,
+) -> Runtime:
+    place = choose_device(launch.local_rank, backend, device)
+    chosen = backend if backend is not None else default_backend(place)
+    store = _fake_store() if chosen == "fake" else open_store(launch, timeout)
+    bind_device(place)
+    # The device is not bound to the group (device_id=): torch would then make every further
+    # NCCL group by splitting the world's communicator, which all ranks must join, members or
+    # not (docs/decisions/0104).
+    dist.init_process_group(
+        chosen, store=store, rank=launch.rank, world_size=launch.world_size, timeout=timeout
+    )
+    current_world().timeout = timeout
+    return Runtime(
+        launch.rank,
+        launch.world_size,
+        launch.local_rank,
+        place,
+        chosen,
+        True,
+        launch.launcher,
+        dist.group.WORLD,
+    )
+
+
+def _adopt(env: Environment, backend: str | None, device: torch.device | str | None) -> Runtime:
+    there = str(dist.get_backend())
+    if there == "undefined":  # torch's name for "chosen by device", as init_device_mesh starts it
+        there = str(dist.get_backend_config())
+    if backend is not None and backend != there:
+        raise ValueError(
+            f"backend={backend!r} was asked for, but torch.distributed already runs with "
+            f"{there!r}. Call init_distributed before anything else starts it, or leave backend "
+            "out to use what is there."
+        )
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    local_rank = _adopted_local_rank(env, rank, world_size)
+    place = choose_device(local_rank, there, device)
+    bind_device(place)
+    return Runtime(rank, world_size, local_rank, place, there, False, "existing", dist.group.WORLD)
+
+
+def _adopted_local_rank(env: Environment, rank: int, world_size: int) -> int:
+    # Variables that speak of another world (a test's ranks inherit those of its parent) are
+    # not believed; then all ranks are taken to be on this machine.
+    try:
+        launch = read_launch(env)
+    except EnvironmentVariableError:
+        return rank
+    return launch.local_rank if (launch.rank, launch.world_size) == (rank, world_size) else rank
+
+
+def _fake_launch(env: Environment, rank: int | None, world_size: int | None) -> Launch:
+    size = world_size if world_size is not None else env.integer("WORLD_SIZE", minimum=1) or 1
+    own = rank if rank is not None else env.integer("RANK", minimum=0) or 0
+    if size < 1 or not 0 <= own < size:
+        raise ValueError(f"rank={own} of a fake world of {size}: ranks run from 0 to {size - 1}.")
+    return Launch("fake", own, size)
+
+
+def _fake_store() -> Store:
+    # Importing the module registers the backend.
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    return FakeStore()
+
+
+def _as_timedelta(timeout: timedelta | float | None) -> timedelta:
+    if timeout is None:
+        return DEFAULT_TIMEOUT
+    limit = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
+    if limit <= timedelta(0):
+        raise ValueError(f"timeout={timeout!r}: give a positive number of seconds or a timedelta.")
+    return limit
+
+
+def _warn(problems: list[EnvironmentProblem]) -> None:
+    for problem in problems:
+        warnings.warn(str(problem), HarmfulSettingWarning, stacklevel=3)

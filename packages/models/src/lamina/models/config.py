@@ -31,14 +31,15 @@ class RopeScaling:
     """How RoPE's wavelengths are stretched beyond the length a model was first trained on.
 
     Args:
-        kind: ``linear`` (Chen et al., 2023), ``llama3`` (Llama 3.1) or ``yarn`` (Peng et al., 2023).
+        kind: ``linear`` (Chen et al., 2023), ``llama3`` (of Llama 3.1) or ``yarn`` (Peng et al.,
+            2023).
         factor: how many times longer the new length is.
         original_length: tokens of the length first trained on (``llama3`` and ``yarn``).
         low_freq_factor: ``llama3``: wavelengths above ``original_length / low_freq_factor`` are
             stretched by ``factor``.
         high_freq_factor: ``llama3``: wavelengths below ``original_length / high_freq_factor`` are
             kept; those between are blended.
-        beta_fast: ``yarn``: pairs that turn at least this often within ``original_length`` are kept.
+        beta_fast: ``yarn``: pairs that turn this often or more within ``original_length`` are kept.
         beta_slow: ``yarn``: pairs that turn at most this often are stretched by ``factor``.
         attention_factor: ``yarn``: multiplies cosines and sines; ``0.1 * ln(factor) + 1`` if None.
 
@@ -136,8 +137,8 @@ class TransformerConfig:
         attention_scale: what scores are multiplied by before the softmax; by default one over the
             root of a query head's width.
         attention_path: ``auto`` takes plain causal ``scaled_dot_product_attention`` where that says
-            it all, and for documents and windows ``varlen`` (CUDA, fp16 or bf16), ``flex`` (CUDA) or
-            ``sdpa`` with a mask written out (anything else). All give the same numbers.
+            it all, and for documents and windows ``varlen`` (CUDA, fp16 or bf16), ``flex`` (CUDA)
+            or ``sdpa`` with a mask written out (anything else). All give the same numbers.
         vocab_multiple: the embedding and head have the next multiple of this many rows, so that
             they can be cut over ranks; logits of the rows added are -inf.
         loss_chunk: tokens whose logits are held at a time while the loss is computed; None takes

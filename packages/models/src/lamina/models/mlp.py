@@ -17,7 +17,7 @@ class ActivationFunction(nn.Module):
         self.kind = kind
 
     def forward(self, x: Tensor) -> Tensor:
-        """``[..., ffn]`` to the same; with SwiGLU ``[..., 2 * ffn]``, gate first, to ``[..., ffn]``."""
+        """``[..., ffn]`` to the same; SwiGLU takes ``[..., 2 * ffn]``, the gate first."""
         if self.kind == "swiglu":
             gate, up = x.chunk(2, dim=-1)
             return F.silu(gate) * up

@@ -113,13 +113,12 @@ class Varlen:
         elif grouped:
             key, value = repeat_heads(key, query.shape[2]), repeat_heads(value, query.shape[2])
         options["window_size"] = (-1 if self.window is None else self.window - 1, 0)
-        mixed = varlen_attn(
+        mixed: Any = varlen_attn(
             query.flatten(0, 1), key.flatten(0, 1), value.flatten(0, 1),
             self.starts, self.starts, self.longest, self.longest, **options,
         )  # fmt: skip
-        if not isinstance(mixed, Tensor):
-            mixed = mixed[0]
-        return mixed.unflatten(0, query.shape[:2])
+        whole: Tensor = mixed.view(*query.shape[:2], *mixed.shape[1:])
+        return whole
 
 
 @dataclass(frozen=True)
@@ -138,12 +137,10 @@ class Flex:
     ) -> Tensor:
         """See :class:`AttentionPattern`."""
         q, k, v = _heads_second(query, key, value)
-        kernel = _compiled_flex() if query.is_cuda else flex_attention
-        mixed = kernel(
+        kernel: Callable[..., Any] = _compiled_flex() if query.is_cuda else flex_attention
+        mixed: Tensor = kernel(
             q, k, v, block_mask=self.mask, scale=scale, enable_gqa=k.shape[1] != q.shape[1]
         )
-        if not isinstance(mixed, Tensor):
-            mixed = mixed[0]
         return mixed.transpose(1, 2)
 
 
@@ -233,7 +230,7 @@ def choose_pattern(
     window = config.sliding_window
     if window is not None and window >= sequence:
         window = None
-    path = config.attention_path
+    path: str = config.attention_path
     if path == "auto":
         path = _best_path(config, device, dtype, dropout)
         if window is None and document_ids is None:

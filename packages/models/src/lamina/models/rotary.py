@@ -11,7 +11,7 @@ from lamina.models.config import RopeScaling, TransformerConfig
 
 
 def rotary_rates(config: TransformerConfig, device: torch.device) -> Tensor:
-    """Angle per position of each pair of elements, after scaling: float32 ``[rotary_width / 2]``."""
+    """Angles per position of the pairs of elements, scaled: float32 ``[rotary_width / 2]``."""
     width = config.rotary_width
     exponents = torch.arange(0, width, 2, dtype=torch.float32, device=device) / width
     rates = 1.0 / config.rope_theta**exponents
@@ -34,7 +34,7 @@ def _llama3_rates(rates: Tensor, scaling: RopeScaling) -> Tensor:
 
 
 def _yarn_rates(rates: Tensor, scaling: RopeScaling, theta: float) -> Tensor:
-    """Blend by how often a pair turns within the original length (Peng et al., 2023, section 3.2)."""
+    """Blend by how often a pair turns within the original length (Peng et al., 2023, 3.2)."""
     pairs = rates.numel()
 
     def pair_that_turns(times: float) -> float:

@@ -14,3 +14,6 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Triton reads this when it is first imported, which importing torch._dynamo does.
 if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+# `matrix` marks and `--full`; the closing line for noxfile.py. Both in tests/.
+pytest_plugins = ["lamina_matrix.plugin", "closing_line"]

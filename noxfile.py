@@ -6,6 +6,7 @@ works where the system's Python refuses `pip install`, PEP 668). Plain `nox -s N
 
 LAMINA_INDEX_URL  package index that torch is taken from (a CPU-only or another CUDA build of it)
 LAMINA_PYTHON     an interpreter that has torch: it is used as it is, torch is not installed again
+Both are remembered in `.nox/env`; delete that to choose anew.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent
 HOUSE = ROOT / ".nox"
 ENV = HOUSE / "env"
+STAMP = ENV / "lamina.json"  # what the environment is made of
 PYTHON = ENV / "bin" / "python"
 NOX = "nox>=2025.5.1"  # the first with `requires=` that also waits for parametrised sessions
 LAYERS = ("mesh", "buffers", "collectives", "ddp", "fsdp", "models", "checkpoint")
@@ -83,26 +85,33 @@ def new_enough_nox() -> bool:
     return [int(part) for part in have[:3]] >= [int(part) for part in NOX[5:].split(".")]
 
 
+def ready(name: str, *install: str) -> Path:
+    """Return the Python of `.nox/NAME`, a small environment with what pip is told to install."""
+    where = HOUSE / name
+    files = [Path(word).read_text() for word in install if Path(word).is_file()]
+    wanted = "\n".join([sys.version, str(ROOT), *install, *files])
+    with locked(name):
+        stamp = where / "made-for"
+        if not stamp.exists() or stamp.read_text() != wanted:
+            print(f"making .nox/{name} (a few seconds)", flush=True)
+            make_venv(getattr(sys, "_base_executable", sys.executable), where)
+            pip = [str(where / "bin" / "python"), "-m", "pip", "install", "-q", *install]
+            if code := subprocess.run(pip).returncode:
+                sys.exit(f"pip could not install {' '.join(install)} (exit code {code})")
+            stamp.write_text(wanted)
+    return where / "bin" / "python"
+
+
 def start() -> None:
     """Run nox on this file; under a small environment made for it where this Python has none."""
     os.chdir(ROOT)
     if not new_enough_nox():
-        home, stamp = HOUSE / "bootstrap", HOUSE / "bootstrap" / "made-for"
-        wanted = f"{NOX} {sys.version} {ROOT}"
-        with locked("bootstrap"):
-            if not stamp.exists() or stamp.read_text() != wanted:
-                print(f"making {home.relative_to(ROOT)}, an environment for nox (a few seconds)")
-                make_venv(sys.executable, home)
-                pip = [str(home / "bin" / "python"), "-m", "pip", "install", "-q", NOX]
-                if code := subprocess.run(pip).returncode:
-                    sys.exit(f"pip could not install {NOX}: exit code {code} (its words are above)")
-                stamp.write_text(wanted)
-        python = str(home / "bin" / "python")
+        python = str(ready("bootstrap", NOX))
         os.execv(python, [python, str(ROOT / "noxfile.py"), *sys.argv[1:]])
     from nox.__main__ import main
 
     closing = HOUSE / f"closing-line.{os.getpid()}"
-    os.environ["LAMINA_CLOSING_LINE"] = str(closing)  # conftest.py leaves pytest's last line there
+    os.environ["LAMINA_CLOSING_LINE"] = str(closing)  # pytest's last line will be there
     try:
         main()
     finally:
@@ -143,6 +152,12 @@ def digest(*parts: str | Path) -> str:
     return hashlib.sha256("\0".join(texts).encode()).hexdigest()[:16]
 
 
+def setting(name: str) -> str:
+    """Return LAMINA_INDEX_URL or LAMINA_PYTHON; if it is not set, what `.nox/env` was made with."""
+    made = json.loads(STAMP.read_text()) if STAMP.exists() else {}
+    return os.environ.get(name, made.get(name, ""))
+
+
 @functools.cache
 def borrowed() -> dict[str, str]:
     """What LAMINA_PYTHON's interpreter has: its version, torch's, and where its packages are."""
@@ -153,7 +168,7 @@ def borrowed() -> dict[str, str]:
         "have = dict(python=sys.version, torch=m.version('torch'), paths=':'.join(paths))\n"
         "print(json.dumps(have))"
     )
-    name = os.environ["LAMINA_PYTHON"]
+    name = setting("LAMINA_PYTHON")
     python = shutil.which(name)
     if python is None:
         sys.exit(f"LAMINA_PYTHON={name} is no executable; give the path of a Python that has torch")
@@ -168,7 +183,7 @@ def borrowed() -> dict[str, str]:
 
 def stage_venv(session: nox.Session) -> None:
     """Make the environment; over a borrowed interpreter, with its packages visible behind ours."""
-    if not os.environ.get("LAMINA_PYTHON"):
+    if not setting("LAMINA_PYTHON"):
         make_venv(getattr(sys, "_base_executable", sys.executable), ENV)
         return
     make_venv(borrowed()["executable"], ENV)
@@ -180,9 +195,9 @@ def stage_venv(session: nox.Session) -> None:
 
 def stage_torch(session: nox.Session) -> None:
     """Install torch, unless it is borrowed."""
-    if os.environ.get("LAMINA_PYTHON"):
+    if setting("LAMINA_PYTHON"):
         return
-    index = os.environ.get("LAMINA_INDEX_URL")
+    index = setting("LAMINA_INDEX_URL")
     gpu = shutil.which("nvidia-smi") or Path("/dev/nvidiactl").exists()
     if sys.platform == "linux" and not gpu and not index:
         session.warn(
@@ -196,10 +211,8 @@ def stage_torch(session: nox.Session) -> None:
 
 def stage_tools(session: nox.Session) -> None:
     """Install the tools, holding torch to the version that is there."""
-    found = run(
-        session, "python", "-c", "import importlib.metadata as m; print(m.version('torch'))",
-        silent=True,
-    )  # fmt: skip
+    probe = "import importlib.metadata as m; print(m.version('torch'))"
+    found = run(session, "python", "-c", probe, silent=True, log=False)
     pin = HOUSE / "torch-as-found.txt"
     pin.write_text(f"torch=={str(found).strip()}\n")
     pip(session, "-c", pin, "-r", ROOT / "requirements/dev.txt")
@@ -212,15 +225,17 @@ def stage_packages(session: nox.Session) -> None:
 
 
 def stages() -> dict[str, tuple[str, Callable[[nox.Session], None]]]:
-    """What the environment is made of, in order: name -> (key of what it is made from, how)."""
-    lender = borrowed() if os.environ.get("LAMINA_PYTHON") else {}
-    python = lender.get("python", sys.version)
-    index = os.environ.get("LAMINA_INDEX_URL", "")
+    """Return what the environment is made of, in order: name -> (key of its sources, how)."""
+    lender = borrowed() if setting("LAMINA_PYTHON") else {}
+    version = lender.get("python", "{}.{}".format(*sys.version_info))
     requirements = ROOT / "requirements"
     pyprojects = [ROOT / package / "pyproject.toml" for package in PACKAGES]
     return {
-        "venv": (digest("1", str(ROOT), python, json.dumps(lender)), stage_venv),
-        "torch": (digest("1", requirements / "torch.txt", index), stage_torch),
+        "venv": (digest("1", str(ROOT), version, json.dumps(lender)), stage_venv),
+        "torch": (
+            digest("1", requirements / "torch.txt", setting("LAMINA_INDEX_URL")),
+            stage_torch,
+        ),
         "tools": (digest("1", requirements / "dev.txt"), stage_tools),
         "packages": (digest("1", *pyprojects), stage_packages),
     }
@@ -229,9 +244,9 @@ def stages() -> dict[str, tuple[str, Callable[[nox.Session], None]]]:
 @nox.session(venv_backend="none", default=False)
 def env(session: nox.Session) -> None:
     """Make .nox/env (torch, tools, all packages editable), or find it up to date in a second."""
-    stamp = ENV / "lamina.json"
     with locked("env"):
-        made: dict[str, str] = json.loads(stamp.read_text()) if stamp.exists() else {}
+        made: dict[str, str] = json.loads(STAMP.read_text()) if STAMP.exists() else {}
+        chosen = {name: setting(name) for name in ("LAMINA_PYTHON", "LAMINA_INDEX_URL")}
         stale = not PYTHON.exists()
         for name, (key, build) in stages().items():
             if not stale and name == "venv" and not made:
@@ -240,8 +255,8 @@ def env(session: nox.Session) -> None:
             if stale:
                 session.log(f"environment: {name}")
                 build(session)
-                made[name] = key
-                stamp.write_text(json.dumps(made, indent=1) + "\n")
+                made = {**made, **chosen, name: key}
+                STAMP.write_text(json.dumps(made, indent=1) + "\n")
 
 
 @functools.cache
@@ -289,13 +304,13 @@ def workers() -> list[str]:
 @task
 def tests(session: nox.Session) -> None:
     """The default tests, all layers in one pytest; `-- -k EXPRESSION` and the like pass through."""
-    pytest(session, "-m", "not slow", *workers(), *session.posargs)
+    pytest(session, *workers(), *session.posargs)
 
 
 @task(default=False)
 def slow(session: nox.Session) -> None:
     """Clean installs, soak and kill tests, network namespaces, real models."""
-    pytest(session, "-m", "slow", *session.posargs)
+    pytest(session, "--slow", "-m", "slow", *session.posargs)
 
 
 CELLS = [
@@ -316,12 +331,12 @@ def one_cell(session: nox.Session, layer: str, backend: str, world_size: int) ->
     if not (ROOT / where).is_dir():
         session.skip(f"{where} has no tests yet")
     choice = ["--backend", backend, "--world-size", str(world_size)]
-    pytest(session, "-m", "not slow", *choice, where, *session.posargs, codes=(0, 5))
+    pytest(session, *choice, where, *session.posargs, codes=(0, 5))
 
 
 def whole_products(session: nox.Session) -> None:
     """Every case of every matrix, not the pairwise cover; resumable; writes docs/matrix.md."""
-    pytest(session, "-m", "matrix and not slow", *workers(), *session.posargs, codes=(0, 5))
+    pytest(session, "-m", "matrix", *workers(), *session.posargs, codes=(0, 5))
 
 
 def installed_layer(session: nox.Session) -> None:
@@ -379,22 +394,15 @@ def build(session: nox.Session) -> None:
         run(session, *archive, f"packages/{layer}", silent=True)
     archives = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "dist").iterdir())
     run(session, "python", "-m", "twine", "check", "--strict", *archives)
-    pytest(session, "-m", "slow or not slow", "tests/test_installs.py", *session.posargs)
+    pytest(session, "--slow", "tests/test_installs.py", *session.posargs)
 
 
 @nox.session(venv_backend="none", default=False)
 def docs(session: nox.Session) -> None:
     """The pages and the API reference into site/; `-- --serve` shows them as you write."""
-    home, stamp = HOUSE / "docs", HOUSE / "docs" / "made-for"
-    wanted = digest(ROOT / "requirements/docs.txt", sys.version, str(ROOT))
-    with locked("docs"):
-        if not stamp.exists() or stamp.read_text() != wanted:
-            make_venv(getattr(sys, "_base_executable", sys.executable), home)
-            run(session, home / "bin/python", "-m", "pip", "install", "-q", "-r",
-                "requirements/docs.txt")  # fmt: skip
-            stamp.write_text(wanted)
+    python = ready("docs", "-r", "requirements/docs.txt")
     command = ["serve"] if "--serve" in session.posargs else ["build", "--strict", "-d", "site"]
-    run(session, home / "bin/python", "-m", "mkdocs", *command)
+    run(session, python, "-m", "mkdocs", *command)
 
 
 @task(default=False)

@@ -248,7 +248,7 @@ PLANTED = {
     "mesh flattened": ("fsdp", "def f(mesh):\n    return mesh['a', 'b']._flatten()"),
     "collective": ("ddp", "import torch.distributed as dist\ndist.all_reduce(x)"),
     "collective handed on": ("ddp", "from torch import distributed as d\nf = d.all_gather_single"),
-    "collective in a function": ("mesh", "def f():\n  import torch.distributed as d\n  d.barrier()"),
+    "collective within": ("mesh", "def f():\n  import torch.distributed as d\n  d.barrier()"),
     "collective below": ("buffers", "from torch.distributed import broadcast"),
     "functional collective": (
         "models",

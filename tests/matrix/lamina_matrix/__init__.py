@@ -1,0 +1,1 @@
+"""Matrices of tests: a pairwise cover by default, the whole product with `--full`."""

@@ -1,0 +1,166 @@
+"""Pytest plugin: `@pytest.mark.matrix` on a parametrised test.
+
+    @pytest.mark.matrix                     # or matrix(where=..., limit=40)
+    @pytest.mark.ranks(1, 2, 4)             # an axis as well
+    @pytest.mark.parametrize("strategy", [0, 1, 2, 3])
+    @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+    def test_strategies_agree(strategy, dtype, ranks): ...
+
+The axes are the test's parameters. By default the cases of a pairwise cover run: every two values
+that can meet do meet in one of them. `--full` runs the whole product and keeps a record, so that a
+run that was cut off goes on; `--shard i/n` takes one of n parts of it. `where` is a predicate over
+the parameters, by name: cases for which it is false don't exist. `limit` is the most cases that the
+cover may have.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from lamina_matrix.cover import in_shard, pairwise_cover
+from lamina_matrix.record import Product, Record, Result
+
+LIMIT = 40  # DESIGN.md section 8
+RECORD = pytest.StashKey[Record]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add `--full` and `--shard`."""
+    group = parser.getgroup("lamina matrix")
+    group.addoption(
+        "--full", action="store_true", help="run whole products of tests marked `matrix`"
+    )
+    group.addoption("--shard", type=shard, metavar="I/N", help="with --full: part I of N")
+
+
+def shard(text: str) -> tuple[int, int]:
+    """Parse `i/n`."""
+    part, _, parts = text.partition("/")
+    if not (part.isdecimal() and parts.isdecimal() and 1 <= int(part) <= int(parts)):
+        raise ValueError(f"--shard {text}: write I/N with 1 <= I <= N, such as 3/50")
+    return int(part), int(parts)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Register the mark; open the record."""
+    line = "matrix(where=None, limit=40): the parameters are axes: a pairwise cover, or --full"
+    config.addinivalue_line("markers", line)
+    if config.getoption("--shard") and not config.getoption("--full"):
+        raise pytest.UsageError("--shard is a part of the whole product: add --full")
+    if config.getoption("--full"):
+        config.stash[RECORD] = Record.of_tree(config.rootpath)
+        if not hasattr(config, "workerinput"):
+            config.pluginmanager.register(Recorder(config.stash[RECORD]))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Keep the cover of each matrix, or this shard of the whole product less what has ended."""
+    groups: dict[str, list[pytest.Function]] = {}
+    for item in items:
+        if isinstance(item, pytest.Function) and item.get_closest_marker("matrix"):
+            groups.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    dropped: set[pytest.Item] = set()
+    products: dict[str, Product] = {}
+    for name, cases in groups.items():
+        possible = [case for case in cases if exists(case)]
+        cover = cover_of(name, possible)
+        axes = {axis: len(set(column)) for axis, column in columns_of(possible).items()}
+        products[name] = Product(axes, len(possible), len(cover))
+        kept = [case for case in possible if wanted(config, case)] if full(config) else cover
+        dropped |= set(cases) - set(kept)
+    if full(config):
+        config.stash[RECORD].add_products(products)
+    if dropped:
+        config.hook.pytest_deselected(items=[item for item in items if item in dropped])
+        items[:] = [item for item in items if item not in dropped]
+
+
+def full(config: pytest.Config) -> bool:
+    """Whether whole products run."""
+    return bool(config.getoption("--full"))
+
+
+def wanted(config: pytest.Config, case: pytest.Function) -> bool:
+    """Whether a case of the whole product runs now."""
+    part = config.getoption("--shard") or (1, 1)
+    return in_shard(case.nodeid, *part) and not config.stash[RECORD].settled(case.nodeid)
+
+
+def settings(case: pytest.Function) -> dict[str, Any]:
+    """Return the mark's keyword arguments."""
+    mark = case.get_closest_marker("matrix")
+    options = dict(mark.kwargs) if mark else {}
+    if unknown := set(options) - {"where", "limit"} or (mark and mark.args):
+        raise pytest.UsageError(f"{case.nodeid}: @pytest.mark.matrix knows no {unknown}")
+    return options
+
+
+def exists(case: pytest.Function) -> bool:
+    """Whether the mark's predicate allows the case; it is asked for the parameters it names."""
+    where: Callable[..., bool] | None = settings(case).get("where")
+    if where is None or not hasattr(case, "callspec"):
+        return True
+    names = inspect.signature(where).parameters
+    if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in names.values()):
+        return where(**case.callspec.params)
+    return where(**{name: case.callspec.params[name] for name in names})
+
+
+def columns_of(cases: list[pytest.Function]) -> dict[str, tuple[int, ...]]:
+    """Return axis -> place of each case's value; names parametrised together are one axis."""
+    columns: dict[tuple[int, ...], list[str]] = {}
+    for name in cases[0].callspec.params if cases and hasattr(cases[0], "callspec") else ():
+        # The objects that were listed: values need not be hashable or comparable.
+        values = [id(case.callspec.params[name]) for case in cases]
+        places = {value: place for place, value in enumerate(dict.fromkeys(values))}
+        columns.setdefault(tuple(places[value] for value in values), []).append(name)
+    return {"+".join(names): column for column, names in columns.items()}
+
+
+def cover_of(name: str, cases: list[pytest.Function]) -> list[pytest.Function]:
+    """Choose the cases of the default run."""
+    if not cases or not hasattr(cases[0], "callspec"):
+        return cases
+    along = zip(*columns_of(cases).values(), strict=True)
+    chosen = [cases[place] for place in pairwise_cover(list(along))]
+    limit = settings(cases[0]).get("limit", LIMIT)
+    if len(chosen) > limit:
+        raise pytest.UsageError(
+            f"{name}: its pairwise cover has {len(chosen)} cases, the limit is {limit}; give the "
+            "two longest axes fewer values, or raise it with @pytest.mark.matrix(limit=...)"
+        )
+    return chosen
+
+
+class Recorder:
+    """Keeps the result of every case, in the process that the user started (under xdist too)."""
+
+    def __init__(self, record: Record) -> None:
+        self.record = record
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Add one result as soon as the case has ended."""
+        if "matrix" not in report.keywords:
+            return
+        if report.when == "call" or report.outcome != "passed":
+            result = Result(report.nodeid, report.outcome, round(report.duration, 3))
+            if report.skipped:
+                skip = report.longrepr
+                result.reason = skip[2] if isinstance(skip, tuple) else "expected to fail"
+            self.record.add(result)
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        """Say how far the whole product is; write the page once all of it has ended."""
+        wanted = sum(product.cases for product in self.record.products().values())
+        line = f"whole product at {self.record.state}: {self.record.ended()} of {wanted} cases"
+        if self.record.complete():
+            page = self.record.root / "docs" / "matrix.md"
+            page.write_text(self.record.page())
+            line += f", written to {page.relative_to(self.record.root)}"
+        terminalreporter.write_line(line)

@@ -13,6 +13,15 @@ from lamina.mesh.errors import (
 )
 from lamina.mesh.layout import DENSE_AXES, DERIVED_AXES, EXPERT_AXES, ParallelLayout
 from lamina.mesh.parallel_mesh import ParallelMesh
+from lamina.mesh.rng import (
+    Seeded,
+    derive_seed,
+    recompute_contexts,
+    rng_state,
+    rng_stream,
+    seed_everything,
+    set_rng_state,
+)
 from lamina.mesh.roles import Role, copy_role, copy_roles, mark, role_of
 from lamina.mesh.runtime import HarmfulSettingWarning, Runtime, init_distributed
 
@@ -34,12 +43,19 @@ __all__ = [
     "RendezvousError",
     "Role",
     "Runtime",
+    "Seeded",
     "copy_role",
     "copy_roles",
+    "derive_seed",
     "environment",
     "init_distributed",
     "mark",
     "mesh_axis",
+    "recompute_contexts",
     "require_overlap",
+    "rng_state",
+    "rng_stream",
     "role_of",
+    "seed_everything",
+    "set_rng_state",
 ]

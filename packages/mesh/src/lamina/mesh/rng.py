@@ -1,0 +1,328 @@
+"""Random numbers of a distributed run: which ranks draw the same ones, and how to save them.
+
+torch has one default generator per device, and two needs pull it apart. Initial parameters must
+come out equal on all ranks that hold copies; dropout must not. So a run has two phases (parameters,
+then training), in which the default generators follow different seeds, and a named stream
+for the dropout of activations that are sharded over tp.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+if TYPE_CHECKING:
+    from lamina.mesh.parallel_mesh import ParallelMesh
+
+_TENSOR_AXES = ("tp", "expert_tp")
+
+
+@dataclass
+class _Stream:
+    """A generator beside the default ones: its seed, and its state on each device it ran on."""
+
+    seed: int
+    states: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    def copy(self) -> _Stream:
+        return _Stream(self.seed, {device: state.clone() for device, state in self.states.items()})
+
+
+# Process-wide, like the default generators that they stand beside: rng_state() has to find them
+# without being told, and whoever seeds again replaces them.
+_streams: dict[str, _Stream] = {}
+
+
+class Seeded:
+    """A seeded process in its parameter phase. As a context manager, it ends the phase.
+
+    Attributes:
+        parameter_seed: seed of torch's default generators until training begins.
+        training_seed: their seed from then on.
+    """
+
+    def __init__(self, parameter_seed: int, training_seed: int) -> None:
+        self.parameter_seed = parameter_seed
+        self.training_seed = training_seed
+
+    def begin_training(self) -> None:
+        """Give torch's default generators the seed of this rank's dropout."""
+        torch.manual_seed(self.training_seed)
+
+    def __enter__(self) -> Seeded:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.begin_training()
+
+
+def seed_everything(seed: int, mesh: ParallelMesh | DeviceMesh | None = None) -> Seeded:
+    """Seed Python, NumPy (if imported) and torch for this rank's place on `mesh`.
+
+    Use it around the building of the model:
+
+        with seed_everything(1234, mesh):
+            model = Model()      # equal on all ranks of a pipeline stage
+        ...                      # from here on, dropout differs between data-parallel ranks
+
+    | draws | equal along | differ along |
+    | --- | --- | --- |
+    | torch, inside the `with` (parameters) | dp, cp, tp | pp |
+    | torch, after it (dropout) | tp | pp, dp, cp |
+    | torch, inside `rng_stream("tp")` | - | pp, dp, cp, tp |
+    | Python and NumPy (augmentation) | pp, cp, tp | dp |
+
+    Parameters differ between pipeline stages so that equal layers of two stages don't start as
+    twins. Whoever wants initial parameters that don't depend on the layout draws each from
+    `derive_seed(seed, parameter_name)`.
+
+    Args:
+        seed: any integer, the same on all ranks.
+        mesh: on a plain DeviceMesh, dimensions named tp, expert_tp, pp and cp are what they say
+            and all others are data-parallel. None: a single rank.
+
+    Returns:
+        What ends the parameter phase: leave its `with` block, or call `begin_training()`.
+
+    Raises:
+        ValueError: `seed` is not an integer.
+    """
+    if isinstance(seed, bool) or not isinstance(seed, int):
+        raise ValueError(f"seed={seed!r}: give an integer, the same on all ranks.")
+    place = _places(mesh)
+    stage = f"pp{place.pop('pp', 0)}"
+    tensor = [f"{name}{place.pop(name)}" for name in _TENSOR_AXES if name in place]
+    context = f"cp{place.pop('cp', 0)}"
+    data = [f"{name}{place[name]}" for name in sorted(place)]
+    seeded = Seeded(
+        parameter_seed=derive_seed(seed, "parameters", stage),
+        training_seed=derive_seed(seed, "training", stage, context, *data),
+    )
+    _seed_python_and_numpy(derive_seed(seed, "data", *data))
+    torch.manual_seed(seeded.parameter_seed)
+    _streams.clear()
+    _streams["tp"] = _Stream(derive_seed(seed, "tp", stage, context, *data, *tensor))
+    return seeded
+
+
+def derive_seed(seed: int, *parts: object) -> int:
+    """A seed that depends on `seed` and on every part, the same in every process and version.
+
+    Args:
+        seed: any integer.
+        parts: anything whose `str` says what the seed is for, such as a parameter's name.
+
+    Returns:
+        An integer in 0 .. 2**63 - 1.
+    """
+    text = "\x1f".join(map(str, (seed, *parts)))
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
+
+
+@contextmanager
+def rng_stream(name: str) -> Iterator[None]:
+    """Inside, torch's default generators draw from the named stream instead of their own.
+
+    `seed_everything` makes the stream "tp", which differs between the ranks of a tp group:
+    for dropout of activations that are sharded over tp. Covers the CPU's generator and that of the
+    current CUDA device, if CUDA has been used.
+
+    Raises:
+        KeyError: no such stream.
+    """
+    if name not in _streams:
+        raise KeyError(
+            f"no random stream '{name}': seed_everything() makes {_names(_streams) or '(none yet)'}"
+            "; call it first."
+        )
+    stream = _streams[name]
+    outside = _default_states()
+    for device in outside:
+        if device in stream.states:
+            _set_default_state(device, stream.states[device])
+        else:
+            _seed_default(device, stream.seed)
+    try:
+        yield
+    finally:
+        stream.states.update(_default_states())
+        for device, state in outside.items():
+            _set_default_state(device, state)
+
+
+def recompute_contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    """The `context_fn` of `torch.utils.checkpoint.checkpoint` for functions that use `rng_stream`.
+
+    checkpoint replays the default generators when it recomputes. This replays the named
+    streams too; without it, dropout inside `rng_stream` would draw another mask in
+    backward than in forward.
+    """
+    return nullcontext(), _replay({name: stream.copy() for name, stream in _streams.items()})
+
+
+@contextmanager
+def _replay(recorded: dict[str, _Stream]) -> Iterator[None]:
+    now = dict(_streams)
+    _streams.update({name: stream.copy() for name, stream in recorded.items()})
+    try:
+        yield
+    finally:
+        _streams.update(now)
+
+
+def rng_state() -> dict[str, Any]:
+    """All generators of this rank as tensors, numbers, strings and None, nested in dicts.
+
+    Holds Python's and NumPy's (if imported) global generators, torch's for the CPU and for the
+    current CUDA device (if CUDA has been used), and the named streams. It is small (about 20 KB)
+    and belongs to one rank: another rank's numbers must not be loaded in its place.
+    """
+    version, internal, gauss = random.getstate()
+    states = _default_states()
+    return {
+        "python": {"version": version, "words": torch.tensor(internal), "gauss": gauss},
+        "numpy": _numpy_state(),
+        "torch_cpu": states["cpu"],
+        "torch_cuda": states.get("cuda"),
+        "streams": {
+            name: {"seed": stream.seed, "states": stream.copy().states}
+            for name, stream in _streams.items()
+        },
+    }
+
+
+def set_rng_state(state: Mapping[str, Any], *, strict: bool = True) -> None:
+    """Set all generators of this rank to what `rng_state` returned.
+
+    Args:
+        state: from `rng_state`, here or in another process.
+        strict: refuse a state that holds less or more than this process has: CUDA's generator
+            on one side only, or NumPy's. With False, what has no counterpart is left as it is.
+
+    Raises:
+        ValueError: it isn't such a state, or it doesn't fit this process.
+    """
+    missing = {"python", "numpy", "torch_cpu", "torch_cuda", "streams"} - set(state)
+    if missing:
+        raise ValueError(
+            f"this is no state from rng_state(): {_names(missing)} missing, it holds "
+            f"{_names(state)}."
+        )
+    if strict:
+        _check_counterparts(state)
+    python = state["python"]
+    words = tuple(int(word) for word in python["words"].tolist())
+    random.setstate((int(python["version"]), words, python["gauss"]))
+    if state["numpy"] is not None and "numpy" in sys.modules:
+        _set_numpy_state(state["numpy"])
+    _set_default_state("cpu", state["torch_cpu"])
+    if state["torch_cuda"] is not None and torch.cuda.is_available():
+        _set_default_state("cuda", state["torch_cuda"])
+    _streams.clear()
+    for name, stream in state["streams"].items():
+        _streams[name] = _Stream(int(stream["seed"]), dict(stream["states"])).copy()
+
+
+def _check_counterparts(state: Mapping[str, Any]) -> None:
+    if state["torch_cuda"] is not None and not torch.cuda.is_available():
+        raise ValueError(
+            "the state was saved on a GPU and this process has none, so its CUDA draws can't be "
+            "continued. Resume on a GPU, or pass strict=False and accept another sequence."
+        )
+    if state["numpy"] is not None and "numpy" not in sys.modules:
+        raise ValueError(
+            "the state holds NumPy's generator and NumPy is not imported here. Import numpy "
+            "first, or pass strict=False."
+        )
+
+
+def _places(mesh: ParallelMesh | DeviceMesh | None) -> dict[str, int]:
+    if mesh is None:
+        return {}
+    dense = mesh if isinstance(mesh, DeviceMesh) else mesh.mesh
+    names, places = dense.mesh_dim_names, dense.get_coordinate()
+    if names is None or places is None:
+        raise ValueError(
+            f"{dense} has no dimension names, or this rank is not on it: random numbers follow a "
+            "rank's place along named axes."
+        )
+    return dict(zip(names, places, strict=True))
+
+
+def _seed_python_and_numpy(seed: int) -> None:
+    random.seed(seed)
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        numpy.random.seed([seed & 0xFFFFFFFF, seed >> 32])
+
+
+def _default_states() -> dict[str, torch.Tensor]:
+    states = {"cpu": torch.get_rng_state()}
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        states["cuda"] = torch.cuda.get_rng_state()
+    return states
+
+
+def _set_default_state(device: str, state: torch.Tensor) -> None:
+    if device == "cuda":
+        torch.cuda.set_rng_state(state)
+    else:
+        torch.set_rng_state(state)
+
+
+def _seed_default(device: str, seed: int) -> None:
+    if device == "cuda":
+        torch.cuda.manual_seed(seed)
+    else:
+        torch.default_generator.manual_seed(seed)
+
+
+def _numpy_state() -> dict[str, Any] | None:
+    numpy = sys.modules.get("numpy")
+    if numpy is None:
+        return None
+    state = numpy.random.get_state(legacy=False)
+    if state["bit_generator"] != "MT19937":
+        raise ValueError(
+            f"NumPy's global generator is {state['bit_generator']}; rng_state() can save MT19937, "
+            "NumPy's default, only. Keep own generators in own checkpoint entries."
+        )
+    return {
+        "words": torch.from_numpy(state["state"]["key"].astype("int64")),
+        "position": int(state["state"]["pos"]),
+        "has_gauss": int(state["has_gauss"]),
+        "gauss": float(state["gauss"]),
+    }
+
+
+def _set_numpy_state(state: Mapping[str, Any]) -> None:
+    numpy = sys.modules["numpy"]
+    numpy.random.set_state(
+        {
+            "bit_generator": "MT19937",
+            "state": {
+                "key": state["words"].numpy().astype("uint32"),
+                "pos": int(state["position"]),
+            },
+            "has_gauss": int(state["has_gauss"]),
+            "gauss": float(state["gauss"]),
+        }
+    )
+
+
+def _names(items: Any) -> str:
+    return ", ".join(sorted(items))

@@ -1,3 +1,20 @@
 """Atomic, verified, reshardable distributed checkpoints for PyTorch."""
 
-__all__: list[str] = []
+from lamina.checkpoint.errors import (
+    CheckpointDamagedError,
+    CheckpointError,
+    CheckpointMismatchError,
+    CheckpointNotFoundError,
+    CheckpointUnsafeError,
+)
+from lamina.checkpoint.manager import CheckpointManager, SaveReport
+
+__all__ = [
+    "CheckpointDamagedError",
+    "CheckpointError",
+    "CheckpointManager",
+    "CheckpointMismatchError",
+    "CheckpointNotFoundError",
+    "CheckpointUnsafeError",
+    "SaveReport",
+]

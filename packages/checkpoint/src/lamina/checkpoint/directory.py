@@ -1,0 +1,189 @@
+"""The directory of checkpoints: names, the commit by rename, what a kill leaves behind.
+
+    step-00000100/           complete: it got this name only after everything in it was verified
+    .writing-00000200-ab12/  being written, or left by a killed writer
+    .replaced-00000100-cd34/ the old checkpoint of a step while a new one takes its name
+    .deleting-00000050-ef56/ on its way out
+
+A rename within a directory is atomic, so a reader sees a whole checkpoint or none. A live writer
+holds a lock on a file in its `.writing-` directory; the kernel drops the lock of a killed one, and
+that is how the next start tells a leftover from a write in progress.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import re
+import secrets
+import shutil
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+_COMPLETE = re.compile(r"step-(\d{8,})")
+_TRANSIENT = re.compile(r"\.(writing|replaced|deleting)-(\d{8,})-[0-9a-f]{8}")
+_LOCK = ".lock"
+
+
+def complete_path(root: Path, step: int) -> Path:
+    """Return the name that the complete checkpoint of `step` has."""
+    return root / f"step-{step:08d}"
+
+
+def _transient_path(root: Path, kind: str, step: int) -> Path:
+    return root / f".{kind}-{step:08d}-{secrets.token_hex(4)}"
+
+
+def complete_steps(root: Path) -> list[int]:
+    """Return the steps that have a complete name in `root`, ascending."""
+    try:
+        names = os.listdir(root)
+    except FileNotFoundError:
+        return []
+    return sorted(int(match[1]) for name in names if (match := _COMPLETE.fullmatch(name)))
+
+
+def fsync_directory(path: Path) -> None:
+    """Make the names in a directory durable: a rename is only in memory until then."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        # Some network file systems refuse to sync a directory; their renames are synchronous.
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EBADF):
+            raise
+    finally:
+        os.close(descriptor)
+
+
+class WritingDirectory:
+    """The coordinator's hold on one `.writing-` directory, from its making to its rename."""
+
+    def __init__(self, root: Path, step: int) -> None:
+        self.root = root
+        self.step = step
+        root.mkdir(parents=True, exist_ok=True)
+        self.path = _transient_path(root, "writing", step)
+        self.path.mkdir()
+        self._lock = os.open(self.path / _LOCK, os.O_CREAT | os.O_RDWR, 0o644)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX)
+        except OSError as error:
+            warnings.warn(
+                f"{self.path} is on a file system without locks ({error}): don't start a second "
+                "CheckpointManager on this directory while one writes",
+                stacklevel=2,
+            )
+
+    def commit(self, overwrite: bool) -> Path:
+        """Give the directory its complete name, durably.
+
+        Raises:
+            FileExistsError: the step is there already and `overwrite` is False.
+
+        """
+        final = complete_path(self.root, self.step)
+        fsync_directory(self.path)
+        old: Path | None = None
+        if final.exists():
+            if not overwrite:
+                raise FileExistsError(
+                    f"{final} exists: save with overwrite=True to replace it, or delete it first"
+                )
+            # Two renames, since a rename can't replace a directory that is not empty. A kill
+            # between them leaves `.replaced-` without a `step-`: the next start renames it back.
+            old = _transient_path(self.root, "replaced", self.step)
+            final.rename(old)
+        self.path.rename(final)
+        fsync_directory(self.root)
+        self.path = final
+        self._release()
+        if old is not None:
+            shutil.rmtree(old)
+        return final
+
+    def abandon(self) -> None:
+        """Remove the directory after a failed save."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        self._release()
+
+    def _release(self) -> None:
+        if self._lock >= 0:
+            # Unlinked only now: without it a live writer would look like a killed one.
+            (self.path / _LOCK).unlink(missing_ok=True)
+            os.close(self._lock)
+            self._lock = -1
+
+
+def _is_being_written(path: Path) -> bool:
+    try:
+        descriptor = os.open(path / _LOCK, os.O_RDWR)
+    except FileNotFoundError:
+        return False  # killed before it made the lock
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        warnings.warn(
+            f"{path} may be left from a killed writer, but its file system has no locks to tell: "
+            "delete it by hand if nothing is writing",
+            stacklevel=2,
+        )
+        return True
+    finally:
+        os.close(descriptor)
+    return False
+
+
+def clean(root: Path) -> list[str]:
+    """Remove what killed writers left and finish a replacement they had begun.
+
+    Returns:
+        The names of the leftovers that were dealt with.
+
+    """
+    if not root.is_dir():
+        return []
+    dealt_with = []
+    for name in sorted(os.listdir(root)):
+        match = _TRANSIENT.fullmatch(name)
+        if match is None:
+            continue
+        path, kind, final = root / name, match[1], complete_path(root, int(match[2]))
+        if kind == "writing" and _is_being_written(path):
+            continue
+        if kind == "replaced" and not final.exists():
+            path.rename(final)
+            fsync_directory(root)
+        else:
+            shutil.rmtree(path, ignore_errors=True)
+        dealt_with.append(name)
+    return dealt_with
+
+
+def remove(root: Path, step: int) -> None:
+    """Delete a complete checkpoint so that no reader sees half of it."""
+    doomed = _transient_path(root, "deleting", step)
+    complete_path(root, step).rename(doomed)
+    shutil.rmtree(doomed)
+
+
+def retire(root: Path, keep_last: int | None, is_whole: Callable[[int], bool]) -> list[int]:
+    """Delete all but the newest `keep_last` checkpoints that `is_whole` accepts.
+
+    Damaged ones don't count, so that they can't push the last good one out.
+
+    Returns:
+        The steps deleted.
+
+    """
+    if keep_last is None:
+        return []
+    whole = [step for step in complete_steps(root) if is_whole(step)]
+    doomed = whole[:-keep_last]
+    for step in doomed:
+        remove(root, step)
+    return doomed

@@ -1,0 +1,123 @@
+"""Files that were altered, cut, removed or forged after a checkpoint was complete."""
+
+from __future__ import annotations
+
+import os
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+from lamina.checkpoint import (
+    CheckpointDamagedError,
+    CheckpointManager,
+    CheckpointUnsafeError,
+)
+from lamina.checkpoint.manifest import FileSum, Manifest, write_synced
+
+STEP = "step-00000001"
+
+
+@pytest.fixture
+def saved(tmp_path):
+    torch.manual_seed(0)
+    state = {"model": nn.Linear(64, 64), "n": 1}
+    CheckpointManager(tmp_path).save(1, state)
+    return tmp_path
+
+
+def files(directory):
+    return sorted(p.name for p in (directory / STEP).iterdir())
+
+
+def flip(path, position: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[position] ^= 0x10
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("name", [".metadata", "__0_0.distcp", "values.json", "manifest.json"])
+@pytest.mark.parametrize("place", [0.0, 0.3, 0.6, 0.999])
+def test_a_flipped_bit_anywhere_is_found_named_and_loads_nothing(saved, name, place):
+    assert name in files(saved)
+    path = saved / STEP / name
+    flip(path, int(place * path.stat().st_size))
+    state = {"model": nn.Linear(64, 64), "n": 0}
+    before = state["model"].weight.clone()
+    manager = CheckpointManager(saved)
+    if name == "manifest.json" and manager.latest() is None:
+        expected = pytest.raises(CheckpointDamagedError, match=name)
+        with expected:
+            manager.restore(state, step=1)
+    else:
+        with pytest.raises(CheckpointDamagedError, match=name.replace(".", r"\.")):
+            manager.restore(state)
+    assert torch.equal(state["model"].weight, before)
+    assert state["n"] == 0
+
+
+@pytest.mark.parametrize("name", [".metadata", "__0_0.distcp", "values.json", "manifest.json"])
+@pytest.mark.parametrize("how", ["missing", "truncated"])
+def test_a_checkpoint_with_a_missing_or_short_file_is_not_the_latest(saved, name, how):
+    CheckpointManager(saved).save(2, {"n": 2, "t": torch.ones(100)})
+    path = saved / "step-00000002" / name
+    if how == "missing":
+        path.unlink()
+    else:
+        os.truncate(path, path.stat().st_size // 2)
+    manager = CheckpointManager(saved)
+    assert manager.latest() == 1
+    with pytest.raises(CheckpointDamagedError, match=name.replace(".", r"\.")):
+        manager.restore({"n": 0}, step=2)
+
+
+class Bomb:
+    def __reduce__(self):
+        return os.system, ("touch " + self.target,)
+
+
+@pytest.mark.parametrize("place", ["whole", "inside"])
+def test_a_pickle_that_would_run_code_is_refused(saved, tmp_path, place):
+    target = tmp_path / "executed"
+    bomb = Bomb()
+    bomb.target = str(target)
+    path = saved / STEP
+    payload = bomb
+    if place == "inside":
+        payload = pickle.loads((path / ".metadata").read_bytes())
+        payload.planner_data = bomb
+    summed = write_synced(path / ".metadata", pickle.dumps(payload))
+    manifest = Manifest.read(path)  # a forger can fix checksums too
+    forged = Manifest(1, 1, manifest.torch, {**manifest.files, ".metadata": summed})
+    forged.write(path)
+    with pytest.raises(CheckpointUnsafeError, match="system"):
+        CheckpointManager(saved).restore({"n": 0})
+    assert not target.exists()
+    pickle.loads((path / ".metadata").read_bytes())  # the bomb is live: an open unpickler runs it
+    assert target.exists()
+
+
+def test_a_manifest_that_points_outside_is_refused(saved):
+    manifest = Manifest.read(saved / STEP)
+    outside = Manifest(1, 1, "x", {**manifest.files, "../../etc/passwd": FileSum(1, 1)})
+    outside.write(saved / STEP)
+    with pytest.raises(CheckpointDamagedError, match="outside"):
+        CheckpointManager(saved).restore({"n": 0}, step=1)
+
+
+def test_a_disk_that_returns_other_bytes_than_written_fails_the_save(tmp_path, monkeypatch):
+    import lamina.checkpoint.writer as writer
+
+    honest = writer.sum_of_file
+
+    def faulty(path, from_disk=False):
+        flip(path, path.stat().st_size // 2)
+        return honest(path, from_disk)
+
+    monkeypatch.setattr(writer, "sum_of_file", faulty)
+    manager = CheckpointManager(tmp_path)
+    with pytest.raises(CheckpointDamagedError, match="disk"):
+        manager.save(1, {"model": nn.Linear(8, 8)})
+    assert manager.latest() is None
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,55 @@
+"""kill -9 at every operation on the disk."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture(scope="module")
+def sweeps():
+    driver = Path(__file__).with_name("kill_driver.py")
+    # In memory where possible: a kill (unlike a power cut) does not need a real disk to be seen,
+    # and a hundred saves that sync their files take half a minute on one.
+    memory = "/dev/shm" if os.path.isdir("/dev/shm") else None
+    with tempfile.TemporaryDirectory(dir=memory) as base:
+        run = subprocess.run(
+            [sys.executable, str(driver), base],
+            capture_output=True,
+            text=True,
+            timeout=100,
+            check=False,
+        )
+    assert run.returncode == 0, run.stderr
+    return json.loads(run.stdout)
+
+
+@pytest.mark.parametrize(
+    ("scenario", "outcomes"),
+    [
+        ("new", [[1, "old"], [2, "new"]]),
+        ("replace", [[1, "new"], [1, "old"]]),
+        ("retire", [[1, "old"], [2, "new"]]),
+    ],
+)
+def test_a_kill_at_any_moment_leaves_a_whole_checkpoint_and_no_litter(sweeps, scenario, outcomes):
+    assert sweeps[scenario]["kills"] > 20
+    assert sweeps[scenario]["outcomes"] == outcomes
+
+
+def test_a_writer_at_work_is_not_taken_for_a_leftover(tmp_path):
+    from lamina.checkpoint import CheckpointManager
+    from lamina.checkpoint.directory import WritingDirectory
+
+    alive = WritingDirectory(tmp_path, 5)
+    CheckpointManager(tmp_path)
+    assert alive.path.is_dir()
+    os.close(alive._lock)  # what the kernel does when the writer is killed
+    CheckpointManager(tmp_path)
+    assert not alive.path.exists()

@@ -1,0 +1,82 @@
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lamina.checkpoint.values import decode, encode
+
+SCALARS = (
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.complex_numbers()
+    | st.text()
+    | st.binary()
+    | st.sampled_from([torch.float32, torch.bfloat16, torch.int64])
+)
+KEYS = st.text() | st.integers() | st.booleans() | st.tuples(st.integers(), st.text())
+TREES = st.recursive(
+    SCALARS,
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.lists(inner, max_size=4).map(tuple)
+        | st.dictionaries(KEYS, inner, max_size=4)
+        | st.sets(st.integers() | st.text(), max_size=4)
+    ),
+    max_leaves=20,
+)
+
+
+def same(a: object, b: object) -> bool:
+    """Equal with types, where NaN equals NaN and 0.0 differs from -0.0."""
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, dict):
+        return list(map(repr, a)) == list(map(repr, b)) and all(
+            same(x, y) for x, y in zip(a.values(), b.values(), strict=True)
+        )
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(same(x, y) for x, y in zip(a, b, strict=True))
+    if isinstance(a, float):
+        return (math.isnan(a) and math.isnan(b)) or (
+            a == b and math.copysign(1, a) == math.copysign(1, b)
+        )
+    if isinstance(a, complex):
+        return same(a.real, b.real) and same(a.imag, b.imag)
+    return a == b
+
+
+@settings(max_examples=300, deadline=None)
+@given(TREES)
+def test_any_plain_value_comes_back_with_type_and_bits(value):
+    text = json.dumps(encode(value, ("x",), {}), allow_nan=False)
+    assert same(decode(json.loads(text), pytest.fail), value)
+
+
+def test_tensors_leave_the_tree_and_come_back_to_their_places():
+    a, b = torch.arange(3), torch.ones(2, 2)
+    tree = {"a": [a, 1], 7: {"b": b}}
+    tensors: dict[tuple[str, ...], torch.Tensor] = {}
+    encoded = json.loads(json.dumps(encode(tree, ("x",), tensors)))
+    assert set(tensors) == {("x", "a", "0"), ("x", "7", "b")}
+    by_name = {".".join(path): tensor for path, tensor in tensors.items()}
+    back = decode(encoded, by_name.__getitem__)
+    assert back["a"][0] is a
+    assert back[7]["b"] is b
+    assert back["a"][1] == 1
+
+
+def test_a_value_that_needs_pickle_is_refused_with_its_place():
+    with pytest.raises(TypeError, match=r"'x\.a\.1' is a builtins\.object"):
+        encode({"a": [0, object()]}, ("x",), {})
+
+
+def test_a_user_key_that_looks_like_a_tag_stays_a_key():
+    value = {"$tensor": "x.a"}
+    assert decode(encode(value, ("x",), {}), pytest.fail) == value

@@ -10,11 +10,12 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import cast
 
 from lamina_testing.jobs import DeviceCount, Job, RankOutcome, receive, send
 
 
-class ServerDied(RuntimeError):
+class RankServerError(RuntimeError):
     """The fork server ended unexpectedly; the message holds what it wrote."""
 
 
@@ -41,14 +42,13 @@ class ForkServer:
             )
 
     def run(self, job: Job) -> list[RankOutcome]:
-        """Run one body on every rank. Raises ServerDied."""
-        outcomes: list[RankOutcome] = self._ask(job)
-        return outcomes
+        """Run one body on every rank. Raises RankServerError."""
+        return cast(list[RankOutcome], self._ask(job))
 
     def device_count(self) -> int:
-        """Return how many GPUs this machine has. Raises ServerDied."""
+        """Return how many GPUs this machine has. Raises RankServerError."""
         if self._gpus is None:
-            self._gpus = int(self._ask(DeviceCount()))
+            self._gpus = cast(int, self._ask(DeviceCount()))
         return self._gpus
 
     def _ask(self, request: object) -> object:
@@ -59,7 +59,7 @@ class ForkServer:
                 return answer
         code = self._process.wait()
         errors = (self._directory / "server.err").read_text(errors="replace")
-        raise ServerDied(f"the rank server ended with code {code}; it wrote:\n{errors}")
+        raise RankServerError(f"the rank server ended with code {code}; it wrote:\n{errors}")
 
     def close(self) -> None:
         """End the server and all its ranks."""

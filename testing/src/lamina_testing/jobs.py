@@ -7,6 +7,7 @@ in front. Nothing here imports torch.
 from __future__ import annotations
 
 import pickle
+import signal
 import socket
 import struct
 from dataclasses import dataclass, field
@@ -14,6 +15,7 @@ from typing import Any, Literal
 
 Status = Literal["passed", "failed", "skipped", "xfailed", "died", "hung"]
 
+STACK_SIGNAL = signal.SIGUSR1  # a rank answers it by writing its Python stacks
 _LENGTH = struct.Struct("!Q")
 
 
@@ -31,7 +33,11 @@ class Argument:
 
 @dataclass(frozen=True)
 class Job:
-    """One test body to be run on every rank of one world."""
+    """One test body to be run on every rank of one world.
+
+    ``reuse`` lets the ranks and their process group outlive the job, for the next one of the same
+    world: starting CUDA and NCCL takes seconds.
+    """
 
     module_name: str
     path: str
@@ -46,6 +52,7 @@ class Job:
     directory: str
     sys_path: list[str]
     warning_filters: list[str]
+    reuse: bool
     traceback_style: str
     show_locals: bool
 
@@ -53,11 +60,6 @@ class Job:
     def processes(self) -> int:
         """Processes to start: one per rank, but one in all for the fake backend."""
         return 1 if self.backend == "fake" else self.world_size
-
-    @property
-    def reuse(self) -> bool:
-        """Whether ranks outlive the job: starting CUDA and NCCL takes seconds, so there they do."""
-        return self.backend == "nccl"
 
 
 @dataclass(frozen=True)
@@ -74,6 +76,11 @@ class Assignment:
 
     job: Job
     place: Place
+
+
+@dataclass(frozen=True)
+class Release:
+    """Tells a rank that all have an outcome: leave the process group and exit."""
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import pytest
 
 def parametrization(mark: pytest.Mark) -> tuple[list[str], list[tuple[Any, ...]]]:
     """Split a ``parametrize`` mark into argument names and a tuple of values per case."""
-    parameters = dict(zip(("argnames", "argvalues"), mark.args, strict=False)) | mark.kwargs
+    parameters = dict(zip(("argnames", "argvalues"), mark.args, strict=False)) | dict(mark.kwargs)
     names = parameters["argnames"]
     if isinstance(names, str):
         names = [name.strip() for name in names.split(",") if name.strip()]

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from lamina_testing.client import ForkServer, ServerDied
+from lamina_testing.client import ForkServer, RankServerError
 from lamina_testing.jobs import Argument, Job, RankOutcome
 from lamina_testing.parametrization import parametrization
 from lamina_testing.report import RanksFailed, RanksReport
@@ -55,6 +55,7 @@ class Marker:
     timeout: float
     init: bool
     any_size: bool
+    reuse: bool | None
 
     @classmethod
     def of(cls, item: Any) -> Marker | None:
@@ -73,6 +74,7 @@ class Marker:
             timeout=options.pop("timeout", _TIMEOUT),
             init=options.pop("init", True),
             any_size=options.pop("any_size", False),
+            reuse=options.pop("reuse", None),
         )
         problem = ""
         if options:
@@ -83,6 +85,8 @@ class Marker:
             problem = f"backend must be one of {_BACKENDS}, not {marker.backend!r}"
         elif marker.device not in (None, "cpu", "cuda"):
             problem = f"device must be 'cpu' or 'cuda', not {marker.device!r}"
+        elif marker.reuse and not marker.init:
+            problem = "reuse=True keeps the process group, so it cannot go with init=False"
         if problem:
             raise pytest.UsageError(f"{where}: @pytest.mark.ranks: {problem}")
         return marker
@@ -94,6 +98,12 @@ class Marker:
     def device_in(self, config: pytest.Config) -> str:
         """Return the kind of device of a run."""
         return self.device or ("cuda" if self.backend_in(config) == "nccl" else "cpu")
+
+    def reuse_in(self, config: pytest.Config) -> bool:
+        """Return whether ranks outlive the test: with CUDA, whose start takes seconds."""
+        if self.reuse is not None:
+            return self.reuse
+        return self.init and self.device_in(config) == "cuda"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -118,7 +128,8 @@ def pytest_configure(config: pytest.Config) -> None:
     """Register the marks."""
     config.addinivalue_line(
         "markers",
-        "ranks(*world_sizes, backend=None, device=None, timeout=60, init=True, any_size=False): "
+        "ranks(*world_sizes, backend=None, device=None, timeout=60, init=True, any_size=False, "
+        "reuse=None): "
         "the body is the program of every rank of a world; see testing/README.md",
     )
     config.addinivalue_line("markers", "slow: takes long; left out without --slow")
@@ -132,7 +143,7 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 @pytest.fixture
 def ranks(request: pytest.FixtureRequest) -> int:
-    """This rank's `lamina_testing.Ranks`, in bodies marked ``@pytest.mark.ranks``."""
+    """Give a body its rank's `lamina_testing.Ranks`, in bodies marked ``@pytest.mark.ranks``."""
     if request.node.get_closest_marker("ranks") is None:
         raise pytest.UsageError(
             f"{request.node.nodeid} uses the fixture `ranks` without @pytest.mark.ranks(N)"
@@ -193,7 +204,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     try:
         _skip_without_gpus(state.start(), job)
         outcomes = state.start().run(job)
-    except (KeyboardInterrupt, ServerDied):
+    except (KeyboardInterrupt, RankServerError):
         state.stop()
         raise
     _conclude(pyfuncitem, job, outcomes)
@@ -221,6 +232,7 @@ def _job(item: pytest.Function, marker: Marker) -> Job:
         directory=os.getcwd(),
         sys_path=list(sys.path),
         warning_filters=filters,
+        reuse=marker.reuse_in(config),
         traceback_style=config.option.tbstyle,
         show_locals=config.option.showlocals,
     )
@@ -268,6 +280,8 @@ def _conclude(item: pytest.Function, job: Job, outcomes: list[RankOutcome]) -> N
             text = getattr(outcome, kind)
             if text:
                 item.add_report_section("call", f"{kind} of rank {outcome.rank}", text)
+                if item.config.option.capture == "no":
+                    print(f"\n--- {kind} of rank {outcome.rank} ---\n{text}", end="")
     _issue_warnings(outcomes)
     if any(outcome.status in ("failed", "died", "hung") for outcome in outcomes):
         raise RanksFailed(RanksReport(job, outcomes))
@@ -299,5 +313,5 @@ def pytest_runtest_makereport(
     """Show the ranks' own tracebacks instead of this plugin's."""
     report = yield
     if call.excinfo is not None and isinstance(call.excinfo.value, RanksFailed):
-        report.longrepr = call.excinfo.value.report  # type: ignore[assignment]
+        report.longrepr = call.excinfo.value.report.representation()
     return report

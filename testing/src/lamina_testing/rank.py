@@ -8,6 +8,7 @@ import datetime
 import faulthandler
 import gc
 import inspect
+import io
 import os
 import pickle
 import random
@@ -19,60 +20,96 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import IO, Any, NoReturn
 
 import pytest
 import torch
 import torch.distributed as dist
+from _pytest._code import Traceback
+from _pytest._io import TerminalWriter
 from _pytest.config import parse_warning_filter
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from lamina_testing.jobs import Argument, Assignment, Job, RankOutcome, RankWarning, receive, send
+from lamina_testing.jobs import (
+    STACK_SIGNAL,
+    Argument,
+    Assignment,
+    Job,
+    RankOutcome,
+    RankWarning,
+    receive,
+    send,
+)
 from lamina_testing.modules import ModuleLoader
 from lamina_testing.parametrization import parametrization
 from lamina_testing.ranks import Ranks
 
-STACK_SIGNAL = signal.SIGUSR1
 _PR_SET_PDEATHSIG = 1
 
 
-def serve(connection: socket.socket, rank: int, loader: ModuleLoader) -> NoReturn:
-    """Run assignments from ``connection`` until it closes or one of them ends the process."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    os.setpgid(0, 0)
-    # Prints of a rank that is killed must not be lost in a buffer.
-    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
-    while True:
-        assignment: Assignment | None = receive(connection)
-        if assignment is None:
-            os._exit(0)
-        outcome = _run(assignment, rank, loader)
-        sys.stdout.flush()
-        sys.stderr.flush()
-        send(connection, outcome)
-        if not assignment.job.reuse or outcome.status != "passed":
-            # No interpreter shutdown: a failed rank's threads may hang, and peers wait for the end.
-            os._exit(0)
+class RankProcess:
+    """The rank's side of its connection to the server."""
 
+    def __init__(self, connection: socket.socket, rank: int, loader: ModuleLoader) -> None:
+        self._connection = connection
+        self._rank = rank
+        self._loader = loader
+        self._stack_file: IO[str] | None = None
 
-def _run(assignment: Assignment, rank: int, loader: ModuleLoader) -> RankOutcome:
-    job, directory = assignment.job, Path(assignment.place.directory)
-    for number, name in ((1, "out"), (2, "err")):
-        _point(number, directory / f"{rank}.{name}")
-    with (directory / f"{rank}.stack").open("w") as stack_file:
+    def serve(self, server: int) -> NoReturn:
+        """Run assignments until told to leave; ``server`` is the parent's process id."""
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != server:  # it ended before it could be noticed
+            os._exit(1)
+        os.setpgid(0, 0)
+        # Prints of a rank that is killed must not be lost in a buffer.
+        sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+        while isinstance(assignment := receive(self._connection), Assignment):
+            outcome = self._run(assignment)
+            _flush()
+            send(self._connection, outcome)
+            if outcome.status == "failed":
+                # Its threads may hang, and its peers wait for connections to close.
+                os._exit(0)
+        os._exit(_leave())
+
+    def _run(self, assignment: Assignment) -> RankOutcome:
+        job, directory = assignment.job, Path(assignment.place.directory)
+        for number, name in ((1, "out"), (2, "err")):
+            _point(number, directory / f"{self._rank}.{name}")
+        previous = self._stack_file
+        self._stack_file = (directory / f"{self._rank}.stack").open("w")
         faulthandler.enable()
-        faulthandler.register(STACK_SIGNAL, file=stack_file, all_threads=True)
+        faulthandler.register(STACK_SIGNAL, file=self._stack_file, all_threads=True)
+        if previous is not None:
+            previous.close()
         recorded: list[RankWarning] = []
         try:
-            _enter_environment(assignment, rank)
+            _enter_environment(assignment, self._rank)
             with _recorded_warnings(job, recorded):
-                _run_body(assignment, rank, loader)
-            outcome = RankOutcome(rank, "passed", time.monotonic())
+                _run_body(assignment, self._rank, self._loader)
+            outcome = RankOutcome(self._rank, "passed", time.monotonic())
         except BaseException as error:  # SystemExit and KeyboardInterrupt are failures of the body
-            outcome = _failure(job, rank, error)
-        faulthandler.unregister(STACK_SIGNAL)
-    outcome.warnings = recorded
-    return outcome
+            outcome = _failure(job, self._rank, error)
+        outcome.warnings = recorded
+        return outcome
+
+
+def _flush() -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
+
+
+def _leave() -> int:
+    """Leave the process group; returns the exit code. The interpreter does not shut down."""
+    try:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    except BaseException:
+        traceback.print_exc()
+        _flush()
+        return 1
+    return 0
 
 
 def _point(number: int, path: Path) -> None:
@@ -112,7 +149,8 @@ def _run_body(assignment: Assignment, rank: int, loader: ModuleLoader) -> None:
             body = getattr(owner(), name)
     torch.manual_seed(0)
     random.seed(0)
-    with _process_group(assignment, rank) as device, pytest.MonkeyPatch.context() as monkeypatch:
+    device = _join(assignment, rank)
+    with pytest.MonkeyPatch.context() as monkeypatch:
         arguments: dict[str, Any] = {}
         for name, argument in job.arguments.items():
             if name == "ranks":
@@ -122,6 +160,12 @@ def _run_body(assignment: Assignment, rank: int, loader: ModuleLoader) -> None:
             else:
                 arguments[name] = _value(name, argument, body)
         body(**arguments)
+    if device.type == "cuda":
+        torch.cuda.synchronize()  # an error of a kernel belongs to this body
+    if job.reuse:
+        del arguments
+        gc.collect()
+        torch.cuda.empty_cache()
 
 
 def _value(name: str, argument: Argument, body: Callable[..., Any]) -> Any:
@@ -129,9 +173,9 @@ def _value(name: str, argument: Argument, body: Callable[..., Any]) -> Any:
         return pickle.loads(argument.pickled)
     owners = [body, getattr(body, "__self__", None), sys.modules[body.__module__]]
     for owner in owners:
-        marks = getattr(owner, "pytestmark", [])
-        for mark in marks if isinstance(marks, list) else [marks]:
-            mark = getattr(mark, "mark", mark)
+        marks: Any = getattr(owner, "pytestmark", [])
+        for decorator in marks if isinstance(marks, list) else [marks]:
+            mark = decorator.mark if isinstance(decorator, pytest.MarkDecorator) else decorator
             if mark.name != "parametrize":
                 continue
             names, values = parametrization(mark)
@@ -140,8 +184,7 @@ def _value(name: str, argument: Argument, body: Callable[..., Any]) -> Any:
     raise LookupError(f"no parametrize mark of {body.__qualname__} names {name!r}")
 
 
-@contextlib.contextmanager
-def _process_group(assignment: Assignment, rank: int) -> Iterator[torch.device]:
+def _join(assignment: Assignment, rank: int) -> torch.device:
     job = assignment.job
     device = torch.device("cpu")
     if job.device == "cuda":
@@ -161,14 +204,7 @@ def _process_group(assignment: Assignment, rank: int) -> Iterator[torch.device]:
                 timeout=limit,
                 device_id=device if job.backend == "nccl" else None,
             )
-    yield device
-    if job.device == "cuda":
-        torch.cuda.synchronize()
-    if job.reuse:
-        gc.collect()
-        torch.cuda.empty_cache()
-    elif dist.is_initialized():
-        dist.destroy_process_group()
+    return device
 
 
 @contextlib.contextmanager
@@ -180,22 +216,15 @@ def _recorded_warnings(job: Job, recorded: list[RankWarning]) -> Iterator[None]:
         try:
             yield
         finally:
-            for warning in caught:
-                recorded.append(
-                    RankWarning(
-                        _pickled_category(warning.category),
-                        str(warning.message),
-                        warning.filename,
-                        warning.lineno,
-                    )
-                )
+            recorded.extend(_portable(warning) for warning in caught)
 
 
-def _pickled_category(category: type[Warning]) -> bytes:
+def _portable(warning: warnings.WarningMessage) -> RankWarning:
     try:
-        return pickle.dumps(category)
-    except (pickle.PicklingError, AttributeError):
-        return pickle.dumps(UserWarning)
+        category = pickle.dumps(warning.category)
+    except (pickle.PicklingError, AttributeError):  # a class made inside a function
+        category = pickle.dumps(UserWarning)
+    return RankWarning(category, str(warning.message), warning.filename, warning.lineno)
 
 
 def _failure(job: Job, rank: int, error: BaseException) -> RankOutcome:
@@ -204,10 +233,10 @@ def _failure(job: Job, rank: int, error: BaseException) -> RankOutcome:
         return RankOutcome(rank, "skipped", when, summary=str(error.msg))
     if isinstance(error, pytest.xfail.Exception):
         return RankOutcome(rank, "xfailed", when, summary=str(error.msg))
-    lines = traceback.format_exception_only(type(error), error)
-    place = _place(job, error)
-    summary = " ".join(line.strip() for line in lines if line.strip())
-    return RankOutcome(rank, "failed", when, f"{summary}{place}", _formatted(job, error))
+    lines = "".join(traceback.format_exception_only(type(error), error)).splitlines()
+    # A syntax error's last line says what is wrong; anything else begins with it.
+    line = lines[-1] if isinstance(error, SyntaxError) else lines[0]
+    return RankOutcome(rank, "failed", when, line + _place(job, error), _formatted(job, error))
 
 
 def _place(job: Job, error: BaseException) -> str:
@@ -215,14 +244,25 @@ def _place(job: Job, error: BaseException) -> str:
     return f" ({Path(job.path).name}:{frames[-1].lineno})" if frames else ""
 
 
+def _as_pytest_does(job: Job, error: BaseException) -> str:
+    info = pytest.ExceptionInfo.from_exception(error)
+    info.traceback = info.traceback.cut(path=job.path)
+    style: Any = job.traceback_style
+    if style == "auto":
+        style = "long"
+        between = (entry.with_repr_style("short") for entry in info.traceback[1:-1])
+        if len(info.traceback) > 2:
+            info.traceback = Traceback([info.traceback[0], *between, info.traceback[-1]])
+    if style == "no":
+        style = "line"
+    text = io.StringIO()
+    info.getrepr(style=style, showlocals=job.show_locals).toterminal(TerminalWriter(text))
+    return text.getvalue().rstrip()
+
+
 def _formatted(job: Job, error: BaseException) -> str:
     try:
-        info = pytest.ExceptionInfo.from_exception(error)
-        info.traceback = info.traceback.cut(path=job.path)
-        style: Any = "long" if job.traceback_style == "auto" else job.traceback_style
-        if style == "no":
-            style = "line"
-        return str(info.getrepr(style=style, showlocals=job.show_locals, chain=True))
+        return _as_pytest_does(job, error)
     except Exception:
         # A repr that raises must not hide the error it was to show.
         return "".join(traceback.format_exception(type(error), error, error.__traceback__))

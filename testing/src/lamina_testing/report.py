@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from _pytest._code.code import (
+    ReprEntryNative,
+    ReprExceptionInfo,
+    ReprFileLocation,
+    ReprTraceback,
+)
 
 from lamina_testing.jobs import Job, RankOutcome
 
@@ -19,17 +23,8 @@ class RanksFailed(Exception):  # noqa: N818 - an outcome, as pytest names them
         self.report = report
 
 
-@dataclass(frozen=True)
-class _Crash:
-    """What pytest's short summary shows of a failure."""
-
-    message: str
-    path: str
-    lineno: int
-
-
 class RanksReport:
-    """The long representation of a failed body, as pytest's terminal and xdist expect it."""
+    """One failed body: ``headline`` for the summary, ``text`` from the first failure on."""
 
     def __init__(self, job: Job, outcomes: list[RankOutcome]) -> None:
         first, others = _order(outcomes)
@@ -48,16 +43,16 @@ class RanksReport:
             block = f"rank {outcome.rank}: {_describe(outcome)}"
             blocks.append(f"{block}\n{outcome.text}" if outcome.status == "hung" else block)
         self.text = "\n\n".join(block for block in blocks if block)
-        self.reprcrash = _Crash(self.headline, job.path, 0)
+        self._path = job.path
 
     def __str__(self) -> str:
         return self.text
 
-    def toterminal(self, tw: Any) -> None:
-        """Write to pytest's terminal writer."""
-        for line in self.text.splitlines():
-            bad = line.startswith(("E ", "rank ", "timeout"))
-            tw.line(line, red=bad, bold=bad)
+    def representation(self) -> ReprExceptionInfo:
+        """Return pytest's own kind of report, which its summary and pytest-xdist understand."""
+        entry = ReprEntryNative([f"{line}\n" for line in self.text.splitlines()])
+        traceback = ReprTraceback([entry], None, "native")
+        return ReprExceptionInfo(traceback, ReprFileLocation(self._path, 0, self.headline))
 
 
 def _order(outcomes: list[RankOutcome]) -> tuple[RankOutcome, list[RankOutcome]]:

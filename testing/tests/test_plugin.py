@@ -1,0 +1,447 @@
+"""What the plugin does with bodies that fail, die, hang or leave things behind.
+
+One pytest run over a file of such bodies, in a subprocess; each test reads one case of its report.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+import pytest
+
+CASES = """
+import ctypes, os, subprocess, sys, time, warnings
+import pytest
+
+@pytest.mark.ranks(2)
+def test_assertion(ranks):
+    import torch.distributed as dist
+    print("said by", ranks.rank)
+    if ranks.rank == 1:
+        numbers = [1, 2]
+        assert len(numbers) == 3
+    dist.barrier()
+
+@pytest.mark.ranks(2)
+def test_killed(ranks):
+    import torch.distributed as dist
+    if ranks.rank == 1:
+        os.kill(os.getpid(), 9)
+    dist.barrier()
+
+@pytest.mark.ranks(1)
+def test_crash():
+    ctypes.string_at(0)
+
+@pytest.mark.ranks(1)
+def test_exit_code():
+    os._exit(3)
+
+@pytest.mark.ranks(1)
+def test_system_exit():
+    sys.exit(4)
+
+@pytest.mark.ranks(2, timeout=1.5)
+def test_hang(ranks):
+    import torch.distributed as dist
+    if ranks.rank == 1:
+        time.sleep(1000)
+    dist.barrier()
+
+@pytest.mark.ranks(2)
+def test_skip():
+    pytest.skip("for a reason")
+
+@pytest.mark.ranks(2)
+def test_one_rank_ends_long_before_the_other_connects(ranks):
+    import torch.distributed as dist
+    if ranks.rank == 1:
+        time.sleep(0.5)
+    dist.new_group([0, 1])
+
+@pytest.mark.ranks(2)
+def test_teardown(ranks):
+    import torch.distributed as dist
+    def refuse():
+        raise RuntimeError("cannot leave")
+    if ranks.rank == 1:
+        dist.destroy_process_group = refuse
+
+@pytest.mark.ranks(2)
+def test_xfail():
+    pytest.xfail("known")
+
+@pytest.mark.ranks(2)
+@pytest.mark.xfail
+def test_marked_xfail():
+    assert False
+
+@pytest.mark.ranks(2)
+def test_warning():
+    warnings.warn("told once", DeprecationWarning)
+
+@pytest.mark.ranks(1)
+@pytest.mark.filterwarnings("error")
+def test_warning_is_error():
+    warnings.warn("too much")
+
+@pytest.mark.ranks(1)
+def test_fixture_with_state(capsys):
+    pass
+
+def test_no_marker(ranks):
+    pass
+
+@pytest.mark.ranks(1)
+def test_grandchild():
+    child = subprocess.Popen(["sleep", "1000"])
+    with open("grandchild", "w") as file:
+        file.write(str(child.pid))
+
+@pytest.mark.ranks(2, backend="nccl")
+def test_gpus():
+    pass
+
+@pytest.mark.ranks(2, reuse=True)
+@pytest.mark.parametrize("use", range(4))
+def test_reuse(use, ranks):
+    import torch, torch.distributed as dist
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    assert total == 2
+    with open(f"pid{use}.{ranks.rank}", "w") as file:
+        file.write(str(os.getpid()))
+    assert use != 1
+"""
+
+
+def environment() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+
+
+def command(*arguments: str) -> list[str]:
+    options = ("-p", "no:cacheprovider", "--import-mode=importlib")
+    return [sys.executable, "-m", "pytest", *options, *arguments]
+
+
+def run_pytest(directory: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command(*arguments), cwd=directory, env=environment(), capture_output=True, text=True
+    )
+
+
+def is_running(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text()
+    except FileNotFoundError:
+        return False
+    return state.rpartition(")")[2].split()[0] != "Z"
+
+
+def wait_until_gone(pids: list[int]) -> bool:
+    deadline = time.monotonic() + 10
+    while any(is_running(pid) for pid in pids):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+class Report:
+    """The nested run's results by test name."""
+
+    def __init__(self, directory: Path) -> None:
+        (directory / "test_cases.py").write_text(CASES)
+        run = run_pytest(directory, "--junitxml=report.xml", "-rw")
+        self.directory = directory
+        self.output = run.stdout
+        self.cases = {
+            case.get("name", "").replace("[ranks2]", "").replace("[ranks1]", ""): case
+            for case in ElementTree.parse(directory / "report.xml").iter("testcase")
+        }
+
+    def failure(self, name: str) -> tuple[str, str, float]:
+        """Headline, text and seconds of a test that failed."""
+        case = self.cases[name]
+        element = case.find("failure")
+        if element is None:
+            element = case.find("error")
+        assert element is not None, f"{name} did not fail"
+        return element.get("message", ""), element.text or "", float(case.get("time", 0))
+
+    def skip(self, name: str) -> str:
+        element = self.cases[name].find("skipped")
+        assert element is not None, f"{name} was not skipped"
+        return element.get("message", "")
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory) -> Report:
+    return Report(tmp_path_factory.mktemp("cases"))
+
+
+def test_the_first_failing_ranks_traceback_comes_first(report):
+    headline, text, _ = report.failure("test_assertion")
+    assert headline.startswith("rank 1 of 2: AssertionError: assert 2 == 3")
+    assert text.startswith("rank 1 failed first (2 ranks, gloo on cpu)")
+    assert re.search(r"\n>           assert len\(numbers\) == 3\nE           assert 2 == 3\n", text)
+    assert "    def test_assertion(ranks):" in text, (
+        "the body's source is shown, and nothing outside"
+    )
+    assert re.search(r"\nrank 0: RuntimeError: .*\(test_cases.py:\d+\)", text)
+
+
+def test_output_of_ranks_is_shown_on_failure(report):
+    assert "stdout of rank 0" in report.output
+    assert "said by 0" in report.output
+    assert "said by 1" in report.output
+
+
+def test_a_killed_rank_is_named_with_its_signal(report):
+    headline, text, _ = report.failure("test_killed")
+    assert headline == "rank 1 of 2: was killed by SIGKILL"
+    assert "\nrank 0: RuntimeError" in text
+
+
+def test_a_crash_shows_its_signal_and_its_stack(report):
+    assert report.failure("test_crash")[0] == "rank 0 of 1: was killed by SIGSEGV"
+    assert "Fatal Python error: Segmentation fault" in report.output
+    assert re.search(r'test_cases.py", line \d+ in test_crash', report.output)
+
+
+def test_an_early_exit_is_reported_with_its_code(report):
+    headline = report.failure("test_exit_code")[0]
+    assert headline == "rank 0 of 1: exited with code 3 before its body ended"
+
+
+def test_a_system_exit_is_a_failure(report):
+    assert "SystemExit: 4" in report.failure("test_system_exit")[0]
+
+
+def test_a_hang_shows_every_ranks_stack_and_fails_in_time(report):
+    headline, text, seconds = report.failure("test_hang")
+    assert headline == "timeout: no end within 1.5 s on 2 ranks, gloo on cpu"
+    stacks = re.split(r"\nrank 1: ", text)
+    assert "in barrier" in stacks[0]
+    assert re.search(r'test_cases.py", line \d+ in test_hang', stacks[0])
+    assert re.search(r'test_cases.py", line \d+ in test_hang', stacks[1])
+    assert "lamina_testing" not in text, "the plugin's own frames only distract"
+    assert seconds < 10
+
+
+def test_a_rank_that_has_passed_waits_for_its_peers(report):
+    assert len(report.cases["test_one_rank_ends_long_before_the_other_connects"]) == 0
+
+
+def test_a_failure_to_leave_the_process_group_is_a_failure(report):
+    headline, _, _ = report.failure("test_teardown")
+    assert headline.startswith("rank 1 of 2: passed, but leaving the process group it exited")
+    assert "RuntimeError: cannot leave" in report.output
+
+
+def test_skips_and_expected_failures_inside_bodies_count_as_such(report):
+    assert report.skip("test_skip") == "for a reason"
+    assert report.skip("test_xfail") == "known"
+    assert report.cases["test_marked_xfail"].find("skipped") is not None
+
+
+def test_a_warning_of_all_ranks_is_shown_once(report):
+    assert len(re.findall("DeprecationWarning: told once", report.output)) == 1
+
+
+def test_warning_filters_hold_inside_bodies(report):
+    assert "UserWarning: too much" in report.failure("test_warning_is_error")[0]
+
+
+def test_a_fixture_that_cannot_travel_is_refused_by_name(report):
+    _, text, _ = report.failure("test_fixture_with_state")
+    assert "the value of 'capsys' cannot reach the ranks" in text
+
+
+def test_the_fixture_needs_the_mark(report):
+    assert "without @pytest.mark.ranks(N)" in report.failure("test_no_marker")[1]
+
+
+def test_processes_that_a_body_leaves_behind_are_ended(report):
+    assert wait_until_gone([int((report.directory / "grandchild").read_text())])
+
+
+def test_too_few_gpus_skip_with_the_numbers(report):
+    if Path("/dev/nvidiactl").exists():
+        pytest.skip("this machine has GPUs")
+    assert report.skip("test_gpus") == "needs 2 GPUs, this machine has 0"
+
+
+def test_reused_ranks_live_until_a_test_fails(report):
+    pids = [
+        [int((report.directory / f"pid{use}.{rank}").read_text()) for rank in range(2)]
+        for use in range(4)
+    ]
+    assert pids[0] == pids[1], "the second test runs on the first one's ranks"
+    assert pids[1] != pids[2], "which failed, so the third gets new ones"
+    assert pids[2] == pids[3]
+    assert wait_until_gone([pid for pair in pids for pid in pair])
+
+
+HANGING = """
+import os, time
+import pytest
+
+@pytest.mark.ranks(2)
+def test_hang(ranks):
+    with open(f"{ranks.rank}.part", "w") as file:
+        file.write(f"{os.getpid()} {os.getppid()}")
+    os.rename(f"{ranks.rank}.part", f"{ranks.rank}.pid")
+    time.sleep(1000)
+"""
+
+
+@pytest.mark.parametrize("signal_number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_nothing_is_left_when_pytest_is_ended(tmp_path, signal_number):
+    (tmp_path / "test_hanging.py").write_text(HANGING)
+    process = subprocess.Popen(
+        command(), cwd=tmp_path, env=environment(), stdout=subprocess.DEVNULL
+    )
+    files = [tmp_path / "0.pid", tmp_path / "1.pid"]
+    deadline = time.monotonic() + 60
+    while not all(file.exists() for file in files):
+        assert process.poll() is None, "pytest ended by itself"
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    pids = [int(pid) for file in files for pid in file.read_text().split()]
+    command_line = Path(f"/proc/{pids[1]}/cmdline").read_text().split("\0")
+    run_directory = Path(command_line[command_line.index("lamina_testing.server") + 2])
+    assert run_directory.is_dir()
+
+    process.send_signal(signal_number)
+    process.wait(timeout=30)
+
+    assert wait_until_gone(pids)
+    assert not run_directory.exists()
+
+
+SELECTED = """
+import pytest
+
+@pytest.mark.ranks(1, 2)
+def test_sizes(): pass
+
+@pytest.mark.ranks(2, any_size=True)
+def test_any(): pass
+
+@pytest.mark.ranks(3, backend="fake")
+def test_fake(): pass
+
+def test_single(): pass
+
+@pytest.mark.slow
+def test_slow(): pass
+"""
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ([], {"sizes[ranks1]", "sizes[ranks2]", "any[ranks2]", "fake[ranks3]", "single"}),
+        (["--world-size=2"], {"sizes[ranks2]", "any[ranks2]"}),
+        (["--world-size=5"], {"any[ranks5]"}),
+        (["--backend=fake", "--world-size=3"], {"any[ranks3]", "fake[ranks3]"}),
+        (["--backend=nccl", "--world-size=1"], {"sizes[ranks1]", "any[ranks1]"}),
+        (["--slow", "-m", "slow"], {"slow"}),
+    ],
+)
+def test_options_select_the_cells_of_the_matrix(tmp_path, options, expected):
+    (tmp_path / "test_selected.py").write_text(SELECTED)
+    run = run_pytest(tmp_path, "--collect-only", "-q", *options)
+    names = re.findall(r"::test_(\S+)", run.stdout)
+    assert set(names) == expected
+    assert "lamina" not in run.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        ("", "world sizes must be positive integers, not ()"),
+        ("0", "world sizes must be positive integers, not (0,)"),
+        ("2, backend='mpi'", "not 'mpi'"),
+        ("2, timout=3", "unknown argument ['timout']"),
+        ("2, reuse=True, init=False", "cannot go with init=False"),
+    ],
+)
+def test_a_wrong_mark_is_refused(tmp_path, arguments, complaint):
+    source = f"import pytest\n@pytest.mark.ranks({arguments})\ndef test_it(): pass\n"
+    (tmp_path / "test_wrong.py").write_text(source)
+    run = run_pytest(tmp_path, "--collect-only")
+    assert run.returncode != 0
+    assert complaint in run.stdout + run.stderr
+
+
+def test_works_under_xdist_with_the_same_reports(tmp_path):
+    (tmp_path / "test_cases.py").write_text(CASES)
+    run = run_pytest(
+        tmp_path, "-n2", "-k", "assertion or killed or skip or (warning and not error)"
+    )
+    assert "rank 1 failed first" in run.stdout
+    assert re.search(r"FAILED .*test_killed.* - rank 1 of 2: was killed", run.stdout)
+    assert re.search(r"2 failed, 1 passed, 1 skipped, 1 warning", run.stdout.splitlines()[-1])
+
+
+def test_the_plugin_imports_no_torch(tmp_path):
+    probe = "import sys, lamina_testing, lamina_testing.plugin; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", probe], check=True)
+
+
+BROKEN = """
+import pytest
+
+@pytest.mark.ranks(1)
+def test_sound():
+    import lamina.lamina_test_sound
+
+@pytest.mark.ranks(1)
+def test_broken():
+    import lamina.lamina_test_broken
+"""
+
+
+def test_a_layer_that_does_not_import_breaks_only_its_own_tests(tmp_path, monkeypatch):
+    for name, source in (("sound", ""), ("broken", "raise RuntimeError('half written')")):
+        layer = tmp_path / "lamina" / f"lamina_test_{name}"
+        layer.mkdir(parents=True)
+        (layer / "__init__.py").write_text(source)
+    (tmp_path / "test_broken.py").write_text(BROKEN)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    run = run_pytest(tmp_path)
+    assert "RuntimeError: half written" in run.stdout
+    assert run.stdout.splitlines()[-1].strip("= ").startswith("1 failed, 1 passed")
+
+
+THREE_HUNDRED = """
+import pytest
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("number", range(300))
+def test_all_reduce(number):
+    import torch, torch.distributed as dist
+    total = torch.ones(4)
+    dist.all_reduce(total)
+    assert total.tolist() == [2] * 4
+"""
+
+
+@pytest.mark.slow
+def test_three_hundred_two_rank_tests_take_under_two_minutes(tmp_path):
+    (tmp_path / "test_many.py").write_text(THREE_HUNDRED)
+    begin = time.monotonic()
+    run = run_pytest(tmp_path, "-q")
+    seconds = time.monotonic() - begin
+    print(f"300 two-rank tests: {seconds:.1f} s")
+    assert "300 passed" in run.stdout
+    assert seconds < 120

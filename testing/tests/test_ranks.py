@@ -1,0 +1,97 @@
+"""Bodies that use the plugin as the packages' tests do."""
+
+from __future__ import annotations
+
+import os
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+
+
+class Box:
+    def __init__(self, value: int) -> None:
+        self.value = value
+
+
+@pytest.mark.ranks(1, 2, 4)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int64])
+def test_a_sum_over_ranks_is_the_sum_over_ranks(dtype, ranks):
+    assert (ranks.rank, ranks.world_size) == (dist.get_rank(), dist.get_world_size())
+    assert (ranks.backend, ranks.device) == ("gloo", torch.device("cpu"))
+    tensor = torch.full((3,), ranks.rank + 1, dtype=dtype)
+    dist.all_reduce(tensor)
+    assert tensor.tolist() == [sum(range(1, ranks.world_size + 1))] * 3
+
+
+@pytest.mark.ranks(3)
+def test_world_sizes_need_not_be_powers_of_two():
+    assert dist.get_world_size() == 3
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("function", [lambda x: x + 1, pytest.param(lambda x: 2 * x, id="double")])
+@pytest.mark.parametrize(("box", "expected"), [(Box(1), 2)])
+def test_lambdas_and_classes_of_the_module_are_parameters(function, box, expected):
+    assert type(box) is Box
+    assert function(box.value) == expected
+
+
+@pytest.mark.ranks(2)
+def test_the_temporary_path_is_shared(tmp_path, ranks):
+    (tmp_path / str(ranks.rank)).touch()
+    dist.barrier()
+    assert {path.name for path in tmp_path.iterdir()} == {"0", "1"}
+
+
+@pytest.mark.ranks(64, backend="fake")
+def test_the_fake_backend_is_one_process_in_a_large_world(ranks):
+    assert (ranks.rank, dist.get_world_size(), dist.get_backend()) == (0, 64, "fake")
+
+
+@pytest.mark.ranks(2, init=False)
+def test_without_init_the_body_gets_torchruns_variables():
+    assert not dist.is_initialized()
+    dist.init_process_group("gloo")
+    assert dist.get_rank() == int(os.environ["RANK"]) == int(os.environ["LOCAL_RANK"])
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+@pytest.mark.ranks(2)
+def test_with_init_torchruns_variables_are_absent():
+    assert "RANK" not in os.environ
+    assert "MASTER_PORT" not in os.environ
+
+
+class TestClass:
+    @pytest.mark.ranks(2)
+    def test_methods_can_be_bodies(self):
+        assert isinstance(self, TestClass)
+
+    @staticmethod
+    @pytest.mark.ranks(1)
+    def test_static_methods_can_be_bodies():
+        pass
+
+
+@pytest.mark.ranks(1)
+def test_a_body_may_expect_exceptions_and_warnings(monkeypatch):
+    monkeypatch.setenv("LAMINA_TEST", "1")
+    with pytest.raises(ValueError, match="known"):
+        raise ValueError("known")
+    with pytest.warns(UserWarning, match="expected"):
+        warnings.warn("expected", stacklevel=1)
+
+
+@pytest.mark.ranks(2)
+def test_ranks_begin_with_the_same_random_state():
+    numbers = [torch.empty(4) for _ in range(2)]
+    dist.all_gather(numbers, torch.rand(4))
+    assert torch.equal(*numbers)
+
+
+@pytest.mark.ranks(2)
+def test_ranks_run_on_one_thread():
+    assert torch.get_num_threads() == 1

@@ -1,3 +1,46 @@
 """Contiguous parameter and gradient buffers: layouts, placements, flat buffers and storage pools for PyTorch."""
 
-__all__: list[str] = []
+from .axes import Axis, PlainAxis, resolve_axes
+from .boxes import Box, boxes_of_span
+from .casting import cast_in_place
+from .flat_buffer import FlatBuffer
+from .granularity import Granularity, TensorSpec
+from .guard import SavedTensorGuard
+from .layout import BufferLayout, Span
+from .placement import Partial, Placement, Placements, Replicate, Shard
+from .pool import PoolExhaustedError, StaleStorageError, StoragePool
+from .sharded_tensor import ShardedTensor
+from .slots import SlotPlan, color_slots, conflict_graph
+from .span_spec import SpanCommunicator, SpanSpec
+from .tying import CollectedSpecs, collect_specs
+
+__all__ = [
+    "Axis",
+    "Box",
+    "BufferLayout",
+    "CollectedSpecs",
+    "FlatBuffer",
+    "Granularity",
+    "Partial",
+    "Placement",
+    "Placements",
+    "PlainAxis",
+    "PoolExhaustedError",
+    "Replicate",
+    "SavedTensorGuard",
+    "Shard",
+    "ShardedTensor",
+    "SlotPlan",
+    "Span",
+    "SpanCommunicator",
+    "SpanSpec",
+    "StaleStorageError",
+    "StoragePool",
+    "TensorSpec",
+    "boxes_of_span",
+    "cast_in_place",
+    "collect_specs",
+    "color_slots",
+    "conflict_graph",
+    "resolve_axes",
+]

@@ -1,0 +1,92 @@
+"""What buffers need of a mesh: sizes and this rank's places along the data-parallel axes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeAlias, cast, runtime_checkable
+
+from torch.distributed.device_mesh import DeviceMesh
+
+__all__ = ["Axis", "MeshLike", "PlainAxis", "resolve_axes"]
+
+
+@runtime_checkable
+class Axis(Protocol):
+    """One mesh axis as buffers see it; `lamina.mesh.MeshAxis` is one."""
+
+    @property
+    def name(self) -> str:
+        """Name of the axis, for messages."""
+
+    @property
+    def size(self) -> int:
+        """Number of ranks along it."""
+
+    @property
+    def rank(self) -> int:
+        """This rank's place along it."""
+
+
+@dataclass(frozen=True)
+class PlainAxis:
+    """An axis given by numbers alone: layouts can be computed for ranks that don't run here."""
+
+    name: str
+    size: int
+    rank: int
+
+
+MeshLike: TypeAlias = "Any"
+
+
+def resolve_axes(mesh: MeshLike | None, count: int) -> tuple[Axis, ...]:
+    """The `count` data-parallel axes of `mesh`, outer first.
+
+    Args:
+        mesh: one axis, several (outer first), a torch DeviceMesh with `count` dimensions, a
+            ParallelMesh (one axis: ``dp_cp``; two: ``dp_replicate`` and ``dp_shard_cp``), or None
+            for a world of one.
+        count: how many axes the placement names.
+
+    Raises:
+        ValueError: the mesh has another number of axes.
+    """
+    if mesh is None:
+        return tuple(PlainAxis(f"axis{position}", 1, 0) for position in range(count))
+    if isinstance(mesh, DeviceMesh):
+        return _device_mesh_axes(mesh, count)
+    if hasattr(mesh, "expert_mesh"):
+        from lamina.mesh import mesh_axis
+
+        names = {1: ("dp_cp",), 2: ("dp_replicate", "dp_shard_cp")}.get(count)
+        if names is None:
+            raise ValueError(
+                f"a ParallelMesh has one or two data-parallel axes, the placement names {count}: "
+                "pass the axes themselves, [mesh_axis(mesh, name), ...], outer first"
+            )
+        return tuple(cast(Axis, mesh_axis(mesh, name)) for name in names)
+    axes = (mesh,) if isinstance(mesh, Axis) else tuple(mesh)
+    if len(axes) != count:
+        names_given = [axis.name for axis in axes]
+        raise ValueError(
+            f"the placement names {count} axes, the mesh gives {len(axes)} {names_given}: give one "
+            "placement per axis, outer first"
+        )
+    return axes
+
+
+def _device_mesh_axes(mesh: DeviceMesh, count: int) -> tuple[Axis, ...]:
+    if mesh.ndim != count:
+        raise ValueError(
+            f"the placement names {count} axes, the DeviceMesh has {mesh.ndim} "
+            f"{mesh.mesh_dim_names}: pass the sub-mesh of its data-parallel dimensions, outer first"
+        )
+    names = mesh.mesh_dim_names or tuple(f"axis{position}" for position in range(count))
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
+        raise ValueError("this rank is not part of the mesh: it can hold no piece of the buffer")
+    return tuple(
+        PlainAxis(name, mesh.size(position), place)
+        for position, (name, place) in enumerate(zip(names, coordinate, strict=True))
+    )

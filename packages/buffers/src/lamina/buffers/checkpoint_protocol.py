@@ -1,0 +1,70 @@
+"""torch.distributed.checkpoint's protocol for spans: boxes computed from the layout, no collectives.
+
+DCP stores boxes (offsets and sizes). A span is a few boxes (`boxes_of_span`), each of them a
+contiguous run of the span, so nothing is copied to write one or to read one back.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from .boxes import Box, boxes_of_span
+from .span_spec import SpanSpec
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+    from torch.distributed.checkpoint.planner import WriteItem
+
+__all__ = ["chunk_list", "tensor_shard", "write_items"]
+
+
+def _boxes(spec: SpanSpec) -> tuple[Box, ...]:
+    if not spec.numel and spec.start == spec.stop:
+        # A tensor without elements still has a name and a shape to store: one box, from every rank.
+        return (Box((0,) * len(spec.shape), tuple(spec.shape), 0),)
+    return boxes_of_span(spec.shape, spec.start, spec.stop)
+
+
+def chunk_list(spec: SpanSpec) -> list[ChunkStorageMetadata]:
+    """The boxes of this rank's span."""
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+
+    return [
+        ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)) for box in _boxes(spec)
+    ]
+
+
+def write_items(fqn: str, local: torch.Tensor, spec: SpanSpec) -> list[WriteItem]:
+    """One item per box. Replicas give equal items; DCP's planner drops all but one of them."""
+    from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
+    from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+    return [
+        WriteItem(
+            index=MetadataIndex(fqn, chunk.offsets),
+            type=WriteItemType.SHARD,
+            tensor_data=TensorWriteData(
+                chunk=chunk,
+                properties=TensorProperties.create_from_tensor(local),
+                size=spec.shape,
+            ),
+        )
+        for chunk in chunk_list(spec)
+    ]
+
+
+def tensor_shard(index: MetadataIndex, local: torch.Tensor, spec: SpanSpec) -> torch.Tensor:
+    """The box at ``index.offset`` as a view of the span.
+
+    Raises:
+        ValueError: this rank holds no box that starts there.
+    """
+    for box in _boxes(spec):
+        if index.offset is None or torch.Size(box.offsets) == index.offset:
+            return local[box.start : box.start + box.numel].view(box.sizes)
+    raise ValueError(
+        f"{index.fqn}: no box of span {spec.start}..{spec.stop} of shape {list(spec.shape)} starts "
+        f"at {index.offset} ({spec.where()})"
+    )

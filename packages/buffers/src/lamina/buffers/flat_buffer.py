@@ -1,0 +1,302 @@
+"""`FlatBuffer`: one state (weights, gradients, ...) of a group of parameters in one flat tensor."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from .axes import Axis, MeshLike, resolve_axes
+from .casting import cast_in_place
+from .layout import BufferLayout
+from .placement import Cut, Partial, Placement, Replicate, Shard, as_placements
+from .sharded_tensor import ShardedTensor
+from .span_moves import copy_span
+from .span_spec import SpanCommunicator
+
+__all__ = ["FlatBuffer"]
+
+
+class FlatBuffer:
+    """Storage of one state, laid out by a `BufferLayout` and placed along data-parallel axes.
+
+    With several Shard axes the innermost cuts first: rank (o, i) of O x I holds piece ``i * O + o``.
+
+    Args:
+        layout: where the tensors lie. Its ``num_shards`` must be a multiple of the number of pieces.
+        placement: one placement, or one per axis, outer axis first.
+        dtype: element type.
+        device: where the storage lies.
+        mesh: the axes, outer first (see `resolve_axes`); None for a world of one.
+        storage: a flat tensor to use instead of new memory (zeros): the elements of `range`.
+        communicator: reaches the ranks of the Shard axes, handed to ShardedTensors.
+
+    Raises:
+        ValueError: axes and placements differ in number, pieces do not divide the shards, or the
+            storage has another size, dtype or device.
+    """
+
+    def __init__(
+        self,
+        layout: BufferLayout,
+        placement: Placement | Sequence[Placement],
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+        mesh: MeshLike | None = None,
+        *,
+        storage: torch.Tensor | None = None,
+        communicator: SpanCommunicator | None = None,
+    ) -> None:
+        self.layout = layout
+        self.placement = as_placements(placement)
+        self.axes: tuple[Axis, ...] = resolve_axes(mesh, len(self.placement))
+        self.communicator = communicator
+        self._cut = Cut(
+            tuple(axis.size for axis in self.axes),
+            tuple(isinstance(one, Shard) for one in self.placement),
+        )
+        if layout.num_shards % self._cut.pieces:
+            raise ValueError(
+                f"a layout of {layout.num_shards} shards does not cut into {self._cut.pieces} "
+                f"pieces ({self._where()}): plan it with num_shards={self._cut.pieces} or a multiple"
+            )
+        self._range = self._cut.range(layout.size, self._coordinate)
+        held = self._range[1] - self._range[0]
+        if storage is None:
+            # Never an inference tensor: autograd must be able to save views of it later.
+            with torch.inference_mode(False):
+                storage = torch.zeros(held, dtype=dtype, device=device)
+        else:
+            _check_storage(storage, held, dtype, torch.device(device))
+        self._data = storage
+
+    @property
+    def _coordinate(self) -> tuple[int, ...]:
+        return tuple(axis.rank for axis in self.axes)
+
+    def _where(self) -> str:
+        return ", ".join(
+            f"{axis.name}={axis.rank}/{axis.size} {type(one).__name__}"
+            for axis, one in zip(self.axes, self.placement, strict=True)
+        )
+
+    @property
+    def data(self) -> torch.Tensor:
+        """Flat tensor of all that this rank holds: elements `range` of the layout."""
+        return self._data
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Element type."""
+        return self._data.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where the storage lies."""
+        return self._data.device
+
+    @property
+    def range(self) -> tuple[int, int]:
+        """Elements ``(start, stop)`` of the layout that `data` holds."""
+        return self._range
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether this rank holds every element of the layout."""
+        return self._range == (0, self.layout.size)
+
+    def cut_range(self, placement: Placement | Sequence[Placement]) -> tuple[int, int]:
+        """The elements of the layout that this rank would hold under another placement.
+
+        Raises:
+            ValueError: the placement names another number of axes.
+        """
+        chosen = as_placements(placement)
+        if len(chosen) != len(self.axes):
+            raise ValueError(f"{len(chosen)} placements for {len(self.axes)} axes")
+        cut = Cut(self._cut.sizes, tuple(isinstance(one, Shard) for one in chosen))
+        return cut.range(self.layout.size, self._coordinate)
+
+    def piece(self, placement: Placement | Sequence[Placement]) -> torch.Tensor:
+        """The part of `data` this rank would hold under another (finer) placement: a view.
+
+        Raises:
+            ValueError: that part is not held here.
+        """
+        start, stop = self.cut_range(placement)
+        low, high = self._range
+        if start < low or stop > high:
+            raise ValueError(
+                f"elements {start}..{stop} are not among {low}..{high} held here ({self._where()})"
+            )
+        return self._data[start - low : stop - low]
+
+    @property
+    def shard(self) -> torch.Tensor:
+        """This rank's piece when the buffer is cut into all of the layout's shards: a view.
+
+        The inner axes whose sizes multiply to ``layout.num_shards`` cut: a reduce-scatter's output
+        inside a whole buffer, or an all-gather's input.
+
+        Raises:
+            ValueError: no such axes.
+        """
+        sizes = self._cut.sizes
+        for first in range(len(sizes), -1, -1):
+            if math.prod(sizes[first:]) == self.layout.num_shards and not any(
+                self._cut.sharded[:first]
+            ):
+                return self.piece(
+                    tuple(Replicate() if at < first else Shard() for at in range(len(sizes)))
+                )
+        raise ValueError(
+            f"no inner axes of sizes {sizes} make {self.layout.num_shards} shards: use "
+            ".piece(placement)"
+        )
+
+    def views(self) -> dict[str, torch.Tensor]:
+        """Every tensor with its shape, as views of a buffer that this rank holds whole.
+
+        Raises:
+            ValueError: the buffer is cut. Gather it, or use `span_view` or `as_sharded`.
+        """
+        if not self.is_whole:
+            raise ValueError(
+                f"this rank holds elements {self._range[0]}..{self._range[1]} of "
+                f"{self.layout.size} ({self._where()}): shaped views need the whole; use "
+                "span_view(name) or as_sharded(name)"
+            )
+        return {
+            spec.name: self._data[offset : offset + spec.numel].view(spec.shape)
+            for spec, offset in zip(self.layout.specs, self.layout.offsets, strict=True)
+        }
+
+    def span(self, name: str) -> tuple[int, int]:
+        """Elements ``(start, stop)`` of a flattened tensor that this rank holds."""
+        return self.layout.within(name, *self._range)
+
+    def span_view(self, name: str) -> torch.Tensor:
+        """The elements of a tensor that this rank holds: a flat view, maybe empty."""
+        start, stop = self.span(name)
+        at = self.layout.offset(name) + start - self._range[0] if stop > start else 0
+        return self._data[at : at + stop - start]
+
+    def as_sharded(self, name: str, communicator: SpanCommunicator | None = None) -> ShardedTensor:
+        """A tensor under its global shape, sharing this buffer's memory.
+
+        Args:
+            name: which.
+            communicator: instead of the buffer's.
+
+        Raises:
+            ValueError: the buffer is Partial along an axis: its sums are no tensor yet.
+        """
+        self._refuse_partial(name)
+        start, stop = self.span(name)
+        cut = self._cut
+        axes = tuple(axis for axis, cuts in zip(self.axes, cut.sharded, strict=True) if cuts)
+
+        def extents() -> list[tuple[int, int]]:
+            length = self.layout.size // cut.pieces
+            return [
+                self.layout.within(name, piece * length, (piece + 1) * length)
+                for piece in cut.pieces_by_rank()
+            ]
+
+        return ShardedTensor(
+            self.span_view(name),
+            self.layout.spec(name).shape,
+            start,
+            axes,
+            communicator=communicator or self.communicator,
+            extents=extents,
+        )
+
+    def sharded(self) -> dict[str, ShardedTensor]:
+        """Every tensor as `as_sharded` gives it."""
+        return {name: self.as_sharded(name) for name in self.layout.names()}
+
+    def _refuse_partial(self, what: str) -> None:
+        if any(isinstance(one, Partial) for one in self.placement):
+            raise ValueError(
+                f"{what}: this buffer is Partial ({self._where()}), its elements are still to be "
+                "summed: reduce it first, then wrap the reduced piece with FlatBuffer(layout, "
+                "Shard(), storage=...)"
+            )
+
+    def load(self, name: str, tensor: torch.Tensor) -> None:
+        """Copy a whole tensor's elements that belong here into the buffer.
+
+        Args:
+            name: which tensor of the layout.
+            tensor: of its shape; any dtype, device and strides (only the span is copied), or a
+                ShardedTensor that is cut alike.
+
+        Raises:
+            KeyError: no such tensor.
+            ValueError: another shape. Names the tensor and both shapes.
+        """
+        spec = self.layout.spec(name)
+        if tuple(tensor.shape) != spec.shape:
+            raise ValueError(
+                f"{name}: cannot load shape {list(tensor.shape)} into {list(spec.shape)}"
+            )
+        start, stop = self.span(name)
+        with torch.no_grad():
+            if isinstance(tensor, ShardedTensor):
+                self.as_sharded(name).copy_(tensor)
+            else:
+                copy_span(self.span_view(name), tensor, start, stop)
+
+    def load_all(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """`load` every tensor of the layout.
+
+        Raises:
+            ValueError: `tensors` lacks some. Names them.
+        """
+        missing = [name for name in self.layout.names() if name not in tensors]
+        if missing:
+            raise ValueError(f"{len(missing)} tensors are missing: {', '.join(missing[:8])}")
+        for name in self.layout.names():
+            self.load(name, tensors[name])
+
+    def zero_padding(self) -> None:
+        """Set the elements that belong to no tensor to zero (norms and NaN checks read them)."""
+        low, high = self._range
+        with torch.no_grad():
+            for start, stop in self.layout.padding_ranges():
+                inside = slice(max(start, low) - low, max(min(stop, high), low) - low)
+                if inside.start < inside.stop:
+                    self._data[inside].zero_()
+
+    def cast_(self, dtype: torch.dtype) -> None:
+        """Cast the buffer where it lies; views made before must not be read again.
+
+        Raises:
+            ValueError: a wider dtype whose elements do not fit in the storage.
+        """
+        self._data = cast_in_place(self._data, dtype)
+
+    def __repr__(self) -> str:
+        return (
+            f"FlatBuffer({len(self.layout.specs)} tensors, {self._data.numel()} of "
+            f"{self.layout.size} elements, {self.dtype}, {self.device}, {self._where()})"
+        )
+
+
+def _check_storage(
+    storage: torch.Tensor, numel: int, dtype: torch.dtype, device: torch.device
+) -> None:
+    same_device = storage.device.type == device.type and device.index in (
+        None,
+        storage.device.index,
+    )
+    if storage.dim() != 1 or not storage.is_contiguous() or storage.numel() != numel:
+        raise ValueError(
+            f"storage has shape {list(storage.shape)}; a flat tensor of {numel} elements is needed"
+        )
+    if storage.dtype != dtype or not same_device:
+        raise ValueError(
+            f"storage is {storage.dtype} on {storage.device}, the buffer {dtype} on {device}"
+        )

@@ -1,0 +1,126 @@
+"""Where a buffer's state lives along each data-parallel axis."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from itertools import product
+
+__all__ = ["Cut", "Partial", "Placement", "Placements", "Replicate", "Shard", "as_placements"]
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Base of `Replicate`, `Shard` and `Partial`: one buffer's placement along one axis."""
+
+
+@dataclass(frozen=True)
+class Replicate(Placement):
+    """Every rank of the axis holds the same whole."""
+
+
+@dataclass(frozen=True)
+class Shard(Placement):
+    """Every rank of the axis holds its own piece; pieces are equal in size."""
+
+
+@dataclass(frozen=True)
+class Partial(Placement):
+    """Every rank of the axis holds a whole that is still to be summed over the axis."""
+
+
+def as_placements(placement: Placement | Sequence[Placement]) -> tuple[Placement, ...]:
+    """One placement, or several with the outer axis first, as a tuple.
+
+    Raises:
+        TypeError: something that is no placement.
+    """
+    chosen = (placement,) if isinstance(placement, Placement) else tuple(placement)
+    for one in chosen:
+        if not isinstance(one, Replicate | Shard | Partial):
+            raise TypeError(
+                f"placement {one!r} is not Replicate(), Shard() or Partial() (instances, not "
+                "classes; torch's own placements name a tensor dimension and mean something else)"
+            )
+    return chosen
+
+
+@dataclass(frozen=True)
+class Placements:
+    """A data-parallel strategy: where its three states live, per axis, outer axis first.
+
+    A single placement stands for one axis.
+
+    Raises:
+        ValueError: the three states name different numbers of axes.
+    """
+
+    model_weights: tuple[Placement, ...]
+    main_grads: tuple[Placement, ...]
+    optimizer_state: tuple[Placement, ...]
+
+    def __post_init__(self) -> None:
+        for state in fields(self):
+            object.__setattr__(self, state.name, as_placements(getattr(self, state.name)))
+        counts = {state.name: len(getattr(self, state.name)) for state in fields(self)}
+        if len(set(counts.values())) != 1:
+            raise ValueError(f"placements name different numbers of axes: {counts}")
+
+    @property
+    def num_axes(self) -> int:
+        """Number of data-parallel axes."""
+        return len(self.model_weights)
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How some axes of given sizes cut one flat buffer.
+
+    The innermost axis cuts first and an outer one cuts what the inner left, because gradients are
+    reduce-scattered over the inner axis first: rank (o, i) of O x I holds piece ``i * O + o``.
+
+    Attributes:
+        sizes: size of each axis, outer first.
+        sharded: whether that axis cuts.
+    """
+
+    sizes: tuple[int, ...]
+    sharded: tuple[bool, ...]
+
+    @property
+    def pieces(self) -> int:
+        """Number of different pieces."""
+        count = 1
+        for size, cuts in zip(self.sizes, self.sharded, strict=True):
+            count *= size if cuts else 1
+        return count
+
+    def piece(self, coordinate: Sequence[int]) -> int:
+        """Which of the pieces, in buffer order, the rank at `coordinate` (outer first) holds."""
+        index = 0
+        axes = zip(self.sizes, self.sharded, coordinate, strict=True)
+        for size, cuts, place in reversed(tuple(axes)):
+            if cuts:
+                index = index * size + place
+        return index
+
+    def range(self, size: int, coordinate: Sequence[int]) -> tuple[int, int]:
+        """Elements ``(start, stop)`` of a buffer of `size` that the rank holds.
+
+        Raises:
+            ValueError: `size` is not a multiple of the number of pieces.
+        """
+        length, rest = divmod(size, self.pieces)
+        if rest:
+            raise ValueError(f"{size} elements do not cut into {self.pieces} equal pieces")
+        start = self.piece(coordinate) * length
+        return start, start + length
+
+    def pieces_by_rank(self) -> tuple[int, ...]:
+        """The piece of each rank of the flattened cutting axes, outer axis slowest.
+
+        That is the rank order of a communicator over the product of the axes that cut.
+        """
+        sizes = [size for size, cuts in zip(self.sizes, self.sharded, strict=True) if cuts]
+        inner = Cut(tuple(sizes), (True,) * len(sizes))
+        return tuple(inner.piece(place) for place in product(*(range(size) for size in sizes)))

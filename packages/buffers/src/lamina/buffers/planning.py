@@ -1,0 +1,244 @@
+"""The search behind `BufferLayout.plan`: pure integers, no torch.
+
+A shard boundary lies at a multiple of the shard size S. A tensor that one boundary crosses can be
+shifted so that the boundary falls between two of its granules. A tensor that two boundaries cross
+cannot, unless S is itself a multiple of its granule; any tensor of more than 2 S elements is crossed
+twice wherever it lies. So the least S that can work is a multiple of the granules of all tensors
+longer than 2 S (`Divisors`), and from there up candidates are tried with a greedy placement
+(`_Packer`), which is optimal for a fixed order.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left, insort
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+__all__ = ["Divisors", "Item", "Placed", "place", "round_up"]
+
+
+class Item(NamedTuple):
+    """A tensor to the planner: elements, and how many of them stay together."""
+
+    numel: int
+    granule: int
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A plan: shard size, offsets in the order of the items, whether another order was needed."""
+
+    shard_size: int
+    offsets: tuple[int, ...]
+    reordered: bool
+
+
+def round_up(value: int, multiple: int) -> int:
+    """The least multiple of `multiple` that is not below `value`."""
+    return -(-value // multiple) * multiple
+
+
+def place(items: Sequence[Item], num_shards: int, alignment: int, unit: int) -> Placed:
+    """Choose offsets and the shard size, a multiple of `unit` (itself one of `alignment`)."""
+    if num_shards == 1 or all(alignment % item.granule == 0 for item in items):
+        return _in_a_row(items, num_shards, alignment, unit)
+    divisors = Divisors(items, num_shards, unit)
+    best: Placed | None = None
+    for position, order in enumerate(_orders(items, alignment)):
+        found = _search(items, order, num_shards, alignment, divisors, best)
+        if found is not None and (best is None or found[0] < best.shard_size):
+            best = Placed(found[0], tuple(found[1]), position > 0)
+        if best is not None and best.shard_size == divisors.least:
+            break
+    if best is None:  # pragma: no cover - one shard that holds everything always works
+        raise RuntimeError("lamina.buffers: the planner found no layout; please report the shapes")
+    return best
+
+
+def _in_a_row(items: Sequence[Item], num_shards: int, alignment: int, unit: int) -> Placed:
+    """Cuts are free at every aligned element: tensors follow each other, shards cut anywhere."""
+    offsets, cursor = [], 0
+    for item in items:
+        offsets.append(cursor)
+        cursor += round_up(item.numel, alignment)
+    return Placed(round_up(-(-cursor // num_shards), unit), tuple(offsets), False)
+
+
+class Divisors:
+    """Which shard sizes the granules allow at all.
+
+    Attributes:
+        least: the least shard size that is possible: it holds the payload and the largest tensor
+            that may not be cut, and is a multiple of `unit` and of each granule that is forced.
+    """
+
+    def __init__(self, items: Sequence[Item], num_shards: int, unit: int) -> None:
+        whole = [item.numel for item in items if item.numel <= item.granule]
+        payload = sum(item.numel for item in items)
+        cuttable = sorted(
+            {item for item in items if item.numel > item.granule > 1}, reverse=True
+        )  # longest first
+        # Sizes from half of cuttable[k].numel on are free of the granules of k, k + 1, ...
+        self._floors = [-(-item.numel // 2) for item in cuttable]
+        self._multiples = [unit]
+        for item in cuttable:
+            self._multiples.append(math.lcm(self._multiples[-1], item.granule))
+        self.least = self.next(max([-(-payload // num_shards), *whole, 1]))
+
+    def next(self, size: int) -> int:
+        """The least allowed shard size that is not below `size`."""
+        # _floors descends; the tensors with a floor above `size` force their granules.
+        forced = len(self._floors) - bisect_right_descending(self._floors, size)
+        while True:
+            candidate = round_up(size, self._multiples[forced])
+            if forced == 0 or candidate < self._floors[forced - 1]:
+                return candidate
+            size = self._floors[forced - 1]
+            while forced and self._floors[forced - 1] <= size:
+                forced -= 1
+
+
+def bisect_right_descending(values: Sequence[int], value: int) -> int:
+    """How many of descending `values` are at most `value`."""
+    low, high = 0, len(values)
+    while low < high:
+        middle = (low + high) // 2
+        if values[middle] > value:
+            low = middle + 1
+        else:
+            high = middle
+    return len(values) - low
+
+
+def _orders(items: Sequence[Item], alignment: int) -> list[list[int]]:
+    """Orders worth trying: as given; coarsest granules first; longest first, free ones last."""
+    given = list(range(len(items)))
+    coarse = sorted(given, key=lambda at: (-_step(items[at], alignment), -items[at].numel))
+    free = [alignment % items[at].granule == 0 for at in given]
+    longest = sorted(given, key=lambda at: (free[at], -items[at].numel))
+    return [given, coarse, longest]
+
+
+def _step(item: Item, alignment: int) -> int:
+    return math.lcm(min(item.granule, max(item.numel, 1)), alignment)
+
+
+def _search(
+    items: Sequence[Item],
+    order: Sequence[int],
+    num_shards: int,
+    alignment: int,
+    divisors: Divisors,
+    best: Placed | None,
+) -> tuple[int, list[int]] | None:
+    """The least shard size at which the order fits: gallop up, then bisect.
+
+    What fits is not monotone in the size, so bisection may miss a smaller one by a little; it stops
+    within a two-thousandth.
+    """
+
+    def attempt(size: int) -> list[int] | None:
+        return _Packer(items, alignment, size, num_shards * size).pack(order)
+
+    high, step, failed = divisors.least, divisors.least // 1024 + 1, 0
+    while True:
+        if best is not None and high >= best.shard_size:
+            high = best.shard_size
+            found = None
+            break
+        found = attempt(high)
+        if found is not None:
+            break
+        failed, high, step = high, divisors.next(high + step), step * 2
+    return _bisect(attempt, failed, high, found, divisors)
+
+
+def _bisect(
+    attempt: Callable[[int], list[int] | None],
+    failed: int,
+    high: int,
+    found: list[int] | None,
+    divisors: Divisors,
+) -> tuple[int, list[int]] | None:
+    while failed and high - failed > max(high // 2048, 1):
+        middle = divisors.next((failed + high) // 2)
+        if middle >= high:
+            # Nothing allowed in the upper half: look once more just above what failed.
+            middle = divisors.next(failed + 1)
+            if middle >= high:
+                break
+        offsets = attempt(middle)
+        if offsets is None:
+            failed = middle
+        else:
+            high, found = middle, offsets
+    return None if found is None else (high, found)
+
+
+class _Packer:
+    """Places tensors for one shard size: at the cursor, or in a gap that an earlier one left."""
+
+    def __init__(self, items: Sequence[Item], alignment: int, shard_size: int, limit: int) -> None:
+        self.items = items
+        self.alignment = alignment
+        self.shard_size = shard_size
+        self.limit = limit
+        self.gaps: list[tuple[int, int]] = []  # (length, start), sorted; none crosses a boundary
+
+    def pack(self, order: Sequence[int]) -> list[int] | None:
+        offsets = [0] * len(self.items)
+        cursor = 0
+        in_given_order = all(at == position for position, at in enumerate(order))
+        for at in order:
+            item = self.items[at]
+            gap = None if in_given_order else self._take_gap(item.numel)
+            if gap is not None:
+                offsets[at] = gap
+                continue
+            start = self._earliest(cursor, item)
+            if start is None or start + item.numel > self.limit:
+                return None
+            if not in_given_order:
+                self._leave_gap(cursor, start)
+            offsets[at] = start
+            cursor = start + round_up(item.numel, self.alignment)
+        return offsets
+
+    def _earliest(self, cursor: int, item: Item) -> int | None:
+        """The first aligned start at or after `cursor` where no boundary cuts a granule."""
+        size = self.shard_size
+        numel, step = item.numel, _step(item, self.alignment)
+        boundary = (cursor // size + 1) * size
+        if cursor + numel <= boundary or step == self.alignment:
+            return cursor
+        if numel <= item.granule:
+            return boundary if numel <= size else None
+        steps_before = (boundary - cursor) // step
+        if numel <= size or size % step == 0:
+            return boundary - steps_before * step
+        if steps_before * step >= numel - size:  # one boundary only, between two granules
+            return boundary - steps_before * step
+        steps_before = size // step
+        if steps_before * step >= numel - size:
+            return boundary + size - steps_before * step
+        return None
+
+    def _take_gap(self, numel: int) -> int | None:
+        if not numel:
+            return None
+        at = bisect_left(self.gaps, (numel, -1))
+        if at == len(self.gaps):
+            return None
+        length, start = self.gaps.pop(at)
+        used = round_up(numel, self.alignment)
+        if used < length:
+            insort(self.gaps, (length - used, start + used))
+        return start
+
+    def _leave_gap(self, start: int, stop: int) -> None:
+        while start < stop:
+            end = min((start // self.shard_size + 1) * self.shard_size, stop)
+            insort(self.gaps, (end - start, start))
+            start = end

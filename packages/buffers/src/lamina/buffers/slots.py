@@ -1,0 +1,149 @@
+"""Which unsharded units may share a slot: conflict graphs and their colouring. No torch.
+
+Two keys conflict when both may be live at once. A colouring gives each key a slot such that keys in
+conflict never share one; the sum of the slots' sizes is what the pool holds for good.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+__all__ = ["ConflictGraph", "SlotPlan", "color_slots", "conflict_graph"]
+
+Key: TypeAlias = Hashable
+ConflictGraph: TypeAlias = dict[Key, set[Key]]
+
+
+@dataclass(frozen=True)
+class SlotPlan:
+    """One slot: its size, and the keys that take turns in it."""
+
+    nbytes: int
+    keys: tuple[Key, ...]
+
+
+def conflict_graph(
+    order: Sequence[Key],
+    *,
+    prefetch: int = 1,
+    nesting: Mapping[Key, Key] | None = None,
+) -> ConflictGraph:
+    """Who may be live together, from the order in which units are used.
+
+    Args:
+        order: keys as a step uses them: forward alone is enough where backward is its mirror image;
+            several forwards before a backward need the whole sequence. A key may repeat.
+        prefetch: how many units ahead are gathered while one computes.
+        nesting: child to the unit around it, which stays live while the child runs.
+
+    Returns:
+        For every key the keys it conflicts with; symmetric, without itself.
+
+    Raises:
+        ValueError: negative prefetch, or a nesting that goes round in a circle.
+    """
+    if prefetch < 0:
+        raise ValueError(f"prefetch is {prefetch}; it must be 0 or more")
+    graph: ConflictGraph = {key: set() for key in order}
+    for place, key in enumerate(order):
+        for other in order[place + 1 : place + 1 + prefetch]:
+            _join(graph, key, other)
+    parents = dict(nesting or {})
+    for place, key in enumerate(order):
+        ahead = order[place : place + 1 + prefetch]
+        for ancestor in _ancestors(key, parents):
+            for other in ahead:
+                _join(graph, ancestor, other)
+    return graph
+
+
+def _join(graph: ConflictGraph, one: Key, other: Key) -> None:
+    if one != other:
+        graph.setdefault(one, set()).add(other)
+        graph.setdefault(other, set()).add(one)
+
+
+def _ancestors(key: Key, parents: Mapping[Key, Key]) -> list[Key]:
+    found: list[Key] = []
+    while key in parents:
+        key = parents[key]
+        if key in found:
+            raise ValueError(f"nesting of {key!r} goes round in a circle: {found}")
+        found.append(key)
+    return found
+
+
+def color_slots(
+    sizes: Mapping[Key, int],
+    conflicts: Mapping[Key, Iterable[Key]],
+    *,
+    max_slots: int | None = None,
+    max_bytes: int | None = None,
+    dedicated: bool = False,
+) -> tuple[SlotPlan, ...]:
+    """Give keys slots so that no two in conflict share one, in few bytes. Deterministic.
+
+    Greedy in three orders (as given, largest first, most conflicts first); the best is kept: most
+    bytes of keys placed, then fewest bytes of slots.
+
+    Args:
+        sizes: bytes of each key; its order is the first order tried.
+        conflicts: a conflict graph; made symmetric here.
+        max_slots: at most so many slots; keys that fit none are left out.
+        max_bytes: at most so many bytes of slots together.
+        dedicated: whether a key that shares with no other gets a slot as well. It saves no memory,
+            but fixes the address.
+    """
+    graph: ConflictGraph = {key: set() for key in sizes}
+    for key, others in conflicts.items():
+        for other in others:
+            if key in sizes and other in sizes:
+                _join(graph, key, other)
+    given = list(sizes)
+    orders = (
+        given,
+        sorted(given, key=lambda key: -sizes[key]),
+        sorted(given, key=lambda key: (-len(graph[key]), -sizes[key])),
+    )
+    best: tuple[SlotPlan, ...] = ()
+    best_score: tuple[int, int] | None = None
+    for order in orders:
+        plans = _greedy(order, sizes, graph, max_slots, max_bytes)
+        if not dedicated:
+            plans = tuple(plan for plan in plans if len(plan.keys) > 1)
+        placed = sum(sizes[key] for plan in plans for key in plan.keys)
+        score = (-placed, sum(plan.nbytes for plan in plans))
+        if best_score is None or score < best_score:
+            best, best_score = plans, score
+    return best
+
+
+def _greedy(
+    order: Sequence[Key],
+    sizes: Mapping[Key, int],
+    graph: Mapping[Key, set[Key]],
+    max_slots: int | None,
+    max_bytes: int | None,
+) -> tuple[SlotPlan, ...]:
+    slots: list[list[Key]] = []
+    nbytes: list[int] = []
+    for key in order:
+        need = sizes[key]
+        if not need:
+            continue
+        room = None if max_bytes is None else max_bytes - sum(nbytes)
+        free = [at for at, keys in enumerate(slots) if graph[key].isdisjoint(keys)]
+        # The slot that grows least, and of those the smallest.
+        at = min(free, key=lambda at: (max(need - nbytes[at], 0), nbytes[at], at), default=None)
+        grow = need if at is None else max(need - nbytes[at], 0)
+        if room is not None and grow > room:
+            continue
+        if at is not None:
+            slots[at].append(key)
+            nbytes[at] += grow
+        elif max_slots is None or len(slots) < max_slots:
+            slots.append([key])
+            nbytes.append(need)
+    return tuple(SlotPlan(size, tuple(keys)) for size, keys in zip(nbytes, slots, strict=True))

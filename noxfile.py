@@ -15,8 +15,6 @@ import contextlib
 import fcntl
 import functools
 import hashlib
-import importlib.metadata
-import importlib.util
 import json
 import os
 import shutil
@@ -76,15 +74,6 @@ def make_venv(python: str, where: Path) -> None:
     )
 
 
-def new_enough_nox() -> bool:
-    """Whether this interpreter can run the sessions below."""
-    try:
-        have = importlib.metadata.version("nox").split(".")
-    except importlib.metadata.PackageNotFoundError:
-        return False
-    return [int(part) for part in have[:3]] >= [int(part) for part in NOX[5:].split(".")]
-
-
 def ready(name: str, *install: str) -> Path:
     """Return the Python of `.nox/NAME`, a small environment with what pip is told to install."""
     where = HOUSE / name
@@ -95,7 +84,7 @@ def ready(name: str, *install: str) -> Path:
         if not stamp.exists() or stamp.read_text() != wanted:
             print(f"making .nox/{name} (a few seconds)", flush=True)
             make_venv(getattr(sys, "_base_executable", sys.executable), where)
-            pip = [str(where / "bin" / "python"), "-m", "pip", "install", "-q", *install]
+            pip = [str(where / "bin" / "python"), "-m", "pip", "install", "-qq", *install]
             if code := subprocess.run(pip).returncode:
                 sys.exit(f"pip could not install {' '.join(install)} (exit code {code})")
             stamp.write_text(wanted)
@@ -103,9 +92,9 @@ def ready(name: str, *install: str) -> Path:
 
 
 def start() -> None:
-    """Run nox on this file; under a small environment made for it where this Python has none."""
+    """Restart under an environment that has nox, then run nox on this file."""
     os.chdir(ROOT)
-    if not new_enough_nox():
+    if Path(sys.prefix).resolve() != HOUSE / "bootstrap":
         python = str(ready("bootstrap", NOX))
         os.execv(python, [python, str(ROOT / "noxfile.py"), *sys.argv[1:]])
     from nox.__main__ import main
@@ -142,7 +131,7 @@ def run(session: nox.Session, *command: str | Path, **options: object) -> object
 
 def pip(session: nox.Session, *words: str | Path) -> None:
     """Install into the shared environment, without byte code; show progress to a person only."""
-    quiet = [] if sys.stdout.isatty() else ["--quiet"]
+    quiet = [] if sys.stdout.isatty() else ["-qq"]
     run(session, "python", "-m", "pip", "install", "--no-compile", *quiet, *words)
 
 
@@ -246,17 +235,17 @@ def env(session: nox.Session) -> None:
     """Make .nox/env (torch, tools, all packages editable), or find it up to date in a second."""
     with locked("env"):
         made: dict[str, str] = json.loads(STAMP.read_text()) if STAMP.exists() else {}
-        chosen = {name: setting(name) for name in ("LAMINA_PYTHON", "LAMINA_INDEX_URL")}
+        done = {name: setting(name) for name in ("LAMINA_PYTHON", "LAMINA_INDEX_URL")}
         stale = not PYTHON.exists()
         for name, (key, build) in stages().items():
-            if not stale and name == "venv" and not made:
-                made["venv"] = key  # made by hand: complete it rather than throw it away
-            stale = stale or made.get(name) != key
+            # One that was made by hand has no stamp: complete it rather than throw it away.
+            stale = stale or made.get(name, key if name == "venv" else "") != key
             if stale:
                 session.log(f"environment: {name}")
                 build(session)
-                made = {**made, **chosen, name: key}
-                STAMP.write_text(json.dumps(made, indent=1) + "\n")
+            done[name] = key
+            if stale:  # what was made of later stages does not count any more
+                STAMP.write_text(json.dumps(done, indent=1) + "\n")
 
 
 @functools.cache
@@ -341,13 +330,7 @@ def whole_products(session: nox.Session) -> None:
 
 def installed_layer(session: nox.Session) -> None:
     """One layer's tests against its built wheel and those beneath, with the tree out of reach."""
-    words = list(session.posargs)
-    place = words.index("--installed")
-    layer = words[place + 1] if place + 1 < len(words) else ""
-    if layer not in LAYERS:
-        session.error(f"--installed {layer!r}: name one of {', '.join(LAYERS)}")
-    del words[place : place + 2]
-    run(session, "python", "tests/installed.py", layer, "--", *words)
+    run(session, "python", "tests/clean_install.py", *session.posargs)
 
 
 if "--full" in sys.argv:

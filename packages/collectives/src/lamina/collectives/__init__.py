@@ -3,16 +3,51 @@
 from .exchange import all_to_all
 from .gather import all_gather_into
 from .handles import Handle, ReduceHandle
+from .ledger import Ledger, Record
 from .reduce import all_reduce_fp32, reduce_scatter_fp32
+from .regions import (
+    all_to_all_tokens,
+    copy_to,
+    gather_from,
+    reduce_from,
+    reduce_scatter_to,
+    scatter_to,
+)
+from .rings import RingHandle, ring, send_recv
+from .shaped import (
+    Pending,
+    start_all_gather,
+    start_all_reduce,
+    start_all_to_all,
+    start_reduce_scatter,
+)
 from .small import all_reduce_small, broadcast
+from .spans import SpanGroups
 
 __all__ = [
     "Handle",
+    "Ledger",
+    "Pending",
+    "Record",
     "ReduceHandle",
+    "RingHandle",
+    "SpanGroups",
     "all_gather_into",
     "all_reduce_fp32",
     "all_reduce_small",
     "all_to_all",
+    "all_to_all_tokens",
     "broadcast",
+    "copy_to",
+    "gather_from",
+    "reduce_from",
     "reduce_scatter_fp32",
+    "reduce_scatter_to",
+    "ring",
+    "scatter_to",
+    "send_recv",
+    "start_all_gather",
+    "start_all_reduce",
+    "start_all_to_all",
+    "start_reduce_scatter",
 ]

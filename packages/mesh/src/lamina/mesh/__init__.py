@@ -2,6 +2,7 @@
 
 from lamina.mesh.axis import MeshAxis, mesh_axis
 from lamina.mesh.checks import EnvironmentProblem, require_overlap
+from lamina.mesh.doctor import check_environment
 from lamina.mesh.environment import Environment, environment
 from lamina.mesh.errors import (
     AxisError,
@@ -12,6 +13,7 @@ from lamina.mesh.errors import (
     RendezvousError,
 )
 from lamina.mesh.layout import DENSE_AXES, DERIVED_AXES, EXPERT_AXES, ParallelLayout
+from lamina.mesh.machine import Machine
 from lamina.mesh.parallel_mesh import ParallelMesh
 from lamina.mesh.rng import (
     Seeded,
@@ -36,6 +38,7 @@ __all__ = [
     "GroupCreationError",
     "HarmfulSettingWarning",
     "LayoutError",
+    "Machine",
     "MeshAxis",
     "OverlapError",
     "ParallelLayout",
@@ -44,6 +47,7 @@ __all__ = [
     "Role",
     "Runtime",
     "Seeded",
+    "check_environment",
     "copy_role",
     "copy_roles",
     "derive_seed",

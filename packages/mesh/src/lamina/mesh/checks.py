@@ -1,49 +1,37 @@
-"""Settings and machine properties that make a run slow, wrong or impossible."""
+"""What of an environment makes runs slow, wrong or impossible, and what to change."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from lamina.mesh.environment import Environment, environment
 from lamina.mesh.errors import OverlapError
 
+Severity = Literal["error", "warning", "note"]
+
 
 @dataclass(frozen=True)
 class EnvironmentProblem:
-    """Something to change.
+    """Something to change, or at least to know.
 
     Attributes:
         name: the variable or the part of the machine, such as "CUDA_DEVICE_MAX_CONNECTIONS".
         found: what it is now.
         effect: what that does to a run.
         remedy: what to change.
-        severity: "error" if runs will fail, "warning" if they suffer.
+        severity: "error": some runs will fail. "warning": every run of the kind suffers.
+            "note": as it should be for some runs and not for others.
     """
 
     name: str
     found: str
     effect: str
     remedy: str
-    severity: str = "warning"
+    severity: Severity = "warning"
 
     def __str__(self) -> str:
         return f"{self.name} is {self.found}: {self.effect} {self.remedy}"
-
-
-def settings_problems(env: Environment) -> list[EnvironmentProblem]:
-    """Environment variables whose values hurt."""
-    problems = []
-    if env.single_connection:
-        problems.append(
-            EnvironmentProblem(
-                "CUDA_DEVICE_MAX_CONNECTIONS",
-                "1",
-                "kernels of all streams share one hardware queue, so communication can't overlap "
-                "with compute.",
-                "Unset it, or set it to 8 or more.",
-            )
-        )
-    return problems
 
 
 def require_overlap(asked_by: str, env: Environment | None = None) -> None:

@@ -272,7 +272,7 @@ def _seed_python_and_numpy(seed: int) -> None:
 
 def _default_states() -> dict[str, torch.Tensor]:
     states = {"cpu": torch.get_rng_state()}
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
+    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         states["cuda"] = torch.cuda.get_rng_state()
     return states
 

@@ -11,13 +11,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
-from lamina.mesh.checks import EnvironmentProblem, settings_problems
+from lamina.mesh.checks import EnvironmentProblem
 from lamina.mesh.devices import bind_device, choose_device, default_backend
 from lamina.mesh.environment import Environment, environment
 from lamina.mesh.errors import EnvironmentVariableError
 from lamina.mesh.groups import current_world
 from lamina.mesh.launch import Launch, read_launch
 from lamina.mesh.rendezvous import open_store
+from lamina.mesh.settings import settings_problems
 
 DEFAULT_TIMEOUT = timedelta(minutes=10)
 
@@ -208,4 +209,6 @@ def _as_timedelta(timeout: timedelta | float | None) -> timedelta:
 
 def _warn(problems: list[EnvironmentProblem]) -> None:
     for problem in problems:
+        if problem.severity == "note":
+            continue
         warnings.warn(str(problem), HarmfulSettingWarning, stacklevel=3)

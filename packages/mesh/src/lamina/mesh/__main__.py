@@ -1,0 +1,8 @@
+"""`python -m lamina.mesh doctor`."""
+
+import sys
+
+from lamina.mesh.doctor import main
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,126 @@
+"""`python -m lamina.mesh doctor`: looks at a machine and says what to change."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import textwrap
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+
+from lamina.mesh.checks import EnvironmentProblem
+from lamina.mesh.environment import Environment, environment
+from lamina.mesh.errors import EnvironmentVariableError
+from lamina.mesh.launch import read_launch
+from lamina.mesh.machine import MACHINE_CHECKS, Machine
+from lamina.mesh.settings import settings_problems
+
+_ORDER = {"error": 0, "warning": 1, "note": 2}
+
+
+def check_environment(
+    env: Environment | None = None, machine: Machine | None = None
+) -> list[EnvironmentProblem]:
+    """What should be changed before a run, the worst first.
+
+    Args:
+        env: by default this process' variables.
+        machine: by default the one this process runs on.
+    """
+    variables = env if env is not None else environment()
+    place = machine if machine is not None else Machine.inspect()
+    problems = settings_problems(variables)
+    problems += _unless_malformed(lambda: _launch_problem(variables))
+    for check in MACHINE_CHECKS:
+        problems += _unless_malformed(lambda check=check: check(place, variables))  # type: ignore[misc]
+    return sorted(problems, key=lambda problem: _ORDER[problem.severity])
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; returns its exit code: 1 if there is something to change."""
+    parser = argparse.ArgumentParser(
+        prog="python -m lamina.mesh", description="Tools for whoever starts distributed runs."
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    doctor = commands.add_parser(
+        "doctor",
+        help="check this machine and its settings and print what to change",
+        description="Exit code 0: nothing to change (notes may be printed). 1: errors or "
+        "warnings. Run it where the job will run, with the job's environment.",
+    )
+    doctor.add_argument("--json", action="store_true", help="print JSON for other programs")
+    chosen = parser.parse_args(arguments)
+    machine = Machine.inspect()
+    problems = check_environment(machine=machine)
+    print(_as_json(machine, problems) if chosen.json else report(machine, problems))
+    return int(any(problem.severity != "note" for problem in problems))
+
+
+def report(machine: Machine, problems: Sequence[EnvironmentProblem]) -> str:
+    """The machine in a few lines, then each problem with what to change."""
+    lines = [*_facts(machine), ""]
+    for problem in problems:
+        lines.append(f"{problem.severity.upper():<8}{problem.name} is {problem.found}")
+        for text, label in ((problem.effect, ""), (problem.remedy, "-> ")):
+            if text:
+                lines += textwrap.wrap(
+                    text,
+                    92,
+                    initial_indent=" " * 8 + label,
+                    subsequent_indent=" " * (8 + len(label)),
+                )
+        lines.append("")
+    counts = {kind: sum(problem.severity == kind for problem in problems) for kind in _ORDER}
+    if counts["error"] or counts["warning"]:
+        lines.append(", ".join(_counted(number, kind) for kind, number in counts.items()))
+    else:
+        notes = f" ({_counted(counts['note'], 'note')})" if counts["note"] else ""
+        lines.append(f"Nothing to change{notes}.")
+    return "\n".join(lines)
+
+
+def _wrapped(text: str, bullet: str) -> list[str]:
+    indent = " " * 8
+    rest = indent + " " * len(bullet)
+    return textwrap.wrap(text, 92, initial_indent=indent + bullet, subsequent_indent=rest)
+
+
+def _facts(machine: Machine) -> list[str]:
+    gpus = ", ".join(dict.fromkeys(machine.visible_gpus)) or "none visible"
+    count = f"{len(machine.visible_gpus)} x " if machine.visible_gpus else ""
+    shm = "none" if machine.shm_bytes is None else f"{machine.shm_bytes / (1 << 30):.1f} GiB"
+    cuda = f"CUDA {machine.cuda_build}" if machine.cuda_build else "CPU build"
+    rows = (
+        ("torch", f"{machine.torch_version} ({cuda}; {', '.join(machine.backends) or 'none'})"),
+        ("triton", machine.triton or "not installed"),
+        ("GPUs", f"{count}{gpus}"),
+        ("cores", str(machine.cores)),
+        ("/dev/shm", shm),
+    )
+    return [f"{name:<10}{value}" for name, value in rows]
+
+
+def _as_json(machine: Machine, problems: Sequence[EnvironmentProblem]) -> str:
+    return json.dumps(
+        {"machine": asdict(machine), "problems": [asdict(problem) for problem in problems]},
+        indent=2,
+    )
+
+
+def _counted(number: int, kind: str) -> str:
+    return f"{number} {kind}{'' if number == 1 else 's'}"
+
+
+def _launch_problem(env: Environment) -> None:
+    read_launch(env)  # raises what _unless_malformed reports
+
+
+def _unless_malformed(
+    check: Callable[[], EnvironmentProblem | None],
+) -> list[EnvironmentProblem]:
+    try:
+        problem = check()
+    except EnvironmentVariableError as error:
+        effect = "nothing that reads it can start."
+        return [EnvironmentProblem("a variable", "wrong or missing", effect, str(error), "error")]
+    return [] if problem is None else [problem]

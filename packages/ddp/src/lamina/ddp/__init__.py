@@ -1,3 +1,45 @@
 """Bucketed data parallelism for PyTorch: ZeRO 0-2, sharded optimizer, finalize_grads and true gradient norms."""
 
-__all__: list[str] = []
+from lamina.ddp.axes import DataParallelAxes, data_parallel_axes
+from lamina.ddp.flat_step import ELEMENTWISE, FlatStep
+from lamina.ddp.gradients import GradientState, GroupGradients, TransientBuffers
+from lamina.ddp.group import GroupSettings, ParameterGroup, WeightsFactory, whole_weights
+from lamina.ddp.grouping import ParameterRef, collect_parameters, group_parameters
+from lamina.ddp.inspection import full_gradients, full_parameters, groups_of
+from lamina.ddp.precision import GroupDtypes, resolve_dtypes
+from lamina.ddp.repoint import point_optimizer_at
+from lamina.ddp.reducer import GradientReducer, NonFiniteGradientError, Order
+from lamina.ddp.strategy import Cadence, Strategy, resolve_strategy
+from lamina.ddp.weights import Weights, WeightsState, WholeWeights
+
+__all__ = [
+    "ELEMENTWISE",
+    "Cadence",
+    "DataParallelAxes",
+    "FlatStep",
+    "GradientReducer",
+    "GradientState",
+    "GroupDtypes",
+    "GroupGradients",
+    "GroupSettings",
+    "NonFiniteGradientError",
+    "Order",
+    "ParameterGroup",
+    "ParameterRef",
+    "Strategy",
+    "TransientBuffers",
+    "Weights",
+    "WeightsFactory",
+    "WeightsState",
+    "WholeWeights",
+    "collect_parameters",
+    "data_parallel_axes",
+    "full_gradients",
+    "full_parameters",
+    "group_parameters",
+    "groups_of",
+    "point_optimizer_at",
+    "resolve_dtypes",
+    "resolve_strategy",
+    "whole_weights",
+]

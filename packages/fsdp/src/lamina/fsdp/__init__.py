@@ -1,3 +1,20 @@
 """One-line fully_shard for PyTorch: ZeRO 0-3, HSDP and HFSDP on one engine."""
 
-__all__: list[str] = []
+from lamina.fsdp.api import fully_shard, fully_shard_model, fully_shard_optimizer
+from lamina.fsdp.engine import ShardingEngine
+from lamina.fsdp.module import ShardedModule
+from lamina.fsdp.precision import MixedPrecisionPolicy
+from lamina.fsdp.unit import Unit
+from lamina.fsdp.units import UnitPlan, plan_units
+
+__all__ = [
+    "MixedPrecisionPolicy",
+    "ShardedModule",
+    "ShardingEngine",
+    "Unit",
+    "UnitPlan",
+    "fully_shard",
+    "fully_shard_model",
+    "fully_shard_optimizer",
+    "plan_units",
+]

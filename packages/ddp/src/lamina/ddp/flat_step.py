@@ -1,0 +1,210 @@
+"""An optimizer's step over flat runs of a shard instead of over parameters one by one.
+
+Elementwise optimizers give the same bits whether they see a parameter or a run of neighbouring
+parameters, so a step needs as many kernels as there are runs, not parameters. The optimizer
+object stays the user's: for the time of a step its groups hold runs, before and after it they
+hold the parameters, with state per parameter that is a view of the same flat memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from lamina.ddp.group import ParameterGroup
+
+__all__ = ["ELEMENTWISE", "FlatStep"]
+
+ELEMENTWISE: frozenset[type[Optimizer]] = frozenset(
+    getattr(torch.optim, name)
+    for name in (
+        "SGD Adam AdamW Adamax NAdam RAdam Adagrad Adadelta RMSprop Rprop ASGD".split()
+    )
+)
+"""Optimizers whose update of one element reads that element only (and the step count)."""
+
+_COUNTERS = frozenset({"step", "mu_product", "eta", "mu"})
+"""State of those optimizers that is one number per parameter; all else is one per element."""
+
+
+@dataclass
+class _Run:
+    """Neighbouring parameters of one group that are stepped as one flat parameter."""
+
+    group: ParameterGroup
+    indices: list[int]
+    start: int
+    stop: int
+    parameter: nn.Parameter
+
+    @property
+    def mains(self) -> list[nn.Parameter]:
+        return [self.group.main_parameters[index] for index in self.indices]
+
+
+class FlatStep:
+    """Makes an optimizer step over flat runs, and tells when it has stepped.
+
+    Args:
+        optimizer: one of `ELEMENTWISE`; other optimizers are left alone but for `after_step`.
+        groups: the groups whose main parameters the optimizer holds.
+        after_step: called when the step is done.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        groups: Iterable[ParameterGroup],
+        after_step: Callable[[], None],
+    ) -> None:
+        self._flat = type(optimizer) in ELEMENTWISE
+        self._after_step = after_step
+        self._place = {
+            id(main): (group, index)
+            for group in groups
+            if group.main is not None
+            for index, main in enumerate(group.main_parameters)
+        }
+        self._state: dict[tuple[int, str], torch.Tensor] = {}
+        self._parameters: dict[tuple[int, int, int], nn.Parameter] = {}
+        self._held: list[list[nn.Parameter]] = []
+        self._runs: list[_Run] = []
+        optimizer.register_step_pre_hook(self._before)
+        optimizer.register_step_post_hook(self._after)
+
+    def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        # A closure computes the gradients inside the step: what will have one is not known yet.
+        closure = kwargs.get("closure", args[0] if args else None)
+        if not self._flat or closure is not None:
+            self._unshare_counts(optimizer)
+            return
+        self._held = [list(group["params"]) for group in optimizer.param_groups]
+        self._runs = []
+        for settings in optimizer.param_groups:
+            runs, rest = self._make_runs(settings["params"], optimizer)
+            for run in runs:
+                optimizer.state[run.parameter] = self._gather_state(run, optimizer)
+            self._runs.extend(runs)
+            settings["params"] = [run.parameter for run in runs] + rest
+
+    def _after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        for settings, held in zip(optimizer.param_groups, self._held, strict=False):
+            settings["params"] = held
+        for run in self._runs:
+            self._spread_state(run, optimizer)
+            run.parameter.grad = None
+        self._held, self._runs = [], []
+        self._after_step()
+
+    # -- runs ---------------------------------------------------------------------------------
+
+    def _make_runs(
+        self, parameters: Sequence[nn.Parameter], optimizer: Optimizer
+    ) -> tuple[list[_Run], list[nn.Parameter]]:
+        """Cut the parameters that have gradients into runs; the rest is stepped as it is."""
+        by_group: dict[int, list[int]] = {}
+        groups: dict[int, ParameterGroup] = {}
+        rest: list[nn.Parameter] = []
+        for parameter in parameters:
+            if parameter.grad is None:
+                continue
+            group, index = self._place.get(id(parameter), (None, 0))
+            if group is None:
+                rest.append(parameter)
+                continue
+            groups[id(group)] = group
+            by_group.setdefault(id(group), []).append(index)
+        runs = []
+        for key, indices in by_group.items():
+            indices.sort()
+            piece = [indices[0]]
+            for index in indices[1:]:
+                if index == piece[-1] + 1 and self._same_history(groups[key], piece[-1], index, optimizer):
+                    piece.append(index)
+                else:
+                    runs.append(self._run(groups[key], piece))
+                    piece = [index]
+            runs.append(self._run(groups[key], piece))
+        return runs, rest
+
+    def _same_history(
+        self, group: ParameterGroup, first: int, second: int, optimizer: Optimizer
+    ) -> bool:
+        """Whether two parameters were stepped equally often (their bias corrections agree)."""
+        states = [optimizer.state.get(group.main_parameters[i], {}) for i in (first, second)]
+        if states[0].keys() != states[1].keys():
+            return False
+        one, other = (state.get("step") for state in states)
+        return one is other or bool(one == other)
+
+    def _run(self, group: ParameterGroup, indices: list[int]) -> _Run:
+        spans = [group.span_in_rest(index) for index in indices]
+        held = [span for span in spans if span[0] < span[1]]
+        start, stop = (held[0][0], held[-1][1]) if held else (0, 0)
+        key = (id(group), start, stop)
+        if key not in self._parameters:
+            self._parameters[key] = nn.Parameter(group.rest.data[start:stop])
+        parameter = self._parameters[key]
+        parameter.grad = group.gradients_of_rest()[start:stop].to(parameter.dtype)
+        return _Run(group, indices, start, stop, parameter)
+
+    # -- state --------------------------------------------------------------------------------
+
+    def _gather_state(self, run: _Run, optimizer: Optimizer) -> dict[str, Any]:
+        """The run's state from its parameters': views of the flat state, brought up to date."""
+        first = optimizer.state.get(run.mains[0])
+        if not first:
+            return {}
+        state: dict[str, Any] = {}
+        for name, value in first.items():
+            if name in _COUNTERS or not isinstance(value, torch.Tensor):
+                state[name] = value
+                continue
+            flat = self._flat_state(run.group, name, _local(value).dtype)
+            for index, main in zip(run.indices, run.mains, strict=True):
+                start, stop = run.group.span_in_rest(index)
+                local = _local(optimizer.state[main][name]).reshape(-1)
+                if local.numel() and local.data_ptr() != flat[start:stop].data_ptr():
+                    flat[start:stop].copy_(local)  # loaded, or made before the first flat step
+            state[name] = flat[run.start : run.stop]
+        return state
+
+    def _spread_state(self, run: _Run, optimizer: Optimizer) -> None:
+        """Give every parameter of the run its part of the run's state."""
+        state = optimizer.state.pop(run.parameter, None)
+        if not state:
+            return
+        for name, value in state.items():
+            if name not in _COUNTERS and isinstance(value, torch.Tensor):
+                flat = self._flat_state(run.group, name, value.dtype)
+                if value.numel() and value.data_ptr() != flat[run.start : run.stop].data_ptr():
+                    flat[run.start : run.stop].copy_(value)
+                for index, main in zip(run.indices, run.mains, strict=True):
+                    optimizer.state[main][name] = run.group.member_of(flat, index)
+            else:
+                for main in run.mains:
+                    optimizer.state[main][name] = value
+
+    def _flat_state(self, group: ParameterGroup, name: str, dtype: torch.dtype) -> torch.Tensor:
+        key = (id(group), name)
+        if key not in self._state:
+            self._state[key] = torch.zeros_like(group.rest.data, dtype=dtype)
+        return self._state[key]
+
+    def _unshare_counts(self, optimizer: Optimizer) -> None:
+        """Parameters of a run share one step count; stepped one by one, each needs its own."""
+        for state in optimizer.state.values():
+            if isinstance(state.get("step"), torch.Tensor):
+                state["step"] = state["step"].clone()
+
+
+def _local(value: torch.Tensor) -> torch.Tensor:
+    to_local = getattr(value, "to_local", None)
+    return to_local() if to_local is not None else value
+
+

@@ -1,0 +1,277 @@
+"""A group of parameters: one layout, and the three states (weights, main weights, main grads)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from lamina.buffers import (
+    BufferLayout,
+    FlatBuffer,
+    Granularity,
+    Placement,
+    Replicate,
+    Shard,
+    ShardedTensor,
+)
+from lamina.collectives import SpanGroups, broadcast
+from lamina.ddp.axes import DataParallelAxes
+from lamina.ddp.gradients import GroupGradients, TransientBuffers
+from lamina.ddp.grouping import ParameterRef, spec_of
+from lamina.ddp.precision import GroupDtypes
+from lamina.ddp.strategy import Strategy
+from lamina.ddp.weights import Weights, WholeWeights
+from lamina.mesh import copy_role
+
+__all__ = ["GroupSettings", "ParameterGroup", "WeightsFactory", "whole_weights"]
+
+WeightsFactory = Callable[[BufferLayout, FlatBuffer, DataParallelAxes], Weights]
+"""Makes the weights of a group from its layout, the buffer a rank keeps, and the axes."""
+
+
+def whole_weights(layout: BufferLayout, local: FlatBuffer, axes: DataParallelAxes) -> Weights:
+    """The factory of strategies that keep weights whole."""
+    return WholeWeights(local, axes)
+
+
+@dataclass(frozen=True)
+class GroupSettings:
+    """What the groups of one model have in common.
+
+    Attributes:
+        strategy: placements and cadence.
+        alignment: start of every tensor, in elements.
+        granularity: what a shard boundary may not cut, unless a parameter's role says.
+        scale: factor of gradients after the outermost sum; None for sums (per-token loss).
+        broadcast: start from the first data-parallel rank's values, as torch's DDP does, so that
+            ranks seeded differently do not train a mixture.
+    """
+
+    strategy: Strategy
+    alignment: int = 128
+    granularity: Granularity | None = None
+    scale: float | None = None
+    broadcast: bool = True
+
+
+class ParameterGroup:
+    """Parameters that share a buffer, from what the user made to what the optimizer updates.
+
+    The user's `nn.Parameter` objects stay and become views of the whole weights ("compute
+    parameters"). `main_parameters` are what the optimizer updates: the same objects where main
+    weights are the whole model weights, else new parameters over this rank's span.
+
+    Args:
+        refs: the parameters, in order of registration; materialised, on `device`.
+        axes: data-parallel axes.
+        dtypes: dtypes of the group.
+        settings: what the model's groups share.
+        transient: pool of short-lived gradient buffers.
+        factory: makes the weights (whole, or gathered by units).
+    """
+
+    def __init__(
+        self,
+        refs: Sequence[ParameterRef],
+        axes: DataParallelAxes,
+        dtypes: GroupDtypes,
+        settings: GroupSettings,
+        transient: TransientBuffers,
+        factory: WeightsFactory = whole_weights,
+    ) -> None:
+        self.refs = tuple(refs)
+        self.axes = _single_axis_inside(axes)
+        self.dtypes = dtypes
+        self.settings = settings
+        self.requires_grad = self.refs[0].parameter.requires_grad
+        self.device = self.refs[0].parameter.device
+        self.layout = BufferLayout.plan(
+            [spec_of(ref, settings.granularity) for ref in self.refs],
+            self.axes.size,
+            settings.alignment,
+        )
+        states = settings.strategy.placements
+        self._weights_at = self._placed(states.model_weights, axes)
+        self._grads_at = self._placed(states.main_grads, axes)
+        self._optimizer_at = self._placed(states.optimizer_state, axes)
+        whole = self._read_parameters()
+        self.weights = self._make_weights(whole, factory)
+        self.main = self._make_main(whole) if self.requires_grad else None
+        self.gradients = self._make_gradients(transient) if self.main is not None else None
+        del whole
+        self._point_parameters_at_weights()
+        self.main_parameters = self._make_main_parameters()
+
+    @property
+    def compute_parameters(self) -> list[nn.Parameter]:
+        """The user's parameters: views of the whole weights."""
+        return [ref.parameter for ref in self.refs]
+
+    def install_compute_parameters(self) -> None:
+        """Make the module hold the compute parameters (before its forward)."""
+        for ref, main in zip(self.refs, self.main_parameters, strict=True):
+            if main is not ref.parameter:
+                ref.install(ref.parameter)
+
+    def install_main_parameters(self) -> None:
+        """Make the module hold what the optimizer updates (at rest)."""
+        for ref, main in zip(self.refs, self.main_parameters, strict=True):
+            if main is not ref.parameter:
+                ref.install(main)
+
+    # -- what the optimizer works on ----------------------------------------------------------
+
+    @property
+    def rest(self) -> FlatBuffer:
+        """What main parameters are spans of: main weights; of frozen groups the model weights."""
+        return self.main if self.main is not None else self.weights.local
+
+    def span_in_rest(self, index: int) -> tuple[int, int]:
+        """Elements (start, stop) of `rest.data` that hold a parameter; start == stop for none."""
+        spec = self.layout.specs[index]
+        begin, end = self.rest.range
+        first, last = self.layout.within(spec.name, begin, end)
+        offset = self.layout.offset(spec.name) - begin
+        return (offset + first, offset + last) if last > first else (0, 0)
+
+    def gradients_of_rest(self) -> torch.Tensor:
+        """Flat main grads of the elements that `rest` holds.
+
+        Raises:
+            ValueError: if the group is frozen.
+        """
+        if self.gradients is None:
+            raise ValueError(f"{self.refs[0].name} and its group are frozen: no gradients")
+        begin, end = self.rest.range
+        offset = self.gradients.main.range[0]
+        return self.gradients.main.data[begin - offset : end - offset]
+
+    def member_of(self, flat: torch.Tensor, index: int) -> torch.Tensor:
+        """One parameter's part of a flat tensor laid out like `rest`, typed like its parameter."""
+        spec = self.layout.specs[index]
+        start, stop = self.span_in_rest(index)
+        if not self._cuts_rest:
+            return flat[start:stop].view(spec.shape)
+        first, _ = self.layout.within(spec.name, *self.rest.range)
+        axes = [
+            axis
+            for placement, axis in zip(
+                self.rest.placement, (self.axes.outer, self.axes.inner), strict=True
+            )
+            if isinstance(placement, Shard)
+        ]
+        return ShardedTensor(
+            flat[start:stop],
+            spec.shape,
+            first,
+            axes,
+            communicator=SpanGroups([axis.sibling("gather") for axis in axes]),
+        )
+
+    def gradient_of(self, index: int) -> torch.Tensor:
+        """Main grads of one parameter, typed like its main parameter."""
+        return self.member_of(self.gradients_of_rest(), index)
+
+    @property
+    def _cuts_rest(self) -> bool:
+        return any(isinstance(placement, Shard) for placement in self.rest.placement)
+
+    # -- construction -------------------------------------------------------------------------
+
+    def _read_parameters(self) -> torch.Tensor:
+        """All parameters as one flat tensor in the main dtype, equal on all ranks."""
+        whole = torch.zeros(self.layout.size, dtype=self.dtypes.main, device=self.device)
+        with torch.no_grad():
+            for ref, spec in zip(self.refs, self.layout.specs, strict=True):
+                offset = self.layout.offset(spec.name)
+                whole[offset : offset + spec.numel].view(spec.shape).copy_(ref.parameter)
+        if self.settings.broadcast:
+            for group in self.axes.groups("gather"):
+                broadcast(whole, group, src=0).wait()
+        return whole
+
+    def _make_weights(self, whole: torch.Tensor, factory: WeightsFactory) -> Weights:
+        local = self._buffer(self._weights_at, self.dtypes.weights, whole)
+        return factory(self.layout, local, self.axes)
+
+    def _make_main(self, whole: torch.Tensor) -> FlatBuffer:
+        """Main weights: part of the model weights' storage where the dtypes agree."""
+        local = self.weights.local
+        if self.dtypes.main != self.dtypes.weights:
+            main = self._buffer(self._optimizer_at, self.dtypes.main, whole)
+        else:
+            storage = local.piece(self._optimizer_at)
+            main = self._buffer(self._optimizer_at, self.dtypes.main, storage=storage)
+        self.weights.attach(main)
+        return main
+
+    def _make_gradients(self, transient: TransientBuffers) -> GroupGradients:
+        return GroupGradients(
+            self.layout,
+            self._buffer(self._grads_at, self.dtypes.grads),
+            self.axes,
+            self.dtypes,
+            self.settings.strategy.cadence,
+            self.settings.scale,
+            transient,
+        )
+
+    def _buffer(
+        self,
+        placements: tuple[Placement, Placement],
+        dtype: torch.dtype,
+        whole: torch.Tensor | None = None,
+        storage: torch.Tensor | None = None,
+    ) -> FlatBuffer:
+        """A buffer in given storage, or filled from its part of `whole`."""
+        axes = (self.axes.outer, self.axes.inner)
+        buffer = FlatBuffer(self.layout, placements, dtype, self.device, axes, storage=storage)
+        if whole is not None:
+            start, stop = buffer.range
+            buffer.data.copy_(whole[start:stop])
+        return buffer
+
+    def _placed(
+        self, placements: tuple[Placement, ...], given: DataParallelAxes
+    ) -> tuple[Placement, Placement]:
+        """Placements over (outer, inner), with axes of one rank replicated."""
+        outer, inner = placements
+        if given is not self.axes:
+            # Only the outer axis has ranks, and it became the inner one: its placement goes along.
+            outer, inner = Replicate(), outer
+        return self.axes.effective((outer, inner))
+
+    def _point_parameters_at_weights(self) -> None:
+        """Make the user's parameters views of the whole weights, wherever those will be."""
+        self.weights.start()
+        self.weights.wait()
+        full = self.weights.full
+        for ref, spec in zip(self.refs, self.layout.specs, strict=True):
+            offset = self.layout.offset(spec.name)
+            ref.parameter.grad = None
+            ref.parameter.data = full[offset : offset + spec.numel].view(spec.shape)
+        self.weights.release()
+
+    def _make_main_parameters(self) -> list[nn.Parameter]:
+        """The compute parameters themselves where they are what the optimizer updates."""
+        if self.rest.data.data_ptr() == self.weights.full.data_ptr() and not self._cuts_rest:
+            return self.compute_parameters
+        made = []
+        for index, ref in enumerate(self.refs):
+            parameter = nn.Parameter(
+                self.member_of(self.rest.data, index), requires_grad=self.requires_grad
+            )
+            parameter.__dict__.update(ref.parameter.__dict__)  # users' own marks, such as "no_decay"
+            copy_role(ref.parameter, parameter)
+            made.append(parameter)
+        return made
+
+
+def _single_axis_inside(axes: DataParallelAxes) -> DataParallelAxes:
+    """With ranks along the outer axis alone, take it as the inner one: one collective, not two."""
+    if axes.inner.size > 1 or axes.outer.size == 1:
+        return axes
+    return DataParallelAxes(axes.inner, axes.outer, axes.divisor)

@@ -1,0 +1,245 @@
+"""The order in which gradients are summed over ranks, and the two ends of a backward.
+
+Every rank issues the same collectives in the same order, whatever its autograd graph did. With
+`Order.STATIC` a group that is ready waits for those before it in one fixed list, so that ranks
+whose unused parameters differ stay in step. With `Order.AS_CLOSED` groups go in the order in
+which they close: right where the weights' own gathers already force one order on all ranks.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from enum import Enum
+
+import torch
+from torch import nn
+
+from lamina.collectives import Handle, all_reduce_small
+from lamina.ddp.gradients import GradientState, TransientBuffers
+from lamina.ddp.group import ParameterGroup
+from lamina.ddp.strategy import Cadence
+
+__all__ = ["GradientReducer", "NonFiniteGradientError", "Order"]
+
+
+class NonFiniteGradientError(RuntimeError):
+    """A gradient holds NaN or infinity before it was sent to other ranks."""
+
+
+class Order(Enum):
+    """Which order of reductions all ranks follow."""
+
+    STATIC = "static"
+    AS_CLOSED = "as_closed"
+
+
+class GradientReducer:
+    """Sums the gradients of groups over ranks while backward goes on.
+
+    Args:
+        groups: groups with requires_grad, in the order of `Order.STATIC`.
+        cadence: whether every microbatch is reduced, or only the last.
+        transient: the pool that the groups' short-lived buffers come from.
+        order: see `Order`.
+        overlap: reduce while backward goes on; otherwise each reduction is waited for at once.
+        max_in_flight: reductions not yet waited for; each holds one gradient buffer.
+        check_finite: look for NaN and infinity in each gradient before it is sent.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[ParameterGroup],
+        cadence: Cadence,
+        transient: TransientBuffers,
+        *,
+        order: Order = Order.STATIC,
+        overlap: bool = True,
+        max_in_flight: int = 2,
+        check_finite: bool = False,
+    ) -> None:
+        self.groups = tuple(groups)
+        self.is_final = True
+        """Whether the current microbatch is the step's last (`no_sync` clears it)."""
+        self._cadence = cadence
+        self._transient = transient
+        self._order = order
+        self._overlap = overlap
+        self._max_in_flight = max(1, max_in_flight)
+        self._check_finite = check_finite
+        self._waiting: deque[ParameterGroup] = deque()
+        self._ready: set[int] = set()
+        self._in_flight: deque[tuple[Iterator[Handle], Handle]] = deque()
+        self._handles = [
+            parameter.register_post_accumulate_grad_hook(self._make_hook(group, index))
+            for group in self.groups
+            for index, parameter in enumerate(group.compute_parameters)
+        ]
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backwards inside are not the step's last microbatch."""
+        before, self.is_final = self.is_final, False
+        try:
+            yield
+        finally:
+            self.is_final = before
+
+    def begin_backward(self) -> None:
+        """Forget what the user zeroed, and take autograd's `.grad` slots for this backward."""
+        self._in_flight.clear()
+        self._ready.clear()
+        self._waiting = deque(self.groups if self._order is Order.STATIC else ())
+        for group in self.groups:
+            _follow_zero_grad(group)
+            for parameter in group.compute_parameters:
+                parameter.grad = None
+
+    def abandon_backward(self) -> None:
+        """A backward died half-way: drop what it left, keep microbatches reduced before."""
+        for _, handle in self._in_flight:
+            handle.wait()
+        self._in_flight.clear()
+        self._ready.clear()
+        self._waiting.clear()
+        for group in self.groups:
+            assert group.gradients is not None
+            group.gradients.discard_local()
+
+    def close(self, group: ParameterGroup) -> None:
+        """A group's gradients of this microbatch are complete: reduce it when its turn comes."""
+        if not self.reduces_now or id(group) in self._ready:
+            return
+        if self._order is Order.AS_CLOSED:
+            self._ready.add(id(group))
+            self._issue(group)
+            return
+        self._ready.add(id(group))
+        while self._waiting and id(self._waiting[0]) in self._ready:
+            self._issue(self._waiting.popleft())
+
+    @property
+    def reduces_now(self) -> bool:
+        """Whether gradients of the current microbatch go over the wire."""
+        return self.is_final or self._cadence is Cadence.EVERY_MICROBATCH
+
+    def end_backward(self) -> None:
+        """Reduce what is left, wait for all, and show the gradients to the optimizer."""
+        if self.reduces_now:
+            for group in self.groups:
+                gradients = group.gradients
+                assert gradients is not None
+                # A group that no unit closed still takes part where the order is static, and
+                # where an earlier microbatch left a sum that only the last one completes.
+                unfinished = self.is_final and gradients.state is GradientState.PARTIAL
+                if self._order is Order.STATIC or gradients.has_local or unfinished:
+                    self.close(group)
+            self._drain(0)
+        if self.is_final:
+            self._exchange_seen()
+            self._transient.clear()
+        for group in self.groups:
+            _expose(group, final=self.is_final)
+
+    def _issue(self, group: ParameterGroup) -> None:
+        gradients = group.gradients
+        assert gradients is not None
+        if self._check_finite:
+            _refuse_nonfinite(group)
+        self._drain(self._max_in_flight - 1)
+        steps = gradients.reduce(self.is_final)
+        self._in_flight.append((steps, next(steps)))
+        if not self._overlap:
+            self._drain(0)
+
+    def _drain(self, leave: int) -> None:
+        while len(self._in_flight) > leave:
+            steps, handle = self._in_flight.popleft()
+            handle.wait()
+            for further in steps:
+                further.wait()
+
+    def _exchange_seen(self) -> None:
+        """Agree over ranks on which parameters got a gradient anywhere (one small collective)."""
+        by_axes: dict[tuple[int, int], list[ParameterGroup]] = {}
+        for group in self.groups:
+            key = (id(group.axes.outer), id(group.axes.inner))
+            by_axes.setdefault(key, []).append(group)
+        for groups in by_axes.values():
+            seen = [flag for g in groups if g.gradients for flag in g.gradients.seen]
+            flags = torch.tensor(seen, dtype=torch.int32, device=groups[0].device)
+            for process_group in groups[0].axes.groups("reduce"):
+                all_reduce_small([flags], process_group, op="max")
+            merged = iter(flags.tolist())
+            for group in groups:
+                assert group.gradients is not None
+                group.gradients.seen = [bool(next(merged)) for _ in group.refs]
+
+    def _make_hook(self, group: ParameterGroup, index: int):  # type: ignore[no-untyped-def]
+        gradients = group.gradients
+
+        def move_gradient(parameter: nn.Parameter) -> None:
+            gradient, parameter.grad = parameter.grad, None
+            if gradient is None or gradients is None:
+                return
+            if gradient.layout is not torch.strided:
+                raise TypeError(
+                    f"{group.refs[index].name} has a gradient of layout {gradient.layout}; flat "
+                    "buffers hold strided gradients only: build the embedding with sparse=False"
+                )
+            gradients.accumulate(index, gradient)
+
+        return move_gradient
+
+
+def _follow_zero_grad(group: ParameterGroup) -> None:
+    """Bring a group's state in line with `.grad` as the user left it."""
+    gradients = group.gradients
+    assert gradients is not None
+    if gradients.state is GradientState.EMPTY and not gradients.has_local:
+        return
+    mains = group.main_parameters
+    if all(main.grad is None for main in mains):
+        gradients.discard()
+        return
+    for index, main in enumerate(mains):
+        span = gradients.main.span_view(group.refs[index].name)
+        if main.grad is None:
+            if gradients.state is GradientState.FINAL:
+                span.zero_()
+                gradients.seen[index] = False
+            continue
+        local = _local_of(main.grad)
+        if local.data_ptr() != span.data_ptr() and span.numel():
+            span.copy_(local.reshape(-1))  # the user put a tensor of their own there
+
+
+def _expose(group: ParameterGroup, *, final: bool) -> None:
+    """Set `.grad` of the main parameters: the gradient, or after a non-final microbatch its place.
+
+    The place is shown early so that a `zero_grad` between microbatches is noticed.
+    """
+    gradients = group.gradients
+    assert gradients is not None
+    started = gradients.state is not GradientState.EMPTY or gradients.has_local
+    for index, main in enumerate(group.main_parameters):
+        shown = gradients.seen[index] if final else started
+        main.grad = group.gradient_of(index) if shown else None
+
+
+def _refuse_nonfinite(group: ParameterGroup) -> None:
+    gradients = group.gradients
+    assert gradients is not None
+    for index, written in enumerate(gradients.written):
+        if written and not bool(torch.isfinite(gradients.view(index)).all()):
+            raise NonFiniteGradientError(
+                f"gradient of {group.refs[index].name} is not finite on rank "
+                f"({group.axes.describe()}) before its reduction; look at this rank's batch, or "
+                "lower the learning rate or loss scale"
+            )
+
+
+def _local_of(tensor: torch.Tensor) -> torch.Tensor:
+    to_local = getattr(tensor, "to_local", None)
+    return to_local() if to_local is not None else tensor

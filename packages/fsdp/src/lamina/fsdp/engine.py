@@ -1,0 +1,190 @@
+"""The engine of one sharded model: when units are gathered, released and reduced.
+
+A forward walks units in some order; the engine records it and gathers the next unit while one
+computes. A backward walks it the other way. What starts a backward is the first gradient that
+reaches any unit's output, what ends it is autograd's own callback, and both are told apart from
+recomputation, which runs forwards inside a backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from enum import Enum, auto
+
+import torch
+
+from lamina.ddp import GradientReducer, ParameterGroup
+from lamina.fsdp.unit import PendingBackward, Unit
+
+__all__ = ["Phase", "ShardingEngine"]
+
+
+class Phase(Enum):
+    """Where the model is in its step."""
+
+    IDLE = auto()
+    BACKWARD = auto()
+
+
+class ShardingEngine:
+    """Gathers, releases and reduces the units of one model.
+
+    Args:
+        units: the root first, then in order of registration.
+        reducer: sums gradients over ranks.
+        overlap_gather: start the next unit's gather before the current unit computes.
+    """
+
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        reducer: GradientReducer,
+        *,
+        overlap_gather: bool = True,
+    ) -> None:
+        self.units = tuple(units)
+        self.root = self.units[0]
+        self.reducer = reducer
+        self.phase = Phase.IDLE
+        self.follows_optimizer = False
+        """Whether an optimizer tells when it wrote main weights; otherwise every backward may be
+        followed by a step that nobody announces."""
+        self._overlap_gather = overlap_gather
+        self._order: list[Unit] = []
+        self._recording: list[Unit] = []
+        self._ran_backward: list[Unit] = []
+        self._recomputed: Unit | None = None
+
+    @property
+    def groups(self) -> Iterator[ParameterGroup]:
+        """All groups of all units, frozen ones included."""
+        for unit in self.units:
+            yield from unit.groups
+
+    # -- forward ------------------------------------------------------------------------------
+
+    def before_forward(self, unit: Unit) -> None:
+        """A unit's module is about to run."""
+        if self.phase is Phase.BACKWARD and torch._C._current_graph_task_id() == -1:
+            self._abandon_backward()
+        recomputing = self.phase is Phase.BACKWARD
+        if unit is self.root and not recomputing:
+            self._recording = []
+        if not recomputing and unit not in self._recording:
+            self._recording.append(unit)
+        unit.start_unshard()
+        if not recomputing:
+            self._prefetch(unit, step=1)
+        unit.unshard()
+
+    def after_forward(self, unit: Unit) -> None:
+        """A unit's module has run: release it, unless backward needs it first."""
+        if self.phase is Phase.BACKWARD:
+            self._after_recomputation(unit)
+            return
+        training = torch.is_grad_enabled()
+        if unit is self.root:
+            self._end_forward(training)
+            return
+        last = bool(self._order) and unit is self._order[-1]
+        if not training or (unit.reshard_after_forward and not last):
+            unit.reshard()
+
+    def _end_forward(self, training: bool) -> None:
+        self._order = self._recording
+        used = set(map(id, self._order))
+        for unit in self.units:
+            if not training or id(unit) not in used:  # gathered ahead and then not called
+                unit.reshard()
+
+    def _after_recomputation(self, unit: Unit) -> None:
+        if unit.in_backward:
+            return
+        # Keep only the newest: with reentrant checkpointing its backward comes next; when a
+        # segment of several units is recomputed, the others are gathered again in their turn.
+        if self._recomputed is not None and not self._recomputed.in_backward:
+            self._recomputed.reshard()
+        self._recomputed = unit
+
+    def _prefetch(self, unit: Unit, step: int) -> None:
+        """Start the gather of the unit that came after (or before) this one last time."""
+        if not self._overlap_gather or unit not in self._order:
+            return
+        index = self._order.index(unit) + step
+        if 0 <= index < len(self._order):
+            self._order[index].start_unshard()
+
+    # -- backward -----------------------------------------------------------------------------
+
+    def before_backward(self, unit: Unit) -> None:
+        """The first gradient has reached one of the unit's outputs."""
+        if self.phase is Phase.IDLE:
+            self._begin_backward()
+        if not unit.in_backward:
+            unit.in_backward = True
+            self._ran_backward.append(unit)
+        unit.start_unshard()
+        self._prefetch(unit, step=-1)
+        unit.unshard()
+
+    def after_backward(self, unit: Unit, pending: PendingBackward) -> None:
+        """Gradients of the unit's inputs are there, so those of its parameters are complete."""
+        pending.done = True
+        if self.phase is not Phase.BACKWARD or unit.expects_more:
+            return  # another forward of this unit is still to come back; or the end closes it
+        self._close(unit)
+        if unit is not self.root:
+            unit.in_backward = False
+            unit.reshard()
+
+    def _close(self, unit: Unit) -> None:
+        for group in unit.groups:
+            if group.gradients is not None:
+                self.reducer.close(group)
+
+    def _begin_backward(self) -> None:
+        self.phase = Phase.BACKWARD
+        self._ran_backward = []
+        self._recomputed = None
+        self.reducer.begin_backward()
+        torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+
+    def _end_backward(self) -> None:
+        for unit in self._ran_backward:
+            self._close(unit)
+        self.reducer.end_backward()
+        self._rest()
+        if self.reducer.is_final and not self.follows_optimizer:
+            self.mark_weights_changed()
+
+    def _abandon_backward(self) -> None:
+        """The last backward raised: autograd never called `_end_backward`."""
+        self.reducer.abandon_backward()
+        self._rest()
+
+    def _rest(self) -> None:
+        self.phase = Phase.IDLE
+        self._ran_backward = []
+        self._recomputed = None
+        for unit in self.units:
+            unit.in_backward = False
+            unit.reshard()
+
+    # -- between steps ------------------------------------------------------------------------
+
+    def mark_weights_changed(self) -> None:
+        """Main weights were written: every unit installs them before it computes again."""
+        for group in self.groups:
+            group.weights.mark_changed()
+
+    @contextmanager
+    def unsharded(self) -> Iterator[None]:
+        """All units whole for the time being (collective)."""
+        for unit in self.units:
+            unit.unshard()
+        try:
+            yield
+        finally:
+            for unit in self.units:
+                unit.reshard()

@@ -1,0 +1,82 @@
+"""What a sharded module can do beside what its own class can."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+from torch import nn
+
+from lamina.ddp import ParameterGroup
+from lamina.fsdp.engine import ShardingEngine
+
+__all__ = ["ShardedModule", "adopt", "is_sharded"]
+
+_ENGINE = "_lamina_engine"
+
+
+class ShardedModule(nn.Module):
+    """Mixin that `fully_shard` adds to the root module's class; `forward` stays the user's."""
+
+    @property
+    def engine(self) -> ShardingEngine:
+        """The engine that gathers, releases and reduces."""
+        engine: ShardingEngine = self.__dict__[_ENGINE]
+        return engine
+
+    def parameter_groups(self) -> Iterator[ParameterGroup]:
+        """All groups of parameters, frozen ones included, in the same order on every rank."""
+        yield from self.engine.groups
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Backwards inside are not the step's last microbatch (gradient accumulation)."""
+        return self.engine.reducer.no_sync()
+
+    def start_param_sync(self) -> None:
+        """Main weights were changed by hand: install them before the next forward."""
+        self.engine.mark_weights_changed()
+
+    def zero_grad_buffer(self) -> None:
+        """Forget all gradients, those of microbatches inside `no_sync` included."""
+        for group in self.parameter_groups():
+            if group.gradients is not None:
+                group.gradients.discard()
+            for main in group.main_parameters:
+                main.grad = None
+
+    @contextmanager
+    def unsharded(self) -> Iterator[None]:
+        """Whole parameters for the time being (collective): for generation or inspection.
+
+        What is written to them inside is lost when a unit is released.
+        """
+        with self.engine.unsharded():
+            yield
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        raise NotImplementedError(
+            f"{type(self).__name__} is sharded and cannot be copied: copy the model before "
+            "fully_shard, or build a second one and load_state_dict(model.state_dict())"
+        )
+
+
+def adopt(module: nn.Module, engine: ShardingEngine) -> None:
+    """Give a module the methods of `ShardedModule`, its engine, and a fresh start after loads."""
+    cls = type(module)
+    module.__class__ = type(f"FullySharded{cls.__name__}", (ShardedModule, cls), {})
+    module.__dict__[_ENGINE] = engine
+    changed = weakref.WeakMethod(engine.mark_weights_changed)
+
+    def after_load(_: nn.Module, __: Any) -> None:
+        if (mark := changed()) is not None:
+            mark()
+
+    module.register_load_state_dict_post_hook(after_load)
+
+
+def is_sharded(module: nn.Module) -> bool:
+    """Whether `fully_shard` has been applied to exactly this module."""
+    return _ENGINE in module.__dict__
+

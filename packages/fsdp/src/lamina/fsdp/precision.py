@@ -1,0 +1,48 @@
+"""Mixed precision: which dtype each copy of the weights and gradients has."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from lamina.ddp import GroupDtypes, resolve_dtypes
+
+__all__ = ["MixedPrecisionPolicy"]
+
+
+@dataclass(frozen=True)
+class MixedPrecisionPolicy:
+    """Dtypes of the four copies, and what is cast at the model's door.
+
+    Attributes:
+        main_params_dtype: dtype of main weights, what the optimizer updates; never below the
+            parameters' own precision. None keeps the parameters' own.
+        main_grads_dtype: dtype of main grads; None means that of the main weights.
+        grad_comm_dtype: dtype of gradients on the wire; None means the compute dtype. Sums are
+            fp32 whatever it is.
+        param_dtype: dtype to compute in; None keeps the parameters' own.
+        output_dtype: dtype of the root module's floating outputs; None leaves them.
+        cast_forward_inputs: cast the root module's floating inputs to `param_dtype`.
+        keep_full_precision: names (`fnmatch` patterns over qualified parameter names) that are
+            left out of `param_dtype`, such as "*norm*".
+    """
+
+    main_params_dtype: torch.dtype | None = torch.float32
+    main_grads_dtype: torch.dtype | None = None
+    grad_comm_dtype: torch.dtype | None = None
+    param_dtype: torch.dtype | None = None
+    output_dtype: torch.dtype | None = None
+    cast_forward_inputs: bool = True
+    keep_full_precision: Sequence[str] = ()
+
+    def dtypes(self, parameter_dtype: torch.dtype, *, keep: bool = False) -> GroupDtypes:
+        """The dtypes of a group whose parameters were made in `parameter_dtype`."""
+        return resolve_dtypes(
+            parameter_dtype,
+            compute=None if keep else self.param_dtype,
+            main=self.main_params_dtype,
+            grads=self.main_grads_dtype,
+            wire=self.grad_comm_dtype,
+        )

@@ -1,0 +1,171 @@
+"""From a module and settings to an engine: axes, units, groups, hooks."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from lamina.buffers import BufferLayout, FlatBuffer, Shard, StoragePool
+from lamina.ddp import (
+    DataParallelAxes,
+    GradientReducer,
+    GroupSettings,
+    Order,
+    ParameterGroup,
+    ParameterRef,
+    Strategy,
+    TransientBuffers,
+    Weights,
+    WholeWeights,
+    data_parallel_axes,
+    group_parameters,
+)
+from lamina.fsdp.engine import ShardingEngine
+from lamina.fsdp.hooks import attach_hooks
+from lamina.fsdp.materialise import materialise_unit
+from lamina.fsdp.module import adopt
+from lamina.fsdp.precision import MixedPrecisionPolicy
+from lamina.fsdp.unit import Unit
+from lamina.fsdp.units import UnitPlan, plan_units
+from lamina.fsdp.weights import ShardedWeights
+from lamina.mesh import ParallelMesh
+
+__all__ = ["ShardingSettings", "resolve_axes", "shard_model"]
+
+
+@dataclass(frozen=True)
+class ShardingSettings:
+    """Everything `shard_model` needs to know besides the module.
+
+    Attributes:
+        strategy: placements and cadence.
+        dense: data-parallel axes of ordinary parameters.
+        expert: those of expert parameters; None where the mesh has none.
+        precision: dtypes.
+        unit_classes: which modules are units; None finds them.
+        overlap_reduce: reduce gradients while backward goes on.
+        overlap_gather: gather the next unit while one computes.
+        average: scale gradients by 1/D; otherwise leave sums (per-token loss).
+        check_finite: look for NaN and infinity before gradients are sent.
+        broadcast: start from the first data-parallel rank's values.
+        device: where meta parameters are materialised.
+        init_module: initialises a meta module's own tensors; None calls `reset_parameters`.
+    """
+
+    strategy: Strategy
+    dense: DataParallelAxes
+    expert: DataParallelAxes | None = None
+    precision: MixedPrecisionPolicy = field(default_factory=MixedPrecisionPolicy)
+    unit_classes: Sequence[type[nn.Module] | str] | None = None
+    overlap_reduce: bool = True
+    overlap_gather: bool = True
+    average: bool = True
+    check_finite: bool = False
+    broadcast: bool = True
+    device: torch.device = torch.device("cpu")
+    init_module: Callable[[nn.Module], None] | None = None
+
+
+def resolve_axes(
+    mesh: ParallelMesh | DeviceMesh,
+    shard_dim: str | Sequence[str] | None,
+    outer_dim: str | Sequence[str] | None,
+) -> tuple[DataParallelAxes, DataParallelAxes | None]:
+    """Dense and expert data-parallel axes of a mesh.
+
+    Raises:
+        ValueError: if a DeviceMesh of several dimensions does not say which one shards.
+    """
+    if isinstance(mesh, ParallelMesh):
+        dense = data_parallel_axes(mesh, shard_dim or "dp_shard_cp", outer_dim or "dp_replicate")
+        if mesh.layout.ep == mesh.layout.expert_tp == mesh.layout.tp == 1:
+            return dense, None
+        return dense, data_parallel_axes(mesh, "expert_dp", "dp_replicate", dense.size)
+    if shard_dim is None:
+        names = mesh.mesh_dim_names or ()
+        if len(names) != 1:
+            raise ValueError(
+                f"the mesh has dimensions {names}: say which one shards with dp_shard_dim=, and "
+                "which replicates with dp_outer_dim="
+            )
+        shard_dim = names[0]
+    return data_parallel_axes(mesh, shard_dim, outer_dim), None
+
+
+def shard_model(module: nn.Module, settings: ShardingSettings) -> ShardingEngine:
+    """Cut a module's parameters into groups by units and put an engine on its hooks."""
+    plans = plan_units(module, settings.unit_classes)
+    transient = TransientBuffers()
+    pool = StoragePool(settings.device)
+    units = [_make_unit(plan, settings, transient, pool) for plan in plans]
+    trained = [group for unit in units for group in unit.groups if group.requires_grad]
+    gathers = any(isinstance(p, Shard) for p in settings.strategy.placements.model_weights)
+    reducer = GradientReducer(
+        trained[::-1],
+        settings.strategy.cadence,
+        transient,
+        # Gathers already force one order of units on all ranks; without them, a fixed list does.
+        order=Order.AS_CLOSED if gathers else Order.STATIC,
+        overlap=settings.overlap_reduce,
+        check_finite=settings.check_finite,
+    )
+    engine = ShardingEngine(units, reducer, overlap_gather=settings.overlap_gather)
+    for plan, unit in zip(plans, units, strict=True):
+        root = not plan.name
+        policy = settings.precision
+        attach_hooks(
+            plan.module,
+            engine,
+            unit,
+            input_dtype=policy.param_dtype if root and policy.cast_forward_inputs else None,
+            output_dtype=policy.output_dtype if root else None,
+        )
+        unit.reshard()
+    adopt(module, engine)
+    return engine
+
+
+def _make_unit(
+    plan: UnitPlan, settings: ShardingSettings, transient: TransientBuffers, pool: StoragePool
+) -> Unit:
+    materialise_unit(plan, settings.device, settings.init_module)
+    group_settings = GroupSettings(
+        settings.strategy,
+        scale=1.0 / settings.dense.divisor if settings.average else None,
+        broadcast=settings.broadcast,
+    )
+    groups = []
+    for keep in (False, True):
+        chosen = [ref for ref in plan.refs if _kept(ref, settings.precision) is keep]
+        for key, refs in group_parameters(chosen):
+            dtypes = settings.precision.dtypes(key.dtype, keep=keep)
+            axes = settings.expert if key.expert and settings.expert else settings.dense
+            name = (plan.name, keep, *key.__dict__.values())
+            groups.append(
+                ParameterGroup(
+                    refs, axes, dtypes, group_settings, transient, _weights_factory(pool, name)
+                )
+            )
+    return Unit(plan.name, plan.module, groups)
+
+
+def _kept(ref: ParameterRef, precision: MixedPrecisionPolicy) -> bool:
+    return any(fnmatch.fnmatch(ref.name, pattern) for pattern in precision.keep_full_precision)
+
+
+def _weights_factory(
+    pool: StoragePool, name: tuple[object, ...]
+) -> Callable[[BufferLayout, FlatBuffer, DataParallelAxes], Weights]:
+    def make(_: BufferLayout, local: FlatBuffer, axes: DataParallelAxes) -> Weights:
+        if any(isinstance(placement, Shard) for placement in local.placement):
+            return ShardedWeights(local, axes, pool, name)
+        return WholeWeights(local, axes)
+
+    return make
+
+

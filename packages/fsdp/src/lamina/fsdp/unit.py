@@ -1,0 +1,84 @@
+"""A unit at work: its groups' weights come and go together."""
+
+from __future__ import annotations
+
+import weakref
+
+from torch import nn
+
+from lamina.ddp import ParameterGroup
+
+__all__ = ["PendingBackward", "Unit"]
+
+
+class PendingBackward:
+    """One forward of a unit whose backward is still to come.
+
+    It lives on the autograd graph and nowhere else: when the graph is freed without a backward
+    (a discarded loss, a recomputation), it is gone, and nobody waits for it.
+    """
+
+    __slots__ = ("__weakref__", "done")
+
+    def __init__(self) -> None:
+        self.done = False
+
+
+class Unit:
+    """Modules' parameters that are gathered and released together.
+
+    Args:
+        name: qualified name of the unit's module; "" for the root.
+        module: the module (held weakly: it holds its engine through its hooks).
+        groups: the groups that hold its own parameters.
+        reshard_after_forward: give whole weights back between forward and backward.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        module: nn.Module,
+        groups: list[ParameterGroup],
+        reshard_after_forward: bool = True,
+    ) -> None:
+        self.name = name
+        self.module_class = type(module).__name__
+        self.groups = tuple(groups)
+        self.reshard_after_forward = reshard_after_forward
+        self.in_backward = False
+        """Between this unit's pre-backward and the end of its last backward."""
+        self._pending: weakref.WeakSet[PendingBackward] = weakref.WeakSet()
+
+    @property
+    def is_root(self) -> bool:
+        """Whether this unit holds what no other unit does."""
+        return not self.name
+
+    def start_unshard(self) -> None:
+        """Begin the gathers of all groups."""
+        for group in self.groups:
+            group.weights.start()
+
+    def unshard(self) -> None:
+        """Make the whole weights ready and the module compute with them."""
+        self.start_unshard()
+        for group in self.groups:
+            group.weights.wait()
+            group.install_compute_parameters()
+
+    def reshard(self) -> None:
+        """Give the whole weights back; the module holds what the optimizer updates."""
+        for group in self.groups:
+            group.weights.release()
+            group.install_main_parameters()
+
+    def expect_backward(self) -> PendingBackward:
+        """Note a forward that autograd will come back to; the caller puts it on the graph."""
+        pending = PendingBackward()
+        self._pending.add(pending)
+        return pending
+
+    @property
+    def expects_more(self) -> bool:
+        """Whether some forward's backward has not run yet."""
+        return any(not pending.done for pending in self._pending)

@@ -1,0 +1,148 @@
+"""Finding a model's units: the modules whose parameters are gathered and released together."""
+
+from __future__ import annotations
+
+import importlib
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from lamina.ddp import ParameterRef, collect_parameters
+
+__all__ = ["UnitPlan", "plan_units", "resolve_unit_classes"]
+
+
+@dataclass(frozen=True)
+class UnitPlan:
+    """A unit before anything is allocated: its module and the parameters that are its own."""
+
+    name: str
+    module: nn.Module
+    refs: tuple[ParameterRef, ...]
+    inner: tuple[nn.Module, ...] = ()
+    """Units inside this one: their modules are not its own."""
+
+    def own_modules(self) -> Iterator[nn.Module]:
+        """The unit's modules, without those of units inside it."""
+        barred = {id(module) for unit in self.inner for module in unit.modules()}
+        for module in self.module.modules():
+            if id(module) not in barred:
+                yield module
+
+
+def resolve_unit_classes(units: Sequence[type[nn.Module] | str]) -> tuple[type[nn.Module], ...]:
+    """Classes from classes or import strings such as "transformers.models.gpt2.GPT2Block".
+
+    Raises:
+        ValueError: for a string that names no module class.
+    """
+    return tuple(_import_class(unit) if isinstance(unit, str) else unit for unit in units)
+
+
+def plan_units(
+    root: nn.Module, unit_classes: Sequence[type[nn.Module] | str] | None
+) -> list[UnitPlan]:
+    """Cut a model into units: the root first, then the others in order of registration.
+
+    Every parameter belongs to the innermost unit that encloses all places that hold it, so one
+    that is tied across units belongs to the unit around them both.
+
+    Args:
+        root: the whole model.
+        unit_classes: classes (or import strings) of the modules that become units; None finds
+            repeated blocks, and embeddings and heads of at least half a block's size.
+
+    Raises:
+        ValueError: if classes are given and the model has no module of any of them.
+    """
+    if unit_classes is None:
+        names = _find_units(root)
+    else:
+        classes = resolve_unit_classes(unit_classes)
+        names = [n for n, m in root.named_modules() if n and isinstance(m, classes)]
+        if classes and not names:
+            wanted = ", ".join(c.__name__ for c in classes)
+            present = sorted({type(m).__name__ for m in root.modules()})
+            raise ValueError(
+                f"fsdp_unit_modules=[{wanted}] matches no submodule of {type(root).__name__}; "
+                f"it is made of {', '.join(present)}. Leave fsdp_unit_modules out to have units found"
+            )
+    unit_names = ["", *dict.fromkeys(names)]
+    owned: dict[str, list[ParameterRef]] = {name: [] for name in unit_names}
+    paths = {id(m): n for n, m in root.named_modules()}
+    for ref in collect_parameters(root):
+        places = [paths[id(module)] for reference, _ in ref.owners if (module := reference())]
+        owned[_innermost(places, unit_names)].append(ref)
+    chosen = [name for name in unit_names if owned[name] or not name]
+    return [
+        UnitPlan(
+            name,
+            root.get_submodule(name),
+            tuple(owned[name]),
+            tuple(
+                root.get_submodule(other)
+                for other in chosen
+                if other != name and (not name or other.startswith(name + "."))
+            ),
+        )
+        for name in chosen
+    ]
+
+
+def _innermost(places: Sequence[str], unit_names: Sequence[str]) -> str:
+    enclosing = [
+        unit
+        for unit in unit_names
+        if all(not unit or place == unit or place.startswith(unit + ".") for place in places)
+    ]
+    return max(enclosing, key=len)
+
+
+def _find_units(root: nn.Module) -> list[str]:
+    """Repeated blocks (two or more modules of one class in one container), then large leaves."""
+    blocks: list[str] = []
+    for name, module in root.named_modules():
+        if isinstance(module, (nn.ModuleList, nn.Sequential, nn.ModuleDict)):
+            if any(name == block or name.startswith(block + ".") for block in blocks):
+                continue  # experts or heads inside a block go with their block
+            children = [(f"{name}.{n}" if name else n, c) for n, c in module.named_children()]
+            by_class: dict[type[nn.Module], list[str]] = {}
+            for child_name, child in children:
+                if any(True for _ in child.children()) and _size(child):
+                    by_class.setdefault(type(child), []).append(child_name)
+            for same in by_class.values():
+                if len(same) > 1:
+                    blocks.extend(same)
+    if not blocks:
+        return []
+    threshold = statistics.median(_size(root.get_submodule(block)) for block in blocks) / 2
+    leaves = [
+        name
+        for name, module in root.named_modules()
+        if name
+        and not any(True for _ in module.children())
+        and _size(module) >= threshold
+        and not any(name.startswith(block + ".") for block in blocks)
+    ]
+    order = [name for name, _ in root.named_modules()]
+    return sorted([*blocks, *leaves], key=order.index)
+
+
+def _size(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def _import_class(path: str) -> type[nn.Module]:
+    module_name, _, attribute = path.rpartition(".")
+    try:
+        found = getattr(importlib.import_module(module_name), attribute)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(
+            f"fsdp_unit_modules: {path!r} cannot be imported ({error}); give the class itself or "
+            'its full import path, such as "my_package.model.Block"'
+        ) from error
+    if not (isinstance(found, type) and issubclass(found, nn.Module)):
+        raise ValueError(f"fsdp_unit_modules: {path!r} is {found!r}, not a torch.nn.Module class")
+    return found

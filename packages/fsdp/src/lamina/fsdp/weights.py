@@ -1,0 +1,62 @@
+"""Weights of a unit that are kept as shards, gathered into their storage before compute."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+
+import torch
+
+from lamina.buffers import FlatBuffer, StoragePool
+from lamina.collectives import Handle, all_gather_into
+from lamina.ddp import DataParallelAxes, Weights, WeightsState
+
+__all__ = ["ShardedWeights"]
+
+
+class ShardedWeights(Weights):
+    """A rank keeps its shard; the whole lives in the pool's storage while a unit computes.
+
+    The parameters are views of that storage: the gather writes where the compute reads, and what
+    autograd saved of them is right again once the unit has been gathered for its backward.
+
+    Args:
+        local: the shard (cut along the inner axis), in the compute dtype.
+        axes: data-parallel axes.
+        pool: where the whole weights' storage comes from.
+        key: this group's name in the pool.
+    """
+
+    def __init__(
+        self, local: FlatBuffer, axes: DataParallelAxes, pool: StoragePool, key: Hashable
+    ) -> None:
+        super().__init__(local, axes)
+        self._pool = pool
+        self._key = key
+        self._full = pool.register(key, local.layout.size, local.data.dtype)
+
+    @property
+    def full(self) -> torch.Tensor:
+        """The whole weights' flat tensor; released, its storage has no bytes."""
+        return self._full
+
+    def _gather(self) -> Handle | None:
+        self._pool.acquire(self._key)
+        # Autograd saved views of this storage in forward. The gather brings the same values back,
+        # which a shared version counter would take for an overwrite: the destination has its own.
+        return all_gather_into(
+            self._pool.destination(self._key),
+            self.local.data,
+            self.axes.inner.sibling("gather"),
+            async_op=True,
+        )
+
+    def _invalidate(self) -> None:
+        self.release()
+
+    def release(self) -> None:
+        """Give the whole weights' storage back to the pool."""
+        if self.state is WeightsState.RELEASED:
+            return
+        self.wait()
+        self._pool.release(self._key)
+        self.state = WeightsState.RELEASED

@@ -1,0 +1,62 @@
+"""Every ```python block of the READMEs and of the pages in docs/ runs."""
+
+from __future__ import annotations
+
+import sysconfig
+from pathlib import Path
+
+import pytest
+from clean_install import LAYERS, ROOT, closure, gather, layers_of
+from snippets import Job, run, snippets
+
+SOURCES = {layer: ROOT / "packages" / layer / "src" for layer in LAYERS}
+ALL = (*SOURCES.values(), Path(sysconfig.get_path("purelib")))
+PAGES = [
+    page
+    for page in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    if page.exists() and snippets(page)
+]
+
+
+def job_of(layer: str) -> Job:
+    """A package's README may import torch, its layer and those beneath it: no path to others."""
+    blocks = snippets(ROOT / "packages" / layer / "README.md")
+    return Job(tuple(blocks), tuple(SOURCES[other] for other in layers_of(layer)))
+
+
+@pytest.fixture(scope="module")
+def complaints(tmp_path_factory: pytest.TempPathFactory) -> dict[object, str]:
+    """What went wrong in each job; all run here at once, so that torch is imported once."""
+    jobs: dict[object, Job] = {layer: job_of(layer) for layer in LAYERS}
+    jobs |= {page: Job(tuple(snippets(page)), ALL) for page in PAGES}
+    planted = tmp_path_factory.mktemp("planted") / "page.md"
+    planted.write_text("```python\nimport lamina.fsdp\n```\n")
+    jobs["planted"] = Job(tuple(snippets(planted)), job_of("ddp").paths)
+    base = gather(closure("torch").values(), tmp_path_factory.mktemp("torch") / "only")
+    return dict(zip(jobs, run(list(jobs.values()), base), strict=True))
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_readme_of_a_layer_has_one_snippet_that_runs_with_what_lies_beneath(layer, complaints):
+    assert len(snippets(ROOT / "packages" / layer / "README.md")) == 1
+    assert not complaints[layer], complaints[layer]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=[str(page.relative_to(ROOT)) for page in PAGES])
+def test_snippets_of_a_page_run_in_order(page, complaints):
+    assert not complaints[page], complaints[page]
+
+
+def test_a_snippet_that_reaches_for_a_layer_above_fails(complaints):
+    assert "No module named 'lamina.fsdp'" in complaints["planted"]
+    assert "page.md" in complaints["planted"]
+
+
+def test_blocks_are_found_with_their_lines_and_without_those_not_to_be_run(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text(
+        "# A\n\n```python\nx = 1\n```\n\n<!-- not run: needs 8 GPUs -->\n```python\ny\n```\n"
+        "- item\n\n  ```python\n  if x:\n      z = 2\n  ```\n\n```bash\nls\n```\n"
+    )
+    found = [(snippet.line, snippet.source) for snippet in snippets(page)]
+    assert found == [(4, "x = 1\n"), (14, "if x:\n    z = 2\n")]

@@ -23,6 +23,7 @@ from .checks import (
     where,
 )
 from .handles import ReduceHandle, Statistics, launch
+from .lanes import lane_of
 from .record import issue
 from .summation import sum_chunks
 from .transport import Rest, exchange, host_bound
@@ -178,11 +179,12 @@ def all_reduce_fp32(
         if group is None or size == 1:
             return lambda: sum_chunks([input], output, factor, accumulate, statistics)
         rest = exchange(chunks, sends, group, device)
+        second = lane_of(group).next_tag()  # now, not in `finish`: see `exchange`
 
         def finish() -> None:
             rest()
             sum_chunks(chunks, results[rank], factor, False, statistics)
-            exchange(results, [results[rank]] * size, group, device)()
+            exchange(results, [results[rank]] * size, group, device, second)()
             if accumulate:
                 finals = _cut(output, piece, size)
                 for place in range(size):

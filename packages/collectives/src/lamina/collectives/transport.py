@@ -37,6 +37,7 @@ def exchange(
     sends: Sequence[torch.Tensor | None],
     group: ProcessGroup,
     device: torch.device,
+    tag: int | None = None,
 ) -> Rest:
     """Send `sends[r]` to every rank r of `group` and receive `receives[r]` from it.
 
@@ -49,14 +50,19 @@ def exchange(
         sends: per rank of the group, a contiguous tensor to send; unchanged until completion.
         group: at least two ranks.
         device: where the tensors lie.
+        tag: drawn from the group's lane when the collective was called. An exchange that is posted
+            later, from the lane's thread, must bring it: drawn there, ranks would number their
+            messages in the order in which their threads happened to run.
 
     """
+    if tag is None:
+        tag = lane_of(group).next_tag()
     if backend_name(group, device) != "gloo":
         return _all_to_all_lists(receives, sends, group, device)
     if device.type == "cpu":
-        works = _post(receives, sends, group, lane_of(group).next_tag())
+        works = _post(receives, sends, group, tag)
         return lambda: wait_all(*works)
-    return _staged(receives, sends, group)
+    return _staged(receives, sends, group, tag)
 
 
 def wait_all(*works: Work | None) -> None:
@@ -102,9 +108,10 @@ def _staged(
     receives: Sequence[torch.Tensor | None],
     sends: Sequence[torch.Tensor | None],
     group: ProcessGroup,
+    tag: int,
 ) -> Rest:
     """CUDA tensors over gloo: copy to the host, exchange there, copy back."""
-    rank, tag = group.rank(), lane_of(group).next_tag()
+    rank = group.rank()
     stream = torch.cuda.current_stream()
     host_sends = [
         None if tensor is None or place == rank else tensor.to("cpu", non_blocking=True)

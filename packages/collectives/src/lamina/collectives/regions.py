@@ -28,10 +28,11 @@ that the others wait in. Let every rank's loss depend on it, with weight zero if
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
+from torch._compile import _disable_dynamo as one_graph_break
 
 from .checks import group_rank, group_size
 from .shaped import (
@@ -56,20 +57,8 @@ __all__ = [
     "scatter_to",
 ]
 
-Function = TypeVar("Function", bound=Callable[..., torch.Tensor])
 
-
-def _one_graph_break(function: Function) -> Function:
-    """Keep torch.compile out of `function` and all it calls.
-
-    `torch.compiler.disable` would do the same by importing torch._dynamo here, which takes longer
-    than importing the rest of torch; this is the mark that it leaves for the compiler.
-    """
-    function._torchdynamo_disable = True  # type: ignore[attr-defined]
-    return function
-
-
-@_one_graph_break
+@one_graph_break
 def copy_to(tensor: torch.Tensor, group: ProcessGroup | None) -> torch.Tensor:
     """Enter a parallel region with a replicated tensor: its gradients are summed over the ranks.
 
@@ -89,7 +78,7 @@ def copy_to(tensor: torch.Tensor, group: ProcessGroup | None) -> torch.Tensor:
     return _apply(_CopyTo, tensor, group)
 
 
-@_one_graph_break
+@one_graph_break
 def reduce_from(tensor: torch.Tensor, group: ProcessGroup | None) -> torch.Tensor:
     """Leave a parallel region: sum the ranks' partial results; gradients pass unchanged.
 
@@ -111,7 +100,7 @@ def reduce_from(tensor: torch.Tensor, group: ProcessGroup | None) -> torch.Tenso
     return _apply(_ReduceFrom, tensor, group)
 
 
-@_one_graph_break
+@one_graph_break
 def scatter_to(tensor: torch.Tensor, group: ProcessGroup | None, dim: int = 0) -> torch.Tensor:
     """Keep this rank's piece of a replicated tensor; gradients are gathered.
 
@@ -135,7 +124,7 @@ def scatter_to(tensor: torch.Tensor, group: ProcessGroup | None, dim: int = 0) -
     return _apply(_ScatterTo, tensor, group, dim)
 
 
-@_one_graph_break
+@one_graph_break
 def gather_from(
     tensor: torch.Tensor,
     group: ProcessGroup | None,
@@ -173,7 +162,7 @@ def gather_from(
     return _apply(_GatherFrom if grad == "split" else _GatherFromPartial, tensor, group, dim)
 
 
-@_one_graph_break
+@one_graph_break
 def reduce_scatter_to(
     tensor: torch.Tensor, group: ProcessGroup | None, dim: int = 0
 ) -> torch.Tensor:
@@ -201,7 +190,7 @@ def reduce_scatter_to(
     return _apply(_ReduceScatterTo, tensor, group, dim)
 
 
-@_one_graph_break
+@one_graph_break
 def all_to_all_tokens(
     tensor: torch.Tensor,
     group: ProcessGroup | None,

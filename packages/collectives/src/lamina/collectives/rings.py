@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
+from torch._compile import _disable_dynamo as one_graph_break
 
 from .checks import group_rank, group_size, require_disjoint, require_same_device, where
 from .compat import backend_name
@@ -48,6 +49,7 @@ class RingHandle:
         return self._received
 
 
+@one_graph_break
 def send_recv(
     tensors: Sequence[torch.Tensor],
     group: ProcessGroup | None,

@@ -3,6 +3,10 @@
 These are the forms that a hand-written backward needs: start the all-reduce of the input gradient,
 run the weight-gradient GEMM, then take the result. They know nothing of autograd; `regions` puts
 derivatives on top. Each returns a :class:`Pending`, whose `wait` gives the result.
+
+torch.compile breaks the graph at each of them, once, and looks no further: `one_graph_break` is
+`torch.compiler.disable` without its import of torch._dynamo at the time of decoration, which takes
+longer than importing the rest of torch.
 """
 
 from __future__ import annotations
@@ -11,6 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 import torch
+from torch._compile import _disable_dynamo as one_graph_break
 
 from .checks import group_size, where
 from .exchange import all_to_all
@@ -64,6 +69,7 @@ class Pending:
         return self._value
 
 
+@one_graph_break
 def start_all_gather(
     tensor: torch.Tensor, group: ProcessGroup | None, *, dim: int = 0, async_op: bool = True
 ) -> Pending:
@@ -91,6 +97,7 @@ def start_all_gather(
     return Pending(handle, lambda: gathered.movedim(0, dim).flatten(dim, dim + 1))
 
 
+@one_graph_break
 def start_reduce_scatter(
     tensor: torch.Tensor, group: ProcessGroup | None, *, dim: int = 0, async_op: bool = True
 ) -> Pending:
@@ -122,6 +129,7 @@ def start_reduce_scatter(
     return Pending(handle, lambda: output)
 
 
+@one_graph_break
 def start_all_reduce(
     tensor: torch.Tensor,
     group: ProcessGroup | None,
@@ -156,6 +164,7 @@ def start_all_reduce(
     return Pending(handle, lambda: output)
 
 
+@one_graph_break
 def start_all_to_all(
     tensor: torch.Tensor,
     group: ProcessGroup | None,

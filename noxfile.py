@@ -385,7 +385,7 @@ def docs(session: nox.Session) -> None:
     """The pages and the API reference into site/; `-- --serve` shows them as you write."""
     python = ready("docs", "-r", "requirements/docs.txt")
     command = ["serve"] if "--serve" in session.posargs else ["build", "--strict", "-d", "site"]
-    run(session, python, "-m", "mkdocs", *command)
+    run(session, python, "-m", "mkdocs", *command, env={"NO_MKDOCS_2_WARNING": "1"})
 
 
 @task(default=False)

@@ -1,4 +1,4 @@
-"""Contiguous parameter and gradient buffers: layouts, placements, flat buffers and storage pools for PyTorch."""
+"""Contiguous parameter and gradient buffers for PyTorch: layouts, placements, storage pools."""
 
 from .axes import Axis, PlainAxis, resolve_axes
 from .boxes import Box, boxes_of_span
@@ -7,6 +7,7 @@ from .flat_buffer import FlatBuffer
 from .granularity import Granularity, TensorSpec
 from .guard import SavedTensorGuard
 from .layout import BufferLayout, Span
+from .padding import PaddingReport, padding_report, split_by_row
 from .placement import Partial, Placement, Placements, Replicate, Shard
 from .pool import PoolExhaustedError, StaleStorageError, StoragePool
 from .sharded_tensor import ShardedTensor
@@ -21,6 +22,7 @@ __all__ = [
     "CollectedSpecs",
     "FlatBuffer",
     "Granularity",
+    "PaddingReport",
     "Partial",
     "Placement",
     "Placements",
@@ -42,5 +44,7 @@ __all__ = [
     "collect_specs",
     "color_slots",
     "conflict_graph",
+    "padding_report",
     "resolve_axes",
+    "split_by_row",
 ]

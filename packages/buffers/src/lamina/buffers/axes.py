@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias, cast, runtime_checkable
+from typing import Protocol, TypeAlias, runtime_checkable
 
 from torch.distributed.device_mesh import DeviceMesh
+
+from lamina.mesh import ParallelMesh, mesh_axis
 
 __all__ = ["Axis", "MeshLike", "PlainAxis", "resolve_axes"]
 
@@ -37,7 +39,7 @@ class PlainAxis:
     rank: int
 
 
-MeshLike: TypeAlias = "Any"
+MeshLike: TypeAlias = "ParallelMesh | DeviceMesh | Axis | Sequence[Axis]"
 
 
 def resolve_axes(mesh: MeshLike | None, count: int) -> tuple[Axis, ...]:
@@ -56,16 +58,14 @@ def resolve_axes(mesh: MeshLike | None, count: int) -> tuple[Axis, ...]:
         return tuple(PlainAxis(f"axis{position}", 1, 0) for position in range(count))
     if isinstance(mesh, DeviceMesh):
         return _device_mesh_axes(mesh, count)
-    if hasattr(mesh, "expert_mesh"):
-        from lamina.mesh import mesh_axis
-
+    if isinstance(mesh, ParallelMesh):
         names = {1: ("dp_cp",), 2: ("dp_replicate", "dp_shard_cp")}.get(count)
         if names is None:
             raise ValueError(
                 f"a ParallelMesh has one or two data-parallel axes, the placement names {count}: "
                 "pass the axes themselves, [mesh_axis(mesh, name), ...], outer first"
             )
-        return tuple(cast(Axis, mesh_axis(mesh, name)) for name in names)
+        return tuple(mesh_axis(mesh, name) for name in names)
     axes = (mesh,) if isinstance(mesh, Axis) else tuple(mesh)
     if len(axes) != count:
         names_given = [axis.name for axis in axes]

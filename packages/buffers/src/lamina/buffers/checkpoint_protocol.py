@@ -1,4 +1,4 @@
-"""torch.distributed.checkpoint's protocol for spans: boxes computed from the layout, no collectives.
+"""torch.distributed.checkpoint's protocol for spans: boxes from the layout, no collectives.
 
 DCP stores boxes (offsets and sizes). A span is a few boxes (`boxes_of_span`), each of them a
 contiguous run of the span, so nothing is copied to write one or to read one back.

@@ -21,10 +21,11 @@ __all__ = ["FlatBuffer"]
 class FlatBuffer:
     """Storage of one state, laid out by a `BufferLayout` and placed along data-parallel axes.
 
-    With several Shard axes the innermost cuts first: rank (o, i) of O x I holds piece ``i * O + o``.
+    With several Shard axes the innermost cuts first: rank (o, i) of O x I holds piece
+    ``i * O + o``.
 
     Args:
-        layout: where the tensors lie. Its ``num_shards`` must be a multiple of the number of pieces.
+        layout: where the tensors lie; its ``num_shards`` is a multiple of the number of pieces.
         placement: one placement, or one per axis, outer axis first.
         dtype: element type.
         device: where the storage lies.
@@ -59,7 +60,7 @@ class FlatBuffer:
         if layout.num_shards % self._cut.pieces:
             raise ValueError(
                 f"a layout of {layout.num_shards} shards does not cut into {self._cut.pieces} "
-                f"pieces ({self._where()}): plan it with num_shards={self._cut.pieces} or a multiple"
+                f"pieces ({self._where()}): num_shards must be a multiple of {self._cut.pieces}"
             )
         self._range = self._cut.range(layout.size, self._coordinate)
         held = self._range[1] - self._range[0]
@@ -193,7 +194,7 @@ class FlatBuffer:
             ValueError: the buffer is Partial along an axis: its sums are no tensor yet.
         """
         self._refuse_partial(name)
-        start, stop = self.span(name)
+        start, _ = self.span(name)
         cut = self._cut
         axes = tuple(axis for axis, cuts in zip(self.axes, cut.sharded, strict=True) if cuts)
 

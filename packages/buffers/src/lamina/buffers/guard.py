@@ -15,7 +15,7 @@ __all__ = ["SavedTensorGuard"]
 
 @dataclass(frozen=True)
 class _SavedView:
-    """A saved view of a key: which, in what state, and either the tensor or how to make it again."""
+    """A saved view of a key: in what state, and the tensor or how to make it again."""
 
     key: Hashable
     epoch: int
@@ -23,7 +23,7 @@ class _SavedView:
     stamp: int
     tensor: torch.Tensor | None
     dtype: torch.dtype
-    offset: int
+    offset: int | torch.SymInt
     size: tuple[int, ...]
     stride: tuple[int, ...]
 
@@ -31,14 +31,14 @@ class _SavedView:
 class SavedTensorGuard(torch.autograd.graph.saved_tensors_hooks):
     """Watches over views of pooled storage that autograd saves. Use it around forward.
 
-    When backward unpacks such a view, its key must be live, in the same place, and hold content with
-    the same stamp; otherwise gradients would be computed from another unit's weights without any
-    error. Other tensors pass through untouched.
+    When backward unpacks such a view, its key must be live, in the same place, and hold content
+    with the same stamp; otherwise gradients would be computed from another unit's weights without
+    any error. Other tensors pass through untouched.
 
     Args:
         pool: whose storage is watched.
-        relocate: save which part of which key a view was instead of the view, and make it again from
-            the key's tensor of that time: right wherever the key has moved to. Costs a few
+        relocate: save which part of which key a view was instead of the view, and make it again
+            from the key's tensor of that time: right wherever the key has moved to. Costs a few
             microseconds per saved view.
 
     Raises:
@@ -77,14 +77,15 @@ class SavedTensorGuard(torch.autograd.graph.saved_tensors_hooks):
         pool.check(key)
         if pool.stamp(key) != saved.stamp:
             raise StaleStorageError(
-                f"{key!r} was saved with content {saved.stamp} and holds content {pool.stamp(key)}: "
-                "its weights changed between forward and backward"
+                f"{key!r} was saved with content {saved.stamp} and holds content "
+                f"{pool.stamp(key)}: its weights changed between forward and backward"
             )
         if saved.tensor is not None:
             if pool.epoch(key) != saved.epoch:
                 raise StaleStorageError(
-                    f"{key!r} was saved in epoch {saved.epoch} (generation {saved.generation}) and "
-                    f"has moved since (epoch {pool.epoch(key)}, generation {pool.generation(key)}): "
+                    f"{key!r} was saved in epoch {saved.epoch} (generation {saved.generation}) "
+                    f"and has moved since (epoch {pool.epoch(key)}, generation "
+                    f"{pool.generation(key)}): "
                     "use SavedTensorGuard(pool, relocate=True), or plan slots with the whole order"
                 )
             return saved.tensor

@@ -1,4 +1,4 @@
-"""Where every tensor of a flat buffer lies, and how equal shards cut it: pure integers, no torch."""
+"""Where every tensor of a flat buffer lies, and how equal shards cut it: integers, no torch."""
 
 from __future__ import annotations
 
@@ -252,7 +252,7 @@ def _refuse_duplicates(specs: Sequence[TensorSpec]) -> None:
     for spec in specs:
         if spec.name in seen:
             raise ValueError(
-                f"two tensors are named {spec.name!r}: names must differ (tied parameters share one "
-                "spec: see lamina.buffers.collect_specs)"
+                f"two tensors are named {spec.name!r}: names must differ (tied parameters share "
+                "one spec: see lamina.buffers.collect_specs)"
             )
         seen.add(spec.name)

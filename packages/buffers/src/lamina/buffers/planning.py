@@ -2,9 +2,9 @@
 
 A shard boundary lies at a multiple of the shard size S. A tensor that one boundary crosses can be
 shifted so that the boundary falls between two of its granules. A tensor that two boundaries cross
-cannot, unless S is itself a multiple of its granule; any tensor of more than 2 S elements is crossed
-twice wherever it lies. So the least S that can work is a multiple of the granules of all tensors
-longer than 2 S (`Divisors`), and from there up candidates are tried with a greedy placement
+cannot, unless S is itself a multiple of its granule; any tensor of more than 2 S elements is
+crossed twice wherever it lies. So the least S that can work is a multiple of the granules of all
+tensors longer than 2 S (`Divisors`), and from there up candidates are tried with a greedy placement
 (`_Packer`), which is optimal for a fixed order.
 """
 

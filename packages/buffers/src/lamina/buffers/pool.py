@@ -1,10 +1,10 @@
 """`StoragePool`: memory that unsharded units are gathered into and that is given back after use.
 
-Two kinds of place. A key of the `resize` kind has a storage of its own whose bytes come and go while
-the tensor and its views stay: always right, at the price of an allocation each time. A key in a
-`slot` shares fixed memory with keys that are never live at the same time: no allocation, the same
-address each time. Autograd's saved views of a released key are valid again once the key is back in
-the same place with the same content; `SavedTensorGuard` checks that.
+Two kinds of place. A key with a storage of its own has bytes that come and go while its tensor and
+views stay (`resize`): always right, at the price of an allocation each time. A key in a slot shares
+fixed memory with keys that are never live at the same time: no allocation, the same address each
+time. Autograd's saved views of a released key are valid again once the key is back in the same
+place with the same content; `SavedTensorGuard` checks that.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ from typing import Literal, TypeAlias
 
 import torch
 
-from .slots import ConflictGraph, color_slots
+from .layout import BufferLayout
+from .places import Place, Places
+from .slots import ConflictGraph, SlotPlan, color_slots
 
 __all__ = ["PoolExhaustedError", "StaleStorageError", "StoragePool"]
 
@@ -33,22 +35,11 @@ class StaleStorageError(RuntimeError):
 
 
 @dataclass(eq=False)
-class _Place:
-    """A piece of memory: one key's own (`fixed` False), or a slot that several keys share."""
-
-    storage: torch.UntypedStorage
-    raw: torch.Tensor  # the same bytes as uint8, with a version counter of its own
-    nbytes: int
-    fixed: bool
-    owner: Key | None = None
-
-
-@dataclass(eq=False)
 class _Entry:
     key: Key
     numel: int
     dtype: torch.dtype
-    place: _Place
+    place: Place
     tensor: torch.Tensor
     generation: int = 0
     epoch: int = 0
@@ -61,15 +52,16 @@ class _Entry:
 
     @property
     def live(self) -> bool:
-        return self.place.owner == self.key
+        return self.place.owner is self.key
 
 
 class StoragePool:
     """Key-addressed storage for unsharded units.
 
-    A key's tensor exists from `register` on, and so may views of it; its bytes exist only between
-    `acquire` and `release`. Under `slots`, `plan_slots` moves keys to shared fixed memory: the tensors
-    of the keys it returns are new ones, and the caller makes its views of them again.
+    A key's tensor exists from `register` on; its bytes exist only between `acquire` and `release`.
+    Views are made with `views`, or inside `viewing`. Under `slots`, `plan_slots` moves keys to
+    shared fixed memory: the tensors of the keys it returns are new, and the caller makes its views
+    again.
 
     Whoever gathers writes through `destination(key)`, which has a version counter of its own, so
     that autograd does not take a repeated gather for a modification of what it saved. Code that
@@ -79,11 +71,11 @@ class StoragePool:
 
     Args:
         device: where the memory lies.
-        mode: ``"resize"``, or ``"slots"`` once `plan_slots` has been called (keys that fit no free
-            slot take `resize`).
+        mode: ``"resize"``, or ``"slots"`` to allow `plan_slots` (keys that fit no free slot take
+            `resize`).
         budget: bytes of slots and live keys together, or None for no limit.
-        poison: fill released memory with 0xFF bytes (NaN in every IEEE dtype, bf16 and fp8's OCP
-            formats) and keep it, so that whoever reads it sees NaN instead of old values.
+        poison: fill released memory with 0xFF bytes (NaN in fp64, fp32, bf16, fp16, e4m3fn, e5m2)
+            and keep it, so that whoever reads it sees NaN instead of old values or a crash.
         allocation_context: entered around every allocation and release, such as
             ``lambda: torch.cuda.stream(s)`` or ``lambda: torch.cuda.use_mem_pool(pool)``.
 
@@ -107,11 +99,9 @@ class StoragePool:
         self.device = torch.device(device)
         self.mode: Mode = mode
         self.budget = budget
-        self.poison = poison
-        self._context = allocation_context or nullcontext
+        self._places = Places(self.device, poison, allocation_context or nullcontext)
         self._entries: dict[Key, _Entry] = {}
-        self._slots: list[_Place] = []
-        self._places: dict[int, _Place] = {}
+        self._slots: list[Place] = []
         self._peak = 0
         self._fallbacks: dict[Key, int] = {}
 
@@ -121,16 +111,17 @@ class StoragePool:
         """Make a key's flat tensor of `numel` elements, without memory until `acquire`.
 
         Raises:
-            ValueError: the key is registered already, or `numel` is negative.
+            ValueError: the key is None or registered already, or `numel` is negative.
         """
-        if key in self._entries:
-            raise ValueError(f"{key!r} is registered already: unregister it first")
-        if numel < 0:
-            raise ValueError(f"{key!r}: {numel} elements")
-        place = self._own_place(numel * dtype.itemsize)
-        entry = _Entry(key, numel, dtype, place, self._view(place, numel, dtype))
-        self._entries[key] = entry
-        return entry.tensor
+        if key is None or key in self._entries or numel < 0:
+            raise ValueError(
+                f"cannot register {key!r} with {numel} elements: keys are not None, are registered "
+                "once (unregister first), and have 0 or more elements"
+            )
+        place = self._places.make(numel * dtype.itemsize, fixed=False)
+        tensor = self._places.view(place, numel, dtype)
+        self._entries[key] = _Entry(key, numel, dtype, place, tensor)
+        return tensor
 
     def unregister(self, key: Key) -> None:
         """Forget a key and free its memory. Views of it must not be read again.
@@ -143,7 +134,7 @@ class StoragePool:
         for other in self._entries.values():
             other.conflicts.discard(key)
         if not entry.place.fixed:
-            self._forget(entry.place)
+            self._places.discard(entry.place)
 
     def tensor(self, key: Key) -> torch.Tensor:
         """The key's flat tensor, live or not. Raises KeyError."""
@@ -158,7 +149,43 @@ class StoragePool:
         """
         entry = self._entry(key)
         self.check(key)
-        return self._view(entry.place, entry.numel, entry.dtype)
+        return self._places.view(entry.place, entry.numel, entry.dtype)
+
+    @contextmanager
+    def viewing(self, key: Key) -> Iterator[torch.Tensor]:
+        """The key's flat tensor with memory behind it for the time of the block.
+
+        torch refuses to slice a tensor whose storage holds no bytes, so views of a released key are
+        made in here; they stay valid as objects afterwards. The content is undefined. Not counted
+        against the budget: nothing is read or written, and on CPU no page is touched.
+
+        Raises:
+            KeyError: no such key.
+        """
+        entry = self._entry(key)
+        place, released = entry.place, not entry.place.storage.nbytes()
+        self._places.grow(place)
+        try:
+            yield entry.tensor
+        finally:
+            if released and not entry.live:
+                self._places.empty(place)
+
+    def views(self, key: Key, layout: BufferLayout) -> dict[str, torch.Tensor]:
+        """Every tensor of `layout` with its shape, as views of the key's flat tensor.
+
+        Raises:
+            KeyError: no such key.
+            ValueError: the layout has another number of elements than the key.
+        """
+        entry = self._entry(key)
+        if layout.size != entry.numel:
+            raise ValueError(f"{key!r} has {entry.numel} elements, the layout {layout.size}")
+        with self.viewing(key) as flat, torch.inference_mode(False), torch.no_grad():
+            return {
+                spec.name: flat[offset : offset + spec.numel].view(spec.shape)
+                for spec, offset in zip(layout.specs, layout.offsets, strict=True)
+            }
 
     def __contains__(self, key: Key) -> bool:
         return key in self._entries
@@ -187,10 +214,30 @@ class StoragePool:
         """
         return self._entry(key).epoch
 
+    def stamp(self, key: Key) -> int:
+        """The number of the content last given to `acquire`. Raises KeyError."""
+        return self._entry(key).stamp
+
     def slot_of(self, key: Key) -> int | None:
         """Index of the key's slot, or None where it has a storage of its own. Raises KeyError."""
         place = self._entry(key).place
         return self._slots.index(place) if place.fixed else None
+
+    def owner_of(self, tensor: torch.Tensor) -> Key | None:
+        """The key that lives in the memory a tensor views; None where it is none of the pool's.
+
+        Raises:
+            StaleStorageError: the memory is the pool's and nobody lives in it.
+        """
+        place = self._places.find(tensor)
+        if place is None:
+            return None
+        if place.owner is None:
+            raise StaleStorageError(
+                f"a view of released storage of {self._in_place(place)} is used: acquire the key "
+                "and gather into it first"
+            )
+        return place.owner
 
     def _entry(self, key: Key) -> _Entry:
         try:
@@ -200,15 +247,18 @@ class StoragePool:
                 f"{key!r} is not registered with this pool ({len(self._entries)} keys)"
             ) from None
 
+    def _in_place(self, place: Place) -> list[Key]:
+        return [key for key, entry in self._entries.items() if entry.place is place]
+
     # -- acquire and release --------------------------------------------------------------------
 
     def acquire(
         self, key: Key, *, epoch: int | None = None, stamp: int | None = None
     ) -> torch.Tensor:
-        """Give the key memory, with undefined content; nothing happens where it is live already.
+        """Give the key memory, with undefined content; a live key keeps what it has.
 
-        A key whose slot another live key holds falls back to a storage of its own, for good (until
-        the next `plan_slots`): its tensor and epoch change.
+        A key whose slot another live key holds falls back to a storage of its own, until the next
+        `plan_slots`: its tensor and epoch change.
 
         Args:
             key: a registered key.
@@ -221,43 +271,36 @@ class StoragePool:
 
         Raises:
             KeyError: no such key.
-            PoolExhaustedError: the budget has no room. Nothing changes.
+            PoolExhaustedError: the budget has no room. The key stays released.
             StaleStorageError: the key can't come back to where it was in `epoch`.
         """
         entry = self._entry(key)
-        if stamp is not None:
-            entry.stamp = stamp
+        _check_epoch(entry, epoch)
         if not entry.live:
             self._observe(entry)
             if entry.place.owner is not None:
                 self._fall_back(entry, epoch)
-            self._check_epoch(entry, epoch)
-            if not entry.place.fixed:
-                self._grow(entry)
-            entry.place.owner = key
+            self._check_budget(entry)
+            self._places.grow(entry.place)
+            entry.place.owner = entry.key
             entry.generation += 1
             self._peak = max(self._peak, self.bytes_resident)
-        self._check_epoch(entry, epoch)
+        if stamp is not None:
+            entry.stamp = stamp
         return entry.tensor
 
     def release(self, key: Key) -> None:
         """Give the key's memory back; nothing happens where it is not live. Raises KeyError."""
         entry = self._entry(key)
-        if not entry.live:
-            return
-        place = entry.place
-        place.owner = None
-        if self.poison:
-            place.raw.fill_(0xFF)
-        elif not place.fixed:
-            with self._allocating():
-                place.storage.resize_(0)
+        if entry.live:
+            self._places.release(entry.place)
 
     @contextmanager
     def using(self, key: Key) -> Iterator[torch.Tensor]:
         """`acquire` on entry, `release` on exit."""
+        tensor = self.acquire(key)
         try:
-            yield self.acquire(key)
+            yield tensor
         finally:
             self.release(key)
 
@@ -272,14 +315,6 @@ class StoragePool:
                 + "; acquire it and gather into it before use"
             )
 
-    def _check_epoch(self, entry: _Entry, epoch: int | None) -> None:
-        if epoch is not None and epoch != entry.epoch:
-            raise StaleStorageError(
-                f"{entry.key!r}: views were saved in epoch {epoch} and the key has moved since "
-                f"(epoch {entry.epoch}): a gather would not reach them. Run forward under "
-                "SavedTensorGuard(pool, relocate=True), or plan slots with the whole order of use"
-            )
-
     def _fall_back(self, entry: _Entry, epoch: int | None) -> None:
         if epoch is not None:
             raise StaleStorageError(
@@ -289,13 +324,29 @@ class StoragePool:
                 "under SavedTensorGuard(pool, relocate=True)"
             )
         self._fallbacks[entry.key] = self._fallbacks.get(entry.key, 0) + 1
-        self._move(entry, self._own_place(entry.nbytes))
+        self._move(entry, self._places.make(entry.nbytes, fixed=False))
 
     def _observe(self, entry: _Entry) -> None:
         for other in self._entries.values():
-            if other.live and other is not entry:
+            if other.live:
                 entry.conflicts.add(other.key)
                 other.conflicts.add(entry.key)
+
+    def _check_budget(self, entry: _Entry) -> None:
+        if not self.fits(entry.key):
+            there = max((self.budget or 0) - self.bytes_resident, 0)
+            raise PoolExhaustedError(
+                f"{entry.key!r} wants {entry.nbytes} bytes, {there} of the budget of {self.budget} "
+                f"are there; live: {list(self.live_keys())}, slots: {len(self._slots)}. Release a "
+                "unit first, prefetch less, or raise the budget"
+            )
+
+    def _move(self, entry: _Entry, place: Place) -> None:
+        if not entry.place.fixed:
+            self._places.discard(entry.place)
+        entry.place = place
+        entry.tensor = self._places.view(place, entry.numel, entry.dtype)
+        entry.epoch += 1
 
     # -- slots ----------------------------------------------------------------------------------
 
@@ -330,72 +381,52 @@ class StoragePool:
         """
         if self.mode != "slots":
             raise ValueError("this pool's mode is 'resize': make it with mode='slots'")
-        held = [key for key, entry in self._entries.items() if entry.live and entry.place.fixed]
+        live = {key: entry for key, entry in self._entries.items() if entry.live}
+        held = [key for key, entry in live.items() if entry.place.fixed]
         if held:
             raise RuntimeError(f"plan_slots while {held} are live in slots: release them first")
         graph = self.observed_conflicts()
         for key, others in (conflicts or {}).items():
             graph.setdefault(key, set()).update(others)
+        if self.budget is not None:
+            room = max(self.budget - sum(entry.nbytes for entry in live.values()), 0)
+            max_bytes = room if max_bytes is None else min(room, max_bytes)
         plans = color_slots(
-            {key: entry.nbytes for key, entry in self._entries.items() if not entry.live},
+            {key: entry.nbytes for key, entry in self._entries.items() if key not in live},
             graph,
             max_slots=max_slots,
-            max_bytes=self._slot_bytes(max_bytes),
+            max_bytes=max_bytes,
             dedicated=dedicated,
         )
-        return self._rebuild([(plan.nbytes, plan.keys) for plan in plans])
+        return self._rebuild(plans)
 
-    def _slot_bytes(self, max_bytes: int | None) -> int | None:
-        if self.budget is None:
-            return max_bytes
-        live = sum(entry.nbytes for entry in self._entries.values() if entry.live)
-        room = max(self.budget - live, 0)
-        return room if max_bytes is None else min(room, max_bytes)
-
-    def _rebuild(self, plans: list[tuple[int, tuple[Key, ...]]]) -> set[Key]:
-        """Move keys to their slots. A slot whose keys and size stay the same stays where it is."""
+    def _rebuild(self, plans: Iterable[SlotPlan]) -> set[Key]:
+        """Move keys to their slots; a slot whose size and keys are unchanged stays as it is."""
         old = {(place.nbytes, frozenset(self._in_place(place))): place for place in self._slots}
-        placed: dict[Key, _Place] = {}
-        slots = []
-        for nbytes, keys in plans:
-            place = old.pop((nbytes, frozenset(keys)), None)
-            slots.append((place, nbytes, keys))
-        for place in old.values():
-            self._free_slot(place)
+        kept = [(plan, old.pop((plan.nbytes, frozenset(plan.keys)), None)) for plan in plans]
+        for unused in old.values():
+            self._places.discard(unused)
+        target: dict[Key, Place] = {}
         self._slots = []
-        for place, nbytes, keys in slots:
-            made = place or self._make_slot(nbytes)
-            self._slots.append(made)
-            placed.update(dict.fromkeys(keys, made))
+        for plan, place in kept:
+            self._slots.append(place or self._places.make(plan.nbytes, fixed=True))
+            target.update(dict.fromkeys(plan.keys, self._slots[-1]))
         moved = set()
         for key, entry in self._entries.items():
-            target = placed.get(key)
-            if target is entry.place or (target is None and not entry.place.fixed):
-                continue
-            self._move(entry, target or self._own_place(entry.nbytes))
-            moved.add(key)
+            slot = target.get(key)
+            if slot is not entry.place and (slot is not None or entry.place.fixed):
+                self._move(entry, slot or self._places.make(entry.nbytes, fixed=False))
+                moved.add(key)
+        self._fallbacks.clear()
         self._peak = max(self._peak, self.bytes_resident)
         return moved
 
-    def _in_place(self, place: _Place) -> list[Key]:
-        return [key for key, entry in self._entries.items() if entry.place is place]
+    @property
+    def fallbacks(self) -> dict[Key, int]:
+        """How often keys found their slot taken since `plan_slots`: a reason to plan again."""
+        return dict(self._fallbacks)
 
-    def _make_slot(self, nbytes: int) -> _Place:
-        place = self._own_place(nbytes)
-        place.fixed = True
-        with self._allocating():
-            place.storage.resize_(nbytes)
-        place.raw = self._raw(place.storage, nbytes)
-        if self.poison:
-            place.raw.fill_(0xFF)
-        return place
-
-    def _free_slot(self, place: _Place) -> None:
-        with self._allocating():
-            place.storage.resize_(0)
-        self._forget(place)
-
-    # -- memory ---------------------------------------------------------------------------------
+    # -- bytes ----------------------------------------------------------------------------------
 
     @property
     def bytes_resident(self) -> int:
@@ -418,89 +449,6 @@ class StoragePool:
             return True
         return self.bytes_resident + entry.nbytes <= self.budget
 
-    @property
-    def fallbacks(self) -> dict[Key, int]:
-        """How often each key found its slot taken: a reason to plan slots again."""
-        return dict(self._fallbacks)
-
-    def _grow(self, entry: _Entry) -> None:
-        if not self.fits(entry.key):
-            there = max((self.budget or 0) - self.bytes_resident, 0)
-            raise PoolExhaustedError(
-                f"{entry.key!r} wants {entry.nbytes} bytes, {there} of the budget of {self.budget} "
-                f"are there; live: {list(self.live_keys())}, slots: {len(self._slots)}. Release a "
-                "unit first, prefetch less, or raise the budget"
-            )
-        place = entry.place
-        if place.storage.nbytes() != place.nbytes:
-            with self._allocating():
-                place.storage.resize_(place.nbytes)
-            place.raw = self._raw(place.storage, place.nbytes)
-            if self.poison:
-                place.raw.fill_(0xFF)
-
-    @contextmanager
-    def _allocating(self) -> Iterator[None]:
-        # An inference tensor could never be saved for backward, whoever asked for it first.
-        with torch.inference_mode(False), torch.no_grad(), self._context():
-            yield
-
-    def _own_place(self, nbytes: int) -> _Place:
-        with self._allocating():
-            raw = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
-            storage = raw.untyped_storage()
-            storage.resize_(0)
-        place = _Place(storage, raw, nbytes, fixed=False)
-        self._places[storage._cdata] = place
-        return place
-
-    def _forget(self, place: _Place) -> None:
-        with self._allocating():
-            place.storage.resize_(0)
-        self._places.pop(place.storage._cdata, None)
-
-    def _raw(self, storage: torch.UntypedStorage, nbytes: int) -> torch.Tensor:
-        with self._allocating():
-            made = torch.empty(0, dtype=torch.uint8, device=self.device)
-            return made.set_(storage, 0, (nbytes,), (1,))
-
-    def _view(self, place: _Place, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        with self._allocating():
-            made = torch.empty(0, dtype=dtype, device=self.device)
-            # set_ grows a storage that is too small: give back what it took of a released one.
-            held = place.storage.nbytes()
-            made.set_(place.storage, 0, (numel,), (1,))
-            if place.storage.nbytes() != held:
-                place.storage.resize_(held)
-            return made
-
-    def _move(self, entry: _Entry, place: _Place) -> None:
-        if not entry.place.fixed:
-            self._forget(entry.place)
-        entry.place = place
-        entry.tensor = self._view(place, entry.numel, entry.dtype)
-        entry.epoch += 1
-
-    def owner_of(self, tensor: torch.Tensor) -> Key | None:
-        """The key that lives in the memory a tensor views; None where it is none of the pool's.
-
-        Raises:
-            StaleStorageError: the memory is the pool's and nobody lives in it.
-        """
-        place = self._places.get(tensor.untyped_storage()._cdata)
-        if place is None:
-            return None
-        if place.owner is None:
-            raise StaleStorageError(
-                f"a view of released storage of {self._in_place(place)} is used: acquire the key "
-                "and gather into it first"
-            )
-        return place.owner
-
-    def stamp(self, key: Key) -> int:
-        """The number of the content last given to `acquire`. Raises KeyError."""
-        return self._entry(key).stamp
-
     def describe(self) -> str:
         """A table: slots with their keys, keys with storages of their own, bytes."""
         lines = [
@@ -508,12 +456,19 @@ class StoragePool:
             f"{self._peak}, budget {self.budget}"
         ]
         for at, place in enumerate(self._slots):
-            lines.append(
-                f"  slot {at}: {place.nbytes} bytes, holds {place.owner!r}, for "
-                f"{self._in_place(place)}"
-            )
+            keys = self._in_place(place)
+            lines.append(f"  slot {at}: {place.nbytes} bytes, holds {place.owner!r}, for {keys}")
         for key, entry in self._entries.items():
             if not entry.place.fixed:
                 state = "live" if entry.live else "released"
                 lines.append(f"  own: {key!r} {entry.nbytes} bytes, {state}")
         return "\n".join(lines)
+
+
+def _check_epoch(entry: _Entry, epoch: int | None) -> None:
+    if epoch is not None and epoch != entry.epoch:
+        raise StaleStorageError(
+            f"{entry.key!r}: views were saved in epoch {epoch} and the key has moved since "
+            f"(epoch {entry.epoch}): a gather would not reach them. Run forward under "
+            "SavedTensorGuard(pool, relocate=True), or plan slots with the whole order of use"
+        )

@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch._C import _disabled_torch_function_impl
 
-from . import checkpoint_protocol, dtensor_view
+from . import checkpoint_protocol
 from .axes import Axis
 from .span_ops import dispatch
 from .span_spec import Extents, SpanCommunicator, SpanSpec
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor.placement_types import Placement
 
 __all__ = ["ShardedTensor"]
 
@@ -44,10 +50,10 @@ class ShardedTensor(torch.Tensor):
     _local: torch.Tensor
     _spec: SpanSpec
     __slots__ = ("_local", "_spec")
-    __torch_function__ = _disabled_torch_function_impl
+    __torch_function__ = _disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
-    def __new__(
+    def __new__(  # noqa: D102 - documented by the class
         cls,
         local: torch.Tensor,
         shape: Sequence[int],
@@ -68,7 +74,7 @@ class ShardedTensor(torch.Tensor):
     def _wrap(
         cls, local: torch.Tensor, spec: SpanSpec, requires_grad: bool = False
     ) -> ShardedTensor:
-        wrapper: ShardedTensor = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        wrapper: ShardedTensor = torch.Tensor._make_wrapper_subclass(
             cls,
             spec.shape,
             strides=_contiguous_strides(spec.shape),
@@ -113,11 +119,13 @@ class ShardedTensor(torch.Tensor):
         extents = self.extents()
         numels = [stop - start for start, stop in extents]
         flat = communicator.all_gather(local.contiguous(), numels)
-        if all(a[1] == b[0] for a, b in zip(extents, extents[1:], strict=False)):
+        if all(one[1] == other[0] for one, other in pairwise(extents)):
             return flat.view(spec.shape)  # ranks in element order: gathered straight into place
         whole = torch.empty(spec.numel, dtype=local.dtype, device=local.device)
-        for (start, stop), piece in zip(extents, flat.split(numels), strict=True):
-            whole[start:stop].copy_(piece)
+        at = 0
+        for (start, stop), numel in zip(extents, numels, strict=True):
+            whole[start:stop].copy_(flat[at : at + numel])
+            at += numel
         return whole.view(spec.shape)
 
     def extents(self) -> tuple[tuple[int, int], ...]:
@@ -135,21 +143,26 @@ class ShardedTensor(torch.Tensor):
         pairs = communicator.all_gather(mine, [2] * communicator.size).view(-1, 2).tolist()
         return tuple((start, stop) for start, stop in pairs)
 
-    def to_dtensor(
-        self,
-        mesh: torch.distributed.device_mesh.DeviceMesh,
-        placements: Sequence[Any] | None = None,
-    ) -> torch.Tensor:
+    def to_dtensor(self, mesh: DeviceMesh, tp_placements: Sequence[Placement] = ()) -> DTensor:
         """This tensor as a torch DTensor, without a copy, where the cut is ``torch.chunk``'s.
 
-        See `lamina.buffers.dtensor_view.to_dtensor` for tensor-parallel dimensions.
+        Args:
+            mesh: the axes that cut this tensor, outer first, then tensor-parallel dimensions.
+            tp_placements: torch's placements along the latter.
+
+        Raises:
+            NotImplementedError: the rows of some rank are not torch.chunk's: a DTensor of them
+                would be silently wrong.
         """
-        return dtensor_view.to_dtensor(self._local, self._spec, mesh, placements)
+        # DTensor takes long to import and few need it.
+        from .dtensor_view import to_dtensor
+
+        return to_dtensor(self._local, self._spec, mesh, tp_placements)
 
     # -- torch's hooks for tensor subclasses ------------------------------------------------------
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls,
         func: torch._ops.OpOverload,
         types: Sequence[type],
@@ -172,7 +185,7 @@ class ShardedTensor(torch.Tensor):
 
     # The C++ setter of .data swaps the outer tensor's sizes and leaves the span behind.
     @property
-    def data(self) -> torch.Tensor:  # type: ignore[override]
+    def data(self) -> torch.Tensor:
         """The same span without its autograd history, as for any tensor."""
         return self.detach()
 
@@ -183,7 +196,7 @@ class ShardedTensor(torch.Tensor):
             "torch.utils.swap_tensors, or make a new parameter"
         )
 
-    def __repr__(self, *, tensor_contents: object = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         spec = self._spec
         grad = ", requires_grad=True" if self.requires_grad else ""
         return (
@@ -276,5 +289,4 @@ def register_foreach() -> None:
             supported.append(ShardedTensor)
 
 
-Handler = Callable[..., Any]
 register_foreach()

@@ -106,9 +106,9 @@ def _copy(
     if isinstance(source, cls):
         if not spec.matches(source._spec):
             raise ValueError(
-                f"copy_: target has shape {list(spec.shape)} span {spec.start}..{spec.stop}, source "
-                f"shape {list(source.shape)} span {source.start}..{source.stop}: they are cut "
-                "differently; go through torch.distributed.checkpoint or .full_tensor()"
+                f"copy_: target has shape {list(spec.shape)} span {spec.start}..{spec.stop}, "
+                f"source shape {list(source.shape)} span {source.start}..{source.stop}: they are "
+                "cut differently; go through torch.distributed.checkpoint or .full_tensor()"
             )
         target._local.copy_(source._local, non_blocking=non_blocking)
     elif source.dim() == 0:

@@ -22,9 +22,9 @@ _NOT_POINTWISE = {"aten::equal", "aten::max", "aten::min", "aten::clone"}
 
 # torch._foreach_*: those that work element by element.
 _FOREACH = frozenset(
-    "abs acos add addcdiv addcmul asin atan ceil clamp_max clamp_min clone copy cos cosh div erf erfc "
-    "exp expm1 floor frac lerp lgamma log log10 log1p log2 maximum minimum mul neg pow reciprocal "
-    "round rsqrt sigmoid sign sin sinh sqrt sub tan tanh trunc zero".split()
+    "abs acos add addcdiv addcmul asin atan ceil clamp_max clamp_min clone copy cos cosh div erf "
+    "erfc exp expm1 floor frac lerp lgamma log log10 log1p log2 maximum minimum mul neg pow "
+    "reciprocal round rsqrt sigmoid sign sin sinh sqrt sub tan tanh trunc zero".split()
 )
 _FUSED = frozenset({"_fused_adam_", "_fused_adamw_", "_fused_sgd_", "_fused_adagrad_"})
 
@@ -68,9 +68,7 @@ def dispatch(
         and torch.Tag.reduction not in func.tags
         and torch.Tag.nondeterministic_seeded not in func.tags
         and schema.name not in _NOT_POINTWISE
-    ):
-        return _pointwise(cls, func, args, kwargs)
-    elif name in _UNTAGGED_POINTWISE:
+    ) or name in _UNTAGGED_POINTWISE:
         return _pointwise(cls, func, args, kwargs)
     return refuse(cls, func, args)
 
@@ -197,7 +195,7 @@ def _lists(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
-    """foreach and fused optimizer kernels: the i-th tensors of all lists belong together."""
+    """Foreach and fused optimizer kernels: the i-th tensors of all lists belong together."""
     every = [*args, *kwargs.values()]
     lists = [value for value in every if _is_tensor_list(value)]
     specs = _specs_by_place(cls, func, lists)

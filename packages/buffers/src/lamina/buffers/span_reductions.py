@@ -7,7 +7,7 @@ and it is rounded once to the result's dtype. All of them are collective where t
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
@@ -42,6 +42,11 @@ def _reduce(spec: SpanSpec, operation: str, value: torch.Tensor, op: ReduceOp) -
     return spec.reach(operation).all_reduce(value, op)
 
 
+def _rest(args: tuple[Any, ...], *defaults: Any) -> tuple[Any, ...]:
+    """Positional arguments completed by the schema's defaults, which torch leaves out."""
+    return args + defaults[len(args) :]
+
+
 def _refuse_dims(func: torch._ops.OpOverload, tensor: ShardedTensor, dim: Any, keep: bool) -> None:
     """Only reductions over all dimensions are right on a span."""
     dims = [] if dim is None else [dim] if isinstance(dim, int) else list(dim)
@@ -54,10 +59,15 @@ def _refuse_dims(func: torch._ops.OpOverload, tensor: ShardedTensor, dim: Any, k
         )
 
 
+def _pieces(local: torch.Tensor) -> Iterator[torch.Tensor]:
+    for at in range(0, local.numel(), _CHUNK):
+        yield local[at : at + _CHUNK]
+
+
 def _partial_sum(local: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Sum of a span in `dtype`, a 0-d tensor."""
     total = torch.zeros((), dtype=dtype, device=local.device)
-    for piece in local.split(_CHUNK):
+    for piece in _pieces(local):
         total += piece.sum(dtype=dtype)
     return total
 
@@ -79,7 +89,7 @@ def _sum(
 ) -> torch.Tensor:
     tensor: ShardedTensor = args[0]
     if func is aten.sum.dim_IntList:
-        dim, keep = (*args[1:], *(None, False)[len(args) - 1 :])
+        dim, keep = _rest(args, None, None, False)[1:]
         _refuse_dims(func, tensor, dim, bool(kwargs.get("keepdim", keep)))
     dtype = kwargs.get("dtype") or (tensor.dtype if tensor.dtype.is_floating_point else torch.int64)
     local = tensor._local.to(dtype) if dtype != tensor.dtype else tensor._local
@@ -113,7 +123,7 @@ def _dot(
     if not (isinstance(left, cls) and isinstance(right, cls) and left._spec.matches(right._spec)):
         raise ValueError(f"{func}: both operands must be ShardedTensors cut alike")
     total = torch.zeros((), dtype=_wide(left.dtype), device=left.device)
-    for a, b in zip(left._local.split(_CHUNK), right._local.split(_CHUNK), strict=True):
+    for a, b in zip(_pieces(left._local), _pieces(right._local), strict=True):
         total += (a.to(total.dtype) * b.to(total.dtype)).sum()
     return _reduce(left._spec, "dot()", total, "sum").to(left.dtype)
 
@@ -171,7 +181,7 @@ def _extreme(
 ) -> torch.Tensor:
     tensor: ShardedTensor = args[0]
     if func in (aten.amax.default, aten.amin.default):
-        dim, keep = (*args[1:], *((), False)[len(args) - 1 :])
+        dim, keep = _rest(args, None, (), False)[1:]
         _refuse_dims(func, tensor, kwargs.get("dim", dim), bool(kwargs.get("keepdim", keep)))
     if not tensor._spec.numel:
         raise RuntimeError(f"{func} of an empty tensor of shape {list(tensor.shape)}")
@@ -225,9 +235,7 @@ def _partial_norm(local: torch.Tensor, order: float) -> torch.Tensor:
     """A span's share of a norm in fp64: sum of powers, or the extreme."""
     start = math.inf if order == -math.inf else 0.0
     total = torch.full((), start, dtype=torch.float64, device=local.device)
-    for piece in local.split(_CHUNK):
-        if not piece.numel():
-            continue
+    for piece in _pieces(local):
         wide = piece.to(torch.float64).abs() if not piece.is_complex() else piece.abs().double()
         if order == math.inf:
             total = torch.maximum(total, wide.max())
@@ -275,7 +283,7 @@ def _all_reduce_norms(
 ) -> torch.Tensor:
     if op == "sum":
         return _reduce(spec, operation, partial, op)
-    # NaN beside a number, as in _extremes: NaN becomes the value that wins, infinity is finite-proof.
+    # As in _extremes: the flag travels beside a number.
     is_nan = torch.isnan(partial)
     lost = 0.0 if op == "max" else math.inf
     flag = is_nan.to(partial.dtype) if op == "max" else -is_nan.to(partial.dtype)
@@ -295,7 +303,7 @@ def _vector_norm(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> torch.Tensor:
-    tensor, order, dim, keep = (*args, *(None, 2, None, False)[len(args) :])
+    tensor, order, dim, keep = _rest(args, None, 2, None, False)
     _refuse_dims(func, tensor, dim, bool(keep))
     return _rounded(_norms(str(func), [tensor], float(order))[0], tensor, kwargs.get("dtype"))
 
@@ -312,7 +320,7 @@ def _norm(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> torch.Tensor:
-    tensor, order, dim, keep = (*args, *(None, 2, None, False)[len(args) :])
+    tensor, order, dim, keep = _rest(args, None, 2, None, False)
     _refuse_dims(func, tensor, dim, bool(keep))
     order = 2.0 if order is None else float(order)
     return _rounded(_norms(str(func), [tensor], order)[0], tensor, kwargs.get("dtype"))

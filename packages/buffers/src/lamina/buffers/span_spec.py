@@ -105,8 +105,8 @@ class SpanSpec:
         """
         if self.communicator is None:
             raise RuntimeError(
-                f"{operation} of a ShardedTensor of shape {list(self.shape)} ({self.where()}) needs "
-                "the other ranks' spans, and it was made without a communicator: pass "
+                f"{operation} of a ShardedTensor of shape {list(self.shape)} ({self.where()}) "
+                "needs the other ranks' spans, and it was made without a communicator: pass "
                 "communicator= to FlatBuffer or ShardedTensor (lamina.collectives has one), use "
                 ".to_local() for this rank's span, or lamina.ddp's full_parameters, "
                 "full_gradients and clip_grad_norm"

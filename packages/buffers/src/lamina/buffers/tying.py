@@ -86,7 +86,7 @@ def _refuse_overlap(
     if not tensor.numel():
         return
     reach = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
-    start = tensor.storage_offset() * tensor.element_size()
+    start = int(tensor.storage_offset()) * tensor.element_size()
     stop = start + (reach + 1) * tensor.element_size()
     others = ranges.setdefault(tensor.untyped_storage()._cdata, [])
     for low, high, other in others:

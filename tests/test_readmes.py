@@ -13,7 +13,11 @@ SOURCES = {layer: ROOT / "packages" / layer / "src" for layer in LAYERS}
 ALL = (*SOURCES.values(), Path(sysconfig.get_path("purelib")))
 PAGES = [
     page
-    for page in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    for page in [
+        ROOT / "README.md",
+        ROOT / "CONTRIBUTING.md",
+        *sorted((ROOT / "docs").rglob("*.md")),
+    ]
     if page.exists() and snippets(page)
 ]
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
 from .boxes import boxes_of_span
-from .span_spec import SpanSpec
 
 if TYPE_CHECKING:
     from .sharded_tensor import ShardedTensor
@@ -156,16 +154,9 @@ def _new(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> torch.Tensor:
-    """A plain tensor of the size asked for, unless that looks like a slip for ``*_like``."""
-    source, size = args[0], args[1]
-    if _means_like(source._spec, size):
-        raise NotImplementedError(
-            f"{func} with the shape {list(size)} of a ShardedTensor would be a whole plain tensor "
-            "on every rank: use torch.zeros_like, ones_like, empty_like or full_like"
-        )
-    made: torch.Tensor = func(source._local, *args[1:], **kwargs)
-    return made
-
-
-def _means_like(spec: SpanSpec, size: Sequence[int]) -> bool:
-    return math.prod(size) > 1 and tuple(size) == tuple(spec.shape)
+    """Of this tensor's own shape: a ShardedTensor cut alike. Of another: a plain tensor."""
+    source, size, *rest = args
+    if tuple(size) != tuple(source.shape):
+        made: torch.Tensor = func(source._local, size, *rest, **kwargs)
+        return made
+    return cls._wrap(func(source._local, [source._spec.local_numel], *rest, **kwargs), source._spec)

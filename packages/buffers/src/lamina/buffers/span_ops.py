@@ -199,12 +199,16 @@ def _lists(
     every = [*args, *kwargs.values()]
     lists = [value for value in every if _is_tensor_list(value)]
     specs = _specs_by_place(cls, func, lists)
+    fused = func._schema.name.startswith("aten::_fused")
 
     def unwrap(value: Any) -> Any:
         if not _is_tensor_list(value):
             return value
         return [
-            one if spec is None else local_of(cls, func, one, spec)
+            # A fused kernel reads step counts as numbers, whatever its tensors' shapes.
+            one
+            if spec is None or (fused and not isinstance(one, cls))
+            else local_of(cls, func, one, spec)
             for one, spec in zip(value, specs, strict=False)
         ]
 

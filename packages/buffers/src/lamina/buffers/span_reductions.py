@@ -263,7 +263,7 @@ def _norms(operation: str, tensors: Sequence[ShardedTensor], order: float) -> li
         communicator = spec.reach(operation)
         for place in cut:
             other = tensors[place]._spec
-            if other.communicator != communicator:
+            if other.axes != spec.axes and other.communicator != communicator:
                 raise NotImplementedError(
                     f"{operation} over ShardedTensors of different meshes ({spec.where()} and "
                     f"{other.where()}) in one call: use lamina.ddp.clip_grad_norm, which counts "

@@ -38,7 +38,7 @@ class SpanCommunicator(Protocol):
         """Concatenate the ranks' flat tensors, of ``numels[rank]`` elements, in rank order."""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class SpanSpec:
     """Place of a span in its tensor.
 
@@ -55,7 +55,7 @@ class SpanSpec:
     stop: int
     axes: tuple[Axis, ...] = ()
     communicator: SpanCommunicator | None = None
-    extents: Extents | None = field(default=None, repr=False)
+    extents: Extents | None = field(default=None, repr=False, compare=False)
 
     @property
     def numel(self) -> int:
@@ -91,6 +91,10 @@ class SpanSpec:
         return SpanSpec(
             torch.Size(shape), self.start, self.stop, self.axes, self.communicator, self.extents
         )
+
+    def __deepcopy__(self, memo: dict[int, object]) -> SpanSpec:
+        # Nothing here changes, and a communicator has no copy: copied tensors reach the same ranks.
+        return self
 
     def where(self) -> str:
         """This rank's coordinates, for messages."""

@@ -232,15 +232,16 @@ def wait_for(path: Path) -> None:
 
 
 @pytest.mark.ranks(2)
-def test_a_collective_that_ends_before_its_wait_was_overlapped(tmp_path):
+def test_a_collective_that_ends_before_its_wait_was_overlapped():
     group = dist.group.WORLD
     with Ledger() as ledger:
         pending = start_all_reduce(torch.ones(1000), group)
         assert not only(ledger).overlapped  # nobody knows yet
-        time.sleep(0.2)  # compute
-        before = only(ledger)
-        assert before.finished is not None  # noted by whoever finished it, not by `wait`
-        assert before.waited is None
+        deadline = time.monotonic() + 20
+        while only(ledger).finished is None:  # noted by whoever finishes it, not by `wait`
+            assert time.monotonic() < deadline
+            time.sleep(0.005)  # compute
+        assert only(ledger).waited is None
         pending.wait()
     record = only(ledger)
     assert record.asynchronous
@@ -250,16 +251,16 @@ def test_a_collective_that_ends_before_its_wait_was_overlapped(tmp_path):
 
 
 @pytest.mark.ranks(2)
-def test_a_collective_waited_for_at_once_was_not_overlapped(tmp_path):
+def test_a_collective_waited_for_at_once_was_not_overlapped():
     group, rank = dist.group.WORLD, dist.get_rank()
     with Ledger() as ledger:
         if rank == 1:
-            time.sleep(0.2)  # keeps rank 0 waiting
+            time.sleep(0.5)  # keeps rank 0 waiting
         start_all_reduce(torch.ones(1000), group).wait()
     record = only(ledger)
     if rank == 0:
-        assert record.duration > 0.1
-        assert record.exposed > 0.9 * record.duration
+        assert record.duration > 0.2
+        assert record.exposed > 0.5 * record.duration
         assert not record.overlapped
 
 

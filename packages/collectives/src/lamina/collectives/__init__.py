@@ -23,6 +23,7 @@ from .shaped import (
 )
 from .small import all_reduce_small, broadcast
 from .spans import SpanGroups
+from .transport import use_messages
 
 __all__ = [
     "Handle",
@@ -50,4 +51,5 @@ __all__ = [
     "start_all_reduce",
     "start_all_to_all",
     "start_reduce_scatter",
+    "use_messages",
 ]

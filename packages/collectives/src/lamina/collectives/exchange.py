@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, cast
 
+import torch
+
 from .checks import group_rank, group_size, require_disjoint, require_same_device, where
 from .handles import Handle, launch
 from .record import issue
 from .transport import Rest, exchange, host_bound
 
 if TYPE_CHECKING:
-    import torch
     from torch.distributed import ProcessGroup
 
 __all__ = ["all_to_all"]
@@ -26,7 +27,7 @@ def all_to_all(
     input_splits: Sequence[int] | None = None,
     async_op: bool = False,
 ) -> Handle:
-    """Send the i-th run of rows of `input` to rank i, and receive rank i's into the i-th of `output`.
+    """Send run i of the rows of `input` to rank i; what rank i sends becomes run i of `output`.
 
     Args:
         output: contiguous [R, ...], any dtype.
@@ -45,8 +46,8 @@ def all_to_all(
     size, rank = group_size(group), group_rank(group)
     device = require_same_device(name, group, output=output, input=input)
     _check_tensors(output, input, group)
-    receives = output.detach().split(_splits("output", output, output_splits, group, size))
-    sends = input.detach().split(_splits("input", input, input_splits, group, size))
+    receives = torch.split(output.detach(), _splits("output", output, output_splits, group, size))
+    sends = torch.split(input.detach(), _splits("input", input, input_splits, group, size))
     if receives[rank].shape != sends[rank].shape:
         raise ValueError(
             f"{name} {where(group)}: this rank sends itself {len(sends[rank])} rows but expects "

@@ -136,7 +136,7 @@ def launch(
         state = _on_cuda(call, group, device, start, async_op=async_op, host_bound=host_bound)
     else:
         rest = start()
-        if async_op and group is not None:
+        if async_op and group is not None and group.size() > 1:
             state["ticket"] = lane_of(group).submit(_finishing(rest, call))
         else:
             rest()
@@ -168,7 +168,7 @@ def _on_cuda(
     host_bound: bool,
 ) -> dict[str, Any]:
     current = torch.cuda.current_stream(device)
-    if not async_op or group is None:
+    if not async_op or group is None or group.size() == 1:
         start()()
         return {}
     lane = lane_of(group)

@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from .neighbours import Neighbour, meet
+
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
@@ -24,6 +26,8 @@ __all__ = ["Lane", "Ticket", "lane_of"]
 # Messages of collectives carry tags above those that users give to their own sends.
 _FIRST_TAG = 1 << 24
 _TAGS = 1 << 24
+_TAGS_PER_CALL = 2
+_SPARE_BYTES = 64 << 20
 
 
 class Ticket:
@@ -54,16 +58,20 @@ class Lane:
         self._running = False
         self._tag = 0
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        self._meeting = threading.Lock()
+        self._willing = True
+        self._neighbours: tuple[Neighbour | None, ...] | None = None
+        self._spare: list[torch.Tensor] = []
 
     def next_tag(self) -> int:
-        """Tag for the messages of one collective.
+        """Tag for the messages of one collective; the tag after it is the collective's too.
 
         Ranks call collectives of one group in one order, so they draw equal tags, and messages of
         two collectives in flight cannot be taken for each other, whichever thread posts them.
         """
         with self._lock:
             tag = _FIRST_TAG + self._tag
-            self._tag = (self._tag + 1) % _TAGS
+            self._tag = (self._tag + _TAGS_PER_CALL) % _TAGS
             return tag
 
     def submit(self, job: Callable[[], None]) -> Ticket:
@@ -92,6 +100,57 @@ class Lane:
             else:
                 ticket.finish()
             del job, ticket  # tensors held by the job must not live until the next one
+
+    @property
+    def acquainted(self) -> bool:
+        """Whether :meth:`meet` has been called."""
+        return self._neighbours is not None
+
+    @property
+    def neighbours(self) -> tuple[Neighbour | None, ...]:
+        """Per rank, the neighbour whose memory can be read; known after :meth:`meet`."""
+        assert self._neighbours is not None  # noqa: S101 - the caller has met them
+        return self._neighbours
+
+    def meet(self, group: ProcessGroup) -> None:
+        """Get to know the neighbours, with all ranks of `group`; only the first call does."""
+        with self._meeting:
+            if self._neighbours is None:
+                self._neighbours = meet(group, willing=self._willing)
+
+    def keep_to_messages(self) -> None:
+        """Never read a neighbour's memory; before the first exchange.
+
+        Raises:
+            RuntimeError: the ranks have already agreed otherwise.
+
+        """
+        with self._meeting:
+            if self._neighbours is not None and any(self._neighbours):
+                raise RuntimeError(
+                    "this group's ranks already read each other's memory; call use_messages() "
+                    "right after the group is made, before its first collective"
+                )
+            self._willing = False
+
+    def borrow(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """CPU scratch of `numel` elements; pages that were used before cost no page faults."""
+        nbytes = numel * dtype.itemsize
+        with self._lock:
+            fitting = [i for i, spare in enumerate(self._spare) if spare.numel() >= nbytes]
+            best = min(fitting, key=lambda i: self._spare[i].numel(), default=None)
+            found = None if best is None else self._spare.pop(best)
+        if found is None:
+            found = torch.empty(nbytes, dtype=torch.uint8)
+        return found[:nbytes].view(dtype)
+
+    def give_back(self, scratch: torch.Tensor) -> None:
+        """Keep borrowed scratch for the next call; 64 MiB per group at most, the newest."""
+        whole = torch.empty(0, dtype=torch.uint8).set_(scratch.untyped_storage())
+        with self._lock:
+            self._spare.append(whole)
+            while sum(spare.numel() for spare in self._spare) > _SPARE_BYTES:
+                self._spare.pop(0)
 
     def stream(self, device: torch.device) -> torch.cuda.Stream:
         """Side stream of this group on `device`."""

@@ -26,7 +26,7 @@ from .handles import ReduceHandle, Statistics, launch
 from .lanes import lane_of
 from .record import issue
 from .summation import sum_chunks
-from .transport import Rest, exchange, host_bound
+from .transport import Collection, Rest, exchange, host_bound
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -86,19 +86,17 @@ def reduce_scatter_fp32(
     received = input.numel() - output.numel()
     call = issue(name, group, input.dtype, received * input.element_size(), async_op=async_op)
     statistics = Statistics(device)
-    if scratch is None:
-        scratch = torch.empty(received, dtype=input.dtype, device=device)
-    pieces = list(input.chunk(size)) if size > 1 else [input]
-    space = scratch[:received].view(size - 1, output.numel()) if size > 1 else scratch
-    chunks = [own if place == rank else space[place - (place > rank)] for place in range(size)]
+    scratch = _scratch(name, scratch, received, input, output, group)
+    pieces = list(input.chunk(size))
 
     def start() -> Rest:
-        rest = None if group is None or size == 1 else exchange(chunks, pieces, group, device)
+        if group is None or size == 1:
+            return lambda: sum_chunks([input], output, factor, accumulate, statistics)
+        collection = Collection(pieces, group, device, scratch)
 
         def finish() -> None:
-            if rest is not None:
-                rest()
-            sum_chunks(chunks, output, factor, accumulate, statistics)
+            sum_chunks(collection.arrive(), output, factor, accumulate, statistics)
+            collection.release()
 
         return finish
 
@@ -165,11 +163,7 @@ def all_reduce_fp32(
     target = torch.empty_like(output) if accumulate and size > 1 else output
     results = _cut(target, piece, size)
     mine = sends[rank].numel()
-    scratch = torch.empty((size - 1) * mine, dtype=input.dtype, device=device)
-    chunks = [
-        sends[rank] if place == rank else scratch.narrow(0, (place - (place > rank)) * mine, mine)
-        for place in range(size)
-    ]
+    scratch = _scratch(name, None, (size - 1) * mine, input, output, group)
     sent = (input.numel() - mine) * input.element_size()
     sent += (size - 1) * mine * output.element_size()
     call = issue(name, group, input.dtype, sent, async_op=async_op)
@@ -178,12 +172,12 @@ def all_reduce_fp32(
     def start() -> Rest:
         if group is None or size == 1:
             return lambda: sum_chunks([input], output, factor, accumulate, statistics)
-        rest = exchange(chunks, sends, group, device)
+        collection = Collection(sends, group, device, scratch)
         second = lane_of(group).next_tag()  # now, not in `finish`: see `exchange`
 
         def finish() -> None:
-            rest()
-            sum_chunks(chunks, results[rank], factor, False, statistics)
+            sum_chunks(collection.arrive(), results[rank], factor, False, statistics)
+            collection.release()
             exchange(results, [results[rank]] * size, group, device, second)()
             if accumulate:
                 finals = _cut(output, piece, size)
@@ -206,6 +200,30 @@ def all_reduce_fp32(
             statistics=statistics,
         ),
     )
+
+
+def _scratch(
+    name: str,
+    given: torch.Tensor | None,
+    numel: int,
+    input: torch.Tensor,
+    output: torch.Tensor,
+    group: ProcessGroup | None,
+) -> torch.Tensor | None:
+    """Scratch for `numel` received elements; None where the transport finds its own (CPU)."""
+    if given is None:
+        on_cpu = input.device.type == "cpu" and host_bound(group, input.device)
+        return None if on_cpu else torch.empty(numel, dtype=input.dtype, device=input.device)
+    require_flat(name, "scratch", given, group)
+    require_same_device(name, group, input=input, scratch=given)
+    if given.dtype != input.dtype or given.numel() < numel:
+        raise ValueError(
+            f"{name} {where(group)}: `scratch` has {given.numel()} elements of {given.dtype}; it "
+            f"needs at least {numel} of the wire dtype {input.dtype}"
+        )
+    require_disjoint(name, group, ("scratch", given), ("input", input))
+    require_disjoint(name, group, ("scratch", given), ("output", output))
+    return given
 
 
 def _cut(tensor: torch.Tensor, piece: int, count: int) -> list[torch.Tensor]:

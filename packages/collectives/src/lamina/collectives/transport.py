@@ -2,10 +2,11 @@
 
 The choice is by the backend that serves the tensor's device:
 
-- gloo: a message per pair of ranks, straight from the source buffer into the destination.
-  torch's collectives on gloo copy through staging buffers and take two to three times as long.
-- gloo with CUDA tensors: the same through pinned host memory (gloo moves only host memory).
+- gloo: pair by pair, straight from the source buffer into the destination (`swap.py`). torch's
+  own collectives on gloo copy through staging buffers and take two to three times as long.
+- gloo with CUDA tensors: messages through host memory, as gloo moves only that.
 - anything else (NCCL, fake): the backend's all-to-all over lists of tensors.
+- meta tensors: nothing moves; plans can be made and recorded without data.
 """
 
 from __future__ import annotations
@@ -18,18 +19,34 @@ import torch.distributed as dist
 
 from .compat import backend_name
 from .lanes import lane_of
+from .swap import Chunk, Swap
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup, Work
 
-__all__ = ["exchange", "host_bound", "wait_all"]
+__all__ = ["Collection", "exchange", "host_bound", "use_messages", "wait_all"]
 
 Rest = Callable[[], None]
 
 
+def use_messages(group: ProcessGroup | None) -> None:
+    """Make the CPU ranks of `group` exchange messages only.
+
+    Ranks of one host otherwise read each other's memory where the kernel allows it, which is
+    several times as fast. One rank that calls this is enough. For measurements of the network, and
+    for hosts whose policy forbids reading another process.
+
+    Raises:
+        RuntimeError: the group has already been used otherwise.
+
+    """
+    if group is not None:
+        lane_of(group).keep_to_messages()
+
+
 def host_bound(group: ProcessGroup | None, device: torch.device) -> bool:
     """Whether the host itself has to wait for messages on `device` (gloo)."""
-    return group is not None and backend_name(group, device) == "gloo"
+    return group is not None and device.type != "meta" and backend_name(group, device) == "gloo"
 
 
 def exchange(
@@ -43,7 +60,8 @@ def exchange(
 
     Nothing blocks: the messages are posted, and the returned function completes them (on NCCL it
     makes the current stream wait). Entries that are None or empty send nothing, and an entry for
-    this rank itself is ignored. Sizes must match between the two ends; nobody checks that here.
+    this rank itself is ignored. Sizes must match between the two ends; between ranks that read
+    each other's memory a mismatch raises, elsewhere nobody checks.
 
     Args:
         receives: per rank of the group, a contiguous tensor to fill.
@@ -55,14 +73,123 @@ def exchange(
             messages in the order in which their threads happened to run.
 
     """
+    lane = lane_of(group)
     if tag is None:
-        tag = lane_of(group).next_tag()
-    if backend_name(group, device) != "gloo":
+        tag = lane.next_tag()
+    if not host_bound(group, device):
         return _all_to_all_lists(receives, sends, group, device)
-    if device.type == "cpu":
-        works = _post(receives, sends, group, tag)
-        return lambda: wait_all(*works)
-    return _staged(receives, sends, group, tag)
+    if device.type != "cpu":
+        return _staged(receives, sends, group, tag)
+    swap = _swap(receives, sends, group, tag, direct=True)
+    posted = lane.acquainted
+    if posted:
+        swap.post()
+
+    def rest() -> None:
+        if not posted:  # the first exchange of a group: getting to know the neighbours blocks
+            swap.post()
+        _fill(swap, receives)
+
+    return rest
+
+
+def _swap(
+    receives: Sequence[torch.Tensor | None],
+    sends: Sequence[torch.Tensor | None],
+    group: ProcessGroup,
+    tag: int,
+    *,
+    direct: bool,
+) -> Swap:
+    def room(place: int) -> torch.Tensor:
+        tensor = receives[place]
+        assert tensor is not None  # noqa: S101 - asked only where elements are expected
+        return tensor
+
+    expects = [0 if tensor is None else tensor.numel() for tensor in receives]
+    dtype = next((tensor.dtype for tensor in receives if tensor is not None), torch.uint8)
+    return Swap(sends, expects, dtype, room, group, tag, direct=direct)
+
+
+def _fill(swap: Swap, receives: Sequence[torch.Tensor | None]) -> None:
+    for source in swap.sources():
+        chunk, target = swap.fetch(source), receives[source]
+        if not isinstance(chunk, torch.Tensor) and target is not None:
+            chunk.read(0, target)
+            swap.receipt(source)
+    swap.close()
+
+
+class Collection:
+    """Every rank's chunk for this rank, where a sum can read it in rank order.
+
+    Args:
+        sends: per rank of the group the chunk for it; this rank's own entry is used in place. All
+            chunks that arrive have its size.
+        group: at least two ranks.
+        device: where the tensors lie.
+        scratch: flat, (N-1) chunks. On CPU it may be None: what cannot be read where it lies then
+            goes to scratch of the group's lane.
+
+    """
+
+    def __init__(
+        self,
+        sends: Sequence[torch.Tensor],
+        group: ProcessGroup,
+        device: torch.device,
+        scratch: torch.Tensor | None,
+    ) -> None:
+        self._own, self._rank, self._size = sends[group.rank()], group.rank(), group.size()
+        self._scratch, self._lane = scratch, lane_of(group)
+        self._borrowed: list[torch.Tensor] = []
+        self._swap: Swap | None = None
+        self._rest: Rest | None = None
+        self._rows: list[torch.Tensor] = []
+        if host_bound(group, device) and device.type == "cpu":
+            expects = [self._own.numel()] * self._size
+            tag = self._lane.next_tag()
+            self._swap = Swap(sends, expects, self._own.dtype, self._room, group, tag)
+            self._posted = self._lane.acquainted
+            if self._posted:
+                self._swap.post()
+        else:
+            self._rows = [
+                self._own if place == self._rank else self._room(place)
+                for place in range(self._size)
+            ]
+            self._rest = exchange(self._rows, sends, group, device)
+
+    def _room(self, place: int) -> torch.Tensor:
+        numel = self._own.numel()
+        if self._scratch is None:
+            self._borrowed.append(self._lane.borrow(numel, self._own.dtype))
+            return self._borrowed[-1]
+        row = place - (place > self._rank)
+        return self._scratch[row * numel : (row + 1) * numel]
+
+    def arrive(self) -> list[Chunk]:
+        """Wait for all chunks; return them in rank order."""
+        if self._swap is None:
+            if self._rest is not None:
+                self._rest()
+            return list(self._rows)
+        if not self._posted:
+            self._swap.post()
+        chunks: dict[int, Chunk] = {self._rank: self._own}
+        for source in self._swap.sources():
+            chunks[source] = self._swap.fetch(source)
+        return [chunks.get(place, self._own) for place in range(self._size)]
+
+    def release(self) -> None:
+        """Tell the neighbours that their chunks are read, and wait for their word."""
+        if self._swap is not None:
+            for source in self._swap.sources():
+                self._swap.receipt(source)
+            self._swap.close()
+        for scratch in self._borrowed:
+            self._lane.give_back(scratch)
+        self._borrowed.clear()
 
 
 def wait_all(*works: Work | None) -> None:
@@ -70,38 +197,6 @@ def wait_all(*works: Work | None) -> None:
     for work in works:
         if work is not None:
             work.wait()
-
-
-def _post(
-    receives: Sequence[torch.Tensor | None],
-    sends: Sequence[torch.Tensor | None],
-    group: ProcessGroup,
-    tag: int,
-) -> list[Work]:
-    """Post all receives, then all sends, each rank starting at its own neighbour.
-
-    Posting never blocks, so no order can deadlock; starting at the neighbour spreads the load, as
-    in round i every rank sends to the one i places further.
-    """
-    rank, size = group.rank(), group.size()
-    works: list[Work] = []
-    for step in range(1, size):
-        source = (rank - step) % size
-        tensor = receives[source]
-        if tensor is not None and tensor.numel():
-            works.append(_posted(dist.irecv(tensor, group=group, group_src=source, tag=tag)))
-    for step in range(1, size):
-        target = (rank + step) % size
-        tensor = sends[target]
-        if tensor is not None and tensor.numel():
-            works.append(_posted(dist.isend(tensor, group=group, group_dst=target, tag=tag)))
-    return works
-
-
-def _posted(work: Work | None) -> Work:
-    if work is None:
-        raise RuntimeError("this rank is not in the process group it was asked to communicate in")
-    return work
 
 
 def _staged(
@@ -112,7 +207,6 @@ def _staged(
 ) -> Rest:
     """CUDA tensors over gloo: copy to the host, exchange there, copy back."""
     rank = group.rank()
-    stream = torch.cuda.current_stream()
     host_sends = [
         None if tensor is None or place == rank else tensor.to("cpu", non_blocking=True)
         for place, tensor in enumerate(sends)
@@ -122,11 +216,13 @@ def _staged(
         for place, tensor in enumerate(receives)
     ]
     copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-    copied.record(stream)
+    copied.record()
+    swap = _swap(host_receives, host_sends, group, tag, direct=False)
 
     def rest() -> None:
         copied.synchronize()
-        wait_all(*_post(host_receives, host_sends, group, tag))
+        swap.post()
+        _fill(swap, host_receives)
         for target, source in zip(receives, host_receives, strict=True):
             if target is not None and source is not None:
                 target.copy_(source)
@@ -140,6 +236,8 @@ def _all_to_all_lists(
     group: ProcessGroup,
     device: torch.device,
 ) -> Rest:
+    if device.type == "meta":
+        return lambda: None
     rank = group.rank()
     filled = next(tensor for tensor in (*receives, *sends) if tensor is not None)
     nothing = torch.empty(0, dtype=filled.dtype, device=device)

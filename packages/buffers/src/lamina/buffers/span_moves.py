@@ -145,6 +145,34 @@ def copy_span(
         into.copy_(piece, non_blocking=non_blocking)
 
 
+@_handles(aten.index_put_.default)
+def _masked_write(
+    cls: type[ShardedTensor],
+    func: torch._ops.OpOverload,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> torch.Tensor:
+    """``t[mask] = number`` with a mask cut alike is pointwise; other indices are refused."""
+    target, indices, value, *rest = args
+    mask = indices[0] if len(indices) == 1 else None
+    alike = (
+        isinstance(target, cls)
+        and isinstance(mask, cls)
+        and mask.dtype is torch.bool
+        # torch gives a 0-d target and its mask dimensions of size one.
+        and mask._spec.reshaped(target.shape).matches(target._spec)
+        and mask._spec.numel == target._spec.numel
+    )
+    if not alike or value.numel() != 1 or isinstance(value, cls) or any(rest):
+        raise NotImplementedError(
+            f"{func}: only t[mask] = number works on a ShardedTensor, with a boolean ShardedTensor "
+            "cut alike as the mask: use torch.where, or .to_local()"
+        )
+    target._local.masked_fill_(mask._local, value.reshape(()))
+    result: torch.Tensor = target
+    return result
+
+
 @_handles(
     aten.new_empty.default, aten.new_zeros.default, aten.new_ones.default, aten.new_full.default
 )

@@ -37,6 +37,7 @@ _INSTEAD = {
     ".to_local() with .start and .stop",
     "other": "use .full_tensor() for the whole (collective), or .to_local() for this rank's span",
 }
+_TRANSPOSE = frozenset({"t", "transpose", "permute", "numpy_T"})  # what F.linear does first
 _MATRIX = ("mm", "matmul", "addmm", "bmm", "linear", "conv", "embedding", "einsum", "addmv", "mv")
 _INDEX = ("select", "slice", "index", "gather", "scatter", "narrow", "split", "unbind", "diagonal")
 
@@ -99,7 +100,7 @@ def refuse(
     bare = name.strip("_")
     if torch.Tag.nondeterministic_seeded in func.tags:
         kind = "random"
-    elif bare.startswith(_MATRIX):
+    elif bare.startswith(_MATRIX) or bare in _TRANSPOSE:
         kind = "matrix"
     elif bare.startswith(_INDEX):
         kind = "index"

@@ -112,6 +112,27 @@ def _mean(
     return (total / tensor._spec.numel).to(dtype)
 
 
+@_handles(aten.var.correction, aten.std.correction)
+def _variance(
+    cls: type[ShardedTensor],
+    func: torch._ops.OpOverload,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> torch.Tensor:
+    """Two passes, as differences of large sums lose digits."""
+    tensor, dim = _rest(args, None, None)
+    _refuse_dims(func, tensor, dim, bool(kwargs.get("keepdim", False)))
+    correction = kwargs.get("correction")
+    spec, local = tensor._spec, tensor._local
+    mean = _reduce(spec, str(func), _partial_sum(local, torch.float64), "sum") / spec.numel
+    squares = torch.zeros((), dtype=torch.float64, device=local.device)
+    for piece in _pieces(local):
+        squares += (piece.double() - mean).square().sum()
+    total = _reduce(spec, str(func), squares, "sum")
+    variance = total / max(spec.numel - (1 if correction is None else correction), 0)
+    return (variance.sqrt() if func is aten.std.correction else variance).to(tensor.dtype)
+
+
 @_handles(aten.dot.default, aten.vdot.default)
 def _dot(
     cls: type[ShardedTensor],
@@ -170,6 +191,16 @@ def _equal(
         raise ValueError("torch.equal: operands are cut differently: compare .full_tensor()")
     mine = torch.tensor(int(torch.equal(left._local, right._local)), device=left.device)
     return bool(_reduce(left._spec, "torch.equal", mine, "min").item())
+
+
+@_handles(aten.allclose.default)
+def _allclose(
+    cls: type[ShardedTensor],
+    func: torch._ops.OpOverload,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> bool:
+    return bool(torch.isclose(*args, **kwargs).all().item())
 
 
 @_handles(aten.max.default, aten.min.default, aten.amax.default, aten.amin.default)

@@ -1,12 +1,17 @@
 """Transformer building blocks: a config, the blocks it describes, and a language model of them."""
 
-from lamina.models.attention import AttentionCore, LatentSelfAttention, SelfAttention
+from lamina.models.attention import AttentionCore, SelfAttention
 from lamina.models.block import TransformerBlock
 from lamina.models.config import LatentAttention, RopeScaling, TransformerConfig
 from lamina.models.context import AttentionContext
-from lamina.models.embedding import Embedding, OutputHead
-from lamina.models.gpt import GPTModel, generate, sample
-from lamina.models.linear import Linear
+from lamina.models.cutting import cut_weight, join_weight
+from lamina.models.dropout import Dropout
+from lamina.models.embedding import OutputHead, PositionEmbedding, VocabParallelEmbedding
+from lamina.models.generation import generate, sample
+from lamina.models.gpt import GPTModel
+from lamina.models.latent_attention import LatentSelfAttention
+from lamina.models.linear import ColumnParallelLinear, Linear, RowParallelLinear
+from lamina.models.loss import linear_cross_entropy, vocab_parallel_cross_entropy
 from lamina.models.mlp import MLP, ActivationFunction
 from lamina.models.norms import LayerNorm, RMSNorm
 from lamina.models.patterns import (
@@ -15,6 +20,7 @@ from lamina.models.patterns import (
     document_positions,
     document_runs,
 )
+from lamina.models.recompute import RecomputePolicy, apply_recompute
 from lamina.models.rotary import apply_rotary, rotary_tables
 
 __all__ = [
@@ -23,23 +29,33 @@ __all__ = [
     "AttentionContext",
     "AttentionCore",
     "AttentionPattern",
-    "Embedding",
+    "ColumnParallelLinear",
+    "Dropout",
     "GPTModel",
     "LatentAttention",
     "LatentSelfAttention",
     "LayerNorm",
     "Linear",
     "OutputHead",
+    "PositionEmbedding",
     "RMSNorm",
+    "RecomputePolicy",
     "RopeScaling",
+    "RowParallelLinear",
     "SelfAttention",
     "TransformerBlock",
     "TransformerConfig",
+    "VocabParallelEmbedding",
+    "apply_recompute",
     "apply_rotary",
     "choose_pattern",
+    "cut_weight",
     "document_positions",
     "document_runs",
     "generate",
+    "join_weight",
+    "linear_cross_entropy",
     "rotary_tables",
     "sample",
+    "vocab_parallel_cross_entropy",
 ]

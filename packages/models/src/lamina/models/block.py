@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lamina.models.attention import make_attention
+from lamina.mesh import MeshAxis
+from lamina.models.attention import SelfAttention
 from lamina.models.config import TransformerConfig
 from lamina.models.context import AttentionContext
+from lamina.models.dropout import Dropout
+from lamina.models.latent_attention import LatentSelfAttention
 from lamina.models.mlp import MLP
 from lamina.models.norms import make_norm
 
@@ -16,20 +18,29 @@ class TransformerBlock(nn.Module):
     """Pre-norm block: ``x + attention(norm(x))``, then ``x + mlp(norm(x))``.
 
     With ``config.post_norm`` what attention and MLP return is normalised too, before it is added.
+
+    Args:
+        config: the shape.
+        axis: tensor-parallel ranks; None is one process.
+
     """
 
-    def __init__(self, config: TransformerConfig) -> None:
+    def __init__(self, config: TransformerConfig, axis: MeshAxis | None = None) -> None:
         super().__init__()
-        self.dropout = config.dropout
-        self.attention_norm = make_norm(config)
-        self.attention = make_attention(config)
-        self.attention_post_norm = make_norm(config) if config.post_norm else None
-        self.mlp_norm = make_norm(config)
-        self.mlp = MLP(config)
-        self.mlp_post_norm = make_norm(config) if config.post_norm else None
+        partial = config.sequence_parallel and axis is not None and axis.size > 1
+        self.dropout = Dropout(config.dropout, sharded=partial)
+        self.attention_norm = make_norm(config, partial=partial)
+        if config.mla is None:
+            self.attention: nn.Module = SelfAttention(config, axis)
+        else:
+            self.attention = LatentSelfAttention(config, config.mla, axis)
+        self.attention_post_norm = make_norm(config, partial=partial) if config.post_norm else None
+        self.mlp_norm = make_norm(config, partial=partial)
+        self.mlp = MLP(config, axis)
+        self.mlp_post_norm = make_norm(config, partial=partial) if config.post_norm else None
 
     def forward(self, x: Tensor, context: AttentionContext | None = None) -> Tensor:
-        """``[batch, sequence, hidden]`` to the same."""
+        """``[batch, sequence, hidden]`` to the same, or ``[tokens / tp, hidden]`` to the same."""
         x = self.add(x, self.attention(self.attention_norm(x), context), self.attention_post_norm)
         return self.add(x, self.mlp(self.mlp_norm(x)), self.mlp_post_norm)
 
@@ -37,4 +48,5 @@ class TransformerBlock(nn.Module):
         """Add an update to the residual stream, after post-norm and dropout."""
         if norm is not None:
             update = norm(update)
-        return x + F.dropout(update, self.dropout, self.training)
+        dropped: Tensor = self.dropout(update)
+        return x + dropped

@@ -140,7 +140,9 @@ class TransformerConfig:
             it all, and for documents and windows ``varlen`` (CUDA, fp16 or bf16), ``flex`` (CUDA)
             or ``sdpa`` with a mask written out (anything else). All give the same numbers.
         vocab_multiple: the embedding and head have the next multiple of this many rows, so that
-            they can be cut over ranks; logits of the rows added are -inf.
+            they can be cut over ranks; the rows added get no probability.
+        sequence_parallel: where tensor parallelism cuts weights, also cut the tokens of all that
+            lies between (norms, residual stream, dropout); their number must be divisible too.
         loss_chunk: tokens whose logits are held at a time while the loss is computed; None takes
             at least 1,024 and more for small vocabularies.
         init_std: standard deviation of initial weights; projections into the residual stream are
@@ -178,6 +180,7 @@ class TransformerConfig:
     attention_scale: float | None = None
     attention_path: AttentionPath = "auto"
     vocab_multiple: int = 1
+    sequence_parallel: bool = False
     loss_chunk: int | None = None
     init_std: float = 0.02
 

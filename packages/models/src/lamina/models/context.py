@@ -24,11 +24,13 @@ class AttentionContext:
     """What the attention of every block needs beside its input.
 
     Attributes:
+        shape: sequences in the batch, and tokens of each that attention sees.
         pattern: computes the attention: which tokens, by which kernel.
         rotary: cosines and sines from :func:`rotary_tables`, or None without RoPE.
 
     """
 
+    shape: tuple[int, int]
     pattern: AttentionPattern
     rotary: tuple[Tensor, Tensor] | None = None
 
@@ -61,6 +63,20 @@ class AttentionContext:
                 positions = default_positions(tokens, document_ids)
             rotary = rotary_tables(config, positions)
         dropout = config.attention_dropout if training else 0.0
-        return AttentionContext(
-            choose_pattern(config, tokens, dtype, document_ids, dropout), rotary
-        )
+        pattern = choose_pattern(config, tokens, dtype, document_ids, dropout)
+        return AttentionContext((tokens.shape[0], tokens.shape[1]), pattern, rotary)
+
+    @staticmethod
+    def plain(config: TransformerConfig, x: Tensor, *, training: bool) -> AttentionContext:
+        """Causal attention, positions from 0, for an attention that is used by itself.
+
+        Raises:
+            ValueError: if ``x`` is not ``[batch, sequence, hidden]``.
+
+        """
+        if x.ndim != 3:
+            raise ValueError(
+                f"x has shape {tuple(x.shape)}: without a context it must be [batch, sequence, "
+                "hidden]; under sequence parallelism pass AttentionContext.build(...)"
+            )
+        return AttentionContext.build(config, x, x.dtype, training=training)

@@ -2,84 +2,184 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lamina.collectives import copy_to, gather_from, reduce_from, reduce_scatter_to
+from lamina.mesh import MeshAxis, mark
+from lamina.models.config import TransformerConfig
+from lamina.models.cutting import require_divisible
 from lamina.models.initialise import fill_normal
+from lamina.models.loss import IGNORED, linear_cross_entropy
 
 
-class Embedding(nn.Module):
-    """A table of vectors ``weight`` ``[rows, width]``, looked up by integer ids."""
+class VocabParallelEmbedding(nn.Module):
+    """A table of vectors whose rows are cut over ranks (Shoeybi et al., 2019).
 
-    def __init__(self, rows: int, width: int, init_std: float = 0.02) -> None:
+    Args:
+        rows: number of ids.
+        width: of a vector.
+        axis: the ranks; None is one process.
+        sequence_parallel: return this rank's tokens only, ``[tokens / size, width]``.
+        init_std: standard deviation of the initial weight.
+
+    Raises:
+        ValueError: if ``rows`` is not divisible by the number of ranks.
+
+    """
+
+    def __init__(
+        self,
+        rows: int,
+        width: int,
+        axis: MeshAxis | None = None,
+        *,
+        sequence_parallel: bool = False,
+        init_std: float = 0.02,
+    ) -> None:
         super().__init__()
-        self.rows = rows
-        self.width = width
+        self.axis = axis if axis is not None and axis.size > 1 else None
+        self.sequence_parallel = sequence_parallel and self.axis is not None
+        self.init_std = init_std
+        self.init_seed: int | None = None
+        self.weight = nn.Parameter(torch.empty(require_divisible("rows", rows, self.axis), width))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Cut the weight from a whole one drawn from N(0, init_std^2); mark its role."""
+        if self.axis is not None:
+            mark(self.weight, tp_shard_dim=0)
+        fill_normal(self.weight, self.init_std, self.init_seed, self.axis, dim=0)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Look up int64 ids ``[batch, sequence]``: ``[batch, sequence, width]``."""
+        if self.axis is None:
+            return F.embedding(ids, self.weight)
+        row = ids - self.axis.rank * self.weight.shape[0]
+        elsewhere = (row < 0) | (row >= self.weight.shape[0])
+        found = F.embedding(row.masked_fill(elsewhere, 0), self.weight)
+        # All ranks but one add zeros, so the sum is exact in any dtype.
+        found = found.masked_fill(elsewhere.unsqueeze(-1), 0.0)
+        if self.sequence_parallel:
+            return reduce_scatter_to(found.flatten(0, 1), self.axis.group)
+        return reduce_from(found, self.axis.group)
+
+    def extra_repr(self) -> str:
+        """Sizes, for printing."""
+        size = 1 if self.axis is None else self.axis.size
+        return f"{self.weight.shape[0] * size} x {self.weight.shape[1]}, cut by {size}"
+
+
+class PositionEmbedding(nn.Module):
+    """A table of learned vectors, one per position, whole on every rank.
+
+    Args:
+        rows: number of positions.
+        width: of a vector.
+        partial: each tensor-parallel rank sees other tokens, so that gradients are summed.
+        init_std: standard deviation of the initial weight.
+
+    """
+
+    def __init__(
+        self, rows: int, width: int, *, partial: bool = False, init_std: float = 0.02
+    ) -> None:
+        super().__init__()
+        self.partial = partial
         self.init_std = init_std
         self.init_seed: int | None = None
         self.weight = nn.Parameter(torch.empty(rows, width))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw the weight from N(0, init_std^2)."""
+        """Draw the weight from N(0, init_std^2); mark its role."""
+        mark(self.weight, tp_grad="sum" if self.partial else None)
         fill_normal(self.weight, self.init_std, self.init_seed)
 
-    def forward(self, ids: Tensor) -> Tensor:
-        """Look up int64 ids ``[...]``: ``[..., width]``."""
-        return F.embedding(ids, self.weight)
+    def forward(self, positions: Tensor) -> Tensor:
+        """Look up int64 positions ``[...]``: ``[..., width]``."""
+        return F.embedding(positions, self.weight)
 
     def extra_repr(self) -> str:
         """Sizes, for printing."""
-        return f"{self.rows} x {self.width}"
+        return f"{self.weight.shape[0]} x {self.weight.shape[1]}, partial={self.partial}"
 
 
 class OutputHead(nn.Module):
     """Hidden states to logits, or to the loss where labels are given.
 
     Args:
-        hidden_size: width of the hidden states.
-        vocab_size: number of logits.
-        init_std: standard deviation of the initial weight.
+        config: gives the sizes.
+        axis: the ranks over which the vocabulary is cut; None is one process.
         tied: the weight of an embedding to use instead of an own one.
 
     """
 
     def __init__(
         self,
-        hidden_size: int,
-        vocab_size: int,
-        init_std: float = 0.02,
+        config: TransformerConfig,
+        axis: MeshAxis | None = None,
         tied: nn.Parameter | None = None,
     ) -> None:
         super().__init__()
-        self.init_std = init_std
+        self.config = config
+        self.axis = axis if axis is not None and axis.size > 1 else None
+        self.sequence_parallel = config.sequence_parallel and self.axis is not None
         self.init_seed: int | None = None
         self.tied = tied is not None
-        self.weight = nn.Parameter(torch.empty(vocab_size, hidden_size)) if tied is None else tied
+        if tied is None:
+            rows = require_divisible("padded vocabulary", config.padded_vocab_size, self.axis)
+            tied = nn.Parameter(torch.empty(rows, config.hidden_size))
+        self.weight = tied
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw the weight from N(0, init_std^2); a tied one is the embedding's to draw."""
-        if not self.tied:
-            fill_normal(self.weight, self.init_std, self.init_seed)
+        """Cut the weight from a whole one drawn from N(0, init_std^2); mark its role.
+
+        A tied weight is the embedding's to draw.
+        """
+        if self.tied:
+            return
+        if self.axis is not None:
+            mark(self.weight, tp_shard_dim=0)
+        fill_normal(self.weight, self.config.init_std, self.init_seed, self.axis, dim=0)
 
     def forward(
-        self, hidden: Tensor, labels: Tensor | None = None, reduction: str = "mean"
+        self,
+        hidden: Tensor,
+        labels: Tensor | None = None,
+        reduction: Literal["mean", "sum"] = "mean",
     ) -> Tensor:
-        """Compute logits ``[batch, sequence, vocabulary]``, or with labels the cross-entropy.
+        """Compute logits ``[..., vocabulary]``, or with labels the cross-entropy.
 
         Args:
-            hidden: ``[batch, sequence, hidden]``.
-            labels: int64 ``[batch, sequence]``; -100 is left out.
+            hidden: ``[..., hidden]``; ``[tokens / size, hidden]`` under sequence parallelism, which
+                gives logits of all tokens.
+            labels: int64 of all tokens, in the same order; -100 is left out.
             reduction: ``mean`` over the labels that count, or ``sum``.
 
+        Returns:
+            Logits, equal on every rank, or the loss: a scalar in float32 (float64 for float64).
+
         """
-        logits = F.linear(hidden, self.weight)
+        if self.axis is not None and self.sequence_parallel:
+            hidden = gather_from(hidden, self.axis.group, grad="reduce_scatter")
+        elif self.axis is not None:
+            hidden = copy_to(hidden, self.axis.group)
         if labels is None:
-            return logits
-        wide = torch.promote_types(logits.dtype, torch.float32)
-        total = F.cross_entropy(
-            logits.flatten(0, 1).to(wide), labels.flatten(), ignore_index=-100, reduction="sum"
+            logits = F.linear(hidden, self.weight)
+            if self.axis is not None:
+                logits = gather_from(logits, self.axis.group, dim=-1)
+            return logits[..., : self.config.vocab_size]
+        total = linear_cross_entropy(
+            hidden.flatten(0, -2),
+            self.weight,
+            labels.flatten(),
+            self.axis,
+            vocab_size=self.config.vocab_size,
+            chunk=self.config.loss_chunk,
         )
-        return total / (labels != -100).sum().clamp(min=1) if reduction == "mean" else total
+        return total / (labels != IGNORED).sum().clamp(min=1) if reduction == "mean" else total

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Literal
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
+from lamina.collectives import scatter_to
+from lamina.mesh import MeshAxis, ParallelMesh, copy_role, mesh_axis
 from lamina.models.block import TransformerBlock
 from lamina.models.config import TransformerConfig
 from lamina.models.context import AttentionContext, default_positions
-from lamina.models.embedding import Embedding, OutputHead
+from lamina.models.dropout import Dropout
+from lamina.models.embedding import OutputHead, PositionEmbedding, VocabParallelEmbedding
 from lamina.models.initialise import assign_seeds, draw_seed
 from lamina.models.norms import make_norm
 
@@ -26,31 +28,50 @@ class GPTModel(nn.Module):
 
     Args:
         config: the shape.
-        mesh: the ranks to divide the work over; None is one process.
-        seed: seed of the initial weights; by default drawn from torch's generator, so
-            ``torch.manual_seed`` decides it.
+        mesh: the ranks to divide the work over: its axis ``tp``, if it has one, cuts the weights.
+            None is one process.
+        seed: seed of the initial weights, the same on all ranks; by default drawn from torch's
+            generator, so ``torch.manual_seed`` (or ``lamina.mesh.seed_everything``) decides it.
+
+    Raises:
+        ValueError: if heads, inner width or vocabulary are not divisible by the number of ranks.
 
     """
 
     def __init__(
-        self, config: TransformerConfig, mesh: Any = None, *, seed: int | None = None
+        self,
+        config: TransformerConfig,
+        mesh: ParallelMesh | DeviceMesh | None = None,
+        *,
+        seed: int | None = None,
     ) -> None:
         super().__init__()
         self.config = config
         self.seed = draw_seed() if seed is None else seed
-        self.embedding = Embedding(config.vocab_size, config.hidden_size, config.init_std)
-        self.position_embedding = (
-            Embedding(config.max_sequence_length, config.hidden_size, config.init_std)
-            if config.positions == "learned"
-            else None
-        )
-        self.blocks = nn.ModuleList(TransformerBlock(config) for _ in range(config.num_layers))
-        self.final_norm = make_norm(config)
-        self.head = OutputHead(
+        self.axis = _axis_of(mesh, "tp")
+        partial = self.sequence_parallel = config.sequence_parallel and self.axis is not None
+        self.embedding = VocabParallelEmbedding(
+            config.padded_vocab_size,
             config.hidden_size,
-            config.vocab_size,
-            config.init_std,
-            tied=self.embedding.weight if config.tie_embeddings else None,
+            self.axis,
+            sequence_parallel=partial,
+            init_std=config.init_std,
+        )
+        self.position_embedding = None
+        if config.positions == "learned":
+            self.position_embedding = PositionEmbedding(
+                config.max_sequence_length,
+                config.hidden_size,
+                partial=partial,
+                init_std=config.init_std,
+            )
+        self.dropout = Dropout(config.dropout, sharded=partial)
+        self.blocks = nn.ModuleList(
+            TransformerBlock(config, self.axis) for _ in range(config.num_layers)
+        )
+        self.final_norm = make_norm(config, partial=partial)
+        self.head = OutputHead(
+            config, self.axis, tied=self.embedding.weight if config.tie_embeddings else None
         )
         assign_seeds(self, self.seed)
         self.init_weights()
@@ -103,11 +124,20 @@ class GPTModel(nn.Module):
         return output
 
     def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
-        """Embed tokens, and positions where they are learned: ``[batch, sequence, hidden]``."""
+        """Embed tokens, and positions where they are learned.
+
+        Returns:
+            ``[batch, sequence, hidden]``, or under sequence parallelism this rank's run of the
+            tokens, ``[tokens / tp, hidden]``.
+
+        """
         x: Tensor = self.embedding(tokens)
         if self.position_embedding is not None:
+            if self.axis is not None and self.sequence_parallel:
+                positions = scatter_to(positions.expand_as(tokens).flatten(), self.axis.group)
             x = x + self.position_embedding(positions)
-        return F.dropout(x, self.config.dropout, self.training)
+        embedded: Tensor = self.dropout(x)
+        return embedded
 
     def check_inputs(
         self, tokens: Tensor, labels: Tensor | None, document_ids: Tensor | None
@@ -121,6 +151,13 @@ class GPTModel(nn.Module):
                 f"sequence of {tokens.shape[1]} tokens is longer than max_sequence_length {limit}: "
                 "cut it, or raise max_sequence_length in TransformerConfig"
             )
+        size = self.axis.size if self.axis is not None and self.sequence_parallel else 1
+        if tokens.numel() % size:
+            raise ValueError(
+                f"{tokens.shape[0]} x {tokens.shape[1]} = {tokens.numel()} tokens are not "
+                f"divisible by tp {size} (remainder {tokens.numel() % size}), and sequence "
+                "parallelism cuts them: pad the batch, or set sequence_parallel=False"
+            )
         for name, other in (("labels", labels), ("document_ids", document_ids)):
             if other is not None and other.shape != tokens.shape:
                 raise ValueError(
@@ -129,7 +166,12 @@ class GPTModel(nn.Module):
                 )
 
     def num_parameters(self, *, embeddings: bool = True) -> int:
-        """Count parameters, tied ones once; without embeddings (and head) if so asked."""
+        """Count the parameters that this rank holds, tied ones once.
+
+        Args:
+            embeddings: False leaves out embeddings and head.
+
+        """
         skip = set() if embeddings else {self.head.weight, *self._embedding_weights()}
         return sum(p.numel() for p in self.parameters() if p not in skip)
 
@@ -138,78 +180,22 @@ class GPTModel(nn.Module):
         return [table.weight for table in tables if table is not None]
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> GPTModel:
-        # torch replaces a parameter that leaves the meta device once per module that holds it,
-        # which would silently untie the head from the embedding.
+        # torch replaces a parameter that leaves the meta device, once per module that holds it:
+        # that would silently untie the head from the embedding, and lose what was marked.
+        marked = dict(self.named_parameters())
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         if self.head.tied:
             self.head.weight = self.embedding.weight
+        for name, parameter in self.named_parameters():
+            copy_role(marked[name], parameter)
         return self
 
 
-@torch.no_grad()
-def generate(
-    model: nn.Module,
-    tokens: Tensor,
-    max_new_tokens: int,
-    *,
-    temperature: float = 1.0,
-    top_k: int | None = None,
-    top_p: float | None = None,
-    context_length: int | None = None,
-    generator: torch.Generator | None = None,
-) -> Tensor:
-    """Sample a continuation, one token at a time.
-
-    Nothing is cached between tokens, so that it works with any wrapper around the model; every rank
-    of a sharded model must call it, with generators in the same state.
-
-    Args:
-        model: maps int64 ``[batch, sequence]`` to logits ``[batch, sequence, vocabulary]``.
-        tokens: int64 ``[batch, sequence]``, the prompt, at least one token.
-        max_new_tokens: how many tokens to add.
-        temperature: divides the logits; 0 takes the most likely token.
-        top_k: sample only among this many most likely tokens.
-        top_p: sample only among the most likely tokens that together have this probability.
-        context_length: tokens the model may look back; by default the config's
-            ``max_sequence_length`` where the model has one.
-        generator: for sampling; by default torch's own.
-
-    Returns:
-        int64 ``[batch, sequence + max_new_tokens]``.
-
-    """
-    if context_length is None:
-        config = getattr(model, "config", None)
-        context_length = getattr(config, "max_sequence_length", None)
-    training = model.training
-    model.eval()
-    for _ in range(max_new_tokens):
-        window = tokens if context_length is None else tokens[:, -context_length:]
-        logits = model(window)[:, -1].float()
-        following = sample(logits, temperature, top_k, top_p, generator)
-        tokens = torch.cat((tokens, following[:, None]), dim=1)
-    model.train(training)
-    return tokens
-
-
-def sample(
-    logits: Tensor,
-    temperature: float = 1.0,
-    top_k: int | None = None,
-    top_p: float | None = None,
-    generator: torch.Generator | None = None,
-) -> Tensor:
-    """Draw one id per row of logits ``[batch, vocabulary]``: int64 ``[batch]``."""
-    if temperature == 0.0:
-        return logits.argmax(dim=-1)
-    logits = logits / temperature
-    if top_k is not None:
-        kth = logits.topk(min(top_k, logits.shape[-1]), dim=-1).values[:, -1:]
-        logits = logits.masked_fill(logits < kth, -torch.inf)
-    if top_p is not None:
-        ordered, order = logits.sort(dim=-1, descending=True)
-        before = ordered.softmax(dim=-1).cumsum(dim=-1) - ordered.softmax(dim=-1)
-        # The most likely token always stays: nothing comes before it.
-        dropped = (before >= top_p).scatter(-1, order, before >= top_p)
-        logits = logits.masked_fill(dropped, -torch.inf)
-    return torch.multinomial(logits.softmax(dim=-1), 1, generator=generator).squeeze(-1)
+def _axis_of(mesh: ParallelMesh | DeviceMesh | None, name: str) -> MeshAxis | None:
+    """Find an axis that has more than one rank."""
+    if mesh is None:
+        return None
+    if isinstance(mesh, DeviceMesh) and name not in (mesh.mesh_dim_names or ()):
+        return None
+    axis = mesh_axis(mesh, name)
+    return axis if axis.size > 1 else None

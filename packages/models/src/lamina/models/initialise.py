@@ -2,15 +2,19 @@
 
 A parameter that draws from the process's generator gets other numbers whenever the order of
 construction changes: a pipeline stage, a unit materialised late, a weight cut over ranks. Here each
-parameter has its own generator, seeded from the model's seed and the parameter's full name.
+parameter has its own generator, seeded from the model's seed and the parameter's full name, and a
+rank that holds a piece draws the whole weight and keeps its piece.
 """
 
 from __future__ import annotations
 
-import hashlib
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
+
+from lamina.mesh import MeshAxis, derive_seed
+from lamina.models.cutting import cut_weight
 
 
 def draw_seed() -> int:
@@ -18,40 +22,47 @@ def draw_seed() -> int:
     return int(torch.randint(0, 2**62, (), device="cpu"))
 
 
-def derive_seed(seed: int, name: str) -> int:
-    """Mix a model's seed with a name into a seed of 63 bits, the same in every process."""
-    digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1
-
-
-def assign_seeds(model: nn.Module, seed: int, prefix: str = "") -> None:
+def assign_seeds(model: nn.Module, seed: int) -> None:
     """Give every submodule that initialises itself the seed that belongs to its full name."""
     for name, module in model.named_modules():
         if hasattr(module, "init_seed"):
-            module.init_seed = derive_seed(seed, prefix + name)
-
-
-def full_normal(
-    shape: torch.Size | tuple[int, ...], std: float, seed: int | None, device: torch.device
-) -> Tensor:
-    """Draw a float32 tensor from N(0, std^2), the same numbers for the same seed and device type.
-
-    ``seed=None`` draws from the device's default generator.
-    """
-    generator = None
-    if seed is not None:
-        generator = torch.Generator(device=device)
-        generator.manual_seed(seed)
-    # In float32 whatever the parameter's dtype, so that a bf16 model starts from the rounded
-    # weights of the fp32 one.
-    return torch.empty(shape, dtype=torch.float32, device=device).normal_(
-        0.0, std, generator=generator
-    )
+            module.init_seed = derive_seed(seed, name)
 
 
 @torch.no_grad()
-def fill_normal(parameter: Tensor, std: float, seed: int | None) -> None:
-    """Fill a whole parameter from N(0, std^2); does nothing on the meta device."""
+def fill_normal(
+    parameter: Tensor,
+    std: float,
+    seed: int | None,
+    axis: MeshAxis | None = None,
+    *,
+    dim: int = 0,
+    blocks: Sequence[int] | None = None,
+) -> None:
+    """Fill a parameter, or a rank's piece of one, from N(0, std^2); nothing on the meta device.
+
+    Args:
+        parameter: what this rank holds.
+        std: standard deviation.
+        seed: decides the numbers, together with the device's type; None draws from the device's
+            default generator.
+        axis: the ranks that hold pieces; None holds the whole.
+        dim: the dimension that is cut.
+        blocks: lengths, over all ranks, of what is fused along ``dim``.
+
+    """
     if parameter.is_meta:
         return
-    parameter.copy_(full_normal(parameter.shape, std, seed, parameter.device))
+    generator = None
+    if seed is not None:
+        generator = torch.Generator(device=parameter.device)
+        generator.manual_seed(seed)
+    shape = list(parameter.shape)
+    shape[dim] *= 1 if axis is None else axis.size
+    # In float32 whatever the parameter's dtype, so that a bf16 model starts from the rounded
+    # weights of the fp32 one.
+    whole = torch.empty(shape, dtype=torch.float32, device=parameter.device)
+    whole.normal_(0.0, std, generator=generator)
+    if axis is not None:
+        whole = cut_weight(whole, dim, axis.rank, axis.size, blocks)
+    parameter.copy_(whole)

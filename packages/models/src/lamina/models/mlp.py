@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lamina.mesh import MeshAxis
 from lamina.models.config import Activation, TransformerConfig
-from lamina.models.linear import Linear
+from lamina.models.linear import ColumnParallelLinear, RowParallelLinear
 
 
 class ActivationFunction(nn.Module):
@@ -29,16 +30,37 @@ class ActivationFunction(nn.Module):
 class MLP(nn.Module):
     """Up, an activation, down; with SwiGLU the gate and up projections are one weight.
 
-    ``up.weight`` is ``[ffn, hidden]``, or ``[2 * ffn, hidden]`` with SwiGLU: gate rows first.
+    ``up.weight`` is ``[ffn, hidden]``, or ``[2 * ffn, hidden]`` with SwiGLU: gate rows first. Over
+    tensor-parallel ranks each holds a run of the inner width, of gate and up alike.
+
+    Args:
+        config: the shape.
+        axis: tensor-parallel ranks; None is one process.
+
     """
 
-    def __init__(self, config: TransformerConfig) -> None:
+    def __init__(self, config: TransformerConfig, axis: MeshAxis | None = None) -> None:
         super().__init__()
         hidden, ffn = config.hidden_size, config.ffn_width
-        rows = 2 * ffn if config.activation == "swiglu" else ffn
-        self.up = Linear(hidden, rows, bias=config.mlp_bias, init_std=config.init_std)
+        blocks = (ffn, ffn) if config.activation == "swiglu" else (ffn,)
+        self.up = ColumnParallelLinear(
+            hidden,
+            sum(blocks),
+            axis,
+            bias=config.mlp_bias,
+            blocks=blocks,
+            sequence_parallel=config.sequence_parallel,
+            init_std=config.init_std,
+        )
         self.activation = ActivationFunction(config.activation)
-        self.down = Linear(ffn, hidden, bias=config.mlp_bias, init_std=config.residual_init_std)
+        self.down = RowParallelLinear(
+            ffn,
+            hidden,
+            axis,
+            bias=config.mlp_bias,
+            sequence_parallel=config.sequence_parallel,
+            init_std=config.residual_init_std,
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         """``[..., hidden]`` to ``[..., hidden]``."""

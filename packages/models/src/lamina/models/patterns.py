@@ -137,17 +137,16 @@ class Flex:
     ) -> Tensor:
         """See :class:`AttentionPattern`."""
         q, k, v = _heads_second(query, key, value)
-        kernel: Callable[..., Any] = _compiled_flex() if query.is_cuda else flex_attention
-        mixed: Tensor = kernel(
+        mixed: Tensor = _flex_kernel(query.is_cuda)(
             q, k, v, block_mask=self.mask, scale=scale, enable_gqa=k.shape[1] != q.shape[1]
         )
         return mixed.transpose(1, 2)
 
 
 @functools.cache
-def _compiled_flex() -> Callable[..., Any]:
+def _flex_kernel(compiled: bool) -> Any:
     # Uncompiled, flex_attention writes out all scores. Compiling is lazy and costs seconds once.
-    return torch.compile(flex_attention, dynamic=False)
+    return torch.compile(flex_attention, dynamic=False) if compiled else flex_attention
 
 
 def document_runs(document_ids: Tensor) -> Tensor:

@@ -1,0 +1,75 @@
+"""Sampling text from a language model."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+
+@torch.no_grad()
+def generate(
+    model: nn.Module,
+    tokens: Tensor,
+    max_new_tokens: int,
+    *,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    context_length: int | None = None,
+    generator: torch.Generator | None = None,
+) -> Tensor:
+    """Sample a continuation, one token at a time.
+
+    Nothing is cached between tokens, so that it works with any wrapper around the model; every rank
+    of a sharded model must call it, with generators in the same state.
+
+    Args:
+        model: maps int64 ``[batch, sequence]`` to logits ``[batch, sequence, vocabulary]``.
+        tokens: int64 ``[batch, sequence]``, the prompt, at least one token.
+        max_new_tokens: how many tokens to add.
+        temperature: divides the logits; 0 takes the most likely token.
+        top_k: sample only among this many most likely tokens.
+        top_p: sample only among the most likely tokens that together have this probability.
+        context_length: tokens the model may look back; by default the config's
+            ``max_sequence_length`` where the model has one.
+        generator: for sampling; by default torch's own.
+
+    Returns:
+        int64 ``[batch, sequence + max_new_tokens]``.
+
+    """
+    if context_length is None:
+        config = getattr(model, "config", None)
+        context_length = getattr(config, "max_sequence_length", None)
+    training = model.training
+    model.eval()
+    for _ in range(max_new_tokens):
+        window = tokens if context_length is None else tokens[:, -context_length:]
+        logits = model(window)[:, -1].float()
+        following = sample(logits, temperature, top_k, top_p, generator)
+        tokens = torch.cat((tokens, following[:, None]), dim=1)
+    model.train(training)
+    return tokens
+
+
+def sample(
+    logits: Tensor,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    generator: torch.Generator | None = None,
+) -> Tensor:
+    """Draw one id per row of logits ``[batch, vocabulary]``: int64 ``[batch]``."""
+    if temperature == 0.0:
+        return logits.argmax(dim=-1)
+    logits = logits / temperature
+    if top_k is not None:
+        kth = logits.topk(min(top_k, logits.shape[-1]), dim=-1).values[:, -1:]
+        logits = logits.masked_fill(logits < kth, -torch.inf)
+    if top_p is not None:
+        ordered, order = logits.sort(dim=-1, descending=True)
+        before = ordered.softmax(dim=-1).cumsum(dim=-1) - ordered.softmax(dim=-1)
+        # The most likely token always stays: nothing comes before it.
+        dropped = (before >= top_p).scatter(-1, order, before >= top_p)
+        logits = logits.masked_fill(dropped, -torch.inf)
+    return torch.multinomial(logits.softmax(dim=-1), 1, generator=generator).squeeze(-1)

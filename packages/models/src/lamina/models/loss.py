@@ -1,0 +1,215 @@
+"""Cross-entropy without full logits: cut over ranks, and a chunk of tokens at a time.
+
+Per token the loss is ``ln(sum(exp(logits))) - logits[label]``. Over ranks that each hold some
+columns of the logits, three numbers per token have to travel: the largest logit, the sum of
+exponentials, and the label's logit.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from lamina.collectives import all_reduce_small
+from lamina.mesh import MeshAxis
+
+IGNORED = -100
+"""The label of tokens that do not count, as in torch."""
+
+
+def vocab_parallel_cross_entropy(
+    logits: Tensor, labels: Tensor, axis: MeshAxis | None = None, *, ignore_index: int = IGNORED
+) -> Tensor:
+    """Cross-entropy of each token from logits whose vocabulary is cut over ranks.
+
+    Args:
+        logits: ``[..., vocabulary / size]``: this rank's run of columns, in rank order.
+        labels: int64 ``[...]``, ids of the whole vocabulary, the same on every rank.
+        axis: the ranks; None where this process holds all columns.
+        ignore_index: tokens with this label have loss 0 and no gradient.
+
+    Returns:
+        Losses ``[...]`` in nats, float32 (float64 for float64 logits).
+
+    Raises:
+        ValueError: shapes that do not fit.
+
+    """
+    if logits.shape[:-1] != labels.shape:
+        raise ValueError(
+            f"labels have shape {tuple(labels.shape)}, logits {tuple(logits.shape)}: labels need "
+            "the logits' shape without its last dimension"
+        )
+    losses: Tensor = _CrossEntropy.apply(logits, labels, axis, ignore_index)  # type: ignore[no-untyped-call]
+    return losses
+
+
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    axis: MeshAxis | None = None,
+    *,
+    vocab_size: int | None = None,
+    chunk: int | None = None,
+    ignore_index: int = IGNORED,
+) -> Tensor:
+    """Sum of cross-entropies of ``hidden @ weight.T``, a chunk of tokens at a time.
+
+    Logits live for one chunk only. Where gradients are wanted they are computed along the way, so
+    that nothing has to be computed again: what is kept for backward is as large as ``hidden`` and
+    ``weight``.
+
+    Args:
+        hidden: ``[tokens, hidden]``, the same on every rank of ``axis``. Its gradient is the part
+            of this rank's columns: enter with ``copy_to``, or a gather that sums in backward.
+        weight: ``[vocabulary / size, hidden]``: this rank's rows.
+        labels: int64 ``[tokens]``, ids of the whole vocabulary.
+        axis: the ranks; None where this process holds all rows.
+        vocab_size: ids that exist; rows from there on are padding and get no probability.
+        chunk: tokens at a time; by default at least 1,024, more for small vocabularies.
+        ignore_index: tokens with this label count nothing.
+
+    Returns:
+        The sum in nats, a scalar in float32 (float64 for float64 weights).
+
+    """
+    if chunk is None:
+        chunk = max(1024, 2**22 // weight.shape[0])
+    kept = weight.shape[0]
+    if vocab_size is not None:
+        first = 0 if axis is None else axis.rank * weight.shape[0]
+        kept = min(max(vocab_size - first, 0), kept)
+    grad_enabled = torch.is_grad_enabled()
+    needed = (grad_enabled and hidden.requires_grad, grad_enabled and weight.requires_grad)
+    total: Tensor = _LinearCrossEntropy.apply(  # type: ignore[no-untyped-call]
+        hidden, weight, labels, axis, kept, chunk, ignore_index, needed
+    )
+    return total
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
+
+
+class _Softmax(NamedTuple):
+    """What one pass over a chunk of logits gives."""
+
+    losses: Tensor
+    """``[tokens]``, 0 where ignored."""
+    probabilities: Tensor
+    """``[tokens, columns]``: this rank's."""
+    log_total: Tensor
+    """``[tokens]``: log of the sum of exponentials over all ranks' columns."""
+    column: Tensor
+    """int64 ``[tokens]``: which column the label is; any where it is not here."""
+    here: Tensor
+    """bool ``[tokens]``: whether the label counts and is one of this rank's columns."""
+
+
+def _softmax(logits: Tensor, labels: Tensor, axis: MeshAxis | None, ignored: int) -> _Softmax:
+    """Turn wide logits ``[tokens, columns]`` into probabilities, in place."""
+    group = None if axis is None else axis.group
+    first = 0 if axis is None else axis.rank * logits.shape[1]
+    column = labels - first
+    here = (column >= 0) & (column < logits.shape[1]) & (labels != ignored)
+    column = torch.where(here, column, 0)
+    largest = logits.amax(dim=1)
+    all_reduce_small([largest], group, op="max")
+    logits -= largest[:, None]
+    chosen = torch.where(here, logits.gather(1, column[:, None]).squeeze(1), 0.0)
+    probabilities = logits.exp_()
+    total = probabilities.sum(dim=1)
+    all_reduce_small([total, chosen], group)
+    probabilities /= total[:, None]
+    losses = torch.where(labels == ignored, 0.0, total.log() - chosen)
+    return _Softmax(losses, probabilities, largest + total.log(), column, here)
+
+
+def _subtract_labels(probabilities: Tensor, column: Tensor, here: Tensor) -> Tensor:
+    """Subtract one at each label, in place: the loss' gradient by the logits."""
+    ones = -here[:, None].to(probabilities.dtype)
+    return probabilities.scatter_add_(1, column[:, None], ones)
+
+
+class _CrossEntropy(torch.autograd.Function):
+    """Keeps the logits as they came and, per token, the log of the sum of exponentials."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits: Tensor, labels: Tensor, axis: MeshAxis | None, ignored: int
+    ) -> Tensor:
+        wide = logits.flatten(0, -2).to(_wide(logits.dtype), copy=True)
+        soft = _softmax(wide, labels.flatten(), axis, ignored)
+        counted = labels.flatten() != ignored
+        ctx.save_for_backward(logits, soft.log_total, soft.column, soft.here, counted)
+        return soft.losses.view(labels.shape)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        logits, log_total, column, here, counted = ctx.saved_tensors
+        wide = logits.flatten(0, -2).to(log_total.dtype) - log_total[:, None]
+        grad_logits = _subtract_labels(wide.exp_(), column, here)
+        grad_logits *= (grad.flatten() * counted)[:, None]
+        return grad_logits.to(logits.dtype).view(logits.shape), None, None, None
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    """Computes both gradients in forward, for a loss whose own gradient is one."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        axis: MeshAxis | None,
+        kept: int,
+        chunk: int,
+        ignored: int,
+        needed: tuple[bool, bool],
+    ) -> Tensor:
+        wide = _wide(weight.dtype)
+        total = torch.zeros((), dtype=wide, device=hidden.device)
+        grad_hidden = torch.empty_like(hidden) if needed[0] else None
+        grad_weight = torch.zeros_like(weight, dtype=wide) if needed[1] else None
+        for start in range(0, hidden.shape[0], chunk):
+            rows = slice(start, start + chunk)
+            logits = (hidden[rows] @ weight.t()).to(wide)
+            logits[:, kept:] = -torch.inf
+            soft = _softmax(logits, labels[rows], axis, ignored)
+            total += soft.losses.sum()
+            grad = _subtract_labels(soft.probabilities, soft.column, soft.here)
+            grad *= (labels[rows] != ignored)[:, None]
+            grad = grad.to(weight.dtype)
+            if grad_hidden is not None:
+                torch.mm(grad, weight, out=grad_hidden[rows])
+            if grad_weight is not None:
+                add_product(grad_weight, grad.t(), hidden[rows])
+        ctx.save_for_backward(grad_hidden, grad_weight)
+        ctx.weight_dtype = weight.dtype
+        return total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        grad_hidden, grad_weight = ctx.saved_tensors
+        if grad_hidden is not None:
+            grad_hidden = grad_hidden * grad.to(grad_hidden.dtype)
+        if grad_weight is not None:
+            grad_weight = (grad_weight * grad).to(ctx.weight_dtype)
+        return grad_hidden, grad_weight, None, None, None, None, None, None
+
+
+def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """``total += left @ right``, in the dtype of ``total`` where the device can."""
+    if total.dtype == left.dtype:
+        total.addmm_(left, right)
+    elif left.is_cuda:
+        total += torch.mm(left, right, out_dtype=total.dtype)
+    else:
+        total += left @ right

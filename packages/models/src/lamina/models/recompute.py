@@ -1,0 +1,152 @@
+"""Trading saved activations for computation, or for host memory.
+
+``apply_recompute`` changes what a model's blocks keep for backward, never what they compute. It
+replaces the ``forward`` of chosen modules on the instance: names, parameters and hooks stay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal, TypeVar, get_args
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from lamina.mesh import recompute_contexts
+from lamina.models.attention import AttentionCore
+from lamina.models.block import TransformerBlock
+from lamina.models.mlp import ActivationFunction
+from lamina.models.norms import LayerNorm, RMSNorm
+from lamina.models.offload import offloading
+from lamina.models.selective import Discarder
+
+Kind = Literal["none", "full", "selective", "offload"]
+Operation = Literal["attention", "norm", "activation"]
+ModuleT = TypeVar("ModuleT", bound=nn.Module)
+
+_MODULES: dict[str, tuple[type[nn.Module], ...]] = {
+    "attention": (AttentionCore,),
+    "norm": (RMSNorm, LayerNorm),
+    "activation": (ActivationFunction,),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecomputePolicy:
+    """What blocks keep for backward.
+
+    Args:
+        kind: ``none``; ``full`` keeps a block's input and runs the block again; ``selective`` drops
+            what the named operations return, and recomputes it when backward asks for it;
+            ``offload`` moves what would be saved to host memory (nothing to do on a CPU).
+        every: apply it to every n-th block, from the first.
+        operations: for ``selective``: ``attention`` (scores, softmax, mixing), ``norm``,
+            ``activation``. None of them contains a matrix product with a weight.
+        min_numel: for ``offload``: smaller tensors stay.
+
+    Raises:
+        ValueError: for a kind or operation that does not exist, or ``every`` below 1.
+
+    """
+
+    kind: Kind = "none"
+    every: int = 1
+    operations: Sequence[Operation] = ("attention", "norm", "activation")
+    min_numel: int = 1 << 16
+
+    def __post_init__(self) -> None:
+        if self.kind not in get_args(Kind):
+            raise ValueError(f"kind is {self.kind!r}: it must be one of {get_args(Kind)}")
+        unknown = sorted(set(self.operations) - set(get_args(Operation)))
+        if unknown:
+            raise ValueError(f"operations {unknown} do not exist: take of {get_args(Operation)}")
+        if self.every < 1:
+            raise ValueError(f"every is {self.every}: it must be at least 1")
+
+
+def apply_recompute(
+    model: ModuleT,
+    policy: RecomputePolicy | Kind,
+    *,
+    blocks: tuple[type[nn.Module], ...] = (TransformerBlock,),
+) -> ModuleT:
+    """Make a model's blocks keep what the policy says; losses and gradients keep their bits.
+
+    A second call replaces the first. Dropout draws the same numbers when it runs again, inside
+    ``lamina.mesh.rng_stream`` too.
+
+    Args:
+        model: holds the blocks, at any depth. Changed in place.
+        policy: a policy, or the name of a kind.
+        blocks: classes of modules that are blocks.
+
+    Returns:
+        ``model``.
+
+    Raises:
+        ValueError: if the model has no such block.
+
+    """
+    if isinstance(policy, str):
+        policy = RecomputePolicy(kind=policy)
+    found = [module for module in model.modules() if isinstance(module, blocks)]
+    if not found:
+        names = ", ".join(block.__name__ for block in blocks)
+        raise ValueError(f"{type(model).__name__} has no {names}: pass your blocks' classes")
+    for index, block in enumerate(found):
+        _restore(block)
+        if index % policy.every == 0:
+            _apply(block, policy)
+    return model
+
+
+def _restore(block: nn.Module) -> None:
+    for module in block.modules():
+        if isinstance(module.__dict__.get("forward"), _Replaced):
+            del module.forward
+
+
+def _apply(block: nn.Module, policy: RecomputePolicy) -> None:
+    if policy.kind == "full":
+        block.forward = _Replaced(_checkpointed, block.forward)
+    elif policy.kind == "offload":
+        hooks = partial(offloading, block, policy.min_numel)
+        block.forward = _Replaced(_within, hooks, block.forward)
+    elif policy.kind == "selective":
+        chosen = tuple(kind for name in policy.operations for kind in _MODULES[name])
+        discarder = Discarder()
+        for module in block.modules():
+            if isinstance(module, chosen):
+                module.forward = _Replaced(discarder.run, module, module.forward)
+        block.forward = _Replaced(_within, discarder.hooks, block.forward)
+
+
+class _Replaced(partial[Any]):
+    """A forward that was put in a module's place; a class of its own so that it can be found.
+
+    A partial over bound methods, unlike a closure, follows the module through deepcopy and pickle.
+    """
+
+
+def _checkpointed(forward: Callable[..., Any], *inputs: Any, **options: Any) -> Any:
+    if not torch.is_grad_enabled():
+        return forward(*inputs, **options)
+    return checkpoint(
+        forward, *inputs, use_reentrant=False, context_fn=recompute_contexts, **options
+    )
+
+
+def _within(
+    hooks: Callable[[], AbstractContextManager[Any]],
+    forward: Callable[..., Tensor],
+    *inputs: Any,
+    **options: Any,
+) -> Tensor:
+    if not torch.is_grad_enabled():
+        return forward(*inputs, **options)
+    with hooks():
+        return forward(*inputs, **options)

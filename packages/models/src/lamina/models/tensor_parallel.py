@@ -1,0 +1,102 @@
+"""The two linear maps of tensor parallelism (Shoeybi et al., 2019; Korthikanti et al., 2022).
+
+Both are one autograd function each, because their backward has two matrix products and only one of
+them has to cross the network: the other runs meanwhile. What the regions of ``lamina.collectives``
+would do before or after the products is here interleaved with them.
+
+With sequence parallelism activations between the products are ``[tokens / tp, width]``: each rank
+holds a contiguous run of the batch's tokens in row-major order, so gathers need no rearrangement.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from lamina.collectives import start_all_gather, start_all_reduce, start_reduce_scatter
+from lamina.mesh import MeshAxis
+
+
+def weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
+    """``grad.T @ x`` over all leading dimensions: ``[out, in]``."""
+    return grad.flatten(0, -2).t() @ x.flatten(0, -2)
+
+
+def bias_gradient(grad: Tensor) -> Tensor:
+    """Sum over all leading dimensions: ``[out]``."""
+    return grad.flatten(0, -2).sum(dim=0)
+
+
+class ColumnLinear(torch.autograd.Function):
+    """``x @ weight.T + bias`` with the rows of ``weight`` cut over ranks.
+
+    Forward gathers tokens first under sequence parallelism; backward sums the input's gradient over
+    ranks (scattered again under sequence parallelism) while the weight's gradient is computed.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, axis: MeshAxis, sequence: bool
+    ) -> Tensor:
+        """Compute ``[..., out / size]``; see the class."""
+        ctx.save_for_backward(x, weight)
+        ctx.axis, ctx.sequence = axis, sequence
+        if sequence:
+            x = start_all_gather(x, axis.group, async_op=False).wait()
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """Gradients of x, weight and bias."""
+        x, weight = ctx.saved_tensors
+        for_x, for_weight, for_bias = ctx.needs_input_grad[:3]
+        group = ctx.axis.group
+        arriving = departing = grad_weight = None
+        if ctx.sequence and for_weight:
+            # Gathered again rather than kept: the product with the weight hides it.
+            arriving = start_all_gather(x, group)
+        if for_x:
+            partial = grad @ weight
+            if ctx.sequence:
+                departing = start_reduce_scatter(partial, group)
+            else:
+                departing = start_all_reduce(partial, group, in_place=True)
+        if for_weight:
+            grad_weight = weight_gradient(grad, x if arriving is None else arriving.wait())
+        grad_bias = bias_gradient(grad) if for_bias else None
+        grad_x = None if departing is None else departing.wait()
+        return grad_x, grad_weight, grad_bias, None, None
+
+
+class RowLinear(torch.autograd.Function):
+    """``x @ weight.T`` with the columns of ``weight`` cut over ranks and the products summed.
+
+    The sum is kept whole on every rank, or scattered over tokens under sequence parallelism; then
+    backward gathers the gradient, which both of its products need.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, axis: MeshAxis, sequence: bool) -> Tensor:
+        """Compute ``[..., out]``; see the class."""
+        ctx.save_for_backward(x, weight)
+        ctx.axis, ctx.sequence = axis, sequence
+        partial = F.linear(x, weight)
+        if sequence:
+            return start_reduce_scatter(partial, axis.group, async_op=False).wait()
+        return start_all_reduce(partial, axis.group, in_place=True, async_op=False).wait()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """Gradients of x and weight."""
+        x, weight = ctx.saved_tensors
+        if ctx.sequence:
+            grad = start_all_gather(grad, ctx.axis.group, async_op=False).wait()
+        grad_x = grad @ weight if ctx.needs_input_grad[0] else None
+        grad_weight = weight_gradient(grad, x) if ctx.needs_input_grad[1] else None
+        return grad_x, grad_weight, None, None

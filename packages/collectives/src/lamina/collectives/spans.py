@@ -14,8 +14,9 @@ from .small import all_reduce_small
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from lamina.buffers import ReduceOp
     from torch.distributed import ProcessGroup
+
+    from lamina.buffers import ReduceOp
 
 __all__ = ["SpanGroups"]
 
@@ -31,6 +32,13 @@ class SpanGroups:
 
     def __init__(self, groups: Sequence[ProcessGroup | None]) -> None:
         self._groups = tuple(groups)
+
+    def __eq__(self, other: object) -> bool:
+        """Whether two communicators reach the same ranks over the same groups."""
+        return isinstance(other, SpanGroups) and self._groups == other._groups
+
+    def __hash__(self) -> int:
+        return hash(self._groups)
 
     @property
     def size(self) -> int:

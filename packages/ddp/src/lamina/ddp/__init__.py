@@ -1,4 +1,4 @@
-"""Bucketed data parallelism for PyTorch: ZeRO 0-2, sharded optimizer, finalize_grads and true gradient norms."""
+"""Data parallelism for PyTorch: parameter groups, gradient reduction, sharded optimizer steps."""
 
 from lamina.ddp.axes import DataParallelAxes, data_parallel_axes
 from lamina.ddp.flat_step import ELEMENTWISE, FlatStep
@@ -7,8 +7,8 @@ from lamina.ddp.group import GroupSettings, ParameterGroup, WeightsFactory, whol
 from lamina.ddp.grouping import ParameterRef, collect_parameters, group_parameters
 from lamina.ddp.inspection import full_gradients, full_parameters, groups_of
 from lamina.ddp.precision import GroupDtypes, resolve_dtypes
-from lamina.ddp.repoint import point_optimizer_at
 from lamina.ddp.reducer import GradientReducer, NonFiniteGradientError, Order
+from lamina.ddp.repoint import point_optimizer_at
 from lamina.ddp.strategy import Cadence, Strategy, resolve_strategy
 from lamina.ddp.weights import Weights, WeightsState, WholeWeights
 

@@ -91,6 +91,4 @@ def data_parallel_axes(
         if outer is None
         else mesh_axis(mesh, outer)
     )
-    return DataParallelAxes(
-        outer_axis, inner_axis, divisor or outer_axis.size * inner_axis.size
-    )
+    return DataParallelAxes(outer_axis, inner_axis, divisor or outer_axis.size * inner_axis.size)

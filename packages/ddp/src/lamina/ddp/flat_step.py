@@ -22,9 +22,7 @@ __all__ = ["ELEMENTWISE", "FlatStep"]
 
 ELEMENTWISE: frozenset[type[Optimizer]] = frozenset(
     getattr(torch.optim, name)
-    for name in (
-        "SGD Adam AdamW Adamax NAdam RAdam Adagrad Adadelta RMSprop Rprop ASGD".split()
-    )
+    for name in ("SGD Adam AdamW Adamax NAdam RAdam Adagrad Adadelta RMSprop Rprop ASGD".split())
 )
 """Optimizers whose update of one element reads that element only (and the step count)."""
 
@@ -124,7 +122,9 @@ class FlatStep:
             indices.sort()
             piece = [indices[0]]
             for index in indices[1:]:
-                if index == piece[-1] + 1 and self._same_history(groups[key], piece[-1], index, optimizer):
+                if index == piece[-1] + 1 and self._same_history(
+                    groups[key], piece[-1], index, optimizer
+                ):
                     piece.append(index)
                 else:
                     runs.append(self._run(groups[key], piece))
@@ -206,5 +206,3 @@ class FlatStep:
 def _local(value: torch.Tensor) -> torch.Tensor:
     to_local = getattr(value, "to_local", None)
     return to_local() if to_local is not None else value
-
-

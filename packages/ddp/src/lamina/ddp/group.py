@@ -110,6 +110,20 @@ class ParameterGroup:
         """The user's parameters: views of the whole weights."""
         return [ref.parameter for ref in self.refs]
 
+    @property
+    def trained(self) -> GroupGradients:
+        """The gradients of a group that has some.
+
+        Raises:
+            ValueError: if the group is frozen.
+        """
+        if self.gradients is None:
+            raise ValueError(
+                f"{self.refs[0].name} and the {len(self.refs) - 1} others of its group are frozen: "
+                "they have no gradients"
+            )
+        return self.gradients
+
     def install_compute_parameters(self) -> None:
         """Make the module hold the compute parameters (before its forward)."""
         for ref, main in zip(self.refs, self.main_parameters, strict=True):
@@ -138,16 +152,10 @@ class ParameterGroup:
         return (offset + first, offset + last) if last > first else (0, 0)
 
     def gradients_of_rest(self) -> torch.Tensor:
-        """Flat main grads of the elements that `rest` holds.
-
-        Raises:
-            ValueError: if the group is frozen.
-        """
-        if self.gradients is None:
-            raise ValueError(f"{self.refs[0].name} and its group are frozen: no gradients")
+        """Flat main grads of the elements that `rest` holds. Raises ValueError if frozen."""
         begin, end = self.rest.range
-        offset = self.gradients.main.range[0]
-        return self.gradients.main.data[begin - offset : end - offset]
+        main = self.trained.main
+        return main.data[begin - main.range[0] : end - main.range[0]]
 
     def member_of(self, flat: torch.Tensor, index: int) -> torch.Tensor:
         """One parameter's part of a flat tensor laid out like `rest`, typed like its parameter."""
@@ -264,7 +272,9 @@ class ParameterGroup:
             parameter = nn.Parameter(
                 self.member_of(self.rest.data, index), requires_grad=self.requires_grad
             )
-            parameter.__dict__.update(ref.parameter.__dict__)  # users' own marks, such as "no_decay"
+            parameter.__dict__.update(
+                ref.parameter.__dict__
+            )  # users' own marks, such as "no_decay"
             copy_role(ref.parameter, parameter)
             made.append(parameter)
         return made

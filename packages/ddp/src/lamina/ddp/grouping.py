@@ -91,6 +91,4 @@ def spec_of(ref: ParameterRef, granularity: Granularity | None = None) -> Tensor
     """The layout's view of a parameter: a role's `block_rows` wins over the default granularity."""
     if ref.role.block_rows is not None:
         granularity = Granularity.block(ref.role.block_rows)
-    return TensorSpec(
-        ref.name, tuple(ref.parameter.shape), granularity or Granularity.element()
-    )
+    return TensorSpec(ref.name, tuple(ref.parameter.shape), granularity or Granularity.element())

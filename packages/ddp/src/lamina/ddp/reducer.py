@@ -9,15 +9,14 @@ which they close: right where the weights' own gathers already force one order o
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
 
 import torch
-from torch import nn
 
 from lamina.collectives import Handle, all_reduce_small
-from lamina.ddp.gradients import GradientState, TransientBuffers
+from lamina.ddp.gradients import GradientState, GroupGradients, TransientBuffers
 from lamina.ddp.group import ParameterGroup
 from lamina.ddp.strategy import Cadence
 
@@ -72,7 +71,9 @@ class GradientReducer:
         self._ready: set[int] = set()
         self._in_flight: deque[tuple[Iterator[Handle], Handle]] = deque()
         self._handles = [
-            parameter.register_post_accumulate_grad_hook(self._make_hook(group, index))
+            parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+                _gradient_mover(group.trained, index)
+            )
             for group in self.groups
             for index, parameter in enumerate(group.compute_parameters)
         ]
@@ -104,8 +105,7 @@ class GradientReducer:
         self._ready.clear()
         self._waiting.clear()
         for group in self.groups:
-            assert group.gradients is not None
-            group.gradients.discard_local()
+            group.trained.discard_local()
 
     def close(self, group: ParameterGroup) -> None:
         """A group's gradients of this microbatch are complete: reduce it when its turn comes."""
@@ -128,13 +128,18 @@ class GradientReducer:
         """Reduce what is left, wait for all, and show the gradients to the optimizer."""
         if self.reduces_now:
             for group in self.groups:
-                gradients = group.gradients
-                assert gradients is not None
+                gradients = group.trained
                 # A group that no unit closed still takes part where the order is static, and
                 # where an earlier microbatch left a sum that only the last one completes.
                 unfinished = self.is_final and gradients.state is GradientState.PARTIAL
                 if self._order is Order.STATIC or gradients.has_local or unfinished:
                     self.close(group)
+            self._drain(0)
+            # What reached a group after it was closed (reentrant recomputation can come back to a
+            # unit without notice) was summed by no collective yet.
+            for group in self.groups:
+                if group.trained.has_local:
+                    self._issue(group)
             self._drain(0)
         if self.is_final:
             self._exchange_seen()
@@ -143,8 +148,7 @@ class GradientReducer:
             _expose(group, final=self.is_final)
 
     def _issue(self, group: ParameterGroup) -> None:
-        gradients = group.gradients
-        assert gradients is not None
+        gradients = group.trained
         if self._check_finite:
             _refuse_nonfinite(group)
         self._drain(self._max_in_flight - 1)
@@ -167,36 +171,38 @@ class GradientReducer:
             key = (id(group.axes.outer), id(group.axes.inner))
             by_axes.setdefault(key, []).append(group)
         for groups in by_axes.values():
-            seen = [flag for g in groups if g.gradients for flag in g.gradients.seen]
+            seen = [flag for group in groups for flag in group.trained.seen]
             flags = torch.tensor(seen, dtype=torch.int32, device=groups[0].device)
             for process_group in groups[0].axes.groups("reduce"):
                 all_reduce_small([flags], process_group, op="max")
             merged = iter(flags.tolist())
             for group in groups:
-                assert group.gradients is not None
-                group.gradients.seen = [bool(next(merged)) for _ in group.refs]
+                group.trained.seen = [bool(next(merged)) for _ in group.refs]
 
-    def _make_hook(self, group: ParameterGroup, index: int):  # type: ignore[no-untyped-def]
-        gradients = group.gradients
 
-        def move_gradient(parameter: nn.Parameter) -> None:
-            gradient, parameter.grad = parameter.grad, None
-            if gradient is None or gradients is None:
-                return
-            if gradient.layout is not torch.strided:
-                raise TypeError(
-                    f"{group.refs[index].name} has a gradient of layout {gradient.layout}; flat "
-                    "buffers hold strided gradients only: build the embedding with sparse=False"
-                )
-            gradients.accumulate(index, gradient)
+def _gradient_mover(gradients: GroupGradients, index: int) -> Callable[[torch.Tensor], None]:
+    """A hook that moves a gradient from autograd into its buffer.
 
-        return move_gradient
+    It must not hold the group: the group holds the parameter, and the parameter holds its hooks.
+    """
+
+    def move_gradient(parameter: torch.Tensor) -> None:
+        gradient, parameter.grad = parameter.grad, None
+        if gradient is None:
+            return
+        if gradient.layout is not torch.strided:
+            raise TypeError(
+                f"{gradients.layout.specs[index].name} has a gradient of layout {gradient.layout}; "
+                "flat buffers hold strided gradients only: build the embedding with sparse=False"
+            )
+        gradients.accumulate(index, gradient)
+
+    return move_gradient
 
 
 def _follow_zero_grad(group: ParameterGroup) -> None:
     """Bring a group's state in line with `.grad` as the user left it."""
-    gradients = group.gradients
-    assert gradients is not None
+    gradients = group.trained
     if gradients.state is GradientState.EMPTY and not gradients.has_local:
         return
     mains = group.main_parameters
@@ -220,8 +226,7 @@ def _expose(group: ParameterGroup, *, final: bool) -> None:
 
     The place is shown early so that a `zero_grad` between microbatches is noticed.
     """
-    gradients = group.gradients
-    assert gradients is not None
+    gradients = group.trained
     started = gradients.state is not GradientState.EMPTY or gradients.has_local
     for index, main in enumerate(group.main_parameters):
         shown = gradients.seen[index] if final else started
@@ -229,8 +234,7 @@ def _expose(group: ParameterGroup, *, final: bool) -> None:
 
 
 def _refuse_nonfinite(group: ParameterGroup) -> None:
-    gradients = group.gradients
-    assert gradients is not None
+    gradients = group.trained
     for index, written in enumerate(gradients.written):
         if written and not bool(torch.isfinite(gradients.view(index)).all()):
             raise NonFiniteGradientError(

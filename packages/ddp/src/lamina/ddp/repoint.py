@@ -47,7 +47,7 @@ def point_optimizer_at(optimizer: Optimizer, groups: Iterable[ParameterGroup]) -
         if main is not parameter:
             state = optimizer.state.pop(parameter)
             optimizer.state[main] = {
-                name: _cut(value, parameter, group, index) for name, value in state.items()
+                name: _cut(value, group, index) for name, value in state.items()
             }
 
 
@@ -60,7 +60,7 @@ def _main_of(
     return group.main_parameters[index]
 
 
-def _cut(value: object, parameter: nn.Parameter, group: ParameterGroup, index: int) -> object:
+def _cut(value: object, group: ParameterGroup, index: int) -> object:
     """A state tensor of the parameter's size as this rank's part of it; others as they are."""
     spec = group.layout.specs[index]
     if not isinstance(value, torch.Tensor) or value.dim() == 0 or value.numel() != spec.numel:

@@ -154,9 +154,7 @@ class WholeWeights(Weights):
 
     def _install(self) -> None:
         super()._install()
-        self._spread_inner = self._main is not None and isinstance(
-            self._main.placement[1], Shard
-        )
+        self._spread_inner = self._main is not None and isinstance(self._main.placement[1], Shard)
 
     def _gather(self) -> Handle | None:
         if not self._spread_inner:

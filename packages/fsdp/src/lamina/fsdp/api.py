@@ -176,5 +176,3 @@ def _device_of(
 
 def _world_device() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
-
-

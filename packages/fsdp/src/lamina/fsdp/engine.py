@@ -71,6 +71,10 @@ class ShardingEngine:
         recomputing = self.phase is Phase.BACKWARD
         if unit is self.root and not recomputing:
             self._recording = []
+            for other in self.units:
+                other.calls_without_grad = 0
+        if not recomputing and not torch.is_grad_enabled():
+            unit.calls_without_grad += 1
         if not recomputing and unit not in self._recording:
             self._recording.append(unit)
         unit.start_unshard()

@@ -53,7 +53,7 @@ def attach_hooks(
         output_dtype: cast floating outputs to this dtype.
     """
 
-    @torch.compiler.disable
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def before(_: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         engine.before_forward(unit)
         if input_dtype is not None:
@@ -62,7 +62,7 @@ def attach_hooks(
             args, kwargs = _mark_inputs(engine, unit, args, kwargs)
         return args, kwargs
 
-    @torch.compiler.disable
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def after(_: nn.Module, args: Any, output: Any) -> Any:
         if torch.is_grad_enabled():
             _mark_outputs(output, lambda: engine.before_backward(unit))
@@ -82,7 +82,9 @@ def _mark_inputs(
     ]
     if places:
         pending = unit.expect_backward()
-        marked = _AfterBackward.apply(engine, unit, pending, *(leaves[i] for i in places))
+        marked = _AfterBackward.apply(  # type: ignore[no-untyped-call]
+            engine, unit, pending, *(leaves[i] for i in places)
+        )
         for place, tensor in zip(places, marked, strict=True):
             leaves[place] = tensor
     marked_args, marked_kwargs = tree_unflatten(leaves, spec)
@@ -96,7 +98,7 @@ def _mark_outputs(output: Any, before_backward: Callable[[], None]) -> None:
 
     for leaf in tree_flatten(output)[0]:
         if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
-            leaf.register_hook(hook)
+            leaf.register_hook(hook)  # type: ignore[no-untyped-call]
 
 
 def _cast(tree: Any, dtype: torch.dtype) -> Any:

@@ -38,7 +38,7 @@ def materialise_unit(
             requires_grad=ref.parameter.requires_grad,
         )
         real.__dict__.update(ref.parameter.__dict__)
-        torch.utils.swap_tensors(ref.parameter, real)
+        torch.utils.swap_tensors(ref.parameter, real)  # type: ignore[no-untyped-call]
         for reference, _ in ref.owners:
             if (owner := reference()) is not None:
                 modules.setdefault(id(owner), owner)

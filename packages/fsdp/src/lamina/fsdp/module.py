@@ -73,10 +73,9 @@ def adopt(module: nn.Module, engine: ShardingEngine) -> None:
         if (mark := changed()) is not None:
             mark()
 
-    module.register_load_state_dict_post_hook(after_load)
+    module.register_load_state_dict_post_hook(after_load)  # type: ignore[no-untyped-call]
 
 
 def is_sharded(module: nn.Module) -> bool:
     """Whether `fully_shard` has been applied to exactly this module."""
     return _ENGINE in module.__dict__
-

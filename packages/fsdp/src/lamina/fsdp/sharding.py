@@ -167,5 +167,3 @@ def _weights_factory(
         return WholeWeights(local, axes)
 
     return make
-
-

@@ -47,6 +47,9 @@ class Unit:
         self.reshard_after_forward = reshard_after_forward
         self.in_backward = False
         """Between this unit's pre-backward and the end of its last backward."""
+        self.calls_without_grad = 0
+        """Runs in the newest forward of the model with gradients off: reentrant recomputation will
+        come back to each of them, one at a time and without notice."""
         self._pending: weakref.WeakSet[PendingBackward] = weakref.WeakSet()
 
     @property
@@ -80,5 +83,5 @@ class Unit:
 
     @property
     def expects_more(self) -> bool:
-        """Whether some forward's backward has not run yet."""
-        return any(not pending.done for pending in self._pending)
+        """Whether some forward's backward has not run yet, or may be yet to come."""
+        return self.calls_without_grad > 1 or any(not pending.done for pending in self._pending)

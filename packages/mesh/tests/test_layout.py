@@ -14,8 +14,7 @@ from lamina.mesh import DENSE_AXES, DERIVED_AXES, EXPERT_AXES, LayoutError, Para
 SIZE = st.sampled_from([1, 1, 2, 3, 4])
 
 # Machines that run tests are shared: a slow example is no failure.
-settings.register_profile("mesh", deadline=None)
-settings.load_profile("mesh")
+unhurried = settings(deadline=None)
 
 
 @st.composite
@@ -39,6 +38,7 @@ def ranks_array(layout: ParallelLayout, axes: tuple[str, ...]) -> np.ndarray:
     return np.arange(math.prod(shape)).reshape(shape)
 
 
+@unhurried
 @given(layouts())
 def test_every_rank_is_in_exactly_one_group_per_axis(layout: ParallelLayout) -> None:
     for axes in (*((name,) for name in (*DENSE_AXES, *EXPERT_AXES)), *DERIVED_AXES.values()):
@@ -49,6 +49,7 @@ def test_every_rank_is_in_exactly_one_group_per_axis(layout: ParallelLayout) -> 
         assert {len(group) for group in groups} == {size}
 
 
+@unhurried
 @given(layouts(), st.data())
 def test_the_ranks_along_axes_are_numpys_slice_through_the_rank(
     layout: ParallelLayout, data: st.DataObject
@@ -64,6 +65,7 @@ def test_the_ranks_along_axes_are_numpys_slice_through_the_rank(
     assert list(layout.ranks_through(rank, axes)) == array[through].ravel().tolist()
 
 
+@unhurried
 @given(layouts())
 def test_the_expert_mesh_tiles_the_ranks_of_dp_shard_cp_tp(layout: ParallelLayout) -> None:
     inner = ("dp_shard", "cp", "tp")
@@ -75,6 +77,7 @@ def test_the_expert_mesh_tiles_the_ranks_of_dp_shard_cp_tp(layout: ParallelLayou
     )
 
 
+@unhurried
 @given(layouts())
 def test_coordinates_round_trip(layout: ParallelLayout) -> None:
     dense, expert = ranks_array(layout, DENSE_AXES), ranks_array(layout, EXPERT_AXES)
@@ -87,12 +90,14 @@ def test_coordinates_round_trip(layout: ParallelLayout) -> None:
         assert layout.rank_of({name: place[name] for name in EXPERT_AXES}) == rank
 
 
+@unhurried
 @given(layouts(), st.sampled_from(DENSE_AXES))
 def test_one_size_can_be_inferred(layout: ParallelLayout, open_axis: str) -> None:
     sizes = {**vars(layout), open_axis: -1}
     assert ParallelLayout(**sizes).validate(layout.world_size) == layout
 
 
+@unhurried
 @given(layouts(), st.integers(1, 100))
 def test_a_known_layout_takes_its_own_world_and_no_other(
     layout: ParallelLayout, world_size: int

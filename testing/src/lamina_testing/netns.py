@@ -1,0 +1,188 @@
+"""Two network namespaces joined by a link of chosen speed, for honest tests of overlap.
+
+On the loopback device communication costs processor time that computation would need. Between
+namespaces, with `tc tbf` on the link, bytes take time and little else, as on a real network.
+Needs Linux, root and iproute2; `unavailable` says what is missing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+_PREFIX = "lamina-test"
+_DEVICE = "veth0"
+_ADDRESSES = ("10.77.0.1", "10.77.0.2")
+_PORT = 29500  # free: each link has namespaces of its own
+
+
+class RankProgramError(RuntimeError):
+    """A program run in the namespaces failed; the message holds every rank's output."""
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes that have left each namespace over the link, headers included."""
+
+    sent: tuple[int, int]
+
+    def __sub__(self, earlier: Traffic) -> Traffic:
+        return Traffic((self.sent[0] - earlier.sent[0], self.sent[1] - earlier.sent[1]))
+
+
+@dataclass(frozen=True)
+class Link:
+    """Two namespaces and the link between them."""
+
+    namespaces: tuple[str, str]
+    bits_per_second: int
+
+    def traffic(self) -> Traffic:
+        """Read the interfaces' counters."""
+        return Traffic((_sent(self.namespaces[0]), _sent(self.namespaces[1])))
+
+    def run_ranks(
+        self,
+        program: Sequence[str],
+        *,
+        ranks_per_namespace: int = 1,
+        environment: Mapping[str, str] | None = None,
+        timeout: float = 120.0,
+    ) -> list[str]:
+        """Run ``program`` as every rank, each with torchrun's variables; return their stdouts.
+
+        Ranks are numbered namespace by namespace, each namespace being a node. When one fails the
+        others are killed. ``timeout`` is in seconds. Raises RankProgramError.
+        """
+        processes = [
+            self._start(program, rank, ranks_per_namespace, environment or {})
+            for rank in range(2 * ranks_per_namespace)
+        ]
+        try:
+            _wait(processes, time.monotonic() + timeout)
+        finally:
+            for process in processes:
+                if process.poll() is None:
+                    os.killpg(process.pid, signal.SIGKILL)
+        outputs = [process.communicate() for process in processes]
+        codes = [process.returncode for process in processes]
+        if any(codes):
+            told = "\n".join(f"--- rank {r}:\n{o}{e}" for r, (o, e) in enumerate(outputs))
+            raise RankProgramError(f"ranks ended with codes {codes}\n{told}")
+        return [stdout for stdout, _ in outputs]
+
+    def _start(
+        self, program: Sequence[str], rank: int, per_namespace: int, environment: Mapping[str, str]
+    ) -> subprocess.Popen[str]:
+        node, local_rank = divmod(rank, per_namespace)
+        variables = {
+            "RANK": rank,
+            "WORLD_SIZE": 2 * per_namespace,
+            "LOCAL_RANK": local_rank,
+            "LOCAL_WORLD_SIZE": per_namespace,
+            "GROUP_RANK": node,
+            "MASTER_ADDR": _ADDRESSES[0],
+            "MASTER_PORT": _PORT,
+            "GLOO_SOCKET_IFNAME": _DEVICE,
+            "NCCL_SOCKET_IFNAME": _DEVICE,
+            "OMP_NUM_THREADS": 1,
+        }
+        return subprocess.Popen(
+            ["ip", "netns", "exec", self.namespaces[node], *program],
+            env=os.environ | {k: str(v) for k, v in variables.items()} | dict(environment),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+
+
+def unavailable() -> str | None:
+    """Return why links cannot be made here, or None if they can."""
+    if sys.platform != "linux":
+        return "network namespaces need Linux"
+    if os.geteuid() != 0:
+        return "network namespaces need root"
+    missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
+    if missing:
+        return f"{' and '.join(missing)} not found; install iproute2"
+    try:
+        with shaped_link(bits_per_second=10**9):
+            return None
+    except subprocess.CalledProcessError as error:
+        return f"this machine refuses: {' '.join(error.cmd)}: {error.stderr.strip()}"
+
+
+@contextlib.contextmanager
+def shaped_link(*, bits_per_second: int) -> Iterator[Link]:
+    """Make two namespaces joined by a veth whose both ends send at ``bits_per_second``.
+
+    Everything is removed at the end; what a killed process has left is removed by the next one.
+    Raises subprocess.CalledProcessError where the kernel or a missing right refuses.
+    """
+    _remove_stale()
+    # Two links of one process must not meet.
+    with socket.socket() as unique:
+        unique.bind(("127.0.0.1", 0))
+        number = unique.getsockname()[1]
+    first, second = (f"{_PREFIX}-{os.getpid()}-{number}-{side}" for side in "ab")
+    # A bucket must hold what flows between two ticks of the kernel's clock (at worst 10 ms).
+    burst = max(bits_per_second // 8 // 100, 64 * 1024)
+    shape = ("rate", f"{bits_per_second}bit", "burst", str(burst), "latency", "50ms")
+    with contextlib.ExitStack() as stack:
+        for name in (first, second):
+            _ip("netns", "add", name)
+            stack.callback(_remove, name)
+        ends = ("netns", first, "type", "veth", "peer", "name", _DEVICE, "netns", second)
+        _ip("link", "add", _DEVICE, *ends)
+        for name, address in zip((first, second), _ADDRESSES, strict=True):
+            _ip("-n", name, "addr", "add", f"{address}/24", "dev", _DEVICE)
+            _ip("-n", name, "link", "set", _DEVICE, "up")
+            _ip("-n", name, "link", "set", "lo", "up")
+            _run("tc", "-n", name, "qdisc", "add", "dev", _DEVICE, "root", "tbf", *shape)
+        yield Link((first, second), bits_per_second)
+
+
+def _wait(processes: list[subprocess.Popen[str]], deadline: float) -> None:
+    # Communicate in turns: a rank whose pipe is full would not end.
+    waiting = list(processes)
+    while waiting and time.monotonic() < deadline:
+        for process in list(waiting):
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.communicate(timeout=0.05)
+                waiting.remove(process)
+                if process.returncode != 0:
+                    return
+
+
+def _sent(namespace: str) -> int:
+    path = f"/sys/class/net/{_DEVICE}/statistics/tx_bytes"
+    return int(_ip("netns", "exec", namespace, "cat", path))
+
+
+def _ip(*arguments: str) -> str:
+    return _run("ip", *arguments)
+
+
+def _run(*command: str) -> str:
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+
+def _remove(namespace: str) -> None:
+    with contextlib.suppress(subprocess.CalledProcessError):
+        _ip("netns", "del", namespace)
+
+
+def _remove_stale() -> None:
+    for match in re.finditer(rf"^{_PREFIX}-(\d+)-\d+-[ab]", _ip("netns", "list"), re.MULTILINE):
+        if not os.path.exists(f"/proc/{match[1]}"):
+            _remove(match[0])

@@ -1,0 +1,99 @@
+"""The shaped link carries what is sent, at the speed asked for, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+
+import pytest
+
+from lamina_testing.netns import RankProgramError, shaped_link, unavailable
+
+MEGABYTE = 2**20
+
+SEND = """
+import os, socket, sys, time
+rank, size = int(os.environ["RANK"]), int(sys.argv[1])
+address = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+if rank == 0:
+    server = socket.create_server(address)
+    connection, _ = server.accept()
+    begin = time.perf_counter()
+    received = 0
+    while received < size:
+        received += len(connection.recv(1 << 20))
+    print(time.perf_counter() - begin)
+else:
+    for _ in range(200):
+        try:
+            connection = socket.create_connection(address)
+            break
+        except OSError:
+            time.sleep(0.05)
+    connection.sendall(bytes(size))
+    connection.close()
+"""
+
+ALL_REDUCE = """
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+total = torch.ones(1 << 18)
+dist.all_reduce(total)
+print(dist.get_world_size(), total[0].item())
+dist.destroy_process_group()
+"""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _possible():
+    reason = unavailable()
+    if reason is not None:
+        pytest.skip(reason)
+
+
+def test_bytes_take_the_time_that_the_rate_says():
+    rate = 100 * 10**6
+    with shaped_link(bits_per_second=rate) as link:
+        before = link.traffic()
+        seconds, _ = link.run_ranks([sys.executable, "-c", SEND, str(4 * MEGABYTE)])
+        traffic = link.traffic() - before
+    expected = 8 * 4 * MEGABYTE / rate
+    assert 0.8 * expected < float(seconds) < 2 * expected + 0.2
+    assert 4 * MEGABYTE <= traffic.sent[1] < 4.6 * MEGABYTE
+    assert traffic.sent[0] < 0.3 * MEGABYTE, "only acknowledgements"
+
+
+def test_a_failing_rank_ends_the_others_and_is_reported():
+    program = "import os, sys, time; print('rank', os.environ['RANK'], flush=True)\n"
+    program += "time.sleep(1000) if os.environ['RANK'] == '0' else sys.exit(3)"
+    begin = time.monotonic()
+    with (
+        shaped_link(bits_per_second=10**9) as link,
+        pytest.raises(RankProgramError, match=r"codes \[-9, 3\]") as caught,
+    ):
+        link.run_ranks([sys.executable, "-c", program])
+    assert "--- rank 1:\nrank 1" in str(caught.value)
+    assert time.monotonic() - begin < 20
+
+
+def test_namespaces_are_removed():
+    with shaped_link(bits_per_second=10**9) as link:
+        listed = subprocess.check_output(["ip", "netns", "list"], text=True)
+        assert all(name in listed for name in link.namespaces)
+    listed = subprocess.check_output(["ip", "netns", "list"], text=True)
+    assert not any(name in listed for name in link.namespaces)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks_per_namespace", [1, 2])
+def test_gloo_runs_over_the_link(ranks_per_namespace):
+    with shaped_link(bits_per_second=10**9) as link:
+        before = link.traffic()
+        outputs = link.run_ranks(
+            [sys.executable, "-c", ALL_REDUCE], ranks_per_namespace=ranks_per_namespace
+        )
+        traffic = link.traffic() - before
+    world_size = 2 * ranks_per_namespace
+    assert [text.split() for text in outputs] == [[str(world_size), f"{world_size}.0"]] * world_size
+    assert min(traffic.sent) >= MEGABYTE // 2, "each half of the tensor crosses the link"

@@ -1,0 +1,42 @@
+"""loss.png."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+_SMOOTH = 0.95  # weight of the past in the smoothed training loss
+
+
+def draw(records: list[dict[str, Any]], entropy: float, path: Path) -> None:
+    """Draw training and held-out loss over steps, with the unigram entropy as a yardstick.
+
+    Args:
+        records: lines of metrics.jsonl.
+        entropy: nats per token.
+        path: of the PNG.
+    """
+    import matplotlib as mpl
+
+    mpl.use("Agg")  # no display needed
+    from matplotlib import pyplot as plt
+
+    train = [(r["step"], r["loss"]) for r in records if "loss" in r]
+    held_out = [(r["step"], r["held_out_loss"]) for r in records if "held_out_loss" in r]
+    smooth: list[float] = []
+    for _, loss in train:
+        smooth.append(loss if not smooth else _SMOOTH * smooth[-1] + (1 - _SMOOTH) * loss)
+
+    figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
+    if train:
+        steps, losses = zip(*train, strict=True)
+        axes.plot(steps, losses, color="tab:blue", alpha=0.25, linewidth=0.8)
+        axes.plot(steps, smooth, color="tab:blue", label="training loss (smoothed)")
+    if held_out:
+        axes.plot(*zip(*held_out, strict=True), "o-", color="tab:orange", label="held-out loss")
+    axes.axhline(entropy, color="gray", linestyle="--", label="unigram entropy of the text")
+    axes.axhline(0.6 * entropy, color="gray", linestyle=":", label="0.6 of it")
+    axes.set(xlabel="step", ylabel="nats per token", ylim=(0, None))
+    axes.legend()
+    figure.savefig(path, dpi=120)
+    plt.close(figure)

@@ -2,33 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from .boxes import boxes_of_span
+from .handlers import HandlerTable
 
 if TYPE_CHECKING:
     from .sharded_tensor import ShardedTensor
 
 __all__ = ["HANDLERS", "copy_span"]
 
-Handler: TypeAlias = Callable[..., Any]
-HANDLERS: dict[torch._ops.OpOverload, Handler] = {}
+HANDLERS = HandlerTable()
 aten = torch.ops.aten
 
 
-def _handles(*overloads: torch._ops.OpOverload) -> Callable[[Handler], Handler]:
-    def register(handler: Handler) -> Handler:
-        for overload in overloads:
-            HANDLERS[overload] = handler
-        return handler
-
-    return register
-
-
-@_handles(
+@HANDLERS.handles(
     aten.detach.default,
     aten.alias.default,
     aten.clone.default,
@@ -53,7 +43,7 @@ def _same_span(
     return cls._wrap(func(source._local, *args[1:], **keywords), source._spec)
 
 
-@_handles(aten.is_pinned.default)
+@HANDLERS.handles(aten.is_pinned.default)
 def _on_span(
     cls: type[ShardedTensor],
     func: torch._ops.OpOverload,
@@ -63,7 +53,7 @@ def _on_span(
     return func(args[0]._local, *args[1:], **kwargs)
 
 
-@_handles(
+@HANDLERS.handles(
     aten.view.default,
     aten._unsafe_view.default,
     aten._reshape_alias.default,
@@ -86,7 +76,7 @@ def _other_shape(
     return cls._wrap(source._local.view(-1), source._spec.reshaped(shape))
 
 
-@_handles(aten.copy_.default)
+@HANDLERS.handles(aten.copy_.default)
 def _copy(
     cls: type[ShardedTensor],
     func: torch._ops.OpOverload,
@@ -145,7 +135,7 @@ def copy_span(
         into.copy_(piece, non_blocking=non_blocking)
 
 
-@_handles(aten.index_put_.default)
+@HANDLERS.handles(aten.index_put_.default)
 def _masked_write(
     cls: type[ShardedTensor],
     func: torch._ops.OpOverload,
@@ -154,26 +144,32 @@ def _masked_write(
 ) -> torch.Tensor:
     """``t[mask] = number`` with a mask cut alike is pointwise; other indices are refused."""
     target, indices, value, *rest = args
-    mask = indices[0] if len(indices) == 1 else None
-    alike = (
-        isinstance(target, cls)
-        and isinstance(mask, cls)
-        and mask.dtype is torch.bool
-        # torch gives a 0-d target and its mask dimensions of size one.
-        and mask._spec.reshaped(target.shape).matches(target._spec)
-        and mask._spec.numel == target._spec.numel
-    )
-    if not alike or value.numel() != 1 or isinstance(value, cls) or any(rest):
+    mask = _mask_of(cls, target, indices)
+    if mask is None or value.numel() != 1 or isinstance(value, cls) or any(rest):
         raise NotImplementedError(
             f"{func}: only t[mask] = number works on a ShardedTensor, with a boolean ShardedTensor "
             "cut alike as the mask: use torch.where, or .to_local()"
         )
-    target._local.masked_fill_(mask._local, value.reshape(()))
+    target._local.masked_fill_(mask, value.reshape(()))
     result: torch.Tensor = target
     return result
 
 
-@_handles(
+def _mask_of(cls: type[ShardedTensor], target: Any, indices: Any) -> torch.Tensor | None:
+    """The mask as it meets the target's span, or None where the index is something else."""
+    if not isinstance(target, cls) or len(indices) != 1:
+        return None
+    mask, spec = indices[0], target._spec
+    if isinstance(mask, cls):
+        return mask._local if mask.dtype is torch.bool and mask._spec.matches(spec) else None
+    if isinstance(mask, torch.Tensor) and mask.numel() <= 1 == spec.numel:
+        # torch reads a 0-d mask as a truth value (alike on every rank) and makes an index of it:
+        # the one element, or none.
+        return torch.full((), bool(mask.numel()), device=target.device)
+    return None
+
+
+@HANDLERS.handles(
     aten.new_empty.default, aten.new_zeros.default, aten.new_ones.default, aten.new_full.default
 )
 def _new(

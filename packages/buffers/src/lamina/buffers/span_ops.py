@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
-from . import span_moves, span_reductions
+from . import span_moves, span_norms, span_reductions
+from .handlers import Handler
 from .span_spec import SpanSpec
 
 if TYPE_CHECKING:
@@ -15,7 +16,12 @@ if TYPE_CHECKING:
 
 __all__ = ["dispatch"]
 
-Handler: TypeAlias = Callable[..., Any]
+
+_SPECIAL: dict[torch._ops.OpOverload, Handler] = {
+    **span_moves.HANDLERS,
+    **span_reductions.HANDLERS,
+    **span_norms.HANDLERS,
+}
 
 # Tagged pointwise by torch, but not one element at a time.
 _NOT_POINTWISE = {"aten::equal", "aten::max", "aten::min", "aten::clone"}
@@ -54,7 +60,7 @@ def dispatch(
         NotImplementedError: the operation can't be right on a span; says what to call instead.
         ValueError: operands are cut differently.
     """
-    special = span_moves.HANDLERS.get(func) or span_reductions.HANDLERS.get(func)
+    special = _SPECIAL.get(func)
     if special is not None:
         return special(cls, func, args, kwargs)
     schema = func._schema

@@ -121,7 +121,7 @@ class GPTModel(nn.Module):
         for block in self.blocks:
             x = block(x, context)
         output: Tensor = self.head(self.final_norm(x), labels, reduction)
-        return output
+        return output if labels is not None else output.view(*tokens.shape, -1)
 
     def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
         """Embed tokens, and positions where they are learned.

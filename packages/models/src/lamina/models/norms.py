@@ -39,12 +39,11 @@ class RMSNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Normalise ``[..., size]`` with statistics in float32 or wider; keeps x's dtype."""
         if x.device.type != "cpu":
-            fused: Tensor = F.rms_norm(x, (self.size,), self.weight, self.eps)
-            return fused
+            return torch.rms_norm(x, (self.size,), self.weight, self.eps)
         # On a CPU torch has no kernel of its own and takes three times as long in backward.
         wide = torch.promote_types(x.dtype, torch.float32)
         normed: Tensor = _RMSNormOnCPU.apply(x.to(wide), self.weight.to(wide), self.eps)  # type: ignore[no-untyped-call]
-        return normed.to(x.dtype)
+        return normed.to(dtype=x.dtype)
 
     def extra_repr(self) -> str:
         """Sizes, for printing."""
@@ -54,8 +53,8 @@ class RMSNorm(nn.Module):
 class _RMSNormOnCPU(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        mean_square = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_() / x.shape[-1]
-        scale = mean_square.add_(eps).rsqrt_()
+        norm: Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+        scale = norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
         ctx.save_for_backward(x, weight, scale)
         return (x * scale).mul_(weight)
 

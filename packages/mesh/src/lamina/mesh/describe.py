@@ -20,7 +20,7 @@ def describe_mesh(mesh: ParallelMesh, max_ranks: int) -> str:
     """
     return "\n".join(
         [
-            f"{mesh.layout.world_size} ranks on {mesh.device_type}, this is rank {mesh.rank}",
+            f"{_ranks(mesh.layout.world_size)} on {mesh.device_type}, this is rank {mesh.rank}",
             "",
             *_axis_table(mesh),
             "",
@@ -65,3 +65,7 @@ def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
         "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
         for row in rows
     ]
+
+
+def _ranks(number: int) -> str:
+    return "1 rank" if number == 1 else f"{number} ranks"

@@ -125,6 +125,15 @@ def test_uneven_inner_axes_have_a_tree_each():
     assert gradient(batches) == (torch.tensor(BIG + 2) * sixth).item()
 
 
+def test_three_axes_are_summed_from_the_inside_out():
+    # axes (3, 2, 1) add pairs first, and 1 + 1 survives: (BIG 0) (1 1) (0 0).
+    # axes (2, 3, 1) add triples first, and both ones are lost: (BIG 0 1) (1 0 0).
+    batches = numbers([BIG], [0], [1], [1], [0], [0])
+    sixth = torch.tensor(1 / 6)
+    assert gradient(batches, axes=(3, 2, 1)) == (torch.tensor(BIG + 2) * sixth).item()
+    assert gradient(batches, axes=(2, 3, 1)) == (torch.tensor(BIG) * sixth).item()
+
+
 def test_the_mean_is_a_product_with_the_rounded_reciprocal():
     value = next(  # a number for which x / 3 and x * fp32(1/3) differ
         x
@@ -187,6 +196,7 @@ def test_clipping_is_by_the_global_norm_and_rounds_it_once():
     gradients = {"a": torch.full((3,), 1e-4), "b": None, "c": torch.full((1,), 1e4)}
     exact = sum(float(x) ** 2 for g in gradients.values() if g is not None for x in g) ** 0.5
     assert global_norm(gradients) == torch.tensor(exact)
+    assert global_norm({"a": torch.tensor([3e20, 4e20])}) == 5e20, "whose square is beyond fp32"
 
     (step,) = bit_oracle(Scale, numbers([4], [8]), mean_loss, sgd, max_norm=3.0)
     assert step.norm == 6.0

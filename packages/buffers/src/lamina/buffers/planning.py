@@ -16,6 +16,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+# Placements of one tensor that an exhaustive search may cost.
+_FEW = 20_000
+
 __all__ = ["Divisors", "Item", "Placed", "place", "round_up"]
 
 
@@ -99,6 +102,10 @@ class Divisors:
             while forced and self._floors[forced - 1] <= size:
                 forced -= 1
 
+    def easy_sizes(self) -> list[int]:
+        """For each set of granules, longest tensors first, the least size that all divide."""
+        return sorted({round_up(self.least, multiple) for multiple in set(self._multiples)})[:64]
+
 
 def bisect_right_descending(values: Sequence[int], value: int) -> int:
     """How many of descending `values` are at most `value`."""
@@ -135,24 +142,57 @@ def _search(
 ) -> tuple[int, list[int]] | None:
     """The least shard size at which the order fits: gallop up, then bisect.
 
-    What fits is not monotone in the size, so bisection may miss a smaller one by a little; it stops
-    within a two-thousandth.
+    What fits is not monotone in the size. Where the sizes are few all are tried; bisection may miss
+    a smaller one by a little, and stops within a two-thousandth.
     """
 
     def attempt(size: int) -> list[int] | None:
         return _Packer(items, alignment, size, num_shards * size).pack(order)
 
-    high, step, failed = divisors.least, divisors.least // 1024 + 1, 0
-    while True:
-        if best is not None and high >= best.shard_size:
-            high = best.shard_size
-            found = None
+    high, found = _easy(attempt, divisors, best)
+    size, step, failed = divisors.least, divisors.least // 1024 + 1, 0
+    while high is None or size < high:
+        offsets = attempt(size)
+        if offsets is not None:
+            high, found = size, offsets
             break
-        found = attempt(high)
-        if found is not None:
+        failed, size, step = size, divisors.next(size + step), step * 2
+    few = _sizes_between(divisors, high, _FEW // max(len(items), 1))
+    if few is None:
+        return _bisect(attempt, failed, high, found, divisors)
+    for size in few:
+        offsets = attempt(size)
+        if offsets is not None:
+            return size, offsets
+    return None if found is None else (high, found)
+
+
+def _sizes_between(divisors: Divisors, high: int, limit: int) -> list[int] | None:
+    """All allowed sizes below `high`, or None where they are more than `limit`."""
+    sizes: list[int] = []
+    size = divisors.least
+    while size < high:
+        if len(sizes) == limit:
+            return None
+        sizes.append(size)
+        size = divisors.next(size + 1)
+    return sizes
+
+
+def _easy(
+    attempt: Callable[[int], list[int] | None], divisors: Divisors, best: Placed | None
+) -> tuple[int | None, list[int] | None]:
+    """A first answer from sizes that more granules divide than must: boundaries suit them anywhere.
+
+    Galloping passes such sizes by, as they are few. Without one, what another order has reached.
+    """
+    for size in divisors.easy_sizes():
+        if best is not None and size >= best.shard_size:
             break
-        failed, high, step = high, divisors.next(high + step), step * 2
-    return _bisect(attempt, failed, high, found, divisors)
+        offsets = attempt(size)
+        if offsets is not None:
+            return size, offsets
+    return (None if best is None else best.shard_size), None
 
 
 def _bisect(

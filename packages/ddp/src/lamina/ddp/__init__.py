@@ -1,11 +1,14 @@
 """Data parallelism for PyTorch: parameter groups, gradient reduction, sharded optimizer steps."""
 
 from lamina.ddp.axes import DataParallelAxes, data_parallel_axes
+from lamina.ddp.finalize import FinalizesStep, finalize_grads
 from lamina.ddp.flat_step import ELEMENTWISE, FlatStep
 from lamina.ddp.gradients import GradientState, GroupGradients, TransientBuffers
 from lamina.ddp.group import GroupSettings, ParameterGroup, WeightsFactory, whole_weights
 from lamina.ddp.grouping import ParameterRef, collect_parameters, group_parameters
-from lamina.ddp.inspection import full_gradients, full_parameters, groups_of
+from lamina.ddp.inspection import HasGroups, full_gradients, full_parameters, groups_of
+from lamina.ddp.memory import MemoryPlan, memory_plan
+from lamina.ddp.norms import clip_grad_norm
 from lamina.ddp.precision import GroupDtypes, resolve_dtypes
 from lamina.ddp.reducer import GradientReducer, NonFiniteGradientError, Order
 from lamina.ddp.repoint import point_optimizer_at
@@ -16,12 +19,15 @@ __all__ = [
     "ELEMENTWISE",
     "Cadence",
     "DataParallelAxes",
+    "FinalizesStep",
     "FlatStep",
     "GradientReducer",
     "GradientState",
     "GroupDtypes",
     "GroupGradients",
     "GroupSettings",
+    "HasGroups",
+    "MemoryPlan",
     "NonFiniteGradientError",
     "Order",
     "ParameterGroup",
@@ -32,12 +38,15 @@ __all__ = [
     "WeightsFactory",
     "WeightsState",
     "WholeWeights",
+    "clip_grad_norm",
     "collect_parameters",
     "data_parallel_axes",
+    "finalize_grads",
     "full_gradients",
     "full_parameters",
     "group_parameters",
     "groups_of",
+    "memory_plan",
     "point_optimizer_at",
     "resolve_dtypes",
     "resolve_strategy",

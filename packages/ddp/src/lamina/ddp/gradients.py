@@ -129,6 +129,12 @@ class GroupGradients:
         self.state = GradientState.EMPTY
         self.seen = [False] * len(self.seen)
 
+    def zero_if_empty(self) -> None:
+        """Make main grads zeros where nothing was reduced: somebody is about to add to them."""
+        if self.state is GradientState.EMPTY:
+            self.main.data.zero_()
+            self.state = GradientState.FINAL
+
     def discard_local(self) -> None:
         """Forget only what was not yet summed over ranks."""
         self._close_local()

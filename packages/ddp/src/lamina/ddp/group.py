@@ -19,7 +19,7 @@ from lamina.buffers import (
 )
 from lamina.collectives import SpanGroups, broadcast
 from lamina.ddp.axes import DataParallelAxes
-from lamina.ddp.gradients import GroupGradients, TransientBuffers
+from lamina.ddp.gradients import GradientState, GroupGradients, TransientBuffers
 from lamina.ddp.grouping import ParameterRef, spec_of
 from lamina.ddp.precision import GroupDtypes
 from lamina.ddp.strategy import Strategy
@@ -182,6 +182,17 @@ class ParameterGroup:
     def gradient_of(self, index: int) -> torch.Tensor:
         """Main grads of one parameter, typed like its main parameter."""
         return self.member_of(self.gradients_of_rest(), index)
+
+    def show_gradients(self, *, final: bool = True) -> None:
+        """Set `.grad` of the main parameters: the gradient, or its place while it is unfinished.
+
+        The place is shown early so that a `zero_grad` between microbatches is noticed.
+        """
+        gradients = self.trained
+        started = gradients.state is not GradientState.EMPTY or gradients.has_local
+        for index, main in enumerate(self.main_parameters):
+            shown = gradients.seen[index] if final else started
+            main.grad = self.gradient_of(index) if shown else None
 
     @property
     def _cuts_rest(self) -> bool:

@@ -50,6 +50,8 @@ class GroupKey:
     expert: bool
     tp_sharded: bool
     tp_grad: str | None
+    tied: str | None
+    """Parameters tied across pipeline stages get a group each, so that both stages cut it alike."""
 
 
 def collect_parameters(module: nn.Module) -> list[ParameterRef]:
@@ -82,6 +84,7 @@ def group_parameters(refs: Iterable[ParameterRef]) -> Iterator[tuple[GroupKey, l
             role.expert,
             role.tp_shard_dim is not None,
             role.tp_grad,
+            role.tied,
         )
         groups.setdefault(key, []).append(ref)
     yield from groups.items()

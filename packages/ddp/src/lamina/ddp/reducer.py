@@ -145,7 +145,7 @@ class GradientReducer:
             self._exchange_seen()
             self._transient.clear()
         for group in self.groups:
-            _expose(group, final=self.is_final)
+            group.show_gradients(final=self.is_final)
 
     def _issue(self, group: ParameterGroup) -> None:
         gradients = group.trained
@@ -219,18 +219,6 @@ def _follow_zero_grad(group: ParameterGroup) -> None:
         local = _local_of(main.grad)
         if local.data_ptr() != span.data_ptr() and span.numel():
             span.copy_(local.reshape(-1))  # the user put a tensor of their own there
-
-
-def _expose(group: ParameterGroup, *, final: bool) -> None:
-    """Set `.grad` of the main parameters: the gradient, or after a non-final microbatch its place.
-
-    The place is shown early so that a `zero_grad` between microbatches is noticed.
-    """
-    gradients = group.trained
-    started = gradients.state is not GradientState.EMPTY or gradients.has_local
-    for index, main in enumerate(group.main_parameters):
-        shown = gradients.seen[index] if final else started
-        main.grad = group.gradient_of(index) if shown else None
 
 
 def _refuse_nonfinite(group: ParameterGroup) -> None:

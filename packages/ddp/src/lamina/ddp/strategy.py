@@ -1,4 +1,4 @@
-"""Strategies: where the three states of a group of parameters live, and how often gradients are reduced.
+"""Strategies: where the three states of a group live, and how often gradients are reduced.
 
 A strategy is data (DESIGN.md section 3). The engine reads placements and cadence; no code below
 this module knows a strategy's name.
@@ -17,7 +17,7 @@ STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 """Names of the inner strategies; a strategy's number is its place (ZeRO 0, 1, 2, 3)."""
 
 OUTER_STRATEGIES = ("no_shard", "optim")
-"""Names of the outer axis' strategies: 0 replicates (HSDP), 1 shards gradients and optimizer (HFSDP)."""
+"""Names of the outer axis' strategies: 0 is HSDP, 1 (gradients and optimizer cut) is HFSDP."""
 
 
 class Cadence(Enum):

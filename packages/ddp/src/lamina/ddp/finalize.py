@@ -1,0 +1,139 @@
+"""The last word on gradients before the optimizer: every reduction that is not data-parallel.
+
+In this order: data-parallel sums are finished; gradients of parameters that every tp rank holds
+whole are combined over tp by their role; gradients of parameters tied across pipeline stages are
+summed; submodules with a `finalize_step` have their turn; all is divided by the global token count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Protocol, runtime_checkable
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from lamina.collectives import all_reduce_fp32, all_reduce_small, broadcast
+from lamina.ddp.group import ParameterGroup
+from lamina.ddp.inspection import groups_of
+from lamina.mesh import MeshAxis, ParallelMesh, mesh_axis
+
+__all__ = ["FinalizesStep", "finalize_grads"]
+
+
+@runtime_checkable
+class FinalizesStep(Protocol):
+    """A submodule with work of its own between backward and optimizer step (a router's bias)."""
+
+    def finalize_step(self, mesh: ParallelMesh | DeviceMesh) -> None:
+        """Called once per step on every rank, after all gradients are summed."""
+        ...
+
+
+def finalize_grads(
+    modules: nn.Module | Sequence[nn.Module],
+    mesh: ParallelMesh | DeviceMesh,
+    *,
+    num_tokens: torch.Tensor | int | None = None,
+) -> None:
+    """Finish the gradients of a step. Collective over the whole mesh.
+
+    Args:
+        modules: a wrapped module, or this rank's pipeline stages in order.
+        mesh: the mesh.
+        num_tokens: this rank's number of tokens in the step, counted where the loss is: on the
+            last pipeline stage (other stages' values are ignored). None for mean losses. With it,
+            wrappers must have left sums (`calculate_per_token_loss=True`).
+
+    Raises:
+        TypeError: for a module that was not wrapped by Lamina.
+    """
+    stages = [modules] if isinstance(modules, nn.Module) else list(modules)
+    for stage in stages:
+        finish = getattr(stage, "finish_grad_sync", None)
+        if finish is not None:
+            finish()
+    groups = [
+        group for stage in stages for group in groups_of(stage) if group.gradients is not None
+    ]
+    _combine_over_tp(groups, mesh)
+    _sum_tied(groups, mesh)
+    for stage in stages:
+        for module in stage.modules():
+            if isinstance(module, FinalizesStep):
+                module.finalize_step(mesh)
+    if num_tokens is not None:
+        _divide_by_tokens(groups, mesh, num_tokens)
+
+
+def _combine_over_tp(groups: Iterable[ParameterGroup], mesh: ParallelMesh | DeviceMesh) -> None:
+    axis = _axis(mesh, "tp")
+    if axis is None:
+        return
+    for kind in ("sum", "mean"):
+        chosen = [g.trained.main.data for g in groups if g.refs[0].role.tp_grad == kind]
+        _all_reduce_together(chosen, axis, 1.0 / axis.size if kind == "mean" else None)
+
+
+def _sum_tied(groups: Iterable[ParameterGroup], mesh: ParallelMesh | DeviceMesh) -> None:
+    """Tied parameters have groups of their own, so both stages cut them alike."""
+    axis = mesh.embedding_axis if isinstance(mesh, ParallelMesh) else None
+    if axis is None or axis.size == 1:
+        return
+    tied = sorted(
+        (g for g in groups if g.refs[0].role.tied is not None),
+        key=lambda g: str(g.refs[0].role.tied),
+    )
+    for group in tied:
+        group.trained.seen = [True] * len(group.refs)  # the other stage's part makes it one
+        group.trained.zero_if_empty()
+    _all_reduce_together([g.trained.main.data for g in tied], axis, None)
+    for group in tied:
+        group.show_gradients()
+
+
+def _all_reduce_together(
+    tensors: Sequence[torch.Tensor], axis: MeshAxis, scale: float | None
+) -> None:
+    """Sum several flat tensors over an axis in fp32 with one collective per dtype."""
+    group = axis.sibling("reduce")
+    by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
+    for tensor in tensors:
+        by_dtype.setdefault(torch.promote_types(tensor.dtype, torch.float32), []).append(tensor)
+    for dtype, members in by_dtype.items():
+        packed = torch.cat([member.to(dtype) for member in members])
+        all_reduce_fp32(packed, packed, group, scale=scale)
+        offset = 0
+        for member in members:
+            member.copy_(packed[offset : offset + member.numel()])
+            offset += member.numel()
+
+
+def _divide_by_tokens(
+    groups: Iterable[ParameterGroup],
+    mesh: ParallelMesh | DeviceMesh,
+    num_tokens: torch.Tensor | int,
+) -> None:
+    chosen = list(groups)
+    device = chosen[0].device if chosen else torch.device("cpu")
+    count = torch.as_tensor(num_tokens, dtype=torch.int64, device=device).reshape(1).clone()
+    if isinstance(mesh, ParallelMesh):
+        all_reduce_small([count], mesh.axis("dp_cp").sibling("reduce"))
+        stages = mesh.axis("pp")
+        broadcast(count, stages.sibling("reduce"), src=stages.size - 1)
+    elif chosen:
+        for process_group in chosen[0].axes.groups("reduce"):
+            all_reduce_small([count], process_group)
+    # All tokens masked: the gradients are zeros, and stay so.
+    count.clamp_(min=1)
+    for group in chosen:
+        main = group.trained.main.data
+        main.div_(count.to(main.dtype))
+
+
+def _axis(mesh: ParallelMesh | DeviceMesh, name: str) -> MeshAxis | None:
+    if isinstance(mesh, DeviceMesh) and name not in (mesh.mesh_dim_names or ()):
+        return None
+    axis = mesh_axis(mesh, name)
+    return axis if axis.size > 1 else None

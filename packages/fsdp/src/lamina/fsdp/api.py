@@ -22,41 +22,14 @@ OptimizerT = TypeVar("OptimizerT", bound=Optimizer)
 
 
 @overload
-def fully_shard(module: nn.Module, optimizer: None = None, **settings: Any) -> nn.Module: ...
+def fully_shard(module: nn.Module, optimizer: None = None, **settings: Any) -> ShardedModule: ...
 @overload
-def fully_shard(
+def fully_shard(  # type: ignore[misc]  # the overloads leave the settings to this list
     module: nn.Module, optimizer: OptimizerT, **settings: Any
-) -> tuple[nn.Module, OptimizerT]: ...
-def fully_shard(
-    module: nn.Module, optimizer: OptimizerT | None = None, **settings: Any
-) -> nn.Module | tuple[nn.Module, OptimizerT]:
-    """Shard a model (and its optimizer) over the data-parallel ranks, in place.
-
-    The training loop stays plain PyTorch: `loss.backward(); optimizer.step();
-    optimizer.zero_grad()`. Between steps, parameters and gradients are `ShardedTensor`s of global
-    shape where the strategy shards them; `torch.nn.utils.clip_grad_norm_` gives the global norm.
-
-    Args:
-        module: the whole model; on the meta device it is materialised unit by unit.
-        optimizer: any torch optimizer over the module's parameters. The object stays the same one:
-            its groups and schedulers stay attached, its parameters are re-pointed.
-        **settings: see `fully_shard_model`.
-
-    Returns:
-        `module`, or `(module, optimizer)` if an optimizer was given.
-
-    Raises:
-        ValueError: for unknown strategies, units or mesh dimensions.
-        RuntimeError: if the module is sharded already.
-    """
-    fully_shard_model(module, **settings)
-    if optimizer is None:
-        return module
-    return module, fully_shard_optimizer(optimizer, module)
-
-
-def fully_shard_model(
+) -> tuple[ShardedModule, OptimizerT]: ...
+def fully_shard(  # type: ignore[misc]  # the overloads leave the settings to this list
     module: nn.Module,
+    optimizer: OptimizerT | None = None,
     *,
     device_mesh: ParallelMesh | DeviceMesh | None = None,
     fsdp_unit_modules: Sequence[type[nn.Module] | str] | None = None,
@@ -72,11 +45,17 @@ def fully_shard_model(
     calculate_per_token_loss: bool = False,
     sync_module_states: bool = True,
     device: torch.device | str | None = None,
-) -> nn.Module:
-    """Shard a model's parameters and gradients, in place.
+) -> ShardedModule | tuple[ShardedModule, OptimizerT]:
+    """Shard a model (and its optimizer) over the data-parallel ranks, in place.
+
+    The training loop stays plain PyTorch: `loss.backward(); optimizer.step();
+    optimizer.zero_grad()`. Between steps, parameters and gradients are `ShardedTensor`s of global
+    shape where the strategy shards them; `torch.nn.utils.clip_grad_norm_` gives the global norm.
 
     Args:
-        module: the whole model.
+        module: the whole model; on the meta device it is materialised unit by unit.
+        optimizer: any torch optimizer over the module's parameters. The object stays the same one:
+            its groups and schedulers stay attached, its parameters are re-pointed.
         device_mesh: a `ParallelMesh` or a torch `DeviceMesh` with named dimensions; None builds
             one axis over the whole world.
         fsdp_unit_modules: classes, or import strings, of the modules that are gathered and
@@ -93,30 +72,25 @@ def fully_shard_model(
         init_module: initialises one meta module's own tensors; None calls `reset_parameters()`.
         report_nan_in_param_grad: refuse gradients that are not finite before they are sent,
             naming parameter and rank (costs a pass over the gradients and a synchronisation).
-        calculate_per_token_loss: sum gradients instead of averaging them over ranks (divide by
-            the global token count yourself or in `finalize_grads`).
+        calculate_per_token_loss: sum gradients instead of averaging them over ranks
+            (`lamina.ddp.finalize_grads` divides by the global token count).
         sync_module_states: start from the first data-parallel rank's values.
         device: where meta parameters go; by default the device of the other parameters, or the
             mesh's.
 
     Returns:
-        `module`, whose class now also is a `ShardedModule`.
+        `module`, whose class now also is a `ShardedModule`; with an optimizer, both.
 
     Raises:
         ValueError: for unknown strategies, units or mesh dimensions.
         RuntimeError: if the module, or part of it, is sharded already.
     """
-    for name, child in module.named_modules():
-        if is_sharded(child):
-            raise RuntimeError(
-                f"{name or type(module).__name__} is sharded already: call fully_shard once, on the "
-                "whole model"
-            )
+    _refuse_sharded(module)
     mesh = ParallelLayout().build(_world_device()) if device_mesh is None else device_mesh
     if overlap_grad_reduce or overlap_param_gather:
         require_overlap("fully_shard(overlap_grad_reduce=, overlap_param_gather=)")
     dense, expert = resolve_axes(mesh, dp_shard_dim, dp_outer_dim)
-    shard_model(
+    sharded = shard_model(
         module,
         ShardingSettings(
             strategy=resolve_strategy(zero_dp_strategy, outer_dp_sharding_strategy),
@@ -133,7 +107,12 @@ def fully_shard_model(
             init_module=init_module,
         ),
     )
-    return module
+    return sharded if optimizer is None else (sharded, fully_shard_optimizer(optimizer, sharded))
+
+
+def fully_shard_model(module: nn.Module, **settings: Any) -> ShardedModule:
+    """Shard a model's parameters and gradients, in place; settings as of `fully_shard`."""
+    return fully_shard(module, None, **settings)
 
 
 def fully_shard_optimizer(optimizer: OptimizerT, module: nn.Module) -> OptimizerT:
@@ -160,6 +139,15 @@ def fully_shard_optimizer(optimizer: OptimizerT, module: nn.Module) -> Optimizer
     FlatStep(optimizer, groups, module.engine.mark_weights_changed)
     module.engine.follows_optimizer = True
     return optimizer
+
+
+def _refuse_sharded(module: nn.Module) -> None:
+    for name, child in module.named_modules():
+        if is_sharded(child):
+            raise RuntimeError(
+                f"{name or type(module).__name__} is sharded already: call fully_shard once, on "
+                "the whole model"
+            )
 
 
 def _device_of(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 
@@ -62,7 +62,7 @@ class ShardedModule(nn.Module):
         )
 
 
-def adopt(module: nn.Module, engine: ShardingEngine) -> None:
+def adopt(module: nn.Module, engine: ShardingEngine) -> ShardedModule:
     """Give a module the methods of `ShardedModule`, its engine, and a fresh start after loads."""
     cls = type(module)
     module.__class__ = type(f"FullySharded{cls.__name__}", (ShardedModule, cls), {})
@@ -74,6 +74,7 @@ def adopt(module: nn.Module, engine: ShardingEngine) -> None:
             mark()
 
     module.register_load_state_dict_post_hook(after_load)  # type: ignore[no-untyped-call]
+    return cast(ShardedModule, module)
 
 
 def is_sharded(module: nn.Module) -> bool:

@@ -28,7 +28,7 @@ from lamina.ddp import (
 from lamina.fsdp.engine import ShardingEngine
 from lamina.fsdp.hooks import attach_hooks
 from lamina.fsdp.materialise import materialise_unit
-from lamina.fsdp.module import adopt
+from lamina.fsdp.module import ShardedModule, adopt
 from lamina.fsdp.precision import MixedPrecisionPolicy
 from lamina.fsdp.unit import Unit
 from lamina.fsdp.units import UnitPlan, plan_units
@@ -67,7 +67,7 @@ class ShardingSettings:
     average: bool = True
     check_finite: bool = False
     broadcast: bool = True
-    device: torch.device = torch.device("cpu")
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     init_module: Callable[[nn.Module], None] | None = None
 
 
@@ -97,7 +97,7 @@ def resolve_axes(
     return data_parallel_axes(mesh, shard_dim, outer_dim), None
 
 
-def shard_model(module: nn.Module, settings: ShardingSettings) -> ShardingEngine:
+def shard_model(module: nn.Module, settings: ShardingSettings) -> ShardedModule:
     """Cut a module's parameters into groups by units and put an engine on its hooks."""
     plans = plan_units(module, settings.unit_classes)
     transient = TransientBuffers()
@@ -126,8 +126,7 @@ def shard_model(module: nn.Module, settings: ShardingSettings) -> ShardingEngine
             output_dtype=policy.output_dtype if root else None,
         )
         unit.reshard()
-    adopt(module, engine)
-    return engine
+    return adopt(module, engine)
 
 
 def _make_unit(

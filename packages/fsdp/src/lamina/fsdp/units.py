@@ -67,7 +67,7 @@ def plan_units(
             present = sorted({type(m).__name__ for m in root.modules()})
             raise ValueError(
                 f"fsdp_unit_modules=[{wanted}] matches no submodule of {type(root).__name__}; "
-                f"it is made of {', '.join(present)}. Leave fsdp_unit_modules out to have units found"
+                f"it is made of {', '.join(present)}. Leave it out to have units found"
             )
     unit_names = ["", *dict.fromkeys(names)]
     owned: dict[str, list[ParameterRef]] = {name: [] for name in unit_names}

@@ -13,6 +13,12 @@ from .regions import (
     reduce_scatter_to,
     scatter_to,
 )
+from .registration import (
+    RegisteredPool,
+    RegistrationError,
+    register_pool,
+    registration_problem,
+)
 from .rings import RingHandle, ring, send_recv
 from .shaped import (
     Pending,
@@ -31,6 +37,8 @@ __all__ = [
     "Pending",
     "Record",
     "ReduceHandle",
+    "RegisteredPool",
+    "RegistrationError",
     "RingHandle",
     "SpanGroups",
     "all_gather_into",
@@ -44,6 +52,8 @@ __all__ = [
     "reduce_from",
     "reduce_scatter_fp32",
     "reduce_scatter_to",
+    "register_pool",
+    "registration_problem",
     "ring",
     "scatter_to",
     "send_recv",

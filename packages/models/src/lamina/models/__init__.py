@@ -9,6 +9,8 @@ from lamina.models.dropout import Dropout
 from lamina.models.embedding import OutputHead, PositionEmbedding, VocabParallelEmbedding
 from lamina.models.generation import generate, sample
 from lamina.models.gpt import GPTModel
+from lamina.models.huggingface import from_huggingface, to_huggingface
+from lamina.models.huggingface_config import config_from_huggingface, huggingface_config
 from lamina.models.latent_attention import LatentSelfAttention
 from lamina.models.linear import ColumnParallelLinear, Linear, RowParallelLinear
 from lamina.models.loss import linear_cross_entropy, vocab_parallel_cross_entropy
@@ -20,8 +22,10 @@ from lamina.models.patterns import (
     document_positions,
     document_runs,
 )
+from lamina.models.presets import preset, preset_names
 from lamina.models.recompute import RecomputePolicy, apply_recompute
 from lamina.models.rotary import apply_rotary, rotary_tables
+from lamina.models.weight_maps import WeightLink, weight_map
 
 __all__ = [
     "MLP",
@@ -46,16 +50,24 @@ __all__ = [
     "TransformerBlock",
     "TransformerConfig",
     "VocabParallelEmbedding",
+    "WeightLink",
     "apply_recompute",
     "apply_rotary",
     "choose_pattern",
+    "config_from_huggingface",
     "cut_weight",
     "document_positions",
     "document_runs",
+    "from_huggingface",
     "generate",
+    "huggingface_config",
     "join_weight",
     "linear_cross_entropy",
+    "preset",
+    "preset_names",
     "rotary_tables",
     "sample",
+    "to_huggingface",
     "vocab_parallel_cross_entropy",
+    "weight_map",
 ]

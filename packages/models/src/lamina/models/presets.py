@@ -1,0 +1,111 @@
+"""Public architectures by name."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from difflib import get_close_matches
+from typing import Any
+
+from lamina.models.config import RopeScaling, TransformerConfig
+
+
+def _gpt2(hidden_size: int, num_layers: int, num_heads: int) -> TransformerConfig:
+    """GPT-2 (Radford et al., 2019), by the released checkpoints."""
+    return TransformerConfig(
+        vocab_size=50257,
+        hidden_size=hidden_size,
+        num_layers=num_layers,
+        num_heads=num_heads,
+        max_sequence_length=1024,
+        activation="gelu_tanh",
+        norm="layernorm",
+        positions="learned",
+        attention_bias=True,
+        mlp_bias=True,
+        tie_embeddings=True,
+        dropout=0.1,
+        attention_dropout=0.1,
+    )
+
+
+def _llama3(
+    hidden_size: int, num_layers: int, num_heads: int, ffn_size: int, factor: float | None = None
+) -> TransformerConfig:
+    """Llama 3 (8,192 tokens), or with a factor 3.1 and 3.2 (131,072 tokens); Meta, 2024."""
+    return TransformerConfig(
+        vocab_size=128256,
+        hidden_size=hidden_size,
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=8,
+        ffn_size=ffn_size,
+        max_sequence_length=8192 if factor is None else 131072,
+        rope_theta=500_000.0,
+        rope_scaling=None if factor is None else RopeScaling(kind="llama3", factor=factor),
+    )
+
+
+def _qwen3(
+    hidden_size: int, num_layers: int, num_heads: int, ffn_size: int, *, tied: bool
+) -> TransformerConfig:
+    """Qwen 3, dense (Qwen team, 2025)."""
+    return TransformerConfig(
+        vocab_size=151936,
+        hidden_size=hidden_size,
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=8,
+        head_dim=128,
+        ffn_size=ffn_size,
+        max_sequence_length=40960,
+        norm_eps=1e-6,
+        rope_theta=1_000_000.0,
+        qk_norm=True,
+        tie_embeddings=tied,
+    )
+
+
+_PRESETS: dict[str, TransformerConfig] = {
+    "gpt2": _gpt2(768, 12, 12),
+    "gpt2-medium": _gpt2(1024, 24, 16),
+    "gpt2-large": _gpt2(1280, 36, 20),
+    "gpt2-xl": _gpt2(1600, 48, 25),
+    "llama3-8b": _llama3(4096, 32, 32, 14336),
+    "llama3-70b": _llama3(8192, 80, 64, 28672),
+    "llama3.1-8b": _llama3(4096, 32, 32, 14336, factor=8.0),
+    "llama3.1-70b": _llama3(8192, 80, 64, 28672, factor=8.0),
+    "llama3.1-405b": _llama3(16384, 126, 128, 53248, factor=8.0),
+    "llama3-405b": _llama3(16384, 126, 128, 53248, factor=8.0),
+    "llama3.2-1b": replace(_llama3(2048, 16, 32, 8192, factor=32.0), tie_embeddings=True),
+    "llama3.2-3b": replace(_llama3(3072, 28, 24, 8192, factor=32.0), tie_embeddings=True),
+    "qwen3-0.6b": _qwen3(1024, 28, 16, 3072, tied=True),
+    "qwen3-1.7b": _qwen3(2048, 28, 16, 6144, tied=True),
+    "qwen3-4b": _qwen3(2560, 36, 32, 9728, tied=True),
+    "qwen3-8b": _qwen3(4096, 36, 32, 12288, tied=False),
+    "qwen3-14b": _qwen3(5120, 40, 40, 17408, tied=False),
+    "qwen3-32b": _qwen3(5120, 64, 64, 25600, tied=False),
+}
+
+
+def preset_names() -> tuple[str, ...]:
+    """Names that :func:`preset` knows."""
+    return tuple(_PRESETS)
+
+
+def preset(name: str, **changes: Any) -> TransformerConfig:
+    """Look up a public architecture.
+
+    Args:
+        name: one of :func:`preset_names`. The 405B model exists as Llama 3.1 only; both names give
+            it.
+        changes: fields to set otherwise.
+
+    Raises:
+        ValueError: for a name that does not exist, with the nearest that do.
+        TypeError: for a field that does not exist.
+
+    """
+    if name not in _PRESETS:
+        near = get_close_matches(name, _PRESETS, n=3) or preset_names()
+        raise ValueError(f"no preset {name!r}: did you mean {', '.join(near)}?")
+    return replace(_PRESETS[name], **changes)

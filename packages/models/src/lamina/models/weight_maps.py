@@ -1,0 +1,198 @@
+"""Which of our parameters is which of Hugging Face's, and how one is made from the other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lamina.models.config import TransformerConfig
+
+
+@dataclass(frozen=True)
+class WeightLink:
+    """One of our parameters and the tensors that it is in a Hugging Face checkpoint.
+
+    Attributes:
+        ours: name of the parameter.
+        theirs: names of the tensors that are its rows, in order.
+        rows: how many rows each of them has; None where there is one.
+        transposed: theirs is ``[in, out]`` (GPT-2's Conv1D).
+        order: which of their rows each of ours is; None keeps the order.
+        rows_added: rows of ours, at the end, that theirs does not have (vocabulary padding).
+
+    """
+
+    ours: str
+    theirs: tuple[str, ...]
+    rows: tuple[int, ...] | None = None
+    transposed: bool = False
+    order: tuple[int, ...] | None = None
+    rows_added: int = 0
+
+    def to_theirs(self, tensor: Tensor) -> tuple[Tensor, ...]:
+        """Make their tensors from our whole one."""
+        if self.rows_added:
+            tensor = tensor[: -self.rows_added]
+        if self.order is not None:
+            inverse = torch.empty(len(self.order), dtype=torch.int64)
+            inverse[list(self.order)] = torch.arange(len(self.order))
+            tensor = tensor[inverse.to(tensor.device)]
+        parts = (tensor,) if self.rows is None else torch.split(tensor, list(self.rows))
+        return tuple((part.t() if self.transposed else part).contiguous() for part in parts)
+
+    def to_ours(self, tensors: Sequence[Tensor]) -> Tensor:
+        """Make our whole tensor from theirs."""
+        parts = [tensor.t() if self.transposed else tensor for tensor in tensors]
+        whole = parts[0] if len(parts) == 1 else torch.cat(parts)
+        if self.order is not None:
+            whole = whole[torch.tensor(self.order, device=whole.device)]
+        if self.rows_added:
+            padding = whole.new_zeros(self.rows_added, *whole.shape[1:])
+            whole = torch.cat((whole, padding))
+        return whole
+
+
+def model_type(config: TransformerConfig) -> str:
+    """Name the Hugging Face architecture that has the config's features.
+
+    Raises:
+        ValueError: if none has all of them.
+
+    """
+    rope = config.positions == "rope" and config.norm == "rmsnorm" and not config.post_norm
+    modern = rope and config.activation == "swiglu"
+    output_like_qkv = config.output_bias == config.attention_bias
+    gpt2 = (
+        config.positions == "learned"
+        and config.norm == "layernorm"
+        and config.activation == "gelu_tanh"
+        and config.attention_bias
+        and config.output_bias
+        and config.mlp_bias
+        and config.tie_embeddings
+        and config.kv_heads == config.num_heads
+        and config.head_width * config.num_heads == config.hidden_size
+        and not config.qk_norm
+        and not config.post_norm
+        and config.sliding_window is None
+    )
+    if gpt2:
+        return "gpt2"
+    if modern and config.mla is not None and not config.mlp_bias and output_like_qkv:
+        return "deepseek_v3"
+    if modern and config.mla is None:
+        if config.qk_norm and not config.mlp_bias and output_like_qkv:
+            return "qwen3"
+        if not config.qk_norm and config.sliding_window is None and output_like_qkv:
+            return "llama"
+        if not config.qk_norm and config.attention_bias and not config.output_bias:
+            return "qwen2"
+        if not config.qk_norm and not config.attention_bias and not config.mlp_bias:
+            return "mistral"
+    raise ValueError(
+        "no Hugging Face architecture known here has these features together: positions "
+        f"{config.positions!r}, norm {config.norm!r}, activation {config.activation!r}, qk_norm "
+        f"{config.qk_norm}, post_norm {config.post_norm}, biases {config.attention_bias}, "
+        f"{config.output_bias}, {config.mlp_bias}; known are gpt2, llama, mistral, qwen2, qwen3 "
+        "and deepseek_v3 (dense)"
+    )
+
+
+def weight_map(config: TransformerConfig) -> tuple[WeightLink, ...]:
+    """Link each parameter of a model with this config to Hugging Face's tensors.
+
+    Raises:
+        ValueError: if no architecture known here has the config's features.
+
+    """
+    return tuple(_gpt2(config) if model_type(config) == "gpt2" else _llama_like(config))
+
+
+def _gpt2(config: TransformerConfig) -> Iterator[WeightLink]:
+    added = config.padded_vocab_size - config.vocab_size
+    yield WeightLink("embedding.weight", ("transformer.wte.weight",), rows_added=added)
+    yield WeightLink("position_embedding.weight", ("transformer.wpe.weight",))
+    modules = {
+        "attention_norm": "ln_1",
+        "attention.qkv": "attn.c_attn",
+        "attention.output": "attn.c_proj",
+        "mlp_norm": "ln_2",
+        "mlp.up": "mlp.c_fc",
+        "mlp.down": "mlp.c_proj",
+    }
+    for i in range(config.num_layers):
+        for ours, theirs in modules.items():
+            for kind in ("weight", "bias"):
+                yield WeightLink(
+                    f"blocks.{i}.{ours}.{kind}",
+                    (f"transformer.h.{i}.{theirs}.{kind}",),
+                    transposed=kind == "weight" and "norm" not in ours,
+                )
+    for kind in ("weight", "bias"):
+        yield WeightLink(f"final_norm.{kind}", (f"transformer.ln_f.{kind}",))
+
+
+def _llama_like(config: TransformerConfig) -> Iterator[WeightLink]:
+    added = config.padded_vocab_size - config.vocab_size
+    yield WeightLink("embedding.weight", ("model.embed_tokens.weight",), rows_added=added)
+    for i in range(config.num_layers):
+        ours, theirs = f"blocks.{i}", f"model.layers.{i}"
+        yield WeightLink(f"{ours}.attention_norm.weight", (f"{theirs}.input_layernorm.weight",))
+        yield WeightLink(f"{ours}.mlp_norm.weight", (f"{theirs}.post_attention_layernorm.weight",))
+        attention = _attention if config.mla is None else _latent_attention
+        yield from attention(config, f"{ours}.attention", f"{theirs}.self_attn")
+        for kind in ("weight", "bias") if config.mlp_bias else ("weight",):
+            yield WeightLink(
+                f"{ours}.mlp.up.{kind}",
+                (f"{theirs}.mlp.gate_proj.{kind}", f"{theirs}.mlp.up_proj.{kind}"),
+                rows=(config.ffn_width, config.ffn_width),
+            )
+            yield WeightLink(f"{ours}.mlp.down.{kind}", (f"{theirs}.mlp.down_proj.{kind}",))
+    yield WeightLink("final_norm.weight", ("model.norm.weight",))
+    if not config.tie_embeddings:
+        yield WeightLink("head.weight", ("lm_head.weight",), rows_added=added)
+
+
+def _attention(config: TransformerConfig, ours: str, theirs: str) -> Iterator[WeightLink]:
+    width = config.head_width
+    rows = (config.num_heads * width, config.kv_heads * width, config.kv_heads * width)
+    for kind in ("weight", "bias") if config.attention_bias else ("weight",):
+        names = tuple(f"{theirs}.{part}_proj.{kind}" for part in "qkv")
+        yield WeightLink(f"{ours}.qkv.{kind}", names, rows=rows)
+    for kind in ("weight", "bias") if config.output_bias else ("weight",):
+        yield WeightLink(f"{ours}.output.{kind}", (f"{theirs}.o_proj.{kind}",))
+    if config.qk_norm:
+        yield WeightLink(f"{ours}.query_norm.weight", (f"{theirs}.q_norm.weight",))
+        yield WeightLink(f"{ours}.key_norm.weight", (f"{theirs}.k_norm.weight",))
+
+
+def _latent_attention(config: TransformerConfig, ours: str, theirs: str) -> Iterator[WeightLink]:
+    sizes = config.mla
+    if sizes is None:
+        raise ValueError("the config has no mla")
+    kinds = ("weight", "bias") if config.attention_bias else ("weight",)
+    # DeepSeek turns neighbouring elements, Lamina elements half a head apart: the rows that make
+    # them trade places, and scores are the same.
+    turned = [2 * i for i in range(sizes.qk_rope_head_dim // 2)]
+    turned += [i + 1 for i in turned]
+    head = list(range(sizes.qk_nope_head_dim)) + [sizes.qk_nope_head_dim + i for i in turned]
+    query = [h * len(head) + i for h in range(config.num_heads) for i in head]
+    shared = list(range(sizes.kv_lora_rank)) + [sizes.kv_lora_rank + i for i in turned]
+    if sizes.q_lora_rank is None:
+        names = (f"{theirs}.q_proj.weight",)
+    else:
+        names = (f"{theirs}.q_b_proj.weight",)
+        yield WeightLink(f"{ours}.query_norm.weight", (f"{theirs}.q_a_layernorm.weight",))
+        for kind in kinds:
+            yield WeightLink(f"{ours}.query_down.{kind}", (f"{theirs}.q_a_proj.{kind}",))
+    yield WeightLink(f"{ours}.query_up.weight", names, order=tuple(query))
+    for kind in kinds:
+        name = f"{theirs}.kv_a_proj_with_mqa.{kind}"
+        yield WeightLink(f"{ours}.kv_down.{kind}", (name,), order=tuple(shared))
+    yield WeightLink(f"{ours}.kv_norm.weight", (f"{theirs}.kv_a_layernorm.weight",))
+    yield WeightLink(f"{ours}.kv_up.weight", (f"{theirs}.kv_b_proj.weight",))
+    for kind in ("weight", "bias") if config.output_bias else ("weight",):
+        yield WeightLink(f"{ours}.output.{kind}", (f"{theirs}.o_proj.{kind}",))

@@ -1,0 +1,232 @@
+"""Weights go to transformers' models and come back, and both compute the same."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lamina.mesh import ParallelLayout
+from lamina.models import (
+    GPTModel,
+    LatentAttention,
+    RopeScaling,
+    TransformerConfig,
+    config_from_huggingface,
+    from_huggingface,
+    huggingface_config,
+    preset,
+    preset_names,
+    to_huggingface,
+)
+
+transformers = pytest.importorskip("transformers")
+
+TINY = {"vocab_size": 61, "hidden_size": 32, "num_layers": 2, "num_heads": 4, "ffn_size": 40}
+LONG = RopeScaling(kind="yarn", factor=4.0, original_length=16)
+CONFIGS = {
+    "gpt2": preset("gpt2", **TINY | {"ffn_size": 128}, max_sequence_length=64),
+    "llama": preset("llama3.1-8b", **TINY, num_kv_heads=2, max_sequence_length=64,
+                    rope_scaling=RopeScaling(kind="llama3", factor=4.0, original_length=16)),
+    "qwen3": preset("qwen3-0.6b", **TINY, num_kv_heads=2, head_dim=12, max_sequence_length=64),
+    "qwen2": TransformerConfig(**TINY, attention_bias=True, attention_output_bias=False),
+    "mistral": TransformerConfig(**TINY, num_kv_heads=1, sliding_window=5),
+    "llama-linear": TransformerConfig(**TINY, rope_scaling=RopeScaling(kind="linear", factor=3.0)),
+    "llama-yarn": TransformerConfig(**TINY, rope_scaling=LONG, max_sequence_length=64,
+                                    attention_bias=True, mlp_bias=True),
+    "deepseek": TransformerConfig(
+        **TINY, norm_eps=1e-6,
+        mla=LatentAttention(kv_lora_rank=16, q_lora_rank=24, qk_nope_head_dim=8,
+                            qk_rope_head_dim=6, v_head_dim=10)),
+    "deepseek-yarn": TransformerConfig(
+        **TINY, norm_eps=1e-6, rope_scaling=LONG, max_sequence_length=64, attention_scale=0.31,
+        mla=LatentAttention(kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=8,
+                            v_head_dim=8)),
+}  # fmt: skip
+
+
+def theirs_of(config: TransformerConfig, weights: dict[str, torch.Tensor] | None = None):
+    written = huggingface_config(config)
+    their_config = transformers.AutoConfig.for_model(written.pop("model_type"), **written)
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(their_config)
+    if weights is not None:
+        missing, unexpected = model.load_state_dict(weights, strict=False)
+        assert not unexpected
+        assert set(missing) <= {"lm_head.weight"}
+        model.tie_weights()
+    return model.eval()
+
+
+def perturbed(config: TransformerConfig) -> GPTModel:
+    """A model none of whose parameters is all zeros or ones."""
+    model = GPTModel(config, seed=1).eval()
+    generator = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.1)
+    return model
+
+
+@pytest.mark.parametrize("name", list(CONFIGS))
+def test_forward_equals_transformers_with_our_weights(name):
+    model = perturbed(CONFIGS[name])
+    theirs = theirs_of(CONFIGS[name], to_huggingface(model))
+    tokens = torch.randint(0, 61, (2, 40), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        torch.testing.assert_close(model(tokens), theirs(tokens).logits, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", list(CONFIGS))
+def test_forward_equals_transformers_with_their_weights(name):
+    theirs = theirs_of(CONFIGS[name])
+    model = from_huggingface(theirs).eval()
+    tokens = torch.randint(0, 61, (2, 40), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        torch.testing.assert_close(model(tokens), theirs(tokens).logits, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", list(CONFIGS))
+def test_gradients_equal_transformers(name):
+    config = replace(CONFIGS[name], dropout=0.0, attention_dropout=0.0)
+    model = perturbed(config).double()
+    theirs = theirs_of(config, to_huggingface(model.float())).double()
+    model.double()
+    tokens = torch.randint(0, 61, (2, 17), generator=torch.Generator().manual_seed(0))
+    model(tokens[:, :-1], tokens[:, 1:]).backward()
+    logits = theirs(tokens[:, :-1]).logits
+    torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).backward()
+    expected = dict(theirs.named_parameters())
+    gradients = {name: p.grad for name, p in model.named_parameters()}
+    for theirs_name, gradient in to_huggingface(model, gradients).items():
+        torch.testing.assert_close(
+            gradient, expected[theirs_name].grad, rtol=2e-5, atol=2e-7,
+            msg=lambda m, n=theirs_name: f"{n}: {m}",
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("name", list(CONFIGS))
+def test_a_saved_directory_is_read_without_transformers(name, tmp_path):
+    theirs = theirs_of(CONFIGS[name])
+    theirs.save_pretrained(tmp_path)
+    model = from_huggingface(tmp_path)
+    expected = from_huggingface(theirs)
+    for (key, value), other in zip(model.named_parameters(), expected.parameters(), strict=True):
+        assert torch.equal(value, other), key
+
+
+@pytest.mark.parametrize("name", list(CONFIGS))
+def test_configs_survive_the_round_trip(name):
+    config = CONFIGS[name]
+    back = config_from_huggingface(json.loads(json.dumps(huggingface_config(config))))
+    again = config_from_huggingface(theirs_of(config).config.to_dict())
+    for field in ("vocab_size", "hidden_size", "kv_heads", "head_width", "ffn_width", "output_bias",
+                  "mla", "qk_norm", "sliding_window", "tie_embeddings", "rope_theta", "norm",
+                  "activation", "positions", "norm_eps", "max_sequence_length"):  # fmt: skip
+        assert getattr(back, field) == getattr(config, field) == getattr(again, field), field
+    for read in (back, again):
+        assert read.score_scale == pytest.approx(config.score_scale)
+        if config.rope_scaling is not None:
+            assert read.rope_scaling.magnitude == pytest.approx(config.rope_scaling.magnitude)
+
+
+def test_files_written_before_version_five_are_read():
+    config = CONFIGS["llama"]
+    written = huggingface_config(config)
+    rope = written.pop("rope_parameters")
+    written["rope_theta"] = rope.pop("rope_theta")
+    written["rope_scaling"] = rope
+    read = config_from_huggingface(written)
+    assert read.rope_theta == config.rope_theta
+    assert read.rope_scaling == config.rope_scaling
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_vocabulary_padding_stays_at_home(name):
+    config = replace(CONFIGS[name], vocab_multiple=16)
+    model = perturbed(config)
+    weights = to_huggingface(model)
+    assert all(61 in value.shape for key, value in weights.items() if "emb" in key or "wte" in key)
+    theirs = theirs_of(config, weights)
+    tokens = torch.randint(0, 61, (2, 9))
+    with torch.no_grad():
+        torch.testing.assert_close(model(tokens), theirs(tokens).logits, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("name", ["llama", "gpt2", "deepseek"])
+def test_weights_cut_over_ranks_export_and_import_whole(name):
+    mesh = ParallelLayout(tp=2).build("cpu")
+    config = replace(CONFIGS[name], vocab_multiple=2)
+    whole, model = GPTModel(config, seed=4), GPTModel(config, mesh, seed=4)
+    expected, exported = to_huggingface(whole), to_huggingface(model)
+    assert expected.keys() == exported.keys()
+    assert all(torch.equal(exported[key], value) for key, value in expected.items())
+
+
+@pytest.mark.ranks(2)
+def test_each_rank_reads_its_pieces(tmp_path):
+    config = replace(CONFIGS["qwen3"], vocab_size=62)
+    if dist.get_rank() == 0:
+        theirs_of(config).save_pretrained(tmp_path)
+    dist.barrier()
+    mesh = ParallelLayout(tp=2).build("cpu")
+    whole, model = from_huggingface(tmp_path), from_huggingface(tmp_path, mesh)
+    tokens = torch.arange(30).view(2, 15)
+    torch.testing.assert_close(model(tokens), whole(tokens), rtol=1e-5, atol=1e-5)
+
+
+def test_what_has_no_counterpart_is_refused():
+    with pytest.raises(ValueError, match="model_type is 'bert'"):
+        config_from_huggingface({"model_type": "bert"})
+    with pytest.raises(ValueError, match="activation 'relu2'"):
+        huggingface_config(replace(CONFIGS["llama"], activation="relu2"))
+    written = huggingface_config(CONFIGS["deepseek"]) | {"first_k_dense_replace": 1}
+    with pytest.raises(ValueError, match="1 of 2 layers: the others have experts"):
+        config_from_huggingface(written)
+
+
+def test_an_empty_directory_is_named(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"config\.json is missing"):
+        from_huggingface(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(huggingface_config(CONFIGS["llama"])))
+    with pytest.raises(FileNotFoundError, match=r"no \*\.safetensors"):
+        from_huggingface(tmp_path)
+
+
+PUBLISHED = {
+    # Counts of the released checkpoints, from their index files.
+    "gpt2": 124_439_808,
+    "gpt2-medium": 354_823_168,
+    "gpt2-large": 774_030_080,
+    "gpt2-xl": 1_557_611_200,
+    "llama3-8b": 8_030_261_248,
+    "llama3-70b": 70_553_706_496,
+    "llama3.1-8b": 8_030_261_248,
+    "llama3.1-70b": 70_553_706_496,
+    "llama3.1-405b": 405_853_388_800,
+    "llama3-405b": 405_853_388_800,
+    "llama3.2-1b": 1_235_814_400,
+    "llama3.2-3b": 3_212_749_824,
+    "qwen3-0.6b": 596_049_920,
+    "qwen3-1.7b": 1_720_574_976,
+    "qwen3-4b": 4_022_468_096,
+    "qwen3-8b": 8_190_735_360,
+    "qwen3-14b": 14_768_307_200,
+    "qwen3-32b": 32_762_123_264,
+}
+
+
+@pytest.mark.parametrize("name", preset_names())
+def test_presets_have_the_published_number_of_parameters(name):
+    with torch.device("meta"):
+        model = GPTModel(preset(name))
+    assert model.num_parameters() == PUBLISHED[name]
+
+
+def test_a_misspelt_preset_names_the_nearest():
+    with pytest.raises(ValueError, match="did you mean llama3-8b"):
+        preset("lama3-8b")

@@ -31,6 +31,7 @@ PYTHON = ENV / "bin" / "python"
 NOX = "nox>=2025.5.1"  # the first with `requires=` that also waits for parametrised sessions
 LAYERS = ("mesh", "buffers", "collectives", "ddp", "fsdp", "models", "checkpoint")
 PACKAGES = (*(f"packages/{layer}" for layer in LAYERS), "testing")
+VERSION = "{}.{}".format(*sys.version_info)
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 # torch is installed without byte code (14 s instead of 56 s); if that is then also forbidden at
@@ -78,7 +79,7 @@ def ready(name: str, *install: str) -> Path:
     """Return the Python of `.nox/NAME`, a small environment with what pip is told to install."""
     where = HOUSE / name
     files = [Path(word).read_text() for word in install if Path(word).is_file()]
-    wanted = "\n".join([sys.version, str(ROOT), *install, *files])
+    wanted = "\n".join([VERSION, str(ROOT), *install, *files])
     with locked(name):
         stamp = where / "made-for"
         if not stamp.exists() or stamp.read_text() != wanted:
@@ -117,7 +118,6 @@ import nox  # noqa: E402
 
 nox.needs_version = NOX[3:]
 nox.options.sessions = ["lint", "typecheck", "layers", "tests"]
-nox.options.error_on_external_run = False
 
 # ------------------------------------------------------------------------ the one environment
 
@@ -216,7 +216,7 @@ def stage_packages(session: nox.Session) -> None:
 def stages() -> dict[str, tuple[str, Callable[[nox.Session], None]]]:
     """Return what the environment is made of, in order: name -> (key of its sources, how)."""
     lender = borrowed() if setting("LAMINA_PYTHON") else {}
-    version = lender.get("python", "{}.{}".format(*sys.version_info))
+    version = lender.get("python", VERSION)
     requirements = ROOT / "requirements"
     pyprojects = [ROOT / package / "pyproject.toml" for package in PACKAGES]
     return {
@@ -361,7 +361,8 @@ def typecheck(session: nox.Session) -> None:
 @task
 def layers(session: nox.Session) -> None:
     """What a layer may import and do: import-linter, and a test over the syntax trees."""
-    run(session, ENV / "bin" / "lint-imports", "--no-logo")
+    linter = "from importlinter.cli import lint_imports_command as lint; lint()"
+    run(session, "python", "-c", linter, "--no-logo")
     pytest(session, "-q", "tests/test_layers.py", *session.posargs)
 
 
@@ -373,10 +374,9 @@ def build(session: nox.Session) -> None:
     """Wheels and source archives of all layers in dist/, checked, and installed one by one."""
     shutil.rmtree(ROOT / "dist", ignore_errors=True)
     for layer in LAYERS:
-        archive = ("python", "-m", "build", "--no-isolation", "--outdir", "dist")
-        run(session, *archive, f"packages/{layer}", silent=True)
-    archives = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "dist").iterdir())
-    run(session, "python", "-m", "twine", "check", "--strict", *archives)
+        words = ("build", "--no-isolation", "--outdir", "dist", f"packages/{layer}")
+        run(session, "python", "-m", *words, silent=True)
+    run(session, "python", "-m", "twine", "check", "--strict", *(ROOT / "dist").iterdir())
     pytest(session, "--slow", "tests/test_installs.py", *session.posargs)
 
 

@@ -109,6 +109,13 @@ def test_full_run_takes_the_product_and_writes_the_page(suite):
     assert "1: Skipped: no such device" in page
 
 
+def test_full_run_over_worker_processes_counts_the_same(suite):
+    code, line = run(suite, "--full", "-m", "matrix", "-p", "xdist.plugin", "-n", "2")
+    assert code == 0
+    assert line.startswith("32 passed, 1 skipped")
+    assert "| 32 | 1 | 0 |" in (suite / "docs/matrix.md").read_text()
+
+
 def test_shards_together_are_the_product_and_the_last_writes_the_page(suite):
     for shard in (1, 2, 3):
         assert not (suite / "docs/matrix.md").exists()

@@ -24,10 +24,10 @@ OptimizerT = TypeVar("OptimizerT", bound=Optimizer)
 @overload
 def fully_shard(module: nn.Module, optimizer: None = None, **settings: Any) -> ShardedModule: ...
 @overload
-def fully_shard(  # type: ignore[misc]  # the overloads leave the settings to this list
+def fully_shard(
     module: nn.Module, optimizer: OptimizerT, **settings: Any
 ) -> tuple[ShardedModule, OptimizerT]: ...
-def fully_shard(  # type: ignore[misc]  # the overloads leave the settings to this list
+def fully_shard(  # type: ignore[misc]
     module: nn.Module,
     optimizer: OptimizerT | None = None,
     *,
@@ -136,8 +136,8 @@ def fully_shard_optimizer(optimizer: OptimizerT, module: nn.Module) -> Optimizer
         )
     groups = list(module.parameter_groups())
     point_optimizer_at(optimizer, groups)
-    FlatStep(optimizer, groups, module.engine.mark_weights_changed)
-    module.engine.follows_optimizer = True
+    FlatStep(optimizer, groups, module.sharding_engine.mark_weights_changed)
+    module.sharding_engine.follows_optimizer = True
     return optimizer
 
 

@@ -21,22 +21,22 @@ class ShardedModule(nn.Module):
     """Mixin that `fully_shard` adds to the root module's class; `forward` stays the user's."""
 
     @property
-    def engine(self) -> ShardingEngine:
+    def sharding_engine(self) -> ShardingEngine:
         """The engine that gathers, releases and reduces."""
         engine: ShardingEngine = self.__dict__[_ENGINE]
         return engine
 
     def parameter_groups(self) -> Iterator[ParameterGroup]:
         """All groups of parameters, frozen ones included, in the same order on every rank."""
-        yield from self.engine.groups
+        yield from self.sharding_engine.groups
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Backwards inside are not the step's last microbatch (gradient accumulation)."""
-        return self.engine.reducer.no_sync()
+        return self.sharding_engine.reducer.no_sync()
 
     def start_param_sync(self) -> None:
         """Main weights were changed by hand: install them before the next forward."""
-        self.engine.mark_weights_changed()
+        self.sharding_engine.mark_weights_changed()
 
     def zero_grad_buffer(self) -> None:
         """Forget all gradients, those of microbatches inside `no_sync` included."""
@@ -52,7 +52,7 @@ class ShardedModule(nn.Module):
 
         What is written to them inside is lost when a unit is released.
         """
-        with self.engine.unsharded():
+        with self.sharding_engine.unsharded():
             yield
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:

@@ -22,6 +22,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent
 HOUSE = ROOT / ".nox"
@@ -37,9 +38,6 @@ CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os
 # torch is installed without byte code (14 s instead of 56 s); if that is then also forbidden at
 # run time, every import of torch compiles it anew (6.4 s instead of 2.6 s).
 CHILD_ENV: dict[str, str | None] = {"PYTHONDONTWRITEBYTECODE": None, "PYTHONHOME": None}
-
-
-# ------------------------------------------------------------------------ starting without nox
 
 
 @contextlib.contextmanager
@@ -58,7 +56,7 @@ def locked(name: str) -> Iterator[None]:
 def make_venv(python: str, where: Path) -> None:
     """Make a virtual environment with pip, also where the system ships Python in pieces."""
     shutil.rmtree(where, ignore_errors=True)
-    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    quiet: Any = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     if subprocess.run([python, "-c", "import venv, ensurepip"], **quiet).returncode == 0:
         subprocess.run([python, "-m", "venv", str(where)], check=True)
         return
@@ -122,11 +120,11 @@ nox.options.sessions = ["lint", "typecheck", "layers", "tests"]
 # ------------------------------------------------------------------------ the one environment
 
 
-def run(session: nox.Session, *command: str | Path, **options: object) -> object:
+def run(session: nox.Session, *command: str | Path, **options: Any) -> object:
     """Run `command`, `python` being the environment's."""
     words = [str(PYTHON) if word == "python" else str(word) for word in command]
-    env = {**CHILD_ENV, **options.pop("env", {})}  # type: ignore[dict-item]
-    return session.run(*words, external=True, env=env, **options)  # type: ignore[arg-type]
+    env = {**CHILD_ENV, **options.pop("env", {})}
+    return session.run(*words, external=True, env=env, **options)
 
 
 def pip(session: nox.Session, *words: str | Path) -> None:
@@ -143,7 +141,7 @@ def digest(*parts: str | Path) -> str:
 
 def setting(name: str) -> str:
     """Return LAMINA_INDEX_URL or LAMINA_PYTHON; if it is not set, what `.nox/env` was made with."""
-    made = json.loads(STAMP.read_text()) if STAMP.exists() else {}
+    made: dict[str, str] = json.loads(STAMP.read_text()) if STAMP.exists() else {}
     return os.environ.get(name, made.get(name, ""))
 
 
@@ -274,6 +272,7 @@ def train(session: nox.Session) -> None:
         session, "python", "-m", "torch.distributed.run", "--standalone",
         f"--nproc_per_node={ranks}", "examples/pretrain/train.py", *session.posargs,
         env={"OMP_NUM_THREADS": threads},
+        interrupt_timeout=90,  # Ctrl-C leaves a checkpoint
     )  # fmt: skip
 
 

@@ -81,8 +81,8 @@ class Statistics:
     """Squared norm and non-finite flag of a reduced shard, filled in by the sum itself."""
 
     def __init__(self, device: torch.device) -> None:
-        self.squared_norm = torch.zeros((), dtype=torch.float64, device=device)
-        self.nonfinite = torch.zeros((), dtype=torch.bool, device=device)
+        self.squared_norm = torch.empty((), dtype=torch.float64, device=device)
+        self.nonfinite = torch.empty((), dtype=torch.bool, device=device)
 
 
 class ReduceHandle(Handle):

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+import torch
+
 from .fused_cpu import fused_sum
-from .reference import reference_sum
+from .reference import reference_sum, sum_dtype
 
 if TYPE_CHECKING:
-    import torch
-
     from .handles import Statistics
     from .swap import Chunk
 
@@ -32,8 +32,44 @@ def sum_chunks(
         return
     if output.device.type == "cpu":
         found = fused_sum(chunks, output, factor, accumulate, statistics is not None)
-    else:
-        found = reference_sum(chunks, output, factor, accumulate)
-    if statistics is not None and found is not None:
-        statistics.squared_norm.copy_(found[0])
-        statistics.nonfinite.copy_(found[1])
+        if statistics is not None and found is not None:
+            statistics.squared_norm.copy_(found[0])
+            statistics.nonfinite.copy_(found[1])
+        return
+    tensors = [chunk for chunk in chunks if isinstance(chunk, torch.Tensor)]
+    if sum_dtype(tensors[0].dtype) == torch.float64:
+        _sum_in_float64(tensors, output, factor, accumulate, statistics)
+        return
+    wanted = None if statistics is None else (statistics.squared_norm, statistics.nonfinite)
+    _triton_sum()(tensors, output, factor, accumulate, wanted)
+
+
+def _sum_in_float64(
+    chunks: list[torch.Tensor],
+    output: torch.Tensor,
+    factor: float | None,
+    accumulate: bool,
+    statistics: Statistics | None,
+) -> None:
+    """float64 on a GPU serves comparisons, not training: plain operations are fast enough."""
+    squared_norm, nonfinite = reference_sum(chunks, output, factor, accumulate)
+    if statistics is not None:
+        statistics.squared_norm.copy_(squared_norm)
+        statistics.nonfinite.copy_(nonfinite)
+
+
+def _triton_sum() -> Callable[..., None]:
+    """Import the kernel when it is first needed: CPU users need not have Triton.
+
+    Raises:
+        ImportError: it is missing.
+
+    """
+    try:
+        from .triton_sum import fused_sum as triton_fused_sum
+    except ImportError as error:
+        raise ImportError(
+            "sums of gradients on a GPU need Triton, which could not be imported; install "
+            "`lamina-collectives[triton]` (CUDA builds of torch bring it along)"
+        ) from error
+    return triton_fused_sum

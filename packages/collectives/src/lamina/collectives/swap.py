@@ -25,7 +25,7 @@ __all__ = ["Chunk", "Swap"]
 
 Chunk = torch.Tensor | RemoteRun
 
-_READ_FROM = 1 << 17  # bytes; below, a note and a receipt cost more than the copies they save
+_READ_FROM = 1 << 21  # bytes; below, a note and a receipt cost more than the copies they save
 
 
 class Swap:
@@ -93,7 +93,8 @@ class Swap:
         nbytes = tensor.numel() * tensor.element_size()
         message = tensor
         if self._reads(target, nbytes):
-            if torch.cuda.is_initialized() and tensor.is_pinned():
+            pinned = torch.cuda.is_initialized() and tensor.is_pinned()  # type: ignore[no-untyped-call]
+            if pinned:  # such pages may be closed to other processes
                 tensor = torch.empty_like(tensor, pin_memory=False).copy_(tensor)
             message = torch.tensor([tensor.data_ptr(), nbytes], dtype=torch.int64)
             receipt = torch.zeros(1, dtype=torch.int64)

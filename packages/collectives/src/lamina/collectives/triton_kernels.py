@@ -1,0 +1,95 @@
+"""The Triton kernels of the sum; `triton_sum` launches them.
+
+Products and sums must be compiled with `enable_fp_fusion=False`: a fused multiply-add rounds once
+where the reference rounds twice.
+"""
+
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+# ruff: noqa: N803, N806
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+__all__ = ["finish_kernel", "sum_kernel"]
+
+
+@triton.jit
+def _load(chunks, offsets, mask, RANK: tl.constexpr):
+    return tl.load(chunks[RANK] + offsets, mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _tree(chunks, offsets, mask, FIRST: tl.constexpr, COUNT: tl.constexpr):
+    """Pairwise sum of chunks FIRST .. FIRST + COUNT, unrolled while compiling."""
+    SPLIT: tl.constexpr = (
+        16 if COUNT > 16 else (8 if COUNT > 8 else (4 if COUNT > 4 else (2 if COUNT > 2 else 1)))
+    )
+    if COUNT == 1:
+        total = _load(chunks, offsets, mask, FIRST)
+    else:
+        left = _tree(chunks, offsets, mask, FIRST, SPLIT)
+        right = _tree(chunks, offsets, mask, FIRST + SPLIT, COUNT - SPLIT)
+        total = left + right
+    return total
+
+
+@triton.jit
+def _round_to_bfloat16(value):
+    """Nearest even, by integer arithmetic: the interpreter's own cast truncates."""
+    bits = value.to(tl.uint32, bitcast=True)
+    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+    rounded = tl.where((bits & 0x7FFFFFFF) > 0x7F800000, 0x7FC0, rounded)
+    return rounded.to(tl.uint16).to(tl.bfloat16, bitcast=True)
+
+
+@triton.jit
+def sum_kernel(
+    chunks,
+    output,
+    partials,
+    numel,
+    factor,
+    COUNT: tl.constexpr,
+    SCALED: tl.constexpr,
+    ACCUMULATE: tl.constexpr,
+    NORM: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):
+    """Each program sums BLOCKS blocks of BLOCK elements and stores their sum of squares."""
+    program = tl.program_id(0)
+    squares = tl.zeros((BLOCK,), dtype=tl.float64)
+    for step in range(BLOCKS):
+        offsets = (program.to(tl.int64) * BLOCKS + step) * BLOCK + tl.arange(0, BLOCK)
+        mask = offsets < numel
+        total = _tree(chunks, offsets, mask, 0, COUNT)
+        if SCALED:
+            total = total * factor
+        if ACCUMULATE:
+            total = tl.load(output + offsets, mask=mask, other=0.0).to(tl.float32) + total
+        if output.dtype.element_ty == tl.bfloat16:
+            stored = _round_to_bfloat16(total)
+        else:
+            stored = total.to(output.dtype.element_ty)
+        tl.store(output + offsets, stored, mask=mask)
+        if NORM:
+            wide = stored.to(tl.float32).to(tl.float64)
+            squares += tl.where(mask, wide * wide, 0.0)
+    if NORM:
+        tl.store(partials + program, tl.sum(squares, axis=0))
+
+
+@triton.jit
+def finish_kernel(partials, squared_norm, nonfinite, count, BLOCK: tl.constexpr):
+    """One program: sum the partial sums in a fixed order; see whether the result is finite."""
+    total = tl.zeros((BLOCK,), dtype=tl.float64)
+    for start in range(0, count, BLOCK):
+        offsets = start + tl.arange(0, BLOCK)
+        total += tl.load(partials + offsets, mask=offsets < count, other=0.0)
+    norm = tl.sum(total, axis=0)
+    tl.store(squared_norm, norm)
+    # Squares of finite float32 values fit into float64, so only infinities and NaNs get here.
+    finite = (norm == norm) & (norm < float("inf"))
+    tl.store(nonfinite, tl.where(finite, 0, 1).to(tl.int8))

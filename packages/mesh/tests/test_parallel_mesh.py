@@ -5,21 +5,25 @@ from __future__ import annotations
 import copy
 import pickle
 import time
+from datetime import timedelta
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from lamina.mesh import (
     DENSE_AXES,
     DERIVED_AXES,
     EXPERT_AXES,
     AxisError,
+    GroupCreationError,
     ParallelLayout,
     init_distributed,
     mesh_axis,
 )
+from lamina.mesh.groups import current_world, group_of
 
 ALL_AXES = [*dict.fromkeys([*DENSE_AXES, *EXPERT_AXES, *DERIVED_AXES])]
 FOUR = [{}, {"tp": 2}, {"cp": 2, "tp": 2}, {"dp_replicate": 2, "ep": 2}, {"tp": 2, "ep": 4}]
@@ -208,3 +212,30 @@ def test_a_mesh_of_65536_ranks_takes_seconds() -> None:
 def test_a_mesh_before_the_start_says_what_to_call() -> None:
     with pytest.raises(RuntimeError, match=r"call lamina\.mesh\.init_distributed\(\) first"):
         ParallelLayout().build("cpu")
+
+
+@pytest.mark.ranks(2)
+def test_a_member_that_never_comes_is_reported_with_axis_and_ranks(ranks) -> None:
+    mesh = ParallelLayout().build("cpu")
+    current_world().timeout = timedelta(seconds=1)
+    if ranks.rank == 0:
+        with pytest.raises(
+            GroupCreationError,
+            match=r"rank 0 couldn't make the process group 'dp_shard:lonely' over ranks \[0, 1\]",
+        ):
+            mesh.axis("dp").sibling("lonely")
+
+
+@pytest.mark.ranks(2)
+def test_groups_are_made_by_members_alone_in_a_world_bound_to_a_device() -> None:
+    # Bound, torch would make an NCCL group by splitting the default communicator, and a split waits
+    # for all ranks. gloo can't split; that torch doesn't even look for what to split can be seen.
+    def splits(_: dist.ProcessGroup) -> None:
+        raise AssertionError("this group would be split off the default one")
+
+    distributed_c10d._get_split_source = splits
+    world = dist.group.WORLD
+    world.bound_device_id = torch.device("cuda", 0)
+    group_of("alone", (dist.get_rank(),))
+    assert world.bound_device_id == torch.device("cuda", 0)
+    world.bound_device_id = None

@@ -16,7 +16,8 @@ other under different names until the timeout. So groups are made by the functio
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import cast
@@ -88,19 +89,19 @@ def _make_group(
     backend, store = c10d._world.pg_map[default]
     places = {rank: place for place, rank in enumerate(ranks)}
     digest = hashlib.blake2b(repr(ranks).encode(), digest_size=8).hexdigest()
+    limit = timeout if timeout is not None else c10d._get_default_timeout(dist.Backend(backend))
     try:
-        made, _ = c10d._new_process_group_helper(
-            len(ranks),
-            places[default.rank()],
-            list(ranks),
-            backend,
-            store,
-            cast("c10d.GroupName", f"lamina:{description}:{digest}"),
-            timeout=timeout
-            if timeout is not None
-            else c10d._get_default_timeout(dist.Backend(backend)),
-            group_desc=description,
-        )
+        with _unbound(default):
+            made, _ = c10d._new_process_group_helper(
+                len(ranks),
+                places[default.rank()],
+                list(ranks),
+                backend,
+                store,
+                cast("c10d.GroupName", f"lamina:{description}:{digest}"),
+                timeout=limit,
+                group_desc=description,
+            )
     except (RuntimeError, ValueError) as error:
         raise GroupCreationError(
             f"rank {default.rank()} couldn't make the process group '{description}' over ranks "
@@ -111,6 +112,21 @@ def _make_group(
     group = cast("dist.ProcessGroup", made)
     c10d._world.pg_group_ranks[group] = places
     return group
+
+
+@contextmanager
+def _unbound(default: dist.ProcessGroup) -> Iterator[None]:
+    """Hide the device that whoever started the job bound its default group to.
+
+    With a bound device torch makes NCCL groups by splitting the default communicator, and every
+    rank of the job must take part in a split, member or not. Ours do without.
+    """
+    device = default.bound_device_id
+    default.bound_device_id = None
+    try:
+        yield
+    finally:
+        default.bound_device_id = device
 
 
 def _shorten(ranks: tuple[int, ...], limit: int = 16) -> str:

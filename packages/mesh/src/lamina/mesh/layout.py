@@ -121,7 +121,7 @@ class ParallelLayout:
         """The mesh of this layout over the ranks of the running job. Collective over all ranks.
 
         Args:
-            device_type: "cpu" or "cuda"; by default what the default process group was made for.
+            device_type: "cpu" or "cuda"; by default "cuda" if the job runs NCCL and "cpu" if not.
 
         Raises:
             LayoutError: the layout does not fit the job's world size.

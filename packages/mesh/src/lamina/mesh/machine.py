@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import resource
 import shutil
 import socket
 from collections.abc import Callable
@@ -36,7 +35,7 @@ class Machine:
         triton: version of Triton, None if it isn't installed.
         cores: processor cores this process may run on.
         shm_bytes: size of /dev/shm in bytes; None where there is none.
-        open_files: limit of open files of this process.
+        open_files: limit of open files of this process; negative if there is none.
         host_resolves: whether the machine's own name has an address.
         interfaces: names of the network interfaces; empty if unknown.
     """
@@ -66,9 +65,9 @@ class Machine:
             gpu_devices=len(list(Path("/dev").glob("nvidia[0-9]*"))),
             backends=_backends(),
             triton=_triton_version(),
-            cores=len(os.sched_getaffinity(0)),
+            cores=_cores(),
             shm_bytes=shutil.disk_usage(shm).total if shm.is_dir() else None,
-            open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
+            open_files=_open_files(),
             host_resolves=_host_resolves(),
             interfaces=tuple(name for _, name in socket.if_nameindex()),
         )
@@ -266,6 +265,20 @@ def _triton_version() -> str | None:
         return version("triton")
     except PackageNotFoundError:  # built into another distribution
         return "installed"
+
+
+def _cores() -> int:
+    if hasattr(os, "sched_getaffinity"):  # Linux: containers and launchers narrow it
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _open_files() -> int:
+    try:
+        import resource
+    except ImportError:  # Windows has no such limit
+        return -1
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 
 
 def _host_resolves() -> bool:

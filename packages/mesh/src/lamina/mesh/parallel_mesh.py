@@ -21,7 +21,7 @@ class ParallelMesh:
 
     Args:
         layout: an axis may still be -1.
-        device_type: "cpu" or "cuda"; by default what the default process group was made for.
+        device_type: "cpu" or "cuda"; by default "cuda" if the job runs NCCL and "cpu" if not.
 
     The groups of the five dense axes are made here, so building is collective over all ranks;
     every other group (expert axes, axes taken as one, siblings, the embedding group) is made when
@@ -195,5 +195,5 @@ def _axis_name(parts: tuple[str, ...]) -> str:
 
 
 def _default_device_type() -> str:
-    backend = str(dist.get_backend_config())
-    return "cuda" if "cuda" in backend and torch.cuda.is_available() else "cpu"
+    # gloo and fake carry CUDA tensors too, so only NCCL says that the job is meant for GPUs.
+    return "cuda" if "nccl" in str(dist.get_backend_config()) else "cpu"

@@ -92,10 +92,10 @@ def prepare(config: DataConfig, directory: Path) -> None:
 def _split_many(
     documents: list[Document], tokenizer: Tokenizer, fraction: float, directory: Path
 ) -> list[int]:
-    """Hold out whole documents, chosen by a hash of their names."""
-    ranked = sorted(documents, key=lambda d: hashlib.sha256(d.name.encode()).digest())
-    count = min(len(ranked) - 1, max(1, round(len(ranked) * fraction)))
-    held_out = {document.name for document in ranked[:count]}
+    """Hold out whole documents, each by a hash of its own name, at least one and never all."""
+    place = {d.name: _uniform(d.name) for d in documents}
+    ranked = sorted(place, key=place.__getitem__)
+    held_out = {name for name in ranked[:-1] if place[name] < fraction} or {ranked[0]}
     parts = {
         "train": [d for d in documents if d.name not in held_out],
         "held-out": [d for d in documents if d.name in held_out],
@@ -106,6 +106,11 @@ def _split_many(
         ).tokens
         for name, part in parts.items()
     ]
+
+
+def _uniform(name: str) -> float:
+    """Hash a name to a number in [0, 1)."""
+    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") / 2**64
 
 
 def _split_one(

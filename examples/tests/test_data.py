@@ -1,0 +1,215 @@
+"""The order of samples, the shards, the split."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from config import DataConfig
+from data import Windows, held_out_batches, open_corpus, prepare, shuffled, slice_of_step
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from shards import open_shard, write_shard
+from text import ByteTokenizer, find_documents
+
+CPU = torch.device("cpu")
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 600), st.integers(0, 2**40), st.integers(0, 3))
+def test_every_epoch_is_a_permutation_of_the_samples(size, seed, epoch):
+    order = [shuffled(epoch * size + place, size, seed) for place in range(size)]
+    assert sorted(order) == list(range(size))
+
+
+def test_epochs_and_seeds_differ_and_the_order_is_shuffled():
+    def order(epoch, seed):
+        return [shuffled(epoch * 1000 + place, 1000, seed) for place in range(1000)]
+
+    assert order(0, 1) != order(1, 1)
+    assert order(0, 1) != order(0, 2)
+    # Neighbours land far apart: a shuffle's mean distance is a third of the size.
+    steps = np.abs(np.diff(order(0, 1)))
+    assert 280 < steps.mean() < 390
+
+
+@given(st.integers(0, 10_000), st.integers(0, 99), st.integers(1, 500), st.integers(1, 6))
+def test_ranks_take_contiguous_slices_of_one_order(step, seed, size, per_rank):
+    batch = 12 * per_rank
+    whole = slice_of_step(step, seed, size, batch, 0, 1)
+    for ranks in (2, 3, 4, 6, 12):
+        slices = [slice_of_step(step, seed, size, batch, r, ranks) for r in range(ranks)]
+        assert [index for part in slices for index in part] == whole
+
+
+@given(
+    st.lists(st.integers(0, 70), min_size=1, max_size=5).filter(lambda n: max(n) > 8),
+    st.integers(1, 8),
+)
+def test_windows_predict_every_token_once_and_never_cross_two_parts(sizes, length):
+    parts, start = [], 0
+    for size in sizes:
+        parts.append(np.arange(start, start + size, dtype=np.uint16))
+        start += size + 1000
+    windows = Windows(parts, length)
+    inputs, labels = windows.batch(list(range(len(windows))), CPU)
+    assert torch.equal(labels, inputs + 1)
+    expected = [t for part in parts for t in part[1 : (part.size - 1) // length * length + 1]]
+    assert labels.flatten().tolist() == expected
+
+
+@pytest.mark.parametrize("vocab_size", [2, 256, 257, 65_536, 65_537])
+def test_a_shard_comes_back_as_written(tmp_path, vocab_size):
+    tokens = np.random.default_rng(0).integers(0, vocab_size, 1000)
+    path = tmp_path / "a.tokens"
+    write_shard(path, [tokens[:10], tokens[10:10], tokens[10:]], vocab_size)
+    header, back = open_shard(path)
+    assert header.vocab_size == vocab_size
+    assert isinstance(back, np.memmap)
+    assert np.array_equal(back, tokens)
+    assert back.dtype.itemsize == {2: 1, 256: 1, 257: 2, 65_536: 2, 65_537: 4}[vocab_size]
+
+
+def test_a_shard_that_is_cut_or_none_is_refused(tmp_path):
+    path = tmp_path / "a.tokens"
+    write_shard(path, [np.arange(100)], 256)
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(ValueError, match="its header says"):
+        open_shard(path)
+    path.write_bytes(b"some text, not tokens")
+    with pytest.raises(ValueError, match="not a token shard"):
+        open_shard(path)
+    with pytest.raises(ValueError, match="token 300 in a vocabulary of 256"):
+        write_shard(path, [np.array([300])], 256)
+
+
+def library(root, files=50):
+    for number in range(files):
+        name = root / f"d{number % 3}" / f"f{number}.txt"
+        name.parent.mkdir(exist_ok=True, parents=True)
+        name.write_text(f"<{number}> " + "words and words. " * 20)
+    return DataConfig(path=str(root), pattern="**/*.txt", held_out=0.1)
+
+
+def decode(parts):
+    return ByteTokenizer().decode([int(t) for part in parts for t in part])
+
+
+def test_whole_documents_are_held_out_and_none_is_lost(tmp_path):
+    config = library(tmp_path / "text")
+    prepare(config, tmp_path / "data")
+    corpus = open_corpus(config, tmp_path / "data")
+    train, held_out = decode(corpus.train), decode(corpus.held_out)
+    for number in range(50):
+        assert (f"<{number}>" in train) != (f"<{number}>" in held_out)
+    assert 2 <= held_out.count("<") <= 9
+
+
+def test_held_out_documents_stay_held_out_when_others_come(tmp_path):
+    config = library(tmp_path / "text")
+    prepare(config, tmp_path / "one")
+    library(tmp_path / "text", files=150)
+    prepare(config, tmp_path / "two")
+    for part in ("train", "held_out"):
+        before = decode(getattr(open_corpus(config, tmp_path / "one"), part))
+        after = decode(getattr(open_corpus(config, tmp_path / "two"), part))
+        assert set(before.split("<")) <= set(after.split("<"))
+
+
+def test_something_is_held_out_and_something_trained_on_whatever_the_fraction(tmp_path):
+    for fraction in (1e-9, 1 - 1e-9):
+        plain = library(tmp_path / "text", files=3)
+        config = DataConfig(plain.path, plain.pattern, held_out=fraction)
+        prepare(config, tmp_path / str(fraction))
+        corpus = open_corpus(config, tmp_path / str(fraction))
+        assert decode(corpus.train).count("<") in (1, 2)
+        assert decode(corpus.train).count("<") + decode(corpus.held_out).count("<") == 3
+
+
+def test_a_run_keeps_its_text_and_refuses_another(tmp_path):
+    config = library(tmp_path / "text")
+    prepare(config, tmp_path / "data")
+    before = decode(open_corpus(config, tmp_path / "data").train)
+    for path in (tmp_path / "text").rglob("*.txt"):
+        path.write_text("changed")
+    prepare(config, tmp_path / "data")
+    assert decode(open_corpus(config, tmp_path / "data").train) == before
+    with pytest.raises(ValueError, match=r"another --run\.directory"):
+        prepare(DataConfig(path="elsewhere"), tmp_path / "data")
+
+
+def test_one_file_holds_out_its_end(tmp_path):
+    text = "".join(f"line {n}\n" for n in range(1000))
+    (tmp_path / "a.txt").write_text(text)
+    config = DataConfig(path=str(tmp_path / "a.txt"), held_out=0.1)
+    prepare(config, tmp_path / "data")
+    corpus = open_corpus(config, tmp_path / "data")
+    assert decode(corpus.train) + decode(corpus.held_out) == text
+    assert abs(len(decode(corpus.held_out)) / len(text) - 0.1) < 0.01
+
+
+def test_shards_are_read_as_they_are(tmp_path):
+    write_shard(tmp_path / "a.tokens", [np.arange(200)], 256)
+    write_shard(tmp_path / "b.tokens", [np.arange(100)], 256)
+    corpus = open_corpus(DataConfig(path=str(tmp_path), held_out=0.1), tmp_path / "unused")
+    assert [part.size for part in corpus.train] == [200, 70]
+    assert corpus.held_out[0].tolist() == list(range(70, 100))
+    write_shard(tmp_path / "held-out-1.tokens", [np.arange(7)], 256)
+    corpus = open_corpus(DataConfig(path=str(tmp_path)), tmp_path / "unused")
+    assert [part.size for part in corpus.train] == [200, 100]
+    assert corpus.held_out[0].tolist() == list(range(7))
+    write_shard(tmp_path / "c.tokens", [np.arange(7)], 300)
+    with pytest.raises(ValueError, match="vocabulary of 300"):
+        open_corpus(DataConfig(path=str(tmp_path)), tmp_path / "unused")
+
+
+def test_a_hugging_face_tokenizer_is_read_from_disk(tmp_path):
+    tokenizers = pytest.importorskip("tokenizers")
+    made = tokenizers.Tokenizer(tokenizers.models.BPE())
+    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=300,
+        special_tokens=["<|endoftext|>"],
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    made.train_from_iterator(["words and words. <1> " * 50], trainer)
+    made.save(str(tmp_path / "tokenizer.json"))
+
+    plain = library(tmp_path / "text")
+    config = DataConfig(plain.path, plain.pattern, str(tmp_path / "tokenizer.json"), 0.1)
+    prepare(config, tmp_path / "data")
+    corpus = open_corpus(config, tmp_path / "data")
+    ids = [int(t) for t in corpus.train[0]]
+    assert corpus.train[0].dtype == np.uint16
+    documents = ids.count(corpus.tokenizer.separator)
+    assert documents >= 40
+    assert corpus.tokenizer.decode(ids).count("words and words. ") == documents * 20
+    assert corpus.bytes_per_token > 2
+    with pytest.raises(FileNotFoundError, match="neither 'bytes' nor"):
+        open_corpus(DataConfig(tokenizer="gpt17"), tmp_path / "data")
+
+
+def test_the_unigram_entropy_is_that_of_the_frequencies(tmp_path):
+    write_shard(tmp_path / "a.tokens", [np.arange(4)], 256)
+    write_shard(tmp_path / "held-out.tokens", [np.array([1, 1, 2, 3] * 10)], 256)
+    corpus = open_corpus(DataConfig(path=str(tmp_path)), tmp_path)
+    assert corpus.unigram_entropy() == pytest.approx(1.5 * np.log(2))
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 7])
+def test_every_rank_evaluates_equally_many_batches(ranks):
+    windows = Windows([np.arange(500)], 10)
+    per_rank = [
+        [tuple(inputs.shape) for inputs, _ in held_out_batches(windows, 300, 4, r, ranks, CPU)]
+        for r in range(ranks)
+    ]
+    assert all(shapes == per_rank[0] for shapes in per_rank)
+    assert per_rank[0]
+
+
+def test_the_default_text_is_the_standard_library_without_its_tests():
+    names = [document.name for document in find_documents("stdlib", "")]
+    assert "argparse.py" in names
+    assert not any("site-packages" in name or name.startswith("test/") for name in names)

@@ -1,0 +1,202 @@
+"""The main job as a user runs it: torchrun, kill -9, Ctrl-C, again, on fewer ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+TRAIN = Path(__file__).parents[1] / "pretrain" / "train.py"
+STEPS, SAVE_EVERY = 400, 40
+SETTINGS = f"""
+[data]
+path = "{TRAIN.parent}"
+held_out = 0.2
+[model]
+num_layers = 1
+hidden_size = 32
+num_heads = 2
+sequence_length = 32
+dropout = 0.1
+[train]
+steps = {STEPS}
+batch_size = 4
+microbatches = 2
+warmup_steps = 20
+[eval]
+every = 100
+tokens = 512
+samples = 1
+sample_tokens = 8
+[checkpoint]
+every = {SAVE_EVERY}
+"""
+
+
+def start(directory: Path, *options: str, ranks: int = 2, torchrun: bool = False) -> Job:
+    """Start the ranks, by torchrun or, to save its time, as torchrun would."""
+    config = directory.parent / "config.toml"
+    config.write_text(SETTINGS)
+    program = [str(TRAIN), "--config", str(config), "--run.directory", str(directory), *options]
+    if torchrun:
+        launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
+        return Job([spawn([*launcher, *program])])
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+    counts = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
+    return Job(
+        [
+            spawn(program, RANK=str(rank), LOCAL_RANK=str(rank), **counts, **place)
+            for rank in range(ranks)
+        ]
+    )
+
+
+def spawn(words: list[str], **variables: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, *words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1", **variables},
+        start_new_session=True,  # a group of its own, as a shell gives to a job
+    )
+
+
+@dataclass
+class Job:
+    processes: list[subprocess.Popen[str]]
+
+    def signal(self, number: int) -> None:
+        for process in self.processes:
+            os.killpg(process.pid, number)
+
+    def output(self) -> str:
+        return "".join(process.communicate(timeout=120)[0] for process in self.processes)
+
+    def finish(self) -> str:
+        output = self.output()
+        assert [p.returncode for p in self.processes] == [0] * len(self.processes), output
+        return output
+
+    def wait_for_step(self, directory: Path, step: int) -> None:
+        deadline = time.monotonic() + 100
+        while time.monotonic() < deadline:
+            if any(record["step"] >= step for record in records(directory)[-3:]):
+                return
+            if any(process.poll() is not None for process in self.processes):
+                break
+            time.sleep(0.005)
+        self.signal(signal.SIGKILL)
+        pytest.fail(f"step {step} was not reached: {self.output()}")
+
+
+def records(directory: Path) -> list[dict[str, float]]:
+    try:
+        lines = (directory / "metrics.jsonl").read_text().splitlines(keepends=True)
+    except FileNotFoundError:
+        return []
+    return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+def numbers(directory: Path) -> list[tuple[float, ...]]:
+    """What must not depend on interruptions: every loss, gradient norm and held-out loss."""
+    return [
+        (r["step"], r["held_out_loss"])
+        if "held_out_loss" in r
+        else (r["step"], r["loss"], r["grad_norm"])
+        for r in records(directory)
+    ]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory) -> dict[str, object]:
+    """Run once without interruption, and once with a kill and a Ctrl-C."""
+    base = tmp_path_factory.mktemp("runs")
+    whole, torn = base / "whole", base / "torn"
+    quiet = "--log.no-tensorboard"
+    job = start(torn, quiet)
+    job.wait_for_step(torn, 60)
+    job.signal(signal.SIGKILL)
+    job.output()
+    after_kill = records(torn)[-1]["step"]
+
+    job = start(torn, quiet, torchrun=True)
+    job.wait_for_step(torn, after_kill + 15)
+    job.signal(signal.SIGINT)  # what a terminal does on Ctrl-C
+    interrupted = job.output()
+    saved = sorted(path.name for path in (torn / "checkpoints").iterdir())
+    shutil.copytree(torn, base / "fewer")
+
+    outputs = {
+        "torn": start(torn, quiet).finish(),
+        "fewer": start(base / "fewer", quiet, ranks=1).finish(),
+        "whole": start(whole, torchrun=True).finish(),
+    }
+    return {
+        "base": base,
+        "after_kill": after_kill,
+        "interrupted": interrupted,
+        "saved": saved,
+        **outputs,
+    }
+
+
+def test_a_killed_run_continues_with_the_same_losses_bit_for_bit(runs):
+    assert SAVE_EVERY < runs["after_kill"] < STEPS
+    whole = numbers(runs["base"] / "whole")
+    assert [r[0] for r in whole if len(r) == 3] == list(range(1, STEPS + 1))
+    assert numbers(runs["base"] / "torn") == whole
+
+
+def test_ctrl_c_leaves_a_checkpoint_and_says_so(runs):
+    step = int(runs["saved"][-1].removeprefix("step-"))
+    assert runs["after_kill"] + 15 <= step < STEPS
+    assert f"stopped on request after step {step}" in runs["interrupted"]
+    assert f"continuing {runs['base'] / 'torn'} after step {step}" in runs["torn"]
+
+
+def test_a_run_continues_on_another_number_of_ranks_with_the_same_samples(runs):
+    whole, fewer = numbers(runs["base"] / "whole"), numbers(runs["base"] / "fewer")
+    step = int(runs["saved"][-1].removeprefix("step-"))
+    assert [r[0] for r in fewer] == [r[0] for r in whole]
+    for a, b in zip(fewer, whole, strict=True):
+        # Dropout differs with the ranks, so losses do: by far less than other samples would.
+        assert a[1] == pytest.approx(b[1], rel=0.15 if a[0] > step else 0)
+
+
+def test_the_run_ends_with_what_it_promised(runs):
+    directory, output = runs["base"] / "whole", runs["whole"]
+    for name in ("loss.png", "samples.txt", "report.json", "config.json", "metrics.jsonl"):
+        assert (directory / name).stat().st_size > 0
+        if name in ("loss.png", "samples.txt"):
+            assert str(directory / name) in output
+    assert list((directory / "tensorboard").glob("events.*"))
+    assert sorted(p.name for p in (directory / "checkpoints").iterdir())[-1] == f"step-{STEPS:08d}"
+    report = json.loads((directory / "report.json").read_text())
+    assert report["held_out_loss"] < 0.95 * report["unigram_entropy"]
+    assert report["state_bytes_of_one_process"] == pytest.approx(
+        2 * report["state_bytes_per_rank"], rel=0.01
+    )
+    for words in ("unigram entropy", "one process alone would need", "next"):
+        assert words in output
+
+
+def test_a_wrong_setting_is_said_once_and_nothing_is_made(tmp_path):
+    directory = tmp_path / "run"
+    job = start(directory, "--train.stepz", "5")
+    output = job.output()
+    assert [process.returncode for process in job.processes] == [2, 2]
+    assert output.count("Unrecognized options") == 2  # the box's title and its text, of one rank
+    assert "--train.steps" in output
+    assert not directory.exists()

@@ -16,6 +16,10 @@ from pathlib import Path
 
 import pytest
 
+from lamina_testing.snippets import python_blocks
+
+README = Path(__file__).parent.parent / "README.md"
+
 CASES = """
 import ctypes, os, subprocess, sys, time, warnings
 import pytest
@@ -60,11 +64,14 @@ def test_skip():
     pytest.skip("for a reason")
 
 @pytest.mark.ranks(2)
-def test_one_rank_ends_long_before_the_other_connects(ranks):
-    import torch.distributed as dist
-    if ranks.rank == 1:
-        time.sleep(0.5)
-    dist.new_group([0, 1])
+def test_one_rank_passes_long_before_the_other(ranks, tmp_path):
+    file = tmp_path / "pid"
+    if ranks.rank == 0:
+        file.write_text(str(os.getpid()))
+        return
+    time.sleep(0.5)
+    with open(f"/proc/{file.read_text()}/stat") as stat:
+        assert stat.read().rpartition(")")[2].split()[0] != "Z"
 
 @pytest.mark.ranks(2)
 def test_teardown(ranks):
@@ -159,6 +166,8 @@ class Report:
 
     def __init__(self, directory: Path) -> None:
         (directory / "test_cases.py").write_text(CASES)
+        (snippet,) = python_blocks(README)
+        (directory / "test_readme.py").write_text(snippet.source)
         run = run_pytest(directory, "--junitxml=report.xml", "-rw")
         self.directory = directory
         self.output = run.stdout
@@ -185,6 +194,12 @@ class Report:
 @pytest.fixture(scope="module")
 def report(tmp_path_factory) -> Report:
     return Report(tmp_path_factory.mktemp("cases"))
+
+
+def test_the_example_in_the_readme_passes(report):
+    cases = [case for name, case in report.cases.items() if name.startswith("test_all_reduce_sums")]
+    assert len(cases) == 6
+    assert all(len(case) == 0 for case in cases)
 
 
 def test_the_first_failing_ranks_traceback_comes_first(report):
@@ -237,7 +252,7 @@ def test_a_hang_shows_every_ranks_stack_and_fails_in_time(report):
 
 
 def test_a_rank_that_has_passed_waits_for_its_peers(report):
-    assert len(report.cases["test_one_rank_ends_long_before_the_other_connects"]) == 0
+    assert len(report.cases["test_one_rank_passes_long_before_the_other"]) == 0
 
 
 def test_a_failure_to_leave_the_process_group_is_a_failure(report):
@@ -257,7 +272,8 @@ def test_a_warning_of_all_ranks_is_shown_once(report):
 
 
 def test_warning_filters_hold_inside_bodies(report):
-    assert "UserWarning: too much" in report.failure("test_warning_is_error")[0]
+    headline, _, _ = report.failure("test_warning_is_error")
+    assert headline.startswith("rank 0 of 1: UserWarning: too much")
 
 
 def test_a_fixture_that_cannot_travel_is_refused_by_name(report):
@@ -303,7 +319,10 @@ def test_hang(ranks):
 """
 
 
-@pytest.mark.parametrize("signal_number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize(
+    "signal_number",
+    [signal.SIGINT, signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)],
+)
 def test_nothing_is_left_when_pytest_is_ended(tmp_path, signal_number):
     (tmp_path / "test_hanging.py").write_text(HANGING)
     process = subprocess.Popen(
@@ -365,28 +384,31 @@ def test_options_select_the_cells_of_the_matrix(tmp_path, options, expected):
     assert "lamina" not in run.stderr
 
 
-@pytest.mark.parametrize(
-    ("arguments", "complaint"),
-    [
-        ("", "world sizes must be positive integers, not ()"),
-        ("0", "world sizes must be positive integers, not (0,)"),
-        ("2, backend='mpi'", "not 'mpi'"),
-        ("2, timout=3", "unknown argument ['timout']"),
-        ("2, reuse=True, init=False", "cannot go with init=False"),
-    ],
-)
-def test_a_wrong_mark_is_refused(tmp_path, arguments, complaint):
-    source = f"import pytest\n@pytest.mark.ranks({arguments})\ndef test_it(): pass\n"
-    (tmp_path / "test_wrong.py").write_text(source)
+WRONG_MARKS = {
+    "": "world sizes must be positive integers, not ()",
+    "0": "world sizes must be positive integers, not (0,)",
+    "2, backend='mpi'": "backend must be one of ('gloo', 'nccl', 'fake'), not 'mpi'",
+    "2, device='tpu'": "device must be 'cpu' or 'cuda', not 'tpu'",
+    "2, timout=3": "unknown argument ['timout']",
+    "2, reuse=True, init=False": "so it cannot go with init=False",
+}
+
+
+def test_wrong_marks_are_refused_with_the_reason(tmp_path):
+    for number, arguments in enumerate(WRONG_MARKS):
+        source = f"import pytest\n@pytest.mark.ranks({arguments})\ndef test_it(): pass\n"
+        (tmp_path / f"test_wrong{number}.py").write_text(source)
     run = run_pytest(tmp_path, "--collect-only")
-    assert run.returncode != 0
-    assert complaint in run.stdout + run.stderr
+    assert f"{len(WRONG_MARKS)} errors" in run.stdout.splitlines()[-1]
+    for complaint in WRONG_MARKS.values():
+        assert complaint in run.stdout
 
 
-def test_works_under_xdist_with_the_same_reports(tmp_path):
+@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_works_under_xdist_with_the_same_reports(tmp_path, workers):
     (tmp_path / "test_cases.py").write_text(CASES)
     run = run_pytest(
-        tmp_path, "-n2", "-k", "assertion or killed or skip or (warning and not error)"
+        tmp_path, f"-n{workers}", "-k", "assertion or killed or skip or (warning and not error)"
     )
     assert "rank 1 failed first" in run.stdout
     assert re.search(r"FAILED .*test_killed.* - rank 1 of 2: was killed", run.stdout)

@@ -28,7 +28,12 @@ class ForkServer:
         self._directory = Path(tempfile.mkdtemp(prefix="lamina-ranks-", dir=base))
         self._gpus: int | None = None
         self._connection, theirs = socket.socketpair()
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+        environment = os.environ | {
+            "OMP_NUM_THREADS": "1",
+            "MKL_NUM_THREADS": "1",
+            # If a layer asks on import whether there is a GPU, CUDA must not start in the server.
+            "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
+        }
         command = [sys.executable, "-m", "lamina_testing.server"]
         with theirs, (self._directory / "server.err").open("w") as errors:
             self._process = subprocess.Popen(

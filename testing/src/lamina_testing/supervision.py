@@ -109,8 +109,7 @@ class Supervision:
         """Once a rank has failed, or passed long ago, don't let the others wait for it."""
         now = time.monotonic()
         if any(outcome.status in _BAD for outcome in self.known.values()):
-            if not self.released:
-                self.deadline = min(self.deadline, now + _GRACE)
+            self.deadline = min(self.deadline, now + _GRACE)
             self.release()
         elif any(outcome.time + _HOLD < now for outcome in self.known.values()):
             self.release()

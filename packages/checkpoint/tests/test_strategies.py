@@ -1,0 +1,81 @@
+"""What fully_shard shards one way loads into what it shards another way."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from lamina.checkpoint import CheckpointManager
+
+fsdp = pytest.importorskip("lamina.fsdp")
+ddp = pytest.importorskip("lamina.ddp")
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(24)
+        self.linear = nn.Linear(24, 24)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.linear(self.norm(x)).tanh()
+
+
+def build(strategy: int | None, seed: int):
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(8, 24), Block(), Block(), nn.Linear(24, 3))
+    optimizer = torch.optim.AdamW(
+        [
+            {"params": [p for p in model.parameters() if p.ndim > 1], "weight_decay": 0.1},
+            {"params": [p for p in model.parameters() if p.ndim == 1], "weight_decay": 0.0},
+        ],
+        lr=0.02,
+    )
+    if strategy is None:
+        return model, optimizer
+    return fsdp.fully_shard(model, optimizer, fsdp_unit_modules=[Block], zero_dp_strategy=strategy)
+
+
+def train(model, optimizer, seeds: range) -> None:
+    rank = dist.get_rank()
+    for seed in seeds:
+        x = torch.randn(4, 8, generator=torch.Generator().manual_seed(100 * seed + rank))
+        (model(x) - x[:, :3]).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("saved", [0, 1, 2, 3])
+@pytest.mark.parametrize("loaded", [0, 1, 2, 3])
+def test_training_goes_on_bit_for_bit_under_another_strategy(tmp_path, saved, loaded):
+    model, optimizer = build(saved, seed=0)
+    train(model, optimizer, range(3))
+    CheckpointManager(tmp_path).save(3, {"model": model, "optimizer": optimizer})
+    train(model, optimizer, range(3, 6))
+    expected = ddp.full_parameters(model)
+
+    other, fresh = build(loaded, seed=9)
+    CheckpointManager(tmp_path).restore({"model": other, "optimizer": fresh})
+    train(other, fresh, range(3, 6))
+    got = ddp.full_parameters(other)
+    assert got.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(got[name], tensor), name
+
+
+@pytest.mark.ranks(2)
+def test_a_sharded_checkpoint_loads_into_plain_modules(tmp_path):
+    model, optimizer = build(3, seed=0)
+    train(model, optimizer, range(3))
+    CheckpointManager(tmp_path).save(3, {"model": model, "optimizer": optimizer})
+    plain, adamw = build(None, seed=9)
+    CheckpointManager(tmp_path).restore({"model": plain, "optimizer": adamw})
+    expected = ddp.full_parameters(model)
+    for name, tensor in plain.named_parameters():
+        assert torch.equal(tensor, expected[name]), name
+        assert adamw.state[tensor]["step"] == 3
+        assert adamw.state[tensor]["exp_avg"].shape == tensor.shape
+        assert adamw.state[tensor]["exp_avg"].abs().sum() > 0

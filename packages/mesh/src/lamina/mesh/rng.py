@@ -171,17 +171,22 @@ def recompute_contexts() -> tuple[AbstractContextManager[None], AbstractContextM
     streams too; without it, dropout inside `rng_stream` would draw another mask in
     backward than in forward.
     """
-    return nullcontext(), _replay({name: stream.copy() for name, stream in _streams.items()})
+    return nullcontext(), _Replay({name: stream.copy() for name, stream in _streams.items()})
 
 
-@contextmanager
-def _replay(recorded: dict[str, _Stream]) -> Iterator[None]:
-    now = dict(_streams)
-    _streams.update({name: stream.copy() for name, stream in recorded.items()})
-    try:
-        yield
-    finally:
-        _streams.update(now)
+class _Replay(AbstractContextManager[None]):
+    """Not a generator: a graph that is kept is recomputed at each of its backwards."""
+
+    def __init__(self, recorded: dict[str, _Stream]) -> None:
+        self._recorded = recorded
+        self._outside: list[dict[str, _Stream]] = []
+
+    def __enter__(self) -> None:
+        self._outside.append(dict(_streams))
+        _streams.update({name: stream.copy() for name, stream in self._recorded.items()})
+
+    def __exit__(self, *exception: object) -> None:
+        _streams.update(self._outside.pop())
 
 
 def rng_state() -> dict[str, Any]:

@@ -72,6 +72,7 @@ class Call:
     waited_ns: int | None = None
     device_events: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
     device_waited: torch.cuda.Event | None = None
+    _device_start: torch.cuda.Event | None = None
     _recorders: tuple[Recorder, ...] = ()
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
@@ -94,8 +95,24 @@ class Call:
         if self.waited_ns is None:
             self.waited_ns = time.perf_counter_ns()
             if self.device_events is not None:
-                self.device_waited = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-                self.device_waited.record()
+                self.device_waited = _timing_event()
+
+    def device_begins(self) -> None:
+        """On CUDA, mark the start of the collective on the current stream, if anyone looks."""
+        # Timing events can't be captured into a graph, and would say nothing of its replays.
+        if self._recorders and not torch.cuda.is_current_stream_capturing():
+            self._device_start = _timing_event()
+
+    def device_ends(self) -> None:
+        """On CUDA, mark its end on the current stream, if its start was marked."""
+        if self._device_start is not None:
+            self.device_events = (self._device_start, _timing_event())
+
+
+def _timing_event() -> torch.cuda.Event:
+    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    event.record()
+    return event
 
 
 _KEY = "lamina.collectives.recorders"

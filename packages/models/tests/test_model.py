@@ -1,0 +1,201 @@
+"""Initial weights, the meta device, the loss, generation."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from lamina.mesh import mark, role_of
+from lamina.models import (
+    GPTModel,
+    LayerNorm,
+    RMSNorm,
+    TransformerConfig,
+    generate,
+    linear_cross_entropy,
+    sample,
+)
+from lamina_testing import Meter
+
+CONFIG = TransformerConfig(
+    vocab_size=50, hidden_size=32, num_layers=3, num_heads=4, max_sequence_length=64
+)
+VARIANTS = {
+    "plain": CONFIG,
+    "tied": replace(CONFIG, tie_embeddings=True),
+    "gpt": replace(CONFIG, positions="learned", norm="layernorm", attention_bias=True,
+                   mlp_bias=True, post_norm=True, qk_norm=True),
+}  # fmt: skip
+
+
+def weights(model):
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+@pytest.mark.parametrize("name", list(VARIANTS))
+def test_a_model_from_the_meta_device_has_the_same_weights(name):
+    torch.manual_seed(0)
+    expected = weights(GPTModel(VARIANTS[name]))
+    torch.manual_seed(0)
+    with torch.device("meta"):
+        model = GPTModel(VARIANTS[name])
+    model.to_empty(device="cpu")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(float("nan"))
+    # In any order: a wrapper materialises unit by unit.
+    for module in reversed(list(model.modules())):
+        if hasattr(module, "reset_parameters"):
+            module.reset_parameters()
+    found = weights(model)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[key], value) for key, value in expected.items())
+    assert (model.head.weight is model.embedding.weight) == VARIANTS[name].tie_embeddings
+
+
+def test_every_module_that_owns_parameters_can_reset_them():
+    for config in VARIANTS.values():
+        for name, module in GPTModel(config).named_modules():
+            if list(module.parameters(recurse=False)):
+                assert hasattr(module, "reset_parameters"), name
+
+
+def test_weights_depend_on_seed_and_name_alone():
+    few, many = GPTModel(CONFIG, seed=1), GPTModel(replace(CONFIG, num_layers=3), seed=1)
+    assert all(map(torch.equal, few.parameters(), many.parameters()))
+    other = GPTModel(CONFIG, seed=2)
+    assert not torch.equal(few.blocks[0].mlp.up.weight, other.blocks[0].mlp.up.weight)
+    assert not torch.equal(few.blocks[0].mlp.up.weight, few.blocks[1].mlp.up.weight)
+    bigger = GPTModel(replace(CONFIG, vocab_size=70), seed=1)
+    assert torch.equal(few.blocks[2].mlp.up.weight, bigger.blocks[2].mlp.up.weight)
+
+
+def test_torch_manual_seed_decides_the_weights():
+    for seeds, same in (((0, 0), True), ((0, 1), False)):
+        models = []
+        for seed in seeds:
+            torch.manual_seed(seed)
+            models.append(GPTModel(CONFIG))
+        assert torch.equal(models[0].embedding.weight, models[1].embedding.weight) is same
+
+
+def test_initial_weights_have_the_documented_spread():
+    model = GPTModel(replace(CONFIG, hidden_size=256, init_std=0.05), seed=0)
+    assert model.blocks[1].mlp.up.weight.std().item() == pytest.approx(0.05, rel=0.05)
+    residual = model.blocks[1].mlp.down.weight.std().item()
+    assert residual == pytest.approx(0.05 / 6**0.5, rel=0.05)
+
+
+def test_roles_survive_leaving_the_meta_device():
+    with torch.device("meta"):
+        model = GPTModel(CONFIG)
+    mark(model.final_norm.weight, tied="last")
+    model.to_empty(device="cpu")
+    assert role_of(model.final_norm.weight).tied == "last"
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("name", list(VARIANTS))
+def test_the_loss_is_the_cross_entropy_of_the_logits(name, reduction):
+    model = GPTModel(replace(VARIANTS[name], loss_chunk=7), seed=0).double()
+    tokens, labels = torch.randint(0, 50, (2, 2, 11))
+    labels[0, :4] = -100
+    loss = model(tokens, labels, reduction=reduction)
+    expected = F.cross_entropy(model(tokens).flatten(0, 1), labels.flatten(), reduction=reduction)
+    torch.testing.assert_close(loss, expected)
+    ours = torch.autograd.grad(0.5 * loss, list(model.parameters()))
+    theirs = torch.autograd.grad(0.5 * expected, list(model.parameters()))
+    torch.testing.assert_close(ours, theirs)
+
+
+def test_no_labels_that_count_give_no_loss_and_no_gradient():
+    model = GPTModel(CONFIG, seed=0)
+    loss = model(torch.zeros(1, 5, dtype=torch.int64), torch.full((1, 5), -100))
+    loss.backward()
+    assert loss.item() == 0.0
+    assert all(p.grad is None or not p.grad.any() for p in model.parameters())
+
+
+def test_the_loss_never_holds_all_logits():
+    tokens, vocabulary, width = 4096, 2048, 8
+    hidden = torch.randn(tokens, width, requires_grad=True)
+    weight = torch.randn(vocabulary, width, requires_grad=True)
+    labels = torch.randint(0, vocabulary, (tokens,))
+    with Meter() as meter:
+        before = meter.live_bytes()
+        linear_cross_entropy(hidden, weight, labels, chunk=256).backward()
+    assert meter.peak_live_bytes - before < 0.4 * tokens * vocabulary * 4
+
+
+def test_padding_ids_get_no_probability():
+    model = GPTModel(replace(CONFIG, vocab_multiple=64), seed=0)
+    tokens = torch.randint(0, 50, (2, 9))
+    assert model.embedding.weight.shape[0] == 64
+    assert model(tokens).shape == (2, 9, 50)
+    model(tokens, tokens).backward()
+    assert not model.head.weight.grad[50:].any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", [RMSNorm, LayerNorm])
+def test_norms_equal_their_formulas(kind, dtype):
+    torch.manual_seed(0)
+    norm = kind(12).to(dtype)
+    x = torch.randn(5, 7, 12, dtype=dtype, requires_grad=True)
+    with torch.no_grad():
+        for parameter in norm.parameters():
+            parameter.copy_(torch.randn(12))
+    inputs = [x, *norm.parameters()]
+    wide = [y.detach().double().requires_grad_() for y in inputs]
+    centred = wide[0] - wide[0].mean(-1, keepdim=True) if kind is LayerNorm else wide[0]
+    expected = centred / (centred.square().mean(-1, keepdim=True) + 1e-5).sqrt() * wide[1]
+    if kind is LayerNorm:
+        expected = expected + wide[2]
+    found = norm(x)
+    assert found.dtype == dtype
+    grad = torch.randn(5, 7, 12)
+    ours = torch.autograd.grad(found, inputs, grad.to(dtype))
+    theirs = torch.autograd.grad(expected, wide, grad.to(dtype).double())
+    tolerance = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 5e-2}[dtype]
+    for a, b in zip((found, *ours), (expected, *theirs), strict=True):
+        torch.testing.assert_close(a.double(), b, rtol=tolerance, atol=tolerance)
+
+
+def test_generation_follows_the_most_likely_token():
+    model = GPTModel(CONFIG, seed=0)
+    prompt = torch.randint(0, 50, (2, 4))
+    out = generate(model, prompt, 6, temperature=0.0)
+    assert torch.equal(out[:, :4], prompt)
+    with torch.no_grad():
+        for place in range(4, 10):
+            assert torch.equal(out[:, place], model(out[:, :place])[:, -1].argmax(-1))
+    assert model.training
+
+
+def test_generation_looks_back_no_further_than_the_model_can():
+    model = GPTModel(replace(CONFIG, max_sequence_length=8), seed=0)
+    assert generate(model, torch.zeros(1, 6, dtype=torch.int64), 5).shape == (1, 11)
+
+
+def test_sampling_keeps_to_the_likeliest():
+    logits = torch.log(torch.tensor([[0.5, 0.3, 0.15, 0.05]])).repeat(200, 1)
+    generator = torch.Generator().manual_seed(0)
+    assert set(sample(logits, top_k=2, generator=generator).tolist()) == {0, 1}
+    assert set(sample(logits, top_p=0.7, generator=generator).tolist()) == {0, 1}
+    assert set(sample(logits, top_p=0.1, generator=generator).tolist()) == {0}
+    assert set(sample(logits, temperature=0.0).tolist()) == {0}
+    assert set(sample(logits, generator=generator).tolist()) == {0, 1, 2, 3}
+
+
+def test_shapes_that_do_not_fit_are_named():
+    model = GPTModel(CONFIG, seed=0)
+    tokens = torch.zeros(1, 65, dtype=torch.int64)
+    with pytest.raises(ValueError, match="65 tokens is longer than max_sequence_length 64"):
+        model(tokens)
+    with pytest.raises(ValueError, match=r"tokens have shape \(65,\)"):
+        model(tokens[0])
+    with pytest.raises(ValueError, match=r"labels have shape \(1, 4\), tokens \(1, 5\)"):
+        model(tokens[:, :5], tokens[:, :4])

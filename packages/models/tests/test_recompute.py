@@ -1,0 +1,202 @@
+"""Recomputation frees activations and changes no number."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from lamina.mesh import seed_everything
+from lamina.models import (
+    GPTModel,
+    LatentAttention,
+    RecomputePolicy,
+    TransformerConfig,
+    apply_recompute,
+)
+from lamina_testing import Meter
+
+LLAMA = TransformerConfig(
+    vocab_size=64, hidden_size=64, num_layers=4, num_heads=4, max_sequence_length=128
+)
+CONFIGS = {
+    "llama": LLAMA,
+    "dropout": replace(LLAMA, num_kv_heads=2, qk_norm=True, dropout=0.2, attention_dropout=0.2),
+    "gpt": replace(
+        LLAMA, norm="layernorm", activation="gelu", positions="learned", post_norm=True,
+        attention_bias=True, mlp_bias=True, tie_embeddings=True,
+    ),
+    "window": replace(LLAMA, activation="relu2", sliding_window=7),
+    "latent": replace(LLAMA, mla=LatentAttention(
+        kv_lora_rank=16, q_lora_rank=24, qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=16
+    )),
+}  # fmt: skip
+POLICIES = {
+    "full": RecomputePolicy(kind="full"),
+    "every second": RecomputePolicy(kind="full", every=2),
+    "selective": RecomputePolicy(kind="selective"),
+    "norms": RecomputePolicy(kind="selective", operations=("norm",)),
+    "attention": RecomputePolicy(kind="selective", operations=("attention",)),
+    "offload": RecomputePolicy(kind="offload"),
+}
+
+
+def batch(batch: int = 2, sequence: int = 24) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(0, 64, (batch, sequence + 1), generator=generator)
+    return {"tokens": tokens[:, :-1], "labels": tokens[:, 1:]}
+
+
+def step(model: nn.Module, seed: int = 3) -> list[torch.Tensor]:
+    """Loss, gradients, and what the generator draws next."""
+    seed_everything(seed).begin_training()
+    model.zero_grad()
+    loss = model(**batch())
+    loss.backward()
+    return [loss.detach(), *(p.grad.clone() for p in model.parameters()), torch.rand(4)]
+
+
+@pytest.mark.parametrize("policy", list(POLICIES))
+@pytest.mark.parametrize("name", list(CONFIGS))
+def test_numbers_are_identical(name, policy):
+    model = GPTModel(CONFIGS[name], seed=1)
+    expected = step(model)
+    found = step(apply_recompute(model, POLICIES[policy]))
+    assert all(map(torch.equal, found, expected))
+
+
+def saved_bytes(model: nn.Module) -> int:
+    """What one forward leaves behind for backward, counted from outside."""
+    data = batch(4, 64)
+    with Meter() as meter:
+        before = meter.live_bytes()
+        loss = model(**data)
+        after = meter.live_bytes()
+    del loss
+    return after - before
+
+
+@pytest.mark.parametrize(
+    ("policy", "least"), [("selective", 0.40), ("full", 0.80), ("every second", 0.40)]
+)
+@pytest.mark.parametrize("name", ["llama", "gpt"])
+def test_saved_activations_fall(name, policy, least):
+    # The embeddings' and the head's share is outside the blocks: many layers make it small.
+    model = GPTModel(replace(CONFIGS[name], num_layers=8), seed=1)
+    plain = saved_bytes(model)
+    less = saved_bytes(apply_recompute(model, POLICIES[policy]))
+    assert less < (1.0 - least) * plain, f"{less} of {plain} bytes are still saved"
+
+
+def test_backward_frees_block_by_block():
+    model = apply_recompute(GPTModel(replace(LLAMA, num_layers=8), seed=1), "selective")
+    data = batch(4, 64)
+    with Meter() as meter:
+        before = meter.live_bytes()
+        loss = model(**data)
+        saved = meter.live_bytes() - before
+        gradients = sum(p.numel() * p.element_size() for p in model.parameters())
+        meter.reset()
+        loss.backward()
+        rise = meter.peak_live_bytes - before - saved
+    assert rise < gradients + saved / 4
+
+
+def test_none_takes_recomputation_off_again():
+    model = GPTModel(LLAMA, seed=1)
+    plain = saved_bytes(model)
+    for kind in ("full", "selective", "offload"):
+        apply_recompute(model, kind)
+    apply_recompute(model, "none")
+    assert saved_bytes(model) == plain
+    assert not any("forward" in module.__dict__ for module in model.modules())
+
+
+@pytest.mark.parametrize("policy", ["full", "selective"])
+def test_a_copy_recomputes_with_its_own_weights(policy):
+    model = apply_recompute(GPTModel(LLAMA, seed=1), POLICIES[policy])
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.mul_(0.5)
+    plain = GPTModel(LLAMA, seed=1)
+    with torch.no_grad():
+        for parameter in plain.parameters():
+            parameter.mul_(0.5)
+    assert all(map(torch.equal, step(other), step(plain)))
+
+
+@pytest.mark.parametrize("policy", ["full", "selective"])
+def test_backward_runs_twice_where_the_graph_is_kept(policy):
+    model = apply_recompute(GPTModel(LLAMA, seed=1), POLICIES[policy])
+    loss = model(**batch())
+    loss.backward(retain_graph=True)
+    once = [p.grad.clone() for p in model.parameters()]
+    loss.backward()
+    for parameter, gradient in zip(model.parameters(), once, strict=True):
+        torch.testing.assert_close(parameter.grad, 2 * gradient)
+
+
+def test_frozen_parameters_and_inputs_get_no_gradient():
+    model = apply_recompute(GPTModel(LLAMA, seed=1), "selective")
+    model.embedding.requires_grad_(False)
+    model.blocks[0].requires_grad_(False)
+    model.blocks[1].attention_norm.requires_grad_(False)
+    expected = GPTModel(LLAMA, seed=1)
+    expected.embedding.requires_grad_(False)
+    for each in (model, expected):
+        each(**batch()).backward()
+    for (name, parameter), other in zip(
+        model.named_parameters(), expected.parameters(), strict=True
+    ):
+        if parameter.requires_grad:
+            assert torch.equal(parameter.grad, other.grad), name
+        else:
+            assert parameter.grad is None
+
+
+def test_evaluation_keeps_nothing():
+    model = apply_recompute(GPTModel(LLAMA, seed=1), "selective")
+    with torch.no_grad():
+        loss = model(**batch())
+    assert torch.equal(loss, GPTModel(LLAMA, seed=1)(**batch()))
+
+
+class Twice(nn.Module):
+    """A user's own block that reads an operation's output after writing to it."""
+
+    def __init__(self, config):
+        super().__init__()
+        model = GPTModel(config, seed=2)
+        self.norm = model.final_norm
+        self.weight = nn.Parameter(torch.eye(config.hidden_size))
+
+    def forward(self, x):
+        normed = self.norm(x)
+        normed.mul_(2.0)
+        return normed @ self.weight
+
+
+def test_an_output_written_to_afterwards_is_not_recomputed_wrongly():
+    block = Twice(LLAMA)
+    x = torch.randn(3, 64, requires_grad=True)
+    block(x).sum().backward()
+    expected = [x.grad.clone(), block.weight.grad.clone()]
+    x.grad = block.weight.grad = None
+    apply_recompute(nn.Sequential(block), "selective", blocks=(Twice,))
+    block(x).sum().backward()
+    torch.testing.assert_close([x.grad, block.weight.grad], expected)
+
+
+def test_mistakes_are_named():
+    with pytest.raises(ValueError, match="kind is 'some'"):
+        RecomputePolicy(kind="some")
+    with pytest.raises(ValueError, match=r"operations \['matmul'\] do not exist"):
+        RecomputePolicy(kind="selective", operations=("matmul",))
+    with pytest.raises(ValueError, match="every is 0"):
+        RecomputePolicy(kind="full", every=0)
+    with pytest.raises(ValueError, match="Linear has no TransformerBlock"):
+        apply_recompute(nn.Linear(2, 2), "full")

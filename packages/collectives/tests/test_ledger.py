@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import threading
 import time
@@ -27,6 +28,7 @@ from lamina.collectives import (
     send_recv,
     start_all_reduce,
 )
+from lamina.collectives.record import Call
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64]
 
@@ -326,3 +328,56 @@ def test_the_trace_is_chrome_json_with_every_finished_call(tmp_path):
         assert begin["pid"] == ends[key]["pid"] == rank
         assert begin["args"]["bytes"] == 2000
         assert start <= begin["ts"] * 1e-6 <= ends[key]["ts"] * 1e-6 <= time.time()
+
+
+class StandInEvent:
+    """A CUDA timing event of a device whose clock is wrong by a minute."""
+
+    device = torch.device("cuda", 0)
+
+    def __init__(self, seconds: float | None = None, enable_timing: bool = True) -> None:
+        self.seconds = seconds
+
+    def record(self) -> None:
+        self.seconds = time.perf_counter() + 60
+
+    def synchronize(self) -> None:
+        assert self.seconds is not None
+
+    def elapsed_time(self, end: StandInEvent) -> float:
+        return (end.seconds - self.seconds) * 1e3
+
+
+def test_times_on_cuda_are_the_devices_moved_to_the_hosts_clock(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "Event", StandInEvent)
+    monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
+    now = time.perf_counter()
+    call = Call("all_gather_into", "tp", 2, torch.float32, 8, True, issued_ns=int((now - 1) * 1e9))
+    call.device_events = (StandInEvent(now + 59.5), StandInEvent(now + 59.7))
+    call.wait_begins()
+    call.device_waited = StandInEvent(now + 59.6)
+    call.finish()  # the host was done with it at once
+    ledger = Ledger()
+    ledger.issued(call)
+    record = only(ledger)
+    assert record.issued == pytest.approx(now - 0.5, abs=0.04)
+    assert record.waited == pytest.approx(now - 0.4, abs=0.04)
+    assert record.finished == pytest.approx(now - 0.3, abs=0.04)
+    assert record.exposed == pytest.approx(0.1, abs=0.001)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.ranks(2, device="cuda")
+def test_collectives_in_a_cuda_backward_are_seen_and_timed_on_the_device():
+    group = dist.group.WORLD
+    x = torch.ones(1 << 16, device="cuda", requires_grad=True)
+    with Ledger() as ledger:
+        y = reduce_from(x, group)
+        copy_to(y, group).sum().backward()  # the all-reduce is issued on autograd's device thread
+        pending = start_all_reduce(x, group)
+        torch.cuda._sleep(10_000_000)
+        pending.wait()
+    assert [record.op for record in ledger.records] == ["all_reduce_fp32"] * 3
+    for record in ledger.records:
+        assert record.finished is not None
+        assert 0 < record.duration < 10

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -37,6 +39,18 @@ def test_dimensions_of_a_plain_mesh_are_flattened_outer_first_and_once() -> None
     # A dimension of one rank adds nobody, so no group is made for it.
     assert mesh_axis(mesh, ("dp_outer", "dp_shard")).group is mesh.get_group("dp_outer")
     assert mesh_axis(mesh, "dp_shard").group is None
+
+
+@pytest.mark.ranks(4)
+def test_dimensions_that_torch_flattened_are_found_by_name() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_shard", "cp"))
+    flat = mesh["dp_shard", "cp"]._flatten("dp_shard_cp")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        axis = mesh_axis(mesh, "dp_shard_cp")
+    assert (axis.size, axis.rank, axis.name) == (4, dist.get_rank(), "dp_shard_cp")
+    assert axis.group is flat.get_group()
+    assert total(axis.sibling("gather")) == 15.0
 
 
 @pytest.mark.ranks(4)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,6 +13,7 @@ from hypothesis import strategies as st
 
 from lamina.mesh import DENSE_AXES, DERIVED_AXES, EXPERT_AXES, LayoutError, ParallelLayout
 
+LAYOUT = r"`ParallelLayout\(([^)]*)\)` on 16 ranks"
 SIZE = st.sampled_from([1, 1, 2, 3, 4])
 
 # Machines that run tests are shared: a slow example is no failure.
@@ -201,3 +204,26 @@ def test_experts_beside_tp_need_sequence_parallelism(sizes: dict[str, int], need
             layout.require_sequence_parallel(False)
     else:
         layout.require_sequence_parallel(False)
+
+
+def test_the_picture_in_the_docs_is_true() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "mesh.md").read_text()
+    layout = ParallelLayout(**eval(f"dict({re.search(LAYOUT, page)[1]})")).validate(16)
+    picture = page.split("as dense ranks")[1].split("```")[0]
+    stages = re.split(r"pp=(\d)", picture)[1:]
+    for stage, drawn in zip(stages[::2], stages[1::2], strict=True):
+        for row in re.findall(r"dp_shard=(\d) +(\d+) +(\d+)", drawn):
+            dp_shard, *ranks = map(int, row)
+            for tp, rank in enumerate(ranks):
+                found = layout.coordinate_of(rank)
+                assert (found["pp"], found["dp_shard"], found["tp"]) == (int(stage), dp_shard, tp)
+        for row in re.findall(r"expert_dp=(\d) +(\d+) +(\d+) +(\d+) +(\d+)", drawn):
+            expert_dp, *ranks = map(int, row)
+            for ep, rank in enumerate(ranks):
+                found = layout.coordinate_of(rank)
+                assert (found["expert_dp"], found["ep"]) == (expert_dp, ep)
+    groups = re.findall(r"(\w+) group \(([\d, ]+)\)", picture)
+    assert len(groups) == 5
+    for name, members in groups:
+        axes = DERIVED_AXES.get(name, (name,))
+        assert layout.ranks_through(5, axes) == tuple(map(int, members.split(",")))

@@ -179,6 +179,37 @@ def test_torchrun_restarts_gloo_ranks(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_tasks_of_a_slurm_step_meet_without_torchrun(tmp_path: Path) -> None:
+    path = tmp_path / "program.py"
+    path.write_text(
+        "import torch, torch.distributed as dist\n"
+        "from lamina.mesh import init_distributed\n"
+        "with init_distributed(timeout=60, device='cpu') as runtime:\n"
+        "    total = torch.ones(1)\n"
+        "    dist.all_reduce(total)\n"
+        "    print(runtime.launcher, runtime.rank, int(total))\n"
+    )
+    step = {
+        "SLURM_JOB_ID": str(os.getpid()),
+        "SLURM_STEP_ID": "0",
+        "SLURM_STEP_NUM_TASKS": "2",
+        "SLURM_STEP_NODELIST": "localhost",
+        "OMP_NUM_THREADS": "1",
+    }
+    tasks = [
+        subprocess.Popen(
+            [sys.executable, str(path)],
+            env={**os.environ, **step, "SLURM_PROCID": task, "SLURM_LOCALID": task},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for task in ("0", "1")
+    ]
+    printed = [task.communicate(timeout=100)[0] for task in tasks]
+    assert printed == ["slurm 0 2\n", "slurm 1 2\n"]
+
+
+@pytest.mark.slow
 def test_two_agents_whose_restart_counts_differ_restart_together(tmp_path: Path) -> None:
     # The agent whose worker failed counts a restart; the other one only sees it wait again and
     # counts none. A name made of TORCHELASTIC_RESTART_COUNT would part them for good.

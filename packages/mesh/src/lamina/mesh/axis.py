@@ -6,6 +6,7 @@ DeviceMesh with named dimensions.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -70,6 +71,7 @@ def mesh_axis(mesh: ParallelMesh | DeviceMesh, name: str | Sequence[str]) -> Mes
 
     Args:
         mesh: a ParallelMesh, or a torch DeviceMesh (or submesh) whose dimensions have names.
+            Dimensions that torch has flattened (`mesh["dp", "cp"]._flatten("dp_cp")`) count.
         name: an axis' name, or names outer first: `("dp_replicate", "dp_shard")`. Taking several
             as one may make a process group: then the first call is collective over its ranks.
 
@@ -83,6 +85,7 @@ def mesh_axis(mesh: ParallelMesh | DeviceMesh, name: str | Sequence[str]) -> Mes
 
 
 def _device_mesh_axis(mesh: DeviceMesh, names: tuple[str, ...]) -> MeshAxis:
+    mesh = _flattened_by_torch(mesh, names) or mesh
     dims = _dimensions(mesh, names)
     coordinate = mesh.get_coordinate()
     if coordinate is None:
@@ -95,6 +98,21 @@ def _device_mesh_axis(mesh: DeviceMesh, names: tuple[str, ...]) -> MeshAxis:
         return MeshAxis(name, 1, 0, ranks, None)
     group = mesh.get_group(wide[0]) if len(wide) == 1 else group_of(name, ranks)
     return MeshAxis(name, len(ranks), place, ranks, group)
+
+
+def _flattened_by_torch(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh | None:
+    """The one-dimensional mesh that somebody made with `mesh[...]._flatten(name)`, if it is that.
+
+    Megatron-FSDP's users name such dimensions, and a root mesh finds them.
+    """
+    if len(names) != 1 or not mesh.mesh_dim_names or names[0] in mesh.mesh_dim_names:
+        return None
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Slicing a flattened dim", UserWarning)
+        try:
+            return mesh[names[0]]
+        except KeyError:
+            return None
 
 
 def _dimensions(mesh: DeviceMesh, names: tuple[str, ...]) -> list[int]:

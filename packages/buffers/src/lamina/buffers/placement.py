@@ -35,7 +35,7 @@ def as_placements(placement: Placement | Sequence[Placement]) -> tuple[Placement
     Raises:
         TypeError: something that is no placement.
     """
-    chosen = (placement,) if isinstance(placement, Placement) else tuple(placement)
+    chosen = tuple(placement) if isinstance(placement, Sequence) else (placement,)
     for one in chosen:
         if not isinstance(one, Replicate | Shard | Partial):
             raise TypeError(

@@ -402,9 +402,8 @@ class StoragePool:
 
     def _rebuild(self, plans: Iterable[SlotPlan]) -> set[Key]:
         """Move keys to their slots; a slot whose size and keys are unchanged stays as it is."""
-        old = {(place.nbytes, frozenset(self._in_place(place))): place for place in self._slots}
-        kept = [(plan, old.pop((plan.nbytes, frozenset(plan.keys)), None)) for plan in plans]
-        for unused in old.values():
+        kept = [(plan, self._slot_like(plan)) for plan in plans]
+        for unused in set(self._slots) - {place for _, place in kept}:
             self._places.discard(unused)
         target: dict[Key, Place] = {}
         self._slots = []
@@ -420,6 +419,12 @@ class StoragePool:
         self._fallbacks.clear()
         self._peak = max(self._peak, self.bytes_resident)
         return moved
+
+    def _slot_like(self, plan: SlotPlan) -> Place | None:
+        """The slot there is for just these keys, if its size is right."""
+        place = self._entries[plan.keys[0]].place
+        same = place.nbytes == plan.nbytes and set(self._in_place(place)) == set(plan.keys)
+        return place if place.fixed and same else None
 
     @property
     def fallbacks(self) -> dict[Key, int]:

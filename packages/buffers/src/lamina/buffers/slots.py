@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import combinations
 from typing import TypeAlias
 
 __all__ = ["ConflictGraph", "SlotPlan", "color_slots", "conflict_graph"]
@@ -48,14 +49,9 @@ def conflict_graph(
         raise ValueError(f"prefetch is {prefetch}; it must be 0 or more")
     graph: ConflictGraph = {key: set() for key in order}
     for place, key in enumerate(order):
-        for other in order[place + 1 : place + 1 + prefetch]:
-            _join(graph, key, other)
-    parents = dict(nesting or {})
-    for place, key in enumerate(order):
-        ahead = order[place : place + 1 + prefetch]
-        for ancestor in _ancestors(key, parents):
-            for other in ahead:
-                _join(graph, ancestor, other)
+        live = [*order[place : place + 1 + prefetch], *_ancestors(key, nesting or {})]
+        for one, other in combinations(live, 2):
+            _join(graph, one, other)
     return graph
 
 

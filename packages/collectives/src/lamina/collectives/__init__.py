@@ -4,6 +4,7 @@ from .exchange import all_to_all
 from .gather import all_gather_into
 from .handles import Handle, ReduceHandle
 from .ledger import Ledger, Record
+from .native import all_reduce_native, reduce_scatter_native
 from .reduce import all_reduce_fp32, reduce_scatter_fp32
 from .regions import (
     all_to_all_tokens,
@@ -43,6 +44,7 @@ __all__ = [
     "SpanGroups",
     "all_gather_into",
     "all_reduce_fp32",
+    "all_reduce_native",
     "all_reduce_small",
     "all_to_all",
     "all_to_all_tokens",
@@ -51,6 +53,7 @@ __all__ = [
     "gather_from",
     "reduce_from",
     "reduce_scatter_fp32",
+    "reduce_scatter_native",
     "reduce_scatter_to",
     "register_pool",
     "registration_problem",

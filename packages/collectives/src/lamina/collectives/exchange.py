@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import torch
 
+from .agreement import require_agreement, require_matching_splits
 from .checks import group_rank, group_size, require_disjoint, require_same_device, where
 from .handles import Handle, launch
 from .record import issue
@@ -26,6 +27,7 @@ def all_to_all(
     output_splits: Sequence[int] | None = None,
     input_splits: Sequence[int] | None = None,
     async_op: bool = False,
+    check: bool = False,
 ) -> Handle:
     """Send run i of the rows of `input` to rank i; what rank i sends becomes run i of `output`.
 
@@ -37,6 +39,7 @@ def all_to_all(
         output_splits: rows that each rank sends here, N numbers adding up to R; equal if None.
         input_splits: rows for each rank, N numbers adding up to S; equal if None.
         async_op: return at once.
+        check: compare this call over the ranks first (for debugging; on all ranks or on none).
 
     Raises:
         ValueError: splits, shapes, dtypes, devices, strides or shared memory that don't fit.
@@ -53,27 +56,30 @@ def all_to_all(
             f"{name} {where(group)}: this rank sends itself {len(sends[rank])} rows but expects "
             f"{len(receives[rank])} from itself; the splits of the two ends must agree"
         )
+    if check:
+        row = tuple(input.shape[1:])
+        require_agreement(name, group, device, dtype=input.dtype, row=row)
+        require_matching_splits(
+            name, group, device, [len(rows) for rows in sends], [len(rows) for rows in receives]
+        )
     sent = (input.numel() - sends[rank].numel()) * input.element_size()
     call = issue(name, group, input.dtype, sent, async_op=async_op)
 
     def start() -> Rest:
-        rest: Rest = lambda: None  # noqa: E731
+        rest = None
         if group is not None and size > 1:
             rest = exchange(receives, sends, group, device)
         receives[rank].copy_(sends[rank])
-        return rest
+        return rest or _nothing
 
-    return cast(
-        "Handle",
-        launch(
-            call,
-            group,
-            device,
-            start,
-            async_op=async_op,
-            host_bound=host_bound(group, device),
-            keep=(output, input),
-        ),
+    return launch(
+        call,
+        group,
+        device,
+        start,
+        async_op=async_op,
+        host_bound=host_bound(group, device),
+        keep=(output, input),
     )
 
 
@@ -114,3 +120,7 @@ def _splits(
             f"none negative, that add up to the {rows} rows of `{label}`"
         )
     return list(splits)
+
+
+def _nothing() -> None:
+    """What is left to do in a group of one."""

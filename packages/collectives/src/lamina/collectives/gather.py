@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
+from .agreement import require_agreement
 from .checks import (
     group_rank,
     group_size,
@@ -13,10 +14,9 @@ from .checks import (
     require_same_device,
     where,
 )
-from .compat import all_gather_single
 from .handles import Handle, launch
 from .record import issue
-from .transport import Rest, exchange, host_bound, wait_all
+from .transport import Rest, gather_pieces, host_bound
 
 if TYPE_CHECKING:
     import torch
@@ -31,6 +31,7 @@ def all_gather_into(
     group: ProcessGroup | None,
     *,
     async_op: bool = False,
+    check: bool = False,
 ) -> Handle:
     """Gather equal pieces from all ranks into `output`, in rank order, with no copy in between.
 
@@ -40,6 +41,7 @@ def all_gather_into(
             `output` (in place: then nothing is copied locally).
         group: the ranks, or None for a group of one.
         async_op: return at once.
+        check: compare this call over the ranks first (for debugging; on all ranks or on none).
 
     Raises:
         ValueError: sizes, dtypes, devices, strides or shared memory that don't fit.
@@ -71,30 +73,28 @@ def all_gather_into(
             ("input", input),
             unless="only an input that is exactly this rank's own piece of the output may",
         )
+    if check:
+        require_agreement(name, group, device, dtype=input.dtype, input=input.numel())
     sent = (size - 1) * input.numel() * input.element_size()
     call = issue(name, group, input.dtype, sent, async_op=async_op)
-    on_host = host_bound(group, device)
 
     def start() -> Rest:
-        if group is not None and size > 1 and not on_host:
-            work = all_gather_single(output, input, group, async_op=True)
-            return lambda: wait_all(work)
-        rest = (
-            None if group is None or size == 1 else exchange(pieces, [input] * size, group, device)
-        )
+        if group is not None and size > 1:
+            return gather_pieces(pieces, input, group, device)
         if not in_place:
             own.copy_(input)
-        return rest if rest is not None else lambda: None
+        return _nothing
 
-    return cast(
-        "Handle",
-        launch(
-            call,
-            group,
-            device,
-            start,
-            async_op=async_op,
-            host_bound=on_host,
-            keep=(output, input),
-        ),
+    return launch(
+        call,
+        group,
+        device,
+        start,
+        async_op=async_op,
+        host_bound=host_bound(group, device),
+        keep=(output, input),
     )
+
+
+def _nothing() -> None:
+    """What is left to do in a group of one."""

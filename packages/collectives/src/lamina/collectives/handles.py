@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .lanes import Ticket, lane_of
+from .lanes import Lane, Ticket, lane_of
 from .record import Call
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["Handle", "ReduceHandle", "Statistics", "launch"]
+__all__ = ["Handle", "ReduceHandle", "Statistics", "launch", "launch_reduction"]
 
 
 class Handle:
@@ -55,12 +55,12 @@ class Handle:
         if not self._pending:
             return
         self._call.wait_begins()
-        self._pending = False
         try:
             if self._ticket is not None:
                 self._ticket.wait()
             if self._event is not None:
                 torch.cuda.current_stream(self._event_device()).wait_event(self._event)
+            self._pending = False  # not after a failure, which every further wait reports again
         finally:
             self._call.finish()
             self._keep = ()
@@ -114,8 +114,7 @@ def launch(
     async_op: bool,
     host_bound: bool,
     keep: tuple[Any, ...] = (),
-    statistics: Statistics | None = None,
-) -> Any:
+) -> Handle:
     """Run a collective and return its handle.
 
     Args:
@@ -128,26 +127,52 @@ def launch(
         host_bound: the rest blocks the host (gloo), so it needs the lane's thread; otherwise a
             stream is enough (NCCL).
         keep: tensors that must outlive the collective.
-        statistics: makes the handle a ReduceHandle.
 
     """
-    state: dict[str, Any] = {}
-    if device.type == "cuda":
-        state = _on_cuda(call, group, device, start, async_op=async_op, host_bound=host_bound)
-    else:
-        rest = start()
-        if async_op and group is not None and group.size() > 1:
-            state["ticket"] = lane_of(group).submit(_finishing(rest, call))
-        else:
-            rest()
-    handle = (
-        Handle(call, keep=keep, **state)
-        if statistics is None
-        else ReduceHandle(call, statistics, keep=keep, **state)
-    )
+    state = _run(call, group, device, start, async_op=async_op, host_bound=host_bound)
+    handle = Handle(call, keep=keep, **state)
     if not async_op:
         handle.wait()
     return handle
+
+
+def launch_reduction(
+    call: Call,
+    group: ProcessGroup | None,
+    start: Callable[[], Callable[[], None]],
+    statistics: Statistics,
+    *,
+    async_op: bool,
+    host_bound: bool,
+    keep: tuple[Any, ...],
+) -> ReduceHandle:
+    """Run a reduction and return its handle; arguments as in :func:`launch`."""
+    device = statistics.squared_norm.device
+    state = _run(call, group, device, start, async_op=async_op, host_bound=host_bound)
+    handle = ReduceHandle(call, statistics, keep=keep, **state)
+    if not async_op:
+        handle.wait()
+    return handle
+
+
+def _run(
+    call: Call,
+    group: ProcessGroup | None,
+    device: torch.device,
+    start: Callable[[], Callable[[], None]],
+    *,
+    async_op: bool,
+    host_bound: bool,
+) -> dict[str, Any]:
+    """Start a collective; return what its handle has to wait for."""
+    lane = lane_of(group) if async_op and group is not None and group.size() > 1 else None
+    if device.type == "cuda":
+        return _run_on_cuda(call, lane, device, start, host_bound=host_bound)
+    rest = start()
+    if lane is None:
+        rest()
+        return {}
+    return {"ticket": lane.submit(_finishing(rest, call))}
 
 
 def _finishing(rest: Callable[[], None], call: Call) -> Callable[[], None]:
@@ -158,34 +183,39 @@ def _finishing(rest: Callable[[], None], call: Call) -> Callable[[], None]:
     return job
 
 
-def _on_cuda(
+def _run_on_cuda(
     call: Call,
-    group: ProcessGroup | None,
+    lane: Lane | None,
     device: torch.device,
     start: Callable[[], Callable[[], None]],
     *,
-    async_op: bool,
     host_bound: bool,
 ) -> dict[str, Any]:
     current = torch.cuda.current_stream(device)
-    if not async_op or group is None or group.size() == 1:
-        start()()
-        return {}
-    lane = lane_of(group)
-    side = lane.stream(device)
-    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    side = current if lane is None else lane.stream(device)
+    begin, end = _event(call.recorded), _event(call.recorded)
+    if call.recorded:
+        call.device_events = (begin, end)
     side.wait_stream(current)
     with torch.cuda.stream(side):
+        begin.record()
         rest = start()
 
     def job() -> None:
         with torch.cuda.device(device), torch.cuda.stream(side):
             rest()
-            event.record(side)
+            end.record()
 
+    if lane is None:
+        job()
+        return {}
     ticket = None
     if host_bound:
         ticket = lane.submit(_finishing(job, call))
     else:
         job()
-    return {"ticket": ticket, "event": event, "issued_on": current}
+    return {"ticket": ticket, "event": end, "issued_on": current}
+
+
+def _event(timing: bool) -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=timing)  # type: ignore[no-untyped-call]

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Literal, cast
+from typing import TYPE_CHECKING, Literal
 
 import torch
 import torch.distributed as dist
 
+from .agreement import require_agreement
 from .checks import group_rank, group_size, require_same_device, where
 from .gather import all_gather_into
 from .handles import Handle, launch
@@ -28,7 +29,12 @@ _COMBINE: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
 
 
 def broadcast(
-    tensor: torch.Tensor, group: ProcessGroup | None, *, src: int = 0, async_op: bool = False
+    tensor: torch.Tensor,
+    group: ProcessGroup | None,
+    *,
+    src: int = 0,
+    async_op: bool = False,
+    check: bool = False,
 ) -> Handle:
     """Copy `tensor` from one rank to all, in place.
 
@@ -37,6 +43,7 @@ def broadcast(
         group: the ranks, or None for a group of one.
         src: rank within the group that has the value.
         async_op: return at once.
+        check: compare this call over the ranks first (for debugging; on all ranks or on none).
 
     Raises:
         ValueError: a tensor with strides, or a source outside the group.
@@ -53,28 +60,30 @@ def broadcast(
             f"broadcast {where(group)}: `tensor` has strides {tensor.stride()}; it must be "
             f"contiguous"
         )
+    if check:
+        shape = tuple(tensor.shape)
+        require_agreement(
+            "broadcast", group, tensor.device, dtype=tensor.dtype, shape=shape, src=src
+        )
     sent = (size - 1) * tensor.numel() * tensor.element_size() if group_rank(group) == src else 0
     call = issue("broadcast", group, tensor.dtype, sent, async_op=async_op)
     # Bytes travel as bytes: backends know few dtypes (gloo neither fp8 nor uint16).
     payload = tensor.detach().view(-1).view(torch.uint8)
 
     def start() -> Rest:
-        if group is None or size == 1 or payload.numel() == 0:
+        if group is None or size == 1 or payload.numel() == 0 or payload.is_meta:
             return lambda: None
         work = dist.broadcast(payload, group=group, group_src=src, async_op=True)
         return lambda: wait_all(work)
 
-    return cast(
-        "Handle",
-        launch(
-            call,
-            group,
-            tensor.device,
-            start,
-            async_op=async_op,
-            host_bound=host_bound(group, tensor.device),
-            keep=(tensor,),
-        ),
+    return launch(
+        call,
+        group,
+        tensor.device,
+        start,
+        async_op=async_op,
+        host_bound=host_bound(group, tensor.device),
+        keep=(tensor,),
     )
 
 

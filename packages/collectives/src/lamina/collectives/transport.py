@@ -17,14 +17,14 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from .compat import backend_name
+from .compat import all_gather_single, backend_name
 from .lanes import lane_of
 from .swap import Chunk, Swap
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup, Work
 
-__all__ = ["Collection", "exchange", "host_bound", "use_messages", "wait_all"]
+__all__ = ["Collection", "exchange", "gather_pieces", "host_bound", "use_messages", "wait_all"]
 
 Rest = Callable[[], None]
 
@@ -118,6 +118,35 @@ def _fill(swap: Swap, receives: Sequence[torch.Tensor | None]) -> None:
             chunk.read(0, target)
             swap.receipt(source)
     swap.close()
+
+
+def gather_pieces(
+    pieces: Sequence[torch.Tensor],
+    own: torch.Tensor,
+    group: ProcessGroup,
+    device: torch.device,
+    tag: int | None = None,
+) -> Rest:
+    """Send `own` to every rank and receive `pieces[r]` from rank r, as in :func:`exchange`.
+
+    Args:
+        pieces: per rank a run of one flat tensor, one after the other; this rank's too is filled.
+        own: this rank's piece: contiguous, of its entry's size; it may be that entry.
+        group: at least two ranks.
+        device: where the tensors lie.
+        tag: see :func:`exchange`.
+
+    """
+    even = all(piece.numel() == own.numel() for piece in pieces)
+    if host_bound(group, device) or device.type == "meta" or not even:
+        rest = exchange(pieces, [own] * len(pieces), group, device, tag)
+        kept = pieces[group.rank()]
+        if kept.data_ptr() != own.data_ptr():
+            kept.copy_(own)
+        return rest
+    whole = pieces[0].as_strided((len(pieces) * own.numel(),), (1,))
+    work = all_gather_single(whole, own, group, async_op=True)
+    return lambda: wait_all(work)
 
 
 class Collection:

@@ -1,0 +1,82 @@
+"""Do all ranks call the same thing? A check for debugging: it costs a small exchange per call.
+
+Backends do not ask. gloo takes buffers of different sizes without a word and ends the process on
+different dtypes; NCCL hangs. With ``check=True`` every rank first tells the others what it is
+about to do, and all of them raise, with the table of who does what, if they differ. It is done at
+every call and not only at the first of its kind: a rank that has seen a call before would
+otherwise not answer one that has not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from .checks import where
+from .transport import exchange
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+__all__ = ["require_agreement", "require_matching_splits"]
+
+_LENGTH = 256
+
+
+def require_agreement(
+    call: str, group: ProcessGroup | None, device: torch.device, **facts: object
+) -> None:
+    """Compare a description of this call over all ranks; collective.
+
+    Args:
+        call: name of the collective.
+        group: the ranks; None needs no agreement.
+        device: of its tensors.
+        facts: what has to be equal everywhere: sizes, dtypes, options.
+
+    Raises:
+        ValueError: on every rank, if any two differ.
+
+    """
+    if group is None or group.size() == 1 or device.type == "meta":
+        return
+    mine = f"{call}({', '.join(f'{name}={value}' for name, value in facts.items())})"
+    encoded = mine.encode()[:_LENGTH].ljust(_LENGTH)
+    message = torch.tensor(list(encoded), dtype=torch.uint8, device=device)
+    rows = message.repeat(group.size(), 1)
+    exchange(list(rows), [message] * group.size(), group, device)()
+    said = [bytes(row.tolist()).decode(errors="replace").rstrip() for row in rows.cpu()]
+    if len(set(said)) > 1:
+        table = "\n".join(f"  rank {rank}: {text}" for rank, text in enumerate(said))
+        raise ValueError(
+            f"{call} {where(group)}: the ranks of the group do not call the same thing:\n{table}\n"
+            f"all ranks must make the same calls in the same order with the same sizes and dtypes"
+        )
+
+
+def require_matching_splits(
+    call: str,
+    group: ProcessGroup | None,
+    device: torch.device,
+    sends: Sequence[int],
+    receives: Sequence[int],
+) -> None:
+    """Compare what each rank is about to send with what its receivers expect; collective.
+
+    Raises:
+        ValueError: on the ranks that expect another number of rows than they would get.
+
+    """
+    if group is None or group.size() == 1 or device.type == "meta":
+        return
+    outgoing = torch.tensor(list(sends), device=device).view(-1, 1)
+    incoming = outgoing.clone()
+    exchange(list(incoming), list(outgoing), group, device)()
+    coming = incoming.view(-1).tolist()
+    if coming != list(receives):
+        raise ValueError(
+            f"{call} {where(group)}: the ranks send {coming} rows here, but output_splits says "
+            f"{list(receives)}"
+        )

@@ -1,0 +1,142 @@
+"""Reductions by the backend itself: SHARP, user buffers, thousands of ranks.
+
+The backend chooses the order of the sum and rounds in the wire dtype after every addition, so
+these functions claim a tolerance and no bits: against the exact sum of N ranks' elements x_i, the
+error is at most (N - 1) * eps * sum |x_i|, with eps the wire dtype's (2^-24 for float32, 2^-8 for
+bfloat16), as each of the N - 1 additions rounds once. Factor, accumulation and statistics are
+applied to the result in fp32, as in the ordered reductions.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from .checks import group_rank, group_size
+from .compat import reduce_scatter_single
+from .handles import ReduceHandle, Statistics, launch_reduction
+from .record import issue
+from .reduce_checks import (
+    Reduction,
+    check_aliasing,
+    check_reduction,
+    check_same_size,
+    check_scatter_sizes,
+    factor_of,
+)
+from .summation import sum_chunks
+from .transport import Rest, host_bound, wait_all
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+__all__ = ["all_reduce_native", "reduce_scatter_native"]
+
+
+def reduce_scatter_native(
+    output: torch.Tensor,
+    input: torch.Tensor,
+    group: ProcessGroup | None,
+    *,
+    op: Reduction = "sum",
+    scale: float | None = None,
+    accumulate: bool = False,
+    async_op: bool = False,
+) -> ReduceHandle:
+    """Sum `input` over the ranks by the backend's reduce-scatter; keep this rank's piece.
+
+    Arguments, handle and errors are those of :func:`reduce_scatter_fp32`; bits depend on the
+    backend, its algorithm and the sizes (see the module's tolerance).
+    """
+    name = "reduce_scatter_native"
+    size, rank = group_size(group), group_rank(group)
+    device = check_reduction(name, output, input, group, op)
+    check_scatter_sizes(name, output, input, group)
+    own = input[rank * output.numel() : (rank + 1) * output.numel()]
+    check_aliasing(name, output, input, own, group, accumulate=accumulate)
+    factor = factor_of(op, scale, size, input.dtype)
+    sent = (input.numel() - output.numel()) * input.element_size()
+    call = issue(name, group, input.dtype, sent, async_op=async_op)
+    statistics = Statistics(device)
+    # Straight into the output where nothing is left to do to it but to look at it.
+    direct = output.dtype == input.dtype and not accumulate
+    total = output if direct else torch.empty_like(own)
+
+    def start() -> Rest:
+        work = None
+        if group is None or size == 1:
+            total.copy_(own)
+        elif device.type != "meta":
+            work = reduce_scatter_single(total, input, group, async_op=True)
+
+        def finish() -> None:
+            wait_all(work)
+            sum_chunks([total], output, factor, accumulate, statistics)
+
+        return finish
+
+    return launch_reduction(
+        call,
+        group,
+        start,
+        statistics,
+        async_op=async_op,
+        host_bound=host_bound(group, device),
+        keep=(output, input, total),
+    )
+
+
+def all_reduce_native(
+    output: torch.Tensor,
+    input: torch.Tensor,
+    group: ProcessGroup | None,
+    *,
+    op: Reduction = "sum",
+    scale: float | None = None,
+    accumulate: bool = False,
+    async_op: bool = False,
+) -> ReduceHandle:
+    """Sum `input` over the ranks by the backend's all-reduce; every rank gets the whole sum.
+
+    Arguments and errors are those of :func:`all_reduce_fp32`; bits depend on the backend, its
+    algorithm and the sizes (see the module's tolerance). Unlike there, the handle's statistics
+    are of the whole output.
+    """
+    name = "all_reduce_native"
+    size = group_size(group)
+    device = check_reduction(name, output, input, group, op)
+    check_same_size(name, output, input, group)
+    check_aliasing(name, output, input, input, group, accumulate=accumulate)
+    factor = factor_of(op, scale, size, input.dtype)
+    # The least that any algorithm sends: a reduce-scatter and a gather in the wire dtype.
+    piece = -(-input.numel() // size)
+    sent = 2 * (size - 1) * piece * input.element_size()
+    call = issue(name, group, input.dtype, sent, async_op=async_op)
+    statistics = Statistics(device)
+    direct = output.dtype == input.dtype and not accumulate
+    total = output if direct else torch.empty_like(input)
+
+    def start() -> Rest:
+        if total.data_ptr() != input.data_ptr():
+            total.copy_(input)
+        work = None
+        if group is not None and size > 1 and device.type != "meta":
+            work = dist.all_reduce(total, group=group, async_op=True)
+
+        def finish() -> None:
+            wait_all(work)
+            sum_chunks([total], output, factor, accumulate, statistics)
+
+        return finish
+
+    return launch_reduction(
+        call,
+        group,
+        start,
+        statistics,
+        async_op=async_op,
+        host_bound=host_bound(group, device),
+        keep=(output, input, total),
+    )

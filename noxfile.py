@@ -196,13 +196,13 @@ def stage_torch(session: nox.Session) -> None:
     pip(session, *source, "-r", ROOT / "requirements/torch.txt")
 
 
-def stage_tools(session: nox.Session) -> None:
-    """Install the tools, holding torch to the version that is there."""
+def stage_requirements(session: nox.Session, name: str) -> None:
+    """Install a file of requirements, holding torch to the version that is there."""
     probe = "import importlib.metadata as m; print(m.version('torch'))"
     found = run(session, "python", "-c", probe, silent=True, log=False)
     pin = HOUSE / "torch-as-found.txt"
     pin.write_text(f"torch=={str(found).strip()}\n")
-    pip(session, "-c", pin, "-r", ROOT / "requirements/dev.txt")
+    pip(session, "-c", pin, "-r", ROOT / "requirements" / name)
 
 
 def stage_packages(session: nox.Session) -> None:
@@ -215,55 +215,61 @@ def stages() -> dict[str, tuple[str, Callable[[nox.Session], None]]]:
     """Return what the environment is made of, in order: name -> (key of its sources, how)."""
     lender = borrowed() if setting("LAMINA_PYTHON") else {}
     version = lender.get("python", VERSION)
-    requirements = ROOT / "requirements"
+    files = ROOT / "requirements"
     pyprojects = [ROOT / package / "pyproject.toml" for package in PACKAGES]
     return {
         "venv": (digest("1", str(ROOT), version, json.dumps(lender)), stage_venv),
-        "torch": (
-            digest("1", requirements / "torch.txt", setting("LAMINA_INDEX_URL")),
-            stage_torch,
-        ),
-        "tools": (digest("1", requirements / "dev.txt"), stage_tools),
-        "packages": (digest("1", *pyprojects), stage_packages),
+        "torch": (digest(files / "torch.txt", setting("LAMINA_INDEX_URL")), stage_torch),
+        "train": (digest(files / "train.txt"), lambda s: stage_requirements(s, "train.txt")),
+        "packages": (digest(*pyprojects), stage_packages),
+        "tools": (digest(files / "dev.txt"), lambda s: stage_requirements(s, "dev.txt")),
     }
+
+
+def bring_up_to_date(session: nox.Session, last: str) -> None:
+    """Redo each stage up to `last` whose key has changed; a new interpreter voids all others."""
+    with locked("env"):
+        made = json.loads(STAMP.read_text()) if STAMP.exists() and PYTHON.exists() else {}
+        made |= {name: setting(name) for name in ("LAMINA_PYTHON", "LAMINA_INDEX_URL")}
+        for name, (key, build) in stages().items():
+            # One that was made by hand has no stamp: complete it rather than throw it away.
+            by_hand = name == "venv" and name not in made and (ENV / "bin" / "pip").exists()
+            if made.get(name) != key and not by_hand:
+                session.log(f"environment: {name}")
+                build(session)
+                made = {k: v for k, v in made.items() if k.isupper() or name != "venv"}
+            if made.get(name) != key:
+                made[name] = key
+                STAMP.write_text(json.dumps(made, indent=1) + "\n")
+            if name == last:
+                break
 
 
 @nox.session(venv_backend="none", default=False)
 def env(session: nox.Session) -> None:
     """Make .nox/env (torch, tools, all packages editable), or find it up to date in a second."""
-    with locked("env"):
-        made: dict[str, str] = json.loads(STAMP.read_text()) if STAMP.exists() else {}
-        done = {name: setting(name) for name in ("LAMINA_PYTHON", "LAMINA_INDEX_URL")}
-        stale = not PYTHON.exists()
-        for name, (key, build) in stages().items():
-            # One that was made by hand has no stamp: complete it rather than throw it away.
-            stale = stale or made.get(name, key if name == "venv" else "") != key
-            if stale:
-                session.log(f"environment: {name}")
-                build(session)
-            done[name] = key
-            if stale:  # what was made of later stages does not count any more
-                STAMP.write_text(json.dumps(done, indent=1) + "\n")
+    bring_up_to_date(session, last="tools")
+
+
+@nox.session(venv_backend="none", default=False)
+def env_train(session: nox.Session) -> None:
+    """Make the part of .nox/env that training needs."""
+    bring_up_to_date(session, last="packages")
 
 
 @functools.cache
 def gpus() -> int:
-    """Number of GPUs that the environment's torch can use through NCCL."""
-    probe = (
-        "import torch, torch.distributed as d\n"
-        "print(torch.cuda.device_count() if d.is_available() and d.is_nccl_available() else 0)"
-    )
+    """Number of GPUs that the environment's torch can use."""
+    probe = [str(PYTHON), "-c", "import torch; print(torch.cuda.device_count())"]
     clean = {k: v for k, v in os.environ.items() if k not in CHILD_ENV}
-    answer = subprocess.run([str(PYTHON), "-c", probe], capture_output=True, text=True, env=clean)
+    answer = subprocess.run(probe, capture_output=True, text=True, env=clean)
     return int(answer.stdout.split()[-1]) if answer.returncode == 0 else 0
 
 
 task = functools.partial(nox.session, venv_backend="none", requires=["env"])
 
-# ------------------------------------------------------------------------ the main job
 
-
-@task(default=False)
+@nox.session(venv_backend="none", requires=["env_train"], default=False)
 def train(session: nox.Session) -> None:
     """The main job: train a small GPT on real text on all GPUs, or on 2 CPU ranks."""
     ranks = gpus() or 2
@@ -274,9 +280,6 @@ def train(session: nox.Session) -> None:
         env={"OMP_NUM_THREADS": threads},
         interrupt_timeout=90,  # Ctrl-C leaves a checkpoint
     )  # fmt: skip
-
-
-# ------------------------------------------------------------------------ tests
 
 
 def pytest(session: nox.Session, *words: str | Path, codes: tuple[int, ...] = (0,)) -> None:
@@ -363,9 +366,6 @@ def layers(session: nox.Session) -> None:
     linter = "from importlinter.cli import lint_imports_command as lint; lint()"
     run(session, "python", "-c", linter, "--no-logo")
     pytest(session, "-q", "tests/test_layers.py", *session.posargs)
-
-
-# ------------------------------------------------------------------------ what is published
 
 
 @task(default=False)

@@ -94,7 +94,8 @@ def _lines(
         f"process alone would need {alone / 2**20:.1f} MiB",
         f"memory           {numbers['peak_bytes_per_rank'] / 2**20:,.0f} MiB peak per {kind}",
         f"checkpoint       {where}",
-        f"metrics          {run.metrics}, {run.directory}/tensorboard",
+        f"metrics          {run.metrics}"
+        + (f", {run.directory}/tensorboard" if config.log.tensorboard else ""),
         f"plot             {run.plot}",
         f"samples          {run.samples}",
         f"next             {_next(stopping, config, run)}",

@@ -200,3 +200,30 @@ def test_a_wrong_setting_is_said_once_and_nothing_is_made(tmp_path):
     assert output.count("Unrecognized options") == 2  # the box's title and its text, of one rank
     assert "--train.steps" in output
     assert not directory.exists()
+
+
+@pytest.mark.ranks(2)
+def test_a_time_limit_ends_the_run_with_a_checkpoint_and_a_report(tmp_path):
+    sys.path.insert(0, str(TRAIN.parent))
+    import torch.distributed as dist
+    from options import load
+    from train import train
+
+    from lamina.mesh import init_distributed
+
+    text = SETTINGS.replace(f"steps = {STEPS}", "steps = 1000000\nseconds = 0.3")
+    path = tmp_path / f"config{os.getpid()}.toml"
+    path.write_text(text)
+    directory = tmp_path / "run"
+    config = load(
+        ["--config", str(path), "--run.directory", str(directory), "--log.no-tensorboard"], "cpu"
+    )
+    with init_distributed() as runtime:
+        train(config, runtime)
+    dist.barrier()  # the first rank writes the report
+    (last,) = {record["step"] for record in records(directory) if "held_out_loss" in record}
+    saved = sorted(place.name for place in (directory / "checkpoints").iterdir())
+    assert saved[-1] == f"step-{last:08d}"
+    assert 0 < last < 100_000
+    assert (directory / "loss.png").exists()
+    assert not (directory / "report.json").exists()  # the run is not finished: it can go on

@@ -74,7 +74,6 @@ def mark(
     Raises:
         ValueError: a field is out of range or contradicts another or an earlier mark.
     """
-    before = role_of(parameter)
     said = Role(
         tp_shard_dim=None if tp_shard_dim is None else _dimension(parameter, tp_shard_dim),
         tp_blocks=None if tp_blocks is None else tuple(tp_blocks),
@@ -83,19 +82,7 @@ def mark(
         tied=tied,
         block_rows=block_rows,
     )
-    unsaid = Role()
-    news = {
-        field.name: getattr(said, field.name)
-        for field in fields(Role)
-        if getattr(said, field.name) != getattr(unsaid, field.name)
-    }
-    for name, value in news.items():
-        if getattr(before, name) not in (getattr(unsaid, name), value):
-            raise ValueError(
-                f"{_describe(parameter)} is marked {name}={getattr(before, name)!r} already and "
-                f"can't become {name}={value!r}: mark it in one place only."
-            )
-    role = replace(before, **news)
+    role = _merged(parameter, role_of(parameter), said)
     _check(parameter, role)
     setattr(parameter, _ATTRIBUTE, role)
     return parameter
@@ -130,6 +117,22 @@ def copy_roles(source: nn.Module, target: nn.Module) -> None:
         )
     for name, parameter in sources.items():
         copy_role(parameter, targets[name])
+
+
+def _merged(parameter: torch.Tensor, before: Role, said: Role) -> Role:
+    unsaid = Role()
+    news = {
+        field.name: getattr(said, field.name)
+        for field in fields(Role)
+        if getattr(said, field.name) != getattr(unsaid, field.name)
+    }
+    for name, value in news.items():
+        if getattr(before, name) not in (getattr(unsaid, name), value):
+            raise ValueError(
+                f"{_describe(parameter)} is marked {name}={getattr(before, name)!r} already and "
+                f"can't become {name}={value!r}: mark it in one place only."
+            )
+    return replace(before, **news)
 
 
 def _dimension(parameter: torch.Tensor, dim: int) -> int:

@@ -155,8 +155,8 @@ def _unscale(
     func(locals_, found_inf, inv_scale)
     reached = []
     for tensor in tensors:
-        if isinstance(tensor, cls) and tensor._spec.is_cut:
-            communicator = tensor._spec.reach("GradScaler.unscale_")
-            if communicator not in reached:
-                reached.append(communicator)
-                found_inf.copy_(communicator.all_reduce(found_inf.double(), "max"))
+        spec = tensor._spec if isinstance(tensor, cls) else None
+        if spec is not None and spec.is_cut and spec.axes not in reached:
+            reached.append(spec.axes)
+            communicator = spec.reach("GradScaler.unscale_")
+            found_inf.copy_(communicator.all_reduce(found_inf.double(), "max"))

@@ -111,7 +111,7 @@ class SpanSpec:
             raise RuntimeError(
                 f"{operation} of a ShardedTensor of shape {list(self.shape)} ({self.where()}) "
                 "needs the other ranks' spans, and it was made without a communicator: pass "
-                "communicator= to FlatBuffer or ShardedTensor (lamina.collectives has one), use "
+                "communicator= to FlatBuffer or ShardedTensor (lamina.collectives.SpanGroups), use "
                 ".to_local() for this rank's span, or lamina.ddp's full_parameters, "
                 "full_gradients and clip_grad_norm"
             )

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from config import Config
+from data import Corpus, Windows
 from evaluation import Evaluator
 from metrics import Metrics
 from run import Run
@@ -17,6 +18,21 @@ from lamina.checkpoint import CheckpointManager
 from lamina.fsdp import ShardedModule
 
 _COMMAND = "python3 noxfile.py -s train --"
+
+
+def opening(
+    model: ShardedModule, corpus: Corpus, samples: Windows, config: Config, run: Run
+) -> str:
+    """Describe what is about to be trained, where and on what."""
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    ranks = run.runtime.world_size
+    epochs = config.train.steps * config.train.batch_size / len(samples)
+    return (
+        f"{run.directory}: a GPT of {parameters / 1e6:.2f} million parameters on {ranks} "
+        f"{run.runtime.device.type} rank{'s' if ranks > 1 else ''} ({run.runtime.backend}), "
+        f"strategy {config.train.strategy}; {corpus.tokens / 1e6:.1f} million tokens, "
+        f"{epochs:.2g} epochs of them"
+    )
 
 
 def report(

@@ -15,7 +15,7 @@ from data import Windows, open_corpus, prepare, slice_of_step
 from evaluation import Evaluator
 from metrics import Metrics
 from options import configure
-from report import report
+from report import opening, report
 from run import open_run
 from schedule import decay_groups, learning_rate, model_shape, precision_policy
 from stopping import Stop, Stopping
@@ -70,6 +70,7 @@ def train(config: Config, runtime: Runtime) -> None:
     evaluator = Evaluator(model, corpus, config, dp, runtime)
     stopping = Stopping(config, dp)
     with Metrics(config, runtime, run, corpus, done) as metrics:
+        metrics.say(opening(model, corpus, samples, config, run))
         while done < config.train.steps and not stopping.reason:
             loss, norm = step(done, model, optimizer, samples, config, dp, runtime)
             done += 1

@@ -153,14 +153,11 @@ def all_reduce_fp32(
         _agree(name, output, input, group)
     factor = factor_of(op, scale, size, input.dtype)
     piece = -(-input.numel() // size)
-    sends = _cut(input, piece, size)
-    target = output
-    if accumulate and size > 1:  # ranks may hold different outputs: each adds the sum to its own
-        target = torch.empty_like(output, dtype=sum_dtype(input.dtype))
-    results = _cut(target, piece, size)
+    source, target = _room(output, input, group, piece * size, accumulate=accumulate)
+    sends, results = _cut(source, piece, size), _cut(target, piece, size)
     mine = sends[rank].numel()
     scratch = scratch_for(name, None, (size - 1) * mine, input, output, group)
-    sent = (input.numel() - mine) * input.element_size()
+    sent = (source.numel() - mine) * input.element_size()
     sent += (size - 1) * mine * target.element_size()
     call = issue(name, group, input.dtype, sent, async_op=async_op)
     statistics = Statistics(device)
@@ -176,10 +173,11 @@ def all_reduce_fp32(
             collection.release()
             gather_pieces(results, results[rank], group, device, second)()
             if accumulate:
-                finals = _cut(output, piece, size)
-                for place in range(size):
+                for place, final in enumerate(_cut(output, piece, size)):
                     kept = statistics if place == rank else None
-                    sum_chunks([results[place]], finals[place], None, True, kept)
+                    sum_chunks([results[place][: final.numel()]], final, None, True, kept)
+            elif target is not output:
+                output.copy_(target[: output.numel()])
 
         return finish
 
@@ -190,8 +188,36 @@ def all_reduce_fp32(
         statistics,
         async_op=async_op,
         host_bound=host_bound(group, device),
-        keep=(output, input, scratch, target),
+        keep=(output, source, scratch, target),
     )
+
+
+def _room(
+    output: torch.Tensor,
+    input: torch.Tensor,
+    group: ProcessGroup | None,
+    padded: int,
+    *,
+    accumulate: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What an all-reduce sends from and gathers to: input and output, or copies of them.
+
+    Backends that know only equal pieces get a padded copy of an input that does not divide. To
+    accumulate, the sums are gathered apart, as ranks may hold different outputs.
+    """
+    if group is None or group.size() == 1:
+        return input, output
+    if host_bound(group, input.device):
+        padded = input.numel()
+    source, target = input, output
+    if input.numel() != padded:
+        source = input.new_zeros(padded)
+        source[: input.numel()].copy_(input)
+    if accumulate:
+        target = torch.empty(padded, dtype=sum_dtype(input.dtype), device=output.device)
+    elif output.numel() != padded:
+        target = output.new_empty(padded)
+    return source, target
 
 
 def _agree(

@@ -289,3 +289,38 @@ def test_under_torch_compile_each_region_is_one_graph_break():
     torch.compile(function, backend=backend)(compiled).sum().backward()
     assert torch.equal(plain.grad, compiled.grad)
     assert len(graphs) == 5  # four regions cut the function into five graphs
+
+
+@pytest.mark.ranks(3)
+def test_native_reductions_stay_within_the_backends_tolerance():
+    group, rank = dist.group.WORLD, dist.get_rank()
+    partials = [of_rank(r, (6, 4)).float() for r in range(3)]
+    exact = sum(partial.double() for partial in partials)
+    bound = 2 * 2**-24 * sum(partial.double().abs() for partial in partials)
+
+    def check(got, piece=slice(None)):
+        assert torch.all((got.double() - exact[piece]).abs() <= bound[piece])
+
+    mine = slice(2 * rank, 2 * rank + 2)
+    with Ledger() as ledger:
+        check(reduce_from(partials[rank], group, reduction="native"))
+        check(reduce_scatter_to(partials[rank], group, reduction="native"), mine)
+        check(run(lambda x: copy_to(x, group, reduction="native"), exact, partials[rank])[1])
+        part = exact[mine].float()
+        gather = gather_from
+        _, back = run(
+            lambda x: gather(x, group, grad="reduce_scatter", reduction="native"),
+            part,
+            partials[rank],
+        )
+        check(back, mine)
+    assert [record.op for record in ledger.records] == [
+        "all_reduce_native",
+        "reduce_scatter_native",
+        "all_reduce_native",
+        "all_gather_into",
+        "reduce_scatter_native",
+    ]
+    for region in (copy_to, reduce_from, gather_from, reduce_scatter_to):
+        with pytest.raises(ValueError, match="'ordered' or 'native', not 'fast'"):
+            region(partials[rank], group, reduction="fast")

@@ -19,8 +19,9 @@ gradient is one value too; a loss that every rank computes counts once. Each bac
 region (the table read from right to left), so derivatives of any order are right.
 
 Sums travel in the tensor's dtype and are made in fp32 in one fixed order (fp64 for fp64), so they
-have the same bits run after run and on every rank. Under torch.compile each region is one graph
-break: the compiler neither traces nor reorders it.
+have the same bits run after run and on every rank; `reduction="native"` leaves them to the backend
+(in-switch sums, fewer messages) and claims a tolerance instead. Under torch.compile each region is
+one graph break: the compiler neither traces nor reorders it.
 
 Backwards are collective: a rank whose loss does not depend on a region's output skips the backward
 that the others wait in. Let every rank's loss depend on it, with weight zero if need be.
@@ -36,8 +37,10 @@ from torch._compile import _disable_dynamo as one_graph_break
 
 from .checks import group_rank, group_size
 from .shaped import (
+    Reduction,
     dimension,
     require_divisible,
+    require_reduction,
     row_splits,
     start_all_gather,
     start_all_reduce,
@@ -59,45 +62,56 @@ __all__ = [
 
 
 @one_graph_break
-def copy_to(tensor: torch.Tensor, group: ProcessGroup | None) -> torch.Tensor:
+def copy_to(
+    tensor: torch.Tensor, group: ProcessGroup | None, *, reduction: Reduction = "ordered"
+) -> torch.Tensor:
     """Enter a parallel region with a replicated tensor: its gradients are summed over the ranks.
 
     Args:
         tensor: any shape, equal on all ranks; its gradient's dtype is the wire dtype (float32,
             bfloat16, float16 or float64).
         group: the ranks, or None for a group of one.
+        reduction: who sums, "ordered" or "native".
 
     Returns:
         The same values.
 
+    Raises:
+        ValueError: an unknown `reduction`.
+
     Source: "f" of Shoeybi et al., Megatron-LM, arXiv:1909.08053, section 3.
 
     """
+    require_reduction(reduction)
     if group_size(group) == 1:
         return tensor
-    return _apply(_CopyTo, tensor, group)
+    return _apply(_CopyTo, tensor, group, reduction)
 
 
 @one_graph_break
-def reduce_from(tensor: torch.Tensor, group: ProcessGroup | None) -> torch.Tensor:
+def reduce_from(
+    tensor: torch.Tensor, group: ProcessGroup | None, *, reduction: Reduction = "ordered"
+) -> torch.Tensor:
     """Leave a parallel region: sum the ranks' partial results; gradients pass unchanged.
 
     Args:
         tensor: any shape, the same on all ranks; float32, bfloat16, float16 or float64.
         group: the ranks, or None for a group of one.
+        reduction: who sums, "ordered" or "native".
 
     Returns:
-        The sum, of the same shape and dtype, bit-identical on all ranks.
+        The sum, of the same shape and dtype; if ordered, bit-identical on all ranks.
 
     Raises:
-        ValueError: a dtype that can't be summed.
+        ValueError: a dtype that can't be summed, or an unknown `reduction`.
 
     Source: "g" of Shoeybi et al., Megatron-LM, arXiv:1909.08053, section 3.
 
     """
+    require_reduction(reduction)
     if group_size(group) == 1:
         return tensor
-    return _apply(_ReduceFrom, tensor, group)
+    return _apply(_ReduceFrom, tensor, group, reduction)
 
 
 @one_graph_break
@@ -131,6 +145,7 @@ def gather_from(
     dim: int = 0,
     *,
     grad: Literal["split", "reduce_scatter"] = "split",
+    reduction: Reduction = "ordered",
 ) -> torch.Tensor:
     """Concatenate the ranks' tensors along `dim`.
 
@@ -142,13 +157,14 @@ def gather_from(
             replicated, so each has the whole gradient, of which it keeps its piece).
             "reduce_scatter": each something else (the gradients are partial; they are summed).
             The wrong one gives gradients that are N times too large, or incomplete.
+        reduction: who sums in a "reduce_scatter", "ordered" or "native".
 
     Returns:
         [..., N*n, ...].
 
     Raises:
         IndexError: no such dimension.
-        ValueError: an unknown `grad`.
+        ValueError: an unknown `grad` or `reduction`.
 
     Source: "g-bar" of Korthikanti et al., Reducing Activation Recomputation, arXiv:2205.05198,
     section 4.2 ("reduce_scatter").
@@ -156,15 +172,22 @@ def gather_from(
     """
     if grad not in ("split", "reduce_scatter"):
         raise ValueError(f"gather_from: grad must be 'split' or 'reduce_scatter', not {grad!r}")
+    require_reduction(reduction)
     dim = dimension("gather_from", tensor, dim)
     if group_size(group) == 1:
         return tensor
-    return _apply(_GatherFrom if grad == "split" else _GatherFromPartial, tensor, group, dim)
+    if grad == "split":
+        return _apply(_GatherFrom, tensor, group, dim)
+    return _apply(_GatherFromPartial, tensor, group, dim, reduction)
 
 
 @one_graph_break
 def reduce_scatter_to(
-    tensor: torch.Tensor, group: ProcessGroup | None, dim: int = 0
+    tensor: torch.Tensor,
+    group: ProcessGroup | None,
+    dim: int = 0,
+    *,
+    reduction: Reduction = "ordered",
 ) -> torch.Tensor:
     """Sum the ranks' partial results and keep this rank's piece; gradients are gathered.
 
@@ -172,22 +195,25 @@ def reduce_scatter_to(
         tensor: [..., N*n, ...], the same shape on all ranks; float32, bfloat16, float16 or float64.
         group: the N ranks, or None for a group of one.
         dim: dimension to cut; counts from the end if negative.
+        reduction: who sums, "ordered" or "native".
 
     Returns:
         [..., n, ...], contiguous.
 
     Raises:
         IndexError: no such dimension.
-        ValueError: its size is not divisible by N, or the dtype can't be summed.
+        ValueError: its size is not divisible by N, the dtype can't be summed, or an unknown
+            `reduction`.
 
     Source: Korthikanti et al., Reducing Activation Recomputation, arXiv:2205.05198, section 4.2.
 
     """
+    require_reduction(reduction)
     dim = dimension("reduce_scatter_to", tensor, dim)
     if group_size(group) == 1:
         return tensor
     require_divisible("reduce_scatter_to", tensor, dim, group)
-    return _apply(_ReduceScatterTo, tensor, group, dim)
+    return _apply(_ReduceScatterTo, tensor, group, dim, reduction)
 
 
 @one_graph_break
@@ -230,24 +256,28 @@ def _apply(function: type[torch.autograd.Function], *arguments: Any) -> torch.Te
 
 class _CopyTo(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
-        ctx.group = group
+    def forward(
+        ctx: Any, tensor: torch.Tensor, group: ProcessGroup, reduction: Reduction
+    ) -> torch.Tensor:
+        ctx.group, ctx.reduction = group, reduction
         return tensor.view_as(tensor)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _apply(_ReduceFrom, gradient, ctx.group), None
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return _apply(_ReduceFrom, gradient, ctx.group, ctx.reduction), None, None
 
 
 class _ReduceFrom(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
-        ctx.group = group
-        return start_all_reduce(tensor, group, async_op=False).wait()
+    def forward(
+        ctx: Any, tensor: torch.Tensor, group: ProcessGroup, reduction: Reduction
+    ) -> torch.Tensor:
+        ctx.group, ctx.reduction = group, reduction
+        return start_all_reduce(tensor, group, reduction=reduction, async_op=False).wait()
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _apply(_CopyTo, gradient, ctx.group), None
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return _apply(_CopyTo, gradient, ctx.group, ctx.reduction), None, None
 
 
 class _ScatterTo(torch.autograd.Function):
@@ -277,24 +307,32 @@ class _GatherFrom(torch.autograd.Function):
 
 class _GatherFromPartial(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, group: ProcessGroup, dim: int) -> torch.Tensor:
-        ctx.group, ctx.dim = group, dim
+    def forward(
+        ctx: Any, tensor: torch.Tensor, group: ProcessGroup, dim: int, reduction: Reduction
+    ) -> torch.Tensor:
+        ctx.group, ctx.dim, ctx.reduction = group, dim, reduction
         return start_all_gather(tensor, group, dim=dim, async_op=False).wait()
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return _apply(_ReduceScatterTo, gradient, ctx.group, ctx.dim), None, None
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        back = _apply(_ReduceScatterTo, gradient, ctx.group, ctx.dim, ctx.reduction)
+        return back, None, None, None
 
 
 class _ReduceScatterTo(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, group: ProcessGroup, dim: int) -> torch.Tensor:
-        ctx.group, ctx.dim = group, dim
-        return start_reduce_scatter(tensor, group, dim=dim, async_op=False).wait()
+    def forward(
+        ctx: Any, tensor: torch.Tensor, group: ProcessGroup, dim: int, reduction: Reduction
+    ) -> torch.Tensor:
+        ctx.group, ctx.dim, ctx.reduction = group, dim, reduction
+        return start_reduce_scatter(
+            tensor, group, dim=dim, reduction=reduction, async_op=False
+        ).wait()
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return _apply(_GatherFromPartial, gradient, ctx.group, ctx.dim), None, None
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        back = _apply(_GatherFromPartial, gradient, ctx.group, ctx.dim, ctx.reduction)
+        return back, None, None, None
 
 
 class _AllToAllTokens(torch.autograd.Function):

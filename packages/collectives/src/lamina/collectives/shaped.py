@@ -12,7 +12,7 @@ longer than importing the rest of torch.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import torch
 from torch._compile import _disable_dynamo as one_graph_break
@@ -20,6 +20,7 @@ from torch._compile import _disable_dynamo as one_graph_break
 from .checks import group_size, where
 from .exchange import all_to_all
 from .gather import all_gather_into
+from .native import all_reduce_native, reduce_scatter_native
 from .reduce import all_reduce_fp32, reduce_scatter_fp32
 
 if TYPE_CHECKING:
@@ -32,6 +33,12 @@ __all__ = [
     "start_all_to_all",
     "start_reduce_scatter",
 ]
+
+
+Reduction = Literal["ordered", "native"]
+
+_REDUCE_SCATTER = {"ordered": reduce_scatter_fp32, "native": reduce_scatter_native}
+_ALL_REDUCE = {"ordered": all_reduce_fp32, "native": all_reduce_native}
 
 
 class _Waitable(Protocol):
@@ -99,7 +106,12 @@ def start_all_gather(
 
 @one_graph_break
 def start_reduce_scatter(
-    tensor: torch.Tensor, group: ProcessGroup | None, *, dim: int = 0, async_op: bool = True
+    tensor: torch.Tensor,
+    group: ProcessGroup | None,
+    *,
+    dim: int = 0,
+    reduction: Reduction = "ordered",
+    async_op: bool = True,
 ) -> Pending:
     """Sum over the ranks and keep this rank's piece along `dim`.
 
@@ -111,13 +123,17 @@ def start_reduce_scatter(
             Along any but the first dimension (of size above one) it is copied once.
         group: the N ranks, or None for a group of one (the result is then `tensor` itself).
         dim: dimension to cut; its size becomes n.
+        reduction: "native" leaves the sum to the backend, with the tolerance of
+            :func:`~lamina.collectives.reduce_scatter_native` in place of fixed bits.
         async_op: False to complete before returning.
 
     Raises:
         IndexError: no such dimension.
-        ValueError: the dimension is not divisible by N, or the dtype can't be summed.
+        ValueError: the dimension is not divisible by N, the dtype can't be summed, or an unknown
+            `reduction`.
 
     """
+    require_reduction(reduction)
     size, dim = group_size(group), dimension("reduce-scatter", tensor, dim)
     if size == 1:
         return Pending(None, lambda: tensor)
@@ -125,7 +141,8 @@ def start_reduce_scatter(
     cut = (*tensor.shape[:dim], size, tensor.shape[dim] // size, *tensor.shape[dim + 1 :])
     pieces = tensor.detach().view(cut).movedim(dim, 0).contiguous()
     output = pieces.new_empty(pieces.shape[1:])
-    handle = reduce_scatter_fp32(output.view(-1), pieces.view(-1), group, async_op=async_op)
+    reduce_scatter = _REDUCE_SCATTER[reduction]
+    handle = reduce_scatter(output.view(-1), pieces.view(-1), group, async_op=async_op)
     return Pending(handle, lambda: output)
 
 
@@ -135,6 +152,7 @@ def start_all_reduce(
     group: ProcessGroup | None,
     *,
     in_place: bool = False,
+    reduction: Reduction = "ordered",
     async_op: bool = True,
 ) -> Pending:
     """Sum over the ranks; every rank gets the whole sum, with the same bits.
@@ -145,12 +163,15 @@ def start_all_reduce(
         tensor: any shape; float32, bfloat16, float16 or float64, unchanged until `wait`.
         group: the ranks, or None for a group of one (the result is then `tensor` itself).
         in_place: write the sum into `tensor`, which must be contiguous, and return it.
+        reduction: "native" leaves the sum to the backend, with the tolerance of
+            :func:`~lamina.collectives.all_reduce_native` in place of fixed bits.
         async_op: False to complete before returning.
 
     Raises:
-        ValueError: the dtype can't be summed, or `in_place` with strides.
+        ValueError: the dtype can't be summed, `in_place` with strides, or an unknown `reduction`.
 
     """
+    require_reduction(reduction)
     if group_size(group) == 1:
         return Pending(None, lambda: tensor)
     if in_place and not tensor.is_contiguous():
@@ -160,7 +181,8 @@ def start_all_reduce(
         )
     source = tensor.detach().contiguous()
     output = source if in_place else torch.empty_like(source)
-    handle = all_reduce_fp32(output.view(-1), source.view(-1), group, async_op=async_op)
+    all_reduce = _ALL_REDUCE[reduction]
+    handle = all_reduce(output.view(-1), source.view(-1), group, async_op=async_op)
     return Pending(handle, lambda: output)
 
 
@@ -260,6 +282,17 @@ def require_divisible(
             f"{tensor.shape[dim]}, which is not divisible by the group's {size} ranks; pad it to "
             f"{-(-tensor.shape[dim] // size) * size} or choose another dimension"
         )
+
+
+def require_reduction(reduction: str) -> None:
+    """Refuse a reduction that there is not.
+
+    Raises:
+        ValueError: neither "ordered" nor "native".
+
+    """
+    if reduction not in _ALL_REDUCE:
+        raise ValueError(f"reduction must be 'ordered' or 'native', not {reduction!r}")
 
 
 def dimension(what: str, tensor: torch.Tensor, dim: int) -> int:

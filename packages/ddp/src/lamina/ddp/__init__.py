@@ -1,6 +1,8 @@
 """Data parallelism for PyTorch: parameter groups, gradient reduction, sharded optimizer steps."""
 
 from lamina.ddp.axes import DataParallelAxes, data_parallel_axes
+from lamina.ddp.config import DistributedDataParallelConfig
+from lamina.ddp.contract import DataParallel
 from lamina.ddp.finalize import FinalizesStep, finalize_grads
 from lamina.ddp.flat_step import ELEMENTWISE, FlatStep
 from lamina.ddp.gradients import GradientState, GroupGradients, TransientBuffers
@@ -10,15 +12,25 @@ from lamina.ddp.inspection import HasGroups, full_gradients, full_parameters, gr
 from lamina.ddp.memory import MemoryPlan, memory_plan
 from lamina.ddp.norms import clip_grad_norm
 from lamina.ddp.precision import GroupDtypes, resolve_dtypes
-from lamina.ddp.reducer import GradientReducer, NonFiniteGradientError, Order
+from lamina.ddp.reducer import (
+    GradientReducer,
+    LargeGradientError,
+    NonFiniteGradientError,
+    Order,
+)
 from lamina.ddp.repoint import point_optimizer_at
+from lamina.ddp.sharded_optimizer import ShardedOptimizer
 from lamina.ddp.strategy import Cadence, Strategy, resolve_strategy
 from lamina.ddp.weights import Weights, WeightsState, WholeWeights
+from lamina.ddp.wrapper import DistributedDataParallel
 
 __all__ = [
     "ELEMENTWISE",
     "Cadence",
+    "DataParallel",
     "DataParallelAxes",
+    "DistributedDataParallel",
+    "DistributedDataParallelConfig",
     "FinalizesStep",
     "FlatStep",
     "GradientReducer",
@@ -27,11 +39,13 @@ __all__ = [
     "GroupGradients",
     "GroupSettings",
     "HasGroups",
+    "LargeGradientError",
     "MemoryPlan",
     "NonFiniteGradientError",
     "Order",
     "ParameterGroup",
     "ParameterRef",
+    "ShardedOptimizer",
     "Strategy",
     "TransientBuffers",
     "Weights",

@@ -152,34 +152,40 @@ class GroupGradients:
         if self.state is GradientState.FINAL and not (final and one_axis):
             self._carried = self.main.data.clone()
             self.state = GradientState.EMPTY
+        before, self.state = self.state, GradientState.FINAL if final else GradientState.PARTIAL
+        # From here on the buffer belongs to the collective: a gradient that comes later opens
+        # another one.
+        self._forget_local()
         wire = self._to_wire(local)
-        yield from (self._over_one_axis if one_axis else self._over_two_axes)(wire, final)
+        yield from (self._over_one_axis if one_axis else self._over_two_axes)(wire, before, final)
         if final and self._carried is not None:
             self.main.data.add_(self._carried)
             self._carried = None
-        if wire is not local:
-            self._transient.give(wire)
-        self.state = GradientState.FINAL if final else GradientState.PARTIAL
-        self._close_local()
+        for buffer in {id(tensor): tensor for tensor in (wire, local)}.values():
+            self._give_back(buffer)
 
-    def _over_one_axis(self, wire: torch.Tensor, final: bool) -> Iterator[Handle]:
+    def _over_one_axis(
+        self, wire: torch.Tensor, before: GradientState, final: bool
+    ) -> Iterator[Handle]:
         """Only the inner axis: one collective, with the scale in it where the sum is complete."""
         # With sums of earlier microbatches in main grads, the scale has to wait until the last
         # one is added: law 2 scales the whole sum once.
-        fused = final and self.state is not GradientState.PARTIAL
+        fused = final and before is not GradientState.PARTIAL
         collective = reduce_scatter_fp32 if self._inner_sharded else all_reduce_fp32
         yield collective(
             self.main.data,
             wire,
             self.axes.inner.sibling("reduce"),
             scale=self.scale if fused else None,
-            accumulate=self.state is not GradientState.EMPTY,
+            accumulate=before is not GradientState.EMPTY,
             async_op=True,
         )
         if final and not fused and self.scale is not None:
             self.main.data.mul_(self.scale)
 
-    def _over_two_axes(self, wire: torch.Tensor, final: bool) -> Iterator[Handle]:
+    def _over_two_axes(
+        self, wire: torch.Tensor, before: GradientState, final: bool
+    ) -> Iterator[Handle]:
         """Inner axis at every call, into `partial`; the outer one in fp32 at the last."""
         outer, inner = self.axes.groups("reduce")
         whole_inner = self._outer_sharded and not self._inner_sharded
@@ -194,7 +200,7 @@ class GroupGradients:
             partial,
             wire,
             inner,
-            accumulate=self.state is GradientState.PARTIAL,
+            accumulate=before is GradientState.PARTIAL,
             async_op=True,
         )
         if not final:
@@ -246,7 +252,15 @@ class GroupGradients:
         return local
 
     def _close_local(self) -> None:
-        local, self._local = self._local, None
+        local = self._local
+        self._forget_local()
+        if local is not None:
+            self._give_back(local)
+
+    def _forget_local(self) -> None:
+        self._local = None
         self.written = [False] * len(self.written)
-        if local is not None and local.data_ptr() != self.main.data.data_ptr():
-            self._transient.give(local)
+
+    def _give_back(self, buffer: torch.Tensor) -> None:
+        if buffer.data_ptr() != self.main.data.data_ptr():
+            self._transient.give(buffer)

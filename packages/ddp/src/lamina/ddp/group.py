@@ -48,6 +48,8 @@ class GroupSettings:
         scale: factor of gradients after the outermost sum; None for sums (per-token loss).
         broadcast: start from the first data-parallel rank's values, as torch's DDP does, so that
             ranks seeded differently do not train a mixture.
+        shard_multiple: shard sizes are a multiple of this many elements (2^16 for NCCL's best bus
+            bandwidth).
     """
 
     strategy: Strategy
@@ -55,6 +57,7 @@ class GroupSettings:
     granularity: Granularity | None = None
     scale: float | None = None
     broadcast: bool = True
+    shard_multiple: int = 1
 
 
 class ParameterGroup:
@@ -92,6 +95,7 @@ class ParameterGroup:
             [spec_of(ref, settings.granularity) for ref in self.refs],
             self.axes.size,
             settings.alignment,
+            settings.shard_multiple,
         )
         states = settings.strategy.placements
         self._weights_at = self._placed(states.model_weights, axes)
@@ -182,6 +186,19 @@ class ParameterGroup:
     def gradient_of(self, index: int) -> torch.Tensor:
         """Main grads of one parameter, typed like its main parameter."""
         return self.member_of(self.gradients_of_rest(), index)
+
+    def discard_gradients(self) -> None:
+        """Forget all gradients, reduced or not."""
+        if self.gradients is not None:
+            self.gradients.discard()
+        for main in self.main_parameters:
+            main.grad = None
+
+    def adopt_model_weights(self) -> None:
+        """Main weights take what the (whole) model weights hold: somebody wrote those."""
+        local = self.weights.local
+        if self.main is not None and self.dtypes.main != self.dtypes.weights:
+            self.main.data.copy_(local.piece(self._optimizer_at))
 
     def show_gradients(self, *, final: bool = True) -> None:
         """Set `.grad` of the main parameters: the gradient, or its place while it is unfinished.

@@ -8,6 +8,7 @@ which they close: right where the weights' own gathers already force one order o
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -20,11 +21,15 @@ from lamina.ddp.gradients import GradientState, GroupGradients, TransientBuffers
 from lamina.ddp.group import ParameterGroup
 from lamina.ddp.strategy import Cadence
 
-__all__ = ["GradientReducer", "NonFiniteGradientError", "Order"]
+__all__ = ["GradientReducer", "LargeGradientError", "NonFiniteGradientError", "Order"]
 
 
 class NonFiniteGradientError(RuntimeError):
     """A gradient holds NaN or infinity before it was sent to other ranks."""
+
+
+class LargeGradientError(RuntimeError):
+    """A gradient's magnitude exceeds the limit that was set."""
 
 
 class Order(Enum):
@@ -44,7 +49,11 @@ class GradientReducer:
         order: see `Order`.
         overlap: reduce while backward goes on; otherwise each reduction is waited for at once.
         max_in_flight: reductions not yet waited for; each holds one gradient buffer.
+        close_when_complete: close a group as soon as each of its parameters got a gradient in this
+            backward, for wrappers without units. A gradient that comes later still (a module that
+            reentrant recomputation runs twice) is summed at the end of the backward.
         check_finite: look for NaN and infinity in each gradient before it is sent.
+        largest: refuse gradients of a larger magnitude; None does not look.
     """
 
     def __init__(
@@ -56,7 +65,9 @@ class GradientReducer:
         order: Order = Order.STATIC,
         overlap: bool = True,
         max_in_flight: int = 2,
+        close_when_complete: bool = False,
         check_finite: bool = False,
+        largest: float | None = None,
     ) -> None:
         self.groups = tuple(groups)
         self.is_final = True
@@ -67,16 +78,19 @@ class GradientReducer:
         self._overlap = overlap
         self._max_in_flight = max(1, max_in_flight)
         self._check_finite = check_finite
+        self._largest = largest
+        self._unfinished = False
+        self._started = False
+        self._arrived: list[set[int]] = [set() for _ in self.groups]
         self._waiting: deque[ParameterGroup] = deque()
         self._ready: set[int] = set()
         self._in_flight: deque[tuple[Iterator[Handle], Handle]] = deque()
-        self._handles = [
-            parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
-                _gradient_mover(group.trained, index)
-            )
-            for group in self.groups
-            for index, parameter in enumerate(group.compute_parameters)
-        ]
+        complete = weakref.WeakMethod(self._complete) if close_when_complete else None
+        for place, group in enumerate(self.groups):
+            for index, parameter in enumerate(group.compute_parameters):
+                parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+                    _gradient_mover(group.trained, index, self._arrived[place], place, complete)
+                )
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -91,6 +105,9 @@ class GradientReducer:
         """Forget what the user zeroed, and take autograd's `.grad` slots for this backward."""
         self._in_flight.clear()
         self._ready.clear()
+        self._started = False
+        for arrived in self._arrived:
+            arrived.clear()
         self._waiting = deque(self.groups if self._order is Order.STATIC else ())
         for group in self.groups:
             _follow_zero_grad(group)
@@ -141,16 +158,54 @@ class GradientReducer:
                 if group.trained.has_local:
                     self._issue(group)
             self._drain(0)
+        self._settle()
+
+    def _settle(self) -> None:
+        """After all reductions of a backward: agree on who has a gradient, and show it."""
         if self.is_final:
             self._exchange_seen()
             self._transient.clear()
+        self._unfinished = not self.is_final
         for group in self.groups:
             group.show_gradients(final=self.is_final)
+
+    def start(self) -> None:
+        """Issue the last reduction of gradients that `no_sync` left unfinished, without waiting."""
+        if not self._unfinished or self._started:
+            return
+        self._started = True
+        self._ready.clear()
+        self._waiting = deque(self.groups)
+        with self._final():
+            for group in self.groups:
+                self.close(group)
+
+    def finish(self) -> None:
+        """Finish what `start` issues, and show the gradients; nothing where all are final."""
+        self.start()
+        if self._started:
+            self._started = False
+            with self._final():
+                self._drain(0)
+                self._settle()
+
+    @contextmanager
+    def _final(self) -> Iterator[None]:
+        before, self.is_final = self.is_final, True
+        try:
+            yield
+        finally:
+            self.is_final = before
+
+    def _complete(self, place: int) -> None:
+        self.close(self.groups[place])
 
     def _issue(self, group: ParameterGroup) -> None:
         gradients = group.trained
         if self._check_finite:
             _refuse_nonfinite(group)
+        if self._largest is not None:
+            _refuse_large(group, self._largest)
         self._drain(self._max_in_flight - 1)
         steps = gradients.reduce(self.is_final)
         self._in_flight.append((steps, next(steps)))
@@ -180,7 +235,13 @@ class GradientReducer:
                 group.trained.seen = [bool(next(merged)) for _ in group.refs]
 
 
-def _gradient_mover(gradients: GroupGradients, index: int) -> Callable[[torch.Tensor], None]:
+def _gradient_mover(
+    gradients: GroupGradients,
+    index: int,
+    arrived: set[int],
+    place: int,
+    complete: Callable[[], Callable[[int], None] | None] | None,
+) -> Callable[[torch.Tensor], None]:
     """A hook that moves a gradient from autograd into its buffer.
 
     It must not hold the group: the group holds the parameter, and the parameter holds its hooks.
@@ -196,6 +257,11 @@ def _gradient_mover(gradients: GroupGradients, index: int) -> Callable[[torch.Te
                 "flat buffers hold strided gradients only: build the embedding with sparse=False"
             )
         gradients.accumulate(index, gradient)
+        arrived.add(index)
+        if complete is not None and len(arrived) == len(gradients.layout.specs):
+            close = complete()
+            if close is not None:
+                close(place)
 
     return move_gradient
 
@@ -219,6 +285,19 @@ def _follow_zero_grad(group: ParameterGroup) -> None:
         local = _local_of(main.grad)
         if local.data_ptr() != span.data_ptr() and span.numel():
             span.copy_(local.reshape(-1))  # the user put a tensor of their own there
+
+
+def _refuse_large(group: ParameterGroup, limit: float) -> None:
+    gradients = group.trained
+    for index, written in enumerate(gradients.written):
+        view = gradients.view(index)
+        largest = float(view.abs().max()) if written and view.numel() else 0.0
+        if largest > limit:
+            raise LargeGradientError(
+                f"gradient of {group.refs[index].name} reaches {largest:.3g} on rank "
+                f"({group.axes.describe()}), above check_for_large_grads={limit:.3g}: look at this "
+                "rank's batch, clip, or raise the limit"
+            )
 
 
 def _refuse_nonfinite(group: ParameterGroup) -> None:

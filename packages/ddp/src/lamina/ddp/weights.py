@@ -47,6 +47,11 @@ class Weights(ABC):
         self._changed = False
 
     @property
+    def ready(self) -> bool:
+        """Whether the whole weights are there and up to date."""
+        return self.state is WeightsState.READY
+
+    @property
     @abstractmethod
     def full(self) -> torch.Tensor:
         """The flat tensor whose views are the parameters; its storage may be released."""

@@ -1,0 +1,74 @@
+"""Settings of `DistributedDataParallel`, under the names Megatron-Core documents them by."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+__all__ = ["DistributedDataParallelConfig"]
+
+
+@dataclass(frozen=True)
+class DistributedDataParallelConfig:
+    """How gradients are kept and summed, and how updated weights come back.
+
+    Attributes:
+        grad_reduce_in_fp32: send gradients in fp32 whatever the parameters' dtype; otherwise in
+            the parameters' dtype. They are kept and summed in fp32 either way.
+        overlap_grad_reduce: reduce a bucket as soon as its gradients are complete; otherwise all
+            buckets are reduced one after another at the end of the backward.
+        overlap_param_gather: gather updated weights bucket by bucket under the next forward;
+            otherwise right after the optimizer's step. Needs `use_distributed_optimizer`.
+        align_param_gather: start the gathers of all buckets when the forward starts, so that
+            pipeline stages gather at the same time; otherwise each is started when the one before
+            it is first needed.
+        use_distributed_optimizer: shard optimizer state and main weights (ZeRO-1).
+        num_distributed_optimizer_instances: copies of the sharded optimizer (HSDP): the size that
+            the mesh's `dp_replicate` must have.
+        check_for_nan_in_grad: refuse non-finite gradients before they are sent, naming parameter
+            and rank.
+        check_for_large_grads: refuse gradients whose largest magnitude exceeds this number; None
+            does not look.
+        bucket_size: elements of a bucket; None means max(40M, 1M x data-parallel ranks).
+        num_buckets: cut into about this many equal buckets instead; not together with
+            `bucket_size`.
+        pad_buckets_for_high_nccl_busbw: make shard sizes a multiple of 2^16 elements.
+        reduce_scatter_with_fp32_accumulation: sums in fp32 over a narrower wire. The ordered
+            reduction always does; the native one cannot.
+        average_in_collective: apply 1/D inside the collective. The ordered reduction always
+            applies it there, once, to the fp32 sum, so both settings give the same bits.
+        reduction: "ordered" sums in one fixed order (the same bits on any transport).
+    """
+
+    grad_reduce_in_fp32: bool = False
+    overlap_grad_reduce: bool = False
+    overlap_param_gather: bool = False
+    align_param_gather: bool = False
+    use_distributed_optimizer: bool = False
+    num_distributed_optimizer_instances: int = 1
+    check_for_nan_in_grad: bool = False
+    check_for_large_grads: float | None = None
+    bucket_size: int | None = None
+    num_buckets: int | None = None
+    pad_buckets_for_high_nccl_busbw: bool = False
+    reduce_scatter_with_fp32_accumulation: bool = False
+    average_in_collective: bool = False
+    reduction: Literal["ordered"] = "ordered"
+
+    def __post_init__(self) -> None:
+        if self.bucket_size is not None and self.num_buckets is not None:
+            raise ValueError(
+                f"bucket_size={self.bucket_size} and num_buckets={self.num_buckets} both say how "
+                "large a bucket is: give one"
+            )
+        for name in ("bucket_size", "num_buckets", "num_distributed_optimizer_instances"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name}={value} must be at least 1")
+        if self.overlap_param_gather and not self.use_distributed_optimizer:
+            raise ValueError(
+                "overlap_param_gather=True has nothing to gather without "
+                "use_distributed_optimizer=True: every rank updates whole weights"
+            )
+        if self.reduction != "ordered":
+            raise ValueError(f"reduction={self.reduction!r} is not known: use 'ordered'")

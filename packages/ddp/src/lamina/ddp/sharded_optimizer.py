@@ -1,0 +1,131 @@
+"""`ShardedOptimizer`: any torch optimizer over the main weights of a wrapped module."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
+
+from lamina.ddp.flat_step import FlatStep
+from lamina.ddp.inspection import groups_of
+from lamina.ddp.repoint import point_optimizer_at
+from lamina.mesh import ParallelMesh
+
+__all__ = ["ShardedOptimizer"]
+
+
+@runtime_checkable
+class _HearsOfSteps(Protocol):
+    def weights_written(self) -> None: ...
+
+
+class ShardedOptimizer(Optimizer):
+    """Steps an optimizer over this rank's main weights, and brings the update to the module.
+
+    Elementwise optimizers step over flat runs of neighbouring parameters; others get one
+    `ShardedTensor` (or, under strategy 0, one whole tensor) per parameter. The wrapped optimizer's
+    groups and hyperparameters are these ones: a scheduler on either changes both.
+
+    Args:
+        optimizer: made over the module's parameters.
+        module: what the wrapper returned.
+        mesh: the mesh the module was wrapped over.
+
+    Raises:
+        TypeError: if the module was not wrapped by Lamina.
+        ValueError: if the optimizer holds none of its parameters.
+    """
+
+    def __init__(
+        self, optimizer: Optimizer, module: nn.Module, mesh: ParallelMesh | DeviceMesh
+    ) -> None:
+        groups = groups_of(module)
+        point_optimizer_at(optimizer, groups)
+        self.optimizer = optimizer
+        self._names = {
+            id(main): ref.name
+            for group in groups
+            for ref, main in zip(group.refs, group.main_parameters, strict=True)
+        }
+        self._ready = False
+        # The same dictionaries, not copies: what one of the two changes, the other reads.
+        super().__init__(optimizer.param_groups, optimizer.defaults)
+        self.state = optimizer.state
+        self._ready = True
+
+        def stepped() -> None:
+            if isinstance(module, _HearsOfSteps):
+                module.weights_written()
+
+        FlatStep(optimizer, groups, stepped)
+
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """One step of the wrapped optimizer; returns the closure's loss."""
+        return self.optimizer.step() if closure is None else self.optimizer.step(closure)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop (or zero) the gradients of the main parameters."""
+        self.optimizer.zero_grad(set_to_none)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refused after construction: the new parameters would have no buffers.
+
+        Raises:
+            RuntimeError: always, once the optimizer is built.
+        """
+        if self._ready:
+            raise RuntimeError(
+                "add_param_group: parameters get their buffers when the module is wrapped; give "
+                "the optimizer all groups before ShardedOptimizer(optimizer, module, mesh)"
+            )
+        super().add_param_group(param_group)
+
+    def state_dict(self) -> dict[str, Any]:
+        """State by parameter name, and the groups with names in place of parameters."""
+        return {
+            "state": {
+                self._names.get(id(parameter), "?"): dict(state)
+                for parameter, state in self.state.items()
+            },
+            "param_groups": [
+                {**group, "params": [self._names.get(id(p), "?") for p in group["params"]]}
+                for group in self.param_groups
+            ],
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take state by parameter name; hyperparameters of the groups come along.
+
+        Raises:
+            KeyError: if the state has no entry for a group's parameters, or names unknown ones.
+        """
+        by_name = {self._names[id(p)]: p for g in self.param_groups for p in g["params"]}
+        unknown = sorted(set(state_dict["state"]) - set(by_name))
+        if unknown:
+            raise KeyError(
+                f"optimizer state names {unknown[:3]} ({len(unknown)} in all), which this "
+                "optimizer does not hold: was it saved from another model?"
+            )
+        for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
+            group.update({key: value for key, value in saved.items() if key != "params"})
+        for name, values in state_dict["state"].items():
+            parameter = by_name[name]
+            self.state[parameter] = {
+                key: _taken(value, self.state.get(parameter, {}).get(key))
+                for key, value in values.items()
+            }
+
+
+def _taken(value: Any, held: Any) -> Any:
+    """A loaded value, written into the tensor that is there where shapes agree."""
+    if isinstance(value, torch.Tensor):
+        if isinstance(held, torch.Tensor) and held.shape == value.shape and held is not value:
+            with torch.no_grad():
+                held.copy_(value)
+            return held
+        return value.clone()
+    return value

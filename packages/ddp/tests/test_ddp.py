@@ -1,0 +1,430 @@
+"""DistributedDataParallel and ShardedOptimizer against the bit oracle, and the awkward cases."""
+
+import gc
+import time
+import weakref
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from lamina.collectives import Ledger
+from lamina.ddp import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    LargeGradientError,
+    NonFiniteGradientError,
+    ShardedOptimizer,
+    clip_grad_norm,
+    full_gradients,
+    full_parameters,
+    memory_plan,
+)
+from lamina.mesh import ParallelLayout
+from lamina_testing import Meter, delayed_collectives
+from lamina_testing.oracles import bit_oracle
+from lamina_testing.toys import ConvNet, OddNet, TiedNet, TinyTransformer, inputs
+
+STEPS = 4
+MODELS = {"odd": OddNet, "tied": TiedNet, "conv": ConvNet, "transformer": TinyTransformer}
+OPTIMIZERS = {
+    "adamw": lambda model: torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False),
+    "sgd": lambda model: torch.optim.SGD(
+        model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01, foreach=False
+    ),
+}
+SHARDED = pytest.mark.parametrize("sharded", [False, True])
+
+
+def loss_fn(model, batch):
+    if batch.is_floating_point():
+        batch = batch.to(next(model.parameters()).dtype)
+    return model(batch).float().square().mean()
+
+
+def build(name="odd", dtype=torch.float32):
+    torch.manual_seed(7)
+    return MODELS[name]().to(dtype)
+
+
+def wrap(model, optimizer="adamw", sharded=True, replicate=1, **config):
+    mesh = ParallelLayout(dp_replicate=replicate).build("cpu")
+    config.setdefault("num_buckets", 3)
+    config.setdefault("overlap_grad_reduce", True)
+    plain = OPTIMIZERS[optimizer](model)
+    wrapped = DistributedDataParallel(
+        model,
+        DistributedDataParallelConfig(
+            use_distributed_optimizer=sharded,
+            num_distributed_optimizer_instances=replicate,
+            **config,
+        ),
+        mesh,
+    )
+    return wrapped, ShardedOptimizer(plain, wrapped, mesh)
+
+
+def batches(model, world, microbatches):
+    return lambda step: [
+        [inputs(model, 1000 * step + 10 * rank + m) for m in range(microbatches)]
+        for rank in range(world)
+    ]
+
+
+def train(wrapped, optimizer, data, rank, steps=STEPS):
+    found = []
+    for step in range(steps):
+        mine = data(step)[rank]
+        for batch in mine[:-1]:
+            with wrapped.no_sync():
+                (loss_fn(wrapped, batch) / len(mine)).backward()
+        (loss_fn(wrapped, mine[-1]) / len(mine)).backward()
+        gradients = full_gradients(wrapped)
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append((gradients, full_parameters(wrapped)))
+    return found
+
+
+def assert_bits(found, oracle):
+    for (gradients, parameters), wanted in zip(found, oracle, strict=True):
+        present = {name for name, gradient in wanted.gradients.items() if gradient is not None}
+        assert gradients.keys() == present
+        for name in present:
+            assert torch.equal(gradients[name], wanted.gradients[name]), f"gradient of {name}"
+        assert parameters.keys() == wanted.parameters.keys()
+        for name, value in wanted.parameters.items():
+            assert torch.equal(parameters[name], value), f"parameter {name}"
+
+
+@pytest.mark.matrix(where=lambda ranks, replicate: replicate == 1 or ranks == 4)
+@pytest.mark.ranks(1, 2, 4)
+@pytest.mark.parametrize("replicate", [1, 2])
+@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("microbatches", [1, 2, 3])
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("name", list(MODELS))
+def test_ddp_equals_the_bit_oracle(
+    name, overlap, optimizer, microbatches, sharded, replicate, ranks
+):
+    model = build(name)
+    data = batches(model, ranks.world_size, microbatches)
+    wrapped, stepper = wrap(
+        model,
+        optimizer,
+        sharded,
+        replicate,
+        overlap_grad_reduce=overlap,
+        overlap_param_gather=overlap and sharded,
+    )
+    oracle = bit_oracle(
+        lambda: build(name),
+        data,
+        loss_fn,
+        OPTIMIZERS[optimizer],
+        steps=STEPS,
+        cadence="once",
+        axes=(replicate, ranks.world_size // replicate),
+    )
+    assert_bits(train(wrapped, stepper, data, ranks.rank), oracle)
+
+
+@pytest.mark.ranks(2)
+@SHARDED
+def test_bf16_weights_with_fp32_main_weights_train_like_the_oracle(sharded, ranks):
+    model = build("odd", torch.bfloat16)
+    data = batches(model, 2, 2)
+    wrapped, stepper = wrap(model, "adamw", sharded, grad_reduce_in_fp32=True)
+    found = train(wrapped, stepper, data, ranks.rank)
+    oracle = bit_oracle(
+        lambda: build("odd", torch.bfloat16).float(),
+        data,
+        loss_fn,
+        OPTIMIZERS["adamw"],
+        steps=STEPS,
+        cadence="once",
+        compute_dtype=torch.bfloat16,
+    )
+    assert_bits(found, oracle)
+    assert {p.dtype for p in wrapped.module.parameters()} == {torch.bfloat16}
+
+
+@pytest.mark.ranks(2)
+@SHARDED
+def test_the_modules_weights_follow_the_main_weights(sharded, ranks):
+    model = build("odd", torch.bfloat16)
+    wrapped, stepper = wrap(model, "adamw", sharded)
+    train(wrapped, stepper, batches(model, 2, 1), ranks.rank, steps=2)
+    main = full_parameters(wrapped)
+    with torch.no_grad():
+        wrapped(inputs(model, 5).bfloat16())  # brings the update in
+    for name, parameter in wrapped.module.named_parameters():
+        assert torch.equal(parameter, main[name].bfloat16()), name
+
+
+class Conditional(OddNet):
+    def forward(self, x, use_last=True):
+        x = self.enter(x)
+        for block in self.blocks[: 3 if use_last else 2]:
+            x = block(x)
+        return self.leave(x) * self.temperature + self.empty.sum()
+
+
+class Checkpointed(OddNet):
+    reentrant = False
+
+    def forward(self, x):
+        x = self.enter(x)
+        for block in (self.blocks[0], self.blocks[1], self.blocks[0], self.blocks[2]):
+            x = checkpoint(block, x, use_reentrant=self.reentrant)
+        return self.leave(x) * self.temperature + self.empty.sum()
+
+
+class CheckpointedReentrant(Checkpointed):
+    reentrant = True
+
+
+def expected(make, loss_of_rank, prepare=lambda model: None, steps=3):
+    torch.manual_seed(7)
+    model = make()
+    prepare(model)
+    optimizer = OPTIMIZERS["sgd"](model)
+    for step in range(steps):
+        optimizer.zero_grad()
+        sum(loss_of_rank(model, rank, step) / 2 for rank in range(2)).backward()
+        optimizer.step()
+    return {name: p.detach() for name, p in model.named_parameters()}
+
+
+def check(make, loss_of_rank, sharded, rank, prepare=lambda model: None):
+    torch.manual_seed(7)
+    model = make()
+    prepare(model)
+    wrapped, stepper = wrap(model, "sgd", sharded, num_buckets=4)
+    for step in range(3):
+        loss_of_rank(wrapped, rank, step).backward()
+        stepper.step()
+        stepper.zero_grad()
+    found = full_parameters(wrapped)
+    for name, value in expected(make, loss_of_rank, prepare).items():
+        torch.testing.assert_close(found[name], value, rtol=0, atol=2e-6)
+
+
+def toy_input(rank, step):
+    return torch.randn(4, 5, generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+@pytest.mark.ranks(2)
+@SHARDED
+def test_unused_parameters_that_differ_by_rank(sharded, ranks):
+    def loss(model, rank, step):
+        return model(toy_input(rank, step), use_last=(rank + step) % 2 == 1).square().mean()
+
+    check(Conditional, loss, sharded, ranks.rank)
+
+
+@pytest.mark.ranks(2)
+@SHARDED
+def test_unused_everywhere_is_not_decayed(sharded, ranks):
+    def loss(model, rank, step):
+        return model(toy_input(rank, step), use_last=step == 1).square().mean()
+
+    check(Conditional, loss, sharded, ranks.rank)
+
+
+@pytest.mark.ranks(2)
+@SHARDED
+def test_frozen_parameters(sharded, ranks):
+    def freeze(model):
+        model.blocks[1].requires_grad_(False)
+
+    check(
+        OddNet,
+        lambda m, rank, step: m(toy_input(rank, step)).square().mean(),
+        sharded,
+        ranks.rank,
+        freeze,
+    )
+
+
+@pytest.mark.ranks(2)
+@SHARDED
+@pytest.mark.parametrize("make", [Checkpointed, CheckpointedReentrant])
+def test_recomputation_of_a_reused_block(make, sharded, ranks):
+    check(make, lambda m, rank, step: m(toy_input(rank, step)).square().mean(), sharded, ranks.rank)
+
+
+@pytest.mark.ranks(2)
+@SHARDED
+def test_two_forwards_before_two_backwards(sharded, ranks):
+    model = build()
+    wrapped, stepper = wrap(model, "sgd", sharded)
+    for step in range(3):
+        losses = [wrapped(toy_input(ranks.rank + k, step)).mean() for k in (0, 50)]
+        for loss in losses:
+            loss.backward()
+        stepper.step()
+        stepper.zero_grad()
+    found = full_parameters(wrapped)
+
+    def both(m, rank, step):
+        return sum(m(toy_input(rank + k, step)).mean() for k in (0, 50))
+
+    for name, value in expected(OddNet, both).items():
+        torch.testing.assert_close(found[name], value, rtol=0, atol=2e-6)
+
+
+@pytest.mark.ranks(2)
+@SHARDED
+def test_syncing_by_hand_equals_syncing_in_the_last_backward(sharded, ranks):
+    model = build()
+    wrapped, stepper = wrap(model, "sgd", sharded)
+    for step in range(3):
+        with wrapped.no_sync():
+            for k in (0, 50):
+                wrapped(toy_input(ranks.rank + k, step)).mean().backward()
+        wrapped.start_grad_sync()
+        wrapped.finish_grad_sync()
+        wrapped.finish_grad_sync()  # harmless
+        stepper.step()
+        stepper.zero_grad()
+    found = full_parameters(wrapped)
+
+    def both(m, rank, step):
+        return sum(m(toy_input(rank + k, step)).mean() for k in (0, 50))
+
+    for name, value in expected(OddNet, both).items():
+        torch.testing.assert_close(found[name], value, rtol=0, atol=2e-6)
+
+
+@pytest.mark.ranks(2)
+@SHARDED
+def test_a_bucket_is_reduced_while_backward_goes_on_from_the_first_iteration(sharded, ranks):
+    wrapped, _ = wrap(build(), "sgd", sharded, num_buckets=3)
+    times = {}
+    wrapped.module.enter.register_full_backward_hook(
+        lambda *_: times.setdefault("end", time.perf_counter()) and None
+    )
+    loss = wrapped(toy_input(ranks.rank, 0)).mean()
+    with delayed_collectives(0.05), Ledger() as ledger:
+        loss.backward()
+    first = next(r for r in ledger.records if r.op in ("all_reduce_fp32", "reduce_scatter_fp32"))
+    assert first.issued < times["end"] < first.finished
+
+
+@pytest.mark.ranks(2)
+def test_non_finite_gradients_are_named_before_they_are_sent(ranks):
+    model = build()
+    wrapped, _ = wrap(model, check_for_nan_in_grad=True, overlap_grad_reduce=False)
+    batch = toy_input(0, 0)
+    batch[0, 0] = float("nan")
+    with pytest.raises(NonFiniteGradientError, match=r"gradient of .* dp_shard"):
+        wrapped(batch).mean().backward()
+
+
+@pytest.mark.ranks(2)
+def test_huge_gradients_are_named_before_they_are_sent(ranks):
+    model = build()
+    wrapped, _ = wrap(model, check_for_large_grads=1e3, overlap_grad_reduce=False)
+    wrapped(toy_input(0, 0)).mean().backward()
+    with pytest.raises(LargeGradientError, match=r"gradient of .* reaches"):
+        (wrapped(toy_input(0, 0)).mean() * 1e9).backward()
+
+
+@pytest.mark.ranks(2)
+@SHARDED
+@pytest.mark.parametrize("max_norm", [0.01, 1e9])
+def test_clipping_uses_the_global_norm(max_norm, sharded, ranks):
+    model = build()
+    data = batches(model, 2, 1)
+    wrapped, stepper = wrap(model, "sgd", sharded)
+    norms = []
+    for step in range(STEPS):
+        loss_fn(wrapped, data(step)[ranks.rank][0]).backward()
+        norms.append(clip_grad_norm(wrapped, max_norm))
+        stepper.step()
+        stepper.zero_grad()
+    oracle = bit_oracle(
+        lambda: build(), data, loss_fn, OPTIMIZERS["sgd"], steps=STEPS, max_norm=max_norm
+    )
+    for norm, wanted in zip(norms, oracle, strict=True):
+        assert torch.equal(norm, wanted.norm)
+    found = full_parameters(wrapped)
+    for name, value in oracle[-1].parameters.items():
+        assert torch.equal(found[name], value), name
+
+
+@pytest.mark.ranks(2)
+@SHARDED
+def test_optimizer_state_by_name_goes_on_where_it_stopped(sharded, ranks):
+    model = build()
+    data = batches(model, 2, 1)
+    wrapped, stepper = wrap(model, "adamw", sharded)
+    train(wrapped, stepper, data, ranks.rank, steps=2)
+    weights = {name: value.clone() for name, value in full_parameters(wrapped).items()}
+    saved = stepper.state_dict()
+    assert "enter.weight" in saved["state"]
+
+    second = build()
+    with torch.no_grad():
+        for name, value in weights.items():
+            second.get_parameter(name).copy_(value)
+    resumed, resumed_stepper = wrap(second, "adamw", sharded)
+    resumed_stepper.load_state_dict(saved)
+    later = lambda step: data(step + 2)  # noqa: E731
+    one = train(wrapped, stepper, later, ranks.rank, steps=2)[-1][1]
+    other = train(resumed, resumed_stepper, later, ranks.rank, steps=2)[-1][1]
+    for name, value in one.items():
+        assert torch.equal(other[name], value), name
+
+
+@pytest.mark.ranks(2)
+@SHARDED
+def test_deleting_the_wrapper_frees_it_without_the_garbage_collector(sharded, ranks):
+    gc.collect()
+    gc.disable()
+    try:
+        wrapped, stepper = wrap(build(), "sgd", sharded)
+        wrapped(toy_input(0, 0)).mean().backward()
+        stepper.step()
+        watched = [weakref.ref(wrapped), weakref.ref(wrapped.module.blocks[0])]
+        watched += [weakref.ref(group) for group in wrapped.parameter_groups()]
+        del wrapped, stepper
+        assert [w() for w in watched if w() is not None] == []
+    finally:
+        gc.enable()
+
+
+@pytest.mark.ranks(2)
+@SHARDED
+def test_a_gradient_is_copied_once_and_bytes_on_the_wire_are_a_formula(sharded, ranks):
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
+    wrapped, _ = wrap(model, "sgd", sharded)
+    loss = wrapped(torch.randn(2, 64)).mean()
+    with Meter(min_numel=1024) as meter, Ledger() as ledger:
+        loss.backward()
+    assert meter.bytes_copied <= 4 * 4 * 64 * 64
+    total = 4 * sum(group.layout.size for group in wrapped.parameter_groups())
+    op = "reduce_scatter_fp32" if sharded else "all_reduce_fp32"
+    assert ledger.bytes(op=op) == (total // 2 if sharded else total)
+    plan = memory_plan(wrapped)
+    assert plan.weights == total
+    assert plan.main_grads == (total // 2 if sharded else total)
+
+
+def test_settings_that_contradict_each_other_are_refused():
+    with pytest.raises(ValueError, match="nothing to gather"):
+        DistributedDataParallelConfig(overlap_param_gather=True)
+    with pytest.raises(ValueError, match="give one"):
+        DistributedDataParallelConfig(bucket_size=5, num_buckets=2)
+    with pytest.raises(ValueError, match="at least 1"):
+        DistributedDataParallelConfig(bucket_size=0)
+
+
+@pytest.mark.ranks(2)
+def test_instances_that_the_mesh_does_not_have_are_refused(ranks):
+    config = DistributedDataParallelConfig(num_distributed_optimizer_instances=2)
+    with pytest.raises(ValueError, match="dp_replicate=2"):
+        DistributedDataParallel(build(), config, ParallelLayout().build("cpu"))

@@ -72,14 +72,18 @@ class Call:
     waited_ns: int | None = None
     device_events: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
     device_waited: torch.cuda.Event | None = None
-    _device_start: torch.cuda.Event | None = None
     _recorders: tuple[Recorder, ...] = ()
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
     @property
     def recorded(self) -> bool:
-        """True if anyone looks (so that device timing events are worth making)."""
-        return bool(self._recorders)
+        """True if anyone looks (so that device timing events are worth making).
+
+        False while a CUDA graph is captured: a captured event has no time of its own.
+        """
+        if not self._recorders:
+            return False
+        return not (_cuda_in_use() and torch.cuda.is_current_stream_capturing())
 
     def finish(self) -> None:
         """Note the end of the transport; only the first call counts."""
@@ -97,16 +101,9 @@ class Call:
             if self.device_events is not None:
                 self.device_waited = _timing_event()
 
-    def device_begins(self) -> None:
-        """On CUDA, mark the start of the collective on the current stream, if anyone looks."""
-        # Timing events can't be captured into a graph, and would say nothing of its replays.
-        if self._recorders and not torch.cuda.is_current_stream_capturing():
-            self._device_start = _timing_event()
 
-    def device_ends(self) -> None:
-        """On CUDA, mark its end on the current stream, if its start was marked."""
-        if self._device_start is not None:
-            self.device_events = (self._device_start, _timing_event())
+def _cuda_in_use() -> bool:
+    return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
 
 
 def _timing_event() -> torch.cuda.Event:

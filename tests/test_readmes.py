@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sysconfig
 from pathlib import Path
 
@@ -64,3 +65,16 @@ def test_blocks_are_found_with_their_lines_and_without_those_not_to_be_run(tmp_p
     )
     found = [(snippet.line, snippet.source) for snippet in snippets(page)]
     assert found == [(4, "x = 1\n"), (14, "if x:\n    z = 2\n")]
+
+
+READ_ON_GITHUB = [
+    page
+    for pattern in ("*.md", "packages/*/README.md", "testing/README.md", "docs/**/*.md")
+    for page in sorted(ROOT.glob(pattern))
+]
+
+
+@pytest.mark.parametrize("page", READ_ON_GITHUB, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_of_a_page_lead_somewhere(page):
+    targets = re.findall(r"\]\((?!https?:|#|mailto:)([^)#\s]+)", page.read_text())
+    assert not [target for target in targets if not (page.parent / target).exists()]

@@ -95,3 +95,9 @@ def test_ranks_begin_with_the_same_random_state():
 @pytest.mark.ranks(2)
 def test_ranks_run_on_one_thread():
     assert torch.get_num_threads() == 1
+
+
+@pytest.mark.ranks(1)
+def test_the_server_has_one_thread():
+    # A fork copies only one; locks that others hold would stay locked for ever.
+    assert len(os.listdir(f"/proc/{os.getppid()}/task")) == 1

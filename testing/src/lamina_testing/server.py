@@ -24,10 +24,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch._dynamo
-import torch.distributed.checkpoint
-import torch.distributed.fsdp
-import torch.distributed.tensor
 
 from lamina_testing.jobs import (
     Assignment,
@@ -41,6 +37,20 @@ from lamina_testing.jobs import (
 from lamina_testing.modules import ModuleLoader
 from lamina_testing.rank import RankProcess
 from lamina_testing.supervision import Member, Supervision
+
+# What test modules import: once here, or else in every rank of every test.
+_PRELOADED = (
+    "torch._dynamo",
+    "torch.distributed.checkpoint.state_dict",
+    "torch.distributed.fsdp",
+    "torch.distributed.pipelining",
+    "torch.distributed.tensor.experimental",
+    "torch.distributed.tensor.parallel",
+    "lamina_testing.delays",
+    "lamina_testing.meter",
+    "lamina_testing.oracles",
+    "hypothesis",
+)
 
 
 @dataclass
@@ -137,37 +147,33 @@ def _gpu_lock(job: Job) -> Iterator[None]:
         yield
 
 
-def import_layers() -> dict[str, str]:
-    """Import every lamina layer that imports; return the error of each that doesn't.
+def preload() -> None:
+    """Import what tests use, and every lamina layer there is.
 
-    A broken layer is left out, not fatal: only tests that import it should fail, with its error.
+    What does not import is left out: only tests that import it should fail, with its error.
     """
-    failed: dict[str, str] = {}
-    if importlib.util.find_spec("lamina") is None:
-        return failed
-    namespace: Any = importlib.import_module("lamina")
-    for info in pkgutil.iter_modules(namespace.__path__, "lamina."):
-        error = _import_error(info.name)
-        if error is not None:
-            failed[info.name] = f"{type(error).__name__}: {error}"
-            for name in [n for n in sys.modules if f"{n}.".startswith(f"{info.name}.")]:
-                del sys.modules[name]
-    return failed
+    for name in _PRELOADED:
+        _import_or_forget(name)
+    if importlib.util.find_spec("lamina") is not None:
+        namespace: Any = importlib.import_module("lamina")
+        for layer in pkgutil.iter_modules(namespace.__path__, "lamina."):
+            _import_or_forget(layer.name)
 
 
-def _import_error(name: str) -> Exception | None:
+def _import_or_forget(name: str) -> None:
     try:
         importlib.import_module(name)
-    except Exception as error:
-        return error
-    return None
+    except Exception:
+        # A half-imported package would show the ranks another error than the true one.
+        for loaded in [other for other in sys.modules if f"{other}.".startswith(f"{name}.")]:
+            del sys.modules[loaded]
 
 
 def main() -> None:
     """Serve the control socket whose file descriptor is the first argument."""
     control = socket.socket(fileno=int(sys.argv[1]))
     torch.set_num_threads(1)
-    import_layers()
+    preload()
     gc.collect()
     gc.freeze()  # the collector must not touch, and so copy, pages shared with the ranks
     server = Server(control, Path(sys.argv[2]))

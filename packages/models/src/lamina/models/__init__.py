@@ -26,6 +26,7 @@ from lamina.models.presets import preset, preset_names
 from lamina.models.recompute import RecomputePolicy, apply_recompute
 from lamina.models.rotary import apply_rotary, rotary_tables
 from lamina.models.weight_maps import WeightLink, weight_map
+from lamina.models.zigzag import cut_sequence, join_sequence
 
 __all__ = [
     "MLP",
@@ -55,12 +56,14 @@ __all__ = [
     "apply_rotary",
     "choose_pattern",
     "config_from_huggingface",
+    "cut_sequence",
     "cut_weight",
     "document_positions",
     "document_runs",
     "from_huggingface",
     "generate",
     "huggingface_config",
+    "join_sequence",
     "join_weight",
     "linear_cross_entropy",
     "preset",

@@ -10,6 +10,7 @@ from typing import Any, Literal, get_args
 AttentionPath = Literal["auto", "sdpa", "varlen", "flex"]
 Activation = Literal["gelu", "gelu_tanh", "swiglu", "relu2"]
 Norm = Literal["rmsnorm", "layernorm"]
+ContextParallel = Literal["ring", "all_gather", "ulysses"]
 PositionEncoding = Literal["rope", "learned", "none"]
 RopeScalingKind = Literal["linear", "llama3", "yarn"]
 
@@ -143,6 +144,8 @@ class TransformerConfig:
             they can be cut over ranks; the rows added get no probability.
         sequence_parallel: where tensor parallelism cuts weights, also cut the tokens of all that
             lies between (norms, residual stream, dropout); their number must be divisible too.
+        context_parallel: how attention sees a sequence that is cut over ranks: ``ring`` passes keys
+            and values round, ``all_gather`` gathers them, ``ulysses`` trades tokens for heads.
         loss_chunk: tokens whose logits are held at a time while the loss is computed; None takes
             at least 1,024 and more for small vocabularies.
         init_std: standard deviation of initial weights; projections into the residual stream are
@@ -181,6 +184,7 @@ class TransformerConfig:
     attention_path: AttentionPath = "auto"
     vocab_multiple: int = 1
     sequence_parallel: bool = False
+    context_parallel: ContextParallel = "ring"
     loss_chunk: int | None = None
     init_std: float = 0.02
 
@@ -193,6 +197,7 @@ class TransformerConfig:
         _one_of("activation", self.activation, get_args(Activation))
         _one_of("norm", self.norm, get_args(Norm))
         _one_of("positions", self.positions, get_args(PositionEncoding))
+        _one_of("context_parallel", self.context_parallel, get_args(ContextParallel))
         _one_of("attention_path", self.attention_path, get_args(AttentionPath))
 
     def _check_numbers(self) -> None:

@@ -7,9 +7,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lamina.mesh import MeshAxis
 from lamina.models.config import TransformerConfig
+from lamina.models.context_parallel import parallel_pattern
 from lamina.models.patterns import AttentionPattern, choose_pattern, document_positions
 from lamina.models.rotary import rotary_tables
+from lamina.models.zigzag import cut_sequence
 
 
 def default_positions(tokens: Tensor, document_ids: Tensor | None = None) -> Tensor:
@@ -43,28 +46,35 @@ class AttentionContext:
         document_ids: Tensor | None = None,
         *,
         training: bool = False,
+        cp: MeshAxis | None = None,
     ) -> AttentionContext:
         """Prepare tables and pattern.
 
         Args:
             config: the model's.
-            tokens: any tensor ``[batch, sequence, ...]`` on the device of the activations.
+            tokens: any tensor ``[batch, sequence, ...]`` on the device of the activations, whole
+                sequences.
             dtype: of the activations.
             positions: int64 ``[sequence]`` or ``[batch, sequence]``; counted from 0 when None,
                 anew in each document where ``document_ids`` are given.
             document_ids: integers ``[batch, sequence]``; a token attends only within its document,
                 a run of equal ids.
             training: whether attention dropout applies.
+            cp: the ranks over which sequences are cut; then attention's input is this rank's part.
 
         """
         rotary = None
         if config.positions == "rope":
             if positions is None:
                 positions = default_positions(tokens, document_ids)
-            rotary = rotary_tables(config, positions)
+            rotary = rotary_tables(config, cut_sequence(positions, cp, dim=-1))
         dropout = config.attention_dropout if training else 0.0
-        pattern = choose_pattern(config, tokens, dtype, document_ids, dropout)
-        return AttentionContext((tokens.shape[0], tokens.shape[1]), pattern, rotary)
+        if cp is None:
+            pattern = choose_pattern(config, tokens, dtype, document_ids, dropout)
+        else:
+            pattern = parallel_pattern(config, cp, tokens, dtype, document_ids, dropout)
+        local = tokens.shape[1] // (1 if cp is None else cp.size)
+        return AttentionContext((tokens.shape[0], local), pattern, rotary)
 
     @staticmethod
     def plain(config: TransformerConfig, x: Tensor, *, training: bool) -> AttentionContext:

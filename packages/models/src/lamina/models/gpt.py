@@ -13,10 +13,13 @@ from lamina.mesh import MeshAxis, ParallelMesh, copy_role, mesh_axis
 from lamina.models.block import TransformerBlock
 from lamina.models.config import TransformerConfig
 from lamina.models.context import AttentionContext, default_positions
+from lamina.models.context_parallel import check_context_parallel
 from lamina.models.dropout import Dropout
 from lamina.models.embedding import OutputHead, PositionEmbedding, VocabParallelEmbedding
 from lamina.models.initialise import assign_seeds, draw_seed
+from lamina.models.loss import IGNORED
 from lamina.models.norms import make_norm
+from lamina.models.zigzag import cut_sequence, join_sequence
 
 
 class GPTModel(nn.Module):
@@ -28,8 +31,8 @@ class GPTModel(nn.Module):
 
     Args:
         config: the shape.
-        mesh: the ranks to divide the work over: its axis ``tp``, if it has one, cuts the weights.
-            None is one process.
+        mesh: the ranks to divide the work over: its axis ``tp``, if it has one, cuts the weights,
+            its axis ``cp`` the sequences. None is one process.
         seed: seed of the initial weights, the same on all ranks; by default drawn from torch's
             generator, so ``torch.manual_seed`` (or ``lamina.mesh.seed_everything``) decides it.
 
@@ -49,6 +52,9 @@ class GPTModel(nn.Module):
         self.config = config
         self.seed = draw_seed() if seed is None else seed
         self.axis = _axis_of(mesh, "tp")
+        self.cp = _axis_of(mesh, "cp")
+        if self.cp is not None:
+            check_context_parallel(config, self.cp, 1 if self.axis is None else self.axis.size)
         partial = self.sequence_parallel = config.sequence_parallel and self.axis is not None
         self.embedding = VocabParallelEmbedding(
             config.padded_vocab_size,
@@ -95,7 +101,8 @@ class GPTModel(nn.Module):
         """Predict the next token at every position.
 
         Args:
-            tokens: int64 ``[batch, sequence]``.
+            tokens: int64 ``[batch, sequence]``: whole sequences, the same on all ranks of ``tp``
+                and ``cp``.
             labels: int64 ``[batch, sequence]``: ``labels[:, i]`` is what should follow
                 ``tokens[:, i]`` (the caller shifts); -100 is left out.
             positions: int64 ``[sequence]`` or ``[batch, sequence]``; by default counted from 0,
@@ -105,7 +112,9 @@ class GPTModel(nn.Module):
 
         Returns:
             Logits ``[batch, sequence, vocabulary]``, or with labels the scalar loss in float32
-            (nats; float64 for a float64 model).
+            (nats; float64 for a float64 model). Over ``cp`` ranks each has the loss of its own
+            tokens, so weighted that their mean is the loss (with ``sum``, that their sum is), as
+            data-parallel ranks have theirs.
 
         Raises:
             ValueError: if the sequence is longer than ``config.max_sequence_length``.
@@ -114,14 +123,27 @@ class GPTModel(nn.Module):
         self.check_inputs(tokens, labels, document_ids)
         if positions is None:
             positions = default_positions(tokens, document_ids)
-        x = self.embed(tokens, positions)
+        x = self.embed(cut_sequence(tokens, self.cp), cut_sequence(positions, self.cp, dim=-1))
         context = AttentionContext.build(
-            self.config, tokens, x.dtype, positions, document_ids, training=self.training
+            self.config,
+            tokens,
+            x.dtype,
+            positions,
+            document_ids,
+            training=self.training,
+            cp=self.cp,
         )
         for block in self.blocks:
             x = block(x, context)
-        output: Tensor = self.head(self.final_norm(x), labels, reduction)
-        return output if labels is not None else output.view(*tokens.shape, -1)
+        x = self.final_norm(x)
+        if labels is None:
+            logits: Tensor = self.head(x)
+            return join_sequence(logits.view(tokens.shape[0], -1, logits.shape[-1]), self.cp)
+        total: Tensor = self.head(x, cut_sequence(labels, self.cp), "sum")
+        if reduction == "sum":
+            return total
+        parts = 1 if self.cp is None else self.cp.size
+        return total * parts / (labels != IGNORED).sum().clamp(min=1)
 
     def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
         """Embed tokens, and positions where they are learned.
@@ -152,11 +174,12 @@ class GPTModel(nn.Module):
                 "cut it, or raise max_sequence_length in TransformerConfig"
             )
         size = self.axis.size if self.axis is not None and self.sequence_parallel else 1
-        if tokens.numel() % size:
+        rows, columns = tokens.shape[0], tokens.shape[1] // (1 if self.cp is None else self.cp.size)
+        if rows * columns % size:
             raise ValueError(
-                f"{tokens.shape[0]} x {tokens.shape[1]} = {tokens.numel()} tokens are not "
-                f"divisible by tp {size} (remainder {tokens.numel() % size}), and sequence "
-                "parallelism cuts them: pad the batch, or set sequence_parallel=False"
+                f"{rows} x {columns} = {rows * columns} tokens are not divisible by tp {size} "
+                f"(remainder {rows * columns % size}), and sequence parallelism cuts them: pad the "
+                "batch, or set sequence_parallel=False"
             )
         for name, other in (("labels", labels), ("document_ids", document_ids)):
             if other is not None and other.shape != tokens.shape:

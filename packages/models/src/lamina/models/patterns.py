@@ -243,9 +243,9 @@ def choose_pattern(
     runs = None if document_ids is None else document_runs(document_ids)
     if path == "varlen":
         return _varlen(tokens, runs, window)
-    if path == "flex":
-        return _flex(tokens, runs, window)
     index = torch.arange(sequence, device=device)
+    if path == "flex":
+        return flex_over(index, index, window, runs)
     return Masked(allowed_pairs(index, index, window, runs, runs))
 
 
@@ -270,16 +270,23 @@ def _varlen(tokens: Tensor, runs: Tensor | None, window: int | None) -> Varlen:
     return Varlen(starts.to(torch.int32), int(starts.diff().max()), window)
 
 
-def _flex(tokens: Tensor, runs: Tensor | None, window: int | None) -> Flex:
-    batch, sequence = tokens.shape[:2]
+def flex_over(
+    queries: Tensor, keys: Tensor, window: int | None, runs: Tensor | None = None
+) -> Flex:
+    """Make the flex pattern of some places' queries and keys; see :func:`allowed_pairs`.
+
+    ``runs`` are of the whole sequence.
+    """
 
     def mask_mod(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        allowed = q >= k
+        query, key = queries[q], keys[k]
+        allowed = query >= key
         if window is not None:
-            allowed = allowed & (q - k < window)
+            allowed = allowed & (query - key < window)
         if runs is not None:
-            allowed = allowed & (runs[b, q] == runs[b, k])
+            allowed = allowed & (runs[b, query] == runs[b, key])
         return allowed
 
-    rows = None if runs is None else batch
-    return Flex(create_block_mask(mask_mod, rows, None, sequence, sequence, device=tokens.device))
+    rows = None if runs is None else runs.shape[0]
+    lengths = queries.numel(), keys.numel()
+    return Flex(create_block_mask(mask_mod, rows, None, *lengths, device=queries.device))

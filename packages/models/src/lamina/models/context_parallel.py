@@ -1,0 +1,290 @@
+"""Three ways to attend over a sequence that is cut over ranks.
+
+``ring``: keys and values pass round, point to point, while each rank attends to those it has (Liu
+et al., 2023). ``all_gather``: every rank gathers all keys and values (Llama 3, 2024). ``ulysses``:
+ranks trade the sequence for heads and back, by all-to-all (Jacobs et al., 2023). Each is an
+attention pattern like those of one process; sequences are cut in zigzag order.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from lamina.collectives import all_to_all_tokens, gather_from, ring, send_recv
+from lamina.mesh import MeshAxis
+from lamina.models.attention_blocks import Block, merge
+from lamina.models.config import TransformerConfig
+from lamina.models.patterns import (
+    AttentionPattern,
+    Masked,
+    allowed_pairs,
+    choose_pattern,
+    document_runs,
+    flex_over,
+    repeat_heads,
+)
+from lamina.models.zigzag import cut_sequence, in_order, out_of_order
+
+
+def places_of(rank: int, size: int, sequence: int, device: torch.device) -> Tensor:
+    """Where in the whole sequence a rank's tokens are: int64 ``[sequence / size]``."""
+    chunks = torch.arange(sequence, device=device).chunk(2 * size)
+    return torch.cat((chunks[rank], chunks[2 * size - 1 - rank]))
+
+
+@dataclass(frozen=True)
+class Ring:
+    """Keys and values go round; pieces of attention are merged in float32.
+
+    Attributes:
+        axis: the ranks.
+        window: how many tokens, itself included, a token attends to; None is all before it.
+        runs: each token's document, of the whole sequence: int64 ``[batch, sequence]``.
+
+    """
+
+    axis: MeshAxis
+    window: int | None = None
+    runs: Tensor | None = None
+
+    def __call__(
+        self, query: Tensor, key: Tensor, value: Tensor, *, scale: float, dropout: float
+    ) -> Tensor:
+        """See :class:`AttentionPattern`; tokens are this rank's."""
+        value_width = value.shape[-1]
+        width = max(query.shape[-1], value_width)
+        padded = (_widen(x, width) for x in (query, key, value))
+        mixed: Tensor = _RingAttention.apply(*padded, self, scale)  # type: ignore[no-untyped-call]
+        return mixed[..., :value_width]
+
+    def piece(self, source: int, tokens: int, scale: float, device: torch.device) -> _Piece | None:
+        """What this rank's queries have to do with another rank's keys."""
+        rank, half = self.axis.rank, tokens // 2
+        everything = slice(0, tokens)
+        if self.window is not None or self.runs is not None:
+            mask = self._mask(source, tokens * self.axis.size, device)
+            if not mask.any():
+                return None
+            return _Piece(everything, everything, Block(scale, mask=mask))
+        if source == rank:
+            return _Piece(everything, everything, Block(scale, causal=True))
+        if source < rank:
+            # Its early chunk comes before both of ours, its late one after both.
+            return _Piece(everything, slice(0, half), Block(scale))
+        return _Piece(slice(half, tokens), everything, Block(scale))
+
+    def _mask(self, source: int, sequence: int, device: torch.device) -> Tensor:
+        mine = places_of(self.axis.rank, self.axis.size, sequence, device)
+        theirs = places_of(source, self.axis.size, sequence, device)
+        if self.runs is None:
+            return allowed_pairs(mine, theirs, self.window)
+        runs = self.runs[:, mine], self.runs[:, theirs]
+        return allowed_pairs(mine, theirs, self.window, *runs)
+
+
+@dataclass(frozen=True)
+class _Piece:
+    queries: slice
+    keys: slice
+    block: Block
+
+
+def _widen(x: Tensor, width: int) -> Tensor:
+    """Append zeros, for torch's kernels want heads of one width: no score or value changes."""
+    return x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1]))
+
+
+class _RingAttention(torch.autograd.Function):
+    """Tensors are ``[batch, tokens, heads, width]``, as they travel; kernels see heads first."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, pattern: Ring, scale: float
+    ) -> Tensor:
+        wide = torch.promote_types(query.dtype, torch.float32)
+        q = query.transpose(1, 2)
+        total = torch.zeros_like(query, dtype=wide)
+        out = total.transpose(1, 2)
+        logs = torch.full(q.shape[:3], -torch.inf, dtype=wide, device=q.device)
+        for source, (k, v) in ring((key, value), pattern.axis.group):
+            piece = pattern.piece(source, q.shape[2], scale, q.device)
+            if piece is None:
+                continue
+            rows, columns = piece.queries, piece.keys
+            more = piece.block.forward(
+                q[:, :, rows], k.transpose(1, 2)[:, :, columns], v.transpose(1, 2)[:, :, columns]
+            )
+            merge(out[:, :, rows], logs[:, :, rows], *more)
+        mixed = total.to(query.dtype)
+        ctx.save_for_backward(query, key, value, mixed, logs)
+        ctx.pattern, ctx.scale = pattern, scale
+        return mixed
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, mixed, logs = ctx.saved_tensors
+        pattern: Ring = ctx.pattern
+        q, out, g = (x.transpose(1, 2) for x in (query, mixed, grad))
+        grad_query = torch.zeros_like(query, dtype=logs.dtype)
+        group = pattern.axis.group
+        travelling = None
+        for source, (k, v) in ring((key, value), group):
+            sums = [torch.zeros_like(x, dtype=logs.dtype) for x in (k, v)]
+            piece = pattern.piece(source, q.shape[2], ctx.scale, q.device)
+            if piece is not None:
+                rows, columns = piece.queries, piece.keys
+                parts = piece.block.backward(
+                    g[:, :, rows], q[:, :, rows],
+                    k.transpose(1, 2)[:, :, columns], v.transpose(1, 2)[:, :, columns],
+                    out[:, :, rows], logs[:, :, rows],
+                )  # fmt: skip
+                grad_query[:, rows] += parts[0].transpose(1, 2)
+                for total, part in zip(sums, parts[1:], strict=True):
+                    total[:, columns] += part.transpose(1, 2)
+            # A block's gradients follow it round, one step behind, and end where it started.
+            if travelling is not None:
+                for total, others in zip(sums, travelling.wait(), strict=True):
+                    total += others
+            travelling = send_recv(sums, group)
+        home = travelling.wait() if travelling is not None else ()
+        grads = zip((grad_query, *home), (query, key, value), strict=True)
+        return *(wide.to(x.dtype) for wide, x in grads), None, None
+
+
+@dataclass(frozen=True)
+class GatheredKeys:
+    """Every rank gathers all keys and values, in order, and attends to them.
+
+    Attributes:
+        axis: the ranks.
+        inner: attention of this rank's queries to all keys.
+
+    """
+
+    axis: MeshAxis
+    inner: AttentionPattern
+
+    def __call__(
+        self, query: Tensor, key: Tensor, value: Tensor, *, scale: float, dropout: float
+    ) -> Tensor:
+        """See :class:`AttentionPattern`; tokens are this rank's."""
+        both = torch.cat((key, value), dim=-1)
+        gathered = gather_from(both, self.axis.group, dim=1, grad="reduce_scatter")
+        widths = [key.shape[-1], value.shape[-1]]
+        keys, values = torch.split(in_order(gathered, self.axis.size), widths, dim=-1)
+        return self.inner(query, keys, values, scale=scale, dropout=dropout)
+
+
+@dataclass(frozen=True)
+class Ulysses:
+    """Ranks trade tokens for heads: each attends over the whole sequence for some heads.
+
+    Attributes:
+        axis: the ranks.
+        inner: attention over the whole sequence.
+
+    """
+
+    axis: MeshAxis
+    inner: AttentionPattern
+
+    def __call__(
+        self, query: Tensor, key: Tensor, value: Tensor, *, scale: float, dropout: float
+    ) -> Tensor:
+        """See :class:`AttentionPattern`; tokens are this rank's."""
+        size = self.axis.size
+        if key.shape[2] % size:
+            # Fewer key heads than ranks: ranks that share one each get a copy.
+            key, value = repeat_heads(key, size), repeat_heads(value, size)
+        widths = [x.shape[2] // size for x in (query, key, value)]
+        if value.shape[-1] == query.shape[-1]:
+            parts = [torch.unflatten(x, 2, (size, -1)) for x in (query, key, value)]
+            whole = self._to_heads(torch.cat(parts, dim=3))
+            query, key, value = torch.split(whole, widths, dim=2)
+        else:
+            query, key, value = (
+                self._to_heads(torch.unflatten(x, 2, (size, -1))) for x in (query, key, value)
+            )
+        return self._to_tokens(self.inner(query, key, value, scale=scale, dropout=dropout))
+
+    def _to_heads(self, x: Tensor) -> Tensor:
+        """``[batch, tokens, size, heads, width]`` to ``[batch, sequence, heads, width]``."""
+        received = all_to_all_tokens(x.movedim(2, 0), self.axis.group)
+        laid = received.movedim(0, 1).flatten(1, 2)
+        return in_order(laid, self.axis.size)
+
+    def _to_tokens(self, x: Tensor) -> Tensor:
+        """``[batch, sequence, heads, width]`` to ``[batch, tokens, size * heads, width]``."""
+        size = self.axis.size
+        laid = torch.unflatten(out_of_order(x, size), 1, (size, -1))
+        received = all_to_all_tokens(laid.movedim(1, 0), self.axis.group)
+        return received.movedim(0, 2).flatten(2, 3)
+
+
+def check_context_parallel(config: TransformerConfig, cp: MeshAxis, tp_size: int) -> None:
+    """Raise ValueError for a config that the chosen way cannot do, with a remedy."""
+    way, heads, kv_heads = config.context_parallel, config.num_heads, config.kv_heads
+    if way == "ring" and config.attention_dropout:
+        raise ValueError(
+            f"context_parallel 'ring' has no attention_dropout (here {config.attention_dropout}): "
+            "set it to 0, or context_parallel to 'all_gather' or 'ulysses'"
+        )
+    if way != "ulysses":
+        return
+    local, local_kv = heads // tp_size, kv_heads // tp_size
+    if local % cp.size or (local_kv % cp.size and cp.size % local_kv):
+        raise ValueError(
+            f"context_parallel 'ulysses' gives each of {cp.size} ranks a share of the heads, but a "
+            f"tp rank has {heads} / {tp_size} = {local} heads and {kv_heads} / {tp_size} = "
+            f"{local_kv} key heads: choose 'ring' or 'all_gather', or another cp"
+        )
+
+
+def parallel_pattern(
+    config: TransformerConfig,
+    axis: MeshAxis,
+    tokens: Tensor,
+    dtype: torch.dtype,
+    document_ids: Tensor | None,
+    dropout: float = 0.0,
+) -> AttentionPattern:
+    """Build the pattern that the config names.
+
+    Args:
+        config: names the way and the window.
+        axis: context-parallel ranks.
+        tokens: any tensor ``[batch, sequence, ...]`` of whole sequences.
+        dtype: of queries, keys and values.
+        document_ids: integers ``[batch, sequence]`` of whole sequences, or None.
+        dropout: of attention probabilities.
+
+    Raises:
+        ValueError: if the way cannot do the case.
+
+    """
+    window = config.sliding_window
+    if config.context_parallel == "ulysses":
+        return Ulysses(axis, choose_pattern(config, tokens, dtype, document_ids, dropout))
+    runs = None if document_ids is None else document_runs(document_ids)
+    if config.context_parallel == "ring":
+        if tokens.is_cuda and (runs is not None or window is not None):
+            raise ValueError(
+                "context_parallel 'ring' has neither documents nor a sliding window on a GPU, "
+                "where no kernel takes a mask and returns what merging needs: set it to "
+                "'all_gather' or 'ulysses'"
+            )
+        return Ring(axis, window, runs)
+    sequence, device = tokens.shape[1], tokens.device
+    mine = places_of(axis.rank, axis.size, sequence, device)
+    keys = torch.arange(sequence, device=device)
+    if tokens.is_cuda and not dropout:
+        return GatheredKeys(axis, flex_over(mine, keys, window, runs))
+    my_runs = None if runs is None else cut_sequence(runs, axis)
+    return GatheredKeys(axis, Masked(allowed_pairs(mine, keys, window, my_runs, runs)))

@@ -1,0 +1,201 @@
+"""Sequences cut over ranks train like whole ones, by each way of attending."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lamina.collectives import Ledger
+from lamina.mesh import ParallelLayout, role_of
+from lamina.models import (
+    AttentionContext,
+    GPTModel,
+    LatentAttention,
+    SelfAttention,
+    TransformerConfig,
+    apply_recompute,
+    cut_sequence,
+    join_sequence,
+)
+from lamina_testing import Meter
+
+WAYS = ("ring", "all_gather", "ulysses")
+LLAMA = TransformerConfig(
+    vocab_size=62,
+    hidden_size=32,
+    num_layers=2,
+    num_heads=8,
+    num_kv_heads=2,
+    ffn_size=48,
+    max_sequence_length=64,
+)
+CONFIGS = {
+    "llama": LLAMA,
+    "window": replace(LLAMA, sliding_window=5),
+    "learned": replace(LLAMA, positions="learned", norm="layernorm", tie_embeddings=True),
+    "latent": replace(
+        LLAMA,
+        num_kv_heads=None,
+        mla=LatentAttention(kv_lora_rank=12, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=6),
+    ),
+}
+
+
+def batch(step: int, documents: bool) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    tokens = torch.randint(0, 62, (2, 24), generator=generator)
+    labels = torch.randint(0, 62, (2, 24), generator=generator)
+    # Ranks have different numbers of labels that count.
+    labels[0, :9] = -100
+    if not documents:
+        return {"tokens": tokens, "labels": labels}
+    ids = torch.tensor([[0] * 4 + [1] * 9 + [2] * 11, [5] * 17 + [6] * 7])
+    return {"tokens": tokens, "labels": labels, "document_ids": ids}
+
+
+def train_alike(config, layout, *, documents=False, recompute="none", dtype=torch.float64):
+    """Train one process and the mesh side by side, and compare parameters and losses."""
+    mesh = layout.build("cpu")
+    whole = GPTModel(config, seed=5).to(dtype)
+    model = apply_recompute(GPTModel(config, mesh, seed=5).to(dtype), recompute)
+    optimizers = [
+        torch.optim.AdamW(each.parameters(), lr=3e-3, foreach=False) for each in (whole, model)
+    ]
+    cp, tp = mesh.axis("cp"), mesh.axis("tp")
+    for step in range(3):
+        data = batch(step, documents)
+        expected, loss = whole(**data), model(**data)
+        mean = loss.detach().clone()
+        dist.all_reduce(mean, group=cp.group)
+        torch.testing.assert_close(mean / cp.size, expected.detach())
+        for each in (expected, loss):
+            each.backward()
+        for parameter in model.parameters():
+            dist.all_reduce(parameter.grad, group=cp.group)
+            parameter.grad /= cp.size
+            if role_of(parameter).tp_grad == "sum":
+                dist.all_reduce(parameter.grad, group=tp.group)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    if tp.size == 1:
+        for (name, parameter), other in zip(
+            model.named_parameters(), whole.parameters(), strict=True
+        ):
+            torch.testing.assert_close(
+                parameter, other, rtol=1e-9, atol=1e-9, msg=lambda m, n=name: f"{n}: {m}"
+            )
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", list(CONFIGS))
+def test_training_equals_one_process(name, way):
+    config = replace(CONFIGS[name], context_parallel=way)
+    train_alike(config, ParallelLayout(cp=2))
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("way", WAYS)
+def test_packed_documents_train_like_in_one_process(way):
+    config = replace(LLAMA, context_parallel=way, sliding_window=8)
+    train_alike(config, ParallelLayout(cp=2), documents=True)
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("way", WAYS)
+def test_training_equals_one_process_on_four_ranks(way):
+    config = replace(LLAMA, context_parallel=way, sliding_window=None)
+    train_alike(config, ParallelLayout(cp=4), documents=way != "ring")
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("way", WAYS)
+def test_losses_agree_beside_tensor_and_sequence_parallelism(way):
+    config = replace(LLAMA, context_parallel=way, sequence_parallel=True)
+    train_alike(config, ParallelLayout(cp=2, tp=2))
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("recompute", ["full", "selective"])
+@pytest.mark.parametrize("way", WAYS)
+def test_recomputation_goes_with_it(way, recompute):
+    train_alike(replace(LLAMA, context_parallel=way), ParallelLayout(cp=2), recompute=recompute)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("way", WAYS)
+def test_logits_come_back_whole_and_in_order(way):
+    mesh = ParallelLayout(cp=2).build("cpu")
+    config = replace(LLAMA, context_parallel=way)
+    tokens = batch(0, False)["tokens"]
+    whole, model = GPTModel(config, seed=5), GPTModel(config, mesh, seed=5)
+    torch.testing.assert_close(model(tokens), whole(tokens), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.ranks(3)
+def test_a_sequence_that_is_cut_and_joined_is_itself():
+    axis = ParallelLayout(cp=3).build("cpu").axis("cp")
+    x = torch.arange(36.0).view(2, 18)
+    piece = cut_sequence(x, axis)
+    chunk = 3
+    mine = [*range(axis.rank * chunk, axis.rank * chunk + chunk)]
+    mine += [*range((5 - axis.rank) * chunk, (6 - axis.rank) * chunk)]
+    assert torch.equal(piece, x[:, mine])
+    assert torch.equal(join_sequence(piece, axis), x)
+
+
+@pytest.mark.ranks(4)
+def test_the_ring_gathers_nothing_and_holds_two_blocks_that_pass():
+    axis = ParallelLayout(cp=4).build("cpu").axis("cp")
+    sequence = 1024
+    attention = SelfAttention(LLAMA)
+    tokens = torch.zeros(1, sequence, dtype=torch.int64)
+    context = AttentionContext.build(LLAMA, tokens, torch.float32, cp=axis)
+    shapes = [(1, sequence // 4, heads, 8) for heads in (6, 2, 2)]
+    query, key, value = (torch.randn(shape) for shape in shapes)
+    held = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            if "flash_attention" in str(function):
+                sizes = list(meter.live_storages().values())
+                held.append(sum(size for size in sizes if size == key.nbytes))
+            return function(*args, **(kwargs or {}))
+
+    with Ledger() as ledger, torch.no_grad(), Meter() as meter, Watch():
+        attention.core(query, key, value, context)
+    assert {record.op for record in ledger.records} == {"send_recv"}
+    assert len(held) == 4
+    own, whole = key.nbytes + value.nbytes, 4 * (key.nbytes + value.nbytes)
+    assert own < max(held) <= own + 2 / 4 * whole
+
+
+@pytest.mark.ranks(2)
+def test_the_ring_sends_while_it_computes():
+    mesh = ParallelLayout(cp=2).build("cpu")
+    model = GPTModel(LLAMA, mesh, seed=5)
+    with Ledger() as ledger:
+        model(**batch(0, False)).backward()
+    steps = [record for record in ledger.records if record.op == "send_recv"]
+    assert steps
+    assert all(record.asynchronous for record in steps)
+    assert all(record.waited > record.issued for record in steps)
+
+
+@pytest.mark.ranks(2)
+def test_what_cannot_be_is_refused():
+    mesh = ParallelLayout(cp=2).build("cpu")
+    with pytest.raises(ValueError, match="'ring' has no attention_dropout"):
+        GPTModel(replace(LLAMA, attention_dropout=0.1), mesh)
+    with pytest.raises(ValueError, match="'ulysses' gives each of 2 ranks a share of the heads"):
+        GPTModel(
+            replace(LLAMA, num_heads=3, num_kv_heads=1, head_dim=8, context_parallel="ulysses"),
+            mesh,
+        )
+    with pytest.raises(ValueError, match="sequence of 18 tokens is not divisible by 4, twice cp 2"):
+        GPTModel(LLAMA, mesh)(torch.zeros(1, 18, dtype=torch.int64))

@@ -1,37 +1,71 @@
-import pytest, torch
+"""Models under ``fully_shard`` on meshes of several axes train like one process."""
+
+from __future__ import annotations
+
 from dataclasses import replace
-from lamina.mesh import ParallelLayout, role_of
-from lamina.models import *
+
+import pytest
+import torch
+
 from lamina.ddp import finalize_grads, full_parameters
 from lamina.fsdp import fully_shard
-C=TransformerConfig(vocab_size=64,hidden_size=32,num_layers=2,num_heads=4,num_kv_heads=2,ffn_size=48,max_sequence_length=32,qk_norm=True)
-def batch(step):
-    g=torch.Generator().manual_seed(step)
-    t=torch.randint(0,64,(4,17),generator=g); return t[:,:-1],t[:,1:]
+from lamina.mesh import ParallelLayout, role_of
+from lamina.models import GPTModel, TransformerConfig, apply_recompute, cut_weight
+
+CONFIG = TransformerConfig(
+    vocab_size=64,
+    hidden_size=32,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    ffn_size=48,
+    max_sequence_length=32,
+    qk_norm=True,
+    sequence_parallel=True,
+)
+CASES = {
+    "tp, units gathered": ({"dp_shard": 2, "tp": 2}, 3, "none", False),
+    "tp, whole, tied": ({"dp_shard": 2, "tp": 2}, 0, "none", True),
+    "tp, tied, blocks run again": ({"dp_shard": 2, "tp": 2}, 3, "full", True),
+    "tp, outputs run again": ({"dp_shard": 2, "tp": 2}, 3, "selective", False),
+    "cp and tp": ({"cp": 2, "tp": 2}, 3, "selective", True),
+    "cp": ({"dp_shard": 2, "cp": 2}, 3, "none", False),
+    "cp, whole": ({"dp_shard": 2, "cp": 2}, 0, "full", False),
+}
+
+
+def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    tokens = torch.randint(0, 64, (4, 17), generator=generator)
+    return tokens[:, :-1], tokens[:, 1:]
+
+
 @pytest.mark.ranks(4, timeout=120)
-@pytest.mark.parametrize("strategy",[0,3])
-@pytest.mark.parametrize("tied",[False,True])
-@pytest.mark.parametrize("rec",["none","full","selective"])
-def test_a(strategy,tied,rec):
-    c=replace(C,tie_embeddings=tied,sequence_parallel=True)
-    mesh=ParallelLayout(dp_shard=2,tp=2).build("cpu")
-    whole=GPTModel(c,seed=1).double(); o=torch.optim.AdamW(whole.parameters(),1e-3)
-    m=GPTModel(c,mesh,seed=1).double(); apply_recompute(m,rec)
-    roles={n:role_of(p) for n,p in m.named_parameters()}
-    opt=torch.optim.AdamW(m.parameters(),1e-3)
-    m,opt=fully_shard(m,opt,device_mesh=mesh,zero_dp_strategy=strategy)
-    dp=mesh.axis("dp")
-    for s in range(3):
-        t,y=batch(s)
-        whole(t,y).backward(); o.step(); o.zero_grad()
-        lt,ly=(x.chunk(2)[dp.rank] for x in (t,y))
-        m(lt,ly).backward()
-        finalize_grads(m,mesh)
-        opt.step(); opt.zero_grad()
-    full=full_parameters(m)
-    for n,p in whole.named_parameters():
-        f=full[n]
-        r=roles[n]
-        if r.tp_shard_dim is not None and f.shape!=p.shape:
-            p=cut_weight(p,r.tp_shard_dim,mesh.axis("tp").rank,2,r.tp_blocks)
-        torch.testing.assert_close(f,p.detach(),rtol=1e-9,atol=1e-9,msg=lambda mm:n+mm)
+@pytest.mark.parametrize("case", list(CASES))
+def test_training_equals_one_process(case):
+    axes, strategy, recompute, tied = CASES[case]
+    mesh = ParallelLayout(**axes).build("cpu")
+    config = replace(CONFIG, tie_embeddings=tied)
+    whole = GPTModel(config, seed=1).double()
+    model = apply_recompute(GPTModel(config, mesh, seed=1).double(), recompute)
+    roles = {name: role_of(parameter) for name, parameter in model.named_parameters()}
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+    model, optimizer = fully_shard(model, optimizer, device_mesh=mesh, zero_dp_strategy=strategy)
+    plain = torch.optim.AdamW(whole.parameters(), 1e-3)
+    dp, tp = mesh.axis("dp"), mesh.axis("tp")
+    for step in range(3):
+        tokens, labels = batch(step)
+        whole(tokens, labels).backward()
+        model(tokens.chunk(dp.size)[dp.rank], labels.chunk(dp.size)[dp.rank]).backward()
+        finalize_grads(model, mesh)
+        for each in (plain, optimizer):
+            each.step()
+            each.zero_grad()
+    parameters = full_parameters(model)
+    for name, expected in whole.named_parameters():
+        role, found = roles[name], parameters[name]
+        if role.tp_shard_dim is not None and found.shape != expected.shape:
+            expected = cut_weight(expected, role.tp_shard_dim, tp.rank, tp.size, role.tp_blocks)
+        torch.testing.assert_close(
+            found, expected.detach(), rtol=1e-9, atol=1e-9, msg=lambda m, n=name: f"{n}: {m}"
+        )

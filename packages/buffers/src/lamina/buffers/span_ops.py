@@ -24,7 +24,7 @@ _SPECIAL: dict[torch._ops.OpOverload, Handler] = {
 }
 
 # Tagged pointwise by torch, but not one element at a time.
-_NOT_POINTWISE = {"aten::equal", "aten::max", "aten::min", "aten::clone"}
+_NOT_POINTWISE = frozenset({"aten::equal"})
 
 # torch._foreach_*: those that work element by element.
 _FOREACH = frozenset(
@@ -72,7 +72,6 @@ def dispatch(
         return _lists(cls, func, args, kwargs)
     elif (
         torch.Tag.pointwise in func.tags
-        and torch.Tag.reduction not in func.tags
         and torch.Tag.nondeterministic_seeded not in func.tags
         and schema.name not in _NOT_POINTWISE
     ) or name in _UNTAGGED_POINTWISE:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 
     from torch.distributed import ProcessGroup
 
-    from lamina.buffers import ReduceOp
 
 __all__ = ["SpanGroups"]
 
@@ -45,7 +44,7 @@ class SpanGroups:
         """Number of ranks."""
         return math.prod(group_size(group) for group in self._groups)
 
-    def all_reduce(self, tensor: torch.Tensor, op: ReduceOp) -> torch.Tensor:
+    def all_reduce(self, tensor: torch.Tensor, op: Literal["sum", "max", "min"]) -> torch.Tensor:
         """Reduce a small tensor in place, inner axis first; integers and float64 as such."""
         for group in reversed(self._groups):
             all_reduce_small([tensor], group, op=op)

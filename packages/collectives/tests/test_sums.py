@@ -1,0 +1,180 @@
+"""The three implementations of the sum: the reference is right, and the others have its bits."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+import subprocess
+import sys
+from fractions import Fraction
+from pathlib import Path
+
+import pytest
+import torch
+
+from lamina.collectives.fused_cpu import fused_sum
+from lamina.collectives.reference import reference_sum
+
+WIRES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+
+
+def wild(numel: int, wire: torch.dtype, seed: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    exponents = torch.randint(-3, 4, (numel,), generator=generator)
+    return (torch.randn(numel, generator=generator) * 10.0**exponents).to(wire)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 6, 7])
+def test_the_reference_rounds_each_sum_of_the_tree_and_the_factor_once(count):
+    """Oracle: rationals, rounded to fp32 by the only function that needs to be trusted."""
+
+    def rounded(value: Fraction) -> Fraction:
+        return Fraction(torch.tensor(float(value), dtype=torch.float32).item())
+
+    def tree(values: list[Fraction]) -> Fraction:
+        if len(values) == 1:
+            return values[0]
+        split = next(2**k for k in range(9, -1, -1) if 2**k < len(values))
+        return rounded(tree(values[:split]) + tree(values[split:]))
+
+    chunks = [wild(50, torch.float32, seed) for seed in range(count)]
+    output, factor = wild(50, torch.float32, 99), torch.tensor(0.3).item()
+    before = output.clone()
+    reference_sum(chunks, output, factor, accumulate=True)
+    for place in range(50):
+        total = tree([Fraction(chunk[place].item()) for chunk in chunks])
+        total = rounded(total * Fraction(factor))
+        total = rounded(Fraction(before[place].item()) + total)
+        assert output[place].item() == float(total)
+
+
+@pytest.mark.parametrize("wire", WIRES, ids=str)
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 6, 7, 8, 9, 20])
+def test_the_cpu_path_has_the_references_bits(wire, count):
+    for numel, narrow, accumulate, factor in itertools.product(
+        (0, 1, 5000, (1 << 18) + 3), (False, True), (False, True), (None, 1 / 3)
+    ):
+        if numel > 5000 and (count > 3 or narrow):
+            continue
+        if factor is not None and wire != torch.float64:
+            factor = torch.tensor(factor, dtype=torch.float32).item()
+        chunks = [wild(numel, wire, seed) for seed in range(count)]
+        output = wild(numel, wire if narrow else torch.float32, 99)
+        expected = output.clone()
+        norm, nonfinite = reference_sum(chunks, expected, factor, accumulate)
+        found = fused_sum(chunks, output, factor, accumulate)
+        assert found is not None
+        assert torch.equal(output, expected)
+        assert found[0].item() == pytest.approx(norm.item(), rel=1e-13)
+        assert found[1] == nonfinite
+
+
+@pytest.mark.parametrize("place", range(5))
+def test_the_cpu_path_may_write_over_any_chunk(place):
+    chunks = [wild(70_000, torch.float32, seed) for seed in range(5)]
+    expected = torch.empty(70_000)
+    reference_sum(chunks, expected)
+    fused_sum(chunks, chunks[place])
+    assert torch.equal(chunks[place], expected)
+
+
+def test_bits_and_norm_do_not_depend_on_the_number_of_threads():
+    chunks = [wild(1 << 20, torch.bfloat16, seed) for seed in range(3)]
+    found = []
+    threads = torch.get_num_threads()
+    try:
+        for number in (1, 2, 3):
+            torch.set_num_threads(number)
+            output = torch.empty(1 << 20)
+            statistics = fused_sum(chunks, output, 0.5)
+            assert statistics is not None
+            found.append((output, statistics[0]))
+    finally:
+        torch.set_num_threads(threads)
+    for output, norm in found[1:]:
+        assert torch.equal(output, found[0][0])
+        assert norm == found[0][1]
+
+
+def test_an_infinity_or_nan_is_found_wherever_it_is():
+    for place, bad in itertools.product((0, 4095, 4096, 9999), (math.inf, math.nan)):
+        chunk = torch.ones(10_000)
+        chunk[place] = bad
+        for implementation in (fused_sum, reference_sum):
+            found = implementation([chunk, torch.ones(10_000)], torch.empty(10_000))
+            assert found is not None
+            assert found[1]
+
+
+INTERPRETED = """
+import itertools, torch
+from lamina.collectives.reference import reference_sum
+from lamina.collectives.triton_sum import Config, LEAVES, fused_sum
+
+def statistics():
+    return torch.empty((), dtype=torch.float64), torch.empty((), dtype=torch.bool)
+
+cases = 0
+for count in (1, 2, 7, 2 * LEAVES + 3):
+    for wire, narrow, accumulate, factor in itertools.product(
+        (torch.float32, torch.bfloat16, torch.float16), (False, True), (False, True), (None, 1 / 3)
+    ):
+        numel = 1500 if count < 9 else 700
+        generator = torch.Generator().manual_seed(cases)
+        chunks = [torch.randn(numel, generator=generator).to(wire) for _ in range(count)]
+        output = torch.randn(numel, generator=generator).to(wire if narrow else torch.float32)
+        expected, found = output.clone(), statistics()
+        rounded = None if factor is None else torch.tensor(factor, dtype=torch.float32).item()
+        norm, _ = reference_sum(chunks, expected, rounded, accumulate)
+        fused_sum(chunks, output, rounded, accumulate, found, Config(512, 2, 4))
+        assert torch.equal(output, expected), (count, wire, narrow, accumulate, factor)
+        assert abs(found[0] / norm - 1) < 1e-13 and not found[1]
+        cases += 1
+exact = [torch.randn(500) for _ in range(8)]
+output, found = torch.empty(500), statistics()
+fused_sum(exact, output, None, False, found)
+total = torch.stack(exact).double().sum(0)
+assert ((output - total).abs() <= 3e-7 * torch.stack(exact).abs().sum(0)).all()
+for bad in (float("inf"), float("-inf"), float("nan")):
+    spoiled = torch.ones(2000)
+    spoiled[1500] = bad
+    for wire in (torch.float32, torch.bfloat16):
+        output = torch.empty(2000, dtype=wire)
+        fused_sum([spoiled.to(wire), torch.ones(2000, dtype=wire)], output, None, False, found)
+        assert found[1], bad
+        assert torch.equal(output[1500].float(), torch.tensor(bad)) or bad != bad
+fused_sum([torch.empty(0)], torch.empty(0), None, False, found)
+assert found[0] == 0 and not found[1]
+print(cases, "cases")
+"""
+
+
+def test_the_triton_kernel_has_the_references_bits():
+    """In the interpreter, which has to be switched on before triton is imported."""
+    pytest.importorskip("triton")
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    run = subprocess.run(
+        [sys.executable, "-c", INTERPRETED], env=environment, capture_output=True, text=True
+    )
+    assert run.returncode == 0, run.stderr
+    assert run.stdout == "96 cases\n"
+
+
+COMPILED = Path(__file__).with_name("compile_kernels.py")
+
+
+@pytest.mark.parametrize(
+    "choice", [[], pytest.param(["--all"], marks=pytest.mark.slow)], ids=["choice", "all"]
+)
+def test_the_triton_kernel_compiles_without_spills_and_loads_vectors(choice):
+    """Only compiled, for real targets: needs Triton and no GPU; not in an interpreting process."""
+    pytest.importorskip("triton")
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    run = subprocess.run(
+        [sys.executable, str(COMPILED), *choice, "80", "90", "100"],
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode == 0, run.stdout + run.stderr

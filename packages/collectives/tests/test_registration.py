@@ -98,6 +98,12 @@ def test_a_group_that_gloo_serves_is_named(log):
     group.backend.name = lambda: "gloo"
     assert "group 'dp' serves cuda tensors by gloo" in registration_problem(group)
 
+    def none_for_cuda(device):
+        raise RuntimeError("No backend type associated with device type cuda")
+
+    group._get_backend = none_for_cuda
+    assert "group 'dp' serves cuda tensors by no backend" in registration_problem(group)
+
 
 def test_a_backend_without_the_calls_is_named(log):
     group = Group(log, "dp")

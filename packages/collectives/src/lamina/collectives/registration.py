@@ -64,11 +64,14 @@ def registration_problem(
     where = _device(device)
     if where.type != "cuda":
         return f"the memory is on {where}, and NCCL registers only CUDA memory"
-    if backend_name(group, where) != "nccl":
+    try:
+        served_by = backend_name(group, where)
+    except ValueError:  # not at all
+        served_by = "no backend"
+    if served_by != "nccl":
         return (
-            f"group '{group.group_desc}' serves {where.type} tensors by "
-            f"{backend_name(group, where)}; start the world with init_distributed() on GPUs "
-            f"(cpu:gloo,cuda:nccl)"
+            f"group '{group.group_desc}' serves {where.type} tensors by {served_by}; start the "
+            f"world with init_distributed() on GPUs (cpu:gloo,cuda:nccl)"
         )
     backend: Any = group._get_backend(where)
     if not hasattr(backend, "register_mem_pool") or not hasattr(backend, "mem_allocator"):

@@ -66,17 +66,24 @@ def require_matching_splits(
     """Compare what each rank is about to send with what its receivers expect; collective.
 
     Raises:
-        ValueError: on the ranks that expect another number of rows than they would get.
+        ValueError: on every rank, naming all pairs that differ.
 
     """
     if group is None or group.size() == 1 or device.type == "meta":
         return
-    outgoing = torch.tensor(list(sends), device=device).view(-1, 1)
-    incoming = outgoing.clone()
-    exchange(list(incoming), list(outgoing), group, device)()
-    coming = incoming.view(-1).tolist()
-    if coming != list(receives):
+    size = group.size()
+    message = torch.tensor([*sends, *receives], device=device)
+    rows = message.repeat(size, 1)
+    exchange(list(rows), [message] * size, group, device)()
+    table = rows.view(size, 2, size).tolist()
+    wrong = [
+        f"rank {source} sends {table[source][0][target]} rows to rank {target}, which expects "
+        f"{table[target][1][source]}"
+        for source in range(size)
+        for target in range(size)
+        if table[source][0][target] != table[target][1][source]
+    ]
+    if wrong:
         raise ValueError(
-            f"{call} {where(group)}: the ranks send {coming} rows here, but output_splits says "
-            f"{list(receives)}"
+            f"{call} {where(group)}: the splits of the ranks do not match: {'; '.join(wrong)}"
         )

@@ -86,6 +86,12 @@ class Lane:
             threading.Thread(target=self._work, name="lamina-lane", daemon=True).start()
         return ticket
 
+    @property
+    def busy(self) -> bool:
+        """Whether a worker thread is running."""
+        with self._lock:
+            return self._running
+
     def _work(self) -> None:
         while True:
             with self._lock:

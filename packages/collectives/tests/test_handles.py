@@ -1,0 +1,142 @@
+"""Collectives in flight: they finish by themselves, keep what they need and report failures."""
+
+from __future__ import annotations
+
+import gc
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lamina.collectives import all_gather_into, all_reduce_fp32, reduce_scatter_fp32
+from lamina.collectives.lanes import Lane, lane_of
+
+LONG = 1 << 20
+
+
+def until(condition, seconds: float = 10.0) -> bool:
+    end = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.005)
+    return True
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("numel", [10, LONG])
+def test_the_sum_runs_beside_the_caller_and_not_in_wait(numel):
+    output = torch.zeros(numel)
+    handle = reduce_scatter_fp32(output, torch.ones(2 * numel), dist.group.WORLD, async_op=True)
+    assert until(lambda: bool((output == 2).all()))
+    handle.wait()
+    dist.barrier()
+
+
+@pytest.mark.ranks(2)
+def test_an_asynchronous_call_returns_before_its_peers_have_called():
+    if dist.get_rank() == 1:
+        time.sleep(0.5)
+    begin = time.monotonic()
+    output = torch.empty(8)
+    handle = all_reduce_fp32(output, torch.ones(8), dist.group.WORLD, async_op=True)
+    issued = time.monotonic() - begin
+    handle.wait()
+    if dist.get_rank() == 0:
+        assert issued < 0.25 < time.monotonic() - begin
+    assert torch.equal(output, torch.full((8,), 2.0))
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("numel", [100, LONG])
+def test_callers_may_drop_tensors_and_handles_at_once(numel):
+    group, rank = dist.group.WORLD, dist.get_rank()
+    outputs = []
+    for number in range(4):
+        output = torch.empty(numel)
+        whole = torch.full((2 * numel,), float(number + rank))
+        handle = reduce_scatter_fp32(output, whole, group, async_op=True)
+        outputs.append(output)
+        del whole, handle  # nobody else holds the input, and nobody waits
+        gc.collect()
+        torch.full((2 * numel,), 1e9)  # would land in freed memory
+    last = torch.empty(2)
+    all_gather_into(last, torch.ones(1), group, async_op=True).wait()  # after all others
+    dist.barrier()
+    for number, output in enumerate(outputs):
+        assert torch.equal(output, torch.full((numel,), 2.0 * number + 1))
+
+
+@pytest.mark.ranks(2)
+def test_sums_in_flight_into_one_output_are_made_in_the_order_of_issue():
+    numbers = [2.0**24, 1.0, 1.0, -(2.0**24)]  # in fp32 every other order gives something else
+    output = torch.zeros(1000)
+    handles = [
+        reduce_scatter_fp32(
+            output,
+            torch.full((2000,), number / 2),
+            dist.group.WORLD,
+            accumulate=number != numbers[0],
+            async_op=True,
+        )
+        for number in numbers
+    ]
+    for handle in reversed(handles):
+        handle.wait()
+    assert torch.equal(output, torch.zeros(1000))
+
+
+@pytest.mark.ranks(2)
+def test_waiting_again_returns_at_once():
+    handle = all_gather_into(torch.empty(2), torch.ones(1), dist.group.WORLD, async_op=True)
+    handle.wait()
+    handle.wait()
+
+
+def test_a_failed_job_is_reported_by_every_wait_and_later_jobs_run():
+    lane = Lane()
+
+    def fail() -> None:
+        raise RuntimeError("the peer died")
+
+    done = []
+    ticket, later = lane.submit(fail), lane.submit(lambda: done.append(1))
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="the peer died"):
+            ticket.wait()
+    later.wait()
+    assert done == [1]
+
+
+def test_a_lane_runs_jobs_in_order_and_leaves_no_thread_behind():
+    lane, seen = Lane(), []
+    tickets = [lane.submit(lambda n=n: seen.append(n)) for n in range(100)]
+    for ticket in tickets:
+        ticket.wait()
+    assert seen == list(range(100))
+    assert until(lambda: not lane.busy)
+    lane.submit(lambda: seen.append(100)).wait()
+    assert seen[-1] == 100
+
+
+@pytest.mark.ranks(2)
+def test_a_lane_belongs_to_a_group_and_dies_with_it():
+    group = dist.new_group()
+    lane = lane_of(group)
+    assert lane_of(group) is lane
+    assert lane_of(dist.group.WORLD) is not lane
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("acquainted", [False, True])
+def test_a_peer_that_does_not_come_is_an_error_at_the_groups_timeout(acquainted):
+    group = dist.new_group(timeout=timedelta(seconds=0.5))
+    output = torch.empty(LONG)
+    if acquainted:
+        reduce_scatter_fp32(output, torch.ones(2 * LONG), group)
+    if dist.get_rank() == 0:
+        with pytest.raises(RuntimeError, match=r"[Tt]imed out"):
+            reduce_scatter_fp32(output, torch.ones(2 * LONG), group, async_op=True).wait()
+    dist.barrier()

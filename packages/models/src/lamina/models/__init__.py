@@ -4,6 +4,7 @@ from lamina.models.attention import AttentionCore, SelfAttention
 from lamina.models.block import TransformerBlock
 from lamina.models.config import LatentAttention, RopeScaling, TransformerConfig
 from lamina.models.context import AttentionContext
+from lamina.models.cost import matrix_parameters, training_flops_per_token
 from lamina.models.cutting import cut_weight, join_weight
 from lamina.models.dropout import Dropout
 from lamina.models.embedding import OutputHead, PositionEmbedding, VocabParallelEmbedding
@@ -25,6 +26,7 @@ from lamina.models.patterns import (
 from lamina.models.presets import preset, preset_names
 from lamina.models.recompute import RecomputePolicy, apply_recompute
 from lamina.models.rotary import apply_rotary, rotary_tables
+from lamina.models.torch_plan import CutOverRanks, tensor_parallel_plan
 from lamina.models.weight_maps import WeightLink, weight_map
 from lamina.models.zigzag import cut_sequence, join_sequence
 
@@ -35,6 +37,7 @@ __all__ = [
     "AttentionCore",
     "AttentionPattern",
     "ColumnParallelLinear",
+    "CutOverRanks",
     "Dropout",
     "GPTModel",
     "LatentAttention",
@@ -66,11 +69,14 @@ __all__ = [
     "join_sequence",
     "join_weight",
     "linear_cross_entropy",
+    "matrix_parameters",
     "preset",
     "preset_names",
     "rotary_tables",
     "sample",
+    "tensor_parallel_plan",
     "to_huggingface",
+    "training_flops_per_token",
     "vocab_parallel_cross_entropy",
     "weight_map",
 ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Literal
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -49,13 +50,23 @@ class GPTModel(nn.Module):
         seed: int | None = None,
     ) -> None:
         super().__init__()
-        self.config = config
         self.seed = draw_seed() if seed is None else seed
-        self.axis = _axis_of(mesh, "tp")
         self.cp = _axis_of(mesh, "cp")
+        device = torch.get_default_device()
+        with torch.device("meta"):
+            # Weights are drawn once, below, when every module knows its name.
+            self.build(config, _axis_of(mesh, "tp"))
+        if device.type != "meta":
+            self.to_empty(device=device)
+            self.init_weights()
+
+    def build(self, config: TransformerConfig, axis: MeshAxis | None) -> None:
+        """Make the modules, for the ranks of a tensor-parallel axis; None is one process."""
+        self.config = config
+        self.axis = axis
         if self.cp is not None:
-            check_context_parallel(config, self.cp, 1 if self.axis is None else self.axis.size)
-        partial = self.sequence_parallel = config.sequence_parallel and self.axis is not None
+            check_context_parallel(config, self.cp, 1 if axis is None else axis.size)
+        partial = self.sequence_parallel = config.sequence_parallel and axis is not None
         self.embedding = VocabParallelEmbedding(
             config.padded_vocab_size,
             config.hidden_size,
@@ -80,7 +91,6 @@ class GPTModel(nn.Module):
             config, self.axis, tied=self.embedding.weight if config.tie_embeddings else None
         )
         assign_seeds(self, self.seed)
-        self.init_weights()
 
     def init_weights(self) -> None:
         """Call ``reset_parameters`` of every submodule that owns parameters."""
@@ -88,6 +98,11 @@ class GPTModel(nn.Module):
             reset = getattr(module, "reset_parameters", None)
             if reset is not None:
                 reset()
+
+    def tie_weights(self) -> None:
+        """Make the head use the embedding's weight, where the config ties them."""
+        if self.head.tied:
+            self.head.weight = self.embedding.weight
 
     def forward(
         self,
@@ -207,8 +222,7 @@ class GPTModel(nn.Module):
         # that would silently untie the head from the embedding, and lose what was marked.
         marked = dict(self.named_parameters())
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        if self.head.tied:
-            self.head.weight = self.embedding.weight
+        self.tie_weights()
         for name, parameter in self.named_parameters():
             copy_role(marked[name], parameter)
         return self

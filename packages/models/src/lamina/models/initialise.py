@@ -65,4 +65,20 @@ def fill_normal(
     whole.normal_(0.0, std, generator=generator)
     if axis is not None:
         whole = cut_weight(whole, dim, axis.rank, axis.size, blocks)
-    parameter.copy_(whole)
+    if hasattr(parameter, "device_mesh"):
+        _fill_dtensor(parameter, whole)
+    else:
+        parameter.copy_(whole)
+
+
+def _fill_dtensor(parameter: Tensor, whole: Tensor) -> None:
+    """Keep the piece that this rank holds of torch FSDP2's or its own tensor parallelism's cut."""
+    from torch.distributed.tensor import DTensor, distribute_tensor
+
+    if not isinstance(parameter, DTensor):
+        raise TypeError(f"cannot initialise a {type(parameter).__name__}")
+    # Every rank drew the same whole: nothing has to be sent.
+    pieces = distribute_tensor(
+        whole, parameter.device_mesh, parameter.placements, src_data_rank=None
+    )
+    parameter.to_local().copy_(pieces.to_local())

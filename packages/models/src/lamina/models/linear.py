@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from lamina.collectives import gather_from
 from lamina.mesh import MeshAxis, mark
+from lamina.models.autocast import under_autocast
 from lamina.models.cutting import require_divisible
 from lamina.models.initialise import fill_normal
 from lamina.models.tensor_parallel import ColumnLinear, RowLinear
@@ -132,8 +133,9 @@ class ColumnParallelLinear(nn.Module):
         """``[..., in_features]`` to ``[..., out_features / size]``, whole with gather_output."""
         if self.axis is None:
             return F.linear(x, self.weight, self.bias)
+        x, weight, bias = under_autocast(x, self.weight, self.bias)
         y: Tensor = ColumnLinear.apply(  # type: ignore[no-untyped-call]
-            x, self.weight, self.bias, self.axis, self.sequence_parallel
+            x, weight, bias, self.axis, self.sequence_parallel
         )
         return gather_from(y, self.axis.group, dim=-1) if self.gather_output else y
 
@@ -195,8 +197,9 @@ class RowParallelLinear(nn.Module):
         """``[..., in_features / size]`` to ``[..., out_features]``."""
         if self.axis is None:
             return F.linear(x, self.weight, self.bias)
-        y: Tensor = RowLinear.apply(x, self.weight, self.axis, self.sequence_parallel)  # type: ignore[no-untyped-call]
-        return y if self.bias is None else y + self.bias
+        x, weight, bias = under_autocast(x, self.weight, self.bias)
+        y: Tensor = RowLinear.apply(x, weight, self.axis, self.sequence_parallel)  # type: ignore[no-untyped-call]
+        return y if bias is None else y + bias
 
     def extra_repr(self) -> str:
         """Sizes, for printing."""

@@ -15,6 +15,7 @@ from torch.autograd.function import once_differentiable
 
 from lamina.collectives import all_reduce_small
 from lamina.mesh import MeshAxis
+from lamina.models.autocast import under_autocast
 
 IGNORED = -100
 """The label of tokens that do not count, as in torch."""
@@ -77,6 +78,7 @@ def linear_cross_entropy(
         The sum in nats, a scalar in float32 (float64 for float64 weights).
 
     """
+    hidden, weight, _ = under_autocast(hidden, weight)
     if chunk is None:
         chunk = max(1024, 2**22 // weight.shape[0])
     kept = weight.shape[0]

@@ -1,0 +1,45 @@
+"""What a model costs: parameters and floating-point operations, from its config alone."""
+
+from __future__ import annotations
+
+from lamina.models.config import TransformerConfig
+
+
+def matrix_parameters(config: TransformerConfig) -> int:
+    """Count the weights that every token is multiplied with: projections and the head."""
+    hidden, heads = config.hidden_size, config.num_heads
+    if config.mla is None:
+        width = config.head_width
+        attention = hidden * width * (2 * heads + 2 * config.kv_heads)
+    else:
+        sizes = config.mla
+        query = heads * config.head_width
+        if sizes.q_lora_rank is None:
+            attention = hidden * query
+        else:
+            attention = sizes.q_lora_rank * (hidden + query)
+        attention += hidden * (sizes.kv_lora_rank + sizes.qk_rope_head_dim)
+        attention += sizes.kv_lora_rank * heads * (sizes.qk_nope_head_dim + sizes.v_head_dim)
+        attention += heads * sizes.v_head_dim * hidden
+    products = 3 if config.activation == "swiglu" else 2
+    block = attention + products * hidden * config.ffn_width
+    return config.num_layers * block + config.padded_vocab_size * hidden
+
+
+def training_flops_per_token(config: TransformerConfig, sequence: int) -> float:
+    """Floating-point operations of forward and backward, per token (Chowdhery et al., 2022).
+
+    Two per weight and token forward, four backward; attention counts the pairs that a causal mask
+    (and the window) leaves. Recomputation is not counted, as for model FLOP utilisation.
+
+    Args:
+        config: the model's.
+        sequence: tokens per sequence.
+
+    """
+    window = min(config.sliding_window or sequence, sequence)
+    # The first `window` tokens see 1, 2, ..., the others `window` each.
+    pairs = (window * (window + 1) / 2 + (sequence - window) * window) / sequence
+    per_pair = config.num_heads * (config.head_width + config.value_width)
+    attention = config.num_layers * pairs * per_pair
+    return 6.0 * (matrix_parameters(config) + attention)

@@ -1,0 +1,161 @@
+"""Models work with torch's own tools: parallelize_module, FSDP2, autocast, compile, checkpoints."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import parallelize_module
+
+from lamina.mesh import ParallelLayout, role_of
+from lamina.models import (
+    GPTModel,
+    LatentAttention,
+    TransformerConfig,
+    apply_recompute,
+    matrix_parameters,
+    tensor_parallel_plan,
+    training_flops_per_token,
+)
+
+CONFIG = TransformerConfig(
+    vocab_size=64,
+    hidden_size=32,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    ffn_size=48,
+    max_sequence_length=32,
+    tie_embeddings=True,
+)
+TOKENS = torch.randint(0, 64, (2, 16), generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("sequence_parallel", [None, True])
+def test_parallelize_module_makes_the_model_that_a_mesh_makes(sequence_parallel):
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    config = replace(CONFIG, sequence_parallel=bool(sequence_parallel))
+    expected = GPTModel(config, mesh, seed=3)
+    model = GPTModel(CONFIG, seed=3)
+    plan = tensor_parallel_plan(model, sequence_parallel=sequence_parallel)
+    model = parallelize_module(model, mesh["tp"], plan)
+    pairs = zip(model.named_parameters(), expected.named_parameters(), strict=True)
+    for (name, parameter), (other_name, other) in pairs:
+        assert name == other_name
+        assert torch.equal(parameter, other), name
+        assert role_of(parameter) == role_of(other), name
+    assert model.head.weight is model.embedding.weight
+    for each in (model, expected):
+        each(TOKENS, TOKENS).backward()
+    for parameter, other in zip(model.parameters(), expected.parameters(), strict=True):
+        assert torch.equal(parameter.grad, other.grad)
+
+
+@pytest.mark.ranks(2)
+def test_parallelize_module_keeps_weights_that_were_trained():
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    model = GPTModel(CONFIG, seed=3)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.01)
+    expected = model(TOKENS)
+    parallelize_module(model, mesh["tp"], tensor_parallel_plan(model))
+    torch.testing.assert_close(model(TOKENS), expected)
+    with pytest.raises(ValueError, match="cut over tp already"):
+        tensor_parallel_plan(model)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("recompute", ["none", "selective"])
+def test_torch_fsdp_trains_a_model_from_the_meta_device(recompute):
+    mesh = ParallelLayout(dp_shard=2).build("cpu")
+    with torch.device("meta"):
+        model = GPTModel(CONFIG, seed=3)
+    apply_recompute(model, recompute)
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh.mesh["dp_shard"])
+    fully_shard(model, mesh=mesh.mesh["dp_shard"])
+    model.to_empty(device="cpu")
+    model.init_weights()
+    whole = GPTModel(CONFIG, seed=3)
+    for each in (model, whole):
+        each(TOKENS, TOKENS).backward()
+    for (name, parameter), other in zip(model.named_parameters(), whole.parameters(), strict=True):
+        torch.testing.assert_close(parameter.full_tensor(), other, msg=name)
+        torch.testing.assert_close(parameter.grad.full_tensor(), other.grad)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_autocast_reaches_cut_layers_and_the_loss(sequence_parallel):
+    mesh = ParallelLayout(tp=2).build("cpu")
+    config = replace(CONFIG, sequence_parallel=sequence_parallel, mlp_bias=True)
+    model, whole = GPTModel(config, mesh, seed=3), GPTModel(config, seed=3)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert model.blocks[0].mlp.up(torch.zeros(4, 32)).dtype == torch.bfloat16
+        losses = [each(TOKENS, TOKENS) for each in (model, whole)]
+    for loss in losses:
+        loss.backward()
+    torch.testing.assert_close(*losses, rtol=1e-2, atol=1e-2)
+    gradient = model.final_norm.weight.grad
+    assert gradient.dtype == torch.float32
+    assert gradient.isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_models_train(dtype):
+    model = GPTModel(CONFIG, seed=3).to(dtype)
+    loss = model(TOKENS, TOKENS)
+    loss.backward()
+    assert loss.dtype == torch.float32
+    assert model(TOKENS).dtype == dtype
+    expected = GPTModel(CONFIG, seed=3)(TOKENS, TOKENS)
+    torch.testing.assert_close(loss, expected, rtol=2e-2, atol=2e-2)
+    assert all(p.grad.isfinite().all() for p in model.parameters())
+
+
+def test_state_dicts_survive_a_round_trip(tmp_path):
+    model = GPTModel(CONFIG, seed=3)
+    torch.save(model.state_dict(), tmp_path / "model.pt")
+    other = GPTModel(CONFIG, seed=4)
+    other.load_state_dict(torch.load(tmp_path / "model.pt", weights_only=True))
+    assert torch.equal(other(TOKENS), model(TOKENS))
+
+
+def test_a_copied_model_is_independent():
+    model = GPTModel(CONFIG, seed=3)
+    other = copy.deepcopy(model)
+    assert other.head.weight is other.embedding.weight
+    with torch.no_grad():
+        other.embedding.weight.zero_()
+    assert model.embedding.weight.any()
+
+
+MLA = LatentAttention(kv_lora_rank=12, q_lora_rank=20, qk_nope_head_dim=8, qk_rope_head_dim=4)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{}, {"activation": "gelu"}, {"num_kv_heads": None, "mla": MLA}, {"tie_embeddings": False}],
+)
+def test_matrix_parameters_are_those_of_the_model(change):
+    config = replace(CONFIG, **change)
+    with torch.device("meta"):
+        model = GPTModel(config)
+    matrices = sum(p.numel() for p in model.parameters() if p.ndim == 2)
+    if not config.tie_embeddings:
+        matrices -= model.embedding.weight.numel()
+    assert matrix_parameters(config) == matrices
+
+
+@pytest.mark.parametrize("window", [None, 5])
+def test_flops_are_those_that_torch_counts(window):
+    config = replace(CONFIG, sliding_window=window, tie_embeddings=False)
+    pairs = sum(min(i + 1, window or 16) for i in range(16)) / 16
+    expected = 6 * (matrix_parameters(config) + 2 * pairs * 4 * (8 + 8))
+    assert training_flops_per_token(config, 16) == pytest.approx(expected)

@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lamina.buffers import Granularity, cast_in_place, casting, collect_specs
 
@@ -29,6 +30,27 @@ def test_a_cast_in_place_gives_the_values_of_a_cast(old, new, numel, head):
         casting._HEAD = saved
     assert result.data_ptr() == region.data_ptr()
     assert torch.equal(result.view(torch.uint8), values.to(new).view(torch.uint8))
+
+
+class LargestCopy(TorchDispatchMode):
+    """Notes the most elements that any new tensor of a cast has."""
+
+    def __init__(self):
+        super().__init__()
+        self.numel = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten._to_copy.default:
+            self.numel = max(self.numel, args[0].numel())
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_cast_in_place_needs_little_memory_beside_it():
+    flat = torch.arange(1_000_000.0)
+    for dtype in (torch.bfloat16, torch.float32, torch.int32):
+        with LargestCopy() as meter:
+            flat = cast_in_place(flat, dtype)
+        assert 0 < meter.numel <= 65_536
 
 
 def test_casting_an_inner_region_leaves_its_neighbours_alone():

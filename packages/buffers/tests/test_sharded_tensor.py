@@ -65,6 +65,8 @@ POINTWISE = {
     "expanded number": lambda a, b: a + torch.tensor(4.0).expand(a.shape),
     "clone": lambda a, b: a.clone().detach(),
     "isclose": lambda a, b: torch.isclose(a, b),
+    "several results": lambda a, b: torch.frexp(a)[0] + torch.frexp(b)[1],
+    "larger of two": lambda a, b: torch.max(a, b),
     "nan_to_num": lambda a, b: (a / 0).nan_to_num(),
 }
 
@@ -248,6 +250,7 @@ REFUSED = {
     "normal_": (nn.init.normal_, "aten.normal_.*initialise the whole tensor"),
     "xavier": (nn.init.xavier_uniform_, "aten.uniform_.*initialise the whole tensor"),
     "dropout": (nn.functional.dropout, "draws would differ"),
+    "rrelu": (lambda t: nn.functional.rrelu(t, training=True), "draws would differ"),
     "rand_like": (torch.rand_like, "aten.rand_like.*draws would differ"),
     "tril": (lambda t: t.tril(), "aten.tril"),
     "set_": (lambda t: t.set_(), "aten.set_"),
@@ -296,6 +299,36 @@ def test_a_reduction_without_a_way_to_other_ranks_says_what_to_call():
     for call in (part.sum, part.norm, part.full_tensor, part.max, lambda: torch.equal(part, part)):
         with pytest.raises(RuntimeError, match=r"dp=1/3.*communicator=.*to_local\(\).*lamina.ddp"):
             call()
+
+
+class LossyCommunicator:
+    """Two ranks, the other of which holds zeros; its max and min drop NaN, as a backend may."""
+
+    size = 2
+
+    def all_reduce(self, tensor, op):
+        zeros = torch.zeros_like(tensor)
+        keep = tensor > zeros if op == "max" else tensor < zeros
+        return torch.where(keep, tensor, zeros)
+
+    def all_gather(self, local, numels):
+        raise NotImplementedError
+
+
+def test_nan_survives_backends_whose_extremes_drop_it():
+    local = torch.tensor([1.0, torch.nan])
+    axis = PlainAxis("dp", 2, 0)
+    tensor = ShardedTensor(local, (4,), 0, axis, communicator=LossyCommunicator())
+    for result in (
+        tensor.max(),
+        tensor.min(),
+        torch.linalg.vector_norm(tensor, float("inf")),
+        torch.linalg.vector_norm(tensor, -float("inf")),
+    ):
+        assert result.isnan()
+    tensor.to_local()[1] = 3.0
+    assert tensor.max() == 3.0
+    assert tensor.min() == 0.0
 
 
 def test_a_whole_on_every_rank_reduces_alone():

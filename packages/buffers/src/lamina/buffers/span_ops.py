@@ -146,12 +146,14 @@ def _returned(
     result: Any,
     spec: SpanSpec,
 ) -> Any:
-    """Hand back the written argument for in-place and out= forms, new wrappers otherwise."""
-    if "out" in kwargs:
-        return kwargs["out"]
-    arguments = func._schema.arguments
-    if arguments and arguments[0].alias_info is not None and arguments[0].alias_info.is_write:
-        return args[0]
+    """Hand back the written arguments of in-place and out= forms, new wrappers otherwise."""
+    written = [
+        args[place] if place < len(args) else kwargs[argument.name]
+        for place, argument in enumerate(func._schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]
+    if written:
+        return written[0] if len(written) == 1 else tuple(written)
     if isinstance(result, tuple | list):
         return type(result)(cls._wrap(one, spec) for one in result)
     return cls._wrap(result, spec)

@@ -1,5 +1,6 @@
 """FP32-accumulating reduce-scatter, zero-copy gathers, autograd regions and a ledger."""
 
+from .buffer_forms import gather, reduce
 from .exchange import all_to_all
 from .gather import all_gather_into
 from .handles import Handle, ReduceHandle
@@ -50,7 +51,9 @@ __all__ = [
     "all_to_all_tokens",
     "broadcast",
     "copy_to",
+    "gather",
     "gather_from",
+    "reduce",
     "reduce_from",
     "reduce_scatter_fp32",
     "reduce_scatter_native",

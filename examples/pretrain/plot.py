@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-_SMOOTH = 0.95  # weight of the past in the smoothed training loss
+_FADE = 0.9  # weight of the past in the smoothed training loss, per step
 
 
 def draw(records: list[dict[str, Any]], entropy: float, path: Path) -> None:
@@ -23,15 +24,11 @@ def draw(records: list[dict[str, Any]], entropy: float, path: Path) -> None:
 
     train = [(r["step"], r["loss"]) for r in records if "loss" in r]
     held_out = [(r["step"], r["held_out_loss"]) for r in records if "held_out_loss" in r]
-    smooth: list[float] = []
-    for _, loss in train:
-        smooth.append(loss if not smooth else _SMOOTH * smooth[-1] + (1 - _SMOOTH) * loss)
-
     figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
     if train:
         steps, losses = zip(*train, strict=True)
         axes.plot(steps, losses, color="tab:blue", alpha=0.25, linewidth=0.8)
-        axes.plot(steps, smooth, color="tab:blue", label="training loss (smoothed)")
+        axes.plot(steps, _smooth(losses), color="tab:blue", label="training loss (smoothed)")
     if held_out:
         axes.plot(*zip(*held_out, strict=True), "o-", color="tab:orange", label="held-out loss")
     axes.axhline(entropy, color="gray", linestyle="--", label="unigram entropy of the text")
@@ -40,3 +37,16 @@ def draw(records: list[dict[str, Any]], entropy: float, path: Path) -> None:
     axes.legend()
     figure.savefig(path, dpi=120)
     plt.close(figure)
+
+
+def _smooth(losses: Sequence[float]) -> list[float]:
+    """Average over the past with weights that fade; the first values count as much as they should.
+
+    Without the division the beginning would weigh too much (Kingma and Ba, 2015, section 3).
+    """
+    smooth, total, weight = [], 0.0, 0.0
+    for loss in losses:
+        total = _FADE * total + (1 - _FADE) * loss
+        weight = _FADE * weight + (1 - _FADE)
+        smooth.append(total / weight)
+    return smooth

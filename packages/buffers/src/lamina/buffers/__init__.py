@@ -10,9 +10,11 @@ from .layout import BufferLayout, Span
 from .padding import PaddingReport, padding_report, split_by_row
 from .placement import Partial, Placement, Placements, Replicate, Shard
 from .pool import PoolExhaustedError, StaleStorageError, StoragePool
+from .region import Region
 from .sharded_tensor import ShardedTensor
 from .slots import SlotPlan, color_slots, conflict_graph
 from .span_spec import SpanCommunicator, SpanSpec
+from .tensor_part import TensorPart
 from .tying import CollectedSpecs, collect_specs
 
 __all__ = [
@@ -28,6 +30,7 @@ __all__ = [
     "Placements",
     "PlainAxis",
     "PoolExhaustedError",
+    "Region",
     "Replicate",
     "SavedTensorGuard",
     "Shard",
@@ -38,6 +41,7 @@ __all__ = [
     "SpanSpec",
     "StaleStorageError",
     "StoragePool",
+    "TensorPart",
     "TensorSpec",
     "boxes_of_span",
     "cast_in_place",

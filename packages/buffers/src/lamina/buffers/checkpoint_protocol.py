@@ -6,6 +6,7 @@ contiguous run of the span, so nothing is copied to write one or to read one bac
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
     from torch.distributed.checkpoint.planner import WriteItem
 
-__all__ = ["chunk_list", "tensor_shard", "write_items"]
+__all__ = ["chunk_list", "items_of_chunks", "tensor_shard", "write_items"]
 
 
 def _boxes(spec: SpanSpec) -> tuple[Box, ...]:
@@ -38,20 +39,24 @@ def chunk_list(spec: SpanSpec) -> list[ChunkStorageMetadata]:
 
 def write_items(fqn: str, local: torch.Tensor, spec: SpanSpec) -> list[WriteItem]:
     """One item per box. Replicas give equal items; DCP's planner drops all but one of them."""
+    return items_of_chunks(fqn, chunk_list(spec), local, spec.shape)
+
+
+def items_of_chunks(
+    fqn: str, chunks: Sequence[ChunkStorageMetadata], local: torch.Tensor, shape: torch.Size
+) -> list[WriteItem]:
+    """Items that write boxes of a tensor of `shape` whose elements lie in `local`."""
     from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
     from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
+    properties = TensorProperties.create_from_tensor(local)
     return [
         WriteItem(
             index=MetadataIndex(fqn, chunk.offsets),
             type=WriteItemType.SHARD,
-            tensor_data=TensorWriteData(
-                chunk=chunk,
-                properties=TensorProperties.create_from_tensor(local),
-                size=spec.shape,
-            ),
+            tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=shape),
         )
-        for chunk in chunk_list(spec)
+        for chunk in chunks
     ]
 
 

@@ -9,11 +9,12 @@ recomputation, which runs forwards inside a backward.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from enum import Enum, auto
 
 import torch
 
+from lamina.buffers import StaleStorageError, StoragePool
 from lamina.ddp import GradientReducer, ParameterGroup
 from lamina.fsdp.unit import PendingBackward, Unit
 
@@ -33,6 +34,8 @@ class ShardingEngine:
     Args:
         units: the root first, then in order of registration.
         reducer: sums gradients over ranks.
+        pool: storage of whole weights, if its places are to be planned as slots once the first
+            step has shown which units live together.
         overlap_gather: start the next unit's gather before the current unit computes.
     """
 
@@ -41,6 +44,7 @@ class ShardingEngine:
         units: Sequence[Unit],
         reducer: GradientReducer,
         *,
+        pool: StoragePool | None = None,
         overlap_gather: bool = True,
     ) -> None:
         self.units = tuple(units)
@@ -51,6 +55,7 @@ class ShardingEngine:
         """Whether an optimizer tells when it wrote main weights; otherwise every backward may be
         followed by a step that nobody announces."""
         self._overlap_gather = overlap_gather
+        self._unplanned = pool
         self._order: list[Unit] = []
         self._recording: list[Unit] = []
         self._ran_backward: list[Unit] = []
@@ -77,10 +82,13 @@ class ShardingEngine:
             unit.calls_without_grad += 1
         if not recomputing and unit not in self._recording:
             self._recording.append(unit)
-        unit.start_unshard()
+        self._start(unit)
         if not recomputing:
             self._prefetch(unit, step=1)
         unit.unshard()
+        if torch.is_grad_enabled() and not recomputing:
+            for weights in unit.gathered:
+                weights.remember_place()
 
     def after_forward(self, unit: Unit) -> None:
         """A unit's module has run: release it, unless backward needs it first."""
@@ -117,7 +125,19 @@ class ShardingEngine:
             return
         index = self._order.index(unit) + step
         if 0 <= index < len(self._order):
-            self._order[index].start_unshard()
+            # Its place is taken for now: it is gathered when its turn comes.
+            with suppress(StaleStorageError):
+                self._order[index].start_unshard()
+
+    def _start(self, unit: Unit) -> None:
+        """Begin a unit's gathers; whoever sits in its place without need makes room."""
+        try:
+            unit.start_unshard()
+        except StaleStorageError:
+            for other in self.units:
+                if other is not unit and other is not self.root and not other.in_backward:
+                    other.reshard()
+            unit.start_unshard()
 
     # -- backward -----------------------------------------------------------------------------
 
@@ -128,7 +148,7 @@ class ShardingEngine:
         if not unit.in_backward:
             unit.in_backward = True
             self._ran_backward.append(unit)
-        unit.start_unshard()
+        self._start(unit)
         self._prefetch(unit, step=-1)
         unit.unshard()
 
@@ -159,6 +179,7 @@ class ShardingEngine:
             self._close(unit)
         self.reducer.end_backward()
         self._rest()
+        self._plan_slots()
         if self.reducer.is_final and not self.follows_optimizer:
             self.mark_weights_changed()
 
@@ -174,6 +195,20 @@ class ShardingEngine:
         for unit in self.units:
             unit.in_backward = False
             unit.reshard()
+            if not unit.expects_more:
+                for weights in unit.gathered:
+                    weights.forget_place()
+
+    def _plan_slots(self) -> None:
+        """Give units that never live together common places, once a whole step was observed."""
+        pool, graphs = self._unplanned, any(unit.expects_more for unit in self.units)
+        if pool is None or graphs or not self._order:
+            return
+        self._unplanned = None
+        pool.plan_slots(dedicated=True)
+        for unit in self.units:
+            for weights in unit.gathered:
+                weights.follow()
 
     # -- between steps ------------------------------------------------------------------------
 

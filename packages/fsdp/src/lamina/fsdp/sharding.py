@@ -53,6 +53,9 @@ class ShardingSettings:
         average: scale gradients by 1/D; otherwise leave sums (per-token loss).
         check_finite: look for NaN and infinity before gradients are sent.
         broadcast: start from the first data-parallel rank's values.
+        slots: gather into fixed memory shared by units that never live together (planned after
+            the first step) instead of storage that is released and regrown.
+        poison: fill released weights with NaN, to find whoever reads them.
         device: where meta parameters are materialised.
         init_module: initialises a meta module's own tensors; None calls `reset_parameters`.
     """
@@ -67,6 +70,8 @@ class ShardingSettings:
     average: bool = True
     check_finite: bool = False
     broadcast: bool = True
+    slots: bool = False
+    poison: bool = False
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     init_module: Callable[[nn.Module], None] | None = None
 
@@ -101,7 +106,9 @@ def shard_model(module: nn.Module, settings: ShardingSettings) -> ShardedModule:
     """Cut a module's parameters into groups by units and put an engine on its hooks."""
     plans = plan_units(module, settings.unit_classes)
     transient = TransientBuffers()
-    pool = StoragePool(settings.device)
+    pool = StoragePool(
+        settings.device, mode="slots" if settings.slots else "resize", poison=settings.poison
+    )
     units = [_make_unit(plan, settings, transient, pool) for plan in plans]
     trained = [group for unit in units for group in unit.groups if group.requires_grad]
     gathers = any(isinstance(p, Shard) for p in settings.strategy.placements.model_weights)
@@ -114,7 +121,12 @@ def shard_model(module: nn.Module, settings: ShardingSettings) -> ShardedModule:
         overlap=settings.overlap_reduce,
         check_finite=settings.check_finite,
     )
-    engine = ShardingEngine(units, reducer, overlap_gather=settings.overlap_gather)
+    engine = ShardingEngine(
+        units,
+        reducer,
+        pool=pool if settings.slots else None,
+        overlap_gather=settings.overlap_gather,
+    )
     for plan, unit in zip(plans, units, strict=True):
         root = not plan.name
         policy = settings.precision

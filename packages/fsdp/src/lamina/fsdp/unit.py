@@ -7,6 +7,7 @@ import weakref
 from torch import nn
 
 from lamina.ddp import ParameterGroup
+from lamina.fsdp.weights import ShardedWeights
 
 __all__ = ["PendingBackward", "Unit"]
 
@@ -50,6 +51,13 @@ class Unit:
         self.calls_without_grad = 0
         """Runs in the newest forward of the model with gradients off: reentrant recomputation will
         come back to each of them, one at a time and without notice."""
+        self.gathered = tuple(
+            group.weights for group in groups if isinstance(group.weights, ShardedWeights)
+        )
+        """Those of the groups' weights that come and go."""
+        for group in groups:
+            if isinstance(group.weights, ShardedWeights):
+                group.weights.belongs_to(group)
         self._pending: weakref.WeakSet[PendingBackward] = weakref.WeakSet()
 
     @property

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Hashable
 
 import torch
 
 from lamina.buffers import FlatBuffer, StoragePool
 from lamina.collectives import Handle, all_gather_into
-from lamina.ddp import DataParallelAxes, Weights, WeightsState
+from lamina.ddp import DataParallelAxes, ParameterGroup, Weights, WeightsState
 
 __all__ = ["ShardedWeights"]
 
@@ -33,14 +34,53 @@ class ShardedWeights(Weights):
         self._pool = pool
         self._key = key
         self._full = pool.register(key, local.layout.size, local.data.dtype)
+        self._saved_epoch: int | None = None
+        self._group: weakref.ref[ParameterGroup] | None = None
 
     @property
     def full(self) -> torch.Tensor:
         """The whole weights' flat tensor; released, its storage has no bytes."""
         return self._full
 
+    @property
+    def key(self) -> Hashable:
+        """This group's name in the pool."""
+        return self._key
+
+    def belongs_to(self, group: ParameterGroup) -> None:
+        """Say whose parameters are views of the storage, so that they can follow it."""
+        self._group = weakref.ref(group)
+
+    def remember_place(self) -> None:
+        """Autograd saves views of the storage: until `forget_place` it has to come back there."""
+        self._saved_epoch = self._pool.epoch(self._key)
+
+    def forget_place(self) -> None:
+        """No graph holds views of the storage any more."""
+        self._saved_epoch = None
+
+    def follow(self) -> None:
+        """Make the parameters views of the storage where it is now, if it has moved."""
+        moved = self._pool.tensor(self._key)
+        group = self._group() if self._group is not None else None
+        if moved is self._full or group is None:
+            return
+        self._full = moved
+        for parameter, view in zip(
+            group.compute_parameters,
+            self._pool.views(self._key, self.local.layout).values(),
+            strict=True,
+        ):
+            parameter.data = view
+
     def _gather(self) -> Handle | None:
-        self._pool.acquire(self._key)
+        """Bring the whole weights in.
+
+        Raises:
+            StaleStorageError: the place that autograd knows is taken by another live unit.
+        """
+        self._pool.acquire(self._key, epoch=self._saved_epoch)
+        self.follow()
         # Autograd saved views of this storage in forward. The gather brings the same values back,
         # which a shared version counter would take for an overwrite: the destination has its own.
         return all_gather_into(

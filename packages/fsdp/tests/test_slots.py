@@ -1,0 +1,144 @@
+"""Gathering into shared fixed memory: the same numbers, fixed addresses, NaN for late readers."""
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from lamina.ddp import FlatStep, full_parameters, point_optimizer_at, resolve_strategy
+from lamina.fsdp.sharding import ShardingSettings, resolve_axes, shard_model
+from lamina.mesh import ParallelLayout
+from lamina_testing.toys import Block, OddNet, inputs
+
+STEPS = 5
+
+
+class Checkpointed(OddNet):
+    reentrant = False
+
+    def forward(self, x):
+        x = self.enter(x)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=self.reentrant)
+        return self.leave(x) * self.temperature + self.empty.sum()
+
+
+class Reentrant(Checkpointed):
+    reentrant = True
+
+
+class Segment(OddNet):
+    def forward(self, x):
+        first = nn.Sequential(*self.blocks[:3])
+        x = checkpoint(first, self.enter(x), use_reentrant=False)
+        for block in self.blocks[3:]:
+            x = block(x)
+        return self.leave(x) * self.temperature + self.empty.sum()
+
+
+class Shuffled(OddNet):
+    """Runs its blocks in another order at every call."""
+
+    def forward(self, x):
+        self.calls = getattr(self, "calls", -1) + 1
+        x = self.enter(x)
+        for place in range(len(self.blocks)):
+            x = self.blocks[(place * (1 + 2 * (self.calls % 2)) + self.calls) % 5](x)
+        return self.leave(x) * self.temperature + self.empty.sum()
+
+
+def sgd(model):
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, foreach=False)
+
+
+def build(make):
+    torch.manual_seed(1)
+    return make(depth=5)
+
+
+def shard(model, *, slots, poison):
+    optimizer = sgd(model)
+    dense, _ = resolve_axes(ParallelLayout().build("cpu"), None, None)
+    settings = ShardingSettings(
+        resolve_strategy(3), dense, unit_classes=[Block], slots=slots, poison=poison
+    )
+    model = shard_model(model, settings)
+    groups = list(model.parameter_groups())
+    point_optimizer_at(optimizer, groups)
+    FlatStep(optimizer, groups, model.sharding_engine.mark_weights_changed)
+    return model, optimizer
+
+
+def expected(make, losses):
+    model = build(make)
+    optimizer = sgd(model)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        sum(losses(model, rank, step) / 2 for rank in range(2)).backward()
+        optimizer.step()
+    return {name: p.detach() for name, p in model.named_parameters()}
+
+
+def check(make, losses, ranks, *, slots, poison=True):
+    model, optimizer = shard(build(make), slots=slots, poison=poison)
+    for step in range(STEPS):
+        losses(model, ranks.rank, step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    found = full_parameters(model)
+    for name, value in expected(make, losses).items():
+        torch.testing.assert_close(found[name], value, rtol=0, atol=2e-6)
+    return model
+
+
+def one(model, rank, step):
+    return model(inputs(model, 10 * step + rank)).square().mean()
+
+
+def two(model, rank, step):
+    first, second = (model(inputs(model, 100 * step + rank + k)) for k in (0, 50))
+    return (first * second).mean()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("slots", [False, True])
+@pytest.mark.parametrize("losses", [one, two])
+@pytest.mark.parametrize("make", [OddNet, Checkpointed, Reentrant, Segment])
+def test_released_weights_are_never_read(make, losses, slots, ranks):
+    check(make, losses, ranks, slots=slots)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("slots", [False, True])
+def test_another_order_of_units_at_every_step_is_right_all_the_same(slots, ranks):
+    def loss(model, rank, step):
+        if not hasattr(model, "sharding_engine") and rank == 0:
+            model.calls = step - 1  # one process runs both ranks' forwards of a step
+        if not hasattr(model, "sharding_engine") and rank == 1:
+            model.calls = step - 1
+        return one(model, rank, step)
+
+    check(Shuffled, loss, ranks, slots=slots)
+
+
+@pytest.mark.ranks(2)
+def test_units_share_few_places_with_fixed_addresses(ranks):
+    model, optimizer = shard(build(OddNet), slots=True, poison=False)
+    pool = model.sharding_engine.units[1].gathered[0]._pool
+    seen = {}
+    for step in range(4):
+        one(model, ranks.rank, step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if step == 0:
+            continue
+        for unit in model.sharding_engine.units:
+            for weights in unit.gathered:
+                pool.acquire(weights.key)
+                seen.setdefault(weights.key, set()).add(weights.full.data_ptr())
+                pool.release(weights.key)
+    assert all(len(addresses) == 1 for addresses in seen.values())
+    blocks = [w.key for u in model.sharding_engine.units[1:] for w in u.gathered]
+    places = {pool.slot_of(key) for key in blocks}
+    assert None not in places
+    assert len(places) <= 3, "five blocks, of which two or three are live together"

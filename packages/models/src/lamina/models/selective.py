@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from lamina.mesh import recompute_contexts
 
@@ -24,7 +25,7 @@ class Discarder:
     """Remembers, while a block's forward runs, which storages hold outputs not to be kept."""
 
     def __init__(self) -> None:
-        self._known: dict[int, tuple[weakref.ref[Tensor], int, _Recipe]] = {}
+        self._known: dict[int, tuple[StorageWeakRef, int, _Recipe]] = {}
 
     @contextmanager
     def hooks(self) -> Iterator[None]:
@@ -50,18 +51,18 @@ class Discarder:
         tensors = [x for x in inputs if isinstance(x, Tensor)]
         output: Tensor = _Recomputed.apply(recipe, len(tensors), *tensors, *module.parameters())  # type: ignore[no-untyped-call]
         if output.requires_grad:
-            key = output.untyped_storage()._cdata
-            self._known[key] = (weakref.ref(output), output._version, recipe)
+            storage = output.untyped_storage()
+            self._known[storage._cdata] = StorageWeakRef(storage), output._version, recipe  # type: ignore[no-untyped-call]
         return output
 
     def _pack(self, tensor: Tensor) -> Tensor | _Place:
         found = self._known.get(tensor.untyped_storage()._cdata)
         if found is None:
             return tensor
-        output, version, recipe = found
-        # A dead output's storage may belong to somebody else by now, and one that was written to
-        # since cannot be computed again: such tensors are saved as usual.
-        if output() is None or tensor._version != version:
+        storage, version, recipe = found
+        # A freed storage's address may be somebody else's by now, and an output that was written
+        # to since cannot be computed again: such tensors are saved as usual.
+        if storage.expired() or tensor._version != version:  # type: ignore[no-untyped-call]
             return tensor
         return _Place(recipe, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
 
@@ -90,7 +91,10 @@ class _Run(NamedTuple):
 
 
 class _Recipe:
-    """How to compute an output again, and that run between its first use and its last."""
+    """How to compute an output again, and that run between its first use and its last.
+
+    Generators are kept for modules with a dropout ``rate`` only: their state is 5 KB a time.
+    """
 
     def __init__(
         self, module: nn.Module, forward: Callable[..., Tensor], inputs: tuple[Any, ...]
@@ -99,7 +103,9 @@ class _Recipe:
         self.forward = forward
         self.others = [None if isinstance(x, Tensor) else x for x in inputs]
         self.places = [i for i, x in enumerate(inputs) if isinstance(x, Tensor)]
-        self.random = _RandomState([inputs[i] for i in self.places])
+        self.random: _RandomState | None = None
+        if getattr(module, "rate", 0.0) and module.training:
+            self.random = _RandomState([inputs[i] for i in self.places])
         self.node: Callable[[], Any] = lambda: None
         self.kept: _Run | None = None
 
@@ -118,7 +124,8 @@ class _Recipe:
             leaves = [
                 x.detach().requires_grad_(needed) for x, needed in zip(saved, wanted, strict=False)
             ]
-            with torch.enable_grad(), self.random.replayed():
+            random = nullcontext() if self.random is None else self.random.replayed()
+            with torch.enable_grad(), random:
                 self.kept = _Run(leaves, self.call(leaves))
         return self.kept
 

@@ -5,27 +5,31 @@ from lamina.ddp.config import DistributedDataParallelConfig
 from lamina.ddp.contract import DataParallel
 from lamina.ddp.finalize import FinalizesStep, finalize_grads
 from lamina.ddp.flat_step import ELEMENTWISE, FlatStep
-from lamina.ddp.gradients import GradientState, GroupGradients, TransientBuffers
+from lamina.ddp.gradients import GroupGradients
 from lamina.ddp.group import GroupSettings, ParameterGroup, WeightsFactory, whole_weights
 from lamina.ddp.grouping import ParameterRef, collect_parameters, group_parameters
 from lamina.ddp.inspection import HasGroups, full_gradients, full_parameters, groups_of
 from lamina.ddp.memory import MemoryPlan, memory_plan
 from lamina.ddp.norms import clip_grad_norm
 from lamina.ddp.precision import GroupDtypes, resolve_dtypes
+from lamina.ddp.rank_sums import GradientState, RankSum, Squares
 from lamina.ddp.reducer import (
     GradientReducer,
     LargeGradientError,
     NonFiniteGradientError,
     Order,
 )
+from lamina.ddp.reduction import ORDERED, Reduction, resolve_reduction
 from lamina.ddp.repoint import point_optimizer_at
 from lamina.ddp.sharded_optimizer import ShardedOptimizer
 from lamina.ddp.strategy import Cadence, Strategy, resolve_strategy
+from lamina.ddp.transient import TransientBuffers
 from lamina.ddp.weights import Weights, WeightsState, WholeWeights
 from lamina.ddp.wrapper import DistributedDataParallel
 
 __all__ = [
     "ELEMENTWISE",
+    "ORDERED",
     "Cadence",
     "DataParallel",
     "DataParallelAxes",
@@ -45,7 +49,10 @@ __all__ = [
     "Order",
     "ParameterGroup",
     "ParameterRef",
+    "RankSum",
+    "Reduction",
     "ShardedOptimizer",
+    "Squares",
     "Strategy",
     "TransientBuffers",
     "Weights",
@@ -63,6 +70,7 @@ __all__ = [
     "memory_plan",
     "point_optimizer_at",
     "resolve_dtypes",
+    "resolve_reduction",
     "resolve_strategy",
     "whole_weights",
 ]

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from lamina.ddp.reduction import resolve_reduction
+
 __all__ = ["DistributedDataParallelConfig"]
 
 
@@ -34,10 +36,18 @@ class DistributedDataParallelConfig:
             `bucket_size`.
         pad_buckets_for_high_nccl_busbw: make shard sizes a multiple of 2^16 elements.
         reduce_scatter_with_fp32_accumulation: sums in fp32 over a narrower wire. The ordered
-            reduction always does; the native one cannot.
+            reduction always does; the native one cannot and is refused with it.
         average_in_collective: apply 1/D inside the collective. The ordered reduction always
             applies it there, once, to the fp32 sum, so both settings give the same bits.
-        reduction: "ordered" sums in one fixed order (the same bits on any transport).
+        reduction: "ordered" sums in fp32 in one fixed order (the same bits on any transport);
+            "native" leaves the sum to the backend (SHARP, user buffers) and claims a tolerance.
+        reproducible: one order of summation over microbatches and ranks: the same bits for every
+            strategy and number of ranks. Every microbatch is reduced, so M microbatches send M
+            times the bytes.
+        calculate_per_token_loss: leave sums over ranks instead of means; `finalize_grads(...,
+            num_tokens=)` divides by the global token count. The loss is then a sum over tokens.
+        keep_tensors_whole: no shard boundary cuts a parameter, for optimizers that look at whole
+            matrices (Muon, Adafactor); shards are then less even.
     """
 
     grad_reduce_in_fp32: bool = False
@@ -53,7 +63,10 @@ class DistributedDataParallelConfig:
     pad_buckets_for_high_nccl_busbw: bool = False
     reduce_scatter_with_fp32_accumulation: bool = False
     average_in_collective: bool = False
-    reduction: Literal["ordered"] = "ordered"
+    reduction: Literal["ordered", "native"] = "ordered"
+    reproducible: bool = False
+    calculate_per_token_loss: bool = False
+    keep_tensors_whole: bool = False
 
     def __post_init__(self) -> None:
         if self.bucket_size is not None and self.num_buckets is not None:
@@ -70,5 +83,10 @@ class DistributedDataParallelConfig:
                 "overlap_param_gather=True has nothing to gather without "
                 "use_distributed_optimizer=True: every rank updates whole weights"
             )
-        if self.reduction != "ordered":
-            raise ValueError(f"reduction={self.reduction!r} is not known: use 'ordered'")
+        resolve_reduction(self.reduction, self.reproducible)
+        if self.reduction == "native" and self.reduce_scatter_with_fp32_accumulation:
+            raise ValueError(
+                "reduction='native' adds in the wire dtype, whatever "
+                "reduce_scatter_with_fp32_accumulation asks for: use reduction='ordered', or send "
+                "fp32 with grad_reduce_in_fp32=True"
+            )

@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from lamina.collectives import all_reduce_fp32, all_reduce_small, broadcast
 from lamina.ddp.group import ParameterGroup
 from lamina.ddp.inspection import groups_of
+from lamina.ddp.rank_sums import GradientState
 from lamina.mesh import MeshAxis, ParallelMesh, mesh_axis
 
 __all__ = ["FinalizesStep", "finalize_grads"]
@@ -43,11 +44,13 @@ def finalize_grads(
         modules: a wrapped module, or this rank's pipeline stages in order.
         mesh: the mesh.
         num_tokens: this rank's number of tokens in the step, counted where the loss is: on the
-            last pipeline stage (other stages' values are ignored). None for mean losses. With it,
-            wrappers must have left sums (`calculate_per_token_loss=True`).
+            last pipeline stage. Other stages' values are ignored, but give one (0) there. None on
+            all ranks for mean losses. With it, wrappers must have left sums
+            (`calculate_per_token_loss=True`).
 
     Raises:
         TypeError: for a module that was not wrapped by Lamina.
+        ValueError: for a token count where gradients are means already.
     """
     stages = [modules] if isinstance(modules, nn.Module) else list(modules)
     for stage in stages:
@@ -69,11 +72,31 @@ def finalize_grads(
 
 def _combine_over_tp(groups: Iterable[ParameterGroup], mesh: ParallelMesh | DeviceMesh) -> None:
     axis = _axis(mesh, "tp")
-    if axis is None:
+    chosen = [group for group in groups if group.refs[0].role.tp_grad is not None]
+    if axis is None or not chosen:
         return
+    _agree_on_seen(chosen, axis)
     for kind in ("sum", "mean"):
-        chosen = [g.trained.main.data for g in groups if g.refs[0].role.tp_grad == kind]
-        _all_reduce_together(chosen, axis, 1.0 / axis.size if kind == "mean" else None)
+        members = [
+            group.trained.main.data
+            for group in chosen
+            if group.refs[0].role.tp_grad == kind and any(group.trained.seen)
+        ]
+        _all_reduce_together(members, axis, 1.0 / axis.size if kind == "mean" else None)
+    for group in chosen:
+        group.show_gradients()
+
+
+def _agree_on_seen(groups: Sequence[ParameterGroup], axis: MeshAxis) -> None:
+    """A gradient that only some tp ranks have is zero on the others."""
+    seen = [flag for group in groups for flag in group.trained.seen]
+    flags = torch.tensor(seen, dtype=torch.int32, device=groups[0].device)
+    all_reduce_small([flags], axis.sibling("reduce"), op="max")
+    merged = iter(flags.tolist())
+    for group in groups:
+        group.trained.seen = [bool(next(merged)) for _ in group.refs]
+        if any(group.trained.seen):
+            group.trained.zero_if_empty()
 
 
 def _sum_tied(groups: Iterable[ParameterGroup], mesh: ParallelMesh | DeviceMesh) -> None:
@@ -85,9 +108,10 @@ def _sum_tied(groups: Iterable[ParameterGroup], mesh: ParallelMesh | DeviceMesh)
         (g for g in groups if g.refs[0].role.tied is not None),
         key=lambda g: str(g.refs[0].role.tied),
     )
-    for group in tied:
-        group.trained.seen = [True] * len(group.refs)  # the other stage's part makes it one
-        group.trained.zero_if_empty()
+    if not tied:
+        return
+    _agree_on_seen(tied, axis)
+    tied = [group for group in tied if any(group.trained.seen)]
     _all_reduce_together([g.trained.main.data for g in tied], axis, None)
     for group in tied:
         group.show_gradients()
@@ -116,20 +140,28 @@ def _divide_by_tokens(
     num_tokens: torch.Tensor | int,
 ) -> None:
     chosen = list(groups)
+    averaged = [group for group in chosen if group.settings.scale is not None]
+    if averaged:
+        raise ValueError(
+            f"num_tokens={num_tokens}: gradients of {averaged[0].refs[0].name} are means over "
+            "data-parallel ranks already; wrap the model with calculate_per_token_loss=True, or "
+            "leave num_tokens out"
+        )
     device = chosen[0].device if chosen else torch.device("cpu")
     count = torch.as_tensor(num_tokens, dtype=torch.int64, device=device).reshape(1).clone()
     if isinstance(mesh, ParallelMesh):
         all_reduce_small([count], mesh.axis("dp_cp").sibling("reduce"))
-        stages = mesh.axis("pp")
-        broadcast(count, stages.sibling("reduce"), src=stages.size - 1)
     elif chosen:
         for process_group in chosen[0].axes.groups("reduce"):
             all_reduce_small([count], process_group)
-    # All tokens masked: the gradients are zeros, and stay so.
-    count.clamp_(min=1)
+    stages = _axis(mesh, "pp")
+    if stages is not None:
+        broadcast(count, stages.sibling("reduce"), src=stages.size - 1)
+    count.clamp_(min=1)  # all tokens masked: the gradients are zeros, and stay so
     for group in chosen:
-        main = group.trained.main.data
-        main.div_(count.to(main.dtype))
+        if group.trained.state is not GradientState.EMPTY:
+            main = group.trained.main.data
+            main.div_(count.to(main.dtype))
 
 
 def _axis(mesh: ParallelMesh | DeviceMesh, name: str) -> MeshAxis | None:

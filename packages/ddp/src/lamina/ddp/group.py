@@ -19,10 +19,13 @@ from lamina.buffers import (
 )
 from lamina.collectives import SpanGroups, broadcast
 from lamina.ddp.axes import DataParallelAxes
-from lamina.ddp.gradients import GradientState, GroupGradients, TransientBuffers
+from lamina.ddp.gradients import GroupGradients
 from lamina.ddp.grouping import ParameterRef, spec_of
 from lamina.ddp.precision import GroupDtypes
-from lamina.ddp.strategy import Strategy
+from lamina.ddp.rank_sums import GradientState, Squares
+from lamina.ddp.reduction import ORDERED, Reduction
+from lamina.ddp.strategy import Cadence, Strategy
+from lamina.ddp.transient import TransientBuffers
 from lamina.ddp.weights import Weights, WholeWeights
 from lamina.mesh import copy_role
 
@@ -50,6 +53,7 @@ class GroupSettings:
             ranks seeded differently do not train a mixture.
         shard_multiple: shard sizes are a multiple of this many elements (2^16 for NCCL's best bus
             bandwidth).
+        reduction: how gradients are summed over ranks; see `resolve_reduction`.
     """
 
     strategy: Strategy
@@ -58,6 +62,12 @@ class GroupSettings:
     scale: float | None = None
     broadcast: bool = True
     shard_multiple: int = 1
+    reduction: Reduction = ORDERED
+
+    @property
+    def cadence(self) -> Cadence:
+        """The strategy's, unless the reduction needs one of its own."""
+        return self.reduction.cadence or self.strategy.cadence
 
 
 class ParameterGroup:
@@ -90,6 +100,7 @@ class ParameterGroup:
         self.dtypes = dtypes
         self.settings = settings
         self.requires_grad = self.refs[0].parameter.requires_grad
+        self._reduced: tuple[int, int] | None = None
         self.device = self.refs[0].parameter.device
         self.layout = BufferLayout.plan(
             [spec_of(ref, settings.granularity) for ref in self.refs],
@@ -211,6 +222,25 @@ class ParameterGroup:
             shown = gradients.seen[index] if final else started
             main.grad = self.gradient_of(index) if shown else None
 
+    def note_reduced(self) -> None:
+        """The gradients are as their reduction left them: `squares` holds until they change."""
+        self._reduced = self._gradient_versions()
+
+    @property
+    def squares(self) -> Squares | None:
+        """Sum of squares from the reduction; None once anything has written to the gradients.
+
+        Writes are seen by autograd's version counters, which count those through `.grad` and its
+        views; `.grad.data` has a counter of its own and hides them.
+        """
+        return self.trained.squares if self._reduced == self._gradient_versions() else None
+
+    def _gradient_versions(self) -> tuple[int, int]:
+        # A ShardedTensor counts writes by itself, and its flat memory does not.
+        grads = [main.grad for main in self.main_parameters]
+        count = sum(grad._version for grad in grads if grad is not None)
+        return self.trained.main.data._version, count
+
     @property
     def _cuts_rest(self) -> bool:
         return any(isinstance(placement, Shard) for placement in self.rest.placement)
@@ -245,15 +275,9 @@ class ParameterGroup:
         return main
 
     def _make_gradients(self, transient: TransientBuffers) -> GroupGradients:
-        return GroupGradients(
-            self.layout,
-            self._buffer(self._grads_at, self.dtypes.grads),
-            self.axes,
-            self.dtypes,
-            self.settings.strategy.cadence,
-            self.settings.scale,
-            transient,
-        )
+        main = self._buffer(self._grads_at, self.dtypes.grads)
+        rank_sum = self.settings.reduction.make(main, self.axes, self.settings.scale, transient)
+        return GroupGradients(self.layout, rank_sum, self.dtypes, self.settings.cadence)
 
     def _buffer(
         self,

@@ -91,7 +91,7 @@ def memory_plan(module: nn.Module) -> MemoryPlan:
 
 
 def _cadence(group: ParameterGroup) -> Cadence:
-    return group.settings.strategy.cadence
+    return group.settings.cadence
 
 
 def _bytes(group: ParameterGroup, numel: int, copy: str) -> int:

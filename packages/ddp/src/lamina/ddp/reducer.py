@@ -17,9 +17,12 @@ from enum import Enum
 import torch
 
 from lamina.collectives import Handle, all_reduce_small
-from lamina.ddp.gradients import GradientState, GroupGradients, TransientBuffers
+from lamina.ddp.gradients import GroupGradients
 from lamina.ddp.group import ParameterGroup
+from lamina.ddp.rank_sums import GradientState
 from lamina.ddp.strategy import Cadence
+from lamina.ddp.transient import TransientBuffers
+from lamina.ddp.user_gradients import follow_user
 
 __all__ = ["GradientReducer", "LargeGradientError", "NonFiniteGradientError", "Order"]
 
@@ -110,7 +113,7 @@ class GradientReducer:
             arrived.clear()
         self._waiting = deque(self.groups if self._order is Order.STATIC else ())
         for group in self.groups:
-            _follow_zero_grad(group)
+            follow_user(group)
             for parameter in group.compute_parameters:
                 parameter.grad = None
 
@@ -151,6 +154,8 @@ class GradientReducer:
                 unfinished = self.is_final and gradients.state is GradientState.PARTIAL
                 if self._order is Order.STATIC or gradients.has_local or unfinished:
                     self.close(group)
+                if id(group) not in self._ready:
+                    gradients.skip(self.is_final)
             self._drain(0)
             # What reached a group after it was closed (reentrant recomputation can come back to a
             # unit without notice) was summed by no collective yet.
@@ -168,6 +173,7 @@ class GradientReducer:
         self._unfinished = not self.is_final
         for group in self.groups:
             group.show_gradients(final=self.is_final)
+            group.note_reduced()
 
     def start(self) -> None:
         """Issue the last reduction of gradients that `no_sync` left unfinished, without waiting."""
@@ -208,7 +214,9 @@ class GradientReducer:
             _refuse_large(group, self._largest)
         self._drain(self._max_in_flight - 1)
         steps = gradients.reduce(self.is_final)
-        self._in_flight.append((steps, next(steps)))
+        handle = next(steps, None)
+        if handle is not None:  # one rank alone may have nothing to wait for
+            self._in_flight.append((steps, handle))
         if not self._overlap:
             self._drain(0)
 
@@ -266,27 +274,6 @@ def _gradient_mover(
     return move_gradient
 
 
-def _follow_zero_grad(group: ParameterGroup) -> None:
-    """Bring a group's state in line with `.grad` as the user left it."""
-    gradients = group.trained
-    if gradients.state is GradientState.EMPTY and not gradients.has_local:
-        return
-    mains = group.main_parameters
-    if all(main.grad is None for main in mains):
-        gradients.discard()
-        return
-    for index, main in enumerate(mains):
-        span = gradients.main.span_view(group.refs[index].name)
-        if main.grad is None:
-            if gradients.state is GradientState.FINAL:
-                span.zero_()
-                gradients.seen[index] = False
-            continue
-        local = _local_of(main.grad)
-        if local.data_ptr() != span.data_ptr() and span.numel():
-            span.copy_(local.reshape(-1))  # the user put a tensor of their own there
-
-
 def _refuse_large(group: ParameterGroup, limit: float) -> None:
     gradients = group.trained
     for index, written in enumerate(gradients.written):
@@ -309,8 +296,3 @@ def _refuse_nonfinite(group: ParameterGroup) -> None:
                 f"({group.axes.describe()}) before its reduction; look at this rank's batch, or "
                 "lower the learning rate or loss scale"
             )
-
-
-def _local_of(tensor: torch.Tensor) -> torch.Tensor:
-    to_local = getattr(tensor, "to_local", None)
-    return to_local() if to_local is not None else tensor

@@ -13,17 +13,19 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_leaves
 
+from lamina.buffers import Granularity
 from lamina.collectives import broadcast
 from lamina.ddp.axes import DataParallelAxes, data_parallel_axes
 from lamina.ddp.buckets import plan_buckets
 from lamina.ddp.config import DistributedDataParallelConfig
 from lamina.ddp.contract import DataParallel
-from lamina.ddp.gradients import TransientBuffers
 from lamina.ddp.group import GroupSettings, ParameterGroup
 from lamina.ddp.grouping import collect_parameters
 from lamina.ddp.precision import resolve_dtypes
 from lamina.ddp.reducer import GradientReducer
-from lamina.ddp.strategy import Strategy, resolve_strategy
+from lamina.ddp.reduction import resolve_reduction
+from lamina.ddp.strategy import resolve_strategy
+from lamina.ddp.transient import TransientBuffers
 from lamina.mesh import ParallelMesh, require_overlap
 
 __all__ = ["DistributedDataParallel"]
@@ -62,12 +64,11 @@ class DistributedDataParallel(DataParallel):
         self._in_backward = False
         dense, expert = _axes(mesh, config)
         transient = TransientBuffers()
-        self._groups = _make_groups(module, config, dense, expert, transient)
+        settings = _settings(config, dense)
+        self._groups = _make_groups(module, config, settings, dense, expert, transient)
         self._reducer = GradientReducer(
             [group for group in self._groups if group.requires_grad],
-            self._groups[0].settings.strategy.cadence
-            if self._groups
-            else _strategy(config).cadence,
+            settings.cadence,
             transient,
             overlap=config.overlap_grad_reduce,
             max_in_flight=4,
@@ -223,13 +224,20 @@ def _waiting(
     return disabled
 
 
-def _strategy(config: DistributedDataParallelConfig) -> Strategy:
-    return resolve_strategy(1 if config.use_distributed_optimizer else 0)
+def _settings(config: DistributedDataParallelConfig, dense: DataParallelAxes) -> GroupSettings:
+    return GroupSettings(
+        resolve_strategy(1 if config.use_distributed_optimizer else 0),
+        granularity=Granularity.tensor() if config.keep_tensors_whole else None,
+        scale=None if config.calculate_per_token_loss else 1.0 / dense.divisor,
+        shard_multiple=1 << 16 if config.pad_buckets_for_high_nccl_busbw else 1,
+        reduction=resolve_reduction(config.reduction, config.reproducible),
+    )
 
 
 def _make_groups(
     module: nn.Module,
     config: DistributedDataParallelConfig,
+    settings: GroupSettings,
     dense: DataParallelAxes,
     expert: DataParallelAxes | None,
     transient: TransientBuffers,
@@ -245,11 +253,6 @@ def _make_groups(
     for key, members in plan_buckets(refs, config, dense.size):
         wide = torch.promote_types(key.dtype, torch.float32)
         dtypes = resolve_dtypes(key.dtype, wire=wide if config.grad_reduce_in_fp32 else None)
-        settings = GroupSettings(
-            _strategy(config),
-            scale=1.0 / dense.divisor,
-            shard_multiple=1 << 16 if config.pad_buckets_for_high_nccl_busbw else 1,
-        )
         axes = expert if key.expert and expert is not None else dense
         groups.append(ParameterGroup(members, axes, dtypes, settings, transient))
     return groups

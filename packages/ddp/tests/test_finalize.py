@@ -1,0 +1,259 @@
+"""finalize_grads and clip_grad_norm on real meshes equal one process over all tokens."""
+
+import math
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lamina.ddp import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    ShardedOptimizer,
+    clip_grad_norm,
+    finalize_grads,
+    full_gradients,
+)
+from lamina.mesh import ParallelLayout
+
+sys.path.insert(0, str(Path(__file__).parent))
+import meshes
+
+LAYOUTS = {
+    "tp2": {"tp": 2},
+    "pp2": {"pp": 2},
+    "cp2": {"cp": 2},
+    "tp2 x dp2": {"tp": 2},
+    "pp2 x dp2": {"pp": 2},
+    "pp2 x tp2": {"pp": 2, "tp": 2},
+    "dp_replicate2 x tp2": {"dp_replicate": 2, "tp": 2},
+    "pp2 x dp2 x tp2": {"pp": 2, "tp": 2},
+}
+WORLDS = {"tp2": 2, "pp2": 2, "cp2": 2, "pp2 x dp2 x tp2": 8}
+
+
+def fits(ranks, layout):
+    return ranks == WORLDS.get(layout, 4)
+
+
+ON_MESHES = pytest.mark.matrix(where=fits)
+
+
+class Run:
+    """One rank's stage, wrapped, after the backward of a step."""
+
+    def __init__(self, layout, sharded=True, per_token=False, counts=None, **config):
+        self.mesh = ParallelLayout(**layout).build("cpu")
+        self.stages, self.tp = self.mesh.layout.pp, self.mesh.layout.tp
+        self.stage = meshes.Stage(self.mesh, self.stages)
+        self.counts, self.per_token = counts, per_token
+        self.model = DistributedDataParallel(
+            self.stage,
+            DistributedDataParallelConfig(
+                use_distributed_optimizer=sharded,
+                calculate_per_token_loss=per_token,
+                bucket_size=20,
+                overlap_grad_reduce=True,
+                **config,
+            ),
+            self.mesh,
+        )
+        self.dp = self.mesh.axis("dp_cp")
+
+    def backward(self, step=0):
+        x = meshes.tokens(step, self.dp.rank, self.counts)
+        together = None
+        if self.mesh.layout.ep > 1:
+            # What an all-to-all would bring here: the tokens of this rank's ep group.
+            peers = [self.dp.ranks.index(r) for r in self.mesh.axis("ep").ranks]
+            together = torch.cat([meshes.tokens(step, rank, self.counts) for rank in peers])
+        self.model(x, together).backward()
+        return len(x)
+
+    def expected(self, step=0):
+        return meshes.expected(
+            step,
+            self.dp.size,
+            stages=self.stages,
+            tp=self.tp,
+            experts=self.mesh.layout.ep > 1,
+            counts=self.counts,
+            per_token=self.per_token,
+        )
+
+    def check(self, wanted, factor=1.0, rtol=1e-11):
+        found = full_gradients(self.model)
+        wanted = meshes.mine(wanted, self.stage)
+        assert found.keys() == wanted.keys()
+        for name, value in wanted.items():
+            torch.testing.assert_close(found[name], value * factor, rtol=rtol, atol=1e-12)
+
+
+@ON_MESHES
+@pytest.mark.ranks(2, 4, 8, timeout=120)
+@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("layout", list(LAYOUTS))
+def test_gradients_equal_one_process(layout, sharded, ranks):
+    run = Run(LAYOUTS[layout], sharded)
+    for step in range(2):
+        run.model.zero_grad_buffer()
+        run.backward(step)
+        finalize_grads(run.model, run.mesh)
+        run.check(run.expected(step))
+    assert run.stage.router.calls == 2
+
+
+@ON_MESHES
+@pytest.mark.ranks(2, 4, 8, timeout=120)
+@pytest.mark.parametrize("counts", [(6, 2), (5, 0), (0, 0)])
+@pytest.mark.parametrize("layout", list(LAYOUTS))
+def test_unequal_token_counts_on_the_last_stage_weigh_tokens_and_not_ranks(layout, counts, ranks):
+    run = Run(LAYOUTS[layout], per_token=True, counts=counts)
+    number = run.backward()
+    last = run.mesh.coordinate["pp"] == run.stages - 1
+    finalize_grads(run.model, run.mesh, num_tokens=number if last else 12345)
+    run.check(run.expected())
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("per_token", [False, True])
+def test_experts_have_buffers_of_their_own_and_the_dense_scale(per_token, sharded, ranks):
+    run = Run({"ep": 2}, sharded, per_token)
+    number = run.backward()
+    finalize_grads(run.model, run.mesh, num_tokens=number if per_token else None)
+    run.check(run.expected())
+    held = [{ref.role.expert for ref in group.refs} for group in run.model.parameter_groups()]
+    assert {True} in held
+    assert {True, False} not in held
+
+
+def whole_norm(wanted, order):
+    flat = torch.cat([g.reshape(-1) for g in wanted.values()])
+    return torch.linalg.vector_norm(flat, order)
+
+
+CLIPPED = {**LAYOUTS, "ep2 x expert_dp2": {"ep": 2}, "pp2 x ep2": {"pp": 2, "ep": 2}}
+
+
+@ON_MESHES
+@pytest.mark.ranks(2, 4, 8, timeout=120)
+@pytest.mark.parametrize("order", [2.0, math.inf, 3.0])
+@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("layout", list(CLIPPED))
+def test_the_norm_counts_every_parameter_once(layout, sharded, order, ranks):
+    run = Run(CLIPPED[layout], sharded)
+    run.backward()
+    finalize_grads(run.model, run.mesh)
+    wanted = run.expected()
+    norm = whole_norm(wanted, order)
+    # by module, and by parameters, which are what a user's own loop has
+    mains = [p for group in run.model.parameter_groups() for p in group.main_parameters]
+    for target in (run.model, [run.model], mains):
+        found = clip_grad_norm(target, math.inf, run.mesh, order)
+        torch.testing.assert_close(found, norm.float(), rtol=3e-7, atol=0)
+    limit = float(norm) / 4
+    clip_grad_norm(run.model, limit, run.mesh, order)
+    run.check(wanted, limit / (float(norm) + 1e-6), rtol=3e-7)  # the norm is rounded to fp32
+
+
+class HostLooks(TorchDispatchMode):
+    """Counts what would stop the host on a GPU, and passes over data of parameter size."""
+
+    def __init__(self):
+        super().__init__()
+        self.looks = self.passes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.name()
+        self.looks += name in ("aten::_local_scalar_dense", "aten::item", "aten::nonzero")
+        self.passes += name in ("aten::dot", "aten::_to_copy") and args[0].numel() > 8
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("sharded", [False, True])
+def test_the_norm_takes_the_squares_that_the_reduction_found(sharded, ranks):
+    run = Run({}, sharded)
+    run.backward()
+    norm = whole_norm(run.expected(), 2.0).float()
+    with HostLooks() as counted:
+        found = clip_grad_norm(run.model, math.inf, run.mesh, error_if_nonfinite=True)
+    torch.testing.assert_close(found, norm, rtol=3e-7, atol=0)
+    assert (counted.looks, counted.passes) == (1, 0)
+
+
+CHANGES = {
+    "through .grad": lambda run, mains: [p.grad.mul_(3.0) for p in mains if p.grad is not None],
+    "by the wrapper": lambda run, mains: run.model.scale_gradients(3.0),
+    "foreach": lambda run, mains: torch._foreach_mul_([p.grad for p in mains], 3.0),
+    "own tensors": lambda run, mains: [setattr(p, "grad", p.grad * 3.0) for p in mains],
+}
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("change", list(CHANGES))
+def test_the_norm_sees_what_was_done_to_gradients_after_their_reduction(change, sharded, ranks):
+    run = Run({}, sharded)
+    run.backward()
+    mains = [p for group in run.model.parameter_groups() for p in group.main_parameters]
+    CHANGES[change](run, mains)
+    found = clip_grad_norm(run.model, math.inf, run.mesh)
+    torch.testing.assert_close(
+        found, 3.0 * whole_norm(run.expected(), 2.0).float(), rtol=3e-7, atol=0
+    )
+
+
+@pytest.mark.ranks(4)
+def test_a_non_finite_norm_names_the_parameter_on_every_mesh(ranks):
+    run = Run({"tp": 2})
+    run.backward()
+    finalize_grads(run.model, run.mesh)
+    group = next(g for g in run.model.parameter_groups() if g.refs[0].name == "gain")
+    group.trained.main.span_view("gain").fill_(math.nan)
+    named = group.trained.main.span_view("gain").numel() > 0
+    expected = r"gain\. Skip" if named else "other ranks"
+    with pytest.raises(RuntimeError, match=expected):
+        clip_grad_norm(run.model, 1.0, run.mesh, error_if_nonfinite=True)
+
+
+@pytest.mark.ranks(2)
+def test_a_token_count_for_means_is_refused(ranks):
+    run = Run({})
+    run.backward()
+    with pytest.raises(ValueError, match="calculate_per_token_loss=True"):
+        finalize_grads(run.model, run.mesh, num_tokens=3)
+
+
+@pytest.mark.ranks(4, timeout=120)
+def test_tied_weights_stay_equal_over_steps_of_a_sharded_optimizer(ranks):
+    run = Run({"pp": 2})
+    optimizer = ShardedOptimizer(
+        torch.optim.AdamW(run.stage.parameters(), lr=0.05), run.model, run.mesh
+    )
+    whole = {n: torch.nn.Parameter(p) for n, p in meshes.parameters_of_everyone(run.stages).items()}
+    reference = torch.optim.AdamW(whole.values(), lr=0.05)
+    for step in range(3):
+        run.backward(step)
+        finalize_grads(run.model, run.mesh)
+        clip_grad_norm(run.model, 1.0, run.mesh)
+        optimizer.step()
+        optimizer.zero_grad()
+        total = sum(
+            meshes.whole_loss(whole, meshes.tokens(step, rank), run.stages, 1, False)
+            for rank in range(run.dp.size)
+        )
+        (total / run.dp.size).backward()
+        # in fp64: Lamina rounds the norm to fp32 once
+        norm = whole_norm({n: p.grad for n, p in whole.items() if p.grad is not None}, 2.0)
+        factor = (1.0 / (norm.float() + 1e-6)).clamp(max=1.0)
+        for parameter in whole.values():
+            if parameter.grad is not None:
+                parameter.grad.mul_(factor.double())
+        reference.step()
+        reference.zero_grad()
+    for name, value in meshes.mine({n: p.data for n, p in whole.items()}, run.stage).items():
+        torch.testing.assert_close(getattr(run.stage, name).data, value, rtol=0, atol=1e-9)

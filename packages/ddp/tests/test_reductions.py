@@ -1,0 +1,156 @@
+"""`reproducible=True` gives one set of bits for any strategy and ranks; `native` is near it."""
+
+import pytest
+import torch
+
+from lamina.collectives import Ledger
+from lamina.ddp import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    ShardedOptimizer,
+    TransientBuffers,
+    full_gradients,
+    full_parameters,
+    resolve_reduction,
+)
+from lamina.ddp.reproducible import PartialSums
+from lamina.mesh import ParallelLayout
+from lamina_testing.oracles import bit_oracle, tree_sum
+from lamina_testing.toys import OddNet, inputs
+
+LEAVES, STEPS = 12, 3
+
+
+def build():
+    torch.manual_seed(7)
+    return OddNet()
+
+
+def sums(model, batch):
+    """A sum over tokens, and their number: leaves do not depend on how many there are."""
+    return model(batch).square().sum(), len(batch)
+
+
+def sgd(model):
+    return torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9, foreach=False)
+
+
+def leaf(model, step, number):
+    return inputs(model, 1000 * step + number, batch=2 + number % 3)
+
+
+def train(world, rank, sharded, replicate, **config):
+    model = build()
+    mesh = ParallelLayout(dp_replicate=replicate).build("cpu")
+    optimizer = sgd(model)
+    wrapped = DistributedDataParallel(
+        model,
+        DistributedDataParallelConfig(
+            use_distributed_optimizer=sharded,
+            num_buckets=3,
+            overlap_grad_reduce=True,
+            calculate_per_token_loss=True,
+            **config,
+        ),
+        mesh,
+    )
+    optimizer = ShardedOptimizer(optimizer, wrapped, mesh)
+    found = []
+    for step in range(STEPS):
+        for microbatch in range(LEAVES // world):
+            batch = leaf(model, step, microbatch * world + rank)
+            if microbatch < LEAVES // world - 1:
+                with wrapped.no_sync():
+                    sums(wrapped, batch)[0].backward()
+            else:
+                sums(wrapped, batch)[0].backward()
+        tokens = sum(2 + number % 3 for number in range(LEAVES))
+        for group in wrapped.parameter_groups():
+            group.trained.main.data.div_(torch.tensor(tokens, dtype=torch.float32))
+        gradients = full_gradients(wrapped)
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append((gradients, full_parameters(wrapped)))
+    return found
+
+
+def oracle():
+    def of_step(step):
+        return [[leaf(build(), step, number) for number in range(LEAVES)]]
+
+    return bit_oracle(
+        build, of_step, sums, sgd, steps=STEPS, cadence="reproducible", per_token=True
+    )
+
+
+@pytest.mark.ranks(1, 2, 3, 4, 6, timeout=120)
+@pytest.mark.parametrize("replicate", [1, 2])
+@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.matrix(where=lambda ranks, replicate: ranks % replicate == 0 and ranks > replicate - 1)
+def test_reproducible_gives_the_same_bits_for_every_number_of_ranks(sharded, replicate, ranks):
+    found = train(ranks.world_size, ranks.rank, sharded, replicate, reproducible=True)
+    for (gradients, parameters), wanted in zip(found, oracle(), strict=True):
+        for name, value in wanted.gradients.items():
+            assert torch.equal(gradients[name], value), f"gradient of {name}"
+        for name, value in wanted.parameters.items():
+            assert torch.equal(parameters[name], value), name
+
+
+@pytest.mark.ranks(3)
+def test_without_it_the_bits_differ(ranks):
+    found = train(3, ranks.rank, True, 1)
+    wanted = oracle()[0].gradients
+    assert not all(torch.equal(found[0][0][name], value) for name, value in wanted.items())
+
+
+@pytest.mark.ranks(1, 2, 4)
+@pytest.mark.parametrize("replicate", [1, 2])
+@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.matrix(where=lambda ranks, replicate: ranks >= replicate)
+def test_native_reductions_are_near_the_ordered_ones(sharded, replicate, ranks):
+    with Ledger() as ledger:
+        found = train(ranks.world_size, ranks.rank, sharded, replicate, reduction="native")
+    for (gradients, _), wanted in zip(found, oracle(), strict=True):
+        for name, value in wanted.gradients.items():
+            torch.testing.assert_close(gradients[name], value, rtol=1e-4, atol=1e-4)
+    used = {record.op for record in ledger.records}
+    assert not used & {"reduce_scatter_fp32", "all_reduce_fp32"}
+
+
+@pytest.mark.parametrize("number", range(1, 20))
+@pytest.mark.parametrize("block", [1, 2, 4])
+def test_partial_sums_are_the_tree(number, block):
+    number *= block
+    leaves = [torch.randn(7) * 10.0 ** (k % 9) for k in range(number)]
+    partial = PartialSums(TransientBuffers())
+    for start in range(0, number, block):
+        partial.push(tree_sum(leaves[start : start + block]).clone(), block)
+    assert torch.equal(partial.take(), tree_sum(leaves))
+    assert partial.take() is None
+
+
+def test_leaves_without_gradients_keep_their_places():
+    leaves = [torch.randn(7) if k not in (2, 3, 5) else None for k in range(9)]
+    partial = PartialSums(TransientBuffers())
+    for one in leaves:
+        partial.push(None if one is None else one.clone(), 1)
+    assert torch.equal(partial.take(), tree_sum(leaves))
+
+
+def test_partial_sums_are_logarithmically_many():
+    partial, most = PartialSums(TransientBuffers()), 0
+    for _ in range(1000):
+        partial.push(torch.zeros(1), 1)
+        most = max(most, len(partial._stack))
+    assert most <= 10
+
+
+def test_contradicting_reductions_are_refused():
+    with pytest.raises(ValueError, match="use reduction='ordered'"):
+        resolve_reduction("native", reproducible=True)
+    with pytest.raises(ValueError, match="'ordered', 'native'"):
+        resolve_reduction("fast")
+    with pytest.raises(ValueError, match="adds in the wire dtype"):
+        DistributedDataParallelConfig(
+            reduction="native", reduce_scatter_with_fp32_accumulation=True
+        )

@@ -169,7 +169,11 @@ class ShardedTensor(torch.Tensor):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        return dispatch(cls, func, args, kwargs or {})
+        result = dispatch(cls, func, args, kwargs or {})
+        if "_foreach_" in func._schema.name and func._schema.is_mutable:
+            # torch counts writes through lists where it unpacks them, which is beneath this class.
+            torch.autograd.graph.increment_version([t for t in args[0] if isinstance(t, cls)])
+        return result
 
     def __tensor_flatten__(self) -> tuple[list[str], SpanSpec]:
         return ["_local"], self._spec

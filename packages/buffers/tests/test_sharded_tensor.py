@@ -13,7 +13,15 @@ import pytest
 import torch
 from torch import nn
 
-from lamina.buffers import BufferLayout, FlatBuffer, PlainAxis, Shard, ShardedTensor, TensorSpec
+from lamina.buffers import (
+    BufferLayout,
+    FlatBuffer,
+    PlainAxis,
+    Shard,
+    ShardedTensor,
+    TensorSpec,
+    span_reductions,
+)
 
 SHAPES = {"matrix": (13, 8), "scalar": (), "empty": (0, 3), "vector": (17,), "cube": (5, 3, 4)}
 WORLDS = (1, 3)
@@ -329,6 +337,19 @@ def test_nan_survives_backends_whose_extremes_drop_it():
     tensor.to_local()[1] = 3.0
     assert tensor.max() == 3.0
     assert tensor.min() == 0.0
+
+
+def test_large_spans_are_reduced_piece_by_piece(monkeypatch):
+    monkeypatch.setattr(span_reductions, "_CHUNK", 7)
+    whole = torch.randn(9, 5, generator=torch.Generator().manual_seed(0))
+    tensor = ShardedTensor(whole.view(-1), (9, 5))
+    for order in (2.0, 1.0, 3.0, 0.0, float("inf"), -float("inf")):
+        expected = torch.linalg.vector_norm(whole.double(), order).float()
+        torch.testing.assert_close(torch.linalg.vector_norm(tensor, order), expected)
+    for reduce in (torch.sum, torch.mean, torch.var):
+        torch.testing.assert_close(reduce(tensor), reduce(whole.double()).float())
+    flat = tensor.flatten()
+    torch.testing.assert_close(torch.dot(flat, flat), whole.double().square().sum().float())
 
 
 def test_a_whole_on_every_rank_reduces_alone():

@@ -77,7 +77,7 @@ class ShardedTensor(torch.Tensor):
         wrapper: ShardedTensor = torch.Tensor._make_wrapper_subclass(
             cls,
             spec.shape,
-            strides=_contiguous_strides(spec.shape),
+            strides=spec.strides,
             dtype=local.dtype,
             device=local.device,
             requires_grad=requires_grad,
@@ -244,14 +244,6 @@ class ShardedTensor(torch.Tensor):
 
     def __get_tensor_shard__(self, index: Any) -> torch.Tensor:
         return checkpoint_protocol.tensor_shard(index, self._local, self._spec)
-
-
-def _contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
-    strides, step = [], 1
-    for size in reversed(shape):
-        strides.append(step)
-        step *= max(size, 1)
-    return tuple(reversed(strides))
 
 
 def _check(local: torch.Tensor, spec: SpanSpec) -> None:

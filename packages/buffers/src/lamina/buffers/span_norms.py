@@ -27,21 +27,27 @@ def _norm_op(order: float) -> ReduceOp:
 
 def _partial_norm(local: torch.Tensor, order: float) -> torch.Tensor:
     """A span's share of a norm in fp64: sum of powers, or the extreme."""
-    start = math.inf if order == -math.inf else 0.0
-    total = torch.full((), start, dtype=torch.float64, device=local.device)
-    for piece in pieces(local):
-        wide = piece.to(torch.float64).abs() if not piece.is_complex() else piece.abs().double()
-        if order == math.inf:
-            total = torch.maximum(total, wide.max())
-        elif order == -math.inf:
-            total = torch.minimum(total, wide.min())
-        elif order == 0:
-            total += torch.count_nonzero(wide)
-        elif order == 2:
-            total += torch.dot(wide, wide)
-        else:
-            total += wide.pow(order).sum()
-    return total
+    shares = [_share(piece, order) for piece in pieces(local)]
+    if not shares:
+        start = math.inf if order == -math.inf else 0.0
+        return torch.full((), start, dtype=torch.float64, device=local.device)
+    if len(shares) == 1:
+        return shares[0]
+    together = torch.stack(shares)
+    op = _norm_op(order)
+    return together.sum() if op == "sum" else together.max() if op == "max" else together.min()
+
+
+def _share(piece: torch.Tensor, order: float) -> torch.Tensor:
+    wide = piece.abs().double() if piece.is_complex() else piece.double()
+    if order == 2:
+        return torch.dot(wide, wide)
+    if order == 0:
+        return torch.count_nonzero(wide).double()
+    size = wide.abs()
+    if order == math.inf:
+        return size.max()
+    return size.min() if order == -math.inf else size.pow(order).sum()
 
 
 def _norms(operation: str, tensors: Sequence[ShardedTensor], order: float) -> list[torch.Tensor]:

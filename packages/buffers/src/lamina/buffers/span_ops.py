@@ -213,8 +213,10 @@ def _lists(
         if not _is_tensor_list(value):
             return value
         return [
+            one._local
+            if type(one) is cls and one._spec is spec  # by far the most common
             # A fused kernel reads step counts as numbers, whatever its tensors' shapes.
-            one
+            else one
             if spec is None or (fused and not isinstance(one, cls))
             else local_of(cls, func, one, spec)
             for one, spec in zip(value, specs, strict=False)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Literal, Protocol, TypeAlias
 
 import torch
@@ -57,17 +58,26 @@ class SpanSpec:
     communicator: SpanCommunicator | None = None
     extents: Extents | None = field(default=None, repr=False, compare=False)
 
-    @property
+    @cached_property
     def numel(self) -> int:
         """Elements of the whole tensor."""
         return math.prod(self.shape)
+
+    @cached_property
+    def strides(self) -> tuple[int, ...]:
+        """Strides of the whole in row-major order."""
+        strides, step = [], 1
+        for size in reversed(self.shape):
+            strides.append(step)
+            step *= max(size, 1)
+        return tuple(reversed(strides))
 
     @property
     def local_numel(self) -> int:
         """Elements held here."""
         return self.stop - self.start
 
-    @property
+    @cached_property
     def ranks(self) -> int:
         """Ranks that the tensor is cut over."""
         return math.prod(axis.size for axis in self.axes)

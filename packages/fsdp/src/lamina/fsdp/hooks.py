@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import functools
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from lamina.fsdp.engine import ShardingEngine
+from lamina.fsdp.trees import map_tensors, tensors_in
 from lamina.fsdp.unit import PendingBackward, Unit
 
-__all__ = ["attach_hooks"]
+__all__ = ["attach_hooks", "register_forward_method"]
+
+_HOOKS = "_lamina_unit_hooks"
 
 
 class _AfterBackward(torch.autograd.Function):
@@ -35,6 +39,44 @@ class _AfterBackward(torch.autograd.Function):
         return (None, None, None, *gradients)
 
 
+class _UnitHooks:
+    """What happens before and after a unit computes, whichever of its methods computes.
+
+    It must not hold the module: the module holds it.
+    """
+
+    def __init__(
+        self,
+        engine: ShardingEngine,
+        unit: Unit,
+        input_dtype: torch.dtype | None,
+        output_dtype: torch.dtype | None,
+    ) -> None:
+        self._engine = engine
+        self._unit = unit
+        self._input_dtype = input_dtype
+        self._output_dtype = output_dtype
+        self.in_method = False
+        """Inside a registered method: calls of `forward` from there find the unit gathered, and
+        must not release it under the method's feet."""
+
+    def before(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Gather, and mark the inputs that gradients will come back through."""
+        self._engine.before_forward(self._unit)
+        if self._input_dtype is not None:
+            args, kwargs = _cast((args, kwargs), self._input_dtype)
+        if torch.is_grad_enabled():
+            args, kwargs = _mark_inputs(self._engine, self._unit, (args, kwargs))
+        return args, kwargs
+
+    def after(self, output: Any) -> Any:
+        """Watch for gradients of the outputs, and release."""
+        if torch.is_grad_enabled():
+            _mark_outputs(output, functools.partial(self._engine.before_backward, self._unit))
+        self._engine.after_forward(self._unit)
+        return output if self._output_dtype is None else _cast(output, self._output_dtype)
+
+
 def attach_hooks(
     module: nn.Module,
     engine: ShardingEngine,
@@ -52,43 +94,79 @@ def attach_hooks(
         input_dtype: cast floating inputs to this dtype first.
         output_dtype: cast floating outputs to this dtype.
     """
+    hooks = _UnitHooks(engine, unit, input_dtype, output_dtype)
+    module.__dict__[_HOOKS] = hooks
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def before(_: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        engine.before_forward(unit)
-        if input_dtype is not None:
-            args, kwargs = _cast((args, kwargs), input_dtype)
-        if torch.is_grad_enabled():
-            args, kwargs = _mark_inputs(engine, unit, args, kwargs)
-        return args, kwargs
+    def before(_: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        return None if hooks.in_method else hooks.before(args, kwargs)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def after(_: nn.Module, args: Any, output: Any) -> Any:
-        if torch.is_grad_enabled():
-            _mark_outputs(output, lambda: engine.before_backward(unit))
-        engine.after_forward(unit)
-        return output if output_dtype is None else _cast(output, output_dtype)
+        return None if hooks.in_method else hooks.after(output)
 
     module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
     module.register_forward_hook(after)
 
 
-def _mark_inputs(
-    engine: ShardingEngine, unit: Unit, args: Any, kwargs: Any
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    leaves, spec = tree_flatten((args, kwargs))
-    places = [
-        i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf.requires_grad
-    ]
-    if places:
-        pending = unit.expect_backward()
-        marked = _AfterBackward.apply(  # type: ignore[no-untyped-call]
-            engine, unit, pending, *(leaves[i] for i in places)
+def register_forward_method(module: nn.Module, name: str) -> None:
+    """Let a method other than `forward` gather its unit's parameters, and be trained through.
+
+    Without it, a method that is called from outside (`model.encode(x)`, a `generate` that uses
+    weights between forwards) finds this rank's shards. Calling `forward` inside the method is fine.
+
+    Args:
+        module: the root of a sharded model, or the module of one of its units.
+        name: the method's name.
+
+    Raises:
+        AttributeError: if the module has no such method.
+        ValueError: if the module is not a unit's.
+    """
+    hooks = module.__dict__.get(_HOOKS)
+    if not isinstance(hooks, _UnitHooks):
+        raise ValueError(
+            f"{type(module).__name__} is not a unit of a sharded model, so nothing is gathered for "
+            f"{name}(): register the method of the unit around it (or of the root), after "
+            "fully_shard; see lamina.fsdp.plan_units for what the units are"
         )
-        for place, tensor in zip(places, marked, strict=True):
-            leaves[place] = tensor
-    marked_args, marked_kwargs = tree_unflatten(leaves, spec)
-    return marked_args, marked_kwargs
+    method = getattr(type(module), name, None)
+    if not callable(method):
+        raise AttributeError(f"{type(module).__name__} has no method {name!r} to register")
+    owner = weakref.ref(module)
+
+    @functools.wraps(method)
+    def gathered(*args: Any, **kwargs: Any) -> Any:
+        self = owner()
+        if hooks.in_method:
+            return method(self, *args, **kwargs)
+        hooks.in_method = True
+        try:
+            args, kwargs = hooks.before(args, kwargs)
+            return hooks.after(method(self, *args, **kwargs))
+        finally:
+            hooks.in_method = False
+
+    module.__dict__[name] = gathered
+
+
+def _mark_inputs(engine: ShardingEngine, unit: Unit, inputs: Any) -> Any:
+    """The inputs, with those that need gradients passed through one node of the graph."""
+    found: dict[int, torch.Tensor] = {}
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.requires_grad:
+            found.setdefault(id(tensor), tensor)
+        return tensor
+
+    map_tensors(inputs, note)
+    if not found:
+        return inputs
+    marked = _AfterBackward.apply(  # type: ignore[no-untyped-call]
+        engine, unit, unit.expect_backward(), *found.values()
+    )
+    replaced = dict(zip(found, marked, strict=True))
+    return map_tensors(inputs, lambda tensor: replaced.get(id(tensor), tensor))
 
 
 def _mark_outputs(output: Any, before_backward: Callable[[], None]) -> None:
@@ -96,12 +174,10 @@ def _mark_outputs(output: Any, before_backward: Callable[[], None]) -> None:
         before_backward()
         return gradient
 
-    for leaf in tree_flatten(output)[0]:
-        if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
-            leaf.register_hook(hook)  # type: ignore[no-untyped-call]
+    for tensor in tensors_in(output):
+        if tensor.grad_fn is not None:  # a hook on a leaf would stay for good
+            tensor.register_hook(hook)  # type: ignore[no-untyped-call]
 
 
 def _cast(tree: Any, dtype: torch.dtype) -> Any:
-    return tree_map_only(
-        torch.Tensor, lambda t: t.to(dtype) if torch.is_floating_point(t) else t, tree
-    )
+    return map_tensors(tree, lambda t: t.to(dtype) if torch.is_floating_point(t) else t)

@@ -71,9 +71,12 @@ def plan_units(
             )
     unit_names = ["", *dict.fromkeys(names)]
     owned: dict[str, list[ParameterRef]] = {name: [] for name in unit_names}
-    paths = {id(m): n for n, m in root.named_modules()}
+    paths: dict[int, list[str]] = {}  # a module shared by two units is found under two names
+    for name, module in root.named_modules(remove_duplicate=False):
+        paths.setdefault(id(module), []).append(name)
     for ref in collect_parameters(root):
-        places = [paths[id(module)] for reference, _ in ref.owners if (module := reference())]
+        holders = [module for reference, _ in ref.owners if (module := reference()) is not None]
+        places = [path for module in holders for path in paths[id(module)]]
         owned[_innermost(places, unit_names)].append(ref)
     chosen = [name for name in unit_names if owned[name] or not name]
     return [
@@ -110,7 +113,7 @@ def _find_units(root: nn.Module) -> list[str]:
             children = [(f"{name}.{n}" if name else n, c) for n, c in module.named_children()]
             by_class: dict[type[nn.Module], list[str]] = {}
             for child_name, child in children:
-                if any(True for _ in child.children()) and _size(child):
+                if _may_be_block(child):
                     by_class.setdefault(type(child), []).append(child_name)
             for same in by_class.values():
                 if len(same) > 1:
@@ -128,6 +131,12 @@ def _find_units(root: nn.Module) -> list[str]:
     ]
     order = [name for name, _ in root.named_modules()]
     return sorted([*blocks, *leaves], key=order.index)
+
+
+def _may_be_block(module: nn.Module) -> bool:
+    """Layers of torch.nn are parts of blocks; a class of the user's own is one, if it has weights."""
+    own_class = not type(module).__module__.startswith("torch.nn.modules")
+    return _size(module) > 0 and (own_class or any(True for _ in module.children()))
 
 
 def _size(module: nn.Module) -> int:

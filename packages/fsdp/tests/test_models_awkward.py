@@ -1,0 +1,462 @@
+"""Modules used in awkward ways. Each compares parameters with plain PyTorch in one process."""
+
+import dataclasses
+import types
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from lamina.ddp import full_parameters
+from lamina.fsdp import fully_shard, plan_units, register_forward_method
+from lamina_testing.toys import Block, OddNet, inputs
+
+STRATEGIES = pytest.mark.parametrize("strategy", [3, 1])
+STEPS = 3
+
+
+def sgd(model):
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, foreach=False)
+
+
+def build(make):
+    torch.manual_seed(3)
+    return make()
+
+
+def shard(make, strategy, units=(Block,), **settings):
+    model = build(make)
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    return fully_shard(
+        model,
+        sgd(model),
+        device_mesh=mesh,
+        fsdp_unit_modules=None if units is None else list(units),
+        zero_dp_strategy=strategy,
+        **settings,
+    )
+
+
+def one_process(make, loss, steps=STEPS):
+    model = build(make)
+    optimizer = sgd(model)
+    for step in range(steps):
+        optimizer.zero_grad()
+        sum(loss(model, rank, step) / 2 for rank in range(2)).backward()
+        optimizer.step()
+    return model
+
+
+def train(model, optimizer, loss, rank, steps=STEPS):
+    for step in range(steps):
+        loss(model, rank, step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def compare(model, reference):
+    found = {name.replace("_orig_mod.", ""): v for name, v in full_parameters(model).items()}
+    wanted = dict(reference.named_parameters())
+    assert found.keys() == wanted.keys()
+    for name, value in wanted.items():
+        if value.numel():
+            worst = float((found[name] - value.detach()).abs().max())
+            assert worst <= 3e-6, f"{name} is off by {worst}"
+
+
+def check(make, loss, ranks, strategy, units=(Block,), **settings):
+    model, optimizer = shard(make, strategy, units, **settings)
+    train(model, optimizer, loss, ranks.rank)
+    compare(model, one_process(make, loss))
+    return model
+
+
+def plain_loss(model, rank, step):
+    return model(inputs(model, 10 * step + rank)).square().mean()
+
+
+# -- what goes in and comes out ---------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class State:
+    hidden: torch.Tensor
+    seen: list[Any] = dataclasses.field(default_factory=list)
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    loss: torch.Tensor
+    state: State
+
+
+class StateBlock(Block):
+    def forward(self, state: State, *, scale: float = 1.0) -> State:
+        return State(super().forward(state.hidden) * scale, [*state.seen, state.hidden])
+
+
+class Dataclasses(OddNet):
+    """Blocks take a dataclass and give one; the model gives a frozen one around it."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(StateBlock(17) for _ in range(3))
+
+    def forward(self, x):
+        state = State(self.enter(x))
+        for block in self.blocks:
+            state = block(state=state, scale=0.5)
+        out = self.leave(state.hidden) * self.temperature
+        return Result(out.square().mean() + state.seen[1].mean(), state)
+
+
+class Opaque(OddNet):
+    """Blocks hide their output in an object that nobody but its author knows."""
+
+    def forward(self, x):
+        return types.SimpleNamespace(logits=super().forward(x))
+
+
+class OpaqueBlock(Block):
+    def forward(self, box):
+        return types.SimpleNamespace(inner=types.SimpleNamespace(x=super().forward(box.inner.x)))
+
+
+class OpaqueInside(OddNet):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(OpaqueBlock(17) for _ in range(3))
+
+    def forward(self, x):
+        box = types.SimpleNamespace(inner=types.SimpleNamespace(x=self.enter(x)))
+        for block in self.blocks:
+            box = block(box)
+        return types.SimpleNamespace(logits=self.leave(box.inner.x))
+
+
+@pytest.mark.ranks(2)
+@STRATEGIES
+def test_dataclasses_go_in_and_come_out(strategy, ranks):
+    check(Dataclasses, lambda m, r, s: m(inputs(m, 10 * s + r)).loss, ranks, strategy)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("make", [Opaque, OpaqueInside])
+@STRATEGIES
+def test_outputs_hidden_in_objects_are_found(strategy, make, ranks):
+    check(make, lambda m, r, s: m(inputs(m, 10 * s + r)).logits.square().mean(), ranks, strategy)
+
+
+@pytest.mark.ranks(1)
+def test_the_callers_dataclass_is_not_written_to(ranks):
+    model = fully_shard(build(Dataclasses), fsdp_unit_modules=[StateBlock])
+    hidden = torch.randn(2, 17, requires_grad=True)
+    state = State(hidden)
+    model.blocks[0](state)
+    assert state.hidden is hidden
+
+
+# -- order ------------------------------------------------------------------------------------
+
+
+class AnyOrder(OddNet):
+    """Uses its blocks in the order that it is told, some of them not at all."""
+
+    def forward(self, x, order=(0, 1, 2)):
+        x = self.enter(x)
+        for index in order:
+            x = self.blocks[index](x)
+        return self.leave(x) * self.temperature
+
+
+ORDERS = [(0, 1, 2), (2, 0, 1), (1,), (0, 2), (2, 1, 0), (0, 1, 2)]
+
+
+@pytest.mark.ranks(2)
+@STRATEGIES
+def test_the_order_of_units_may_change_at_every_step(strategy, ranks):
+    def loss(model, rank, step):
+        return model(inputs(model, 10 * step + rank), ORDERS[step]).square().mean()
+
+    model, optimizer = shard(AnyOrder, strategy)
+    train(model, optimizer, loss, ranks.rank, len(ORDERS))
+    compare(model, one_process(AnyOrder, loss, len(ORDERS)))
+
+
+@pytest.mark.ranks(2)
+def test_a_unit_gathered_ahead_and_not_called_is_released(ranks):
+    model, optimizer = shard(AnyOrder, 3)
+    train(model, optimizer, plain_loss, ranks.rank, 2)
+    with torch.no_grad():
+        model(inputs(model, 1), (0,))
+    assert not any(w.ready for unit in model.sharding_engine.units for w in unit.gathered)
+
+
+# -- units of all kinds -----------------------------------------------------------------------
+
+
+class Nothing(nn.Module):
+    """A unit without parameters, with a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x):
+        self.seen += 1
+        return torch.tanh(x)
+
+
+class Wide(nn.Module):
+    """Two blocks and a weight of its own: a unit with units inside."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(17))
+        self.inner = nn.ModuleList([Block(17), Block(17)])
+        self.out = nn.Linear(17, 17)
+
+    def forward(self, x):
+        for block in self.inner:
+            x = block(x) * self.scale
+        return self.out(x)
+
+
+class Nested(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.enter = nn.Linear(5, 17)
+        self.parts = nn.ModuleList([Wide(), Nothing(), Wide(), Block(17)])
+
+    def forward(self, x):
+        x = self.enter(x)
+        for part in self.parts:
+            x = part(x)
+        return x
+
+
+@pytest.mark.ranks(2)
+@STRATEGIES
+def test_nested_unequal_and_empty_units(strategy, ranks):
+    units = (Wide, Block, Nothing)
+    model = check(Nested, plain_loss, ranks, strategy, units)
+    names = {unit.name for unit in model.sharding_engine.units}
+    assert {"", "parts.0", "parts.0.inner.0", "parts.2.inner.1", "parts.3"} <= names
+    assert "parts.1" not in names, "a unit without parameters has nothing to gather"
+    assert model.parts[1].seen == STEPS
+
+
+class SharedModule(nn.Module):
+    """One module object inside two units, and one block under two names."""
+
+    def __init__(self):
+        super().__init__()
+        self.enter = nn.Linear(5, 17)
+        self.blocks = nn.ModuleList(Block(17) for _ in range(3))
+        self.blocks[2].up = self.blocks[0].up
+        self.again = nn.ModuleList([self.blocks[1]])
+
+    def forward(self, x):
+        x = self.enter(x)
+        for block in (*self.blocks, *self.again):
+            x = block(x)
+        return x
+
+
+@pytest.mark.ranks(2)
+@STRATEGIES
+def test_a_module_inside_two_units_belongs_to_the_unit_around_both(strategy, ranks):
+    check(SharedModule, plain_loss, ranks, strategy)
+
+
+class TiedAcross(OddNet):
+    """Two blocks share a weight, not a module; both have others of their own."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks[2].down.weight = self.blocks[0].down.weight
+
+
+@pytest.mark.ranks(2)
+@STRATEGIES
+def test_a_weight_tied_across_units_belongs_to_the_unit_around_both(strategy, ranks):
+    model = check(TiedAcross, plain_loss, ranks, strategy)
+    root = model.sharding_engine.root
+    assert any(ref.name == "blocks.0.down.weight" for g in root.groups for ref in g.refs)
+
+
+class RawBlock(nn.Module):
+    """A block written with parameters alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(17, 17) / 5)
+
+    def forward(self, x):
+        return x + torch.tanh(x @ self.weight)
+
+
+def test_repeated_modules_without_submodules_are_units_but_torchs_own_are_not():
+    raw = nn.Sequential(nn.Linear(5, 17), *(RawBlock() for _ in range(3)))
+    assert [plan.name for plan in plan_units(raw, None)] == ["", "1", "2", "3"]
+    plain = nn.Sequential(nn.Linear(5, 17), nn.Linear(17, 17), nn.Linear(17, 3))
+    assert [plan.name for plan in plan_units(plain, None)] == [""]
+
+
+# -- without gradients ------------------------------------------------------------------------
+
+
+@pytest.mark.ranks(2)
+@STRATEGIES
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_evaluation_between_microbatches(mode, strategy, ranks):
+    model, optimizer = shard(AnyOrder, strategy)
+    for step in range(STEPS):
+        with model.no_sync():
+            plain_loss(model, ranks.rank, step + 50).backward()
+        with mode():
+            model(inputs(model, 5), (2, 1))
+        model.eval()
+        with mode():
+            model(inputs(model, 6))
+        model.train()
+        plain_loss(model, ranks.rank, step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    both = lambda m, r, s: plain_loss(m, r, s + 50) + plain_loss(m, r, s)  # noqa: E731
+    compare(model, one_process(AnyOrder, both))
+
+
+class Generating(OddNet):
+    """Methods that use weights outside of forward, with forwards inside them."""
+
+    def generate(self, x, steps=4):
+        tokens = []
+        for _ in range(steps):
+            y = self(x)
+            x = torch.nn.functional.linear(y, self.enter.weight.t()[:, :3])
+            tokens.append(x.argmax(dim=-1))
+        return torch.stack(tokens)
+
+    def score(self, x, *, power):
+        return (self(x) * self.temperature).abs().pow(power).mean()
+
+
+@pytest.mark.ranks(2)
+@STRATEGIES
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_generation_with_a_registered_method_equals_plain(mode, strategy, ranks):
+    model, optimizer = shard(Generating, strategy)
+    register_forward_method(model, "generate")
+    train(model, optimizer, plain_loss, ranks.rank)
+    reference = one_process(Generating, plain_loss)
+    with mode():
+        assert torch.equal(model.generate(inputs(model, 7)), reference.generate(inputs(model, 7)))
+    train(model, optimizer, plain_loss, ranks.rank)
+
+
+@pytest.mark.ranks(2)
+@STRATEGIES
+def test_training_through_a_registered_method(strategy, ranks):
+    def loss(model, rank, step):
+        return model.score(inputs(model, 10 * step + rank), power=2)
+
+    model, optimizer = shard(Generating, strategy)
+    register_forward_method(model, "score")
+    train(model, optimizer, loss, ranks.rank)
+    compare(model, one_process(Generating, loss))
+
+
+class BlockWithMethod(Block):
+    def forward(self, x):
+        return self.mix(x)
+
+    def mix(self, x):
+        return super().forward(x)
+
+
+class CallsMethods(OddNet):
+    """Calls a method of its blocks instead of the blocks."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(BlockWithMethod(17) for _ in range(3))
+
+    def forward(self, x):
+        x = self.enter(x)
+        for block in self.blocks:
+            x = block.mix(x)
+        return self.leave(x)
+
+
+@pytest.mark.ranks(2)
+@STRATEGIES
+def test_a_units_registered_method_is_a_forward_of_the_unit(strategy, ranks):
+    model, optimizer = shard(CallsMethods, strategy)
+    for block in model.blocks:
+        register_forward_method(block, "mix")
+    train(model, optimizer, plain_loss, ranks.rank)
+    compare(model, one_process(CallsMethods, plain_loss))
+
+
+@pytest.mark.ranks(1)
+def test_a_method_that_cannot_be_registered_is_named(ranks):
+    model = fully_shard(build(OddNet), fsdp_unit_modules=[Block])
+    with pytest.raises(ValueError, match="LayerNorm is not a unit"):
+        register_forward_method(model.blocks[0].norm, "forward")
+    with pytest.raises(AttributeError, match="no method 'decode'"):
+        register_forward_method(model, "decode")
+
+
+# -- torch.compile ----------------------------------------------------------------------------
+
+
+def compiled(how, backend):
+    """A model whose blocks are compiled in one of three ways."""
+
+    def prepare(model):
+        for index, block in enumerate(model.blocks):
+            if how == "method":
+                block.compile(backend=backend)
+            else:
+                model.blocks[index] = torch.compile(block, backend=backend)
+
+    return prepare
+
+
+def check_compiled(how, when, backend, strategy, ranks, units):
+    model = build(OddNet)
+    if when == "before":
+        compiled(how, backend)(model)
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    model, optimizer = fully_shard(
+        model, sgd(model), device_mesh=mesh, zero_dp_strategy=strategy, fsdp_unit_modules=units
+    )
+    assert len(model.sharding_engine.units) == 4
+    if when == "after":
+        compiled(how, backend)(model)
+    train(model, optimizer, plain_loss, ranks.rank)
+    compare(model, one_process(OddNet, plain_loss))
+
+
+CASES = pytest.mark.parametrize(
+    ("how", "when"),
+    [("method", "before"), ("method", "after"), ("wrapper", "before"), ("wrapper", "after")],
+)
+
+
+@pytest.mark.slow
+@pytest.mark.ranks(2, timeout=300)
+@CASES
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("units", [None, [Block]], ids=["found", "named"])
+@STRATEGIES
+def test_compiled_blocks(strategy, units, backend, how, when, ranks):
+    check_compiled(how, when, backend, strategy, ranks, units)
+
+
+@pytest.mark.ranks(2, timeout=120)
+def test_blocks_compiled_after_sharding(ranks):
+    check_compiled("method", "after", "eager", 3, ranks, [Block])

@@ -2,6 +2,7 @@
 
 from lamina.fsdp.api import fully_shard, fully_shard_model, fully_shard_optimizer
 from lamina.fsdp.engine import ShardingEngine
+from lamina.fsdp.hooks import register_forward_method
 from lamina.fsdp.module import ShardedModule
 from lamina.fsdp.precision import MixedPrecisionPolicy
 from lamina.fsdp.unit import Unit
@@ -17,4 +18,5 @@ __all__ = [
     "fully_shard_model",
     "fully_shard_optimizer",
     "plan_units",
+    "register_forward_method",
 ]

@@ -151,9 +151,13 @@ class GPTModel(nn.Module):
         for block in self.blocks:
             x = block(x, context)
         x = self.final_norm(x)
-        if labels is None:
-            logits: Tensor = self.head(x)
-            return join_sequence(logits.view(tokens.shape[0], -1, logits.shape[-1]), self.cp)
+        if labels is not None:
+            return self.loss(x, labels, reduction)
+        logits: Tensor = self.head(x)
+        return join_sequence(logits.view(tokens.shape[0], -1, logits.shape[-1]), self.cp)
+
+    def loss(self, x: Tensor, labels: Tensor, reduction: Literal["mean", "sum"]) -> Tensor:
+        """Cross-entropy of this rank's hidden states with whole labels ``[batch, sequence]``."""
         total: Tensor = self.head(x, cut_sequence(labels, self.cp), "sum")
         if reduction == "sum":
             return total

@@ -34,20 +34,26 @@ def huggingface_config(config: TransformerConfig) -> dict[str, Any]:
         "tie_word_embeddings": config.tie_embeddings,
         "initializer_range": config.init_std,
     }
-    if kind == "gpt2":
-        return common | {
-            "n_embd": config.hidden_size,
-            "n_layer": config.num_layers,
-            "n_head": config.num_heads,
-            "n_inner": config.ffn_width,
-            "n_positions": config.max_sequence_length,
-            "activation_function": "gelu_new",
-            "layer_norm_epsilon": config.norm_eps,
-            "embd_pdrop": config.dropout,
-            "resid_pdrop": config.dropout,
-            "attn_pdrop": config.attention_dropout,
-        }
-    written = common | {
+    return common | (_written_gpt2(config) if kind == "gpt2" else _written_llama(kind, config))
+
+
+def _written_gpt2(config: TransformerConfig) -> dict[str, Any]:
+    return {
+        "n_embd": config.hidden_size,
+        "n_layer": config.num_layers,
+        "n_head": config.num_heads,
+        "n_inner": config.ffn_width,
+        "n_positions": config.max_sequence_length,
+        "activation_function": "gelu_new",
+        "layer_norm_epsilon": config.norm_eps,
+        "embd_pdrop": config.dropout,
+        "resid_pdrop": config.dropout,
+        "attn_pdrop": config.attention_dropout,
+    }
+
+
+def _written_llama(kind: str, config: TransformerConfig) -> dict[str, Any]:
+    written: dict[str, Any] = {
         "hidden_size": config.hidden_size,
         "num_hidden_layers": config.num_layers,
         "num_attention_heads": config.num_heads,

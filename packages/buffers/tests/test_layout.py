@@ -212,6 +212,8 @@ def test_one_buffer_per_row_size_pads_less_than_all_rows_together():
     assert report.split_buffers == 2
     assert report.split_fraction < report.fraction
     assert [len(group) for group in split_by_row(specs)] == [2, 1]
+    whole = [TensorSpec(f"t{at}", (at, 8), Granularity.tensor()) for at in (3, 4)]
+    assert len(split_by_row(whole)) == 1
 
 
 def test_whole_tensors_are_packed_in_another_order_and_the_layout_says_so():

@@ -86,12 +86,13 @@ def padding_report(layout: BufferLayout) -> PaddingReport:
 def split_by_row(specs: Iterable[TensorSpec]) -> tuple[tuple[TensorSpec, ...], ...]:
     """Group tensors by the number of elements that stay together, for one buffer each.
 
-    Tensors that may be cut anywhere go with the largest group. Order is kept within a group, groups
-    come in order of first appearance.
+    Tensors that may not be cut at all share one buffer. Those that may be cut anywhere go with the
+    largest group. Order is kept within a group, groups come in order of first appearance.
     """
     groups: dict[int, list[TensorSpec]] = {}
     for spec in specs:
-        groups.setdefault(spec.granule, []).append(spec)
+        whole = spec.granule > 1 and spec.numel <= spec.granule
+        groups.setdefault(0 if whole else spec.granule, []).append(spec)
     if len(groups) > 1 and 1 in groups:
         free = groups.pop(1)
         largest = max(groups.values(), key=lambda group: sum(spec.numel for spec in group))

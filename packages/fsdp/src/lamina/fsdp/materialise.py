@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import nn
@@ -11,65 +12,145 @@ from lamina.fsdp.units import UnitPlan
 
 __all__ = ["materialise_unit"]
 
+_UNWRITTEN = 0xA5
+_LOOK_AT = 4096  # bytes of a tensor that tell whether anybody wrote to it
+
 
 def materialise_unit(
     plan: UnitPlan,
     device: torch.device,
     init: Callable[[nn.Module], None] | None = None,
 ) -> None:
-    """Allocate a unit's meta parameters and buffers and run their modules' own initialisation.
+    """Allocate a unit's meta parameters and buffers and run its modules' own initialisation.
+
+    Modules are initialised children first, as construction would do it. A parameter that several
+    modules hold gets its value from the first. Nothing that has values already is touched: while
+    the initialisation runs, modules hold meta tensors in place of those.
 
     Parameters keep their identity (and roles), so optimizers and ties made before still hold.
 
     Args:
         plan: the unit.
         device: where its tensors go.
-        init: initialises one module's own tensors; None calls `module.reset_parameters()`.
+        init: initialises one module, as given to `nn.Module.apply` (for a model of `transformers`
+            its own `_init_weights`); None calls the module's `reset_parameters()`.
 
     Raises:
-        ValueError: for a module with meta tensors and no way to initialise them.
+        ValueError: for a module with meta tensors that nothing has initialised.
     """
-    modules: dict[int, nn.Module] = {}
+    fresh = {id(t): t for t in (*_new_parameters(plan, device), *_new_buffers(plan, device))}
+    if not fresh:
+        return
+    with torch.no_grad(), _only(fresh, plan.module):
+        for module in _children_first(plan):
+            if init is not None:
+                init(module)
+            elif (reset := _own_initialisation(module)) is not None:
+                reset()
+    _refuse_unwritten(plan, fresh)
+
+
+def _new_parameters(plan: UnitPlan, device: torch.device) -> Iterator[torch.Tensor]:
     for ref in plan.refs:
         if not ref.parameter.is_meta:
             continue
         real = nn.Parameter(
-            torch.empty_like(ref.parameter, device=device),
-            requires_grad=ref.parameter.requires_grad,
+            _unwritten_like(ref.parameter, device), requires_grad=ref.parameter.requires_grad
         )
         real.__dict__.update(ref.parameter.__dict__)
         torch.utils.swap_tensors(ref.parameter, real)  # type: ignore[no-untyped-call]
-        for reference, _ in ref.owners:
-            if (owner := reference()) is not None:
-                modules.setdefault(id(owner), owner)
+        yield ref.parameter
+
+
+def _new_buffers(plan: UnitPlan, device: torch.device) -> Iterator[torch.Tensor]:
+    made: dict[int, torch.Tensor] = {}  # a buffer that several modules hold stays one
     for module in plan.own_modules():
-        meta = [name for name, buffer in module._buffers.items() if _is_meta(buffer)]
-        for name in meta:
-            buffer = module._buffers[name]
-            module._buffers[name] = torch.empty_like(buffer, device=device)  # type: ignore[arg-type]
-        if meta:
-            modules.setdefault(id(module), module)
-    for module in modules.values():
-        _initialise(module, plan, init)
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_meta:
+                if id(buffer) not in made:
+                    made[id(buffer)] = _unwritten_like(buffer, device)
+                module._buffers[name] = made[id(buffer)]
+    yield from made.values()
 
 
-def _initialise(
-    module: nn.Module, plan: UnitPlan, init: Callable[[nn.Module], None] | None
-) -> None:
-    if init is not None:
-        init(module)
-        return
-    reset = getattr(module, "reset_parameters", None)
-    if reset is None:
-        names = [n for n, _ in module.named_parameters(recurse=False)]
-        names += [n for n, _ in module.named_buffers(recurse=False)]
-        raise ValueError(
-            f"{type(module).__name__} in unit {plan.name or '(root)'} was built on the meta device "
-            f"and has no reset_parameters() to give {', '.join(names)} first values: add one, or "
-            "pass init_module=function(module)"
+def _unwritten_like(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    made = torch.empty_like(tensor, device=device)
+    _first_bytes(made).fill_(_UNWRITTEN)
+    return made
+
+
+def _first_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    storage = tensor.untyped_storage()
+    flat = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)  # type: ignore[call-overload]
+    return flat[:_LOOK_AT]  # type: ignore[no-any-return]
+
+
+@contextmanager
+def _only(fresh: dict[int, torch.Tensor], root: nn.Module) -> Iterator[None]:
+    """For the time being, modules hold each fresh tensor once, and meta tensors for all others."""
+    held: list[tuple[dict[str, torch.Tensor | None], str, torch.Tensor]] = []
+    seen: set[int] = set()
+    for module in root.modules():
+        for tensors in (module._parameters, module._buffers):
+            for name, tensor in tensors.items():
+                if tensor is None or tensor.is_meta:
+                    continue
+                if id(tensor) in fresh and id(tensor) not in seen:
+                    seen.add(id(tensor))
+                    continue
+                held.append((tensors, name, tensor))  # type: ignore[arg-type]
+    try:
+        for tensors, name, tensor in held:
+            shape = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+            parameter = isinstance(tensor, nn.Parameter)
+            tensors[name] = nn.Parameter(shape, tensor.requires_grad) if parameter else shape
+        yield
+    finally:
+        for tensors, name, tensor in held:
+            tensors[name] = tensor
+
+
+def _children_first(plan: UnitPlan) -> list[nn.Module]:
+    """The unit's modules in the order of `nn.Module.apply`."""
+    own = {id(module) for module in plan.own_modules()}
+    ordered: dict[int, nn.Module] = {}
+
+    def visit(module: nn.Module) -> None:
+        for child in module.children():
+            if id(child) in own and id(child) not in ordered:
+                visit(child)
+        ordered.setdefault(id(module), module)
+
+    visit(plan.module)
+    return list(ordered.values())
+
+
+def _own_initialisation(module: nn.Module) -> Callable[[], object] | None:
+    for name in ("reset_parameters", "_reset_parameters"):  # the latter: nn.MultiheadAttention
+        reset = getattr(module, name, None)
+        if callable(reset):
+            return reset  # type: ignore[no-any-return]
+    return None
+
+
+def _refuse_unwritten(plan: UnitPlan, fresh: dict[int, torch.Tensor]) -> None:
+    left = {
+        key for key, t in fresh.items() if t.numel() and bool((_first_bytes(t) == _UNWRITTEN).all())
+    }
+    for path, module in plan.module.named_modules():
+        tensors = {**module._parameters, **module._buffers}
+        names = [name for name, tensor in tensors.items() if id(tensor) in left]
+        if not names:
+            continue
+        where = ".".join(part for part in (plan.name, path) if part) or "the root"
+        why = (
+            "its reset_parameters() left them alone"
+            if _own_initialisation(module) is not None
+            else "it has no reset_parameters()"
         )
-    reset()
-
-
-def _is_meta(tensor: torch.Tensor | None) -> bool:
-    return tensor is not None and tensor.is_meta
+        raise ValueError(
+            f"{type(module).__name__} at {where} was built on the meta device and nothing gave "
+            f"{', '.join(names)} first values: {why}. Write them there (buffers too), or pass "
+            "init_module=function(module), which is called for every module of a unit; for a "
+            "model of transformers, init_module=model._init_weights"
+        )

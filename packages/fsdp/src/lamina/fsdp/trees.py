@@ -48,7 +48,7 @@ def _map_dataclass(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -
             changed[field.name] = after
     if not changed:
         return value
-    # Not dataclasses.replace: it runs __init__ again, and refuses fields that are not its arguments.
+    # Not dataclasses.replace, which runs __init__ again and takes its arguments only.
     copied = copy.copy(value)
     for name, after in changed.items():
         object.__setattr__(copied, name, after)

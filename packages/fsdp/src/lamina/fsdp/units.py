@@ -134,7 +134,7 @@ def _find_units(root: nn.Module) -> list[str]:
 
 
 def _may_be_block(module: nn.Module) -> bool:
-    """Layers of torch.nn are parts of blocks; a class of the user's own is one, if it has weights."""
+    """Layers of torch.nn are parts of blocks; a user's own class with weights is a block."""
     own_class = not type(module).__module__.startswith("torch.nn.modules")
     return _size(module) > 0 and (own_class or any(True for _ in module.children()))
 

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from lamina.fsdp.engine import ShardingEngine
+from lamina.fsdp.tensor_parallel import hide_dtensors, show_dtensors
 from lamina.fsdp.trees import map_tensors, tensors_in
 from lamina.fsdp.unit import PendingBackward, Unit
 
@@ -63,6 +64,8 @@ class _UnitHooks:
     def before(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Gather, and mark the inputs that gradients will come back through."""
         self._engine.before_forward(self._unit)
+        for group in self._unit.groups:
+            show_dtensors(group.refs)
         if self._input_dtype is not None:
             args, kwargs = _cast((args, kwargs), self._input_dtype)
         if torch.is_grad_enabled():
@@ -73,6 +76,8 @@ class _UnitHooks:
         """Watch for gradients of the outputs, and release."""
         if torch.is_grad_enabled():
             _mark_outputs(output, functools.partial(self._engine.before_backward, self._unit))
+        for group in self._unit.groups:
+            hide_dtensors(group.refs)
         self._engine.after_forward(self._unit)
         return output if self._output_dtype is None else _cast(output, self._output_dtype)
 

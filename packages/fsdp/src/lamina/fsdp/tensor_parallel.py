@@ -1,0 +1,122 @@
+"""Parameters that torch's tensor parallelism has cut: DTensors to the module, local to the engine.
+
+`parallelize_module` makes parameters DTensors over the tp axis. What this rank holds of one is an
+ordinary tensor, and that is what is cut again along the data-parallel axes, gathered, and given
+gradients. While its unit computes, the module sees a DTensor made of it; autograd brings the
+gradient back to the local tensor (and sums it over tp where the parameter is replicated).
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
+
+from lamina.ddp import ParameterRef, collect_parameters
+from lamina.mesh import mark
+
+__all__ = ["hide_dtensors", "localise_dtensors", "point_at_localised", "show_dtensors"]
+
+_FORM = "_lamina_dtensor_form"
+_LOCALISED = "_lamina_localised"
+
+
+@dataclass(frozen=True)
+class _Form:
+    """How the local tensor is part of a DTensor."""
+
+    mesh: DeviceMesh
+    placements: tuple[Any, ...]
+    shape: torch.Size
+    stride: tuple[int, ...]
+
+
+def localise_dtensors(module: nn.Module) -> None:
+    """Put local parameters in place of DTensor parameters, marked with what tp has cut.
+
+    Raises:
+        ValueError: for a DTensor on the meta device, or cut along more than one dimension.
+    """
+    found = [ref for ref in collect_parameters(module) if hasattr(ref.parameter, "placements")]
+    if not found:
+        return
+    pairs: list[tuple[weakref.ref[torch.Tensor], nn.Parameter]] = []
+    for ref in found:
+        local = _local_of(ref)
+        ref.install(local)
+        pairs.append((weakref.ref(ref.parameter), local))
+    module.__dict__[_LOCALISED] = pairs
+
+
+def point_at_localised(optimizer: Optimizer, module: nn.Module) -> None:
+    """Replace DTensor parameters in an optimizer made before by what stands for them."""
+    pairs = module.__dict__.get(_LOCALISED, ())
+    places = {id(old): new for reference, new in pairs if (old := reference()) is not None}
+    for settings in optimizer.param_groups:
+        for old in settings["params"]:
+            if id(old) in places and old in optimizer.state:
+                optimizer.state[places[id(old)]] = {
+                    name: value.to_local() if hasattr(value, "to_local") else value
+                    for name, value in optimizer.state.pop(old).items()
+                }
+        settings["params"] = [places.get(id(p), p) for p in settings["params"]]
+
+
+def show_dtensors(refs: Iterable[ParameterRef]) -> None:
+    """Let modules hold DTensors made of the (whole) compute parameters."""
+    for ref in refs:
+        form = ref.parameter.__dict__.get(_FORM)
+        if form is not None:
+            from torch.distributed.tensor import DTensor
+
+            made = DTensor.from_local(
+                ref.parameter,
+                form.mesh,
+                form.placements,
+                run_check=False,
+                shape=form.shape,
+                stride=form.stride,
+            )
+            ref.install(made)
+
+
+def hide_dtensors(refs: Iterable[ParameterRef]) -> None:
+    """Let modules hold the compute parameters again."""
+    for ref in refs:
+        if _FORM in ref.parameter.__dict__:
+            ref.install(ref.parameter)
+
+
+def _local_of(ref: ParameterRef) -> nn.Parameter:
+    whole: Any = ref.parameter
+    if whole.is_meta:
+        raise ValueError(
+            f"{ref.name} is a DTensor on the meta device: its pieces have no initialisation of "
+            "their own (fans and random numbers are those of the whole). Build the model with "
+            "values before parallelize_module, or use Lamina's own tensor-parallel layers"
+        )
+    cut = [
+        placement.dim
+        for placement, size in zip(whole.placements, whole.device_mesh.shape, strict=True)
+        if not placement.is_replicate() and size > 1
+    ]
+    if len(cut) > 1 or any(not (p.is_shard() or p.is_replicate()) for p in whole.placements):
+        raise ValueError(
+            f"{ref.name} is a DTensor with placements {tuple(whole.placements)}: fully_shard takes "
+            "parameters that are replicated, or sharded along one tensor-parallel dimension, and "
+            "cuts them again along the data-parallel axes itself"
+        )
+    local = nn.Parameter(whole.to_local().detach(), requires_grad=whole.requires_grad)
+    local.__dict__.update(whole.__dict__)
+    if cut and ref.role.tp_shard_dim is None:
+        mark(local, tp_shard_dim=cut[0])
+    local.__dict__[_FORM] = _Form(
+        whole.device_mesh, tuple(whole.placements), whole.shape, whole.stride()
+    )
+    return local

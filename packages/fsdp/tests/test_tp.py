@@ -1,0 +1,349 @@
+"""Cut over tp, cut again over data parallelism, put together: the same bits, and right training."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
+
+from lamina.collectives import all_gather_into, copy_to, reduce_from
+from lamina.ddp import clip_grad_norm, full_gradients, full_parameters
+from lamina.fsdp import fully_shard
+from lamina.mesh import ParallelLayout, mark, mesh_axis, role_of
+from lamina_testing.toys import Block
+
+STRATEGIES = pytest.mark.parametrize("strategy", [0, 1, 3])
+WIDTH, HEADS, INNER = 8, 4, 12
+STEPS = 3
+
+
+def mesh_2x2():
+    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+
+
+def sgd(model):
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, foreach=False)
+
+
+def cut(whole, dim, rank, size, blocks=None):
+    """This rank's piece of a matrix, or of each of the matrices that are fused in it."""
+    parts = whole.split(list(blocks or [whole.shape[dim]]), dim)
+    return torch.cat([part.chunk(size, dim)[rank] for part in parts], dim).clone()
+
+
+def together(pieces, dim, blocks=None):
+    """The inverse of `cut`: from the pieces of all tp ranks."""
+    size = len(pieces)
+    lengths = [b // size for b in blocks or [pieces[0].shape[dim] * size]]
+    split = [piece.split(lengths, dim) for piece in pieces]
+    return torch.cat([torch.cat([p[i] for p in split], dim) for i in range(len(lengths))], dim)
+
+
+ROLES = {
+    "qkv.weight": (0, (WIDTH, WIDTH // 2, WIDTH // 2)),
+    "out.weight": (1, None),
+    "gate_up.weight": (0, (INNER, INNER)),
+    "gate_up.bias": (0, (INNER, INNER)),
+    "down.weight": (1, None),
+}
+
+
+class Layer(nn.Module):
+    """Fused QKV, row-parallel output, fused SwiGLU; whole, or one tp rank's part of it."""
+
+    def __init__(self, axis=None):
+        super().__init__()
+        self.axis = axis
+        parts = 1 if axis is None else axis.size
+        self.norm = nn.LayerNorm(WIDTH)
+        self.qkv = nn.Linear(WIDTH, 2 * WIDTH // parts, bias=False)
+        self.out = nn.Linear(WIDTH // parts, WIDTH, bias=False)
+        self.gate_up = nn.Linear(WIDTH, 2 * INNER // parts)
+        self.down = nn.Linear(INNER // parts, WIDTH, bias=False)
+        if axis is not None:
+            for name, (dim, blocks) in ROLES.items():
+                mark(self.get_parameter(name), tp_shard_dim=dim, tp_blocks=blocks)
+
+    def enter(self, x):
+        return x if self.axis is None else copy_to(x, self.axis.group)
+
+    def leave(self, x):
+        return x if self.axis is None else reduce_from(x, self.axis.group)
+
+    def forward(self, x):
+        parts = 1 if self.axis is None else self.axis.size
+        q, k, v = self.qkv(self.enter(self.norm(x))).split(
+            [WIDTH // parts, WIDTH // 2 // parts, WIDTH // 2 // parts], dim=-1
+        )
+        mixed = torch.cat([q[..., ::2] * k, q[..., 1::2] + v], dim=-1)
+        x = x + self.leave(self.out(mixed))
+        gate, up = self.gate_up(self.enter(x)).chunk(2, dim=-1)
+        return x + self.leave(self.down(F.silu(gate) * up))
+
+
+class Net(nn.Module):
+    def __init__(self, axis=None):
+        super().__init__()
+        self.layers = nn.ModuleList(Layer(axis) for _ in range(2))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def interleaved(whole, parts):
+    """`out` reads what each tp rank has concatenated from its own pieces of q, k and v."""
+    half = WIDTH // 2
+    order = torch.cat(
+        [
+            torch.cat(
+                [torch.arange(half).chunk(parts)[r], half + torch.arange(half).chunk(parts)[r]]
+            )
+            for r in range(parts)
+        ]
+    )
+    return whole[:, order]
+
+
+def take_pieces(model, whole, axis):
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            value = whole.get_parameter(name)
+            if name.endswith("out.weight"):
+                value = interleaved(value, axis.size)
+            role = role_of(parameter)
+            if role.tp_shard_dim is not None:
+                value = cut(value, role.tp_shard_dim, axis.rank, axis.size, role.tp_blocks)
+            parameter.copy_(value)
+
+
+def gathered_over(tensor, axis):
+    out = torch.empty(axis.size * tensor.numel())
+    all_gather_into(out, tensor.contiguous().view(-1), axis.group).wait()
+    return [piece.view(tensor.shape) for piece in out.chunk(axis.size)]
+
+
+def put_together(found, model, axis):
+    roles = {name: role_of(parameter) for name, parameter in model.named_parameters()}
+    whole = {}
+    for name, value in found.items():
+        pieces, role = gathered_over(value, axis), roles[name]
+        if role.tp_shard_dim is None:
+            assert all(torch.equal(piece, pieces[0]) for piece in pieces), name
+            whole[name] = pieces[0]
+        else:
+            whole[name] = together(pieces, role.tp_shard_dim, role.tp_blocks)
+    return whole
+
+
+def batch(rank, step):
+    return torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(100 * step + rank))
+
+
+def make_whole():
+    torch.manual_seed(6)
+    return Net()
+
+
+def in_tp_order(values, parts):
+    return {n: interleaved(v, parts) if n.endswith("out.weight") else v for n, v in values.items()}
+
+
+def train_whole():
+    model = make_whole()
+    optimizer = sgd(model)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        for rank in range(2):
+            (model(batch(rank, step)).square().mean() / 2).backward()
+        gradients = {n: p.grad.clone() for n, p in model.named_parameters()}
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+    parameters = {n: p.detach() for n, p in model.named_parameters()}
+    return in_tp_order(gradients, 2), in_tp_order(parameters, 2), norm
+
+
+@pytest.mark.ranks(4)
+@STRATEGIES
+def test_cut_cut_again_and_put_together_gives_the_same_bits(strategy, ranks):
+    mesh = mesh_2x2()
+    axis = mesh_axis(mesh, "tp")
+    whole = make_whole()
+    model = Net(axis)
+    take_pieces(model, whole, axis)
+    model = fully_shard(model, device_mesh=mesh, dp_shard_dim="dp", zero_dp_strategy=strategy)
+    assert len(model.sharding_engine.units) == 3
+    found = put_together(full_parameters(model), model, axis)
+    for name, value in in_tp_order(dict(whole.named_parameters()), 2).items():
+        assert torch.equal(found[name], value), name
+
+
+@pytest.mark.ranks(4)
+@STRATEGIES
+def test_tagged_layers_on_2x2_train_like_one_process(strategy, ranks):
+    mesh = mesh_2x2()
+    axis, dp = mesh_axis(mesh, "tp"), mesh_axis(mesh, "dp")
+    model = Net(axis)
+    take_pieces(model, make_whole(), axis)
+    model, optimizer = fully_shard(
+        model, sgd(model), device_mesh=mesh, dp_shard_dim="dp", zero_dp_strategy=strategy
+    )
+    for step in range(STEPS):
+        model(batch(dp.rank, step)).square().mean().backward()
+        found = put_together(full_gradients(model), model, axis)
+        norm = clip_grad_norm(model, 0.5, mesh)
+        optimizer.step()
+        optimizer.zero_grad()
+    gradients, parameters, expected_norm = train_whole()
+    torch.testing.assert_close(norm, expected_norm, rtol=1e-5, atol=0)
+    for name, value in gradients.items():
+        torch.testing.assert_close(found[name], value, rtol=0, atol=2e-6, msg=name)
+    found = put_together(full_parameters(model), model, axis)
+    for name, value in parameters.items():
+        torch.testing.assert_close(found[name], value, rtol=0, atol=2e-6, msg=name)
+
+
+# -- torch's own tensor parallelism -----------------------------------------------------------
+
+
+class TorchNet(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.enter = nn.Linear(5, WIDTH)
+        self.blocks = nn.ModuleList(Block(WIDTH) for _ in range(2))
+
+    def forward(self, x):
+        x = self.enter(x)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def plan():
+    return {"up": ColwiseParallel(), "down": RowwiseParallel()}
+
+
+def parallelized(mesh):
+    torch.manual_seed(6)
+    model = TorchNet()
+    for block in model.blocks:
+        parallelize_module(block, mesh["tp"], plan())
+    return model
+
+
+def torch_batch(rank, step):
+    return torch.randn(4, 5, generator=torch.Generator().manual_seed(100 * step + rank))
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("optimizer_first", [True, False])
+@STRATEGIES
+def test_parallelize_module_on_2x2_trains_like_one_process(strategy, optimizer_first, ranks):
+    mesh = mesh_2x2()
+    axis, dp = mesh_axis(mesh, "tp"), mesh_axis(mesh, "dp")
+    model = parallelized(mesh)
+    settings = {"device_mesh": mesh, "dp_shard_dim": "dp", "zero_dp_strategy": strategy}
+    if optimizer_first:
+        model, optimizer = fully_shard(model, sgd(model), **settings)
+    else:
+        model = fully_shard(model, **settings)
+        optimizer = sgd(model)
+    assert role_of(model.blocks[0].up.weight).tp_shard_dim == 0
+    assert role_of(model.blocks[0].down.weight).tp_shard_dim == 1
+    torch.manual_seed(6)
+    reference = TorchNet()
+    start = put_together(full_parameters(model), model, axis)
+    for name, value in reference.named_parameters():
+        assert torch.equal(start[name], value), name
+    plain = sgd(reference)
+    for step in range(STEPS):
+        model(torch_batch(dp.rank, step)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        sum(reference(torch_batch(r, step)).square().mean() / 2 for r in range(2)).backward()
+        plain.step()
+        plain.zero_grad()
+    found = put_together(full_parameters(model), model, axis)
+    for name, value in reference.named_parameters():
+        torch.testing.assert_close(found[name], value.detach(), rtol=0, atol=2e-6, msg=name)
+
+
+@pytest.mark.ranks(4)
+def test_state_that_an_optimizer_has_of_dtensors_comes_along(ranks):
+    mesh = mesh_2x2()
+    model = parallelized(mesh)
+    optimizer = sgd(model)
+    model(torch_batch(0, 0)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    before = optimizer.state[model.blocks[0].up.weight]["momentum_buffer"].to_local().clone()
+    model, optimizer = fully_shard(model, optimizer, device_mesh=mesh, dp_shard_dim="dp")
+    after = optimizer.state[model.blocks[0].up.weight]["momentum_buffer"]
+    assert torch.equal(after.full_tensor(), before)
+
+
+@pytest.mark.ranks(2)
+def test_dtensors_that_cannot_be_cut_again_are_named(ranks):
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+    with torch.device("meta"):
+        model = TorchNet()
+    parallelize_module(model.blocks[0], mesh["tp"], plan())
+    with pytest.raises(ValueError, match=r"blocks\.0\.up\.weight is a DTensor on the meta device"):
+        fully_shard(model, device_mesh=mesh, dp_shard_dim="dp")
+
+
+# -- experts ----------------------------------------------------------------------------------
+
+
+class ExpertNet(nn.Module):
+    """Each ep rank holds its own expert, and every token goes to the expert at hand."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense = nn.Linear(4, 4)
+        self.expert = nn.Parameter(torch.eye(4))
+
+    def forward(self, x):
+        return self.dense(x) @ self.expert
+
+
+@pytest.mark.ranks(4)
+@STRATEGIES
+def test_experts_are_cut_over_their_own_axis_and_scaled_by_the_dense_ranks(strategy, ranks):
+    mesh = ParallelLayout(ep=2).build("cpu")
+    torch.manual_seed(2)
+    model = ExpertNet()
+    plain = copy.deepcopy(model)
+    mark(model.expert, expert=True)
+    ep = mesh.coordinate["ep"]
+    with torch.no_grad():
+        model.expert.mul_(ep + 1)
+    model = fully_shard(model, device_mesh=mesh, zero_dp_strategy=strategy)
+    assert torch.equal(full_parameters(model)["expert"], torch.eye(4) * (ep + 1))
+    for step in range(2):
+        model.zero_grad()
+        model(torch_batch(ranks.rank, step)[:, :4]).square().mean().backward()
+    found = full_gradients(model)
+    dense, expert = torch.zeros(4, 4), torch.zeros(4, 4)
+    here = gathered_over(torch.tensor([float(ep)]), mesh.axis("dp_shard_cp"))
+    for rank, of_rank in enumerate(int(value) for value in here):
+        one = copy.deepcopy(plain)
+        with torch.no_grad():
+            one.expert.mul_(of_rank + 1)
+        one(torch_batch(rank, 1)[:, :4]).square().mean().backward()
+        dense += one.dense.weight.grad / 4
+        if of_rank == ep:
+            expert += one.expert.grad / 4  # by D = 4, though two ranks hold this expert
+    torch.testing.assert_close(found["dense.weight"], dense, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(found["expert"], expert, rtol=1e-5, atol=1e-6)
+    groups = {g.refs[0].name: g for g in model.parameter_groups()}
+    assert groups["expert"].axes.size == 2
+    assert groups["dense.weight"].axes.size == 4

@@ -14,6 +14,7 @@ from lamina.ddp import FlatStep, point_optimizer_at, resolve_strategy
 from lamina.fsdp.module import ShardedModule, is_sharded
 from lamina.fsdp.precision import MixedPrecisionPolicy
 from lamina.fsdp.sharding import ShardingSettings, resolve_axes, shard_model
+from lamina.fsdp.tensor_parallel import point_at_localised
 from lamina.mesh import ParallelLayout, ParallelMesh, require_overlap
 
 __all__ = ["fully_shard", "fully_shard_model", "fully_shard_optimizer"]
@@ -135,6 +136,7 @@ def fully_shard_optimizer(optimizer: OptimizerT, module: nn.Module) -> Optimizer
             "or fully_shard(module, optimizer, ...) for both"
         )
     groups = list(module.parameter_groups())
+    point_at_localised(optimizer, module)
     point_optimizer_at(optimizer, groups)
     FlatStep(optimizer, groups, module.sharding_engine.mark_weights_changed)
     module.sharding_engine.follows_optimizer = True

@@ -30,6 +30,7 @@ from lamina.fsdp.hooks import attach_hooks
 from lamina.fsdp.materialise import materialise_unit
 from lamina.fsdp.module import ShardedModule, adopt
 from lamina.fsdp.precision import MixedPrecisionPolicy
+from lamina.fsdp.tensor_parallel import localise_dtensors
 from lamina.fsdp.unit import Unit
 from lamina.fsdp.units import UnitPlan, plan_units
 from lamina.fsdp.weights import ShardedWeights
@@ -104,6 +105,7 @@ def resolve_axes(
 
 def shard_model(module: nn.Module, settings: ShardingSettings) -> ShardedModule:
     """Cut a module's parameters into groups by units and put an engine on its hooks."""
+    localise_dtensors(module)
     plans = plan_units(module, settings.unit_classes)
     transient = TransientBuffers()
     pool = StoragePool(

@@ -141,7 +141,7 @@ def runs(tmp_path_factory) -> dict[str, object]:
     outputs = {
         "torn": start(torn, quiet).finish(),
         "fewer": start(base / "fewer", quiet, ranks=1).finish(),
-        "whole": start(whole, torchrun=True).finish(),
+        "whole": start(whole).finish(),
     }
     return {
         "base": base,

@@ -6,7 +6,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from lamina.ddp import FlatStep, full_parameters, point_optimizer_at, resolve_strategy
-from lamina.fsdp.sharding import ShardingSettings, resolve_axes, shard_model
+from lamina.fsdp.meshes import MeshArguments, resolve_meshes
+from lamina.fsdp.sharding import ShardingSettings, shard_model
 from lamina.mesh import ParallelLayout
 from lamina_testing.toys import Block, OddNet, inputs
 
@@ -58,7 +59,7 @@ def build(make):
 
 def shard(model, *, slots, poison):
     optimizer = sgd(model)
-    dense, _ = resolve_axes(ParallelLayout().build("cpu"), None, None)
+    dense, _ = resolve_meshes(MeshArguments(ParallelLayout().build("cpu")))
     settings = ShardingSettings(
         resolve_strategy(3), dense, unit_classes=[Block], slots=slots, poison=poison
     )

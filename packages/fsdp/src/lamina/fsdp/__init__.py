@@ -3,15 +3,19 @@
 from lamina.fsdp.api import fully_shard, fully_shard_model, fully_shard_optimizer
 from lamina.fsdp.engine import ShardingEngine
 from lamina.fsdp.hooks import register_forward_method
+from lamina.fsdp.limits import UnavailableError
 from lamina.fsdp.module import ShardedModule
+from lamina.fsdp.per_module import ModuleWithUnit, shard_module
 from lamina.fsdp.precision import MixedPrecisionPolicy
 from lamina.fsdp.unit import Unit
 from lamina.fsdp.units import UnitPlan, plan_units
 
 __all__ = [
     "MixedPrecisionPolicy",
+    "ModuleWithUnit",
     "ShardedModule",
     "ShardingEngine",
+    "UnavailableError",
     "Unit",
     "UnitPlan",
     "fully_shard",
@@ -19,4 +23,5 @@ __all__ = [
     "fully_shard_optimizer",
     "plan_units",
     "register_forward_method",
+    "shard_module",
 ]

@@ -98,6 +98,8 @@ class ShardingEngine:
         training = torch.is_grad_enabled()
         if unit is self.root:
             self._end_forward(training)
+            if unit.explicit_reshard and unit.reshard_after_forward:
+                unit.reshard()
             return
         last = bool(self._order) and unit is self._order[-1]
         if not training or (unit.reshard_after_forward and not last):
@@ -121,6 +123,11 @@ class ShardingEngine:
 
     def _prefetch(self, unit: Unit, step: int) -> None:
         """Start the gather of the unit that came after (or before) this one last time."""
+        if step in unit.prefetch:
+            for other in unit.prefetch[step]:
+                with suppress(StaleStorageError):
+                    other.start_unshard()
+            return
         if not self._overlap_gather or unit not in self._order:
             return
         index = self._order.index(unit) + step

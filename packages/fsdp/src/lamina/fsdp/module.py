@@ -9,6 +9,8 @@ from typing import Any, cast
 
 from torch import nn
 
+from lamina.buffers import Replicate
+from lamina.collectives import broadcast
 from lamina.ddp import ParameterGroup
 from lamina.fsdp.engine import ShardingEngine
 
@@ -33,6 +35,39 @@ class ShardedModule(nn.Module):
     def no_sync(self) -> AbstractContextManager[None]:
         """Backwards inside are not the step's last microbatch (gradient accumulation)."""
         return self.sharding_engine.reducer.no_sync()
+
+    def set_model_auto_sync(self, sync: bool = True) -> None:
+        """Whether backwards outside `no_sync` end the accumulation (Megatron-FSDP's name).
+
+        With False, `finish_grad_sync` or the optimizer's step ends it.
+        """
+        self.sharding_engine.reducer.is_final = sync
+
+    def start_grad_sync(self) -> None:
+        """Begin to sum what was accumulated and not yet summed over ranks."""
+        self.sharding_engine.reducer.start()
+
+    def finish_grad_sync(self) -> None:
+        """Wait until gradients are summed and visible; harmless when they are."""
+        engine = self.sharding_engine
+        engine.reducer.finish()
+        if not engine.follows_optimizer:
+            engine.mark_weights_changed()  # a step that nobody announces may follow
+
+    def scale_gradients(self, factor: float) -> None:
+        """Multiply all main grads by `factor`."""
+        for group in self.parameter_groups():
+            if group.gradients is not None:
+                group.gradients.main.data.mul_(factor)
+
+    def broadcast_params(self) -> None:
+        """Take the first rank's main weights along the axes that hold copies (collective)."""
+        for group in self.parameter_groups():
+            axes = (group.axes.outer, group.axes.inner)
+            for placement, axis in zip(group.rest.placement, axes, strict=True):
+                if isinstance(placement, Replicate):
+                    broadcast(group.rest.data, axis.sibling("gather"), src=0).wait()
+        self.start_param_sync()
 
     def start_param_sync(self) -> None:
         """Main weights were changed by hand: install them before the next forward."""
@@ -78,5 +113,5 @@ def adopt(module: nn.Module, engine: ShardingEngine) -> ShardedModule:
 
 
 def is_sharded(module: nn.Module) -> bool:
-    """Whether `fully_shard` has been applied to exactly this module."""
-    return _ENGINE in module.__dict__
+    """Whether `fully_shard` or `shard_module` has been applied to exactly this module."""
+    return isinstance(module, ShardedModule)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from lamina.ddp import GroupDtypes, resolve_dtypes
 
-__all__ = ["MixedPrecisionPolicy"]
+__all__ = ["MixedPrecisionPolicy", "policy_from"]
 
 
 @dataclass(frozen=True)
@@ -46,3 +47,29 @@ class MixedPrecisionPolicy:
             grads=self.main_grads_dtype,
             wire=self.grad_comm_dtype,
         )
+
+
+def policy_from(given: Any) -> MixedPrecisionPolicy | None:
+    """Lamina's policy from torch FSDP2's (or from itself, or from None).
+
+    torch's `reduce_dtype` is the dtype on the wire; sums are fp32 whatever it is. The optimizer
+    updates the parameters in the dtype they were made in.
+
+    Raises:
+        TypeError: for something that is neither.
+    """
+    if given is None or isinstance(given, MixedPrecisionPolicy):
+        return given
+    try:
+        return MixedPrecisionPolicy(
+            main_params_dtype=None,
+            grad_comm_dtype=given.reduce_dtype,
+            param_dtype=given.param_dtype,
+            output_dtype=given.output_dtype,
+            cast_forward_inputs=given.cast_forward_inputs,
+        )
+    except AttributeError as error:
+        raise TypeError(
+            f"mp_policy={given!r}: use torch.distributed.fsdp.MixedPrecisionPolicy or "
+            "lamina.fsdp.MixedPrecisionPolicy"
+        ) from error

@@ -8,24 +8,25 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from lamina.buffers import BufferLayout, FlatBuffer, Shard, StoragePool
 from lamina.ddp import (
+    ORDERED,
     DataParallelAxes,
     GradientReducer,
     GroupSettings,
     Order,
     ParameterGroup,
     ParameterRef,
+    Reduction,
     Strategy,
     TransientBuffers,
     Weights,
     WholeWeights,
-    data_parallel_axes,
     group_parameters,
 )
 from lamina.fsdp.engine import ShardingEngine
+from lamina.fsdp.fine_grained import refine
 from lamina.fsdp.hooks import attach_hooks
 from lamina.fsdp.materialise import materialise_unit
 from lamina.fsdp.module import ShardedModule, adopt
@@ -34,9 +35,8 @@ from lamina.fsdp.tensor_parallel import localise_dtensors
 from lamina.fsdp.unit import Unit
 from lamina.fsdp.units import UnitPlan, plan_units
 from lamina.fsdp.weights import ShardedWeights
-from lamina.mesh import ParallelMesh
 
-__all__ = ["ShardingSettings", "resolve_axes", "shard_model"]
+__all__ = ["ShardingSettings", "make_groups", "shard_model"]
 
 
 @dataclass(frozen=True)
@@ -57,6 +57,9 @@ class ShardingSettings:
         slots: gather into fixed memory shared by units that never live together (planned after
             the first step) instead of storage that is released and regrown.
         poison: fill released weights with NaN, to find whoever reads them.
+        fine_grained: make every module that holds parameters a unit.
+        bucket_per_parameter: a buffer for each parameter instead of one per kind and unit.
+        reduction: how gradients are summed over ranks.
         device: where meta parameters are materialised.
         init_module: initialises a meta module's own tensors; None calls `reset_parameters`.
     """
@@ -73,40 +76,19 @@ class ShardingSettings:
     broadcast: bool = True
     slots: bool = False
     poison: bool = False
+    fine_grained: bool = False
+    bucket_per_parameter: bool = False
+    reduction: Reduction = ORDERED
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     init_module: Callable[[nn.Module], None] | None = None
-
-
-def resolve_axes(
-    mesh: ParallelMesh | DeviceMesh,
-    shard_dim: str | Sequence[str] | None,
-    outer_dim: str | Sequence[str] | None,
-) -> tuple[DataParallelAxes, DataParallelAxes | None]:
-    """Dense and expert data-parallel axes of a mesh.
-
-    Raises:
-        ValueError: if a DeviceMesh of several dimensions does not say which one shards.
-    """
-    if isinstance(mesh, ParallelMesh):
-        dense = data_parallel_axes(mesh, shard_dim or "dp_shard_cp", outer_dim or "dp_replicate")
-        if mesh.layout.ep == mesh.layout.expert_tp == mesh.layout.tp == 1:
-            return dense, None
-        return dense, data_parallel_axes(mesh, "expert_dp", "dp_replicate", dense.size)
-    if shard_dim is None:
-        names = mesh.mesh_dim_names or ()
-        if len(names) != 1:
-            raise ValueError(
-                f"the mesh has dimensions {names}: say which one shards with dp_shard_dim=, and "
-                "which replicates with dp_outer_dim="
-            )
-        shard_dim = names[0]
-    return data_parallel_axes(mesh, shard_dim, outer_dim), None
 
 
 def shard_model(module: nn.Module, settings: ShardingSettings) -> ShardedModule:
     """Cut a module's parameters into groups by units and put an engine on its hooks."""
     localise_dtensors(module)
     plans = plan_units(module, settings.unit_classes)
+    if settings.fine_grained:
+        plans = refine(module, plans)
     transient = TransientBuffers()
     pool = StoragePool(
         settings.device, mode="slots" if settings.slots else "resize", poison=settings.poison
@@ -116,7 +98,7 @@ def shard_model(module: nn.Module, settings: ShardingSettings) -> ShardedModule:
     gathers = any(isinstance(p, Shard) for p in settings.strategy.placements.model_weights)
     reducer = GradientReducer(
         trained[::-1],
-        settings.strategy.cadence,
+        settings.reduction.cadence or settings.strategy.cadence,
         transient,
         # Gathers already force one order of units on all ranks; without them, a fixed list does.
         order=Order.AS_CLOSED if gathers else Order.STATIC,
@@ -147,10 +129,18 @@ def _make_unit(
     plan: UnitPlan, settings: ShardingSettings, transient: TransientBuffers, pool: StoragePool
 ) -> Unit:
     materialise_unit(plan, settings.device, settings.init_module)
+    return Unit(plan.name, plan.module, make_groups(plan, settings, transient, pool))
+
+
+def make_groups(
+    plan: UnitPlan, settings: ShardingSettings, transient: TransientBuffers, pool: StoragePool
+) -> list[ParameterGroup]:
+    """Buffers for a unit's parameters, which have values by now (collective)."""
     group_settings = GroupSettings(
         settings.strategy,
         scale=1.0 / settings.dense.divisor if settings.average else None,
         broadcast=settings.broadcast,
+        reduction=settings.reduction,
     )
     groups = []
     for keep in (False, True):
@@ -158,13 +148,13 @@ def _make_unit(
         for key, refs in group_parameters(chosen):
             dtypes = settings.precision.dtypes(key.dtype, keep=keep)
             axes = settings.expert if key.expert and settings.expert else settings.dense
-            name = (plan.name, keep, *key.__dict__.values())
-            groups.append(
-                ParameterGroup(
-                    refs, axes, dtypes, group_settings, transient, _weights_factory(pool, name)
+            for members in [[ref] for ref in refs] if settings.bucket_per_parameter else [refs]:
+                name = (plan.name, keep, members[0].name, *key.__dict__.values())
+                factory = _weights_factory(pool, name)
+                groups.append(
+                    ParameterGroup(members, axes, dtypes, group_settings, transient, factory)
                 )
-            )
-    return Unit(plan.name, plan.module, groups)
+    return groups
 
 
 def _kept(ref: ParameterRef, precision: MixedPrecisionPolicy) -> bool:

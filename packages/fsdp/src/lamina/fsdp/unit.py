@@ -46,6 +46,11 @@ class Unit:
         self.module_class = type(module).__name__
         self.groups = tuple(groups)
         self.reshard_after_forward = reshard_after_forward
+        self.explicit_reshard = False
+        """Whether somebody asked for that; otherwise the root keeps its weights for backward."""
+        self.prefetch: dict[int, tuple[Unit, ...]] = {}
+        """Units to gather when this one's forward (1) or backward (-1) begins, where somebody said
+        so; otherwise the recorded order says it."""
         self.in_backward = False
         """Between this unit's pre-backward and the end of its last backward."""
         self.calls_without_grad = 0

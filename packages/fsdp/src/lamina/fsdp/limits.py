@@ -1,0 +1,93 @@
+"""Arguments of `fully_shard` that need hardware, or each other: refused here by name, or never."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from lamina.collectives import registration_problem
+from lamina.ddp import DataParallelAxes
+
+__all__ = ["BufferArguments", "UnavailableError"]
+
+
+class UnavailableError(NotImplementedError):
+    """An argument asks for what this machine or this build of Lamina does not have."""
+
+
+@dataclass(frozen=True)
+class BufferArguments:
+    """Arguments about memory and number formats, under `fully_shard`'s own names."""
+
+    average_in_collective: bool = False
+    calculate_per_token_loss: bool = False
+    keep_fp8_transpose_cache: bool = False
+    nccl_ub: bool = False
+    fsdp_double_buffer: bool = False
+    disable_symmetric_registration: bool = False
+    use_decoupled_grad: bool = False
+    cuda_graph_mode: bool = False
+    maxpool_double_buffer: bool = False
+    fsdp_db_use_persist_buf_on_alloc_fail: bool = False
+
+    def check(self, axes: DataParallelAxes, device: torch.device) -> None:
+        """Refuse what cannot work.
+
+        Raises:
+            UnavailableError: for what the hardware, or Lamina, lacks.
+            ValueError: for arguments that need another one.
+        """
+        if self.average_in_collective and self.calculate_per_token_loss:
+            raise ValueError(
+                "average_in_collective=True averages over ranks and calculate_per_token_loss=True "
+                "leaves sums for finalize_grads(num_tokens=) to divide: choose one"
+            )
+        self._check_double_buffer()
+        if self.keep_fp8_transpose_cache:
+            raise UnavailableError(
+                "keep_fp8_transpose_cache=True: model weights are not kept in FP8 here, so there "
+                "is no transpose to cache; leave it False"
+            )
+        if self.use_decoupled_grad:
+            raise UnavailableError(
+                "use_decoupled_grad=True: gradients are shown in `.grad`, which torch's optimizers "
+                "read; nothing would read `.decoupled_grad`. Leave it False and choose their dtype "
+                "with MixedPrecisionPolicy(main_grads_dtype=)"
+            )
+        if self.cuda_graph_mode and device.type != "cuda":
+            raise UnavailableError(
+                f"cuda_graph_mode=True: the model is on {device}, and only CUDA has graphs"
+            )
+        if self.nccl_ub:
+            self._check_registration(axes, device)
+
+    def _check_double_buffer(self) -> None:
+        for name in (
+            "maxpool_double_buffer",
+            "fsdp_db_use_persist_buf_on_alloc_fail",
+            "cuda_graph_mode",
+        ):
+            if getattr(self, name) and not self.fsdp_double_buffer:
+                raise ValueError(
+                    f"{name}=True is about the fixed buffers of fsdp_double_buffer=True, which is "
+                    "off: turn it on, or leave this one out"
+                )
+        if self.disable_symmetric_registration and not self.nccl_ub:
+            raise ValueError(
+                "disable_symmetric_registration=True is about the memory that nccl_ub=True "
+                "registers, which is off: turn it on, or leave this one out"
+            )
+
+    def _check_registration(self, axes: DataParallelAxes, device: torch.device) -> None:
+        problem = registration_problem(
+            axes.inner.sibling("gather"),
+            device if device.type == "cuda" else None,
+            symmetric=not self.disable_symmetric_registration,
+        )
+        if problem is not None:
+            raise UnavailableError(f"nccl_ub=True: {problem}")
+        raise UnavailableError(
+            "nccl_ub=True: the slots are not allocated from registered memory yet; "
+            "lamina.collectives.register_pool registers memory of your own"
+        )

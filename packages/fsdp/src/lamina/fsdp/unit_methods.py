@@ -1,0 +1,150 @@
+"""The methods of torch's `FSDPModule`, for modules that `shard_module` was applied to."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence
+from typing import cast
+
+from torch import nn
+
+from lamina.fsdp.engine import ShardingEngine
+from lamina.fsdp.limits import UnavailableError
+from lamina.fsdp.unit import Unit
+
+__all__ = ["UnitMethods", "UnshardHandle"]
+
+_FLAGS = "_lamina_final_flags"
+
+
+class UnshardHandle:
+    """An `unshard(async_op=True)` under way."""
+
+    def __init__(self, unit: Unit) -> None:
+        self._unit: Unit | None = unit
+
+    def wait(self) -> None:
+        """Make the whole weights ready; a second call does nothing."""
+        if self._unit is not None:
+            self._unit.unshard()
+            self._unit = None
+
+
+class UnitMethods:
+    """What torch's FSDP2 offers on its modules, under the same names."""
+
+    @property
+    @abstractmethod
+    def sharding_engine(self) -> ShardingEngine:
+        """The model's engine."""
+
+    @property
+    @abstractmethod
+    def sharding_unit(self) -> Unit:
+        """The module's own unit."""
+
+    def unshard(self, async_op: bool = False) -> UnshardHandle | None:
+        """Gather this module's own whole weights (collective, not recursive).
+
+        Args:
+            async_op: begin, and return a handle whose `wait()` (or the module's forward) ends it.
+        """
+        _ = self.sharding_engine
+        self.sharding_unit.start_unshard()
+        handle = UnshardHandle(self.sharding_unit)
+        if async_op:
+            return handle
+        handle.wait()
+        return None
+
+    def reshard(self) -> None:
+        """Give this module's own whole weights back (not recursive)."""
+        self.sharding_unit.reshard()
+
+    def set_requires_gradient_sync(self, requires: bool, *, recurse: bool = True) -> None:
+        """Whether the next backwards end the accumulation: `no_sync` as a switch.
+
+        Gradients of a microbatch are summed over the sharding dimension at once either way: no
+        rank keeps a whole gradient.
+
+        Raises:
+            UnavailableError: for a part of the model: its gradients belong to one step.
+        """
+        self._set_final("gradient_sync", requires, recurse, "set_requires_gradient_sync")
+
+    def set_requires_all_reduce(self, requires: bool, *, recurse: bool = True) -> None:
+        """Whether the next backwards sum over the outer dimension of replicas too (HSDP).
+
+        Raises:
+            UnavailableError: for a part of the model.
+        """
+        self._set_final("all_reduce", requires, recurse, "set_requires_all_reduce")
+
+    def set_is_last_backward(self, is_last_backward: bool) -> None:
+        """Whether the next backward is the step's last one: gradients are final after it.
+
+        Raises:
+            UnavailableError: for a part of the model.
+        """
+        self._set_final("last_backward", is_last_backward, True, "set_is_last_backward")
+
+    def _set_final(self, name: str, value: bool, recurse: bool, asked: str) -> None:
+        engine = self.sharding_engine
+        whole = self.sharding_unit is engine.root
+        if not whole or not (recurse or len(engine.units) == 1):
+            raise UnavailableError(
+                f"{asked} on {self.sharding_unit.name or 'the root with recurse=False'}: the "
+                "gradients of one step become final together; call it on the outermost module "
+                "with recurse=True"
+            )
+        flags: dict[str, bool] = self.__dict__.setdefault(_FLAGS, {})
+        flags[name] = value
+        engine.reducer.is_final = all(flags.values())
+
+    def set_reshard_after_forward(self, reshard: bool, recurse: bool = True) -> None:
+        """Whether whole weights are given back between forward and backward.
+
+        Raises:
+            ValueError: if it is not a bool.
+        """
+        if not isinstance(reshard, bool):
+            raise ValueError(f"set_reshard_after_forward({reshard!r}): True or False")
+        for unit in self._units(recurse):
+            unit.reshard_after_forward = reshard
+            unit.explicit_reshard = True
+
+    def set_reshard_after_backward(self, reshard: bool, *, recurse: bool = True) -> None:
+        """Whole weights are always given back after backward.
+
+        Raises:
+            UnavailableError: for False.
+        """
+        if not reshard:
+            raise UnavailableError(
+                "set_reshard_after_backward(False): between backwards the module holds what the "
+                "optimizer updates; use fully_shard(zero_dp_strategy=2), which keeps weights whole"
+            )
+
+    def set_modules_to_forward_prefetch(self, modules: Sequence[nn.Module]) -> None:
+        """Gather these modules' weights when this one's forward begins, instead of the next's."""
+        self.sharding_unit.prefetch[1] = _units_of(modules)
+
+    def set_modules_to_backward_prefetch(self, modules: Sequence[nn.Module]) -> None:
+        """Gather these modules' weights when this one's backward begins, instead of the next's."""
+        self.sharding_unit.prefetch[-1] = _units_of(modules)
+
+    def _units(self, recurse: bool) -> Iterator[Unit]:
+        modules = cast(nn.Module, self).modules() if recurse else [self]
+        for module in modules:
+            if isinstance(module, UnitMethods):
+                yield module.sharding_unit
+
+
+def _units_of(modules: Sequence[nn.Module]) -> tuple[Unit, ...]:
+    for module in modules:
+        if not isinstance(module, UnitMethods):
+            raise ValueError(
+                f"{type(module).__name__} has no weights of its own to prefetch: name modules that "
+                "shard_module was applied to"
+            )
+    return tuple(cast(UnitMethods, module).sharding_unit for module in modules)

@@ -1,0 +1,283 @@
+"""Every argument of `fully_shard` works, or says by name why it can't."""
+
+import inspect
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from lamina.collectives import Ledger
+from lamina.ddp import full_gradients, full_parameters
+from lamina.fsdp import UnavailableError, fully_shard
+from lamina.mesh import ParallelLayout, mark
+from lamina_testing.toys import Block, OddNet, inputs
+
+DOCUMENTED = """
+    device_mesh fsdp_unit_modules dp_shard_dim dp_outer_dim tp_dim expt_device_mesh zero_dp_strategy
+    outer_dp_sharding_strategy mixed_precision_policy overlap_grad_reduce overlap_param_gather
+    sync_model_each_microbatch init_model_with_meta_device preproc_state_dict_for_dcp_ckpt
+    report_nan_in_param_grad average_in_collective calculate_per_token_loss
+    keep_fp8_transpose_cache nccl_ub fsdp_double_buffer hybrid_fsdp_group hybrid_fsdp_expt_group
+    fsdp_group_ag expt_fsdp_group_ag device disable_bucketing disable_symmetric_registration
+    enable_fine_grained_param_gather use_decoupled_grad cuda_graph_mode maxpool_double_buffer
+    fsdp_db_use_persist_buf_on_alloc_fail
+""".split()
+
+
+def build(make=OddNet):
+    torch.manual_seed(3)
+    return make()
+
+
+def sgd(model):
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def train(rank, world, steps=3, microbatches=1, sync=None, **settings):
+    """Parameters and last gradients of a short run."""
+    model = build()
+    settings.setdefault("device_mesh", init_device_mesh("cpu", (world,), mesh_dim_names=("dp",)))
+    settings.setdefault("fsdp_unit_modules", [Block])
+    model, optimizer = fully_shard(model, sgd(model), **settings)
+    gradients = {}
+    for step in range(steps):
+        for m in range(microbatches):
+            model(inputs(model, 100 * step + 10 * m + rank)).square().mean().backward()
+        if sync is not None:
+            sync(model)
+            gradients = full_gradients(model)
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, gradients, full_parameters(model)
+
+
+def assert_same(found, wanted):
+    assert found.keys() == wanted.keys()
+    for name in wanted:
+        assert torch.equal(found[name], wanted[name]), name
+
+
+def test_all_documented_arguments_are_there():
+    parameters = inspect.signature(fully_shard).parameters
+    assert [name for name in DOCUMENTED if name not in parameters] == []
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"average_in_collective": True},
+        {"disable_bucketing": True},
+        {"enable_fine_grained_param_gather": True},
+        {"fsdp_double_buffer": True},
+        {"fsdp_double_buffer": True, "maxpool_double_buffer": True},
+        {"fsdp_double_buffer": True, "fsdp_db_use_persist_buf_on_alloc_fail": True},
+        {"device": "cpu", "dp_shard_dim": "dp"},
+    ],
+    ids=lambda settings: "+".join(settings),
+)
+def test_arguments_about_communication_do_not_change_bits(settings, ranks):
+    _, _, plain = train(ranks.rank, 2)
+    _, _, found = train(ranks.rank, 2, **settings)
+    assert_same(found, plain)
+
+
+@pytest.mark.ranks(2)
+def test_disable_bucketing_gives_each_parameter_a_collective_of_its_own(ranks):
+    model, _, _ = train(ranks.rank, 2, steps=0, disable_bucketing=True)
+    assert all(len(group.refs) == 1 for group in model.parameter_groups())
+
+
+@pytest.mark.ranks(2)
+def test_fine_grained_gathers_hold_one_module_at_a_time(ranks):
+    model, _, _ = train(ranks.rank, 2, steps=0, enable_fine_grained_param_gather=True)
+    names = [unit.name for unit in model.sharding_engine.units]
+    assert names[:5] == ["", "enter", "blocks.0.norm", "blocks.0.up", "blocks.0.down"]
+    seen = []
+    model.blocks[0].down.register_forward_pre_hook(
+        lambda *_: seen.append(type(model.blocks[0].norm.weight.data).__name__)
+    )
+    model(inputs(model, 0))
+    assert seen == ["ShardedTensor"], "norm was not given back before down ran"
+
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.MultiheadAttention(8, 2, batch_first=True)
+
+    def forward(self, x):
+        return self.inner(x, x, x, need_weights=False)[0]
+
+
+class AttentionNet(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Attention() for _ in range(2))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = x + block(x)
+        return x
+
+
+@pytest.mark.ranks(2)
+def test_fine_grained_keeps_weights_with_the_module_that_reads_them(ranks):
+    model = fully_shard(build(AttentionNet), enable_fine_grained_param_gather=True)
+    assert [u.name for u in model.sharding_engine.units] == ["", "blocks.0.inner", "blocks.1.inner"]
+    model(torch.randn(2, 3, 8)).sum().backward()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("strategy", [0, 2, 3])
+def test_without_sync_each_microbatch_the_optimizers_step_ends_the_accumulation(strategy, ranks):
+    common = {"microbatches": 2, "zero_dp_strategy": strategy}
+    _, _, lazy = train(ranks.rank, 2, sync_model_each_microbatch=False, **common)
+    model = build()
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    model, optimizer = fully_shard(
+        model, sgd(model), device_mesh=mesh, fsdp_unit_modules=[Block], zero_dp_strategy=strategy
+    )
+    for step in range(3):
+        for m in range(2):
+            with model.no_sync() if m == 0 else torch.enable_grad():
+                model(inputs(model, 100 * step + 10 * m + ranks.rank)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert_same(lazy, full_parameters(model))
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("strategy", [0, 1, 3])
+def test_finish_grad_sync_shows_the_accumulated_gradient(strategy, ranks):
+    _, gradients, _ = train(
+        ranks.rank,
+        2,
+        microbatches=2,
+        sync=lambda model: model.finish_grad_sync(),
+        sync_model_each_microbatch=False,
+        zero_dp_strategy=strategy,
+    )
+    _, wanted, _ = train(
+        ranks.rank, 2, microbatches=2, sync=lambda model: None, zero_dp_strategy=strategy
+    )
+    assert gradients.keys() == wanted.keys()
+    for name in wanted:
+        torch.testing.assert_close(gradients[name], wanted[name], rtol=0, atol=1e-6)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(
+    ("settings", "error", "says"),
+    [
+        ({"keep_fp8_transpose_cache": True}, UnavailableError, "FP8"),
+        ({"nccl_ub": True}, UnavailableError, "CUDA|NCCL"),
+        ({"use_decoupled_grad": True}, UnavailableError, r"\.grad"),
+        ({"cuda_graph_mode": True, "fsdp_double_buffer": True}, UnavailableError, "CUDA"),
+        ({"cuda_graph_mode": True}, ValueError, "fsdp_double_buffer"),
+        ({"maxpool_double_buffer": True}, ValueError, "fsdp_double_buffer"),
+        ({"fsdp_db_use_persist_buf_on_alloc_fail": True}, ValueError, "fsdp_double_buffer"),
+        ({"disable_symmetric_registration": True}, ValueError, "nccl_ub"),
+        (
+            {"average_in_collective": True, "calculate_per_token_loss": True},
+            ValueError,
+            "finalize_grads",
+        ),
+        ({"init_model_with_meta_device": True}, ValueError, "meta"),
+        ({"tp_dim": "dp", "dp_shard_dim": "dp"}, ValueError, "tp_dim"),
+        ({"tp_dim": "nowhere"}, ValueError, "nowhere"),
+        ({"reduction": "fast"}, ValueError, "native"),
+    ],
+    ids=lambda value: "+".join(value) if isinstance(value, dict) else "",
+)
+def test_what_cannot_work_is_refused_by_name(settings, error, says, ranks):
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    model = build()
+    with pytest.raises(error, match=says) as caught:
+        fully_shard(model, device_mesh=mesh, **settings)
+    assert any(name in str(caught.value) for name in settings), "the argument is not named"
+    assert not any(hasattr(p, "to_local") for p in model.parameters()), "half sharded"
+
+
+@pytest.mark.ranks(4)
+def test_tp_dim_is_not_the_dimension_to_shard_along(ranks):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "model"))
+    model = fully_shard(build(), device_mesh=mesh, tp_dim="model")
+    group = next(model.parameter_groups())
+    assert group.axes.inner.name == "data"
+    assert group.axes.size == 2
+
+
+class Experts(OddNet):
+    """The last block is an expert's."""
+
+    def __init__(self):
+        super().__init__()
+        for parameter in self.blocks[2].parameters():
+            mark(parameter, expert=True)
+
+
+@pytest.mark.ranks(4)
+def test_expert_mesh_shards_expert_parameters_and_averages_over_all_ranks(ranks):
+    mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))
+    experts = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ep", "dp"))
+    model = fully_shard(
+        build(Experts), device_mesh=mesh, expt_device_mesh=experts, fsdp_unit_modules=[Block]
+    )
+    kinds = {g.refs[0].role.expert: g for g in model.parameter_groups()}
+    assert (kinds[False].axes.size, kinds[True].axes.size) == (4, 2)
+    assert kinds[True].axes.divisor == 4
+    model(inputs(model, ranks.rank)).mean().backward()
+    reference = build(Experts)
+    copies = [r for r in range(4) if r // 2 == ranks.rank // 2]
+    sum(reference(inputs(reference, r)).mean() for r in copies).div(4).backward()
+    torch.testing.assert_close(
+        full_gradients(model)["blocks.2.up.weight"], reference.blocks[2].up.weight.grad
+    )
+
+
+@pytest.mark.ranks(2)
+def test_gathers_go_over_the_group_that_was_given(ranks):
+    mine = dist.new_group([0, 1], group_desc="mine")
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    model = fully_shard(build(), device_mesh=mesh, fsdp_group_ag=mine)
+    with Ledger() as ledger:
+        model(inputs(model, 0))
+    gathers = [record for record in ledger.records if record.op == "all_gather_into"]
+    assert gathers
+    assert {record.axis for record in gathers} == {"mine"}
+
+
+@pytest.mark.ranks(4)
+def test_groups_over_other_ranks_are_refused(ranks):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
+    whole, half = dist.new_group([0, 1, 2, 3]), [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    common = {"device_mesh": mesh, "dp_shard_dim": "inner", "dp_outer_dim": "outer"}
+    with pytest.raises(ValueError, match="hybrid_fsdp_group has ranks"):
+        fully_shard(build(), hybrid_fsdp_group=half[ranks.rank % 2], **common)
+    with pytest.raises(ValueError, match="fsdp_group_ag has ranks"):
+        fully_shard(build(), fsdp_group_ag=whole, **common)
+    with pytest.raises(ValueError, match="hybrid_fsdp_expt_group is given"):
+        fully_shard(build(), hybrid_fsdp_expt_group=whole, **common)
+    with pytest.raises(ValueError, match="expt_fsdp_group_ag is given"):
+        fully_shard(build(), expt_fsdp_group_ag=whole, **common)
+    fully_shard(build(), hybrid_fsdp_group=whole, **common)
+
+
+@pytest.mark.ranks(2)
+def test_reproducible_gives_the_same_bits_under_every_strategy(ranks):
+    results = [
+        train(ranks.rank, 2, microbatches=2, zero_dp_strategy=s, reproducible=True)[2]
+        for s in (0, 1, 3)
+    ]
+    assert_same(results[0], results[1])
+    assert_same(results[0], results[2])
+
+
+@pytest.mark.ranks(1)
+def test_no_mesh_means_one_axis_over_the_world(ranks):
+    model = fully_shard(build())
+    assert next(model.parameter_groups()).axes.size == 1
+    assert ParallelLayout().build("cpu").axis("dp").size == 1

@@ -7,9 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-import torch.distributed as dist
 
-from lamina.mesh import ParallelLayout
 from lamina.models import (
     GPTModel,
     LatentAttention,
@@ -154,29 +152,6 @@ def test_vocabulary_padding_stays_at_home(name):
     tokens = torch.randint(0, 61, (2, 9))
     with torch.no_grad():
         torch.testing.assert_close(model(tokens), theirs(tokens).logits, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.ranks(2)
-@pytest.mark.parametrize("name", ["llama", "gpt2", "deepseek"])
-def test_weights_cut_over_ranks_export_and_import_whole(name):
-    mesh = ParallelLayout(tp=2).build("cpu")
-    config = replace(CONFIGS[name], vocab_multiple=2)
-    whole, model = GPTModel(config, seed=4), GPTModel(config, mesh, seed=4)
-    expected, exported = to_huggingface(whole), to_huggingface(model)
-    assert expected.keys() == exported.keys()
-    assert all(torch.equal(exported[key], value) for key, value in expected.items())
-
-
-@pytest.mark.ranks(2)
-def test_each_rank_reads_its_pieces(tmp_path):
-    config = replace(CONFIGS["qwen3"], vocab_size=62)
-    if dist.get_rank() == 0:
-        theirs_of(config).save_pretrained(tmp_path)
-    dist.barrier()
-    mesh = ParallelLayout(tp=2).build("cpu")
-    whole, model = from_huggingface(tmp_path), from_huggingface(tmp_path, mesh)
-    tokens = torch.arange(30).view(2, 15)
-    torch.testing.assert_close(model(tokens), whole(tokens), rtol=1e-5, atol=1e-5)
 
 
 def test_what_has_no_counterpart_is_refused():

@@ -95,7 +95,8 @@ class Block:
         none = torch.empty(0, dtype=torch.int64, device="cpu")
         # Without dropout the kernel reads neither seed nor offset, nor lengths of equal sequences.
         found: Gradients = torch.ops.aten._scaled_dot_product_flash_attention_backward(
-            grad, query, _repeat(key, query), _repeat(value, query), out, logs, None, None,
+            grad, query, _repeat(key, query), _repeat(value, query), out, logs.contiguous(),
+            None, None,
             query.shape[2], key.shape[2], 0.0, self.causal, none, none, scale=self.scale,
         )  # fmt: skip
         return found[0], _gather_heads(found[1], key), _gather_heads(found[2], value)

@@ -1,0 +1,149 @@
+"""EMA and Muon beside sharded models, each against the same thing in one process."""
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+from lamina.ddp import full_parameters
+from lamina.fsdp import fully_shard, fully_shard_model, fully_shard_optimizer
+from lamina.mesh import mark
+from lamina_testing.toys import Block, OddNet, inputs
+
+STRATEGIES = pytest.mark.parametrize("strategy", [0, 1, 3])
+STEPS = 3
+
+
+def build():
+    torch.manual_seed(3)
+    return OddNet()
+
+
+def sgd(parameters):
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9, foreach=False)
+
+
+def loss_of(model, rank, step):
+    return model(inputs(model, 10 * step + rank)).square().mean()
+
+
+def settings(strategy):
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    return {"device_mesh": mesh, "zero_dp_strategy": strategy, "fsdp_unit_modules": [Block]}
+
+
+def assert_near(model, reference):
+    for name, value in full_parameters(model).items():
+        wanted = reference.get_parameter(name).detach()
+        torch.testing.assert_close(value, wanted, rtol=0, atol=1e-5, msg=name)
+
+
+def one_process(*optimizers_of, after_step=lambda: None, model=None):
+    model = build() if model is None else model
+    optimizers = [make(model) for make in optimizers_of]
+    for step in range(STEPS):
+        model.zero_grad()
+        sum(loss_of(model, rank, step) / 2 for rank in range(2)).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+        after_step()
+    return model
+
+
+@pytest.mark.ranks(2)
+@STRATEGIES
+def test_an_average_of_weights_by_torch(strategy, ranks):
+    """`AveragedModel` copies the model, so it is made before sharding, and its copy sharded too."""
+    model = build()
+    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5))
+    model, optimizer = fully_shard(model, sgd(model.parameters()), **settings(strategy))
+    fully_shard_model(average.module, **settings(strategy))
+    for step in range(STEPS):
+        loss_of(model, ranks.rank, step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        average.update_parameters(model)
+        average.module.start_param_sync()
+    plain = build()
+    expected = AveragedModel(plain, multi_avg_fn=get_ema_multi_avg_fn(0.5))
+    one_process(
+        lambda m: sgd(m.parameters()),
+        after_step=lambda: expected.update_parameters(plain),
+        model=plain,
+    )
+    assert_near(average.module, expected.module)
+    with torch.no_grad():
+        wanted = expected(inputs(plain, 77))
+        torch.testing.assert_close(average(inputs(model, 77)), wanted, rtol=0, atol=1e-5)
+
+
+@pytest.mark.ranks(2)
+@STRATEGIES
+def test_an_average_of_weights_in_five_lines(strategy, ranks):
+    model = build()
+    model, optimizer = fully_shard(model, sgd(model.parameters()), **settings(strategy))
+    average = {name: p.detach().clone() for name, p in model.named_parameters()}
+    for step in range(STEPS):
+        loss_of(model, ranks.rank, step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        for name, p in model.named_parameters():
+            average[name].lerp_(p.detach(), 0.5)
+    plain = build()
+    expected = {name: p.detach().clone() for name, p in plain.named_parameters()}
+
+    def follow():
+        for name, p in plain.named_parameters():
+            expected[name].lerp_(p.detach(), 0.5)
+
+    one_process(lambda m: sgd(m.parameters()), after_step=follow, model=plain)
+    for name, value in average.items():
+        whole = value.full_tensor() if hasattr(value, "full_tensor") else value
+        torch.testing.assert_close(whole, expected[name], rtol=0, atol=1e-5, msg=name)
+
+
+def is_matrix(name, parameter):
+    return "blocks" in name and parameter.dim() == 2
+
+
+def muon(model):
+    chosen = [p for n, p in model.named_parameters() if is_matrix(n, p)]
+    return torch.optim.Muon(chosen, lr=0.02, weight_decay=0.1)
+
+
+def others(model):
+    return sgd([p for n, p in model.named_parameters() if not is_matrix(n, p)])
+
+
+def whole_matrices(model):
+    """A shard boundary may not cut what Muon has to see whole."""
+    for name, parameter in model.named_parameters():
+        if is_matrix(name, parameter):
+            mark(parameter, block_rows=parameter.shape[0])
+    return model
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("before", [True, False], ids=["made before", "made after"])
+@STRATEGIES
+def test_muon_steps_over_whole_matrices(strategy, before, ranks):
+    model = whole_matrices(build())
+    made = [muon(model), others(model)] if before else []
+    model = fully_shard_model(model, **settings(strategy))
+    optimizers = [fully_shard_optimizer(o, model) for o in made or [muon(model), others(model)]]
+    for step in range(STEPS):
+        loss_of(model, ranks.rank, step).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_near(model, one_process(muon, others))
+
+
+@pytest.mark.ranks(2)
+def test_muon_over_cut_matrices_is_refused_and_not_wrong(ranks):
+    model = nn.Sequential(nn.Linear(64, 64, bias=False))
+    model, optimizer = fully_shard(model, torch.optim.Muon(model.parameters()))
+    model(torch.randn(2, 64)).sum().backward()
+    with pytest.raises(NotImplementedError, match="full_tensor"):
+        optimizer.step()

@@ -1,0 +1,148 @@
+"""Other people's libraries around sharded models: peft, Accelerate, Lightning.
+
+Importing each takes seconds in every rank, so these tests are slow ones.
+"""
+
+import os
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+
+from lamina.ddp import full_parameters
+from lamina.fsdp import fully_shard
+from lamina_testing.toys import OddNet
+
+pytestmark = pytest.mark.slow
+STEPS = 3
+
+
+def build():
+    torch.manual_seed(3)
+    return OddNet()
+
+
+def sgd(model):
+    trained = [p for p in model.parameters() if p.requires_grad]
+    return torch.optim.SGD(trained, lr=0.1, momentum=0.9, foreach=False)
+
+
+def batch(rank, step):
+    return torch.randn(4, 5, generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+def shard(model, optimizer, strategy):
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    return fully_shard(model, optimizer, device_mesh=mesh, zero_dp_strategy=strategy)
+
+
+def one_process(model, clip=None):
+    optimizer = sgd(model)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        sum(model(batch(rank, step)).square().mean() / 2 for rank in range(2)).backward()
+        if clip is not None:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+    return model
+
+
+def assert_near(model, reference):
+    found = full_parameters(model)
+    wanted = dict(reference.named_parameters())
+    assert found.keys() == wanted.keys()
+    for name, value in wanted.items():
+        torch.testing.assert_close(found[name], value.detach(), rtol=0, atol=1e-5, msg=name)
+
+
+@pytest.mark.ranks(2, timeout=200)
+def test_lora_through_peft_trains_adapters_and_nothing_else(ranks):
+    peft = pytest.importorskip("peft", reason="pip install peft")
+
+    def adapted():
+        model = build()
+        settings = peft.LoraConfig(r=2, target_modules=["up", "down"], lora_dropout=0.0)
+        torch.manual_seed(4)
+        return peft.get_peft_model(model, settings)
+
+    for strategy in (3, 1):
+        model = adapted()
+        before = {n: p.detach().clone() for n, p in model.named_parameters()}
+        model, optimizer = shard(model, sgd(model), strategy)
+        assert len(model.sharding_engine.units) == 4
+        for step in range(STEPS):
+            model(batch(ranks.rank, step)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert_near(model, one_process(adapted()))
+        for name, value in full_parameters(model).items():
+            assert torch.equal(value, before[name]) != ("lora_" in name), name
+        names = set(peft.get_peft_model_state_dict(model))
+        assert names
+        assert all("lora_" in name for name in names)
+
+
+@pytest.mark.ranks(2, timeout=200)
+def test_accelerate_prepares_and_steps_a_sharded_model(ranks):
+    """Accelerate sees one process and leaves the ranks to Lamina."""
+    accelerate = pytest.importorskip("accelerate", reason="pip install accelerate")
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        os.environ.pop(name, None)
+    for strategy in (3, 1):
+        model = build()
+        model, optimizer = shard(model, sgd(model), strategy)
+        accelerator = accelerate.Accelerator(cpu=True)
+        data = torch.utils.data.DataLoader(
+            [batch(ranks.rank, step) for step in range(STEPS)], batch_size=None
+        )
+        prepared, stepper, loader = accelerator.prepare(model, optimizer, data)
+        assert prepared is model
+        for x in loader:
+            accelerator.backward(prepared(x).square().mean())
+            accelerator.clip_grad_norm_(prepared.parameters(), 0.05)
+            stepper.step()
+            stepper.zero_grad()
+        assert_near(model, one_process(build(), clip=0.05))
+
+
+@pytest.mark.ranks(2, timeout=200)
+def test_lightning_trains_a_sharded_model(ranks, tmp_path):
+    """Lightning's trainer sees one device; the module is sharded where optimizers are made."""
+    lightning = pytest.importorskip("pytorch_lightning", reason="pip install pytorch-lightning")
+
+    class Task(lightning.LightningModule):
+        def __init__(self, strategy):
+            super().__init__()
+            self.strategy_number = strategy
+            self.net = build()
+
+        def configure_optimizers(self):
+            self.net, optimizer = shard(self.net, sgd(self.net), self.strategy_number)
+            return optimizer
+
+        def training_step(self, x, index):
+            return self.net(x).square().mean()
+
+    environments = pytest.importorskip("pytorch_lightning.plugins.environments")
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        os.environ.pop(name, None)
+    for strategy in (3, 1):
+        task = Task(strategy)
+        trainer = lightning.Trainer(
+            accelerator="cpu",
+            devices=1,
+            max_epochs=1,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            default_root_dir=tmp_path,
+            plugins=[environments.LightningEnvironment()],
+        )
+        trainer.fit(
+            task,
+            torch.utils.data.DataLoader(
+                [batch(ranks.rank, step) for step in range(STEPS)], batch_size=None
+            ),
+        )
+        assert_near(task.net, one_process(build()))

@@ -81,8 +81,8 @@ def _unwritten_like(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 def _first_bytes(tensor: torch.Tensor) -> torch.Tensor:
     storage = tensor.untyped_storage()
-    flat = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)  # type: ignore[call-overload]
-    return flat[:_LOOK_AT]  # type: ignore[no-any-return]
+    flat = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
+    return flat[:_LOOK_AT]
 
 
 @contextmanager

@@ -83,7 +83,7 @@ def show_dtensors(refs: Iterable[ParameterRef]) -> None:
                 shape=form.shape,
                 stride=form.stride,
             )
-            ref.install(made)
+            ref.install(made)  # type: ignore[arg-type]  # no leaf: it lives for one forward
 
 
 def hide_dtensors(refs: Iterable[ParameterRef]) -> None:

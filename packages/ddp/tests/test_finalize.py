@@ -182,7 +182,9 @@ def test_the_norm_takes_the_squares_that_the_reduction_found(sharded, ranks):
     with HostLooks() as counted:
         found = clip_grad_norm(run.model, math.inf, run.mesh, error_if_nonfinite=True)
     torch.testing.assert_close(found, norm, rtol=3e-7, atol=0)
-    assert (counted.looks, counted.passes) == (1, 0)
+    assert counted.looks == 1
+    # Whole gradients may change without a trace: they are measured, by the rank that counts them.
+    assert (counted.passes == 0) is (sharded or ranks.rank > 0)
 
 
 CHANGES = {

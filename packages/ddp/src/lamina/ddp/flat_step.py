@@ -17,6 +17,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lamina.ddp.group import ParameterGroup
+from lamina.ddp.user_gradients import follow_user
+from lamina.ddp.whole_step import WholeStep
 
 __all__ = ["ELEMENTWISE", "FlatStep"]
 
@@ -49,7 +51,8 @@ class FlatStep:
     """Makes an optimizer step over flat runs, and tells when it has stepped.
 
     Args:
-        optimizer: one of `ELEMENTWISE`; other optimizers are left alone but for `after_step`.
+        optimizer: one of `ELEMENTWISE`; others step over whole tensors where these are whole on
+            one rank (`WholeStep`), and else over parameters as they are.
         groups: the groups whose main parameters the optimizer holds.
         after_step: called when the step is done.
     """
@@ -61,7 +64,12 @@ class FlatStep:
         after_step: Callable[[], None],
     ) -> None:
         self._flat = type(optimizer) in ELEMENTWISE
+        groups = list(groups)
+        if not self._flat:
+            WholeStep(optimizer, groups)
         self._after_step = after_step
+        self.paused = False
+        """Steps are made for their state alone: gradients are read from `.grad`, nobody is told."""
         self._place = {
             id(main): (group, index)
             for group in groups
@@ -70,6 +78,7 @@ class FlatStep:
         }
         self._state: dict[tuple[int, str], torch.Tensor] = {}
         self._parameters: dict[tuple[int, int, int], nn.Parameter] = {}
+        self._members: dict[tuple[int, str, int], torch.Tensor] = {}
         self._held: list[list[nn.Parameter]] = []
         self._runs: list[_Run] = []
         optimizer.register_step_pre_hook(self._before)
@@ -77,10 +86,13 @@ class FlatStep:
 
     def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         # A closure computes the gradients inside the step: what will have one is not known yet.
-        closure = kwargs.get("closure", args[0] if args else None)
-        if not self._flat or closure is not None:
+        # args[0] is the optimizer itself.
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        if not self._flat or self.paused or closure is not None:
             self._unshare_counts(optimizer)
             return
+        for group in {id(group): group for group, _ in self._place.values()}.values():
+            follow_user(group)
         self._held = [list(group["params"]) for group in optimizer.param_groups]
         self._runs = []
         for settings in optimizer.param_groups:
@@ -97,7 +109,8 @@ class FlatStep:
             self._spread_state(run, optimizer)
             run.parameter.grad = None
         self._held, self._runs = [], []
-        self._after_step()
+        if not self.paused:
+            self._after_step()
 
     # -- runs ---------------------------------------------------------------------------------
 
@@ -146,7 +159,8 @@ class FlatStep:
         spans = [group.span_in_rest(index) for index in indices]
         held = [span for span in spans if span[0] < span[1]]
         start, stop = (held[0][0], held[-1][1]) if held else (0, 0)
-        key = (id(group), start, stop)
+        # Not the place: several runs may have no elements on this rank.
+        key = (id(group), indices[0], indices[-1])
         if key not in self._parameters:
             self._parameters[key] = nn.Parameter(group.rest.data[start:stop])
         parameter = self._parameters[key]
@@ -163,12 +177,17 @@ class FlatStep:
         state: dict[str, Any] = {}
         for name, value in first.items():
             if name in _COUNTERS or not isinstance(value, torch.Tensor):
-                state[name] = value
+                # A copy: it is counted up in place, and parameters that this run leaves out may
+                # hold the same tensor from a run that they were part of.
+                state[name] = value.clone() if isinstance(value, torch.Tensor) else value
                 continue
             flat = self._flat_state(run.group, name, _local(value).dtype)
             for index, main in zip(run.indices, run.mains, strict=True):
+                held = optimizer.state[main][name]
+                if held is self._members.get((id(run.group), name, index)):
+                    continue
                 start, stop = run.group.span_in_rest(index)
-                local = _local(optimizer.state[main][name]).reshape(-1)
+                local = _local(held).reshape(-1)
                 if local.numel() and local.data_ptr() != flat[start:stop].data_ptr():
                     flat[start:stop].copy_(local)  # loaded, or made before the first flat step
             state[name] = flat[run.start : run.stop]
@@ -185,7 +204,10 @@ class FlatStep:
                 if value.numel() and value.data_ptr() != flat[run.start : run.stop].data_ptr():
                     flat[run.start : run.stop].copy_(value)
                 for index, main in zip(run.indices, run.mains, strict=True):
-                    optimizer.state[main][name] = run.group.member_of(flat, index)
+                    key = (id(run.group), name, index)
+                    if key not in self._members:
+                        self._members[key] = run.group.member_of(flat, index)
+                    optimizer.state[main][name] = self._members[key]
             else:
                 for main in run.mains:
                     optimizer.state[main][name] = value

@@ -101,6 +101,7 @@ class ParameterGroup:
         self.settings = settings
         self.requires_grad = self.refs[0].parameter.requires_grad
         self._reduced: tuple[int, int] | None = None
+        self._gradient_views: dict[int, torch.Tensor] = {}
         self.device = self.refs[0].parameter.device
         self.layout = BufferLayout.plan(
             [spec_of(ref, settings.granularity) for ref in self.refs],
@@ -195,8 +196,10 @@ class ParameterGroup:
         )
 
     def gradient_of(self, index: int) -> torch.Tensor:
-        """Main grads of one parameter, typed like its main parameter."""
-        return self.member_of(self.gradients_of_rest(), index)
+        """Main grads of one parameter, typed like its main parameter (one object for good)."""
+        if index not in self._gradient_views:
+            self._gradient_views[index] = self.member_of(self.gradients_of_rest(), index)
+        return self._gradient_views[index]
 
     def discard_gradients(self) -> None:
         """Forget all gradients, reduced or not."""
@@ -230,10 +233,12 @@ class ParameterGroup:
     def squares(self) -> Squares | None:
         """Sum of squares from the reduction; None once anything has written to the gradients.
 
-        Writes are seen by autograd's version counters, which count those through `.grad` and its
-        views; `.grad.data` has a counter of its own and hides them.
+        Writes are seen by version counters. `ShardedTensor`s count all of them; plain tensors do
+        not count what `GradScaler.unscale_` does, so whole gradients are always measured anew.
+        `.grad.data` has a counter of its own and hides writes.
         """
-        return self.trained.squares if self._reduced == self._gradient_versions() else None
+        known = self._cuts_rest and self._reduced == self._gradient_versions()
+        return self.trained.squares if known else None
 
     def _gradient_versions(self) -> tuple[int, int]:
         # A ShardedTensor counts writes by itself, and its flat memory does not.

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from lamina.ddp.group import ParameterGroup
 
-__all__ = ["point_optimizer_at"]
+__all__ = ["cut_state", "point_optimizer_at"]
 
 
 def point_optimizer_at(optimizer: Optimizer, groups: Iterable[ParameterGroup]) -> None:
@@ -47,7 +47,7 @@ def point_optimizer_at(optimizer: Optimizer, groups: Iterable[ParameterGroup]) -
         if main is not parameter:
             state = optimizer.state.pop(parameter)
             optimizer.state[main] = {
-                name: _cut(value, group, index) for name, value in state.items()
+                name: cut_state(value, group, index) for name, value in state.items()
             }
 
 
@@ -60,7 +60,7 @@ def _main_of(
     return group.main_parameters[index]
 
 
-def _cut(value: object, group: ParameterGroup, index: int) -> object:
+def cut_state(value: object, group: ParameterGroup, index: int) -> object:
     """A state tensor of the parameter's size as this rank's part of it; others as they are."""
     spec = group.layout.specs[index]
     if not isinstance(value, torch.Tensor) or value.dim() == 0 or value.numel() != spec.numel:

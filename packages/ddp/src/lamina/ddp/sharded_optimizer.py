@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -10,9 +10,11 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from lamina.ddp.flat_step import FlatStep
+from lamina.buffers import ShardedTensor
+from lamina.ddp.flat_step import ELEMENTWISE, FlatStep
+from lamina.ddp.group import ParameterGroup
 from lamina.ddp.inspection import groups_of
-from lamina.ddp.repoint import point_optimizer_at
+from lamina.ddp.repoint import cut_state, point_optimizer_at
 from lamina.mesh import ParallelMesh
 
 __all__ = ["ShardedOptimizer"]
@@ -46,6 +48,12 @@ class ShardedOptimizer(Optimizer):
         groups = groups_of(module)
         point_optimizer_at(optimizer, groups)
         self.optimizer = optimizer
+        self._place = {
+            id(main): (group, index)
+            for group in groups
+            for index, main in enumerate(group.main_parameters)
+            if group.main is not None
+        }
         self._names = {
             id(main): ref.name
             for group in groups
@@ -61,11 +69,49 @@ class ShardedOptimizer(Optimizer):
             if isinstance(module, _HearsOfSteps):
                 module.weights_written()
 
-        FlatStep(optimizer, groups, stepped)
+        _refuse_cut_tensors(optimizer, groups)
+        self._flat_step = FlatStep(optimizer, groups, stepped)
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """One step of the wrapped optimizer; returns the closure's loss."""
-        return self.optimizer.step() if closure is None else self.optimizer.step(closure)
+        if closure is None:
+            return self.optimizer.step()
+        if isinstance(self.optimizer, torch.optim.LBFGS):
+            stepped: float = self.optimizer.step(closure)  # type: ignore[no-untyped-call]
+            return stepped  # it calls the closure as often as it likes
+        # All others call it once, first. Here, so that the gradients are known before the step
+        # lays out its runs.
+        with torch.enable_grad():
+            loss = closure()
+        self.optimizer.step()
+        return loss
+
+    def prepare_state(self) -> None:
+        """Make the state that a first step would make, for a load to fill.
+
+        A loader that writes in place (torch.distributed.checkpoint) needs tensors to write to.
+        Their values mean nothing until then. Weights and gradients stay as they are; parameters
+        that have state already keep it.
+        """
+        mains = [p for group in self.param_groups for p in group["params"]]
+        held = {id(p): (p.grad, p.detach().clone()) for p in mains}
+        rates = [group["lr"] for group in self.param_groups]
+        with torch.no_grad():
+            for parameter in mains:
+                fresh = not self.state.get(parameter) and parameter.requires_grad
+                parameter.grad = torch.zeros_like(parameter) if fresh else None
+            for group in self.param_groups:
+                group["lr"] = 0.0
+            self._flat_step.paused = True
+            try:
+                self.optimizer.step()
+            finally:
+                self._flat_step.paused = False
+                for group, rate in zip(self.param_groups, rates, strict=True):
+                    group["lr"] = rate
+            for parameter in mains:
+                parameter.grad, before = held[id(parameter)]
+                parameter.copy_(before)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop (or zero) the gradients of the main parameters."""
@@ -114,18 +160,45 @@ class ShardedOptimizer(Optimizer):
             group.update({key: value for key, value in saved.items() if key != "params"})
         for name, values in state_dict["state"].items():
             parameter = by_name[name]
+            held = self.state.get(parameter, {})
             self.state[parameter] = {
-                key: _taken(value, self.state.get(parameter, {}).get(key))
+                key: _taken(self._cut(parameter, value), held.get(key))
                 for key, value in values.items()
             }
+
+    def _cut(self, parameter: nn.Parameter, value: Any) -> Any:
+        """This rank's part of a whole state tensor (saved by another strategy, or one process)."""
+        whole = isinstance(value, torch.Tensor) and not isinstance(value, ShardedTensor)
+        elementwise = type(self.optimizer) in ELEMENTWISE
+        if whole and elementwise and isinstance(parameter, ShardedTensor):
+            return cut_state(value, *self._place[id(parameter)])
+        return value
+
+
+def _refuse_cut_tensors(optimizer: Optimizer, groups: Iterable[ParameterGroup]) -> None:
+    """Optimizers that look at whole matrices need them whole."""
+    if not isinstance(optimizer, (torch.optim.Adafactor, torch.optim.Muon)):
+        return
+    mains = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    for group in groups:
+        for ref, main in zip(group.refs, group.main_parameters, strict=True):
+            if id(main) not in mains or not isinstance(main, ShardedTensor):
+                continue
+            if main.to_local().numel() not in (0, main.numel()):
+                raise ValueError(
+                    f"{type(optimizer).__name__} looks at whole tensors, and {ref.name} is cut "
+                    f"over ranks ({group.axes.describe()}): wrap the model with "
+                    "keep_tensors_whole=True, or without use_distributed_optimizer"
+                )
 
 
 def _taken(value: Any, held: Any) -> Any:
     """A loaded value, written into the tensor that is there where shapes agree."""
     if isinstance(value, torch.Tensor):
-        if isinstance(held, torch.Tensor) and held.shape == value.shape and held is not value:
+        if isinstance(held, torch.Tensor) and held.shape == value.shape:
             with torch.no_grad():
-                held.copy_(value)
+                if held is not value:
+                    held.copy_(value)
             return held
         return value.clone()
     return value

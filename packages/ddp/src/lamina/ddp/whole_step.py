@@ -1,0 +1,78 @@
+"""A step over whole tensors, for optimizers that look at more than one element at a time.
+
+Where the layout cuts no tensor, each lies whole on one rank. That rank steps a plain parameter
+over it; the others have nothing to do. State stays under the main parameter, on the owner.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from lamina.buffers import ShardedTensor
+from lamina.ddp.group import ParameterGroup
+
+__all__ = ["WholeStep"]
+
+
+class WholeStep:
+    """Gives an optimizer plain parameters for the time of a step.
+
+    Tensors that are cut all the same are left as `ShardedTensor`s, which do what is right on a
+    span and refuse the rest.
+
+    Args:
+        optimizer: any optimizer.
+        groups: the groups whose main parameters it holds.
+    """
+
+    def __init__(self, optimizer: Optimizer, groups: Iterable[ParameterGroup]) -> None:
+        self._plain: dict[int, nn.Parameter | None] = {}
+        for group in groups:
+            for main in group.main_parameters:
+                if isinstance(main, ShardedTensor):
+                    local = main.to_local()
+                    if local.numel() == main.numel():
+                        self._plain[id(main)] = nn.Parameter(local.view(main.shape))
+                    elif local.numel() == 0:
+                        self._plain[id(main)] = None
+        self._held: list[list[nn.Parameter]] = []
+        optimizer.register_step_pre_hook(self._before)
+        optimizer.register_step_post_hook(self._after)
+
+    def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not self._plain:
+            return
+        self._held = [list(group["params"]) for group in optimizer.param_groups]
+        for settings in optimizer.param_groups:
+            settings["params"] = [
+                chosen
+                for main in settings["params"]
+                if (chosen := self._stand_in(main, optimizer)) is not None
+            ]
+
+    def _stand_in(self, main: nn.Parameter, optimizer: Optimizer) -> nn.Parameter | None:
+        plain = self._plain.get(id(main), main)
+        if plain is None or plain is main:
+            return plain
+        gradient = main.grad
+        plain.grad = None
+        if isinstance(gradient, ShardedTensor):
+            plain.grad = gradient.to_local().view(main.shape)
+        if main in optimizer.state:
+            optimizer.state[plain] = optimizer.state.pop(main)
+        return plain
+
+    def _after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        for settings, held in zip(optimizer.param_groups, self._held, strict=False):
+            settings["params"] = held
+            for main in held:
+                plain = self._plain.get(id(main))
+                if plain is not None:
+                    plain.grad = None
+                    if plain in optimizer.state:
+                        optimizer.state[main] = optimizer.state.pop(plain)
+        self._held = []

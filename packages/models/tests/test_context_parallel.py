@@ -156,7 +156,7 @@ def test_the_ring_gathers_nothing_and_holds_two_blocks_that_pass():
     sequence = 1024
     attention = SelfAttention(LLAMA)
     tokens = torch.zeros(1, sequence, dtype=torch.int64)
-    context = AttentionContext.build(LLAMA, tokens, torch.float32, cp=axis)
+    context = AttentionContext.build(LLAMA, tokens, torch.float32, mesh=axis)
     shapes = [(1, sequence // 4, heads, 8) for heads in (6, 2, 2)]
     query, key, value = (torch.randn(shape) for shape in shapes)
     held = []

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lamina.collectives import Ledger
@@ -293,6 +294,22 @@ def test_sizes_that_ranks_cannot_share_are_refused(change, message):
     mesh = ParallelLayout(tp=2).build("cpu")
     with pytest.raises(ValueError, match=message):
         GPTModel(replace(LLAMA, **change), mesh)
+
+
+@pytest.mark.ranks(2)
+def test_layers_take_any_mesh_that_names_its_axes():
+    meshes = [
+        ParallelLayout(tp=2).build("cpu"),
+        init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp_shard", "tp")),
+    ]
+    meshes += [meshes[0].axis("tp"), meshes[1]["tp"]]
+    x = torch.randn(3, 6)
+    for mesh in meshes:
+        assert ColumnParallelLinear(6, 8, mesh)(x).shape == (3, 4)
+        assert RowParallelLinear(12, 5, mesh)(x).shape == (3, 5)
+        assert VocabParallelEmbedding(8, 6, mesh).weight.shape == (4, 6)
+    # A mesh without the axis is one process along it.
+    assert ColumnParallelLinear(6, 8, meshes[1]["dp_shard"])(x).shape == (3, 8)
 
 
 @pytest.mark.ranks(2)

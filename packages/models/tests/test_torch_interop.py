@@ -119,6 +119,16 @@ def test_half_precision_models_train(dtype):
     assert all(p.grad.isfinite().all() for p in model.parameters())
 
 
+@pytest.mark.parametrize("norm", ["rmsnorm", "layernorm"])
+def test_a_model_compiles_into_one_graph(norm):
+    model = GPTModel(replace(CONFIG, norm=norm, qk_norm=norm == "rmsnorm"), seed=3)
+    expected = model(TOKENS, TOKENS)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    loss = compiled(TOKENS, TOKENS)
+    loss.backward()
+    torch.testing.assert_close(loss, expected)
+
+
 def test_state_dicts_survive_a_round_trip(tmp_path):
     model = GPTModel(CONFIG, seed=3)
     torch.save(model.state_dict(), tmp_path / "model.pt")

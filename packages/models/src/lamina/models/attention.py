@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from lamina.mesh import MeshAxis
+from lamina.models.axes import MeshLike, axis_of
 from lamina.models.config import TransformerConfig
 from lamina.models.context import AttentionContext
 from lamina.models.cutting import require_divisible
@@ -59,18 +59,19 @@ class SelfAttention(nn.Module):
 
     Args:
         config: the shape.
-        axis: tensor-parallel ranks; None is one process.
+        mesh: has an axis ``tp``, or is that axis; None is one process.
 
     Raises:
         ValueError: if query or key heads are not divisible by the number of ranks.
 
     """
 
-    def __init__(self, config: TransformerConfig, axis: MeshAxis | None = None) -> None:
+    def __init__(self, config: TransformerConfig, mesh: MeshLike = None) -> None:
         super().__init__()
+        axis = axis_of(mesh, "tp")
         self.config = config
         self.head_width = width = config.head_width
-        sharded = axis is not None and axis.size > 1
+        sharded = axis is not None
         queries = require_divisible("num_heads", config.num_heads, axis)
         keys = require_divisible("num_kv_heads", config.kv_heads, axis)
         self.head_counts = (queries, keys, keys)

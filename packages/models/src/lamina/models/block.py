@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from lamina.mesh import MeshAxis
 from lamina.models.attention import SelfAttention
+from lamina.models.axes import MeshLike, axis_of
 from lamina.models.config import TransformerConfig
 from lamina.models.context import AttentionContext
 from lamina.models.dropout import Dropout
@@ -21,13 +21,14 @@ class TransformerBlock(nn.Module):
 
     Args:
         config: the shape.
-        axis: tensor-parallel ranks; None is one process.
+        mesh: has an axis ``tp``, or is that axis; None is one process.
 
     """
 
-    def __init__(self, config: TransformerConfig, axis: MeshAxis | None = None) -> None:
+    def __init__(self, config: TransformerConfig, mesh: MeshLike = None) -> None:
         super().__init__()
-        partial = config.sequence_parallel and axis is not None and axis.size > 1
+        axis = axis_of(mesh, "tp")
+        partial = config.sequence_parallel and axis is not None
         self.dropout = Dropout(config.dropout, sharded=partial)
         self.attention_norm = make_norm(config, partial=partial)
         if config.mla is None:

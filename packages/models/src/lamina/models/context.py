@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lamina.mesh import MeshAxis
+from lamina.models.axes import MeshLike, axis_of
 from lamina.models.config import TransformerConfig
 from lamina.models.context_parallel import parallel_pattern
 from lamina.models.patterns import AttentionPattern, choose_pattern, document_positions
@@ -46,7 +46,7 @@ class AttentionContext:
         document_ids: Tensor | None = None,
         *,
         training: bool = False,
-        cp: MeshAxis | None = None,
+        mesh: MeshLike = None,
     ) -> AttentionContext:
         """Prepare tables and pattern.
 
@@ -60,9 +60,11 @@ class AttentionContext:
             document_ids: integers ``[batch, sequence]``; a token attends only within its document,
                 a run of equal ids.
             training: whether attention dropout applies.
-            cp: the ranks over which sequences are cut; then attention's input is this rank's part.
+            mesh: its axis ``cp`` (or the axis itself) cuts the sequences: then attention's input is
+                this rank's part.
 
         """
+        cp = axis_of(mesh, "cp")
         rotary = None
         if config.positions == "rope":
             if positions is None:

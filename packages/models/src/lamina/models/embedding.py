@@ -9,7 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lamina.collectives import copy_to, gather_from, reduce_from, reduce_scatter_to
-from lamina.mesh import MeshAxis, mark
+from lamina.mesh import mark
+from lamina.models.axes import MeshLike, axis_of
 from lamina.models.config import TransformerConfig
 from lamina.models.cutting import require_divisible
 from lamina.models.initialise import fill_normal
@@ -22,7 +23,7 @@ class VocabParallelEmbedding(nn.Module):
     Args:
         rows: number of ids.
         width: of a vector.
-        axis: the ranks; None is one process.
+        mesh: has an axis ``tp``, or is that axis; None is one process.
         sequence_parallel: return this rank's tokens only, ``[tokens / size, width]``.
         init_std: standard deviation of the initial weight.
 
@@ -35,13 +36,13 @@ class VocabParallelEmbedding(nn.Module):
         self,
         rows: int,
         width: int,
-        axis: MeshAxis | None = None,
+        mesh: MeshLike = None,
         *,
         sequence_parallel: bool = False,
         init_std: float = 0.02,
     ) -> None:
         super().__init__()
-        self.axis = axis if axis is not None and axis.size > 1 else None
+        self.axis = axis_of(mesh, "tp")
         self.sequence_parallel = sequence_parallel and self.axis is not None
         self.init_std = init_std
         self.init_seed: int | None = None
@@ -113,7 +114,7 @@ class OutputHead(nn.Module):
 
     Args:
         config: gives the sizes.
-        axis: the ranks over which the vocabulary is cut; None is one process.
+        mesh: its axis ``tp`` (or the axis itself) cuts the vocabulary; None is one process.
         tied: the weight of an embedding to use instead of an own one.
 
     """
@@ -121,12 +122,12 @@ class OutputHead(nn.Module):
     def __init__(
         self,
         config: TransformerConfig,
-        axis: MeshAxis | None = None,
+        mesh: MeshLike = None,
         tied: nn.Parameter | None = None,
     ) -> None:
         super().__init__()
         self.config = config
-        self.axis = axis if axis is not None and axis.size > 1 else None
+        self.axis = axis_of(mesh, "tp")
         self.sequence_parallel = config.sequence_parallel and self.axis is not None
         self.init_seed: int | None = None
         self.tied = tied is not None

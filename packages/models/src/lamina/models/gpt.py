@@ -7,10 +7,10 @@ from typing import Literal
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from lamina.collectives import scatter_to
-from lamina.mesh import MeshAxis, ParallelMesh, copy_role, mesh_axis
+from lamina.mesh import MeshAxis, copy_role
+from lamina.models.axes import MeshLike, axis_of
 from lamina.models.block import TransformerBlock
 from lamina.models.config import TransformerConfig
 from lamina.models.context import AttentionContext, default_positions
@@ -45,17 +45,17 @@ class GPTModel(nn.Module):
     def __init__(
         self,
         config: TransformerConfig,
-        mesh: ParallelMesh | DeviceMesh | None = None,
+        mesh: MeshLike = None,
         *,
         seed: int | None = None,
     ) -> None:
         super().__init__()
         self.seed = draw_seed() if seed is None else seed
-        self.cp = _axis_of(mesh, "cp")
+        self.cp = axis_of(mesh, "cp")
         device = torch.get_default_device()
         with torch.device("meta"):
             # Weights are drawn once, below, when every module knows its name.
-            self.build(config, _axis_of(mesh, "tp"))
+            self.build(config, axis_of(mesh, "tp"))
         if device.type != "meta":
             self.to_empty(device=device)
             self.init_weights()
@@ -146,7 +146,7 @@ class GPTModel(nn.Module):
             positions,
             document_ids,
             training=self.training,
-            cp=self.cp,
+            mesh=self.cp,
         )
         for block in self.blocks:
             x = block(x, context)
@@ -230,13 +230,3 @@ class GPTModel(nn.Module):
         for name, parameter in self.named_parameters():
             copy_role(marked[name], parameter)
         return self
-
-
-def _axis_of(mesh: ParallelMesh | DeviceMesh | None, name: str) -> MeshAxis | None:
-    """Find an axis that has more than one rank."""
-    if mesh is None:
-        return None
-    if isinstance(mesh, DeviceMesh) and name not in (mesh.mesh_dim_names or ()):
-        return None
-    axis = mesh_axis(mesh, name)
-    return axis if axis.size > 1 else None

@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from lamina.collectives import start_all_gather
-from lamina.mesh import MeshAxis, ParallelMesh, role_of
+from lamina.mesh import MeshAxis, role_of
+from lamina.models.axes import MeshLike
 from lamina.models.cutting import cut_weight, join_weight
 from lamina.models.gpt import GPTModel
 from lamina.models.huggingface_config import config_from_huggingface
@@ -54,7 +54,7 @@ def _whole(tensor: Tensor, parameter: nn.Parameter, axis: MeshAxis | None) -> Te
 
 def from_huggingface(
     source: str | Path | nn.Module,
-    mesh: ParallelMesh | DeviceMesh | None = None,
+    mesh: MeshLike = None,
     *,
     dtype: torch.dtype | None = None,
     device: torch.device | str = "cpu",

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from lamina.collectives import copy_to, gather_from
-from lamina.mesh import MeshAxis
 from lamina.models.attention import AttentionCore
+from lamina.models.axes import MeshLike, axis_of
 from lamina.models.config import LatentAttention, TransformerConfig
 from lamina.models.context import AttentionContext
 from lamina.models.cutting import require_divisible
@@ -26,7 +26,7 @@ class LatentSelfAttention(nn.Module):
     Args:
         config: the shape.
         sizes: widths of the latents and of the parts of a head.
-        axis: tensor-parallel ranks; None is one process.
+        mesh: has an axis ``tp``, or is that axis; None is one process.
 
     Raises:
         ValueError: if the heads are not divisible by the number of ranks.
@@ -34,12 +34,12 @@ class LatentSelfAttention(nn.Module):
     """
 
     def __init__(
-        self, config: TransformerConfig, sizes: LatentAttention, axis: MeshAxis | None = None
+        self, config: TransformerConfig, sizes: LatentAttention, mesh: MeshLike = None
     ) -> None:
         super().__init__()
         self.config = config
         self.sizes = sizes
-        self.axis = axis if axis is not None and axis.size > 1 else None
+        self.axis = axis_of(mesh, "tp")
         self.sequence_parallel = config.sequence_parallel and self.axis is not None
         require_divisible("num_heads", config.num_heads, self.axis)
         query_width = config.num_heads * config.head_width

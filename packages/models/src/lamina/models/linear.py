@@ -9,8 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lamina.collectives import gather_from
-from lamina.mesh import MeshAxis, mark
+from lamina.mesh import mark
 from lamina.models.autocast import under_autocast
+from lamina.models.axes import MeshLike, axis_of
 from lamina.models.cutting import require_divisible
 from lamina.models.initialise import fill_normal
 from lamina.models.tensor_parallel import ColumnLinear, RowLinear
@@ -72,7 +73,7 @@ class ColumnParallelLinear(nn.Module):
     Args:
         in_features: width of the input.
         out_features: width of the output over all ranks.
-        axis: the ranks; None is one process.
+        mesh: has an axis ``tp``, or is that axis; None is one process.
         bias: whether there is a bias (it starts at zero).
         blocks: widths, over all ranks, of the projections fused in the output (queries, keys,
             values; gate, up); each is cut by itself. None: one projection.
@@ -90,7 +91,7 @@ class ColumnParallelLinear(nn.Module):
         self,
         in_features: int,
         out_features: int,
-        axis: MeshAxis | None = None,
+        mesh: MeshLike = None,
         *,
         bias: bool = False,
         blocks: Sequence[int] | None = None,
@@ -99,7 +100,7 @@ class ColumnParallelLinear(nn.Module):
         init_std: float = 0.02,
     ) -> None:
         super().__init__()
-        self.axis = axis if axis is not None and axis.size > 1 else None
+        self.axis = axis_of(mesh, "tp")
         self.blocks = (out_features,) if blocks is None else tuple(blocks)
         if sum(self.blocks) != out_features:
             raise ValueError(
@@ -153,7 +154,7 @@ class RowParallelLinear(nn.Module):
     Args:
         in_features: width of the input over all ranks.
         out_features: width of the output.
-        axis: the ranks; None is one process.
+        mesh: has an axis ``tp``, or is that axis; None is one process.
         bias: whether there is a bias (it starts at zero), whole on every rank.
         sequence_parallel: the sum is scattered: the output is ``[tokens / size, out_features]``.
         init_std: standard deviation of the initial weight.
@@ -167,14 +168,14 @@ class RowParallelLinear(nn.Module):
         self,
         in_features: int,
         out_features: int,
-        axis: MeshAxis | None = None,
+        mesh: MeshLike = None,
         *,
         bias: bool = False,
         sequence_parallel: bool = False,
         init_std: float = 0.02,
     ) -> None:
         super().__init__()
-        self.axis = axis if axis is not None and axis.size > 1 else None
+        self.axis = axis_of(mesh, "tp")
         self.sequence_parallel = sequence_parallel and self.axis is not None
         self.init_std = init_std
         self.init_seed: int | None = None

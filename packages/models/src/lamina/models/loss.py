@@ -16,20 +16,21 @@ from torch.autograd.function import once_differentiable
 from lamina.collectives import all_reduce_small
 from lamina.mesh import MeshAxis
 from lamina.models.autocast import under_autocast
+from lamina.models.axes import MeshLike, axis_of
 
 IGNORED = -100
 """The label of tokens that do not count, as in torch."""
 
 
 def vocab_parallel_cross_entropy(
-    logits: Tensor, labels: Tensor, axis: MeshAxis | None = None, *, ignore_index: int = IGNORED
+    logits: Tensor, labels: Tensor, mesh: MeshLike = None, *, ignore_index: int = IGNORED
 ) -> Tensor:
     """Cross-entropy of each token from logits whose vocabulary is cut over ranks.
 
     Args:
         logits: ``[..., vocabulary / size]``: this rank's run of columns, in rank order.
         labels: int64 ``[...]``, ids of the whole vocabulary, the same on every rank.
-        axis: the ranks; None where this process holds all columns.
+        mesh: has an axis ``tp``, or is that axis; None where this process holds all columns.
         ignore_index: tokens with this label have loss 0 and no gradient.
 
     Returns:
@@ -44,6 +45,7 @@ def vocab_parallel_cross_entropy(
             f"labels have shape {tuple(labels.shape)}, logits {tuple(logits.shape)}: labels need "
             "the logits' shape without its last dimension"
         )
+    axis = axis_of(mesh, "tp")
     losses: Tensor = _CrossEntropy.apply(logits, labels, axis, ignore_index)  # type: ignore[no-untyped-call]
     return losses
 
@@ -52,7 +54,7 @@ def linear_cross_entropy(
     hidden: Tensor,
     weight: Tensor,
     labels: Tensor,
-    axis: MeshAxis | None = None,
+    mesh: MeshLike = None,
     *,
     vocab_size: int | None = None,
     chunk: int | None = None,
@@ -65,11 +67,11 @@ def linear_cross_entropy(
     ``weight``.
 
     Args:
-        hidden: ``[tokens, hidden]``, the same on every rank of ``axis``. Its gradient is the part
+        hidden: ``[tokens, hidden]``, the same on every rank. Its gradient is the part
             of this rank's columns: enter with ``copy_to``, or a gather that sums in backward.
         weight: ``[vocabulary / size, hidden]``: this rank's rows.
         labels: int64 ``[tokens]``, ids of the whole vocabulary.
-        axis: the ranks; None where this process holds all rows.
+        mesh: has an axis ``tp``, or is that axis; None where this process holds all rows.
         vocab_size: ids that exist; rows from there on are padding and get no probability.
         chunk: tokens at a time; by default at least 1,024, more for small vocabularies.
         ignore_index: tokens with this label count nothing.
@@ -78,6 +80,7 @@ def linear_cross_entropy(
         The sum in nats, a scalar in float32 (float64 for float64 weights).
 
     """
+    axis = axis_of(mesh, "tp")
     hidden, weight, _ = under_autocast(hidden, weight)
     if chunk is None:
         chunk = max(1024, 2**22 // weight.shape[0])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lamina.mesh import MeshAxis
+from lamina.models.axes import MeshLike, axis_of
 from lamina.models.config import Activation, TransformerConfig
 from lamina.models.linear import ColumnParallelLinear, RowParallelLinear
 
@@ -35,12 +35,13 @@ class MLP(nn.Module):
 
     Args:
         config: the shape.
-        axis: tensor-parallel ranks; None is one process.
+        mesh: has an axis ``tp``, or is that axis; None is one process.
 
     """
 
-    def __init__(self, config: TransformerConfig, axis: MeshAxis | None = None) -> None:
+    def __init__(self, config: TransformerConfig, mesh: MeshLike = None) -> None:
         super().__init__()
+        axis = axis_of(mesh, "tp")
         hidden, ffn = config.hidden_size, config.ffn_width
         blocks = (ffn, ffn) if config.activation == "swiglu" else (ffn,)
         self.up = ColumnParallelLinear(

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lamina.collectives import gather_from
-from lamina.mesh import MeshAxis
+from lamina.models.axes import MeshLike, axis_of
 
 
 def chunk_order(size: int) -> list[int]:
@@ -19,18 +19,19 @@ def chunk_order(size: int) -> list[int]:
     return [chunk for rank in range(size) for chunk in (rank, 2 * size - 1 - rank)]
 
 
-def cut_sequence(x: Tensor, axis: MeshAxis | None, dim: int = 1) -> Tensor:
+def cut_sequence(x: Tensor, mesh: MeshLike, dim: int = 1) -> Tensor:
     """Take this rank's two chunks of a sequence, in order.
 
     Args:
         x: the whole sequence along ``dim``.
-        axis: the ranks; None keeps the whole.
+        mesh: has an axis ``cp``, or is that axis; None keeps the whole.
         dim: the sequence's dimension.
 
     Raises:
         ValueError: if the sequence is not divisible by twice the number of ranks.
 
     """
+    axis = axis_of(mesh, "cp")
     if axis is None:
         return x
     chunks = 2 * axis.size
@@ -57,8 +58,12 @@ def out_of_order(x: Tensor, size: int, dim: int = 1) -> Tensor:
     return chunks.index_select(dim, places).flatten(dim, dim + 1)
 
 
-def join_sequence(x: Tensor, axis: MeshAxis | None, dim: int = 1) -> Tensor:
-    """Gather the ranks' chunks and put them in order; gradients are summed over ranks."""
+def join_sequence(x: Tensor, mesh: MeshLike, dim: int = 1) -> Tensor:
+    """Gather the ranks' chunks and put them in order; gradients are summed over ranks.
+
+    The inverse of :func:`cut_sequence`, with the same arguments.
+    """
+    axis = axis_of(mesh, "cp")
     if axis is None:
         return x
     return in_order(gather_from(x, axis.group, dim=dim, grad="reduce_scatter"), axis.size, dim)

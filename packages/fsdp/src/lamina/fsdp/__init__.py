@@ -7,6 +7,10 @@ from lamina.fsdp.limits import UnavailableError
 from lamina.fsdp.module import ShardedModule
 from lamina.fsdp.per_module import ModuleWithUnit, shard_module
 from lamina.fsdp.precision import MixedPrecisionPolicy
+from lamina.fsdp.torch_fsdp2 import (
+    TorchFullyShardedDataParallel,
+    TorchFullyShardedDataParallelConfig,
+)
 from lamina.fsdp.unit import Unit
 from lamina.fsdp.units import UnitPlan, plan_units
 
@@ -15,6 +19,8 @@ __all__ = [
     "ModuleWithUnit",
     "ShardedModule",
     "ShardingEngine",
+    "TorchFullyShardedDataParallel",
+    "TorchFullyShardedDataParallelConfig",
     "UnavailableError",
     "Unit",
     "UnitPlan",

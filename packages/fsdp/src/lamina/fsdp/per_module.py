@@ -54,13 +54,14 @@ class _SharedBuffers(TransientBuffers):
 
     def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         shared = self.shared
-        return (super() if shared is None else shared).take(numel, dtype, device)
+        own = super().take
+        return (own if shared is None else shared.take)(numel, dtype, device)
 
     def give(self, tensor: torch.Tensor) -> None:
-        (super() if self.shared is None else self.shared).give(tensor)
+        (super().give if self.shared is None else self.shared.give)(tensor)
 
     def clear(self) -> None:
-        (super() if self.shared is None else self.shared).clear()
+        (super().clear if self.shared is None else self.shared.clear)()
 
 
 @dataclass

@@ -83,7 +83,12 @@ def prepare_optimizer_state(optimizer: Optimizer, *, whole: bool) -> None:
 
 
 def _whole_tree(tree: Any) -> Any:
-    return tree_map_only(ShardedTensor, lambda tensor: tensor.full_tensor(), tree)
+    """Whole copies. Parameters that step together share a step count here, and nowhere else."""
+    return tree_map_only(
+        torch.Tensor,
+        lambda t: t.full_tensor() if isinstance(t, ShardedTensor) else t.clone(),
+        tree,
+    )
 
 
 def _completed(optimizer: Optimizer, state: dict[Any, Any]) -> dict[Any, Any]:

@@ -1,0 +1,121 @@
+"""torch's FSDP2 behind our contract trains as one process does, and says what it cannot take."""
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule
+
+from lamina.ddp import DataParallel
+from lamina.fsdp import TorchFullyShardedDataParallel, TorchFullyShardedDataParallelConfig
+from lamina.mesh import OverlapError, ParallelLayout, mark
+from lamina_testing.toys import Block
+
+Config = TorchFullyShardedDataParallelConfig
+
+
+class Net(nn.Module):
+    """No parameter of 0 dimensions: FSDP2 cuts rows and takes none."""
+
+    def __init__(self):
+        super().__init__()
+        self.enter = nn.Linear(5, 16)
+        self.blocks = nn.ModuleList(Block(16) for _ in range(2))
+
+    def forward(self, x):
+        x = self.enter(x)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def build(seed=3):
+    torch.manual_seed(seed)
+    return Net()
+
+
+def batch(step, rank):
+    return torch.randn(4, 5, generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+def one_process(world, microbatches):
+    model = build()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for step in range(3):
+        for m in range(microbatches):
+            for rank in range(world):
+                (model(batch(10 * step + m, rank)).square().mean() / world).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return dict(model.named_parameters())
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("reshard", [True, False])
+@pytest.mark.parametrize("microbatches", [1, 2])
+@pytest.mark.parametrize("lamina_mesh", [True, False])
+def test_it_trains_as_one_process(reshard, microbatches, lamina_mesh, ranks):
+    mesh = (
+        ParallelLayout().build("cpu")
+        if lamina_mesh
+        else init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    )
+    model = TorchFullyShardedDataParallel(build(3 + ranks.rank), Config(reshard), mesh)
+    assert isinstance(model, DataParallel)
+    assert sum(isinstance(m, FSDPModule) for m in model.modules()) > 1
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for step in range(3):
+        for m in range(microbatches):
+            with model.no_sync() if m < microbatches - 1 else torch.enable_grad():
+                model(batch(10 * step + m, ranks.rank)).square().mean().backward()
+        model.finish_grad_sync()
+        optimizer.step()
+        model.zero_grad_buffer()
+    for name, value in one_process(2, microbatches).items():
+        found = model.state_dict()[name].full_tensor()
+        torch.testing.assert_close(found, value.data, rtol=0, atol=1e-5)
+
+
+@pytest.mark.ranks(2)
+def test_gradients_left_by_no_sync_are_named(ranks):
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    model = TorchFullyShardedDataParallel(build(), Config(), mesh, [Block])
+    with model.no_sync():
+        model(batch(0, 0)).sum().backward()
+    with pytest.raises(RuntimeError, match="no_sync"):
+        model.finish_grad_sync()
+    with pytest.raises(RuntimeError, match="no_sync"):
+        model.zero_grad_buffer()
+
+
+@pytest.mark.ranks(2)
+def test_scaled_and_forgotten_gradients(ranks):
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    model = TorchFullyShardedDataParallel(build(), Config(), mesh, [Block])
+    model(batch(0, 0)).sum().backward()
+    before = model.module.enter.weight.grad.full_tensor().clone()
+    model.scale_gradients(0.5)
+    assert torch.equal(model.module.enter.weight.grad.full_tensor(), 0.5 * before)
+    model.zero_grad_buffer()
+    assert model.module.enter.weight.grad is None
+
+
+def test_its_requirements_are_named(monkeypatch):
+    with pytest.raises(ValueError, match="gradient_accumulation_fusion"):
+        Config(gradient_accumulation_fusion=True)
+    with pytest.raises(ValueError, match="torch_dist"):
+        Config(ckpt_format="zarr")
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    with pytest.raises(OverlapError, match="CUDA_DEVICE_MAX_CONNECTIONS"):
+        TorchFullyShardedDataParallel(build(), Config(), None)
+
+
+def test_parameters_it_would_sum_over_the_wrong_ranks_are_refused():
+    model = build()
+    mark(model.enter.weight, expert=True)
+    with pytest.raises(ValueError, match=r"enter\.weight"):
+        TorchFullyShardedDataParallel(model, Config(), None)
+    with torch.device("meta"):
+        described = Net()
+    with pytest.raises(ValueError, match="meta"):
+        TorchFullyShardedDataParallel(described, Config(), None)

@@ -4,8 +4,9 @@
     python benchmarks/collectives.py --backend nccl         # one rank per GPU
 
 Every repetition runs all contestants one after the other, so that a noisy neighbour hits all of
-them; the time of a repetition is that of its slowest rank. Printed are medians, and the median
-over repetitions of torch's time divided by ours.
+them; a contestant makes several calls in a row if they are short, and its time is that of the
+slowest rank, divided by the calls. Printed are medians, and the median over repetitions of torch's
+time divided by ours. "messages only" is what ranks of different hosts get (`use_messages`).
 """
 
 from __future__ import annotations
@@ -71,16 +72,17 @@ def contests(
     ]
 
 
-def measure(run: Callable[[], object], device: torch.device) -> float:
-    """Milliseconds of the slowest rank."""
+def measure(run: Callable[[], object], device: torch.device, calls: int) -> float:
+    """Milliseconds of the slowest rank, per call."""
     dist.barrier()
     if device.type == "cuda":
         torch.cuda.synchronize()
     begin = time.perf_counter()
-    run()
+    for _ in range(calls):
+        run()
     if device.type == "cuda":
         torch.cuda.synchronize()
-    slowest = torch.tensor((time.perf_counter() - begin) * 1e3, device=device)
+    slowest = torch.tensor((time.perf_counter() - begin) * 1e3 / calls, device=device)
     dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
     return slowest.item()
 
@@ -106,7 +108,7 @@ def rank_main(rank: int, world: int, path: str, options: argparse.Namespace) -> 
             times: dict[str, list[float]] = {key: [] for key in ("torch", *ours)}
             for repetition in range(options.repeat + 2):
                 for key, run in (("torch", theirs), *ours.items()):
-                    spent = measure(run, device)
+                    spent = measure(run, device, max(1, 16 // mib))
                     if repetition >= 2:
                         times[key].append(spent)
             if rank == 0:

@@ -140,3 +140,27 @@ def test_a_peer_that_does_not_come_is_an_error_at_the_groups_timeout(acquainted)
         with pytest.raises(RuntimeError, match=r"[Tt]imed out"):
             reduce_scatter_fp32(output, torch.ones(2 * LONG), group, async_op=True).wait()
     dist.barrier()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("numel", [10, LONG])
+def test_a_collective_leaves_no_reference_cycles(numel):
+    """A cycle would hold tensors until the garbage collector comes by."""
+    group = dist.group.WORLD
+    whole, piece = torch.ones(2 * numel), torch.ones(numel)
+    calls = [
+        lambda: reduce_scatter_fp32(piece, whole, group),
+        lambda: reduce_scatter_fp32(piece, whole, group, async_op=True).wait(),
+        lambda: all_reduce_fp32(whole, whole, group),
+        lambda: all_gather_into(whole, piece, group, async_op=True).wait(),
+    ]
+    for call in calls:
+        call()  # the first call imports and caches
+    gc.collect()
+    gc.disable()
+    try:
+        for call in calls:
+            call()
+            assert gc.collect() == 0
+    finally:
+        gc.enable()

@@ -123,7 +123,7 @@ def test_a_read_takes_the_run_that_was_asked_for():
 @pytest.mark.parametrize("difference", [0, 1, 2], ids=["machine", "process space", "network"])
 def test_only_ranks_of_one_machine_and_namespaces_believe_each_other(difference):
     secret = secret_of(os.getpid())
-    hello = module._hello(secret, willing=True)
+    hello = module._hello(secret, 1, willing=True)
     assert module._believe(1, hello, hello) == Neighbour(1, os.getpid())
     elsewhere = hello.clone()
     elsewhere[difference] += 1
@@ -132,7 +132,7 @@ def test_only_ranks_of_one_machine_and_namespaces_believe_each_other(difference)
 
 @allowed
 def test_who_cannot_show_a_secret_is_not_believed():
-    hello = module._hello(secret_of(os.getpid()), willing=True)
+    hello = module._hello(secret_of(os.getpid()), 1, willing=True)
     other_secret, nowhere, nobody, unwilling = (hello.clone() for _ in range(4))
     other_secret[module._PLACE + 2] += 1
     nowhere[module._PLACE + 1] = 4096
@@ -145,6 +145,6 @@ def test_who_cannot_show_a_secret_is_not_believed():
 
 def test_a_host_without_proc_is_nobodys_neighbour():
     with mock.patch.object(module, "_place", side_effect=FileNotFoundError):
-        hello = module._hello(secret_of(1), willing=True)
+        hello = module._hello(secret_of(1), 1, willing=True)
     assert hello.tolist() == [0] * module._WORDS
     assert module._believe(1, hello, hello) is None

@@ -6,11 +6,12 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
+from torch.distributed.constants import default_pg_timeout
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup, Work
 
-__all__ = ["all_gather_single", "backend_name", "reduce_scatter_single"]
+__all__ = ["all_gather_single", "backend_name", "reduce_scatter_single", "timeout_of"]
 
 
 def _first(*names: str) -> Any:
@@ -57,3 +58,10 @@ def backend_name(group: ProcessGroup, device: torch.device) -> str:
             f"the world with init_distributed() (cpu:gloo,cuda:nccl on GPUs), or pass tensors on "
             f"a device that the group serves"
         ) from error
+
+
+def timeout_of(group: ProcessGroup) -> float:
+    """Seconds after which the group's CPU backend gives up; torch's default if it doesn't say."""
+    backend: Any = group._get_backend(torch.device("cpu"))
+    timeout = getattr(getattr(backend, "options", None), "_timeout", default_pg_timeout)
+    return float(timeout.total_seconds())

@@ -8,14 +8,15 @@ contract to a fused multiply-add and are avoided. Figures: docs/decisions/0302.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
 
+from .neighbours import Chunk
 from .reference import sum_dtype
-from .swap import Chunk
 
-__all__ = ["fused_sum"]
+__all__ = ["Workspace", "fused_sum"]
 
 _BLOCK = 1 << 17  # elements per thread: larger blocks leave the cache, smaller ones cost calls
 _MOST_THREADS = 16  # bounds the workspace: 16 MiB for the squares, 8 MiB per level of the tree
@@ -28,19 +29,22 @@ def fused_sum(
     factor: float | None = None,
     accumulate: bool = False,
     statistics: bool = True,
+    workspace: Workspace | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
     """Sum `chunks` in the fixed tree into `output`; arguments as in `reference_sum`.
 
     A chunk may be `output` itself, or lie in a neighbour's memory, whence each block is read just
-    before it is summed. `statistics=False` leaves out the norm and returns None.
+    before it is summed. `statistics=False` leaves out the norm and returns None. A `workspace`
+    kept from an earlier sum saves the page faults of a new one.
     """
     block = _BLOCK * min(torch.get_num_threads(), _MOST_THREADS)
     numel = output.numel()
-    work = _Workspace(chunks, min(block, numel))
+    work = workspace or Workspace()
+    work.open(chunks, min(block, numel))
     squares = torch.zeros(-(-numel // _ROW) if statistics else 0, dtype=torch.float64)
     direct = not accumulate and output.dtype == work.dtype and not _among(output, chunks)
     for start in range(0, numel, block):
-        target = output[start : start + block]
+        target = output[start : start + block] if numel > block else output
         work.start, work.width = start, target.numel()
         total = work.tree(range(len(chunks)), target if direct else work.level(0))
         if factor is not None:
@@ -51,14 +55,15 @@ def fused_sum(
             target.copy_(total)
         if statistics:
             work.squares(target, squares[start // _ROW :])
+    work.close()
     if not statistics:
         return None
     squared_norm = squares.sum()
-    nonfinite = squared_norm.isfinite().logical_not()
-    if output.dtype == torch.float64 and bool(nonfinite):
+    finite = math.isfinite(squared_norm.item())
+    if not finite and output.dtype == torch.float64:
         # Squares of finite float64 values may overflow, those of float32 may not.
-        nonfinite = output.isfinite().all().logical_not()
-    return squared_norm, nonfinite
+        finite = bool(output.isfinite().all())
+    return squared_norm, torch.tensor(not finite)
 
 
 def _among(output: torch.Tensor, chunks: Sequence[Chunk]) -> bool:
@@ -75,18 +80,31 @@ def _accumulate(target: torch.Tensor, total: torch.Tensor) -> None:
         target.copy_(total.add_(target.to(total.dtype)))
 
 
-class _Workspace:
-    """The block at hand (`width` elements from `start`) and buffers of its size."""
+class Workspace:
+    """Buffers of a block's size: one per level of the tree, one for squares, one for raw chunks.
 
-    def __init__(self, chunks: Sequence[Chunk], length: int) -> None:
-        self.start, self.width = 0, length
-        self.dtype = sum_dtype(chunks[0].dtype)
-        self._wire = chunks[0].dtype
-        self._chunks = chunks
-        self._length = length
+    Used by one sum at a time; a sum at hand works on the `width` elements from `start`.
+    """
+
+    def __init__(self) -> None:
+        self.start = self.width = self._length = 0
+        self.dtype = self._wire = torch.float32
+        self._chunks: Sequence[Chunk] = ()
         self._levels: list[torch.Tensor] = []
         self._raw: torch.Tensor | None = None
         self._squares: torch.Tensor | None = None
+
+    def open(self, chunks: Sequence[Chunk], length: int) -> None:
+        """Get ready to sum `chunks` in blocks of at most `length` elements."""
+        wire = chunks[0].dtype
+        if length > self._length or wire != self._wire:
+            self._length, self._wire, self.dtype = length, wire, sum_dtype(wire)
+            self._levels, self._raw, self._squares = [], None, None
+        self._chunks = chunks
+
+    def close(self) -> None:
+        """Let go of the chunks."""
+        self._chunks = ()
 
     def level(self, index: int) -> torch.Tensor:
         """Buffer of one level of the tree."""

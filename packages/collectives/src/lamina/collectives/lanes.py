@@ -1,4 +1,4 @@
-"""What a process group needs between calls: message tags, a worker thread, a CUDA stream.
+"""What a process group needs between calls: tags, a worker thread, a CUDA stream, spare memory.
 
 A lane is to the CPU what a communication stream is to a GPU: work handed to it runs in the order
 it was handed in, beside the caller. Every group has a lane of its own, because work in a lane waits
@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from .neighbours import Neighbour, meet
+from .spares import Spares
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -26,8 +27,6 @@ __all__ = ["Lane", "Ticket", "lane_of"]
 # Messages of collectives carry tags above those that users give to their own sends.
 _FIRST_TAG = 1 << 24
 _TAGS = 1 << 24
-_TAGS_PER_CALL = 2
-_SPARE_BYTES = 64 << 20
 
 
 class Ticket:
@@ -61,17 +60,17 @@ class Lane:
         self._meeting = threading.Lock()
         self._willing = True
         self._neighbours: tuple[Neighbour | None, ...] | None = None
-        self._spare: list[torch.Tensor] = []
+        self.spares = Spares()
 
     def next_tag(self) -> int:
-        """Tag for the messages of one collective; the tag after it is the collective's too.
+        """Tag for the messages of one collective.
 
         Ranks call collectives of one group in one order, so they draw equal tags, and messages of
         two collectives in flight cannot be taken for each other, whichever thread posts them.
         """
         with self._lock:
             tag = _FIRST_TAG + self._tag
-            self._tag = (self._tag + _TAGS_PER_CALL) % _TAGS
+            self._tag = (self._tag + 1) % _TAGS
             return tag
 
     def submit(self, job: Callable[[], None]) -> Ticket:
@@ -138,25 +137,6 @@ class Lane:
                     "right after the group is made, before its first collective"
                 )
             self._willing = False
-
-    def borrow(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """CPU scratch of `numel` elements; pages that were used before cost no page faults."""
-        nbytes = numel * dtype.itemsize
-        with self._lock:
-            fitting = [i for i, spare in enumerate(self._spare) if spare.numel() >= nbytes]
-            best = min(fitting, key=lambda i: self._spare[i].numel(), default=None)
-            found = None if best is None else self._spare.pop(best)
-        if found is None:
-            found = torch.empty(nbytes, dtype=torch.uint8)
-        return found[:nbytes].view(dtype)
-
-    def give_back(self, scratch: torch.Tensor) -> None:
-        """Keep borrowed scratch for the next call; 64 MiB per group at most, the newest."""
-        whole = torch.empty(0, dtype=torch.uint8).set_(scratch.untyped_storage())
-        with self._lock:
-            self._spare.append(whole)
-            while sum(spare.numel() for spare in self._spare) > _SPARE_BYTES:
-                self._spare.pop(0)
 
     def stream(self, device: torch.device) -> torch.cuda.Stream:
         """Side stream of this group on `device`."""

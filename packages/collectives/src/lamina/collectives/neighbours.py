@@ -11,24 +11,29 @@ the other's memory. Every other pair exchanges messages, with the same results.
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
 import secrets
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias, cast
 
 import torch
 import torch.distributed as dist
 
+from .compat import timeout_of
+from .lines import Line, Listener
+
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup, Work
 
-__all__ = ["Neighbour", "RemoteRun", "meet"]
+__all__ = ["Chunk", "Neighbour", "RemoteRun", "meet"]
 
 _HELLO_TAG = (1 << 24) - 2
 _VERDICT_TAG = (1 << 24) - 1
 _PLACE = 3
-_WORDS = _PLACE + 4  # of a hello: place, process, address of the secret, secret, willingness
+_WORDS = _PLACE + 5  # of a hello: place, process, address of the secret, secret, listener, willing
 
 
 class _Extent(ctypes.Structure):
@@ -39,10 +44,32 @@ class _Extent(ctypes.Structure):
 
 @dataclass(frozen=True)
 class Neighbour:
-    """Another rank of the group whose memory this one can read."""
+    """Another rank of the group whose memory this one can read, and the line to it."""
 
     rank: int
     process: int
+    line: Line | None = field(default=None, compare=False)
+
+    def note(self, tag: int, address: int, nbytes: int) -> None:
+        """Tell the neighbour where the bytes of an exchange lie."""
+        self._line.send(2 * tag, address, nbytes)
+
+    def take_note(self, tag: int) -> tuple[int, int]:
+        """Wait for the neighbour's note: address and number of bytes."""
+        return self._line.take(2 * tag)
+
+    def receipt(self, tag: int, nbytes: int) -> None:
+        """Tell the neighbour that its bytes were read (or how many were expected)."""
+        self._line.send(2 * tag + 1, nbytes, 0)
+
+    def take_receipt(self, tag: int) -> int:
+        """Wait for the neighbour's receipt: the number of bytes it read, or expected."""
+        return self._line.take(2 * tag + 1)[0]
+
+    @property
+    def _line(self) -> Line:
+        assert self.line is not None  # noqa: S101 - only `_believe` makes one without
+        return self.line
 
     def read(self, address: int, into: torch.Tensor) -> None:
         """Copy `into.numel()` elements at `address` of the other process to the CPU tensor `into`.
@@ -51,10 +78,11 @@ class Neighbour:
             RuntimeError: the process is gone, or the memory is.
 
         """
+        readv = _process_vm_readv()
         target, left = into.data_ptr(), into.numel() * into.element_size()
         while left:
             here, there = _Extent(target, left), _Extent(address, left)
-            moved = _readv(self.process, here, there)
+            moved = readv(self.process, here, 1, there, 1, 0)
             if moved <= 0:
                 reason = os.strerror(ctypes.get_errno())
                 raise RuntimeError(
@@ -78,14 +106,18 @@ class RemoteRun:
         self.owner.read(self.address + start * into.element_size(), into)
 
 
-def _readv(process: int, here: _Extent, there: _Extent) -> int:
+Chunk: TypeAlias = "torch.Tensor | RemoteRun"
+"""What one rank contributes to a sum: here, or in a neighbour's memory."""
+
+
+@functools.cache
+def _process_vm_readv() -> Callable[..., int]:
     function = ctypes.CDLL(None, use_errno=True).process_vm_readv
+    extents = ctypes.POINTER(_Extent)
+    count = flags = ctypes.c_ulong
+    function.argtypes = (ctypes.c_int, extents, count, extents, count, flags)
     function.restype = ctypes.c_ssize_t
-    one, none = ctypes.c_ulong(1), ctypes.c_ulong(0)
-    moved: int = function(
-        ctypes.c_int(process), ctypes.byref(here), one, ctypes.byref(there), one, none
-    )
-    return moved
+    return cast("Callable[..., int]", function)
 
 
 def _place() -> tuple[int, ...]:
@@ -95,11 +127,12 @@ def _place() -> tuple[int, ...]:
     return int(boot[:15], 16), *spaces
 
 
-def _hello(secret: torch.Tensor, willing: bool) -> torch.Tensor:
+def _hello(secret: torch.Tensor, listener: int, willing: bool) -> torch.Tensor:
     try:
-        words = [*_place(), os.getpid(), secret.data_ptr(), int(secret), int(willing)]
+        place = _place()
     except OSError:  # no /proc: not Linux, or hidden
-        words = [0] * _WORDS
+        return torch.zeros(_WORDS, dtype=torch.int64)
+    words = [*place, os.getpid(), secret.data_ptr(), int(secret), listener, int(willing)]
     return torch.tensor(words, dtype=torch.int64)
 
 
@@ -126,18 +159,51 @@ def meet(group: ProcessGroup, *, willing: bool) -> tuple[Neighbour | None, ...]:
 
     """
     secret = torch.tensor([secrets.randbits(62)], dtype=torch.int64)
-    mine = _hello(secret, willing)
+    number, listener = secrets.randbits(62), None
+    if willing:
+        try:
+            listener = Listener(number)
+        except (OSError, AttributeError):  # no such sockets here
+            willing = False
     size, rank = group.size(), group.rank()
+    mine = _hello(secret, number, willing)
     hellos = _swap(group, mine.expand(size, _WORDS).contiguous(), _HELLO_TAG)
     peers = [
         None if place == rank else _believe(place, mine, hellos[place]) for place in range(size)
     ]
     mutual = _swap(group, torch.tensor([[int(peer is not None)] for peer in peers]), _VERDICT_TAG)
     # The verdicts also say that everyone is done with this rank's secret.
+    believed = {
+        peer.rank: peer
+        for peer, said in zip(peers, mutual.view(-1).tolist(), strict=True)
+        if peer is not None and said
+    }
+    if listener is None:
+        return (None,) * size
+    lines = _connect(listener, rank, int(secret), believed, hellos, timeout_of(group))
     return tuple(
-        peer if peer is not None and bool(said) else None
-        for peer, said in zip(peers, mutual, strict=True)
+        Neighbour(place, believed[place].process, lines[place]) if place in believed else None
+        for place in range(size)
     )
+
+
+def _connect(
+    listener: Listener,
+    rank: int,
+    secret: int,
+    peers: dict[int, Neighbour],
+    hellos: torch.Tensor,
+    timeout: float,
+) -> dict[int, Line]:
+    """Lower ranks call higher ones. A call needs no answer to go through, so none waits."""
+    lines = {}
+    for peer in sorted(peers):
+        if peer > rank:
+            shown, number = (int(hellos[peer][_PLACE + word]) for word in (2, 3))
+            lines[peer] = listener.call(number, rank, shown, peer, timeout)
+    lines |= listener.answer({peer for peer in peers if peer < rank}, secret, timeout)
+    listener.close()
+    return lines
 
 
 def _swap(group: ProcessGroup, rows: torch.Tensor, tag: int) -> torch.Tensor:

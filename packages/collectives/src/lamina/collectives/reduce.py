@@ -14,6 +14,7 @@ import torch
 
 from .agreement import require_agreement
 from .checks import group_rank, group_size
+from .collection import Collection
 from .handles import ReduceHandle, Statistics, launch_reduction
 from .lanes import lane_of
 from .record import issue
@@ -28,7 +29,7 @@ from .reduce_checks import (
 )
 from .reference import sum_dtype
 from .summation import sum_chunks
-from .transport import Collection, Rest, gather_pieces, host_bound
+from .transport import Rest, gather_pieces, host_bound
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -92,11 +93,7 @@ def reduce_scatter_fp32(
             return lambda: sum_chunks([input], output, factor, accumulate, statistics)
         collection = Collection(pieces, group, device, scratch)
 
-        def finish() -> None:
-            sum_chunks(collection.arrive(), output, factor, accumulate, statistics)
-            collection.release()
-
-        return finish
+        return lambda: collection.sum_into(output, factor, accumulate, statistics)
 
     return launch_reduction(
         call,
@@ -169,8 +166,7 @@ def all_reduce_fp32(
         second = lane_of(group).next_tag()  # now, not in `finish`: see `transport.exchange`
 
         def finish() -> None:
-            sum_chunks(collection.arrive(), results[rank], factor, False, statistics)
-            collection.release()
+            collection.sum_into(results[rank], factor, False, statistics)
             gather_pieces(results, results[rank], group, device, second)()
             if accumulate:
                 for place, final in enumerate(_cut(output, piece, size)):

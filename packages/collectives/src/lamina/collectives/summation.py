@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from .fused_cpu import fused_sum
+from .fused_cpu import Workspace, fused_sum
 from .reference import reference_sum, sum_dtype
 
 if TYPE_CHECKING:
     from .handles import Statistics
-    from .swap import Chunk
+    from .neighbours import Chunk
 
 __all__ = ["sum_chunks"]
 
@@ -23,15 +23,17 @@ def sum_chunks(
     factor: float | None,
     accumulate: bool,
     statistics: Statistics | None = None,
+    workspace: Workspace | None = None,
 ) -> None:
     """Sum `chunks` into `output` in the fixed tree and fill in `statistics`.
 
-    All implementations give the same bits: Triton on CUDA, blocks of torch operations on CPU.
+    All implementations give the same bits: Triton on CUDA, blocks of torch operations on CPU,
+    which may use a `workspace` kept from an earlier sum.
     """
     if output.device.type == "meta":
         return
     if output.device.type == "cpu":
-        found = fused_sum(chunks, output, factor, accumulate, statistics is not None)
+        found = fused_sum(chunks, output, factor, accumulate, statistics is not None, workspace)
         if statistics is not None and found is not None:
             statistics.squared_norm.copy_(found[0])
             statistics.nonfinite.copy_(found[1])

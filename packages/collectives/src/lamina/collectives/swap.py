@@ -16,16 +16,14 @@ import torch.distributed as dist
 
 from .checks import where
 from .lanes import Lane, lane_of
-from .neighbours import RemoteRun
+from .neighbours import Chunk, Neighbour, RemoteRun
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup, Work
 
-__all__ = ["Chunk", "Swap"]
+__all__ = ["Swap"]
 
-Chunk = torch.Tensor | RemoteRun
-
-_READ_FROM = 1 << 21  # bytes; below, a note and a receipt cost more than the copies they save
+READ_FROM = 1 << 17  # bytes per pair; below, reading saves nothing
 
 
 class Swap:
@@ -41,7 +39,7 @@ class Swap:
         room: gives the tensor to receive a rank's message into; asked only for ranks that are
             not read directly.
         group: at least two ranks.
-        tag: tag of the exchange; tag + 1 is used as well.
+        tag: tag of the exchange.
         direct: whether neighbours may be read.
 
     """
@@ -63,10 +61,8 @@ class Swap:
         self._direct = direct
         self._rank, self._size = group.rank(), group.size()
         self._inbound: dict[int, tuple[Work, torch.Tensor]] = {}
-        self._notes: dict[int, torch.Tensor] = {}
-        self._receipts: dict[int, tuple[Work, torch.Tensor, int]] = {}
         self._outbound: list[tuple[Work, torch.Tensor]] = []
-        self._lent: list[torch.Tensor] = []
+        self._lent: list[tuple[Neighbour, torch.Tensor]] = []
 
     def sources(self) -> list[int]:
         """Ranks that send here, nearest behind this one first, so that ranks start apart."""
@@ -78,92 +74,89 @@ class Swap:
         if self._direct:
             self._lane.meet(self._group)
         for source in self.sources():
-            if self._reads(source, self._expects[source] * self._dtype.itemsize):
-                target = self._notes[source] = torch.zeros(2, dtype=torch.int64)
-            else:
+            if self._read_from(source, self._nbytes_from(source)) is None:
                 target = self._room(source)
-            self._inbound[source] = self._receive(target, source, self._tag)
+                work = dist.irecv(target, group=self._group, group_src=source, tag=self._tag)
+                self._inbound[source] = (_posted(work), target)
         for step in range(1, self._size):
             target_rank = (self._rank + step) % self._size
             tensor = self._sends[target_rank]
             if tensor is not None and tensor.numel():
                 self._send(tensor, target_rank)
 
+    def _nbytes_from(self, source: int) -> int:
+        return self._expects[source] * self._dtype.itemsize
+
+    def _read_from(self, place: int, nbytes: int) -> Neighbour | None:
+        """The neighbour whose `nbytes` are read, or None where they are sent."""
+        readable = self._direct and nbytes >= READ_FROM
+        return self._lane.neighbours[place] if readable else None
+
     def _send(self, tensor: torch.Tensor, target: int) -> None:
         nbytes = tensor.numel() * tensor.element_size()
-        message = tensor
-        if self._reads(target, nbytes):
-            pinned = torch.cuda.is_initialized() and tensor.is_pinned()  # type: ignore[no-untyped-call]
-            if pinned:  # such pages may be closed to other processes
-                tensor = torch.empty_like(tensor, pin_memory=False).copy_(tensor)
-            message = torch.tensor([tensor.data_ptr(), nbytes], dtype=torch.int64)
-            receipt = torch.zeros(1, dtype=torch.int64)
-            work, _ = self._receive(receipt, target, self._tag + 1)
-            self._receipts[target] = (work, receipt, nbytes)
-        self._lent.append(tensor)
-        self._post_send(message, target, self._tag)
-
-    def _reads(self, place: int, nbytes: int) -> bool:
-        return self._direct and nbytes >= _READ_FROM and self._lane.neighbours[place] is not None
-
-    def _receive(self, target: torch.Tensor, source: int, tag: int) -> tuple[Work, torch.Tensor]:
-        work = dist.irecv(target, group=self._group, group_src=source, tag=tag)
-        return _posted(work), target
-
-    def _post_send(self, message: torch.Tensor, target: int, tag: int) -> None:
-        work = dist.isend(message, group=self._group, group_dst=target, tag=tag)
-        self._outbound.append((_posted(work), message))
+        neighbour = self._read_from(target, nbytes)
+        if neighbour is None:
+            work = dist.isend(tensor, group=self._group, group_dst=target, tag=self._tag)
+            self._outbound.append((_posted(work), tensor))
+            return
+        pinned = torch.cuda.is_initialized() and tensor.is_pinned()  # type: ignore[no-untyped-call]
+        if pinned:  # such pages may be closed to other processes
+            tensor = torch.empty_like(tensor, pin_memory=False).copy_(tensor)
+        self._lent.append((neighbour, tensor))
+        neighbour.note(self._tag, tensor.data_ptr(), nbytes)
 
     def fetch(self, source: int) -> Chunk:
         """Wait for what `source` sends: the tensor from `room`, or a run to read.
 
         Raises:
             ValueError: the neighbour sends another size than is expected here.
+            RuntimeError: it does not come in time, or is gone.
 
         """
-        work, target = self._inbound[source]
-        work.wait()
-        note = self._notes.get(source)
-        if note is None:
+        if source in self._inbound:
+            work, target = self._inbound[source]
+            work.wait()
             return target
-        address, nbytes = (int(word) for word in note)
-        expected = self._expects[source] * self._dtype.itemsize
+        expected = self._nbytes_from(source)
+        neighbour = self._read_from(source, expected)
+        assert neighbour is not None  # noqa: S101 - or `post` would have posted a receive
+        address, nbytes = neighbour.take_note(self._tag)
         if nbytes != expected:
-            self._post_send(torch.tensor([expected]), source, self._tag + 1)
-            self._fail(source, sends=nbytes, expects=expected)
-        neighbour = self._lane.neighbours[source]
-        assert neighbour is not None  # noqa: S101 - _reads said so
+            neighbour.receipt(self._tag, expected)
+            raise self._mismatch(f"rank {source} sends {nbytes} bytes to this rank", expected)
         return RemoteRun(neighbour, address, self._expects[source], self._dtype)
 
     def receipt(self, source: int) -> None:
         """Tell `source` that its memory has been read; nothing to tell after a message."""
-        note = self._notes.get(source)
-        if note is not None:
-            self._post_send(note[1:].clone(), source, self._tag + 1)
+        if source not in self._inbound:
+            nbytes = self._nbytes_from(source)
+            neighbour = self._read_from(source, nbytes)
+            if neighbour is not None:
+                neighbour.receipt(self._tag, nbytes)
 
     def close(self) -> None:
         """Wait until nobody needs this rank's send buffers any more.
 
         Raises:
             ValueError: a neighbour expected another size.
+            RuntimeError: a neighbour is gone.
 
         """
         for work, _ in self._outbound:
             work.wait()
-        for target, (work, receipt, nbytes) in self._receipts.items():
-            work.wait()
-            if int(receipt) != nbytes:
-                self._fail(target, sends=nbytes, expects=int(receipt), to=True)
+        for neighbour, tensor in self._lent:
+            nbytes, read = tensor.numel() * tensor.element_size(), neighbour.take_receipt(self._tag)
+            if read != nbytes:
+                what = f"this rank sends {nbytes} bytes to rank {neighbour.rank}"
+                raise self._mismatch(what, read)
         self._outbound.clear()
         self._lent.clear()
 
-    def _fail(self, peer: int, *, sends: int, expects: int, to: bool = False) -> None:
-        ends = f"this rank sends {sends} bytes to rank {peer}, which expects {expects}"
-        if not to:
-            ends = f"rank {peer} sends {sends} bytes to this rank, which expects {expects}"
-        raise ValueError(
-            f"collective {where(self._group)}: {ends}; all ranks must pass buffers of the same "
-            f"size and dtype (or matching splits) and call collectives in the same order"
+    def _mismatch(self, what: str, expected: int) -> ValueError:
+        return ValueError(
+            f"collective {where(self._group)}: {what}, which expects {expected}; all ranks must "
+            f"pass buffers of the same size and dtype (or matching splits) and make the same calls "
+            f"in the same order"
         )
 
 

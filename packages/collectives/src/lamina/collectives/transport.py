@@ -19,12 +19,12 @@ import torch.distributed as dist
 
 from .compat import all_gather_single, backend_name
 from .lanes import lane_of
-from .swap import Chunk, Swap
+from .swap import Swap
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup, Work
 
-__all__ = ["Collection", "exchange", "gather_pieces", "host_bound", "use_messages", "wait_all"]
+__all__ = ["exchange", "gather_pieces", "host_bound", "use_messages", "wait_all"]
 
 Rest = Callable[[], None]
 
@@ -147,78 +147,6 @@ def gather_pieces(
     whole = pieces[0].as_strided((len(pieces) * own.numel(),), (1,))
     work = all_gather_single(whole, own, group, async_op=True)
     return lambda: wait_all(work)
-
-
-class Collection:
-    """Every rank's chunk for this rank, where a sum can read it in rank order.
-
-    Args:
-        sends: per rank of the group the chunk for it; this rank's own entry is used in place. All
-            chunks that arrive have its size.
-        group: at least two ranks.
-        device: where the tensors lie.
-        scratch: flat, (N-1) chunks. On CPU it may be None: what cannot be read where it lies then
-            goes to scratch of the group's lane.
-
-    """
-
-    def __init__(
-        self,
-        sends: Sequence[torch.Tensor],
-        group: ProcessGroup,
-        device: torch.device,
-        scratch: torch.Tensor | None,
-    ) -> None:
-        self._own, self._rank, self._size = sends[group.rank()], group.rank(), group.size()
-        self._scratch, self._lane = scratch, lane_of(group)
-        self._borrowed: list[torch.Tensor] = []
-        self._swap: Swap | None = None
-        self._rest: Rest | None = None
-        self._rows: list[torch.Tensor] = []
-        if host_bound(group, device) and device.type == "cpu":
-            expects = [self._own.numel()] * self._size
-            tag = self._lane.next_tag()
-            self._swap = Swap(sends, expects, self._own.dtype, self._room, group, tag)
-            self._posted = self._lane.acquainted
-            if self._posted:
-                self._swap.post()
-        else:
-            self._rows = [
-                self._own if place == self._rank else self._room(place)
-                for place in range(self._size)
-            ]
-            self._rest = exchange(self._rows, sends, group, device)
-
-    def _room(self, place: int) -> torch.Tensor:
-        numel = self._own.numel()
-        if self._scratch is None:
-            self._borrowed.append(self._lane.borrow(numel, self._own.dtype))
-            return self._borrowed[-1]
-        row = place - (place > self._rank)
-        return self._scratch[row * numel : (row + 1) * numel]
-
-    def arrive(self) -> list[Chunk]:
-        """Wait for all chunks; return them in rank order."""
-        if self._swap is None:
-            if self._rest is not None:
-                self._rest()
-            return list(self._rows)
-        if not self._posted:
-            self._swap.post()
-        chunks: dict[int, Chunk] = {self._rank: self._own}
-        for source in self._swap.sources():
-            chunks[source] = self._swap.fetch(source)
-        return [chunks.get(place, self._own) for place in range(self._size)]
-
-    def release(self) -> None:
-        """Tell the neighbours that their chunks are read, and wait for their word."""
-        if self._swap is not None:
-            for source in self._swap.sources():
-                self._swap.receipt(source)
-            self._swap.close()
-        for scratch in self._borrowed:
-            self._lane.give_back(scratch)
-        self._borrowed.clear()
 
 
 def wait_all(*works: Work | None) -> None:

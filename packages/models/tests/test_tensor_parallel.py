@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -15,13 +16,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lamina.collectives import Ledger
 from lamina.mesh import ParallelLayout, role_of, seed_everything
 from lamina.models import (
+    AttentionContext,
     ColumnParallelLinear,
     GPTModel,
     LatentAttention,
     RowParallelLinear,
+    TransformerBlock,
     TransformerConfig,
     VocabParallelEmbedding,
     apply_recompute,
+    generate,
     vocab_parallel_cross_entropy,
 )
 
@@ -163,6 +167,46 @@ def test_logits_are_whole_and_equal_on_all_ranks(sequence_parallel):
     expected, logits = whole(tokens), model(tokens)
     assert logits.shape == (3, 16, 61)
     torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("recompute", ["none", "selective"])
+def test_a_block_sends_what_the_formula_says(recompute, sequence_parallel):
+    mesh = ParallelLayout(tp=2).build("cpu")
+    config = replace(LLAMA, sequence_parallel=sequence_parallel)
+    block = TransformerBlock(config, mesh)
+    apply_recompute(nn.Sequential(block), recompute)
+    context = AttentionContext.build(config, torch.zeros(2, 16), torch.float32)
+    shape = (16, 32) if sequence_parallel else (2, 16, 32)
+    x = torch.randn(shape, requires_grad=True)
+    with Ledger() as ledger:
+        output = block(x, context)
+        forward = Counter(record.op for record in ledger.records)
+        output.sum().backward()
+    total = Counter(record.op for record in ledger.records)
+    whole, half = 2 * 16 * 32 * 4, 2 * 16 * 32 * 4 // 2
+    if sequence_parallel:
+        # Into each half of the block a gather, out of it a sum that is scattered; backward the
+        # same in turn, and each input gathered once more for the weight's gradient.
+        assert forward == {"all_gather_into": 2, "reduce_scatter_fp32": 2}
+        assert total == {"all_gather_into": 6, "reduce_scatter_fp32": 4}
+        assert ledger.bytes() == 10 * half
+    else:
+        assert forward == {"all_reduce_fp32": 2}
+        assert total == {"all_reduce_fp32": 4}
+        assert ledger.bytes() == 4 * whole
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("axes", [{"tp": 2}, {"cp": 2}])
+def test_generation_pads_to_what_ranks_can_share(axes):
+    mesh = ParallelLayout(**axes).build("cpu")
+    config = replace(LLAMA, sequence_parallel=True, max_sequence_length=15)
+    whole, model = GPTModel(config, seed=5), GPTModel(config, mesh, seed=5)
+    prompt = batch(0)["tokens"][:, :5]
+    expected = generate(whole, prompt, 6, temperature=0.0)
+    assert torch.equal(generate(model, prompt, 6, temperature=0.0), expected)
 
 
 @pytest.mark.ranks(2)

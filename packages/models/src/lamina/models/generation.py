@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 
@@ -43,9 +44,15 @@ def generate(
         context_length = getattr(config, "max_sequence_length", None)
     training = model.training
     model.eval()
+    # Ranks that share a sequence need its length to be divisible; what is appended comes after all
+    # that is read.
+    multiple = int(getattr(model, "length_multiple", 1))
+    if context_length is not None:
+        context_length -= context_length % multiple
     for _ in range(max_new_tokens):
         window = tokens if context_length is None else tokens[:, -context_length:]
-        logits = model(window)[:, -1].float()
+        padded = F.pad(window, (0, -window.shape[1] % multiple))
+        logits = model(padded)[:, window.shape[1] - 1].float()
         following = sample(logits, temperature, top_k, top_p, generator)
         tokens = torch.cat((tokens, following[:, None]), dim=1)
     model.train(training)

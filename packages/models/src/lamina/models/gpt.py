@@ -207,6 +207,12 @@ class GPTModel(nn.Module):
                     "they must be equal"
                 )
 
+    @property
+    def length_multiple(self) -> int:
+        """What a sequence's length must be divisible by, over the ranks that share it."""
+        tp = self.axis.size if self.axis is not None and self.sequence_parallel else 1
+        return tp * (1 if self.cp is None else 2 * self.cp.size)
+
     def num_parameters(self, *, embeddings: bool = True) -> int:
         """Count the parameters that this rank holds, tied ones once.
 

@@ -78,6 +78,8 @@ class TrainConfig:
     """AdamW's decay of the second moment."""
     clip_norm: float = 1.0
     """Largest norm of the gradient over all parameters; larger ones are scaled down."""
+    engine: Literal["lamina", "torch_fsdp2"] = "lamina"
+    """What shards the model: Lamina's own engine, or torch's FSDP2 (always strategy 3)."""
     strategy: Literal[0, 1, 2, 3] = 3
     """What is sharded over ranks: 0 nothing, 1 optimizer state, 2 gradients too, 3 weights too."""
     precision: Literal["auto", "fp32", "bf16"] = "auto"
@@ -166,5 +168,10 @@ def check(config: Config, ranks: int) -> None:
     ):
         if value < least:
             raise ValueError(f"--{name} {value}: it must be at least {least}")
+    if config.train.engine == "torch_fsdp2" and config.train.strategy != 3:
+        raise ValueError(
+            f"--train.strategy {config.train.strategy}: torch's FSDP2 shards everything (3); use "
+            "--train.engine lamina for the others"
+        )
     if not 0.0 < config.data.held_out < 1.0:
         raise ValueError(f"--data.held-out {config.data.held_out}: it must be between 0 and 1")

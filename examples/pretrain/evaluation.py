@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from config import Config
 from data import Corpus, Windows, held_out_batches
+from engines import Sharded
 
 from lamina.collectives import all_reduce_small
-from lamina.fsdp import ShardedModule
 from lamina.mesh import MeshAxis, Runtime
 from lamina.models import generate
 
@@ -17,7 +17,7 @@ class Evaluator:
 
     def __init__(
         self,
-        model: ShardedModule,
+        model: Sharded,
         corpus: Corpus,
         config: Config,
         dp: MeshAxis,

@@ -9,20 +9,18 @@ from typing import Any
 import torch
 from config import Config
 from data import Corpus, Windows
+from engines import Sharded
 from evaluation import Evaluator
 from metrics import Metrics
 from run import Run
 from stopping import Stop, Stopping
 
 from lamina.checkpoint import CheckpointManager
-from lamina.fsdp import ShardedModule
 
 _COMMAND = "python3 noxfile.py -s train --"
 
 
-def opening(
-    model: ShardedModule, corpus: Corpus, samples: Windows, config: Config, run: Run
-) -> str:
+def opening(model: Sharded, corpus: Corpus, samples: Windows, config: Config, run: Run) -> str:
     """Describe what is about to be trained, where and on what."""
     parameters = sum(parameter.numel() for parameter in model.parameters())
     ranks = run.runtime.world_size
@@ -36,7 +34,7 @@ def opening(
 
 
 def report(
-    model: ShardedModule,
+    model: Sharded,
     optimizer: torch.optim.Optimizer,
     evaluator: Evaluator,
     stopping: Stopping,
@@ -126,7 +124,7 @@ def _next(stopping: Stopping, config: Config, run: Run) -> str:
     return f"{_COMMAND} --run.directory {run.directory} --train.steps {2 * config.train.steps}"
 
 
-def state_bytes(model: ShardedModule, optimizer: torch.optim.Optimizer) -> tuple[int, int]:
+def state_bytes(model: Sharded, optimizer: torch.optim.Optimizer) -> tuple[int, int]:
     """Count the model's state between backward and step.
 
     Returns:

@@ -12,18 +12,18 @@ import sys
 import torch
 from config import Config
 from data import Windows, open_corpus, prepare, slice_of_step
+from engines import Sharded, sharded_model
 from evaluation import Evaluator
 from metrics import Metrics
 from options import configure
 from report import opening, report
 from run import open_run
-from schedule import decay_groups, learning_rate, model_shape, precision_policy
+from schedule import learning_rate
 from stopping import Stop, Stopping
+from torch.distributed.tensor import DTensor
 
 from lamina.checkpoint import CheckpointManager
-from lamina.fsdp import ShardedModule, fully_shard
 from lamina.mesh import MeshAxis, ParallelLayout, Runtime, derive_seed, init_distributed
-from lamina.models import GPTModel, TransformerBlock
 
 
 def main() -> None:
@@ -45,22 +45,8 @@ def train(config: Config, runtime: Runtime) -> None:
     corpus = open_corpus(config.data, run.data)
     samples = Windows(corpus.train, config.model.sequence_length)
 
-    # Model: described without memory; fully_shard makes each rank's part of it.
-    with torch.device("meta"):
-        model = GPTModel(model_shape(config, corpus), seed=config.run.seed)
-    optimizer = torch.optim.AdamW(
-        decay_groups(model, config.train.weight_decay),
-        lr=config.train.learning_rate,
-        betas=(config.train.beta1, config.train.beta2),
-    )
-    model, optimizer = fully_shard(
-        model,
-        optimizer,
-        device_mesh=mesh,
-        fsdp_unit_modules=[TransformerBlock],
-        zero_dp_strategy=config.train.strategy,
-        mixed_precision_policy=precision_policy(config, runtime),
-    )
+    # Model and optimizer: each rank holds its part, and the loop below stays plain PyTorch.
+    model, optimizer = sharded_model(config, corpus, mesh, runtime)
 
     # Checkpoints: the newest one, if there is one, says where to go on.
     checkpoints = CheckpointManager(run.checkpoints, keep_last=config.checkpoint.keep)
@@ -87,7 +73,7 @@ def train(config: Config, runtime: Runtime) -> None:
 
 def step(
     number: int,
-    model: ShardedModule,
+    model: Sharded,
     optimizer: torch.optim.Optimizer,
     samples: Windows,
     config: Config,
@@ -117,7 +103,7 @@ def step(
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.train.clip_norm)
     optimizer.step()
     optimizer.zero_grad()
-    return loss, float(norm)
+    return loss, float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
 
 
 if __name__ == "__main__":

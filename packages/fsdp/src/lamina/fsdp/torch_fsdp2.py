@@ -125,6 +125,11 @@ class TorchFullyShardedDataParallel(DataParallel):
             self._syncs = before
             self._root.set_requires_gradient_sync(before)
 
+    @contextmanager
+    def unsharded(self) -> Iterator[None]:
+        """Whole parameters while the model runs: FSDP2 gathers them in every forward (collective)."""
+        yield
+
     def start_grad_sync(self) -> None:
         """FSDP2 sums in backward."""
 

@@ -1,0 +1,91 @@
+"""The main job trains with Lamina's engine and with torch's FSDP2, to the same losses."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PRETRAIN = Path(__file__).parents[1] / "pretrain"
+SETTINGS = f"""
+[data]
+path = "{PRETRAIN}"
+held_out = 0.2
+[model]
+num_layers = 1
+hidden_size = 32
+num_heads = 2
+sequence_length = 32
+[train]
+batch_size = 4
+microbatches = 2
+warmup_steps = 4
+[eval]
+every = 6
+tokens = 256
+samples = 1
+sample_tokens = 4
+[checkpoint]
+every = 6
+"""
+
+
+def train(directory: Path, engine: str, steps: int) -> list[dict[str, float]]:
+    """Two ranks; the lines of metrics.jsonl."""
+    config = directory.parent / "config.toml"
+    config.write_text(SETTINGS)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+    words = [str(PRETRAIN / "train.py"), "--config", str(config), "--run.directory", str(directory)]
+    words += ["--train.engine", engine, "--train.steps", str(steps)]
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, *words],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env={
+                **os.environ,
+                "OMP_NUM_THREADS": "1",
+                "WORLD_SIZE": "2",
+                "LOCAL_WORLD_SIZE": "2",
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                **place,
+            },
+        )
+        for rank in range(2)
+    ]
+    for process in ranks:
+        output, _ = process.communicate(timeout=120)
+        assert process.returncode == 0, output
+    return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+
+
+def losses(lines: list[dict[str, float]]) -> dict[float, float]:
+    return {line["step"]: line["loss"] for line in lines if "loss" in line}
+
+
+def test_both_engines_train_to_the_same_losses(tmp_path):
+    wanted = losses(train(tmp_path / "lamina", "lamina", 6))
+    found = losses(train(tmp_path / "torch", "torch_fsdp2", 6))
+    assert found.keys() == wanted.keys()
+    for step, loss in wanted.items():
+        assert found[step] == pytest.approx(loss, abs=1e-4)
+
+
+def test_torchs_engine_is_not_asked_for_another_strategy():
+    program = (
+        "from config import *; import dataclasses as d; "
+        "check(Config(train=TrainConfig(engine='torch_fsdp2', strategy=1)), 1)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=PRETRAIN, capture_output=True, text=True, check=False
+    )
+    assert "--train.engine lamina" in done.stderr

@@ -6,7 +6,8 @@
 Every repetition runs all contestants one after the other, so that a noisy neighbour hits all of
 them; a contestant makes several calls in a row if they are short, and its time is that of the
 slowest rank, divided by the calls. Printed are medians, and the median over repetitions of torch's
-time divided by ours. "messages only" is what ranks of different hosts get (`use_messages`).
+time divided by ours. "and norm": ours yields the squared norm, torch's does not. "messages only"
+is what ranks of different hosts get (`use_messages`).
 """
 
 from __future__ import annotations
@@ -56,6 +57,11 @@ def contests(
         (
             "reduce-scatter",
             lambda: reduce_scatter_single(torch_out, buffer, group),
+            ours(lambda g: reduce_scatter_fp32(shard32, buffer, g, statistics=False)),
+        ),
+        (
+            "reduce-scatter and norm",
+            lambda: reduce_scatter_single(torch_out, buffer, group),
             ours(lambda g: reduce_scatter_fp32(shard32, buffer, g)),
         ),
         (
@@ -68,7 +74,11 @@ def contests(
             lambda: all_gather_single(whole, own, group),
             ours(lambda g: all_gather_into(whole, own, g)),
         ),
-        ("all-reduce", torch_all_reduce, ours(lambda g: all_reduce_fp32(whole32, buffer, g))),
+        (
+            "all-reduce",
+            torch_all_reduce,
+            ours(lambda g: all_reduce_fp32(whole32, buffer, g, statistics=False)),
+        ),
     ]
 
 

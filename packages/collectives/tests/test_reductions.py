@@ -136,6 +136,19 @@ def test_statistics_of_an_all_reduce_add_up_to_those_of_the_whole():
     assert sum(norms).item() == pytest.approx(output.double().square().sum().item(), rel=1e-13)
 
 
+@pytest.mark.ranks(1, 2)
+@pytest.mark.parametrize("reduce", REDUCE_SCATTERS + ALL_REDUCES)
+def test_statistics_can_be_left_out_and_are_then_not_made_up(reduce):
+    world = dist.get_world_size()
+    whole = torch.ones(world * 10)
+    output = torch.empty(10 if reduce in REDUCE_SCATTERS else world * 10)
+    handle = reduce(output, whole, dist.group.WORLD, statistics=False)
+    assert torch.equal(output, torch.full_like(output, world))
+    for statistic in ("squared_norm", "nonfinite"):
+        with pytest.raises(RuntimeError, match="statistics=False"):
+            getattr(handle, statistic)
+
+
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
 @pytest.mark.parametrize("wire", [torch.float32, torch.float64])

@@ -88,7 +88,7 @@ class Collection:
         output: torch.Tensor,
         factor: float | None,
         accumulate: bool,
-        statistics: Statistics,
+        statistics: Statistics | None,
     ) -> None:
         """Wait for all chunks and sum them; afterwards all ranks may reuse their inputs."""
         spares = self._lane.spares

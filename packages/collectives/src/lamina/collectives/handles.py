@@ -88,21 +88,38 @@ class Statistics:
 class ReduceHandle(Handle):
     """A reduction in flight. Reading a statistic waits first."""
 
-    def __init__(self, call: Call, statistics: Statistics, **state: Any) -> None:
+    def __init__(self, call: Call, statistics: Statistics | None, **state: Any) -> None:
         super().__init__(call, **state)
         self._statistics = statistics
 
     @property
     def squared_norm(self) -> torch.Tensor:
-        """Sum of squares of this rank's reduced shard as stored: float64, no dimensions."""
-        self.wait()
-        return self._statistics.squared_norm
+        """Sum of squares of this rank's reduced shard as stored: float64, no dimensions.
+
+        Raises:
+            RuntimeError: the reduction was called with statistics=False.
+
+        """
+        return self._waited().squared_norm
 
     @property
     def nonfinite(self) -> torch.Tensor:
-        """Whether this rank's reduced shard holds an infinity or a NaN: bool, no dimensions."""
+        """Whether this rank's reduced shard holds an infinity or a NaN: bool, no dimensions.
+
+        Raises:
+            RuntimeError: the reduction was called with statistics=False.
+
+        """
+        return self._waited().nonfinite
+
+    def _waited(self) -> Statistics:
+        if self._statistics is None:
+            raise RuntimeError(
+                "this reduction was called with statistics=False: it has neither a norm nor a "
+                "non-finite flag"
+            )
         self.wait()
-        return self._statistics.nonfinite
+        return self._statistics
 
 
 def launch(
@@ -139,15 +156,15 @@ def launch(
 def launch_reduction(
     call: Call,
     group: ProcessGroup | None,
+    device: torch.device,
     start: Callable[[], Callable[[], None]],
-    statistics: Statistics,
+    statistics: Statistics | None,
     *,
     async_op: bool,
     host_bound: bool,
     keep: tuple[Any, ...],
 ) -> ReduceHandle:
     """Run a reduction and return its handle; arguments as in :func:`launch`."""
-    device = statistics.squared_norm.device
     state = _run(call, group, device, start, async_op=async_op, host_bound=host_bound)
     handle = ReduceHandle(call, statistics, keep=keep, **state)
     if not async_op:

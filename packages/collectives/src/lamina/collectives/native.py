@@ -44,6 +44,7 @@ def reduce_scatter_native(
     scale: float | None = None,
     accumulate: bool = False,
     async_op: bool = False,
+    statistics: bool = True,
 ) -> ReduceHandle:
     """Sum `input` over the ranks by the backend's reduce-scatter; keep this rank's piece.
 
@@ -59,7 +60,7 @@ def reduce_scatter_native(
     factor = factor_of(op, scale, size, input.dtype)
     sent = (input.numel() - output.numel()) * input.element_size()
     call = issue(name, group, input.dtype, sent, async_op=async_op)
-    statistics = Statistics(device)
+    kept = Statistics(device) if statistics else None
     # Straight into the output where nothing is left to do to it but to look at it.
     direct = output.dtype == input.dtype and not accumulate
     total = output if direct else torch.empty_like(own)
@@ -73,15 +74,18 @@ def reduce_scatter_native(
 
         def finish() -> None:
             wait_all(work)
-            sum_chunks([total], output, factor, accumulate, statistics)
+            if direct and factor is None and kept is None:
+                return
+            sum_chunks([total], output, factor, accumulate, kept)
 
         return finish
 
     return launch_reduction(
         call,
         group,
+        device,
         start,
-        statistics,
+        kept,
         async_op=async_op,
         host_bound=host_bound(group, device),
         keep=(output, input, total),
@@ -97,6 +101,7 @@ def all_reduce_native(
     scale: float | None = None,
     accumulate: bool = False,
     async_op: bool = False,
+    statistics: bool = True,
 ) -> ReduceHandle:
     """Sum `input` over the ranks by the backend's all-reduce; every rank gets the whole sum.
 
@@ -114,7 +119,7 @@ def all_reduce_native(
     piece = -(-input.numel() // size)
     sent = 2 * (size - 1) * piece * input.element_size()
     call = issue(name, group, input.dtype, sent, async_op=async_op)
-    statistics = Statistics(device)
+    kept = Statistics(device) if statistics else None
     direct = output.dtype == input.dtype and not accumulate
     total = output if direct else torch.empty_like(input)
 
@@ -127,15 +132,18 @@ def all_reduce_native(
 
         def finish() -> None:
             wait_all(work)
-            sum_chunks([total], output, factor, accumulate, statistics)
+            if direct and factor is None and kept is None:
+                return
+            sum_chunks([total], output, factor, accumulate, kept)
 
         return finish
 
     return launch_reduction(
         call,
         group,
+        device,
         start,
-        statistics,
+        kept,
         async_op=async_op,
         host_bound=host_bound(group, device),
         keep=(output, input, total),

@@ -47,6 +47,7 @@ def reduce_scatter_fp32(
     accumulate: bool = False,
     async_op: bool = False,
     scratch: torch.Tensor | None = None,
+    statistics: bool = True,
     check: bool = False,
 ) -> ReduceHandle:
     """Sum `input` over the ranks of `group` in fp32 and keep this rank's piece.
@@ -65,6 +66,7 @@ def reduce_scatter_fp32(
         async_op: return at once; the sum runs beside the caller, not in `wait`.
         scratch: flat, at least (N-1)*n elements of the wire dtype, for what other ranks send;
             Lamina's own if None.
+        statistics: False leaves out squared norm and non-finite flag, which cost a little time.
         check: compare this call over the ranks first (for debugging; on all ranks or on none).
 
     Returns:
@@ -85,21 +87,22 @@ def reduce_scatter_fp32(
     factor = factor_of(op, scale, size, input.dtype)
     received = input.numel() - output.numel()
     call = issue(name, group, input.dtype, received * input.element_size(), async_op=async_op)
-    statistics = Statistics(device)
+    kept = Statistics(device) if statistics else None
     scratch = scratch_for(name, scratch, received, input, output, group)
 
     def start() -> Rest:
         if group is None or size == 1:
-            return lambda: sum_chunks([input], output, factor, accumulate, statistics)
+            return lambda: sum_chunks([input], output, factor, accumulate, kept)
         collection = Collection(pieces, group, device, scratch)
 
-        return lambda: collection.sum_into(output, factor, accumulate, statistics)
+        return lambda: collection.sum_into(output, factor, accumulate, kept)
 
     return launch_reduction(
         call,
         group,
+        device,
         start,
-        statistics,
+        kept,
         async_op=async_op,
         host_bound=host_bound(group, device),
         keep=(output, input, scratch),
@@ -115,6 +118,7 @@ def all_reduce_fp32(
     scale: float | None = None,
     accumulate: bool = False,
     async_op: bool = False,
+    statistics: bool = True,
     check: bool = False,
 ) -> ReduceHandle:
     """Sum `input` over the ranks of `group` in fp32; every rank gets the whole sum.
@@ -131,6 +135,7 @@ def all_reduce_fp32(
         scale: as in :func:`reduce_scatter_fp32`.
         accumulate: add the sum to what this rank's `output` holds.
         async_op: return at once.
+        statistics: as in :func:`reduce_scatter_fp32`.
         check: as in :func:`reduce_scatter_fp32`.
 
     Returns:
@@ -157,21 +162,21 @@ def all_reduce_fp32(
     sent = (source.numel() - mine) * input.element_size()
     sent += (size - 1) * mine * target.element_size()
     call = issue(name, group, input.dtype, sent, async_op=async_op)
-    statistics = Statistics(device)
+    kept = Statistics(device) if statistics else None
 
     def start() -> Rest:
         if group is None or size == 1:
-            return lambda: sum_chunks([input], output, factor, accumulate, statistics)
+            return lambda: sum_chunks([input], output, factor, accumulate, kept)
         collection = Collection(sends, group, device, scratch)
         second = lane_of(group).next_tag()  # now, not in `finish`: see `transport.exchange`
 
         def finish() -> None:
-            collection.sum_into(results[rank], factor, False, statistics)
+            collection.sum_into(results[rank], factor, False, kept)
             gather_pieces(results, results[rank], group, device, second)()
             if accumulate:
                 for place, final in enumerate(_cut(output, piece, size)):
-                    kept = statistics if place == rank else None
-                    sum_chunks([results[place][: final.numel()]], final, None, True, kept)
+                    own = kept if place == rank else None
+                    sum_chunks([results[place][: final.numel()]], final, None, True, own)
             elif target is not output:
                 output.copy_(target[: output.numel()])
 
@@ -180,8 +185,9 @@ def all_reduce_fp32(
     return launch_reduction(
         call,
         group,
+        device,
         start,
-        statistics,
+        kept,
         async_op=async_op,
         host_bound=host_bound(group, device),
         keep=(output, source, scratch, target),

@@ -58,7 +58,8 @@ class Ring:
     ) -> Tensor:
         """See :class:`AttentionPattern`; tokens are this rank's."""
         value_width = value.shape[-1]
-        width = max(query.shape[-1], value_width)
+        # One width for all heads, and on a GPU a multiple of 8.
+        width = -(-max(query.shape[-1], value_width) // 8) * 8
         padded = (_widen(x, width) for x in (query, key, value))
         mixed: Tensor = _RingAttention.apply(*padded, self, scale)  # type: ignore[no-untyped-call]
         return mixed[..., :value_width]

@@ -6,7 +6,13 @@ from lamina.ddp.contract import DataParallel
 from lamina.ddp.finalize import FinalizesStep, finalize_grads
 from lamina.ddp.flat_step import ELEMENTWISE, FlatStep
 from lamina.ddp.gradients import GroupGradients
-from lamina.ddp.group import GroupSettings, ParameterGroup, WeightsFactory, whole_weights
+from lamina.ddp.group import (
+    GroupSettings,
+    ParameterGroup,
+    WeightsFactory,
+    plan_layout,
+    whole_weights,
+)
 from lamina.ddp.grouping import ParameterRef, collect_parameters, group_parameters
 from lamina.ddp.inspection import HasGroups, full_gradients, full_parameters, groups_of
 from lamina.ddp.memory import MemoryPlan, memory_plan
@@ -68,6 +74,7 @@ __all__ = [
     "group_parameters",
     "groups_of",
     "memory_plan",
+    "plan_layout",
     "point_optimizer_at",
     "resolve_dtypes",
     "resolve_reduction",

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from lamina.ddp import one_pass
 from lamina.ddp.group import ParameterGroup
 from lamina.ddp.user_gradients import follow_user
 from lamina.ddp.whole_step import WholeStep
@@ -41,6 +42,7 @@ class _Run:
     start: int
     stop: int
     parameter: nn.Parameter
+    done: bool = False
 
     @property
     def mains(self) -> list[nn.Parameter]:
@@ -99,8 +101,9 @@ class FlatStep:
             runs, rest = self._make_runs(settings["params"], optimizer)
             for run in runs:
                 optimizer.state[run.parameter] = self._gather_state(run, optimizer)
+                run.done = self._in_one_pass(run, optimizer, settings)
             self._runs.extend(runs)
-            settings["params"] = [run.parameter for run in runs] + rest
+            settings["params"] = [run.parameter for run in runs if not run.done] + rest
 
     def _after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         for settings, held in zip(optimizer.param_groups, self._held, strict=False):
@@ -108,9 +111,23 @@ class FlatStep:
         for run in self._runs:
             self._spread_state(run, optimizer)
             run.parameter.grad = None
+        for group in {id(run.group): run.group for run in self._runs}.values():
+            group.weights.written_through(all(r.done for r in self._runs if r.group is group))
         self._held, self._runs = [], []
         if not self.paused:
             self._after_step()
+
+    def _in_one_pass(self, run: _Run, optimizer: Optimizer, settings: dict[str, Any]) -> bool:
+        """Step a run and write the module's weights at once, where a kernel can."""
+        weights, state = run.group.weights.place_of_main(), optimizer.state[run.parameter]
+        if weights is None or not one_pass.takes(optimizer, settings, state, run.parameter):
+            return False
+        gradient = run.parameter.grad
+        if gradient is None:
+            return False
+        place = weights[run.start : run.stop]
+        one_pass.launch(optimizer, settings, state, run.parameter.data, gradient, place)
+        return True
 
     # -- runs ---------------------------------------------------------------------------------
 

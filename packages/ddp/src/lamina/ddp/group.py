@@ -29,7 +29,7 @@ from lamina.ddp.transient import TransientBuffers
 from lamina.ddp.weights import Weights, WholeWeights
 from lamina.mesh import copy_role
 
-__all__ = ["GroupSettings", "ParameterGroup", "WeightsFactory", "whole_weights"]
+__all__ = ["GroupSettings", "ParameterGroup", "WeightsFactory", "plan_layout", "whole_weights"]
 
 WeightsFactory = Callable[[BufferLayout, FlatBuffer, DataParallelAxes], Weights]
 """Makes the weights of a group from its layout, the buffer a rank keeps, and the axes."""
@@ -70,6 +70,18 @@ class GroupSettings:
         return self.reduction.cadence or self.strategy.cadence
 
 
+def plan_layout(
+    refs: Sequence[ParameterRef], axes: DataParallelAxes, settings: GroupSettings
+) -> BufferLayout:
+    """Where each parameter of a group will lie; refs may be on the meta device."""
+    return BufferLayout.plan(
+        [spec_of(ref, settings.granularity) for ref in refs],
+        axes.size,
+        settings.alignment,
+        settings.shard_multiple,
+    )
+
+
 class ParameterGroup:
     """Parameters that share a buffer, from what the user made to what the optimizer updates.
 
@@ -103,21 +115,22 @@ class ParameterGroup:
         self._reduced: tuple[int, int] | None = None
         self._gradient_views: dict[int, torch.Tensor] = {}
         self.device = self.refs[0].parameter.device
-        self.layout = BufferLayout.plan(
-            [spec_of(ref, settings.granularity) for ref in self.refs],
-            self.axes.size,
-            settings.alignment,
-            settings.shard_multiple,
-        )
+        self.layout = plan_layout(self.refs, axes, settings)
         states = settings.strategy.placements
         self._weights_at = self._placed(states.model_weights, axes)
         self._grads_at = self._placed(states.main_grads, axes)
         self._optimizer_at = self._placed(states.optimizer_state, axes)
         whole = self._read_parameters()
-        self.weights = self._make_weights(whole, factory)
-        self.main = self._make_main(whole) if self.requires_grad else None
-        self.gradients = self._make_gradients(transient) if self.main is not None else None
+        local = self._buffer(self._weights_at, self.dtypes.weights, whole)
+        self.main = self._make_main(local, whole) if self.requires_grad else None
+        # What the parameters were made in goes before their place in the weights comes: a model
+        # that starts on the meta device must never need two whole units at once.
         del whole
+        self._let_go_of_parameters()
+        self.weights = factory(self.layout, local, self.axes)
+        if self.main is not None:
+            self.weights.attach(self.main)
+        self.gradients = self._make_gradients(transient) if self.main is not None else None
         self._point_parameters_at_weights()
         self.main_parameters = self._make_main_parameters()
 
@@ -254,30 +267,56 @@ class ParameterGroup:
 
     def _read_parameters(self) -> torch.Tensor:
         """All parameters as one flat tensor in the main dtype, equal on all ranks."""
-        whole = torch.zeros(self.layout.size, dtype=self.dtypes.main, device=self.device)
-        with torch.no_grad():
-            for ref, spec in zip(self.refs, self.layout.specs, strict=True):
-                offset = self.layout.offset(spec.name)
-                whole[offset : offset + spec.numel].view(spec.shape).copy_(ref.parameter)
+        whole = self._laid_out_already()
+        if whole is None:
+            whole = torch.zeros(self.layout.size, dtype=self.dtypes.main, device=self.device)
+            with torch.no_grad():
+                for ref, spec in zip(self.refs, self.layout.specs, strict=True):
+                    offset = self.layout.offset(spec.name)
+                    whole[offset : offset + spec.numel].view(spec.shape).copy_(ref.parameter)
         if self.settings.broadcast:
             for group in self.axes.groups("gather"):
                 broadcast(whole, group, src=0).wait()
         return whole
 
-    def _make_weights(self, whole: torch.Tensor, factory: WeightsFactory) -> Weights:
-        local = self._buffer(self._weights_at, self.dtypes.weights, whole)
-        return factory(self.layout, local, self.axes)
+    def _laid_out_already(self) -> torch.Tensor | None:
+        """The parameters' own memory, where somebody made them as the layout has them."""
+        sizes = zip(self.refs, self.layout.specs, strict=True)
+        held = [(ref.parameter, spec) for ref, spec in sizes if spec.numel]
+        if not held:
+            return None
+        first, spec = held[0]
+        storage = first.untyped_storage()
+        base = first.storage_offset() - self.layout.offset(spec.name)
+        end = (base + self.layout.size) * first.element_size()
+        if base < 0 or end > storage.nbytes() or first.dtype != self.dtypes.main:
+            return None
+        for parameter, spec in held:
+            if (
+                parameter.untyped_storage().data_ptr() != storage.data_ptr()
+                or parameter.storage_offset() - base != self.layout.offset(spec.name)
+                or parameter.dtype != first.dtype
+                or not parameter.is_contiguous()
+            ):
+                return None
+        whole = torch.empty(0, dtype=first.dtype, device=self.device)
+        with torch.no_grad():
+            whole.set_(storage, base, (self.layout.size,), (1,))
+            for start, stop in self.layout.padding_ranges():
+                whole[start:stop].zero_()
+        return whole
 
-    def _make_main(self, whole: torch.Tensor) -> FlatBuffer:
+    def _let_go_of_parameters(self) -> None:
+        for ref in self.refs:
+            parameter = ref.parameter
+            parameter.data = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
+
+    def _make_main(self, local: FlatBuffer, whole: torch.Tensor) -> FlatBuffer:
         """Main weights: part of the model weights' storage where the dtypes agree."""
-        local = self.weights.local
         if self.dtypes.main != self.dtypes.weights:
-            main = self._buffer(self._optimizer_at, self.dtypes.main, whole)
-        else:
-            storage = local.piece(self._optimizer_at)
-            main = self._buffer(self._optimizer_at, self.dtypes.main, storage=storage)
-        self.weights.attach(main)
-        return main
+            return self._buffer(self._optimizer_at, self.dtypes.main, whole)
+        storage = local.piece(self._optimizer_at)
+        return self._buffer(self._optimizer_at, self.dtypes.main, storage=storage)
 
     def _make_gradients(self, transient: TransientBuffers) -> GroupGradients:
         main = self._buffer(self._grads_at, self.dtypes.grads)

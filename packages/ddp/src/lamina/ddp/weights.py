@@ -45,6 +45,7 @@ class Weights(ABC):
         self._main: FlatBuffer | None = None
         self._pending: list[Handle] = []
         self._changed = False
+        self._written_through = False
 
     @property
     def ready(self) -> bool:
@@ -77,13 +78,17 @@ class Weights(ABC):
         self._changed = True
         self._invalidate()
 
+    def written_through(self, everything: bool) -> None:
+        """A step has written main weights, and (`everything`) these weights in the same pass."""
+        self._written_through = everything and (self._written_through or not self._changed)
+
     def start(self) -> None:
         """Begin making the whole weights ready; collective, and harmless when they are."""
         if self.state is not WeightsState.RELEASED:
             return
         if self._changed:
             self._install()
-            self._changed = False
+            self._changed = self._written_through = False
         handle = self._gather()
         self._pending = [] if handle is None else [handle]
         self.state = WeightsState.GATHERING
@@ -115,7 +120,7 @@ class Weights(ABC):
         main = self._main
         if main is None:
             return
-        if self._must_install:
+        if self._must_install and not self._written_through:
             start, stop = self._within_local(main.range)
             with torch.no_grad():
                 self.local.data[start:stop].copy_(main.data)
@@ -131,6 +136,13 @@ class Weights(ABC):
             piece = region.numel() // self.axes.outer.size
             own = region[self.axes.outer.rank * piece : (self.axes.outer.rank + 1) * piece]
             all_gather_into(region, own, self.axes.outer.sibling("gather")).wait()
+
+    def place_of_main(self) -> torch.Tensor | None:
+        """The elements of `local` that main weights are copied to; None where they are the same."""
+        if self._main is None or not self._must_install:
+            return None
+        start, stop = self._within_local(self._main.range)
+        return self.local.data[start:stop]
 
     def _within_local(self, span: tuple[int, int]) -> tuple[int, int]:
         offset = self.local.range[0]

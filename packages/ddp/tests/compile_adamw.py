@@ -1,0 +1,62 @@
+"""Compile the AdamW kernel and look at what came out: a program, run by a test.
+
+    python compile_adamw.py 80 90 100
+
+For each dtype of the weights: no stack (registers did not spill), and every load of fp32 data is
+16 bytes wide.
+"""
+
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from lamina.ddp.adamw_kernel import adamw_kernel
+from lamina.ddp.fused_adamw import BLOCK, WARPS
+
+CUOBJDUMP = next(Path(triton.__file__).parent.rglob("cuobjdump"))
+SCALARS = ("lr", "log_beta1", "log_beta2", "rest1", "beta2", "rest2", "eps", "decay")
+
+
+def main():
+    for capability in map(int, sys.argv[1:]):
+        for weights in ("bf16", "fp16", "fp32"):
+            types = {"main": "*fp32", "gradient": "*fp32", "average": "*fp32", "square": "*fp32"}
+            types |= {"weights": "*" + weights, "numel": "i32", "step": "*fp32"}
+            types |= dict.fromkeys(SCALARS, "fp32")
+            constants = {"SIGN": 1, "DECOUPLED": True, "BLOCK": BLOCK}
+            signature = {**types, **dict.fromkeys(constants, "constexpr")}
+            names = list(signature)
+            kernel = triton.compile(
+                ASTSource(
+                    adamw_kernel,
+                    signature,
+                    {(names.index(name),): value for name, value in constants.items()},
+                    {(place,): [["tt.divisibility", 16]] for place in range(6)},
+                ),
+                target=GPUTarget("cuda", capability, 32),
+                options={"num_warps": WARPS},
+            )
+            with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+                file.write(kernel.asm["cubin"])
+                file.flush()
+                usage = subprocess.run(
+                    [CUOBJDUMP, "-res-usage", file.name], capture_output=True, text=True, check=True
+                ).stdout
+            registers, stack = map(int, re.search(r"REG:(\d+) STACK:(\d+)", usage).groups())
+            wide = len(re.findall(r"ld\.global\S*\.v4", kernel.asm["ptx"]))
+            expected = 4 * BLOCK // (32 * WARPS) // 4
+            line = f"sm_{capability} {weights}: {registers} registers, {stack} B stack, "
+            line += f"{wide} loads of 16 bytes ({expected} expected)"
+            assert stack == 0, line
+            assert wide == expected, line
+            print(line)
+
+
+if __name__ == "__main__":
+    main()

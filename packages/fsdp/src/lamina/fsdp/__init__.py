@@ -1,6 +1,7 @@
 """One-line fully_shard for PyTorch: ZeRO 0-3, HSDP and HFSDP on one engine."""
 
 from lamina.fsdp.api import fully_shard, fully_shard_model, fully_shard_optimizer
+from lamina.fsdp.encoded import WeightCodec
 from lamina.fsdp.engine import ShardingEngine
 from lamina.fsdp.hooks import register_forward_method
 from lamina.fsdp.limits import UnavailableError
@@ -24,6 +25,7 @@ __all__ = [
     "UnavailableError",
     "Unit",
     "UnitPlan",
+    "WeightCodec",
     "fully_shard",
     "fully_shard_model",
     "fully_shard_optimizer",

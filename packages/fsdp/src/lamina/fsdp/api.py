@@ -11,7 +11,14 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from lamina.ddp import FlatStep, point_optimizer_at, resolve_reduction, resolve_strategy
+from lamina.buffers import Shard
+from lamina.ddp import (
+    FlatStep,
+    Strategy,
+    point_optimizer_at,
+    resolve_reduction,
+    resolve_strategy,
+)
 from lamina.fsdp.limits import BufferArguments
 from lamina.fsdp.meshes import MeshArguments, resolve_meshes
 from lamina.fsdp.module import ShardedModule, is_sharded
@@ -173,6 +180,8 @@ def fully_shard(  # type: ignore[misc]
             expt_fsdp_group_ag,
         )
     )
+    strategy = resolve_strategy(zero_dp_strategy, outer_dp_sharding_strategy)
+    _check_codec(mixed_precision_policy, strategy)
     place = _device_of(module, mesh, device)
     BufferArguments(
         average_in_collective,
@@ -189,7 +198,7 @@ def fully_shard(  # type: ignore[misc]
     sharded = shard_model(
         module,
         ShardingSettings(
-            strategy=resolve_strategy(zero_dp_strategy, outer_dp_sharding_strategy),
+            strategy=strategy,
             dense=dense,
             expert=expert,
             precision=mixed_precision_policy or MixedPrecisionPolicy(),
@@ -254,6 +263,15 @@ def _refuse_sharded(module: nn.Module) -> None:
                 f"{name or type(module).__name__} is sharded already: call fully_shard once, on "
                 "the whole model"
             )
+
+
+def _check_codec(policy: MixedPrecisionPolicy | None, strategy: Strategy) -> None:
+    sharded = any(isinstance(one, Shard) for one in strategy.placements.model_weights)
+    if policy is not None and policy.weight_codec is not None and not sharded:
+        raise ValueError(
+            "weight_codec encodes weights that are gathered, and this strategy keeps them whole: "
+            "use zero_dp_strategy=3"
+        )
 
 
 def _check_meta(module: nn.Module, expected: bool) -> None:

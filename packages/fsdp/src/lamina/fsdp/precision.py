@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from lamina.ddp import GroupDtypes, resolve_dtypes
+from lamina.fsdp.encoded import WeightCodec
 
 __all__ = ["MixedPrecisionPolicy", "policy_from"]
 
@@ -28,6 +29,9 @@ class MixedPrecisionPolicy:
         cast_forward_inputs: cast the root module's floating inputs to `param_dtype`.
         keep_full_precision: names (`fnmatch` patterns over qualified parameter names) that are
             left out of `param_dtype`, such as "*norm*".
+        weight_codec: keeps and gathers weights in another dtype with side data per block (see
+            `WeightCodec`); needs `zero_dp_strategy=3`. Frozen parameters and those left out of
+            `param_dtype` are encoded too.
     """
 
     main_params_dtype: torch.dtype | None = torch.float32
@@ -37,6 +41,7 @@ class MixedPrecisionPolicy:
     output_dtype: torch.dtype | None = None
     cast_forward_inputs: bool = True
     keep_full_precision: Sequence[str] = ()
+    weight_codec: WeightCodec | None = None
 
     def dtypes(self, parameter_dtype: torch.dtype, *, keep: bool = False) -> GroupDtypes:
         """The dtypes of a group whose parameters were made in `parameter_dtype`."""

@@ -25,6 +25,7 @@ from lamina.ddp import (
     WholeWeights,
     group_parameters,
 )
+from lamina.fsdp.encoded import EncodedWeights
 from lamina.fsdp.engine import ShardingEngine
 from lamina.fsdp.fine_grained import refine
 from lamina.fsdp.hooks import attach_hooks
@@ -150,7 +151,7 @@ def make_groups(
             axes = settings.expert if key.expert and settings.expert else settings.dense
             for members in [[ref] for ref in refs] if settings.bucket_per_parameter else [refs]:
                 name = (plan.name, keep, members[0].name, *key.__dict__.values())
-                factory = _weights_factory(pool, name)
+                factory = _weights_factory(pool, name, settings)
                 groups.append(
                     ParameterGroup(members, axes, dtypes, group_settings, transient, factory)
                 )
@@ -162,9 +163,13 @@ def _kept(ref: ParameterRef, precision: MixedPrecisionPolicy) -> bool:
 
 
 def _weights_factory(
-    pool: StoragePool, name: tuple[object, ...]
+    pool: StoragePool, name: tuple[object, ...], settings: ShardingSettings
 ) -> Callable[[BufferLayout, FlatBuffer, DataParallelAxes], Weights]:
+    codec = settings.precision.weight_codec
+
     def make(_: BufferLayout, local: FlatBuffer, axes: DataParallelAxes) -> Weights:
+        if codec is not None:
+            return EncodedWeights(local, axes, pool, name, codec)
         if any(isinstance(placement, Shard) for placement in local.placement):
             return ShardedWeights(local, axes, pool, name)
         return WholeWeights(local, axes)

@@ -228,23 +228,20 @@ class Deep(nn.Module):
         self.blocks = nn.ModuleList(Block(WIDTH) for _ in range(DEPTH))
 
 
-UNITS_AT_PEAK = 3
-"""The unit as initialised, as a flat buffer, and as the storage it will be gathered into."""
-
-
 @pytest.mark.ranks(4)
-def test_no_rank_ever_holds_the_whole_model(ranks):
+def test_no_rank_ever_holds_more_than_its_shards_and_one_unit(ranks):
+    """Without the broadcast, whose tensor gloo's thread may hold a moment longer than the wait."""
     model = on_meta(Deep)
-    unit = 4 * sum(p.numel() for p in model.blocks[0].parameters())
     gc.collect()
     with Meter() as meter:
         before = meter.live_bytes()
         meter.reset()
         model = shard(model, 4, sync_module_states=False)
         peak = meter.peak_live_bytes - before
-    # weights and main grads of all units, a quarter each
-    shards = 2 * DEPTH * unit // 4
-    assert peak <= shards + UNITS_AT_PEAK * unit, f"{(peak - shards) / unit:.2f} units above shards"
+    units = [4 * group.layout.size for group in model.parameter_groups()]
+    shards = 2 * sum(units) // 4  # weights and main grads
+    # Another flat tensor of a unit would be 100 KiB; what is left are flags and handles.
+    assert peak <= shards + max(units) + 2048, f"{(peak - shards) / max(units):.2f} units above"
 
 
 @pytest.mark.slow

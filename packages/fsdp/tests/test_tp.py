@@ -7,9 +7,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
+    SequenceParallel,
     parallelize_module,
 )
 
@@ -274,6 +276,49 @@ def test_parallelize_module_on_2x2_trains_like_one_process(strategy, optimizer_f
     found = put_together(full_parameters(model), model, axis)
     for name, value in reference.named_parameters():
         torch.testing.assert_close(found[name], value.detach(), rtol=0, atol=2e-6, msg=name)
+
+
+class SequenceBlock(Block):
+    """Normalises its own part of the tokens: the norm's gradients are partial over tp."""
+
+    def forward(self, x):
+        mesh = self.up.weight.device_mesh if hasattr(self.up.weight, "device_mesh") else None
+        part = x
+        if mesh is not None:
+            part = DTensor.from_local(x, mesh, [Replicate()]).redistribute(placements=[Shard(0)])
+        return x + self.down(F.gelu(self.up(self.norm(part))))
+
+
+class SequenceNet(TorchNet):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(SequenceBlock(WIDTH) for _ in range(2))
+
+
+@pytest.mark.ranks(4)
+@STRATEGIES
+def test_replicated_dtensors_have_gradients_summed_over_tp(strategy, ranks):
+    mesh = mesh_2x2()
+    axis, dp = mesh_axis(mesh, "tp"), mesh_axis(mesh, "dp")
+    torch.manual_seed(6)
+    model = SequenceNet()
+    reference = copy.deepcopy(model)
+    for block in model.blocks:
+        parallelize_module(
+            block,
+            mesh["tp"],
+            {
+                "norm": SequenceParallel(sequence_dim=0),
+                "up": ColwiseParallel(input_layouts=Shard(0)),
+                "down": RowwiseParallel(),
+            },
+        )
+    model = fully_shard(model, device_mesh=mesh, dp_shard_dim="dp", zero_dp_strategy=strategy)
+    model(torch_batch(dp.rank, 0)).square().mean().backward()
+    sum(reference(torch_batch(r, 0)).square().mean() / 2 for r in range(2)).backward()
+    found = put_together(full_gradients(model), model, axis)
+    for name, value in reference.named_parameters():
+        torch.testing.assert_close(found[name], value.grad, rtol=0, atol=1e-6, msg=name)
 
 
 @pytest.mark.ranks(4)

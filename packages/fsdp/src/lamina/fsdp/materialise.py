@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 from torch import nn
 
+from lamina.buffers import BufferLayout
+from lamina.ddp import ParameterRef
 from lamina.fsdp.units import UnitPlan
 
 __all__ = ["materialise_unit"]
@@ -20,6 +22,7 @@ def materialise_unit(
     plan: UnitPlan,
     device: torch.device,
     init: Callable[[nn.Module], None] | None = None,
+    layouts: Iterable[tuple[Sequence[ParameterRef], BufferLayout]] = (),
 ) -> None:
     """Allocate a unit's meta parameters and buffers and run its modules' own initialisation.
 
@@ -34,11 +37,15 @@ def materialise_unit(
         device: where its tensors go.
         init: initialises one module, as given to `nn.Module.apply` (for a model of `transformers`
             its own `_init_weights`); None calls the module's `reset_parameters()`.
+        layouts: parameters that are made in one flat tensor, as the buffer will have them, so
+            that it need not be copied from them.
 
     Raises:
         ValueError: for a module with meta tensors that nothing has initialised.
     """
-    fresh = {id(t): t for t in (*_new_parameters(plan, device), *_new_buffers(plan, device))}
+    places = _places(layouts, device)
+    new = (*_new_parameters(plan, device, places), *_new_buffers(plan, device))
+    fresh = {id(tensor): tensor for tensor in new}
     if not fresh:
         return
     with torch.no_grad(), _only(fresh, plan.module):
@@ -50,16 +57,36 @@ def materialise_unit(
     _refuse_unwritten(plan, fresh)
 
 
-def _new_parameters(plan: UnitPlan, device: torch.device) -> Iterator[torch.Tensor]:
-    for ref in plan.refs:
-        if not ref.parameter.is_meta:
+def _places(
+    layouts: Iterable[tuple[Sequence[ParameterRef], BufferLayout]], device: torch.device
+) -> dict[int, torch.Tensor]:
+    """Where in a flat tensor each parameter goes, for groups that are wholly on meta."""
+    places: dict[int, torch.Tensor] = {}
+    for refs, layout in layouts:
+        if not all(ref.parameter.is_meta and ref.parameter.is_contiguous() for ref in refs):
             continue
-        real = nn.Parameter(
-            _unwritten_like(ref.parameter, device), requires_grad=ref.parameter.requires_grad
-        )
-        real.__dict__.update(ref.parameter.__dict__)
-        torch.utils.swap_tensors(ref.parameter, real)  # type: ignore[no-untyped-call]
-        yield ref.parameter
+        flat = torch.empty(layout.size, dtype=refs[0].parameter.dtype, device=device)
+        for ref, spec in zip(refs, layout.specs, strict=True):
+            offset = layout.offset(spec.name)
+            places[id(ref.parameter)] = flat[offset : offset + spec.numel].view(spec.shape)
+    return places
+
+
+def _new_parameters(
+    plan: UnitPlan, device: torch.device, places: dict[int, torch.Tensor]
+) -> Iterator[torch.Tensor]:
+    for ref in plan.refs:
+        meta = ref.parameter
+        if not meta.is_meta:
+            continue
+        made = places.get(id(meta))
+        if made is None:
+            made = torch.empty_like(meta, device=device, requires_grad=False)
+        _first_bytes(made).fill_(_UNWRITTEN)
+        real = nn.Parameter(made, requires_grad=meta.requires_grad)
+        real.__dict__.update(meta.__dict__)
+        torch.utils.swap_tensors(meta, real)  # type: ignore[no-untyped-call]
+        yield meta
 
 
 def _new_buffers(plan: UnitPlan, device: torch.device) -> Iterator[torch.Tensor]:
@@ -68,21 +95,19 @@ def _new_buffers(plan: UnitPlan, device: torch.device) -> Iterator[torch.Tensor]
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.is_meta:
                 if id(buffer) not in made:
-                    made[id(buffer)] = _unwritten_like(buffer, device)
+                    made[id(buffer)] = torch.empty_like(buffer, device=device)
+                    _first_bytes(made[id(buffer)]).fill_(_UNWRITTEN)
                 module._buffers[name] = made[id(buffer)]
     yield from made.values()
 
 
-def _unwritten_like(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    made = torch.empty_like(tensor, device=device)
-    _first_bytes(made).fill_(_UNWRITTEN)
-    return made
-
-
 def _first_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    storage = tensor.untyped_storage()
-    flat = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
-    return flat[:_LOOK_AT]
+    """The tensor's own first bytes in memory (of a dense tensor, whatever its strides)."""
+    size = tensor.element_size()
+    flat = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    length = min(_LOOK_AT, tensor.numel() * size)
+    with torch.no_grad():
+        return flat.set_(tensor.untyped_storage(), tensor.storage_offset() * size, (length,), (1,))
 
 
 @contextmanager

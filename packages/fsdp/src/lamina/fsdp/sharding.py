@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -14,6 +14,7 @@ from lamina.ddp import (
     ORDERED,
     DataParallelAxes,
     GradientReducer,
+    GroupDtypes,
     GroupSettings,
     Order,
     ParameterGroup,
@@ -24,6 +25,7 @@ from lamina.ddp import (
     Weights,
     WholeWeights,
     group_parameters,
+    plan_layout,
 )
 from lamina.fsdp.encoded import EncodedWeights
 from lamina.fsdp.engine import ShardingEngine
@@ -129,7 +131,12 @@ def shard_model(module: nn.Module, settings: ShardingSettings) -> ShardedModule:
 def _make_unit(
     plan: UnitPlan, settings: ShardingSettings, transient: TransientBuffers, pool: StoragePool
 ) -> Unit:
-    materialise_unit(plan, settings.device, settings.init_module)
+    group_settings = _group_settings(settings)
+    layouts = [
+        (members, plan_layout(members, axes, group_settings))
+        for members, axes, *_ in _groups_of(plan, settings)
+    ]
+    materialise_unit(plan, settings.device, settings.init_module, layouts)
     return Unit(plan.name, plan.module, make_groups(plan, settings, transient, pool))
 
 
@@ -137,13 +144,28 @@ def make_groups(
     plan: UnitPlan, settings: ShardingSettings, transient: TransientBuffers, pool: StoragePool
 ) -> list[ParameterGroup]:
     """Buffers for a unit's parameters, which have values by now (collective)."""
-    group_settings = GroupSettings(
+    group_settings = _group_settings(settings)
+    return [
+        ParameterGroup(
+            members, axes, dtypes, group_settings, transient, _weights_factory(pool, name, settings)
+        )
+        for members, axes, dtypes, name in _groups_of(plan, settings)
+    ]
+
+
+def _group_settings(settings: ShardingSettings) -> GroupSettings:
+    return GroupSettings(
         settings.strategy,
         scale=1.0 / settings.dense.divisor if settings.average else None,
         broadcast=settings.broadcast,
         reduction=settings.reduction,
     )
-    groups = []
+
+
+def _groups_of(
+    plan: UnitPlan, settings: ShardingSettings
+) -> Iterator[tuple[list[ParameterRef], DataParallelAxes, GroupDtypes, tuple[object, ...]]]:
+    """Members, axes, dtypes and the name in the pool of each of a unit's groups."""
     for keep in (False, True):
         chosen = [ref for ref in plan.refs if _kept(ref, settings.precision) is keep]
         for key, refs in group_parameters(chosen):
@@ -151,11 +173,7 @@ def make_groups(
             axes = settings.expert if key.expert and settings.expert else settings.dense
             for members in [[ref] for ref in refs] if settings.bucket_per_parameter else [refs]:
                 name = (plan.name, keep, members[0].name, *key.__dict__.values())
-                factory = _weights_factory(pool, name, settings)
-                groups.append(
-                    ParameterGroup(members, axes, dtypes, group_settings, transient, factory)
-                )
-    return groups
+                yield members, axes, dtypes, name
 
 
 def _kept(ref: ParameterRef, precision: MixedPrecisionPolicy) -> bool:

@@ -127,7 +127,7 @@ class TorchFullyShardedDataParallel(DataParallel):
 
     @contextmanager
     def unsharded(self) -> Iterator[None]:
-        """Whole parameters while the model runs: FSDP2 gathers them in every forward (collective)."""
+        """Whole parameters while the model runs: FSDP2 gathers in every forward (collective)."""
         yield
 
     def start_grad_sync(self) -> None:

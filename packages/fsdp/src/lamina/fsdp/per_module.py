@@ -29,11 +29,10 @@ from lamina.ddp import (
 from lamina.fsdp.engine import ShardingEngine
 from lamina.fsdp.hooks import attach_hooks
 from lamina.fsdp.limits import UnavailableError
-from lamina.fsdp.materialise import materialise_unit
 from lamina.fsdp.meshes import MeshArguments, resolve_meshes
 from lamina.fsdp.module import ShardedModule, is_sharded
 from lamina.fsdp.precision import MixedPrecisionPolicy, policy_from
-from lamina.fsdp.sharding import ShardingSettings, make_groups
+from lamina.fsdp.sharding import ShardingSettings, make_unit
 from lamina.fsdp.unit import Unit
 from lamina.fsdp.unit_methods import UnitMethods
 from lamina.fsdp.units import UnitPlan
@@ -145,10 +144,9 @@ def shard_module(
     keep = _resharding(reshard_after_forward, settings)
     inner = tuple(m for m in module.modules() if isinstance(m, ModuleWithUnit))
     plan = UnitPlan("", module, tuple(_own(module, inner, ignored_params)), inner)
-    materialise_unit(plan, settings.device, None)
     buffers = _SharedBuffers()
-    groups = make_groups(plan, settings, buffers, StoragePool(settings.device))
-    unit = Unit("", module, groups, reshard_after_forward=keep is not False)
+    unit = make_unit(plan, settings, buffers, StoragePool(settings.device))
+    unit.reshard_after_forward = keep is not False
     unit.explicit_reshard = keep is not None
     unit.reshard()
     return _adopt(module, _Part(unit, settings, buffers))

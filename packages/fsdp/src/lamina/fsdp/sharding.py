@@ -39,7 +39,7 @@ from lamina.fsdp.unit import Unit
 from lamina.fsdp.units import UnitPlan, plan_units
 from lamina.fsdp.weights import ShardedWeights
 
-__all__ = ["ShardingSettings", "make_groups", "shard_model"]
+__all__ = ["ShardingSettings", "make_unit", "shard_model"]
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ def shard_model(module: nn.Module, settings: ShardingSettings) -> ShardedModule:
     pool = StoragePool(
         settings.device, mode="slots" if settings.slots else "resize", poison=settings.poison
     )
-    units = [_make_unit(plan, settings, transient, pool) for plan in plans]
+    units = [make_unit(plan, settings, transient, pool) for plan in plans]
     trained = [group for unit in units for group in unit.groups if group.requires_grad]
     gathers = any(isinstance(p, Shard) for p in settings.strategy.placements.model_weights)
     reducer = GradientReducer(
@@ -128,29 +128,23 @@ def shard_model(module: nn.Module, settings: ShardingSettings) -> ShardedModule:
     return adopt(module, engine)
 
 
-def _make_unit(
+def make_unit(
     plan: UnitPlan, settings: ShardingSettings, transient: TransientBuffers, pool: StoragePool
 ) -> Unit:
+    """Values for a unit's meta parameters, and buffers for all (collective)."""
     group_settings = _group_settings(settings)
     layouts = [
         (members, plan_layout(members, axes, group_settings))
         for members, axes, *_ in _groups_of(plan, settings)
     ]
     materialise_unit(plan, settings.device, settings.init_module, layouts)
-    return Unit(plan.name, plan.module, make_groups(plan, settings, transient, pool))
-
-
-def make_groups(
-    plan: UnitPlan, settings: ShardingSettings, transient: TransientBuffers, pool: StoragePool
-) -> list[ParameterGroup]:
-    """Buffers for a unit's parameters, which have values by now (collective)."""
-    group_settings = _group_settings(settings)
-    return [
+    groups = [
         ParameterGroup(
             members, axes, dtypes, group_settings, transient, _weights_factory(pool, name, settings)
         )
         for members, axes, dtypes, name in _groups_of(plan, settings)
     ]
+    return Unit(plan.name, plan.module, groups)
 
 
 def _group_settings(settings: ShardingSettings) -> GroupSettings:

@@ -4,6 +4,7 @@ from .buffer_forms import gather, reduce
 from .exchange import all_to_all
 from .gather import all_gather_into
 from .handles import Handle, ReduceHandle
+from .lanes import kept_bytes
 from .ledger import Ledger, Record
 from .native import all_reduce_native, reduce_scatter_native
 from .reduce import all_reduce_fp32, reduce_scatter_fp32
@@ -53,6 +54,7 @@ __all__ = [
     "copy_to",
     "gather",
     "gather_from",
+    "kept_bytes",
     "reduce",
     "reduce_from",
     "reduce_scatter_fp32",

@@ -106,6 +106,12 @@ class Workspace:
         """Let go of the chunks."""
         self._chunks = ()
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its buffers."""
+        buffers = (*self._levels, self._raw, self._squares)
+        return sum(buffer.nbytes for buffer in buffers if buffer is not None)
+
     def level(self, index: int) -> torch.Tensor:
         """Buffer of one level of the tree."""
         while len(self._levels) <= index:

@@ -22,7 +22,7 @@ from .spares import Spares
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["Lane", "Ticket", "lane_of"]
+__all__ = ["Lane", "Ticket", "kept_bytes", "lane_of"]
 
 # Messages of collectives carry tags above those that users give to their own sends.
 _FIRST_TAG = 1 << 24
@@ -157,3 +157,15 @@ def lane_of(group: ProcessGroup) -> Lane:
         if lane is None:
             lane = _lanes[group] = Lane()
         return lane
+
+
+def kept_bytes() -> int:
+    """Host memory that collectives keep for their next calls, over all groups of this process.
+
+    On CPU only: buffers of the sums that ran at once (per group at most
+    ``threads * 2**17 * (8 + 4 * levels + 4)`` bytes each, with ``levels`` up to log2(ranks) + 1 and
+    at most 16 threads counted), and up to 64 MiB per group of what was received by messages.
+    """
+    with _lanes_lock:
+        lanes = list(_lanes.values())
+    return sum(lane.spares.nbytes for lane in lanes)

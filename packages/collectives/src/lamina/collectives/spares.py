@@ -44,6 +44,12 @@ class Spares:
             while sum(spare.numel() for spare in self._scratch) > _MOST_BYTES:
                 self._scratch.pop(0)
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes kept now (lent ones not counted)."""
+        with self._lock:
+            return sum(spare.nbytes for spare in (*self._scratch, *self._workspaces))
+
     def borrow_workspace(self) -> Workspace:
         """Buffers for one sum."""
         with self._lock:

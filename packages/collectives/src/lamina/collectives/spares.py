@@ -48,7 +48,8 @@ class Spares:
     def nbytes(self) -> int:
         """Bytes kept now (lent ones not counted)."""
         with self._lock:
-            return sum(spare.nbytes for spare in (*self._scratch, *self._workspaces))
+            scratch = sum(spare.nbytes for spare in self._scratch)
+            return scratch + sum(workspace.nbytes for workspace in self._workspaces)
 
     def borrow_workspace(self) -> Workspace:
         """Buffers for one sum."""

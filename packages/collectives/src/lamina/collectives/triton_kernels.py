@@ -85,9 +85,11 @@ def sum_kernel(
 def finish_kernel(partials, squared_norm, nonfinite, count, BLOCK: tl.constexpr):
     """One program: sum the partial sums in a fixed order; see whether the result is finite."""
     total = tl.zeros((BLOCK,), dtype=tl.float64)
-    for start in range(0, count, BLOCK):
+    start = 0
+    while start < count:  # not range(count): the interpreter of triton 3.6 fails on it
         offsets = start + tl.arange(0, BLOCK)
         total += tl.load(partials + offsets, mask=offsets < count, other=0.0)
+        start += BLOCK
     norm = tl.sum(total, axis=0)
     tl.store(squared_norm, norm)
     # Squares of finite float32 values fit into float64, so only infinities and NaNs get here.

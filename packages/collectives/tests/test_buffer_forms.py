@@ -9,6 +9,7 @@ import torch.distributed as dist
 from lamina.buffers import BufferLayout, FlatBuffer, Partial, Replicate, Shard, TensorSpec
 from lamina.collectives import gather, reduce
 from lamina.mesh import ParallelLayout
+from lamina_testing import Meter
 
 SPECS = [TensorSpec("weight", (7, 5)), TensorSpec("bias", (3,))]
 
@@ -47,6 +48,22 @@ def test_two_sharded_axes_are_gathered_without_rearranging():
     whole = FlatBuffer(layout, (Replicate(), Replicate()), mesh=(outer, inner))
     gather(source, whole, [outer.group, inner.group], async_op=True).wait()
     assert all(torch.equal(view, tensors[name]) for name, view in whole.views().items())
+
+
+@pytest.mark.ranks(8)
+def test_three_sharded_axes_are_gathered_without_rearranging():
+    mesh = ParallelLayout(dp_replicate=2, dp_shard=2, cp=2).build("cpu")
+    axes = [mesh.axis(name) for name in ("dp_replicate", "dp_shard", "cp")]
+    layout = plan(8)
+    source = FlatBuffer(layout, (Shard(),) * 3, mesh=axes)
+    source.data.copy_(torch.arange(layout.size)[slice(*source.range)])
+    whole = torch.empty(layout.size)
+    groups = [axis.group for axis in axes]
+    gather(source, torch.empty(layout.size), groups)  # the ranks get to know each other
+    with Meter() as meter:
+        gather(source, whole, groups)
+    assert torch.equal(whole, torch.arange(float(layout.size)))
+    assert meter.bytes_copied == source.data.nbytes  # its own piece, once, and nothing in between
 
 
 @pytest.mark.ranks(2)

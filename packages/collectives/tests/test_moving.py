@@ -134,7 +134,7 @@ def test_small_reductions_are_exact_and_one_message():
     tensors = [
         torch.tensor(2**53 + 1 + rank),  # an integer that no float64 holds
         torch.tensor([0.1 * (rank + 1)], dtype=torch.float64),
-        torch.full((2, 2), 1.0 + 2**-7).bfloat16(),
+        torch.full((2, 2), 256.0 if rank == 0 else 1.0).bfloat16(),  # in bf16, 256 + 1 + 1 is 256
         torch.tensor([], dtype=torch.float32),
         torch.tensor([rank == 0]),
     ]
@@ -144,7 +144,7 @@ def test_small_reductions_are_exact_and_one_message():
     assert tensors[0].item() == sum(2**53 + 1 + place for place in range(world))
     expected = sum(0.1 * (place + 1) for place in range(world))
     assert tensors[1].item() == pytest.approx(expected, rel=1e-15)
-    assert torch.equal(tensors[2], torch.full((2, 2), world * (1.0 + 2**-7)).bfloat16())
+    assert torch.equal(tensors[2], torch.full((2, 2), 255.0 + world).bfloat16())
     all_reduce_small([tensors[-1]], dist.group.WORLD, op="max")
     assert tensors[-1].item()
 

@@ -19,6 +19,14 @@ REDUCE_SCATTERS = [reduce_scatter_fp32, reduce_scatter_native]
 ALL_REDUCES = [all_reduce_fp32, all_reduce_native]
 
 
+# A factor for which rounding scale first, and scale / 3 then, gives another fp32 number.
+TWICE_ROUNDED = next(
+    scale
+    for scale in (k / 997 for k in range(1, 997))
+    if torch.tensor(torch.tensor(scale).item() / 3) != torch.tensor(scale / 3)
+)
+
+
 def of_rank(rank: int, numel: int, wire: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.randn(numel, generator=torch.Generator().manual_seed(rank)).to(wire)
 
@@ -57,7 +65,7 @@ def test_the_factor_is_applied_once_to_the_fp32_sum():
     for options, factor in [
         ({"scale": 0.3}, 0.3),
         ({"op": "avg"}, 1 / 3),
-        ({"op": "avg", "scale": 0.7}, 0.7 / 3),
+        ({"op": "avg", "scale": TWICE_ROUNDED}, TWICE_ROUNDED / 3),
     ]:
         output = torch.empty(64)
         reduce_scatter_fp32(output, whole, dist.group.WORLD, **options)

@@ -64,6 +64,7 @@ def train(config: Config, runtime: Runtime) -> None:
             metrics.step(done, loss, norm, optimizer.param_groups[0]["lr"])
             if stopping.reason or done % config.checkpoint.every == 0:
                 checkpoints.save(done, state)
+                metrics.saved()
             if stopping.reason is not Stop.INTERRUPT and (
                 stopping.reason or done % config.eval.every == 0
             ):

@@ -1,0 +1,149 @@
+"""Several ranks share one GPU over gloo, or one per GPU over NCCL: a program, run by tests.
+
+    python cuda_ranks.py            # 2 and 3 ranks on GPU 0 over gloo, and a world of one on NCCL
+    python cuda_ranks.py nccl       # one rank per GPU
+
+Checks bits against a sum made on the CPU, that streams are ordered without help from the host, and
+that tensors may be dropped while their collective is in flight.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from lamina.collectives import (
+    Ledger,
+    all_gather_into,
+    all_reduce_fp32,
+    all_reduce_native,
+    all_reduce_small,
+    all_to_all,
+    broadcast,
+    reduce_scatter_fp32,
+    reduce_scatter_native,
+)
+
+PIECE = 100_003
+
+
+def of_rank(rank: int, numel: int, wire: torch.dtype) -> torch.Tensor:
+    return torch.randn(numel, generator=torch.Generator().manual_seed(rank)).to(wire)
+
+
+def tree(parts: list[torch.Tensor]) -> torch.Tensor:
+    if len(parts) == 1:
+        return parts[0]
+    split = next(2**k for k in range(20, -1, -1) if 2**k < len(parts))
+    return tree(parts[:split]) + tree(parts[split:])
+
+
+def check_sums(group: dist.ProcessGroup, wire: torch.dtype, async_op: bool) -> None:
+    world, rank = group.size(), group.rank()
+    numel = world * PIECE
+    total = tree([of_rank(place, numel, wire).float() for place in range(world)]).cuda()
+    total *= torch.tensor(1 / 3)
+    whole = of_rank(rank, numel, wire).cuda()
+    shard = torch.zeros(PIECE, device="cuda")
+    handle = reduce_scatter_fp32(shard, whole, group, scale=1 / 3, async_op=async_op)
+    handle.wait()
+    mine = total[rank * PIECE : (rank + 1) * PIECE]
+    assert torch.equal(shard, mine)
+    norm = mine.double().square().sum()
+    assert abs(handle.squared_norm - norm) <= 1e-12 * norm
+    assert not handle.nonfinite
+    everything = torch.zeros(numel - 1, device="cuda")  # does not divide
+    all_reduce_fp32(everything, whole[:-1], group, scale=1 / 3, async_op=async_op).wait()
+    assert torch.equal(everything, total[:-1])
+    for native, result in ((reduce_scatter_native, shard), (all_reduce_native, everything)):
+        if native is all_reduce_native:
+            native(result, whole[:-1], group, scale=1 / 3, async_op=async_op).wait()
+        else:
+            native(result, whole, group, scale=1 / 3, async_op=async_op).wait()
+        expected = mine if native is reduce_scatter_native else total[:-1]
+        torch.testing.assert_close(result, expected, rtol=0.05, atol=0.05)
+
+
+def check_moves(group: dist.ProcessGroup) -> None:
+    world, rank = group.size(), group.rank()
+    whole = torch.empty(world * 1000, device="cuda")
+    own = whole[rank * 1000 : (rank + 1) * 1000]
+    own.fill_(rank)
+    all_gather_into(whole, own, group, async_op=True).wait()
+    expected = torch.arange(float(world), device="cuda").repeat_interleave(1000)
+    assert torch.equal(whole, expected)
+    rows = torch.full((2 * world + 1, 3), float(rank), device="cuda")
+    splits = [2] * world
+    splits[0] += 1  # everyone sends one row more to rank 0
+    received = torch.empty((3 if rank == 0 else 2) * world, 3, device="cuda")
+    counts = [3 if rank == 0 else 2] * world
+    all_to_all(received, rows, group, output_splits=counts, input_splits=splits)
+    assert torch.equal(
+        received[:, 0], torch.arange(float(world), device="cuda").repeat_interleave(counts[0])
+    )
+    value = torch.full((5,), rank, device="cuda", dtype=torch.float32).to(torch.float8_e4m3fn)
+    broadcast(value, group, src=world - 1)
+    assert (value.float() == world - 1).all()
+    small = [torch.tensor(rank, device="cuda"), torch.tensor([0.5], device="cuda").double()]
+    all_reduce_small(small, group)
+    assert small[0] == world * (world - 1) // 2
+    assert small[1] == world / 2
+
+
+def check_streams(group: dist.ProcessGroup) -> None:
+    """The input is still being computed at the call, and the output is used right after wait."""
+    world = group.size()
+    with Ledger() as ledger:
+        for turn in range(5):
+            whole = torch.ones(world * PIECE, device="cuda")
+            torch.cuda._sleep(20_000_000)
+            whole.mul_(turn + 1)
+            shard = torch.empty(PIECE, device="cuda")
+            handle = reduce_scatter_fp32(shard, whole, group, async_op=True)
+            del whole  # nobody else holds it
+            garbage = torch.full((world * PIECE,), -1.0, device="cuda")
+            handle.wait()
+            doubled = shard * 2
+            assert (doubled == 2.0 * world * (turn + 1)).all()
+            assert (garbage == -1).all()
+        # Dropped without a wait: what is freed must not be written by others while in use.
+        shard = torch.empty(PIECE, device="cuda")
+        reduce_scatter_fp32(shard, torch.ones(world * PIECE, device="cuda"), group, async_op=True)
+        torch.full((world * PIECE,), -1.0, device="cuda")
+        torch.cuda.synchronize()
+        assert (shard == world).all()
+    ledger.table()
+
+
+def rank_main(rank: int, world: int, backend: str, path: str) -> None:
+    torch.cuda.set_device(rank if backend == "nccl" else 0)
+    dist.init_process_group(backend, init_method=f"file://{path}", rank=rank, world_size=world)
+    group = dist.group.WORLD
+    assert group is not None
+    for wire in (torch.float32, torch.bfloat16):
+        for async_op in (False, True):
+            check_sums(group, wire, async_op)
+    check_moves(group)
+    check_streams(group)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def main() -> None:
+    worlds = [(2, "gloo"), (3, "gloo"), (1, "nccl")]
+    if "nccl" in sys.argv[1:]:
+        worlds = [(torch.cuda.device_count(), "nccl")]
+    for world, backend in worlds:
+        with tempfile.TemporaryDirectory() as folder:
+            path = str(Path(folder) / "rendezvous")
+            mp.spawn(rank_main, args=(world, backend, path), nprocs=world)
+        print(f"{world} ranks, {backend}: passed", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -164,3 +164,41 @@ def test_a_collective_leaves_no_reference_cycles(numel):
             assert gc.collect() == 0
     finally:
         gc.enable()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("async_op", [False, True])
+def test_collectives_work_in_inference_mode_and_after_it(async_op):
+    group = dist.group.WORLD
+    for mode in (True, False, True):
+        with torch.inference_mode(mode):
+            for numel in (10, LONG):
+                piece, whole = torch.empty(numel), torch.ones(2 * numel)
+                reduce_scatter_fp32(piece, whole, group, async_op=async_op).wait()
+                assert torch.equal(piece, torch.full((numel,), 2.0))
+                all_gather_into(whole, piece, group, async_op=async_op).wait()
+                all_reduce_fp32(whole, whole, group, async_op=async_op).wait()
+                assert torch.equal(whole, torch.full((2 * numel,), 4.0))
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("async_op", [False, True])
+def test_parameters_may_be_gathered_and_leave_no_graph(async_op):
+    group = dist.group.WORLD
+    shard = torch.nn.Parameter(torch.ones(10))
+    whole = torch.empty(20)
+    all_gather_into(whole, shard, group, async_op=async_op).wait()
+    reduce_scatter_fp32(shard, whole, group, async_op=async_op).wait()
+    assert not whole.requires_grad
+    assert torch.equal(shard, torch.full((10,), 2.0))
+
+
+@pytest.mark.ranks(2)
+def test_a_default_device_does_not_move_what_collectives_allocate():
+    group = dist.group.WORLD
+    piece, whole = torch.empty(LONG), torch.ones(2 * LONG)
+    with torch.device("meta"):
+        handle = reduce_scatter_fp32(piece, whole, group, op="avg", scale=0.5)
+        all_gather_into(whole, piece, group)
+    assert handle.squared_norm == 0.25 * LONG
+    assert torch.equal(whole, torch.full((2 * LONG,), 0.5))

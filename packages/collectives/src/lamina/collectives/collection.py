@@ -34,8 +34,9 @@ class _Rooms:
     def room(self, place: int) -> torch.Tensor:
         numel = self._own.numel()
         if self._scratch is None:
-            self._borrowed.append(self._spares.borrow(numel, self._own.dtype))
-            return self._borrowed[-1]
+            nbytes = numel * self._own.dtype.itemsize
+            self._borrowed.append(self._spares.borrow(nbytes))
+            return self._borrowed[-1][:nbytes].view(self._own.dtype)
         row = place - (place > self._rank)
         return self._scratch[row * numel : (row + 1) * numel]
 

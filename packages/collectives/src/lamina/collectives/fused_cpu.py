@@ -16,7 +16,7 @@ import torch
 from .neighbours import Chunk
 from .reference import sum_dtype
 
-__all__ = ["Workspace", "fused_sum"]
+__all__ = ["Workspace", "fused_sum", "lasting"]
 
 _BLOCK = 1 << 17  # elements per thread: larger blocks leave the cache, smaller ones cost calls
 _MOST_THREADS = 16  # bounds the workspace: 16 MiB for the squares, 8 MiB per level of the tree
@@ -41,7 +41,7 @@ def fused_sum(
     numel = output.numel()
     work = workspace or Workspace()
     work.open(chunks, min(block, numel))
-    squares = torch.zeros(-(-numel // _ROW) if statistics else 0, dtype=torch.float64)
+    squares = torch.zeros(-(-numel // _ROW) if statistics else 0, dtype=torch.float64, device="cpu")
     direct = not accumulate and output.dtype == work.dtype and not _among(output, chunks)
     for start in range(0, numel, block):
         target = output[start : start + block] if numel > block else output
@@ -63,7 +63,7 @@ def fused_sum(
     if not finite and output.dtype == torch.float64:
         # Squares of finite float64 values may overflow, those of float32 may not.
         finite = bool(output.isfinite().all())
-    return squared_norm, torch.tensor(not finite)
+    return squared_norm, torch.tensor(not finite, device="cpu")
 
 
 def _among(output: torch.Tensor, chunks: Sequence[Chunk]) -> bool:
@@ -78,6 +78,12 @@ def _accumulate(target: torch.Tensor, total: torch.Tensor) -> None:
         target.add_(total)
     else:
         target.copy_(total.add_(target.to(total.dtype)))
+
+
+def lasting(numel: int, dtype: torch.dtype) -> torch.Tensor:
+    """Host memory that outlives a call. No inference tensor: later calls could not write to it."""
+    with torch.inference_mode(False):
+        return torch.empty(numel, dtype=dtype, device="cpu")
 
 
 class Workspace:
@@ -115,7 +121,7 @@ class Workspace:
     def level(self, index: int) -> torch.Tensor:
         """Buffer of one level of the tree."""
         while len(self._levels) <= index:
-            self._levels.append(torch.empty(self._length, dtype=self.dtype))
+            self._levels.append(lasting(self._length, self.dtype))
         return self._levels[index][: self.width]
 
     def tree(self, ranks: range, into: torch.Tensor, depth: int = 1) -> torch.Tensor:
@@ -146,7 +152,7 @@ class Workspace:
             chunk.read(self.start, into)
         else:
             if self._raw is None:
-                self._raw = torch.empty(self._length, dtype=self._wire)
+                self._raw = lasting(self._length, self._wire)
             raw = self._raw[: into.numel()]
             chunk.read(self.start, raw)
             into.copy_(raw)
@@ -155,7 +161,7 @@ class Workspace:
         """Write the sums of squares of each row of `block` to the beginning of `rows`."""
         if self._squares is None:
             padded = -(-self._length // _ROW) * _ROW
-            self._squares = torch.empty(padded, dtype=torch.float64)
+            self._squares = lasting(padded, torch.float64)
         count = -(-block.numel() // _ROW)
         wide = self._squares[: count * _ROW]
         wide[: block.numel()].copy_(block)

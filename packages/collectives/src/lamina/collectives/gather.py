@@ -49,6 +49,7 @@ def all_gather_into(
     """
     name = "all_gather_into"
     size, rank = group_size(group), group_rank(group)
+    output, input = output.detach(), input.detach()
     require_flat(name, "output", output, group)
     require_flat(name, "input", input, group)
     device = require_same_device(name, group, output=output, input=input)

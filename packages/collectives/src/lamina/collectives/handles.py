@@ -193,8 +193,13 @@ def _run(
 
 
 def _finishing(rest: Callable[[], None], call: Call) -> Callable[[], None]:
+    inference = (
+        torch.is_inference_mode_enabled()
+    )  # a mode of the thread; tensors made in it need it
+
     def job() -> None:
-        rest()
+        with torch.inference_mode(inference):
+            rest()
         call.finish()
 
     return job

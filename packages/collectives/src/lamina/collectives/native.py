@@ -53,6 +53,7 @@ def reduce_scatter_native(
     """
     name = "reduce_scatter_native"
     size, rank = group_size(group), group_rank(group)
+    output, input = output.detach(), input.detach()
     device = check_reduction(name, output, input, group, op)
     check_scatter_sizes(name, output, input, group)
     own = input[rank * output.numel() : (rank + 1) * output.numel()]
@@ -111,6 +112,7 @@ def all_reduce_native(
     """
     name = "all_reduce_native"
     size = group_size(group)
+    output, input = output.detach(), input.detach()
     device = check_reduction(name, output, input, group, op)
     check_same_size(name, output, input, group)
     check_aliasing(name, output, input, input, group, accumulate=accumulate)

@@ -131,9 +131,9 @@ def _hello(secret: torch.Tensor, listener: int, willing: bool) -> torch.Tensor:
     try:
         place = _place()
     except OSError:  # no /proc: not Linux, or hidden
-        return torch.zeros(_WORDS, dtype=torch.int64)
+        return torch.zeros(_WORDS, dtype=torch.int64, device="cpu")
     words = [*place, os.getpid(), secret.data_ptr(), int(secret), listener, int(willing)]
-    return torch.tensor(words, dtype=torch.int64)
+    return torch.tensor(words, dtype=torch.int64, device="cpu")
 
 
 def _believe(rank: int, mine: torch.Tensor, theirs: torch.Tensor) -> Neighbour | None:
@@ -141,7 +141,7 @@ def _believe(rank: int, mine: torch.Tensor, theirs: torch.Tensor) -> Neighbour |
     if not (mine[-1] and theirs[-1] and torch.equal(mine[:_PLACE], theirs[:_PLACE])):
         return None
     peer = Neighbour(rank, int(theirs[_PLACE]))
-    found = torch.zeros(1, dtype=torch.int64)
+    found = torch.zeros(1, dtype=torch.int64, device="cpu")
     try:
         peer.read(int(theirs[_PLACE + 1]), found)
     except (RuntimeError, AttributeError):  # forbidden by the kernel, or no such call in libc
@@ -158,7 +158,7 @@ def meet(group: ProcessGroup, *, willing: bool) -> tuple[Neighbour | None, ...]:
         Per rank of the group the neighbour, or None (also for this rank itself).
 
     """
-    secret = torch.tensor([secrets.randbits(62)], dtype=torch.int64)
+    secret = torch.tensor([secrets.randbits(62)], dtype=torch.int64, device="cpu")
     number, listener = secrets.randbits(62), None
     if willing:
         try:
@@ -171,7 +171,8 @@ def meet(group: ProcessGroup, *, willing: bool) -> tuple[Neighbour | None, ...]:
     peers = [
         None if place == rank else _believe(place, mine, hellos[place]) for place in range(size)
     ]
-    mutual = _swap(group, torch.tensor([[int(peer is not None)] for peer in peers]), _VERDICT_TAG)
+    verdicts = torch.tensor([[int(peer is not None)] for peer in peers], device="cpu")
+    mutual = _swap(group, verdicts, _VERDICT_TAG)
     # The verdicts also say that everyone is done with this rank's secret.
     believed = {
         peer.rank: peer

@@ -78,6 +78,7 @@ def reduce_scatter_fp32(
     """
     name = "reduce_scatter_fp32"
     size, rank = group_size(group), group_rank(group)
+    output, input = output.detach(), input.detach()
     device = check_reduction(name, output, input, group, op)
     check_scatter_sizes(name, output, input, group)
     pieces = _cut(input, output.numel(), size)
@@ -148,6 +149,7 @@ def all_reduce_fp32(
     """
     name = "all_reduce_fp32"
     size, rank = group_size(group), group_rank(group)
+    output, input = output.detach(), input.detach()
     device = check_reduction(name, output, input, group, op)
     check_same_size(name, output, input, group)
     check_aliasing(name, output, input, input, group, accumulate=accumulate)

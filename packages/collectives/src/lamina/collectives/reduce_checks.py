@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -39,7 +40,7 @@ def factor_of(op: str, scale: float | None, size: int, wire: torch.dtype) -> flo
     if op == "avg":
         factor /= size
     if wire != torch.float64:
-        factor = torch.tensor(factor, dtype=torch.float32).item()
+        factor = ctypes.c_float(factor).value  # to the nearest, as C converts
     return None if factor == 1.0 else factor
 
 

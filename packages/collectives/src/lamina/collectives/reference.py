@@ -45,7 +45,7 @@ def reference_sum(
     dtype = sum_dtype(chunks[0].dtype)
     total = _tree([chunk.to(dtype) for chunk in chunks])
     if factor is not None:
-        total = torch.mul(total, torch.tensor(factor, dtype=dtype))
+        total = torch.mul(total, torch.tensor(factor, dtype=dtype, device=total.device))
     if accumulate:
         total = torch.add(output.to(dtype), total)
     output.copy_(total)

@@ -6,7 +6,7 @@ import threading
 
 import torch
 
-from .fused_cpu import Workspace
+from .fused_cpu import Workspace, lasting
 
 __all__ = ["Spares"]
 
@@ -25,22 +25,19 @@ class Spares:
         self._scratch: list[torch.Tensor] = []
         self._workspaces: list[Workspace] = []
 
-    def borrow(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """CPU scratch of `numel` elements, uninitialised."""
-        nbytes = numel * dtype.itemsize
+    def borrow(self, nbytes: int) -> torch.Tensor:
+        """CPU scratch: uint8, at least `nbytes`, uninitialised."""
         with self._lock:
             fitting = [i for i, spare in enumerate(self._scratch) if spare.numel() >= nbytes]
             best = min(fitting, key=lambda i: self._scratch[i].numel(), default=None)
-            found = None if best is None else self._scratch.pop(best)
-        if found is None:
-            found = torch.empty(nbytes, dtype=torch.uint8)
-        return found[:nbytes].view(dtype)
+            if best is not None:
+                return self._scratch.pop(best)
+        return lasting(nbytes, torch.uint8)
 
     def give_back(self, scratch: torch.Tensor) -> None:
         """Return what was borrowed; the oldest is let go of when there is too much."""
-        whole = torch.empty(0, dtype=torch.uint8).set_(scratch.untyped_storage())
         with self._lock:
-            self._scratch.append(whole)
+            self._scratch.append(scratch)
             while sum(spare.numel() for spare in self._scratch) > _MOST_BYTES:
                 self._scratch.pop(0)
 

@@ -8,7 +8,6 @@ from .agreement import require_agreement
 from .checks import (
     group_rank,
     group_size,
-    overlap,
     require_disjoint,
     require_flat,
     require_same_device,
@@ -47,43 +46,21 @@ def all_gather_into(
         ValueError: sizes, dtypes, devices, strides or shared memory that don't fit.
 
     """
-    name = "all_gather_into"
     size, rank = group_size(group), group_rank(group)
     output, input = output.detach(), input.detach()
-    require_flat(name, "output", output, group)
-    require_flat(name, "input", input, group)
-    device = require_same_device(name, group, output=output, input=input)
-    if output.dtype != input.dtype:
-        raise ValueError(
-            f"{name} {where(group)}: `output` is {output.dtype} and `input` {input.dtype}; they "
-            f"must be equal (cast the input first)"
-        )
-    if output.numel() != size * input.numel():
-        raise ValueError(
-            f"{name} {where(group)}: `output` has {output.numel()} elements, but {size} pieces of "
-            f"{input.numel()} need {size * input.numel()}"
-        )
+    _check(output, input, group)
+    device = output.device
     pieces = list(output.view(size, input.numel()).unbind())
-    own = pieces[rank]
-    in_place = overlap(own, input) and own.data_ptr() == input.data_ptr()
-    if not in_place:
-        require_disjoint(
-            name,
-            group,
-            ("output", output),
-            ("input", input),
-            unless="only an input that is exactly this rank's own piece of the output may",
-        )
     if check:
-        require_agreement(name, group, device, dtype=input.dtype, input=input.numel())
+        require_agreement("all_gather_into", group, device, dtype=input.dtype, input=input.numel())
     sent = (size - 1) * input.numel() * input.element_size()
-    call = issue(name, group, input.dtype, sent, async_op=async_op)
+    call = issue("all_gather_into", group, input.dtype, sent, async_op=async_op)
 
     def start() -> Rest:
         if group is not None and size > 1:
             return gather_pieces(pieces, input, group, device)
-        if not in_place:
-            own.copy_(input)
+        if pieces[rank].data_ptr() != input.data_ptr():
+            pieces[rank].copy_(input)
         return _nothing
 
     return launch(
@@ -95,6 +72,32 @@ def all_gather_into(
         host_bound=host_bound(group, device),
         keep=(output, input),
     )
+
+
+def _check(output: torch.Tensor, input: torch.Tensor, group: ProcessGroup | None) -> None:
+    name, size = "all_gather_into", group_size(group)
+    require_flat(name, "output", output, group)
+    require_flat(name, "input", input, group)
+    require_same_device(name, group, output=output, input=input)
+    if output.dtype != input.dtype:
+        raise ValueError(
+            f"{name} {where(group)}: `output` is {output.dtype} and `input` {input.dtype}; they "
+            f"must be equal (cast the input first)"
+        )
+    if output.numel() != size * input.numel():
+        raise ValueError(
+            f"{name} {where(group)}: `output` has {output.numel()} elements, but {size} pieces of "
+            f"{input.numel()} need {size * input.numel()}"
+        )
+    own = output.view(size, input.numel())[group_rank(group)]
+    if own.data_ptr() != input.data_ptr():
+        require_disjoint(
+            name,
+            group,
+            ("output", output),
+            ("input", input),
+            unless="only an input that is exactly this rank's own piece of the output may",
+        )
 
 
 def _nothing() -> None:

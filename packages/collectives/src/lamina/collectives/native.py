@@ -20,10 +20,8 @@ from .handles import ReduceHandle, Statistics, launch_reduction
 from .record import issue
 from .reduce_checks import (
     Reduction,
-    check_aliasing,
-    check_reduction,
-    check_same_size,
-    check_scatter_sizes,
+    check_all_reduce,
+    check_reduce_scatter,
     factor_of,
 )
 from .summation import sum_chunks
@@ -54,10 +52,8 @@ def reduce_scatter_native(
     name = "reduce_scatter_native"
     size, rank = group_size(group), group_rank(group)
     output, input = output.detach(), input.detach()
-    device = check_reduction(name, output, input, group, op)
-    check_scatter_sizes(name, output, input, group)
+    device = check_reduce_scatter(name, output, input, group, op, accumulate=accumulate)
     own = input[rank * output.numel() : (rank + 1) * output.numel()]
-    check_aliasing(name, output, input, own, group, accumulate=accumulate)
     factor = factor_of(op, scale, size, input.dtype)
     sent = (input.numel() - output.numel()) * input.element_size()
     call = issue(name, group, input.dtype, sent, async_op=async_op)
@@ -113,9 +109,7 @@ def all_reduce_native(
     name = "all_reduce_native"
     size = group_size(group)
     output, input = output.detach(), input.detach()
-    device = check_reduction(name, output, input, group, op)
-    check_same_size(name, output, input, group)
-    check_aliasing(name, output, input, input, group, accumulate=accumulate)
+    device = check_all_reduce(name, output, input, group, op, accumulate=accumulate)
     factor = factor_of(op, scale, size, input.dtype)
     # The least that any algorithm sends: a reduce-scatter and a gather in the wire dtype.
     piece = -(-input.numel() // size)

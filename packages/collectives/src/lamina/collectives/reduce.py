@@ -20,10 +20,8 @@ from .lanes import lane_of
 from .record import issue
 from .reduce_checks import (
     Reduction,
-    check_aliasing,
-    check_reduction,
-    check_same_size,
-    check_scatter_sizes,
+    check_all_reduce,
+    check_reduce_scatter,
     factor_of,
     scratch_for,
 )
@@ -76,13 +74,10 @@ def reduce_scatter_fp32(
         ValueError: sizes, dtypes, devices, strides or shared memory that don't fit.
 
     """
-    name = "reduce_scatter_fp32"
-    size, rank = group_size(group), group_rank(group)
+    name, size = "reduce_scatter_fp32", group_size(group)
     output, input = output.detach(), input.detach()
-    device = check_reduction(name, output, input, group, op)
-    check_scatter_sizes(name, output, input, group)
+    device = check_reduce_scatter(name, output, input, group, op, accumulate=accumulate)
     pieces = _cut(input, output.numel(), size)
-    check_aliasing(name, output, input, pieces[rank], group, accumulate=accumulate)
     if check:
         _agree(name, output, input, group)
     factor = factor_of(op, scale, size, input.dtype)
@@ -150,9 +145,7 @@ def all_reduce_fp32(
     name = "all_reduce_fp32"
     size, rank = group_size(group), group_rank(group)
     output, input = output.detach(), input.detach()
-    device = check_reduction(name, output, input, group, op)
-    check_same_size(name, output, input, group)
-    check_aliasing(name, output, input, input, group, accumulate=accumulate)
+    device = check_all_reduce(name, output, input, group, op, accumulate=accumulate)
     if check:
         _agree(name, output, input, group)
     factor = factor_of(op, scale, size, input.dtype)
@@ -161,8 +154,7 @@ def all_reduce_fp32(
     sends, results = _cut(source, piece, size), _cut(target, piece, size)
     mine = sends[rank].numel()
     scratch = scratch_for(name, None, (size - 1) * mine, input, output, group)
-    sent = (source.numel() - mine) * input.element_size()
-    sent += (size - 1) * mine * target.element_size()
+    sent = (source.numel() - mine) * input.itemsize + (size - 1) * mine * target.itemsize
     call = issue(name, group, input.dtype, sent, async_op=async_op)
     kept = Statistics(device) if statistics else None
 
@@ -176,10 +168,8 @@ def all_reduce_fp32(
             collection.sum_into(results[rank], factor, False, kept)
             gather_pieces(results, results[rank], group, device, second)()
             if accumulate:
-                for place, final in enumerate(_cut(output, piece, size)):
-                    own = kept if place == rank else None
-                    sum_chunks([results[place][: final.numel()]], final, None, True, own)
-            elif target is not output:
+                _add(results, _cut(output, piece, size), rank, kept)
+            elif target is not output:  # padded
                 output.copy_(target[: output.numel()])
 
         return finish
@@ -222,6 +212,15 @@ def _room(
     elif output.numel() != padded:
         target = output.new_empty(padded)
     return source, target
+
+
+def _add(
+    sums: list[torch.Tensor], outputs: list[torch.Tensor], rank: int, kept: Statistics | None
+) -> None:
+    """Add each piece of the sum to its piece of the output; statistics are of this rank's."""
+    for place, (total, output) in enumerate(zip(sums, outputs, strict=True)):
+        own = kept if place == rank else None
+        sum_chunks([total[: output.numel()]], output, None, True, own)
 
 
 def _agree(

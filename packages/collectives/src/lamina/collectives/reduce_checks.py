@@ -9,6 +9,7 @@ import torch
 
 from .checks import (
     WIRE_DTYPES,
+    group_rank,
     group_size,
     overlap,
     require_disjoint,
@@ -23,10 +24,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Reduction",
-    "check_aliasing",
-    "check_reduction",
-    "check_same_size",
-    "check_scatter_sizes",
+    "check_all_reduce",
+    "check_reduce_scatter",
     "factor_of",
     "scratch_for",
 ]
@@ -44,19 +43,68 @@ def factor_of(op: str, scale: float | None, size: int, wire: torch.dtype) -> flo
     return None if factor == 1.0 else factor
 
 
-def check_reduction(
+def check_reduce_scatter(
+    name: str,
+    output: torch.Tensor,
+    input: torch.Tensor,
+    group: ProcessGroup | None,
+    op: str,
+    *,
+    accumulate: bool,
+) -> torch.device:
+    """Refuse what a reduce-scatter cannot take; return the tensors' device.
+
+    Raises:
+        ValueError: op, shape, strides, dtype, device, size or shared memory.
+
+    """
+    device = _check_kinds(name, output, input, group, op)
+    size = group_size(group)
+    if input.numel() != size * output.numel():
+        raise ValueError(
+            f"{name} {where(group)}: `input` has {input.numel()} elements, which is not the "
+            f"{size} x {output.numel()} that {size} ranks with an output of {output.numel()} need; "
+            f"pad the buffer to a multiple of the number of ranks"
+        )
+    first = group_rank(group) * output.numel()
+    own = input[first : first + output.numel()]
+    _check_aliasing(name, output, input, own, group, accumulate=accumulate)
+    return device
+
+
+def check_all_reduce(
+    name: str,
+    output: torch.Tensor,
+    input: torch.Tensor,
+    group: ProcessGroup | None,
+    op: str,
+    *,
+    accumulate: bool,
+) -> torch.device:
+    """Refuse what an all-reduce cannot take; return the tensors' device.
+
+    Raises:
+        ValueError: op, shape, strides, dtype, device, size or shared memory.
+
+    """
+    device = _check_kinds(name, output, input, group, op)
+    if input.numel() != output.numel():
+        raise ValueError(
+            f"{name} {where(group)}: `output` has {output.numel()} elements and `input` "
+            f"{input.numel()}; they must be equal"
+        )
+    _check_aliasing(name, output, input, input, group, accumulate=accumulate)
+    return device
+
+
+def _check_kinds(
     name: str,
     output: torch.Tensor,
     input: torch.Tensor,
     group: ProcessGroup | None,
     op: str,
 ) -> torch.device:
-    """Refuse what no reduction can take; return the tensors' device.
-
-    Raises:
-        ValueError: op, shape, strides, dtype or device.
-
-    """
+    """Refuse what no reduction can take; return the tensors' device."""
     if op not in ("sum", "avg"):
         raise ValueError(f"{name} {where(group)}: op must be 'sum' or 'avg', not {op!r}")
     require_flat(name, "output", output, group)
@@ -74,7 +122,7 @@ def check_reduction(
     return require_same_device(name, group, output=output, input=input)
 
 
-def check_aliasing(
+def _check_aliasing(
     name: str,
     output: torch.Tensor,
     input: torch.Tensor,
@@ -83,12 +131,7 @@ def check_aliasing(
     *,
     accumulate: bool,
 ) -> None:
-    """Refuse an output that shares memory with the input, unless it is exactly `own`.
-
-    Raises:
-        ValueError: any other overlap.
-
-    """
+    """Refuse an output that shares memory with the input, unless it is exactly `own`."""
     in_place = (
         overlap(output, own)
         and output.data_ptr() == own.data_ptr()
@@ -103,40 +146,6 @@ def check_aliasing(
             ("input", input),
             unless="only an output of the same dtype that is exactly this rank's own piece of the "
             "input may, and only without accumulate",
-        )
-
-
-def check_scatter_sizes(
-    name: str, output: torch.Tensor, input: torch.Tensor, group: ProcessGroup | None
-) -> None:
-    """Refuse an input that is not one output per rank.
-
-    Raises:
-        ValueError: with both sizes.
-
-    """
-    size = group_size(group)
-    if input.numel() != size * output.numel():
-        raise ValueError(
-            f"{name} {where(group)}: `input` has {input.numel()} elements, which is not the "
-            f"{size} x {output.numel()} that {size} ranks with an output of {output.numel()} need; "
-            f"pad the buffer to a multiple of the number of ranks"
-        )
-
-
-def check_same_size(
-    name: str, output: torch.Tensor, input: torch.Tensor, group: ProcessGroup | None
-) -> None:
-    """Refuse an input and an output of different sizes.
-
-    Raises:
-        ValueError: with both sizes.
-
-    """
-    if input.numel() != output.numel():
-        raise ValueError(
-            f"{name} {where(group)}: `output` has {output.numel()} elements and `input` "
-            f"{input.numel()}; they must be equal"
         )
 
 

@@ -15,6 +15,7 @@ from lamina.collectives import all_gather_into, reduce_scatter_fp32, use_message
 from lamina.collectives import neighbours as module
 from lamina.collectives.lanes import lane_of
 from lamina.collectives.neighbours import Neighbour
+from lamina_testing import netns
 
 LONG = 1 << 20
 
@@ -148,3 +149,31 @@ def test_a_host_without_proc_is_nobodys_neighbour():
         hello = module._hello(secret_of(1), 1, willing=True)
     assert hello.tolist() == [0] * module._WORDS
     assert module._believe(1, hello, hello) is None
+
+
+IN_NAMESPACES = """
+import os
+import torch
+import torch.distributed as dist
+from lamina.collectives import all_gather_into
+from lamina.collectives.lanes import lane_of
+
+dist.init_process_group("gloo", init_method="env://")
+rank, numel = dist.get_rank(), 1 << 18
+whole = torch.empty(4 * numel)
+all_gather_into(whole, torch.full((numel,), float(rank)), dist.group.WORLD)
+assert torch.equal(whole, torch.arange(4.0).repeat_interleave(numel))
+print([place for place, peer in enumerate(lane_of(dist.group.WORLD).neighbours) if peer])
+dist.destroy_process_group()
+"""
+
+
+@allowed
+@pytest.mark.slow
+def test_ranks_in_two_network_namespaces_use_the_network_between_them():
+    problem = netns.unavailable()
+    if problem is not None:
+        pytest.skip(problem)
+    with netns.shaped_link(bits_per_second=10**9) as link:
+        outputs = link.run_ranks([sys.executable, "-c", IN_NAMESPACES], ranks_per_namespace=2)
+    assert [output.strip() for output in outputs] == ["[1]", "[0]", "[3]", "[2]"]

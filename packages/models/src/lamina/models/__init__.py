@@ -13,8 +13,18 @@ from lamina.models.gpt import GPTModel
 from lamina.models.huggingface import from_huggingface, to_huggingface
 from lamina.models.huggingface_config import config_from_huggingface, huggingface_config
 from lamina.models.latent_attention import LatentSelfAttention
+from lamina.models.layer_pattern import (
+    AttentionBlock,
+    MambaBlock,
+    MLPBlock,
+    ResidualBlock,
+    make_block,
+)
 from lamina.models.linear import ColumnParallelLinear, Linear, RowParallelLinear
 from lamina.models.loss import linear_cross_entropy, vocab_parallel_cross_entropy
+from lamina.models.mamba import MambaMixer, MambaState
+from lamina.models.mamba_config import MambaConfig
+from lamina.models.mamba_scan import chunked_scan, scan_step
 from lamina.models.mlp import MLP, ActivationFunction
 from lamina.models.norms import LayerNorm, RMSNorm
 from lamina.models.patterns import (
@@ -33,6 +43,7 @@ from lamina.models.zigzag import cut_sequence, join_sequence
 __all__ = [
     "MLP",
     "ActivationFunction",
+    "AttentionBlock",
     "AttentionContext",
     "AttentionCore",
     "AttentionPattern",
@@ -44,10 +55,16 @@ __all__ = [
     "LatentSelfAttention",
     "LayerNorm",
     "Linear",
+    "MLPBlock",
+    "MambaBlock",
+    "MambaConfig",
+    "MambaMixer",
+    "MambaState",
     "OutputHead",
     "PositionEmbedding",
     "RMSNorm",
     "RecomputePolicy",
+    "ResidualBlock",
     "RopeScaling",
     "RowParallelLinear",
     "SelfAttention",
@@ -58,6 +75,7 @@ __all__ = [
     "apply_recompute",
     "apply_rotary",
     "choose_pattern",
+    "chunked_scan",
     "config_from_huggingface",
     "cut_sequence",
     "cut_weight",
@@ -69,11 +87,13 @@ __all__ = [
     "join_sequence",
     "join_weight",
     "linear_cross_entropy",
+    "make_block",
     "matrix_parameters",
     "preset",
     "preset_names",
     "rotary_tables",
     "sample",
+    "scan_step",
     "tensor_parallel_plan",
     "to_huggingface",
     "training_flops_per_token",

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
+from lamina.models.mamba_config import MambaConfig, check_pattern
+
 AttentionPath = Literal["auto", "sdpa", "varlen", "flex"]
 Activation = Literal["gelu", "gelu_tanh", "swiglu", "relu2"]
 Norm = Literal["rmsnorm", "layernorm"]
@@ -137,6 +139,9 @@ class TransformerConfig:
         sliding_window: how many tokens, itself included, a token attends to; None is all before it.
         attention_scale: what scores are multiplied by before the softmax; by default one over the
             root of a query head's width.
+        layer_pattern: the kind of each layer, one letter for each: ``M`` Mamba-2, ``*`` attention,
+            ``-`` MLP, ``T`` attention and MLP. None is ``T`` for all.
+        mamba: sizes of Mamba-2 layers; given where the pattern has an ``M``.
         attention_path: ``auto`` takes plain causal ``scaled_dot_product_attention`` where that says
             it all, and for documents and windows ``varlen`` (CUDA, fp16 or bf16), ``flex`` (CUDA)
             or ``sdpa`` with a mask written out (anything else). All give the same numbers.
@@ -149,7 +154,7 @@ class TransformerConfig:
         loss_chunk: tokens whose logits are held at a time while the loss is computed; None takes
             at least 1,024 and more for small vocabularies.
         init_std: standard deviation of initial weights; projections into the residual stream are
-            scaled down by ``sqrt(2 * num_layers)`` (Radford et al., 2019).
+            scaled down by the root of their number (Radford et al., 2019).
 
     Raises:
         ValueError: for sizes that do not fit together, with the arithmetic and a remedy.
@@ -182,6 +187,8 @@ class TransformerConfig:
     sliding_window: int | None = None
     attention_scale: float | None = None
     attention_path: AttentionPath = "auto"
+    layer_pattern: str | None = None
+    mamba: MambaConfig | None = None
     vocab_multiple: int = 1
     sequence_parallel: bool = False
     context_parallel: ContextParallel = "ring"
@@ -192,6 +199,9 @@ class TransformerConfig:
         self._check_choices()
         self._check_numbers()
         self._check_heads()
+        check_pattern(self.layer_pattern, self.num_layers, self.mamba)
+        if self.mamba is not None:
+            self.mamba.heads(self.hidden_size)
 
     def _check_choices(self) -> None:
         _one_of("activation", self.activation, get_args(Activation))
@@ -283,6 +293,11 @@ class TransformerConfig:
         return 4 * self.hidden_size
 
     @property
+    def pattern(self) -> str:
+        """One letter per layer; see ``layer_pattern``."""
+        return "T" * self.num_layers if self.layer_pattern is None else self.layer_pattern
+
+    @property
     def output_bias(self) -> bool:
         """Whether attention's output projection has a bias."""
         if self.attention_output_bias is None:
@@ -292,4 +307,5 @@ class TransformerConfig:
     @property
     def residual_init_std(self) -> float:
         """Standard deviation of initial weights that write into the residual stream."""
-        return self.init_std / math.sqrt(2 * self.num_layers)
+        additions = self.num_layers + self.pattern.count("T")
+        return self.init_std / math.sqrt(additions)

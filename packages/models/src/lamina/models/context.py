@@ -10,7 +10,12 @@ from torch import Tensor
 from lamina.models.axes import MeshLike, axis_of
 from lamina.models.config import TransformerConfig
 from lamina.models.context_parallel import parallel_pattern
-from lamina.models.patterns import AttentionPattern, choose_pattern, document_positions
+from lamina.models.patterns import (
+    AttentionPattern,
+    choose_pattern,
+    document_positions,
+    document_runs,
+)
 from lamina.models.rotary import rotary_tables
 from lamina.models.zigzag import cut_sequence
 
@@ -30,12 +35,15 @@ class AttentionContext:
         shape: sequences in the batch, and tokens of each that attention sees.
         pattern: computes the attention: which tokens, by which kernel.
         rotary: cosines and sines from :func:`rotary_tables`, or None without RoPE.
+        runs: int64 ``[batch, sequence]``: each token's document, where the config has layers that
+            are no attention and must know; None without documents.
 
     """
 
     shape: tuple[int, int]
     pattern: AttentionPattern
     rotary: tuple[Tensor, Tensor] | None = None
+    runs: Tensor | None = None
 
     @staticmethod
     def build(
@@ -76,7 +84,10 @@ class AttentionContext:
         else:
             pattern = parallel_pattern(config, cp, tokens, dtype, document_ids, dropout)
         local = tokens.shape[1] // (1 if cp is None else cp.size)
-        return AttentionContext((tokens.shape[0], local), pattern, rotary)
+        runs = None
+        if document_ids is not None and config.mamba is not None:
+            runs = document_runs(document_ids)
+        return AttentionContext((tokens.shape[0], local), pattern, rotary, runs)
 
     @staticmethod
     def plain(config: TransformerConfig, x: Tensor, *, training: bool) -> AttentionContext:

@@ -232,6 +232,11 @@ class Ulysses:
 def check_context_parallel(config: TransformerConfig, cp: MeshAxis, tp_size: int) -> None:
     """Raise ValueError for a config that the chosen way cannot do, with a remedy."""
     way, heads, kv_heads = config.context_parallel, config.num_heads, config.kv_heads
+    if config.mamba is not None:
+        raise ValueError(
+            f"layer_pattern {config.pattern!r} has Mamba layers, whose state runs through the "
+            f"whole sequence, and cp {cp.size} cuts it: take cp 1, and dp_shard or tp instead"
+        )
     if way == "ring" and config.attention_dropout:
         raise ValueError(
             f"context_parallel 'ring' has no attention_dropout (here {config.attention_dropout}): "

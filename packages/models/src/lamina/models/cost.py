@@ -7,6 +7,21 @@ from lamina.models.config import TransformerConfig
 
 def matrix_parameters(config: TransformerConfig) -> int:
     """Count the weights that every token is multiplied with: projections and the head."""
+    attention, products = _attention_parameters(config), 3 if config.activation == "swiglu" else 2
+    mlp = products * config.hidden_size * config.ffn_width
+    mamba = 0
+    if config.mamba is not None:
+        heads = config.mamba.heads(config.hidden_size)
+        inner = heads * config.mamba.head_dim
+        shared = config.mamba.groups * config.mamba.state_size
+        mamba = config.hidden_size * (3 * inner + 2 * shared + heads)
+        mamba += config.mamba.conv_kernel * (inner + 2 * shared)
+    per_letter = {"T": attention + mlp, "*": attention, "-": mlp, "M": mamba}
+    blocks = sum(per_letter[letter] for letter in config.pattern)
+    return blocks + config.padded_vocab_size * config.hidden_size
+
+
+def _attention_parameters(config: TransformerConfig) -> int:
     hidden, heads = config.hidden_size, config.num_heads
     if config.mla is None:
         width = config.head_width
@@ -21,9 +36,7 @@ def matrix_parameters(config: TransformerConfig) -> int:
         attention += hidden * (sizes.kv_lora_rank + sizes.qk_rope_head_dim)
         attention += sizes.kv_lora_rank * heads * (sizes.qk_nope_head_dim + sizes.v_head_dim)
         attention += heads * sizes.v_head_dim * hidden
-    products = 3 if config.activation == "swiglu" else 2
-    block = attention + products * hidden * config.ffn_width
-    return config.num_layers * block + config.padded_vocab_size * hidden
+    return attention
 
 
 def training_flops_per_token(config: TransformerConfig, sequence: int) -> float:
@@ -41,5 +54,11 @@ def training_flops_per_token(config: TransformerConfig, sequence: int) -> float:
     # The first `window` tokens see 1, 2, ..., the others `window` each.
     pairs = (window * (window + 1) / 2 + (sequence - window) * window) / sequence
     per_pair = config.num_heads * (config.head_width + config.value_width)
-    attention = config.num_layers * pairs * per_pair
-    return 6.0 * (matrix_parameters(config) + attention)
+    layers = sum(config.pattern.count(letter) for letter in "T*")
+    mixing = layers * pairs * per_pair
+    if config.mamba is not None:
+        # What the recurrence needs: the state takes in a product, and gives one out.
+        state = config.mamba.head_dim * config.mamba.state_size
+        per_token = 2 * state * config.mamba.heads(config.hidden_size)
+        mixing += config.pattern.count("M") * per_token
+    return 6.0 * (matrix_parameters(config) + mixing)

@@ -11,13 +11,13 @@ from torch import Tensor, nn
 from lamina.collectives import scatter_to
 from lamina.mesh import MeshAxis, copy_role
 from lamina.models.axes import MeshLike, axis_of
-from lamina.models.block import TransformerBlock
 from lamina.models.config import TransformerConfig
 from lamina.models.context import AttentionContext, default_positions
 from lamina.models.context_parallel import check_context_parallel
 from lamina.models.dropout import Dropout
 from lamina.models.embedding import OutputHead, PositionEmbedding, VocabParallelEmbedding
 from lamina.models.initialise import assign_seeds, draw_seed
+from lamina.models.layer_pattern import make_block
 from lamina.models.loss import IGNORED
 from lamina.models.norms import make_norm
 from lamina.models.zigzag import cut_sequence, join_sequence
@@ -84,7 +84,7 @@ class GPTModel(nn.Module):
             )
         self.dropout = Dropout(config.dropout, sharded=partial)
         self.blocks = nn.ModuleList(
-            TransformerBlock(config, self.axis) for _ in range(config.num_layers)
+            make_block(config, index, self.axis) for index in range(config.num_layers)
         )
         self.final_norm = make_norm(config, partial=partial)
         self.head = OutputHead(

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from lamina.models.config import Activation, LatentAttention, RopeScaling, TransformerConfig
+from lamina.models.mamba_huggingface import read_mamba2, write_mamba2
 from lamina.models.weight_maps import model_type
 
 _ARCHITECTURES = {
@@ -16,6 +17,7 @@ _ARCHITECTURES = {
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "deepseek_v3": "DeepseekV3ForCausalLM",
+    "mamba2": "Mamba2ForCausalLM",
 }
 
 
@@ -34,6 +36,8 @@ def huggingface_config(config: TransformerConfig) -> dict[str, Any]:
         "tie_word_embeddings": config.tie_embeddings,
         "initializer_range": config.init_std,
     }
+    if kind == "mamba2":
+        return common | write_mamba2(config)
     return common | (_written_gpt2(config) if kind == "gpt2" else _written_llama(kind, config))
 
 
@@ -125,8 +129,8 @@ def config_from_huggingface(source: Mapping[str, Any]) -> TransformerConfig:
     """Read the contents of a ``config.json``.
 
     Args:
-        source: of a gpt2, llama, mistral, qwen2, qwen3 or dense deepseek_v3 model; older files
-            (``rope_theta`` and ``rope_scaling`` beside each other) are read as well.
+        source: of a gpt2, llama, mistral, qwen2, qwen3, dense deepseek_v3 or mamba2 model; older
+            files (``rope_theta`` and ``rope_scaling`` beside each other) are read as well.
 
     Raises:
         ValueError: for another architecture, or a feature that ``TransformerConfig`` lacks.
@@ -135,6 +139,8 @@ def config_from_huggingface(source: Mapping[str, Any]) -> TransformerConfig:
     kind = source.get("model_type")
     if kind not in _ARCHITECTURES:
         raise ValueError(f"model_type is {kind!r}: known are {', '.join(_ARCHITECTURES)}")
+    if kind == "mamba2":
+        return read_mamba2(source)
     return _read_gpt2(source) if kind == "gpt2" else _read_llama_like(kind, source)
 
 

@@ -8,7 +8,7 @@ rank that holds a piece draws the whole weight and keeps its piece.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -51,8 +51,46 @@ def fill_normal(
         blocks: lengths, over all ranks, of what is fused along ``dim``.
 
     """
-    if parameter.is_meta:
-        return
+    if not parameter.is_meta:
+        whole, generator = _whole(parameter, seed, axis, dim)
+        whole.normal_(0.0, std, generator=generator)
+        _keep_piece(parameter, whole, axis, dim, blocks)
+
+
+@torch.no_grad()
+def fill_uniform(
+    parameter: Tensor,
+    low: float,
+    high: float,
+    seed: int | None,
+    axis: MeshAxis | None = None,
+    *,
+    blocks: Sequence[int] | None = None,
+    then: Callable[[Tensor], Tensor] | None = None,
+) -> None:
+    """Fill a parameter, or a rank's rows of one, evenly from [low, high); as :func:`fill_normal`.
+
+    Args:
+        parameter: what this rank holds.
+        low: the lowest value.
+        high: the highest.
+        seed: decides the numbers; None draws from the device's default generator.
+        axis: the ranks that hold rows; None holds the whole.
+        blocks: lengths, over all ranks, of what is fused along the rows.
+        then: applied to the whole before it is cut.
+
+    """
+    if not parameter.is_meta:
+        whole, generator = _whole(parameter, seed, axis, 0)
+        whole.uniform_(low, high, generator=generator)
+        whole = whole if then is None else then(whole)
+        _keep_piece(parameter, whole, axis, 0, blocks)
+
+
+def _whole(
+    parameter: Tensor, seed: int | None, axis: MeshAxis | None, dim: int
+) -> tuple[Tensor, torch.Generator | None]:
+    """Room for the whole weight, and the generator that fills it."""
     generator = None
     if seed is not None:
         generator = torch.Generator(device=parameter.device)
@@ -61,8 +99,16 @@ def fill_normal(
     shape[dim] *= 1 if axis is None else axis.size
     # In float32 whatever the parameter's dtype, so that a bf16 model starts from the rounded
     # weights of the fp32 one.
-    whole = torch.empty(shape, dtype=torch.float32, device=parameter.device)
-    whole.normal_(0.0, std, generator=generator)
+    return torch.empty(shape, dtype=torch.float32, device=parameter.device), generator
+
+
+def _keep_piece(
+    parameter: Tensor,
+    whole: Tensor,
+    axis: MeshAxis | None,
+    dim: int,
+    blocks: Sequence[int] | None,
+) -> None:
     if axis is not None:
         whole = cut_weight(whole, dim, axis.rank, axis.size, blocks)
     if hasattr(parameter, "device_mesh"):

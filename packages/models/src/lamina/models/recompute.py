@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from lamina.mesh import recompute_contexts
 from lamina.models.attention import AttentionCore
 from lamina.models.block import TransformerBlock
+from lamina.models.layer_pattern import ResidualBlock
 from lamina.models.mlp import ActivationFunction
 from lamina.models.norms import LayerNorm, RMSNorm
 from lamina.models.offload import offloading
@@ -72,7 +73,7 @@ def apply_recompute(
     model: ModuleT,
     policy: RecomputePolicy | Kind,
     *,
-    blocks: tuple[type[nn.Module], ...] = (TransformerBlock,),
+    blocks: tuple[type[nn.Module], ...] = (TransformerBlock, ResidualBlock),
 ) -> ModuleT:
     """Make a model's blocks keep what the policy says; losses and gradients keep their bits.
 

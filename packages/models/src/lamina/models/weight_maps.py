@@ -62,6 +62,8 @@ def model_type(config: TransformerConfig) -> str:
         ValueError: if none has all of them.
 
     """
+    if set(config.pattern) != {"T"}:
+        return _stack_type(config)
     rope = config.positions == "rope" and config.norm == "rmsnorm" and not config.post_norm
     modern = rope and config.activation == "swiglu"
     output_like_qkv = config.output_bias == config.attention_bias
@@ -101,6 +103,17 @@ def model_type(config: TransformerConfig) -> str:
     )
 
 
+def _stack_type(config: TransformerConfig) -> str:
+    plain = config.positions == "none" and config.norm == "rmsnorm" and not config.post_norm
+    if set(config.pattern) == {"M"} and plain:
+        return "mamba2"
+    raise ValueError(
+        f"no Hugging Face architecture known here has layer_pattern {config.pattern!r} with "
+        f"positions {config.positions!r}, norm {config.norm!r} and post_norm {config.post_norm}: "
+        "mamba2 has 'M' only, positions 'none' and norm 'rmsnorm'"
+    )
+
+
 def weight_map(config: TransformerConfig) -> tuple[WeightLink, ...]:
     """Link each parameter of a model with this config to Hugging Face's tensors.
 
@@ -108,7 +121,8 @@ def weight_map(config: TransformerConfig) -> tuple[WeightLink, ...]:
         ValueError: if no architecture known here has the config's features.
 
     """
-    return tuple(_gpt2(config) if model_type(config) == "gpt2" else _llama_like(config))
+    links = {"gpt2": _gpt2, "mamba2": _mamba2}.get(model_type(config), _llama_like)
+    return tuple(links(config))
 
 
 def _gpt2(config: TransformerConfig) -> Iterator[WeightLink]:
@@ -152,6 +166,31 @@ def _llama_like(config: TransformerConfig) -> Iterator[WeightLink]:
             )
             yield WeightLink(f"{ours}.mlp.down.{kind}", (f"{theirs}.mlp.down_proj.{kind}",))
     yield WeightLink("final_norm.weight", ("model.norm.weight",))
+    if not config.tie_embeddings:
+        yield WeightLink("head.weight", ("lm_head.weight",), rows_added=added)
+
+
+def _mamba2(config: TransformerConfig) -> Iterator[WeightLink]:
+    added = config.padded_vocab_size - config.vocab_size
+    yield WeightLink("embedding.weight", ("backbone.embeddings.weight",), rows_added=added)
+    sizes = config.mamba
+    if sizes is None:
+        raise ValueError("the config has no mamba")
+    projections = ("weight", "bias") if sizes.bias else ("weight",)
+    kinds = {
+        "input": ("in_proj", projections),
+        "conv": ("conv1d", ("weight", "bias") if sizes.conv_bias else ("weight",)),
+        "scan": ("", ("A_log", "D", "dt_bias")),
+        "norm": ("norm", ("weight",)),
+        "output": ("out_proj", projections),
+    }
+    for i in range(config.num_layers):
+        yield WeightLink(f"blocks.{i}.norm.weight", (f"backbone.layers.{i}.norm.weight",))
+        for ours, (theirs, names) in kinds.items():
+            for name in names:
+                path = ".".join(filter(None, (f"backbone.layers.{i}.mixer", theirs, name)))
+                yield WeightLink(f"blocks.{i}.mixer.{ours}.{name}", (path,))
+    yield WeightLink("final_norm.weight", ("backbone.norm_f.weight",))
     if not config.tie_embeddings:
         yield WeightLink("head.weight", ("lm_head.weight",), rows_added=added)
 

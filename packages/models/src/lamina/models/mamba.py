@@ -1,0 +1,323 @@
+"""The Mamba-2 mixer: projection, short convolution, selective scan, gated norm, projection."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lamina.mesh import MeshAxis, derive_seed, mark
+from lamina.models.axes import MeshLike, axis_of
+from lamina.models.config import TransformerConfig
+from lamina.models.context import AttentionContext
+from lamina.models.cutting import require_divisible
+from lamina.models.initialise import fill_uniform
+from lamina.models.linear import ColumnParallelLinear, RowParallelLinear
+from lamina.models.mamba_config import MambaConfig
+from lamina.models.mamba_kernels import choose_path, kernel_scan
+from lamina.models.mamba_scan import chunked_scan, scan_step, wide_dtype
+
+
+class CausalConvolution(nn.Module):
+    """A convolution of each channel over the last few tokens, then SiLU.
+
+    ``weight`` is ``[channels, 1, taps]`` as ``nn.Conv1d`` has it; the last tap is the token's own.
+
+    Args:
+        blocks: channels, over all ranks, of what is fused in them (x, B, C); each is cut by itself.
+        taps: how many tokens are seen, the own included.
+        axis: the ranks that hold runs of the channels.
+        bias: whether there is a bias (it starts at zero).
+
+    """
+
+    def __init__(
+        self, blocks: tuple[int, ...], taps: int, axis: MeshAxis | None, *, bias: bool
+    ) -> None:
+        super().__init__()
+        self.axis = axis
+        self.blocks = blocks
+        self.init_seed: int | None = None
+        channels = sum(require_divisible("channels", block, axis) for block in blocks)
+        self.weight = nn.Parameter(torch.empty(channels, 1, taps))
+        self.bias = nn.Parameter(torch.empty(channels)) if bias else None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw the weight as ``nn.Conv1d`` does, set the bias to zero; mark their roles."""
+        if self.axis is not None:
+            for parameter in (self.weight, self.bias):
+                if parameter is not None:
+                    mark(parameter, tp_shard_dim=0, tp_blocks=self.blocks)
+        bound = 1.0 / math.sqrt(self.weight.shape[-1])
+        fill_uniform(self.weight, -bound, bound, self.init_seed, self.axis, blocks=self.blocks)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+    def forward(self, x: Tensor, runs: Tensor | None = None) -> Tensor:
+        """``[batch, sequence, channels]`` to the same; a document's tokens see no other's."""
+        taps, length = self.weight.shape[-1], x.shape[1]
+        padded = F.pad(x, (0, 0, taps - 1, 0))
+        y = x * self.weight[:, 0, -1]
+        for tap in range(taps - 1):
+            term = padded[:, tap : tap + length] * self.weight[:, 0, tap]
+            if runs is not None:
+                before = F.pad(runs, (taps - 1 - tap, 0), value=-1)[:, :length]
+                term = term * (before == runs).unsqueeze(-1)
+            y = y + term
+        return F.silu(y if self.bias is None else y + self.bias)
+
+    def step(self, x: Tensor, window: Tensor) -> tuple[Tensor, Tensor]:
+        """One token ``[batch, channels]`` after those of ``window [batch, taps - 1, channels]``."""
+        seen = torch.cat((window, x.unsqueeze(1)), dim=1)
+        y = (seen * self.weight[:, 0].t()).sum(dim=1)
+        return F.silu(y if self.bias is None else y + self.bias), seen[:, 1:]
+
+
+class StateSpaceScan(nn.Module):
+    """The recurrence and its parameters: decay rates, steps' biases, and the skip, one per head.
+
+    Names are those of the paper and of checkpoints: ``A = -exp(A_log)``,
+    ``dt = softplus(dt + dt_bias)``, ``y += D x``.
+
+    Args:
+        sizes: of the layer.
+        heads: over all ranks.
+        axis: the ranks that hold runs of the heads.
+
+    """
+
+    def __init__(self, sizes: MambaConfig, heads: int, axis: MeshAxis | None) -> None:
+        super().__init__()
+        self.sizes = sizes
+        self.axis = axis
+        self.init_seed: int | None = None
+        held = require_divisible("Mamba heads", heads, axis)
+        self.A_log = nn.Parameter(torch.empty(held))
+        self.dt_bias = nn.Parameter(torch.empty(held))
+        self.D = nn.Parameter(torch.empty(held))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw rates evenly and steps evenly on a log scale, set D to ones; mark the roles."""
+        if self.axis is not None:
+            for parameter in (self.A_log, self.dt_bias, self.D):
+                mark(parameter, tp_shard_dim=0)
+        seeds = [
+            None if self.init_seed is None else derive_seed(self.init_seed, name)
+            for name in ("A_log", "dt_bias")
+        ]
+        fill_uniform(self.A_log, *self.sizes.decay_range, seeds[0], self.axis, then=torch.log)
+        low, high = math.log(self.sizes.dt_min), math.log(self.sizes.dt_max)
+        fill_uniform(self.dt_bias, low, high, seeds[1], self.axis, then=_before_softplus)
+        nn.init.ones_(self.D)
+
+    def steps(self, dt: Tensor) -> Tensor:
+        """Step sizes ``[..., heads]`` in float32 or wider."""
+        wide = wide_dtype(dt.dtype)
+        dt = F.softplus(dt.to(wide) + self.dt_bias.to(wide))
+        return dt if self.sizes.dt_limit == (0.0, math.inf) else dt.clamp(*self.sizes.dt_limit)
+
+    @property
+    def rate(self) -> Tensor:
+        """A: negative, ``[heads]``, in float32 or wider."""
+        return -self.A_log.to(wide_dtype(self.A_log.dtype)).exp()
+
+    def forward(
+        self, x: Tensor, dt: Tensor, b: Tensor, c: Tensor, runs: Tensor | None = None
+    ) -> Tensor:
+        """Mix tokens; shapes as of :func:`chunked_scan`, the result in x's dtype."""
+        path = choose_path(self.sizes.path, x.device, x.dtype)
+        steps = self.steps(dt)
+        if path == "fla":
+            y, _ = kernel_scan(x, steps, self.rate, b, c, runs=runs)
+        else:
+            chunk = self.sizes.chunk_size
+            y, _ = chunked_scan(x, steps, self.rate, b, c, chunk=chunk, runs=runs)
+        return (y + self.D.unsqueeze(-1) * x).to(x.dtype)
+
+    def step(
+        self, x: Tensor, dt: Tensor, b: Tensor, c: Tensor, state: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """One token; shapes as of :func:`scan_step`."""
+        y, state = scan_step(x, self.steps(dt), self.rate, b, c, state)
+        return (y + self.D.unsqueeze(-1) * x).to(x.dtype), state
+
+
+def _before_softplus(log_dt: Tensor) -> Tensor:
+    """The bias whose softplus is ``exp(log_dt)``."""
+    dt = log_dt.exp()
+    return dt + torch.log(-torch.expm1(-dt))
+
+
+class GatedNorm(nn.Module):
+    """RMSNorm of ``x * silu(gate)`` over each group of channels by itself.
+
+    Groups lie whole on one rank, so that tensor parallelism needs no statistics of others.
+
+    Args:
+        channels: over all ranks.
+        groups: over all ranks.
+        eps: added to the mean square under the root.
+        axis: the ranks that hold runs of the groups.
+
+    """
+
+    def __init__(self, channels: int, groups: int, eps: float, axis: MeshAxis | None) -> None:
+        super().__init__()
+        self.axis = axis
+        self.eps = eps
+        self.width = channels // groups
+        self.weight = nn.Parameter(torch.empty(require_divisible("channels", channels, axis)))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Set the weight to ones; mark its role."""
+        if self.axis is not None:
+            mark(self.weight, tp_shard_dim=0)
+        nn.init.ones_(self.weight)
+
+    def forward(self, x: Tensor, gate: Tensor) -> Tensor:
+        """``[..., channels]`` to the same, with statistics in float32 or wider."""
+        wide = wide_dtype(x.dtype)
+        gated = torch.unflatten(x.to(wide) * F.silu(gate.to(wide)), -1, (-1, self.width))
+        scale = (gated.square().mean(dim=-1, keepdim=True) + self.eps).rsqrt()
+        normed = (gated * scale).flatten(-2).to(x.dtype)
+        return normed * self.weight
+
+
+@dataclass(frozen=True)
+class MambaState:
+    """What a Mamba layer remembers between tokens: its size does not grow with their number.
+
+    Attributes:
+        window: what the convolution saw last: ``[batch, conv_kernel - 1, channels]``.
+        state: ``[batch, heads, head_dim, state_size]``, float32 or wider.
+
+    """
+
+    window: Tensor
+    state: Tensor
+
+
+class MambaMixer(nn.Module):
+    """Mamba-2 (Dao and Gu, 2024) in place of attention, over ``[batch, sequence, hidden]``.
+
+    ``input.weight`` fuses, in this order, the rows of gate, x, B, C and dt. Over tensor-parallel
+    ranks each holds a run of the heads and of the groups that serve them: nothing is sent between
+    the two projections.
+
+    Args:
+        config: the shape; its ``mamba`` has the layer's own sizes.
+        mesh: has an axis ``tp``, or is that axis; None is one process.
+
+    Raises:
+        ValueError: if the config has no ``mamba``, or heads or groups are not divisible by the
+            number of ranks.
+
+    """
+
+    def __init__(self, config: TransformerConfig, mesh: MeshLike = None) -> None:
+        super().__init__()
+        if config.mamba is None:
+            raise ValueError("the config has no mamba: give mamba=MambaConfig(...)")
+        axis = axis_of(mesh, "tp")
+        self.sizes = sizes = config.mamba
+        heads = sizes.heads(config.hidden_size)
+        inner, shared = heads * sizes.head_dim, sizes.groups * sizes.state_size
+        self.heads = require_divisible("Mamba heads", heads, axis)
+        self.groups = require_divisible("Mamba groups", sizes.groups, axis)
+        ranks = 1 if axis is None else axis.size
+        self.widths = (inner // ranks, (inner + 2 * shared) // ranks, self.heads)
+        self.channels = (inner // ranks, shared // ranks, shared // ranks)
+        self.input = ColumnParallelLinear(
+            config.hidden_size,
+            2 * inner + 2 * shared + heads,
+            axis,
+            bias=sizes.bias,
+            blocks=(inner, inner, shared, shared, heads),
+            sequence_parallel=config.sequence_parallel,
+            init_std=config.init_std,
+        )
+        self.conv = CausalConvolution(
+            (inner, shared, shared), sizes.conv_kernel, axis, bias=sizes.conv_bias
+        )
+        self.scan = StateSpaceScan(sizes, heads, axis)
+        self.norm = GatedNorm(inner, sizes.groups, config.norm_eps, axis)
+        self.output = RowParallelLinear(
+            inner,
+            config.hidden_size,
+            axis,
+            bias=sizes.bias,
+            sequence_parallel=config.sequence_parallel,
+            init_std=config.residual_init_std,
+        )
+
+    def forward(self, x: Tensor, context: AttentionContext | None = None) -> Tensor:
+        """Mix each sequence's tokens, every one with those before it.
+
+        Args:
+            x: ``[batch, sequence, hidden]``, or under sequence parallelism
+                ``[tokens / tp, hidden]``, which needs a context.
+            context: knows the batch's shape and documents; by default one document per row.
+
+        Returns:
+            The same shape as ``x``.
+
+        """
+        shape = x.shape[:2] if context is None else context.shape
+        runs = None if context is None else context.runs
+        gate, mixed, dt = self.input(x).view(*shape, -1).split(self.widths, dim=-1)
+        inputs, b, c = self._separate(self.conv(mixed, runs))
+        y = self.scan(inputs, dt, b, c, runs).flatten(-2)
+        y = self.norm(y, gate)
+        output: Tensor = self.output(y if x.ndim == 3 else y.flatten(0, 1))
+        return output
+
+    def _separate(self, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        x, b, c = torch.split(mixed, list(self.channels), dim=-1)
+        size = self.sizes.state_size
+        return (
+            torch.unflatten(x, -1, (self.heads, self.sizes.head_dim)),
+            torch.unflatten(b, -1, (self.groups, size)),
+            torch.unflatten(c, -1, (self.groups, size)),
+        )
+
+    def initial_state(self, batch: int) -> MambaState:
+        """What is remembered before the first token: zeros."""
+        weight = self.conv.weight
+        window = weight.new_zeros(batch, self.sizes.conv_kernel - 1, weight.shape[0])
+        shape = (batch, self.heads, self.sizes.head_dim, self.sizes.state_size)
+        return MambaState(window, weight.new_zeros(shape, dtype=wide_dtype(weight.dtype)))
+
+    def step(self, x: Tensor, state: MambaState) -> tuple[Tensor, MambaState]:
+        """One token: what :meth:`forward` gives at its place, at a cost that never grows.
+
+        Args:
+            x: ``[batch, hidden]``.
+            state: after the token before.
+
+        Returns:
+            ``[batch, hidden]``, and the next state.
+
+        Raises:
+            ValueError: under sequence parallelism, which has no single token to cut.
+
+        """
+        if self.input.sequence_parallel:
+            raise ValueError(
+                "step() under sequence parallelism: build the model with sequence_parallel=False"
+            )
+        gate, mixed, dt = self.input(x).split(self.widths, dim=-1)
+        convolved, window = self.conv.step(mixed, state.window)
+        y, scanned = self.scan.step(*self._of_one_token(convolved, dt), state.state)
+        y = self.norm(y.flatten(-2), gate)
+        output: Tensor = self.output(y)
+        return output, MambaState(window, scanned)
+
+    def _of_one_token(self, mixed: Tensor, dt: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        x, b, c = self._separate(mixed)
+        return x, dt, b, c

@@ -1,0 +1,114 @@
+"""Which way the scan runs: in torch, or by the Triton kernels of flash-linear-attention."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import logging
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lamina.models.mamba_config import MambaPath
+
+_LOGGER = logging.getLogger(__name__)
+_HALF = (torch.float16, torch.bfloat16)
+
+
+@functools.cache
+def fused_scan() -> Any:
+    """Find ``chunk_simple_gla`` of flash-linear-attention (Yang et al., 2024); None without it."""
+    try:
+        return importlib.import_module("fla.ops.simple_gla").chunk_simple_gla
+    except ImportError:
+        return None
+
+
+def choose_path(wanted: MambaPath, device: torch.device, dtype: torch.dtype) -> str:
+    """Decide how the scan runs, and say so once per process in the log of this module.
+
+    Kernels multiply float32 as TF32, which is no float32: ``auto`` leaves that to torch.
+
+    Args:
+        wanted: ``auto``, ``torch`` or ``fla``.
+        device: of the activations.
+        dtype: of the activations.
+
+    Returns:
+        ``torch`` or ``fla``.
+
+    Raises:
+        RuntimeError: if ``fla`` is insisted on and cannot run.
+
+    """
+    if wanted == "torch" or (wanted == "auto" and device.type != "cuda"):
+        return "torch"
+    if device.type != "cuda" or fused_scan() is None:
+        lacking = (
+            f"activations are on {device}: its kernels need CUDA"
+            if device.type != "cuda"
+            else "it is not installed: pip install 'lamina-models[mamba]'"
+        )
+        if wanted == "fla":
+            raise RuntimeError(
+                f"path is 'fla', which is flash-linear-attention, and {lacking}, or set path='auto'"
+            )
+        _say("torch", f"flash-linear-attention would be faster; {lacking}")
+        return "torch"
+    if wanted == "auto" and dtype not in _HALF:
+        _say("torch", f"activations are {dtype}; flash-linear-attention is used for half precision")
+        return "torch"
+    _say("fla", "flash-linear-attention's Triton kernels")
+    return "fla"
+
+
+@functools.cache
+def _say(path: str, why: str) -> None:
+    _LOGGER.warning("Mamba's scan runs in %s: %s", path, why)
+
+
+def kernel_scan(
+    x: Tensor,
+    dt: Tensor,
+    rate: Tensor,
+    b: Tensor,
+    c: Tensor,
+    *,
+    runs: Tensor | None = None,
+    state: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Run the scan by flash-linear-attention; as :func:`chunked_scan`, in x's dtype.
+
+    The recurrence is simple gated linear attention: queries C, keys B, values dt x, gates dt A.
+    With documents no state comes back: each has its own.
+
+    Raises:
+        ValueError: for documents together with a state.
+
+    """
+    heads = x.shape[2]
+    query, key = (part.repeat_interleave(heads // b.shape[2], dim=2).to(x.dtype) for part in (c, b))
+    value = (x * dt.unsqueeze(-1)).to(x.dtype)
+    gate = dt.float() * rate.float()
+    options: dict[str, Any] = {"scale": 1.0, "output_final_state": runs is None}
+    if state is not None:
+        # Theirs is [state_size, head_dim].
+        options["initial_state"] = state.float().transpose(-1, -2).contiguous()
+    if runs is None:
+        y, last = fused_scan()(query, key, value, gate, **options)
+        return y, last.transpose(-1, -2)
+    if state is not None:
+        raise ValueError("documents together with a state: each document starts with none")
+    parts = (part.flatten(0, 1).unsqueeze(0) for part in (query, key, value, gate))
+    y, _ = fused_scan()(*parts, cu_seqlens=_document_starts(runs), **options)
+    return cast(Tensor, y).view_as(x), None
+
+
+def _document_starts(runs: Tensor) -> Tensor:
+    """Where each document of the flattened batch starts, and its end: int64 ``[documents + 1]``."""
+    first = torch.ones_like(runs, dtype=torch.bool)
+    first[:, 1:] = runs[:, 1:] != runs[:, :-1]
+    # nonzero waits for the device, as attention over documents does.
+    return F.pad(first.flatten().nonzero().squeeze(1), (0, 1), value=runs.numel())

@@ -1,0 +1,162 @@
+"""The selective scan of Mamba-2 as matrix products over chunks (state-space duality).
+
+A head's state is a matrix ``[head_dim, state_size]`` that decays and takes in one outer product per
+token:
+
+    state_t = exp(dt_t A) state_{t-1} + dt_t x_t B_t^T        y_t = state_t C_t
+
+Unrolled over a chunk this is attention without a softmax, whose scores ``C_t . B_s`` are weighed by
+the decay between s and t; between chunks only the state travels (Dao and Gu, 2024, section 6).
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    """At least float32: sums of decays lose everything in half precision."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def chunked_scan(
+    x: Tensor,
+    dt: Tensor,
+    rate: Tensor,
+    b: Tensor,
+    c: Tensor,
+    *,
+    chunk: int,
+    runs: Tensor | None = None,
+    state: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Run the recurrence a chunk of tokens at a time.
+
+    Args:
+        x: inputs ``[batch, sequence, heads, head_dim]``.
+        dt: steps, at least 0, ``[batch, sequence, heads]``.
+        rate: A, negative, ``[heads]``.
+        b: ``[batch, sequence, groups, state_size]``; group g serves the g-th run of heads.
+        c: as ``b``.
+        chunk: tokens per chunk; results do not depend on it.
+        runs: int64 ``[batch, sequence]``: each token's document; the state starts anew with each.
+        state: ``[batch, heads, head_dim, state_size]`` before the first token; zeros if None.
+
+    Returns:
+        ``y`` like ``x``, and the state after the last token like ``state``, both in float32 or
+        wider.
+
+    """
+    length, groups, wide = x.shape[1], b.shape[2], wide_dtype(x.dtype)
+    chunk = min(chunk, length)
+    steps = dt.to(wide)
+    # Padding has steps of 0: it neither decays the state nor adds to it.
+    decay = _cut((steps * rate.to(wide)).unsqueeze(-1), chunk, groups).squeeze(-1)
+    inputs = _cut(x.to(wide) * steps.unsqueeze(-1), chunk, groups)
+    keys, queries = (_cut(part.to(wide), chunk, groups).squeeze(2) for part in (b, c))
+    documents = None if runs is None else _Documents(runs, chunk)
+
+    total = decay.cumsum(dim=-1)  # [batch, groups, heads per group, chunks, chunk]
+    weights = _between(total, documents)
+    scores = queries @ keys.transpose(-1, -2)
+    y = (scores.unsqueeze(2) * weights) @ inputs
+
+    to_end = (total[..., -1:] - total).exp()
+    if documents is not None:
+        to_end = to_end * documents.reach_end
+    added = (inputs * to_end.unsqueeze(-1)).transpose(-1, -2) @ keys.unsqueeze(2)
+    through = total[..., -1].exp()
+    if documents is not None:
+        through = through * documents.pass_through
+    entering, last = _across_chunks(added, through, state)
+
+    from_start = total.exp()
+    if documents is not None:
+        from_start = from_start * documents.reach_start
+    carried = queries.unsqueeze(2) @ entering.transpose(-1, -2)
+    y = y + carried * from_start.unsqueeze(-1)
+    # [batch, groups, per, chunks, chunk, width] back to [batch, sequence, heads, width]
+    y = y.permute(0, 3, 4, 1, 2, 5).flatten(1, 2).flatten(2, 3)
+    return y[:, :length], last.flatten(1, 2)
+
+
+def _cut(tensor: Tensor, chunk: int, groups: int) -> Tensor:
+    """``[batch, sequence, n, width]`` to ``[batch, groups, n / groups, chunks, chunk, width]``."""
+    tensor = F.pad(tensor, (0, 0, 0, 0, 0, -tensor.shape[1] % chunk))
+    tensor = torch.unflatten(torch.unflatten(tensor, 2, (groups, -1)), 1, (-1, chunk))
+    return tensor.permute(0, 3, 4, 1, 2, 5)
+
+
+def _between(total: Tensor, documents: _Documents | None) -> Tensor:
+    """What is left at one token (rows) of what came in at another (columns) of its chunk."""
+    length = total.shape[-1]
+    allowed = torch.ones(length, length, dtype=torch.bool, device=total.device).tril()
+    if documents is not None:
+        allowed = allowed & documents.same
+    difference = total.unsqueeze(-1) - total.unsqueeze(-2)
+    # Filled before the exponential: above the diagonal it would overflow, and inf * 0 is NaN.
+    return difference.masked_fill(~allowed, -torch.inf).exp()
+
+
+def _across_chunks(added: Tensor, through: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Carry the state from chunk to chunk.
+
+    Returns:
+        The state before each chunk, shaped like ``added``, and the state after the last.
+
+    """
+    groups, per, chunks = added.shape[1:4]
+    if state is None:
+        current = torch.zeros_like(added[:, :, :, 0])
+    else:
+        current = torch.unflatten(state.to(added.dtype), 1, (groups, per))
+    entering = []
+    for i in range(chunks):
+        entering.append(current)
+        current = current * through[..., i, None, None] + added[:, :, :, i]
+    return torch.stack(entering, dim=3), current
+
+
+class _Documents:
+    """Which parts of a chunk see which, as masks that broadcast over groups and heads."""
+
+    def __init__(self, runs: Tensor, chunk: int) -> None:
+        extra = -runs.shape[1] % chunk
+        # Padding belongs to the last document, so that the state after it is that document's.
+        padded = torch.cat((runs, runs[:, -1:].expand(-1, extra)), dim=1)
+        cut = torch.unflatten(padded, 1, (-1, chunk))[:, None, None]  # [batch, 1, 1, chunks, chunk]
+        last = cut[..., -1]
+        # Which document the state that enters each chunk belongs to; a given state is the first's.
+        before = torch.cat((cut[..., :1, 0], last[..., :-1]), dim=-1)
+        self.same = cut.unsqueeze(-1) == cut.unsqueeze(-2)
+        self.reach_end = cut == last.unsqueeze(-1)
+        self.reach_start = cut == before.unsqueeze(-1)
+        self.pass_through = last == before
+
+
+def scan_step(
+    x: Tensor, dt: Tensor, rate: Tensor, b: Tensor, c: Tensor, state: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Advance the recurrence by one token.
+
+    Args:
+        x: ``[batch, heads, head_dim]``.
+        dt: ``[batch, heads]``.
+        rate: A, negative, ``[heads]``.
+        b: ``[batch, groups, state_size]``.
+        c: as ``b``.
+        state: ``[batch, heads, head_dim, state_size]``.
+
+    Returns:
+        ``y`` like ``x``, and the next state, both in float32 or wider.
+
+    """
+    wide = wide_dtype(x.dtype)
+    heads = x.shape[1]
+    key, query = (part.to(wide).repeat_interleave(heads // b.shape[1], dim=1) for part in (b, c))
+    dt = dt.to(wide)
+    kept = (dt * rate.to(wide)).exp()[..., None, None] * state.to(wide)
+    state = kept + (x.to(wide) * dt.unsqueeze(-1)).unsqueeze(-1) * key.unsqueeze(-2)
+    return (state @ query.unsqueeze(-1)).squeeze(-1), state

@@ -1,0 +1,372 @@
+"""Mamba-2: the scan, the layer, hybrid stacks, and transformers with the same weights."""
+
+from __future__ import annotations
+
+import sys
+import types
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from lamina.models import (
+    AttentionBlock,
+    GPTModel,
+    MambaBlock,
+    MambaConfig,
+    MLPBlock,
+    TransformerBlock,
+    TransformerConfig,
+    apply_recompute,
+    chunked_scan,
+    config_from_huggingface,
+    from_huggingface,
+    huggingface_config,
+    matrix_parameters,
+    scan_step,
+    to_huggingface,
+    training_flops_per_token,
+)
+from lamina.models.mamba_kernels import choose_path, kernel_scan
+
+SIZES = MambaConfig(state_size=8, head_dim=4, groups=2, chunk_size=8)
+HYBRID = TransformerConfig(
+    vocab_size=61,
+    hidden_size=16,
+    num_layers=4,
+    num_heads=2,
+    ffn_size=24,
+    max_sequence_length=64,
+    layer_pattern="M*M-",
+    mamba=SIZES,
+)
+PURE = replace(HYBRID, num_layers=2, layer_pattern="MM", positions="none")
+
+
+def recurrence(x, dt, rate, b, c, runs=None):
+    """One token after the other, one head at a time: the definition (shares no code)."""
+    batch, length, heads, width = x.shape
+    rows = []
+    for row in range(batch):
+        outputs = []
+        for head in range(heads):
+            group = head * b.shape[2] // heads
+            state = x.new_zeros(width, b.shape[3])
+            of_head = []
+            for t in range(length):
+                if runs is not None and t and runs[row, t] != runs[row, t - 1]:
+                    state = torch.zeros_like(state)
+                step = dt[row, t, head]
+                state = torch.exp(step * rate[head]) * state + step * torch.outer(
+                    x[row, t, head], b[row, t, group]
+                )
+                of_head.append(state @ c[row, t, group])
+            outputs.append(torch.stack(of_head))
+        rows.append(torch.stack(outputs, dim=1))
+    return torch.stack(rows)
+
+
+def scan_inputs(length, batch=2, heads=4, groups=2, dtype=torch.float64):
+    g = torch.Generator().manual_seed(length)
+    x = torch.randn(batch, length, heads, 3, generator=g, dtype=dtype)
+    dt = torch.rand(batch, length, heads, generator=g, dtype=dtype)
+    rate = -torch.rand(heads, generator=g, dtype=dtype) * 3
+    b, c = (torch.randn(batch, length, groups, 5, generator=g, dtype=dtype) for _ in range(2))
+    return [tensor.requires_grad_() for tensor in (x, dt, rate, b, c)]
+
+
+@pytest.mark.parametrize("documents", [False, True])
+@pytest.mark.parametrize(("length", "chunk"), [(1, 4), (12, 4), (13, 4), (13, 64)])
+def test_the_chunked_scan_equals_the_recurrence_with_its_gradients(length, chunk, documents):
+    inputs = scan_inputs(length)
+    runs = torch.tensor([[0] * 5 + [1] * 4 + [2] * 4, [0] * 8 + [1] * 5])[:, :length]
+    runs = runs if documents else None
+    weights = torch.randn(2, length, 4, 3, dtype=torch.float64)
+    y, _ = chunked_scan(*inputs, chunk=chunk, runs=runs)
+    expected = recurrence(*inputs, runs)
+    torch.testing.assert_close(y, expected, rtol=1e-12, atol=1e-12)
+    found = torch.autograd.grad((y * weights).sum(), inputs)
+    wanted = torch.autograd.grad((expected * weights).sum(), inputs)
+    for name, one, other in zip("x dt rate b c".split(), found, wanted, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-11, msg=lambda m, n=name: n + m)
+
+
+def test_a_scan_goes_on_from_a_state():
+    x, dt, rate, b, c = scan_inputs(11)
+    whole, last = chunked_scan(x, dt, rate, b, c, chunk=4)
+    first, state = chunked_scan(x[:, :6], dt[:, :6], rate, b[:, :6], c[:, :6], chunk=4)
+    second, end = chunked_scan(x[:, 6:], dt[:, 6:], rate, b[:, 6:], c[:, 6:], chunk=4, state=state)
+    torch.testing.assert_close(torch.cat((first, second), dim=1), whole)
+    torch.testing.assert_close(end, last)
+    for t in range(6, 11):
+        y, state = scan_step(x[:, t], dt[:, t], rate, b[:, t], c[:, t], state)
+        torch.testing.assert_close(y, whole[:, t])
+    torch.testing.assert_close(state, last)
+
+
+def test_long_sequences_keep_float32_precision():
+    torch.manual_seed(0)
+    x, dt, rate, b, c = (t.detach() for t in scan_inputs(1024, batch=1, dtype=torch.float64))
+    exact, _ = chunked_scan(x, dt, rate, b, c, chunk=32)
+    for chunk in (32, 128):
+        y, _ = chunked_scan(*(t.float() for t in (x, dt, rate, b, c)), chunk=chunk)
+        assert (y - exact).abs().max() < 3e-5 * exact.abs().max()
+
+
+def test_half_precision_sums_in_float32():
+    x, dt, rate, b, c = (t.detach() for t in scan_inputs(64))
+    half = [t.bfloat16() for t in (x, dt, rate, b, c)]
+    y, state = chunked_scan(*half, chunk=16)
+    assert y.dtype == state.dtype == torch.float32
+    expected, _ = chunked_scan(*(t.double() for t in half), chunk=16)
+    torch.testing.assert_close(y.double(), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_steps_equal_the_forward_of_a_block(groups):
+    config = replace(PURE, mamba=replace(SIZES, groups=groups))
+    torch.manual_seed(0)
+    block = MambaBlock(config).double()
+    x = torch.randn(2, 9, 16, dtype=torch.float64)
+    expected, state = block(x), block.initial_state(2)
+    for t in range(9):
+        y, state = block.step(x[:, t], state)
+        torch.testing.assert_close(y, expected[:, t])
+    assert state.state.shape == (2, 8, 4, 8)
+
+
+@pytest.mark.parametrize("config", [HYBRID, PURE], ids=["hybrid", "pure"])
+def test_packed_documents_compute_what_they_would_alone(config):
+    model = GPTModel(config, seed=1).double()
+    tokens = torch.randint(0, 61, (1, 23), generator=torch.Generator().manual_seed(0))
+    ids = torch.tensor([[4] * 7 + [9] * 11 + [4] * 5])
+    packed = model(tokens, document_ids=ids)
+    alone = torch.cat([model(part) for part in tokens.split([7, 11, 5], dim=1)], dim=1)
+    torch.testing.assert_close(packed, alone, rtol=1e-9, atol=1e-9)
+
+
+def test_a_later_token_changes_nothing_before_it():
+    model = GPTModel(HYBRID, seed=1)
+    tokens = torch.arange(20)[None]
+    changed = tokens.clone()
+    changed[0, 12] = 60
+    difference = (model(tokens) - model(changed)).abs().sum(dim=-1)[0]
+    assert not difference[:12].any()
+    assert difference[12:].all()
+
+
+def test_letters_spell_the_stack():
+    model = GPTModel(replace(HYBRID, layer_pattern="M*-T"), seed=0)
+    kinds = [type(block) for block in model.blocks]
+    assert kinds == [MambaBlock, AttentionBlock, MLPBlock, TransformerBlock]
+    assert [type(b) for b in GPTModel(replace(HYBRID, layer_pattern=None, mamba=None)).blocks] == [
+        TransformerBlock
+    ] * 4
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"layer_pattern": "M*MX"}, r"has \['X'\], which mean nothing: 'M' is a Mamba-2 layer"),
+        ({"layer_pattern": "M*M"}, "has 3 letters, num_layers is 4"),
+        ({"mamba": None}, "has 2 Mamba layers .letter 'M'., and no mamba is given"),
+        ({"layer_pattern": "*-*-"}, "has 0 Mamba layers .letter 'M'., and mamba is given"),
+        ({"layer_pattern": None}, "say which layers are Mamba's, such as layer_pattern='MMMM'"),
+        ({"mamba": replace(SIZES, head_dim=5)}, r"= 32 is not divisible by head_dim 5 \(rem.* 2\)"),
+        ({"mamba": replace(SIZES, groups=3)}, r"8 heads are not divisible by groups 3 \(rem.* 2\)"),
+    ],
+)
+def test_patterns_that_fit_nothing_are_refused(change, message):
+    with pytest.raises(ValueError, match=message):
+        replace(HYBRID, **change)
+
+
+@pytest.mark.parametrize("change", [{"state_size": 0}, {"dt_min": 0.2}, {"dt_limit": (1.0, 0.5)},
+                                    {"path": "triton"}])  # fmt: skip
+def test_sizes_out_of_range_are_named(change):
+    with pytest.raises(ValueError, match=next(iter(change))):
+        MambaConfig(**change)
+
+
+@pytest.mark.parametrize("policy", ["full", "selective"])
+def test_recomputation_changes_no_bit(policy):
+    tokens = torch.randint(0, 61, (2, 17), generator=torch.Generator().manual_seed(0))
+    plain = GPTModel(HYBRID, seed=1)
+    model = apply_recompute(GPTModel(HYBRID, seed=1), policy)
+    for each in (plain, model):
+        each(tokens[:, :-1], tokens[:, 1:]).backward()
+    for one, other in zip(plain.parameters(), model.parameters(), strict=True):
+        assert torch.equal(one.grad, other.grad)
+
+
+def test_initial_weights_lie_in_their_ranges_and_depend_on_seed_and_name():
+    config = replace(PURE, hidden_size=64, mamba=replace(SIZES, dt_min=0.01, dt_max=0.2))
+    with torch.device("meta"):
+        late = GPTModel(config, seed=3)
+    late.to_empty(device="cpu").init_weights()
+    model = GPTModel(config, seed=3)
+    for one, other in zip(model.parameters(), late.parameters(), strict=True):
+        assert torch.equal(one, other)
+    first, second = (block.mixer.scan for block in model.blocks)
+    assert -16 <= first.rate.min() < first.rate.max() <= -1
+    steps = first.steps(torch.zeros(32))
+    assert 0.0099 < steps.min() < steps.max() < 0.201
+    assert not torch.equal(first.A_log, second.A_log)
+    limited = MambaBlock(replace(config, mamba=replace(config.mamba, dt_limit=(0.05, 0.1))))
+    bounded = limited.mixer.scan.steps(torch.linspace(-9, 9, 32))
+    assert bounded.min() >= 0.05
+    assert bounded.max() <= 0.1
+
+
+def test_costs_follow_the_letters():
+    for config in (HYBRID, PURE, replace(HYBRID, layer_pattern="M*T-")):
+        model = GPTModel(config, seed=0)
+        names = ("input.weight", "output.weight", "conv.weight", "qkv.weight", "up.weight",
+                 "down.weight", "head.weight")  # fmt: skip
+        counted = sum(p.numel() for n, p in model.named_parameters() if n.endswith(names))
+        assert matrix_parameters(config) == counted
+    # Twice the tokens cost a Mamba stack nothing more each.
+    assert training_flops_per_token(PURE, 64) == training_flops_per_token(PURE, 32)
+    assert training_flops_per_token(HYBRID, 64) > training_flops_per_token(HYBRID, 32)
+
+
+# ------------------------------------------------------------------ transformers
+
+MAMBA2 = {
+    "grouped": PURE,
+    "biases": replace(PURE, mamba=replace(SIZES, bias=True, groups=1), tie_embeddings=True),
+    "no convolution bias": replace(PURE, mamba=replace(SIZES, conv_bias=False, conv_kernel=3)),
+    "bounded steps": replace(PURE, mamba=replace(SIZES, dt_limit=(0.02, 0.05)), vocab_multiple=8),
+}
+
+
+def theirs_of(config, weights):
+    transformers = pytest.importorskip("transformers")
+    written = huggingface_config(config)
+    their_config = transformers.AutoConfig.for_model(written.pop("model_type"), **written)
+    model = transformers.AutoModelForCausalLM.from_config(their_config)
+    missing, unexpected = model.load_state_dict(weights, strict=False)
+    assert not unexpected
+    assert set(missing) <= {"lm_head.weight"}
+    model.tie_weights()
+    return model.eval()
+
+
+def perturbed(config):
+    """A model none of whose parameters is all zeros or ones."""
+    model = GPTModel(config, seed=1).eval()
+    generator = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.1)
+    return model
+
+
+@pytest.mark.parametrize("name", list(MAMBA2))
+def test_outputs_and_gradients_equal_transformers(name):
+    config = MAMBA2[name]
+    model = perturbed(config)
+    theirs = theirs_of(config, to_huggingface(model))
+    tokens = torch.randint(0, 61, (2, 21), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        torch.testing.assert_close(model(tokens), theirs(tokens).logits, rtol=1e-5, atol=1e-5)
+    model(tokens[:, :-1], tokens[:, 1:]).backward()
+    logits = theirs(tokens[:, :-1]).logits
+    nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).backward()
+    expected = dict(theirs.named_parameters())
+    gradients = {name: p.grad for name, p in model.named_parameters()}
+    for their_name, gradient in to_huggingface(model, gradients).items():
+        torch.testing.assert_close(
+            gradient, expected[their_name].grad, rtol=1e-4, atol=1e-5,
+            msg=lambda m, n=their_name: f"{n}: {m}",
+        )  # fmt: skip
+
+
+def test_a_saved_mamba2_is_read_and_its_config_survives(tmp_path):
+    config = MAMBA2["biases"]
+    theirs = theirs_of(config, to_huggingface(perturbed(config)))
+    theirs.save_pretrained(tmp_path)
+    model = from_huggingface(tmp_path).eval()
+    tokens = torch.randint(0, 61, (2, 13), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        torch.testing.assert_close(model(tokens), theirs(tokens).logits, rtol=1e-5, atol=1e-5)
+    again = config_from_huggingface(huggingface_config(config))
+    assert again.mamba == replace(config.mamba, num_heads=8)
+    assert again.pattern == config.pattern
+
+
+def test_stacks_that_transformers_lacks_are_refused():
+    with pytest.raises(ValueError, match="layer_pattern 'M\\*M-' with positions 'rope'"):
+        huggingface_config(HYBRID)
+
+
+# ------------------------------------------------------------------ kernels
+
+
+def kernel_like_fla(q, k, v, g, *, scale, output_final_state, initial_state=None, cu_seqlens=None):
+    """What chunk_simple_gla of flash-linear-attention 0.6 documents, one token at a time."""
+    batch, length, heads, size = k.shape
+    starts = set() if cu_seqlens is None else set(cu_seqlens.tolist())
+    state = k.new_zeros(batch, heads, size, v.shape[-1], dtype=torch.float32)
+    state = state if initial_state is None else initial_state
+    outputs = []
+    for t in range(length):
+        if t in starts:
+            state = torch.zeros_like(state)
+        decayed = state * g[:, t, :, None, None].exp()
+        state = decayed + k[:, t, :, :, None] * v[:, t, :, None]
+        outputs.append(torch.einsum("bhk,bhkv->bhv", q[:, t] * scale, state))
+    return torch.stack(outputs, dim=1).to(q.dtype), state if output_final_state else None
+
+
+def test_the_kernel_is_called_by_its_documented_meaning(monkeypatch):
+    module = types.ModuleType("fla.ops.simple_gla")
+    module.chunk_simple_gla = kernel_like_fla
+    for name in ("fla", "fla.ops"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    monkeypatch.setitem(sys.modules, "fla.ops.simple_gla", module)
+    from lamina.models import mamba_kernels
+
+    mamba_kernels.fused_scan.cache_clear()
+    x, dt, rate, b, c = (t.detach().float() for t in scan_inputs(13))
+    y, last = kernel_scan(x, dt, rate, b, c)
+    expected, state = chunked_scan(x, dt, rate, b, c, chunk=4)
+    torch.testing.assert_close(y, expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(last, state, rtol=1e-4, atol=1e-5)
+    y, _ = kernel_scan(x, dt, rate, b, c, state=state)
+    torch.testing.assert_close(
+        y, chunked_scan(x, dt, rate, b, c, chunk=4, state=state)[0], rtol=1e-4, atol=1e-5
+    )
+    runs = torch.tensor([[0] * 5 + [1] * 8, [0] * 13])
+    y, _ = kernel_scan(x, dt, rate, b, c, runs=runs)
+    torch.testing.assert_close(
+        y, chunked_scan(x, dt, rate, b, c, chunk=4, runs=runs)[0], rtol=1e-4, atol=1e-5
+    )
+    mamba_kernels.fused_scan.cache_clear()
+
+
+def test_which_path_runs_is_decided_and_said_once(monkeypatch, caplog):
+    from lamina.models import mamba_kernels
+
+    gpu, cpu = torch.device("cuda"), torch.device("cpu")
+    monkeypatch.setattr(mamba_kernels, "fused_scan", lambda: None)
+    mamba_kernels._say.cache_clear()
+    assert choose_path("auto", cpu, torch.float32) == "torch"
+    assert not caplog.records
+    for _ in range(3):
+        assert choose_path("auto", gpu, torch.bfloat16) == "torch"
+    assert [r.getMessage() for r in caplog.records] == [
+        "Mamba's scan runs in torch: flash-linear-attention would be faster; it is not installed: "
+        "pip install 'lamina-models[mamba]'"
+    ]
+    with pytest.raises(RuntimeError, match="it is not installed"):
+        choose_path("fla", gpu, torch.bfloat16)
+    with pytest.raises(RuntimeError, match="activations are on cpu: its kernels need CUDA"):
+        choose_path("fla", cpu, torch.bfloat16)
+    monkeypatch.setattr(mamba_kernels, "fused_scan", lambda: kernel_like_fla)
+    assert choose_path("auto", gpu, torch.bfloat16) == "fla"
+    assert choose_path("auto", gpu, torch.float32) == "torch"
+    assert choose_path("fla", gpu, torch.float32) == "fla"
+    assert choose_path("torch", gpu, torch.bfloat16) == "torch"
+    mamba_kernels._say.cache_clear()

@@ -179,6 +179,12 @@ def test_the_norm_takes_the_squares_that_the_reduction_found(sharded, ranks):
     run = Run({}, sharded)
     run.backward()
     norm = whole_norm(run.expected(), 2.0).float()
+    # The first time nobody has asked for squares yet: all is measured, to the same number.
+    torch.testing.assert_close(
+        clip_grad_norm(run.model, math.inf, run.mesh), norm, rtol=3e-7, atol=0
+    )
+    run.model.zero_grad_buffer()
+    run.backward()
     with HostLooks() as counted:
         found = clip_grad_norm(run.model, math.inf, run.mesh, error_if_nonfinite=True)
     torch.testing.assert_close(found, norm, rtol=3e-7, atol=0)

@@ -96,7 +96,11 @@ class GroupGradients:
 
     @property
     def squares(self) -> Squares | None:
-        """Sum of squares of final main grads, if their reduction has found it by the way."""
+        """Sum of squares of final main grads, if their reduction has found it by the way.
+
+        Reductions look for it from the first time that somebody asks.
+        """
+        self._sum.finds_squares = True
         return self._sum.squares if self.state is GradientState.FINAL else None
 
     def skip(self, final: bool) -> None:
@@ -142,12 +146,13 @@ class GroupGradients:
             not self._sum.inner_sharded
             and not self._sum.outer_sharded
             and dtype == self.main.data.dtype
+            and self._sum.device == self.main.data.device
             and self.state is GradientState.EMPTY
         )
         if aliases:
             self._local = self.main.data
         else:
-            self._local = self._transient.take(self.layout.size, dtype, self.main.data.device)
+            self._local = self._transient.take(self.layout.size, dtype, self._sum.device)
         return self._local
 
     def _sealed_local(self) -> torch.Tensor:

@@ -54,6 +54,11 @@ class GroupSettings:
         shard_multiple: shard sizes are a multiple of this many elements (2^16 for NCCL's best bus
             bandwidth).
         reduction: how gradients are summed over ranks; see `resolve_reduction`.
+        device: where whole weights and gradients are computed with; None is the parameters' own.
+        kept_on: where what a rank keeps lies (its weights, main weights, main grads, and so the
+            optimizer's state); None is `device`. Host memory needs weights and a reduction that
+            bring it to the device and back.
+        pinned: whether that is page-locked memory.
     """
 
     strategy: Strategy
@@ -63,6 +68,9 @@ class GroupSettings:
     broadcast: bool = True
     shard_multiple: int = 1
     reduction: Reduction = ORDERED
+    device: torch.device | None = None
+    kept_on: torch.device | None = None
+    pinned: bool = False
 
     @property
     def cadence(self) -> Cadence:
@@ -114,7 +122,7 @@ class ParameterGroup:
         self.requires_grad = self.refs[0].parameter.requires_grad
         self._reduced: tuple[int, int] | None = None
         self._gradient_views: dict[int, torch.Tensor] = {}
-        self.device = self.refs[0].parameter.device
+        self.device = settings.device or self.refs[0].parameter.device
         self.layout = plan_layout(self.refs, axes, settings)
         states = settings.strategy.placements
         self._weights_at = self._placed(states.model_weights, axes)
@@ -291,6 +299,8 @@ class ParameterGroup:
         end = (base + self.layout.size) * first.element_size()
         if base < 0 or end > storage.nbytes() or first.dtype != self.dtypes.main:
             return None
+        if first.device != self.device:
+            return None
         for parameter, spec in held:
             if (
                 parameter.untyped_storage().data_ptr() != storage.data_ptr()
@@ -332,7 +342,11 @@ class ParameterGroup:
     ) -> FlatBuffer:
         """A buffer in given storage, or filled from its part of `whole`."""
         axes = (self.axes.outer, self.axes.inner)
-        buffer = FlatBuffer(self.layout, placements, dtype, self.device, axes, storage=storage)
+        device = self.settings.kept_on or self.device
+        buffer = FlatBuffer(self.layout, placements, dtype, device, axes, storage=storage)
+        if storage is None and self.settings.pinned:
+            locked = buffer.data.pin_memory()
+            buffer = FlatBuffer(self.layout, placements, dtype, device, axes, storage=locked)
         if whole is not None:
             start, stop = buffer.range
             buffer.data.copy_(whole[start:stop])

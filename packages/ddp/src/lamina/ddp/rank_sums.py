@@ -88,8 +88,15 @@ class RankSum(ABC):
         self.transient = transient
         self.squares: Squares | None = None
         """Of the newest final reduction, where it came for free."""
+        self.finds_squares = False
+        """Whether reductions look for them: a little time, for who clips by the norm."""
         self.outer_sharded = isinstance(main.placement[0], Shard)
         self.inner_sharded = isinstance(main.placement[1], Shard)
+
+    @property
+    def device(self) -> torch.device:
+        """Where a rank's own gradients lie: that of main grads, unless those are kept elsewhere."""
+        return self.main.device
 
     @abstractmethod
     def run(self, wire: torch.Tensor, before: GradientState, final: bool) -> Iterator[Handle]:
@@ -124,7 +131,7 @@ class AxisSum(RankSum):
         # With sums of earlier microbatches in main grads, the scale has to wait until the last
         # one is added: law 2 scales the whole sum once.
         fused = final and before is not GradientState.PARTIAL
-        chosen = self._collectives
+        chosen, finds = self._collectives, self.finds_squares
         handle = (chosen.reduce_scatter if self.inner_sharded else chosen.all_reduce)(
             self.main.data,
             wire,
@@ -132,12 +139,13 @@ class AxisSum(RankSum):
             scale=self.scale if fused else None,
             accumulate=before is not GradientState.EMPTY,
             async_op=True,
+            statistics=finds,
         )
         yield handle
         self.squares = None
         if final and not fused and self.scale is not None:
             self.main.data.mul_(self.scale)
-        elif final:
+        elif final and finds:
             piece = self.inner_sharded or chosen.piecewise
             self.squares = Squares(handle.squared_norm, (False, piece))
 
@@ -171,6 +179,7 @@ class TwoAxisSum(RankSum):
             self.axes.inner.sibling("reduce"),
             accumulate=before is GradientState.PARTIAL,
             async_op=True,
+            statistics=False,
         )
         if final:
             yield from self._over_outer(partial, whole_inner)
@@ -183,12 +192,15 @@ class TwoAxisSum(RankSum):
         if not self.inner_sharded and not self.outer_sharded:
             piece = partial.numel()
             own = main[self.axes.inner.rank * piece : (self.axes.inner.rank + 1) * piece]
+        finds = self.finds_squares
         handle = (chosen.reduce_scatter if self.outer_sharded else chosen.all_reduce)(
-            own, partial, outer, scale=self.scale, async_op=True
+            own, partial, outer, scale=self.scale, async_op=True, statistics=finds
         )
         yield handle
         outer_piece = self.outer_sharded or chosen.piecewise
-        self.squares = Squares(handle.squared_norm, (outer_piece, not whole_inner))
+        self.squares = (
+            Squares(handle.squared_norm, (outer_piece, not whole_inner)) if finds else None
+        )
         if own is not main:
             yield all_gather_into(main, own, inner, async_op=True)
 

@@ -89,7 +89,9 @@ class ReproducibleSum(RankSum):
                 given = blocks[0][1]
                 dtype = torch.promote_types(given.dtype, torch.float32)
                 total = self.transient.take(given.numel() // axis.size, dtype, given.device)
-                yield reduce_scatter_fp32(total, given, axis.sibling("reduce"), async_op=True)
+                yield reduce_scatter_fp32(
+                    total, given, axis.sibling("reduce"), async_op=True, statistics=False
+                )
                 blocks, leaves = [(0, total)], leaves * axis.size
                 self._give_back(given, wire)
             else:

@@ -6,27 +6,49 @@ import torch
 
 __all__ = ["TransientBuffers"]
 
+_WASTE = 1.25
+"""A free buffer serves a request that is at most this much smaller."""
+
 
 class TransientBuffers:
     """Flat tensors that live from a gradient's first write to its collective's end.
 
-    Freed tensors are kept for the next unit of the same size until `clear`: on a CPU a fresh
-    allocation costs a page fault every 4 KiB, about as much as summing the buffer.
+    Freed tensors are kept for the next unit of about the same size until `clear`: on a CPU a
+    fresh allocation costs a page fault every 4 KiB, about as much as summing the buffer.
+
+    Args:
+        keep_on_cpu: keep free CPU buffers from step to step as well. They were held at the end of
+            the last backward too, so a step whose peak is there needs no more memory for it.
     """
 
-    def __init__(self) -> None:
-        self._free: dict[tuple[int, torch.dtype, torch.device], list[torch.Tensor]] = {}
+    def __init__(self, *, keep_on_cpu: bool = False) -> None:
+        self._keep_on_cpu = keep_on_cpu
+        self._free: dict[tuple[torch.dtype, torch.device], list[torch.UntypedStorage]] = {}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of buffers that nobody uses now."""
+        return sum(storage.nbytes() for free in self._free.values() for storage in free)
 
     def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """An uninitialised flat tensor."""
-        stack = self._free.get((numel, dtype, device))
-        return stack.pop() if stack else torch.empty(numel, dtype=dtype, device=device)
+        free = self._free.get((dtype, device), [])
+        needed = numel * dtype.itemsize
+        fitting = [i for i, one in enumerate(free) if needed <= one.nbytes() <= _WASTE * needed]
+        if not fitting:
+            return torch.empty(numel, dtype=dtype, device=device)
+        storage = free.pop(min(fitting, key=lambda i: free[i].nbytes()))
+        # Not a slice: a view would not be told from a part of somebody else's buffer.
+        return torch.empty(0, dtype=dtype, device=device).set_(storage, 0, (numel,), (1,))
 
     def give(self, tensor: torch.Tensor) -> None:
         """Give a tensor back; no work on it may be pending on another stream."""
-        key = (tensor.numel(), tensor.dtype, tensor.device)
-        self._free.setdefault(key, []).append(tensor)
+        key = (tensor.dtype, tensor.device)
+        self._free.setdefault(key, []).append(tensor.untyped_storage())
 
     def clear(self) -> None:
-        """Return all free tensors to the allocator."""
-        self._free.clear()
+        """Return free tensors to the allocator."""
+        if self._keep_on_cpu:
+            self._free = {key: free for key, free in self._free.items() if key[1].type == "cpu"}
+        else:
+            self._free.clear()

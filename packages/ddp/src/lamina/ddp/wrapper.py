@@ -5,7 +5,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -29,6 +28,10 @@ from lamina.ddp.transient import TransientBuffers
 from lamina.mesh import ParallelMesh, require_overlap
 
 __all__ = ["DistributedDataParallel"]
+
+_GATHERS_AHEAD = 4
+"""Buckets whose weights are on their way while one is waited for: one alone would leave the wire
+idle from its arrival to the next bucket's use. They are gathered in place, so more cost nothing."""
 
 
 class DistributedDataParallel(DataParallel):
@@ -63,7 +66,7 @@ class DistributedDataParallel(DataParallel):
         self.config = config
         self._in_backward = False
         dense, expert = _axes(mesh, config)
-        transient = TransientBuffers()
+        transient = TransientBuffers(keep_on_cpu=True)
         settings = _settings(config, dense)
         self._groups = _make_groups(module, config, settings, dense, expert, transient)
         self._reducer = GradientReducer(
@@ -160,14 +163,16 @@ class DistributedDataParallel(DataParallel):
     def _begin_weights(self, *, everything: bool = False) -> None:
         """Start gathers of updated weights, first used first (registration order)."""
         order = list(reversed(self._groups))
-        ahead = order if everything or self.config.align_param_gather else order[:1]
+        ahead = order if everything or self.config.align_param_gather else order[:_GATHERS_AHEAD]
         for group in ahead:
             group.weights.start()
 
     def _hook_weights(self) -> None:
-        """Before a module runs, wait for its buckets, and start the bucket after them."""
+        """Before a module runs, wait for its buckets, and start some after them."""
         order = list(reversed(self._groups))
-        following = {id(a): b for a, b in pairwise(order)}
+        following = {
+            id(group): order[at + 1 : at + _GATHERS_AHEAD] for at, group in enumerate(order)
+        }
         needed: dict[nn.Module, list[ParameterGroup]] = {}
         for group in order:
             for ref in group.refs:
@@ -201,23 +206,23 @@ def _starting(begin: weakref.WeakMethod[Callable[[], None]]) -> Callable[[Any], 
 
 
 def _waiting(
-    groups: list[ParameterGroup], following: dict[int, ParameterGroup]
+    groups: list[ParameterGroup], following: dict[int, list[ParameterGroup]]
 ) -> Callable[..., None]:
     """A pre-forward hook. It holds weak references: the groups hold the module's parameters."""
     pairs = [
-        (weakref.ref(group), weakref.ref(following[id(group)]) if id(group) in following else None)
+        (weakref.ref(group), [weakref.ref(other) for other in following[id(group)]])
         for group in groups
     ]
 
     def hook(*_: Any) -> None:
-        for reference, successor in pairs:
+        for reference, successors in pairs:
             group = reference()
             if group is None or group.weights.ready:
                 continue
             group.weights.start()
-            after = successor() if successor is not None else None
-            if after is not None:
-                after.weights.start()
+            for successor in successors:
+                if (after := successor()) is not None:
+                    after.weights.start()
             group.weights.wait()
 
     disabled: Callable[..., None] = torch.compiler.disable(hook)  # type: ignore[no-untyped-call]

@@ -7,6 +7,7 @@ from .handles import Handle, ReduceHandle
 from .lanes import kept_bytes
 from .ledger import Ledger, Record
 from .native import all_reduce_native, reduce_scatter_native
+from .point_to_point import receive_operation, send_operation
 from .reduce import all_reduce_fp32, reduce_scatter_fp32
 from .regions import (
     all_to_all_tokens,
@@ -55,6 +56,7 @@ __all__ = [
     "gather",
     "gather_from",
     "kept_bytes",
+    "receive_operation",
     "reduce",
     "reduce_from",
     "reduce_scatter_fp32",
@@ -64,6 +66,7 @@ __all__ = [
     "registration_problem",
     "ring",
     "scatter_to",
+    "send_operation",
     "send_recv",
     "start_all_gather",
     "start_all_reduce",

@@ -51,6 +51,8 @@ class StoragePool(PoolKeys):
             and keep it, so that whoever reads it sees NaN instead of old values or a crash.
         allocation_context: entered around every allocation and release, such as
             ``lambda: torch.cuda.stream(s)`` or ``lambda: torch.cuda.use_mem_pool(pool)``.
+        slot_context: entered once around the allocation of all slots of a `plan_slots`, for memory
+            that is registered as a whole (``lambda: register_pool(groups)``).
 
     Raises:
         ValueError: unknown mode or a budget below zero.
@@ -64,6 +66,7 @@ class StoragePool(PoolKeys):
         budget: int | None = None,
         poison: bool = False,
         allocation_context: Callable[[], AbstractContextManager[object]] | None = None,
+        slot_context: Callable[[], AbstractContextManager[object]] | None = None,
     ) -> None:
         if mode not in ("resize", "slots"):
             raise ValueError(f"StoragePool mode is {mode!r}: use 'resize' or 'slots'")
@@ -73,9 +76,11 @@ class StoragePool(PoolKeys):
         self.mode: Mode = mode
         self.budget = budget
         super().__init__(Places(self.device, poison, allocation_context or nullcontext))
+        self._slot_context = slot_context or nullcontext
         self._slots: list[Place] = []
         self._peak = 0
         self._fallbacks: dict[Key, int] = {}
+        self._observing = True
 
     # -- acquire and release --------------------------------------------------------------------
 
@@ -142,7 +147,29 @@ class StoragePool(PoolKeys):
         self._fallbacks[entry.key] = self._fallbacks.get(entry.key, 0) + 1
         self._move(entry, self._places.make(entry.nbytes, fixed=False))
 
+    @contextmanager
+    def out_of_turn(self) -> Iterator[None]:
+        """Keys may be live together in here as in no step (to look at a whole model).
+
+        The conflict graph does not learn from it, and a key that found its slot taken goes back to
+        it at the end, if it was released by then.
+        """
+        homes = {key: entry.place for key, entry in self._entries.items() if entry.place.fixed}
+        before = self._observing, dict(self._fallbacks)
+        self._observing = False
+        try:
+            yield
+        finally:
+            self._observing, self._fallbacks = before
+            for key, home in homes.items():
+                entry = self._entries.get(key)
+                away = entry is not None and entry.place is not home and not entry.live
+                if entry is not None and away and home in self._slots:
+                    self._move(entry, home)
+
     def _observe(self, entry: Entry) -> None:
+        if not self._observing:
+            return
         for other in self._entries.values():
             if other.live:
                 entry.conflicts.add(other.key)
@@ -223,9 +250,10 @@ class StoragePool(PoolKeys):
             self._places.discard(unused)
         target: dict[Key, Place] = {}
         self._slots = []
-        for plan, place in kept:
-            self._slots.append(place or self._places.make(plan.nbytes, fixed=True))
-            target.update(dict.fromkeys(plan.keys, self._slots[-1]))
+        with nullcontext() if all(place for _, place in kept) else self._slot_context():
+            for plan, place in kept:
+                self._slots.append(place or self._places.make(plan.nbytes, fixed=True))
+                target.update(dict.fromkeys(plan.keys, self._slots[-1]))
         moved = set()
         for key, entry in self._entries.items():
             slot = target.get(key)

@@ -78,6 +78,15 @@ class TensorPart(torch.Tensor):
         """This rank's elements, flat: the memory of the parameter."""
         return self._local
 
+    def tensor(self) -> ShardedTensor | torch.Tensor:
+        """What the tp rank's tensor is here: cut over data-parallel ranks, or plain if it is not.
+
+        Shares this part's memory.
+        """
+        if self._spec.is_cut:
+            return ShardedTensor._wrap(self._local, self._spec)
+        return self._local.view(self._region.part_shape)
+
     def boxes(self) -> tuple[RegionBox, ...]:
         """This rank's elements as boxes of the whole."""
         return self._region.boxes(self._spec.start, self._spec.stop)

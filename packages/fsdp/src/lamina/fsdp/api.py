@@ -11,19 +11,13 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from lamina.buffers import Shard
-from lamina.ddp import (
-    FlatStep,
-    Strategy,
-    point_optimizer_at,
-    resolve_reduction,
-    resolve_strategy,
-)
-from lamina.fsdp.limits import BufferArguments
-from lamina.fsdp.meshes import MeshArguments, resolve_meshes
-from lamina.fsdp.module import ShardedModule, is_sharded
+from lamina.ddp import FlatStep, point_optimizer_at
+from lamina.fsdp.arguments import Arguments, refuse_sharded
+from lamina.fsdp.meshes import model_axes
+from lamina.fsdp.module import ShardedModule
 from lamina.fsdp.precision import MixedPrecisionPolicy
-from lamina.fsdp.sharding import ShardingSettings, shard_model
+from lamina.fsdp.regions import Regions, regions_of, show_parts
+from lamina.fsdp.sharding import shard_model
 from lamina.fsdp.state import (
     finish_before_steps,
     give_whole_tensors,
@@ -31,7 +25,8 @@ from lamina.fsdp.state import (
     prepare_optimizer_state,
 )
 from lamina.fsdp.tensor_parallel import point_at_localised
-from lamina.mesh import ParallelLayout, ParallelMesh, require_overlap
+from lamina.fsdp.whole_tensors import refuse_cut_tensors
+from lamina.mesh import ParallelMesh
 
 __all__ = ["fully_shard", "fully_shard_model", "fully_shard_optimizer"]
 
@@ -82,6 +77,7 @@ def fully_shard(  # type: ignore[misc]
     fsdp_db_use_persist_buf_on_alloc_fail: bool = False,
     reduction: str = "ordered",
     reproducible: bool = False,
+    offload_policy: Any = None,
     init_module: Callable[[nn.Module], None] | None = None,
     sync_module_states: bool = True,
 ) -> ShardedModule | tuple[ShardedModule, OptimizerT]:
@@ -127,7 +123,9 @@ def fully_shard(  # type: ignore[misc]
         calculate_per_token_loss: sum gradients instead of averaging them over ranks
             (`lamina.ddp.finalize_grads` divides by the global token count).
         keep_fp8_transpose_cache: refused: weights are not kept in FP8.
-        nccl_ub: refused where NCCL cannot register memory, with the reason.
+        nccl_ub: gather into memory that NCCL has registered; needs `fsdp_double_buffer`, and is
+            refused where NCCL cannot register memory, with the reason. Call
+            `model.deregister_memory()` on all ranks before the process group is destroyed.
         fsdp_double_buffer: gather into fixed memory that units which never live together share.
         hybrid_fsdp_group: a group over outer and sharding dimension; its ranks are checked, and
             nothing is sent over it, as sums and gathers go axis by axis.
@@ -143,13 +141,18 @@ def fully_shard(  # type: ignore[misc]
             that read the weights of modules inside them need weights of their own (see
             docs/fsdp.md).
         use_decoupled_grad: refused: nothing reads `.decoupled_grad`.
-        cuda_graph_mode: fixed addresses for CUDA graphs; needs CUDA and `fsdp_double_buffer`.
+        cuda_graph_mode: after the first step no unit's weights ever move, so that graphs of
+            blocks (`torch.cuda.make_graphed_callables`) stay right; a unit whose place is taken is
+            gathered later instead. Needs CUDA and `fsdp_double_buffer`.
         maxpool_double_buffer: with `fsdp_double_buffer`, which always makes a slot as large as the
             largest unit in it.
         fsdp_db_use_persist_buf_on_alloc_fail: with `fsdp_double_buffer`, which always gives a unit
             that can share with none fixed memory of its own.
         reduction: "ordered" (one order of summation on any transport) or "native" (the backend's).
         reproducible: the same bits for every strategy and number of ranks.
+        offload_policy: torch FSDP2's `CPUOffloadPolicy()`: weights, main grads and optimizer state
+            lie in host memory, and the optimizer steps there; needs `zero_dp_strategy=3`. The
+            model may be built on the host: it computes on `device`, by default the mesh's.
         init_module: initialises one meta module's own tensors; None calls `reset_parameters()`.
         sync_module_states: start from the first data-parallel rank's values.
 
@@ -162,62 +165,14 @@ def fully_shard(  # type: ignore[misc]
         UnavailableError: for what this machine lacks.
         RuntimeError: if the module, or part of it, is sharded already.
     """
-    _refuse_sharded(module)
-    _check_meta(module, init_model_with_meta_device)
-    mesh = ParallelLayout().build(_world_device()) if device_mesh is None else device_mesh
-    if overlap_grad_reduce or overlap_param_gather:
-        require_overlap("fully_shard(overlap_grad_reduce=, overlap_param_gather=)")
-    dense, expert = resolve_meshes(
-        MeshArguments(
-            mesh,
-            dp_shard_dim,
-            dp_outer_dim,
-            tp_dim,
-            expt_device_mesh,
-            hybrid_fsdp_group,
-            hybrid_fsdp_expt_group,
-            fsdp_group_ag,
-            expt_fsdp_group_ag,
-        )
-    )
-    strategy = resolve_strategy(zero_dp_strategy, outer_dp_sharding_strategy)
-    _check_codec(mixed_precision_policy, strategy)
-    place = _device_of(module, mesh, device)
-    BufferArguments(
-        average_in_collective,
-        calculate_per_token_loss,
-        keep_fp8_transpose_cache,
-        nccl_ub,
-        fsdp_double_buffer,
-        disable_symmetric_registration,
-        use_decoupled_grad,
-        cuda_graph_mode,
-        maxpool_double_buffer,
-        fsdp_db_use_persist_buf_on_alloc_fail,
-    ).check(dense, place)
-    sharded = shard_model(
-        module,
-        ShardingSettings(
-            strategy=strategy,
-            dense=dense,
-            expert=expert,
-            precision=mixed_precision_policy or MixedPrecisionPolicy(),
-            unit_classes=fsdp_unit_modules,
-            overlap_reduce=overlap_grad_reduce,
-            overlap_gather=overlap_param_gather,
-            average=not calculate_per_token_loss,
-            check_finite=report_nan_in_param_grad,
-            broadcast=sync_module_states,
-            slots=fsdp_double_buffer,
-            fine_grained=enable_fine_grained_param_gather,
-            bucket_per_parameter=disable_bucketing,
-            reduction=resolve_reduction(reduction, reproducible),
-            device=place,
-            init_module=init_module,
-        ),
-    )
+    given = dict(locals())
+    refuse_sharded(module)
+    arguments = Arguments(module, optimizer, given)
+    sharded = shard_model(module, arguments.settings())
     sharded.set_model_auto_sync(sync_model_each_microbatch)
-    if not preproc_state_dict_for_dcp_ckpt:
+    if preproc_state_dict_for_dcp_ckpt:
+        show_parts(sharded, Regions(sharded.parameter_groups(), model_axes(arguments.meshes)))
+    else:
         give_whole_tensors(sharded)
     return sharded if optimizer is None else (sharded, fully_shard_optimizer(optimizer, sharded))
 
@@ -239,7 +194,8 @@ def fully_shard_optimizer(optimizer: OptimizerT, module: nn.Module) -> Optimizer
 
     Raises:
         TypeError: if the module is not sharded.
-        ValueError: if the optimizer holds none of its parameters.
+        ValueError: if the optimizer holds none of its parameters, or needs whole tensors and the
+            module's are cut.
     """
     if not isinstance(module, ShardedModule):
         raise TypeError(
@@ -247,54 +203,12 @@ def fully_shard_optimizer(optimizer: OptimizerT, module: nn.Module) -> Optimizer
             "or fully_shard(module, optimizer, ...) for both"
         )
     groups = list(module.parameter_groups())
+    regions = regions_of(module)
     point_at_localised(optimizer, module)
+    refuse_cut_tensors(optimizer, groups, regions)
     point_optimizer_at(optimizer, groups)
     finish_before_steps(optimizer, module.sharding_engine)
     FlatStep(optimizer, groups, module.sharding_engine.mark_weights_changed)
     module.sharding_engine.follows_optimizer = True
-    prepare_optimizer_state(optimizer, whole=gives_whole_tensors(module))
+    prepare_optimizer_state(optimizer, whole=gives_whole_tensors(module), regions=regions)
     return optimizer
-
-
-def _refuse_sharded(module: nn.Module) -> None:
-    for name, child in module.named_modules():
-        if is_sharded(child):
-            raise RuntimeError(
-                f"{name or type(module).__name__} is sharded already: call fully_shard once, on "
-                "the whole model"
-            )
-
-
-def _check_codec(policy: MixedPrecisionPolicy | None, strategy: Strategy) -> None:
-    sharded = any(isinstance(one, Shard) for one in strategy.placements.model_weights)
-    if policy is not None and policy.weight_codec is not None and not sharded:
-        raise ValueError(
-            "weight_codec encodes weights that are gathered, and this strategy keeps them whole: "
-            "use zero_dp_strategy=3"
-        )
-
-
-def _check_meta(module: nn.Module, expected: bool) -> None:
-    parameters = list(module.parameters())
-    if expected and parameters and not any(parameter.is_meta for parameter in parameters):
-        raise ValueError(
-            f"init_model_with_meta_device=True, and none of the {len(parameters)} parameters of "
-            f"{type(module).__name__} is on the meta device: build it under "
-            'torch.device("meta"), or leave the argument out'
-        )
-
-
-def _device_of(
-    module: nn.Module, mesh: ParallelMesh | DeviceMesh, device: torch.device | str | None
-) -> torch.device:
-    if device is not None:
-        return torch.device(device)
-    for parameter in module.parameters():
-        if not parameter.is_meta:
-            return parameter.device
-    kind = mesh.device_type
-    return torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
-
-
-def _world_device() -> str:
-    return "cuda" if torch.cuda.is_available() else "cpu"

@@ -98,7 +98,7 @@ class EncodedWeights(ShardedWeights):
         self._encode()
 
     def _gather(self) -> Handle | None:
-        self._pool.acquire(self._key, epoch=self._saved_epoch)
+        self._pool.acquire(self._key, epoch=self._epoch)
         self.follow()
         size, group = self.local.layout.size, self.axes.inner.sibling("gather")
         codes = self._codes.new_empty(size)

@@ -9,13 +9,14 @@ recomputation, which runs forwards inside a backward.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from enum import Enum, auto
 
 import torch
 
 from lamina.buffers import StaleStorageError, StoragePool
 from lamina.ddp import GradientReducer, ParameterGroup
+from lamina.fsdp.limits import SlotMemory
 from lamina.fsdp.unit import PendingBackward, Unit
 
 __all__ = ["Phase", "ShardingEngine"]
@@ -37,6 +38,7 @@ class ShardingEngine:
         pool: storage of whole weights, if its places are to be planned as slots once the first
             step has shown which units live together.
         overlap_gather: start the next unit's gather before the current unit computes.
+        fixed_addresses: once places are planned no unit ever moves: CUDA graphs hold addresses.
     """
 
     def __init__(
@@ -46,6 +48,7 @@ class ShardingEngine:
         *,
         pool: StoragePool | None = None,
         overlap_gather: bool = True,
+        fixed_addresses: bool = False,
     ) -> None:
         self.units = tuple(units)
         self.root = self.units[0]
@@ -54,8 +57,12 @@ class ShardingEngine:
         self.follows_optimizer = False
         """Whether an optimizer tells when it wrote main weights; otherwise every backward may be
         followed by a step that nobody announces."""
+        self.slot_memory: SlotMemory | None = None
+        """Registered memory that the slots lie in, to be let go of before the process group is."""
         self._overlap_gather = overlap_gather
-        self._unplanned = pool
+        self._pool = pool
+        self._planned = False
+        self._fixed_addresses = fixed_addresses
         self._order: list[Unit] = []
         self._recording: list[Unit] = []
         self._ran_backward: list[Unit] = []
@@ -208,14 +215,16 @@ class ShardingEngine:
 
     def _plan_slots(self) -> None:
         """Give units that never live together common places, once a whole step was observed."""
-        pool, graphs = self._unplanned, any(unit.expects_more for unit in self.units)
-        if pool is None or graphs or not self._order:
+        if self._pool is None or self._planned or not self._order:
             return
-        self._unplanned = None
-        pool.plan_slots(dedicated=True)
+        if any(unit.expects_more for unit in self.units):
+            return
+        self._planned = True
+        self._pool.plan_slots(dedicated=True)
         for unit in self.units:
             for weights in unit.gathered:
                 weights.follow()
+                weights.stays = self._fixed_addresses
 
     # -- between steps ------------------------------------------------------------------------
 
@@ -227,10 +236,12 @@ class ShardingEngine:
     @contextmanager
     def unsharded(self) -> Iterator[None]:
         """All units whole for the time being (collective)."""
-        for unit in self.units:
-            unit.unshard()
-        try:
-            yield
-        finally:
+        with ExitStack() as stack:
+            if self._pool is not None:  # as no step needs them: slots are not planned for this
+                stack.enter_context(self._pool.out_of_turn())
             for unit in self.units:
-                unit.reshard()
+                stack.callback(unit.reshard)
+                for weights in unit.gathered:
+                    stack.enter_context(weights.moving())
+                unit.unshard()
+            yield

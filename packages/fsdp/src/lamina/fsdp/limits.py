@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
+from torch.distributed import ProcessGroup
 
-from lamina.collectives import registration_problem
+from lamina.collectives import RegisteredPool, register_pool, registration_problem
 from lamina.ddp import DataParallelAxes
 
-__all__ = ["BufferArguments", "UnavailableError"]
+__all__ = ["BufferArguments", "SlotMemory", "UnavailableError"]
 
 
 class UnavailableError(NotImplementedError):
@@ -87,7 +90,53 @@ class BufferArguments:
         )
         if problem is not None:
             raise UnavailableError(f"nccl_ub=True: {problem}")
-        raise UnavailableError(
-            "nccl_ub=True: the slots are not allocated from registered memory yet; "
-            "lamina.collectives.register_pool registers memory of your own"
-        )
+        if not self.fsdp_double_buffer:
+            raise ValueError(
+                "nccl_ub=True registers the fixed buffers of fsdp_double_buffer=True, which is "
+                "off: turn it on (memory that comes and goes cannot stay registered)"
+            )
+
+    def slot_memory(
+        self, groups: Sequence[ProcessGroup | None], device: torch.device
+    ) -> SlotMemory | None:
+        """Where slots are allocated: in memory that NCCL has registered, or as any tensor (None).
+
+        Args:
+            groups: the communicators of gathers; None for axes of one rank.
+            device: where the slots lie.
+        """
+        if not self.nccl_ub:
+            return None
+        several = {id(group): group for group in groups if group is not None}
+        symmetric = not self.disable_symmetric_registration
+        return SlotMemory(tuple(several.values()), device, symmetric=symmetric)
+
+
+class SlotMemory:
+    """Makes the registered memory that a plan's slots lie in, and lets go of it.
+
+    Args:
+        groups: communicators that gather into it.
+        device: where it lies.
+        symmetric: register symmetric windows.
+    """
+
+    def __init__(
+        self, groups: Sequence[ProcessGroup], device: torch.device, *, symmetric: bool
+    ) -> None:
+        self._groups = tuple(groups)
+        self._device = device
+        self._symmetric = symmetric
+        self._pools: list[RegisteredPool] = []
+
+    def allocating(self) -> AbstractContextManager[object]:
+        """Entered around the allocation of all slots: registers them at the end (collective)."""
+        pool = register_pool(self._groups, self._device, symmetric=self._symmetric)
+        self._pools.append(pool)
+        return pool
+
+    def close(self) -> None:
+        """Deregister, on all ranks, before the process group is destroyed."""
+        for pool in self._pools:
+            pool.close()
+        self._pools.clear()

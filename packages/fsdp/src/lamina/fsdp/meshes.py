@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from lamina.ddp import DataParallelAxes, data_parallel_axes
 from lamina.mesh import AxisError, MeshAxis, ParallelMesh, mesh_axis
 
-__all__ = ["MeshArguments", "resolve_meshes"]
+__all__ = ["MeshArguments", "ModelAxes", "model_axes", "resolve_meshes"]
 
 Names = str | Sequence[str]
 
@@ -30,6 +30,15 @@ class MeshArguments:
     hybrid_fsdp_expt_group: ProcessGroup | None = None
     fsdp_group_ag: ProcessGroup | None = None
     expt_fsdp_group_ag: ProcessGroup | None = None
+
+
+@dataclass(frozen=True)
+class ModelAxes:
+    """Axes along which ranks hold different parts of the model; None where the mesh has none."""
+
+    tp: MeshAxis | None = None
+    expert_tp: MeshAxis | None = None
+    ep: MeshAxis | None = None
 
 
 @dataclass(frozen=True)
@@ -61,6 +70,21 @@ def resolve_meshes(arguments: MeshArguments) -> tuple[DataParallelAxes, DataPara
     dense = _with_gather("fsdp_group_ag", arguments.fsdp_group_ag, dense) or dense
     expert = _with_gather("expt_fsdp_group_ag", arguments.expt_fsdp_group_ag, expert)
     return dense, expert
+
+
+def model_axes(arguments: MeshArguments) -> ModelAxes:
+    """The tensor- and expert-parallel axes: `tp_dim`, or those named as a ParallelMesh has them."""
+    mesh = arguments.device_mesh
+    expert = arguments.expt_device_mesh or mesh
+    tp = _axis_if_there(mesh, arguments.tp_dim or "tp")
+    found = _axis_if_there(expert, "expert_tp"), _axis_if_there(expert, "ep")
+    return ModelAxes(tp, *found)
+
+
+def _axis_if_there(mesh: ParallelMesh | DeviceMesh, name: str) -> MeshAxis | None:
+    if isinstance(mesh, DeviceMesh) and name not in (mesh.mesh_dim_names or ()):
+        return None
+    return mesh_axis(mesh, name)
 
 
 def _check_tp(arguments: MeshArguments, name: str) -> None:

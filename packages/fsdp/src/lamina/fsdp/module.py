@@ -90,6 +90,12 @@ class ShardedModule(nn.Module):
         with self.sharding_engine.unsharded():
             yield
 
+    def deregister_memory(self) -> None:
+        """With `nccl_ub`: deregister, on all ranks, before the process group is destroyed."""
+        memory = self.sharding_engine.slot_memory
+        if memory is not None:
+            memory.close()
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         raise NotImplementedError(
             f"{type(self).__name__} is sharded and cannot be copied: copy the model before "

@@ -31,6 +31,7 @@ from lamina.fsdp.hooks import attach_hooks
 from lamina.fsdp.limits import UnavailableError
 from lamina.fsdp.meshes import MeshArguments, resolve_meshes
 from lamina.fsdp.module import ShardedModule, is_sharded
+from lamina.fsdp.offload import resolve_offload
 from lamina.fsdp.precision import MixedPrecisionPolicy, policy_from
 from lamina.fsdp.sharding import ShardingSettings, make_unit
 from lamina.fsdp.unit import Unit
@@ -126,7 +127,8 @@ def shard_module(
             comes first keeps them either way. As an integer only 1 (False) and the size of the
             sharding dimension (True) are known.
         mp_policy: torch's `MixedPrecisionPolicy` or Lamina's.
-        offload_policy: torch's `OffloadPolicy()` (none).
+        offload_policy: torch's `CPUOffloadPolicy()`: shards, gradients and optimizer state in host
+            memory; `OffloadPolicy()` or None for none.
         ignored_params: parameters to leave alone, gradients included.
         device: where meta parameters go; by default the mesh's device.
 
@@ -136,7 +138,9 @@ def shard_module(
     Raises:
         ValueError: for a mesh of more dimensions, or a parameter tied to one of an inner unit.
         RuntimeError: if the module is sharded already.
-        UnavailableError: for an offload policy, or an integer that is not one of the two.
+        TypeError: for an unknown policy.
+        UnavailableError: for an integer that is not one of the two, or offloading where the process
+            group cannot reach host memory.
     """
     if is_sharded(module):
         raise RuntimeError(f"{type(module).__name__} is sharded already: shard each module once")
@@ -158,10 +162,6 @@ def _settings(
     offload_policy: Any,
     device: torch.device | str | None,
 ) -> ShardingSettings:
-    if offload_policy is not None and type(offload_policy).__name__ != "OffloadPolicy":
-        raise UnavailableError(
-            f"offload_policy={offload_policy!r}: shards stay on their device here; leave it out"
-        )
     if mesh is None:
         mesh = ParallelLayout().build("cuda" if torch.cuda.is_available() else "cpu")
     names: dict[str, Any] = {}
@@ -174,12 +174,14 @@ def _settings(
             )
         names = {"dp_shard_dim": dims[-1], "dp_outer_dim": dims[0] if len(dims) == 2 else None}
     dense, expert = resolve_meshes(MeshArguments(mesh, **names))
+    place = torch.device(device or mesh.device_type)
     return ShardingSettings(
         strategy=resolve_strategy(3),
         dense=dense,
         expert=expert,
         precision=policy_from(mp_policy) or MixedPrecisionPolicy(main_params_dtype=None),
-        device=torch.device(device or mesh.device_type),
+        offload=resolve_offload(offload_policy, place, dense),
+        device=place,
     )
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import fnmatch
+import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import nn
@@ -31,8 +32,10 @@ from lamina.fsdp.encoded import EncodedWeights
 from lamina.fsdp.engine import ShardingEngine
 from lamina.fsdp.fine_grained import refine
 from lamina.fsdp.hooks import attach_hooks
+from lamina.fsdp.limits import SlotMemory
 from lamina.fsdp.materialise import materialise_unit
 from lamina.fsdp.module import ShardedModule, adopt
+from lamina.fsdp.offload import Offload, OffloadedWeights, move_buffers, offloaded
 from lamina.fsdp.precision import MixedPrecisionPolicy
 from lamina.fsdp.tensor_parallel import localise_dtensors
 from lamina.fsdp.unit import Unit
@@ -59,11 +62,15 @@ class ShardingSettings:
         broadcast: start from the first data-parallel rank's values.
         slots: gather into fixed memory shared by units that never live together (planned after
             the first step) instead of storage that is released and regrown.
+        slot_memory: where slots are allocated; None is as any tensor.
+        fixed_addresses: once slots are planned, no unit takes another place (CUDA graphs).
         poison: fill released weights with NaN, to find whoever reads them.
         fine_grained: make every module that holds parameters a unit.
         bucket_per_parameter: a buffer for each parameter instead of one per kind and unit.
+        whole: `id`s of parameters that no shard boundary may cut.
         reduction: how gradients are summed over ranks.
-        device: where meta parameters are materialised.
+        offload: keep shards in host memory; None keeps them on the device.
+        device: where meta parameters are materialised; with `offload`, where the model computes.
         init_module: initialises a meta module's own tensors; None calls `reset_parameters`.
     """
 
@@ -78,10 +85,14 @@ class ShardingSettings:
     check_finite: bool = False
     broadcast: bool = True
     slots: bool = False
+    slot_memory: SlotMemory | None = None
+    fixed_addresses: bool = False
     poison: bool = False
     fine_grained: bool = False
     bucket_per_parameter: bool = False
+    whole: frozenset[int] = frozenset()
     reduction: Reduction = ORDERED
+    offload: Offload | None = None
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     init_module: Callable[[nn.Module], None] | None = None
 
@@ -93,8 +104,12 @@ def shard_model(module: nn.Module, settings: ShardingSettings) -> ShardedModule:
     if settings.fine_grained:
         plans = refine(module, plans)
     transient = TransientBuffers()
+    memory = settings.slot_memory
     pool = StoragePool(
-        settings.device, mode="slots" if settings.slots else "resize", poison=settings.poison
+        settings.device,
+        mode="slots" if settings.slots else "resize",
+        poison=settings.poison,
+        slot_context=None if memory is None else memory.allocating,
     )
     units = [make_unit(plan, settings, transient, pool) for plan in plans]
     trained = [group for unit in units for group in unit.groups if group.requires_grad]
@@ -113,7 +128,9 @@ def shard_model(module: nn.Module, settings: ShardingSettings) -> ShardedModule:
         reducer,
         pool=pool if settings.slots else None,
         overlap_gather=settings.overlap_gather,
+        fixed_addresses=settings.fixed_addresses,
     )
+    engine.slot_memory = memory
     for plan, unit in zip(plans, units, strict=True):
         root = not plan.name
         policy = settings.precision
@@ -138,6 +155,8 @@ def make_unit(
         for members, axes, *_ in _groups_of(plan, settings)
     ]
     materialise_unit(plan, settings.device, settings.init_module, layouts)
+    if settings.offload is not None:
+        move_buffers(plan.own_modules(), settings.device)
     groups = [
         ParameterGroup(
             members, axes, dtypes, group_settings, transient, _weights_factory(pool, name, settings)
@@ -148,11 +167,20 @@ def make_unit(
 
 
 def _group_settings(settings: ShardingSettings) -> GroupSettings:
-    return GroupSettings(
+    common = GroupSettings(
         settings.strategy,
         scale=1.0 / settings.dense.divisor if settings.average else None,
         broadcast=settings.broadcast,
         reduction=settings.reduction,
+    )
+    if settings.offload is None:
+        return common
+    return replace(
+        common,
+        reduction=offloaded(settings.reduction, settings.device),
+        device=settings.device,
+        kept_on=torch.device("cpu"),
+        pinned=settings.offload.pinned,
     )
 
 
@@ -161,13 +189,24 @@ def _groups_of(
 ) -> Iterator[tuple[list[ParameterRef], DataParallelAxes, GroupDtypes, tuple[object, ...]]]:
     """Members, axes, dtypes and the name in the pool of each of a unit's groups."""
     for keep in (False, True):
-        chosen = [ref for ref in plan.refs if _kept(ref, settings.precision) is keep]
+        chosen = [
+            _uncut(ref) if id(ref.parameter) in settings.whole else ref
+            for ref in plan.refs
+            if _kept(ref, settings.precision) is keep
+        ]
         for key, refs in group_parameters(chosen):
             dtypes = settings.precision.dtypes(key.dtype, keep=keep)
             axes = settings.expert if key.expert and settings.expert else settings.dense
             for members in [[ref] for ref in refs] if settings.bucket_per_parameter else [refs]:
                 name = (plan.name, keep, members[0].name, *key.__dict__.values())
                 yield members, axes, dtypes, name
+
+
+def _uncut(ref: ParameterRef) -> ParameterRef:
+    """The same parameter as one block of rows (a row is a run of the last dimension)."""
+    shape = ref.parameter.shape
+    rows = math.prod(shape[:-1]) if len(shape) > 1 else math.prod(shape)
+    return replace(ref, role=replace(ref.role, block_rows=max(rows, 1)))
 
 
 def _kept(ref: ParameterRef, precision: MixedPrecisionPolicy) -> bool:
@@ -180,6 +219,8 @@ def _weights_factory(
     codec = settings.precision.weight_codec
 
     def make(_: BufferLayout, local: FlatBuffer, axes: DataParallelAxes) -> Weights:
+        if settings.offload is not None:
+            return OffloadedWeights(local, axes, pool, name)
         if codec is not None:
             return EncodedWeights(local, axes, pool, name, codec)
         if any(isinstance(placement, Shard) for placement in local.placement):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import weakref
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch.utils._pytree import tree_map_only
 from lamina.buffers import ShardedTensor
 from lamina.ddp import ELEMENTWISE
 from lamina.fsdp.engine import ShardingEngine
+from lamina.fsdp.regions import Regions
 
 __all__ = [
     "finish_before_steps",
@@ -61,7 +63,9 @@ def gives_whole_tensors(module: nn.Module) -> bool:
     return bool(module.__dict__.get(_WHOLE, False))
 
 
-def prepare_optimizer_state(optimizer: Optimizer, *, whole: bool) -> None:
+def prepare_optimizer_state(
+    optimizer: Optimizer, *, whole: bool, regions: Sequence[Regions] = ()
+) -> None:
     """Make `optimizer.state_dict()` ready for DCP, which loads only into tensors that are there.
 
     A parameter that has not been stepped yet has no state. In the dictionary (not in the
@@ -71,6 +75,7 @@ def prepare_optimizer_state(optimizer: Optimizer, *, whole: bool) -> None:
     Args:
         optimizer: whose state dictionaries to complete.
         whole: hold whole plain tensors instead of `ShardedTensor`s (collective).
+        regions: of parameters that tensor parallelism has cut: their state is cut alike.
     """
 
     def after(held: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
@@ -78,7 +83,17 @@ def prepare_optimizer_state(optimizer: Optimizer, *, whole: bool) -> None:
             return {**state, "state": _whole_tree(state["state"])} if whole else state
         return {**state, "state": _completed(held, state["state"])}
 
+    def as_parts(held: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+        return _mapped(held, state, regions, Regions.part)
+
+    def as_tensors(held: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+        return _mapped(held, state, regions, Regions.taken)
+
     optimizer.register_state_dict_post_hook(after)
+    if regions and not whole:
+        optimizer.register_state_dict_post_hook(as_parts)
+    if regions:
+        optimizer.register_load_state_dict_pre_hook(as_tensors)
     optimizer.register_load_state_dict_pre_hook(_cut_whole)
 
 
@@ -128,9 +143,31 @@ def _constructor(optimizer: Optimizer) -> dict[str, Any]:
     return {name: value for name, value in optimizer.defaults.items() if name in known}
 
 
+def _mapped(
+    optimizer: Optimizer,
+    state: dict[str, Any],
+    regions: Sequence[Regions],
+    change: Callable[[Regions, torch.Tensor, Any], Any],
+) -> dict[str, Any]:
+    """A state dictionary with the state of parameters that are regions changed."""
+    mapped = dict(state["state"])
+    for index, parameter in enumerate(_parameters(optimizer)):
+        for one in regions:
+            if index in mapped and one.of(parameter) is not None:
+                mapped[index] = {
+                    name: value if name == "step" else change(one, parameter, value)
+                    for name, value in mapped[index].items()
+                }
+    return {**state, "state": mapped}
+
+
+def _parameters(optimizer: Optimizer) -> list[torch.Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
 def _cut_whole(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
     """Whole tensors of a state dictionary as this rank's part of them."""
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    parameters = _parameters(optimizer)
     cut = {
         key: {name: _like(name, one, parameters[key]) for name, one in value.items()}
         if isinstance(key, int) and key < len(parameters)

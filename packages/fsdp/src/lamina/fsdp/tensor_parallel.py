@@ -18,10 +18,17 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
+from lamina.buffers import Region, Run
 from lamina.ddp import ParameterRef, collect_parameters
 from lamina.mesh import mark
 
-__all__ = ["hide_dtensors", "localise_dtensors", "point_at_localised", "show_dtensors"]
+__all__ = [
+    "hide_dtensors",
+    "localise_dtensors",
+    "point_at_localised",
+    "region_of_dtensor",
+    "show_dtensors",
+]
 
 _FORM = "_lamina_dtensor_form"
 _LOCALISED = "_lamina_localised"
@@ -91,6 +98,20 @@ def hide_dtensors(refs: Iterable[ParameterRef]) -> None:
     for ref in refs:
         if _FORM in ref.parameter.__dict__:
             ref.install(ref.parameter)
+
+
+def region_of_dtensor(parameter: torch.Tensor) -> Region | None:
+    """Where a localised parameter lies in the DTensor it was; None for another, or a whole one."""
+    form: _Form | None = parameter.__dict__.get(_FORM)
+    if form is None:
+        return None
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    local, offset = compute_local_shape_and_global_offset(form.shape, form.mesh, form.placements)
+    if tuple(local) == tuple(form.shape):
+        return None
+    runs = tuple((Run(0, size, start),) for size, start in zip(local, offset, strict=True))
+    return Region(tuple(form.shape), runs)
 
 
 def _local_of(ref: ParameterRef) -> nn.Parameter:

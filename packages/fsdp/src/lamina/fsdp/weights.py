@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -35,6 +36,8 @@ class ShardedWeights(Weights):
         self._key = key
         self._full = pool.register(key, local.layout.size, local.data.dtype)
         self._saved_epoch: int | None = None
+        self.stays = False
+        """Never take another place than the present one, whoever has to make room."""
         self._group: weakref.ref[ParameterGroup] | None = None
 
     @property
@@ -59,6 +62,22 @@ class ShardedWeights(Weights):
         """No graph holds views of the storage any more."""
         self._saved_epoch = None
 
+    @contextmanager
+    def moving(self) -> Iterator[None]:
+        """For the time being, take another place where the own one is taken."""
+        before, self.stays = self.stays, False
+        try:
+            yield
+        finally:
+            self.stays = before
+
+    @property
+    def _epoch(self) -> int | None:
+        """The place to come back to, where it has to be that one."""
+        if self._saved_epoch is None and self.stays:
+            return self._pool.epoch(self._key)
+        return self._saved_epoch
+
     def follow(self) -> None:
         """Make the parameters views of the storage where it is now, if it has moved."""
         moved = self._pool.tensor(self._key)
@@ -79,7 +98,7 @@ class ShardedWeights(Weights):
         Raises:
             StaleStorageError: the place that autograd knows is taken by another live unit.
         """
-        self._pool.acquire(self._key, epoch=self._saved_epoch)
+        self._pool.acquire(self._key, epoch=self._epoch)
         self.follow()
         # Autograd saved views of this storage in forward. The gather brings the same values back,
         # which a shared version counter would take for an overwrite: the destination has its own.

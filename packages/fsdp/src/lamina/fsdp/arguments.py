@@ -1,0 +1,166 @@
+"""From the arguments of `fully_shard` to settings: their defaults, and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
+
+from lamina.buffers import Shard
+from lamina.ddp import DataParallelAxes, Strategy, resolve_reduction, resolve_strategy
+from lamina.fsdp.limits import BufferArguments
+from lamina.fsdp.meshes import MeshArguments, resolve_meshes
+from lamina.fsdp.module import is_sharded
+from lamina.fsdp.offload import Offload, resolve_offload
+from lamina.fsdp.precision import MixedPrecisionPolicy
+from lamina.fsdp.sharding import ShardingSettings
+from lamina.fsdp.whole_tensors import needs_whole_tensors
+from lamina.mesh import ParallelLayout, ParallelMesh, require_overlap
+
+__all__ = ["Arguments", "refuse_sharded"]
+
+T = TypeVar("T")
+
+
+class Arguments:
+    """What `fully_shard` was given for one model.
+
+    Args:
+        module: the model.
+        optimizer: its optimizer, if one was given.
+        given: every argument under its own name.
+
+    Raises:
+        ValueError: for arguments that exclude or need each other.
+    """
+
+    def __init__(
+        self, module: nn.Module, optimizer: Optimizer | None, given: Mapping[str, Any]
+    ) -> None:
+        self.module = module
+        self.optimizer = optimizer
+        self.given = dict(given)
+        _check_meta(module, given["init_model_with_meta_device"])
+        if given["device_mesh"] is None:
+            kind = "cuda" if torch.cuda.is_available() else "cpu"
+            self.given["device_mesh"] = ParallelLayout().build(kind)
+        if given["overlap_grad_reduce"] or given["overlap_param_gather"]:
+            require_overlap("fully_shard(overlap_grad_reduce=, overlap_param_gather=)")
+        self.meshes = _those_of(MeshArguments, self.given)
+        self.buffers = _those_of(BufferArguments, self.given)
+
+    def settings(self) -> ShardingSettings:
+        """Everything resolved, and checked against this machine.
+
+        Raises:
+            ValueError: for unknown strategies or mesh dimensions, and arguments that need others.
+            UnavailableError: for what this machine lacks.
+        """
+        given = self.given
+        dense, expert = resolve_meshes(self.meshes)
+        strategy = resolve_strategy(given["zero_dp_strategy"], given["outer_dp_sharding_strategy"])
+        policy = given["mixed_precision_policy"] or MixedPrecisionPolicy()
+        device, offload = self._place(dense, strategy)
+        _check_codec(policy, strategy, offload)
+        self.buffers.check(dense, device)
+        axes = [dense] if expert is None else [dense, expert]
+        gathering = [one.inner.sibling("gather") for one in axes]
+        return ShardingSettings(
+            strategy=strategy,
+            dense=dense,
+            expert=expert,
+            precision=policy,
+            unit_classes=given["fsdp_unit_modules"],
+            overlap_reduce=given["overlap_grad_reduce"],
+            overlap_gather=given["overlap_param_gather"],
+            average=not given["calculate_per_token_loss"],
+            check_finite=given["report_nan_in_param_grad"],
+            broadcast=given["sync_module_states"],
+            slots=given["fsdp_double_buffer"],
+            slot_memory=self.buffers.slot_memory(gathering, device),
+            fixed_addresses=given["cuda_graph_mode"],
+            fine_grained=given["enable_fine_grained_param_gather"],
+            bucket_per_parameter=given["disable_bucketing"],
+            whole=needs_whole_tensors(self.optimizer),
+            reduction=resolve_reduction(given["reduction"], given["reproducible"]),
+            offload=offload,
+            device=device,
+            init_module=given["init_module"],
+        )
+
+    def _place(
+        self, dense: DataParallelAxes, strategy: Strategy
+    ) -> tuple[torch.device, Offload | None]:
+        """Where the model computes, and whether shards are kept on the host."""
+        mesh, gathers = self.given["device_mesh"], _gathers(strategy)
+        asked = self.given["device"]
+        device = _device_of(self.module, mesh, asked)
+        policy = self.given["offload_policy"]
+        offload = resolve_offload(policy, device, dense, gathers=gathers)
+        if offload is None or asked is not None:
+            return device, offload
+        # A model that has to be offloaded may not fit on the device: its parameters may be on the
+        # host, and then say nothing about where it computes.
+        device = _device_of(nn.Module(), mesh, None)
+        return device, resolve_offload(policy, device, dense)
+
+
+def refuse_sharded(module: nn.Module) -> None:
+    """Raise RuntimeError if a module, or one inside it, is sharded already."""
+    for name, child in module.named_modules():
+        if is_sharded(child):
+            raise RuntimeError(
+                f"{name or type(module).__name__} is sharded already: call fully_shard once, on "
+                "the whole model"
+            )
+
+
+def _those_of(kind: type[T], given: Mapping[str, Any]) -> T:
+    """A dataclass of those arguments that it has fields for."""
+    return kind(**{field.name: given[field.name] for field in fields(kind)})  # type: ignore[arg-type]
+
+
+def _gathers(strategy: Strategy) -> bool:
+    return any(isinstance(one, Shard) for one in strategy.placements.model_weights)
+
+
+def _check_codec(policy: MixedPrecisionPolicy, strategy: Strategy, offload: Offload | None) -> None:
+    if policy.weight_codec is None:
+        return
+    if not _gathers(strategy):
+        raise ValueError(
+            "weight_codec encodes weights that are gathered, and this strategy keeps them whole: "
+            "use zero_dp_strategy=3"
+        )
+    if offload is not None:
+        raise ValueError(
+            "weight_codec keeps codes on the device beside main weights, and offload_policy keeps "
+            "shards on the host: use one of the two"
+        )
+
+
+def _check_meta(module: nn.Module, expected: bool) -> None:
+    parameters = list(module.parameters())
+    if expected and parameters and not any(parameter.is_meta for parameter in parameters):
+        raise ValueError(
+            f"init_model_with_meta_device=True, and none of the {len(parameters)} parameters of "
+            f"{type(module).__name__} is on the meta device: build it under "
+            'torch.device("meta"), or leave the argument out'
+        )
+
+
+def _device_of(
+    module: nn.Module, mesh: ParallelMesh | DeviceMesh, device: torch.device | str | None
+) -> torch.device:
+    if device is not None:
+        return torch.device(device)
+    for parameter in module.parameters():
+        if not parameter.is_meta:
+            return parameter.device
+    kind = mesh.device_type
+    return torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)

@@ -9,6 +9,7 @@ from lamina.models.cutting import cut_weight, join_weight
 from lamina.models.dropout import Dropout
 from lamina.models.embedding import OutputHead, PositionEmbedding, VocabParallelEmbedding
 from lamina.models.generation import generate, sample
+from lamina.models.fp8_codec import Float8Codec
 from lamina.models.gpt import GPTModel
 from lamina.models.huggingface import from_huggingface, to_huggingface
 from lamina.models.huggingface_config import config_from_huggingface, huggingface_config
@@ -41,11 +42,14 @@ from lamina.models.weight_maps import WeightLink, weight_map
 from lamina.models.zigzag import cut_sequence, join_sequence
 
 __all__ = [
+from lamina.models.precision import Precision
+from lamina.models.precision_backends import apply_precision, float8_weights
     "MLP",
     "ActivationFunction",
     "AttentionBlock",
     "AttentionContext",
     "AttentionCore",
+from lamina.models.transformer_engine import PrecisionUnavailableError
     "AttentionPattern",
     "ColumnParallelLinear",
     "CutOverRanks",
@@ -61,6 +65,7 @@ __all__ = [
     "MambaMixer",
     "MambaState",
     "OutputHead",
+    "Float8Codec",
     "PositionEmbedding",
     "RMSNorm",
     "RecomputePolicy",
@@ -79,6 +84,8 @@ __all__ = [
     "config_from_huggingface",
     "cut_sequence",
     "cut_weight",
+    "Precision",
+    "PrecisionUnavailableError",
     "document_positions",
     "document_runs",
     "from_huggingface",
@@ -93,6 +100,7 @@ __all__ = [
     "preset_names",
     "rotary_tables",
     "sample",
+    "apply_precision",
     "scan_step",
     "tensor_parallel_plan",
     "to_huggingface",
@@ -100,3 +108,4 @@ __all__ = [
     "vocab_parallel_cross_entropy",
     "weight_map",
 ]
+    "float8_weights",

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 from lamina.models.mamba_config import MambaConfig, check_pattern
+from lamina.models.precision import Precision
 
 AttentionPath = Literal["auto", "sdpa", "varlen", "flex"]
 Activation = Literal["gelu", "gelu_tanh", "swiglu", "relu2"]
@@ -156,6 +157,8 @@ class TransformerConfig:
         init_std: standard deviation of initial weights; projections into the residual stream are
             scaled down by the root of their number (Radford et al., 2019).
 
+        precision: what the blocks' projections multiply: numbers as they are, FP8, or Transformer
+            Engine's; and which blocks stay as they are.
     Raises:
         ValueError: for sizes that do not fit together, with the arithmetic and a remedy.
 
@@ -197,12 +200,14 @@ class TransformerConfig:
 
     def __post_init__(self) -> None:
         self._check_choices()
+    precision: Precision = field(default_factory=Precision)
         self._check_numbers()
         self._check_heads()
         check_pattern(self.layer_pattern, self.num_layers, self.mamba)
         if self.mamba is not None:
             self.mamba.heads(self.hidden_size)
 
+        self.precision.check_blocks(self.num_layers)
     def _check_choices(self) -> None:
         _one_of("activation", self.activation, get_args(Activation))
         _one_of("norm", self.norm, get_args(Norm))

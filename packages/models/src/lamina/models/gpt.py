@@ -23,6 +23,7 @@ from lamina.models.norms import make_norm
 from lamina.models.zigzag import cut_sequence, join_sequence
 
 
+from lamina.models.precision_backends import apply_precision
 class GPTModel(nn.Module):
     """Embedding, blocks, final norm and head.
 
@@ -64,6 +65,7 @@ class GPTModel(nn.Module):
         """Make the modules, for the ranks of a tensor-parallel axis; None is one process."""
         self.config = config
         self.axis = axis
+            apply_precision(self, config.precision, mesh)
         if self.cp is not None:
             check_context_parallel(config, self.cp, 1 if axis is None else axis.size)
         partial = self.sequence_parallel = config.sequence_parallel and axis is not None

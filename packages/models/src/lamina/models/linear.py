@@ -13,7 +13,9 @@ from lamina.mesh import mark
 from lamina.models.autocast import under_autocast
 from lamina.models.axes import MeshLike, axis_of
 from lamina.models.cutting import require_divisible
+from lamina.models.fp8_products import Float8Products
 from lamina.models.initialise import fill_normal
+from lamina.models.products import PLAIN
 from lamina.models.tensor_parallel import ColumnLinear, RowLinear
 
 
@@ -115,6 +117,7 @@ class ColumnParallelLinear(nn.Module):
         self.gather_output = gather_output
         self.init_std = init_std
         self.init_seed: int | None = None
+        self.float8: Float8Products | None = None
         self.weight = nn.Parameter(torch.empty(sum(self.local_blocks), in_features))
         self.bias = nn.Parameter(torch.empty(sum(self.local_blocks))) if bias else None
         self.reset_parameters()
@@ -132,13 +135,16 @@ class ColumnParallelLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """``[..., in_features]`` to ``[..., out_features / size]``, whole with gather_output."""
-        if self.axis is None:
+        if self.axis is None and self.float8 is None:
             return F.linear(x, self.weight, self.bias)
         x, weight, bias = under_autocast(x, self.weight, self.bias)
+        products = PLAIN if self.float8 is None else self.float8
         y: Tensor = ColumnLinear.apply(  # type: ignore[no-untyped-call]
-            x, weight, bias, self.axis, self.sequence_parallel
+            x, weight, bias, self.axis, self.sequence_parallel, products
         )
-        return gather_from(y, self.axis.group, dim=-1) if self.gather_output else y
+        if self.axis is None or not self.gather_output:
+            return y
+        return gather_from(y, self.axis.group, dim=-1)
 
     def extra_repr(self) -> str:
         """Sizes, for printing."""
@@ -180,6 +186,7 @@ class RowParallelLinear(nn.Module):
         self.init_std = init_std
         self.init_seed: int | None = None
         width = require_divisible("input width", in_features, self.axis)
+        self.float8: Float8Products | None = None
         self.weight = nn.Parameter(torch.empty(out_features, width))
         self.bias = nn.Parameter(torch.empty(out_features)) if bias else None
         self.reset_parameters()
@@ -196,10 +203,13 @@ class RowParallelLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """``[..., in_features / size]`` to ``[..., out_features]``."""
-        if self.axis is None:
+        if self.axis is None and self.float8 is None:
             return F.linear(x, self.weight, self.bias)
         x, weight, bias = under_autocast(x, self.weight, self.bias)
-        y: Tensor = RowLinear.apply(x, weight, self.axis, self.sequence_parallel)  # type: ignore[no-untyped-call]
+        products = PLAIN if self.float8 is None else self.float8
+        y: Tensor = RowLinear.apply(  # type: ignore[no-untyped-call]
+            x, weight, self.axis, self.sequence_parallel, products
+        )
         return y if bias is None else y + bias
 
     def extra_repr(self) -> str:

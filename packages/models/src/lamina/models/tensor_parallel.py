@@ -13,17 +13,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from lamina.collectives import start_all_gather, start_all_reduce, start_reduce_scatter
 from lamina.mesh import MeshAxis
-
-
-def weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
-    """``grad.T @ x`` over all leading dimensions: ``[out, in]``."""
-    return grad.flatten(0, -2).t() @ x.flatten(0, -2)
+from lamina.models.products import Products
 
 
 def bias_gradient(grad: Tensor) -> Tensor:
@@ -40,37 +35,46 @@ class ColumnLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, axis: MeshAxis, sequence: bool
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        axis: MeshAxis | None,
+        sequence: bool,
+        products: Products,
     ) -> Tensor:
         """Compute ``[..., out / size]``; see the class."""
-        ctx.save_for_backward(x, weight)
-        ctx.axis, ctx.sequence = axis, sequence
-        if sequence:
-            x = start_all_gather(x, axis.group, async_op=False).wait()
-        return F.linear(x, weight, bias)
+        ctx.group = None if axis is None else axis.group
+        ctx.cut, ctx.sequence, ctx.products = axis is not None, sequence, products
+        whole = start_all_gather(x, ctx.group, async_op=False).wait() if sequence else x
+        y, kept = products.output(whole, weight, bias)
+        ctx.save_for_backward(x, weight, *kept)
+        return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Gradients of x, weight and bias."""
-        x, weight = ctx.saved_tensors
+        x, weight, *kept = ctx.saved_tensors
         for_x, for_weight, for_bias = ctx.needs_input_grad[:3]
-        group = ctx.axis.group
-        arriving = departing = grad_weight = None
+        group = ctx.group
+        products = ctx.products.gradients(grad, kept)
+        arriving = departing = grad_x = grad_weight = None
         if ctx.sequence and for_weight:
             # Gathered again rather than kept: the product with the weight hides it.
             arriving = start_all_gather(x, group)
         if for_x:
-            partial = grad @ weight
+            grad_x = products.by_input(weight)
             if ctx.sequence:
-                departing = start_reduce_scatter(partial, group)
-            else:
-                departing = start_all_reduce(partial, group, in_place=True)
+                departing = start_reduce_scatter(grad_x, group)
+            elif ctx.cut:
+                departing = start_all_reduce(grad_x, group, in_place=True)
         if for_weight:
-            grad_weight = weight_gradient(grad, x if arriving is None else arriving.wait())
+            grad_weight = products.by_weight(x if arriving is None else arriving.wait())
         grad_bias = bias_gradient(grad) if for_bias else None
-        grad_x = None if departing is None else departing.wait()
-        return grad_x, grad_weight, grad_bias, None, None
+        if departing is not None:
+            grad_x = departing.wait()
+        return grad_x, grad_weight, grad_bias, None, None, None
 
 
 class RowLinear(torch.autograd.Function):
@@ -81,22 +85,33 @@ class RowLinear(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, axis: MeshAxis, sequence: bool) -> Tensor:
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        axis: MeshAxis | None,
+        sequence: bool,
+        products: Products,
+    ) -> Tensor:
         """Compute ``[..., out]``; see the class."""
-        ctx.save_for_backward(x, weight)
-        ctx.axis, ctx.sequence = axis, sequence
-        partial = F.linear(x, weight)
+        ctx.group = None if axis is None else axis.group
+        ctx.sequence, ctx.products = sequence, products
+        partial, kept = products.output(x, weight, None)
+        ctx.save_for_backward(x, weight, *kept)
         if sequence:
-            return start_reduce_scatter(partial, axis.group, async_op=False).wait()
-        return start_all_reduce(partial, axis.group, in_place=True, async_op=False).wait()
+            return start_reduce_scatter(partial, ctx.group, async_op=False).wait()
+        if axis is None:
+            return partial
+        return start_all_reduce(partial, ctx.group, in_place=True, async_op=False).wait()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Gradients of x and weight."""
-        x, weight = ctx.saved_tensors
+        x, weight, *kept = ctx.saved_tensors
         if ctx.sequence:
-            grad = start_all_gather(grad, ctx.axis.group, async_op=False).wait()
-        grad_x = grad @ weight if ctx.needs_input_grad[0] else None
-        grad_weight = weight_gradient(grad, x) if ctx.needs_input_grad[1] else None
-        return grad_x, grad_weight, None, None
+            grad = start_all_gather(grad, ctx.group, async_op=False).wait()
+        products = ctx.products.gradients(grad, kept)
+        grad_x = products.by_input(weight) if ctx.needs_input_grad[0] else None
+        grad_weight = products.by_weight(x) if ctx.needs_input_grad[1] else None
+        return grad_x, grad_weight, None, None, None

@@ -1,0 +1,152 @@
+"""Numbers of eight bits: how a matrix becomes codes and scales, and the product of two such.
+
+Scales are powers of two. Multiplying by one changes no digit, so a weight that was rounded to FP8
+already (a gather of codes) is not rounded again, and results do not depend on the scale as long as
+nothing overflows or falls among the subnormal numbers.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+FORWARD = torch.float8_e4m3fn
+"""Of activations and weights: three bits of fraction, up to 448."""
+BACKWARD = torch.float8_e5m2
+"""Of gradients: two bits of fraction, up to 57,344."""
+MULTIPLE = 16
+"""What the widths of a product must be divisible by on CUDA."""
+
+
+class Coded(NamedTuple):
+    """A matrix in eight bits."""
+
+    codes: Tensor
+    """``[rows, columns]``, contiguous, float8."""
+    decode: Tensor
+    """float32, what codes are multiplied by: ``[]`` for all or ``[rows, 1]``."""
+
+    def transposed(self) -> Coded:
+        """Copy to ``[columns, rows]``; only where all codes share a scale."""
+        return Coded(self.codes.t().contiguous(), self.decode)
+
+
+def magnitude(x: Tensor, *, rows: bool = False) -> Tensor:
+    """Largest absolute value in float32: ``[]``, or ``[rows, 1]`` of each row."""
+    infinity = float("inf")
+    if rows:
+        largest: Tensor = torch.linalg.vector_norm(x, ord=infinity, dim=1, keepdim=True)
+    else:
+        largest = torch.linalg.vector_norm(x, ord=infinity)
+    return largest.float()
+
+
+def scale_exponent(amax: Tensor, dtype: torch.dtype) -> Tensor:
+    """Exponent of the largest power of two that amax can be multiplied by within ``dtype``.
+
+    Args:
+        amax: float32, 0 or above, any shape.
+        dtype: float8.
+
+    Returns:
+        int32, of the same shape, between -120 and 120; for 0 it is 120.
+
+    """
+    # Below 2^-100 there is no need to tell sizes apart, and the quotient stays finite.
+    quotient = torch.finfo(dtype).max / amax.clamp(min=2.0**-100)
+    exponent = torch.frexp(quotient).exponent - 1
+    return exponent.clamp(-120, 120)
+
+
+def power_of_two(exponent: Tensor) -> Tensor:
+    """``2 ** exponent`` in float32 for exponents -126 to 127; exact, as pow need not be."""
+    return ((exponent + 127) << 23).view(torch.float32)
+
+
+def encode(x: Tensor, amax: Tensor, dtype: torch.dtype, *, saturate: bool = False) -> Coded:
+    """Quantise a matrix, rounding to nearest even.
+
+    Args:
+        x: ``[rows, columns]``.
+        amax: float32 ``[]`` or ``[rows, 1]``: decides the scale. Where it is infinite or NaN so is
+            what is decoded: an overflow must show.
+        dtype: float8.
+        saturate: ``amax`` may be less than what is in ``x`` (delayed scaling): what is too large
+            becomes the largest code.
+
+    """
+    exponent = scale_exponent(amax, dtype)
+    scale = power_of_two(exponent)
+    # Exact in bf16, which has float32's exponents; float16 has too few.
+    wide = x if x.dtype in (torch.bfloat16, torch.float32) else x.float()
+    scaled = wide * scale.to(wide.dtype)
+    if saturate:
+        limit = torch.finfo(dtype).max
+        scaled = scaled.clamp_(-limit, limit)
+    decode = torch.where(torch.isfinite(amax), power_of_two(-exponent), torch.nan)
+    return Coded(scaled.to(dtype).contiguous(), decode)
+
+
+def scaled_product(
+    left: Coded, right: Coded, dtype: torch.dtype, *, fast_accumulation: bool = False
+) -> Tensor:
+    """``left @ right.T`` of decoded numbers, accumulated in float32.
+
+    Args:
+        left: ``[rows, inner]``.
+        right: ``[columns, inner]``, with as many scales per row as ``left``: one or all.
+        dtype: of the result.
+        fast_accumulation: let Hopper's tensor cores keep fewer digits of partial sums.
+
+    Returns:
+        ``[rows, columns]`` in ``dtype``.
+
+    Raises:
+        RuntimeError: on a GPU without FP8.
+
+    """
+    if not torch.compiler.is_compiling():
+        require_float8(left.codes.device)
+    rowwise = left.decode.ndim > 0
+    kind = F.ScalingType.RowWise if rowwise else F.ScalingType.TensorWise
+    out = dtype if dtype in (torch.bfloat16, torch.float16, torch.float32) else torch.float32
+    if rowwise and left.codes.is_cuda:
+        out = torch.bfloat16  # all that torch's rowwise kernel writes
+    left, right = _padded(left, right)
+    product: Tensor = F.scaled_mm(
+        left.codes, right.codes.t(), left.decode, kind, right.decode.t(), kind,
+        output_dtype=out, use_fast_accum=fast_accumulation,
+    )  # fmt: skip
+    return product.to(dtype)
+
+
+def _padded(left: Coded, right: Coded) -> tuple[Coded, Coded]:
+    """Fill the inner dimension (tokens, in a weight's gradient) with zeros to what CUDA takes."""
+    missing = -left.codes.shape[1] % MULTIPLE
+    if not missing or not left.codes.is_cuda:
+        return left, right
+    # The bits of zero are zeros; torch.nn.functional.pad knows no float8.
+    widened = [
+        Coded(F.pad(codes.view(torch.uint8), (0, missing)).view(codes.dtype), decode)
+        for codes, decode in (left, right)
+    ]
+    return widened[0], widened[1]
+
+
+@functools.cache
+def require_float8(device: torch.device) -> None:
+    """Raise RuntimeError on a GPU whose tensor cores know no FP8."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return
+    capability = torch.cuda.get_device_capability(device)
+    if capability < (8, 9):
+        name = torch.cuda.get_device_name(device)
+        raise RuntimeError(
+            f"backend 'torch-fp8' on {device} ({name}, compute capability "
+            f"{capability[0]}.{capability[1]}): FP8 products need 8.9 or above; use "
+            "Precision(backend='torch')"
+        )

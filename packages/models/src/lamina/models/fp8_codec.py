@@ -1,0 +1,51 @@
+"""Weights that ``fully_shard`` keeps and gathers in FP8."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lamina.models.fp8 import FORWARD, magnitude, power_of_two, scale_exponent
+
+_BIAS = 127
+_NAN = 255
+
+
+@dataclass(frozen=True)
+class Float8Codec:
+    """A ``lamina.fsdp.WeightCodec``: e4m3 codes, and a power of two per block of elements.
+
+    A block's exponent is one byte, as in the OCP microscaling format's e8m0, so a weight travels in
+    ``1 + 1/block`` bytes. What is decoded is exact in bf16, and an FP8 product quantises it again
+    without rounding, unless it is less than 2^-13 of its tensor's largest.
+
+    Args:
+        block: elements that share a scale; a divisor of 128.
+
+    """
+
+    block: int = 128
+    dtype: torch.dtype = FORWARD
+    side_dtype: torch.dtype = torch.uint8
+
+    def __post_init__(self) -> None:
+        if self.block < 1 or 128 % self.block:
+            raise ValueError(f"block is {self.block}: it must be a divisor of 128")
+
+    def encode(self, weights: Tensor, codes: Tensor, side: Tensor) -> None:
+        """Write codes ``[blocks, block]`` and exponents uint8 ``[blocks]`` of weights."""
+        amax = magnitude(weights, rows=True)
+        exponent = scale_exponent(amax, self.dtype)
+        codes.copy_(weights.float().mul_(power_of_two(exponent)))
+        biased = torch.where(torch.isfinite(amax), _BIAS - exponent, _NAN)
+        side.copy_(biased.squeeze(1))
+
+    def decode(self, codes: Tensor, side: Tensor, weights: Tensor) -> None:
+        """Write weights ``[blocks, block]`` from codes and exponents."""
+        exponent = side.to(torch.int32) - _BIAS
+        scale = torch.where(side == _NAN, torch.nan, power_of_two(exponent))
+        # Both factors have few digits and bf16 has float32's exponents: exact in either.
+        weights.copy_(codes)
+        weights.mul_(scale.to(weights.dtype)[:, None])

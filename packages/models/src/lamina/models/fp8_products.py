@@ -1,0 +1,240 @@
+"""A linear layer's products in eight bits: which maximum decides which scale."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from lamina.collectives import all_reduce_small
+from lamina.mesh import MeshAxis
+from lamina.models.axes import MeshLike, axis_of
+from lamina.models.fp8 import BACKWARD, FORWARD, Coded, encode, magnitude, scaled_product
+from lamina.models.precision import Precision
+
+Cut = Literal["output", "input"]
+INPUT, WEIGHT, GRADIENT = range(3)
+
+
+class Float8Products(nn.Module):
+    """How one layer multiplies in FP8; also holds its history, which belongs to checkpoints.
+
+    Scales of a matrix that is cut over tensor-parallel ranks come from the maximum over all of
+    them, so that numbers do not depend on how many there are.
+
+    ``amax_history`` (delayed scaling only) is int32 ``[1 + history, 3]``: maxima of input, weight
+    and gradient, row 0 those since the last step. They are the bits of non-negative float32
+    numbers, which compare as the numbers do; ``model.to(torch.bfloat16)`` would round floats.
+
+    Args:
+        precision: what scales come from.
+        axis: ranks that hold pieces of the layer; None is one process.
+        cut: which side of the weight they cut.
+
+    """
+
+    amax_history: Tensor | None
+
+    def __init__(self, precision: Precision, axis: MeshAxis | None, cut: Cut) -> None:
+        super().__init__()
+        self.rowwise = precision.scaling == "rowwise"
+        self.axis = axis
+        self.cut = cut
+        self.keep_fp8_transpose_cache = precision.keep_transpose
+        self.backward_seen = False
+        self.looked_back = False
+        history = None
+        if precision.amax == "delayed":
+            history = torch.zeros(1 + precision.history, 3, dtype=torch.int32)
+        self.register_buffer("amax_history", history)
+
+    def reset_parameters(self) -> None:
+        """Forget what was seen."""
+        if self.amax_history is not None:
+            self.amax_history.zero_()
+
+    def output(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """See :class:`lamina.models.products.Products`."""
+        flat = x.flatten(0, -2)
+        # Of a whole tensor each rank saw a part, whichever side is cut; a row may be whole.
+        cut = not self.rowwise or self.cut == "input"
+        amax = self.maxima({INPUT: flat, WEIGHT: weight}, cut)
+        left, right = (self.code(m, a) for m, a in zip((flat, weight), amax, strict=True))
+        y = scaled_product(left, right, x.dtype, fast_accumulation=True)
+        if bias is not None:
+            y += bias
+        # Backward quantises the same tensors by the same scales, but other rows than these.
+        kept = () if self.rowwise else tuple(amax)
+        if self.keep_fp8_transpose_cache:
+            kept += self.code_turned(weight) if self.rowwise else right.transposed()
+        return y.view(*x.shape[:-1], -1), kept
+
+    def gradients(self, grad: Tensor, kept: Sequence[Tensor]) -> Gradients8:
+        """See :class:`lamina.models.products.Products`."""
+        if self.amax_history is not None:
+            self.backward_seen = True
+        kind = RowwiseGradients if self.rowwise else TensorwiseGradients
+        return kind(self, grad, kept)
+
+    def code(self, x: Tensor, amax: Tensor, dtype: torch.dtype = FORWARD) -> Coded:
+        """Quantise by a maximum that, from a history, may be too small."""
+        return encode(x, amax, dtype, saturate=self.amax_history is not None)
+
+    def code_turned(self, weight: Tensor) -> Coded:
+        """The transposed weight, a scale for each of its rows."""
+        turned = weight.t()
+        amax = self.over_ranks([magnitude(turned, rows=True)], self.cut == "output")[0]
+        return encode(turned, amax, FORWARD)
+
+    def over_ranks(self, amax: list[Tensor], cut: bool) -> list[Tensor]:
+        """Take maxima over the ranks, in place, where each saw a part."""
+        if cut and self.axis is not None:
+            all_reduce_small(amax, self.axis.group, op="max")
+        return amax
+
+    def maxima(self, matrices: dict[int, Tensor], cut: bool) -> list[Tensor]:
+        """The maximum of each matrix, or its rows', that decides scales."""
+        found = [magnitude(matrix, rows=self.rowwise) for matrix in matrices.values()]
+        if self.amax_history is None:
+            return self.over_ranks(found, cut)
+        return self.remembered(self.amax_history.view(torch.float32), found, list(matrices))
+
+    def remembered(self, history: Tensor, found: list[Tensor], columns: list[int]) -> list[Tensor]:
+        """The largest maxima of the past; before there is one, those found."""
+        with torch.no_grad():
+            now = torch.stack(found)
+            sound = torch.isfinite(now)
+            seen = torch.where(sound, now, 0.0)
+            history[0, columns] = torch.maximum(history[0, columns], seen)
+            if not self.looked_back:
+                seen = self.over_ranks([seen], True)[0]
+            past = history[1:, columns].amax(dim=0)
+            chosen = torch.where(past > 0, past, seen)
+            return list(torch.where(sound, chosen, torch.nan).unbind())
+
+    def end_step(self) -> None:
+        """Move the history down by a row."""
+        if self.amax_history is not None:
+            self.amax_history[1:] = self.amax_history[:-1].clone()
+            self.amax_history[0] = 0
+        self.looked_back = True
+        self.backward_seen = False
+
+
+class Gradients8(ABC):
+    """What both kinds of scales share."""
+
+    def __init__(self, products: Float8Products, grad: Tensor, kept: Sequence[Tensor]) -> None:
+        self.products = products
+        self.shape = grad.shape
+        self.grad = grad.flatten(0, -2)
+        self.kept = kept
+
+    def by_input(self, weight: Tensor) -> Tensor:
+        """See :class:`lamina.models.products.Gradients`."""
+        product = scaled_product(self.row_codes(), self.turned(weight), self.grad.dtype)
+        return product.view(*self.shape[:-1], -1)
+
+    def by_weight(self, x: Tensor) -> Tensor:
+        """See :class:`lamina.models.products.Gradients`."""
+        return scaled_product(*self.column_codes(x.flatten(0, -2)), self.grad.dtype)
+
+    def add_by_weight(self, x: Tensor, total: Tensor, accumulate: bool) -> None:
+        """See :class:`lamina.models.products.Gradients`."""
+        product = scaled_product(*self.column_codes(x.flatten(0, -2)), total.dtype)
+        if accumulate:
+            total.add_(product)
+        else:
+            total.copy_(product)
+
+    @abstractmethod
+    def row_codes(self) -> Coded:
+        """The gradient ``[tokens, out]``."""
+
+    @abstractmethod
+    def column_codes(self, x: Tensor) -> tuple[Coded, Coded]:
+        """The gradient ``[out, tokens]`` and the input ``[in, tokens]``."""
+
+    @abstractmethod
+    def turned(self, weight: Tensor) -> Coded:
+        """The weight ``[in, out]``."""
+
+
+class TensorwiseGradients(Gradients8):
+    """One scale per matrix: the same codes serve both products, transposed for one."""
+
+    def __init__(self, products: Float8Products, grad: Tensor, kept: Sequence[Tensor]) -> None:
+        super().__init__(products, grad, kept)
+        amax = products.maxima({GRADIENT: self.grad}, products.cut == "output")
+        self.codes = products.code(self.grad, amax[0], BACKWARD)
+
+    def row_codes(self) -> Coded:
+        """See :class:`Gradients8`."""
+        return self.codes
+
+    def column_codes(self, x: Tensor) -> tuple[Coded, Coded]:
+        """See :class:`Gradients8`."""
+        return self.codes.transposed(), self.products.code(x, self.kept[INPUT]).transposed()
+
+    def turned(self, weight: Tensor) -> Coded:
+        """See :class:`Gradients8`."""
+        if len(self.kept) > 2:
+            return Coded(*self.kept[2:])
+        return self.products.code(weight, self.kept[WEIGHT]).transposed()
+
+
+class RowwiseGradients(Gradients8):
+    """Rows of each product's own sides: both are quantised anew."""
+
+    def row_codes(self) -> Coded:
+        """See :class:`Gradients8`."""
+        products = self.products
+        amax = products.maxima({GRADIENT: self.grad}, products.cut == "output")
+        return encode(self.grad, amax[0], BACKWARD)
+
+    def column_codes(self, x: Tensor) -> tuple[Coded, Coded]:
+        """See :class:`Gradients8`."""
+        sides = (self.grad.t(), BACKWARD), (x.t(), FORWARD)
+        left, right = (encode(m, magnitude(m, rows=True), dtype) for m, dtype in sides)
+        return left, right
+
+    def turned(self, weight: Tensor) -> Coded:
+        """See :class:`Gradients8`."""
+        return Coded(*self.kept) if self.kept else self.products.code_turned(weight)
+
+
+class AmaxExchange:
+    """A root module's hook: before the first forward after a backward, histories move on.
+
+    Ranks that see other tokens, or other pieces, then agree on the maxima: one small message per
+    axis for all layers together.
+
+    Args:
+        mesh: its data-parallel, ``cp`` and ``tp`` axes see different numbers. None is one process.
+
+    """
+
+    def __init__(self, mesh: MeshLike = None) -> None:
+        names = ("dp_replicate", "dp_shard", "cp", "tp")
+        found = [mesh] if isinstance(mesh, MeshAxis) else [axis_of(mesh, name) for name in names]
+        self.axes = [axis for axis in found if axis is not None]
+
+    @torch.no_grad()
+    def __call__(self, root: nn.Module, inputs: Any) -> None:
+        """End the step of every layer below ``root``."""
+        if not torch.is_grad_enabled() and not root.training:
+            return
+        layers = [m for m in root.modules() if isinstance(m, Float8Products)]
+        if not any(layer.backward_seen for layer in layers):
+            return
+        now = [layer.amax_history[0].view(torch.float32) for layer in layers
+               if layer.amax_history is not None]  # fmt: skip
+        for axis in self.axes:
+            all_reduce_small(now, axis.group, op="max")
+        for layer in layers:
+            layer.end_step()

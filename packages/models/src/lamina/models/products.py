@@ -1,0 +1,97 @@
+"""The three matrix products of a linear layer, behind one face.
+
+Cut layers interleave the products with what they send; they need not know whether numbers are
+multiplied as they are or as eight bits, nor where a weight's gradient goes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+class Gradients(Protocol):
+    """The two products of a backward, made from the output's gradient."""
+
+    def by_input(self, weight: Tensor) -> Tensor:
+        """``grad @ weight``: ``[..., in]``."""
+
+    def by_weight(self, x: Tensor) -> Tensor | None:
+        """``grad.T @ x`` over all leading dimensions: ``[out, in]``.
+
+        None where it is written elsewhere, or later: autograd then has nothing to add.
+        """
+
+
+class Products(Protocol):
+    """How a linear layer multiplies."""
+
+    def output(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """``x @ weight.T + bias``, and what ``gradients`` wants back."""
+
+    def gradients(self, grad: Tensor, kept: Sequence[Tensor]) -> Gradients:
+        """Prepare backward's products from the output's gradient ``[..., out]``."""
+
+
+class PlainGradients:
+    """Products in the dtype of their sides."""
+
+    def __init__(self, grad: Tensor) -> None:
+        self.grad = grad
+
+    def by_input(self, weight: Tensor) -> Tensor:
+        """See :class:`Gradients`."""
+        return self.grad @ weight
+
+    def by_weight(self, x: Tensor) -> Tensor:
+        """See :class:`Gradients`."""
+        return self.grad.flatten(0, -2).t() @ x.flatten(0, -2)
+
+    def add_by_weight(self, x: Tensor, total: Tensor, accumulate: bool) -> None:
+        """See :class:`Gradients`."""
+        write_product(self.grad.flatten(0, -2).t(), x.flatten(0, -2), total, accumulate)
+
+
+class PlainProducts:
+    """Products in the dtype of their sides; keeps nothing."""
+
+    def output(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """See :class:`Products`."""
+        return F.linear(x, weight, bias), ()
+
+    def gradients(self, grad: Tensor, kept: Sequence[Tensor]) -> PlainGradients:
+        """See :class:`Products`."""
+        return PlainGradients(grad)
+
+
+PLAIN = PlainProducts()
+
+
+def write_product(left: Tensor, right: Tensor, total: Tensor, accumulate: bool) -> None:
+    """``total = left @ right``, or ``total += left @ right``, without a temporary where possible.
+
+    One product where both dtypes are the same, and on CUDA from bf16 or fp16 into fp32. Elsewhere
+    the product is computed in the dtype of its sides first, and then written in one pass.
+    """
+    if total.dtype == left.dtype:
+        if accumulate:
+            total.addmm_(left, right)
+        else:
+            torch.mm(left, right, out=total)
+    elif left.is_cuda and total.dtype == torch.float32:
+        if accumulate:
+            torch.ops.aten.addmm.dtype_out(total, left, right, torch.float32, out=total)
+        else:
+            torch.ops.aten.mm.dtype_out(left, right, torch.float32, out=total)
+    elif accumulate:
+        total.add_(left @ right)
+    else:
+        total.copy_(left @ right)

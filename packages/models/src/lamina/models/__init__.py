@@ -8,8 +8,8 @@ from lamina.models.cost import matrix_parameters, training_flops_per_token
 from lamina.models.cutting import cut_weight, join_weight
 from lamina.models.dropout import Dropout
 from lamina.models.embedding import OutputHead, PositionEmbedding, VocabParallelEmbedding
-from lamina.models.generation import generate, sample
 from lamina.models.fp8_codec import Float8Codec
+from lamina.models.generation import generate, sample
 from lamina.models.gpt import GPTModel
 from lamina.models.huggingface import from_huggingface, to_huggingface
 from lamina.models.huggingface_config import config_from_huggingface, huggingface_config
@@ -34,26 +34,27 @@ from lamina.models.patterns import (
     document_positions,
     document_runs,
 )
+from lamina.models.precision import Precision
+from lamina.models.precision_backends import apply_precision, float8_weights
 from lamina.models.presets import preset, preset_names
 from lamina.models.recompute import RecomputePolicy, apply_recompute
 from lamina.models.rotary import apply_rotary, rotary_tables
 from lamina.models.torch_plan import CutOverRanks, tensor_parallel_plan
+from lamina.models.transformer_engine import PrecisionUnavailableError
 from lamina.models.weight_maps import WeightLink, weight_map
 from lamina.models.zigzag import cut_sequence, join_sequence
 
 __all__ = [
-from lamina.models.precision import Precision
-from lamina.models.precision_backends import apply_precision, float8_weights
     "MLP",
     "ActivationFunction",
     "AttentionBlock",
     "AttentionContext",
     "AttentionCore",
-from lamina.models.transformer_engine import PrecisionUnavailableError
     "AttentionPattern",
     "ColumnParallelLinear",
     "CutOverRanks",
     "Dropout",
+    "Float8Codec",
     "GPTModel",
     "LatentAttention",
     "LatentSelfAttention",
@@ -65,8 +66,9 @@ from lamina.models.transformer_engine import PrecisionUnavailableError
     "MambaMixer",
     "MambaState",
     "OutputHead",
-    "Float8Codec",
     "PositionEmbedding",
+    "Precision",
+    "PrecisionUnavailableError",
     "RMSNorm",
     "RecomputePolicy",
     "ResidualBlock",
@@ -77,6 +79,7 @@ from lamina.models.transformer_engine import PrecisionUnavailableError
     "TransformerConfig",
     "VocabParallelEmbedding",
     "WeightLink",
+    "apply_precision",
     "apply_recompute",
     "apply_rotary",
     "choose_pattern",
@@ -84,10 +87,9 @@ from lamina.models.transformer_engine import PrecisionUnavailableError
     "config_from_huggingface",
     "cut_sequence",
     "cut_weight",
-    "Precision",
-    "PrecisionUnavailableError",
     "document_positions",
     "document_runs",
+    "float8_weights",
     "from_huggingface",
     "generate",
     "huggingface_config",
@@ -100,7 +102,6 @@ from lamina.models.transformer_engine import PrecisionUnavailableError
     "preset_names",
     "rotary_tables",
     "sample",
-    "apply_precision",
     "scan_step",
     "tensor_parallel_plan",
     "to_huggingface",
@@ -108,4 +109,3 @@ from lamina.models.transformer_engine import PrecisionUnavailableError
     "vocab_parallel_cross_entropy",
     "weight_map",
 ]
-    "float8_weights",

@@ -154,11 +154,11 @@ class TransformerConfig:
             and values round, ``all_gather`` gathers them, ``ulysses`` trades tokens for heads.
         loss_chunk: tokens whose logits are held at a time while the loss is computed; None takes
             at least 1,024 and more for small vocabularies.
+        precision: what the blocks' projections multiply: numbers as they are, FP8, or Transformer
+            Engine's; and which blocks stay as they are.
         init_std: standard deviation of initial weights; projections into the residual stream are
             scaled down by the root of their number (Radford et al., 2019).
 
-        precision: what the blocks' projections multiply: numbers as they are, FP8, or Transformer
-            Engine's; and which blocks stay as they are.
     Raises:
         ValueError: for sizes that do not fit together, with the arithmetic and a remedy.
 
@@ -196,18 +196,18 @@ class TransformerConfig:
     sequence_parallel: bool = False
     context_parallel: ContextParallel = "ring"
     loss_chunk: int | None = None
+    precision: Precision = field(default_factory=Precision)
     init_std: float = 0.02
 
     def __post_init__(self) -> None:
         self._check_choices()
-    precision: Precision = field(default_factory=Precision)
         self._check_numbers()
         self._check_heads()
+        self.precision.check_blocks(self.num_layers)
         check_pattern(self.layer_pattern, self.num_layers, self.mamba)
         if self.mamba is not None:
             self.mamba.heads(self.hidden_size)
 
-        self.precision.check_blocks(self.num_layers)
     def _check_choices(self) -> None:
         _one_of("activation", self.activation, get_args(Activation))
         _one_of("norm", self.norm, get_args(Norm))

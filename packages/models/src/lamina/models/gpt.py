@@ -20,10 +20,10 @@ from lamina.models.initialise import assign_seeds, draw_seed
 from lamina.models.layer_pattern import make_block
 from lamina.models.loss import IGNORED
 from lamina.models.norms import make_norm
+from lamina.models.precision_backends import apply_precision
 from lamina.models.zigzag import cut_sequence, join_sequence
 
 
-from lamina.models.precision_backends import apply_precision
 class GPTModel(nn.Module):
     """Embedding, blocks, final norm and head.
 
@@ -57,6 +57,7 @@ class GPTModel(nn.Module):
         with torch.device("meta"):
             # Weights are drawn once, below, when every module knows its name.
             self.build(config, axis_of(mesh, "tp"))
+            apply_precision(self, config.precision, mesh)
         if device.type != "meta":
             self.to_empty(device=device)
             self.init_weights()
@@ -65,7 +66,6 @@ class GPTModel(nn.Module):
         """Make the modules, for the ranks of a tensor-parallel axis; None is one process."""
         self.config = config
         self.axis = axis
-            apply_precision(self, config.precision, mesh)
         if self.cp is not None:
             check_context_parallel(config, self.cp, 1 if axis is None else axis.size)
         partial = self.sequence_parallel = config.sequence_parallel and axis is not None

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-import lamina.checkpoint.writer as writer_module
+import lamina.checkpoint.streams as streams_module
 from lamina.checkpoint import CheckpointManager
 
 
@@ -42,7 +42,7 @@ def die_at(number: int, root: Path) -> None:
         if inside or event in ("os.rename", "os.remove", "os.rmdir", "shutil.rmtree"):
             touch()
 
-    sync, crc32 = os.fsync, writer_module.zlib.crc32
+    sync, crc32 = os.fsync, streams_module.zlib.crc32
     os.fsync = lambda descriptor: (touch(), sync(descriptor))[1]
     writes = itertools.count(1)
 
@@ -51,7 +51,7 @@ def die_at(number: int, root: Path) -> None:
             touch()
         return crc32(data, start)
 
-    writer_module.zlib = types.SimpleNamespace(crc32=sometimes_touch)
+    streams_module.zlib = types.SimpleNamespace(crc32=sometimes_touch)
     sys.addaudithook(hook)
 
 

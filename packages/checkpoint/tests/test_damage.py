@@ -14,7 +14,8 @@ from lamina.checkpoint import (
     CheckpointManager,
     CheckpointUnsafeError,
 )
-from lamina.checkpoint.manifest import FileSum, Manifest, write_synced
+from lamina.checkpoint.manifest import FileSum, Manifest
+from lamina.checkpoint.places import LocalPlace, write_whole
 
 STEP = "step-00000001"
 
@@ -87,7 +88,7 @@ def test_a_pickle_that_would_run_code_is_refused(saved, tmp_path, place):
     if place == "inside":
         payload = pickle.loads((path / ".metadata").read_bytes())
         payload.planner_data = bomb
-    summed = write_synced(path / ".metadata", pickle.dumps(payload))
+    summed = write_whole(LocalPlace(path), ".metadata", pickle.dumps(payload))
     manifest = Manifest.read(path)  # a forger can fix checksums too
     forged = Manifest(1, 1, manifest.torch, {**manifest.files, ".metadata": summed})
     forged.write(path)
@@ -109,13 +110,14 @@ def test_a_manifest_that_points_outside_is_refused(saved):
 def test_a_disk_that_returns_other_bytes_than_written_fails_the_save(tmp_path, monkeypatch):
     import lamina.checkpoint.writer as writer
 
-    honest = writer.sum_of_file
+    honest = writer.sum_of
 
-    def faulty(path, from_disk=False):
+    def faulty(place, name, from_disk=False):
+        path = place.path / name
         flip(path, path.stat().st_size // 2)
-        return honest(path, from_disk)
+        return honest(place, name, from_disk=from_disk)
 
-    monkeypatch.setattr(writer, "sum_of_file", faulty)
+    monkeypatch.setattr(writer, "sum_of", faulty)
     manager = CheckpointManager(tmp_path)
     with pytest.raises(CheckpointDamagedError, match="disk"):
         manager.save(1, {"model": nn.Linear(8, 8)})

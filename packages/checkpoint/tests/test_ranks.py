@@ -158,12 +158,12 @@ def test_a_rank_that_does_not_see_the_directory_is_told_so(tmp_path):
     class Elsewhere(writer_module.Writer):
         def write_data(self, plan, planner):
             if dist.get_rank() == 1:
-                plan.storage_data.directory += "-on-another-machine"
+                plan.storage_data.place += "-on-another-machine"
             return super().write_data(plan, planner)
 
-    import lamina.checkpoint.manager as manager_module
+    import lamina.checkpoint.saving as saving_module
 
-    manager_module.Writer = Elsewhere
+    saving_module.Writer = Elsewhere
     with pytest.raises(CheckpointError, match=r"rank 1.* share"):
         CheckpointManager(tmp_path).save(1, {"t": torch.ones(3)})
     dist.barrier()

@@ -7,7 +7,9 @@ from lamina.checkpoint.errors import (
     CheckpointNotFoundError,
     CheckpointUnsafeError,
 )
-from lamina.checkpoint.manager import CheckpointManager, SaveReport
+from lamina.checkpoint.manager import CheckpointManager
+from lamina.checkpoint.per_rank import PerRank, RngState
+from lamina.checkpoint.progress import RestoreReport, SaveReport
 
 __all__ = [
     "CheckpointDamagedError",
@@ -16,5 +18,8 @@ __all__ = [
     "CheckpointMismatchError",
     "CheckpointNotFoundError",
     "CheckpointUnsafeError",
+    "PerRank",
+    "RestoreReport",
+    "RngState",
     "SaveReport",
 ]

@@ -19,7 +19,6 @@ import re
 import secrets
 import shutil
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 
 _COMPLETE = re.compile(r"step-(\d{8,})")
@@ -169,21 +168,3 @@ def remove(root: Path, step: int) -> None:
     doomed = _transient_path(root, "deleting", step)
     complete_path(root, step).rename(doomed)
     shutil.rmtree(doomed)
-
-
-def retire(root: Path, keep_last: int | None, is_whole: Callable[[int], bool]) -> list[int]:
-    """Delete all but the newest `keep_last` checkpoints that `is_whole` accepts.
-
-    Damaged ones don't count, so that they can't push the last good one out.
-
-    Returns:
-        The steps deleted.
-
-    """
-    if keep_last is None:
-        return []
-    whole = [step for step in complete_steps(root) if is_whole(step)]
-    doomed = whole[:-keep_last]
-    for step in doomed:
-        remove(root, step)
-    return doomed

@@ -2,56 +2,34 @@
 
 from __future__ import annotations
 
-import json
+import math
+import os
 import time
 import warnings
-from collections.abc import Callable, Mapping, MutableMapping
-from dataclasses import dataclass
+from collections.abc import Mapping, MutableMapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import TypeVar, cast
+from typing import Literal
 
-import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
-from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
+from torch.distributed.device_mesh import DeviceMesh
 
-from lamina.checkpoint.directory import clean, complete_path, complete_steps, retire
-from lamina.checkpoint.errors import (
-    CheckpointDamagedError,
-    CheckpointError,
-    CheckpointNotFoundError,
-)
+from lamina.checkpoint.errors import CheckpointDamagedError, CheckpointNotFoundError
+from lamina.checkpoint.loading import load_step
 from lamina.checkpoint.manifest import Manifest
-from lamina.checkpoint.reader import Reader, read_metadata
-from lamina.checkpoint.state import Plan, take
-from lamina.checkpoint.values import Json
-from lamina.checkpoint.writer import METADATA, VALUES, Writer
-from lamina.collectives import all_reduce_small, broadcast
+from lamina.checkpoint.places import is_url, local_path
+from lamina.checkpoint.plan import Selection
+from lamina.checkpoint.progress import RestoreReport, SaveReport
+from lamina.checkpoint.retention import Retention
+from lamina.checkpoint.saving import Save, Saver
+from lamina.checkpoint.state import take
+from lamina.checkpoint.stores import store_of
+from lamina.checkpoint.together import Ranks
+from lamina.checkpoint.writer import Rules
+from lamina.mesh import ParallelMesh
 
-T = TypeVar("T")
 _NONE = -1  # a step never is
-
-
-@dataclass(frozen=True)
-class SaveReport:
-    """What a save cost.
-
-    Attributes:
-        step: training step.
-        path: the complete checkpoint.
-        bytes: of all its files.
-        seconds: that the training loop waited.
-
-    """
-
-    step: int
-    path: Path
-    bytes: int
-    seconds: float
 
 
 class CheckpointManager:
@@ -67,48 +45,67 @@ class CheckpointManager:
     arguments. `latest` and `list` only look at the directory.
 
     Args:
-        directory: made if absent; on a file system that every rank sees.
-        keep_last: how many checkpoints to keep, the newest; None keeps all.
-        async_save: write in the background. Not in this version: True is refused.
+        directory: made if absent; on a file system that every rank sees. Or a URL of any protocol
+            that fsspec knows: there a checkpoint is complete once its manifest is there, which is
+            written last, and only one job at a time may write.
+        keep_last: how many checkpoints to keep, the newest; None keeps all, or with one of the
+            next two the newest only.
+        keep_every: keep those whose step is a multiple of this.
+        keep_best: keep so many of those that were saved with a metric.
+        best_is: whether a small ("min") or a large ("max") metric is good.
+        async_save: `save` returns once the state has been copied to CPU memory (pinned with a GPU;
+            the buffers are kept for the next save) and writes it in a thread, over a process group
+            of its own. The caller may change tensors at once. A failure is raised by the next
+            `save`, `restore`, `wait` or `close`. The next save waits for this one, so at most one
+            copy exists: of what this rank writes, in the first save of all that it holds.
         group: the ranks that save together; None is all.
+        mesh: what the model was built on; needed only for parameters that are marked as cut
+            (`lamina.mesh.mark`) in modules that don't hold their axis themselves.
         verify: read every file back from the disk before the checkpoint counts as complete.
         threads: threads (and files) that write per rank.
+        progress: show a bar for saves and loads above a second, on the first rank, on a terminal.
+
+    Attributes:
+        last_save: what the last save cost; not `complete` while it is being written.
+        last_restore: what the last restore did.
 
     Raises:
-        ValueError: keep_last or threads below 1.
-        NotImplementedError: async_save=True.
+        ValueError: a number below 1.
 
     """
 
     def __init__(
         self,
-        directory: str | Path,
+        directory: str | os.PathLike[str],
         *,
         keep_last: int | None = None,
+        keep_every: int | None = None,
+        keep_best: int | None = None,
+        best_is: Literal["min", "max"] = "min",
         async_save: bool = False,
         group: dist.ProcessGroup | None = None,
+        mesh: ParallelMesh | DeviceMesh | None = None,
         verify: bool = True,
         threads: int = 1,
+        progress: bool = True,
     ) -> None:
-        if keep_last is not None and keep_last < 1:
-            raise ValueError(
-                f"keep_last is {keep_last}: it must be at least 1, or None to keep all"
-            )
+        self._retention = Retention(keep_last, keep_every, keep_best, best_is)
         if threads < 1:
             raise ValueError(f"threads is {threads}: it must be at least 1")
-        if async_save:
-            raise NotImplementedError(
-                "async_save=True is not in lamina-checkpoint 0.1: saves are synchronous; pass False"
-            )
-        self.directory = Path(directory)
-        self.keep_last = keep_last
-        self.verify = verify
-        self.threads = threads
-        self.last_save: SaveReport | None = None
-        started = dist.is_available() and dist.is_initialized()
-        self._group = (group or dist.group.WORLD) if started else None
-        self._coordinator = self._group is None or self._group.rank() == 0
-        self._together(self._clean)
+        self.directory: Path | str = str(directory) if is_url(directory) else local_path(directory)
+        self.async_save, self.verify, self.threads = async_save, verify, threads
+        self.last_restore: RestoreReport | None = None
+        self._mesh, self._progress = mesh, progress
+        self._store = store_of(directory)
+        self._ranks = Ranks(group)
+        self._ranks.together(self._clean)
+        self._saver = Saver(
+            self._store,
+            self._ranks,
+            in_background=async_save,
+            committed=self._retire,
+            progress=progress,
+        )
 
     def __enter__(self) -> CheckpointManager:
         return self
@@ -119,75 +116,82 @@ class CheckpointManager:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self.wait()
+        self.close()
+
+    @property
+    def last_save(self) -> SaveReport | None:
+        """What the last save cost; of one in the background, until it is `complete`, so far."""
+        return self._saver.last
+
+    @property
+    def staged_bytes(self) -> int:
+        """Bytes of CPU memory that this rank keeps for staging (`async_save`)."""
+        return self._saver.staged_bytes
 
     def list(self) -> list[int]:
         """Return the steps of all whole checkpoints, ascending (every file there, and as long)."""
-        return [step for step in complete_steps(self.directory) if self._is_whole(step)]
+        return [step for step in self._store.steps() if self._manifest(step)]
 
     def latest(self) -> int | None:
         """Return the newest step that has a whole checkpoint, or None."""
-        for step in reversed(complete_steps(self.directory)):
-            if self._is_whole(step):
-                return step
-        return None
+        return next((s for s in reversed(self._store.steps()) if self._manifest(s)), None)
 
     def wait(self) -> None:
-        """Return when no save is in progress (at once: saves are synchronous in this version)."""
+        """Return when no save is in progress.
+
+        Raises:
+            CheckpointError: the save in the background failed; raised once.
+
+        """
+        self._saver.wait()
+
+    def close(self) -> None:
+        """Wait for the save in the background, and raise its failure."""
+        self.wait()
 
     def save(
-        self, step: int, state: Mapping[str, object], *, overwrite: bool = False
+        self,
+        step: int,
+        state: Mapping[str, object],
+        *,
+        metric: float | None = None,
+        overwrite: bool = False,
     ) -> SaveReport:
-        """Save a state; when this returns, the checkpoint is complete and on the disk.
+        """Save a state.
+
+        When this returns, the checkpoint is complete and on the disk; with `async_save`, it is
+        staged, and being written.
 
         Args:
             step: training step, 0 or more.
             state: name -> object with state_dict and load_state_dict (model, optimizer, scheduler,
                 loader), or plain value: numbers, strings, bytes, tensors, and lists, tuples, sets
-                and dicts of them. Plain values are taken from the first rank.
+                and dicts of them. Plain values are taken from the first rank; `PerRank` wraps what
+                differs from rank to rank.
+            metric: how good the state is, for `keep_best`; the first rank's counts.
             overwrite: replace a checkpoint of the same step.
 
         Returns:
-            Path, size and time.
+            Path, size and times.
 
         Raises:
             ValueError: a negative step.
             TypeError: something that can't be stored without pickle, by name.
             FileExistsError: the step has been saved (and overwrite is False).
-            CheckpointError: a rank could not write, or what it wrote did not read back.
+            CheckpointError: a rank could not write, or what it wrote did not read back; with
+                `async_save`, in the save before.
 
         """
         if step < 0:
             raise ValueError(f"step is {step}: it must be 0 or more")
         started = time.perf_counter()
+        self._ranks.together(self.wait)
         if not overwrite:
-            self._together(lambda: self._refuse_existing(step))
-        tensors, values = self._together(lambda: take(state))
-        writer = Writer(
-            self.directory,
-            step,
-            values,
-            overwrite=overwrite,
-            verify=self.verify,
-            threads=self.threads,
-        )
-        try:
-            with _without_dcp_warnings():
-                dcp_save(
-                    tensors,
-                    storage_writer=writer,
-                    process_group=self._group,
-                    no_dist=self._group is None,
-                )
-        except BaseException as error:
-            writer.abandon()
-            raise _own_error(f"saving step {step}", error) from error
-        path = complete_path(self.directory, step)
-        size = Manifest.read(path).bytes
-        if self._coordinator:
-            retire(self.directory, self.keep_last, self._is_whole)
-        self.last_save = SaveReport(step, path, size, time.perf_counter() - started)
-        return self.last_save
+            self._ranks.together(lambda: self._refuse_existing(step))
+        tensors, trees = self._ranks.together(lambda: take(state, self._mesh))
+        known = metric is not None and math.isfinite(metric)
+        rules = Rules(overwrite, self.verify, self.threads, metric if known else None)
+        return self._saver.save(Save(step, tensors, trees, rules, started))
 
     def restore(
         self,
@@ -195,12 +199,16 @@ class CheckpointManager:
         step: int | None = None,
         *,
         default: int | None = None,
+        strict: bool = True,
+        include: Sequence[str] = (),
+        exclude: Sequence[str] = (),
         allow_cast: bool = False,
+        fallback: bool = False,
     ) -> int:
         """Load a checkpoint into `state`.
 
         Objects get load_state_dict; plain values are replaced in the dict. Entries of the
-        checkpoint that `state` does not have are left alone. Checksums of all files that a rank
+        checkpoint that `state` does not have are left alone. Checksums of all that a rank
         needs are compared on that rank before any tensor changes; if one differs, every rank
         raises.
 
@@ -208,7 +216,14 @@ class CheckpointManager:
             state: as for `save`. On any number of ranks, cut in any way.
             step: which checkpoint; None is the newest.
             default: returned, with nothing loaded, if there is no checkpoint at all; None raises.
+            strict: refuse names that are on one side only (added or removed layers). With False
+                they are left as they are, and `last_restore` lists them.
+            include: patterns (`fnmatch`) of names to load, such as "model.blocks.*" or "optimizer";
+                a name selects all beneath it. Empty loads all.
+            exclude: patterns of names to leave alone.
             allow_cast: convert tensors that are stored in another dtype.
+            fallback: pass over a damaged checkpoint, with a warning, and load the newest good one
+                before it.
 
         Returns:
             The step of the checkpoint that was loaded.
@@ -220,108 +235,79 @@ class CheckpointManager:
             CheckpointMismatchError: names, shapes or dtypes that don't fit, by name.
 
         """
+        self._ranks.together(self.wait)
+        selection = Selection(strict, tuple(include), tuple(exclude), allow_cast)
+        skipped: dict[int, str] = {}
         chosen = self._agree_on_step(step)
-        if chosen is None:
-            if default is not None:
-                return default
-            raise CheckpointNotFoundError(f"no complete checkpoint in {self.directory}")
-        path = complete_path(self.directory, chosen)
-        manifest, metadata, trees = self._together(lambda: self._open(chosen))
-        plan = self._together(lambda: Plan(state, trees, metadata, allow_cast=allow_cast))
-        if plan.tensors:
-            try:
-                with _without_dcp_warnings():
-                    dcp_load(
-                        dict(plan.tensors),
-                        storage_reader=Reader(path, metadata, manifest),
-                        planner=DefaultLoadPlanner(flatten_state_dict=False),
-                        process_group=self._group,
-                        no_dist=self._group is None,
-                    )
-            except BaseException as error:
-                raise _own_error(f"restoring step {chosen}", error) from error
-        self._together(plan.apply)
-        return chosen
+        if chosen is None and default is not None:
+            return default
+        while chosen is not None:
+            damage = self._load(chosen, state, selection, skipped)
+            if damage is None:
+                return chosen
+            if not fallback:
+                raise damage
+            skipped[chosen] = str(damage)
+            warnings.warn(f"step {chosen} is passed over: {damage}", stacklevel=2)
+            chosen = self._agree_on_step(None, below=chosen)
+        raise CheckpointNotFoundError(
+            f"no complete checkpoint in {self.directory}"
+            + "".join(f"; step {n}: {why}" for n, why in skipped.items())
+        )
+
+    def _load(
+        self,
+        step: int,
+        state: MutableMapping[str, object],
+        selection: Selection,
+        skipped: dict[int, str],
+    ) -> CheckpointDamagedError | None:
+        """Load a checkpoint, or return its damage, the same kind of error on all ranks."""
+        try:
+            report = load_step(
+                self._store,
+                step,
+                state,
+                selection,
+                self._ranks,
+                self._mesh,
+                progress=self._progress,
+            )
+        except CheckpointDamagedError as error:
+            return error
+        self.last_restore = replace(report, skipped=skipped)
+        return None
 
     def _clean(self) -> None:
-        if self._coordinator:
-            clean(self.directory)
+        if self._ranks.is_first:
+            self._store.clean()
 
     def _refuse_existing(self, step: int) -> None:
-        path = complete_path(self.directory, step)
-        if self._coordinator and path.exists():
-            raise FileExistsError(f"{path} exists: save with overwrite=True to replace it")
+        if self._ranks.is_first and self._store.has(step):
+            raise FileExistsError(
+                f"{self._store.place(step)} exists: save with overwrite=True to replace it"
+            )
 
-    def _is_whole(self, step: int) -> bool:
-        path = complete_path(self.directory, step)
+    def _manifest(self, step: int) -> Manifest | None:
+        """Return the manifest of a whole checkpoint; None if a file is missing or too short."""
+        place = self._store.place(step)
         try:
-            Manifest.read(path).check_sizes(path)
+            manifest = Manifest.read(place)
+            manifest.check_sizes(place)
         except CheckpointDamagedError:
-            return False
-        return True
-
-    def _agree_on_step(self, step: int | None) -> int | None:
-        """Let the first rank choose: directories seen from two machines may differ for a moment."""
-        found = step if step is not None else self.latest()
-        chosen = torch.tensor([_NONE if found is None else found], dtype=torch.int64)
-        broadcast(chosen, self._group, src=0).wait()
-        value = int(chosen)
-        if value == _NONE:
             return None
-        return value
+        return manifest
 
-    def _open(self, step: int) -> tuple[Manifest, Metadata, dict[str, Json]]:
-        """Read and check the small files of a checkpoint."""
-        path = complete_path(self.directory, step)
-        if not path.is_dir():
-            raise CheckpointNotFoundError(
-                f"no complete checkpoint of step {step} in {self.directory}; there are "
-                f"{self.list() or 'none'}"
-            )
-        manifest = Manifest.read(path)
-        manifest.check_sizes(path)
-        for name in (METADATA, VALUES):
-            manifest.check_file(path, name)
-        trees = json.loads((path / VALUES).read_bytes())
-        return manifest, read_metadata(path), trees
+    def _retire(self) -> None:
+        found = {step: self._manifest(step) for step in self._store.steps()}
+        for step in self._retention.doomed({s: m.metric for s, m in found.items() if m}):
+            self._store.remove(step)
 
-    def _together(self, work: Callable[[], T]) -> T:
-        """Run `work`; if it fails on any rank, raise on every rank instead of letting some wait."""
-        failure: BaseException | None = None
-        result: T | None = None
-        try:
-            result = work()
-        except Exception as error:
-            failure = error
-        failed = torch.zeros(1 if self._group is None else self._group.size(), dtype=torch.uint8)
-        failed[0 if self._group is None else self._group.rank()] = failure is not None
-        all_reduce_small([failed], self._group, op="max")
-        if failure is not None:
-            raise failure
-        if failed.any():
-            raise CheckpointError(
-                f"rank {int(failed.nonzero()[0])} of the group failed; its own error says why"
-            )
-        return cast(T, result)
-
-
-class _without_dcp_warnings(warnings.catch_warnings):  # noqa: N801 (reads as a statement)
-    """DCP warns that a world of one has no process group; here that is a choice."""
-
-    def __enter__(self) -> None:
-        super().__enter__()
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-
-
-def _own_error(doing: str, error: BaseException) -> BaseException:
-    """Turn DCP's collected failures into this layer's errors; others pass as they are."""
-    if not isinstance(error, CheckpointException):
-        return error
-    rank, (first, trace) = min(error.failures.items())
-    ranks = ", ".join(map(str, sorted(error.failures)))
-    if isinstance(first, (CheckpointError, FileExistsError)):
-        return type(first)(f"{doing} failed on rank {ranks}: {first}")
-    where = "".join(trace.format()[-1:]).strip() if trace else "unknown place"
-    return CheckpointError(
-        f"{doing} failed on rank {ranks}; rank {rank}: {type(first).__name__}: {first} ({where})"
-    )
+    def _agree_on_step(self, step: int | None, below: int | None = None) -> int | None:
+        """Let the first rank choose: directories seen from two machines may differ for a moment."""
+        found = step
+        if found is None:
+            steps = [s for s in self._store.steps() if below is None or s < below]
+            found = next((s for s in reversed(steps) if self._manifest(s)), None)
+        value = self._ranks.first(_NONE if found is None else found)
+        return None if value == _NONE else value

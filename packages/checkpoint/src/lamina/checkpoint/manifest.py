@@ -7,24 +7,20 @@ thousand million); it is no defence against someone who forges files on purpose.
 from __future__ import annotations
 
 import json
-import os
 import zlib
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from lamina.checkpoint.errors import CheckpointDamagedError
+from lamina.checkpoint.places import FileSum, LocalPlace, Place, sum_of, write_whole
 
 MANIFEST = "manifest.json"
-FORMAT = 1
-_CHUNK = 4 << 20  # bytes read at a time: large enough for the disk, small beside a tensor
-
-
-@dataclass(frozen=True)
-class FileSum:
-    """The length of a file in bytes and its CRC-32."""
-
-    bytes: int
-    crc32: int
+METADATA = ".metadata"
+VALUES = "values.json"
+CHUNKS = "chunks.json"
+FORMAT = 2
+_Text = bytes  # the classes below have properties of that name
+_READ = (1, 2)  # format 1 had no sums per chunk
 
 
 @dataclass(frozen=True)
@@ -36,6 +32,7 @@ class Manifest:
         world_size: ranks that wrote it.
         torch: the version of torch that wrote it.
         files: by name relative to the checkpoint, every file but the manifest.
+        metric: what `save` was given, for `keep_best`.
 
     """
 
@@ -43,109 +40,134 @@ class Manifest:
     world_size: int
     torch: str
     files: dict[str, FileSum]
+    metric: float | None = None
 
     @property
     def bytes(self) -> int:
         """Total length of the files, in bytes."""
         return sum(file.bytes for file in self.files.values())
 
-    def write(self, directory: Path) -> None:
-        """Write `manifest.json` and sync it to the disk."""
+    def encoded(self) -> _Text:
+        """Return the text of `manifest.json`."""
         body = json.dumps({"format": FORMAT, **asdict(self)}, sort_keys=True)
         text = json.dumps({"crc32": zlib.crc32(body.encode()), "body": json.loads(body)}, indent=1)
-        write_synced(directory / MANIFEST, text.encode())
+        return text.encode()
+
+    def write(self, place: Place | Path) -> None:
+        """Write `manifest.json` durably."""
+        write_whole(_place(place), MANIFEST, self.encoded())
 
     @classmethod
-    def read(cls, directory: Path) -> Manifest:
+    def read(cls, place: Place | Path) -> Manifest:
         """Read `manifest.json`.
 
         Raises:
             CheckpointDamagedError: it is missing or altered.
 
         """
-        path = directory / MANIFEST
+        place = _place(place)
+        where = f"{place}/{MANIFEST}"
         try:
-            parsed = json.loads(path.read_bytes())
+            parsed = json.loads(place.read(MANIFEST))
             body = parsed["body"]
             if zlib.crc32(json.dumps(body, sort_keys=True).encode()) != parsed["crc32"]:
                 raise ValueError("its checksum does not fit its text")
-            if body["format"] != FORMAT:
-                raise ValueError(f"it has format {body['format']}, this version reads {FORMAT}")
+            if body["format"] not in _READ:
+                raise ValueError(f"it has format {body['format']}, this version reads {_READ}")
             files = {name: FileSum(**entry) for name, entry in body["files"].items()}
             if outside := [name for name in files if Path(name).name != name]:
                 raise ValueError(f"it lists files outside the checkpoint: {outside}")
-            return cls(body["step"], body["world_size"], body["torch"], files)
+            return cls(body["step"], body["world_size"], body["torch"], files, body.get("metric"))
         except FileNotFoundError:
             raise CheckpointDamagedError(
-                f"{path} is missing: not a checkpoint of lamina, or an incomplete copy of one"
+                f"{where} is missing: not a checkpoint of lamina, or an incomplete copy of one"
             ) from None
         except (ValueError, KeyError, TypeError) as error:
-            raise CheckpointDamagedError(f"{path} can't be read: {error}") from error
+            raise CheckpointDamagedError(f"{where} can't be read: {error}") from error
 
-    def check_sizes(self, directory: Path) -> None:
+    def check_sizes(self, place: Place | Path) -> None:
         """Check that every file is there and as long as it was (cheap: reads no data).
 
         Raises:
             CheckpointDamagedError: naming the first that is not.
 
         """
+        place = _place(place)
         for name, expected in self.files.items():
             try:
-                found = os.stat(directory / name).st_size
+                found = place.size(name)
             except FileNotFoundError:
                 raise CheckpointDamagedError(
-                    f"{directory / name} is missing; it should have {expected.bytes} bytes"
+                    f"{place}/{name} is missing; it should have {expected.bytes} bytes"
                 ) from None
             if found != expected.bytes:
                 raise CheckpointDamagedError(
-                    f"{directory / name} has {found} bytes, the manifest says {expected.bytes}"
+                    f"{place}/{name} has {found} bytes, the manifest says {expected.bytes}"
                 )
 
-    def check_file(self, directory: Path, name: str) -> None:
+    def check_file(self, place: Place | Path, name: str) -> None:
         """Read a whole file and compare its checksum.
 
         Raises:
             CheckpointDamagedError: it differs, is missing, or is not in the manifest.
 
         """
+        place = _place(place)
         if name not in self.files:
-            raise CheckpointDamagedError(f"{directory / name} is used but not in {MANIFEST}")
+            raise CheckpointDamagedError(f"{place}/{name} is used but not in {MANIFEST}")
         expected = self.files[name]
         try:
-            found = sum_of_file(directory / name)
+            found = sum_of(place, name)
         except FileNotFoundError:
-            raise CheckpointDamagedError(f"{directory / name} is missing") from None
+            raise CheckpointDamagedError(f"{place}/{name} is missing") from None
         if found != expected:
             raise CheckpointDamagedError(
-                f"{directory / name} is damaged: {found.bytes} bytes with CRC-32 "
+                f"{place}/{name} is damaged: {found.bytes} bytes with CRC-32 "
                 f"{found.crc32:08x}, written were {expected.bytes} bytes with {expected.crc32:08x}"
             )
 
+    def read_file(self, place: Place, name: str) -> _Text:
+        """Read a small file and compare its checksum.
 
-def sum_of_file(path: Path, from_disk: bool = False) -> FileSum:
-    """Read a file and sum it.
+        Raises:
+            CheckpointDamagedError: it differs, is missing, or is not in the manifest.
 
-    Args:
-        path: the file.
-        from_disk: drop its clean pages from the page cache first (where the system can), so that
-            what is summed is what the disk holds and not what memory remembers.
+        """
+        self.check_file(place, name)
+        return place.read(name)
 
+
+def _place(place: Place | Path) -> Place:
+    return LocalPlace(place) if isinstance(place, Path) else place
+
+
+class ChunkSums:
+    """Checksums of the chunks that a checkpoint's data files are rows of.
+
+    Each chunk is one box of one tensor. `chunks.json` holds, per file, ``[length, CRC-32]`` of its
+    chunks in order; offsets follow.
     """
-    crc, length = 0, 0
-    with open(path, "rb", buffering=0) as file:
-        if from_disk and hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        while chunk := file.read(_CHUNK):
-            crc = zlib.crc32(chunk, crc)
-            length += len(chunk)
-    return FileSum(length, crc)
 
+    def __init__(self, files: dict[str, list[list[int]]]) -> None:
+        self._sums = {}
+        for name, chunks in files.items():
+            offset = 0
+            for length, crc in chunks:
+                self._sums[name, offset] = FileSum(length, crc)
+                offset += length
 
-def write_synced(path: Path, data: bytes) -> FileSum:
-    """Write a small file, sync it to the disk, and return its sum."""
-    with open(path, "wb", buffering=0) as file:
-        view = memoryview(data)
-        while view:
-            view = view[file.write(view) :]
-        os.fsync(file.fileno())
-    return FileSum(len(data), zlib.crc32(data))
+    @classmethod
+    def read(cls, manifest: Manifest, place: Place) -> ChunkSums:
+        """Read `chunks.json`; a checkpoint of format 1 has none.
+
+        Raises:
+            CheckpointDamagedError: it is altered.
+
+        """
+        if CHUNKS not in manifest.files:
+            return cls({})
+        return cls(json.loads(manifest.read_file(place, CHUNKS)))
+
+    def of(self, name: str, offset: int) -> FileSum | None:
+        """Return length and CRC-32 of the chunk at a place, or None if none begins there."""
+        return self._sums.get((name, offset))

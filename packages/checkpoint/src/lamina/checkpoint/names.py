@@ -12,8 +12,6 @@ from typing import Any
 
 import torch
 
-from lamina.checkpoint.errors import CheckpointMismatchError, shortened
-
 Tree = dict[str, Any]
 
 
@@ -44,66 +42,52 @@ def parameter_names(optimizer: Any, state: Mapping[str, Any]) -> dict[int, str]:
     return {id(p): ".".join(owners[id(p)]) if several else owners[id(p)][1] for p in parameters}
 
 
-def _names_by_key(optimizer: Any, tree: Tree, names: Mapping[int, str]) -> dict[Any, str]:
-    """Map the keys that `optimizer.state_dict()` uses to stored names."""
-    by_key = {}
-    for group, saved_group in zip(optimizer.param_groups, tree["param_groups"], strict=True):
-        for parameter, key in zip(group["params"], saved_group["params"], strict=True):
-            by_key[key] = names.get(id(parameter), str(key))
-    return by_key
+class OptimizerNames:
+    """The names and the numbers of one optimizer's parameters.
 
-
-def with_names(optimizer: Any, tree: Tree, names: Mapping[int, str]) -> Tree:
-    """Return an optimizer's state_dict with its parameters' keys replaced by names."""
-    by_key = _names_by_key(optimizer, tree, names)
-    return {
-        **tree,
-        "state": {by_key.get(key, str(key)): value for key, value in tree["state"].items()},
-        "param_groups": [
-            {**group, "params": [by_key[key] for key in group["params"]]}
-            for group in tree["param_groups"]
-        ],
-    }
-
-
-def parameters_by_name(optimizer: Any, state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """Map the stored names of an optimizer's parameters to the parameters."""
-    names = parameter_names(optimizer, state)
-    tree = optimizer.state_dict()
-    return {
-        names.get(id(parameter), str(key)): parameter
-        for group, saved_group in zip(optimizer.param_groups, tree["param_groups"], strict=True)
-        for parameter, key in zip(group["params"], saved_group["params"], strict=True)
-    }
-
-
-def with_keys(entry: str, optimizer: Any, saved: Tree, names: Mapping[int, str]) -> Tree:
-    """Return a stored tree with names replaced by the keys of the optimizer at hand.
-
-    Groups keep the hyperparameters that were saved; within a group, order is the optimizer's own.
-
-    Raises:
-        CheckpointMismatchError: the groups don't hold the same parameters.
+    Attributes:
+        tree: its state_dict, with the numbers.
+        parameters: name -> parameter.
 
     """
-    tree = optimizer.state_dict()
-    by_key = _names_by_key(optimizer, tree, names)
-    local_groups = tree["param_groups"]
-    if len(local_groups) != len(saved["param_groups"]):
-        raise CheckpointMismatchError(
-            f"'{entry}' has {len(local_groups)} parameter groups, the checkpoint has "
-            f"{len(saved['param_groups'])}"
-        )
-    groups = []
-    for number, (local, stored) in enumerate(zip(local_groups, saved["param_groups"], strict=True)):
-        here, there = {by_key[key] for key in local["params"]}, set(stored["params"])
-        if here != there:
-            raise CheckpointMismatchError(
-                f"parameter group {number} of '{entry}' differs: only here: "
-                f"{shortened(sorted(here - there)) or 'none'}; only in the checkpoint: "
-                f"{shortened(sorted(there - here)) or 'none'}"
-            )
-        groups.append({**stored, "params": list(local["params"])})
-    keys = {name: key for key, name in by_key.items()}
-    state = {keys.get(name, name): value for name, value in saved["state"].items()}
-    return {**saved, "state": state, "param_groups": groups}
+
+    def __init__(self, optimizer: Any, state: Mapping[str, Any]) -> None:
+        names = parameter_names(optimizer, state)
+        self.tree: Tree = optimizer.state_dict()
+        self.parameters: dict[str, torch.Tensor] = {}
+        self._names: dict[Any, str] = {}
+        for group, numbered in zip(optimizer.param_groups, self.tree["param_groups"], strict=True):
+            for parameter, key in zip(group["params"], numbered["params"], strict=True):
+                name = names.get(id(parameter), str(key))
+                self._names[key] = name
+                self.parameters[name] = parameter
+
+    def named(self) -> Tree:
+        """Return the state_dict with names in place of numbers."""
+        return {
+            **self.tree,
+            "state": {self._names.get(k, str(k)): v for k, v in self.tree["state"].items()},
+            "param_groups": [
+                {**group, "params": [self._names[key] for key in group["params"]]}
+                for group in self.tree["param_groups"]
+            ],
+        }
+
+    def groups(self) -> list[set[str]]:
+        """Return the names of the parameters of each group."""
+        return [{self._names[k] for k in group["params"]} for group in self.tree["param_groups"]]
+
+    def numbered(self, saved: Tree) -> Tree:
+        """Return a stored tree with the numbers of the optimizer at hand in place of names.
+
+        Groups keep the hyperparameters that were saved; within a group, order is the optimizer's
+        own. Stored state of parameters that this rank does not have is left out.
+        """
+        groups = [
+            {**stored, "params": list(local["params"])}
+            for local, stored in zip(self.tree["param_groups"], saved["param_groups"], strict=True)
+        ]
+        keys = {name: key for key, name in self._names.items()}
+        state = {keys[name]: value for name, value in saved["state"].items() if name in keys}
+        extra = {n: v for n, v in saved["state"].items() if n in self.tree["state"]}
+        return {**saved, "state": {**state, **extra}, "param_groups": groups}

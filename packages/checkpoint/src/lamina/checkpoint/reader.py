@@ -3,16 +3,30 @@
 from __future__ import annotations
 
 import io
+import mmap
+import os
 import pickle
-from pathlib import Path
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import groupby
 from typing import Any, cast
 
-from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
-from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan
+import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    Metadata,
+    StorageMeta,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.storage import StorageReader
+from torch.futures import Future
 
 from lamina.checkpoint.errors import CheckpointDamagedError, CheckpointUnsafeError
-from lamina.checkpoint.manifest import Manifest
+from lamina.checkpoint.manifest import METADATA, ChunkSums, Manifest
+from lamina.checkpoint.places import LocalPlace, Place
+from lamina.checkpoint.streams import tensor_in
 
 _METADATA = "torch.distributed.checkpoint.metadata"
 _FILES = "torch.distributed.checkpoint.filesystem"
@@ -30,6 +44,10 @@ _ALLOWED = {
     ("builtins", "set"),
     ("builtins", "frozenset"),
 }
+_PATHS = {
+    ("pathlib", name)  # of a plain DCP checkpoint: where it was saved
+    for name in ("PosixPath", "PurePosixPath", "Path", "WindowsPath", "PureWindowsPath")
+} | {("pathlib._local", name) for name in ("PosixPath", "Path", "WindowsPath")}
 _DTYPES = frozenset(
     "float64 float32 float16 bfloat16 int64 int32 int16 int8 uint64 uint32 uint16 uint8 bool "
     "complex128 complex64 complex32 float8_e4m3fn float8_e4m3fnuz float8_e5m2 float8_e5m2fnuz "
@@ -39,6 +57,8 @@ _DTYPES = frozenset(
 
 class _MetadataUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
+        if (module, name) in _PATHS:
+            return str  # a path is only text here; it is not used
         if (module, name) in _ALLOWED or (module == "torch" and name in _DTYPES):
             return super().find_class(module, name)
         raise CheckpointUnsafeError(
@@ -47,17 +67,17 @@ class _MetadataUnpickler(pickle.Unpickler):
         )
 
 
-def read_metadata(path: Path) -> Metadata:
-    """Read DCP's `.metadata` of the checkpoint at `path`, a pickle, without executing any of it.
+def read_metadata(place: Place) -> Metadata:
+    """Read DCP's `.metadata`, a pickle, without executing any of it.
 
     Raises:
         CheckpointUnsafeError: it names anything but metadata's own classes.
         CheckpointDamagedError: it is no metadata.
 
     """
-    file = path / ".metadata"
+    file = f"{place}/{METADATA}"
     try:
-        metadata = _MetadataUnpickler(io.BytesIO(file.read_bytes())).load()
+        metadata = _MetadataUnpickler(io.BytesIO(place.read(METADATA))).load()
     except CheckpointUnsafeError:
         raise
     except Exception as error:  # an altered pickle may raise nearly anything
@@ -67,16 +87,56 @@ def read_metadata(path: Path) -> Metadata:
     return metadata
 
 
-class Reader(FileSystemReader):
-    """Reads what a plan asks for, after checking every file the plan touches.
+@contextmanager
+def opened(place: Place, name: str) -> Iterator[Callable[[int, int], memoryview]]:
+    """Open a file and give a function (offset, length) -> bytes, without copies where possible."""
+    with place.open(name) as file:
+        if isinstance(place, LocalPlace) and os.fstat(file.fileno()).st_size:
+            # Not closed by hand: tensors made of it may still be alive.
+            whole = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY))
+            yield lambda offset, length: whole[offset : offset + length]
+            return
+
+        def read(offset: int, length: int) -> memoryview:
+            file.seek(offset)
+            return memoryview(bytearray(file.read(length)))
+
+        yield read
+
+
+class Reader(StorageReader):
+    """Reads what a plan asks for, after checking every chunk that the plan touches.
 
     The check runs while DCP plans, before it writes into any tensor; a failure on one rank reaches
     all ranks by DCP's own exchange of plans.
+
+    Args:
+        place: the checkpoint.
+        metadata: DCP's, read before.
+        manifest: None for a checkpoint of plain DCP, which has no sums to check.
+        read: called with the bytes of each chunk read.
+
     """
 
-    def __init__(self, path: Path, metadata: Metadata, manifest: Manifest) -> None:
-        super().__init__(path)
-        self._metadata, self._manifest = metadata, manifest
+    def __init__(
+        self,
+        place: Place,
+        metadata: Metadata,
+        manifest: Manifest | None,
+        read: Callable[[int], None] = lambda _: None,
+    ) -> None:
+        super().__init__()
+        self._place, self._metadata, self._manifest, self._read = place, metadata, manifest, read
+        self._sums = ChunkSums({}) if manifest is None else ChunkSums.read(manifest, place)
+        self.bytes_read = 0
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Return False: a Reader is made with its place."""
+        return False
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Keep everything: a Reader serves one load."""
 
     def read_metadata(self) -> Metadata:
         """Return the metadata read before."""
@@ -85,11 +145,111 @@ class Reader(FileSystemReader):
             self._metadata.storage_meta = StorageMeta()
         return self._metadata
 
+    def set_up_storage_reader(self, metadata: Metadata, *_: object, **__: object) -> None:
+        """Do nothing: all is known."""
+
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Check the files that this rank is about to read."""
+        """Check what this rank is about to read."""
         if any(item.type == LoadItemType.BYTE_IO for item in plan.items):
-            raise CheckpointUnsafeError(f"{self.path} holds pickled objects where tensors belong")
-        files = {self.storage_data[item.storage_index].relative_path for item in plan.items}
-        for name in sorted(files):
-            self._manifest.check_file(cast(Path, self.path), name)
+            raise CheckpointUnsafeError(f"{self._place} holds pickled objects, tensors are wanted")
+        if self._manifest is not None:
+            for name, items in self._by_file(plan.items):
+                self._check(self._manifest, name, items)
         return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """Leave the plans as they are."""
+        return plans
+
+    def _info(self, item: ReadItem) -> _StorageInfo:
+        info: _StorageInfo = self._metadata.storage_data[item.storage_index]
+        if info.transform_descriptors:
+            raise CheckpointUnsafeError(
+                f"{item.storage_index.fqn} was written through {info.transform_descriptors}, which "
+                "this layer does not undo: read the checkpoint with plain DCP"
+            )
+        return info
+
+    def _by_file(self, items: list[ReadItem]) -> list[tuple[str, list[ReadItem]]]:
+        """Group items by file, in the order of their places."""
+        ordered = sorted(
+            items, key=lambda item: (self._info(item).relative_path, self._info(item).offset)
+        )
+        by_file = groupby(ordered, key=lambda item: self._info(item).relative_path)
+        return [(name, list(of_file)) for name, of_file in by_file]
+
+    def _check(self, manifest: Manifest, name: str, items: list[ReadItem]) -> None:
+        if name not in manifest.files:
+            raise CheckpointDamagedError(f"{self._place}/{name} is used but not in the manifest")
+        chunks = {self._info(item).offset: item for item in items}
+        if any(self._sums.of(name, offset) is None for offset in chunks):
+            manifest.check_file(self._place, name)
+            return
+        with opened(self._place, name) as read:
+            for offset, item in chunks.items():
+                self._check_chunk(name, read, offset, item)
+
+    def _check_chunk(
+        self, name: str, read: Callable[[int, int], memoryview], offset: int, item: ReadItem
+    ) -> None:
+        expected, length = self._sums.of(name, offset), self._info(item).length
+        found = zlib.crc32(read(offset, length))
+        if expected is None or expected.crc32 != found or expected.bytes != length:
+            index = item.storage_index
+            raise CheckpointDamagedError(
+                f"{self._place}/{name} is damaged: '{index.fqn}' from {list(index.offset or ())} "
+                f"(bytes {offset} to {offset + length}) has CRC-32 {found:08x}, written was "
+                f"{expected.crc32 if expected else 0:08x}"
+            )
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Read each chunk once, and copy from it all that is wanted of it."""
+        for name, items in self._by_file(plan.items):
+            with opened(self._place, name) as read:
+                for _, of_chunk in groupby(items, key=lambda item: self._info(item).offset):
+                    self._read_chunk(read, list(of_chunk), planner)
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
+
+    def _read_chunk(
+        self,
+        read: Callable[[int, int], memoryview],
+        items: list[ReadItem],
+        planner: LoadPlanner,
+    ) -> None:
+        info = self._info(items[0])
+        stored = self._tensor(read(info.offset, info.length), items[0])
+        for item in items:
+            piece = stored
+            for dim, (offset, length) in enumerate(
+                zip(item.storage_offsets, item.lengths, strict=True)
+            ):
+                piece = piece.narrow(dim, offset, length)
+            target = planner.resolve_tensor(item).detach()
+            target.copy_(piece)
+            planner.commit_tensor(item, target)
+        self.bytes_read += info.length
+        self._read(info.length)
+
+    def _tensor(self, chunk: memoryview, item: ReadItem) -> torch.Tensor:
+        index = item.storage_index
+        if self._manifest is None:  # another writer's: strides are its own affair
+            loaded: torch.Tensor = torch.load(
+                io.BytesIO(chunk), map_location="cpu", weights_only=True
+            )
+            return loaded
+        described = self._metadata.state_dict_metadata[index.fqn]
+        if not isinstance(described, TensorStorageMetadata):
+            raise CheckpointDamagedError(f"'{index.fqn}' is no tensor in the metadata")
+        boxes, hint = described.chunks, index.index
+        if hint is None or boxes[hint].offsets != index.offset:
+            hint = [box.offsets for box in boxes].index(cast(torch.Size, index.offset))
+        dtype, sizes = described.properties.dtype, boxes[hint].sizes
+        stored = tensor_in(chunk, dtype, sizes)
+        if stored.dtype != dtype or stored.shape != sizes:
+            raise CheckpointDamagedError(
+                f"'{index.fqn}' from {list(index.offset or ())} in {self._place} is {stored.dtype} "
+                f"{list(stored.shape)}, its metadata says {dtype} {list(sizes)}"
+            )
+        return stored

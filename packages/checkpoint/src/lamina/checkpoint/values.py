@@ -138,5 +138,6 @@ _DECODERS: dict[str, Callable[[Json, Callable[[str], Any]], Any]] = {
     "$complex": lambda body, _: complex(float(body[0]), float(body[1])),
     "$bytes": lambda body, _: base64.b64decode(body, validate=True),
     "$dtype": lambda body, _: _DTYPES[body],
+    "$ranks": lambda body, _: body,  # of PerRank: a list with each rank's own
     "$device": lambda body, _: torch.device(body),
 }

@@ -1,201 +1,248 @@
 """Writing: DCP's own file format, with checksums taken as the bytes pass and a commit at the end.
 
 torch.distributed.checkpoint plans who writes what and gathers the results on the coordinator. The
-writer here rides on that: the coordinator's plan carries the name of the directory to the ranks,
+writer here rides on that: the coordinator's plan carries the name of the place to the ranks,
 the ranks' results carry checksums back, and `finish`, which the coordinator runs while the others
-wait for its word, writes the manifest and renames. So a save needs no collective of its own, and
-on every rank `save` returns only once the checkpoint is complete.
+wait for its word, writes the manifest and commits. So a save needs no collective of its own, and
+on every rank it ends only once the checkpoint is complete.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import io
+import json
 import os
 import pickle
-import zlib
-from collections.abc import Generator
-from contextlib import contextmanager
-from pathlib import Path
-from typing import Any, cast
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import BinaryIO, cast
 
 import torch
-from torch.distributed.checkpoint.filesystem import (
-    CURRENT_DCP_VERSION,
-    FileSystem,
-    FileSystemWriter,
-    _StoragePrefix,
-)
-from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
-from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from lamina.checkpoint.directory import WritingDirectory
 from lamina.checkpoint.errors import CheckpointDamagedError
-from lamina.checkpoint.manifest import FileSum, Manifest, sum_of_file, write_synced
+from lamina.checkpoint.manifest import CHUNKS, METADATA, VALUES, Manifest
+from lamina.checkpoint.places import FileSum, Place, place_of, sum_of, write_whole
+from lamina.checkpoint.stores import Attempt, Store
+from lamina.checkpoint.streams import SummingStream, own_memory
+from lamina.checkpoint.trees import Trees
 
-METADATA = ".metadata"
-VALUES = "values.json"
-
-
-class _SummingFile(io.RawIOBase):
-    """A file that sums what is written to it and is on the disk once closed."""
-
-    def __init__(self, path: Path, sums: dict[str, FileSum]) -> None:
-        super().__init__()
-        self._path, self._sums = path, sums
-        # Buffered, for DCP writes tensors through torch.save in small pieces.
-        self._file = open(path, "wb", buffering=1 << 20)  # noqa: SIM115 (closed by close)
-        self._crc = self._length = 0
-
-    def writable(self) -> bool:
-        return True
-
-    def write(self, data: Any, /) -> int:
-        view = memoryview(data).cast("B")
-        self._crc = zlib.crc32(view, self._crc)
-        self._length += len(view)
-        self._file.write(view)
-        return len(view)
-
-    def tell(self) -> int:
-        return self._length
-
-    def close(self) -> None:
-        if self.closed:
-            return
-        # DCP syncs a stream before it flushes it, so its last bytes are not synced; here they are.
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        self._file.close()
-        self._sums[self._path.name] = FileSum(self._length, self._crc)
-        super().close()
+__all__ = ["Rules", "Writer"]
 
 
-class _SummingFileSystem(FileSystem):
-    def __init__(self) -> None:
-        self.sums: dict[str, FileSum] = {}
+@dataclasses.dataclass(frozen=True)
+class Rules:
+    """How to write one checkpoint.
 
-    @contextmanager
-    def create_stream(
-        self, path: str | os.PathLike[str], mode: str
-    ) -> Generator[io.IOBase, None, None]:
-        if mode != "wb":
-            raise ValueError(f"the writer opens files for writing only, not with mode {mode!r}")
-        stream = _SummingFile(Path(path), self.sums)
-        try:
-            yield stream
-        finally:
-            stream.close()
+    Attributes:
+        overwrite: replace a complete checkpoint of the same step.
+        verify: read every file back and compare before committing.
+        threads: files, and threads writing them, per rank.
+        metric: for the manifest.
+
+    """
+
+    overwrite: bool
+    verify: bool
+    threads: int
+    metric: float | None
 
 
 @dataclasses.dataclass
 class _Assignment:
-    """What the coordinator's plan tells a rank: the directory, and the prefix of its files."""
+    """What the coordinator's plan tells a rank: where to write, and its trees' checksum."""
 
-    directory: str
-    prefix: str
+    place: str
+    rank: int
+    trees_crc: int
+
+
+@dataclasses.dataclass
+class _File:
+    """A file that was written: its checksum, and those of its chunks."""
+
+    sum: FileSum
+    chunks: list[list[int]]
 
 
 class _Results(list[WriteResult]):
-    """DCP's results of one rank, with the sums of the files that it wrote."""
+    """DCP's results of one rank, with what else the coordinator needs of it."""
 
-    def __init__(self, results: list[WriteResult], sums: dict[str, FileSum]) -> None:
+    def __init__(
+        self, results: list[WriteResult], files: dict[str, _File], rank: int, trees: bytes | None
+    ) -> None:
         super().__init__(results)
-        self.sums = sums
+        self.files, self.rank, self.trees = files, rank, trees
 
 
-class Writer(FileSystemWriter):
-    """One save: makes the directory, writes, verifies, commits.
+class Writer(StorageWriter):
+    """One save: makes the place, writes, verifies, commits.
 
     Args:
-        root: the directory of checkpoints.
+        store: the directory of checkpoints.
         step: training step.
-        values: the bytes of `values.json` (read on the coordinator only).
-        overwrite: replace a complete checkpoint of the same step.
-        verify: read every file back from the disk and compare before committing.
-        threads: files, and threads writing them, per rank.
+        trees: this rank's values that are no tensors.
+        rules: how to write.
+        wrote: called with the bytes of each chunk written.
 
     """
 
     def __init__(
-        self, root: Path, step: int, values: bytes, *, overwrite: bool, verify: bool, threads: int
+        self,
+        store: Store,
+        step: int,
+        trees: Trees,
+        rules: Rules,
+        wrote: Callable[[int], None] = lambda _: None,
     ) -> None:
-        # sync_files=False: _SummingFile syncs, after its last byte.
-        super().__init__(root, single_file_per_rank=True, sync_files=False, thread_count=threads)
-        self.fs: _SummingFileSystem = _SummingFileSystem()
-        self._root, self._step, self._values = root, step, values
-        self._overwrite, self._verify = overwrite, verify
-        self._directory: WritingDirectory | None = None
+        super().__init__()
+        self._store, self._step, self._trees, self._rules = store, step, trees, rules
+        self._wrote = wrote
+        self._attempt: Attempt | None = None
+        self._place: Place | None = None
+        #: what this rank was given to write, once DCP has planned
+        self.assigned: frozenset[MetadataIndex] = frozenset()
+        #: the manifest of the finished checkpoint (coordinator)
+        self.manifest: Manifest | None = None
         self.bytes_written = 0
 
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Return False: a Writer is made with its store."""
+        return False
+
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Keep the path: a Writer serves one save (DCP calls this before each)."""
+        """Keep everything: a Writer serves one save (DCP calls this before each)."""
+
+    def storage_meta(self) -> StorageMeta | None:
+        """Return nothing: it would hold a temporary path."""
+        return None
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: object, **kwargs: object) -> None:
+        """Do nothing: the coordinator is who runs prepare_global_plan."""
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Do nothing yet: only the coordinator makes the directory."""
+        """Do nothing yet: only the coordinator makes the place."""
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Make the directory (coordinator) and tell every rank its name."""
-        self._directory = WritingDirectory(self._root, self._step)
-        name = str(self._directory.path)
+        """Make the place (coordinator) and tell every rank its name."""
+        self._attempt = self._store.begin(self._step)
+        place, crc = str(self._attempt.place), self._trees.crc32
         return [
-            dataclasses.replace(plan, storage_data=_Assignment(name, f"__{rank}_"))
+            dataclasses.replace(plan, storage_data=_Assignment(place, rank, crc))
             for rank, plan in enumerate(plans)
         ]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write this rank's tensors, sync them, read them back."""
+        """Write this rank's tensors durably, read them back."""
         assignment = cast(_Assignment, plan.storage_data)
-        self.path = Path(assignment.directory)
-        if not self.path.is_dir():
+        self._place = place_of(assignment.place)
+        if not self._place.is_there():
             raise FileNotFoundError(
-                f"{self.path} was made by the coordinator but can't be seen from this rank: the "
+                f"{self._place} was made by the coordinator but can't be seen from this rank: the "
                 "directory of checkpoints must be on a file system that all ranks share"
             )
-        prefix = _StoragePrefix(assignment.prefix)
-        results = super().write_data(dataclasses.replace(plan, storage_data=prefix), planner).wait()
-        if self._verify:
-            for name, written in self.fs.sums.items():
-                _verify_written(self.path / name, written)
-        self.bytes_written = sum(file.bytes for file in self.fs.sums.values())
+        self.assigned = frozenset(item.index for item in plan.items)
+        shares = _shares(plan.items, self._rules.threads)
+        names = [f"__{assignment.rank}_{number}.distcp" for number in range(len(shares))]
+        if len(shares) > 1:
+            with ThreadPoolExecutor(len(shares)) as pool:
+                written = list(pool.map(self._write_file, names, shares, [planner] * len(shares)))
+        else:
+            written = [
+                self._write_file(n, share, planner) for n, share in zip(names, shares, strict=True)
+            ]
+        files = {name: file for name, (file, _) in zip(names, written, strict=True)}
+        self.bytes_written = sum(file.sum.bytes for file in files.values())
+        results = [result for _, of_file in written for result in of_file]
+        differs = assignment.trees_crc != self._trees.crc32
+        trees = self._trees.for_coordinator(differs)
         future: Future[list[WriteResult]] = Future()
-        future.set_result(_Results(results, dict(self.fs.sums)))
+        future.set_result(_Results(results, files, assignment.rank, trees))
         return future
 
+    def _write_file(
+        self, name: str, items: list[WriteItem], planner: SavePlanner
+    ) -> tuple[_File, list[WriteResult]]:
+        place = cast(Place, self._place)
+        results = []
+        with place.create(name) as raw:
+            stream = SummingStream(raw)
+            for item in items:
+                offset = stream.tell()
+                torch.save(
+                    own_memory(cast(torch.Tensor, planner.resolve_data(item))),
+                    cast(BinaryIO, stream),
+                )
+                length = stream.end_chunk()
+                info = _StorageInfo(name, offset, length)
+                results.append(WriteResult(item.index, length, info))
+                self._wrote(length)
+        if self._rules.verify:
+            _verify_written(place, name, stream.sum)
+        return _File(stream.sum, stream.chunks), results
+
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Write metadata, values and manifest, and give the checkpoint its name (coordinator)."""
-        if self._directory is None:
+        """Write metadata, values and manifest, and commit (coordinator)."""
+        if self._attempt is None:
             raise RuntimeError("finish() ran before prepare_global_plan()")
-        path = self._directory.path
-        files: dict[str, FileSum] = {}
-        for of_rank in cast(list[_Results], results):
-            files.update(of_rank.sums)
+        place = self._attempt.place
+        ranks = sorted(cast(list[_Results], results), key=lambda of_rank: of_rank.rank)
+        files = {name: file.sum for of_rank in ranks for name, file in of_rank.files.items()}
+        chunks = {name: file.chunks for of_rank in ranks for name, file in of_rank.files.items()}
         metadata.version = CURRENT_DCP_VERSION
-        metadata.storage_data = {r.index: r.storage_data for ranks in results for r in ranks}
-        metadata.storage_meta = None  # it would hold the temporary path
-        files[METADATA] = write_synced(path / METADATA, pickle.dumps(metadata))
-        files[VALUES] = write_synced(path / VALUES, self._values)
-        if self._verify:
-            _verify_written(path / METADATA, files[METADATA])
-            _verify_written(path / VALUES, files[VALUES])
-        manifest = Manifest(self._step, len(results), torch.__version__, files)
-        manifest.check_sizes(path)  # sees that every rank wrote where the coordinator looks
-        manifest.write(path)
-        self._directory.commit(self._overwrite)
+        metadata.storage_data = {r.index: r.storage_data for of_rank in ranks for r in of_rank}
+        metadata.storage_meta = None
+        small: Mapping[str, bytes] = {
+            CHUNKS: json.dumps(chunks).encode(),
+            METADATA: pickle.dumps(metadata),
+            VALUES: self._trees.merged([of_rank.trees for of_rank in ranks]),
+        }
+        for name, data in small.items():
+            files[name] = write_whole(place, name, data)
+            if self._rules.verify:
+                _verify_written(place, name, files[name])
+        manifest = Manifest(
+            self._step, len(ranks), torch.__version__, files, metric=self._rules.metric
+        )
+        manifest.check_sizes(place)  # sees that every rank wrote where the coordinator looks
+        self._attempt.commit(manifest, overwrite=self._rules.overwrite)
+        self.manifest = manifest
 
     def abandon(self) -> None:
         """Remove what a failed save wrote (does something on the coordinator only)."""
-        if self._directory is not None:
-            self._directory.abandon()
+        if self._attempt is not None and self.manifest is None:
+            self._attempt.abandon()
 
 
-def _verify_written(path: Path, written: FileSum) -> None:
-    found = sum_of_file(path, from_disk=True)
+def _bytes_of(item: WriteItem) -> int:
+    data = item.tensor_data
+    return 0 if data is None else data.chunk.sizes.numel() * data.properties.dtype.itemsize
+
+
+def _shares(items: list[WriteItem], number: int) -> list[list[WriteItem]]:
+    """Divide items among at most `number` files of about equal size; none without items."""
+    shares: list[list[WriteItem]] = [[] for _ in range(min(number, len(items)))]
+    if len(shares) == 1:
+        return [items]
+    sizes = [0] * len(shares)
+    for item in sorted(items, key=_bytes_of, reverse=True):
+        smallest = sizes.index(min(sizes))
+        shares[smallest].append(item)
+        sizes[smallest] += _bytes_of(item)
+    return shares
+
+
+def _verify_written(place: Place, name: str, written: FileSum) -> None:
+    found = sum_of(place, name, from_disk=True)
     if found != written:
         raise CheckpointDamagedError(
-            f"{path} reads back as {found.bytes} bytes with CRC-32 {found.crc32:08x}, written were "
-            f"{written.bytes} bytes with {written.crc32:08x}: the disk or its connection is faulty"
+            f"{place}/{name} reads back as {found.bytes} bytes with CRC-32 {found.crc32:08x}, "
+            f"written were {written.bytes} bytes with {written.crc32:08x}: the disk or its "
+            "connection is faulty"
         )

@@ -1,0 +1,108 @@
+"""One restore: open, compare, check, read, hand over."""
+
+from __future__ import annotations
+
+import json
+import time
+import warnings
+from collections.abc import MutableMapping
+from typing import Any
+
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+
+from lamina.checkpoint.errors import CheckpointNotFoundError
+from lamina.checkpoint.manifest import METADATA, VALUES, Manifest
+from lamina.checkpoint.places import Place
+from lamina.checkpoint.plan import Plan, Selection
+from lamina.checkpoint.progress import Progress, RestoreReport
+from lamina.checkpoint.reader import Reader, read_metadata
+from lamina.checkpoint.saving import location
+from lamina.checkpoint.state import Mesh
+from lamina.checkpoint.stores import Store
+from lamina.checkpoint.together import Ranks, own_error
+from lamina.checkpoint.values import Json
+
+
+def open_checkpoint(place: Place) -> tuple[Manifest, Metadata, dict[str, Json]]:
+    """Read and check the small files of a checkpoint.
+
+    Raises:
+        CheckpointDamagedError: a file is missing or altered.
+        CheckpointUnsafeError: the metadata names code.
+
+    """
+    manifest = Manifest.read(place)
+    manifest.check_sizes(place)
+    manifest.check_file(place, METADATA)
+    trees = json.loads(manifest.read_file(place, VALUES))
+    return manifest, read_metadata(place), trees
+
+
+def open_step(store: Store, step: int) -> tuple[Manifest, Metadata, dict[str, Json]]:
+    """Open the checkpoint of a step.
+
+    Raises:
+        CheckpointNotFoundError: there is none.
+
+    """
+    if not store.has(step):
+        raise CheckpointNotFoundError(
+            f"no complete checkpoint of step {step} ({store.place(step)}); there are {store.steps() or 'none'}"
+        )
+    return open_checkpoint(store.place(step))
+
+
+def load_step(
+    store: Store,
+    step: int,
+    state: MutableMapping[str, Any],
+    selection: Selection,
+    ranks: Ranks,
+    mesh: Mesh,
+    *,
+    progress: bool,
+) -> RestoreReport:
+    """Load one checkpoint into `state` (collective). Nothing changes if any rank can't."""
+    started = time.perf_counter()
+    manifest, metadata, trees = ranks.together(lambda: open_step(store, step))
+    plan = ranks.together(lambda: Plan(state, trees, metadata, selection, mesh))
+    # All ranks read the same names, in the same order: who has a place for which?
+    anywhere = ranks.any(list(plan.claims.values()))
+    claimed = dict(zip(plan.claims, anywhere, strict=True))
+    ranks.together(lambda: plan.conclude(claimed))
+    place = store.place(step)
+    read = 0
+    if any(ranks.any([bool(plan.tensors)])):
+        shown = progress and ranks.is_first
+        bar = Progress(f"loading step {step}", manifest.bytes // ranks.size, shown)
+        reader = ranks.together(lambda: Reader(place, metadata, manifest, bar.advance))
+        try:
+            _dcp_load(plan.tensors, reader, ranks)
+        except BaseException as error:
+            raise own_error(f"restoring step {step}", error) from error
+        finally:
+            bar.close()
+        read = reader.bytes_read
+    ranks.together(lambda: plan.apply(ranks.rank, ranks.size))
+    return RestoreReport(
+        step,
+        location(place),
+        read,
+        time.perf_counter() - started,
+        tuple(plan.missing),
+        tuple(plan.unexpected),
+    )
+
+
+def _dcp_load(tensors: dict[str, Any], reader: Reader, ranks: Ranks) -> None:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        dcp_load(
+            dict(tensors),
+            storage_reader=reader,
+            planner=DefaultLoadPlanner(flatten_state_dict=False),
+            process_group=ranks.group,
+            no_dist=ranks.group is None,
+        )

@@ -1,0 +1,95 @@
+"""State that differs from rank to rank."""
+
+from __future__ import annotations
+
+import base64
+import warnings
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import torch
+
+from lamina.checkpoint.errors import CheckpointMismatchError
+from lamina.checkpoint.values import Json, decode, encode
+from lamina.mesh import rng_state, set_rng_state
+
+
+class PerRank:
+    """Wraps a value or stateful object of which every rank saves its own, and gets its own back.
+
+    Other values of a state are taken from the first rank. This is for what is small and belongs to
+    one rank, such as random number generators; its tensors are stored beside the plain values.
+
+    Args:
+        value: an object with `state_dict` and `load_state_dict`, or a plain value.
+        on_change: what a restore does on another number of ranks, where "its own" has no meaning:
+            "keep" what each rank has (with a warning), give all ranks the "first" rank's, or
+            "raise".
+
+    """
+
+    def __init__(
+        self, value: Any, *, on_change: Literal["keep", "first", "raise"] = "keep"
+    ) -> None:
+        self.value = value
+        self.on_change = on_change
+
+    def encoded(self, entry: str) -> Json:
+        """Return this rank's state as JSON, its tensors included."""
+        stateful = hasattr(self.value, "state_dict") and hasattr(self.value, "load_state_dict")
+        tensors: dict[tuple[str, ...], torch.Tensor] = {}
+        tree = encode(self.value.state_dict() if stateful else self.value, (entry,), tensors)
+        return {"tree": tree, "tensors": {".".join(k): _inline(t) for k, t in tensors.items()}}
+
+    def load(self, entry: str, ranks: list[Json], rank: int, world_size: int) -> None:
+        """Take this rank's state from those of all ranks.
+
+        Raises:
+            CheckpointMismatchError: another number of ranks, and `on_change` is "raise".
+
+        """
+        if len(ranks) != world_size:
+            message = (
+                f"'{entry}' was saved by {len(ranks)} ranks, each with its own; here are "
+                f"{world_size}"
+            )
+            if self.on_change == "raise":
+                raise CheckpointMismatchError(f"{message}: on_change='keep' or 'first' allows it")
+            if self.on_change == "keep":
+                warnings.warn(f"{message}: every rank keeps what it has", stacklevel=2)
+                return
+            rank = 0
+        stored: Mapping[str, Json] = ranks[rank]
+        tensors = stored["tensors"]
+        tree = decode(stored["tree"], lambda name: _outline(tensors[name]))
+        if hasattr(self.value, "load_state_dict"):
+            self.value.load_state_dict(tree)
+        else:
+            self.value = tree
+
+
+class RngState:
+    """This rank's random number generators, for `PerRank(RngState())` in a state."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return Python's, NumPy's, torch's and `lamina.mesh`'s named generators."""
+        return rng_state()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Set them; those that this process does not have are left out."""
+        set_rng_state(state, strict=False)
+
+
+def _inline(tensor: torch.Tensor) -> Json:
+    tensor = tensor.detach().cpu().contiguous()
+    raw = tensor.view(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return [dtype, list(tensor.shape), base64.b64encode(raw).decode("ascii")]
+
+
+def _outline(stored: Json) -> torch.Tensor:
+    dtype: torch.dtype = decode({"$dtype": stored[0]}, str)
+    raw = bytearray(base64.b64decode(stored[2], validate=True))
+    if not raw:
+        return torch.empty(stored[1], dtype=dtype)
+    return torch.frombuffer(raw, dtype=dtype).view(stored[1])

@@ -1,0 +1,273 @@
+"""One restore: which stored tensor goes into which tensor at hand.
+
+`Plan` compares what a checkpoint holds with what the objects at hand expect, says by name what
+does not fit before anything is read, and hands the tensors back after they have been filled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+from lamina.checkpoint.errors import CheckpointMismatchError, shortened
+from lamina.checkpoint.parts import Parts, as_part
+from lamina.checkpoint.per_rank import PerRank
+from lamina.checkpoint.state import Mesh, Taken, is_stateful, owner_of, take_entry
+from lamina.checkpoint.trees import RANKS
+from lamina.checkpoint.values import Json, decode
+
+
+@dataclass(frozen=True)
+class Selection:
+    """What a restore takes of a checkpoint.
+
+    Attributes:
+        strict: names on one side only are an error; without it they are left alone.
+        include: patterns of names (`fnmatch`; a name selects all beneath it); empty is all.
+        exclude: patterns that are left alone.
+        allow_cast: a tensor may be loaded into one of another dtype.
+
+    """
+
+    strict: bool = True
+    include: tuple[str, ...] = ()
+    exclude: tuple[str, ...] = ()
+    allow_cast: bool = False
+
+    def takes(self, name: str) -> bool:
+        """Whether a tensor or entry is selected."""
+
+        def matches(patterns: Sequence[str]) -> bool:
+            return any(fnmatchcase(name, p) or name.startswith(f"{p}.") for p in patterns)
+
+        return (not self.include or matches(self.include)) and not matches(self.exclude)
+
+
+@dataclass
+class _Entry:
+    """One entry's share of the plan."""
+
+    taken: Taken | None
+    missing: set[str] = field(default_factory=set)
+    selected: bool = True
+
+
+class Plan:
+    """Compares a state at hand with a checkpoint.
+
+    Args:
+        state: what to load into.
+        trees: the parsed `values.json`.
+        metadata: DCP's.
+        selection: what to take.
+        mesh: see `Parts`.
+
+    Raises:
+        CheckpointMismatchError: entries, shapes or dtypes that don't fit, by name.
+
+    """
+
+    def __init__(
+        self,
+        state: MutableMapping[str, Any],
+        trees: Mapping[str, Json],
+        metadata: Metadata,
+        selection: Selection,
+        mesh: Mesh = None,
+    ) -> None:
+        self._state, self._trees, self._selection = state, trees, selection
+        self._stored = metadata.state_dict_metadata
+        self._parts = Parts(state, mesh)
+        absent = sorted(set(state) - set(trees))
+        if absent and selection.strict:
+            raise CheckpointMismatchError(
+                f"the checkpoint has no entry {shortened(absent)}; "
+                f"it has {shortened(sorted(trees))}"
+            )
+        #: name -> tensor that is filled
+        self.tensors: dict[str, torch.Tensor] = {}
+        self._values: dict[str, torch.Tensor] = {}  # the same, as load_state_dict takes them
+        #: stored names that should have a place on some rank -> whether they have one on this rank
+        self.claims: dict[str, bool] = {}
+        self.missing: list[str] = absent
+        self.unexpected: list[str] = []
+        self._entries = {e: self._plan_entry(e, v) for e, v in state.items() if e in trees}
+
+    def _plan_entry(self, entry: str, value: Any) -> _Entry:
+        stored: list[str] = []
+        decode(self._trees[entry], stored.append)
+        selected = [name for name in stored if self._selection.takes(name)]
+        if not selected and not self._selection.takes(entry):
+            return _Entry(None, selected=False)
+        of_ranks = isinstance(self._trees[entry], dict) and RANKS in self._trees[entry]
+        if of_ranks != isinstance(value, PerRank):
+            raise CheckpointMismatchError(
+                f"'{entry}' is {'' if of_ranks else 'not '}PerRank in the checkpoint and "
+                f"{'not ' if of_ranks else ''}here"
+            )
+        if of_ranks or not is_stateful(value):
+            for name in stored:
+                self._fill(name, None, None)
+            return _Entry(None)
+        taken = take_entry(entry, value, self._state, self._parts)
+        planned = _Entry(taken)
+        known = isinstance(value, torch.nn.Module) or taken.optimizer is not None
+        for name in selected if known else stored:  # of other objects all or nothing
+            owner = self._owner(entry, name, taken)
+            here = name in taken.tensors or owner is not None
+            if known:
+                self.claims[name] = here
+            if here or not known:
+                self._fill(name, taken, owner)
+        if isinstance(value, torch.nn.Module):
+            planned.missing = {
+                name for name in set(taken.tensors) - set(stored) if self._selection.takes(name)
+            }
+        if taken.optimizer is not None:
+            self._plan_groups(entry, planned)
+        return planned
+
+    def _owner(self, entry: str, name: str, taken: Taken) -> torch.Tensor | None:
+        if taken.optimizer is None:
+            return None
+        return taken.optimizer.parameters.get(owner_of(entry, name))
+
+    def _plan_groups(self, entry: str, planned: _Entry) -> None:
+        """Claim the stored members of groups; note members that no stored group has."""
+        if planned.taken is None or planned.taken.optimizer is None:
+            return
+        here = planned.taken.optimizer.groups()
+        there = [set(group["params"]) for group in self._trees[entry]["param_groups"]]
+        if len(here) != len(there):
+            raise CheckpointMismatchError(
+                f"'{entry}' has {len(here)} parameter groups, the checkpoint has {len(there)}"
+            )
+        for number, (local, stored) in enumerate(zip(here, there, strict=True)):
+            prefix = f"{entry}.param_groups.{number}: "
+            self.claims.update({prefix + name: name in local for name in stored})
+            planned.missing |= {prefix + name for name in local - stored}
+
+    def _fill(self, name: str, taken: Taken | None, owner: torch.Tensor | None) -> None:
+        metadata = self._stored.get(name)
+        if not isinstance(metadata, TensorStorageMetadata):
+            raise CheckpointMismatchError(f"tensor '{name}' is not in the checkpoint's metadata")
+        if taken is not None and name in taken.tensors:
+            self._values[name], target = taken.tensors[name].detach(), taken.parts[name]
+        else:
+            self._values[name], target = self._empty(name, metadata, owner)
+        if target.shape != metadata.size:
+            raise CheckpointMismatchError(
+                f"'{name}' has shape {list(metadata.size)} in the checkpoint and "
+                f"{list(target.shape)} here"
+            )
+        if target.dtype != metadata.properties.dtype and not self._selection.allow_cast:
+            raise CheckpointMismatchError(
+                f"'{name}' is {metadata.properties.dtype} in the checkpoint and {target.dtype} "
+                "here: pass allow_cast=True to convert it"
+            )
+        self.tensors[name] = target
+
+    def _empty(
+        self, name: str, metadata: TensorStorageMetadata, owner: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Make the tensor for state that does not exist yet, and show it as a part.
+
+        An optimizer that has not stepped has no state. What has its parameter's shape is cut as
+        the parameter is (empty_like keeps a sharded tensor's placement); the rest is whole and on
+        the CPU.
+        """
+        dtype = metadata.properties.dtype
+        if owner is not None and owner.ndim > 0:
+            region = self._parts.region(name, owner)
+            if metadata.size == (owner.shape if region is None else torch.Size(region.shape)):
+                made = torch.empty_like(owner.detach(), dtype=dtype)
+                return made, as_part(made, region, owner)
+        made = torch.empty(metadata.size, dtype=dtype)
+        return made, made
+
+    def conclude(self, claimed: Mapping[str, bool]) -> None:
+        """Compare names, once it is known which names have a place on some rank.
+
+        Args:
+            claimed: like `claims`, true where any rank has a place.
+
+        Raises:
+            CheckpointMismatchError: a name on one side only, and the selection is strict.
+
+        """
+        for entry, planned in self._entries.items():
+            missing = sorted(planned.missing)
+            unexpected = sorted(
+                name
+                for name, anywhere in claimed.items()
+                if not anywhere and name.startswith(f"{entry}.")
+            )
+            if self._selection.strict and (missing or unexpected):
+                raise CheckpointMismatchError(
+                    f"'{entry}' does not fit the checkpoint: not in the checkpoint: "
+                    f"{shortened(missing) or 'none'}; only in the checkpoint: "
+                    f"{shortened(unexpected) or 'none'}; strict=False loads what fits"
+                )
+            self.missing += missing
+            self.unexpected += unexpected
+
+    def apply(self, rank: int, world_size: int) -> None:
+        """Give every object its loaded state, and put loaded plain values into the dict."""
+        for entry, planned in self._entries.items():
+            value = self._state[entry]
+            if not planned.selected:
+                continue
+            if isinstance(value, PerRank):
+                value.load(entry, self._trees[entry][RANKS], rank, world_size)
+            elif planned.taken is None:
+                self._state[entry] = self._decoded(entry)
+            elif isinstance(value, torch.nn.Module):
+                value.load_state_dict(self._module_tree(entry, planned.taken))
+            elif planned.taken.optimizer is not None:
+                tree = self._optimizer_tree(entry, planned.taken)
+                value.load_state_dict(planned.taken.optimizer.numbered(tree))
+            else:
+                value.load_state_dict(self._decoded(entry))
+
+    def _decoded(self, entry: str) -> Any:
+        return decode(self._trees[entry], lambda name: self._values.get(name, _LEFT))
+
+    def _module_tree(self, entry: str, taken: Taken) -> dict[str, Any]:
+        """The module's own state, whose tensors are filled in place, with other stored values."""
+        stored = self._decoded(entry)
+        values = {
+            name: value
+            for name, value in stored.items()
+            if name in taken.tree
+            and not isinstance(taken.tree[name], torch.Tensor)
+            and self._selection.takes(f"{entry}.{name}")
+        }
+        return {**taken.tree, **values}
+
+    def _optimizer_tree(self, entry: str, taken: Taken) -> dict[str, Any]:
+        """The stored state, and this optimizer's own where nothing is stored or selected."""
+        stored: dict[str, Any] = self._decoded(entry)
+        own = taken.tree["state"]
+        members = {name for group in stored["param_groups"] for name in group["params"]}
+        state = {
+            name: value
+            for name, value in own.items()
+            # A parameter that the checkpoint knows and has no state of loses what it has here.
+            if name not in members or not self._selection.takes(f"{entry}.state.{name}")
+        }
+        for name, values in stored["state"].items():
+            loaded = {k: v for k, v in values.items() if v is not _LEFT}
+            if len(loaded) < len(values):
+                loaded = {**own.get(name, {}), **loaded}
+            if loaded:
+                state[name] = loaded
+        return {**stored, "state": state}
+
+
+_LEFT = object()
+"""Stands for a stored tensor that was not read: not selected, or another rank's."""

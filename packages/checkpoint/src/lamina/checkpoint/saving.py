@@ -1,0 +1,172 @@
+"""One save from plan to commit, in the training loop's thread or beside it."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
+
+from lamina.checkpoint.background import Background
+from lamina.checkpoint.manifest import Manifest
+from lamina.checkpoint.places import LocalPlace, Place
+from lamina.checkpoint.progress import Progress, SaveReport
+from lamina.checkpoint.staging import Stage, Staged, StagedPlanner
+from lamina.checkpoint.stores import Store
+from lamina.checkpoint.together import Ranks, own_error
+from lamina.checkpoint.trees import Trees
+from lamina.checkpoint.writer import Rules, Writer
+
+
+@dataclass(frozen=True)
+class Save:
+    """One save.
+
+    Attributes:
+        step: training step.
+        tensors: nested, for DCP.
+        trees: the other values.
+        rules: how to write.
+        started: `time.perf_counter()` when the caller asked for it.
+
+    """
+
+    step: int
+    tensors: dict[str, Any]
+    trees: Trees
+    rules: Rules
+    started: float
+
+
+class Saver:
+    """Writes saves, one at a time.
+
+    Args:
+        store: the directory of checkpoints.
+        ranks: who saves.
+        in_background: write in a thread, over a process group of its own.
+        committed: called on the first rank after each commit.
+        progress: show a bar on the first rank.
+
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        ranks: Ranks,
+        *,
+        in_background: bool,
+        committed: Callable[[], None],
+        progress: bool,
+    ) -> None:
+        self._store, self._ranks, self._committed = store, ranks, committed
+        self._progress = progress
+        self._stage = Stage() if in_background else None
+        self._group = ranks.second_group() if in_background else ranks.group
+        self._background = Background()
+        self.last: SaveReport | None = None
+
+    @property
+    def staged_bytes(self) -> int:
+        """Bytes of memory that this rank keeps for staging."""
+        return 0 if self._stage is None else self._stage.bytes
+
+    def wait(self) -> None:
+        """Wait for the save in the background, and raise what it raised."""
+        self._background.wait()
+
+    def save(self, save: Save) -> SaveReport:
+        """Write, or stage and begin to write."""
+        if self._stage is None:
+            return self._write(save, save.tensors, DefaultSavePlanner(), blocked=None)[1]
+        return self._begin(save, self._stage)
+
+    def _begin(self, save: Save, stage: Stage) -> SaveReport:
+        ranks = self._ranks
+        offer = ranks.together(lambda: stage.plan(save.tensors, ranks.is_first))
+        (changed,) = ranks.any([not stage.is_known(offer)])
+        staged: Staged = ranks.together(lambda: stage.copy(offer, known=not changed))
+        blocked = time.perf_counter() - save.started
+
+        def write() -> None:
+            writer, _ = self._write(save, {}, StagedPlanner(staged), blocked=blocked)
+            if changed:
+                stage.finished(offer, writer.assigned)
+
+        path = location(self._store.place(save.step))
+        self.last = SaveReport(save.step, path, staged.bytes, blocked, blocked, complete=False)
+        self._background.start(write, f"checkpoint-{save.step}")
+        return self.last
+
+    def _write(
+        self,
+        save: Save,
+        tensors: dict[str, Any],
+        planner: DefaultSavePlanner,
+        blocked: float | None,
+    ) -> tuple[Writer, SaveReport]:
+        shown = self._progress and self._ranks.is_first and blocked is None
+        bar = Progress(f"saving step {save.step}", _bytes(tensors) if shown else 0, shown)
+        writer = Writer(self._store, save.step, save.trees, save.rules, bar.advance)
+        try:
+            dcp_quietly(dcp_save, tensors, writer, planner, self._group)
+        except BaseException as error:
+            writer.abandon()
+            raise own_error(f"saving step {save.step}", error) from error
+        finally:
+            bar.close()
+        place = self._store.place(save.step)
+        size = (writer.manifest or Manifest.read(place)).bytes
+        if self._ranks.is_first:
+            self._committed()
+        seconds = time.perf_counter() - save.started
+        report = SaveReport(
+            save.step,
+            location(place),
+            size,
+            seconds,
+            seconds if blocked is None else blocked,
+            complete=True,
+        )
+        self.last = report
+        return writer, report
+
+
+def dcp_quietly(
+    save: Callable[..., Any],
+    tensors: dict[str, Any],
+    writer: Writer,
+    planner: DefaultSavePlanner,
+    group: dist.ProcessGroup | None,
+) -> None:
+    """Call DCP; it warns that a world of one has no process group, which here is a choice."""
+    arguments: dict[str, Any] = {
+        "storage_writer": writer,
+        "planner": planner,
+        "process_group": group,
+        "no_dist": group is None,
+    }
+    if group is not None:
+        save(tensors, **arguments)
+        return
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        save(tensors, **arguments)
+
+
+def location(place: Place) -> Path | str:
+    """Return a place as users name it."""
+    return place.path if isinstance(place, LocalPlace) else str(place)
+
+
+def _bytes(tensors: Any) -> int:
+    if isinstance(tensors, dict):
+        return sum(_bytes(value) for value in tensors.values())
+    local = tensors.to_local() if hasattr(tensors, "to_local") else tensors
+    return int(local.numel() * local.element_size())

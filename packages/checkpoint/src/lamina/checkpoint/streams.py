@@ -1,0 +1,120 @@
+"""Chunks in a file: written with checksums as the bytes pass, read back as tensors."""
+
+from __future__ import annotations
+
+import io
+import math
+import zipfile
+import zlib
+from collections.abc import Sequence
+from typing import Any, BinaryIO, cast
+
+import torch
+
+from lamina.checkpoint.crc import combine
+from lamina.checkpoint.places import FileSum
+
+
+class SummingStream(io.RawIOBase):
+    """Passes bytes on to a file, and sums them chunk by chunk."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        super().__init__()
+        self._file = file
+        self._length = self._crc = 0  # of the chunk that is being written
+        self._before = self._total = 0  # length and sum of the finished ones
+        self.chunks: list[list[int]] = []
+
+    def writable(self) -> bool:
+        """Return True."""
+        return True
+
+    def write(self, data: Any, /) -> int:
+        """Write and sum."""
+        view = memoryview(data).cast("B")
+        self._crc = zlib.crc32(view, self._crc)
+        self._length += len(view)
+        self._file.write(view)
+        return len(view)
+
+    def tell(self) -> int:
+        """Return the bytes written so far."""
+        return self._before + self._length
+
+    def end_chunk(self) -> int:
+        """Finish a chunk; return its length in bytes."""
+        length = self._length
+        self.chunks.append([length, self._crc])
+        self._total = combine(self._total, self._crc, length)
+        self._before += length
+        self._length = self._crc = 0
+        return length
+
+    @property
+    def sum(self) -> FileSum:
+        """Length and CRC-32 of all finished chunks."""
+        return FileSum(self._before, self._total)
+
+
+def own_memory(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a contiguous CPU tensor with storage of its own: torch.save writes whole storages."""
+    tensor = tensor.detach().to("cpu").contiguous()
+    if tensor.untyped_storage().nbytes() != tensor.nbytes:
+        tensor = tensor.clone(memory_format=torch.contiguous_format)
+    return tensor
+
+
+def tensor_in(chunk: memoryview, dtype: torch.dtype, sizes: Sequence[int]) -> torch.Tensor:
+    """Return the tensor in a chunk that this layer wrote, sharing the chunk's memory if it can.
+
+    A chunk is what torch.save wrote: a zip file with one uncompressed record of the elements. A
+    contiguous tensor's record is its elements in order.
+
+    Args:
+        chunk: bytes; read-only ones are fine, for the result is only read.
+        dtype: of the tensor.
+        sizes: its shape.
+
+    """
+    with zipfile.ZipFile(_Window(chunk)) as archive:
+        records = [i for i in archive.infolist() if i.filename.rpartition("/")[0].endswith("data")]
+    numel = math.prod(sizes)
+    if len(records) == 1 and records[0].file_size == numel * dtype.itemsize and numel:
+        header = records[0].header_offset  # 30 bytes, then a name and padding of these lengths
+        name, extra = (
+            int.from_bytes(chunk[header + i : header + i + 2], "little") for i in (26, 28)
+        )
+        start = header + 30 + name + extra
+        return torch.frombuffer(chunk, dtype=dtype, count=numel, offset=start).view(tuple(sizes))
+    loaded: torch.Tensor = torch.load(
+        cast(BinaryIO, _Window(chunk)), map_location="cpu", weights_only=True
+    )
+    return loaded
+
+
+class _Window(io.RawIOBase):
+    """Bytes in memory as a file, without a copy of all of them."""
+
+    def __init__(self, view: memoryview) -> None:
+        super().__init__()
+        self._view, self._at = view, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = 0, /) -> int:
+        self._at = offset + (0, self._at, len(self._view))[whence]
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
+
+    def readinto(self, buffer: Any, /) -> int:
+        target = memoryview(buffer).cast("B")
+        found = self._view[self._at : self._at + len(target)]
+        target[: len(found)] = found
+        self._at += len(found)
+        return len(found)

@@ -6,8 +6,10 @@ from lamina.models.config import LatentAttention, RopeScaling, TransformerConfig
 from lamina.models.context import AttentionContext
 from lamina.models.cost import matrix_parameters, training_flops_per_token
 from lamina.models.cutting import cut_weight, join_weight
+from lamina.models.dispatcher import Dispatch, ExpertRows, TokenDispatcher
 from lamina.models.dropout import Dropout
 from lamina.models.embedding import OutputHead, PositionEmbedding, VocabParallelEmbedding
+from lamina.models.experts import GroupedExperts
 from lamina.models.fp8_codec import Float8Codec
 from lamina.models.generation import generate, sample
 from lamina.models.gpt import GPTModel
@@ -27,6 +29,12 @@ from lamina.models.mamba import MambaMixer, MambaState
 from lamina.models.mamba_config import MambaConfig
 from lamina.models.mamba_scan import chunked_scan, scan_step
 from lamina.models.mlp import MLP, ActivationFunction
+from lamina.models.moe import MoELayer
+from lamina.models.moe_axes import ExpertAxes
+from lamina.models.moe_config import MoEConfig
+from lamina.models.moe_losses import AuxiliaryScale, RoutingContext
+from lamina.models.moe_routing import Routing
+from lamina.models.moe_statistics import LayerRouting, routing_statistics
 from lamina.models.norms import LayerNorm, RMSNorm
 from lamina.models.patterns import (
     AttentionPattern,
@@ -39,6 +47,7 @@ from lamina.models.precision_backends import apply_precision, float8_weights
 from lamina.models.presets import preset, preset_names
 from lamina.models.recompute import RecomputePolicy, apply_recompute
 from lamina.models.rotary import apply_rotary, rotary_tables
+from lamina.models.router import TopKRouter
 from lamina.models.torch_plan import CutOverRanks, tensor_parallel_plan
 from lamina.models.transformer_engine import PrecisionUnavailableError
 from lamina.models.weight_maps import WeightLink, weight_map
@@ -51,20 +60,28 @@ __all__ = [
     "AttentionContext",
     "AttentionCore",
     "AttentionPattern",
+    "AuxiliaryScale",
     "ColumnParallelLinear",
     "CutOverRanks",
+    "Dispatch",
     "Dropout",
+    "ExpertAxes",
+    "ExpertRows",
     "Float8Codec",
     "GPTModel",
+    "GroupedExperts",
     "LatentAttention",
     "LatentSelfAttention",
     "LayerNorm",
+    "LayerRouting",
     "Linear",
     "MLPBlock",
     "MambaBlock",
     "MambaConfig",
     "MambaMixer",
     "MambaState",
+    "MoEConfig",
+    "MoELayer",
     "OutputHead",
     "PositionEmbedding",
     "Precision",
@@ -73,8 +90,12 @@ __all__ = [
     "RecomputePolicy",
     "ResidualBlock",
     "RopeScaling",
+    "Routing",
+    "RoutingContext",
     "RowParallelLinear",
     "SelfAttention",
+    "TokenDispatcher",
+    "TopKRouter",
     "TransformerBlock",
     "TransformerConfig",
     "VocabParallelEmbedding",
@@ -101,6 +122,7 @@ __all__ = [
     "preset",
     "preset_names",
     "rotary_tables",
+    "routing_statistics",
     "sample",
     "scan_step",
     "tensor_parallel_plan",

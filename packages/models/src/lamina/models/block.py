@@ -11,6 +11,8 @@ from lamina.models.context import AttentionContext
 from lamina.models.dropout import Dropout
 from lamina.models.latent_attention import LatentSelfAttention
 from lamina.models.mlp import MLP
+from lamina.models.moe import MoELayer
+from lamina.models.moe_axes import ExpertAxes
 from lamina.models.norms import make_norm
 
 
@@ -22,10 +24,19 @@ class TransformerBlock(nn.Module):
     Args:
         config: the shape.
         mesh: has an axis ``tp``, or is that axis; None is one process.
+        layer: place in the stack, which decides whether there are experts (``config.moe``).
+        experts: where experts are; by default what ``mesh`` says.
 
     """
 
-    def __init__(self, config: TransformerConfig, mesh: MeshLike = None) -> None:
+    def __init__(
+        self,
+        config: TransformerConfig,
+        mesh: MeshLike = None,
+        *,
+        layer: int = 0,
+        experts: ExpertAxes | None = None,
+    ) -> None:
         super().__init__()
         axis = axis_of(mesh, "tp")
         partial = config.sequence_parallel and axis is not None
@@ -37,13 +48,22 @@ class TransformerBlock(nn.Module):
             self.attention = LatentSelfAttention(config, config.mla, axis)
         self.attention_post_norm = make_norm(config, partial=partial) if config.post_norm else None
         self.mlp_norm = make_norm(config, partial=partial)
-        self.mlp = MLP(config, axis)
+        self.mlp: nn.Module
+        if config.has_experts(layer):
+            self.mlp = MoELayer(config, mesh if experts is None else experts)
+        else:
+            self.mlp = MLP(config, axis)
         self.mlp_post_norm = make_norm(config, partial=partial) if config.post_norm else None
 
     def forward(self, x: Tensor, context: AttentionContext | None = None) -> Tensor:
         """``[batch, sequence, hidden]`` to the same, or ``[tokens / tp, hidden]`` to the same."""
         x = self.add(x, self.attention(self.attention_norm(x), context), self.attention_post_norm)
-        return self.add(x, self.mlp(self.mlp_norm(x)), self.mlp_post_norm)
+        normed = self.mlp_norm(x)
+        if isinstance(self.mlp, MoELayer) and context is not None:
+            update: Tensor = self.mlp(normed, context.routing, context.shape)
+        else:
+            update = self.mlp(normed)
+        return self.add(x, update, self.mlp_post_norm)
 
     def add(self, x: Tensor, update: Tensor, norm: nn.Module | None) -> Tensor:
         """Add an update to the residual stream, after post-norm and dropout."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 from lamina.models.mamba_config import MambaConfig, check_pattern
+from lamina.models.moe_config import MoEConfig
 from lamina.models.precision import Precision
 
 AttentionPath = Literal["auto", "sdpa", "varlen", "flex"]
@@ -143,6 +144,8 @@ class TransformerConfig:
         layer_pattern: the kind of each layer, one letter for each: ``M`` Mamba-2, ``*`` attention,
             ``-`` MLP, ``T`` attention and MLP. None is ``T`` for all.
         mamba: sizes of Mamba-2 layers; given where the pattern has an ``M``.
+        moe: experts in place of the MLP in layers of kind ``T``, and in which of them; None has
+            none.
         attention_path: ``auto`` takes plain causal ``scaled_dot_product_attention`` where that says
             it all, and for documents and windows ``varlen`` (CUDA, fp16 or bf16), ``flex`` (CUDA)
             or ``sdpa`` with a mask written out (anything else). All give the same numbers.
@@ -192,6 +195,7 @@ class TransformerConfig:
     attention_path: AttentionPath = "auto"
     layer_pattern: str | None = None
     mamba: MambaConfig | None = None
+    moe: MoEConfig | None = None
     vocab_multiple: int = 1
     sequence_parallel: bool = False
     context_parallel: ContextParallel = "ring"
@@ -207,6 +211,8 @@ class TransformerConfig:
         check_pattern(self.layer_pattern, self.num_layers, self.mamba)
         if self.mamba is not None:
             self.mamba.heads(self.hidden_size)
+        if self.moe is not None and self.mlp_bias:
+            raise ValueError("mlp_bias beside moe: experts have no biases; leave it False")
 
     def _check_choices(self) -> None:
         _one_of("activation", self.activation, get_args(Activation))
@@ -301,6 +307,10 @@ class TransformerConfig:
     def pattern(self) -> str:
         """One letter per layer; see ``layer_pattern``."""
         return "T" * self.num_layers if self.layer_pattern is None else self.layer_pattern
+
+    def has_experts(self, layer: int) -> bool:
+        """Whether a layer, counted from 0, has experts in place of its MLP."""
+        return self.moe is not None and self.pattern[layer] == "T" and self.moe.at(layer)
 
     @property
     def output_bias(self) -> bool:

@@ -10,6 +10,7 @@ from torch import Tensor
 from lamina.models.axes import MeshLike, axis_of
 from lamina.models.config import TransformerConfig
 from lamina.models.context_parallel import parallel_pattern
+from lamina.models.moe_losses import RoutingContext
 from lamina.models.patterns import (
     AttentionPattern,
     choose_pattern,
@@ -37,6 +38,7 @@ class AttentionContext:
         rotary: cosines and sines from :func:`rotary_tables`, or None without RoPE.
         runs: int64 ``[batch, sequence]``: each token's document, where the config has layers that
             are no attention and must know; None without documents.
+        routing: what routers of experts share, in a model that has them.
 
     """
 
@@ -44,6 +46,7 @@ class AttentionContext:
     pattern: AttentionPattern
     rotary: tuple[Tensor, Tensor] | None = None
     runs: Tensor | None = None
+    routing: RoutingContext | None = None
 
     @staticmethod
     def build(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Literal
 
 import torch
@@ -19,6 +20,8 @@ from lamina.models.embedding import OutputHead, PositionEmbedding, VocabParallel
 from lamina.models.initialise import assign_seeds, draw_seed
 from lamina.models.layer_pattern import make_block
 from lamina.models.loss import IGNORED
+from lamina.models.moe_axes import ExpertAxes
+from lamina.models.moe_losses import RoutingContext
 from lamina.models.norms import make_norm
 from lamina.models.precision_backends import apply_precision
 from lamina.models.zigzag import cut_sequence, join_sequence
@@ -34,7 +37,8 @@ class GPTModel(nn.Module):
     Args:
         config: the shape.
         mesh: the ranks to divide the work over: its axis ``tp``, if it has one, cuts the weights,
-            its axis ``cp`` the sequences. None is one process.
+            its axis ``cp`` the sequences; experts are spread over ``ep`` and ``expert_tp``. None is
+            one process.
         seed: seed of the initial weights, the same on all ranks; by default drawn from torch's
             generator, so ``torch.manual_seed`` (or ``lamina.mesh.seed_everything``) decides it.
 
@@ -53,6 +57,10 @@ class GPTModel(nn.Module):
         super().__init__()
         self.seed = draw_seed() if seed is None else seed
         self.cp = axis_of(mesh, "cp")
+        self.expert_axes = ExpertAxes()
+        if config.moe is not None:
+            self.expert_axes = ExpertAxes.of(mesh, sequence_parallel=config.sequence_parallel)
+        self.auxiliary_scale = 1.0
         device = torch.get_default_device()
         with torch.device("meta"):
             # Weights are drawn once, below, when every module knows its name.
@@ -86,13 +94,21 @@ class GPTModel(nn.Module):
             )
         self.dropout = Dropout(config.dropout, sharded=partial)
         self.blocks = nn.ModuleList(
-            make_block(config, index, self.axis) for index in range(config.num_layers)
+            make_block(config, index, self.axis, self.experts_beside(axis))
+            for index in range(config.num_layers)
         )
         self.final_norm = make_norm(config, partial=partial)
         self.head = OutputHead(
             config, self.axis, tied=self.embedding.weight if config.tie_embeddings else None
         )
         assign_seeds(self, self.seed)
+
+    def experts_beside(self, axis: MeshAxis | None) -> ExpertAxes:
+        """Where experts are: where the mesh says, or cut over ``axis`` as the other weights."""
+        if self.config.moe is not None and axis is not None and self.expert_axes.tp is None:
+            sequence_parallel = self.config.sequence_parallel
+            self.expert_axes = ExpertAxes.of(axis, sequence_parallel=sequence_parallel)
+        return self.expert_axes
 
     def init_weights(self) -> None:
         """Call ``reset_parameters`` of every submodule that owns parameters."""
@@ -114,6 +130,7 @@ class GPTModel(nn.Module):
         document_ids: Tensor | None = None,
         *,
         reduction: Literal["mean", "sum"] = "mean",
+        padding_mask: Tensor | None = None,
     ) -> Tensor:
         """Predict the next token at every position.
 
@@ -126,6 +143,8 @@ class GPTModel(nn.Module):
                 anew in each document.
             document_ids: integers ``[batch, sequence]``: a token attends only to its own document.
             reduction: of the loss: ``mean`` over the labels that count, or ``sum``.
+            padding_mask: bool ``[batch, sequence]``, True for padding: such tokens go to no expert
+                and count in no auxiliary loss.
 
         Returns:
             Logits ``[batch, sequence, vocabulary]``, or with labels the scalar loss in float32
@@ -150,11 +169,17 @@ class GPTModel(nn.Module):
             training=self.training,
             mesh=self.cp,
         )
+        if self.config.moe is not None:
+            routing = RoutingContext.build(padding_mask, self.expert_axes, self.auxiliary_scale)
+            context = replace(context, routing=routing)
         for block in self.blocks:
             x = block(x, context)
         x = self.final_norm(x)
         if labels is not None:
-            return self.loss(x, labels, reduction)
+            loss = self.loss(x, labels, reduction)
+            if context.routing is not None:
+                context.routing.scale.follow(loss, self.auxiliary_weight(labels, reduction))
+            return loss
         logits: Tensor = self.head(x)
         return join_sequence(logits.view(tokens.shape[0], -1, logits.shape[-1]), self.cp)
 
@@ -165,6 +190,16 @@ class GPTModel(nn.Module):
             return total
         parts = 1 if self.cp is None else self.cp.size
         return total * parts / (labels != IGNORED).sum().clamp(min=1)
+
+    def auxiliary_weight(self, labels: Tensor, reduction: Literal["mean", "sum"]) -> float | Tensor:
+        """What auxiliary losses weigh beside a loss of this reduction.
+
+        A mean is averaged over the ranks of ``cp``, which each have a part of an auxiliary loss; a
+        sum is divided by the number of labels later.
+        """
+        if reduction == "sum":
+            return (labels != IGNORED).sum()
+        return 1.0 if self.cp is None else float(self.cp.size)
 
     def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
         """Embed tokens, and positions where they are learned.

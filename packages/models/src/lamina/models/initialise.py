@@ -87,6 +87,39 @@ def fill_uniform(
         _keep_piece(parameter, whole, axis, 0, blocks)
 
 
+@torch.no_grad()
+def fill_normal_stack(
+    parameter: Tensor,
+    std: float,
+    seeds: Sequence[int],
+    axis: MeshAxis | None = None,
+    *,
+    dim: int = 0,
+    blocks: Sequence[int] | None = None,
+) -> None:
+    """Fill each tensor of a stack from a seed of its own: see :func:`fill_normal`.
+
+    Args:
+        parameter: ``[tensors, ...]``, what this rank holds.
+        std: standard deviation.
+        seeds: one for each tensor.
+        axis: the ranks that hold pieces of each; None holds the whole.
+        dim: the dimension of each that is cut.
+        blocks: lengths, over all ranks, of what is fused along ``dim``.
+
+    """
+    if parameter.is_meta:
+        return
+    elsewhere = hasattr(parameter, "device_mesh")
+    stack = parameter
+    if elsewhere:
+        stack = torch.empty(parameter.shape, dtype=torch.float32, device=parameter.device)
+    for tensor, seed in zip(stack, seeds, strict=True):
+        fill_normal(tensor, std, seed, axis, dim=dim, blocks=blocks)
+    if elsewhere:
+        _fill_dtensor(parameter, stack)
+
+
 def _whole(
     parameter: Tensor, seed: int | None, axis: MeshAxis | None, dim: int
 ) -> tuple[Tensor, torch.Generator | None]:

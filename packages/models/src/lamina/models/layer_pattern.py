@@ -17,6 +17,7 @@ from lamina.models.dropout import Dropout
 from lamina.models.latent_attention import LatentSelfAttention
 from lamina.models.mamba import MambaMixer, MambaState
 from lamina.models.mlp import MLP
+from lamina.models.moe_axes import ExpertAxes
 from lamina.models.norms import make_norm
 
 
@@ -104,13 +105,22 @@ _BLOCKS: dict[str, type[nn.Module]] = {
 }
 
 
-def make_block(config: TransformerConfig, index: int, mesh: MeshLike = None) -> nn.Module:
+def make_block(
+    config: TransformerConfig,
+    index: int,
+    mesh: MeshLike = None,
+    experts: ExpertAxes | None = None,
+) -> nn.Module:
     """Build layer ``index`` of the stack that the config describes.
 
     Args:
         config: its ``pattern`` has one letter per layer.
         index: ``0 <= index < config.num_layers``.
         mesh: has an axis ``tp``, or is that axis; None is one process.
+        experts: where experts are; by default what ``mesh`` says.
 
     """
-    return _BLOCKS[config.pattern[index]](config, mesh)
+    kind = _BLOCKS[config.pattern[index]]
+    if kind is TransformerBlock:
+        return TransformerBlock(config, mesh, layer=index, experts=experts)
+    return kind(config, mesh)

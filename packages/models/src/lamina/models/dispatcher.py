@@ -1,0 +1,354 @@
+"""How copies of tokens get to their experts and back.
+
+Every forward makes a :class:`Dispatch`: rows leave when it is made, :meth:`Dispatch.arrive` has
+them on the experts' ranks, sorted by expert, :meth:`Dispatch.give_back` sends the results off and
+:meth:`Dispatch.combine` adds them up per token. Between the first two and between the last two the
+caller may compute something else while rows travel.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from lamina.collectives import copy_to, reduce_from, start_all_gather, start_all_to_all
+from lamina.mesh import MeshAxis
+from lamina.models.moe_axes import ExpertAxes
+from lamina.models.moe_config import Dispatcher
+from lamina.models.moe_exchange import RowExchange, gather_rows, reduce_rows
+from lamina.models.moe_permutation import copies_to_rows, rows_to_tokens
+from lamina.models.moe_routing import Routing, rows_by_expert, rows_to_capacity
+
+
+@dataclass(frozen=True)
+class ExpertRows:
+    """Rows for the experts of this rank.
+
+    Attributes:
+        rows: ``[rows, hidden]``, those of the first expert first.
+        counts: int64 ``[experts]``: rows of each, on the rows' device.
+        on_host: the same as numbers, where the host knows them anyway.
+
+    """
+
+    rows: Tensor
+    counts: Tensor
+    on_host: tuple[int, ...] | None = None
+
+
+class Dispatch(ABC):
+    """One forward's way to the experts and back."""
+
+    def __init__(self, routing: Routing) -> None:
+        self.routing = routing
+        self.top_k = routing.experts.shape[1]
+
+    @abstractmethod
+    def arrive(self) -> ExpertRows:
+        """Wait for the rows that this rank's experts get."""
+
+    @abstractmethod
+    def give_back(self, rows: Tensor) -> None:
+        """Send results, in the order in which rows arrived, to where they came from."""
+
+    @abstractmethod
+    def combine(self) -> Tensor:
+        """Wait for results and add up each token's: ``[tokens, hidden]``."""
+
+
+class TokenDispatcher:
+    """Chooses the way for a mesh and a kind of transport.
+
+    Args:
+        num_experts: over all ranks.
+        mesh: what the mesh says of experts.
+        kind: ``all_to_all`` or ``all_gather``; see :class:`MoEConfig`.
+
+    Raises:
+        ValueError: if the experts are not divisible by the ranks of ``ep``.
+
+    """
+
+    def __init__(self, num_experts: int, mesh: ExpertAxes, kind: Dispatcher = "all_to_all") -> None:
+        self.num_experts = num_experts
+        self.axes = mesh
+        self.kind = kind
+        self.agreed: int | None = None
+        ep = 1 if mesh.ep is None else mesh.ep.size
+        if num_experts % ep:
+            raise ValueError(
+                f"num_experts {num_experts} is not divisible by ep {ep} (remainder "
+                f"{num_experts % ep}): change one of them"
+            )
+
+    def dispatch(self, x: Tensor, routing: Routing) -> Dispatch:
+        """Send tokens off.
+
+        Args:
+            x: ``[tokens, hidden]``: this rank's, any number.
+            routing: where they go.
+
+        Raises:
+            ValueError: with a fixed capacity, for a number of tokens that other ranks or earlier
+                forwards did not have.
+
+        """
+        axes = self.axes
+        if axes.replicated and axes.tp is not None:
+            return _Replicated(x, routing, self.num_experts, axes.tp)
+        if axes.dispatch is None or axes.dispatch.group is None:
+            return _Local(x, routing, self.num_experts)
+        axis, group = axes.dispatch, axes.dispatch.sibling("tokens")
+        if group is None:
+            raise RuntimeError(f"axis {axis.name} of {axis.size} ranks has no process group")
+        pieces = 1 if axes.expert_tp is None else axes.expert_tp.size
+        way = _Way(axis, group, pieces, self.num_experts)
+        if self.kind == "all_gather":
+            return _AllGather(x, routing, way)
+        if routing.capacity is not None:
+            self._agree(x, way)
+            return _Padded(x, routing, way)
+        return _AllToAll(x, routing, way)
+
+    def _agree(self, x: Tensor, way: _Way) -> None:
+        """Messages of fixed size must have one size; gloo and NCCL would not notice."""
+        if self.agreed is None:
+            mine = torch.tensor([x.shape[0]], device=x.device)
+            every = start_all_gather(mine, way.group, async_op=False).wait().tolist()
+            if len(set(every)) > 1:
+                raise ValueError(
+                    f"pad_to_capacity with {every} tokens on the ranks {way.axis.ranks} of "
+                    f"{way.axis.name}: they must be equal; pad the batch, or leave pad_to_capacity "
+                    "off"
+                )
+            self.agreed = x.shape[0]
+        if x.shape[0] != self.agreed:
+            raise ValueError(
+                f"pad_to_capacity with {x.shape[0]} tokens on rank {way.axis.rank} of "
+                f"{way.axis.name}, after {self.agreed} in the first forward: messages have a fixed "
+                "size; pad the batch, or leave pad_to_capacity off"
+            )
+
+
+@dataclass(frozen=True)
+class _Way:
+    """Where experts are. Ranks of ``axis`` are (ep, expert_tp), the latter innermost."""
+
+    axis: MeshAxis
+    group: ProcessGroup
+    pieces: int
+    num_experts: int
+
+    @property
+    def homes(self) -> int:
+        """Ranks of ep."""
+        return self.axis.size // self.pieces
+
+    @property
+    def held(self) -> int:
+        """Experts of a rank."""
+        return self.num_experts // self.homes
+
+    @property
+    def first(self) -> int:
+        """This rank's first expert."""
+        return self.axis.rank // self.pieces * self.held
+
+
+class _Local(Dispatch):
+    """All experts are here."""
+
+    def __init__(self, x: Tensor, routing: Routing, num_experts: int) -> None:
+        super().__init__(routing)
+        counts, self.holes = routing.counts, routing.holes
+        on_host = None
+        if routing.capacity is not None:
+            self.source, self.place = rows_to_capacity(
+                routing.experts, num_experts, routing.capacity
+            )
+            counts = torch.full_like(counts, routing.capacity)
+            on_host = (routing.capacity,) * num_experts
+        elif routing.holes:
+            on_host = tuple(counts.tolist())
+            self.source, self.place = rows_by_expert(routing.experts, sum(on_host))
+        else:
+            self.source, self.place = rows_by_expert(routing.experts)
+        rows = copies_to_rows(x, self.source, self.place, self.top_k, self.holes)
+        self.arrived = ExpertRows(rows, counts, on_host)
+
+    def arrive(self) -> ExpertRows:
+        return self.arrived
+
+    def give_back(self, rows: Tensor) -> None:
+        self.results = rows
+
+    def combine(self) -> Tensor:
+        return rows_to_tokens(
+            self.results, self.routing.weights, self.source, self.place, self.holes
+        )
+
+
+class _Replicated(_Local):
+    """Every tensor-parallel rank has all tokens and a piece of every expert."""
+
+    def __init__(self, x: Tensor, routing: Routing, num_experts: int, tp: MeshAxis) -> None:
+        self.group = tp.group
+        # Each rank's results are partial, and so are the gradients of what they are made from.
+        weights = copy_to(routing.weights, self.group)
+        super().__init__(copy_to(x, self.group), replace(routing, weights=weights), num_experts)
+
+    def combine(self) -> Tensor:
+        return reduce_from(super().combine(), self.group)
+
+
+class _AllToAll(Dispatch):
+    """Each copy travels to its expert; what each rank sends to each is found out first."""
+
+    def __init__(self, x: Tensor, routing: Routing, way: _Way) -> None:
+        super().__init__(routing)
+        self.way = way
+        counts = routing.counts.view(way.homes, 1, way.held)
+        counts = counts.expand(-1, way.pieces, -1).reshape(way.axis.size, way.held)
+        asked = start_all_to_all(counts, way.group)
+        source, place = rows_by_expert(routing.experts)  # while the counts travel
+        self.received = asked.wait()
+        # The one time in a layer that the host waits for the device.
+        known = torch.cat((routing.counts, self.received.flatten())).tolist()
+        sent, got = known[: way.num_experts], known[way.num_experts :]
+        self.chunks: list[list[int]] = [
+            got[start : start + way.held] for start in range(0, len(got), way.held)
+        ]
+        self.sends = [
+            sum(sent[start : start + way.held]) for start in range(0, len(sent), way.held)
+        ]
+        if routing.holes:
+            source = source[: sum(sent)]
+            place.clamp_(max=sum(sent))
+        self.source, self.place = source, place
+        rows = copies_to_rows(x, source, place, self.top_k, routing.holes)
+        self.going = RowExchange(
+            repeat_runs(rows, self.sends, way.pieces),
+            way.group,
+            [count for count in self.sends for _ in range(way.pieces)],
+            [sum(chunk) for chunk in self.chunks],
+        )
+
+    def arrive(self) -> ExpertRows:
+        rows = regroup(self.going.wait(), self.chunks)
+        on_host = tuple(map(sum, zip(*self.chunks, strict=True)))
+        return ExpertRows(rows, self.received.sum(0), on_host)
+
+    def give_back(self, rows: Tensor) -> None:
+        by_expert = [list(column) for column in zip(*self.chunks, strict=True)]
+        self.coming = RowExchange(
+            regroup(rows, by_expert), self.way.group, self.going.receives, self.going.sends
+        )
+
+    def combine(self) -> Tensor:
+        rows = sum_runs(self.coming.wait(), self.sends, self.way.pieces)
+        routing = self.routing
+        return rows_to_tokens(rows, routing.weights, self.source, self.place, routing.holes)
+
+
+class _Padded(Dispatch):
+    """Each rank sends each expert the same number of rows: nobody has to ask."""
+
+    def __init__(self, x: Tensor, routing: Routing, way: _Way) -> None:
+        super().__init__(routing)
+        if routing.capacity is None:
+            raise ValueError("rows are padded to a capacity, and there is none")
+        self.way, self.capacity = way, routing.capacity
+        self.source, self.place = rows_to_capacity(
+            routing.experts, way.num_experts, routing.capacity
+        )
+        rows = copies_to_rows(x, self.source, self.place, self.top_k, True)
+        self.each = [way.held * self.capacity] * way.axis.size
+        runs = [way.held * self.capacity] * way.homes
+        self.going = RowExchange(
+            repeat_runs(rows, runs, way.pieces), way.group, self.each, self.each
+        )
+
+    def arrive(self) -> ExpertRows:
+        way = self.way
+        rows = self.going.wait().view(way.axis.size, way.held, self.capacity, -1)
+        rows = rows.transpose(0, 1).flatten(0, 2)
+        count = way.axis.size * self.capacity
+        counts = torch.full((way.held,), count, dtype=torch.int64, device=rows.device)
+        return ExpertRows(rows, counts, (count,) * way.held)
+
+    def give_back(self, rows: Tensor) -> None:
+        way = self.way
+        rows = rows.view(way.held, way.axis.size, self.capacity, -1)
+        rows = rows.transpose(0, 1).flatten(0, 2)
+        self.coming = RowExchange(rows, way.group, self.each, self.each)
+
+    def combine(self) -> Tensor:
+        way = self.way
+        runs = [way.held * self.capacity] * way.homes
+        rows = sum_runs(self.coming.wait(), runs, way.pieces)
+        return rows_to_tokens(rows, self.routing.weights, self.source, self.place, True)
+
+
+class _AllGather(Dispatch):
+    """All ranks get all tokens, keep what is for their experts, and add up the results."""
+
+    def __init__(self, x: Tensor, routing: Routing, way: _Way) -> None:
+        super().__init__(routing)
+        self.way = way
+        tokens = torch.tensor([x.shape[0]], device=x.device)
+        mine = torch.cat((tokens, routing.counts)).unsqueeze(0)
+        # The one time in a layer that the host waits for the device.
+        every = start_all_gather(mine, way.group, async_op=False).wait().tolist()
+        self.sizes = [row[0] for row in every]
+        here = slice(1 + way.first, 1 + way.first + way.held)
+        self.on_host = tuple(map(sum, zip(*(row[here] for row in every), strict=True)))
+        experts = gather_rows(routing.experts, way.group, self.sizes) - way.first
+        self.weights = gather_rows(routing.weights, way.group, self.sizes)
+        elsewhere = (experts < 0) | (experts >= way.held)
+        self.source, self.place = rows_by_expert(
+            experts.masked_fill(elsewhere, way.held), sum(self.on_host)
+        )
+        gathered = gather_rows(x, way.group, self.sizes)
+        self.rows = copies_to_rows(gathered, self.source, self.place, self.top_k, True)
+
+    def arrive(self) -> ExpertRows:
+        counts = torch.tensor(self.on_host, device=self.rows.device)
+        return ExpertRows(self.rows, counts, self.on_host)
+
+    def give_back(self, rows: Tensor) -> None:
+        self.results = rows
+
+    def combine(self) -> Tensor:
+        partial = rows_to_tokens(self.results, self.weights, self.source, self.place, True)
+        way = self.way
+        return reduce_rows(partial, way.group, self.sizes, way.axis.rank)
+
+
+def regroup(rows: Tensor, chunks: Sequence[Sequence[int]]) -> Tensor:
+    """Turn rows that lie by (i, j), chunks of given sizes, into rows by (j, i)."""
+    if len(chunks) == 1 or len(chunks[0]) == 1:
+        return rows
+    parts = torch.split(rows, [size for row in chunks for size in row])
+    width = len(chunks[0])
+    return torch.cat([parts[i * width + j] for j in range(width) for i in range(len(chunks))])
+
+
+def repeat_runs(rows: Tensor, runs: Sequence[int], times: int) -> Tensor:
+    """Write each run of rows several times in a row."""
+    if times == 1:
+        return rows
+    return torch.cat([run for run in torch.split(rows, list(runs)) for _ in range(times)])
+
+
+def sum_runs(rows: Tensor, runs: Sequence[int], times: int) -> Tensor:
+    """Add up what :func:`repeat_runs` repeated."""
+    if times == 1:
+        return rows
+    parts = torch.split(rows, [size * times for size in runs])
+    summed = [p.view(times, size, -1).sum(0) for p, size in zip(parts, runs, strict=True)]
+    return torch.cat(summed)

@@ -1,0 +1,161 @@
+"""The experts of a rank: two projections each, multiplied together or one by one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lamina.mesh import derive_seed, mark
+from lamina.models.autocast import under_autocast
+from lamina.models.axes import MeshLike
+from lamina.models.config import Activation
+from lamina.models.cutting import require_divisible
+from lamina.models.dispatcher import ExpertRows
+from lamina.models.initialise import draw_seed, fill_normal_stack
+from lamina.models.mlp import ActivationFunction
+from lamina.models.moe_axes import ExpertAxes
+from lamina.models.moe_config import ExpertsPath
+from lamina.models.router import axes_from
+
+_GROUPED = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class GroupedExperts(nn.Module):
+    """Up, an activation, down, for each expert with weights of its own and no biases.
+
+    ``up`` is ``[experts, ffn, hidden]``, with SwiGLU ``[experts, 2 * ffn, hidden]`` with the gate's
+    rows first; ``down`` is ``[experts, hidden, ffn]``. A rank holds the experts of its place on
+    ``ep`` and of each the run of the inner width of its place on ``expert_tp``. An expert starts
+    from the same weights for every number of ranks.
+
+    Args:
+        num_experts: over all ranks.
+        hidden_size: width of a row.
+        ffn_size: inner width of an expert, over all ranks.
+        activation: between the projections.
+        mesh: has the axes ``ep`` and ``expert_tp``; None is one process.
+        init_std: standard deviation of the initial ``up``.
+        output_std: of the initial ``down``.
+        path: ``grouped`` (``torch.nn.functional.grouped_mm``), ``loop`` or ``auto``.
+
+    Raises:
+        ValueError: if experts or inner width are not divisible by the number of ranks.
+
+    """
+
+    def __init__(
+        self,
+        num_experts: int,
+        hidden_size: int,
+        ffn_size: int,
+        mesh: MeshLike | ExpertAxes = None,
+        *,
+        activation: Activation = "swiglu",
+        init_std: float = 0.02,
+        output_std: float | None = None,
+        path: ExpertsPath = "auto",
+    ) -> None:
+        super().__init__()
+        self.axes = axes_from(mesh, sequence_parallel=True)
+        self.path = path
+        self.init_std = init_std
+        self.output_std = init_std if output_std is None else output_std
+        self.init_seed: int | None = None
+        self.blocks = (ffn_size, ffn_size) if activation == "swiglu" else (ffn_size,)
+        held = require_divisible("num_experts", num_experts, self.axes.ep)
+        inner = require_divisible("ffn_size of experts", ffn_size, self.axes.expert_tp)
+        self.first = 0 if self.axes.ep is None else self.axes.ep.rank * held
+        self.up = nn.Parameter(torch.empty(held, len(self.blocks) * inner, hidden_size))
+        self.down = nn.Parameter(torch.empty(held, hidden_size, inner))
+        self.activation = ActivationFunction(activation)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw each expert's weights from its own seed; mark the roles."""
+        cut = self.axes.expert_tp
+        fused = self.blocks if len(self.blocks) > 1 else None
+        mark(
+            self.up,
+            expert=True,
+            tp_shard_dim=None if cut is None else 1,
+            tp_blocks=None if cut is None else fused,
+        )
+        mark(self.down, expert=True, tp_shard_dim=None if cut is None else 2)
+        # A seed drawn here is the same on all ranks; numbers drawn here would repeat an expert.
+        seed = draw_seed() if self.init_seed is None else self.init_seed
+        owned = range(self.first, self.first + self.up.shape[0])
+        ups = [derive_seed(seed, "up", expert) for expert in owned]
+        downs = [derive_seed(seed, "down", expert) for expert in owned]
+        fill_normal_stack(self.up, self.init_std, ups, cut, dim=0, blocks=fused)
+        fill_normal_stack(self.down, self.output_std, downs, cut, dim=1)
+
+    def forward(self, arrived: ExpertRows) -> Tensor:
+        """Rows by expert, ``[rows, hidden]``, to results in the same order.
+
+        With ``expert_tp`` results are partial: their sum over its ranks is the expert's.
+        """
+        rows, up, _ = under_autocast(arrived.rows, self.up)
+        _, down, _ = under_autocast(rows, self.down)
+        if arrived.on_host is not None and len(set(arrived.on_host)) == 1:
+            results = self._batched(rows, up, down)
+        elif self._can_group(rows):
+            results = self._grouped(rows, up, down, arrived.counts)
+        else:
+            results = self._loop(rows, up, down, arrived)
+        return results.to(arrived.rows.dtype)
+
+    def _can_group(self, rows: Tensor) -> bool:
+        if self.path == "loop" or rows.shape[0] == 0:
+            return False
+        # Strides must be multiples of 16 bytes, and CUDA has no kernel for wider types.
+        widths = (self.up.shape[1], self.up.shape[2], self.down.shape[2])
+        aligned = all(width * rows.element_size() % 16 == 0 for width in widths)
+        dtypes = (torch.bfloat16,) if rows.is_cuda else _GROUPED
+        if aligned and rows.dtype in dtypes:
+            return True
+        if self.path == "grouped":
+            raise ValueError(
+                f"experts='grouped' with {rows.dtype} on {rows.device.type} and widths {widths}: "
+                f"grouped_mm takes {', '.join(map(str, dtypes))} and rows of a multiple of 16 "
+                "bytes; use 'auto' or 'loop'"
+            )
+        return False
+
+    def _grouped(self, rows: Tensor, up: Tensor, down: Tensor, counts: Tensor) -> Tensor:
+        ends = counts.cumsum(0).to(torch.int32)
+        inner = self.activation(F.grouped_mm(rows, up.transpose(1, 2), offs=ends))
+        results = F.grouped_mm(inner, down.transpose(1, 2), offs=ends)
+        contiguous: Tensor = _ContiguousGradient.apply(results)  # type: ignore[no-untyped-call]
+        return contiguous
+
+    def _batched(self, rows: Tensor, up: Tensor, down: Tensor) -> Tensor:
+        """As many rows for each expert."""
+        stacked = rows.view(up.shape[0], -1, rows.shape[1])
+        inner = self.activation(torch.bmm(stacked, up.transpose(1, 2)))
+        return torch.bmm(inner, down.transpose(1, 2)).flatten(0, 1)
+
+    def _loop(self, rows: Tensor, up: Tensor, down: Tensor, arrived: ExpertRows) -> Tensor:
+        counts = arrived.counts.tolist() if arrived.on_host is None else arrived.on_host
+        # unbind, not indexing, whose backward writes zeros for all experts at each.
+        parts = zip(torch.split(rows, list(counts)), up.unbind(0), down.unbind(0), strict=True)
+        return torch.cat([F.linear(self.activation(F.linear(x, u)), d) for x, u, d in parts])
+
+    def extra_repr(self) -> str:
+        """Sizes, for printing."""
+        held, _, hidden = self.up.shape
+        return f"{held} experts from {self.first}, {hidden} -> {self.down.shape[2]} -> {hidden}"
+
+
+class _ContiguousGradient(torch.autograd.Function):
+    """grouped_mm's backward refuses gradients that were expanded (of a sum, for one)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad.contiguous()

@@ -1,0 +1,93 @@
+"""A layer of experts in place of a block's MLP."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from torch import Tensor, nn
+
+from lamina.models.axes import MeshLike
+from lamina.models.config import TransformerConfig
+from lamina.models.dispatcher import TokenDispatcher
+from lamina.models.experts import GroupedExperts
+from lamina.models.mlp import MLP
+from lamina.models.moe_axes import ExpertAxes
+from lamina.models.moe_losses import RoutingContext
+from lamina.models.router import TopKRouter, axes_from
+
+
+class MoELayer(nn.Module):
+    """Mixture of experts: a router, the experts of this rank, and shared experts if there are.
+
+    Shared experts compute while tokens travel: their first half on the way to the experts, their
+    second half on the way back, and in backward likewise.
+
+    Args:
+        config: the shape; ``config.moe`` says what the layer is made of.
+        mesh: the model's mesh (axes ``ep``, ``expert_tp``, ``tp``, ``cp`` and the data-parallel
+            ones), or what it says of experts; None is one process.
+
+    Raises:
+        ValueError: if the config has no ``moe``, or sizes are not divisible by the ranks.
+
+    """
+
+    def __init__(self, config: TransformerConfig, mesh: MeshLike | ExpertAxes = None) -> None:
+        super().__init__()
+        moe = config.moe
+        if moe is None:
+            raise ValueError("config.moe is None: give the TransformerConfig a MoEConfig")
+        axes = axes_from(mesh, config.sequence_parallel)
+        self.axes = axes
+        self.router = TopKRouter(
+            config.hidden_size,
+            moe,
+            axes,
+            sequence_parallel=config.sequence_parallel,
+            init_std=config.init_std,
+        )
+        self.experts = GroupedExperts(
+            moe.num_experts,
+            config.hidden_size,
+            moe.ffn_size or config.ffn_width,
+            axes,
+            activation=config.activation,
+            init_std=config.init_std,
+            output_std=config.residual_init_std,
+            path=moe.experts,
+        )
+        self.dispatcher = TokenDispatcher(moe.num_experts, axes, moe.dispatcher)
+        self.shared: MLP | None = None
+        if moe.shared_ffn_size is not None:
+            shared = replace(config, ffn_size=moe.shared_ffn_size, moe=None)
+            self.shared = MLP(shared, axes.tp)
+
+    def forward(
+        self,
+        x: Tensor,
+        context: RoutingContext | None = None,
+        shape: tuple[int, int] | None = None,
+    ) -> Tensor:
+        """Send tokens through their experts.
+
+        Args:
+            x: ``[batch, sequence, hidden]``, or under sequence parallelism ``[tokens, hidden]``.
+                Any number of tokens, on each rank its own.
+            context: padding, and the scale of auxiliary losses, of this forward.
+            shape: sequences in the microbatch and tokens of each here; by default read from ``x``.
+
+        Returns:
+            As ``x``.
+
+        """
+        tokens = x.reshape(-1, x.shape[-1])
+        if shape is None and x.ndim == 3:
+            shape = (x.shape[0], x.shape[1])
+        routing = self.router(tokens, context, shape)
+        way = self.dispatcher.dispatch(tokens, routing)
+        inner = None if self.shared is None else self.shared.activation(self.shared.up(x))
+        results = self.experts(way.arrive())
+        way.give_back(results)
+        beside = None if self.shared is None else self.shared.down(inner)
+        output = way.combine().view(x.shape)
+        return output if beside is None else output + beside

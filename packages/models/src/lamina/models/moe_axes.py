@@ -1,0 +1,115 @@
+"""Which ranks experts are spread over, and which ranks hold different tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch.distributed.device_mesh import DeviceMesh
+
+from lamina.mesh import MeshAxis, ParallelMesh, mesh_axis
+from lamina.models.axes import MeshLike, axis_of
+
+_NOT_DATA = ("pp", "tp", "cp")
+
+
+@dataclass(frozen=True)
+class ExpertAxes:
+    """The mesh as experts see it. Axes of one rank are None.
+
+    Attributes:
+        ep: each rank holds other experts.
+        expert_tp: each rank holds a piece of every expert's inner width.
+        dispatch: the two as one: where tokens are sent.
+        tp: of the dense layers around.
+        cp: each rank holds other parts of the sequences.
+        dp: each rank holds other sequences.
+        replicated: ranks of ``tp`` hold the same tokens (no sequence parallelism). Experts are then
+            cut over ``tp`` as dense layers are, and no token is sent.
+
+    """
+
+    ep: MeshAxis | None = None
+    expert_tp: MeshAxis | None = None
+    dispatch: MeshAxis | None = None
+    tp: MeshAxis | None = None
+    cp: MeshAxis | None = None
+    dp: MeshAxis | None = None
+    replicated: bool = False
+
+    @staticmethod
+    def of(mesh: MeshLike, *, sequence_parallel: bool = False) -> ExpertAxes:
+        """Find the axes of a mesh.
+
+        A DeviceMesh says where experts are by dimensions called ``ep`` and ``expert_tp``. Without
+        them (and for a bare axis) experts are cut over ``tp`` like everything else.
+
+        Raises:
+            LayoutError: tp beside experts on a mesh where that needs sequence parallelism.
+            ValueError: the same on a DeviceMesh.
+
+        """
+        if mesh is None:
+            return ExpertAxes()
+        tp = axis_of(mesh, "tp")
+        if isinstance(mesh, MeshAxis):
+            return ExpertAxes(
+                expert_tp=tp,
+                dispatch=tp,
+                tp=tp,
+                replicated=tp is not None and not sequence_parallel,
+            )
+        if isinstance(mesh, ParallelMesh):
+            mesh.layout.require_sequence_parallel(sequence_parallel)
+        ep, expert_tp = axis_of(mesh, "ep"), axis_of(mesh, "expert_tp")
+        if isinstance(mesh, DeviceMesh):
+            expert_tp = _on_device_mesh(mesh, ep, expert_tp, tp, sequence_parallel)
+        both = ep or expert_tp
+        if ep is not None and expert_tp is not None:
+            both = mesh_axis(mesh, ("ep", "expert_tp"))
+        return ExpertAxes(
+            ep,
+            expert_tp,
+            both,
+            tp,
+            axis_of(mesh, "cp"),
+            _data_axis(mesh),
+            replicated=tp is not None and not sequence_parallel,
+        )
+
+    @property
+    def along_sequence(self) -> tuple[MeshAxis, ...]:
+        """Axes whose ranks share a microbatch and hold different tokens of it."""
+        tp = None if self.replicated else self.tp
+        return tuple(axis for axis in (tp, self.cp) if axis is not None)
+
+    @property
+    def token_axes(self) -> tuple[MeshAxis, ...]:
+        """Axes along which tokens differ: all of them together hold a step's tokens once."""
+        return (*self.along_sequence, *(() if self.dp is None else (self.dp,)))
+
+
+def _on_device_mesh(
+    mesh: DeviceMesh,
+    ep: MeshAxis | None,
+    expert_tp: MeshAxis | None,
+    tp: MeshAxis | None,
+    sequence_parallel: bool,
+) -> MeshAxis | None:
+    names = mesh.mesh_dim_names or ()
+    if "ep" not in names and "expert_tp" not in names:
+        return tp
+    if tp is not None and not sequence_parallel:
+        raise ValueError(
+            f"{mesh} has experts on axes of their own beside tp {tp.size}: that needs sequence "
+            "parallelism, or the ranks of a tp group send the same tokens several times; set "
+            "sequence_parallel=True in TransformerConfig"
+        )
+    return expert_tp
+
+
+def _data_axis(mesh: ParallelMesh | DeviceMesh) -> MeshAxis | None:
+    if isinstance(mesh, ParallelMesh):
+        return axis_of(mesh, "dp")
+    names = [name for name in mesh.mesh_dim_names or () if name not in _NOT_DATA]
+    axis = mesh_axis(mesh, names) if names else None
+    return axis if axis is not None and axis.size > 1 else None

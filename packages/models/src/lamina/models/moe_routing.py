@@ -1,0 +1,133 @@
+"""Which experts a token goes to: functions of scores, without parameters or communication."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lamina.models.moe_config import Drop, MoEConfig
+
+
+@dataclass(frozen=True)
+class Routing:
+    """Where the tokens of a rank go.
+
+    Attributes:
+        experts: int64 ``[tokens, top_k]``; ``num_experts`` for a copy that goes nowhere.
+        weights: ``[tokens, top_k]`` in float32 or wider, 0 for a copy that goes nowhere.
+        counts: int64 ``[num_experts]``: copies that go to each expert.
+        holes: whether copies may go nowhere. Known without looking at the device.
+        capacity: send every expert exactly this many rows; None sends what there is.
+
+    """
+
+    experts: Tensor
+    weights: Tensor
+    counts: Tensor
+    holes: bool
+    capacity: int | None = None
+
+
+def choose_experts(scores: Tensor, moe: MoEConfig, bias: Tensor | None = None) -> Tensor:
+    """Take each token's best experts, of its best groups if there are groups.
+
+    Args:
+        scores: ``[tokens, num_experts]``.
+        moe: how many, of how many groups.
+        bias: ``[num_experts]``, added to the scores here only.
+
+    Returns:
+        int64 ``[tokens, top_k]``, best first.
+
+    Source: DeepSeek-V3, arXiv:2412.19437, section 2.1.2 (groups and bias).
+
+    """
+    ranking = scores.detach() if bias is None else scores.detach() + bias
+    if moe.num_groups > 1:
+        grouped = torch.unflatten(ranking, -1, (moe.num_groups, -1))
+        best = min(moe.group_best, grouped.shape[-1])
+        of_group = grouped.topk(best, dim=-1).values.sum(-1)
+        kept = torch.zeros_like(of_group, dtype=torch.bool)
+        kept.scatter_(1, of_group.topk(moe.groups_kept, dim=-1).indices, True)
+        ranking = grouped.masked_fill(~kept.unsqueeze(-1), -torch.inf).flatten(-2)
+    return ranking.topk(moe.top_k, dim=-1).indices
+
+
+def count_copies(experts: Tensor, num_experts: int) -> Tensor:
+    """Copies per expert, int64 ``[num_experts]``; ids of ``num_experts`` and above don't count."""
+    flat = experts.flatten().clamp(max=num_experts)
+    # Not bincount: on CUDA it makes the host wait.
+    counts = torch.zeros(num_experts + 1, dtype=torch.int64, device=experts.device)
+    return counts.scatter_add_(0, flat, torch.ones_like(flat))[:num_experts]
+
+
+def within_capacity(experts: Tensor, weights: Tensor, capacity: int, drop: Drop) -> Tensor:
+    """Say which copies their experts take: bool ``[tokens, top_k]``.
+
+    Args:
+        experts: int64 ``[tokens, top_k]``.
+        weights: ``[tokens, top_k]``.
+        capacity: copies that an expert takes.
+        drop: ``weight`` keeps the heaviest, ``position`` the first tokens. Ties go to the first.
+
+    """
+    flat = experts.flatten()
+    if drop == "weight":
+        heaviest = weights.detach().flatten().argsort(descending=True, stable=True)
+        order = heaviest[flat[heaviest].argsort(stable=True)]
+    else:
+        order = flat.argsort(stable=True)
+    kept = torch.empty_like(flat, dtype=torch.bool)
+    kept[order] = _place_in_run(flat[order]) < capacity
+    return kept.view_as(experts)
+
+
+def _place_in_run(ordered: Tensor) -> Tensor:
+    """How many equal ids come before each in an ordered vector."""
+    index = torch.arange(ordered.numel(), device=ordered.device)
+    if not ordered.numel():
+        return index
+    new = torch.ones_like(ordered, dtype=torch.bool)
+    new[1:] = ordered[1:] != ordered[:-1]
+    return index - torch.where(new, index, 0).cummax(0).values
+
+
+def rows_by_expert(experts: Tensor, rows: int | None = None) -> tuple[Tensor, Tensor]:
+    """Lay copies out by expert, those of one expert in token order.
+
+    Args:
+        experts: int64 ``[tokens, top_k]``; larger ids lie behind.
+        rows: how many rows are kept, from the first; all if None.
+
+    Returns:
+        ``source``: int64 ``[rows]``, which copy each row is; ``place``: int64
+        ``[tokens * top_k]``, which row each copy is, ``rows`` if none.
+
+    """
+    flat = experts.flatten()
+    source = flat.argsort(stable=True)
+    place = torch.empty_like(source)
+    place[source] = torch.arange(source.numel(), device=source.device)
+    if rows is not None:
+        source = source[:rows]
+        place.clamp_(max=rows)
+    return source, place
+
+
+def rows_to_capacity(experts: Tensor, num_experts: int, capacity: int) -> tuple[Tensor, Tensor]:
+    """Lay copies out by expert with ``capacity`` rows for each; see :func:`rows_by_expert`.
+
+    A row without a copy has source ``tokens * top_k``. No expert may have more copies than rows.
+    """
+    flat = experts.flatten()
+    order = flat.argsort(stable=True)
+    ordered = flat[order]
+    rows = num_experts * capacity
+    place = torch.empty_like(flat)
+    place[order] = (ordered * capacity + _place_in_run(ordered)).clamp_(max=rows)
+    place[flat >= num_experts] = rows
+    source = torch.full((rows + 1,), flat.numel(), dtype=torch.int64, device=flat.device)
+    source.scatter_(0, place, torch.arange(flat.numel(), device=flat.device))
+    return source[:rows], place

@@ -1,0 +1,113 @@
+"""What routers did in a step: load, entropy, what was dropped, auxiliary losses."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from lamina.collectives import all_reduce_small
+from lamina.models.axes import MeshLike
+from lamina.models.moe_axes import ExpertAxes
+
+
+class RoutingTotals:
+    """Sums over the microbatches of a step, on the device: nothing here makes the host wait."""
+
+    def __init__(self) -> None:
+        self.forwards = 0
+        self.chosen: Tensor | None = None
+        self.sums: dict[str, Tensor] = {}
+
+    def add(self, chosen: Tensor, sums: Mapping[str, Tensor]) -> None:
+        """Add one forward's int64 ``[num_experts]`` counts and named scalars."""
+        self.forwards += 1
+        self.chosen = chosen.clone() if self.chosen is None else self.chosen + chosen
+        for name, value in sums.items():
+            before = self.sums.get(name)
+            self.sums[name] = value.detach().double() + (0.0 if before is None else before)
+
+
+@dataclass(frozen=True)
+class LayerRouting:
+    """One layer's routing in the last step, over all ranks.
+
+    Attributes:
+        load: each expert's share of the copies, before any were dropped; they sum to one.
+        entropy: of a token's scores in nats, averaged; ``log(num_experts)`` if it knows nothing.
+        dropped: share of the copies that found no place.
+        losses: auxiliary losses by name, with their coefficients.
+
+    """
+
+    load: tuple[float, ...]
+    entropy: float
+    dropped: float
+    losses: dict[str, float]
+
+    @property
+    def imbalance(self) -> float:
+        """The busiest expert's load over the mean: 1 is balanced."""
+        return max(self.load) * len(self.load)
+
+
+def routing_statistics(model: nn.Module, mesh: MeshLike = None) -> dict[str, LayerRouting]:
+    """What the routers of a model did in the last training step, by the router's name.
+
+    The last step is what came before the last ``finalize_step`` (that ``finalize_grads`` calls), or
+    all there was if it was never called. Collective over the ranks that hold different tokens;
+    the host waits once.
+
+    Args:
+        model: holds routers, at any depth; the same on all ranks of the mesh.
+        mesh: the mesh; None for one process.
+
+    """
+    from lamina.models.router import TopKRouter  # it needs this module
+
+    routers = {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, TopKRouter) and module.latest.chosen is not None
+    }
+    if not routers:
+        return {}
+    totals = [router.latest for router in routers.values()]
+    rows = [torch.cat([_flat(t.chosen), *(_flat(v) for v in t.sums.values())]) for t in totals]
+    packed = torch.cat(rows)
+    axes = _axes_of(next(iter(routers.values())), mesh)
+    for axis in axes.token_axes:
+        all_reduce_small([packed], axis.sibling("tokens"))
+    replicas = 1 if axes.dp is None else axes.dp.size
+    pieces = torch.split(packed, [row.numel() for row in rows])
+    values = [piece.tolist() for piece in pieces]
+    return {
+        name: _read(router.latest, value, replicas)
+        for (name, router), value in zip(routers.items(), values, strict=True)
+    }
+
+
+def _axes_of(router: nn.Module, mesh: MeshLike) -> ExpertAxes:
+    own: ExpertAxes = router.axes  # type: ignore[assignment]
+    return own if mesh is None else ExpertAxes.of(mesh, sequence_parallel=not own.replicated)
+
+
+def _flat(value: Tensor | None) -> Tensor:
+    if value is None:
+        raise ValueError("a router without counts")
+    return value.double().flatten()
+
+
+def _read(totals: RoutingTotals, values: list[float], replicas: int) -> LayerRouting:
+    experts = len(values) - len(totals.sums)
+    sums = dict(zip(totals.sums, values[experts:], strict=True))
+    copies = max(sum(values[:experts]), 1.0)
+    parts = totals.forwards * replicas
+    return LayerRouting(
+        load=tuple(value / copies for value in values[:experts]),
+        entropy=sums.pop("entropy") / max(sums.pop("tokens"), 1.0),
+        dropped=sums.pop("dropped") / copies,
+        losses={name: value / parts for name, value in sums.items()},
+    )

@@ -1,0 +1,265 @@
+"""Routers: which experts each token goes to, with which weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from lamina.collectives import all_reduce_small
+from lamina.mesh import ParallelMesh, mark
+from lamina.models.axes import MeshLike
+from lamina.models.dropout import dropout_stream
+from lamina.models.initialise import fill_normal
+from lamina.models.moe_axes import ExpertAxes
+from lamina.models.moe_config import MoEConfig
+from lamina.models.moe_losses import (
+    AuxiliaryScale,
+    RoutingContext,
+    Scored,
+    auxiliary_losses,
+    inject,
+    load_by_sequence,
+)
+from lamina.models.moe_routing import Routing, choose_experts, count_copies, within_capacity
+from lamina.models.moe_statistics import RoutingTotals
+
+
+class TopKRouter(nn.Module):
+    """Scores tokens against experts in float32 (float64 for float64 models) and takes the best.
+
+    ``weight`` is ``[num_experts, hidden]``, whole on every rank. With ``moe.bias_rate`` there is a
+    buffer ``expert_bias``, float32 ``[num_experts]`` whatever the model's dtype, that
+    ``finalize_step`` moves; :func:`lamina.ddp.finalize_grads` calls it once a step.
+
+    Args:
+        hidden_size: width of a token.
+        moe: sizes, scores, losses.
+        mesh: the model's mesh, or what it says of experts; None is one process.
+        sequence_parallel: each tensor-parallel rank sees other tokens.
+        init_std: standard deviation of the initial weight.
+
+    """
+
+    expert_bias: Tensor | None
+
+    def __init__(
+        self,
+        hidden_size: int,
+        moe: MoEConfig,
+        mesh: MeshLike | ExpertAxes = None,
+        *,
+        sequence_parallel: bool = False,
+        init_std: float = 0.02,
+    ) -> None:
+        super().__init__()
+        self.moe = moe
+        self.axes = axes_from(mesh, sequence_parallel)
+        self.init_std = init_std
+        self.init_seed: int | None = None
+        self.weight = nn.Parameter(torch.empty(moe.num_experts, hidden_size))
+        bias = None if moe.bias_rate is None else torch.zeros(moe.num_experts)
+        self.register_buffer("expert_bias", bias)
+        self.totals = RoutingTotals()
+        self.finished: RoutingTotals | None = None
+        self.loads_of_step: Tensor | None = None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw the weight from N(0, init_std^2), zero the bias, mark the weight's role."""
+        split = self.axes.tp is not None and not self.axes.replicated
+        mark(self.weight, tp_grad="sum" if split else None)
+        fill_normal(self.weight, self.init_std, self.init_seed)
+        if self.expert_bias is not None:
+            nn.init.zeros_(self.expert_bias)
+
+    def forward(
+        self,
+        x: Tensor,
+        context: RoutingContext | None = None,
+        shape: tuple[int, int] | None = None,
+    ) -> Routing:
+        """Route ``[tokens, hidden]``.
+
+        Args:
+            x: this rank's tokens.
+            context: padding, and the scale of auxiliary losses.
+            shape: sequences in the microbatch and this context-parallel rank's tokens of each;
+                for ``sequence_loss``.
+
+        Raises:
+            ValueError: ``sequence_loss`` without a shape.
+
+        """
+        context = context or RoutingContext()
+        moe, padding = self.moe, context.padding
+        logits, scores = self.score(x)
+        experts = choose_experts(scores, moe, self.expert_bias)
+        weights = scores.gather(1, experts)
+        if moe.normalize_weights:
+            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+        weights = weights * moe.weight_scale
+        if padding is not None:
+            experts = experts.masked_fill(padding.unsqueeze(-1), moe.num_experts)
+        chosen = count_copies(experts, moe.num_experts)
+        if self.training:
+            probabilities = scores
+            if moe.scores == "sigmoid":
+                probabilities = scores / (scores.sum(-1, keepdim=True) + 1e-20)
+            scored = self._scored(logits, probabilities, experts, padding, shape)
+            losses = self._losses(scored, context.scale) if moe.has_losses else {}
+            if losses and weights.requires_grad:
+                weights = inject(weights, torch.stack([*losses.values()]).sum(), context.scale)
+        routing = self._limit(experts, weights, chosen, padding is not None)
+        if self.training and not _running_again():
+            self._record(scored, chosen, routing.counts, losses)
+        return routing
+
+    def score(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Logits and scores ``[tokens, num_experts]`` of ``[tokens, hidden]``, jittered."""
+        wide = torch.promote_types(x.dtype, torch.float32)
+        x = x.to(wide)
+        if self.training and self.moe.jitter:
+            low, high = 1.0 - self.moe.jitter, 1.0 + self.moe.jitter
+            split = self.axes.tp is not None and not self.axes.replicated
+            with dropout_stream(self.moe.jitter, split):
+                x = x * torch.empty_like(x).uniform_(low, high)
+        with torch.autocast(x.device.type, enabled=False):
+            logits = F.linear(x, self.weight.to(wide))
+        return logits, logits.softmax(-1) if self.moe.scores == "softmax" else logits.sigmoid()
+
+    def finalize_step(self, mesh: ParallelMesh | DeviceMesh | None) -> None:
+        """End a step: move the bias by the load of all ranks, begin new statistics.
+
+        Collective over the ranks that hold different tokens. One process without a wrapper calls
+        it with None.
+        """
+        totals, self.totals = self.totals, RoutingTotals()
+        self.loads_of_step = None
+        if totals.forwards:
+            self.finished = totals
+        if self.expert_bias is None or not self.moe.bias_rate:
+            return
+        loads = totals.chosen
+        if loads is None:  # no forward here, and maybe one elsewhere
+            loads = torch.zeros_like(self.expert_bias, dtype=torch.int64)
+        axes = self.axes
+        if mesh is not None:
+            axes = ExpertAxes.of(mesh, sequence_parallel=not axes.replicated)
+        for axis in axes.token_axes:
+            all_reduce_small([loads], axis.sibling("reduce"))
+        # In integers, so that every rank and every layout moves the same way.
+        missing = (loads.sum() - loads * self.moe.num_experts).sign()
+        with torch.no_grad():
+            self.expert_bias.add_(missing, alpha=self.moe.bias_rate)
+
+    @property
+    def latest(self) -> RoutingTotals:
+        """Of the last step that ended; of the one going on if none has."""
+        return self.totals if self.finished is None else self.finished
+
+    def extra_repr(self) -> str:
+        """Sizes, for printing."""
+        moe = self.moe
+        return f"{self.weight.shape[1]} -> {moe.top_k} of {moe.num_experts}, {moe.scores}"
+
+    def _scored(
+        self,
+        logits: Tensor,
+        probabilities: Tensor,
+        experts: Tensor,
+        padding: Tensor | None,
+        shape: tuple[int, int] | None,
+    ) -> Scored:
+        sequence = None
+        if self.moe.sequence_loss:
+            if shape is None:
+                raise ValueError(
+                    f"sequence_loss is {self.moe.sequence_loss} and tokens come as "
+                    f"{tuple(logits.shape[:1])}: which sequences are they of? Pass [batch, "
+                    "sequence, hidden], or a context"
+                )
+            axes = self.axes
+            split = axes.tp is not None and not axes.replicated
+            first = axes.tp.rank * logits.shape[0] if axes.tp is not None and split else 0
+            index = torch.arange(first, first + logits.shape[0], device=logits.device)
+            sequence = index.div(shape[1], rounding_mode="floor")
+        counted = None if padding is None else ~padding
+        sequences = 1 if shape is None else shape[0]
+        return Scored(logits, probabilities, experts, counted, sequence, sequences)
+
+    def _losses(self, scored: Scored, scale: AuxiliaryScale) -> dict[str, Tensor]:
+        again = scale.loads.get(id(self)) if _running_again() else None
+        if again is None:
+            loads = load_by_sequence(scored, self.moe.num_experts, self.axes.along_sequence)
+            again = torch.cat((loads, self._everywhere(loads).unsqueeze(0)))
+            scale.loads[id(self)] = again
+        return auxiliary_losses(scored, self.moe, again[:-1], again[-1])
+
+    def _everywhere(self, loads: Tensor) -> Tensor:
+        """Loads over data-parallel ranks and the step's microbatches, for ``global_loss``."""
+        total = loads.sum(0)
+        if not self.moe.global_loss:
+            return total
+        if self.axes.dp is not None:
+            all_reduce_small([total], self.axes.dp.sibling("tokens"))
+        if not _running_again():
+            if self.loads_of_step is not None:
+                total = total + self.loads_of_step
+            self.loads_of_step = total
+        return total
+
+    def _limit(self, experts: Tensor, weights: Tensor, chosen: Tensor, padded: bool) -> Routing:
+        """Drop what experts have no place for."""
+        moe = self.moe
+        capacity = moe.capacity(experts.shape[0])
+        counts = chosen
+        if capacity is not None:
+            kept = within_capacity(experts, weights, capacity, moe.drop)
+            experts = experts.masked_fill(~kept, moe.num_experts)
+            counts = chosen.clamp(max=capacity)
+        holes = padded or capacity is not None
+        if holes:
+            weights = weights.masked_fill(experts == moe.num_experts, 0.0)
+        fixed = capacity if moe.pad_to_capacity and self.training else None
+        return Routing(experts, weights, counts, holes, fixed)
+
+    @torch.no_grad()
+    def _record(
+        self, scored: Scored, chosen: Tensor, counts: Tensor, losses: dict[str, Tensor]
+    ) -> None:
+        entropy = torch.special.entr(scored.probabilities).sum(-1)
+        if scored.counted is not None:
+            entropy = entropy * scored.counted
+        sums = {
+            "entropy": entropy.sum(),
+            "tokens": chosen.sum() / self.moe.top_k,
+            "dropped": (chosen - counts).sum(),
+        }
+        self.totals.add(chosen, {**sums, **losses})
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> TopKRouter:
+        # A bias in bfloat16 would lose steps of a thousandth: it keeps its dtype and its bits.
+        before: Any = self.expert_bias
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        after = self.expert_bias
+        if before is not None and after is not None and after.dtype != before.dtype:
+            kept = torch.empty_like(after, dtype=before.dtype)
+            self.expert_bias = kept if before.is_meta else kept.copy_(before)
+        return self
+
+
+def axes_from(mesh: MeshLike | ExpertAxes, sequence_parallel: bool) -> ExpertAxes:
+    """Pass on what is known about experts already, or find it on a mesh."""
+    if isinstance(mesh, ExpertAxes):
+        return mesh
+    return ExpertAxes.of(mesh, sequence_parallel=sequence_parallel)
+
+
+def _running_again() -> bool:
+    """Whether this forward runs inside a backward, for activations that were not kept."""
+    return torch._C._current_graph_task_id() != -1

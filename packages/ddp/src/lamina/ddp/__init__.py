@@ -17,6 +17,7 @@ from lamina.ddp.grouping import ParameterRef, collect_parameters, group_paramete
 from lamina.ddp.inspection import HasGroups, full_gradients, full_parameters, groups_of
 from lamina.ddp.memory import MemoryPlan, memory_plan
 from lamina.ddp.norms import clip_grad_norm
+from lamina.ddp.plain_grads import finalize_plain_grads
 from lamina.ddp.precision import GroupDtypes, resolve_dtypes
 from lamina.ddp.rank_sums import GradientState, RankSum, Squares
 from lamina.ddp.reducer import (
@@ -28,6 +29,7 @@ from lamina.ddp.reducer import (
 from lamina.ddp.reduction import ORDERED, Reduction, resolve_reduction
 from lamina.ddp.repoint import point_optimizer_at
 from lamina.ddp.sharded_optimizer import ShardedOptimizer
+from lamina.ddp.sinks import GradientSink, gradient_sink
 from lamina.ddp.strategy import Cadence, Strategy, resolve_strategy
 from lamina.ddp.transient import TransientBuffers
 from lamina.ddp.weights import Weights, WeightsState, WholeWeights
@@ -44,6 +46,7 @@ __all__ = [
     "FinalizesStep",
     "FlatStep",
     "GradientReducer",
+    "GradientSink",
     "GradientState",
     "GroupDtypes",
     "GroupGradients",
@@ -69,8 +72,10 @@ __all__ = [
     "collect_parameters",
     "data_parallel_axes",
     "finalize_grads",
+    "finalize_plain_grads",
     "full_gradients",
     "full_parameters",
+    "gradient_sink",
     "group_parameters",
     "groups_of",
     "memory_plan",

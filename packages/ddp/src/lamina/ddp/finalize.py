@@ -8,6 +8,7 @@ summed; submodules with a `finalize_step` have their turn; all is divided by the
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -100,21 +101,46 @@ def _agree_on_seen(groups: Sequence[ParameterGroup], axis: MeshAxis) -> None:
 
 
 def _sum_tied(groups: Iterable[ParameterGroup], mesh: ParallelMesh | DeviceMesh) -> None:
-    """Tied parameters have groups of their own, so both stages cut them alike."""
-    axis = mesh.embedding_axis if isinstance(mesh, ParallelMesh) else None
-    if axis is None or axis.size == 1:
-        return
+    """Tied parameters have groups of their own, so both stages cut them alike.
+
+    Under V-shaped schedules one rank holds both stages, and the others neither.
+    """
     tied = sorted(
         (g for g in groups if g.refs[0].role.tied is not None),
         key=lambda g: str(g.refs[0].role.tied),
     )
-    if not tied:
+    if _sum_tied_here(tied):
+        return
+    axis = mesh.embedding_axis if isinstance(mesh, ParallelMesh) else None
+    if axis is None or axis.size == 1 or not tied:
         return
     _agree_on_seen(tied, axis)
     tied = [group for group in tied if any(group.trained.seen)]
     _all_reduce_together([g.trained.main.data for g in tied], axis, None)
     for group in tied:
         group.show_gradients()
+
+
+def _sum_tied_here(tied: Sequence[ParameterGroup]) -> bool:
+    """Sum the gradients of both copies where this rank holds them; whether it does."""
+    pairs = [
+        (first, second)
+        for first, second in pairwise(tied)
+        if first.refs[0].role == second.refs[0].role
+    ]
+    for pair in pairs:
+        seen = any(flag for group in pair for flag in group.trained.seen)
+        if not seen:
+            continue
+        first, second = (group.trained for group in pair)
+        for gradients in (first, second):
+            gradients.zero_if_empty()
+            gradients.seen = [True] * len(gradients.seen)
+        first.main.data.add_(second.main.data)
+        second.main.data.copy_(first.main.data)
+        for group in pair:
+            group.show_gradients()
+    return bool(pairs)
 
 
 def _all_reduce_together(

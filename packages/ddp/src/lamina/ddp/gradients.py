@@ -47,6 +47,8 @@ class GroupGradients:
         self.state = GradientState.EMPTY
         self.written = [False] * len(layout.specs)
         """Which parameters have a gradient in `local`."""
+        self.sunk: set[int] = set()
+        """Parameters whose gradient a layer wrote there itself, in the backward at hand."""
         self.seen = [False] * len(layout.specs)
         """Which parameters got a gradient since main grads were empty."""
         self._cadence = cadence
@@ -54,6 +56,20 @@ class GroupGradients:
         self._transient: TransientBuffers = rank_sum.transient
         self._local: torch.Tensor | None = None
         self._carried: torch.Tensor | None = None  # final gradients of an earlier backward
+
+    @property
+    def cadence(self) -> Cadence:
+        """When `reduce` is called."""
+        return self._cadence
+
+    def set_cadence(self, cadence: Cadence) -> None:
+        """Choose when `reduce` will be called. Raises RuntimeError while gradients are held."""
+        if self.state is not GradientState.EMPTY or self.has_local:
+            raise RuntimeError(
+                f"gradients of {self.layout.specs[0].name} are being accumulated: choose how often "
+                "they are summed before the first backward, or after zero_grad()"
+            )
+        self._cadence = cadence
 
     @property
     def has_local(self) -> bool:

@@ -56,9 +56,12 @@ def whole_mesh(mesh: ParallelMesh | DeviceMesh | None) -> tuple[MeshAxis, ...]:
 
 
 def of_groups(
-    groups: Iterable[ParameterGroup], mesh: ParallelMesh | DeviceMesh | None
+    groups: Iterable[ParameterGroup], mesh: ParallelMesh | DeviceMesh | None, ties: set[str]
 ) -> list[Measured]:
-    """The main grads of groups, one piece per group (what counts is the same for all of it)."""
+    """The main grads of groups, one piece per group (what counts is the same for all of it).
+
+    `ties` remembers which tied parameters were counted: a rank may hold both copies.
+    """
     found = []
     for group in groups:
         gradients = group.gradients
@@ -70,7 +73,7 @@ def of_groups(
         main = gradients.main
         axes = (group.axes.outer, group.axes.inner)
         cut = [isinstance(placement, Shard) for placement in main.placement]
-        counted = _counted_once(group.refs[0].role, mesh)
+        counted = _counted_once(group.refs[0].role, mesh, ties)
         squares = group.squares
         pieces = squares.pieces if squares is not None else (False, False)
         found.append(
@@ -88,9 +91,11 @@ def of_groups(
 
 
 def of_parameters(
-    parameters: Iterable[tuple[str, torch.Tensor]], mesh: ParallelMesh | DeviceMesh | None
+    parameters: Iterable[tuple[str, torch.Tensor]],
+    mesh: ParallelMesh | DeviceMesh | None,
+    ties: set[str],
 ) -> list[Measured]:
-    """The gradients of parameters, one piece each."""
+    """The gradients of parameters, one piece each; `ties` as of `of_groups`."""
     found = []
     for name, parameter in parameters:
         gradient = parameter.grad
@@ -111,7 +116,7 @@ def of_parameters(
                 flat,
                 scaled,
                 tuple(axis for axis in cut if axis.size > 1),
-                _counted_once(role, mesh) and all(axis.rank == 0 for axis in copies),
+                _counted_once(role, mesh, ties) and all(axis.rank == 0 for axis in copies),
             )
         )
     return found
@@ -133,8 +138,12 @@ def _is_first(axes: Iterable[MeshAxis], cut: Iterable[bool]) -> bool:
     return all(axis.rank == 0 or is_cut for axis, is_cut in zip(axes, cut, strict=True))
 
 
-def _counted_once(role: Role, mesh: ParallelMesh | DeviceMesh | None) -> bool:
+def _counted_once(role: Role, mesh: ParallelMesh | DeviceMesh | None, ties: set[str]) -> bool:
     """Whether this rank is the one to count, as far as the model-parallel axes go."""
+    if role.tied is not None:
+        if role.tied in ties:
+            return False
+        ties.add(role.tied)
     if mesh is None:
         return True
     if isinstance(mesh, ParallelMesh) and role.tied is not None:

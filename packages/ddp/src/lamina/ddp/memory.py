@@ -23,7 +23,8 @@ class MemoryPlan:
         main_grads: reduced gradients (allocated once, kept).
         local_grads: gradients of a whole step before their reduction (strategies 0 and 1 where
             they can't share the main grads' memory).
-        gathered: whole weights of the two largest units, for strategies that gather.
+        gathered: whole weights of the two largest units, for strategies that gather, and of all
+            units that stay gathered for a step (pipeline schedules use them every microbatch).
         in_flight: gradient buffers of the two largest units, and what their reduction receives.
         padding: the part of `weights` that belongs to no parameter.
     """
@@ -70,8 +71,10 @@ def memory_plan(module: nn.Module) -> MemoryPlan:
     groups = groups_of(module)
     trained = [group for group in groups if group.gradients is not None]
     gathering = [group for group in groups if not group.weights.local.is_whole]
-    each_microbatch = [g for g in trained if _cadence(g) is Cadence.EVERY_MICROBATCH]
-    once = [g for g in trained if _cadence(g) is Cadence.ONCE]
+    each_microbatch = [g for g in trained if g.trained.cadence is Cadence.EVERY_MICROBATCH]
+    once = [g for g in trained if g.trained.cadence is Cadence.ONCE]
+    kept = [group for group in gathering if group.weights.kept_for_step]
+    coming = [group for group in gathering if not group.weights.kept_for_step]
     return MemoryPlan(
         weights=sum(_bytes(g, g.weights.local.data.numel(), "weights") for g in groups),
         main_weights=sum(
@@ -83,15 +86,12 @@ def memory_plan(module: nn.Module) -> MemoryPlan:
         local_grads=sum(
             _bytes(g, g.layout.size, "grads") for g in once if not g.trained.main.is_whole
         ),
-        gathered=_largest_two([_bytes(g, g.layout.size, "weights") for g in gathering]),
+        gathered=_largest_two([_bytes(g, g.layout.size, "weights") for g in coming])
+        + sum(_bytes(g, g.layout.size, "weights") for g in kept),
         in_flight=_largest_two([_in_flight(g, local=True) for g in each_microbatch])
         + _largest_two([_in_flight(g, local=False) for g in once]),
         padding=sum(_padding(group) for group in groups),
     )
-
-
-def _cadence(group: ParameterGroup) -> Cadence:
-    return group.settings.cadence
 
 
 def _bytes(group: ParameterGroup, numel: int, copy: str) -> int:

@@ -71,14 +71,15 @@ def _measured(
 ) -> list[Measured]:
     given = [target] if isinstance(target, (nn.Module, torch.Tensor)) else list(target)
     found: list[Measured] = []
+    ties: set[str] = set()
     for item in given:
         if isinstance(item, HasGroups):
-            found += of_groups(item.parameter_groups(), mesh)
+            found += of_groups(item.parameter_groups(), mesh, ties)
         elif isinstance(item, nn.Module):
-            found += of_parameters(item.named_parameters(), mesh)
+            found += of_parameters(item.named_parameters(), mesh, ties)
     parameters = [item for item in given if isinstance(item, torch.Tensor)]
     names = ((f"parameter {index}", item) for index, item in enumerate(parameters))
-    return found + of_parameters(names, mesh)
+    return found + of_parameters(names, mesh, ties)
 
 
 def _norm(

@@ -20,6 +20,7 @@ from lamina.collectives import Handle, all_reduce_small
 from lamina.ddp.gradients import GroupGradients
 from lamina.ddp.group import ParameterGroup
 from lamina.ddp.rank_sums import GradientState
+from lamina.ddp.sinks import offer_sink
 from lamina.ddp.strategy import Cadence
 from lamina.ddp.transient import TransientBuffers
 from lamina.ddp.user_gradients import follow_user
@@ -94,6 +95,7 @@ class GradientReducer:
                 parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
                     _gradient_mover(group.trained, index, self._arrived[place], place, complete)
                 )
+                offer_sink(parameter, group.trained, index)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -103,6 +105,42 @@ class GradientReducer:
             yield
         finally:
             self.is_final = before
+
+    @contextmanager
+    def late_gradients(self) -> Iterator[None]:
+        """Gradients that arrive inside belong to backwards that are over.
+
+        A schedule that computes gradients of weights apart from those of inputs hands them to
+        autograd's leaves later. They are summed over ranks by the next final backward, or by
+        `start` and `finish`.
+
+        Raises:
+            ValueError: if the order of summation counts microbatches (`reproducible=True`).
+        """
+        if any(group.settings.reduction.cadence is not None for group in self.groups):
+            raise ValueError(
+                "reproducible=True adds the gradients of each microbatch in a fixed order, and "
+                "late gradients belong to none: use a schedule that does not split backward "
+                "(1f1b, interleaved_1f1b), or reproducible=False"
+            )
+        for group in self.groups:
+            for parameter in group.compute_parameters:
+                parameter.grad = None
+        with self.no_sync():
+            yield
+        self._unfinished = True
+        for group in self.groups:
+            group.show_gradients(final=False)
+
+    def set_cadence(self, cadence: Cadence) -> None:
+        """Choose how often gradients are summed over the inner axis, between two steps.
+
+        Raises:
+            RuntimeError: while gradients are accumulated.
+        """
+        for group in self.groups:
+            group.trained.set_cadence(cadence)
+        self._cadence = cadence
 
     def begin_backward(self) -> None:
         """Forget what the user zeroed, and take autograd's `.grad` slots for this backward."""
@@ -114,6 +152,7 @@ class GradientReducer:
         self._waiting = deque(self.groups if self._order is Order.STATIC else ())
         for group in self.groups:
             follow_user(group)
+            group.trained.sunk.clear()
             for parameter in group.compute_parameters:
                 parameter.grad = None
 
@@ -257,14 +296,11 @@ def _gradient_mover(
 
     def move_gradient(parameter: torch.Tensor) -> None:
         gradient, parameter.grad = parameter.grad, None
-        if gradient is None:
+        if gradient is None and index not in gradients.sunk:
             return
-        if gradient.layout is not torch.strided:
-            raise TypeError(
-                f"{gradients.layout.specs[index].name} has a gradient of layout {gradient.layout}; "
-                "flat buffers hold strided gradients only: build the embedding with sparse=False"
-            )
-        gradients.accumulate(index, gradient)
+        if gradient is not None:
+            _refuse_sparse(gradient, gradients.layout.specs[index].name)
+            gradients.accumulate(index, gradient)
         arrived.add(index)
         if complete is not None and len(arrived) == len(gradients.layout.specs):
             close = complete()
@@ -272,6 +308,14 @@ def _gradient_mover(
                 close(place)
 
     return move_gradient
+
+
+def _refuse_sparse(gradient: torch.Tensor, name: str) -> None:
+    if gradient.layout is not torch.strided:
+        raise TypeError(
+            f"{name} has a gradient of layout {gradient.layout}; flat buffers hold strided "
+            "gradients only: build the embedding with sparse=False"
+        )
 
 
 def _refuse_large(group: ParameterGroup, limit: float) -> None:

@@ -42,6 +42,8 @@ class Weights(ABC):
         self.local = local
         self.axes = axes
         self.state = WeightsState.RELEASED
+        self.kept_for_step = False
+        """Whether they stay gathered from their first use in a step until its end."""
         self._main: FlatBuffer | None = None
         self._pending: list[Handle] = []
         self._changed = False

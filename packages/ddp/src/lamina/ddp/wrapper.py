@@ -103,6 +103,10 @@ class DistributedDataParallel(DataParallel):
         """Backwards inside are not the step's last microbatch."""
         return self._reducer.no_sync()
 
+    def late_gradients(self) -> AbstractContextManager[None]:
+        """Gradients that arrive inside belong to backwards that are over (split backwards)."""
+        return self._reducer.late_gradients()
+
     def start_grad_sync(self) -> None:
         """Begin to sum what `no_sync` accumulated; nothing where nothing waits to be summed."""
         self._reducer.start()

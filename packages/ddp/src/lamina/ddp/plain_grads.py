@@ -1,0 +1,93 @@
+"""The step's last reductions for modules that no wrapper holds: their `.grad`s, by role.
+
+For meshes without data parallelism, where a wrapper would only copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import nn
+
+from lamina.collectives import all_reduce_fp32, all_reduce_small
+from lamina.mesh import MeshAxis, ParallelMesh, role_of
+
+__all__ = ["finalize_plain_grads"]
+
+
+def finalize_plain_grads(modules: nn.Module | Sequence[nn.Module], mesh: ParallelMesh) -> None:
+    """`finalize_grads` for modules as they are: gradients stay where autograd put them.
+
+    Gradients of parameters that every tp rank holds whole are combined by their role, then those
+    of parameters tied across pipeline stages are summed. Collective over the mesh.
+
+    Args:
+        modules: a module, or this rank's pipeline stages in order.
+        mesh: without data-parallel ranks.
+
+    Raises:
+        ValueError: if the mesh has data-parallel or context-parallel ranks: nobody would sum over
+            them.
+    """
+    data = mesh.axis("dp_cp")
+    if data.size > 1:
+        raise ValueError(
+            f"the mesh has {data.size} data-parallel ranks ({mesh!r}), and the modules are not "
+            "wrapped, so nobody sums their gradients over them: wrap each in "
+            "DistributedDataParallel or fully_shard"
+        )
+    stages = [modules] if isinstance(modules, nn.Module) else list(modules)
+    parameters = [p for stage in stages for p in stage.parameters() if p.requires_grad]
+    tp = mesh.axis("tp")
+    for kind in ("sum", "mean"):
+        chosen = [p for p in parameters if role_of(p).tp_grad == kind]
+        _combine(chosen, tp, 1.0 / tp.size if kind == "mean" else None)
+    copies: dict[str, list[torch.Tensor]] = {}
+    for parameter in parameters:
+        if (name := role_of(parameter).tied) is not None:
+            copies.setdefault(name, []).append(parameter)
+    here = [copies[name] for name in sorted(copies)]
+    if any(len(held) > 1 for held in here):  # V-shaped schedules: one rank holds both stages
+        for held in here:
+            _sum_here(held)
+    elif (axis := mesh.embedding_axis) is not None:
+        _combine([held[0] for held in here], axis, None)
+
+
+def _combine(parameters: Sequence[torch.Tensor], axis: MeshAxis, scale: float | None) -> None:
+    """Sum `.grad`s over an axis with one collective per dtype; one that is missing counts as 0."""
+    if axis.size == 1 or not parameters:
+        return
+    group = axis.sibling("reduce")
+    flags = torch.tensor([p.grad is not None for p in parameters], dtype=torch.int32)
+    flags = flags.to(parameters[0].device)
+    all_reduce_small([flags], group, op="max")
+    present = [p for p, seen in zip(parameters, flags.tolist(), strict=True) if seen]
+    for dtype in sorted({p.dtype for p in present}, key=str):
+        grads = [_gradient(p) for p in present if p.dtype == dtype]
+        packed = torch.cat([grad.reshape(-1) for grad in grads])
+        packed = packed.to(torch.promote_types(dtype, torch.float32))
+        all_reduce_fp32(packed, packed, group, scale=scale)
+        _write(grads, packed)
+
+
+def _sum_here(parameters: Sequence[torch.Tensor]) -> None:
+    grads = [p.grad for p in parameters if p.grad is not None]
+    if grads:
+        total = sum(grads[1:], start=grads[0])
+        for parameter in parameters:
+            _gradient(parameter).copy_(total)
+
+
+def _gradient(parameter: torch.Tensor) -> torch.Tensor:
+    if parameter.grad is None:
+        parameter.grad = torch.zeros_like(parameter)
+    return parameter.grad
+
+
+def _write(tensors: Iterable[torch.Tensor], packed: torch.Tensor) -> None:
+    offset = 0
+    for tensor in tensors:
+        tensor.copy_(packed[offset : offset + tensor.numel()].view(tensor.shape))
+        offset += tensor.numel()

@@ -1,0 +1,107 @@
+"""Gradient sinks: a layer's backward writes its weight's gradient where the collective reads it.
+
+Autograd hands a gradient over as a tensor of its own, which a hook then copies into the bucket. A
+layer that computes its weight gradient by a matrix product can name the destination itself:
+
+    sink = gradient_sink(weight)
+    if sink is None:
+        grad_weight = grad_output.t() @ x
+    elif sink.accumulate:
+        torch.addmm(sink.view, grad_output.t(), x, out=sink.view)
+    else:
+        torch.mm(grad_output.t(), x, out=sink.view)
+    if sink is not None:
+        sink.written()
+        grad_weight = None  # what backward returns
+
+Megatron-Core calls this gradient accumulation fusion.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch.autograd.graph import get_gradient_edge
+
+from lamina.ddp.gradients import GroupGradients
+
+__all__ = ["GradientSink", "gradient_sink", "offer_sink"]
+
+_SINK = "_lamina_gradient_sink"
+
+
+class GradientSink:
+    """The place of one parameter's gradient in its bucket, during a backward.
+
+    Args:
+        gradients: of the parameter's group; held weakly, as the group holds the parameter.
+        index: the parameter's place in the group.
+    """
+
+    def __init__(self, gradients: GroupGradients, index: int) -> None:
+        self._gradients: weakref.ref[GroupGradients] | None = weakref.ref(gradients)
+        self._index = index
+
+    @property
+    def view(self) -> torch.Tensor:
+        """What to write to: shaped like the parameter, contiguous, in the bucket's dtype.
+
+        float32 where gradients are summed in fp32, whatever the parameter's dtype.
+        """
+        return self._known().view(self._index)
+
+    @property
+    def accumulate(self) -> bool:
+        """Whether `view` holds a gradient to add to; False: its bytes mean nothing."""
+        gradients = self._known()
+        return gradients.has_local and gradients.written[self._index]
+
+    def written(self) -> None:
+        """Say that `view` holds the gradient now: autograd will bring none."""
+        gradients = self._known()
+        gradients.written[self._index] = True
+        gradients.sunk.add(self._index)
+
+    @property
+    def alive(self) -> bool:
+        """Whether the parameter is still wrapped."""
+        return self._gradients is not None and self._gradients() is not None
+
+    def _known(self) -> GroupGradients:
+        gradients = self._gradients() if self._gradients is not None else None
+        if gradients is None:
+            raise RuntimeError("the wrapper of this parameter is gone: ask gradient_sink again")
+        return gradients
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A pickled parameter leaves its wrapper behind."""
+        return {"_gradients": None, "_index": self._index}
+
+
+def offer_sink(parameter: torch.Tensor, gradients: GroupGradients, index: int) -> None:
+    """Let layers find the place of a parameter's gradient."""
+    parameter.__dict__[_SINK] = GradientSink(gradients, index)
+
+
+def gradient_sink(parameter: torch.Tensor) -> GradientSink | None:
+    """Where a backward that is running may write a parameter's gradient; None: return it instead.
+
+    There is one only where autograd is about to hand this backward's gradient to the wrapper: not
+    for parameters that nobody wrapped, under `torch.autograd.grad`, in a backward that is itself
+    differentiated, or while compiling.
+
+    Args:
+        parameter: the parameter the layer computed with.
+    """
+    sink = parameter.__dict__.get(_SINK)
+    if sink is None or not sink.alive or torch.compiler.is_compiling() or torch.is_grad_enabled():
+        return None
+    if not parameter.requires_grad:
+        return None
+    try:
+        reached = torch._C._will_engine_execute_node(get_gradient_edge(parameter).node)
+    except RuntimeError:  # the gradient is what torch.autograd.grad was asked for
+        return None
+    return sink if reached else None

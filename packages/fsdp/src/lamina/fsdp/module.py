@@ -13,13 +13,14 @@ from lamina.buffers import Replicate
 from lamina.collectives import broadcast
 from lamina.ddp import ParameterGroup
 from lamina.fsdp.engine import ShardingEngine
+from lamina.fsdp.once_per_step import StepMethods
 
 __all__ = ["ShardedModule", "adopt", "is_sharded"]
 
 _ENGINE = "_lamina_engine"
 
 
-class ShardedModule(nn.Module):
+class ShardedModule(StepMethods, nn.Module):
     """Mixin that `fully_shard` adds to the root module's class; `forward` stays the user's."""
 
     @property

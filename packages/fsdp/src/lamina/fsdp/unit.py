@@ -51,6 +51,8 @@ class Unit:
         self.prefetch: dict[int, tuple[Unit, ...]] = {}
         """Units to gather when this one's forward (1) or backward (-1) begins, where somebody said
         so; otherwise the recorded order says it."""
+        self.stays_whole = False
+        """Whether it is given back at the end of a step only."""
         self.in_backward = False
         """Between this unit's pre-backward and the end of its last backward."""
         self.calls_without_grad = 0
@@ -82,8 +84,14 @@ class Unit:
             group.weights.wait()
             group.install_compute_parameters()
 
-    def reshard(self) -> None:
-        """Give the whole weights back; the module holds what the optimizer updates."""
+    def reshard(self, *, even_if_kept: bool = False) -> None:
+        """Give the whole weights back; the module holds what the optimizer updates.
+
+        Args:
+            even_if_kept: also where the unit `stays_whole` for a step.
+        """
+        if self.stays_whole and not even_if_kept:
+            return
         for group in self.groups:
             group.weights.release()
             group.install_main_parameters()

@@ -7,6 +7,11 @@ from lamina.checkpoint.errors import (
     CheckpointNotFoundError,
     CheckpointUnsafeError,
 )
+from lamina.checkpoint.inspection import (
+    Difference,
+    compare_checkpoints,
+    verify_checkpoint,
+)
 from lamina.checkpoint.manager import CheckpointManager
 from lamina.checkpoint.per_rank import PerRank, RngState
 from lamina.checkpoint.progress import RestoreReport, SaveReport
@@ -18,8 +23,11 @@ __all__ = [
     "CheckpointMismatchError",
     "CheckpointNotFoundError",
     "CheckpointUnsafeError",
+    "Difference",
     "PerRank",
     "RestoreReport",
     "RngState",
     "SaveReport",
+    "compare_checkpoints",
+    "verify_checkpoint",
 ]

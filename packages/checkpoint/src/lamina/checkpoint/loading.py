@@ -49,7 +49,8 @@ def open_step(store: Store, step: int) -> tuple[Manifest, Metadata, dict[str, Js
     """
     if not store.has(step):
         raise CheckpointNotFoundError(
-            f"no complete checkpoint of step {step} ({store.place(step)}); there are {store.steps() or 'none'}"
+            f"no complete checkpoint of step {step} ({store.place(step)}); there are "
+            f"{store.steps() or 'none'}"
         )
     return open_checkpoint(store.place(step))
 

@@ -1,0 +1,260 @@
+"""What a checkpoint holds, whether it is undamaged, and how two differ: without any model.
+
+Everything here runs in one process and holds one tensor at a time.
+"""
+
+from __future__ import annotations
+
+import os
+import zlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+from lamina.checkpoint.errors import CheckpointDamagedError, CheckpointError
+from lamina.checkpoint.loading import open_checkpoint
+from lamina.checkpoint.manifest import CHUNKS, METADATA, VALUES, ChunkSums, Manifest
+from lamina.checkpoint.places import Place, place_of
+from lamina.checkpoint.reader import opened, read_metadata
+from lamina.checkpoint.streams import tensor_in
+from lamina.checkpoint.values import Json
+
+
+class Opened:
+    """A complete checkpoint, open for reading.
+
+    Args:
+        location: path or URL of the checkpoint itself (`.../step-00000100`).
+
+    Raises:
+        CheckpointDamagedError: one of its small files is missing or altered.
+        CheckpointUnsafeError: its metadata names code.
+
+    """
+
+    manifest: Manifest
+    metadata: Metadata
+    values: dict[str, Json]
+
+    def __init__(self, location: str | os.PathLike[str]) -> None:
+        self.place = place_of(location)
+        self.manifest, self.metadata, self.values = open_checkpoint(self.place)
+
+    def tensors(self) -> dict[str, TensorStorageMetadata]:
+        """Return name -> shape, dtype and boxes of every tensor."""
+        return tensors_of(self.metadata)
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """Read one tensor whole.
+
+        Raises:
+            CheckpointDamagedError: one of its chunks is altered.
+
+        """
+        described = self.tensors()[name]
+        whole = torch.empty(described.size, dtype=described.properties.dtype)
+        sums = ChunkSums.read(self.manifest, self.place)
+        for chunk in chunks_of(self.metadata, name):
+            if problem := check_chunk(self.place, sums, chunk):
+                raise CheckpointDamagedError(problem)
+            with opened(self.place, chunk.file) as read:
+                piece = tensor_in(read(chunk.offset, chunk.length), whole.dtype, chunk.sizes)
+            view = whole
+            for dim, (start, size) in enumerate(zip(chunk.at, chunk.sizes, strict=True)):
+                view = view.narrow(dim, start, size)
+            view.copy_(piece)
+        return whole
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """One box of one tensor, and where it lies."""
+
+    name: str
+    at: tuple[int, ...]
+    sizes: tuple[int, ...]
+    dtype: torch.dtype
+    file: str
+    offset: int
+    length: int
+
+
+def tensors_of(metadata: Metadata) -> dict[str, TensorStorageMetadata]:
+    """Return the tensors in DCP's metadata."""
+    return {
+        name: described
+        for name, described in metadata.state_dict_metadata.items()
+        if isinstance(described, TensorStorageMetadata)
+    }
+
+
+def chunks_of(metadata: Metadata, name: str | None = None) -> Iterator[Chunk]:
+    """Yield the chunks of a tensor, or of all, in the order of their files."""
+    found = sorted(
+        (item for item in metadata.storage_data.items() if name in (None, item[0].fqn)),
+        key=lambda item: (item[1].relative_path, item[1].offset),
+    )
+    tensors = tensors_of(metadata)
+    boxes = {
+        fqn: {box.offsets: box.sizes for box in described.chunks}
+        for fqn, described in tensors.items()
+    }
+    for index, info in found:
+        if index.fqn not in boxes:
+            continue
+        sizes = boxes[index.fqn].get(index.offset)
+        if sizes is None:
+            raise CheckpointDamagedError(f"'{index.fqn}' has no box at {index.offset}")
+        dtype = tensors[index.fqn].properties.dtype
+        yield Chunk(
+            index.fqn,
+            tuple(index.offset),
+            tuple(sizes),
+            dtype,
+            info.relative_path,
+            info.offset,
+            info.length,
+        )
+
+
+def check_chunk(place: Place, sums: ChunkSums, chunk: Chunk) -> str | None:
+    """Read a chunk; return what is wrong with it."""
+    where = f"{place}/{chunk.file}: '{chunk.name}' from {list(chunk.at)} (written by rank "
+    where += f"{chunk.file.lstrip('_').partition('_')[0]})"
+    expected = sums.of(chunk.file, chunk.offset)
+    try:
+        with opened(place, chunk.file) as read:
+            data = read(chunk.offset, chunk.length)
+            if len(data) != chunk.length:
+                return f"{where} is cut off after {len(data)} of {chunk.length} bytes"
+            if expected is not None and zlib.crc32(data) != expected.crc32:
+                return f"{where} is damaged: its CRC-32 is not the one written"
+            stored = tensor_in(data, chunk.dtype, chunk.sizes)
+            if stored.dtype != chunk.dtype or tuple(stored.shape) != chunk.sizes:
+                return (
+                    f"{where} is {stored.dtype} {list(stored.shape)}, the metadata says "
+                    f"{chunk.dtype} {list(chunk.sizes)}"
+                )
+    except FileNotFoundError:
+        return f"{where}: the file is missing"
+    except Exception as error:  # a damaged zip file may raise nearly anything
+        return f"{where} can't be read: {error}"
+    return None
+
+
+def verify_checkpoint(location: str | os.PathLike[str]) -> list[str]:
+    """Read every byte of a checkpoint and compare it with its checksums.
+
+    Returns:
+        What is wrong, each with file, tensor and rank; empty for an undamaged checkpoint.
+
+    """
+    place = place_of(location)
+    try:
+        manifest = Manifest.read(place)
+    except CheckpointError as error:
+        return [str(error)]
+    problems = []
+    bad_files = set()
+    for name in manifest.files:
+        problem = _check_file(place, manifest, name)
+        if problem is not None:
+            bad_files.add(name)
+            problems.append(problem)
+    if bad_files & {METADATA, VALUES, CHUNKS}:
+        return problems
+    try:
+        metadata, sums = read_metadata(place), ChunkSums.read(manifest, place)
+        found = [check_chunk(place, sums, chunk) for chunk in chunks_of(metadata)]
+    except CheckpointError as error:
+        return [*problems, str(error)]
+    return problems + [problem for problem in found if problem is not None]
+
+
+def _check_file(place: Place, manifest: Manifest, name: str) -> str | None:
+    one = Manifest(manifest.step, manifest.world_size, manifest.torch, {name: manifest.files[name]})
+    try:
+        one.check_sizes(place)
+        one.check_file(place, name)
+    except CheckpointDamagedError as error:
+        return str(error)
+    return None
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One name that two checkpoints don't agree on, and how."""
+
+    name: str
+    how: str
+
+
+def compare_checkpoints(
+    first: str | os.PathLike[str], second: str | os.PathLike[str]
+) -> list[Difference]:
+    """Compare two checkpoints by names, shapes, dtypes, bits of tensors, and plain values.
+
+    How many ranks wrote them and how tensors were cut does not matter.
+    """
+    a, b = Opened(first), Opened(second)
+    differences = [
+        Difference(name, "only in the second" if name in b.tensors() else "only in the first")
+        for name in sorted(a.tensors().keys() ^ b.tensors().keys())
+    ]
+    for name in sorted(a.tensors().keys() & b.tensors().keys()):
+        how = _compare(a, b, name)
+        if how is not None:
+            differences.append(Difference(name, how))
+    flat_a, flat_b = flat_values(a.values), flat_values(b.values)
+    for name in sorted(flat_a.keys() | flat_b.keys()):
+        one, other = flat_a.get(name, "(absent)"), flat_b.get(name, "(absent)")
+        if one != other:
+            differences.append(Difference(name, f"{_short(one)} / {_short(other)}"))
+    return differences
+
+
+def _compare(a: Opened, b: Opened, name: str) -> str | None:
+    one, other = a.tensors()[name], b.tensors()[name]
+    if one.size != other.size:
+        return f"shape {list(one.size)} / {list(other.size)}"
+    if one.properties.dtype != other.properties.dtype:
+        return f"dtype {one.properties.dtype} / {other.properties.dtype}"
+    x, y = a.tensor(name), b.tensor(name)
+    if not x.numel() or torch.equal(_bits(x), _bits(y)):
+        return None
+    if not x.is_floating_point():
+        return f"{int((x != y).sum())} of {x.numel()} elements differ"
+    x, y = x.double(), y.double()
+    gap = (x - y).abs()
+    return (
+        f"{int((x != y).sum())} of {x.numel()} elements differ, by at most {float(gap.max()):.3g} "
+        f"(largest value {float(x.abs().max()):.3g})"
+    )
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().view(-1).view(torch.uint8)
+
+
+def flat_values(tree: Any, name: str = "") -> dict[str, Any]:
+    """Return the plain values of `values.json` by dotted names; tensors' places are left out."""
+    if isinstance(tree, Mapping):
+        if set(tree) == {"$tensor"}:
+            return {}
+        items: Any = tree.items()
+    elif isinstance(tree, list):
+        items = enumerate(tree)
+    else:
+        return {name: tree}
+    flat: dict[str, Any] = {}
+    for key, value in items:
+        flat.update(flat_values(value, f"{name}.{key}" if name else str(key)))
+    return flat
+
+
+def _short(value: Any, limit: int = 60) -> str:
+    text = repr(value)
+    return text if len(text) <= limit else f"{text[:limit]}..."

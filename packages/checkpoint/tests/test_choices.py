@@ -1,0 +1,265 @@
+"""What is kept, what is passed over, what of a checkpoint is loaded, where it may lie."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from lamina.checkpoint import (
+    CheckpointDamagedError,
+    CheckpointError,
+    CheckpointManager,
+    CheckpointMismatchError,
+    CheckpointNotFoundError,
+    PerRank,
+    RngState,
+)
+
+
+def flip(path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize(
+    ("rules", "kept"),
+    [
+        ({}, [0, 1, 2, 3, 4, 5]),
+        ({"keep_last": 2}, [4, 5]),
+        ({"keep_every": 2}, [0, 2, 4, 5]),
+        ({"keep_best": 2}, [1, 3, 5]),
+        ({"keep_best": 1, "best_is": "max"}, [0, 5]),
+        ({"keep_last": 2, "keep_every": 3, "keep_best": 1}, [0, 3, 4, 5]),
+    ],
+)
+def test_a_checkpoint_is_kept_if_any_rule_keeps_it(tmp_path, rules, kept):
+    manager = CheckpointManager(tmp_path, verify=False, **rules)
+    for step, metric in enumerate([9.0, 2.0, 5.0, 1.0, float("nan"), None]):
+        manager.save(step, {"n": step}, metric=metric)
+    assert manager.list() == kept
+
+
+def test_rules_that_mean_nothing_are_refused(tmp_path):
+    for name in ("keep_every", "keep_best"):
+        with pytest.raises(ValueError, match=f"{name} is 0"):
+            CheckpointManager(tmp_path, **{name: 0})
+    with pytest.raises(ValueError, match="best_is"):
+        CheckpointManager(tmp_path, best_is="good")
+
+
+def test_restore_falls_back_to_the_previous_good_one_when_told(tmp_path):
+    manager = CheckpointManager(tmp_path)
+    for step in range(4):
+        manager.save(step, {"t": torch.full((500,), float(step))})
+    flip(tmp_path / "step-00000003" / "__0_0.distcp")
+    (tmp_path / "step-00000002" / "values.json").unlink()
+    state = {"t": None}
+    with pytest.raises(CheckpointDamagedError, match=r"__0_0\.distcp is damaged: 't'"):
+        manager.restore(state)
+    with pytest.warns(UserWarning, match="step 3 is passed over"):
+        assert manager.restore(state, fallback=True) == 1
+    assert torch.equal(state["t"], torch.ones(500))
+    assert list(manager.last_restore.skipped) == [3]
+    for step in (0, 1):
+        flip(tmp_path / f"step-0000000{step}" / "__0_0.distcp")
+    expected = pytest.raises(CheckpointNotFoundError, match="step 0")
+    with pytest.warns(UserWarning, match="passed over"), expected:
+        manager.restore(state, fallback=True)
+
+
+@pytest.mark.ranks(2)
+def test_all_ranks_fall_back_together(tmp_path):
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (2,))
+    manager = CheckpointManager(tmp_path)
+    for step in (1, 2, 3):
+        tensor = distribute_tensor(torch.full((600,), float(step)), mesh, [Shard(0)])
+        manager.save(step, {"t": tensor})
+    dist.barrier()
+    if dist.get_rank() == 0:
+        flip(tmp_path / "step-00000003" / "__1_0.distcp")  # seen by rank 1 alone
+    dist.barrier()
+
+    class Holder:
+        tensor = distribute_tensor(torch.zeros(600), mesh, [Shard(0)])
+
+        def state_dict(self):
+            return self.tensor
+
+        def load_state_dict(self, state):
+            self.tensor = state
+
+    holder = Holder()
+    with pytest.warns(UserWarning, match="step 3 is passed over"):
+        assert manager.restore({"t": holder}, fallback=True) == 2
+    assert torch.equal(holder.tensor.full_tensor(), torch.full((600,), 2.0))
+
+
+def two(extra: bool = False) -> dict[str, object]:
+    torch.manual_seed(0 if extra else 1)
+    layers = {"a": nn.Linear(4, 4), "b": nn.Linear(4, 4)}
+    if extra:
+        layers["c"] = nn.Linear(4, 4)
+    model = nn.ModuleDict(layers)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    sum(layer(torch.ones(4)).sum() for layer in model.values()).backward()
+    optimizer.step()
+    return {"model": model, "optimizer": optimizer}
+
+
+def test_added_layers_are_named_and_left_alone(tmp_path):
+    saved, larger = two(), two(extra=True)
+    manager = CheckpointManager(tmp_path)
+    manager.save(1, saved)
+    own = {n: p.detach().clone() for n, p in larger["model"].named_parameters()}
+    with pytest.raises(CheckpointMismatchError, match=r"not in the checkpoint: model\.c\.bias"):
+        manager.restore(larger)
+    manager.restore(larger, strict=False)
+    for name, parameter in larger["model"].named_parameters():
+        expected = own if name.startswith("c") else dict(saved["model"].named_parameters())
+        assert torch.equal(parameter, expected[name]), name
+        assert larger["optimizer"].state[parameter]["step"] == 1
+    assert "model.c.weight" in manager.last_restore.missing
+    assert not manager.last_restore.unexpected
+
+
+def test_removed_layers_are_named_and_passed_over(tmp_path):
+    saved, smaller = two(extra=True), two()
+    manager = CheckpointManager(tmp_path)
+    manager.save(1, saved)
+    with pytest.raises(CheckpointMismatchError, match=r"only in the checkpoint: model\.c\.bias"):
+        manager.restore(smaller)
+    manager.restore(smaller, strict=False)
+    expected = dict(saved["model"].named_parameters())
+    for name, parameter in smaller["model"].named_parameters():
+        assert torch.equal(parameter, expected[name])
+        moment = saved["optimizer"].state[expected[name]]["exp_avg"]
+        assert torch.equal(smaller["optimizer"].state[parameter]["exp_avg"], moment)
+    assert "model.c.weight" in manager.last_restore.unexpected
+    assert "optimizer.state.c.bias.exp_avg" in manager.last_restore.unexpected
+
+
+def test_parts_are_loaded_by_pattern_and_the_optimizer_apart(tmp_path):
+    saved = two(extra=True)
+    manager = CheckpointManager(tmp_path)
+    manager.save(1, saved)
+    stored = dict(saved["model"].named_parameters())
+
+    other = two(extra=True)
+    with torch.no_grad():
+        for parameter in other["model"].parameters():
+            parameter.zero_()
+    manager.restore(other, include=["model.a", "model.*.bias"], exclude=["model.b.*"])
+    for name, parameter in other["model"].named_parameters():
+        wanted = name.startswith("a") or name == "c.bias"
+        assert torch.equal(parameter, stored[name]) == wanted, name
+        assert wanted or not parameter.any()
+
+    fresh = two(extra=True)
+    fresh["optimizer"] = torch.optim.AdamW(fresh["model"].parameters(), lr=0.5)
+    before = fresh["model"]["a"].weight.detach().clone()
+    manager.restore(fresh, include=["optimizer"])
+    assert torch.equal(fresh["model"]["a"].weight, before)
+    moments = fresh["optimizer"].state[fresh["model"]["a"].weight]
+    expected = saved["optimizer"].state[stored["a.weight"]]
+    assert torch.equal(moments["exp_avg"], expected["exp_avg"])
+    assert fresh["optimizer"].param_groups[0]["lr"] == 0.1
+
+
+@pytest.mark.ranks(2)
+def test_every_rank_gets_its_own_state_back(tmp_path):
+    import torch.distributed as dist
+
+    rank = dist.get_rank()
+    torch.manual_seed(rank)
+    manager = CheckpointManager(tmp_path)
+    state = {"rng": PerRank(RngState()), "mine": PerRank({"rank": rank, "t": torch.ones(rank)})}
+    manager.save(1, state)
+    expected = torch.randn(5)
+    torch.manual_seed(77)
+    got = {"rng": PerRank(RngState()), "mine": PerRank(None)}
+    manager.restore(got)
+    assert torch.equal(torch.randn(5), expected)
+    assert got["mine"].value["rank"] == rank
+    assert got["mine"].value["t"].numel() == rank
+    with pytest.raises((CheckpointMismatchError, CheckpointError), match="PerRank"):
+        manager.restore({"mine": 0})
+
+    alone = [dist.new_group([r]) for r in range(2)][rank]
+    manager = CheckpointManager(tmp_path, group=alone)  # on another number of ranks
+    with pytest.warns(UserWarning, match="saved by 2 ranks"):
+        manager.restore({"mine": PerRank(None)})
+    first = {"mine": PerRank(None, on_change="first")}
+    manager.restore(first)
+    assert first["mine"].value["rank"] == 0
+    with pytest.raises(CheckpointMismatchError, match="saved by 2 ranks"):
+        manager.restore({"mine": PerRank(None, on_change="raise")})
+
+
+def test_an_object_store_holds_checkpoints(tmp_path):
+    pytest.importorskip("fsspec")
+    url = f"memory://{tmp_path.name}/run"
+    state = two()
+    manager = CheckpointManager(url, keep_last=2, async_save=True)
+    for step in range(3):
+        manager.save(step, {**state, "n": step})
+    manager.close()
+    assert manager.list() == [1, 2]
+    assert CheckpointManager(url).latest() == 2
+    other = {**two(extra=False), "n": 0}
+    assert manager.restore(other) == 2
+    assert other["n"] == 2
+    assert torch.equal(other["model"]["a"].weight, state["model"]["a"].weight)
+
+
+def test_in_an_object_store_only_a_manifest_makes_a_checkpoint(tmp_path):
+    fsspec = pytest.importorskip("fsspec")
+    url = f"memory://{tmp_path.name}/run"
+    fs = fsspec.filesystem("memory")
+    manager = CheckpointManager(url)
+    manager.save(1, {"n": 1})
+    with pytest.raises(FileExistsError, match="overwrite=True"):
+        manager.save(1, {"n": 2})
+    manager.save(1, {"n": 2}, overwrite=True)
+    assert [e.rpartition("/")[2] for e in fs.ls(f"/{tmp_path.name}/run", detail=False)] == [
+        "step-00000001-1"
+    ]
+    manager.save(5, {"n": 5})
+    fs.rm_file(f"/{tmp_path.name}/run/step-00000005/manifest.json")  # a writer killed at the end
+    assert manager.list() == [1]
+    state = {"n": 0}
+    CheckpointManager(url).restore(state)
+    assert state["n"] == 2
+    assert not fs.exists(f"/{tmp_path.name}/run/step-00000005")
+
+
+def test_a_failed_save_leaves_nothing_in_an_object_store(tmp_path, monkeypatch):
+    fsspec = pytest.importorskip("fsspec")
+    fs = fsspec.filesystem("memory")
+    manager = CheckpointManager(f"memory://{tmp_path.name}")
+    manager.save(1, {"t": torch.ones(3)})
+    honest = type(fs).open
+
+    def full(self, path, mode="rb", **options):
+        if path.endswith("chunks.json") and mode == "wb":
+            raise OSError(28, "quota exceeded")
+        return honest(self, path, mode, **options)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(type(fs), "open", full)
+        with pytest.raises(CheckpointError, match="quota"):
+            manager.save(2, {"t": torch.ones(3)})
+    assert [e.rpartition("/")[2] for e in fs.ls(f"/{tmp_path.name}", detail=False)] == [
+        "step-00000001"
+    ]
+
+
+def test_a_file_url_is_a_path(tmp_path):
+    manager = CheckpointManager(f"file://{tmp_path}/run")
+    manager.save(1, {"n": 1})
+    assert (tmp_path / "run" / "step-00000001").is_dir()

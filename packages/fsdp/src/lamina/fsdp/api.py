@@ -122,7 +122,9 @@ def fully_shard(  # type: ignore[misc]
             way, on the fp32 sum: both settings give the same bits.
         calculate_per_token_loss: sum gradients instead of averaging them over ranks
             (`lamina.ddp.finalize_grads` divides by the global token count).
-        keep_fp8_transpose_cache: refused: weights are not kept in FP8.
+        keep_fp8_transpose_cache: modules that multiply in FP8 keep the codes of their transposed
+            weights from forward until backward, one byte per element, instead of quantising the
+            gathered weights again. Refused where no module has that attribute.
         nccl_ub: gather into memory that NCCL has registered; needs `fsdp_double_buffer`, and is
             refused where NCCL cannot register memory, with the reason. Call
             `model.deregister_memory()` on all ranks before the process group is destroyed.

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from lamina.buffers import Shard
 from lamina.ddp import DataParallelAxes, Strategy, resolve_reduction, resolve_strategy
-from lamina.fsdp.limits import BufferArguments
+from lamina.fsdp.limits import BufferArguments, UnavailableError
 from lamina.fsdp.meshes import MeshArguments, resolve_meshes
 from lamina.fsdp.module import is_sharded
 from lamina.fsdp.offload import Offload, resolve_offload
@@ -68,6 +68,8 @@ class Arguments:
         device, offload = self._place(dense, strategy)
         _check_codec(policy, strategy, offload)
         self.buffers.check(dense, device)
+        if given["keep_fp8_transpose_cache"]:
+            _keep_transposes(self.module)
         axes = [dense] if expert is None else [dense, expert]
         gathering = [one.inner.sibling("gather") for one in axes]
         return ShardingSettings(
@@ -142,6 +144,20 @@ def _check_codec(policy: MixedPrecisionPolicy, strategy: Strategy, offload: Offl
             "weight_codec keeps codes on the device beside main weights, and offload_policy keeps "
             "shards on the host: use one of the two"
         )
+
+
+def _keep_transposes(module: nn.Module) -> None:
+    """Tell the modules that multiply in FP8 to keep their transposed weights until backward."""
+    name = "keep_fp8_transpose_cache"
+    found = [child for child in module.modules() if hasattr(child, name)]
+    if not found:
+        raise UnavailableError(
+            f"{name}=True: no module of {type(module).__name__} multiplies in FP8 (none has an "
+            f"attribute {name}), so there is no transpose to keep: use layers that do, such as "
+            "lamina.models with Precision(backend='torch-fp8'), or leave it False"
+        )
+    for child in found:
+        setattr(child, name, True)
 
 
 def _check_meta(module: nn.Module, expected: bool) -> None:

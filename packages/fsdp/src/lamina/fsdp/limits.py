@@ -47,11 +47,6 @@ class BufferArguments:
                 "leaves sums for finalize_grads(num_tokens=) to divide: choose one"
             )
         self._check_double_buffer()
-        if self.keep_fp8_transpose_cache:
-            raise UnavailableError(
-                "keep_fp8_transpose_cache=True: model weights are not kept in FP8 here, so there "
-                "is no transpose to cache; leave it False"
-            )
         if self.use_decoupled_grad:
             raise UnavailableError(
                 "use_decoupled_grad=True: gradients are shown in `.grad`, which torch's optimizers "

@@ -32,6 +32,8 @@ class MixedPrecisionPolicy:
         weight_codec: keeps and gathers weights in another dtype with side data per block (see
             `WeightCodec`); needs `zero_dp_strategy=3`. Frozen parameters and those left out of
             `param_dtype` are encoded too.
+        encoded: names (`fnmatch` patterns) of the parameters that `weight_codec` encodes; the
+            others are gathered as they are. All by default.
     """
 
     main_params_dtype: torch.dtype | None = torch.float32
@@ -42,6 +44,7 @@ class MixedPrecisionPolicy:
     cast_forward_inputs: bool = True
     keep_full_precision: Sequence[str] = ()
     weight_codec: WeightCodec | None = None
+    encoded: Sequence[str] = ("*",)
 
     def dtypes(self, parameter_dtype: torch.dtype, *, keep: bool = False) -> GroupDtypes:
         """The dtypes of a group whose parameters were made in `parameter_dtype`."""

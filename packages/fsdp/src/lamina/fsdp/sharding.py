@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -159,7 +160,12 @@ def make_unit(
         move_buffers(plan.own_modules(), settings.device)
     groups = [
         ParameterGroup(
-            members, axes, dtypes, group_settings, transient, _weights_factory(pool, name, settings)
+            members,
+            axes,
+            dtypes,
+            group_settings,
+            transient,
+            _weights_factory(pool, name, settings, encode=_encoded(members[0], settings.precision)),
         )
         for members, axes, dtypes, name in _groups_of(plan, settings)
     ]
@@ -188,17 +194,18 @@ def _groups_of(
     plan: UnitPlan, settings: ShardingSettings
 ) -> Iterator[tuple[list[ParameterRef], DataParallelAxes, GroupDtypes, tuple[object, ...]]]:
     """Members, axes, dtypes and the name in the pool of each of a unit's groups."""
-    for keep in (False, True):
+    for keep, encode in itertools.product((False, True), repeat=2):
         chosen = [
             _uncut(ref) if id(ref.parameter) in settings.whole else ref
             for ref in plan.refs
             if _kept(ref, settings.precision) is keep
+            and _encoded(ref, settings.precision) is encode
         ]
         for key, refs in group_parameters(chosen):
             dtypes = settings.precision.dtypes(key.dtype, keep=keep)
             axes = settings.expert if key.expert and settings.expert else settings.dense
             for members in [[ref] for ref in refs] if settings.bucket_per_parameter else [refs]:
-                name = (plan.name, keep, members[0].name, *key.__dict__.values())
+                name = (plan.name, keep, encode, members[0].name, *key.__dict__.values())
                 yield members, axes, dtypes, name
 
 
@@ -213,10 +220,16 @@ def _kept(ref: ParameterRef, precision: MixedPrecisionPolicy) -> bool:
     return any(fnmatch.fnmatch(ref.name, pattern) for pattern in precision.keep_full_precision)
 
 
+def _encoded(ref: ParameterRef, precision: MixedPrecisionPolicy) -> bool:
+    if precision.weight_codec is None:
+        return False
+    return any(fnmatch.fnmatch(ref.name, pattern) for pattern in precision.encoded)
+
+
 def _weights_factory(
-    pool: StoragePool, name: tuple[object, ...], settings: ShardingSettings
+    pool: StoragePool, name: tuple[object, ...], settings: ShardingSettings, *, encode: bool
 ) -> Callable[[BufferLayout, FlatBuffer, DataParallelAxes], Weights]:
-    codec = settings.precision.weight_codec
+    codec = settings.precision.weight_codec if encode else None
 
     def make(_: BufferLayout, local: FlatBuffer, axes: DataParallelAxes) -> Weights:
         if settings.offload is not None:

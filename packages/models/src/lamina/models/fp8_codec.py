@@ -38,7 +38,7 @@ class Float8Codec:
         """Write codes ``[blocks, block]`` and exponents uint8 ``[blocks]`` of weights."""
         amax = magnitude(weights, rows=True)
         exponent = scale_exponent(amax, self.dtype)
-        codes.copy_(weights.float().mul_(power_of_two(exponent)))
+        codes.copy_(weights * power_of_two(exponent))
         biased = torch.where(torch.isfinite(amax), _BIAS - exponent, _NAN)
         side.copy_(biased.squeeze(1))
 

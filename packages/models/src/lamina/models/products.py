@@ -7,7 +7,7 @@ multiplied as they are or as eight bits, nor where a weight's gradient goes.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 import torch.nn.functional as F
@@ -25,6 +25,32 @@ class Gradients(Protocol):
 
         None where it is written elsewhere, or later: autograd then has nothing to add.
         """
+
+
+@runtime_checkable
+class PutsOff(Protocol):
+    """Gradients whose product for the weight is computed later, apart from the backward."""
+
+    def put_off(self, weight: Tensor, x: Tensor) -> None:
+        """Take note of ``grad.T @ x`` for the parameter ``weight``."""
+
+
+def weight_gradient(gradients: Gradients, weight: Tensor | None, x: Tensor) -> Tensor | None:
+    """What a backward returns for its weight.
+
+    Args:
+        gradients: the products.
+        weight: the parameter that the layer was called with; None where that was a copy of one.
+        x: the layer's input, whole.
+
+    Returns:
+        The gradient, or None where the parameter gets it in another way.
+
+    """
+    if weight is not None and isinstance(gradients, PutsOff):
+        gradients.put_off(weight, x)
+        return None
+    return gradients.by_weight(x)
 
 
 class Products(Protocol):

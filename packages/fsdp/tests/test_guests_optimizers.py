@@ -8,7 +8,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from lamina.ddp import full_parameters
 from lamina.fsdp import fully_shard, fully_shard_model, fully_shard_optimizer
-from lamina.mesh import mark
+from lamina.mesh import mark, role_of
 from lamina_testing.toys import Block, OddNet, inputs
 
 STRATEGIES = pytest.mark.parametrize("strategy", [0, 1, 3])
@@ -132,18 +132,44 @@ def test_muon_steps_over_whole_matrices(strategy, before, ranks):
     made = [muon(model), others(model)] if before else []
     model = fully_shard_model(model, **settings(strategy))
     optimizers = [fully_shard_optimizer(o, model) for o in made or [muon(model), others(model)]]
+    train_with(model, optimizers, ranks)
+    assert_near(model, one_process(muon, others))
+
+
+def train_with(model, optimizers, ranks):
     for step in range(STEPS):
         loss_of(model, ranks.rank, step).backward()
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("strategy", [0, 3])
+def test_muon_given_to_fully_shard_has_its_matrices_kept_whole(strategy, ranks):
+    """Nothing has to be marked, and nothing is: the model's roles are the user's."""
+    model = build()
+    rest = others(model)
+    model, optimizer = fully_shard(model, muon(model), **settings(strategy))
+    assert all(role_of(p).block_rows is None for p in model.parameters())
+    train_with(model, [optimizer, fully_shard_optimizer(rest, model)], ranks)
     assert_near(model, one_process(muon, others))
 
 
 @pytest.mark.ranks(2)
-def test_muon_over_cut_matrices_is_refused_and_not_wrong(ranks):
-    model = nn.Sequential(nn.Linear(64, 64, bias=False))
-    model, optimizer = fully_shard(model, torch.optim.Muon(model.parameters()))
-    model(torch.randn(2, 64)).sum().backward()
-    with pytest.raises(NotImplementedError, match="full_tensor"):
-        optimizer.step()
+def test_muon_over_cut_matrices_is_refused_by_name(ranks):
+    model = fully_shard_model(nn.Sequential(nn.Linear(64, 64, bias=False)))
+    for kind in (torch.optim.Muon, torch.optim.Adafactor):
+        with pytest.raises(ValueError, match=r"looks at whole tensors, and 0\.weight is cut"):
+            fully_shard_optimizer(kind(model.parameters()), model)
+
+
+@pytest.mark.ranks(2)
+def test_muon_over_tensor_parallel_pieces_is_refused_by_name(ranks):
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+    model = nn.Sequential(nn.Linear(8, 8, bias=False))
+    mark(model[0].weight, tp_shard_dim=0)
+    with pytest.raises(ValueError, match=r"0\.weight is cut over tensor-parallel ranks"):
+        fully_shard(
+            model, torch.optim.Muon(model.parameters()), device_mesh=mesh, dp_shard_dim="dp"
+        )

@@ -76,21 +76,25 @@ def assert_same(found, wanted):
         torch.testing.assert_close(found[2], wanted[2], rtol=1e-6, atol=0)
 
 
-@pytest.mark.ranks(1, 2)
-@pytest.mark.parametrize("microbatches", [1, 3])
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize(
-    "settings",
+    ("microbatches", "settings"),
     [
-        {},
-        {"reproducible": True},
-        {"mixed_precision_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)},
-        {"fsdp_double_buffer": True, "clip": True},
+        (3, {}),
+        (3, {"reproducible": True}),
+        (2, {"mixed_precision_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)}),
+        (1, {"fsdp_double_buffer": True, "clip": True}),
     ],
     ids=["fp32", "reproducible", "bf16", "slots and clipping"],
 )
 def test_offloading_changes_no_bits(settings, microbatches, ranks):
     wanted = run(ranks, microbatches, **settings)
     assert_same(run(ranks, microbatches, offload_policy=CPUOffloadPolicy(), **settings), wanted)
+
+
+@pytest.mark.ranks(1)
+def test_one_rank_offloads_whole_weights(ranks):
+    assert_same(run(ranks, 2, offload_policy=CPUOffloadPolicy()), run(ranks, 2))
 
 
 @pytest.mark.ranks(4)

@@ -143,3 +143,60 @@ def test_units_share_few_places_with_fixed_addresses(ranks):
     places = {pool.slot_of(key) for key in blocks}
     assert None not in places
     assert len(places) <= 3, "five blocks, of which two or three are live together"
+
+
+def held(model):
+    """Where each unit's weights live, and how many places there are."""
+    pool = model.sharding_engine.units[1].gathered[0]._pool
+    keys = [w.key for unit in model.sharding_engine.units for w in unit.gathered]
+    return [pool.slot_of(key) for key in keys], pool
+
+
+def addresses(model):
+    return [w.full.data_ptr() for unit in model.sharding_engine.units for w in unit.gathered]
+
+
+@pytest.mark.ranks(2)
+def test_looking_at_the_whole_model_changes_no_places(ranks):
+    """`unsharded()` has all units live at once, as no step has: before and after planning."""
+    model, optimizer = shard(build(OddNet), slots=True, poison=True)
+    other, stepper = shard(build(OddNet), slots=True, poison=True)
+    seen = []
+    for step in range(4):
+        with model.sharding_engine.unsharded():
+            whole = {name: p.detach().clone() for name, p in model.named_parameters()}
+        assert all(torch.equal(whole[n], p) for n, p in full_parameters(model).items())
+        for one_model, its in ((model, optimizer), (other, stepper)):
+            one(one_model, ranks.rank, step).backward()
+            its.step()
+            its.zero_grad()
+        seen.append(addresses(model))
+    assert seen[1:] == seen[1:2] * 3
+    assert held(model)[0] == held(other)[0]
+    assert held(model)[1].fallbacks == {}
+    assert held(model)[1].bytes_resident == held(other)[1].bytes_resident
+    for name, value in full_parameters(other).items():
+        assert torch.equal(full_parameters(model)[name], value), name
+
+
+@pytest.mark.ranks(2)
+def test_for_cuda_graphs_no_unit_ever_moves(ranks):
+    """The order changes at every step: a unit whose place is taken waits for it."""
+    model = build(Shuffled)
+    optimizer = sgd(model)
+    dense, _ = resolve_meshes(MeshArguments(ParallelLayout().build("cpu")))
+    settings = ShardingSettings(
+        resolve_strategy(3), dense, unit_classes=[Block], slots=True, fixed_addresses=True
+    )
+    model = shard_model(model, settings)
+    point_optimizer_at(optimizer, list(model.parameter_groups()))
+    addresses = []
+    for step in range(4):
+        one(model, ranks.rank, step).backward()
+        addresses.append(
+            [w.full.data_ptr() for u in model.sharding_engine.units for w in u.gathered]
+        )
+        with model.sharding_engine.unsharded():
+            pass
+    assert seen[1:] == seen[1:2] * 3
+    assert held(model)[1].fallbacks == {}

@@ -50,6 +50,10 @@ from lamina.models.rotary import apply_rotary, rotary_tables
 from lamina.models.router import TopKRouter
 from lamina.models.torch_plan import CutOverRanks, tensor_parallel_plan
 from lamina.models.transformer_engine import PrecisionUnavailableError
+from lamina.models.vision import Projector, VisionTransformer, WithinImages
+from lamina.models.vision_language import VisionLanguageModel
+from lamina.models.vision_patches import Patches, VisionConfig, cut_patches
+from lamina.models.vision_splice import Splice, image_places
 from lamina.models.weight_maps import WeightLink, weight_map
 from lamina.models.zigzag import cut_sequence, join_sequence
 
@@ -83,9 +87,11 @@ __all__ = [
     "MoEConfig",
     "MoELayer",
     "OutputHead",
+    "Patches",
     "PositionEmbedding",
     "Precision",
     "PrecisionUnavailableError",
+    "Projector",
     "RMSNorm",
     "RecomputePolicy",
     "ResidualBlock",
@@ -94,18 +100,24 @@ __all__ = [
     "RoutingContext",
     "RowParallelLinear",
     "SelfAttention",
+    "Splice",
     "TokenDispatcher",
     "TopKRouter",
     "TransformerBlock",
     "TransformerConfig",
+    "VisionConfig",
+    "VisionLanguageModel",
+    "VisionTransformer",
     "VocabParallelEmbedding",
     "WeightLink",
+    "WithinImages",
     "apply_precision",
     "apply_recompute",
     "apply_rotary",
     "choose_pattern",
     "chunked_scan",
     "config_from_huggingface",
+    "cut_patches",
     "cut_sequence",
     "cut_weight",
     "document_positions",
@@ -114,6 +126,7 @@ __all__ = [
     "from_huggingface",
     "generate",
     "huggingface_config",
+    "image_places",
     "join_sequence",
     "join_weight",
     "linear_cross_entropy",

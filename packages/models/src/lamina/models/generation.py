@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -18,6 +21,7 @@ def generate(
     top_p: float | None = None,
     context_length: int | None = None,
     generator: torch.Generator | None = None,
+    inputs: Mapping[str, Any] | None = None,
 ) -> Tensor:
     """Sample a continuation, one token at a time.
 
@@ -34,6 +38,7 @@ def generate(
         context_length: tokens the model may look back; by default the config's
             ``max_sequence_length`` where the model has one.
         generator: for sampling; by default torch's own.
+        inputs: what else the model is called with, such as ``{"images": images}``.
 
     Returns:
         int64 ``[batch, sequence + max_new_tokens]``.
@@ -52,7 +57,7 @@ def generate(
     for _ in range(max_new_tokens):
         window = tokens if context_length is None else tokens[:, -context_length:]
         padded = F.pad(window, (0, -window.shape[1] % multiple))
-        logits = model(padded)[:, window.shape[1] - 1].float()
+        logits = model(padded, **(inputs or {}))[:, window.shape[1] - 1].float()
         following = sample(logits, temperature, top_k, top_p, generator)
         tokens = torch.cat((tokens, following[:, None]), dim=1)
     model.train(training)

@@ -24,6 +24,7 @@ from lamina.models.moe_axes import ExpertAxes
 from lamina.models.moe_losses import RoutingContext
 from lamina.models.norms import make_norm
 from lamina.models.precision_backends import apply_precision
+from lamina.models.vision_splice import Splice
 from lamina.models.zigzag import cut_sequence, join_sequence
 
 
@@ -131,6 +132,7 @@ class GPTModel(nn.Module):
         *,
         reduction: Literal["mean", "sum"] = "mean",
         padding_mask: Tensor | None = None,
+        splice: Splice | None = None,
     ) -> Tensor:
         """Predict the next token at every position.
 
@@ -145,6 +147,7 @@ class GPTModel(nn.Module):
             reduction: of the loss: ``mean`` over the labels that count, or ``sum``.
             padding_mask: bool ``[batch, sequence]``, True for padding: such tokens go to no expert
                 and count in no auxiliary loss.
+            splice: vectors that take the place of some tokens' embeddings.
 
         Returns:
             Logits ``[batch, sequence, vocabulary]``, or with labels the scalar loss in float32
@@ -159,7 +162,8 @@ class GPTModel(nn.Module):
         self.check_inputs(tokens, labels, document_ids)
         if positions is None:
             positions = default_positions(tokens, document_ids)
-        x = self.embed(cut_sequence(tokens, self.cp), cut_sequence(positions, self.cp, dim=-1))
+        cut = cut_sequence(tokens, self.cp), cut_sequence(positions, self.cp, dim=-1)
+        x = self.embed(*cut, None if splice is None else splice.cut(self.cp))
         context = AttentionContext.build(
             self.config,
             tokens,
@@ -201,8 +205,8 @@ class GPTModel(nn.Module):
             return (labels != IGNORED).sum()
         return 1.0 if self.cp is None else float(self.cp.size)
 
-    def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
-        """Embed tokens, and positions where they are learned.
+    def embed(self, tokens: Tensor, positions: Tensor, splice: Splice | None = None) -> Tensor:
+        """Embed tokens, and positions where they are learned; put in what is spliced.
 
         Returns:
             ``[batch, sequence, hidden]``, or under sequence parallelism this rank's run of the
@@ -210,6 +214,8 @@ class GPTModel(nn.Module):
 
         """
         x: Tensor = self.embedding(tokens)
+        if splice is not None:
+            x = splice.into(x, self.axis if self.sequence_parallel else None)
         if self.position_embedding is not None:
             if self.axis is not None and self.sequence_parallel:
                 positions = scatter_to(positions.expand_as(tokens).flatten(), self.axis.group)

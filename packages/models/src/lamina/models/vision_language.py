@@ -1,0 +1,175 @@
+"""A language model that reads images: encoder, projector, decoder."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor, nn
+
+from lamina.mesh import copy_role, derive_seed
+from lamina.models.axes import MeshLike
+from lamina.models.config import TransformerConfig
+from lamina.models.gpt import GPTModel
+from lamina.models.initialise import assign_seeds, draw_seed
+from lamina.models.vision import Projector, VisionTransformer, blank_image
+from lamina.models.vision_patches import Images, VisionConfig
+from lamina.models.vision_splice import Splice, image_places
+
+Part = Literal["vision", "projector", "language"]
+
+
+class VisionLanguageModel(nn.Module):
+    """Text with images in it (Liu et al., LLaVA, 2023).
+
+    In the text an image is a run of one special token, as many times as the image has vectors
+    (``model.vision.config.tokens_of(image)``); their embeddings are replaced by the image's
+    vectors. A sequence may hold any number of images.
+
+    Args:
+        vision: shape of the encoder.
+        language: shape of the decoder.
+        mesh: as of :class:`GPTModel`: its axis ``tp`` cuts encoder, projector and decoder, its axis
+            ``cp`` the text's sequences; None is one process.
+        image_token: the id of the special token, in ``0 .. vocab_size - 1``.
+        seed: of the initial weights, the same on all ranks; by default drawn from torch's
+            generator.
+
+    Raises:
+        ValueError: if ``image_token`` is no id, or for what the parts refuse.
+
+    """
+
+    def __init__(
+        self,
+        vision: VisionConfig,
+        language: TransformerConfig,
+        mesh: MeshLike = None,
+        *,
+        image_token: int,
+        seed: int | None = None,
+    ) -> None:
+        super().__init__()
+        if not 0 <= image_token < language.vocab_size:
+            raise ValueError(
+                f"image_token is {image_token}: it must be one of the vocabulary's ids, 0 to "
+                f"{language.vocab_size - 1}"
+            )
+        self.image_token = image_token
+        self.seed = draw_seed() if seed is None else seed
+        self.frozen: frozenset[str] = frozenset()
+        device = torch.get_default_device()
+        with torch.device("meta"):
+            self.vision = VisionTransformer(vision, mesh)
+            self.projector = Projector(vision, language.hidden_size, mesh)
+            self.language = GPTModel(language, mesh, seed=derive_seed(self.seed, "language"))
+        assign_seeds(self.vision, derive_seed(self.seed, "vision"))
+        assign_seeds(self.projector, derive_seed(self.seed, "projector"))
+        if device.type != "meta":
+            self.to_empty(device=device)
+            self.init_weights()
+
+    def init_weights(self) -> None:
+        """Call ``reset_parameters`` of every submodule that owns parameters."""
+        for module in self.modules():
+            reset = getattr(module, "reset_parameters", None)
+            if reset is not None:
+                reset()
+
+    @property
+    def config(self) -> TransformerConfig:
+        """The decoder's."""
+        return self.language.config
+
+    def freeze(self, *parts: Part) -> VisionLanguageModel:
+        """Train the other parts only; those named before are trained again if not named now.
+
+        Call it before ``fully_shard`` and before the optimizer is made: what is frozen then has
+        neither gradients nor optimizer state, and nothing of it is reduced. A frozen encoder keeps
+        no activations.
+
+        Args:
+            parts: of ``vision``, ``projector``, ``language``.
+
+        Returns:
+            The model.
+
+        Raises:
+            ValueError: for another part.
+
+        """
+        unknown = sorted(set(parts) - set(get_args(Part)))
+        if unknown:
+            raise ValueError(f"parts {unknown} do not exist: take of {get_args(Part)}")
+        self.frozen = frozenset(parts)
+        for name in get_args(Part):
+            self.get_submodule(name).requires_grad_(name not in parts)
+        return self
+
+    def encode(self, images: Images) -> Tensor:
+        """Turn images into vectors of the text's stream: ``[vectors of all images, hidden]``."""
+        with torch.set_grad_enabled(torch.is_grad_enabled() and "vision" not in self.frozen):
+            patches = self.vision(images)
+        projected: Tensor = self.projector(patches)
+        return projected
+
+    def forward(
+        self,
+        tokens: Tensor,
+        images: Images | None = None,
+        labels: Tensor | None = None,
+        positions: Tensor | None = None,
+        document_ids: Tensor | None = None,
+        *,
+        reduction: Literal["mean", "sum"] = "mean",
+    ) -> Tensor:
+        """Predict the next token at every position.
+
+        Args:
+            tokens: int64 ``[batch, sequence]``, with the image token where images are.
+            images: ``[images, channels, height, width]``, or one ``[channels, height, width]``
+                each, of any sizes; in the order of the text, first sequence first. None or empty
+                where the text has none: then the encoder reads a blank image whose vectors are not
+                used, because ranks that share it must all run it.
+            labels: as of :class:`GPTModel`; -100 at image tokens.
+            positions: as of :class:`GPTModel`.
+            document_ids: as of :class:`GPTModel`.
+            reduction: as of :class:`GPTModel`.
+
+        Returns:
+            Logits or loss, as :class:`GPTModel`.
+
+        Raises:
+            ValueError: if the text keeps another number of places than the images fill.
+
+        """
+        shape = self.vision.config
+        counts: list[int] = []
+        if images is None or len(images) == 0:
+            images = blank_image(shape, tokens.device)
+        else:
+            counts = [shape.tokens_of(image) for image in images]
+        index = image_places(tokens, self.image_token, counts)
+        output: Tensor = self.language(
+            tokens,
+            labels,
+            positions,
+            document_ids,
+            reduction=reduction,
+            splice=Splice(self.encode(images), index),
+        )
+        return output
+
+    @property
+    def length_multiple(self) -> int:
+        """What a sequence's length must be divisible by, over the ranks that share it."""
+        return self.language.length_multiple
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> VisionLanguageModel:
+        # What leaves the meta device is a new parameter, without what was marked.
+        marked = dict(self.named_parameters())
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        for name, parameter in self.named_parameters():
+            copy_role(marked[name], parameter)
+        return self

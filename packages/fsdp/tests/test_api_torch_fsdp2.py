@@ -6,9 +6,16 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 
-from lamina.ddp import DataParallel
+from lamina.ddp import (
+    DataParallel,
+    clip_grad_norm,
+    full_gradients,
+    full_parameters,
+    memory_plan,
+)
 from lamina.fsdp import TorchFullyShardedDataParallel, TorchFullyShardedDataParallelConfig
 from lamina.mesh import OverlapError, ParallelLayout, mark
+from lamina_testing import live_bytes
 from lamina_testing.toys import Block
 
 Config = TorchFullyShardedDataParallelConfig
@@ -98,6 +105,46 @@ def test_scaled_and_forgotten_gradients(ranks):
     assert torch.equal(model.module.enter.weight.grad.full_tensor(), 0.5 * before)
     model.zero_grad_buffer()
     assert model.module.enter.weight.grad is None
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("replicate", [1, 2])
+def test_inspection_and_clipping_see_its_parameters(replicate, ranks):
+    mesh = ParallelLayout(dp_replicate=replicate).build("cpu")
+    model = TorchFullyShardedDataParallel(build(3 + ranks.rank), Config(), mesh)
+    reference = build()
+    assert_near(full_parameters(model), {n: p.detach() for n, p in reference.named_parameters()})
+    model(batch(0, ranks.rank)).square().mean().backward()
+    for rank in range(4):
+        (reference(batch(0, rank)).square().mean() / 4).backward()
+    gradients = full_gradients(model)
+    assert_near(gradients, {n: p.grad for n, p in reference.named_parameters()})
+    wanted = torch.nn.utils.clip_grad_norm_(reference.parameters(), 0.1)
+    assert wanted > 0.1
+    for with_mesh in (mesh, None):
+        measured = clip_grad_norm(model, float("inf"), with_mesh)
+        torch.testing.assert_close(measured, wanted, rtol=1e-5, atol=0)
+    clip_grad_norm(model, 0.1, mesh)
+    assert_near(full_gradients(model), {n: p.grad for n, p in reference.named_parameters()})
+
+
+def assert_near(found, wanted):
+    assert found.keys() == wanted.keys()
+    for name, value in wanted.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-6, msg=name)
+
+
+@pytest.mark.ranks(2)
+def test_its_memory_plan_is_what_it_holds_between_steps(ranks):
+    before = live_bytes()
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    model = TorchFullyShardedDataParallel(build(), Config(), mesh, [Block])
+    plan = memory_plan(model)
+    model(batch(0, ranks.rank)).square().mean().backward()
+    held = live_bytes() - before
+    assert plan.main_grads == plan.weights
+    assert plan.resident <= held <= plan.resident + 1024, str(plan)
+    assert plan.peak > plan.resident
 
 
 def test_its_requirements_are_named(monkeypatch):

@@ -14,7 +14,13 @@ from lamina.ddp.group import (
     whole_weights,
 )
 from lamina.ddp.grouping import ParameterRef, collect_parameters, group_parameters
-from lamina.ddp.inspection import HasGroups, full_gradients, full_parameters, groups_of
+from lamina.ddp.inspection import (
+    HasGroups,
+    InspectsItself,
+    full_gradients,
+    full_parameters,
+    groups_of,
+)
 from lamina.ddp.memory import MemoryPlan, memory_plan
 from lamina.ddp.norms import clip_grad_norm
 from lamina.ddp.plain_grads import finalize_plain_grads
@@ -52,6 +58,7 @@ __all__ = [
     "GroupGradients",
     "GroupSettings",
     "HasGroups",
+    "InspectsItself",
     "LargeGradientError",
     "MemoryPlan",
     "NonFiniteGradientError",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import nn
@@ -13,7 +13,14 @@ from lamina.collectives import all_gather_into
 from lamina.ddp.axes import DataParallelAxes
 from lamina.ddp.group import ParameterGroup
 
-__all__ = ["HasGroups", "full_gradients", "full_parameters", "groups_of", "whole_of"]
+__all__ = [
+    "HasGroups",
+    "InspectsItself",
+    "full_gradients",
+    "full_parameters",
+    "groups_of",
+    "whole_of",
+]
 
 
 @runtime_checkable
@@ -22,6 +29,23 @@ class HasGroups(Protocol):
 
     def parameter_groups(self) -> Iterator[ParameterGroup]:
         """All groups, in an order that is the same on every rank."""
+        ...
+
+
+@runtime_checkable
+class InspectsItself(Protocol):
+    """What a wrapper over another engine, which has no groups of ours, offers instead."""
+
+    def full_parameters(self) -> dict[str, torch.Tensor]:
+        """Whole parameters by qualified name (collective)."""
+        ...
+
+    def full_gradients(self) -> dict[str, torch.Tensor]:
+        """Whole gradients by qualified name (collective)."""
+        ...
+
+    def memory_plan(self) -> Any:
+        """Its `MemoryPlan`."""
         ...
 
 
@@ -49,6 +73,8 @@ def full_parameters(module: nn.Module) -> dict[str, torch.Tensor]:
     Returns:
         Copies, in the parameters' shapes, in the order of `named_parameters`' groups.
     """
+    if isinstance(module, InspectsItself):
+        return module.full_parameters()
     return _collect(groups_of(module), lambda group: group.main or group.weights.local, None)
 
 
@@ -57,6 +83,8 @@ def full_gradients(module: nn.Module) -> dict[str, torch.Tensor]:
 
     Parameters that have no gradient (frozen, or used on no rank) are left out.
     """
+    if isinstance(module, InspectsItself):
+        return module.full_gradients()
 
     def grads(group: ParameterGroup) -> FlatBuffer | None:
         return None if group.gradients is None else group.gradients.main

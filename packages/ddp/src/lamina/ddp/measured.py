@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -104,10 +105,14 @@ def of_parameters(
         role = role_of(parameter)
         cut: tuple[MeshAxis, ...] = ()
         flat = scaled = gradient.reshape(-1) if gradient.is_contiguous() else gradient
-        if isinstance(gradient, ShardedTensor):
+        if hasattr(gradient, "device_mesh"):  # a DTensor, whose class takes long to import
+            cut = _axes_that_cut(gradient)
+            scaled = gradient.to_local()  # type: ignore[attr-defined]
+            flat = scaled.reshape(-1)
+        elif isinstance(gradient, ShardedTensor):
             cut = tuple(axis for axis in gradient.spec.axes if isinstance(axis, MeshAxis))
             flat = scaled = gradient.to_local()
-        if flat.dim() != 1:
+        elif flat.dim() != 1:
             flat = gradient.reshape(-1)
         copies = _data_parallel(role, mesh, cut)
         found.append(
@@ -120,6 +125,16 @@ def of_parameters(
             )
         )
     return found
+
+
+def _axes_that_cut(gradient: Any) -> tuple[MeshAxis, ...]:
+    """The axes along which a DTensor's ranks hold different rows."""
+    names = gradient.device_mesh.mesh_dim_names or ()
+    return tuple(
+        mesh_axis(gradient.device_mesh, name)
+        for name, placement in zip(names, gradient.placements, strict=True)
+        if placement.is_shard()
+    )
 
 
 def _parts_of(group: ParameterGroup) -> Callable[[], Iterator[tuple[str, torch.Tensor]]]:

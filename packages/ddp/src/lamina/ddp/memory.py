@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from lamina.ddp.group import ParameterGroup
-from lamina.ddp.inspection import groups_of
+from lamina.ddp.inspection import InspectsItself, groups_of
 from lamina.ddp.strategy import Cadence
 
 __all__ = ["MemoryPlan", "memory_plan"]
@@ -68,6 +68,9 @@ def memory_plan(module: nn.Module) -> MemoryPlan:
     Raises:
         TypeError: if the module was not wrapped by Lamina.
     """
+    if isinstance(module, InspectsItself):
+        plan: MemoryPlan = module.memory_plan()
+        return plan
     groups = groups_of(module)
     trained = [group for group in groups if group.gradients is not None]
     gathering = [group for group in groups if not group.weights.local.is_whole]

@@ -73,9 +73,10 @@ def _measured(
     found: list[Measured] = []
     ties: set[str] = set()
     for item in given:
-        if isinstance(item, HasGroups):
-            found += of_groups(item.parameter_groups(), mesh, ties)
-        elif isinstance(item, nn.Module):
+        groups = list(item.parameter_groups()) if isinstance(item, HasGroups) else []
+        if groups:
+            found += of_groups(groups, mesh, ties)
+        elif isinstance(item, nn.Module):  # plain, or wrapped over another engine
             found += of_parameters(item.named_parameters(), mesh, ties)
     parameters = [item for item in given if isinstance(item, torch.Tensor)]
     names = ((f"parameter {index}", item) for index, item in enumerate(parameters))

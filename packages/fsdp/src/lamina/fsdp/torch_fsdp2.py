@@ -6,6 +6,7 @@ backend in the backend's order, so law 2 does not hold here.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
 from lamina.collectives import broadcast
-from lamina.ddp import DataParallel, ParameterGroup
+from lamina.ddp import DataParallel, MemoryPlan, ParameterGroup
 from lamina.fsdp.units import plan_units
 from lamina.mesh import ParallelMesh, mesh_axis, require_overlap, role_of
 
@@ -92,7 +93,9 @@ class TorchFullyShardedDataParallel(DataParallel):
         if config.mp_policy is not None:
             settings["mp_policy"] = config.mp_policy
         # Innermost first: each call takes what is left of its module's parameters.
-        for plan in reversed(plan_units(module, sub_modules_to_wrap)):
+        plans = plan_units(module, sub_modules_to_wrap)
+        self._unit_bytes = [sum(ref.parameter.nbytes for ref in plan.refs) for plan in plans]
+        for plan in reversed(plans):
             fully_shard(plan.module, **settings)
         self.module = module
         self._syncs = True
@@ -113,6 +116,35 @@ class TorchFullyShardedDataParallel(DataParallel):
     def parameter_groups(self) -> Iterator[ParameterGroup]:
         """None of Lamina's: FSDP2 has its own buffers."""
         yield from ()
+
+    def full_parameters(self) -> dict[str, torch.Tensor]:
+        """Whole parameters by the wrapped module's names, on every rank (collective)."""
+        named = self.module.named_parameters()
+        return {name: _whole(parameter.detach()) for name, parameter in named}
+
+    def full_gradients(self) -> dict[str, torch.Tensor]:
+        """Whole gradients of those parameters that have one (collective)."""
+        named = self.module.named_parameters()
+        return {name: _whole(p.grad) for name, p in named if p.grad is not None}
+
+    def memory_plan(self) -> MemoryPlan:
+        """Bytes at rest, exactly; of a step what FSDP2's own code says that it holds.
+
+        That is the output of one unit's gather beside the whole weights of two units, and the
+        input and output of two reductions.
+        """
+        held = list(self.module.parameters())
+        units = sorted(self._unit_bytes)[-2:]
+        ranks = max((_pieces(parameter) for parameter in held), default=1)
+        return MemoryPlan(
+            weights=sum(_local_bytes(parameter) for parameter in held),
+            main_weights=0,
+            main_grads=sum(_local_bytes(p) for p in held if p.requires_grad),
+            local_grads=0,
+            gathered=sum(units) + max(units, default=0),
+            in_flight=sum(size + size // ranks for size in units),
+            padding=0,
+        )
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -182,6 +214,21 @@ class TorchFullyShardedDataParallel(DataParallel):
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Load into the wrapped module."""
         return self.module.load_state_dict(*args, **kwargs)
+
+
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.clone()
+
+
+def _local_bytes(tensor: torch.Tensor) -> int:
+    return tensor.to_local().nbytes if isinstance(tensor, DTensor) else tensor.nbytes
+
+
+def _pieces(tensor: torch.Tensor) -> int:
+    if not isinstance(tensor, DTensor):
+        return 1
+    sizes = zip(tensor.placements, tensor.device_mesh.shape, strict=True)
+    return math.prod(size for placement, size in sizes if placement.is_shard())
 
 
 def _mesh_for_torch(mesh: ParallelMesh | DeviceMesh) -> DeviceMesh:

@@ -67,16 +67,17 @@ GROUPS = {"num_experts": 8, "num_groups": 4, "groups_kept": 2, "scores": "sigmoi
 BALANCED = {"bias_rate": 0.05, "weight_scale": 1.7, "shared_ffn_size": 8}
 LOSSES = {"switch_loss": 0.1, "sequence_loss": 0.2, "global_loss": 0.1, "z_loss": 0.02}
 CASES = {
-    "ep 2": Case({"ep": 2}, LOSSES | BALANCED, microbatches=2, max_norm=math.inf),
+    "ep 2": Case({"ep": 2}, LOSSES | BALANCED, strategy="ddp", per_token=True, microbatches=2,
+                 max_norm=math.inf),
     "ep 2, fp32": Case({"ep": 2}, LOSSES | BALANCED, strategy=0, fp32=True, max_norm=0.5),
     "ep 4": Case({"ep": 4}, GROUPS | BALANCED | LOSSES, strategy=2),
     "ep 4, gathered": Case({"ep": 4}, {"dispatcher": "all_gather", "switch_loss": 0.1}, strategy=1),
     "ep 2, dp_shard 4": Case({"dp_shard": 4, "ep": 2}, {"capacity_factor": 1.0} | LOSSES,
                              max_norm=math.inf),
     "ep 2, tp 2": Case({"dp_shard": 2, "tp": 2, "ep": 2}, BALANCED | LOSSES,
-                       config={"sequence_parallel": True}, recompute="full", max_norm=math.inf),
-    "ep 2, cp 2": Case({"cp": 2, "ep": 2, "dp_shard": 2}, LOSSES, strategy="ddp", per_token=True,
-                       microbatches=2),
+                       config={"sequence_parallel": True}, recompute="full", microbatches=2,
+                       max_norm=math.inf),
+    "ep 2, cp 2": Case({"cp": 2, "ep": 2, "dp_shard": 2}, LOSSES),
     "ep 2, expert_tp 2": Case({"dp_shard": 2, "tp": 2, "ep": 2, "expert_tp": 2}, BALANCED,
                               config={"sequence_parallel": True}, strategy="ddp, sharded",
                               max_norm=math.inf),

@@ -7,6 +7,12 @@ from lamina.checkpoint.errors import (
     CheckpointNotFoundError,
     CheckpointUnsafeError,
 )
+from lamina.checkpoint.huggingface import (
+    HuggingFaceWeights,
+    WeightLink,
+    export_huggingface,
+    import_huggingface,
+)
 from lamina.checkpoint.inspection import (
     Difference,
     compare_checkpoints,
@@ -24,10 +30,14 @@ __all__ = [
     "CheckpointNotFoundError",
     "CheckpointUnsafeError",
     "Difference",
+    "HuggingFaceWeights",
     "PerRank",
     "RestoreReport",
     "RngState",
     "SaveReport",
+    "WeightLink",
     "compare_checkpoints",
+    "export_huggingface",
+    "import_huggingface",
     "verify_checkpoint",
 ]

@@ -1,0 +1,211 @@
+"""Hugging Face's files: what transformers reads of ours, what we read of theirs, with what memory."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from lamina.checkpoint import (
+    CheckpointDamagedError,
+    CheckpointMismatchError,
+    HuggingFaceWeights,
+    export_huggingface,
+    import_huggingface,
+)
+from lamina.mesh import ParallelLayout
+from lamina_testing import Meter
+
+models = pytest.importorskip("lamina.models")
+fsdp = pytest.importorskip("lamina.fsdp")
+safetensors = pytest.importorskip("safetensors.torch")
+
+SMALL = {"hidden_size": 32, "num_layers": 2, "num_heads": 4, "vocab_size": 96}
+SMALL |= {"max_sequence_length": 32}
+
+
+def small(name: str) -> object:
+    changes = dict(SMALL)
+    if not name.startswith("gpt2"):
+        changes |= {"num_kv_heads": 2, "ffn_size": 64, "head_dim": 8}
+    return models.preset(name, **changes)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama3-8b", "llama3.2-1b", "qwen3-0.6b", "qwen3-8b"])
+def test_transformers_opens_an_export_and_gives_the_same_logits(tmp_path, name):
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    model = models.GPTModel(small(name)).eval()
+    export_huggingface(model, tmp_path, max_file_bytes=20_000)
+    assert len(list(tmp_path.glob("model-*.safetensors"))) > 2
+    opened, report = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path, output_loading_info=True, attn_implementation="eager"
+    )
+    assert not report["missing_keys"]
+    assert not report["unexpected_keys"]
+    tokens = torch.randint(96, (2, 16))
+    with torch.no_grad():
+        ours, theirs = model(tokens), opened.eval()(tokens).logits
+    torch.testing.assert_close(ours[..., :96], theirs, rtol=1e-4, atol=1e-5)
+
+    other = models.GPTModel(small(name), seed=99)
+    assert import_huggingface(other, tmp_path) == ()
+    for key, tensor in model.state_dict().items():
+        assert torch.equal(other.state_dict()[key], tensor), key
+
+
+def test_every_preset_has_a_weight_map_that_fits_its_tensors():
+    from lamina.checkpoint.huggingface import weights_of
+
+    for name in models.preset_names():
+        with torch.device("meta"):
+            model = models.GPTModel(models.preset(name, num_layers=1), seed=0)
+        links = weights_of(model).links
+        assert {link.ours for link in links} == dict(model.named_parameters()).keys(), name
+
+
+def test_a_transformers_model_goes_out_and_in(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=64,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        tie_word_embeddings=True,
+    )
+    model = transformers.LlamaForCausalLM(config)
+    export_huggingface(model, tmp_path, dtype=torch.bfloat16)
+    stored = safetensors.load_file(tmp_path / "model.safetensors")
+    assert "lm_head.weight" not in stored
+    opened = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype="auto")
+    for key, tensor in model.state_dict().items():
+        assert torch.equal(opened.state_dict()[key], tensor.bfloat16()), key
+    model.save_pretrained(tmp_path / "theirs")
+    fresh = transformers.LlamaForCausalLM(config)
+    import_huggingface(fresh, tmp_path / "theirs")
+    for key, tensor in model.state_dict().items():
+        assert torch.equal(fresh.state_dict()[key], tensor), key
+
+
+def test_any_model_can_say_how_it_is_stored(tmp_path):
+    class Link:
+        ours, theirs = "both", ("left", "right")
+
+        def to_theirs(self, tensor):
+            return tensor.chunk(2, dim=1)
+
+        def to_ours(self, tensors):
+            return torch.cat(list(tensors), dim=1)
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.both = nn.Parameter(torch.randn(3, 4))
+
+        def huggingface_weights(self):
+            return HuggingFaceWeights({"model_type": "mine"}, [Link()])
+
+    model, other = Model(), Model()
+    export_huggingface(model, tmp_path)
+    stored = safetensors.load_file(tmp_path / "model.safetensors")
+    assert torch.equal(stored["right"], model.both[:, 2:])
+    safetensors.save_file({**stored, "spare": torch.ones(1)}, tmp_path / "model.safetensors")
+    assert import_huggingface(other, tmp_path) == ("spare",)
+    assert torch.equal(other.both, model.both)
+    with pytest.raises(TypeError, match="huggingface_weights"):
+        export_huggingface(nn.Linear(2, 2), tmp_path)
+
+
+def test_a_file_that_is_cut_off_or_lacks_a_tensor_is_named(tmp_path):
+    model = models.GPTModel(small("llama3-8b"))
+    export_huggingface(model, tmp_path)
+    path = tmp_path / "model.safetensors"
+    stored = safetensors.load_file(path)
+    name = "model.layers.0.mlp.down_proj.weight"
+    safetensors.save_file({k: v for k, v in stored.items() if k != name}, path)
+    with pytest.raises(CheckpointMismatchError, match=name):
+        import_huggingface(model, tmp_path)
+    path.write_bytes(path.read_bytes()[:-8])
+    with pytest.raises(CheckpointDamagedError, match=r"model\.safetensors can't be read"):
+        import_huggingface(model, tmp_path)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("cut", ["strategy 3", "tp", "tp and strategy 3", "torch FSDP2"])
+def test_a_sharded_model_is_exported_and_imported_as_a_whole_one(tmp_path, cut):
+    config = small("qwen3-0.6b")
+    whole = models.GPTModel(config, seed=5)
+    if cut == "strategy 3":
+        model = fsdp.fully_shard(
+            models.GPTModel(config, seed=5), fsdp_unit_modules=[models.TransformerBlock]
+        )
+    elif cut == "torch FSDP2":
+        from torch.distributed.fsdp import fully_shard
+
+        model = models.GPTModel(config, seed=5)
+        for block in model.blocks:
+            fully_shard(block)
+        fully_shard(model)
+    else:
+        mesh = ParallelLayout(tp=2).build("cpu")
+        model = models.GPTModel(config, mesh, seed=5)
+        if "strategy" in cut:
+            model = fsdp.fully_shard(
+                model, device_mesh=mesh, fsdp_unit_modules=[models.TransformerBlock]
+            )
+    export_huggingface(model, tmp_path / "cut")
+    dist.barrier()
+    if dist.get_rank() == 0:
+        alone = dist.new_group([0], use_local_synchronization=True)
+        export_huggingface(whole, tmp_path / "whole", group=alone)
+        files = [p / "model.safetensors" for p in (tmp_path / "cut", tmp_path / "whole")]
+        assert files[0].read_bytes() == files[1].read_bytes()
+    dist.barrier()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with torch.no_grad():
+        for tensor in model.state_dict().values():
+            (tensor.to_local() if hasattr(tensor, "to_local") else tensor).zero_()
+    assert import_huggingface(model, tmp_path / "cut") == ()
+    for name, tensor in model.state_dict().items():
+        got, expected = (
+            t.to_local() if hasattr(t, "to_local") else t for t in (tensor, before[name])
+        )
+        assert torch.equal(got, expected), name
+    tokens = torch.arange(16).view(1, 16)
+    with torch.no_grad():
+        torch.testing.assert_close(model(tokens)[..., :96].sum(), whole(tokens)[..., :96].sum())
+
+
+@pytest.mark.ranks(2)
+def test_no_rank_holds_more_than_its_part_and_one_tensor(tmp_path):
+    config = models.preset("llama3-8b", **SMALL, num_kv_heads=4, ffn_size=96)
+    model = fsdp.fully_shard(
+        models.GPTModel(config, seed=5), fsdp_unit_modules=[models.TransformerBlock]
+    )
+    largest = max(p.numel() * 4 for p in model.parameters())
+    total = sum(p.numel() * 4 for p in model.parameters())
+    # An import's sources are pages of the mapped file, which the meter counts as memory.
+    for work, limit in ((export_huggingface, 1.3), (import_huggingface, 2.3)):
+        with Meter() as meter:
+            before = meter.live_bytes()
+            meter.reset()
+            work(model, tmp_path)
+        dist.barrier()
+        assert meter.peak_live_bytes - before <= limit * largest, work
+        assert largest < total / 4
+
+
+def test_an_export_replaces_an_earlier_one(tmp_path):
+    model = models.GPTModel(small("llama3-8b"), seed=1)
+    export_huggingface(model, tmp_path, max_file_bytes=10_000)
+    export_huggingface(model, tmp_path)
+    names = sorted(p.name for p in Path(tmp_path).iterdir())
+    assert names == ["config.json", "model.safetensors"]
+    assert json.loads((tmp_path / "config.json").read_text())["model_type"] == "llama"

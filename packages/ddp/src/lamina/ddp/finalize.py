@@ -109,10 +109,10 @@ def _sum_tied(groups: Iterable[ParameterGroup], mesh: ParallelMesh | DeviceMesh)
         (g for g in groups if g.refs[0].role.tied is not None),
         key=lambda g: str(g.refs[0].role.tied),
     )
-    if _sum_tied_here(tied):
+    if not tied or _sum_tied_here(tied):
         return
     axis = mesh.embedding_axis if isinstance(mesh, ParallelMesh) else None
-    if axis is None or axis.size == 1 or not tied:
+    if axis is None or axis.size == 1:
         return
     _agree_on_seen(tied, axis)
     tied = [group for group in tied if any(group.trained.seen)]

@@ -161,10 +161,8 @@ def _counted_once(role: Role, mesh: ParallelMesh | DeviceMesh | None, ties: set[
         ties.add(role.tied)
     if mesh is None:
         return True
-    if isinstance(mesh, ParallelMesh) and role.tied is not None:
-        embedding = mesh.embedding_axis
-        if embedding is not None and embedding.rank != 0:
-            return False  # tied across stages: the first that holds it counts
+    if isinstance(mesh, ParallelMesh) and role.tied is not None and mesh.coordinate["pp"] != 0:
+        return False  # tied across stages: the first rank that holds it counts
     copied_over = None
     if role.tp_shard_dim is None:
         copied_over = "expert_tp" if role.expert else "tp"

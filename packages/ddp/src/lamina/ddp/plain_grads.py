@@ -51,7 +51,7 @@ def finalize_plain_grads(modules: nn.Module | Sequence[nn.Module], mesh: Paralle
     if any(len(held) > 1 for held in here):  # V-shaped schedules: one rank holds both stages
         for held in here:
             _sum_here(held)
-    elif (axis := mesh.embedding_axis) is not None:
+    elif here and (axis := mesh.embedding_axis) is not None:
         _combine([held[0] for held in here], axis, None)
 
 

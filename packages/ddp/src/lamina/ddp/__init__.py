@@ -35,7 +35,7 @@ from lamina.ddp.reducer import (
 from lamina.ddp.reduction import ORDERED, Reduction, resolve_reduction
 from lamina.ddp.repoint import point_optimizer_at
 from lamina.ddp.sharded_optimizer import ShardedOptimizer
-from lamina.ddp.sinks import GradientSink, gradient_sink
+from lamina.ddp.sinks import GradientSink, gradient_sink, has_gradient_sink
 from lamina.ddp.strategy import Cadence, Strategy, resolve_strategy
 from lamina.ddp.transient import TransientBuffers
 from lamina.ddp.weights import Weights, WeightsState, WholeWeights
@@ -85,6 +85,7 @@ __all__ = [
     "gradient_sink",
     "group_parameters",
     "groups_of",
+    "has_gradient_sink",
     "memory_plan",
     "plan_layout",
     "point_optimizer_at",

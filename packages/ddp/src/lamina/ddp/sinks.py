@@ -27,7 +27,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from lamina.ddp.gradients import GroupGradients
 
-__all__ = ["GradientSink", "gradient_sink", "offer_sink"]
+__all__ = ["GradientSink", "gradient_sink", "has_gradient_sink", "offer_sink"]
 
 _SINK = "_lamina_gradient_sink"
 
@@ -105,3 +105,13 @@ def gradient_sink(parameter: torch.Tensor) -> GradientSink | None:
     except RuntimeError:  # the gradient is what torch.autograd.grad was asked for
         return None
     return sink if reached else None
+
+
+def has_gradient_sink(parameter: torch.Tensor) -> bool:
+    """Whether a wrapper keeps a place for a parameter's gradient.
+
+    Asked in forward, by layers that use a function of their own only where its backward may find
+    a sink.
+    """
+    sink = parameter.__dict__.get(_SINK)
+    return sink is not None and sink.alive

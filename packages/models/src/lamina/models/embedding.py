@@ -2,19 +2,54 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from lamina.collectives import copy_to, gather_from, reduce_from, reduce_scatter_to
+from lamina.ddp import gradient_sink
 from lamina.mesh import mark
 from lamina.models.axes import MeshLike, axis_of
 from lamina.models.config import TransformerConfig
 from lamina.models.cutting import require_divisible
 from lamina.models.initialise import fill_normal
 from lamina.models.loss import IGNORED, linear_cross_entropy
+from lamina.models.products import may_sink
+
+
+def look_up(weight: Tensor, ids: Tensor) -> Tensor:
+    """Rows ``[..., width]`` of a table, for int64 ids ``[...]``."""
+    # On CUDA torch's own backward sorts the ids, so that sums have one order; ours would not.
+    if weight.is_cuda or not may_sink(weight):
+        return F.embedding(ids, weight)
+    rows: Tensor = _LookUp.apply(weight, ids)  # type: ignore[no-untyped-call]
+    return rows
+
+
+class _LookUp(torch.autograd.Function):
+    """``F.embedding`` whose gradient is added where the wrapper of the table keeps it."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, ids: Tensor) -> Tensor:
+        ctx.parameter, ctx.rows = weight, weight.shape[0]
+        ctx.save_for_backward(ids)
+        return F.embedding(ids, weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None]:
+        (ids,) = ctx.saved_tensors
+        sink = gradient_sink(ctx.parameter)
+        if sink is None:
+            return torch.ops.aten.embedding_dense_backward(grad, ids, ctx.rows, -1, False), None
+        if not sink.accumulate:
+            sink.view.zero_()
+        sink.view.index_add_(0, ids.flatten(), grad.flatten(0, -2).to(sink.view.dtype))
+        sink.written()
+        return None, None
 
 
 class VocabParallelEmbedding(nn.Module):
@@ -58,10 +93,10 @@ class VocabParallelEmbedding(nn.Module):
     def forward(self, ids: Tensor) -> Tensor:
         """Look up int64 ids ``[batch, sequence]``: ``[batch, sequence, width]``."""
         if self.axis is None:
-            return F.embedding(ids, self.weight)
+            return look_up(self.weight, ids)
         row = ids - self.axis.rank * self.weight.shape[0]
         elsewhere = (row < 0) | (row >= self.weight.shape[0])
-        found = F.embedding(row.masked_fill(elsewhere, 0), self.weight)
+        found = look_up(self.weight, row.masked_fill(elsewhere, 0))
         # All ranks but one add zeros, so the sum is exact in any dtype.
         found = found.masked_fill(elsewhere.unsqueeze(-1), 0.0)
         if self.sequence_parallel:
@@ -102,7 +137,7 @@ class PositionEmbedding(nn.Module):
 
     def forward(self, positions: Tensor) -> Tensor:
         """Look up int64 positions ``[...]``: ``[..., width]``."""
-        return F.embedding(positions, self.weight)
+        return look_up(self.weight, positions)
 
     def extra_repr(self) -> str:
         """Sizes, for printing."""

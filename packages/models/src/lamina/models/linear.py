@@ -15,7 +15,8 @@ from lamina.models.axes import MeshLike, axis_of
 from lamina.models.cutting import require_divisible
 from lamina.models.fp8_products import Float8Products
 from lamina.models.initialise import fill_normal
-from lamina.models.products import PLAIN
+from lamina.models.pipeline_weights import WeightGradientQueue
+from lamina.models.products import PLAIN, Products, may_sink
 from lamina.models.tensor_parallel import ColumnLinear, RowLinear
 
 
@@ -59,12 +60,21 @@ class Linear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """``[..., in_features]`` to ``[..., out_features]``."""
-        return F.linear(x, self.weight, self.bias)
+        if not may_sink(self.weight):
+            return F.linear(x, self.weight, self.bias)
+        x, weight, bias = under_autocast(x, self.weight, self.bias)
+        y: Tensor = ColumnLinear.apply(x, weight, bias, None, False, PLAIN)  # type: ignore[no-untyped-call]
+        return y
 
     def extra_repr(self) -> str:
         """Sizes, for printing."""
         out_features, in_features = self.weight.shape
         return f"{in_features} -> {out_features}, bias={self.bias is not None}"
+
+
+def _products(float8: Float8Products | None, queue: WeightGradientQueue | None) -> Products:
+    products = PLAIN if float8 is None else float8
+    return products if queue is None else queue.deferring(products)
 
 
 class ColumnParallelLinear(nn.Module):
@@ -118,6 +128,7 @@ class ColumnParallelLinear(nn.Module):
         self.init_std = init_std
         self.init_seed: int | None = None
         self.float8: Float8Products | None = None
+        self.weight_queue: WeightGradientQueue | None = None
         self.weight = nn.Parameter(torch.empty(sum(self.local_blocks), in_features))
         self.bias = nn.Parameter(torch.empty(sum(self.local_blocks))) if bias else None
         self.reset_parameters()
@@ -135,10 +146,10 @@ class ColumnParallelLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """``[..., in_features]`` to ``[..., out_features / size]``, whole with gather_output."""
-        if self.axis is None and self.float8 is None:
+        products = _products(self.float8, self.weight_queue)
+        if self.axis is None and products is PLAIN and not may_sink(self.weight):
             return F.linear(x, self.weight, self.bias)
         x, weight, bias = under_autocast(x, self.weight, self.bias)
-        products = PLAIN if self.float8 is None else self.float8
         y: Tensor = ColumnLinear.apply(  # type: ignore[no-untyped-call]
             x, weight, bias, self.axis, self.sequence_parallel, products
         )
@@ -187,6 +198,7 @@ class RowParallelLinear(nn.Module):
         self.init_seed: int | None = None
         width = require_divisible("input width", in_features, self.axis)
         self.float8: Float8Products | None = None
+        self.weight_queue: WeightGradientQueue | None = None
         self.weight = nn.Parameter(torch.empty(out_features, width))
         self.bias = nn.Parameter(torch.empty(out_features)) if bias else None
         self.reset_parameters()
@@ -203,10 +215,10 @@ class RowParallelLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """``[..., in_features / size]`` to ``[..., out_features]``."""
-        if self.axis is None and self.float8 is None:
+        products = _products(self.float8, self.weight_queue)
+        if self.axis is None and products is PLAIN and not may_sink(self.weight):
             return F.linear(x, self.weight, self.bias)
         x, weight, bias = under_autocast(x, self.weight, self.bias)
-        products = PLAIN if self.float8 is None else self.float8
         y: Tensor = RowLinear.apply(  # type: ignore[no-untyped-call]
             x, weight, self.axis, self.sequence_parallel, products
         )

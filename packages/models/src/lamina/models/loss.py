@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from lamina.collectives import all_reduce_small
+from lamina.ddp import gradient_sink
 from lamina.mesh import MeshAxis
 from lamina.models.autocast import under_autocast
 from lamina.models.axes import MeshLike, axis_of
@@ -197,6 +198,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 add_product(grad_weight, grad.t(), hidden[rows])
         ctx.save_for_backward(grad_hidden, grad_weight)
         ctx.weight_dtype = weight.dtype
+        ctx.parameter = weight if weight.is_leaf else None
         return total
 
     @staticmethod
@@ -206,8 +208,23 @@ class _LinearCrossEntropy(torch.autograd.Function):
         if grad_hidden is not None:
             grad_hidden = grad_hidden * grad.to(grad_hidden.dtype)
         if grad_weight is not None:
-            grad_weight = (grad_weight * grad).to(ctx.weight_dtype)
+            grad_weight = _scaled(grad_weight, grad, ctx.parameter, ctx.weight_dtype)
         return grad_hidden, grad_weight, None, None, None, None, None, None
+
+
+def _scaled(
+    gradient: Tensor, factor: Tensor, parameter: Tensor | None, dtype: torch.dtype
+) -> Tensor | None:
+    """The head's gradient, or None where it went straight to the wrapper of the parameter."""
+    sink = None if parameter is None else gradient_sink(parameter)
+    if sink is None or sink.view.dtype != gradient.dtype:
+        return (gradient * factor).to(dtype)
+    if sink.accumulate:
+        sink.view.addcmul_(gradient, factor)
+    else:
+        torch.mul(gradient, factor, out=sink.view)
+    sink.written()
+    return None
 
 
 def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:

@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lamina.ddp import gradient_sink, has_gradient_sink
+
 
 class Gradients(Protocol):
     """The two products of a backward, made from the output's gradient."""
@@ -20,11 +22,11 @@ class Gradients(Protocol):
     def by_input(self, weight: Tensor) -> Tensor:
         """``grad @ weight``: ``[..., in]``."""
 
-    def by_weight(self, x: Tensor) -> Tensor | None:
-        """``grad.T @ x`` over all leading dimensions: ``[out, in]``.
+    def by_weight(self, x: Tensor) -> Tensor:
+        """``grad.T @ x`` over all leading dimensions: ``[out, in]``."""
 
-        None where it is written elsewhere, or later: autograd then has nothing to add.
-        """
+    def add_by_weight(self, x: Tensor, total: Tensor, accumulate: bool) -> None:
+        """Write ``grad.T @ x`` into ``total`` ``[out, in]``, or add it."""
 
 
 @runtime_checkable
@@ -50,7 +52,22 @@ def weight_gradient(gradients: Gradients, weight: Tensor | None, x: Tensor) -> T
     if weight is not None and isinstance(gradients, PutsOff):
         gradients.put_off(weight, x)
         return None
-    return gradients.by_weight(x)
+    sink = None if weight is None else gradient_sink(weight)
+    if sink is None:
+        return gradients.by_weight(x)
+    gradients.add_by_weight(x, sink.view, sink.accumulate)
+    sink.written()
+    return None
+
+
+def may_sink(weight: Tensor) -> bool:
+    """Whether a backward may write this weight's gradient where a wrapper's collective reads it.
+
+    Layers that are torch's own operators otherwise then use functions of ours.
+    """
+    return (
+        not torch.compiler.is_compiling() and torch.is_grad_enabled() and has_gradient_sink(weight)
+    )
 
 
 class Products(Protocol):

@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 
 from lamina.collectives import start_all_gather, start_all_reduce, start_reduce_scatter
 from lamina.mesh import MeshAxis
-from lamina.models.products import Products
+from lamina.models.products import Products, weight_gradient
 
 
 def bias_gradient(grad: Tensor) -> Tensor:
@@ -48,6 +48,7 @@ class ColumnLinear(torch.autograd.Function):
         ctx.cut, ctx.sequence, ctx.products = axis is not None, sequence, products
         whole = start_all_gather(x, ctx.group, async_op=False).wait() if sequence else x
         y, kept = products.output(whole, weight, bias)
+        ctx.parameter = weight if weight.is_leaf else None
         ctx.save_for_backward(x, weight, *kept)
         return y
 
@@ -70,7 +71,8 @@ class ColumnLinear(torch.autograd.Function):
             elif ctx.cut:
                 departing = start_all_reduce(grad_x, group, in_place=True)
         if for_weight:
-            grad_weight = products.by_weight(x if arriving is None else arriving.wait())
+            whole = x if arriving is None else arriving.wait()
+            grad_weight = weight_gradient(products, ctx.parameter, whole)
         grad_bias = bias_gradient(grad) if for_bias else None
         if departing is not None:
             grad_x = departing.wait()
@@ -97,6 +99,7 @@ class RowLinear(torch.autograd.Function):
         ctx.group = None if axis is None else axis.group
         ctx.sequence, ctx.products = sequence, products
         partial, kept = products.output(x, weight, None)
+        ctx.parameter = weight if weight.is_leaf else None
         ctx.save_for_backward(x, weight, *kept)
         if sequence:
             return start_reduce_scatter(partial, ctx.group, async_op=False).wait()
@@ -113,5 +116,7 @@ class RowLinear(torch.autograd.Function):
             grad = start_all_gather(grad, ctx.group, async_op=False).wait()
         products = ctx.products.gradients(grad, kept)
         grad_x = products.by_input(weight) if ctx.needs_input_grad[0] else None
-        grad_weight = products.by_weight(x) if ctx.needs_input_grad[1] else None
+        grad_weight = None
+        if ctx.needs_input_grad[1]:
+            grad_weight = weight_gradient(products, ctx.parameter, x)
         return grad_x, grad_weight, None, None, None

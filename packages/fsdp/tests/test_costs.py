@@ -77,7 +77,7 @@ def test_a_unit_is_reduced_while_the_unit_before_it_computes(strategy, overlap, 
         block.down.register_full_backward_pre_hook(noting(ends, ("begin", index)))
         block.norm.register_full_backward_hook(noting(ends, ("end", index)))
     loss = model(torch.randn(4, 8)).square().mean()
-    with delayed_collectives(0.05), Ledger() as ledger:
+    with delayed_collectives(0.2 if overlap else 0.05), Ledger() as ledger:
         loss.backward()
     op = "all_reduce_fp32" if strategy == 0 else "reduce_scatter_fp32"
     reductions = [record for record in ledger.records if record.op == op]

@@ -32,6 +32,7 @@ class FlatBuffer:
         mesh: the axes, outer first (see `resolve_axes`); None for a world of one.
         storage: a flat tensor to use instead of new memory (zeros): the elements of `range`.
         communicator: reaches the ranks of the Shard axes, handed to ShardedTensors.
+        lazy: take memory (uninitialised) at the first use of `data`, and again after `release`.
 
     Raises:
         ValueError: axes and placements differ in number, pieces do not divide the shards, or the
@@ -48,6 +49,7 @@ class FlatBuffer:
         *,
         storage: torch.Tensor | None = None,
         communicator: SpanCommunicator | None = None,
+        lazy: bool = False,
     ) -> None:
         self.layout = layout
         self.placement = as_placements(placement)
@@ -63,14 +65,13 @@ class FlatBuffer:
                 f"pieces ({self._where()}): num_shards must be a multiple of {self._cut.pieces}"
             )
         self._range = self._cut.range(layout.size, self._coordinate)
-        held = self._range[1] - self._range[0]
-        if storage is None:
-            # Never an inference tensor: autograd must be able to save views of it later.
-            with torch.inference_mode(False):
-                storage = torch.zeros(held, dtype=dtype, device=device)
-        else:
-            _check_storage(storage, held, dtype, torch.device(device))
-        self._data = storage
+        self._dtype, self._device = dtype, torch.device(device)
+        self._lazy = lazy and storage is None
+        if storage is not None:
+            _check_storage(storage, self.numel, dtype, self._device)
+        self._held = storage
+        if storage is None and not lazy:
+            self.data.zero_()
 
     @property
     def _coordinate(self) -> tuple[int, ...]:
@@ -85,17 +86,36 @@ class FlatBuffer:
     @property
     def data(self) -> torch.Tensor:
         """Flat tensor of all that this rank holds: elements `range` of the layout."""
-        return self._data
+        if self._held is None:
+            # Never an inference tensor: autograd must be able to save views of it later.
+            with torch.inference_mode(False):
+                self._held = torch.empty(self.numel, dtype=self._dtype, device=self._device)
+        return self._held
+
+    @property
+    def numel(self) -> int:
+        """Number of elements that this rank holds, padding included."""
+        return self._range[1] - self._range[0]
+
+    @property
+    def has_memory(self) -> bool:
+        """Whether `data` has memory now (always, unless `lazy`)."""
+        return self._held is not None
+
+    def release(self) -> None:
+        """Let go of the memory, if it is `lazy`; views made before keep it alive for themselves."""
+        if self._lazy:
+            self._held = None
 
     @property
     def dtype(self) -> torch.dtype:
         """Element type."""
-        return self._data.dtype
+        return self._dtype
 
     @property
     def device(self) -> torch.device:
         """Where the storage lies."""
-        return self._data.device
+        return self._device if self._held is None else self._held.device
 
     @property
     def range(self) -> tuple[int, int]:
@@ -131,7 +151,7 @@ class FlatBuffer:
             raise ValueError(
                 f"elements {start}..{stop} are not among {low}..{high} held here ({self._where()})"
             )
-        return self._data[start - low : stop - low]
+        return self.data[start - low : stop - low]
 
     @property
     def shard(self) -> torch.Tensor:
@@ -169,7 +189,7 @@ class FlatBuffer:
                 "span_view(name) or as_sharded(name)"
             )
         return {
-            spec.name: self._data[offset : offset + spec.numel].view(spec.shape)
+            spec.name: self.data[offset : offset + spec.numel].view(spec.shape)
             for spec, offset in zip(self.layout.specs, self.layout.offsets, strict=True)
         }
 
@@ -181,7 +201,7 @@ class FlatBuffer:
         """The elements of a tensor that this rank holds: a flat view, maybe empty."""
         start, stop = self.span(name)
         at = self.layout.offset(name) + start - self._range[0] if stop > start else 0
-        return self._data[at : at + stop - start]
+        return self.data[at : at + stop - start]
 
     def as_sharded(self, name: str, communicator: SpanCommunicator | None = None) -> ShardedTensor:
         """A tensor under its global shape, sharing this buffer's memory.
@@ -269,7 +289,7 @@ class FlatBuffer:
             for start, stop in self.layout.padding_ranges():
                 inside = slice(max(start, low) - low, max(min(stop, high), low) - low)
                 if inside.start < inside.stop:
-                    self._data[inside].zero_()
+                    self.data[inside].zero_()
 
     def cast_(self, dtype: torch.dtype) -> None:
         """Cast the buffer where it lies; views made before must not be read again.
@@ -277,11 +297,12 @@ class FlatBuffer:
         Raises:
             ValueError: a wider dtype whose elements do not fit in the storage.
         """
-        self._data = cast_in_place(self._data, dtype)
+        self._held = cast_in_place(self.data, dtype)
+        self._dtype = dtype
 
     def __repr__(self) -> str:
         return (
-            f"FlatBuffer({len(self.layout.specs)} tensors, {self._data.numel()} of "
+            f"FlatBuffer({len(self.layout.specs)} tensors, {self.numel} of "
             f"{self.layout.size} elements, {self.dtype}, {self.device}, {self._where()})"
         )
 

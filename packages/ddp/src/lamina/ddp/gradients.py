@@ -161,8 +161,8 @@ class GroupGradients:
         aliases = (
             not self._sum.inner_sharded
             and not self._sum.outer_sharded
-            and dtype == self.main.data.dtype
-            and self._sum.device == self.main.data.device
+            and dtype == self.main.dtype
+            and self._sum.device == self.main.device
             and self.state is GradientState.EMPTY
         )
         if aliases:
@@ -192,5 +192,6 @@ class GroupGradients:
         self.written = [False] * len(self.written)
 
     def _give_back(self, buffer: torch.Tensor) -> None:
-        if buffer.data_ptr() != self.main.data.data_ptr():
-            self._transient.give(buffer)
+        if self.main.has_memory and buffer.data_ptr() == self.main.data.data_ptr():
+            return
+        self._transient.give(buffer)

@@ -23,6 +23,7 @@ from lamina.ddp.gradients import GroupGradients
 from lamina.ddp.grouping import ParameterRef, spec_of
 from lamina.ddp.precision import GroupDtypes
 from lamina.ddp.rank_sums import GradientState, Squares
+from lamina.ddp.reading import read_parameters
 from lamina.ddp.reduction import ORDERED, Reduction
 from lamina.ddp.strategy import Cadence, Strategy
 from lamina.ddp.transient import TransientBuffers
@@ -59,6 +60,9 @@ class GroupSettings:
             optimizer's state); None is `device`. Host memory needs weights and a reduction that
             bring it to the device and back.
         pinned: whether that is page-locked memory.
+        release_gradients: give the memory of zeroed main grads back until the next reduction, as
+            autograd does with `.grad`; otherwise it is kept, which saves the page faults of new
+            memory on a CPU.
     """
 
     strategy: Strategy
@@ -71,6 +75,7 @@ class GroupSettings:
     device: torch.device | None = None
     kept_on: torch.device | None = None
     pinned: bool = False
+    release_gradients: bool = False
 
     @property
     def cadence(self) -> Cadence:
@@ -229,6 +234,16 @@ class ParameterGroup:
         for main in self.main_parameters:
             main.grad = None
 
+    def release_zeroed_gradients(self) -> None:
+        """Give main grads' memory back if the user has zeroed them (before a step's forward)."""
+        gradients = self.gradients
+        if gradients is None or not self.settings.release_gradients:
+            return
+        if gradients.main.has_memory and all(p.grad is None for p in self.main_parameters):
+            gradients.discard()
+            gradients.main.release()
+            self._gradient_views.clear()
+
     def adopt_model_weights(self) -> None:
         """Main weights take what the (whole) model weights hold: somebody wrote those."""
         local = self.weights.local
@@ -265,7 +280,8 @@ class ParameterGroup:
         # A ShardedTensor counts writes by itself, and its flat memory does not.
         grads = [main.grad for main in self.main_parameters]
         count = sum(grad._version for grad in grads if grad is not None)
-        return self.trained.main.data._version, count
+        main = self.trained.main
+        return main.data._version if main.has_memory else -1, count
 
     @property
     def _cuts_rest(self) -> bool:
@@ -275,45 +291,10 @@ class ParameterGroup:
 
     def _read_parameters(self) -> torch.Tensor:
         """All parameters as one flat tensor in the main dtype, equal on all ranks."""
-        whole = self._laid_out_already()
-        if whole is None:
-            whole = torch.zeros(self.layout.size, dtype=self.dtypes.main, device=self.device)
-            with torch.no_grad():
-                for ref, spec in zip(self.refs, self.layout.specs, strict=True):
-                    offset = self.layout.offset(spec.name)
-                    whole[offset : offset + spec.numel].view(spec.shape).copy_(ref.parameter)
+        whole = read_parameters(self.refs, self.layout, self.dtypes.main, self.device)
         if self.settings.broadcast:
             for group in self.axes.groups("gather"):
                 broadcast(whole, group, src=0).wait()
-        return whole
-
-    def _laid_out_already(self) -> torch.Tensor | None:
-        """The parameters' own memory, where somebody made them as the layout has them."""
-        sizes = zip(self.refs, self.layout.specs, strict=True)
-        held = [(ref.parameter, spec) for ref, spec in sizes if spec.numel]
-        if not held:
-            return None
-        first, spec = held[0]
-        storage = first.untyped_storage()
-        base = first.storage_offset() - self.layout.offset(spec.name)
-        end = (base + self.layout.size) * first.element_size()
-        if base < 0 or end > storage.nbytes() or first.dtype != self.dtypes.main:
-            return None
-        if first.device != self.device:
-            return None
-        for parameter, spec in held:
-            if (
-                parameter.untyped_storage().data_ptr() != storage.data_ptr()
-                or parameter.storage_offset() - base != self.layout.offset(spec.name)
-                or parameter.dtype != first.dtype
-                or not parameter.is_contiguous()
-            ):
-                return None
-        whole = torch.empty(0, dtype=first.dtype, device=self.device)
-        with torch.no_grad():
-            whole.set_(storage, base, (self.layout.size,), (1,))
-            for start, stop in self.layout.padding_ranges():
-                whole[start:stop].zero_()
         return whole
 
     def _let_go_of_parameters(self) -> None:
@@ -329,7 +310,8 @@ class ParameterGroup:
         return self._buffer(self._optimizer_at, self.dtypes.main, storage=storage)
 
     def _make_gradients(self, transient: TransientBuffers) -> GroupGradients:
-        main = self._buffer(self._grads_at, self.dtypes.grads)
+        lazy = self.settings.release_gradients
+        main = self._buffer(self._grads_at, self.dtypes.grads, lazy=lazy)
         rank_sum = self.settings.reduction.make(main, self.axes, self.settings.scale, transient)
         return GroupGradients(self.layout, rank_sum, self.dtypes, self.settings.cadence)
 
@@ -339,11 +321,14 @@ class ParameterGroup:
         dtype: torch.dtype,
         whole: torch.Tensor | None = None,
         storage: torch.Tensor | None = None,
+        lazy: bool = False,
     ) -> FlatBuffer:
         """A buffer in given storage, or filled from its part of `whole`."""
         axes = (self.axes.outer, self.axes.inner)
         device = self.settings.kept_on or self.device
-        buffer = FlatBuffer(self.layout, placements, dtype, device, axes, storage=storage)
+        buffer = FlatBuffer(
+            self.layout, placements, dtype, device, axes, storage=storage, lazy=lazy
+        )
         if storage is None and self.settings.pinned:
             locked = buffer.data.pin_memory()
             buffer = FlatBuffer(self.layout, placements, dtype, device, axes, storage=locked)

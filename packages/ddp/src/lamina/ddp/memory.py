@@ -20,7 +20,8 @@ class MemoryPlan:
     Attributes:
         weights: model weights at rest.
         main_weights: main weights that do not share the model weights' memory.
-        main_grads: reduced gradients (allocated once, kept).
+        main_grads: reduced gradients (kept, or from the first reduction until the forward after
+            they were zeroed: `GroupSettings.release_gradients`).
         local_grads: gradients of a whole step before their reduction (strategies 0 and 1 where
             they can't share the main grads' memory).
         gathered: whole weights of the two largest units, for strategies that gather, and of all
@@ -85,7 +86,7 @@ def memory_plan(module: nn.Module) -> MemoryPlan:
             for g in trained
             if g.dtypes.main != g.dtypes.weights
         ),
-        main_grads=sum(_bytes(g, g.trained.main.data.numel(), "grads") for g in trained),
+        main_grads=sum(_bytes(g, g.trained.main.numel, "grads") for g in trained),
         local_grads=sum(
             _bytes(g, g.layout.size, "grads") for g in once if not g.trained.main.is_whole
         ),

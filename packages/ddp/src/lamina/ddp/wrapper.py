@@ -21,6 +21,7 @@ from lamina.ddp.contract import DataParallel
 from lamina.ddp.group import GroupSettings, ParameterGroup
 from lamina.ddp.grouping import collect_parameters
 from lamina.ddp.precision import resolve_dtypes
+from lamina.ddp.rank_sums import GradientState
 from lamina.ddp.reducer import GradientReducer
 from lamina.ddp.reduction import resolve_reduction
 from lamina.ddp.strategy import resolve_strategy
@@ -118,7 +119,7 @@ class DistributedDataParallel(DataParallel):
     def scale_gradients(self, factor: float) -> None:
         """Multiply all main grads by `factor`."""
         for group in self._groups:
-            if group.gradients is not None:
+            if group.gradients is not None and group.gradients.state is not GradientState.EMPTY:
                 group.gradients.main.data.mul_(factor)
 
     def zero_grad_buffer(self) -> None:

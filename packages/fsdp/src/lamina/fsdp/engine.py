@@ -83,6 +83,9 @@ class ShardingEngine:
         recomputing = self.phase is Phase.BACKWARD
         if unit is self.root and not recomputing:
             self._recording = []
+            if self.phase is Phase.IDLE:
+                for group in self.groups:
+                    group.release_zeroed_gradients()
             for other in self.units:
                 other.calls_without_grad = 0
         if not recomputing and not torch.is_grad_enabled():

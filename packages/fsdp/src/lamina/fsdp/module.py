@@ -11,7 +11,7 @@ from torch import nn
 
 from lamina.buffers import Replicate
 from lamina.collectives import broadcast
-from lamina.ddp import ParameterGroup
+from lamina.ddp import GradientState, ParameterGroup
 from lamina.fsdp.engine import ShardingEngine
 from lamina.fsdp.once_per_step import StepMethods
 
@@ -58,7 +58,7 @@ class ShardedModule(StepMethods, nn.Module):
     def scale_gradients(self, factor: float) -> None:
         """Multiply all main grads by `factor`."""
         for group in self.parameter_groups():
-            if group.gradients is not None:
+            if group.gradients is not None and group.gradients.state is not GradientState.EMPTY:
                 group.gradients.main.data.mul_(factor)
 
     def broadcast_params(self) -> None:

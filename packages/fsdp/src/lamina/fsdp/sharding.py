@@ -178,6 +178,7 @@ def _group_settings(settings: ShardingSettings) -> GroupSettings:
         scale=1.0 / settings.dense.divisor if settings.average else None,
         broadcast=settings.broadcast,
         reduction=settings.reduction,
+        release_gradients=settings.offload is None,  # page-locked memory is kept
     )
     if settings.offload is None:
         return common

@@ -42,6 +42,10 @@ from lamina.models.patterns import (
     document_positions,
     document_runs,
 )
+from lamina.models.pipeline import pipeline
+from lamina.models.pipeline_cuts import cut_layers
+from lamina.models.pipeline_module import GPTStage
+from lamina.models.pipeline_runner import PipelineRunner
 from lamina.models.precision import Precision
 from lamina.models.precision_backends import apply_precision, float8_weights
 from lamina.models.presets import preset, preset_names
@@ -73,6 +77,7 @@ __all__ = [
     "ExpertRows",
     "Float8Codec",
     "GPTModel",
+    "GPTStage",
     "GroupedExperts",
     "LatentAttention",
     "LatentSelfAttention",
@@ -88,6 +93,7 @@ __all__ = [
     "MoELayer",
     "OutputHead",
     "Patches",
+    "PipelineRunner",
     "PositionEmbedding",
     "Precision",
     "PrecisionUnavailableError",
@@ -117,6 +123,7 @@ __all__ = [
     "choose_pattern",
     "chunked_scan",
     "config_from_huggingface",
+    "cut_layers",
     "cut_patches",
     "cut_sequence",
     "cut_weight",
@@ -132,6 +139,7 @@ __all__ = [
     "linear_cross_entropy",
     "make_block",
     "matrix_parameters",
+    "pipeline",
     "preset",
     "preset_names",
     "rotary_tables",

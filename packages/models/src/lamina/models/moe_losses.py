@@ -29,8 +29,8 @@ class AuxiliaryScale:
     follows a loss once that is known (:meth:`follow`), because backward reaches the loss first.
     """
 
-    def __init__(self, value: float = 1.0) -> None:
-        self.value: float | Tensor = value
+    def __init__(self, value: float | Tensor = 1.0) -> None:
+        self.value = value
         self.loads: dict[int, Tensor] = {}
         """Counts that routers have summed over ranks, for when a block is run again."""
 
@@ -60,7 +60,9 @@ class RoutingContext:
     padding: Tensor | None = None
 
     @staticmethod
-    def build(padding_mask: Tensor | None, axes: ExpertAxes, scale: float = 1.0) -> RoutingContext:
+    def build(
+        padding_mask: Tensor | None, axes: ExpertAxes, scale: float | Tensor = 1.0
+    ) -> RoutingContext:
         """Cut a mask as the model cuts its tokens.
 
         Args:

@@ -1,0 +1,216 @@
+"""``pipeline``: a model cut into stages over the ranks of ``pp``, run by torch's schedules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from lamina.collectives import all_reduce_small, broadcast
+from lamina.ddp import HasGroups, groups_of
+from lamina.mesh import MeshAxis, ParallelMesh, mesh_axis
+from lamina.models.gpt import GPTModel
+from lamina.models.pipeline_cuts import Layout, cut_layers, resolve_layout
+from lamina.models.pipeline_module import GPTStage, materialise
+from lamina.models.pipeline_runner import PipelineRunner
+from lamina.models.pipeline_schedule import (
+    Schedule,
+    make_schedule,
+    number_of_stages,
+    schedule_kind,
+)
+from lamina.models.pipeline_stage import LaminaStage, OncePerStep
+
+
+def pipeline(
+    model: GPTModel,
+    mesh: ParallelMesh | DeviceMesh,
+    schedule: Schedule = "1f1b",
+    num_microbatches: int = 1,
+    layout: Sequence[int] | Sequence[Sequence[int]] | None = None,
+    *,
+    stages_per_rank: int | None = None,
+    wrap: Callable[[GPTStage], nn.Module] | None = None,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+    each_microbatch: bool = False,
+) -> PipelineRunner:
+    """Cut a model into pipeline stages and make what trains them.
+
+    Every rank builds the whole model (on the meta device where it is large) and keeps its stages;
+    ``model`` must not be used afterwards. Parameters keep the names they have in the whole model.
+
+    Args:
+        model: the whole model, with the same weights or seed on every pipeline rank.
+        mesh: has an axis ``pp``. A model with tied embeddings needs a ParallelMesh.
+        schedule: ``gpipe``, ``1f1b``, ``interleaved_1f1b``, ``looped_bfs``,
+            ``interleaved_zero_bubble``, ``zbv_zero_bubble`` or ``dualpipev``.
+        num_microbatches: how many pieces a batch is cut into; they need not be equal.
+        layout: layers per stage (``[3, 5, 5, 3]``), or the layers of each stage; by default cut by
+            cost, embedding and head counted.
+        stages_per_rank: for interleaved and breadth-first schedules, 2 or more (default 2).
+        wrap: makes a stage data-parallel: ``lambda stage: fully_shard(stage, device_mesh=mesh)`` or
+            ``lambda stage: DistributedDataParallel(stage, config, mesh)``. None leaves stages bare.
+        device: where stages on the meta device are made before ``wrap``; None leaves that to it.
+        dtype: of activations between stages; by default that of the weights computed with.
+        each_microbatch: gather units of ``fully_shard`` and sum their gradients at every microbatch
+            (less memory, more traffic) instead of once per step.
+
+    Returns:
+        A runner: ``loss = runner.step(tokens, labels)``, then the optimizer.
+
+    Raises:
+        ValueError: for a schedule, layout, number of microbatches or mesh that do not go together.
+
+    """
+    axis = _pipeline_axis(mesh)
+    kind = schedule_kind(schedule)
+    num_stages = number_of_stages(
+        schedule, axis.size, stages_per_rank, None if layout is None else len(layout)
+    )
+    if axis.size == 1:  # nobody to share with: one stage, microbatch after microbatch
+        num_stages = 1
+        mine: tuple[int, ...] = (0,)
+        cut: Layout = (tuple(range(model.config.num_layers)),)
+    else:
+        cut = (
+            cut_layers(model.config, num_stages)
+            if layout is None
+            else resolve_layout(layout, model.config.num_layers)
+        )
+        mine = kind.stages_of(axis.rank, axis.size, num_stages)
+    _check(model, mesh, axis, wrap)
+    modules = _make_modules(model, cut, mine, device)
+    if model.head.tied and not kind.v_shape:  # there, one rank has copied its own
+        _spread_tied(modules, mesh)
+    wrapped = [module if wrap is None else wrap(module) for module in modules]
+    if not each_microbatch:
+        for module in wrapped:
+            if isinstance(module, OncePerStep):
+                module.gather_once_per_step()
+                module.reduce_once_per_step()
+    dtype = _activation_dtype(wrapped[0], modules[0], axis, dtype, _device_of(mesh))
+    stages = [
+        LaminaStage(
+            module,
+            stage,
+            index,
+            num_stages,
+            _device_of(mesh),
+            axis.sibling("pipeline"),
+            dtype,
+            splits_backward=kind.splits_backward,
+        )
+        for index, module, stage in zip(mine, wrapped, modules, strict=True)
+    ]
+    return PipelineRunner(
+        stages,
+        make_schedule(schedule, stages, num_microbatches),
+        num_microbatches,
+        mesh,
+        cut,
+        last=kind.rank_of_last(axis.size),
+    )
+
+
+def _pipeline_axis(mesh: ParallelMesh | DeviceMesh) -> MeshAxis:
+    if isinstance(mesh, DeviceMesh) and "pp" not in (mesh.mesh_dim_names or ()):
+        raise ValueError(
+            f"the mesh has dimensions {mesh.mesh_dim_names}: name the pipeline's 'pp', or build it "
+            "with lamina.mesh.ParallelLayout(pp=...)"
+        )
+    return mesh_axis(mesh, "pp")
+
+
+def _check(
+    model: GPTModel,
+    mesh: ParallelMesh | DeviceMesh,
+    axis: MeshAxis,
+    wrap: Callable[[GPTStage], nn.Module] | None,
+) -> None:
+    if not isinstance(mesh, ParallelMesh):
+        if model.head.tied and axis.size > 1:
+            raise ValueError(
+                "tied embeddings lie on two stages, and a DeviceMesh does not say which ranks "
+                "share them: build the mesh with lamina.mesh.ParallelLayout(pp=...), or untie them"
+            )
+        if wrap is None:
+            raise ValueError("bare stages need a ParallelMesh, which says who holds copies")
+    elif wrap is None and mesh.axis("dp_cp").size > 1:
+        raise ValueError(
+            f"the mesh has {mesh.axis('dp_cp').size} data-parallel ranks ({mesh!r}), and wrap is "
+            "None, so nobody would sum gradients over them: pass "
+            "wrap=lambda stage: fully_shard(stage, device_mesh=mesh)"
+        )
+    meta = any(parameter.is_meta for parameter in model.parameters())
+    if meta and axis.size > 1:
+        _same_seed(model.seed, axis, _device_of(mesh))
+
+
+def _same_seed(seed: int, axis: MeshAxis, device: torch.device) -> None:
+    """Stages that draw their own weights must draw those of one model."""
+    found = [torch.tensor([seed], dtype=torch.int64, device=device) for _ in range(2)]
+    all_reduce_small([found[0]], axis.sibling("pipeline"), op="max")
+    all_reduce_small([found[1]], axis.sibling("pipeline"), op="min")
+    if int(found[0]) != int(found[1]):
+        raise ValueError(
+            f"pipeline ranks would draw weights from different seeds (here {seed}, elsewhere "
+            f"{int(found[0])} and {int(found[1])}): build GPTModel(config, mesh, seed=...)"
+        )
+
+
+def _make_modules(
+    model: GPTModel,
+    cut: Layout,
+    mine: Sequence[int],
+    device: torch.device | str | None,
+) -> list[GPTStage]:
+    last = len(cut) - 1
+    modules = [
+        GPTStage(
+            model, cut[index], first=index == 0, last=index == last, copies=0 in mine and last > 0
+        )
+        for index in mine
+    ]
+    if device is not None:
+        for module in modules:
+            materialise(module, device)
+    return modules
+
+
+def _spread_tied(modules: Sequence[GPTStage], mesh: ParallelMesh | DeviceMesh) -> None:
+    """Give the last stage's copy of tied embeddings the first stage's values."""
+    axis = mesh.embedding_axis if isinstance(mesh, ParallelMesh) else None
+    for module in modules if axis is not None else ():
+        if module.first is not module.last:
+            weight = module.embedding.weight
+            if axis is not None and not weight.is_meta:
+                broadcast(weight.data, axis.sibling("reduce"), src=0)
+
+
+def _activation_dtype(
+    wrapped: nn.Module,
+    stage: GPTStage,
+    axis: MeshAxis,
+    given: torch.dtype | None,
+    device: torch.device,
+) -> torch.dtype:
+    """The dtype of the first stage's embedding as computed with, on every rank."""
+    known = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+    found = given or torch.float32
+    if given is None and stage.first:
+        found = stage.embedding.weight.dtype
+        for group in groups_of(wrapped) if isinstance(wrapped, HasGroups) else ():
+            if any(ref.name == "embedding.weight" for ref in group.refs):
+                found = group.dtypes.weights
+    code = torch.tensor([known.index(found)], device=device)
+    # Also the first message over this communicator, which NCCL makes with all its ranks.
+    broadcast(code, axis.sibling("pipeline"), src=0)
+    return known[int(code)]
+
+
+def _device_of(mesh: ParallelMesh | DeviceMesh) -> torch.device:
+    kind = mesh.device_type
+    return torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)

@@ -1,0 +1,126 @@
+"""Which layers each pipeline stage holds: by cost, or as the caller says."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from lamina.models.config import TransformerConfig
+from lamina.models.cost import training_flops_per_token
+
+Layout = tuple[tuple[int, ...], ...]
+"""Layers of each stage, in order."""
+
+_Cut = tuple[float, float, tuple[int, ...]]
+"""Largest cost, sum of squared costs, and where each stage ends."""
+
+LOOKUP_COST = 600
+"""Operations that count for one element of a looked-up row: its read and its gradient's sum move
+bytes, in whose time a device could have multiplied this often (about 60 operations per byte)."""
+
+
+def part_costs(config: TransformerConfig, sequence: int) -> tuple[float, list[float], float]:
+    """What a training step costs per token, in floating-point operations or their time.
+
+    Args:
+        config: the model's.
+        sequence: tokens per sequence (attention grows with it).
+
+    Returns:
+        Costs of the embedding, of each layer, and of the head.
+
+    """
+    head = 6.0 * config.padded_vocab_size * config.hidden_size
+    pattern = config.pattern
+    of_letter = {
+        letter: training_flops_per_token(_one_layer(config, letter), sequence) - head
+        for letter in set(pattern)
+    }
+    return LOOKUP_COST * config.hidden_size, [of_letter[letter] for letter in pattern], head
+
+
+def _one_layer(config: TransformerConfig, letter: str) -> TransformerConfig:
+    mamba = config.mamba if letter == "M" else None
+    return replace(config, num_layers=1, layer_pattern=letter, mamba=mamba)
+
+
+def cut_layers(config: TransformerConfig, num_stages: int, sequence: int | None = None) -> Layout:
+    """Cut the layers into contiguous runs so that the most expensive stage is as cheap as possible.
+
+    Embedding and head count for the first and last stage, which may end up without a layer. Among
+    cuts with the same largest cost it takes the one whose costs have the smallest sum of squares.
+
+    Args:
+        config: the model's.
+        num_stages: at least 1.
+        sequence: tokens per sequence, by default the longest.
+
+    Raises:
+        ValueError: if there are fewer layers than stages need.
+
+    """
+    needed = max(num_stages - 2, 1)
+    if num_stages < 1 or config.num_layers < needed:
+        raise ValueError(
+            f"{config.num_layers} layers cannot be cut into {num_stages} stages: every stage but "
+            f"the first and the last needs one, {needed} in all; use fewer stages"
+        )
+    first, layers, last = part_costs(config, sequence or config.max_sequence_length)
+    return _runs(_best_ends(layers, first, last, num_stages))
+
+
+def _best_ends(
+    layers: Sequence[float], first: float, last: float, num_stages: int
+) -> tuple[int, ...]:
+    """Where each stage ends, by dynamic programming over (stages so far, layers so far)."""
+    before = [0.0]
+    for cost in layers:
+        before.append(before[-1] + cost)
+    best: list[_Cut | None] = [(0.0, 0.0, ()), *([None] * len(layers))]
+    for stage in range(num_stages):
+        ends = stage == 0, stage == num_stages - 1
+        extra = first * ends[0] + last * ends[1]
+        least = 0 if any(ends) and num_stages > 1 else 1
+        following: list[_Cut | None] = []
+        for end in range(len(layers) + 1):
+            candidates = []
+            for begin in range(end - least + 1):
+                so_far = best[begin]
+                if so_far is not None:
+                    cost = before[end] - before[begin] + extra
+                    largest = max(so_far[0], cost)
+                    candidates.append((largest, so_far[1] + cost * cost, (*so_far[2], end)))
+            following.append(min(candidates, default=None))
+        best = following
+    chosen = best[len(layers)]
+    if chosen is None:  # cut_layers has counted the layers
+        raise AssertionError(f"no cut of {len(layers)} layers into {num_stages} stages")
+    return chosen[2]
+
+
+def _runs(ends: Sequence[int]) -> Layout:
+    starts = (0, *ends[:-1])
+    return tuple(tuple(range(start, end)) for start, end in zip(starts, ends, strict=True))
+
+
+def resolve_layout(layout: Sequence[int] | Sequence[Sequence[int]], num_layers: int) -> Layout:
+    """A layout as the caller wrote it: numbers of layers per stage, or the layers themselves.
+
+    Raises:
+        ValueError: unless every layer is in it once, in order.
+
+    """
+    runs: list[tuple[int, ...]] = []
+    start = 0
+    for stage in layout:
+        run = tuple(range(start, start + stage)) if isinstance(stage, int) else tuple(stage)
+        runs.append(run)
+        start += len(run)
+    found = [layer for run in runs for layer in run]
+    if found != list(range(num_layers)):
+        raise ValueError(
+            f"layout {list(map(list, runs))} holds layers {found}: it must hold 0 to "
+            f"{num_layers - 1}, each once and in order (numbers of layers per stage must sum to "
+            f"{num_layers})"
+        )
+    return tuple(runs)

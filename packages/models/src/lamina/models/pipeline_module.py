@@ -1,0 +1,174 @@
+"""The part of a model that one pipeline stage holds."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from lamina.mesh import copy_role, mark
+from lamina.models.context import AttentionContext, default_positions
+from lamina.models.gpt import GPTModel
+from lamina.models.moe_losses import RoutingContext
+from lamina.models.zigzag import cut_sequence
+
+
+@dataclass(frozen=True, eq=False)
+class Microbatch:
+    """What every stage is given of a microbatch.
+
+    Attributes:
+        tokens: int64 ``[batch, sequence]``.
+        labels: int64 ``[batch, sequence]``; only the last stage reads them.
+        positions: int64 ``[sequence]`` or ``[batch, sequence]``, or None.
+        document_ids: integers ``[batch, sequence]``, or None.
+        factor: what the sum of the tokens' losses is multiplied by.
+        auxiliary: what auxiliary losses of the microbatch weigh beside that.
+
+    """
+
+    tokens: Tensor
+    labels: Tensor
+    positions: Tensor | None
+    document_ids: Tensor | None
+    factor: Tensor | float = 1.0
+    auxiliary: Tensor | float = 1.0
+
+
+class GPTStage(GPTModel):
+    """Some consecutive blocks of a :class:`GPTModel`, with the ends that belong to them.
+
+    Parameters have the names that they have in the whole model: layer 5 is ``blocks.5`` in
+    whichever stage, and where embeddings are tied the last stage's copy is ``embedding.weight``
+    (and ``head.weight`` in ``state_dict()``, as in the whole model).
+
+    Args:
+        model: the whole model, possibly on the meta device; its modules move here.
+        layers: which of its blocks, in order; they may be none for the first and last stage.
+        first: whether this stage embeds tokens.
+        last: whether this stage computes the loss.
+        copies: make an embedding of its own for a tied head, because the first stage on this rank
+            has the model's.
+
+    """
+
+    def __init__(
+        self,
+        model: GPTModel,
+        layers: Sequence[int],
+        *,
+        first: bool,
+        last: bool,
+        copies: bool = False,
+    ) -> None:
+        nn.Module.__init__(self)
+        self.config, self.seed = model.config, model.seed
+        self.axis, self.cp = model.axis, model.cp
+        self.sequence_parallel = model.sequence_parallel
+        self.expert_axes, self.auxiliary_scale = model.expert_axes, model.auxiliary_scale
+        self.first, self.last, self.layers = first, last, tuple(layers)
+        tied = model.head.tied
+        # Before the head, as in the whole model: the first place of a tied weight names it.
+        if first or (last and tied):
+            self.embedding = model.embedding
+        if first:
+            self.position_embedding = model.position_embedding
+            self.dropout = model.dropout
+        self.blocks = nn.ModuleList()
+        for layer in self.layers:
+            self.blocks.add_module(str(layer), model.blocks.get_submodule(str(layer)))
+        if last:
+            self.final_norm, self.head = model.final_norm, model.head
+            if tied and copies and not first:
+                self._copy_embedding()
+        if tied and first is not last:
+            mark(self.embedding.weight, tied="embedding")
+        self.train(model.training)
+
+    def _copy_embedding(self) -> None:
+        whole = self.embedding
+        self.embedding = copy.deepcopy(whole)
+        copy_role(whole.weight, self.embedding.weight)
+        self.head = copy.copy(self.head)
+        self.head._parameters = dict(self.head._parameters)
+        self.tie_weights()
+
+    def tie_weights(self) -> None:
+        """Make a tied head use this stage's copy of the embedding's weight."""
+        if self.last and self.head.tied:
+            self.head.weight = self.embedding.weight
+
+    def forward(self, x: Tensor | None, batch: Microbatch) -> Tensor:  # type: ignore[override]
+        """Run the stage on one microbatch.
+
+        Args:
+            x: what the stage before returned; None in the first stage.
+            batch: the microbatch; the same on every stage.
+
+        Returns:
+            Activations ``[batch, sequence / cp, hidden]`` (``[tokens / cp / tp, hidden]`` under
+            sequence parallelism), or in the last stage the loss times ``batch.factor``, a scalar.
+
+        """
+        positions = batch.positions
+        if positions is None:
+            positions = default_positions(batch.tokens, batch.document_ids)
+        if self.first:
+            self.check_inputs(batch.tokens, batch.labels, batch.document_ids)
+            cut = cut_sequence(positions, self.cp, dim=-1)
+            x = self.embed(cut_sequence(batch.tokens, self.cp), cut)
+        if x is None:
+            raise ValueError("x is None: only the first stage makes its own input")
+        context = AttentionContext.build(
+            self.config,
+            batch.tokens,
+            x.dtype,
+            positions,
+            batch.document_ids,
+            training=self.training,
+            mesh=self.cp,
+        )
+        if self.config.moe is not None:
+            scale = self.auxiliary_scale * batch.auxiliary
+            context = replace(context, routing=RoutingContext.build(None, self.expert_axes, scale))
+        for block in self.blocks:
+            x = block(x, context)
+        if not self.last:
+            return x
+        total: Tensor = self.head(self.final_norm(x), cut_sequence(batch.labels, self.cp), "sum")
+        return total * batch.factor
+
+    def activation_shape(self, batch: Microbatch) -> tuple[int, ...]:
+        """Shape of what stages hand on for a microbatch."""
+        rows, columns = batch.tokens.shape
+        columns //= 1 if self.cp is None else self.cp.size
+        if self.axis is not None and self.sequence_parallel:
+            return (rows * columns // self.axis.size, self.config.hidden_size)
+        return (rows, columns, self.config.hidden_size)
+
+    def num_parameters(self, *, embeddings: bool = True) -> int:
+        """Count the parameters that this rank holds of this stage; see :class:`GPTModel`."""
+        skip: set[nn.Parameter] = set()
+        if not embeddings:
+            skip = {
+                parameter
+                for name in ("embedding", "position_embedding", "head")
+                if (module := self._modules.get(name)) is not None
+                for parameter in module.parameters()
+            }
+        return sum(p.numel() for p in self.parameters() if p not in skip)
+
+    def extra_repr(self) -> str:
+        """Which part of the model it is, for printing."""
+        ends = [name for name, held in (("first", self.first), ("last", self.last)) if held]
+        return f"layers={self.layers}" + "".join(f", {end}" for end in ends)
+
+
+def materialise(stage: GPTStage, device: torch.device | str) -> None:
+    """Give a stage on the meta device memory, and the whole model's initial weights."""
+    if any(parameter.is_meta for parameter in stage.parameters()):
+        stage.to_empty(device=device)
+        stage.init_weights()

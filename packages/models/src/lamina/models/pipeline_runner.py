@@ -1,0 +1,243 @@
+"""What trains a pipeline: one call per step, and the whole model's names on this rank's stages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from lamina.collectives import all_reduce_small, broadcast
+from lamina.ddp import (
+    HasGroups,
+    ParameterGroup,
+    finalize_grads,
+    finalize_plain_grads,
+    groups_of,
+)
+from lamina.mesh import ParallelMesh, mesh_axis
+from lamina.models.axes import axis_of
+from lamina.models.loss import IGNORED
+from lamina.models.pipeline_cuts import Layout
+from lamina.models.pipeline_module import Microbatch
+from lamina.models.pipeline_stage import LaminaStage, OncePerStep
+from lamina.models.zigzag import cut_sequence
+
+
+class PipelineRunner(nn.Module):
+    """This rank's stages of a pipeline; made by :func:`pipeline`.
+
+    Parameters, ``state_dict()`` and groups have the names of the whole model.
+
+    Attributes:
+        stages: this rank's stages in order, as ``wrap`` returned them (give them to
+            ``fully_shard_optimizer``, ``clip_grad_norm``, ``memory_plan``).
+        layout: layers of every stage of the pipeline.
+        num_microbatches: how many pieces a batch is cut into.
+
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[LaminaStage],
+        schedule: Any,
+        num_microbatches: int,
+        mesh: ParallelMesh | DeviceMesh,
+        layout: Layout,
+        *,
+        last: int,
+    ) -> None:
+        super().__init__()
+        self.stages = nn.ModuleList(stage.submod for stage in stages)
+        self.layout = layout
+        self.num_microbatches = num_microbatches
+        self._drivers = tuple(stages)
+        self._schedule = schedule
+        self._mesh = mesh
+        self._axis = mesh_axis(mesh, "pp")
+        self._last = last
+        self._cp = axis_of(mesh, "cp")
+        self.wrapped = all(isinstance(module, HasGroups) for module in self.stages)
+        self.per_token = self.wrapped and all(
+            group.settings.scale is None
+            for group in self.parameter_groups()
+            if group.gradients is not None
+        )
+
+    def step(
+        self,
+        tokens: Tensor,
+        labels: Tensor,
+        positions: Tensor | None = None,
+        document_ids: Tensor | None = None,
+    ) -> Tensor:
+        """Forward and backward of a batch; gradients are final afterwards.
+
+        Every pipeline rank is given the same batch. Each label counts the same, however
+        microbatches are cut: gradients are those of the mean over the batch's labels, averaged over
+        data-parallel ranks; or, where stages were wrapped with ``calculate_per_token_loss=True``,
+        of the mean over all ranks' labels. ``finalize_grads`` is part of this.
+
+        Args:
+            tokens: int64 ``[batch, sequence]``, at least ``num_microbatches`` sequences.
+            labels: int64 ``[batch, sequence]``; -100 counts nothing.
+            positions: int64 ``[sequence]`` or ``[batch, sequence]``.
+            document_ids: integers ``[batch, sequence]``.
+
+        Returns:
+            The batch's mean loss, on every pipeline rank: a scalar without gradient.
+
+        Raises:
+            ValueError: for a batch of fewer sequences than microbatches.
+
+        """
+        batches = self._microbatches(tokens, labels, positions, document_ids)
+        loss = self._run(batches, labels, training=True)
+        if not self.wrapped:
+            if isinstance(self._mesh, ParallelMesh):
+                finalize_plain_grads(list(self.stages), self._mesh)
+        else:
+            count = (cut_sequence(labels, self._cp) != IGNORED).sum() if self.per_token else None
+            finalize_grads(list(self.stages), self._mesh, num_tokens=count)
+        self._release()
+        return loss
+
+    @torch.no_grad()
+    def evaluate(
+        self,
+        tokens: Tensor,
+        labels: Tensor,
+        positions: Tensor | None = None,
+        document_ids: Tensor | None = None,
+    ) -> Tensor:
+        """The batch's mean loss on every pipeline rank, without backward; arguments as `step`."""
+        batches = self._microbatches(tokens, labels, positions, document_ids)
+        loss = self._run(batches, labels, training=False)
+        self._release()
+        return loss
+
+    forward = evaluate
+
+    # -- the whole model's names --------------------------------------------------------------
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """This rank's parameters under the names that they have in the whole model."""
+        front = f"{prefix}." if prefix else ""
+        for stage in self.stages:
+            inner = getattr(stage, "module", stage)  # DistributedDataParallel holds the stage
+            for name, parameter in inner.named_parameters("", recurse, remove_duplicate):
+                yield front + name, parameter
+
+    def parameter_groups(self) -> Iterator[ParameterGroup]:
+        """All groups of all stages, in the same order on every data-parallel rank.
+
+        Raises:
+            TypeError: if the stages are bare.
+
+        """
+        for stage in self.stages:
+            yield from groups_of(stage)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+        """What this rank holds of the whole model's ``state_dict()``."""
+        state: dict[str, Any] = {}
+        for stage in self.stages:
+            state.update(stage.state_dict(*args, **kwargs))
+        return state
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """Take this rank's part of a whole model's (or these stages') ``state_dict()``.
+
+        Raises:
+            RuntimeError: with ``strict``, if a tensor of these stages is missing.
+
+        """
+        for stage in self.stages:
+            wanted = stage.state_dict()
+            mine = {name: value for name, value in state_dict.items() if name in wanted}
+            stage.load_state_dict(mine, strict=strict, assign=assign)
+
+    def weights_written(self) -> None:
+        """The optimizer has stepped (``ShardedOptimizer`` calls it)."""
+        for stage in self.stages:
+            written = getattr(stage, "weights_written", None)
+            if written is not None:
+                written()
+
+    # -- a step -------------------------------------------------------------------------------
+
+    def _microbatches(
+        self,
+        tokens: Tensor,
+        labels: Tensor,
+        positions: Tensor | None,
+        document_ids: Tensor | None,
+    ) -> list[Microbatch]:
+        number = self.num_microbatches
+        if tokens.ndim != 2 or labels.shape != tokens.shape or tokens.shape[0] < number:
+            raise ValueError(
+                f"tokens {tuple(tokens.shape)} and labels {tuple(labels.shape)}: both must be "
+                f"[batch, sequence], with at least num_microbatches={number} sequences"
+            )
+        parts = 1 if self._cp is None else self._cp.size
+        factor: Tensor | float = 1.0
+        if not self.per_token:
+            factor = parts / (labels != IGNORED).sum().clamp(min=1).double()
+        whole = positions is None or positions.ndim == 1
+        return [
+            Microbatch(
+                one,
+                own,
+                positions if whole else at,
+                ids,
+                factor,
+                (own != IGNORED).sum() * factor,
+            )
+            for one, own, at, ids in zip(
+                tokens.tensor_split(number),
+                labels.tensor_split(number),
+                _pieces(None if whole else positions, number),
+                _pieces(document_ids, number),
+                strict=True,
+            )
+        ]
+
+    def _run(self, batches: Sequence[Microbatch], labels: Tensor, *, training: bool) -> Tensor:
+        for driver in self._drivers:
+            driver.begin(batches)
+        losses: list[Tensor] = []
+        run = self._schedule.step if training else self._schedule.eval
+        # Stages know their microbatches; the schedule is given numbers to hand to the loss.
+        run(target=torch.arange(len(batches)), losses=losses, return_outputs=False)
+        for driver in self._drivers:
+            driver.clear_runtime_states()
+        return self._loss(losses, labels)
+
+    def _loss(self, losses: Sequence[Tensor], labels: Tensor) -> Tensor:
+        """The sum of microbatches' losses on all ranks, as a mean over labels."""
+        device = self._drivers[0].device
+        total = torch.zeros((), dtype=torch.float64, device=device)
+        if losses:
+            total += torch.stack([loss.detach().double() for loss in losses]).sum()
+            if self._cp is not None:
+                all_reduce_small([total], self._cp.sibling("reduce"))
+                total /= 1 if self.per_token else self._cp.size
+            if self.per_token:
+                total /= (labels != IGNORED).sum().clamp(min=1)
+        broadcast(total, self._axis.sibling("pipeline"), src=self._last)
+        return total if self._drivers[0].dtype == torch.float64 else total.float()
+
+    def _release(self) -> None:
+        for stage in self.stages:
+            if isinstance(stage, OncePerStep):
+                stage.release_units()
+
+
+def _pieces(tensor: Tensor | None, number: int) -> Sequence[Tensor | None]:
+    return [None] * number if tensor is None else tensor.tensor_split(number)

@@ -1,0 +1,274 @@
+"""One stage as torch's schedules drive it.
+
+torch's own stages know data parallelism as torch's DDP or FSDP2 by type, learn shapes by running
+the first microbatch, keep a receive buffer per microbatch for good, and divide `.grad` themselves.
+This one answers the same calls. Shapes follow from the tokens of each microbatch, which need not be
+equal; gradients are accumulated by Lamina's wrappers and summed over ranks when the stage's last
+gradient is there; nothing is divided here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from typing import Any, Protocol, cast, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import P2POp, ProcessGroup
+from torch.distributed.pipelining.stage import _PipelineStageBase
+
+from lamina.collectives import receive_operation, send_operation
+from lamina.models.pipeline_module import GPTStage, Microbatch
+from lamina.models.pipeline_weights import Late, WeightGradientQueue, attach_queue, deliver
+
+
+@runtime_checkable
+class SumsGradients(Protocol):
+    """What a data-parallel wrapper offers to a stage."""
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Backwards inside are not the step's last."""
+
+    def late_gradients(self) -> AbstractContextManager[None]:
+        """Gradients that come inside belong to backwards that are over."""
+
+    def start_grad_sync(self) -> None:
+        """Begin to sum what was accumulated."""
+
+
+@runtime_checkable
+class OncePerStep(Protocol):
+    """What a wrapper that gathers weights offers to a schedule."""
+
+    def gather_once_per_step(self, once: bool = True) -> None:
+        """Units stay whole from their first use to the end of a step."""
+
+    def reduce_once_per_step(self, once: bool = True) -> None:
+        """Gradients are summed over ranks by final backwards only."""
+
+    def release_units(self) -> None:
+        """The step is over."""
+
+
+class LaminaStage(_PipelineStageBase):
+    """A :class:`GPTStage`, wrapped or not, for the schedules of ``torch.distributed.pipelining``.
+
+    Args:
+        module: the stage's module, or the wrapper around it.
+        stage: the stage's module.
+        index: which stage it is.
+        num_stages: of how many.
+        device: where it computes.
+        group: the pipeline ranks; None where there is one.
+        dtype: of activations and their gradients between stages.
+        splits_backward: whether the schedule asks for gradients of weights apart.
+
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        stage: GPTStage,
+        index: int,
+        num_stages: int,
+        device: torch.device,
+        group: ProcessGroup | None,
+        dtype: torch.dtype,
+        *,
+        splits_backward: bool = False,
+    ) -> None:
+        if group is not None:
+            super().__init__(module, index, num_stages, device, group)
+        self.submod, self.group = module, group
+        self.stage_index, self.num_stages, self.device = index, num_stages, device
+        self.has_backward = False
+        self.stage = stage
+        self.dtype = dtype
+        self.queue = WeightGradientQueue()
+        if splits_backward:
+            attach_queue(stage, self.queue)
+        # What torch's runtime looks at to find skip connections: there are none.
+        self.args_recv_info = {0: ()}
+        self.act_send_info = {}
+        self._batches: Sequence[Microbatch] = ()
+        self._clear()
+
+    def _clear(self) -> None:
+        self.output_chunks: list[Any] = []
+        self._inputs: dict[int, Tensor] = {}
+        self._outputs: dict[int, Tensor] = {}
+        self._output_grads: dict[int, Tensor] = {}
+        self._input_grads: dict[int, Tensor] = {}
+        self._late: dict[int, list[Late]] = {}
+
+    def begin(self, batches: Sequence[Microbatch]) -> None:
+        """Take the microbatches of the step that follows."""
+        self._batches = batches
+        self.chunks = len(batches)
+
+    # -- what schedules call once -------------------------------------------------------------
+
+    def _prepare_forward_infra(self, *_: Any, **__: Any) -> None:
+        return None
+
+    def _prepare_backward_infra(self, *_: Any, **__: Any) -> None:
+        return None
+
+    def _create_grad_recv_info(self, *_: Any, **__: Any) -> tuple[Any, ...]:
+        return ()
+
+    def _get_init_p2p_neighbors_ops(self) -> list[P2POp]:
+        return []  # `pipeline` has already made the ranks meet
+
+    def clear_runtime_states(self) -> None:
+        """Forget the step before."""
+        self._clear()
+
+    # -- compute ------------------------------------------------------------------------------
+
+    def forward_one_chunk(
+        self,
+        chunk: int,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+        save_forward_output: bool = True,
+    ) -> Tensor:
+        """Run the stage on a microbatch; the last stage returns the loss."""
+        x = None if self.is_first else self._inputs[chunk]
+        if x is not None and self.has_backward:
+            x.requires_grad_()
+        output: Tensor = self.submod(x, self._batches[chunk])
+        if not self.is_last:
+            output = self._checked(output, chunk)
+        if self.has_backward:
+            self._outputs[chunk] = output
+        else:
+            self._inputs.pop(chunk, None)
+            self._outputs[chunk] = output.detach()
+        return output
+
+    def _checked(self, output: Tensor, chunk: int) -> Tensor:
+        """The output as the next stage expects it."""
+        shape = self.stage.activation_shape(self._batches[chunk])
+        if tuple(output.shape) != shape:
+            raise ValueError(
+                f"stage {self.stage_index} returned {tuple(output.shape)} for microbatch {chunk}, "
+                f"and stage {self.stage_index + 1} waits for {shape}: blocks must keep the shape "
+                "of activations"
+            )
+        return output.to(self.dtype).contiguous()
+
+    def backward_one_chunk(
+        self,
+        chunk: int,
+        loss: Tensor | None = None,
+        full_backward: bool = True,
+        last_backward: bool = False,
+    ) -> None:
+        """Gradients of a microbatch: of the input alone, or of weights too.
+
+        With the stage's last gradients the wrapper's reductions start, in this backward.
+        """
+        if not self.has_backward:
+            return
+        output = self._outputs.pop(chunk)
+        x = self._inputs.pop(chunk, None)
+        received = None if self.is_last else self._output_grads.pop(chunk)
+        with ExitStack() as stack:
+            if not (full_backward and last_backward):
+                stack.enter_context(_no_sync(self.submod))
+            if not full_backward:
+                self._late[chunk] = stack.enter_context(self.queue.collecting())
+            torch.autograd.backward(output, received)
+        if x is not None:
+            if x.grad is None:  # every parameter before the output is unused: zeros go on
+                x.grad = torch.zeros_like(x)
+            self._input_grads[chunk] = x.grad
+            x.grad = None
+
+    def backward_weight_one_chunk(self, chunk: int, last_backward: bool = False) -> None:
+        """Gradients of weights that :meth:`backward_one_chunk` put off."""
+        if not self.has_backward:
+            return
+        with _late_gradients(self.submod):
+            deliver(self._late.pop(chunk))
+        if last_backward and isinstance(self.submod, SumsGradients):
+            self.submod.start_grad_sync()
+
+    def perform_reduce_grad(self, grad_scale_factor: int = 1) -> None:
+        """Nothing: reductions started with the last gradient; `finalize_grads` ends them."""
+
+    def scale_grads(self, grad_scale_factor: int = 1) -> None:
+        """Nothing: each microbatch's loss was weighted by its tokens."""
+
+    # -- messages -----------------------------------------------------------------------------
+
+    def get_fwd_recv_ops(self, chunk: int) -> list[P2POp]:
+        """Receive the activations of a microbatch."""
+        if self.is_first:
+            return []
+        self._inputs[chunk] = buffer = self._empty(chunk)
+        return self._receive(buffer, self.stage_index - 1, chunk, forward=True)
+
+    def get_fwd_send_ops(self, chunk: int) -> list[P2POp]:
+        """Send the activations of a microbatch."""
+        if self.is_last:
+            return []
+        output = self._outputs[chunk] if self.has_backward else self._outputs.pop(chunk)
+        return self._send(output.detach(), self.stage_index + 1, chunk, forward=True)
+
+    def get_bwd_recv_ops(self, chunk: int) -> list[P2POp]:
+        """Receive the gradient of a microbatch's output."""
+        if self.is_last or not self.has_backward:
+            return []
+        self._output_grads[chunk] = buffer = self._empty(chunk)
+        return self._receive(buffer, self.stage_index + 1, chunk, forward=False)
+
+    def get_bwd_send_ops(self, chunk: int) -> list[P2POp]:
+        """Send the gradient of a microbatch's input."""
+        if self.is_first or not self.has_backward:
+            return []
+        gradient = self._input_grads.pop(chunk).contiguous()
+        return self._send(gradient, self.stage_index - 1, chunk, forward=False)
+
+    def set_local_fwd_input(self, prev_stage_outputs: Any, chunk: int) -> None:
+        """Take the input from the stage before, where that is on this rank too."""
+        self._inputs[chunk] = prev_stage_outputs.detach()
+
+    def get_local_bwd_output(self, chunk: int) -> tuple[Tensor | None, ...]:
+        """The input's gradient, for a stage on this rank."""
+        return (self._input_grads.pop(chunk, None),)
+
+    def set_local_bwd_input(
+        self, next_stage_bwd_outputs: tuple[Tensor | None, ...], chunk: int
+    ) -> None:
+        """Take the output's gradient from the stage after, where that is on this rank too."""
+        if next_stage_bwd_outputs[0] is not None:
+            self._output_grads[chunk] = next_stage_bwd_outputs[0]
+
+    def _empty(self, chunk: int) -> Tensor:
+        shape = self.stage.activation_shape(self._batches[chunk])
+        return torch.empty(shape, dtype=self.dtype, device=self.device)
+
+    def _send(self, tensor: Tensor, to: int, chunk: int, *, forward: bool) -> list[P2POp]:
+        peer = self.stage_index_to_group_rank[to]
+        tag = self._tag(max(to, self.stage_index), chunk, forward)
+        return [send_operation(tensor, cast(ProcessGroup, self.group), peer, tag=tag)]
+
+    def _receive(self, tensor: Tensor, of: int, chunk: int, *, forward: bool) -> list[P2POp]:
+        peer = self.stage_index_to_group_rank[of]
+        tag = self._tag(max(of, self.stage_index), chunk, forward)
+        return [receive_operation(tensor, cast(ProcessGroup, self.group), peer, tag=tag)]
+
+    def _tag(self, boundary: int, chunk: int, forward: bool) -> int:
+        """One number per message of a step, so that gloo never confuses two."""
+        return (chunk * self.num_stages + boundary) * 2 + forward
+
+
+def _no_sync(module: nn.Module) -> AbstractContextManager[None]:
+    return module.no_sync() if isinstance(module, SumsGradients) else nullcontext()
+
+
+def _late_gradients(module: nn.Module) -> AbstractContextManager[None]:
+    return module.late_gradients() if isinstance(module, SumsGradients) else nullcontext()

@@ -16,7 +16,7 @@ from lamina.models.cutting import require_divisible
 from lamina.models.fp8_products import Float8Products
 from lamina.models.initialise import fill_normal
 from lamina.models.pipeline_weights import WeightGradientQueue
-from lamina.models.products import PLAIN, Products
+from lamina.models.products import PLAIN, Products, may_sink
 from lamina.models.tensor_parallel import ColumnLinear, RowLinear
 
 
@@ -60,7 +60,11 @@ class Linear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """``[..., in_features]`` to ``[..., out_features]``."""
-        return F.linear(x, self.weight, self.bias)
+        if not may_sink(self.weight):
+            return F.linear(x, self.weight, self.bias)
+        x, weight, bias = under_autocast(x, self.weight, self.bias)
+        y: Tensor = ColumnLinear.apply(x, weight, bias, None, False, PLAIN)  # type: ignore[no-untyped-call]
+        return y
 
     def extra_repr(self) -> str:
         """Sizes, for printing."""
@@ -143,7 +147,7 @@ class ColumnParallelLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """``[..., in_features]`` to ``[..., out_features / size]``, whole with gather_output."""
         products = _products(self.float8, self.weight_queue)
-        if self.axis is None and products is PLAIN:
+        if self.axis is None and products is PLAIN and not may_sink(self.weight):
             return F.linear(x, self.weight, self.bias)
         x, weight, bias = under_autocast(x, self.weight, self.bias)
         y: Tensor = ColumnLinear.apply(  # type: ignore[no-untyped-call]
@@ -212,7 +216,7 @@ class RowParallelLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """``[..., in_features / size]`` to ``[..., out_features]``."""
         products = _products(self.float8, self.weight_queue)
-        if self.axis is None and products is PLAIN:
+        if self.axis is None and products is PLAIN and not may_sink(self.weight):
             return F.linear(x, self.weight, self.bias)
         x, weight, bias = under_autocast(x, self.weight, self.bias)
         y: Tensor = RowLinear.apply(  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""Hugging Face's files: what transformers reads of ours, what we read of theirs, with what memory."""
+"""Hugging Face's files: what transformers reads of ours, what we read of theirs, what it takes."""
 
 from __future__ import annotations
 

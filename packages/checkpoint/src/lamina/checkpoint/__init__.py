@@ -1,5 +1,6 @@
 """Atomic, verified, reshardable distributed checkpoints for PyTorch."""
 
+from lamina.checkpoint.data_position import DataPosition, shuffled
 from lamina.checkpoint.errors import (
     CheckpointDamagedError,
     CheckpointError,
@@ -20,24 +21,31 @@ from lamina.checkpoint.inspection import (
 )
 from lamina.checkpoint.manager import CheckpointManager
 from lamina.checkpoint.per_rank import PerRank, RngState
+from lamina.checkpoint.plain_dcp import import_dcp
+from lamina.checkpoint.preemption import RESUME_EXIT_CODE, Preemption
 from lamina.checkpoint.progress import RestoreReport, SaveReport
 
 __all__ = [
+    "RESUME_EXIT_CODE",
     "CheckpointDamagedError",
     "CheckpointError",
     "CheckpointManager",
     "CheckpointMismatchError",
     "CheckpointNotFoundError",
     "CheckpointUnsafeError",
+    "DataPosition",
     "Difference",
     "HuggingFaceWeights",
     "PerRank",
+    "Preemption",
     "RestoreReport",
     "RngState",
     "SaveReport",
     "WeightLink",
     "compare_checkpoints",
     "export_huggingface",
+    "import_dcp",
     "import_huggingface",
+    "shuffled",
     "verify_checkpoint",
 ]

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import time
 import warnings
-from collections.abc import MutableMapping
+from collections.abc import Mapping, MutableMapping
+from dataclasses import dataclass
 from typing import Any
 
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
@@ -66,35 +67,58 @@ def load_step(
     progress: bool,
 ) -> RestoreReport:
     """Load one checkpoint into `state` (collective). Nothing changes if any rank can't."""
+    opened = ranks.together(lambda: Source(store.place(step), *open_step(store, step)))
+    return load(opened, state, selection, ranks, mesh, progress=progress)
+
+
+@dataclass(frozen=True)
+class Source:
+    """A checkpoint that is open: where it is, and what its small files say.
+
+    `manifest` is None for a checkpoint of plain DCP.
+    """
+
+    place: Place
+    manifest: Manifest | None
+    metadata: Metadata
+    trees: Mapping[str, Json]
+
+
+def load(
+    source: Source,
+    state: MutableMapping[str, Any],
+    selection: Selection,
+    ranks: Ranks,
+    mesh: Mesh,
+    *,
+    progress: bool,
+) -> RestoreReport:
+    """Load an open checkpoint into `state` (collective)."""
     started = time.perf_counter()
-    manifest, metadata, trees = ranks.together(lambda: open_step(store, step))
-    plan = ranks.together(lambda: Plan(state, trees, metadata, selection, mesh))
+    step = -1 if source.manifest is None else source.manifest.step
+    plan = ranks.together(lambda: Plan(state, source.trees, source.metadata, selection, mesh))
     # All ranks read the same names, in the same order: who has a place for which?
     anywhere = ranks.any(list(plan.claims.values()))
     claimed = dict(zip(plan.claims, anywhere, strict=True))
     ranks.together(lambda: plan.conclude(claimed))
-    place = store.place(step)
     read = 0
     if any(ranks.any([bool(plan.tensors)])):
-        shown = progress and ranks.is_first
-        bar = Progress(f"loading step {step}", manifest.bytes // ranks.size, shown)
-        reader = ranks.together(lambda: Reader(place, metadata, manifest, bar.advance))
+        total = 0 if source.manifest is None else source.manifest.bytes // ranks.size
+        bar = Progress(f"loading {source.place}", total, progress and ranks.is_first)
+        reader = ranks.together(
+            lambda: Reader(source.place, source.metadata, source.manifest, bar.advance)
+        )
         try:
             _dcp_load(plan.tensors, reader, ranks)
         except BaseException as error:
-            raise own_error(f"restoring step {step}", error) from error
+            raise own_error(f"restoring {source.place}", error) from error
         finally:
             bar.close()
         read = reader.bytes_read
     ranks.together(lambda: plan.apply(ranks.rank, ranks.size))
-    return RestoreReport(
-        step,
-        location(place),
-        read,
-        time.perf_counter() - started,
-        tuple(plan.missing),
-        tuple(plan.unexpected),
-    )
+    seconds = time.perf_counter() - started
+    missing, unexpected = tuple(plan.missing), tuple(plan.unexpected)
+    return RestoreReport(step, location(source.place), read, seconds, missing, unexpected)
 
 
 def _dcp_load(tensors: dict[str, Any], reader: Reader, ranks: Ranks) -> None:

@@ -55,10 +55,14 @@ _DTYPES = frozenset(
 )
 
 
+def _path_text(*parts: object) -> str:
+    return "/".join(map(str, parts))
+
+
 class _MetadataUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in _PATHS:
-            return str  # a path is only text here; it is not used
+            return _path_text  # of a checkpoint that plain DCP wrote: only text, and not used
         if (module, name) in _ALLOWED or (module == "torch" and name in _DTYPES):
             return super().find_class(module, name)
         raise CheckpointUnsafeError(

@@ -1,0 +1,90 @@
+"""Being told to leave: save, and exit so that the launcher starts the job again."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable, Sequence
+from types import FrameType, TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lamina.checkpoint.together import Ranks
+from lamina.collectives import all_reduce_small
+
+RESUME_EXIT_CODE = 75
+"""EX_TEMPFAIL of sysexits.h: "try again". Not 0, so torchrun restarts, and SLURM scripts can tell
+it from a crash."""
+
+
+class Preemption:
+    """Turns signals into a flag that all ranks see after the same step.
+
+        with Preemption() as preemption:
+            while step < last:
+                ...
+                if preemption.requested():
+                    manager.save(step, state)
+                    manager.close()
+                    raise SystemExit(preemption.exit_code)
+
+    A signal reaches ranks at different moments, or only one of them; a rank that left its loop
+    alone would leave the others waiting in a collective. So `requested` is collective: one small
+    message. Signal handlers only set a flag, for nothing else is safe in them.
+
+    Args:
+        signals: what to listen to. SIGTERM is what torchrun and clouds send, SIGUSR1 what
+            ``sbatch --signal=USR1@120`` sends two minutes before the end.
+        group: the ranks that must agree; None is all.
+
+    Attributes:
+        exit_code: `RESUME_EXIT_CODE`.
+
+    Raises:
+        ValueError: not in the main thread, where alone Python lets signals be handled.
+
+    """
+
+    exit_code = RESUME_EXIT_CODE
+
+    def __init__(
+        self,
+        signals: Sequence[signal.Signals] = (signal.SIGTERM, signal.SIGUSR1),
+        *,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            raise ValueError("Preemption must be made in the main thread: signals arrive there")
+        self._ranks = Ranks(group)
+        self.received: signal.Signals | None = None
+        self._before: dict[signal.Signals, Callable[..., Any] | int | None] = {
+            number: signal.signal(number, self._note) for number in signals
+        }
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.received = signal.Signals(number)
+
+    def requested(self) -> bool:
+        """Whether any rank has been told to leave (collective)."""
+        flag = torch.tensor([self.received is not None], dtype=torch.uint8)
+        all_reduce_small([flag], self._ranks.group, op="max")
+        return bool(flag)
+
+    def close(self) -> None:
+        """Give the signals back to whoever had them."""
+        for number, before in self._before.items():
+            signal.signal(number, signal.SIG_DFL if before is None else before)
+        self._before = {}
+
+    def __enter__(self) -> Preemption:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()

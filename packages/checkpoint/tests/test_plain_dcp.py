@@ -1,0 +1,129 @@
+"""torch's own checkpoints in, ours out, without and with Lamina."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+)
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
+
+from lamina.checkpoint import CheckpointManager, CheckpointMismatchError, import_dcp
+
+fsdp = pytest.importorskip("lamina.fsdp")
+ddp = pytest.importorskip("lamina.ddp")
+
+
+def build(seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(5, 12), nn.Tanh(), nn.Linear(12, 3))
+
+
+def adamw(model: nn.Module) -> torch.optim.AdamW:
+    return torch.optim.AdamW(model.parameters(), lr=0.02)
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, seeds: range) -> None:
+    for seed in seeds:
+        generator = torch.Generator().manual_seed(100 * seed + dist.get_rank())
+        x = torch.randn(4, 5, generator=generator)
+        (model(x) - x[:, :3]).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.ranks(2)
+def test_a_checkpoint_of_torchs_fsdp2_loads_into_lamina(tmp_path):
+    theirs = torch_fully_shard(build(0))
+    optimizer = adamw(theirs)
+    train(theirs, optimizer, range(3))
+    saved = {
+        "model": get_model_state_dict(theirs),
+        "optimizer": get_optimizer_state_dict(theirs, optimizer),
+    }
+    dcp.save(saved, checkpoint_id=tmp_path)
+    train(theirs, optimizer, range(3, 6))
+
+    model = build(9)
+    model, fresh = fsdp.fully_shard(model, adamw(model))
+    import_dcp({"model": model, "optimizer": fresh}, tmp_path)
+    train(model, fresh, range(3, 6))
+    expected = {n: p.full_tensor() for n, p in theirs.named_parameters()}
+    for name, tensor in ddp.full_parameters(model).items():
+        torch.testing.assert_close(tensor, expected[name], rtol=1e-6, atol=1e-7)
+    with pytest.raises(CheckpointMismatchError, match="has shape"):
+        import_dcp({"model": nn.Sequential(nn.Linear(5, 13))}, tmp_path, strict=False)
+
+
+@pytest.mark.ranks(2)
+def test_a_checkpoint_of_lamina_loads_into_torchs_fsdp2(tmp_path):
+    model = build(0)
+    model, optimizer = fsdp.fully_shard(model, adamw(model))
+    train(model, optimizer, range(3))
+    CheckpointManager(tmp_path).save(3, {"model": model, "optimizer": optimizer})
+    train(model, optimizer, range(3, 6))
+
+    theirs = torch_fully_shard(build(9))
+    fresh = adamw(theirs)
+    train(theirs, fresh, range(1))  # dcp loads into state that is there
+    wanted = {
+        "model": get_model_state_dict(theirs),
+        "optimizer": {"state": get_optimizer_state_dict(theirs, fresh)["state"]},
+    }
+    dcp.load(wanted, checkpoint_id=tmp_path / "step-00000003")
+    for state in fresh.state.values():  # a step count's tensor is replaced, not filled, by dcp
+        state["step"].fill_(3)
+    train(theirs, fresh, range(3, 6))
+    expected = ddp.full_parameters(model)
+    for name, parameter in theirs.named_parameters():
+        got = parameter.full_tensor()
+        torch.testing.assert_close(got, expected[name], rtol=1e-6, atol=1e-7)
+
+
+def test_without_lamina_plain_dcp_reads_it(tmp_path):
+    model = build(0)
+    optimizer = adamw(model)
+    model(torch.ones(5)).sum().backward()
+    optimizer.step()
+    CheckpointManager(tmp_path / "run").save(1, {"model": model, "optimizer": optimizer})
+    torch.save(model.state_dict(), tmp_path / "expected.pt")
+    program = f"""
+        import sys
+        class Refuse:
+            def find_spec(self, name, path=None, target=None):
+                if name.split(".")[0] == "lamina":
+                    raise ImportError("there is no lamina here")
+        sys.meta_path.insert(0, Refuse())
+        import warnings; warnings.simplefilter("ignore")
+        import torch, torch.distributed.checkpoint as dcp
+        from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+        path = {str(tmp_path / "run" / "step-00000001")!r}
+        expected = torch.load({str(tmp_path / "expected.pt")!r})
+        got = {{name: torch.zeros_like(tensor) for name, tensor in expected.items()}}
+        dcp.load({{"model": got}}, checkpoint_id=path, no_dist=True)
+        dcp_to_torch_save(path, {str(tmp_path / "plain.pt")!r})
+        plain = torch.load({str(tmp_path / "plain.pt")!r}, weights_only=True)
+        for name, tensor in expected.items():
+            assert torch.equal(got[name], tensor)
+            assert torch.equal(plain["model"][name], tensor)
+            assert plain["optimizer"]["state"][name]["exp_avg"].shape == tensor.shape
+        assert "lamina" not in sys.modules
+        print("read")
+    """
+    run = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert run.stdout.strip() == "read", run.stderr

@@ -1,0 +1,147 @@
+"""Signals, restarts, and the place in the data."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lamina.checkpoint import RESUME_EXIT_CODE, CheckpointManager, DataPosition, Preemption
+
+
+@given(
+    size=st.integers(1, 50),
+    seed=st.none() | st.integers(0, 5),
+    runs=st.lists(st.tuples(st.integers(1, 9), st.integers(1, 5), st.integers(1, 4)), max_size=5),
+)
+def test_no_sample_is_repeated_or_skipped_when_ranks_and_batches_change(size, seed, runs):
+    reference = DataPosition(size, seed)
+    state, taken = reference.state_dict(), []
+    for batch_size, ranks, steps in runs:
+        positions = [DataPosition(size, seed) for _ in range(ranks)]
+        for position in positions:
+            position.load_state_dict(json.loads(json.dumps(state)))
+        iterators = [p.batches(batch_size, r, ranks) for r, p in enumerate(positions)]
+        for _ in range(steps):
+            taken += itertools.chain.from_iterable(next(i) for i in iterators)
+        state = positions[-1].state_dict()
+    assert taken == reference.indices(len(taken))
+    for epoch in range(len(taken) // size):
+        assert sorted(taken[epoch * size : (epoch + 1) * size]) == list(range(size))
+
+
+def test_a_position_in_other_data_is_refused():
+    with pytest.raises(ValueError, match="size 7, here it is 8"):
+        DataPosition(8).load_state_dict(DataPosition(7).state_dict())
+    with pytest.raises(ValueError, match="seed 1, here it is None"):
+        DataPosition(7).load_state_dict(DataPosition(7, seed=1).state_dict())
+
+
+@pytest.mark.ranks(2)
+def test_a_signal_to_one_rank_stops_all_after_the_same_step(tmp_path):
+    before = signal.getsignal(signal.SIGUSR1)
+    manager = CheckpointManager(tmp_path)
+    with Preemption() as preemption:
+        for step in range(100):
+            if dist.get_rank() == 1 and step == 3:
+                os.kill(os.getpid(), signal.SIGUSR1)
+            if preemption.requested():
+                manager.save(step, {"step": step})
+                break
+        assert preemption.received is (signal.SIGUSR1 if dist.get_rank() else None)
+    assert manager.latest() == 3
+    assert preemption.exit_code == RESUME_EXIT_CODE != 0
+    assert signal.getsignal(signal.SIGUSR1) == before
+
+
+def test_signals_are_for_the_main_thread():
+    caught: list[BaseException] = []
+
+    def make() -> None:
+        try:
+            Preemption()
+        except ValueError as error:
+            caught.append(error)
+
+    thread = threading.Thread(target=make)
+    thread.start()
+    thread.join()
+    assert "main thread" in str(caught[0])
+
+
+PROGRAM = """
+    import os, signal, sys
+    import torch
+    from lamina.checkpoint import CheckpointManager, DataPosition, PerRank, Preemption, RngState
+    from lamina.mesh import init_distributed
+
+    with init_distributed() as runtime, Preemption() as preemption:
+        position = DataPosition(size=20, seed=3)
+        torch.manual_seed(runtime.rank)
+        total = torch.zeros(())
+        state = {"total": total, "data": position, "rng": PerRank(RngState())}
+        with CheckpointManager(sys.argv[1], async_save=True) as manager:
+            done = manager.restore(state, default=0)
+            total = state["total"]
+            for indices in position.batches(4, runtime.rank, runtime.world_size):
+                seen = torch.zeros(20)
+                seen[indices] = 1 + torch.rand(())
+                torch.distributed.all_reduce(seen)
+                total += seen.sum()
+                done += 1
+                if done in (2, 5) and runtime.rank == done % 2 and not os.path.exists(
+                    mark := f"{sys.argv[1]}.{done}"
+                ) and sys.argv[2] == "preempted":
+                    open(mark, "w").close()
+                    os.kill(os.getpid(), signal.SIGTERM if done == 2 else signal.SIGUSR1)
+                if preemption.requested():
+                    manager.save(done, state)
+                    manager.close()
+                    raise SystemExit(preemption.exit_code)
+                if done == 8:
+                    break
+            if runtime.is_main:
+                print("total", repr(float(total)), position.samples, flush=True)
+"""
+
+
+@pytest.mark.slow
+def test_torchrun_resumes_a_preempted_run_without_a_hand(tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text(textwrap.dedent(PROGRAM))
+    outputs = {}
+    for kind in ("whole", "preempted"):
+        run = subprocess.run(
+            [
+                *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
+                *("--nproc_per_node=2", "--max-restarts=3", str(program)),
+                *(str(tmp_path / kind), kind),
+            ],
+            capture_output=True,
+            text=True,
+            timeout=170,
+            check=False,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+        assert run.returncode == 0, run.stderr
+        outputs[kind] = [line for line in run.stdout.splitlines() if line.startswith("total")]
+    assert (tmp_path / "preempted.2").exists()
+    assert (tmp_path / "preempted.5").exists()
+    assert outputs["preempted"] == outputs["whole"] != []
+
+
+def test_the_order_of_samples_is_the_examples_own():
+    assert sorted(DataPosition(10, seed=1).indices(10)) == list(range(10))
+    assert DataPosition(10, seed=1).indices(10) != DataPosition(10, seed=2).indices(10)
+    assert torch.tensor(DataPosition(3).indices(7)).tolist() == [0, 1, 2, 0, 1, 2, 0]

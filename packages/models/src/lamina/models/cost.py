@@ -6,9 +6,19 @@ from lamina.models.config import TransformerConfig
 
 
 def matrix_parameters(config: TransformerConfig) -> int:
-    """Count the weights that every token is multiplied with: projections and the head."""
+    """Count the weights that a token is multiplied with: projections and the head.
+
+    Of experts, those that it goes to.
+    """
     attention, products = _attention_parameters(config), 3 if config.activation == "swiglu" else 2
     mlp = products * config.hidden_size * config.ffn_width
+    instead = 0
+    if config.moe is not None:
+        moe = config.moe
+        inner = moe.top_k * (moe.ffn_size or config.ffn_width) + (moe.shared_ffn_size or 0)
+        layers = sum(map(config.has_experts, range(config.num_layers)))
+        each = config.hidden_size * (products * inner + moe.num_experts)
+        instead = layers * (each - mlp)
     mamba = 0
     if config.mamba is not None:
         heads = config.mamba.heads(config.hidden_size)
@@ -17,7 +27,7 @@ def matrix_parameters(config: TransformerConfig) -> int:
         mamba = config.hidden_size * (3 * inner + 2 * shared + heads)
         mamba += config.mamba.conv_kernel * (inner + 2 * shared)
     per_letter = {"T": attention + mlp, "*": attention, "-": mlp, "M": mamba}
-    blocks = sum(per_letter[letter] for letter in config.pattern)
+    blocks = sum(per_letter[letter] for letter in config.pattern) + instead
     return blocks + config.padded_vocab_size * config.hidden_size
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -16,16 +16,24 @@ from lamina.models.axes import MeshLike
 from lamina.models.cutting import cut_weight, join_weight
 from lamina.models.gpt import GPTModel
 from lamina.models.huggingface_config import config_from_huggingface
+from lamina.models.moe_axes import ExpertAxes
 from lamina.models.weight_maps import weight_map
 
 
-def to_huggingface(model: GPTModel, state: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
+def to_huggingface(
+    model: GPTModel,
+    state: Mapping[str, Tensor] | None = None,
+    *,
+    names: Literal["files", "memory"] = "files",
+) -> dict[str, Tensor]:
     """Name and shape a model's weights as Hugging Face does.
 
     Args:
-        model: where it is cut over tensor-parallel ranks, every rank must call this: the pieces are
-            gathered, one parameter at a time.
-        state: this rank's parameters by name, in place of the model's own.
+        model: where it is cut over tensor- or expert-parallel ranks, every rank must call this: the
+            pieces are gathered, one parameter at a time.
+        state: this rank's parameters by name, in place of the model's own. Buffers may be missing.
+        names: as in Hugging Face's ``files``, or as in a ``transformers`` model (from version 5) in
+            ``memory``, for its ``load_state_dict``. They differ for experts only.
 
     Returns:
         Tensors by Hugging Face's names, on the model's device; a tied head is left out. Beside
@@ -35,21 +43,32 @@ def to_huggingface(model: GPTModel, state: Mapping[str, Tensor] | None = None) -
         ValueError: if no architecture known here has the config's features.
 
     """
-    parameters = dict(model.named_parameters())
-    state = parameters if state is None else state
+    held, buffers = dict(model.named_parameters()), dict(model.named_buffers())
+    state = {**held, **buffers} if state is None else state
     exported: dict[str, Tensor] = {}
     for link in weight_map(model.config):
-        whole = _whole(state[link.ours].detach(), parameters[link.ours], model.axis)
-        exported.update(zip(link.theirs, link.to_theirs(whole), strict=True))
+        if link.ours in buffers and link.ours not in state:
+            continue
+        tensor, like = state[link.ours].detach(), held.get(link.ours)
+        whole = tensor if like is None else _whole(tensor, like, model.axis, model.expert_axes)
+        if names == "memory" and link.in_memory is not None:
+            exported[link.in_memory] = whole
+        else:
+            exported.update(zip(link.theirs, link.to_theirs(whole), strict=True))
     return exported
 
 
-def _whole(tensor: Tensor, parameter: nn.Parameter, axis: MeshAxis | None) -> Tensor:
+def _whole(
+    tensor: Tensor, parameter: nn.Parameter, axis: MeshAxis | None, experts: ExpertAxes
+) -> Tensor:
     role = role_of(parameter)
-    if axis is None or role.tp_shard_dim is None:
-        return tensor
-    stacked = start_all_gather(tensor.unsqueeze(0), axis.group, async_op=False).wait()
-    return join_weight(stacked.unbind(0), role.tp_shard_dim, role.tp_blocks)
+    axis = experts.expert_tp if role.expert else axis
+    if axis is not None and role.tp_shard_dim is not None:
+        stacked = start_all_gather(tensor.unsqueeze(0), axis.group, async_op=False).wait()
+        tensor = join_weight(stacked.unbind(0), role.tp_shard_dim, role.tp_blocks)
+    if role.expert and experts.ep is not None:
+        tensor = start_all_gather(tensor, experts.ep.group, async_op=False).wait()
+    return tensor
 
 
 def from_huggingface(
@@ -84,17 +103,20 @@ def from_huggingface(
         model = GPTModel(config, mesh, seed=0)
     links = weight_map(config)
     model.to_empty(device=device).to(dtype=dtype or read(links[0].theirs[0]).dtype)
-    parameters = dict(model.named_parameters())
+    held = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     with torch.no_grad():
         for link in links:
-            whole = link.to_ours([read(name) for name in link.theirs])
-            parameter = parameters[link.ours]
-            parameter.copy_(_piece(whole, parameter, model.axis))
+            tensor = held[link.ours]
+            tensor.copy_(_piece(link.read(read), tensor, model.axis, model.expert_axes))
     return model
 
 
-def _piece(whole: Tensor, parameter: nn.Parameter, axis: MeshAxis | None) -> Tensor:
+def _piece(whole: Tensor, parameter: Tensor, axis: MeshAxis | None, experts: ExpertAxes) -> Tensor:
     role = role_of(parameter)
+    if role.expert:
+        axis = experts.expert_tp
+        if experts.ep is not None:
+            whole = whole.chunk(experts.ep.size)[experts.ep.rank]
     if axis is None or role.tp_shard_dim is None:
         return whole
     return cut_weight(whole, role.tp_shard_dim, axis.rank, axis.size, role.tp_blocks)

@@ -8,6 +8,7 @@ from typing import Any
 
 from lamina.models.config import Activation, LatentAttention, RopeScaling, TransformerConfig
 from lamina.models.mamba_huggingface import read_mamba2, write_mamba2
+from lamina.models.moe_weights import read_moe, written_moe
 from lamina.models.weight_maps import model_type
 
 _ARCHITECTURES = {
@@ -16,6 +17,8 @@ _ARCHITECTURES = {
     "mistral": "MistralForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
+    "mixtral": "MixtralForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
     "deepseek_v3": "DeepseekV3ForCausalLM",
     "mamba2": "Mamba2ForCausalLM",
 }
@@ -75,12 +78,14 @@ def _written_llama(kind: str, config: TransformerConfig) -> dict[str, Any]:
     if config.sliding_window is not None:
         window = {"use_sliding_window": True, "max_window_layers": 0}
         written |= {"sliding_window": config.sliding_window} | (
-            window if kind in ("qwen2", "qwen3") else {}
+            window if kind in ("qwen2", "qwen3", "qwen3_moe") else {}
         )
     elif kind == "mistral":
         written["sliding_window"] = None
     if config.mla is not None:
         written |= _written_mla(config, config.mla)
+    if config.moe is not None:
+        written |= written_moe(config, config.moe, kind)
     return written
 
 
@@ -176,13 +181,13 @@ def _read_llama_like(kind: str, source: Mapping[str, Any]) -> TransformerConfig:
     if source.get("hidden_act", "silu") != "silu":
         raise ValueError(f"hidden_act is {source['hidden_act']!r}: only silu is known")
     window = source.get("sliding_window")
-    if kind in ("qwen2", "qwen3"):
+    if kind in ("qwen2", "qwen3", "qwen3_moe"):
         layers = set(source.get("layer_types") or ())
         if len(layers) > 1:
             raise ValueError(f"layers of kinds {sorted(layers)}: TransformerConfig has one kind")
         if not source.get("use_sliding_window") or layers == {"full_attention"}:
             window = None
-    elif kind != "mistral":
+    elif kind not in ("mistral", "mixtral"):
         window = None
     bias = kind == "qwen2" or bool(source.get("attention_bias", False))
     rope = _rope_of(source)
@@ -201,8 +206,9 @@ def _read_llama_like(kind: str, source: Mapping[str, Any]) -> TransformerConfig:
         rope_theta=rope.get("rope_theta", 10_000.0),
         rope_scaling=_read_scaling(rope),
         mla=mla,
+        moe=read_moe(kind, source),
         attention_scale=_read_scale(rope, mla),
-        qk_norm=kind == "qwen3",
+        qk_norm=kind in ("qwen3", "qwen3_moe"),
         attention_bias=bias,
         attention_output_bias=False if kind == "qwen2" else None,
         mlp_bias=bool(source.get("mlp_bias", False)),
@@ -260,12 +266,6 @@ def _read_scale(rope: Mapping[str, Any], mla: LatentAttention | None) -> float |
 
 
 def _read_mla(source: Mapping[str, Any]) -> LatentAttention:
-    dense = source.get("first_k_dense_replace") or 0
-    if dense < source["num_hidden_layers"]:
-        raise ValueError(
-            f"first_k_dense_replace is {dense} of {source['num_hidden_layers']} layers: the others "
-            "have experts, which TransformerConfig cannot express"
-        )
     if not source.get("rope_interleave", True):
         raise ValueError("rope_interleave is False: only DeepSeek's own order is known")
     return LatentAttention(

@@ -45,12 +45,14 @@ class CutOverRanks(ParallelStyle):
         config = module.config
         if self.sequence_parallel is not None:
             config = replace(config, sequence_parallel=self.sequence_parallel)
-        wholes = dict(module.named_parameters())
+        wholes, buffers = dict(module.named_parameters()), dict(module.named_buffers())
         training = module.training
         with torch.device("meta"):
             module.build(config, axis if axis.size > 1 else None)
         for name, parameter in list(module.named_parameters()):
             _put(module, name, _piece(wholes[name], parameter, axis))
+        for name, _ in list(module.named_buffers()):
+            _put(module, name, buffers[name])
         module.tie_weights()
         return module.train(training)
 
@@ -67,9 +69,9 @@ def _piece(whole: nn.Parameter, place: nn.Parameter, axis: MeshAxis) -> nn.Param
     return piece
 
 
-def _put(model: nn.Module, name: str, parameter: nn.Parameter) -> None:
+def _put(model: nn.Module, name: str, tensor: torch.Tensor) -> None:
     owner, _, leaf = name.rpartition(".")
-    setattr(model.get_submodule(owner), leaf, parameter)
+    setattr(model.get_submodule(owner), leaf, tensor)
 
 
 def tensor_parallel_plan(

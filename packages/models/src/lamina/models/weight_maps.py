@@ -2,57 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-
-import torch
-from torch import Tensor
+from collections.abc import Iterator
 
 from lamina.models.config import TransformerConfig
+from lamina.models.moe_weights import moe_links, moe_model_type
+from lamina.models.weight_link import WeightLink
 
-
-@dataclass(frozen=True)
-class WeightLink:
-    """One of our parameters and the tensors that it is in a Hugging Face checkpoint.
-
-    Attributes:
-        ours: name of the parameter.
-        theirs: names of the tensors that are its rows, in order.
-        rows: how many rows each of them has; None where there is one.
-        transposed: theirs is ``[in, out]`` (GPT-2's Conv1D).
-        order: which of their rows each of ours is; None keeps the order.
-        rows_added: rows of ours, at the end, that theirs does not have (vocabulary padding).
-
-    """
-
-    ours: str
-    theirs: tuple[str, ...]
-    rows: tuple[int, ...] | None = None
-    transposed: bool = False
-    order: tuple[int, ...] | None = None
-    rows_added: int = 0
-
-    def to_theirs(self, tensor: Tensor) -> tuple[Tensor, ...]:
-        """Make their tensors from our whole one."""
-        if self.rows_added:
-            tensor = tensor[: -self.rows_added]
-        if self.order is not None:
-            inverse = torch.empty(len(self.order), dtype=torch.int64)
-            inverse[list(self.order)] = torch.arange(len(self.order))
-            tensor = tensor[inverse.to(tensor.device)]
-        parts = (tensor,) if self.rows is None else torch.split(tensor, list(self.rows))
-        return tuple((part.t() if self.transposed else part).contiguous() for part in parts)
-
-    def to_ours(self, tensors: Sequence[Tensor]) -> Tensor:
-        """Make our whole tensor from theirs."""
-        parts = [tensor.t() if self.transposed else tensor for tensor in tensors]
-        whole = parts[0] if len(parts) == 1 else torch.cat(parts)
-        if self.order is not None:
-            whole = whole[torch.tensor(self.order, device=whole.device)]
-        if self.rows_added:
-            padding = whole.new_zeros(self.rows_added, *whole.shape[1:])
-            whole = torch.cat((whole, padding))
-        return whole
+__all__ = ["WeightLink", "model_type", "weight_map"]
 
 
 def model_type(config: TransformerConfig) -> str:
@@ -81,6 +37,14 @@ def model_type(config: TransformerConfig) -> str:
         and not config.post_norm
         and config.sliding_window is None
     )
+    if config.moe is not None:
+        kind = moe_model_type(config, config.moe) if modern and output_like_qkv else None
+        if kind is None:
+            raise ValueError(
+                "no Hugging Face architecture known here has these experts and features together; "
+                f"known are mixtral, qwen3_moe and deepseek_v3: {config.moe}"
+            )
+        return kind
     if gpt2:
         return "gpt2"
     if modern and config.mla is not None and not config.mlp_bias and output_like_qkv:
@@ -158,6 +122,10 @@ def _llama_like(config: TransformerConfig) -> Iterator[WeightLink]:
         yield WeightLink(f"{ours}.mlp_norm.weight", (f"{theirs}.post_attention_layernorm.weight",))
         attention = _attention if config.mla is None else _latent_attention
         yield from attention(config, f"{ours}.attention", f"{theirs}.self_attn")
+        if config.moe is not None and config.has_experts(i):
+            kind = model_type(config)
+            yield from moe_links(config, config.moe, kind, f"{ours}.mlp", theirs)
+            continue
         for kind in ("weight", "bias") if config.mlp_bias else ("weight",):
             yield WeightLink(
                 f"{ours}.mlp.up.{kind}",

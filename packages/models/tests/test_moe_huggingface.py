@@ -1,0 +1,145 @@
+"""Models with experts compute what transformers' do with the same weights, both ways."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+
+from lamina.models import (
+    GPTModel,
+    LatentAttention,
+    MoEConfig,
+    config_from_huggingface,
+    from_huggingface,
+    huggingface_config,
+    preset,
+    to_huggingface,
+)
+
+transformers = pytest.importorskip("transformers")
+
+TINY = {"vocab_size": 61, "hidden_size": 32, "num_layers": 2, "num_heads": 4, "ffn_size": 40,
+        "max_sequence_length": 64}  # fmt: skip
+DEEPSEEK = preset("deepseek-v3").moe
+CONFIGS = {
+    "mixtral": preset("mixtral-8x7b", **TINY | {"ffn_size": 24}, num_kv_heads=2,
+                      moe=MoEConfig(num_experts=4, top_k=2, ffn_size=24)),
+    "qwen3_moe": preset("qwen3-30b-a3b", **TINY | {"num_layers": 3}, num_kv_heads=2, head_dim=12,
+                        moe=MoEConfig(num_experts=6, top_k=3, ffn_size=12, first_dense=1)),
+    "deepseek_v3": preset(
+        "deepseek-v3", **TINY | {"num_layers": 3}, attention_scale=None, rope_scaling=None,
+        mla=LatentAttention(kv_lora_rank=16, q_lora_rank=24, qk_nope_head_dim=8,
+                            qk_rope_head_dim=6, v_head_dim=10),
+        moe=replace(DEEPSEEK, num_experts=8, top_k=3, ffn_size=12, shared_ffn_size=24,
+                    num_groups=4, groups_kept=2, first_dense=1, bias_rate=0.0,
+                    sequence_loss=0.0)),
+}  # fmt: skip
+
+
+def theirs_of(config, weights=None):
+    written = huggingface_config(config)
+    their_config = transformers.AutoConfig.for_model(written.pop("model_type"), **written)
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(their_config)
+    if weights is not None:
+        missing, unexpected = model.load_state_dict(weights, strict=False)
+        assert not missing
+        assert not unexpected
+    return model.eval()
+
+
+def perturbed(config):
+    """A model none of whose tensors is all zeros or ones."""
+    model = GPTModel(config, seed=1).eval()
+    generator = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for tensor in (*model.parameters(), *model.buffers()):
+            tensor.add_(torch.randn(tensor.shape, generator=generator), alpha=0.1)
+    return model
+
+
+def tokens_of(length=20):
+    return torch.randint(0, 61, (2, length), generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize("name", list(CONFIGS))
+def test_forward_and_gradients_equal_transformers_with_our_weights(name):
+    model = perturbed(CONFIGS[name])
+    theirs = theirs_of(CONFIGS[name], to_huggingface(model, names="memory"))
+    tokens = tokens_of()
+    found = model(tokens[:, :-1])
+    logits = theirs(tokens[:, :-1]).logits
+    torch.testing.assert_close(found, logits, rtol=1e-5, atol=1e-5)
+    torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).backward()
+    model(tokens[:, :-1], tokens[:, 1:]).backward()
+    expected = dict(theirs.named_parameters())
+    gradients = {name: p.grad for name, p in model.named_parameters()}
+    for theirs_name, gradient in to_huggingface(model, gradients, names="memory").items():
+        torch.testing.assert_close(
+            gradient, expected[theirs_name].grad, rtol=1e-4, atol=1e-5,
+            msg=lambda m, n=theirs_name: f"{n}: {m}",
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("name", list(CONFIGS))
+def test_files_and_models_in_memory_are_read(name, tmp_path):
+    theirs = theirs_of(CONFIGS[name])
+    theirs.save_pretrained(tmp_path)
+    model = from_huggingface(tmp_path).eval()
+    expected = from_huggingface(theirs)
+    for (key, value), other in zip(
+        model.state_dict().items(), expected.state_dict().values(), strict=True
+    ):
+        assert torch.equal(value, other), key
+    with torch.no_grad():
+        found, logits = model(tokens_of()), theirs(tokens_of()).logits
+    torch.testing.assert_close(found, logits, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", list(CONFIGS))
+def test_what_we_write_transformers_reads(name, tmp_path):
+    save_file = pytest.importorskip("safetensors.torch").save_file
+    model = perturbed(CONFIGS[name])
+    save_file(to_huggingface(model), tmp_path / "model.safetensors", metadata={"format": "pt"})
+    (tmp_path / "config.json").write_text(json.dumps(huggingface_config(CONFIGS[name])))
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    with torch.no_grad():
+        found, logits = model(tokens_of()), theirs(tokens_of()).logits
+    torch.testing.assert_close(found, logits, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", list(CONFIGS))
+def test_configs_survive_the_round_trip(name):
+    config = CONFIGS[name]
+    back = config_from_huggingface(json.loads(json.dumps(huggingface_config(config))))
+    again = config_from_huggingface(theirs_of(config).config.to_dict())
+    for field in ("mla", "qk_norm", "sliding_window", "ffn_width", "kv_heads", "num_layers"):
+        assert getattr(back, field) == getattr(config, field) == getattr(again, field), field
+    expected = replace(config.moe, global_loss=0.0)
+    assert back.moe == expected
+    assert again.moe == expected
+
+
+def test_a_balanced_switch_loss_is_transformers_over_top_k():
+    from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+
+    from lamina.models import TopKRouter, routing_statistics
+
+    router = TopKRouter(16, MoEConfig(num_experts=4, top_k=2, switch_loss=1.0), init_std=0.5)
+    x = torch.randn(30, 16, generator=torch.Generator().manual_seed(3))
+    router(x)
+    expected = load_balancing_loss_func((x @ router.weight.t(),), 4, 2) / 2
+    found = routing_statistics(torch.nn.ModuleDict({"router": router}))["router"]
+    assert found.losses["switch"] == pytest.approx(expected.item(), rel=1e-6)
+
+
+def test_what_has_no_counterpart_is_refused():
+    config = CONFIGS["mixtral"]
+    with pytest.raises(ValueError, match="no Hugging Face architecture known here has these exp"):
+        huggingface_config(replace(config, moe=replace(config.moe, scores="sigmoid")))
+    written = huggingface_config(CONFIGS["qwen3_moe"]) | {"mlp_only_layers": [2]}
+    with pytest.raises(ValueError, match=r"mlp_only_layers is \[2\]"):
+        config_from_huggingface(written)

@@ -7,15 +7,17 @@ from dataclasses import replace
 import pytest
 import torch
 
+from lamina.collectives import Ledger
 from lamina.ddp import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
     ShardedOptimizer,
     full_gradients,
+    memory_plan,
 )
 from lamina.fsdp import fully_shard, fully_shard_optimizer
 from lamina.mesh import ParallelLayout
-from lamina.models import GPTModel, TransformerConfig, pipeline
+from lamina.models import GPTModel, TransformerConfig, apply_recompute, pipeline
 
 CONFIG = TransformerConfig(
     vocab_size=40,
@@ -119,3 +121,153 @@ def test_every_schedule_trains_bare_stages_like_one_process(schedule, ranks):
     mesh = ParallelLayout(pp=2).build("cpu")
     runner = pipeline(build(config, mesh), mesh, schedule, SCHEDULES[schedule])
     check_training(runner, mesh, config, None)
+
+
+WRAPPED = {
+    # schedule, wrapper, its settings, axes, tied
+    "1f1b, strategy 3": ("1f1b", 3, {}, {"pp": 2, "dp_shard": 2}, True),
+    "1f1b, strategy 2, every microbatch": (
+        "1f1b",
+        2,
+        {"each": True},
+        {"pp": 2, "dp_shard": 2},
+        False,
+    ),
+    "zero bubble, strategy 3": ("interleaved_zero_bubble", 3, {}, {"pp": 2, "dp_shard": 2}, True),
+    "V, strategy 3, every microbatch": (
+        "zbv_zero_bubble",
+        3,
+        {"each": True},
+        {"pp": 2, "dp_shard": 2},
+        True,
+    ),
+    "V, DDP": ("dualpipev", "ddp", {}, {"pp": 2, "dp_shard": 2}, True),
+    "zero bubble, ZeRO-1": (
+        "interleaved_zero_bubble",
+        "ddp",
+        {"use_distributed_optimizer": True},
+        {"pp": 2, "dp_shard": 2},
+        False,
+    ),
+    "interleaved, strategy 1": ("interleaved_1f1b", 1, {}, {"pp": 2, "dp_shard": 2}, True),
+    "per token": ("gpipe", 0, {"calculate_per_token_loss": True}, {"pp": 2, "dp_shard": 2}, False),
+    "per token, V, cp": (
+        "zbv_zero_bubble",
+        3,
+        {"calculate_per_token_loss": True},
+        {"pp": 2, "cp": 2},
+        True,
+    ),
+}
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("case", list(WRAPPED))
+def test_wrapped_stages_train_like_one_process(case, ranks):
+    schedule, kind, settings, axes, tied = WRAPPED[case]
+    settings = dict(settings)
+    each = settings.pop("each", False)
+    config = replace(CONFIG, tie_embeddings=tied)
+    mesh = ParallelLayout(**axes).build("cpu")
+    runner = pipeline(
+        build(config, mesh),
+        mesh,
+        schedule,
+        SCHEDULES[schedule],
+        wrap=wrapper(kind, mesh, **settings),
+        each_microbatch=each,
+    )
+    per_token = "calculate_per_token_loss" in settings
+    check_training(runner, mesh, config, kind, steps=2, per_token=per_token)
+
+
+@pytest.mark.ranks(4)
+def test_units_are_gathered_and_gradients_summed_once_per_step(ranks):
+    mesh = ParallelLayout(pp=2, dp_shard=2).build("cpu")
+    counts = {}
+    for each in (False, True):
+        runner = pipeline(
+            build(CONFIG, mesh), mesh, "1f1b", 4, wrap=wrapper(3, mesh), each_microbatch=each
+        )
+        with Ledger() as ledger:
+            runner.step(*batch(0))
+        counts[each] = [
+            sum((r.op, r.communicator) == (op, f"dp_shard:{purpose}") for r in ledger.records)
+            for op, purpose in (("all_gather_into", "gather"), ("reduce_scatter_fp32", "reduce"))
+        ]
+        groups = list(runner.parameter_groups())
+        plan = memory_plan(runner)
+        whole = sum(8 * group.layout.size for group in groups)
+        assert (plan.gathered == whole) is not each
+        assert plan.local_grads == (0 if each else whole)
+        # Activations of 6 sequences of 8 tokens cross one boundary, and their gradients come back.
+        sent = ledger.bytes(axis="pp", op="send_operation")
+        assert sent == 6 * 8 * CONFIG.hidden_size * 8
+    assert counts[False] == [len(groups), len(groups)]
+    assert counts[True][0] > 3 * counts[False][0]
+    assert counts[True][1] == 4 * counts[False][1]
+
+
+@pytest.mark.ranks(2)
+def test_a_model_on_the_meta_device_starts_with_the_whole_models_weights(ranks):
+    mesh = ParallelLayout(pp=2).build("cpu")
+    config = replace(CONFIG, tie_embeddings=True, positions="learned")
+    with torch.device("meta"):
+        model = GPTModel(config, mesh, seed=1)
+    runner = pipeline(model, mesh, "interleaved_1f1b", 2, device="cpu")
+    whole = GPTModel(config, seed=1)
+    state = whole.state_dict()
+    found = runner.state_dict()
+    assert found.keys() < state.keys()
+    for name, value in found.items():
+        assert torch.equal(value, state[name]), name
+    names = {name for name, _ in whole.named_parameters()}
+    assert {name for name, _ in runner.named_parameters()} < names
+    # A whole model's weights go to whichever stage has them.
+    runner.load_state_dict({name: value + 1 for name, value in state.items()})
+    for name, value in runner.state_dict().items():
+        assert torch.equal(value, state[name] + 1), name
+
+
+@pytest.mark.ranks(2)
+def test_stages_that_would_draw_from_different_seeds_are_refused(ranks):
+    mesh = ParallelLayout(pp=2).build("cpu")
+    with torch.device("meta"):
+        model = GPTModel(CONFIG, mesh, seed=ranks.rank)
+    with pytest.raises(ValueError, match="different seeds"):
+        pipeline(model, mesh, "1f1b", 2, device="cpu")
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("policy", ["full", "selective"])
+def test_zero_bubble_runs_blocks_again_and_puts_products_off(policy, ranks):
+    mesh = ParallelLayout(pp=2).build("cpu")
+    model = apply_recompute(build(CONFIG, mesh), policy)
+    runner = pipeline(model, mesh, "interleaved_zero_bubble", 4)
+    put_off = []
+    queue_type = type(runner._drivers[0].queue)
+    put = queue_type.put
+    queue_type.put = lambda self, late: (put_off.append(late[0].shape), put(self, late))[1]
+    try:
+        check_training(runner, mesh, CONFIG, None, steps=2)
+    finally:
+        queue_type.put = put
+    assert len(put_off) >= 4 * 2  # every linear layer of a stage, for several microbatches
+
+
+@pytest.mark.ranks(2)
+def test_layouts_may_leave_ends_without_layers(ranks):
+    mesh = ParallelLayout(pp=2).build("cpu")
+    runner = pipeline(build(CONFIG, mesh), mesh, "looped_bfs", 2, layout=[0, 1, 3, 0])
+    assert runner.layout == ((), (0,), (1, 2, 3), ())
+    check_training(runner, mesh, CONFIG, None, steps=2)
+
+
+@pytest.mark.ranks(1)
+def test_one_pipeline_rank_runs_microbatch_after_microbatch(ranks):
+    mesh = ParallelLayout(pp=1).build("cpu")
+    config = replace(CONFIG, tie_embeddings=True)
+    runner = pipeline(build(config, mesh), mesh, "1f1b", 3)
+    check_training(runner, mesh, config, None, steps=2)
+    sharded = pipeline(build(config, mesh), mesh, "1f1b", 3, wrap=wrapper(3, mesh))
+    check_training(sharded, mesh, config, 3, steps=2)

@@ -1,13 +1,15 @@
-"""Tensors that tensor parallelism has cut, as parts of the whole model's.
+"""Tensors that tensor or expert parallelism has cut, as parts of the whole model's.
 
 A tp rank's parameter is an ordinary tensor with a shape of its own. Under one name the ranks would
 store different tensors, and a restore on another number of tp ranks could not work. So such a
-tensor is shown to DCP as the part of the whole that it is.
+tensor is shown to DCP as the part of the whole that it is. `lamina.fsdp` shows its models' tensors
+so itself, and what it says counts; bare and DDP-wrapped modules are done here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import is_dataclass
 from typing import Any
 
 import torch
@@ -16,15 +18,17 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lamina.buffers import Region, ShardedTensor, TensorPart
 from lamina.checkpoint.errors import CheckpointError
-from lamina.mesh import MeshAxis, ParallelMesh, mesh_axis, role_of
+from lamina.mesh import MeshAxis, ParallelMesh, Role, mesh_axis, role_of
+
+_AXES = ("tp", "expert_tp", "ep")
 
 
 class Parts:
     """Knows which parameters are parts.
 
     Args:
-        state: the modules in it are searched for the tp axis that they were built on.
-        mesh: names the axis where modules don't.
+        state: the modules in it are searched for regions, and for the axes that they were built on.
+        mesh: names the axes where modules don't.
 
     """
 
@@ -33,15 +37,22 @@ class Parts:
     ) -> None:
         self._mesh = mesh
         self._axes: dict[str, MeshAxis] = {}
+        self._shown: dict[int, Region] = {}  # by id of the parameter
         for value in state.values():
             if isinstance(value, torch.nn.Module):
                 self._search(value)
 
     def _search(self, module: torch.nn.Module) -> None:
+        named = dict(module.named_parameters(remove_duplicate=False))
+        if not any(_may_be_cut(role_of(parameter)) for parameter in named.values()):
+            return
         for submodule in module.modules():
-            for value in vars(submodule).values():
-                if isinstance(value, MeshAxis) and value.name in ("tp", "expert_tp"):
-                    self._axes.setdefault(value.name, value)
+            for axis in _axes_in(submodule):
+                self._axes.setdefault(axis.name, axis)
+        tree = module.state_dict()
+        for name, parameter in named.items():
+            if isinstance(tree.get(name), TensorPart):
+                self._shown[id(parameter)] = tree[name].region
 
     def region(self, name: str, parameter: torch.Tensor) -> Region | None:
         """Return where this rank's parameter lies in the whole model's; None if it is whole.
@@ -51,29 +62,57 @@ class Parts:
 
         """
         role = role_of(parameter)
-        if role.tp_shard_dim is None or hasattr(parameter, "placements"):
+        if not _may_be_cut(role) or hasattr(parameter, "placements"):
             return None
-        axis = self._axis("expert_tp" if role.expert else "tp", name)
-        if axis is None or axis.size == 1:
-            return None
-        dim, shape = role.tp_shard_dim, list(parameter.shape)
-        shape[dim] *= axis.size
-        return Region.whole(shape).cut(dim, axis.rank, axis.size, role.tp_blocks)
+        if id(parameter) in self._shown:
+            return self._shown[id(parameter)]
+        cuts: list[tuple[int, MeshAxis, tuple[int, ...] | None]] = []
+        if role.tp_shard_dim is not None:
+            tensor = self._axis("expert_tp" if role.expert else "tp", name)
+            if tensor is not None:
+                cuts.append((role.tp_shard_dim, tensor, role.tp_blocks))
+        # Stacked experts [experts, rows, columns]; those with modules of their own differ in name.
+        if role.expert and parameter.ndim == 3 and role.tp_shard_dim != 0:
+            experts = self._axis("ep", None)
+            if experts is not None:
+                cuts.append((0, experts, None))
+        shape = list(parameter.shape)
+        for dim, axis, _ in cuts:
+            shape[dim] *= axis.size
+        region = Region.whole(shape)
+        for dim, axis, blocks in cuts:
+            region = region.cut(dim, axis.rank, axis.size, blocks)
+        return region if cuts else None
 
-    def _axis(self, axis: str, name: str) -> MeshAxis | None:
-        if axis in self._axes:
-            return self._axes[axis]
+    def _axis(self, axis: str, name: str | None) -> MeshAxis | None:
+        """Find an axis of more than one rank; `name` of a parameter that must have it."""
+        found = self._axes.get(axis)
         mesh = self._mesh
-        if isinstance(mesh, DeviceMesh) and axis not in (mesh.mesh_dim_names or ()):
-            return None
-        if mesh is not None:
-            return mesh_axis(mesh, axis)
-        if dist.is_initialized() and dist.get_world_size() > 1:
+        if found is None and mesh is not None:
+            known = not isinstance(mesh, DeviceMesh) or axis in (mesh.mesh_dim_names or ())
+            found = mesh_axis(mesh, axis) if known else None
+        elif found is None and axis == "expert_tp" and "tp" in self._axes:
+            found = self._axes["tp"]  # experts cut as dense layers are
+        elif found is None and name and dist.is_initialized() and dist.get_world_size() > 1:
             raise CheckpointError(
                 f"'{name}' is marked as cut over the axis {axis}, but neither its module nor the "
                 "CheckpointManager knows that axis: pass mesh= to CheckpointManager"
             )
-        return None
+        return None if found is None or found.size == 1 else found
+
+
+def _may_be_cut(role: Role) -> bool:
+    return role.tp_shard_dim is not None or role.expert
+
+
+def _axes_in(module: torch.nn.Module) -> Iterator[MeshAxis]:
+    """Yield the axes that a module holds, by itself or in a dataclass of axes."""
+    for value in vars(module).values():
+        if isinstance(value, MeshAxis):
+            held: list[Any] = [value]
+        else:
+            held = list(vars(value).values()) if is_dataclass(value) else []
+        yield from (axis for axis in held if isinstance(axis, MeshAxis) and axis.name in _AXES)
 
 
 def as_part(tensor: torch.Tensor, region: Region | None, held: torch.Tensor) -> torch.Tensor:

@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from lamina.ddp import full_parameters
-from lamina.fsdp import fully_shard
+from lamina.fsdp import fully_shard, shard_module
 from lamina.mesh import mark, role_of
 from lamina.models import GPTModel, TransformerConfig
 from lamina_testing import Meter
@@ -242,6 +242,22 @@ def test_no_rank_ever_holds_more_than_its_shards_and_one_unit(ranks):
     shards = 2 * sum(units) // 4  # weights and main grads
     # Another flat tensor of a unit would be 100 KiB; what is left are flags and handles.
     assert peak <= shards + max(units) + 2048, f"{(peak - shards) / max(units):.2f} units above"
+
+
+@pytest.mark.ranks(1)
+def test_module_by_module_holds_no_more_than_shards_and_one_unit(ranks):
+    """On one rank, whose shards are whole: no broadcast holds on to a unit."""
+    model = on_meta(Deep)
+    mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("dp",))
+    gc.collect()
+    with Meter() as meter:
+        before = meter.live_bytes()
+        meter.reset()
+        for block in model.blocks:
+            shard_module(block, mesh)
+        peak = meter.peak_live_bytes - before
+    units = [4 * block.sharding_unit.groups[0].layout.size for block in model.blocks]
+    assert peak <= 2 * sum(units) + max(units) + 4096, f"{(peak - 2 * sum(units)) / max(units):.2f}"
 
 
 @pytest.mark.slow

@@ -5,7 +5,9 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from lamina.buffers.places import Places
 from lamina.ddp import FlatStep, full_parameters, point_optimizer_at, resolve_strategy
+from lamina.fsdp import fully_shard, limits
 from lamina.fsdp.meshes import MeshArguments, resolve_meshes
 from lamina.fsdp.sharding import ShardingSettings, shard_model
 from lamina.mesh import ParallelLayout
@@ -198,3 +200,67 @@ def test_for_cuda_graphs_no_unit_ever_moves(ranks):
             pass
     assert seen[1:] == seen[1:2] * 3
     assert held(model)[1].fallbacks == {}
+
+
+class Registered:
+    """Stands in for NCCL's registered pool: takes allocations, registers once, at the end."""
+
+    def __init__(self, groups, device, *, symmetric):
+        self.groups, self.symmetric = groups, symmetric
+        self.log = []
+
+    def __enter__(self):
+        self.log.append("open")
+        return self
+
+    def __exit__(self, *_):
+        self.log.append("register")
+
+    def close(self):
+        self.log.append("close")
+
+
+@pytest.mark.ranks(2)
+def test_slots_are_allocated_in_one_block_of_registered_memory(ranks):
+    """All slots and nothing else: what NCCL registers collectively may not grow afterwards."""
+    made, allocated = [], []
+
+    def register(groups, device, *, symmetric):
+        made.append(Registered(groups, device, symmetric=symmetric))
+        return made[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(limits, "registration_problem", lambda *_, **__: None)
+        patch.setattr(limits, "register_pool", register)
+        make = Places.make
+
+        def noting(self, nbytes, *, fixed):
+            inside = bool(made) and made[-1].log == ["open"]
+            allocated.append((fixed, inside))
+            return make(self, nbytes, fixed=fixed)
+
+        patch.setattr(Places, "make", noting)
+        with pytest.raises(ValueError, match="fsdp_double_buffer"):
+            fully_shard(build(OddNet), nccl_ub=True)
+        model = build(OddNet)
+        model, optimizer = fully_shard(
+            model,
+            sgd(model),
+            fsdp_unit_modules=[Block],
+            nccl_ub=True,
+            fsdp_double_buffer=True,
+            disable_symmetric_registration=True,
+        )
+        for step in range(3):
+            one(model, ranks.rank, step).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert [m.log for m in made] == [["open", "register"]]
+    assert {inside for fixed, inside in allocated if fixed} == {True}
+    assert {inside for fixed, inside in allocated if not fixed} == {False}
+    assert not made[0].symmetric
+    gather = next(model.parameter_groups()).axes.inner.sibling("gather")
+    assert made[0].groups == (gather,)
+    model.deregister_memory()
+    model.deregister_memory()
+    assert made[0].log == ["open", "register", "close"]

@@ -1,0 +1,93 @@
+"""Memory as seen from outside: storages that operators made, and what a deleted model leaves."""
+
+import gc
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from lamina.collectives import kept_bytes
+from lamina.ddp import memory_plan
+from lamina.fsdp import fully_shard
+from lamina_testing import Meter, live_bytes
+from lamina_testing.toys import Block
+
+WIDTH, DEPTH, BATCH = 64, 6, 4
+SLACK = 16 * 1024  # flags, handles, tensors of small parameters
+
+
+class Deep(nn.Module):
+    """Blocks that are alike, and a root with next to nothing."""
+
+    def __init__(self, width=WIDTH):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+        self.blocks = nn.ModuleList(Block(width) for _ in range(DEPTH))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x * self.scale
+
+
+def activations():
+    """What autograd holds of one forward, and the gradients on their way, in one process."""
+    model = Deep()
+    with Meter() as meter:
+        before = meter.live_bytes()
+        loss = model(torch.randn(BATCH, WIDTH)).square().mean()
+        return meter.live_bytes() - before + 16 * BATCH * WIDTH * int(loss.numel())
+
+
+def sharded(world, width=WIDTH, **settings):
+    model = Deep(width)
+    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("dp",))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return fully_shard(model, optimizer, device_mesh=mesh, fsdp_unit_modules=[Block], **settings)
+
+
+def step(model, optimizer, width=WIDTH):
+    model(torch.randn(BATCH, width)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@pytest.mark.ranks(2, 4)
+@pytest.mark.parametrize("slots", [False, True])
+def test_a_step_peaks_at_shards_two_slots_and_three_buckets(slots, ranks):
+    extra = activations() + SLACK
+    gc.collect()
+    before = live_bytes()
+    model, optimizer = sharded(ranks.world_size, fsdp_double_buffer=slots)
+    for _ in range(2):
+        step(model, optimizer)
+    gc.collect()
+    with Meter() as meter:
+        meter.reset()
+        step(model, optimizer)
+        peak = meter.peak_live_bytes - before - kept_bytes()  # what transports receive into
+    sizes = [4 * group.layout.size for group in model.parameter_groups()]
+    shards = 2 * sum(sizes) // ranks.world_size  # weights and main grads
+    # Two units gathered; two gradient buffers on the wire and one being filled, beside what
+    # autograd has just made of the largest parameter.
+    working = 5 * max(sizes) + 4 * 3 * WIDTH * WIDTH
+    assert peak <= shards + working + extra, (peak - shards - extra) / max(sizes)
+    assert peak <= memory_plan(model).peak + 4 * 3 * WIDTH * WIDTH + extra
+    assert peak > shards + 2 * max(sizes), "the meter misses something"
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("strategy", [0, 3])
+def test_a_deleted_model_leaves_nothing(strategy, ranks):
+    """But for what transports keep between calls, which the next model uses again."""
+    width = 256  # blocks of 1.5 MiB
+    gc.collect()
+    before = live_bytes() - kept_bytes()
+    model, optimizer = sharded(2, width, zero_dp_strategy=strategy)
+    for _ in range(2):
+        step(model, optimizer, width)
+    assert live_bytes() - before > 4 << 20
+    del model, optimizer
+    gc.collect()
+    assert live_bytes() - kept_bytes() - before <= 1 << 20

@@ -1,0 +1,291 @@
+"""Routing, experts and their losses in one process, against loops and by hand."""
+
+from __future__ import annotations
+
+import math
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from lamina.models import (
+    ExpertRows,
+    GPTModel,
+    GroupedExperts,
+    MoEConfig,
+    MoELayer,
+    RoutingContext,
+    TopKRouter,
+    TransformerConfig,
+    matrix_parameters,
+    routing_statistics,
+)
+from lamina.models.moe_permutation import copies_to_rows, rows_to_tokens
+from lamina.models.moe_routing import choose_experts, rows_by_expert, rows_to_capacity
+
+sys.path.insert(0, str(Path(__file__).parent))
+import moe_oracle
+
+MOE = MoEConfig(num_experts=4, top_k=2, ffn_size=8)
+CONFIG = TransformerConfig(
+    vocab_size=32, hidden_size=16, num_layers=2, num_heads=2, ffn_size=24, init_std=0.3, moe=MOE
+)
+LOSSES = {"switch_loss": 0.1, "sequence_loss": 0.2, "global_loss": 0.1, "z_loss": 0.02}
+
+
+def layer_of(seed=1, config=CONFIG, **moe):
+    torch.manual_seed(seed)
+    return MoELayer(replace(config, moe=replace(MOE, **moe))).double()
+
+
+def draw(*shape, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, dtype=torch.float64, generator=generator)
+
+
+def compare(layer, x, **about):
+    """Outputs and gradients beside the loop over experts."""
+    oracle = moe_oracle.LoopMoE(moe_oracle.weights_of(layer), layer.router.moe)
+    oracle.senders = oracle.sets = [list(range(x.shape[0] * x.shape[1]))]
+    for name, value in about.items():
+        setattr(oracle, name, value)
+    mine, other = x.clone().requires_grad_(), x.clone().requires_grad_()
+    context = None
+    if oracle.padding is not None:
+        context = RoutingContext(padding=torch.tensor(oracle.padding))
+    found, expected = layer(mine, context), oracle(other)
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
+    target = draw(*x.shape, seed=9)
+    (found * target).sum().backward()
+    ((expected * target).sum() + oracle.loss).backward()
+    torch.testing.assert_close(mine.grad, other.grad, rtol=1e-9, atol=1e-10)
+    for name, parameter in oracle.named_parameters():
+        gradient = layer.get_parameter(moe_oracle.NAMES[name]).grad
+        torch.testing.assert_close(gradient, parameter.grad, rtol=1e-9, atol=1e-10)
+    return oracle
+
+
+@pytest.mark.parametrize(
+    "moe",
+    [
+        LOSSES,
+        {"scores": "sigmoid", "num_groups": 2, "weight_scale": 2.5, "shared_ffn_size": 8},
+        {"top_k": 3, "normalize_weights": False} | LOSSES,
+        {"capacity_factor": 0.6} | LOSSES,
+        {"capacity_factor": 0.6, "drop": "position", "pad_to_capacity": True},
+        {"top_k": 1, "num_experts": 6},
+    ],
+    ids=str,
+)
+def test_the_layer_equals_a_loop_over_tokens_and_experts(moe):
+    compare(layer_of(**moe), draw(2, 7, 16))
+
+
+def test_padding_goes_nowhere_and_counts_in_no_loss():
+    layer, x = layer_of(**LOSSES, bias_rate=0.1), draw(2, 7, 16)
+    padding = [t % 7 >= 4 for t in range(14)]
+    compare(layer, x, padding=padding)
+    with_padding = routing_statistics(torch.nn.Sequential(layer))["0.router"]
+    alone = layer_of(**LOSSES, bias_rate=0.1)
+    alone(x[:, :4])
+    expected = routing_statistics(torch.nn.Sequential(alone))["0.router"]
+    assert with_padding.losses == pytest.approx(expected.losses, rel=1e-12)
+    assert with_padding.load == expected.load
+    assert with_padding.entropy == pytest.approx(expected.entropy)
+
+
+@pytest.mark.parametrize("case", ["none for some", "all to one", "fewer tokens", "no token"])
+@pytest.mark.parametrize("capacity", [None, 0.5])
+def test_awkward_loads_equal_the_loop(case, capacity):
+    layer = layer_of(
+        top_k=1 if case == "all to one" else 2, capacity_factor=capacity, num_experts=6
+    )
+    x = draw(1, {"fewer tokens": 2, "no token": 0}.get(case, 9), 16)
+    if case in ("none for some", "all to one"):
+        # The first input is the same everywhere, and decides.
+        x[..., 0] = 5.0
+        with torch.no_grad():
+            layer.router.weight[:, 0] = torch.tensor([9.0, 8.0, -9.0, -9.0, 0.0, -9.0])
+    if case == "no token":
+        out = layer(x.requires_grad_())
+        assert out.shape == x.shape
+        out.sum().backward()
+        assert not layer.experts.up.grad.any()
+        return
+    compare(layer, x)
+    if case == "all to one":
+        assert layer.router.latest.chosen.tolist() == [9, 0, 0, 0, 0, 0]
+
+
+@pytest.mark.parametrize("counts", [(3, 0, 5, 0), (0, 0, 0, 8), (2, 2, 2, 2), (0, 0, 0, 0)])
+@pytest.mark.parametrize("activation", ["swiglu", "gelu"])
+def test_grouped_products_equal_the_loop(counts, activation):
+    torch.manual_seed(0)
+    experts = GroupedExperts(4, 16, 8, activation=activation, init_std=0.3)
+    results = {}
+    for path in ("grouped", "loop", "batched"):
+        experts.path = "grouped" if path == "grouped" and sum(counts) else "loop"
+        x = draw(sum(counts), 16).float().requires_grad_()
+        on_host = counts if path == "batched" else None
+        out = experts(ExpertRows(x, torch.tensor(counts), on_host))
+        # A sum's gradient is expanded, which grouped_mm alone refuses.
+        (out.sum() + (out * out).sum()).backward()
+        found = [out, x.grad, experts.up.grad, experts.down.grad]
+        results[path] = [value.detach().clone() for value in found]
+        experts.zero_grad()
+    for path in ("grouped", "batched"):
+        for found, expected in zip(results[path], results["loop"], strict=True):
+            torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_what_grouped_mm_cannot_is_named():
+    experts = GroupedExperts(2, 16, 6, path="grouped")
+    rows = ExpertRows(torch.randn(3, 16), torch.tensor([1, 2]))
+    with pytest.raises(ValueError, match=r"widths \(12, 16, 6\): grouped_mm takes"):
+        experts(rows)
+
+
+@pytest.mark.parametrize("holes", [False, True])
+def test_permutations_have_right_derivatives(holes):
+    experts = torch.tensor([[0, 2], [1, 0], [2, 1]])
+    if holes:
+        experts[1, 1] = 3
+        source, place = rows_to_capacity(experts, 3, 2)
+    else:
+        source, place = rows_by_expert(experts)
+    x, weights = draw(3, 4).requires_grad_(), draw(3, 2, seed=1).requires_grad_()
+
+    def there_and_back(x, weights):
+        rows = copies_to_rows(x, source, place, 2, holes)
+        return rows_to_tokens(rows.sin(), weights, source, place, holes)
+
+    assert torch.autograd.gradcheck(there_and_back, (x, weights))
+
+
+def test_groups_are_chosen_by_their_best_scores():
+    moe = replace(MOE, num_experts=6, num_groups=3, groups_kept=1, top_k=2, group_best=2)
+    # The first group has the best expert, the last the best two.
+    scores = torch.tensor([[0.9, 0.1, 0.2, 0.2, 0.6, 0.5]])
+    assert choose_experts(scores, moe).tolist() == [[4, 5]]
+    assert choose_experts(scores, replace(moe, group_best=1)).tolist() == [[0, 1]]
+    bias = torch.tensor([0.0, 0.4, 0.0, 0.0, 0.0, 0.0])
+    assert choose_experts(scores, moe, bias).tolist() == [[0, 1]]
+
+
+def test_the_users_loss_stays_plain_and_gradients_follow_its_scale():
+    tokens = torch.randint(0, 32, (2, 9), generator=torch.Generator().manual_seed(4))
+    losses, gradients = {}, {}
+    for name, (moe, scale) in {
+        "plain": ({}, 1.0),
+        "balanced": (LOSSES, 1.0),
+        "half": (LOSSES, 0.5),
+    }.items():
+        model = GPTModel(replace(CONFIG, moe=replace(MOE, **moe)), seed=3).double()
+        losses[name] = model(tokens[:, :-1], tokens[:, 1:])
+        (losses[name] * scale).backward()
+        gradients[name] = model.blocks[0].mlp.router.weight.grad
+    assert torch.equal(losses["plain"], losses["balanced"])
+    assert not torch.allclose(gradients["plain"], gradients["balanced"], rtol=1e-3)
+    torch.testing.assert_close(2 * gradients["half"], gradients["balanced"])
+
+
+def test_the_bias_keeps_its_bits_whatever_the_models_dtype():
+    router = TopKRouter(16, replace(MOE, bias_rate=0.001))
+    with torch.no_grad():
+        router.expert_bias.copy_(torch.tensor([1.001, 0.3, -1.002, 0.1]))
+    before = router.expert_bias.clone()
+    for change in (torch.nn.Module.bfloat16, torch.nn.Module.double):
+        change(router)
+        assert router.expert_bias.dtype == torch.float32
+        assert torch.equal(router.expert_bias, before)
+    assert "expert_bias" in router.state_dict()
+    router.finalize_step(None)
+    assert torch.equal(router.expert_bias, before)  # no token, nothing to balance
+
+
+def test_a_step_of_the_bias_is_towards_the_mean():
+    router = TopKRouter(2, MoEConfig(num_experts=3, top_k=1, bias_rate=0.5)).double()
+    with torch.no_grad():
+        router.weight.copy_(torch.tensor([[1.0, 0.0], [0.0, 1.0], [-9.0, -9.0]]))
+    router(torch.tensor([[3.0, 0.0], [2.0, 0.0], [0.0, 2.0]], dtype=torch.float64))
+    router.finalize_step(None)
+    assert router.expert_bias.tolist() == [-0.5, 0.0, 0.5]
+    assert routing_statistics(torch.nn.Sequential(router))["0"].load == (2 / 3, 1 / 3, 0.0)
+
+
+def test_routing_is_in_float32_under_autocast_and_bfloat16():
+    router = TopKRouter(16, MOE, init_std=0.3)
+    x = torch.randn(5, 16)
+    expected = router(x).weights
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(router(x).weights, expected)
+    assert router.bfloat16()(x.bfloat16()).weights.dtype == torch.float32
+
+
+def test_jitter_is_for_training():
+    router = TopKRouter(16, replace(MOE, jitter=0.5), init_std=0.3)
+    x = torch.randn(5, 16)
+    assert not torch.equal(router(x).weights, router(x).weights)
+    router.eval()
+    assert torch.equal(router(x).weights, router(x).weights)
+
+
+def test_statistics_know_what_was_dropped_and_how_sure_routers_are():
+    layer = layer_of(top_k=1, capacity_factor=0.5)
+    with torch.no_grad():
+        layer.router.weight.zero_()  # all the same: one expert gets everything
+    layer(draw(1, 8, 16))
+    found = routing_statistics(torch.nn.Sequential(layer))["0.router"]
+    assert sorted(found.load) == [0.0, 0.0, 0.0, 1.0]
+    assert found.imbalance == 4.0
+    assert found.dropped == pytest.approx(7 / 8)
+    assert found.entropy == pytest.approx(math.log(4))
+    layer.eval()(draw(1, 8, 16))
+    assert layer.router.latest.forwards == 1
+
+
+def test_which_layers_have_experts():
+    config = replace(CONFIG, num_layers=6, moe=replace(MOE, first_dense=1, every=2))
+    with torch.device("meta"):
+        model = GPTModel(config)
+    kinds = [isinstance(block.mlp, MoELayer) for block in model.blocks]
+    assert kinds == [False, False, True, False, True, False]
+    matrices = sum(
+        p.numel() for n, p in model.named_parameters() if p.ndim == 2 and "norm" not in n
+    )
+    active = sum(p.numel() for n, p in model.named_parameters() if p.ndim == 3) * 2 // 4
+    embedding = model.embedding.weight.numel()
+    assert matrix_parameters(config) == matrices + active - embedding
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"top_k": 5}, "top_k 5 is above num_experts 4"),
+        ({"top_k": 0}, "top_k is 0: it must be at least 1"),
+        ({"num_groups": 3}, r"not divisible by num_groups 3 \(remainder 1\)"),
+        ({"num_groups": 2, "groups_kept": 3}, "groups_kept 3 is above num_groups 2"),
+        ({"num_groups": 4, "groups_kept": 1}, "top_k 2 is above 1, the experts in 1 of 4 groups"),
+        ({"pad_to_capacity": True}, "pad_to_capacity without a capacity_factor"),
+        ({"capacity_factor": 0.0}, "capacity_factor is 0.0: it must be positive"),
+        ({"jitter": 1.0}, r"jitter is 1.0: it must be in \[0, 1\)"),
+        ({"z_loss": -1.0}, "z_loss is -1.0: it must be at least 0"),
+        ({"scores": "tanh"}, "scores is 'tanh': it must be one of 'softmax', 'sigmoid'"),
+        ({"pad_to_capacity": True, "capacity_factor": 1.0, "dispatcher": "all_gather"},
+         "pad_to_capacity with dispatcher 'all_gather'"),
+    ],
+)  # fmt: skip
+def test_configs_that_cannot_be_are_refused(change, message):
+    with pytest.raises(ValueError, match=message):
+        replace(MOE, **change)
+
+
+def test_the_rest_is_refused_by_name():
+    with pytest.raises(ValueError, match="mlp_bias beside moe"):
+        replace(CONFIG, mlp_bias=True)
+    with pytest.raises(ValueError, match=r"config\.moe is None"):
+        MoELayer(replace(CONFIG, moe=None))
+    with pytest.raises(ValueError, match="which sequences are they of"):
+        layer_of(sequence_loss=0.1)(draw(5, 16))

@@ -1,0 +1,187 @@
+"""Experts over ranks: awkward loads, what overlaps, what the host waits for, weights in and out."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+from torch.distributed.tensor.parallel import parallelize_module
+
+from lamina.mesh import LayoutError, ParallelLayout
+from lamina.models import (
+    GPTModel,
+    MoEConfig,
+    MoELayer,
+    TransformerConfig,
+    preset,
+    tensor_parallel_plan,
+    to_huggingface,
+)
+from lamina_testing import delayed_collectives
+
+sys.path.insert(0, str(Path(__file__).parent))
+import moe_oracle
+
+MOE = MoEConfig(num_experts=4, top_k=2, ffn_size=8)
+CONFIG = TransformerConfig(
+    vocab_size=32, hidden_size=16, num_layers=2, num_heads=2, ffn_size=24, init_std=0.3, moe=MOE
+)
+
+
+def draw(*shape, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, dtype=torch.float64, generator=generator)
+
+
+def pair(mesh, **moe):
+    """The same layer over ranks and whole."""
+    config = replace(CONFIG, moe=replace(MOE, **moe))
+    made = []
+    for where in (mesh, None):
+        torch.manual_seed(1)
+        made.append(MoELayer(config, where).double())
+    return made
+
+
+TOKENS = {"unequal": (7, 2), "one": (1, 0), "none here": (0, 5), "fewer": (1, 1), "equal": (4, 4)}
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("dispatcher", ["all_to_all", "all_gather"])
+def test_any_number_of_tokens_and_any_load_equals_one_process(dispatcher, ranks):
+    mesh = ParallelLayout(ep=2).build("cpu")
+    for (name, tokens), skew in zip(TOKENS.items(), (None, 3, 0, None, 3), strict=True):
+        layer, whole = pair(mesh, dispatcher=dispatcher, num_experts=6, top_k=1 + len(name) % 2)
+        pieces = [draw(count, 16, seed=i) for i, count in enumerate(tokens)]
+        if skew is not None:  # all tokens to one expert
+            for piece in pieces:
+                piece[:, 0] = 5.0
+            for made in (layer, whole):
+                with torch.no_grad():
+                    made.router.weight[:, 0] = -5.0
+                    made.router.weight[skew, 0] = 5.0
+        oracle = moe_oracle.LoopMoE(moe_oracle.weights_of(whole), whole.router.moe)
+        together = torch.cat(pieces)
+        oracle.sets = [list(range(len(together)))]
+        everything = together.clone().requires_grad_()
+        expected = oracle(everything)
+        expected.sin().sum().backward()
+        mine = pieces[ranks.rank].clone().requires_grad_()
+        found = layer(mine)
+        found.sin().sum().backward()
+        own = slice(0, tokens[0]) if ranks.rank == 0 else slice(tokens[0], None)
+        torch.testing.assert_close(found, expected[own], rtol=1e-10, atol=1e-10)
+        torch.testing.assert_close(mine.grad, everything.grad[own], rtol=1e-10, atol=1e-10)
+        held = slice(3 * ranks.rank, 3 * ranks.rank + 3)
+        for one, both in ((layer.experts.up, oracle.up), (layer.experts.down, oracle.down)):
+            torch.testing.assert_close(one.grad, both.grad[held], rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.ranks(2)
+def test_shared_experts_compute_while_tokens_travel(ranks):
+    mesh = ParallelLayout(ep=2).build("cpu")
+    layer, _ = pair(mesh, shared_ffn_size=8)
+    x = draw(4, 16).requires_grad_()
+    layer(x).sum().backward()  # makes the groups
+    with delayed_collectives(0.02) as log:
+        layer.shared.up.register_forward_hook(lambda *_: log.mark("up"))
+        layer.shared.down.register_forward_hook(lambda *_: log.mark("down"))
+        layer.shared.down.register_full_backward_hook(lambda *_: log.mark("down backward"))
+        layer.shared.up.register_full_backward_hook(lambda *_: log.mark("up backward"))
+        layer(x).sum().backward()
+    # Rows travel, and nothing else does, when each half of the shared expert runs.
+    for name in ("up", "down", "down backward", "up backward"):
+        flying = log.in_flight_at(log.marked(name))
+        assert {event.group for event in flying} == {"dp_shard:tokens"}, name
+        assert sum(event.size for event in flying) >= 2 * 8 * 16 * 8 // 2, name
+
+
+@pytest.mark.ranks(2)
+def test_the_host_waits_for_the_device_once_per_layer(ranks):
+    mesh = ParallelLayout(ep=2).build("cpu")
+    fixed = {"capacity_factor": 1.0, "pad_to_capacity": True}
+    for moe, expected in (({}, 1), ({"dispatcher": "all_gather"}, 1), (fixed, 0)):
+        layer, _ = pair(mesh, **moe)
+        layer(draw(4, 16))  # the first forward agrees on the size of messages
+        seen = []
+        with (
+            mock.patch.object(torch.Tensor, "tolist", watch(torch.Tensor.tolist, seen)),
+            mock.patch.object(torch.Tensor, "item", watch(torch.Tensor.item, seen)),
+            mock.patch.object(torch.Tensor, "__bool__", watch(torch.Tensor.__bool__, seen)),
+            mock.patch.object(torch.Tensor, "__int__", watch(torch.Tensor.__int__, seen)),
+            mock.patch.object(torch.Tensor, "nonzero", watch(torch.Tensor.nonzero, seen)),
+        ):
+            layer(draw(4, 16))
+        assert len(seen) == expected, (moe, seen)
+
+
+def watch(method, seen):
+    def watched(self, *args):
+        # Sums on a CPU look at numbers of their own, which no device has to finish first.
+        if "models" in Path(sys._getframe(1).f_code.co_filename).parts:
+            seen.append(method.__name__)
+        return method(self, *args)
+
+    return watched
+
+
+@pytest.mark.ranks(2)
+def test_messages_of_fixed_size_refuse_other_sizes(ranks):
+    mesh = ParallelLayout(ep=2).build("cpu")
+    layer, _ = pair(mesh, capacity_factor=1.0, pad_to_capacity=True)
+    with pytest.raises(ValueError, match=r"with \[4, 5\] tokens on the ranks \(0, 1\) of ep"):
+        layer(draw(4 + ranks.rank, 16))
+    layer(draw(4, 16))
+    with pytest.raises(ValueError, match=r"with 6 tokens on rank \d of ep, after 4 in the first"):
+        layer(draw(6, 16))
+    layer.eval()(draw(4 + ranks.rank, 16))  # sends what there is
+
+
+@pytest.mark.ranks(4)
+def test_weights_do_not_depend_on_the_layout_and_export_whole(ranks):
+    mesh = ParallelLayout(dp_shard=2, tp=2, ep=2, expert_tp=2).build("cpu")
+    config = preset(
+        "deepseek-v3", vocab_size=32, hidden_size=16, num_layers=2, num_heads=2, ffn_size=24,
+        sequence_parallel=True,
+        moe=replace(preset("deepseek-v3").moe, num_experts=4, top_k=2, ffn_size=8,
+                    shared_ffn_size=8, num_groups=2, groups_kept=1, first_dense=1),
+    )  # fmt: skip
+    model, whole = GPTModel(config, mesh, seed=4), GPTModel(config, seed=4)
+    held = model.blocks[1].mlp.experts
+    assert held.up.shape == (2, 8, 16)
+    assert held.down.shape == (2, 16, 4)
+    exported, expected = to_huggingface(model), to_huggingface(whole)
+    assert exported.keys() == expected.keys()
+    assert all(torch.equal(exported[name], value) for name, value in expected.items())
+
+
+@pytest.mark.ranks(2)
+def test_a_whole_model_is_cut_in_place(ranks):
+    mesh = ParallelLayout(tp=2, expert_tp=2).build("cpu")
+    config = replace(CONFIG, moe=replace(MOE, bias_rate=0.1, switch_loss=0.1))
+    whole, model = GPTModel(config, seed=2).double(), GPTModel(config, seed=2).double()
+    with torch.no_grad():
+        for made in (whole, model):
+            made.blocks[0].mlp.router.expert_bias[0] = 0.3
+    tokens = torch.randint(0, 32, (2, 9), generator=torch.Generator().manual_seed(1))
+    for sequence_parallel in (False, True):
+        cut = GPTModel(config, seed=2).double()
+        cut.load_state_dict(whole.state_dict())
+        plan = tensor_parallel_plan(cut, sequence_parallel=sequence_parallel)
+        cut = parallelize_module(cut, mesh["tp"], plan)
+        assert cut.blocks[0].mlp.experts.up.shape == (4, 8, 16)
+        loss, expected = (made(tokens[:, :-1], tokens[:, 1:]) for made in (cut, whole))
+        torch.testing.assert_close(loss, expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.ranks(2)
+def test_meshes_that_would_count_tokens_twice_are_refused(ranks):
+    with pytest.raises(LayoutError, match="needs sequence parallelism"):
+        GPTModel(CONFIG, ParallelLayout(tp=2, ep=2).build("cpu"))
+    config = replace(CONFIG, moe=replace(MOE, num_experts=5))
+    with pytest.raises(ValueError, match=r"num_experts 5 is not divisible by ep 2 \(remainder 1\)"):
+        MoELayer(config, ParallelLayout(ep=2).build("cpu"))

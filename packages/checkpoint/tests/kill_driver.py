@@ -55,14 +55,17 @@ def die_at(number: int, root: Path) -> None:
     sys.addaudithook(hook)
 
 
-def attempt(root: Path, number: int, steps: list[int], keep_last: int | None) -> bool:
+def attempt(
+    root: Path, number: int, steps: list[int], keep_last: int | None, background: bool
+) -> bool:
     """Save in a child that dies at `number`; True if it lived."""
     child = os.fork()
     if child == 0:
-        manager = CheckpointManager(root, keep_last=keep_last)
+        manager = CheckpointManager(root, keep_last=keep_last, async_save=background)
         die_at(number, root)
         for step in steps:
             manager.save(step, {"t": tensors(step), "version": "new"}, overwrite=True)
+        manager.wait()
         os._exit(0)
     _, status = os.waitpid(child, 0)
     if os.WIFSIGNALED(status):
@@ -91,12 +94,13 @@ def sweep(base: Path, scenario: str) -> dict[str, object]:
         "new": ([2], None, {1, 2}),
         "replace": ([1], None, {1}),
         "retire": ([2], 1, {1, 2}),
+        "background": ([2], 1, {1, 2}),
     }[scenario]
     outcomes = []
     for number in range(10_000):
         root = base / str(number)
         CheckpointManager(root).save(1, {"t": tensors(1), "version": "old"})
-        lived = attempt(root, number, steps, keep_last)
+        lived = attempt(root, number, steps, keep_last, scenario == "background")
         outcomes.append(check(root, allowed))
         shutil.rmtree(root)
         if lived:
@@ -106,4 +110,4 @@ def sweep(base: Path, scenario: str) -> dict[str, object]:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    print(json.dumps({s: sweep(Path(sys.argv[1]) / s, s) for s in ("new", "replace", "retire")}))
+    print(json.dumps({s: sweep(Path(sys.argv[1]) / s, s) for s in sys.argv[2:]}))

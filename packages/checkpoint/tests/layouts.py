@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from lamina.fsdp import fully_shard
-from lamina.mesh import ParallelLayout, mesh_axis
-from lamina.models import GPTModel, TransformerBlock, TransformerConfig
+from lamina.fsdp import fully_shard, fully_shard_optimizer
+from lamina.mesh import ParallelLayout, ParallelMesh, mesh_axis
+from lamina.models import GPTModel, PipelineRunner, TransformerBlock, TransformerConfig, pipeline
 
 CONFIG = TransformerConfig(
     vocab_size=64,
@@ -43,6 +43,7 @@ LAYOUTS = {
     "tp": Layout({"tp": 2, "dp_shard": 2}, {}),
     "tp bare": Layout({"tp": 2, "dp_shard": 2}, None),
     "cp": Layout({"cp": 2, "dp_shard": 2}, {}),
+    "pp": Layout({"pp": 2, "dp_shard": 2}, None),
 }
 
 
@@ -72,6 +73,8 @@ def build(name: str, seed: int) -> Job:
     sizes = {"dp_shard": 1, **layout.mesh}
     mesh = ParallelLayout(**sizes).build("cpu")
     model = GPTModel(CONFIG, mesh, seed=seed)
+    if "pp" in sizes:
+        return pipelined(model, mesh)
     optimizer = sgd(model)
     if layout.sharding is None:
         return Job(model, optimizer, slice(0, BATCH))
@@ -84,15 +87,36 @@ def build(name: str, seed: int) -> Job:
         **options,
         **layout.sharding,
     )
+    return Job(model, optimizer, share_of(mesh))
+
+
+def share_of(mesh: ParallelMesh) -> slice:
     dp = mesh_axis(mesh, ("dp_replicate", "dp_shard"))
     share = BATCH // dp.size
-    return Job(model, optimizer, slice(dp.rank * share, (dp.rank + 1) * share))
+    return slice(dp.rank * share, (dp.rank + 1) * share)
+
+
+def pipelined(model: GPTModel, mesh: ParallelMesh) -> Job:
+    runner = pipeline(
+        model,
+        mesh,
+        "1f1b",
+        num_microbatches=2,
+        wrap=lambda stage: fully_shard(stage, device_mesh=mesh),
+    )
+    optimizer = sgd(runner)
+    for stage in runner.stages:
+        fully_shard_optimizer(optimizer, stage)
+    return Job(runner, optimizer, share_of(mesh))
 
 
 def train(job: Job, first: int) -> None:
     for step in range(first, first + STEPS):
         generator = torch.Generator().manual_seed(step)
         tokens = torch.randint(64, (BATCH, 17), generator=generator)[job.share]
-        job.model(tokens[:, :-1], labels=tokens[:, 1:]).backward()
+        if isinstance(job.model, PipelineRunner):
+            job.model.step(tokens[:, :-1], tokens[:, 1:])
+        else:
+            job.model(tokens[:, :-1], labels=tokens[:, 1:]).backward()
         job.optimizer.step()
         job.optimizer.zero_grad()

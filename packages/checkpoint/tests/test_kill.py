@@ -11,6 +11,13 @@ from pathlib import Path
 
 import pytest
 
+OUTCOMES = {
+    "new": [[1, "old"], [2, "new"]],
+    "replace": [[1, "new"], [1, "old"]],
+    "retire": [[1, "old"], [2, "new"]],
+    "background": [[1, "old"], [2, "new"]],
+}
+
 
 @pytest.fixture(scope="module")
 def sweeps():
@@ -20,7 +27,7 @@ def sweeps():
     memory = "/dev/shm" if os.path.isdir("/dev/shm") else None
     with tempfile.TemporaryDirectory(dir=memory) as base:
         run = subprocess.run(
-            [sys.executable, str(driver), base],
+            [sys.executable, str(driver), base, *OUTCOMES],
             capture_output=True,
             text=True,
             timeout=100,
@@ -30,17 +37,10 @@ def sweeps():
     return json.loads(run.stdout)
 
 
-@pytest.mark.parametrize(
-    ("scenario", "outcomes"),
-    [
-        ("new", [[1, "old"], [2, "new"]]),
-        ("replace", [[1, "new"], [1, "old"]]),
-        ("retire", [[1, "old"], [2, "new"]]),
-    ],
-)
-def test_a_kill_at_any_moment_leaves_a_whole_checkpoint_and_no_litter(sweeps, scenario, outcomes):
+@pytest.mark.parametrize("scenario", list(OUTCOMES))
+def test_a_kill_at_any_moment_leaves_a_whole_checkpoint_and_no_litter(sweeps, scenario):
     assert sweeps[scenario]["kills"] > 20
-    assert sweeps[scenario]["outcomes"] == outcomes
+    assert sweeps[scenario]["outcomes"] == OUTCOMES[scenario]
 
 
 def test_a_writer_at_work_is_not_taken_for_a_leftover(tmp_path):

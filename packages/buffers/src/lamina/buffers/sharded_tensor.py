@@ -64,7 +64,9 @@ class ShardedTensor(torch.Tensor):
         extents: Extents | None = None,
         requires_grad: bool = False,
     ) -> ShardedTensor:
-        axes = () if axis is None else (axis,) if isinstance(axis, Axis) else tuple(axis)
+        # Not isinstance(axis, Axis): a protocol takes longer to check than all the rest, and every
+        # parameter's gradient is made anew each step.
+        axes = () if axis is None else tuple(axis) if isinstance(axis, Sequence) else (axis,)
         size = torch.Size(shape)
         spec = SpanSpec(size, start, start + local.numel(), axes, communicator, extents)
         _check(local, spec)

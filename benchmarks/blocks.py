@@ -9,8 +9,8 @@ lines of plain PyTorch, as it is and under `torch.compile` (which needs a C++ co
 the line is left out, and says so, where there is none); Lamina as it is, and compiled. All
 start from the same weights and their losses are compared first. They take turns, a few steps each,
 several times over; the median step counts. On a busy CPU `--processor-time --threads 1` counts the
-seconds that this process computed in place of those that passed. Beside them the model FLOP utilisation: the share of
-the rate of a large matrix product measured in the same run.
+seconds that this process computed in place of those that passed. Beside them the model FLOP
+utilisation: the share of the rate of a large matrix product measured in the same run.
 """
 
 from __future__ import annotations
@@ -326,6 +326,7 @@ def main() -> None:
     parser.add_argument("--sequence", type=int, default=512)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--processor-time", action="store_true", help="on a busy CPU")
     parser.add_argument("--threads", type=int, help="of the CPU; by default torch's choice")
     parser.add_argument(
         "--systems", nargs="*", default=[], help="names as in the table; all if none"

@@ -305,8 +305,8 @@ def test_half_precision_models_and_autocast_multiply_in_fp8(half):
 
 
 def test_a_model_in_fp8_compiles_into_one_graph():
-    model = GPTModel(replace(CONFIG, num_layers=2), seed=1)
-    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    model = GPTModel(replace(CONFIG, num_layers=1), seed=1)
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
     loss = compiled(**batch(0))
     loss.backward()
     torch.testing.assert_close(loss, model(**batch(0)))

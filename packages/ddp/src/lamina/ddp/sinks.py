@@ -95,10 +95,11 @@ def gradient_sink(parameter: torch.Tensor) -> GradientSink | None:
     Args:
         parameter: the parameter the layer computed with.
     """
-    sink = parameter.__dict__.get(_SINK)
-    if sink is None or not sink.alive or torch.compiler.is_compiling() or torch.is_grad_enabled():
+    # First of all, for the compiler cannot look into a parameter's dictionary.
+    if torch.compiler.is_compiling() or torch.is_grad_enabled() or not parameter.requires_grad:
         return None
-    if not parameter.requires_grad:
+    sink = parameter.__dict__.get(_SINK)
+    if sink is None or not sink.alive:
         return None
     try:
         reached = torch._C._will_engine_execute_node(get_gradient_edge(parameter).node)

@@ -184,6 +184,7 @@ class Run:
         self.model = pipeline(
             model,
             self.mesh,
+            schedule="1f1b" if case.microbatches > 1 else "gpipe",
             num_microbatches=case.microbatches,
             wrap=lambda stage: fully_shard(
                 stage, device_mesh=self.mesh, zero_dp_strategy=case.strategy
@@ -322,3 +323,37 @@ def test_two_ranks_equal_one_process(name):
 @pytest.mark.parametrize("name", FOUR)
 def test_four_ranks_equal_one_process(name):
     check(CASES[name])
+
+
+LAYOUTS = {
+    "ep 4": {"ep": 4},
+    "ep 2, dp_shard 4": {"dp_shard": 4, "ep": 2},
+    "ep 2, dp_replicate 2": {"dp_replicate": 2, "dp_shard": 2, "ep": 2},
+    "ep 2, tp 2": {"dp_shard": 2, "tp": 2, "ep": 2},
+    "ep 2, cp 2": {"dp_shard": 2, "cp": 2, "ep": 2},
+    "ep 2, pp 2": {"pp": 2, "dp_shard": 2, "ep": 2},
+}
+
+
+@pytest.mark.matrix
+@pytest.mark.ranks(4, timeout=120)
+@pytest.mark.parametrize("layout", list(LAYOUTS))
+@pytest.mark.parametrize("strategy", [0, 3])
+@pytest.mark.parametrize("capacity", [None, 0.9])
+@pytest.mark.parametrize("dispatcher", ["all_to_all", "all_gather"])
+@pytest.mark.parametrize("scores", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("microbatches", [1, 2])
+@pytest.mark.parametrize("fp32", [False, True])
+def test_every_layout_equals_one_process(
+    layout, strategy, capacity, dispatcher, scores, microbatches, fp32
+):
+    moe = {"capacity_factor": capacity, "dispatcher": dispatcher, "scores": scores}
+    case = Case(
+        LAYOUTS[layout],
+        moe | LOSSES | BALANCED,
+        strategy=strategy,
+        config={"sequence_parallel": "tp" in layout},
+        microbatches=microbatches,
+        fp32=fp32,
+    )
+    check(case)

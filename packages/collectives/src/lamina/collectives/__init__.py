@@ -7,7 +7,7 @@ from .handles import Handle, ReduceHandle
 from .lanes import kept_bytes
 from .ledger import Ledger, Record
 from .native import all_reduce_native, reduce_scatter_native
-from .point_to_point import receive_operation, send_operation
+from .point_to_point import Message, receive_operation, send_operation
 from .reduce import all_reduce_fp32, reduce_scatter_fp32
 from .regions import (
     all_to_all_tokens,
@@ -38,6 +38,7 @@ from .transport import use_messages
 __all__ = [
     "Handle",
     "Ledger",
+    "Message",
     "Pending",
     "Record",
     "ReduceHandle",

@@ -7,7 +7,7 @@ over.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -16,12 +16,17 @@ from .checks import group_size, where
 from .record import issue
 
 if TYPE_CHECKING:
-    from torch.distributed import P2POp, ProcessGroup
+    from torch.distributed import ProcessGroup
 
-__all__ = ["receive_operation", "send_operation"]
+__all__ = ["Message", "receive_operation", "send_operation"]
+
+Message: TypeAlias = dist.P2POp
+"""A send or a receive that has not been issued."""
 
 
-def send_operation(tensor: torch.Tensor, group: ProcessGroup, peer: int, *, tag: int = 0) -> P2POp:
+def send_operation(
+    tensor: torch.Tensor, group: ProcessGroup, peer: int, *, tag: int = 0
+) -> Message:
     """An operation that sends a tensor to another rank.
 
     Args:
@@ -42,7 +47,7 @@ def send_operation(tensor: torch.Tensor, group: ProcessGroup, peer: int, *, tag:
 
 def receive_operation(
     tensor: torch.Tensor, group: ProcessGroup, peer: int, *, tag: int = 0
-) -> P2POp:
+) -> Message:
     """An operation that fills a tensor with what another rank sends; see `send_operation`.
 
     Raises:

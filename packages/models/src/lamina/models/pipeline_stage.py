@@ -15,10 +15,10 @@ from typing import Any, Protocol, cast, runtime_checkable
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import P2POp, ProcessGroup
+from torch.distributed import ProcessGroup
 from torch.distributed.pipelining.stage import _PipelineStageBase
 
-from lamina.collectives import receive_operation, send_operation
+from lamina.collectives import Message, receive_operation, send_operation
 from lamina.models.pipeline_module import GPTStage, Microbatch
 from lamina.models.pipeline_weights import Late, WeightGradientQueue, attach_queue, deliver
 
@@ -118,7 +118,7 @@ class LaminaStage(_PipelineStageBase):
     def _create_grad_recv_info(self, *_: Any, **__: Any) -> tuple[Any, ...]:
         return ()
 
-    def _get_init_p2p_neighbors_ops(self) -> list[P2POp]:
+    def _get_init_p2p_neighbors_ops(self) -> list[Message]:
         return []  # `pipeline` has already made the ranks meet
 
     def clear_runtime_states(self) -> None:
@@ -204,28 +204,28 @@ class LaminaStage(_PipelineStageBase):
 
     # -- messages -----------------------------------------------------------------------------
 
-    def get_fwd_recv_ops(self, chunk: int) -> list[P2POp]:
+    def get_fwd_recv_ops(self, chunk: int) -> list[Message]:
         """Receive the activations of a microbatch."""
         if self.is_first:
             return []
         self._inputs[chunk] = buffer = self._empty(chunk)
         return self._receive(buffer, self.stage_index - 1, chunk, forward=True)
 
-    def get_fwd_send_ops(self, chunk: int) -> list[P2POp]:
+    def get_fwd_send_ops(self, chunk: int) -> list[Message]:
         """Send the activations of a microbatch."""
         if self.is_last:
             return []
         output = self._outputs[chunk] if self.has_backward else self._outputs.pop(chunk)
         return self._send(output.detach(), self.stage_index + 1, chunk, forward=True)
 
-    def get_bwd_recv_ops(self, chunk: int) -> list[P2POp]:
+    def get_bwd_recv_ops(self, chunk: int) -> list[Message]:
         """Receive the gradient of a microbatch's output."""
         if self.is_last or not self.has_backward:
             return []
         self._output_grads[chunk] = buffer = self._empty(chunk)
         return self._receive(buffer, self.stage_index + 1, chunk, forward=False)
 
-    def get_bwd_send_ops(self, chunk: int) -> list[P2POp]:
+    def get_bwd_send_ops(self, chunk: int) -> list[Message]:
         """Send the gradient of a microbatch's input."""
         if self.is_first or not self.has_backward:
             return []
@@ -251,12 +251,12 @@ class LaminaStage(_PipelineStageBase):
         shape = self.stage.activation_shape(self._batches[chunk])
         return torch.empty(shape, dtype=self.dtype, device=self.device)
 
-    def _send(self, tensor: Tensor, to: int, chunk: int, *, forward: bool) -> list[P2POp]:
+    def _send(self, tensor: Tensor, to: int, chunk: int, *, forward: bool) -> list[Message]:
         peer = self.stage_index_to_group_rank[to]
         tag = self._tag(max(to, self.stage_index), chunk, forward)
         return [send_operation(tensor, cast(ProcessGroup, self.group), peer, tag=tag)]
 
-    def _receive(self, tensor: Tensor, of: int, chunk: int, *, forward: bool) -> list[P2POp]:
+    def _receive(self, tensor: Tensor, of: int, chunk: int, *, forward: bool) -> list[Message]:
         peer = self.stage_index_to_group_rank[of]
         tag = self._tag(max(of, self.stage_index), chunk, forward)
         return [receive_operation(tensor, cast(ProcessGroup, self.group), peer, tag=tag)]

@@ -134,6 +134,8 @@ def run(root: Path, name: str, rounds: int) -> dict[str, Result]:
         return None
 
     for number in range(rounds):
+        if rank == 0:
+            print(f"round {number + 1} of {rounds}", flush=True)
         path = fresh("torch")
 
         def torch_save(path: Path = path) -> Callable[[], object]:

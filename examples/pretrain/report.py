@@ -46,7 +46,7 @@ def report(
     """Write samples, plot and report.json, and print what came out (collective)."""
     latest = checkpoints.latest()
     where = f"{run.checkpoints}/step-{latest:08d}"
-    if stopping.reason is Stop.INTERRUPT:
+    if stopping.reason in (Stop.INTERRUPT, Stop.PREEMPTED):
         metrics.finish()
         metrics.say(f"stopped on request after step {latest}; checkpoint: {where}")
         metrics.say("to continue: the same command again")

@@ -22,7 +22,7 @@ from schedule import learning_rate
 from stopping import Stop, Stopping
 from torch.distributed.tensor import DTensor
 
-from lamina.checkpoint import CheckpointManager
+from lamina.checkpoint import RESUME_EXIT_CODE, CheckpointManager
 from lamina.mesh import MeshAxis, ParallelLayout, Runtime, derive_seed, init_distributed
 
 
@@ -49,7 +49,10 @@ def train(config: Config, runtime: Runtime) -> None:
     model, optimizer = sharded_model(config, corpus, mesh, runtime)
 
     # Checkpoints: the newest one, if there is one, says where to go on.
-    checkpoints = CheckpointManager(run.checkpoints, keep_last=config.checkpoint.keep)
+    # Each is written while training goes on.
+    checkpoints = CheckpointManager(
+        run.checkpoints, keep_last=config.checkpoint.keep, async_save=True
+    )
     state = {"model": model, "optimizer": optimizer}
     done = checkpoints.restore(state, default=0)
 
@@ -65,11 +68,14 @@ def train(config: Config, runtime: Runtime) -> None:
             if stopping.reason or done % config.checkpoint.every == 0:
                 checkpoints.save(done, state)
                 metrics.saved()
-            if stopping.reason is not Stop.INTERRUPT and (
+            if stopping.reason not in (Stop.INTERRUPT, Stop.PREEMPTED) and (
                 stopping.reason or done % config.eval.every == 0
             ):
                 metrics.held_out(done, evaluator.held_out_loss())
+        checkpoints.close()
         report(model, optimizer, evaluator, stopping, checkpoints, metrics, config, run)
+    if stopping.reason is Stop.PREEMPTED:
+        raise SystemExit(RESUME_EXIT_CODE)  # torchrun --max-restarts starts it again
 
 
 def step(

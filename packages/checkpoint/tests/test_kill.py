@@ -30,7 +30,7 @@ def sweeps():
             [sys.executable, str(driver), base, *OUTCOMES],
             capture_output=True,
             text=True,
-            timeout=100,
+            timeout=240,
             check=False,
         )
     assert run.returncode == 0, run.stderr

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 
 from lamina.checkpoint.errors import CheckpointMismatchError
+from lamina.checkpoint.streams import memory_of
 from lamina.checkpoint.values import Json, decode, encode
 from lamina.mesh import rng_state, set_rng_state
 
@@ -82,7 +83,7 @@ class RngState:
 
 def _inline(tensor: torch.Tensor) -> Json:
     tensor = tensor.detach().cpu().contiguous()
-    raw = tensor.view(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
+    raw = bytes(memory_of(tensor))
     dtype = str(tensor.dtype).removeprefix("torch.")
     return [dtype, list(tensor.shape), base64.b64encode(raw).decode("ascii")]
 

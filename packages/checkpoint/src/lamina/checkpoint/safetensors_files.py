@@ -15,11 +15,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, cast
+from typing import Any
 
 import torch
 
 from lamina.checkpoint.errors import CheckpointDamagedError, CheckpointMismatchError
+from lamina.checkpoint.streams import memory_of
 
 INDEX = "model.safetensors.index.json"
 _CODES = {
@@ -108,11 +109,10 @@ class FileWriter:
                 f"'{expected.name}' is {tensor.dtype} {list(tensor.shape)}, planned was "
                 f"{expected.dtype} {list(expected.shape)}"
             )
-        if tensor.numel():
-            flat = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
-            view = memoryview(cast(Any, flat.numpy()))
-            while view:
-                view = view[self._file.write(view) :]
+        held = tensor.detach().cpu().contiguous()
+        view = memory_of(held)
+        while view:
+            view = view[self._file.write(view) :]
 
     def close(self) -> None:
         """Sync and rename; a file that lacks a tensor is removed."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import io
 import math
 import zipfile
@@ -62,6 +63,14 @@ def own_memory(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.untyped_storage().nbytes() != tensor.nbytes:
         tensor = tensor.clone(memory_format=torch.contiguous_format)
     return tensor
+
+
+def memory_of(tensor: torch.Tensor) -> memoryview:
+    """Return the bytes of a contiguous CPU tensor, which must outlive the view; needs no NumPy."""
+    if not tensor.numel():
+        return memoryview(b"")
+    held = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
+    return memoryview(held).cast("B")
 
 
 def tensor_in(chunk: memoryview, dtype: torch.dtype, sizes: Sequence[int]) -> torch.Tensor:

@@ -17,7 +17,14 @@ from lamina.ddp import (
 )
 from lamina.fsdp import fully_shard, fully_shard_optimizer
 from lamina.mesh import ParallelLayout
-from lamina.models import GPTModel, TransformerConfig, apply_recompute, pipeline
+from lamina.models import (
+    GPTModel,
+    MambaConfig,
+    MoEConfig,
+    TransformerConfig,
+    apply_recompute,
+    pipeline,
+)
 
 CONFIG = TransformerConfig(
     vocab_size=40,
@@ -271,3 +278,35 @@ def test_one_pipeline_rank_runs_microbatch_after_microbatch(ranks):
     check_training(runner, mesh, config, None, steps=2)
     sharded = pipeline(build(config, mesh), mesh, "1f1b", 3, wrap=wrapper(3, mesh))
     check_training(sharded, mesh, config, 3, steps=2)
+
+
+@pytest.mark.ranks(2)
+def test_stacks_of_experts_and_mamba_train_like_one_process(ranks):
+    """One microbatch: auxiliary losses are those of a batch."""
+    moe = MoEConfig(num_experts=4, top_k=2, switch_loss=0.1, z_loss=0.05, bias_rate=0.01)
+    config = replace(
+        CONFIG,
+        layer_pattern="TM-T",
+        mamba=MambaConfig(state_size=8, head_dim=8),
+        moe=moe,
+    )
+    mesh = ParallelLayout(pp=2).build("cpu")
+    runner = pipeline(build(config, mesh), mesh, "interleaved_zero_bubble", 1)
+    check_training(runner, mesh, config, None, steps=1)
+
+
+@pytest.mark.slow
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("each", [False, True])
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("kind", [0, 1, 2, 3, "ddp", "zero1"])
+@pytest.mark.parametrize("schedule", list(SCHEDULES))
+def test_every_schedule_under_every_wrapper(schedule, kind, tied, each, ranks):
+    config = replace(CONFIG, tie_embeddings=tied)
+    mesh = ParallelLayout(pp=2, dp_shard=2).build("cpu")
+    settings = {"use_distributed_optimizer": True} if kind == "zero1" else {}
+    kind = "ddp" if kind == "zero1" else kind
+    wrap = wrapper(kind, mesh, **settings)
+    model = build(config, mesh)
+    runner = pipeline(model, mesh, schedule, 4, wrap=wrap, each_microbatch=each)
+    check_training(runner, mesh, config, kind, steps=2)

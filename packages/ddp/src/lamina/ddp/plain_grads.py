@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from lamina.collectives import all_reduce_fp32, all_reduce_small
+from lamina.ddp.finalize import FinalizesStep
 from lamina.mesh import MeshAxis, ParallelMesh, role_of
 
 __all__ = ["finalize_plain_grads"]
@@ -19,8 +20,9 @@ __all__ = ["finalize_plain_grads"]
 def finalize_plain_grads(modules: nn.Module | Sequence[nn.Module], mesh: ParallelMesh) -> None:
     """`finalize_grads` for modules as they are: gradients stay where autograd put them.
 
-    Gradients of parameters that every tp rank holds whole are combined by their role, then those
-    of parameters tied across pipeline stages are summed. Collective over the mesh.
+    Gradients of parameters that every tp rank holds whole are combined by their role, those of
+    parameters tied across pipeline stages are summed, and submodules with a `finalize_step` have
+    their turn. Collective over the mesh.
 
     Args:
         modules: a module, or this rank's pipeline stages in order.
@@ -53,6 +55,9 @@ def finalize_plain_grads(modules: nn.Module | Sequence[nn.Module], mesh: Paralle
             _sum_here(held)
     elif here and (axis := mesh.embedding_axis) is not None:
         _combine([held[0] for held in here], axis, None)
+    for module in (module for stage in stages for module in stage.modules()):
+        if isinstance(module, FinalizesStep):
+            module.finalize_step(mesh)
 
 
 def _combine(parameters: Sequence[torch.Tensor], axis: MeshAxis, scale: float | None) -> None:

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from lamina.models.config import TransformerConfig
 from lamina.models.cost import training_flops_per_token
+from lamina.models.precision import Precision
 
 Layout = tuple[tuple[int, ...], ...]
 """Layers of each stage, in order."""
@@ -31,17 +32,24 @@ def part_costs(config: TransformerConfig, sequence: int) -> tuple[float, list[fl
 
     """
     head = 6.0 * config.padded_vocab_size * config.hidden_size
-    pattern = config.pattern
-    of_letter = {
-        letter: training_flops_per_token(_one_layer(config, letter), sequence) - head
-        for letter in set(pattern)
+    kinds = [(letter, config.has_experts(at)) for at, letter in enumerate(config.pattern)]
+    costs = {
+        kind: training_flops_per_token(_one_layer(config, *kind), sequence) - head
+        for kind in set(kinds)
     }
-    return LOOKUP_COST * config.hidden_size, [of_letter[letter] for letter in pattern], head
+    return LOOKUP_COST * config.hidden_size, [costs[kind] for kind in kinds], head
 
 
-def _one_layer(config: TransformerConfig, letter: str) -> TransformerConfig:
+def _one_layer(config: TransformerConfig, letter: str, experts: bool) -> TransformerConfig:
+    """A model of one layer of a kind."""
+    moe = None
+    if experts and config.moe is not None:
+        moe = replace(config.moe, first_dense=0, every=1)
     mamba = config.mamba if letter == "M" else None
-    return replace(config, num_layers=1, layer_pattern=letter, mamba=mamba)
+    precision = Precision()  # no layers at the ends that are other than the rest
+    return replace(
+        config, num_layers=1, layer_pattern=letter, mamba=mamba, moe=moe, precision=precision
+    )
 
 
 def cut_layers(config: TransformerConfig, num_stages: int, sequence: int | None = None) -> Layout:

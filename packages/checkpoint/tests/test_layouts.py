@@ -70,3 +70,33 @@ def test_a_run_moves_from_layout_to_layout(tmp_path, saved, loaded):
 @pytest.mark.parametrize("loaded", NAMES)
 def test_a_run_moves_from_any_layout_to_any(tmp_path, saved, loaded):
     moved(tmp_path, saved, loaded)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("axis", ["ep", "expert_tp"])
+def test_experts_over_ranks_are_stored_as_all_experts(tmp_path, axis):
+    from lamina.mesh import ParallelLayout
+    from lamina.models import GroupedExperts
+
+    sizes = {"ep": 2, "dp_shard": 2} if axis == "ep" else {"expert_tp": 2, "tp": 2, "dp_shard": 1}
+    mesh = ParallelLayout(**sizes).build("cpu")
+
+    def experts(mesh: object) -> torch.nn.Module:
+        torch.manual_seed(0)
+        return GroupedExperts(4, 8, 12, mesh)
+
+    cut, alone = experts(mesh), experts(None)
+    optimizer, plain = (torch.optim.SGD(m.parameters(), 0.1, momentum=0.9) for m in (cut, alone))
+    for model, stepped in ((cut, optimizer), (alone, plain)):
+        for parameter in model.parameters():
+            parameter.grad = parameter.detach().clone()
+        stepped.step()
+    CheckpointManager(tmp_path).save(1, {"model": cut, "optimizer": optimizer})
+    mine = [dist.new_group([r]) for r in range(2)][dist.get_rank()]
+    got = experts(None)
+    fresh = torch.optim.SGD(got.parameters(), 0.1, momentum=0.9)
+    CheckpointManager(tmp_path, group=mine).restore({"model": got, "optimizer": fresh})
+    for one, other in zip(got.parameters(), alone.parameters(), strict=True):
+        assert torch.equal(one, other)
+        moments = (fresh.state[one], plain.state[other])
+        assert torch.equal(*(m["momentum_buffer"] for m in moments))

@@ -187,15 +187,25 @@ def export_huggingface(
     files = divide([t for of_link in planned.values() for t in of_link], max_file_bytes)
     writer = _Export(path, files) if ranks.is_first else None
     ranks.together(lambda: writer.begin() if writer else None)
+    _export_all(weights, tensors, planned, ranks, writer)
+    config = {**weights.config, "dtype": _dtype_name(planned)}
+    ranks.together(lambda: writer.finish(config) if writer else None)
+    return path
+
+
+def _export_all(
+    weights: HuggingFaceWeights,
+    tensors: _Tensors,
+    planned: Mapping[str, Sequence[Described]],
+    ranks: Ranks,
+    writer: _Export | None,
+) -> None:
     try:
         for link in weights.links:
             _export_one(link, tensors, planned[link.ours], ranks, writer)
     finally:
         if writer is not None:
             writer.close()
-    config = {**weights.config, "dtype": _dtype_name(planned)}
-    ranks.together(lambda: writer.finish(config) if writer else None)
-    return path
 
 
 def _export_one(

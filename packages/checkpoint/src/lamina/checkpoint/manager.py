@@ -237,10 +237,21 @@ class CheckpointManager:
         """
         self._ranks.together(self.wait)
         selection = Selection(strict, tuple(include), tuple(exclude), allow_cast)
-        skipped: dict[int, str] = {}
         chosen = self._agree_on_step(step)
         if chosen is None and default is not None:
             return default
+        return self._load_good(chosen, state, selection, fallback=fallback)
+
+    def _load_good(
+        self,
+        chosen: int | None,
+        state: MutableMapping[str, object],
+        selection: Selection,
+        *,
+        fallback: bool,
+    ) -> int:
+        """Load a checkpoint or, with `fallback`, the first undamaged one before it."""
+        skipped: dict[int, str] = {}
         while chosen is not None:
             damage = self._load(chosen, state, selection, skipped)
             if damage is None:
@@ -248,7 +259,7 @@ class CheckpointManager:
             if not fallback:
                 raise damage
             skipped[chosen] = str(damage)
-            warnings.warn(f"step {chosen} is passed over: {damage}", stacklevel=2)
+            warnings.warn(f"step {chosen} is passed over: {damage}", stacklevel=4)
             chosen = self._agree_on_step(None, below=chosen)
         raise CheckpointNotFoundError(
             f"no complete checkpoint in {self.directory}"

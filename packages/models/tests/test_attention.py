@@ -19,6 +19,7 @@ from lamina.models import (
     apply_rotary,
     choose_pattern,
     document_positions,
+    patterns,
     rotary_tables,
 )
 
@@ -199,3 +200,18 @@ def test_a_path_that_cannot_is_refused():
 def test_attention_alone_needs_a_batch():
     with pytest.raises(ValueError, match=r"x has shape \(5, 32\)"):
         SelfAttention(CONFIG)(torch.zeros(5, 32))
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype", "path"),
+    [
+        ((9, 0), torch.bfloat16, "varlen"),
+        ((8, 0), torch.float16, "varlen"),
+        ((7, 5), torch.float16, "flex"),
+        ((9, 0), torch.float32, "flex"),
+    ],
+)
+def test_paths_on_cuda_follow_what_the_device_can(capability, dtype, path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    assert patterns._best_path(CONFIG, torch.device("cuda"), dtype, 0.0) == path
+    assert patterns._best_path(CONFIG, torch.device("cuda"), dtype, 0.1) == "sdpa"

@@ -17,6 +17,7 @@ from lamina.models import (
     generate,
     linear_cross_entropy,
     sample,
+    vocab_parallel_cross_entropy,
 )
 from lamina_testing import Meter
 
@@ -117,6 +118,22 @@ def test_no_labels_that_count_give_no_loss_and_no_gradient():
     loss.backward()
     assert loss.item() == 0.0
     assert all(p.grad is None or not p.grad.any() for p in model.parameters())
+
+
+def test_cross_entropy_holds_no_fp32_copy_of_the_logits():
+    torch.manual_seed(0)
+    logits = torch.randn(256, 2048, dtype=torch.bfloat16, requires_grad=True)
+    labels = torch.randint(0, 2048, (256,))
+    labels[3] = -100
+    with Meter() as meter:
+        before = meter.live_bytes()
+        vocab_parallel_cross_entropy(logits, labels, chunk=16).sum().backward()
+        rise = meter.peak_live_bytes - before
+    # The gradient, and what a chunk needs.
+    assert rise < logits.nbytes + 6 * 16 * 2048 * 4
+    wide = logits.detach().double().requires_grad_()
+    torch.nn.functional.cross_entropy(wide, labels, reduction="sum").backward()
+    torch.testing.assert_close(logits.grad.double(), wide.grad, rtol=1e-2, atol=1e-4)
 
 
 def test_the_loss_never_holds_all_logits():

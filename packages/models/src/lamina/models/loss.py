@@ -24,15 +24,24 @@ IGNORED = -100
 
 
 def vocab_parallel_cross_entropy(
-    logits: Tensor, labels: Tensor, mesh: MeshLike = None, *, ignore_index: int = IGNORED
+    logits: Tensor,
+    labels: Tensor,
+    mesh: MeshLike = None,
+    *,
+    ignore_index: int = IGNORED,
+    chunk: int | None = None,
 ) -> Tensor:
     """Cross-entropy of each token from logits whose vocabulary is cut over ranks.
+
+    Exponentials live in float32 for a chunk of tokens only: for logits in bf16 the peak is the
+    logits and their gradient, not twice as much again.
 
     Args:
         logits: ``[..., vocabulary / size]``: this rank's run of columns, in rank order.
         labels: int64 ``[...]``, ids of the whole vocabulary, the same on every rank.
         mesh: has an axis ``tp``, or is that axis; None where this process holds all columns.
         ignore_index: tokens with this label have loss 0 and no gradient.
+        chunk: tokens at a time; by default at least 1,024, more for small vocabularies.
 
     Returns:
         Losses ``[...]`` in nats, float32 (float64 for float64 logits).
@@ -47,7 +56,9 @@ def vocab_parallel_cross_entropy(
             "the logits' shape without its last dimension"
         )
     axis = axis_of(mesh, "tp")
-    losses: Tensor = _CrossEntropy.apply(logits, labels, axis, ignore_index)  # type: ignore[no-untyped-call]
+    losses: Tensor = _CrossEntropy.apply(  # type: ignore[no-untyped-call]
+        logits, labels, axis, ignore_index, chunk or _tokens_at_a_time(logits.shape[-1])
+    )
     return losses
 
 
@@ -83,8 +94,7 @@ def linear_cross_entropy(
     """
     axis = axis_of(mesh, "tp")
     hidden, weight, _ = under_autocast(hidden, weight)
-    if chunk is None:
-        chunk = max(1024, 2**22 // weight.shape[0])
+    chunk = chunk or _tokens_at_a_time(weight.shape[0])
     kept = weight.shape[0]
     if vocab_size is not None:
         first = 0 if axis is None else axis.rank * weight.shape[0]
@@ -95,6 +105,10 @@ def linear_cross_entropy(
         hidden, weight, labels, axis, kept, chunk, ignore_index, needed
     )
     return total
+
+
+def _tokens_at_a_time(columns: int) -> int:
+    return int(max(1024, 2**22 // max(columns, 1)))
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
@@ -116,13 +130,19 @@ class _Softmax(NamedTuple):
     """bool ``[tokens]``: whether the label counts and is one of this rank's columns."""
 
 
+def _places(
+    labels: Tensor, columns: int, axis: MeshAxis | None, ignored: int
+) -> tuple[Tensor, Tensor]:
+    """Which of this rank's columns each label is, and whether it is one; see `_Softmax`."""
+    column = labels - (0 if axis is None else axis.rank * columns)
+    here = (column >= 0) & (column < columns) & (labels != ignored)
+    return torch.where(here, column, 0), here
+
+
 def _softmax(logits: Tensor, labels: Tensor, axis: MeshAxis | None, ignored: int) -> _Softmax:
     """Turn wide logits ``[tokens, columns]`` into probabilities, in place."""
     group = None if axis is None else axis.group
-    first = 0 if axis is None else axis.rank * logits.shape[1]
-    column = labels - first
-    here = (column >= 0) & (column < logits.shape[1]) & (labels != ignored)
-    column = torch.where(here, column, 0)
+    column, here = _places(labels, logits.shape[1], axis, ignored)
     largest = logits.amax(dim=1)
     all_reduce_small([largest], group, op="max")
     logits -= largest[:, None]
@@ -146,22 +166,31 @@ class _CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, labels: Tensor, axis: MeshAxis | None, ignored: int
+        ctx: Any, logits: Tensor, labels: Tensor, axis: MeshAxis | None, ignored: int, chunk: int
     ) -> Tensor:
-        wide = logits.flatten(0, -2).to(_wide(logits.dtype), copy=True)
-        soft = _softmax(wide, labels.flatten(), axis, ignored)
-        counted = labels.flatten() != ignored
-        ctx.save_for_backward(logits, soft.log_total, soft.column, soft.here, counted)
-        return soft.losses.view(labels.shape)
+        flat, names, wide = logits.flatten(0, -2), labels.flatten(), _wide(logits.dtype)
+        losses = torch.empty(names.shape, dtype=wide, device=logits.device)
+        log_total = torch.empty_like(losses)
+        for start in range(0, flat.shape[0], chunk):
+            rows = slice(start, start + chunk)
+            soft = _softmax(flat[rows].to(wide, copy=True), names[rows], axis, ignored)
+            losses[rows], log_total[rows] = soft.losses, soft.log_total
+        ctx.save_for_backward(logits, names, log_total)
+        ctx.axis, ctx.ignored, ctx.chunk = axis, ignored, chunk
+        return losses.view(labels.shape)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        logits, log_total, column, here, counted = ctx.saved_tensors
-        wide = logits.flatten(0, -2).to(log_total.dtype) - log_total[:, None]
-        grad_logits = _subtract_labels(wide.exp_(), column, here)
-        grad_logits *= (grad.flatten() * counted)[:, None]
-        return grad_logits.to(logits.dtype).view(logits.shape), None, None, None
+        logits, names, log_total = ctx.saved_tensors
+        flat, factor = logits.flatten(0, -2), grad.flatten() * (names != ctx.ignored)
+        grad_logits = torch.empty_like(flat)
+        for start in range(0, flat.shape[0], ctx.chunk):
+            rows = slice(start, start + ctx.chunk)
+            wide = flat[rows].to(log_total.dtype) - log_total[rows, None]
+            places = _places(names[rows], flat.shape[1], ctx.axis, ctx.ignored)
+            grad_logits[rows] = _subtract_labels(wide.exp_(), *places).mul_(factor[rows, None])
+        return grad_logits.view(logits.shape), None, None, None, None
 
 
 class _LinearCrossEntropy(torch.autograd.Function):

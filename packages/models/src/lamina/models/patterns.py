@@ -255,7 +255,10 @@ def _best_path(
     if device.type != "cuda" or dropout:
         return "sdpa"
     equal_widths = config.value_width == config.head_width <= 256
-    return "varlen" if dtype in (torch.float16, torch.bfloat16) and equal_widths else "flex"
+    half = dtype in (torch.float16, torch.bfloat16)
+    # The variable-length kernel is FlashAttention's, which begins with Ampere.
+    able = half and equal_widths and torch.cuda.get_device_capability(device) >= (8, 0)
+    return "varlen" if able else "flex"
 
 
 def _varlen(tokens: Tensor, runs: Tensor | None, window: int | None) -> Varlen:

@@ -53,7 +53,7 @@ def step(model, optimizer, width=WIDTH):
     optimizer.zero_grad()
 
 
-@pytest.mark.ranks(2, 4)
+@pytest.mark.ranks(4)
 @pytest.mark.parametrize("slots", [False, True])
 def test_a_step_peaks_at_shards_two_slots_and_three_buckets(slots, ranks):
     extra = activations() + SLACK
@@ -78,16 +78,41 @@ def test_a_step_peaks_at_shards_two_slots_and_three_buckets(slots, ranks):
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("strategy", [0, 3])
-def test_a_deleted_model_leaves_nothing(strategy, ranks):
+def test_a_deleted_model_leaves_nothing(ranks):
     """But for what transports keep between calls, which the next model uses again."""
     width = 256  # blocks of 1.5 MiB
     gc.collect()
     before = live_bytes() - kept_bytes()
-    model, optimizer = sharded(2, width, zero_dp_strategy=strategy)
+    model, optimizer = sharded(2, width)
     for _ in range(2):
         step(model, optimizer, width)
     assert live_bytes() - before > 4 << 20
     del model, optimizer
     gc.collect()
     assert live_bytes() - kept_bytes() - before <= 1 << 20
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("strategy", [1, 3])
+def test_zeroed_gradients_are_given_back_before_activations_are_made(strategy, ranks):
+    model, optimizer = sharded(2, zero_dp_strategy=strategy)
+    model(torch.randn(BATCH, WIDTH)).square().mean().backward()
+    held = []
+
+    def forward():
+        with torch.no_grad():
+            model(torch.randn(BATCH, WIDTH))
+        gc.collect()
+        held.append(live_bytes() - kept_bytes())
+
+    gradients = {name: p.grad for name, p in model.named_parameters()}
+    whole = {name: gradient.full_tensor() for name, gradient in gradients.items()}
+    forward()  # not zeroed: kept
+    optimizer.zero_grad()
+    forward()  # zeroed, but the user still holds them
+    for name, gradient in gradients.items():
+        assert torch.equal(gradient.full_tensor(), whole[name])
+    del gradients, gradient
+    forward()
+    assert held[1] == held[0]
+    assert held[0] - held[2] == memory_plan(model).main_grads

@@ -146,6 +146,9 @@ class ParameterGroup:
         self.gradients = self._make_gradients(transient) if self.main is not None else None
         self._point_parameters_at_weights()
         self.main_parameters = self._make_main_parameters()
+        if self.requires_grad and self.dtypes.grads != self.dtypes.main:
+            for main in self.main_parameters:
+                main.grad_dtype = self.dtypes.grads  # torch takes no other dtype in `.grad`
 
     @property
     def compute_parameters(self) -> list[nn.Parameter]:

@@ -1,0 +1,219 @@
+"""What arguments, policy fields and methods do, seen from outside: each fails when it is cut."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from lamina.collectives import Ledger
+from lamina.ddp import NonFiniteGradientError, full_gradients, full_parameters
+from lamina.fsdp import MixedPrecisionPolicy, fully_shard, shard_module
+from lamina_testing.toys import Block, OddNet, inputs
+
+BF16 = torch.bfloat16
+
+
+def build(seed=3):
+    torch.manual_seed(seed)
+    return OddNet()
+
+
+def sharded(seed=3, **settings):
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    return fully_shard(build(seed), device_mesh=mesh, fsdp_unit_modules=[Block], **settings)
+
+
+def loss_of(model, rank):
+    return model(inputs(model, rank)).float().square().mean()
+
+
+def summed(scale=1.0):
+    """Gradients of both ranks' batches in one process."""
+    reference = build()
+    sum(loss_of(reference, rank) * scale for rank in range(2)).backward()
+    return {name: p.grad for name, p in reference.named_parameters()}
+
+
+def assert_near(found, wanted):
+    assert found.keys() == wanted.keys()
+    for name, value in wanted.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6, msg=name)
+
+
+@pytest.mark.ranks(2)
+def test_report_nan_in_param_grad_names_the_parameter_before_it_is_sent(ranks):
+    model = sharded(report_nan_in_param_grad=True)
+    model.blocks[2].down.register_full_backward_pre_hook(
+        lambda _, gradients: (gradients[0] * float("nan"),)
+    )
+    with pytest.raises(NonFiniteGradientError, match=r"blocks\.2\.\w+\.\w+ is not finite"):
+        loss_of(model, ranks.rank).backward()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(("per_token", "scale"), [(True, 1.0), (False, 0.5)])
+def test_calculate_per_token_loss_leaves_sums_over_ranks(per_token, scale, ranks):
+    model = sharded(calculate_per_token_loss=per_token)
+    loss_of(model, ranks.rank).backward()
+    assert_near(full_gradients(model), summed(scale))
+    model.scale_gradients(0.25)
+    assert_near(full_gradients(model), summed(scale * 0.25))
+
+
+@pytest.mark.ranks(2)
+def test_sync_module_states_decides_whose_values_the_ranks_start_from(ranks):
+    first = {name: p.detach() for name, p in build(0).named_parameters()}
+    second = {name: p.detach() for name, p in build(1).named_parameters()}
+    assert_near(full_parameters(sharded(seed=ranks.rank)), first)
+    mixed = full_parameters(sharded(seed=ranks.rank, sync_module_states=False))
+    taken = {torch.equal(mixed[n], first[n]) for n in first if n.startswith("blocks.0")}
+    also = {torch.equal(mixed[n], second[n]) for n in first if n.startswith("blocks.0")}
+    assert True in taken
+    assert True in also
+
+
+@pytest.mark.ranks(2)
+def test_broadcast_params_takes_the_first_ranks_weights(ranks):
+    model = sharded(zero_dp_strategy=0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(ranks.rank)
+    model.broadcast_params()
+    assert_near(dict(model.named_parameters()), dict(build().named_parameters()))
+
+
+@pytest.mark.ranks(2)
+def test_start_param_sync_installs_what_was_written_by_hand(ranks):
+    policy = MixedPrecisionPolicy(param_dtype=BF16)  # weights that compute are copies
+    model = sharded(mixed_precision_policy=policy)
+    with torch.no_grad():
+        loss_of(model, 0)
+        for parameter in model.parameters():
+            parameter.zero_()
+        model.start_param_sync()
+        assert not model(inputs(model, 0)).any()
+
+
+class Seeing(OddNet):
+    """Notes dtypes as its forward sees them."""
+
+    def forward(self, x):
+        self.seen = {name: p.dtype for name, p in self.named_parameters()}
+        self.took = x.dtype
+        return super().forward(x.to(self.enter.weight.dtype))
+
+
+def dtypes_under(policy):
+    torch.manual_seed(3)
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    model = fully_shard(
+        Seeing(), device_mesh=mesh, mixed_precision_policy=policy, fsdp_unit_modules=[]
+    )
+    out = model(inputs(model, 0))
+    with Ledger() as ledger:
+        out.float().sum().backward()
+    wire = {str(r.dtype) for r in ledger.records if r.op == "reduce_scatter_fp32"}
+    return model, out, wire
+
+
+@pytest.mark.ranks(2)
+def test_each_field_of_the_policy_decides_one_dtype(ranks):
+    model, out, wire = dtypes_under(MixedPrecisionPolicy(param_dtype=BF16))
+    assert set(model.seen.values()) == {BF16}
+    assert (model.took, out.dtype) == (BF16, BF16)
+    assert wire == {"torch.bfloat16"}
+    assert {p.grad.dtype for p in model.parameters()} == {torch.float32}
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+
+    policy = MixedPrecisionPolicy(
+        param_dtype=BF16,
+        cast_forward_inputs=False,
+        output_dtype=torch.float32,
+        grad_comm_dtype=torch.float32,
+    )
+    model, out, wire = dtypes_under(policy)
+    assert (model.took, out.dtype) == (torch.float32, torch.float32)
+    assert wire == {"torch.float32"}
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(
+    ("made", "grads", "strategy"), [(BF16, torch.float32, 0), (torch.float32, BF16, 3)]
+)
+def test_main_grads_have_the_dtype_that_was_asked_for_and_are_stepped_with(
+    made, grads, strategy, ranks
+):
+    policy = MixedPrecisionPolicy(
+        main_params_dtype=None, param_dtype=BF16, main_grads_dtype=grads, output_dtype=torch.float32
+    )
+    model = build().to(made)
+    model, optimizer = fully_shard(
+        model,
+        torch.optim.AdamW(model.parameters(), lr=0.1),
+        mixed_precision_policy=policy,
+        zero_dp_strategy=strategy,
+    )
+    before = full_parameters(model)
+    model(inputs(model, ranks.rank)).square().mean().backward()
+    assert {p.grad.dtype for p in model.parameters()} == {grads}
+    assert {p.dtype for p in model.parameters()} == {made}
+    optimizer.step()
+    after = full_parameters(model)
+    assert not torch.equal(after["enter.weight"], before["enter.weight"])
+
+
+class Norms(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(8)
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x):
+        self.seen = {name: p.dtype for name, p in self.named_parameters()}
+        return self.linear(self.norm(x.float()).to(self.linear.weight.dtype))
+
+
+@pytest.mark.ranks(2)
+def test_patterns_keep_parameters_in_full_precision(ranks):
+    policy = MixedPrecisionPolicy(param_dtype=BF16, keep_full_precision=["*norm*"])
+    model = fully_shard(Norms(), mixed_precision_policy=policy)
+    model(torch.randn(2, 8)).sum().backward()
+    assert {n: str(d) for n, d in model.seen.items()} == {
+        "norm.weight": "torch.float32",
+        "norm.bias": "torch.float32",
+        "linear.weight": "torch.bfloat16",
+        "linear.bias": "torch.bfloat16",
+    }
+
+
+@pytest.mark.ranks(2)
+def test_backward_prefetch_lists_say_what_is_gathered_ahead(ranks):
+    model = build()
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    for module in (*model.blocks, model):
+        shard_module(module, mesh)
+    for _ in range(2):
+        loss_of(model, ranks.rank).backward()
+    model.blocks[2].set_modules_to_backward_prefetch([model.blocks[0]])
+    seen = []
+    model.blocks[2].down.register_full_backward_hook(
+        lambda *_: seen.append([b.sharding_unit.gathered[0].state.name for b in model.blocks])
+    )
+    loss_of(model, ranks.rank).backward()
+    assert seen[0][1] == "RELEASED"
+    assert seen[0][0] in ("GATHERING", "READY")
+
+
+@pytest.mark.ranks(1)
+def test_a_sharded_model_is_not_copied(ranks):
+    model = sharded_alone()
+    with pytest.raises(NotImplementedError, match="copy the model before"):
+        copy.deepcopy(model)
+    with pytest.raises(ValueError, match=r"fsdp_unit_modules=\[Conv2d\] matches no submodule"):
+        fully_shard(build(), fsdp_unit_modules=[nn.Conv2d])
+
+
+def sharded_alone():
+    return fully_shard(build())

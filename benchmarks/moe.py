@@ -1,0 +1,173 @@
+"""A layer of experts beside a loop over experts and transformers' Mixtral block.
+
+    torchrun --nproc_per_node=2 benchmarks/moe.py [--hidden 256 --inner 512 --experts 8]
+
+Route, dispatch, experts and combine, forward and backward, of this rank's tokens. All systems take
+turns in one process, so trust the ratios. "Balanced" tokens are drawn at random; "skewed" ones
+send most copies to the first two experts. Systems with ``ep`` hold 1/ranks of the experts and send
+tokens; the others hold all of them. Lamina's layer over one rank and over all take the same tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable, Mapping
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lamina.mesh import ParallelLayout, init_distributed
+from lamina.models import MoEConfig, MoELayer, TransformerConfig
+
+Step = Callable[[Tensor], None]
+
+
+class PlainLoop(nn.Module):
+    """What one writes first: for each expert, its tokens."""
+
+    def __init__(self, experts: int, hidden: int, inner: int, top_k: int) -> None:
+        super().__init__()
+        self.top_k = top_k
+        self.router = nn.Parameter(torch.randn(experts, hidden) * 0.02)
+        self.up = nn.ParameterList(torch.randn(2 * inner, hidden) * 0.02 for _ in range(experts))
+        self.down = nn.ParameterList(torch.randn(hidden, inner) * 0.02 for _ in range(experts))
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores = F.linear(x, self.router).softmax(-1)
+        weights, chosen = scores.topk(self.top_k)
+        weights = weights / weights.sum(-1, keepdim=True)
+        out = torch.zeros_like(x)
+        for expert, (up, down) in enumerate(zip(self.up, self.down, strict=True)):
+            token, place = torch.where(chosen == expert)
+            gate, inner = F.linear(x[token], up).chunk(2, dim=-1)
+            result = F.linear(F.silu(gate) * inner, down)
+            out = out.index_add(0, token, result * weights[token, place, None])
+        return out
+
+
+def systems(settings: argparse.Namespace, world: int) -> dict[str, nn.Module]:
+    """Every contestant, whole or over the ranks."""
+    torch.manual_seed(0)
+    moe = MoEConfig(num_experts=settings.experts, top_k=2, ffn_size=settings.inner)
+    config = TransformerConfig(
+        vocab_size=8, hidden_size=settings.hidden, num_layers=1, num_heads=1, moe=moe
+    )
+
+    def lamina(mesh: object = None, **changes: object) -> MoELayer:
+        changed = MoEConfig(**{**vars(moe), **changes})  # type: ignore[arg-type]
+        whole = TransformerConfig(**{**vars(config), "moe": changed})
+        return MoELayer(whole, mesh)  # type: ignore[arg-type]
+
+    found: dict[str, nn.Module] = {
+        "loop over experts": PlainLoop(settings.experts, settings.hidden, settings.inner, 2),
+        "lamina, grouped": lamina(experts="grouped"),
+        "lamina, loop": lamina(experts="loop"),
+        "lamina, padded": lamina(capacity_factor=1.25, pad_to_capacity=True),
+    }
+    block = mixtral(settings)
+    if block is not None:
+        found["transformers Mixtral"] = block
+    if world > 1:
+        mesh = ParallelLayout(ep=world).build("cpu")
+        found[f"lamina, ep {world}"] = lamina(mesh)
+        found[f"lamina, ep {world}, all_gather"] = lamina(mesh, dispatcher="all_gather")
+        padded = {"capacity_factor": 1.25, "pad_to_capacity": True}
+        found[f"lamina, ep {world}, padded"] = lamina(mesh, **padded)
+    return found
+
+
+def mixtral(settings: argparse.Namespace) -> nn.Module | None:
+    """The block of transformers, if it is installed."""
+    try:
+        from transformers import MixtralConfig
+        from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
+    except ImportError:
+        return None
+    block: nn.Module = MixtralSparseMoeBlock(
+        MixtralConfig(
+            hidden_size=settings.hidden,
+            intermediate_size=settings.inner,
+            num_local_experts=settings.experts,
+            num_experts_per_tok=2,
+        )
+    )
+    for parameter in block.parameters():
+        nn.init.normal_(parameter, 0.0, 0.02)
+    return block
+
+
+def step_of(module: nn.Module) -> Step:
+    """Forward and backward on [tokens, hidden]."""
+    batched = "Mixtral" in type(module).__name__
+
+    def step(x: Tensor) -> None:
+        x = x.requires_grad_()
+        out = module(x[None])[0] if batched else module(x)
+        out.backward(out.detach())
+        module.zero_grad()
+
+    return step
+
+
+def route(module: nn.Module, skew: bool) -> None:
+    """Make the first element of a token, which is 1, prefer the first two experts, or none."""
+    routers = [p for n, p in module.named_parameters() if "router" in n or "gate.weight" in n]
+    with torch.no_grad():
+        for weight in routers:
+            weight[:, 0] = 0.0
+            if skew:
+                weight[:2, 0] = 1.0
+
+
+def measure(steps: Mapping[str, Step], tokens: Tensor, rounds: int) -> dict[str, float]:
+    """Median seconds of a step, all in turn."""
+    seconds: dict[str, list[float]] = {name: [] for name in steps}
+    for index in range(rounds + 2):
+        for name, step in steps.items():
+            x = tokens.clone()
+            if dist.is_initialized():
+                dist.barrier()
+            begin = time.perf_counter()
+            step(x)
+            if index >= 2:
+                seconds[name].append(time.perf_counter() - begin)
+    return {name: statistics.median(each) for name, each in seconds.items()}
+
+
+def main() -> None:
+    """Print a table for balanced and one for skewed tokens."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    for name, value in {
+        "hidden": 256,
+        "inner": 512,
+        "experts": 8,
+        "tokens": 1024,
+        "rounds": 9,
+    }.items():
+        parser.add_argument(f"--{name}", type=int, default=value)
+    settings = parser.parse_args()
+    with init_distributed() as runtime:
+        modules = systems(settings, runtime.world_size)
+        torch.manual_seed(runtime.rank)
+        tokens = torch.randn(settings.tokens, settings.hidden)
+        tokens[:, 0] = 1.0
+        for kind in ("balanced", "skewed"):
+            for module in modules.values():
+                route(module, kind == "skewed")
+            found = measure({n: step_of(m) for n, m in modules.items()}, tokens, settings.rounds)
+            if runtime.is_main:
+                first, *_ = found.values()
+                peer = found.get("transformers Mixtral", float("nan"))
+                print(f"\n{kind}\n| system | ms | / loop | / transformers |")
+                print("| --- | --- | --- | --- |")
+                for name, value in found.items():
+                    cells = f"{1e3 * value:.1f} | {value / first:.2f} | {value / peer:.2f}"
+                    print(f"| {name} | {cells} |")
+
+
+if __name__ == "__main__":
+    main()

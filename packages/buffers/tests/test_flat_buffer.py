@@ -22,6 +22,7 @@ from lamina.buffers import (
     TensorSpec,
 )
 from lamina.mesh import ParallelLayout, mesh_axis
+from lamina_testing import live_bytes
 
 SHAPES = st.one_of(
     st.just(()),
@@ -284,3 +285,21 @@ def test_a_buffer_made_in_inference_mode_can_be_saved_for_backward():
     weight = buffer.views()["w"].requires_grad_()
     (weight * weight).sum().backward()
     assert weight.grad is not None
+
+
+def test_a_lazy_buffer_has_memory_only_while_it_is_used():
+    layout = BufferLayout.plan([TensorSpec("w", (4000,))], 1)
+    before = live_bytes()
+    buffer = FlatBuffer(layout, Replicate(), lazy=True)
+    assert not buffer.has_memory
+    assert (buffer.numel, buffer.dtype) == (layout.size, torch.float32)
+    assert live_bytes() == before
+    kept = buffer.span_view("w")
+    kept.fill_(2.0)
+    buffer.release()
+    assert kept.sum() == 8000  # who holds a view keeps its memory
+    del kept
+    assert live_bytes() == before
+    given = FlatBuffer(layout, Replicate(), storage=torch.ones(layout.size), lazy=True)
+    given.release()
+    assert given.data.sum() == layout.size

@@ -53,6 +53,7 @@ def exists(tp, cp, pp, dp, ranks):
     replicas = "x" in dp
     return (
         kinds in named
+        and (ranks < 8 or (cp in ("", "ring") and pp != "interleaved_1f1b"))
         and (kinds != (0, 0, 0, 1) or replicas)  # dp_shard 2 alone is packages/fsdp's
         and (not replicas or kinds == (0, 0, 0, 1))
         and ranks == world_of(tp, cp, pp, dp)

@@ -131,15 +131,8 @@ def test_every_schedule_trains_bare_stages_like_one_process(schedule, ranks):
 
 
 WRAPPED = {
-    # schedule, wrapper, its settings, axes, tied
+    # schedule, wrapper, its settings, axes, tied; the whole product is below
     "1f1b, strategy 3": ("1f1b", 3, {}, {"pp": 2, "dp_shard": 2}, True),
-    "1f1b, strategy 2, every microbatch": (
-        "1f1b",
-        2,
-        {"each": True},
-        {"pp": 2, "dp_shard": 2},
-        False,
-    ),
     "zero bubble, strategy 3": ("interleaved_zero_bubble", 3, {}, {"pp": 2, "dp_shard": 2}, True),
     "V, strategy 3, every microbatch": (
         "zbv_zero_bubble",
@@ -148,7 +141,6 @@ WRAPPED = {
         {"pp": 2, "dp_shard": 2},
         True,
     ),
-    "V, DDP": ("dualpipev", "ddp", {}, {"pp": 2, "dp_shard": 2}, True),
     "zero bubble, ZeRO-1": (
         "interleaved_zero_bubble",
         "ddp",
@@ -156,11 +148,9 @@ WRAPPED = {
         {"pp": 2, "dp_shard": 2},
         False,
     ),
-    "interleaved, strategy 1": ("interleaved_1f1b", 1, {}, {"pp": 2, "dp_shard": 2}, True),
-    "per token": ("gpipe", 0, {"calculate_per_token_loss": True}, {"pp": 2, "dp_shard": 2}, False),
-    "per token, V, cp": (
-        "zbv_zero_bubble",
-        3,
+    "per token, V, cp, DDP": (
+        "dualpipev",
+        "ddp",
         {"calculate_per_token_loss": True},
         {"pp": 2, "cp": 2},
         True,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import io
 import math
+import sys
 import zipfile
 import zlib
 from collections.abc import Sequence
@@ -86,9 +87,10 @@ def tensor_in(chunk: memoryview, dtype: torch.dtype, sizes: Sequence[int]) -> to
 
     """
     with zipfile.ZipFile(_Window(chunk)) as archive:
-        records = [i for i in archive.infolist() if i.filename.rpartition("/")[0].endswith("data")]
+        records = [i for i in archive.infolist() if i.filename.split("/")[-2:-1] == ["data"]]
     numel = math.prod(sizes)
-    if len(records) == 1 and records[0].file_size == numel * dtype.itemsize and numel:
+    whole = len(records) == 1 and records[0].file_size == numel * dtype.itemsize
+    if whole and numel and sys.byteorder == "little":
         header = records[0].header_offset  # 30 bytes, then a name and padding of these lengths
         name, extra = (
             int.from_bytes(chunk[header + i : header + i + 2], "little") for i in (26, 28)

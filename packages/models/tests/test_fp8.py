@@ -9,6 +9,8 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lamina.mesh import ParallelLayout
@@ -21,7 +23,9 @@ from lamina.models import (
     apply_precision,
     apply_recompute,
     float8_weights,
+    tensor_parallel_plan,
 )
+from lamina.models.pipeline_module import GPTStage
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 CONFIG = TransformerConfig(
@@ -183,6 +187,34 @@ def test_histories_agree_over_ranks_that_see_other_tokens(ranks):
         assert not torch.equal(layer.amax_history[0], history[0])
 
 
+@pytest.mark.ranks(2)
+def test_parallelize_module_keeps_the_precision():
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    config = replace(CONFIG, ffn_size=64, precision=PRECISIONS["delayed"])
+    model = GPTModel(config, seed=1)
+    parallelize_module(model, mesh["tp"], tensor_parallel_plan(model))
+    expected = GPTModel(config, mesh, seed=1)
+    assert float8_weights(model) == float8_weights(expected)
+    for step in range(3):
+        losses = [each(**batch(step)) for each in (model, expected)]
+        assert torch.equal(*losses)
+        for loss in losses:
+            loss.backward()
+    assert model.blocks[0].mlp.up.float8.amax_history[2].any()
+
+
+def test_a_pipeline_s_stage_moves_its_histories_on():
+    model = GPTModel(replace(CONFIG, precision=PRECISIONS["delayed"]), seed=1)
+    stage = GPTStage(model, range(2), first=True, last=False)
+    (hook,) = stage._forward_pre_hooks.values()
+    hook(stage, ())
+    products = stage.blocks.get_submodule("1").mlp.up.float8
+    products.amax_history[0] = 7
+    products.backward_seen = True
+    hook(stage, ())
+    assert products.amax_history[:2].tolist() == [[0] * 3, [7] * 3]
+
+
 def batch(seed: int, size: int = 2) -> dict[str, torch.Tensor]:
     tokens = torch.randint(0, 48, (size, 17), generator=torch.Generator().manual_seed(seed))
     return {"tokens": tokens[:, :-1], "labels": tokens[:, 1:]}
@@ -219,7 +251,9 @@ def learn(model: GPTModel, steps: int) -> torch.Tensor:
     return torch.stack(losses[-10:]).mean()
 
 
-@pytest.mark.parametrize("name", ["tensorwise", "rowwise", "delayed"])
+@pytest.mark.parametrize(
+    "name", ["tensorwise", pytest.param("rowwise", marks=pytest.mark.slow), "delayed"]
+)
 def test_training_ends_where_bf16_does(name):
     config = replace(CONFIG, num_layers=1, precision=PRECISIONS[name])
     model = GPTModel(config, seed=1).to(torch.bfloat16)

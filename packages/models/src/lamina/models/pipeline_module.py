@@ -13,6 +13,7 @@ from lamina.mesh import copy_role, mark
 from lamina.models.context import AttentionContext, default_positions
 from lamina.models.gpt import GPTModel
 from lamina.models.moe_losses import RoutingContext
+from lamina.models.precision_backends import follow_histories
 from lamina.models.zigzag import cut_sequence
 
 
@@ -86,6 +87,7 @@ class GPTStage(GPTModel):
                 self._copy_embedding()
         if tied and first is not last:
             mark(self.embedding.weight, tied="embedding")
+        follow_histories(model, self)
         self.train(model.training)
 
     def _copy_embedding(self) -> None:

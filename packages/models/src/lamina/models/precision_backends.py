@@ -66,6 +66,13 @@ def apply_precision(
     return model
 
 
+def follow_histories(source: nn.Module, target: nn.Module) -> None:
+    """Let a module made of another's blocks move their histories on, as that one would have."""
+    for hook in source._forward_pre_hooks.values():
+        if isinstance(hook, AmaxExchange):
+            target.register_forward_pre_hook(hook)
+
+
 def float8_weights(model: nn.Module) -> list[str]:
     """Names of the weights that are multiplied in FP8 by ``torch-fp8``.
 

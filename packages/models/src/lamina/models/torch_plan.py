@@ -12,6 +12,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from lamina.mesh import MeshAxis, copy_role, mesh_axis, role_of
 from lamina.models.cutting import cut_weight
 from lamina.models.gpt import GPTModel
+from lamina.models.precision_backends import apply_precision
 
 
 class CutOverRanks(ParallelStyle):
@@ -49,6 +50,7 @@ class CutOverRanks(ParallelStyle):
         training = module.training
         with torch.device("meta"):
             module.build(config, axis if axis.size > 1 else None)
+            apply_precision(module, config.precision, axis if axis.size > 1 else None)
         for name, parameter in list(module.named_parameters()):
             _put(module, name, _piece(wholes[name], parameter, axis))
         for name, _ in list(module.named_buffers()):

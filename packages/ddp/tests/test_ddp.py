@@ -20,30 +20,13 @@ from lamina.ddp import (
     memory_plan,
 )
 from lamina.mesh import ParallelLayout
-from lamina_testing import Meter, delayed_collectives
+from lamina_testing import Meter, delayed_collectives, parity
 from lamina_testing.oracles import bit_oracle
-from lamina_testing.toys import ConvNet, OddNet, TiedNet, TinyTransformer, inputs
+from lamina_testing.parity import MODELS, OPTIMIZERS, assert_bits, batches, build, loss_fn
+from lamina_testing.toys import OddNet, inputs
 
 STEPS = 4
-MODELS = {"odd": OddNet, "tied": TiedNet, "conv": ConvNet, "transformer": TinyTransformer}
-OPTIMIZERS = {
-    "adamw": lambda model: torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False),
-    "sgd": lambda model: torch.optim.SGD(
-        model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01, foreach=False
-    ),
-}
 SHARDED = pytest.mark.parametrize("sharded", [False, True])
-
-
-def loss_fn(model, batch):
-    if batch.is_floating_point():
-        batch = batch.to(next(model.parameters()).dtype)
-    return model(batch).float().square().mean()
-
-
-def build(name="odd", dtype=torch.float32):
-    torch.manual_seed(7)
-    return MODELS[name]().to(dtype)
 
 
 def wrap(model, optimizer="adamw", sharded=True, replicate=1, **config):
@@ -63,37 +46,10 @@ def wrap(model, optimizer="adamw", sharded=True, replicate=1, **config):
     return wrapped, ShardedOptimizer(plain, wrapped, mesh)
 
 
-def batches(model, world, microbatches):
-    return lambda step: [
-        [inputs(model, 1000 * step + 10 * rank + m) for m in range(microbatches)]
-        for rank in range(world)
-    ]
-
-
 def train(wrapped, optimizer, data, rank, steps=STEPS):
-    found = []
-    for step in range(steps):
-        mine = data(step)[rank]
-        for batch in mine[:-1]:
-            with wrapped.no_sync():
-                (loss_fn(wrapped, batch) / len(mine)).backward()
-        (loss_fn(wrapped, mine[-1]) / len(mine)).backward()
-        gradients = full_gradients(wrapped)
-        optimizer.step()
-        optimizer.zero_grad()
-        found.append((gradients, full_parameters(wrapped)))
-    return found
-
-
-def assert_bits(found, oracle):
-    for (gradients, parameters), wanted in zip(found, oracle, strict=True):
-        present = {name for name, gradient in wanted.gradients.items() if gradient is not None}
-        assert gradients.keys() == present
-        for name in present:
-            assert torch.equal(gradients[name], wanted.gradients[name]), f"gradient of {name}"
-        assert parameters.keys() == wanted.parameters.keys()
-        for name, value in wanted.parameters.items():
-            assert torch.equal(parameters[name], value), f"parameter {name}"
+    return parity.train(
+        wrapped, optimizer, lambda step: data(step)[rank], steps, full_gradients, full_parameters
+    )
 
 
 @pytest.mark.matrix(where=lambda ranks, replicate: replicate == 1 or ranks == 4)

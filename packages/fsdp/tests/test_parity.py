@@ -7,34 +7,18 @@ from torch.distributed.device_mesh import init_device_mesh
 from lamina.ddp import full_gradients, full_parameters
 from lamina.fsdp import MixedPrecisionPolicy, fully_shard
 from lamina_testing.oracles import bit_oracle, whole_batch_oracle
-from lamina_testing.toys import ConvNet, OddNet, TiedNet, TinyTransformer, inputs
+from lamina_testing.parity import (
+    MODELS,
+    OPTIMIZERS,
+    assert_bits,
+    assert_same,
+    batches,
+    build,
+    loss_fn,
+    train,
+)
 
 STEPS = 4
-MODELS = {"odd": OddNet, "tied": TiedNet, "conv": ConvNet, "transformer": TinyTransformer}
-OPTIMIZERS = {
-    "adamw": lambda model: torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False),
-    "sgd": lambda model: torch.optim.SGD(
-        model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01, foreach=False
-    ),
-}
-
-
-def loss_fn(model, batch):
-    if batch.is_floating_point():  # the oracle's bf16 model casts no inputs by itself
-        batch = batch.to(next(model.parameters()).dtype)
-    return model(batch).float().square().mean()
-
-
-def build(name):
-    torch.manual_seed(7)
-    return MODELS[name]()
-
-
-def batches(model, world, microbatches):
-    return lambda step: [
-        [inputs(model, 1000 * step + 10 * rank + m) for m in range(microbatches)]
-        for rank in range(world)
-    ]
 
 
 def mesh_of(world, outer):
@@ -49,31 +33,10 @@ def mesh_of(world, outer):
     return mesh, settings
 
 
-def train(model, optimizer, data, microbatches, rank):
-    """The user's loop; gradients and parameters after every step."""
-    steps = []
-    for step in range(STEPS):
-        mine = data(step)[rank]
-        for batch in mine[:-1]:
-            with model.no_sync():
-                (loss_fn(model, batch) / microbatches).backward()
-        (loss_fn(model, mine[-1]) / microbatches).backward()
-        gradients = full_gradients(model)
-        optimizer.step()
-        optimizer.zero_grad()
-        steps.append((gradients, full_parameters(model)))
-    return steps
-
-
-def assert_bits(found, oracle):
-    for (gradients, parameters), wanted in zip(found, oracle, strict=True):
-        present = {name for name, gradient in wanted.gradients.items() if gradient is not None}
-        assert gradients.keys() == present
-        for name in present:
-            assert torch.equal(gradients[name], wanted.gradients[name]), f"gradient of {name}"
-        assert parameters.keys() == wanted.parameters.keys()
-        for name, value in wanted.parameters.items():
-            assert torch.equal(parameters[name], value), f"parameter {name}"
+def run(model, optimizer, data, rank):
+    return train(
+        model, optimizer, lambda step: data(step)[rank], STEPS, full_gradients, full_parameters
+    )
 
 
 @pytest.mark.matrix(where=lambda ranks, outer: outer is None or ranks == 4)
@@ -103,7 +66,7 @@ def test_every_strategy_equals_the_bit_oracle(
         mixed_precision_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16 if bf16 else None),
         **settings,
     )
-    found = train(sharded, stepper, data, microbatches, ranks.rank)
+    found = run(sharded, stepper, data, ranks.rank)
     oracle = bit_oracle(
         lambda: build(name),
         data,
@@ -128,7 +91,7 @@ def test_every_strategy_equals_one_process_on_the_whole_batch(name, strategy, ra
     sharded, stepper = fully_shard(
         model, OPTIMIZERS["sgd"](model), device_mesh=mesh, zero_dp_strategy=strategy, **settings
     )
-    found = train(sharded, stepper, data, 2, ranks.rank)
+    found = run(sharded, stepper, data, ranks.rank)
     oracle = whole_batch_oracle(lambda: build(name), data, loss_fn, OPTIMIZERS["sgd"], steps=STEPS)
     for key, value in oracle[-1].parameters.items():
         torch.testing.assert_close(found[-1][1][key], value, rtol=0, atol=1e-5)
@@ -148,10 +111,8 @@ def test_with_one_microbatch_all_strategies_give_the_same_bits(ranks):
             zero_dp_strategy=strategy,
             **settings,
         )
-        results[strategy, outer] = train(sharded, stepper, data, 1, ranks.rank)[-1]
+        results[strategy, outer] = run(sharded, stepper, data, ranks.rank)[-1]
     first = results.pop((0, None))
     for case, (gradients, parameters) in results.items():
-        for name, value in first[0].items():
-            assert torch.equal(gradients[name], value), f"{case}: gradient of {name}"
-        for name, value in first[1].items():
-            assert torch.equal(parameters[name], value), f"{case}: parameter {name}"
+        assert_same(gradients, first[0], f"{case}: gradient of ")
+        assert_same(parameters, first[1], f"{case}: ")

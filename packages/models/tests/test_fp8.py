@@ -23,6 +23,7 @@ from lamina.models import (
     apply_precision,
     apply_recompute,
     float8_weights,
+    fp8,
     tensor_parallel_plan,
 )
 from lamina.models.pipeline_module import GPTStage
@@ -110,6 +111,14 @@ def test_products_equal_those_of_decoded_numbers(name):
     wanted = oracle(x.detach(), weight.detach(), grad, "rowwise" in name)
     for found, expected in zip((output, x.grad, weight.grad), wanted, strict=True):
         torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("rows", [False, True])
+def test_the_older_operator_multiplies_alike(rows):
+    left, right = (fp8.encode(m, fp8.magnitude(m, rows=rows), E4M3)
+                   for m in (numbers(20, 32, seed=1), numbers(48, 32, seed=2)))  # fmt: skip
+    expected = fp8.scaled_product(left, right, torch.float32)
+    torch.testing.assert_close(fp8._older_product(left, right, torch.float32), expected)
 
 
 def test_delayed_scales_follow_from_the_steps_before():

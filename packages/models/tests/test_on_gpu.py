@@ -14,10 +14,12 @@ from lamina.models import (
     TransformerConfig,
     apply_recompute,
     choose_pattern,
+    fp8,
     linear_cross_entropy,
 )
 from lamina.models.attention_blocks import Block, merge
 from lamina.models.patterns import Flex, Masked, Varlen
+from lamina.models.products import write_product
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
@@ -163,3 +165,38 @@ def test_a_model_trains_with_documents_and_compiled_blocks():
         optimizer.zero_grad()
         losses.append(loss.item())
     assert losses[-1] < 0.7 * losses[0]
+
+
+@pytest.mark.parametrize("rows", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("backward", [False, True])
+def test_fp8_products_equal_those_of_decoded_numbers(backward, dtype, rows):
+    if torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("no FP8 on this GPU")
+    torch.manual_seed(1)
+    # 40 is no multiple of 16, as tokens in a weight's gradient may be.
+    inner = 40 if backward else 64
+    kinds = (fp8.BACKWARD if backward else fp8.FORWARD, fp8.FORWARD)
+    sides = [torch.randn(n, inner, device="cuda", dtype=dtype) for n in (96, 32)]
+    left, right = (
+        fp8.encode(m, fp8.magnitude(m, rows=rows), kind)
+        for m, kind in zip(sides, kinds, strict=True)
+    )
+    found = fp8.scaled_product(left, right, dtype)
+    decoded = [(side.codes.double() * side.decode).cpu() for side in (left, right)]
+    expected = decoded[0] @ decoded[1].t()
+    tolerance = 1e-2 if rows or dtype == torch.bfloat16 else 1e-4
+    assert found.dtype == dtype
+    torch.testing.assert_close(found.double().cpu(), expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_weight_gradients_are_written_in_fp32(dtype):
+    torch.manual_seed(1)
+    grad, x = (torch.randn(512, n, device="cuda", dtype=dtype) for n in (96, 64))
+    total = torch.full((96, 64), float("nan"), device="cuda")
+    expected = grad.double().t() @ x.double()
+    write_product(grad.t(), x, total, False)
+    torch.testing.assert_close(total.double(), expected, rtol=1e-4, atol=1e-3)
+    write_product(grad.t(), x, total, True)
+    torch.testing.assert_close(total.double(), 2 * expected, rtol=1e-4, atol=2e-3)

@@ -22,6 +22,10 @@ MULTIPLE = 16
 """What the widths of a product must be divisible by on CUDA."""
 
 
+# torch 2.13 has the operator behind F.scaled_mm on CPUs; where a build has not, the older one's.
+_OLDER_ON_CPU = not torch._C._dispatch_has_kernel_for_dispatch_key("aten::_scaled_mm_v2", "CPU")
+
+
 class Coded(NamedTuple):
     """A matrix in eight bits."""
 
@@ -117,11 +121,20 @@ def scaled_product(
     if rowwise and left.codes.is_cuda:
         out = torch.bfloat16  # all that torch's rowwise kernel writes
     left, right = _padded(left, right)
+    if _OLDER_ON_CPU and not left.codes.is_cuda:
+        return _older_product(left, right, out).to(dtype)
     product: Tensor = F.scaled_mm(
         left.codes, right.codes.t(), left.decode, kind, right.decode.t(), kind,
         output_dtype=out, use_fast_accum=fast_accumulation,
     )  # fmt: skip
     return product.to(dtype)
+
+
+def _older_product(left: Coded, right: Coded, out: torch.dtype) -> Tensor:
+    product: Tensor = torch._scaled_mm(
+        left.codes, right.codes.t(), left.decode, right.decode.t(), out_dtype=out
+    )
+    return product
 
 
 def _padded(left: Coded, right: Coded) -> tuple[Coded, Coded]:

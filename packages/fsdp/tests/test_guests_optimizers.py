@@ -103,6 +103,25 @@ def test_an_average_of_weights_in_five_lines(strategy, ranks):
         torch.testing.assert_close(whole, expected[name], rtol=0, atol=1e-5, msg=name)
 
 
+class Matrices(OddNet):
+    """Three matrices in a unit: two ranks' shards meet within the second."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(*(nn.Linear(17, 17, bias=False) for _ in range(3))) for _ in range(2)
+        )
+
+
+def matrices():
+    torch.manual_seed(3)
+    return Matrices()
+
+
+def cutting(strategy):
+    return settings(strategy) | {"fsdp_unit_modules": [nn.Sequential]}
+
+
 def is_matrix(name, parameter):
     return "blocks" in name and parameter.dim() == 2
 
@@ -128,12 +147,12 @@ def whole_matrices(model):
 @pytest.mark.parametrize("before", [True, False], ids=["made before", "made after"])
 @STRATEGIES
 def test_muon_steps_over_whole_matrices(strategy, before, ranks):
-    model = whole_matrices(build())
+    model = whole_matrices(matrices())
     made = [muon(model), others(model)] if before else []
-    model = fully_shard_model(model, **settings(strategy))
+    model = fully_shard_model(model, **cutting(strategy))
     optimizers = [fully_shard_optimizer(o, model) for o in made or [muon(model), others(model)]]
     train_with(model, optimizers, ranks)
-    assert_near(model, one_process(muon, others))
+    assert_near(model, one_process(muon, others, model=matrices()))
 
 
 def train_with(model, optimizers, ranks):
@@ -148,12 +167,12 @@ def train_with(model, optimizers, ranks):
 @pytest.mark.parametrize("strategy", [0, 3])
 def test_muon_given_to_fully_shard_has_its_matrices_kept_whole(strategy, ranks):
     """Nothing has to be marked, and nothing is: the model's roles are the user's."""
-    model = build()
+    model = matrices()
     rest = others(model)
-    model, optimizer = fully_shard(model, muon(model), **settings(strategy))
+    model, optimizer = fully_shard(model, muon(model), **cutting(strategy))
     assert all(role_of(p).block_rows is None for p in model.parameters())
     train_with(model, [optimizer, fully_shard_optimizer(rest, model)], ranks)
-    assert_near(model, one_process(muon, others))
+    assert_near(model, one_process(muon, others, model=matrices()))
 
 
 @pytest.mark.ranks(2)

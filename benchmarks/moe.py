@@ -6,6 +6,8 @@ Route, dispatch, experts and combine, forward and backward, of this rank's token
 turns in one process, so trust the ratios. "Balanced" tokens are drawn at random; "skewed" ones
 send most copies to the first two experts. Systems with ``ep`` hold 1/ranks of the experts and send
 tokens; the others hold all of them. Lamina's layer over one rank and over all take the same tokens.
+On a machine with other work to do wall times say little: then read the columns of processor time,
+this rank's over all its threads.
 """
 
 from __future__ import annotations
@@ -123,19 +125,25 @@ def route(module: nn.Module, skew: bool) -> None:
                 weight[:2, 0] = 1.0
 
 
-def measure(steps: Mapping[str, Step], tokens: Tensor, rounds: int) -> dict[str, float]:
-    """Median seconds of a step, all in turn."""
-    seconds: dict[str, list[float]] = {name: [] for name in steps}
+def measure(
+    steps: Mapping[str, Step], tokens: Tensor, rounds: int
+) -> dict[str, tuple[float, float]]:
+    """Median seconds of a step, by the clock and by the processor, all in turn."""
+    seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in steps}
     for index in range(rounds + 2):
         for name, step in steps.items():
             x = tokens.clone()
             if dist.is_initialized():
                 dist.barrier()
-            begin = time.perf_counter()
+            begin, used = time.perf_counter(), time.process_time()
             step(x)
             if index >= 2:
-                seconds[name].append(time.perf_counter() - begin)
-    return {name: statistics.median(each) for name, each in seconds.items()}
+                spent = time.perf_counter() - begin, time.process_time() - used
+                seconds[name].append(spent)
+    return {
+        name: (statistics.median(s[0] for s in each), statistics.median(s[1] for s in each))
+        for name, each in seconds.items()
+    }
 
 
 def main() -> None:
@@ -160,13 +168,26 @@ def main() -> None:
                 route(module, kind == "skewed")
             found = measure({n: step_of(m) for n, m in modules.items()}, tokens, settings.rounds)
             if runtime.is_main:
-                first, *_ = found.values()
-                peer = found.get("transformers Mixtral", float("nan"))
-                print(f"\n{kind}\n| system | ms | / loop | / transformers |")
-                print("| --- | --- | --- | --- |")
-                for name, value in found.items():
-                    cells = f"{1e3 * value:.1f} | {value / first:.2f} | {value / peer:.2f}"
-                    print(f"| {name} | {cells} |")
+                nothing = (float("nan"),) * 2
+                peer = found.get("transformers Mixtral", nothing)
+                report(kind, found, next(iter(found.values())), peer)
+
+
+def report(
+    kind: str,
+    found: Mapping[str, tuple[float, float]],
+    loop: tuple[float, float],
+    peer: tuple[float, float],
+) -> None:
+    """Print a table in Markdown."""
+    print(f"\n{kind}\n| system | ms | / loop | / transformers | CPU ms | / loop | / transformers |")
+    print("| --- | --- | --- | --- | --- | --- | --- |")
+    for name, spent in found.items():
+        cells = [
+            f"{1e3 * value:.1f} | {value / first:.2f} | {value / other:.2f}"
+            for value, first, other in zip(spent, loop, peer, strict=True)
+        ]
+        print(f"| {name} | {' | '.join(cells)} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,89 @@
+"""The small examples as a user runs them, in a short mode; whole, if slow tests are asked for."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[1]
+
+
+def run(program: str, *options: str, directory: Path, ranks: int = 2, limit: int = 240) -> str:
+    """Start the ranks as torchrun would, in an empty directory; return what they print."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+    counts = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, str(EXAMPLES / program), *options],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            cwd=directory,
+            env={
+                **os.environ,
+                "OMP_NUM_THREADS": "1",
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                **counts,
+                **place,
+            },
+        )
+        for rank in range(ranks)
+    ]
+    outputs = [process.communicate(timeout=limit)[0] for process in processes]
+    assert [process.returncode for process in processes] == [0] * ranks, "".join(outputs)
+    return outputs[0]
+
+
+def numbers(pattern: str, output: str) -> list[float]:
+    return [float(found) for found in re.findall(pattern, output)]
+
+
+def test_a_zero_1_made_by_hand_equals_plain_pytorch(tmp_path):
+    output = run("custom_stack/train.py", "--steps", "30", directory=tmp_path)
+    assert numbers(r"plain PyTorch after 30 steps: (\S+)", output) == [0.0]
+    (mine, whole) = re.findall(r"state: (\d+) numbers on this rank, (\d+)", output)[0]
+    assert int(mine) < 0.55 * int(whole)  # half, and padding between tensors
+    assert len((EXAMPLES / "custom_stack/zero1.py").read_text().splitlines()) <= 64
+
+
+def test_a_transformers_model_is_tuned_and_saved(tmp_path):
+    output = run("huggingface/train.py", "--steps", "12", directory=tmp_path)
+    before, after = numbers(r"(\d\.\d+) before", output) + numbers(r"(\d\.\d+) after", output)
+    assert after < 0.9 * before
+    assert numbers(r"loaded by transformers again: (\S+)", output) == [after]
+    assert (tmp_path / "runs/huggingface/tuned/model.safetensors").exists()
+
+
+def test_pictures_are_described_after_a_few_steps(tmp_path):
+    options = ["--steps", "2", "--batch", "4", "--held-out", "12"]
+    output = run("multimodal/train.py", *options, directory=tmp_path)
+    assert len(numbers(r"(\d+) of 12", output)) == 2
+    assert (tmp_path / "runs/multimodal/contact_sheet.png").read_bytes()[1:4] == b"PNG"
+
+
+def test_a_hybrid_stack_trains_a_few_steps(tmp_path):
+    output = run("mamba/train.py", "--steps", "2", directory=tmp_path)
+    assert len(numbers(r"length \d+: (\d+)% right", output)) == 4
+
+
+@pytest.mark.slow
+def test_new_pictures_are_described_rightly(tmp_path):
+    output = run("multimodal/train.py", directory=tmp_path, limit=500)
+    assert numbers(r"\((\d+)%\)", output)[0] >= 80
+
+
+@pytest.mark.slow
+def test_mamba_remembers_over_more_noise_than_it_was_trained_on(tmp_path):
+    output = run("mamba/train.py", directory=tmp_path, limit=500)
+    trained, twice, *_ = numbers(r"length \d+: (\d+)% right", output)
+    assert trained >= 85
+    assert twice >= 75

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
 
 from lamina.collectives import Ledger
 from lamina.ddp import (
@@ -258,6 +260,22 @@ def test_layouts_may_leave_ends_without_layers(ranks):
     runner = pipeline(build(CONFIG, mesh), mesh, "looped_bfs", 2, layout=[0, 1, 3, 0])
     assert runner.layout == ((), (0,), (1, 2, 3), ())
     check_training(runner, mesh, CONFIG, None, steps=2)
+
+
+@pytest.mark.ranks(2)
+def test_a_plain_device_mesh_says_enough_for_untied_models(ranks):
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("pp", "dp"))
+    wrap = functools.partial(fully_shard, device_mesh=mesh, dp_shard_dim="dp")
+    runner = pipeline(build(CONFIG, mesh), mesh, "1f1b", 3, wrap=wrap)
+    whole = build(CONFIG, None)
+    loss = whole(*batch(0))
+    loss.backward()
+    torch.testing.assert_close(runner.step(*batch(0)), loss.detach(), rtol=0, atol=1e-10)
+    for name, gradient in full_gradients(runner).items():
+        torch.testing.assert_close(gradient, whole.get_parameter(name).grad, rtol=0, atol=1e-9)
+    tied = build(replace(CONFIG, tie_embeddings=True), mesh)
+    with pytest.raises(ValueError, match="tied embeddings"):
+        pipeline(tied, mesh, "1f1b", 3, wrap=wrap)
 
 
 @pytest.mark.ranks(1)

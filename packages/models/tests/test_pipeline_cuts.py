@@ -50,12 +50,14 @@ def test_the_head_of_a_large_vocabulary_counts_as_layers():
 
 
 def test_layouts_are_numbers_of_layers_or_layers():
-    assert resolve_layout([2, 0, 1], 3) == ((0, 1), (), (2,))
+    assert resolve_layout([0, 2, 1], 3) == ((), (0, 1), (2,))
     assert resolve_layout([[0], [1, 2]], 3) == ((0,), (1, 2))
     with pytest.raises(ValueError, match="0 to 3, each once and in order"):
         resolve_layout([2, 1], 4)
     with pytest.raises(ValueError, match="in order"):
         resolve_layout([[1], [0]], 2)
+    with pytest.raises(ValueError, match=r"stages \[1\] hold nothing"):
+        resolve_layout([2, 0, 1], 3)
 
 
 def test_too_few_layers_are_refused_with_the_arithmetic():

@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from lamina.collectives import all_reduce_small, broadcast
 from lamina.ddp import HasGroups, groups_of
 from lamina.mesh import MeshAxis, ParallelMesh, mesh_axis
+from lamina.models.config import TransformerConfig
 from lamina.models.gpt import GPTModel
 from lamina.models.pipeline_cuts import Layout, cut_layers, resolve_layout
 from lamina.models.pipeline_module import GPTStage, materialise
@@ -65,45 +66,24 @@ def pipeline(
         ValueError: for a schedule, layout, number of microbatches or mesh that do not go together.
 
     """
-    axis = _pipeline_axis(mesh)
-    kind = schedule_kind(schedule)
-    num_stages = number_of_stages(
-        schedule, axis.size, stages_per_rank, None if layout is None else len(layout)
-    )
-    if axis.size == 1:  # nobody to share with: one stage, microbatch after microbatch
-        num_stages = 1
-        mine: tuple[int, ...] = (0,)
-        cut: Layout = (tuple(range(model.config.num_layers)),)
-    else:
-        cut = (
-            cut_layers(model.config, num_stages)
-            if layout is None
-            else resolve_layout(layout, model.config.num_layers)
-        )
-        mine = kind.stages_of(axis.rank, axis.size, num_stages)
+    axis, kind = _pipeline_axis(mesh), schedule_kind(schedule)
+    cut = _layout(model.config, schedule, axis.size, stages_per_rank, layout)
+    mine = (0,) if axis.size == 1 else kind.stages_of(axis.rank, axis.size, len(cut))
     _check(model, mesh, axis, wrap)
     modules = _make_modules(model, cut, mine, device)
     if model.head.tied and not kind.v_shape:  # there, one rank has copied its own
         _spread_tied(modules, mesh)
     wrapped = [module if wrap is None else wrap(module) for module in modules]
-    if not each_microbatch:
-        for module in wrapped:
-            if isinstance(module, OncePerStep):
-                module.gather_once_per_step()
-                module.reduce_once_per_step()
-    dtype = _activation_dtype(wrapped[0], modules[0], axis, dtype, _device_of(mesh))
+    for module in wrapped:
+        if isinstance(module, OncePerStep) and not each_microbatch:
+            module.gather_once_per_step()
+            module.reduce_once_per_step()
+    place = _device_of(mesh)
+    dtype = _activation_dtype(wrapped[0], modules[0], axis, dtype, place)
+    group, split = axis.sibling("pipeline"), kind.splits_backward
     stages = [
-        LaminaStage(
-            module,
-            stage,
-            index,
-            num_stages,
-            _device_of(mesh),
-            axis.sibling("pipeline"),
-            dtype,
-            splits_backward=kind.splits_backward,
-        )
-        for index, module, stage in zip(mine, wrapped, modules, strict=True)
+        LaminaStage(module, stage, at, len(cut), place, group, dtype, splits_backward=split)
+        for at, module, stage in zip(mine, wrapped, modules, strict=True)
     ]
     return PipelineRunner(
         stages,
@@ -113,6 +93,23 @@ def pipeline(
         cut,
         last=kind.rank_of_last(axis.size),
     )
+
+
+def _layout(
+    config: TransformerConfig,
+    schedule: Schedule,
+    ranks: int,
+    stages_per_rank: int | None,
+    layout: Sequence[int] | Sequence[Sequence[int]] | None,
+) -> Layout:
+    """Layers of each stage."""
+    length = None if layout is None else len(layout)
+    num_stages = number_of_stages(schedule, ranks, stages_per_rank, length)
+    if ranks == 1:  # nobody to share with: one stage, microbatch after microbatch
+        return (tuple(range(config.num_layers)),)
+    if layout is None:
+        return cut_layers(config, num_stages)
+    return resolve_layout(layout, config.num_layers)
 
 
 def _pipeline_axis(mesh: ParallelMesh | DeviceMesh) -> MeshAxis:

@@ -115,7 +115,7 @@ def resolve_layout(layout: Sequence[int] | Sequence[Sequence[int]], num_layers: 
     """A layout as the caller wrote it: numbers of layers per stage, or the layers themselves.
 
     Raises:
-        ValueError: unless every layer is in it once, in order.
+        ValueError: unless every layer is in it once, in order, and no inner stage is empty.
 
     """
     runs: list[tuple[int, ...]] = []
@@ -130,5 +130,11 @@ def resolve_layout(layout: Sequence[int] | Sequence[Sequence[int]], num_layers: 
             f"layout {list(map(list, runs))} holds layers {found}: it must hold 0 to "
             f"{num_layers - 1}, each once and in order (numbers of layers per stage must sum to "
             f"{num_layers})"
+        )
+    empty = [stage for stage, run in enumerate(runs[1:-1], start=1) if not run]
+    if empty:
+        raise ValueError(
+            f"layout {list(map(list, runs))}: stages {empty} hold nothing; only the first (which "
+            "embeds) and the last (which has the head) may be without a layer"
         )
     return tuple(runs)

@@ -75,13 +75,16 @@ def test_sync_module_states_decides_whose_values_the_ranks_start_from(ranks):
 
 
 @pytest.mark.ranks(2)
-def test_broadcast_params_takes_the_first_ranks_weights(ranks):
-    model = sharded(zero_dp_strategy=0)
+def test_broadcast_params_takes_the_first_ranks_weights_and_installs_them(ranks):
+    policy = MixedPrecisionPolicy(param_dtype=BF16)  # weights that compute are copies
+    model = sharded(zero_dp_strategy=0, mixed_precision_policy=policy)
     with torch.no_grad():
+        model(inputs(model, 0))
         for parameter in model.parameters():
-            parameter.add_(ranks.rank)
-    model.broadcast_params()
-    assert_near(dict(model.named_parameters()), dict(build().named_parameters()))
+            parameter.fill_(ranks.rank)
+        model.broadcast_params()
+        assert all(not value.any() for value in full_parameters(model).values())
+        assert not model(inputs(model, 0)).any()
 
 
 @pytest.mark.ranks(2)

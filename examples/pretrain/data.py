@@ -19,6 +19,8 @@ from config import DataConfig
 from shards import SUFFIX, open_shard, write_shard
 from text import Document, Tokenizer, find_documents, load_tokenizer, tokens_of
 
+from lamina.checkpoint import shuffled
+
 
 @dataclass(frozen=True)
 class Corpus:
@@ -196,31 +198,6 @@ class Windows:
         first = index - (int(self._ends[part - 1]) if part else 0)
         start = first * self.length
         return self._parts[part][start : start + self.length + 1].astype(np.int64)
-
-
-def shuffled(position: int, size: int, seed: int) -> int:
-    """Return the sample at a position of an endless sequence that shuffles anew every epoch.
-
-    Position p is in epoch p // size; each epoch is a permutation of 0..size-1. It is computed, not
-    stored: a Feistel network of four rounds permutes the numbers below a power of four, and numbers
-    that fall outside `size` go through it again until they fall inside (cycle walking; Black and
-    Rogaway, 2002).
-    """
-    epoch, value = divmod(position, size)
-    half = max(1, ((size - 1).bit_length() + 1) // 2)
-    mask = (1 << half) - 1
-    while True:
-        left, right = value >> half, value & mask
-        for number in range(4):
-            left, right = right, left ^ (_mix(right, seed, epoch, number) & mask)
-        value = (left << half) | right
-        if value < size:
-            return value
-
-
-def _mix(value: int, seed: int, epoch: int, number: int) -> int:
-    text = f"{value},{seed},{epoch},{number}".encode()
-    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
 
 
 def slice_of_step(step: int, seed: int, size: int, batch: int, rank: int, ranks: int) -> list[int]:

@@ -6,6 +6,7 @@ killed by the clock, while they train on and threads write.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import signal
@@ -91,8 +92,11 @@ def run(kills: int, *, background: bool, seed: int) -> int:
                 children = [int(word) for word in server.stdout.readline().split()]
                 wait_for([f"{root}.store{number}.began{rank}" for rank in range(2)])
                 time.sleep(moments.uniform(0.0, 0.3))
+                for child in children:
+                    os.kill(child, 0)  # nobody has died by itself
                 for child in moments.sample(children, 2):
-                    os.kill(child, signal.SIGKILL)
+                    with contextlib.suppress(ProcessLookupError):  # it has lost its peer
+                        os.kill(child, signal.SIGKILL)
                 assert server.stdout.readline() == "dead\n"
                 newest = check(root, newest)
         assert server.returncode == 0

@@ -7,13 +7,14 @@ import zlib
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import lamina.checkpoint.streams as streams
 from lamina.checkpoint.crc import combine
 
 
+@settings(deadline=None)
 @given(st.binary(max_size=300), st.binary(max_size=5000))
 def test_the_sum_of_a_whole_follows_from_its_pieces(first, second):
     got = combine(zlib.crc32(first), zlib.crc32(second), len(second))

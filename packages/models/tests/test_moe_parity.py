@@ -72,7 +72,7 @@ CASES = {
     "ep 2": Case({"ep": 2}, LOSSES | BALANCED, strategy="ddp", per_token=True, microbatches=2,
                  max_norm=math.inf),
     "ep 2, fp32": Case({"ep": 2}, LOSSES | BALANCED, strategy=0, fp32=True, max_norm=0.5),
-    "ep 4": Case({"ep": 4}, GROUPS | BALANCED | LOSSES, strategy=2),
+    "ep 4": Case({"ep": 4}, GROUPS | BALANCED | LOSSES, strategy=2, recompute="selective"),
     "ep 4, gathered": Case({"ep": 4}, {"dispatcher": "all_gather", "switch_loss": 0.1}, strategy=1),
     "ep 2, dp_shard 4": Case({"dp_shard": 4, "ep": 2}, {"capacity_factor": 1.0} | LOSSES,
                              max_norm=math.inf),

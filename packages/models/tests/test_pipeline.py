@@ -14,6 +14,7 @@ from lamina.ddp import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
     ShardedOptimizer,
+    clip_grad_norm,
     full_gradients,
     memory_plan,
 )
@@ -301,6 +302,33 @@ def test_stacks_of_experts_and_mamba_train_like_one_process(ranks):
     mesh = ParallelLayout(pp=2).build("cpu")
     runner = pipeline(build(config, mesh), mesh, "interleaved_zero_bubble", 1)
     check_training(runner, mesh, config, None, steps=1)
+
+
+@pytest.mark.ranks(4)
+def test_experts_over_ranks_train_in_stages_like_one_process(ranks):
+    """Gradients of what is whole here, and the norm, which counts the experts of all ranks."""
+    moe = MoEConfig(num_experts=4, top_k=2, experts="loop")
+    config = replace(CONFIG, moe=moe, tie_embeddings=True)
+    mesh = ParallelLayout(pp=2, dp_shard=2, ep=2).build("cpu")
+    wrap = wrapper(3, mesh, calculate_per_token_loss=True)
+    runner = pipeline(build(config, mesh), mesh, "zbv_zero_bubble", 4, wrap=wrap)
+    whole = build(config, None)
+    stepping = [torch.optim.AdamW(whole.parameters(), 1e-2), *optimizers(3, runner, mesh)]
+    dp = mesh.axis("dp")
+    for step in range(2):
+        tokens, labels = batch(step, 8)
+        whole(tokens, labels).backward()
+        runner.step(tokens.chunk(2)[dp.rank], labels.chunk(2)[dp.rank])
+        for name, gradient in full_gradients(runner).items():
+            wanted = whole.get_parameter(name).grad
+            if "experts" not in name:
+                torch.testing.assert_close(gradient, wanted, rtol=0, atol=1e-9)
+        norm = clip_grad_norm(runner.stages, float("inf"), mesh)
+        wanted = torch.nn.utils.clip_grad_norm_(whole.parameters(), float("inf"))
+        torch.testing.assert_close(norm.double(), wanted, rtol=1e-5, atol=0)
+        for optimizer in stepping:
+            optimizer.step()
+            optimizer.zero_grad()
 
 
 @pytest.mark.slow

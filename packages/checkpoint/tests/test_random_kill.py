@@ -23,7 +23,7 @@ from lamina.checkpoint import CheckpointManager
 from lamina.checkpoint.inspection import verify_checkpoint
 
 PROGRAM = """
-    import itertools, os, sys
+    import itertools, os, sys, traceback
     import torch
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
@@ -58,6 +58,8 @@ PROGRAM = """
             if child == 0:
                 try:
                     rank_program(rank, store)
+                except BaseException:
+                    traceback.print_exc()
                 finally:
                     os._exit(1)
             children.append(child)

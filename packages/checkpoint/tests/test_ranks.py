@@ -102,6 +102,18 @@ def test_plain_values_come_from_the_first_rank_and_replicas_are_stored_once(tmp_
 
 
 @pytest.mark.ranks(2)
+def test_a_sharded_tensor_among_plain_values_keeps_its_sharding(tmp_path):
+    mesh = init_device_mesh("cpu", (2,))
+    manager = CheckpointManager(tmp_path)
+    manager.save(1, {"x": {"t": distribute_tensor(whole(1), mesh, [Shard(0)]), "n": 1}})
+    state = {"x": {"t": distribute_tensor(torch.zeros(7, 5), mesh, [Shard(1)]), "n": 0}}
+    manager.restore(state)
+    assert state["x"]["n"] == 1
+    assert state["x"]["t"].placements == (Shard(1),)
+    assert torch.equal(state["x"]["t"].full_tensor(), whole(1))
+
+
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_rank_that_cannot_write_fails_the_save_on_every_rank(tmp_path, victim):
     mesh = init_device_mesh("cpu", (2,))

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from lamina.checkpoint.errors import CheckpointMismatchError, shortened
+from lamina.checkpoint.errors import CheckpointError, CheckpointMismatchError, shortened
 from lamina.checkpoint.parts import Parts, as_part
 from lamina.checkpoint.per_rank import PerRank
 from lamina.checkpoint.state import Mesh, Taken, is_stateful, owner_of, take_entry
@@ -111,8 +111,9 @@ class Plan:
                 f"{'not ' if of_ranks else ''}here"
             )
         if of_ranks or not is_stateful(value):
+            kept = None if of_ranks else self._sharded(entry, value)
             for name in stored:
-                self._fill(name, None, None)
+                self._fill(name, kept, None)
             return _Entry(None)
         taken = take_entry(entry, value, self._state, self._parts)
         planned = _Entry(taken)
@@ -131,6 +132,17 @@ class Plan:
         if taken.optimizer is not None:
             self._plan_groups(entry, planned)
         return planned
+
+    def _sharded(self, entry: str, value: Any) -> Taken | None:
+        """Find sharded tensors in a plain value: they keep their sharding and are filled."""
+        try:
+            taken = take_entry(entry, value, self._state, self._parts)
+        except (TypeError, CheckpointError):
+            return None  # a placeholder for what is loaded
+        for name, tensor in list(taken.tensors.items()):
+            if not hasattr(tensor, "__create_chunk_list__"):
+                del taken.tensors[name]
+        return taken
 
     def _owner(self, entry: str, name: str, taken: Taken) -> torch.Tensor | None:
         if taken.optimizer is None:

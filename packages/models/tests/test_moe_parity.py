@@ -83,6 +83,8 @@ CASES = {
     "ep 2, expert_tp 2": Case({"dp_shard": 2, "tp": 2, "ep": 2, "expert_tp": 2}, BALANCED,
                               config={"sequence_parallel": True}, strategy="ddp, sharded",
                               max_norm=math.inf),
+    "tp 2, experts whole": Case({"tp": 2}, LOSSES | BALANCED, max_norm=math.inf,
+                                config={"sequence_parallel": True}),
     "expert_tp 2, tokens whole": Case({"tp": 2, "expert_tp": 2}, LOSSES | BALANCED, strategy=0,
                                       max_norm=math.inf),
     "ep 2, pp 2": Case({"pp": 2, "ep": 2, "dp_shard": 2}, LOSSES | BALANCED, microbatches=2,

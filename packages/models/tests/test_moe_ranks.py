@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch.distributed.tensor.parallel import parallelize_module
 
+from lamina.ddp import finalize_plain_grads
 from lamina.mesh import LayoutError, ParallelLayout
 from lamina.models import (
     GPTModel,
@@ -176,6 +177,14 @@ def test_a_whole_model_is_cut_in_place(ranks):
         assert cut.blocks[0].mlp.experts.up.shape == (4, 8, 16)
         loss, expected = (made(tokens[:, :-1], tokens[:, 1:]) for made in (cut, whole))
         torch.testing.assert_close(loss, expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.ranks(2)
+def test_bare_copies_of_experts_are_not_left_apart(ranks):
+    mesh = ParallelLayout(tp=2).build("cpu")  # expert_dp is 2
+    model = GPTModel(replace(CONFIG, sequence_parallel=True), mesh, seed=1)
+    with pytest.raises(ValueError, match="2 ranks hold copies of the same experts"):
+        finalize_plain_grads(model, mesh)
 
 
 @pytest.mark.ranks(2)

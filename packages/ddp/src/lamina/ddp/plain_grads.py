@@ -39,8 +39,15 @@ def finalize_plain_grads(modules: nn.Module | Sequence[nn.Module], mesh: Paralle
             "wrapped, so nobody sums their gradients over them: wrap each in "
             "DistributedDataParallel or fully_shard"
         )
+    copies_of_experts = mesh.axis("expert_dp").size
     stages = [modules] if isinstance(modules, nn.Module) else list(modules)
     parameters = [p for stage in stages for p in stage.parameters() if p.requires_grad]
+    if copies_of_experts > 1 and any(role_of(p).expert for p in parameters):
+        raise ValueError(
+            f"{copies_of_experts} ranks hold copies of the same experts (expert_dp of {mesh!r}) "
+            "and see different tokens, and the modules are not wrapped, so nobody sums the copies' "
+            "gradients: wrap each in DistributedDataParallel or fully_shard"
+        )
     tp = mesh.axis("tp")
     for kind in ("sum", "mean"):
         chosen = [p for p in parameters if role_of(p).tp_grad == kind]

@@ -118,7 +118,7 @@ def contestants(kind: str) -> list[Callable[[], Contestant]]:
                 overlap_grad_reduce=True,
                 overlap_param_gather=sharded,
                 use_distributed_optimizer=sharded,
-                num_buckets=8,
+                num_buckets=16,
                 **settings,
             )
             wrapped = DistributedDataParallel(model, config, mesh)

@@ -23,10 +23,10 @@ from lamina.models import (
     apply_precision,
     apply_recompute,
     float8_weights,
-    fp8,
     tensor_parallel_plan,
 )
-from lamina.models.pipeline_module import GPTStage
+from lamina.models.pipelining.module import GPTStage
+from lamina.models.precision import fp8
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 CONFIG = TransformerConfig(

@@ -28,7 +28,7 @@ from lamina.models import (
     to_huggingface,
     training_flops_per_token,
 )
-from lamina.models.mamba_kernels import choose_path, kernel_scan
+from lamina.models.mamba.kernels import choose_path, kernel_scan
 
 SIZES = MambaConfig(state_size=8, head_dim=4, groups=2, chunk_size=8)
 HYBRID = TransformerConfig(
@@ -326,7 +326,7 @@ def test_the_kernel_is_called_by_its_documented_meaning(monkeypatch):
     for name in ("fla", "fla.ops"):
         monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
     monkeypatch.setitem(sys.modules, "fla.ops.simple_gla", module)
-    from lamina.models import mamba_kernels
+    from lamina.models.mamba import kernels as mamba_kernels
 
     mamba_kernels.fused_scan.cache_clear()
     x, dt, rate, b, c = (t.detach().float() for t in scan_inputs(13))
@@ -347,7 +347,7 @@ def test_the_kernel_is_called_by_its_documented_meaning(monkeypatch):
 
 
 def test_which_path_runs_is_decided_and_said_once(monkeypatch, caplog):
-    from lamina.models import mamba_kernels
+    from lamina.models.mamba import kernels as mamba_kernels
 
     gpu, cpu = torch.device("cuda"), torch.device("cpu")
     monkeypatch.setattr(mamba_kernels, "fused_scan", lambda: None)

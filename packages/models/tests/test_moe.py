@@ -22,8 +22,8 @@ from lamina.models import (
     matrix_parameters,
     routing_statistics,
 )
-from lamina.models.moe_permutation import copies_to_rows, rows_to_tokens
-from lamina.models.moe_routing import choose_experts, rows_by_expert, rows_to_capacity
+from lamina.models.moe.permutation import copies_to_rows, rows_to_tokens
+from lamina.models.moe.routing import choose_experts, rows_by_expert, rows_to_capacity
 
 sys.path.insert(0, str(Path(__file__).parent))
 import moe_oracle

@@ -14,11 +14,11 @@ from lamina.models import (
     TransformerConfig,
     apply_recompute,
     choose_pattern,
-    fp8,
     linear_cross_entropy,
 )
 from lamina.models.attention_blocks import Block, merge
 from lamina.models.patterns import Flex, Masked, Varlen
+from lamina.models.precision import fp8
 from lamina.models.products import write_product
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")

@@ -8,8 +8,8 @@ from itertools import combinations_with_replacement, pairwise
 import pytest
 
 from lamina.models import TransformerConfig, cut_layers, preset
-from lamina.models.pipeline_cuts import part_costs, resolve_layout
-from lamina.models.pipeline_schedule import SCHEDULES, number_of_stages, schedule_kind
+from lamina.models.pipelining.cuts import part_costs, resolve_layout
+from lamina.models.pipelining.schedule import SCHEDULES, number_of_stages, schedule_kind
 
 CONFIG = TransformerConfig(
     vocab_size=5000, hidden_size=64, num_layers=7, num_heads=2, max_sequence_length=128

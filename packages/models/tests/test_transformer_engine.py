@@ -17,7 +17,7 @@ from lamina.models import (
     TransformerConfig,
     apply_recompute,
 )
-from lamina.models.transformer_engine import make_recipe
+from lamina.models.precision.transformer_engine import make_recipe
 
 sys.path.insert(0, str(Path(__file__).parent))
 from transformer_engine_sources import RECIPES, stand_in

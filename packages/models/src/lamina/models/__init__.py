@@ -6,11 +6,8 @@ from lamina.models.config import LatentAttention, RopeScaling, TransformerConfig
 from lamina.models.context import AttentionContext
 from lamina.models.cost import matrix_parameters, training_flops_per_token
 from lamina.models.cutting import cut_weight, join_weight
-from lamina.models.dispatcher import Dispatch, ExpertRows, TokenDispatcher
 from lamina.models.dropout import Dropout
 from lamina.models.embedding import OutputHead, PositionEmbedding, VocabParallelEmbedding
-from lamina.models.experts import GroupedExperts
-from lamina.models.fp8_codec import Float8Codec
 from lamina.models.generation import generate, sample
 from lamina.models.gpt import GPTModel
 from lamina.models.huggingface import from_huggingface, to_huggingface
@@ -25,16 +22,19 @@ from lamina.models.layer_pattern import (
 )
 from lamina.models.linear import ColumnParallelLinear, Linear, RowParallelLinear
 from lamina.models.loss import linear_cross_entropy, vocab_parallel_cross_entropy
-from lamina.models.mamba import MambaMixer, MambaState
-from lamina.models.mamba_config import MambaConfig
-from lamina.models.mamba_scan import chunked_scan, scan_step
+from lamina.models.mamba.block import MambaMixer, MambaState
+from lamina.models.mamba.config import MambaConfig
+from lamina.models.mamba.scan import chunked_scan, scan_step
 from lamina.models.mlp import MLP, ActivationFunction
-from lamina.models.moe import MoELayer
-from lamina.models.moe_axes import ExpertAxes
-from lamina.models.moe_config import MoEConfig
-from lamina.models.moe_losses import AuxiliaryScale, RoutingContext
-from lamina.models.moe_routing import Routing
-from lamina.models.moe_statistics import LayerRouting, routing_statistics
+from lamina.models.moe.axes import ExpertAxes
+from lamina.models.moe.config import MoEConfig
+from lamina.models.moe.dispatcher import Dispatch, ExpertRows, TokenDispatcher
+from lamina.models.moe.experts import GroupedExperts
+from lamina.models.moe.layer import MoELayer
+from lamina.models.moe.losses import AuxiliaryScale, RoutingContext
+from lamina.models.moe.router import TopKRouter
+from lamina.models.moe.routing import Routing
+from lamina.models.moe.statistics import LayerRouting, routing_statistics
 from lamina.models.norms import LayerNorm, RMSNorm
 from lamina.models.patterns import (
     AttentionPattern,
@@ -42,22 +42,22 @@ from lamina.models.patterns import (
     document_positions,
     document_runs,
 )
-from lamina.models.pipeline import pipeline
-from lamina.models.pipeline_cuts import cut_layers
-from lamina.models.pipeline_module import GPTStage
-from lamina.models.pipeline_runner import PipelineRunner
-from lamina.models.precision import Precision
-from lamina.models.precision_backends import apply_precision, float8_weights
+from lamina.models.pipelining.build import pipeline
+from lamina.models.pipelining.cuts import cut_layers
+from lamina.models.pipelining.module import GPTStage
+from lamina.models.pipelining.runner import PipelineRunner
+from lamina.models.precision.backends import apply_precision, float8_weights
+from lamina.models.precision.fp8_codec import Float8Codec
+from lamina.models.precision.settings import Precision
+from lamina.models.precision.transformer_engine import PrecisionUnavailableError
 from lamina.models.presets import preset, preset_names
 from lamina.models.recompute import RecomputePolicy, apply_recompute
 from lamina.models.rotary import apply_rotary, rotary_tables
-from lamina.models.router import TopKRouter
 from lamina.models.torch_plan import CutOverRanks, tensor_parallel_plan
-from lamina.models.transformer_engine import PrecisionUnavailableError
-from lamina.models.vision import Projector, VisionTransformer, WithinImages
-from lamina.models.vision_language import VisionLanguageModel
-from lamina.models.vision_patches import Patches, VisionConfig, cut_patches
-from lamina.models.vision_splice import Splice, image_places
+from lamina.models.vision.language import VisionLanguageModel
+from lamina.models.vision.patches import Patches, VisionConfig, cut_patches
+from lamina.models.vision.splice import Splice, image_places
+from lamina.models.vision.transformer import Projector, VisionTransformer, WithinImages
 from lamina.models.weight_maps import WeightLink, weight_map
 from lamina.models.zigzag import cut_sequence, join_sequence
 

@@ -11,8 +11,8 @@ from lamina.models.context import AttentionContext
 from lamina.models.dropout import Dropout
 from lamina.models.latent_attention import LatentSelfAttention
 from lamina.models.mlp import MLP
-from lamina.models.moe import MoELayer
-from lamina.models.moe_axes import ExpertAxes
+from lamina.models.moe.axes import ExpertAxes
+from lamina.models.moe.layer import MoELayer
 from lamina.models.norms import make_norm
 
 

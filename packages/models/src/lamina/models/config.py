@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
-from lamina.models.mamba_config import MambaConfig, check_pattern
-from lamina.models.moe_config import MoEConfig
-from lamina.models.precision import Precision
+from lamina.models.mamba.config import MambaConfig, check_pattern
+from lamina.models.moe.config import MoEConfig
+from lamina.models.precision.settings import Precision
 
 AttentionPath = Literal["auto", "sdpa", "varlen", "flex"]
 Activation = Literal["gelu", "gelu_tanh", "swiglu", "relu2"]

@@ -10,7 +10,7 @@ from torch import Tensor
 from lamina.models.axes import MeshLike, axis_of
 from lamina.models.config import TransformerConfig
 from lamina.models.context_parallel import parallel_pattern
-from lamina.models.moe_losses import RoutingContext
+from lamina.models.moe.losses import RoutingContext
 from lamina.models.patterns import (
     AttentionPattern,
     choose_pattern,

@@ -20,11 +20,11 @@ from lamina.models.embedding import OutputHead, PositionEmbedding, VocabParallel
 from lamina.models.initialise import assign_seeds, draw_seed
 from lamina.models.layer_pattern import make_block
 from lamina.models.loss import IGNORED
-from lamina.models.moe_axes import ExpertAxes
-from lamina.models.moe_losses import RoutingContext
+from lamina.models.moe.axes import ExpertAxes
+from lamina.models.moe.losses import RoutingContext
 from lamina.models.norms import make_norm
-from lamina.models.precision_backends import apply_precision
-from lamina.models.vision_splice import Splice
+from lamina.models.precision.backends import apply_precision
+from lamina.models.vision.splice import Splice
 from lamina.models.zigzag import cut_sequence, join_sequence
 
 

@@ -16,7 +16,7 @@ from lamina.models.axes import MeshLike
 from lamina.models.cutting import cut_weight, join_weight
 from lamina.models.gpt import GPTModel
 from lamina.models.huggingface_config import config_from_huggingface
-from lamina.models.moe_axes import ExpertAxes
+from lamina.models.moe.axes import ExpertAxes
 from lamina.models.weight_maps import weight_map
 
 

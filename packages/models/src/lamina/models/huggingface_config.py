@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from lamina.models.config import Activation, LatentAttention, RopeScaling, TransformerConfig
-from lamina.models.mamba_huggingface import read_mamba2, write_mamba2
-from lamina.models.moe_weights import read_moe, written_moe
+from lamina.models.mamba.huggingface import read_mamba2, write_mamba2
+from lamina.models.moe.weights import read_moe, written_moe
 from lamina.models.weight_maps import model_type
 
 _ARCHITECTURES = {

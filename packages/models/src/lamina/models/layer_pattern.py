@@ -15,9 +15,9 @@ from lamina.models.config import TransformerConfig
 from lamina.models.context import AttentionContext
 from lamina.models.dropout import Dropout
 from lamina.models.latent_attention import LatentSelfAttention
-from lamina.models.mamba import MambaMixer, MambaState
+from lamina.models.mamba.block import MambaMixer, MambaState
 from lamina.models.mlp import MLP
-from lamina.models.moe_axes import ExpertAxes
+from lamina.models.moe.axes import ExpertAxes
 from lamina.models.norms import make_norm
 
 

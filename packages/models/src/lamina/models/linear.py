@@ -13,9 +13,9 @@ from lamina.mesh import mark
 from lamina.models.autocast import under_autocast
 from lamina.models.axes import MeshLike, axis_of
 from lamina.models.cutting import require_divisible
-from lamina.models.fp8_products import Float8Products
 from lamina.models.initialise import fill_normal
-from lamina.models.pipeline_weights import WeightGradientQueue
+from lamina.models.pipelining.weights import WeightGradientQueue
+from lamina.models.precision.fp8_products import Float8Products
 from lamina.models.products import PLAIN, Products, may_sink
 from lamina.models.tensor_parallel import ColumnLinear, RowLinear
 

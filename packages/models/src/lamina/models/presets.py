@@ -8,7 +8,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from lamina.models.config import LatentAttention, RopeScaling, TransformerConfig
-from lamina.models.moe_config import MoEConfig
+from lamina.models.moe.config import MoEConfig
 
 
 def _gpt2(hidden_size: int, num_layers: int, num_heads: int) -> TransformerConfig:

@@ -12,7 +12,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from lamina.mesh import MeshAxis, copy_role, mesh_axis, role_of
 from lamina.models.cutting import cut_weight
 from lamina.models.gpt import GPTModel
-from lamina.models.precision_backends import apply_precision
+from lamina.models.precision.backends import apply_precision
 
 
 class CutOverRanks(ParallelStyle):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from lamina.models.config import TransformerConfig
-from lamina.models.moe_weights import moe_links, moe_model_type
+from lamina.models.moe.weights import moe_links, moe_model_type
 from lamina.models.weight_link import WeightLink
 
 __all__ = ["WeightLink", "model_type", "weight_map"]

@@ -9,12 +9,12 @@ from torch import nn
 
 from lamina.models.axes import MeshLike
 from lamina.models.block import TransformerBlock
-from lamina.models.fp8 import MULTIPLE
-from lamina.models.fp8_products import AmaxExchange, Cut, Float8Products
 from lamina.models.layer_pattern import ResidualBlock
 from lamina.models.linear import ColumnParallelLinear, RowParallelLinear
-from lamina.models.precision import Precision
-from lamina.models.transformer_engine import use_transformer_engine
+from lamina.models.precision.fp8 import MULTIPLE
+from lamina.models.precision.fp8_products import AmaxExchange, Cut, Float8Products
+from lamina.models.precision.settings import Precision
+from lamina.models.precision.transformer_engine import use_transformer_engine
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 

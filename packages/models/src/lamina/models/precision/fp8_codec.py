@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lamina.models.fp8 import FORWARD, magnitude, power_of_two, scale_exponent
+from lamina.models.precision.fp8 import FORWARD, magnitude, power_of_two, scale_exponent
 
 _BIAS = 127
 _NAN = 255

@@ -16,9 +16,9 @@ from torch.autograd.function import once_differentiable
 
 from lamina.collectives import all_reduce_small, scatter_to
 from lamina.mesh import MeshAxis
-from lamina.models.moe_axes import ExpertAxes
-from lamina.models.moe_config import MoEConfig
-from lamina.models.moe_routing import count_copies
+from lamina.models.moe.axes import ExpertAxes
+from lamina.models.moe.config import MoEConfig
+from lamina.models.moe.routing import count_copies
 from lamina.models.zigzag import cut_sequence
 
 

@@ -22,7 +22,7 @@ from lamina.mesh import MeshAxis, mark, mesh_axis, role_of
 from lamina.models.axes import MeshLike, axis_of
 from lamina.models.initialise import fill_normal
 from lamina.models.linear import ColumnParallelLinear, RowParallelLinear
-from lamina.models.precision import Precision
+from lamina.models.precision.settings import Precision
 
 
 class PrecisionUnavailableError(RuntimeError):

@@ -13,12 +13,12 @@ from lamina.models.autocast import under_autocast
 from lamina.models.axes import MeshLike
 from lamina.models.config import Activation
 from lamina.models.cutting import require_divisible
-from lamina.models.dispatcher import ExpertRows
 from lamina.models.initialise import draw_seed, fill_normal_stack
 from lamina.models.mlp import ActivationFunction
-from lamina.models.moe_axes import ExpertAxes
-from lamina.models.moe_config import ExpertsPath
-from lamina.models.router import axes_from
+from lamina.models.moe.axes import ExpertAxes
+from lamina.models.moe.config import ExpertsPath
+from lamina.models.moe.dispatcher import ExpertRows
+from lamina.models.moe.router import axes_from
 
 _GROUPED = (torch.float32, torch.bfloat16, torch.float16)
 

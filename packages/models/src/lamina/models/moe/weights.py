@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from lamina.models.moe_config import MoEConfig
+from lamina.models.moe.config import MoEConfig
 from lamina.models.weight_link import WeightLink
 
 if TYPE_CHECKING:

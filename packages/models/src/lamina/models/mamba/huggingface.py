@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from lamina.models.config import TransformerConfig
-from lamina.models.mamba_config import MambaConfig
+from lamina.models.mamba.config import MambaConfig
 
 
 def write_mamba2(config: TransformerConfig) -> dict[str, Any]:

@@ -20,9 +20,9 @@ from lamina.ddp import (
 from lamina.mesh import ParallelMesh, mesh_axis
 from lamina.models.axes import axis_of
 from lamina.models.loss import IGNORED
-from lamina.models.pipeline_cuts import Layout
-from lamina.models.pipeline_module import Microbatch
-from lamina.models.pipeline_stage import LaminaStage, OncePerStep
+from lamina.models.pipelining.cuts import Layout
+from lamina.models.pipelining.module import Microbatch
+from lamina.models.pipelining.stage import LaminaStage, OncePerStep
 from lamina.models.zigzag import cut_sequence
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from lamina.models.config import TransformerConfig
 from lamina.models.cost import training_flops_per_token
-from lamina.models.precision import Precision
+from lamina.models.precision.settings import Precision
 
 Layout = tuple[tuple[int, ...], ...]
 """Layers of each stage, in order."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lamina.models.moe_config import Drop, MoEConfig
+from lamina.models.moe.config import Drop, MoEConfig
 
 
 @dataclass(frozen=True)

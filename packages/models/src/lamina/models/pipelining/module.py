@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from lamina.mesh import copy_role, mark
 from lamina.models.context import AttentionContext, default_positions
 from lamina.models.gpt import GPTModel
-from lamina.models.moe_losses import RoutingContext
-from lamina.models.precision_backends import follow_histories
+from lamina.models.moe.losses import RoutingContext
+from lamina.models.precision.backends import follow_histories
 from lamina.models.zigzag import cut_sequence
 
 

@@ -15,9 +15,9 @@ from lamina.mesh import ParallelMesh, mark
 from lamina.models.axes import MeshLike
 from lamina.models.dropout import dropout_stream
 from lamina.models.initialise import fill_normal
-from lamina.models.moe_axes import ExpertAxes
-from lamina.models.moe_config import MoEConfig
-from lamina.models.moe_losses import (
+from lamina.models.moe.axes import ExpertAxes
+from lamina.models.moe.config import MoEConfig
+from lamina.models.moe.losses import (
     AuxiliaryScale,
     RoutingContext,
     Scored,
@@ -25,8 +25,8 @@ from lamina.models.moe_losses import (
     inject,
     load_by_sequence,
 )
-from lamina.models.moe_routing import Routing, choose_experts, count_copies, within_capacity
-from lamina.models.moe_statistics import RoutingTotals
+from lamina.models.moe.routing import Routing, choose_experts, count_copies, within_capacity
+from lamina.models.moe.statistics import RoutingTotals
 
 
 class TopKRouter(nn.Module):

@@ -19,8 +19,8 @@ from torch.distributed import ProcessGroup
 from torch.distributed.pipelining.stage import _PipelineStageBase
 
 from lamina.collectives import Message, receive_operation, send_operation
-from lamina.models.pipeline_module import GPTStage, Microbatch
-from lamina.models.pipeline_weights import Late, WeightGradientQueue, attach_queue, deliver
+from lamina.models.pipelining.module import GPTStage, Microbatch
+from lamina.models.pipelining.weights import Late, WeightGradientQueue, attach_queue, deliver
 
 
 @runtime_checkable

@@ -16,9 +16,9 @@ from lamina.models.context import AttentionContext
 from lamina.models.cutting import require_divisible
 from lamina.models.initialise import fill_uniform
 from lamina.models.linear import ColumnParallelLinear, RowParallelLinear
-from lamina.models.mamba_config import MambaConfig
-from lamina.models.mamba_kernels import choose_path, kernel_scan
-from lamina.models.mamba_scan import chunked_scan, scan_step, wide_dtype
+from lamina.models.mamba.config import MambaConfig
+from lamina.models.mamba.kernels import choose_path, kernel_scan
+from lamina.models.mamba.scan import chunked_scan, scan_step, wide_dtype
 
 
 class CausalConvolution(nn.Module):

@@ -16,7 +16,7 @@ from lamina.models.linear import ColumnParallelLinear, Linear, RowParallelLinear
 from lamina.models.mlp import ActivationFunction
 from lamina.models.norms import LayerNorm
 from lamina.models.patterns import repeat_heads
-from lamina.models.vision_patches import Images, VisionConfig, cut_patches
+from lamina.models.vision.patches import Images, VisionConfig, cut_patches
 
 
 @dataclass(frozen=True)

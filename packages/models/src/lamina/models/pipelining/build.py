@@ -13,16 +13,16 @@ from lamina.ddp import HasGroups, groups_of
 from lamina.mesh import MeshAxis, ParallelMesh, mesh_axis
 from lamina.models.config import TransformerConfig
 from lamina.models.gpt import GPTModel
-from lamina.models.pipeline_cuts import Layout, cut_layers, resolve_layout
-from lamina.models.pipeline_module import GPTStage, materialise
-from lamina.models.pipeline_runner import PipelineRunner
-from lamina.models.pipeline_schedule import (
+from lamina.models.pipelining.cuts import Layout, cut_layers, resolve_layout
+from lamina.models.pipelining.module import GPTStage, materialise
+from lamina.models.pipelining.runner import PipelineRunner
+from lamina.models.pipelining.schedule import (
     Schedule,
     make_schedule,
     number_of_stages,
     schedule_kind,
 )
-from lamina.models.pipeline_stage import LaminaStage, OncePerStep
+from lamina.models.pipelining.stage import LaminaStage, OncePerStep
 
 
 def pipeline(

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from lamina.collectives import all_reduce_small
 from lamina.mesh import MeshAxis
 from lamina.models.axes import MeshLike, axis_of
-from lamina.models.fp8 import BACKWARD, FORWARD, Coded, encode, magnitude, scaled_product
-from lamina.models.precision import Precision
+from lamina.models.precision.fp8 import BACKWARD, FORWARD, Coded, encode, magnitude, scaled_product
+from lamina.models.precision.settings import Precision
 
 Cut = Literal["output", "input"]
 INPUT, WEIGHT, GRADIENT = range(3)

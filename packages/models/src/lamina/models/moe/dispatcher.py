@@ -18,11 +18,11 @@ from torch.distributed import ProcessGroup
 
 from lamina.collectives import copy_to, reduce_from, start_all_gather, start_all_to_all
 from lamina.mesh import MeshAxis
-from lamina.models.moe_axes import ExpertAxes
-from lamina.models.moe_config import Dispatcher
-from lamina.models.moe_exchange import RowExchange, gather_rows, reduce_rows
-from lamina.models.moe_permutation import copies_to_rows, rows_to_tokens
-from lamina.models.moe_routing import Routing, rows_by_expert, rows_to_capacity
+from lamina.models.moe.axes import ExpertAxes
+from lamina.models.moe.config import Dispatcher
+from lamina.models.moe.exchange import RowExchange, gather_rows, reduce_rows
+from lamina.models.moe.permutation import copies_to_rows, rows_to_tokens
+from lamina.models.moe.routing import Routing, rows_by_expert, rows_to_capacity
 
 
 @dataclass(frozen=True)

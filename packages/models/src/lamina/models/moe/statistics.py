@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from lamina.collectives import all_reduce_small
 from lamina.models.axes import MeshLike
-from lamina.models.moe_axes import ExpertAxes
+from lamina.models.moe.axes import ExpertAxes
 
 
 class RoutingTotals:
@@ -65,7 +65,7 @@ def routing_statistics(model: nn.Module, mesh: MeshLike = None) -> dict[str, Lay
         mesh: the mesh; None for one process.
 
     """
-    from lamina.models.router import TopKRouter  # it needs this module
+    from lamina.models.moe.router import TopKRouter  # it needs this module
 
     routers = {
         name: module

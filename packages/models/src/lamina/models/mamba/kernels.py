@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lamina.models.mamba_config import MambaPath
+from lamina.models.mamba.config import MambaPath
 
 _LOGGER = logging.getLogger(__name__)
 _HALF = (torch.float16, torch.bfloat16)

@@ -13,9 +13,9 @@ from lamina.models.axes import MeshLike
 from lamina.models.config import TransformerConfig
 from lamina.models.gpt import GPTModel
 from lamina.models.initialise import assign_seeds, draw_seed
-from lamina.models.vision import Projector, VisionTransformer, blank_image
-from lamina.models.vision_patches import Images, VisionConfig
-from lamina.models.vision_splice import Splice, image_places
+from lamina.models.vision.patches import Images, VisionConfig
+from lamina.models.vision.splice import Splice, image_places
+from lamina.models.vision.transformer import Projector, VisionTransformer, blank_image
 
 Part = Literal["vision", "projector", "language"]
 

@@ -8,12 +8,12 @@ from torch import Tensor, nn
 
 from lamina.models.axes import MeshLike
 from lamina.models.config import TransformerConfig
-from lamina.models.dispatcher import TokenDispatcher
-from lamina.models.experts import GroupedExperts
 from lamina.models.mlp import MLP
-from lamina.models.moe_axes import ExpertAxes
-from lamina.models.moe_losses import RoutingContext
-from lamina.models.router import TopKRouter, axes_from
+from lamina.models.moe.axes import ExpertAxes
+from lamina.models.moe.dispatcher import TokenDispatcher
+from lamina.models.moe.experts import GroupedExperts
+from lamina.models.moe.losses import RoutingContext
+from lamina.models.moe.router import TopKRouter, axes_from
 
 
 class MoELayer(nn.Module):

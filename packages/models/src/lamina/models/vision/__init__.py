@@ -1,0 +1,1 @@
+"""Images, and language models that read them."""

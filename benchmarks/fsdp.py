@@ -93,7 +93,11 @@ def ddp(settings: argparse.Namespace, mesh: ParallelMesh) -> System:
     return System("torch DDP", TorchDDP(model, gradient_as_bucket_view=True), optimizer)
 
 
-def fsdp2(reshard: bool) -> Callable[[argparse.Namespace, ParallelMesh], System]:
+def fsdp2(
+    reshard: bool, ends: bool = False
+) -> Callable[[argparse.Namespace, ParallelMesh], System]:
+    """FSDP2 over blocks and the root; with `ends`, embedding and head are units too."""
+
     def make(settings: argparse.Namespace, mesh: ParallelMesh) -> System:
         model, _ = build(settings)
         how: dict[str, Any] = {"mesh": mesh["dp_shard"], "reshard_after_forward": reshard}
@@ -102,10 +106,13 @@ def fsdp2(reshard: bool) -> Callable[[argparse.Namespace, ParallelMesh], System]
         for module in model.modules():
             if isinstance(module, TransformerBlock):
                 torch_fully_shard(module, **how)
+        for name in ("embedding", "head") if ends else ():  # as torchtitan has it
+            torch_fully_shard(model.get_submodule(name), **how)
         torch_fully_shard(model, **how)
         kind = {"fused": True} if settings.fused else {"foreach": True}
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, **kind)
-        return System("torch FSDP2" + ("" if reshard else ", no reshard"), model, optimizer)
+        more = ("" if reshard else ", no reshard") + (", ends are units" if ends else "")
+        return System("torch FSDP2" + more, model, optimizer)
 
     return make
 
@@ -115,7 +122,6 @@ def lamina(strategy: int) -> Callable[[argparse.Namespace, ParallelMesh], System
         model, optimizer = fully_shard(
             *build(settings),
             device_mesh=mesh,
-            fsdp_unit_modules=[TransformerBlock],
             zero_dp_strategy=strategy,
             mixed_precision_policy=MixedPrecisionPolicy(
                 param_dtype=torch.bfloat16 if settings.bf16 else None
@@ -131,6 +137,7 @@ MAKERS = {
     "ddp": ddp,
     "fsdp2": fsdp2(True),
     "fsdp2-keep": fsdp2(False),
+    "fsdp2-ends": fsdp2(True, ends=True),
     "lamina3": lamina(3),
     "lamina2": lamina(2),
     "lamina1": lamina(1),
@@ -230,7 +237,7 @@ def report(systems: Sequence[System], held: int, settings: argparse.Namespace) -
         f"activations {held / 2**20:.0f} MiB"
     )
     print(
-        f"{'system':<24}{'step ms':>9}{'/FSDP2':>8}{'/bound':>8}{'copied MiB':>12}{'sent MiB':>10}"
+        f"{'system':<34}{'step ms':>9}{'/FSDP2':>8}{'/bound':>8}{'copied MiB':>12}{'sent MiB':>10}"
         f"{'rest MiB':>10}{'peak - act MiB':>16}{'/FSDP2':>8}"
     )
     middle = {s.name: statistics.median(s.seconds) for s in systems}
@@ -241,7 +248,7 @@ def report(systems: Sequence[System], held: int, settings: argparse.Namespace) -
             wire = 8 * s.sent / (settings.mbit * 1e6)
             bound = f"{mine / max(middle['no communication'], wire):.2f}"
         print(
-            f"{s.name:<24}{1e3 * mine:>9.0f}{mine / middle[base.name]:>8.2f}{bound:>8}"
+            f"{s.name:<34}{1e3 * mine:>9.0f}{mine / middle[base.name]:>8.2f}{bound:>8}"
             f"{s.copied / 2**20:>12.0f}{s.sent / 2**20:>10.0f}{s.resident / 2**20:>10.0f}"
             f"{most[s.name] / 2**20:>16.0f}{most[s.name] / most[base.name]:>8.2f}"
         )

@@ -168,6 +168,28 @@ def test_counts_that_differ_are_named(row, sizes, message):
 
 
 @pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([[1, -3, 2], [1, -3, 2]], r"at token 1 of sequence 1 begins inside image 0: 3 tokens lie "
+                                   r"before it, .* 4 \+ 2 = 6 vectors"),
+        ([[-4, 1], [2, 3, 4, -2]], None),
+        ([[-6, 1], [2] * 7], None),
+        ([[1, -3, 2, -3]], r"at token 5 of sequence 0 begins inside image 0"),
+        ([[-4, -1, 1, -1]], r"at token 6 of sequence 0 begins inside image 1: 5 tokens"),
+    ],
+)  # fmt: skip
+def test_vectors_of_an_image_stay_together(rows, message):
+    """As many places as vectors in all, laid out otherwise than the images (4 and 2 vectors)."""
+    model, pictures = model_of(), [image(8, 8), image(4, 8)]
+    tokens = torch.stack([text(*row) for row in rows])
+    if message is None:
+        model(tokens, pictures)
+        return
+    with pytest.raises(ValueError, match=message):
+        model(tokens, pictures)
+
+
+@pytest.mark.parametrize(
     ("shape", "message"),
     [
         ((3, 10, 8), r"height is 10 pixels: need a multiple of 8 .patch_size 4 x merge 2."),

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 import torch.nn.functional as F
@@ -61,19 +63,37 @@ def image_places(tokens: Tensor, image_token: int, counts: Sequence[int]) -> Ten
         int64 ``[batch, sequence]``: a running number, -1 for other tokens.
 
     Raises:
-        ValueError: if the text keeps another number of places than the images fill. Waits for the
-            device, once.
+        ValueError: if the text keeps another number of places than the images fill, or a run of
+            places begins inside an image. Waits for the device, once.
 
     """
     place = tokens == image_token
-    held: list[int] = place.sum(dim=1).tolist()
+    number = place.flatten().cumsum(dim=0).view_as(tokens) - 1
+    starts = place.clone()
+    starts[:, 1:] &= ~place[:, :-1]
+    # Where every run begins with an image's first vector, every run ends with an image's last: it
+    # holds whole images, and so does its sequence.
+    inside = torch.ones(sum(counts) + 1, dtype=torch.bool)
+    inside[list(accumulate(counts, initial=0))] = False
+    inside = inside.to(tokens.device, non_blocking=True)
+    wrong = starts & inside[number.clamp(0, sum(counts))]
+    *held, misplaced = torch.cat((place.sum(dim=1), wrong.sum().view(1))).tolist()
     if sum(held) != sum(counts):
         raise ValueError(
             f"the text has {_sum(held)} image tokens (id {image_token}) in its "
             f"{len(held)} sequences, and {len(counts)} images give {_sum(counts)} vectors: put as "
             "many image tokens in a sequence as vision.tokens_of(image) says, image by image"
         )
-    number = place.flatten().cumsum(dim=0).view_as(tokens) - 1
+    if misplaced:
+        row, column = wrong.nonzero()[0].tolist()
+        reached = int(number[row, column])
+        image = bisect_right(list(accumulate(counts)), reached)
+        raise ValueError(
+            f"the run of image tokens (id {image_token}) at token {column} of sequence {row} "
+            f"begins inside image {image}: {reached} tokens lie before it, and the images give "
+            f"{_sum(counts)} vectors, in the order of the text: an image is one unbroken run of "
+            "vision.tokens_of(image) tokens in one sequence"
+        )
     return torch.where(place, number, -1)
 
 

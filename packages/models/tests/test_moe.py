@@ -75,12 +75,15 @@ def compare(layer, x, **about):
         {"top_k": 3, "normalize_weights": False} | LOSSES,
         {"capacity_factor": 0.6} | LOSSES,
         {"capacity_factor": 0.6, "drop": "position", "pad_to_capacity": True},
-        {"top_k": 1, "num_experts": 6},
+        {"top_k": 1, "num_experts": 6, "normalize_weights": False},
     ],
     ids=str,
 )
 def test_the_layer_equals_a_loop_over_tokens_and_experts(moe):
-    compare(layer_of(**moe), draw(2, 7, 16))
+    layer = layer_of(**moe)
+    compare(layer, draw(2, 7, 16))
+    # Not the loop's word alone: it could stop the router's gradient as the layer does.
+    assert layer.router.weight.grad.norm() > 1e-3
 
 
 def test_padding_goes_nowhere_and_counts_in_no_loss():
@@ -99,8 +102,9 @@ def test_padding_goes_nowhere_and_counts_in_no_loss():
 @pytest.mark.parametrize("case", ["none for some", "all to one", "fewer tokens", "no token"])
 @pytest.mark.parametrize("capacity", [None, 0.5])
 def test_awkward_loads_equal_the_loop(case, capacity):
+    top_k = 1 if case == "all to one" else 2
     layer = layer_of(
-        top_k=1 if case == "all to one" else 2, capacity_factor=capacity, num_experts=6
+        top_k=top_k, normalize_weights=top_k > 1, capacity_factor=capacity, num_experts=6
     )
     x = draw(1, {"fewer tokens": 2, "no token": 0}.get(case, 9), 16)
     if case in ("none for some", "all to one"):
@@ -212,7 +216,8 @@ def test_the_bias_keeps_its_bits_whatever_the_models_dtype():
 
 
 def test_a_step_of_the_bias_is_towards_the_mean():
-    router = TopKRouter(2, MoEConfig(num_experts=3, top_k=1, bias_rate=0.5)).double()
+    moe = MoEConfig(num_experts=3, top_k=1, normalize_weights=False, bias_rate=0.5)
+    router = TopKRouter(2, moe).double()
     with torch.no_grad():
         router.weight.copy_(torch.tensor([[1.0, 0.0], [0.0, 1.0], [-9.0, -9.0]]))
     router(torch.tensor([[3.0, 0.0], [2.0, 0.0], [0.0, 2.0]], dtype=torch.float64))
@@ -239,7 +244,7 @@ def test_jitter_is_for_training():
 
 
 def test_statistics_know_what_was_dropped_and_how_sure_routers_are():
-    layer = layer_of(top_k=1, capacity_factor=0.5)
+    layer = layer_of(top_k=1, normalize_weights=False, capacity_factor=0.5)
     with torch.no_grad():
         layer.router.weight.zero_()  # all the same: one expert gets everything
     layer(draw(1, 8, 16))
@@ -271,6 +276,7 @@ def test_which_layers_have_experts():
     [
         ({"top_k": 5}, "top_k 5 is above num_experts 4"),
         ({"top_k": 0}, "top_k is 0: it must be at least 1"),
+        ({"top_k": 1}, "top_k 1 with normalize_weights=True: .* set normalize_weights=False"),
         ({"num_groups": 3}, r"not divisible by num_groups 3 \(remainder 1\)"),
         ({"num_groups": 2, "groups_kept": 3}, "groups_kept 3 is above num_groups 2"),
         ({"num_groups": 4, "groups_kept": 1}, "top_k 2 is above 1, the experts in 1 of 4 groups"),

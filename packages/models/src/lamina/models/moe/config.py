@@ -26,7 +26,8 @@ class MoEConfig:
         first_dense: how many layers, from the first, have an MLP instead.
         every: of the others every n-th layer has experts, the n-th being the first.
         scores: ``softmax`` over the experts, or ``sigmoid`` of each (DeepSeek-V3).
-        normalize_weights: the weights of a token's experts sum to one.
+        normalize_weights: the weights of a token's experts sum to one. With a ``top_k`` of 1 it must
+            be False: the one weight would always be 1, and the router would learn nothing from it.
         weight_scale: multiplies the weights (DeepSeek's routed scaling factor).
         num_groups: groups of neighbouring experts; above 1, a token goes to experts of
             ``groups_kept`` groups only (DeepSeek-V2 and -V3: nodes that a token visits).
@@ -108,6 +109,11 @@ class MoEConfig:
             raise ValueError(
                 f"top_k {self.top_k} is above num_experts {self.num_experts}: a token goes to an "
                 "expert once"
+            )
+        if self.top_k == 1 < self.num_experts and self.normalize_weights:
+            raise ValueError(
+                "top_k 1 with normalize_weights=True: a token's one weight would always be 1, and "
+                "the router would learn nothing from the loss; set normalize_weights=False"
             )
         if not 0.0 <= self.jitter < 1.0:
             raise ValueError(f"jitter is {self.jitter}: it must be in [0, 1)")

@@ -147,6 +147,43 @@ def test_the_loss_never_holds_all_logits():
     assert meter.peak_live_bytes - before < 0.4 * tokens * vocabulary * 4
 
 
+@pytest.mark.parametrize("bad", [-1, 50, 63, 64])
+def test_ids_that_do_not_exist_are_refused_on_a_cpu(bad):
+    model = GPTModel(replace(CONFIG, vocab_multiple=64), seed=0)
+    tokens = torch.randint(0, 50, (2, 9))
+    strange = tokens.clone()
+    strange[1, 4] = bad
+    message = rf"hold {bad} \(and 1 ids in all that do not exist\): they must be 0 to 49"
+    with pytest.raises(ValueError, match="labels " + message):
+        model(tokens, strange)
+    with pytest.raises(ValueError, match="tokens " + message):
+        model(strange, tokens)
+    with pytest.raises(ValueError, match="labels " + message):
+        linear_cross_entropy(torch.randn(18, 4), torch.randn(64, 4), strange.flatten(),
+                             vocab_size=50)  # fmt: skip
+    if not 0 <= bad < 64:
+        with pytest.raises(ValueError, match="they must be 0 to 63"):
+            vocab_parallel_cross_entropy(torch.randn(2, 9, 64), strange)
+
+
+@pytest.mark.parametrize("bad", [-1, 50, 63, 64])
+def test_labels_that_nobody_looks_at_make_the_loss_nan(bad, monkeypatch):
+    """What a GPU computes, where looking at ids would mean waiting for them."""
+    monkeypatch.setattr("lamina.models.loss.check_ids", lambda *_: None)
+    hidden, weight = torch.randn(6, 4, requires_grad=True), torch.randn(64, 4, requires_grad=True)
+    labels = torch.tensor([3, -100, bad, 7, 49, 0])
+    loss = linear_cross_entropy(hidden, weight, labels, vocab_size=50, chunk=4)
+    loss.backward()
+    assert loss.isnan()
+    assert hidden.grad.isnan().any(dim=1).tolist() == [False, False, True, False, False, False]
+    assert not hidden.grad[1].any()
+    logits = torch.randn(6, 50, requires_grad=True)
+    losses = vocab_parallel_cross_entropy(logits, labels)
+    losses.sum().backward()
+    assert losses.isnan().tolist() == [False, False, True, False, False, False]
+    assert logits.grad.isnan().any(dim=1).tolist() == losses.isnan().tolist()
+
+
 def test_padding_ids_get_no_probability():
     model = GPTModel(replace(CONFIG, vocab_multiple=64), seed=0)
     tokens = torch.randint(0, 50, (2, 9))

@@ -222,6 +222,24 @@ def test_loss_never_gathers_the_vocabulary():
 
 
 @pytest.mark.ranks(2)
+def test_ids_of_no_rank_are_refused_or_show(monkeypatch):
+    mesh = ParallelLayout(tp=2).build("cpu")
+    model = GPTModel(replace(LLAMA, num_layers=1), mesh, seed=5)  # 61 ids in 64 rows
+    data = batch(0)
+    for bad in (-1, 61, 64):
+        for name in ("tokens", "labels"):
+            strange = {**data, name: data[name].clone()}
+            strange[name][1, 3] = bad
+            with pytest.raises(ValueError, match=f"{name} hold {bad} .* they must be 0 to 60"):
+                model(**strange)
+            # A GPU does not look.
+            with monkeypatch.context() as patch:
+                for module in ("gpt", "loss", "embedding"):
+                    patch.setattr(f"lamina.models.{module}.check_ids", lambda *_: None)
+                assert model(**strange).isnan()
+
+
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("shape", [(7,), (2, 5)])
 def test_cross_entropy_over_ranks_equals_torch(shape):
     axis = ParallelLayout(tp=2).build("cpu").axis("tp")

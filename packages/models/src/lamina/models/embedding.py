@@ -18,6 +18,7 @@ from lamina.models.cutting import require_divisible
 from lamina.models.initialise import fill_normal
 from lamina.models.loss import IGNORED, linear_cross_entropy
 from lamina.models.products import may_sink
+from lamina.models.vocabulary import check_ids
 
 
 def look_up(weight: Tensor, ids: Tensor) -> Tensor:
@@ -61,6 +62,7 @@ class VocabParallelEmbedding(nn.Module):
         mesh: has an axis ``tp``, or is that axis; None is one process.
         sequence_parallel: return this rank's tokens only, ``[tokens / size, width]``.
         init_std: standard deviation of the initial weight.
+        vocab_size: ids that exist; rows from there on are padding. None: all rows are ids.
 
     Raises:
         ValueError: if ``rows`` is not divisible by the number of ranks.
@@ -75,9 +77,12 @@ class VocabParallelEmbedding(nn.Module):
         *,
         sequence_parallel: bool = False,
         init_std: float = 0.02,
+        vocab_size: int | None = None,
     ) -> None:
         super().__init__()
         self.axis = axis_of(mesh, "tp")
+        self.rows = rows
+        self.vocab_size = rows if vocab_size is None else vocab_size
         self.sequence_parallel = sequence_parallel and self.axis is not None
         self.init_std = init_std
         self.init_seed: int | None = None
@@ -91,14 +96,25 @@ class VocabParallelEmbedding(nn.Module):
         fill_normal(self.weight, self.init_std, self.init_seed, self.axis, dim=0)
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Look up int64 ids ``[batch, sequence]``: ``[batch, sequence, width]``."""
+        """Look up int64 ids ``[batch, sequence]``: ``[batch, sequence, width]``.
+
+        Raises:
+            ValueError: on a CPU, ids that do not exist. On a GPU their vectors are NaN where the
+                table is cut; where it is whole the device's own check ends the program.
+
+        """
+        check_ids("tokens", ids, self.vocab_size)
         if self.axis is None:
+            if self.vocab_size < self.rows:  # torch would look the padding up
+                ids = torch.where(ids < self.vocab_size, ids, self.rows)
             return look_up(self.weight, ids)
         row = ids - self.axis.rank * self.weight.shape[0]
         elsewhere = (row < 0) | (row >= self.weight.shape[0])
+        strange = (ids < 0) | (ids >= self.vocab_size)
         found = look_up(self.weight, row.masked_fill(elsewhere, 0))
         # All ranks but one add zeros, so the sum is exact in any dtype.
-        found = found.masked_fill(elsewhere.unsqueeze(-1), 0.0)
+        filler = torch.where(strange, torch.nan, 0.0).to(found.dtype)
+        found = torch.where((elsewhere | strange)[..., None], filler[..., None], found)
         if self.sequence_parallel:
             return reduce_scatter_to(found.flatten(0, 1), self.axis.group)
         return reduce_from(found, self.axis.group)

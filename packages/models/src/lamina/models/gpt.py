@@ -25,6 +25,7 @@ from lamina.models.moe.losses import RoutingContext
 from lamina.models.norms import make_norm
 from lamina.models.precision.backends import apply_precision
 from lamina.models.vision.splice import Splice
+from lamina.models.vocabulary import check_ids
 from lamina.models.zigzag import cut_sequence, join_sequence
 
 
@@ -84,6 +85,7 @@ class GPTModel(nn.Module):
             self.axis,
             sequence_parallel=partial,
             init_std=config.init_std,
+            vocab_size=config.vocab_size,
         )
         self.position_embedding = None
         if config.positions == "learned":
@@ -156,7 +158,8 @@ class GPTModel(nn.Module):
             data-parallel ranks have theirs.
 
         Raises:
-            ValueError: if the sequence is longer than ``config.max_sequence_length``.
+            ValueError: if the sequence is longer than ``config.max_sequence_length``; on a CPU, for
+                ids that the vocabulary does not have (on a GPU they make the result NaN).
 
         """
         self.check_inputs(tokens, labels, document_ids)
@@ -249,6 +252,9 @@ class GPTModel(nn.Module):
                     f"{name} have shape {tuple(other.shape)}, tokens {tuple(tokens.shape)}: "
                     "they must be equal"
                 )
+        check_ids("tokens", tokens, self.config.vocab_size)
+        if labels is not None:
+            check_ids("labels", labels, self.config.vocab_size, IGNORED)
 
     @property
     def length_multiple(self) -> int:

@@ -18,6 +18,7 @@ from lamina.ddp import gradient_sink
 from lamina.mesh import MeshAxis
 from lamina.models.autocast import under_autocast
 from lamina.models.axes import MeshLike, axis_of
+from lamina.models.vocabulary import check_ids, label_weights
 
 IGNORED = -100
 """The label of tokens that do not count, as in torch."""
@@ -44,10 +45,11 @@ def vocab_parallel_cross_entropy(
         chunk: tokens at a time; by default at least 1,024, more for small vocabularies.
 
     Returns:
-        Losses ``[...]`` in nats, float32 (float64 for float64 logits).
+        Losses ``[...]`` in nats, float32 (float64 for float64 logits). On a GPU a label that no
+        rank has gives NaN, in gradients too.
 
     Raises:
-        ValueError: shapes that do not fit.
+        ValueError: shapes that do not fit; on a CPU labels that no rank has.
 
     """
     if logits.shape[:-1] != labels.shape:
@@ -56,6 +58,7 @@ def vocab_parallel_cross_entropy(
             "the logits' shape without its last dimension"
         )
     axis = axis_of(mesh, "tp")
+    check_ids("labels", labels, _total(logits.shape[-1], axis), ignore_index)
     losses: Tensor = _CrossEntropy.apply(  # type: ignore[no-untyped-call]
         logits, labels, axis, ignore_index, chunk or _tokens_at_a_time(logits.shape[-1])
     )
@@ -89,22 +92,29 @@ def linear_cross_entropy(
         ignore_index: tokens with this label count nothing.
 
     Returns:
-        The sum in nats, a scalar in float32 (float64 for float64 weights).
+        The sum in nats, a scalar in float32 (float64 for float64 weights). On a GPU a label that
+        does not exist makes it NaN, and the gradients too.
+
+    Raises:
+        ValueError: on a CPU, labels that do not exist.
 
     """
     axis = axis_of(mesh, "tp")
     hidden, weight, _ = under_autocast(hidden, weight)
     chunk = chunk or _tokens_at_a_time(weight.shape[0])
-    kept = weight.shape[0]
-    if vocab_size is not None:
-        first = 0 if axis is None else axis.rank * weight.shape[0]
-        kept = min(max(vocab_size - first, 0), kept)
+    if vocab_size is None:
+        vocab_size = _total(weight.shape[0], axis)
+    check_ids("labels", labels, vocab_size, ignore_index)
     grad_enabled = torch.is_grad_enabled()
     needed = (grad_enabled and hidden.requires_grad, grad_enabled and weight.requires_grad)
     total: Tensor = _LinearCrossEntropy.apply(  # type: ignore[no-untyped-call]
-        hidden, weight, labels, axis, kept, chunk, ignore_index, needed
+        hidden, weight, labels, axis, vocab_size, chunk, ignore_index, needed
     )
     return total
+
+
+def _total(columns: int, axis: MeshAxis | None) -> int:
+    return columns * (1 if axis is None else axis.size)
 
 
 def _tokens_at_a_time(columns: int) -> int:
@@ -119,7 +129,7 @@ class _Softmax(NamedTuple):
     """What one pass over a chunk of logits gives."""
 
     losses: Tensor
-    """``[tokens]``, 0 where ignored."""
+    """``[tokens]``; of no meaning where the label does not count."""
     probabilities: Tensor
     """``[tokens, columns]``: this rank's."""
     log_total: Tensor
@@ -151,8 +161,7 @@ def _softmax(logits: Tensor, labels: Tensor, axis: MeshAxis | None, ignored: int
     total = probabilities.sum(dim=1)
     all_reduce_small([total, chosen], group)
     probabilities /= total[:, None]
-    losses = torch.where(labels == ignored, 0.0, total.log() - chosen)
-    return _Softmax(losses, probabilities, largest + total.log(), column, here)
+    return _Softmax(total.log() - chosen, probabilities, largest + total.log(), column, here)
 
 
 def _subtract_labels(probabilities: Tensor, column: Tensor, here: Tensor) -> Tensor:
@@ -175,15 +184,16 @@ class _CrossEntropy(torch.autograd.Function):
             rows = slice(start, start + chunk)
             soft = _softmax(flat[rows].to(wide, copy=True), names[rows], axis, ignored)
             losses[rows], log_total[rows] = soft.losses, soft.log_total
-        ctx.save_for_backward(logits, names, log_total)
+        counts = label_weights(names, _total(flat.shape[1], axis), ignored, wide)
+        ctx.save_for_backward(logits, names, log_total, counts)
         ctx.axis, ctx.ignored, ctx.chunk = axis, ignored, chunk
-        return losses.view(labels.shape)
+        return torch.where(names == ignored, 0.0, losses * counts).view(labels.shape)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        logits, names, log_total = ctx.saved_tensors
-        flat, factor = logits.flatten(0, -2), grad.flatten() * (names != ctx.ignored)
+        logits, names, log_total, counts = ctx.saved_tensors
+        flat, factor = logits.flatten(0, -2), grad.flatten() * counts
         grad_logits = torch.empty_like(flat)
         for start in range(0, flat.shape[0], ctx.chunk):
             rows = slice(start, start + ctx.chunk)
@@ -203,12 +213,15 @@ class _LinearCrossEntropy(torch.autograd.Function):
         weight: Tensor,
         labels: Tensor,
         axis: MeshAxis | None,
-        kept: int,
+        vocab_size: int,
         chunk: int,
         ignored: int,
         needed: tuple[bool, bool],
     ) -> Tensor:
         wide = _wide(weight.dtype)
+        first = 0 if axis is None else axis.rank * weight.shape[0]
+        kept = max(vocab_size - first, 0)
+        counts = label_weights(labels, vocab_size, ignored, wide)
         total = torch.zeros((), dtype=wide, device=hidden.device)
         grad_hidden = torch.empty_like(hidden) if needed[0] else None
         grad_weight = torch.zeros_like(weight, dtype=wide) if needed[1] else None
@@ -217,9 +230,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
             logits = (hidden[rows] @ weight.t()).to(wide)
             logits[:, kept:] = -torch.inf
             soft = _softmax(logits, labels[rows], axis, ignored)
-            total += soft.losses.sum()
+            total += torch.where(labels[rows] == ignored, 0.0, soft.losses * counts[rows]).sum()
             grad = _subtract_labels(soft.probabilities, soft.column, soft.here)
-            grad *= (labels[rows] != ignored)[:, None]
+            grad *= counts[rows, None]
             grad = grad.to(weight.dtype)
             if grad_hidden is not None:
                 torch.mm(grad, weight, out=grad_hidden[rows])

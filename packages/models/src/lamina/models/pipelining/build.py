@@ -37,6 +37,7 @@ def pipeline(
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
     each_microbatch: bool = False,
+    sequence: int | None = None,
 ) -> PipelineRunner:
     """Cut a model into pipeline stages and make what trains them.
 
@@ -58,6 +59,8 @@ def pipeline(
         dtype: of activations between stages; by default that of the weights computed with.
         each_microbatch: gather units of ``fully_shard`` and sum their gradients at every microbatch
             (less memory, more traffic) instead of once per step.
+        sequence: tokens per sequence that it will train on, which decide what attention costs
+            beside the head where layers are cut by cost; by default ``max_sequence_length``.
 
     Returns:
         A runner: ``loss = runner.step(tokens, labels)``, then the optimizer.
@@ -67,7 +70,7 @@ def pipeline(
 
     """
     axis, kind = _pipeline_axis(mesh), schedule_kind(schedule)
-    cut = _layout(model.config, schedule, axis.size, stages_per_rank, layout)
+    cut = _layout(model.config, schedule, axis.size, stages_per_rank, layout, sequence)
     mine = (0,) if axis.size == 1 else kind.stages_of(axis.rank, axis.size, len(cut))
     _check(model, mesh, axis, wrap)
     modules = _make_modules(model, cut, mine, device)
@@ -101,6 +104,7 @@ def _layout(
     ranks: int,
     stages_per_rank: int | None,
     layout: Sequence[int] | Sequence[Sequence[int]] | None,
+    sequence: int | None,
 ) -> Layout:
     """Layers of each stage."""
     length = None if layout is None else len(layout)
@@ -108,7 +112,7 @@ def _layout(
     if ranks == 1:  # nobody to share with: one stage, microbatch after microbatch
         return (tuple(range(config.num_layers)),)
     if layout is None:
-        return cut_layers(config, num_stages)
+        return cut_layers(config, num_stages, sequence)
     return resolve_layout(layout, config.num_layers)
 
 

@@ -90,7 +90,8 @@ class PipelineRunner(nn.Module):
             The batch's mean loss, on every pipeline rank: a scalar without gradient.
 
         Raises:
-            ValueError: for a batch of fewer sequences than microbatches.
+            ValueError: for a batch of fewer sequences than microbatches, other shapes than these,
+                and (on a CPU) ids that the vocabulary does not have.
 
         """
         batches = self._microbatches(tokens, labels, positions, document_ids)
@@ -185,12 +186,18 @@ class PipelineRunner(nn.Module):
                 f"tokens {tuple(tokens.shape)} and labels {tuple(labels.shape)}: both must be "
                 f"[batch, sequence], with at least num_microbatches={number} sequences"
             )
+        allowed = tuple(tokens.shape), tuple(tokens.shape[1:])
+        if positions is not None and tuple(positions.shape) not in allowed:
+            raise ValueError(
+                f"positions have shape {tuple(positions.shape)}, tokens {allowed[0]}: they must "
+                f"have shape {allowed[0]} or {allowed[1]}"
+            )
         parts = 1 if self._cp is None else self._cp.size
         factor: Tensor | float = 1.0
         if not self.per_token:
             factor = parts / (labels != IGNORED).sum().clamp(min=1).double()
         whole = positions is None or positions.ndim == 1
-        return [
+        batches = [
             Microbatch(
                 one,
                 own,
@@ -207,6 +214,10 @@ class PipelineRunner(nn.Module):
                 strict=True,
             )
         ]
+        # Every rank refuses what one stage would refuse while the others wait for it.
+        for each in batches:
+            self._drivers[0].stage.check_inputs(each.tokens, each.labels, each.document_ids)
+        return batches
 
     def _run(self, batches: Sequence[Microbatch], labels: Tensor, *, training: bool) -> Tensor:
         for driver in self._drivers:

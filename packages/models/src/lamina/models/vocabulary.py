@@ -1,0 +1,41 @@
+"""Ids that a vocabulary does not have: an error where looking costs nothing, else NaN."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def check_ids(name: str, ids: Tensor, vocab_size: int, ignored: int | None = None) -> None:
+    """Refuse ids outside of ``0 .. vocab_size - 1``, on a CPU; a GPU would have to be waited for.
+
+    Args:
+        name: what they are, for the error.
+        ids: integers of any shape. Not looked at on another device or while compiling.
+        vocab_size: ids that exist.
+        ignored: one more value that may occur.
+
+    Raises:
+        ValueError: with the first id that does not exist, and how many do not.
+
+    """
+    if ids.device.type != "cpu" or torch.compiler.is_compiling() or type(ids) is not Tensor:
+        return  # subclasses (fake tensors among them) may have no values
+    strange = (ids < 0) | (ids >= vocab_size)
+    if ignored is not None:
+        strange &= ids != ignored
+    if not strange.any():
+        return
+    left_out = "" if ignored is None else f" or {ignored} (left out)"
+    raise ValueError(
+        f"{name} hold {int(ids[strange][0])} (and {int(strange.sum())} ids in all that do not "
+        f"exist): they must be 0 to {vocab_size - 1}{left_out}; is the tokenizer larger than "
+        f"vocab_size {vocab_size}, or should a label be -100?"
+    )
+
+
+def label_weights(labels: Tensor, vocab_size: int, ignored: int, dtype: torch.dtype) -> Tensor:
+    """What each label counts: 1, 0 where it is left out, NaN where there is no such id."""
+    exists = (labels >= 0) & (labels < vocab_size)
+    weights = torch.where(exists, 1.0, torch.nan).to(dtype)
+    return torch.where(labels == ignored, 0.0, weights)

@@ -14,6 +14,7 @@ from lamina.collectives import (
     reduce_scatter_fp32,
     reduce_scatter_native,
 )
+from lamina.collectives import native as native_module
 
 REDUCE_SCATTERS = [reduce_scatter_fp32, reduce_scatter_native]
 ALL_REDUCES = [all_reduce_fp32, all_reduce_native]
@@ -112,6 +113,30 @@ def test_a_group_of_one_does_not_double_gradients(reduce, async_op):
     assert torch.equal(output, gradient)
     reduce(output, gradient, None, scale=0.5, accumulate=True).wait()
     assert torch.equal(output, gradient + gradient * 0.5)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("op", ["sum", "avg"])
+def test_a_native_average_is_the_backends_own(op, monkeypatch):
+    asked = []
+
+    def noting(function):
+        def call(*args, op, **settings):
+            asked.append(op)
+            return function(*args, op=op, **settings)
+
+        return call
+
+    scatter = native_module.reduce_scatter_single
+    monkeypatch.setattr(native_module, "reduce_scatter_single", noting(scatter))
+    monkeypatch.setattr(native_module.dist, "all_reduce", noting(dist.all_reduce))
+    rank, output, whole = dist.get_rank(), torch.empty(3), torch.empty(6)
+    mine = torch.full((6,), 1.0 + rank)
+    native_module.reduce_scatter_native(output, mine, dist.group.WORLD, op=op, scale=3.0)
+    native_module.all_reduce_native(whole, mine, dist.group.WORLD, op=op, scale=3.0)
+    expected = 9.0 if op == "sum" else 4.5
+    assert set(output.tolist()) == set(whole.tolist()) == {expected}
+    assert [str(one).lower() for one in asked] == [f"redoptype.{op}"] * 2
 
 
 @pytest.mark.ranks(1)

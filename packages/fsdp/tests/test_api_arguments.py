@@ -9,8 +9,9 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from lamina.collectives import Ledger
-from lamina.ddp import full_gradients, full_parameters
+from lamina.ddp import full_gradients, full_parameters, resolve_strategy
 from lamina.fsdp import UnavailableError, fully_shard
+from lamina.fsdp.units import resolve_unit_classes
 from lamina.mesh import ParallelLayout, mark
 from lamina_testing.toys import Block, OddNet, inputs
 
@@ -75,13 +76,44 @@ def test_all_documented_arguments_are_there():
         {"fsdp_double_buffer": True, "maxpool_double_buffer": True},
         {"fsdp_double_buffer": True, "fsdp_db_use_persist_buf_on_alloc_fail": True},
         {"device": "cpu", "dp_shard_dim": "dp"},
+        {"zero_dp_strategy": "optim_grads_params", "outer_dp_sharding_strategy": "no_shard"},
+        {"fsdp_unit_modules": [f"{Block.__module__}.Block"]},
+        # Two summands have one sum, in any order.
+        {"reduction": "native"},
+        {"reduction": "native", "average_in_collective": True, "microbatches": 2},
     ],
     ids=lambda settings: "+".join(settings),
 )
 def test_arguments_about_communication_do_not_change_bits(settings, ranks):
-    _, _, plain = train(ranks.rank, 2)
+    _, _, plain = train(ranks.rank, 2, microbatches=settings.get("microbatches", 1))
     _, _, found = train(ranks.rank, 2, **settings)
     assert_same(found, plain)
+
+
+@pytest.mark.parametrize(
+    ("name", "number"), [("no_shard", 0), ("optim", 1), ("optim_grads", 2), ("2", 2)]
+)
+def test_a_strategys_name_is_its_number(name, number):
+    assert resolve_strategy(name) == resolve_strategy(number)
+    if number < 2:
+        assert resolve_strategy(3, name) == resolve_strategy(3, number)
+    assert len({resolve_strategy(one).placements for one in range(2)}) == 2
+
+
+class Outer:
+    class Inner(nn.Linear):
+        """A class inside a class."""
+
+
+def test_units_are_given_by_import_string_and_a_wrong_one_is_refused():
+    found = resolve_unit_classes([f"{__name__}.Outer.Inner", "torch.nn.Linear", Block])
+    assert found == (Outer.Inner, nn.Linear, Block)
+    with pytest.raises(ValueError, match=r"'torch\.nn\.Nowhere' cannot be imported"):
+        resolve_unit_classes(["torch.nn.Nowhere"])
+    with pytest.raises(ValueError, match="'Block' cannot be imported"):
+        resolve_unit_classes(["Block"])
+    with pytest.raises(ValueError, match=r"not a torch\.nn\.Module class"):
+        resolve_unit_classes(["torch.nn.functional.linear"])
 
 
 @pytest.mark.ranks(2)
@@ -147,6 +179,9 @@ def test_without_sync_each_microbatch_the_optimizers_step_ends_the_accumulation(
         optimizer.step()
         optimizer.zero_grad()
     assert_same(lazy, full_parameters(model))
+    model.set_model_auto_sync(False)
+    with pytest.raises(RuntimeError, match="set_model_auto_sync"):
+        optimizer.step(lambda: 0.0)
 
 
 @pytest.mark.ranks(2)
@@ -189,6 +224,9 @@ def test_finish_grad_sync_shows_the_accumulated_gradient(strategy, ranks):
         ({"tp_dim": "dp", "dp_shard_dim": "dp"}, ValueError, "tp_dim"),
         ({"tp_dim": "nowhere"}, ValueError, "nowhere"),
         ({"reduction": "fast"}, ValueError, "native"),
+        ({"outer_dp_sharding_strategy": "optim"}, ValueError, "dp_outer_dim"),
+        ({"fsdp_double_buffer": True, "zero_dp_strategy": 2}, ValueError, "zero_dp_strategy=3"),
+        ({"mixed_precision_policy": torch.bfloat16}, TypeError, "MixedPrecisionPolicy"),
     ],
     ids=lambda value: "+".join(value) if isinstance(value, dict) else "",
 )

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy as TorchPolicy
 
 from lamina.collectives import Ledger
 from lamina.ddp import NonFiniteGradientError, full_gradients, full_parameters
@@ -139,6 +140,10 @@ def test_each_field_of_the_policy_decides_one_dtype(ranks):
     model, out, wire = dtypes_under(policy)
     assert (model.took, out.dtype) == (torch.float32, torch.float32)
     assert wire == {"torch.float32"}
+
+    policy = TorchPolicy(param_dtype=BF16, reduce_dtype=torch.float32, output_dtype=torch.float64)
+    model, out, wire = dtypes_under(policy)
+    assert (model.took, out.dtype, wire) == (BF16, torch.float64, {"torch.float32"})
 
 
 @pytest.mark.ranks(2)

@@ -3,8 +3,8 @@
 The backend chooses the order of the sum and rounds in the wire dtype after every addition, so
 these functions claim a tolerance and no bits: against the exact sum of N ranks' elements x_i, the
 error is at most (N - 1) * eps * sum |x_i|, with eps the wire dtype's (2^-24 for float32, 2^-8 for
-bfloat16), as each of the N - 1 additions rounds once. Factor, accumulation and statistics are
-applied to the result in fp32, as in the ordered reductions.
+bfloat16), as each of the N - 1 additions rounds once. Averages are the backend's as well. Scale,
+accumulation and statistics are applied to the result in fp32, as in the ordered reductions.
 """
 
 from __future__ import annotations
@@ -32,6 +32,9 @@ if TYPE_CHECKING:
 
 __all__ = ["all_reduce_native", "reduce_scatter_native"]
 
+_BACKEND = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.AVG}
+"""The backend averages by itself: in the wire dtype, where a sum of fp16 may not fit."""
+
 
 def reduce_scatter_native(
     output: torch.Tensor,
@@ -54,7 +57,7 @@ def reduce_scatter_native(
     output, input = output.detach(), input.detach()
     device = check_reduce_scatter(name, output, input, group, op, accumulate=accumulate)
     own = input[rank * output.numel() : (rank + 1) * output.numel()]
-    factor = factor_of(op, scale, size, input.dtype)
+    factor = factor_of("sum", scale, size, input.dtype)
     sent = (input.numel() - output.numel()) * input.element_size()
     call = issue(name, group, input.dtype, sent, async_op=async_op)
     kept = Statistics(device) if statistics else None
@@ -67,7 +70,7 @@ def reduce_scatter_native(
         if group is None or size == 1:
             total.copy_(own)
         elif device.type != "meta":
-            work = reduce_scatter_single(total, input, group, async_op=True)
+            work = reduce_scatter_single(total, input, group, op=_BACKEND[op], async_op=True)
 
         def finish() -> None:
             wait_all(work)
@@ -110,7 +113,7 @@ def all_reduce_native(
     size = group_size(group)
     output, input = output.detach(), input.detach()
     device = check_all_reduce(name, output, input, group, op, accumulate=accumulate)
-    factor = factor_of(op, scale, size, input.dtype)
+    factor = factor_of("sum", scale, size, input.dtype)
     # The least that any algorithm sends: a reduce-scatter and a gather in the wire dtype.
     piece = -(-input.numel() // size)
     sent = 2 * (size - 1) * piece * input.element_size()
@@ -124,7 +127,7 @@ def all_reduce_native(
             total.copy_(input)
         work = None
         if group is not None and size > 1 and device.type != "meta":
-            work = dist.all_reduce(total, group=group, async_op=True)
+            work = dist.all_reduce(total, op=_BACKEND[op], group=group, async_op=True)
 
         def finish() -> None:
             wait_all(work)

@@ -38,7 +38,8 @@ class DistributedDataParallelConfig:
         reduce_scatter_with_fp32_accumulation: sums in fp32 over a narrower wire. The ordered
             reduction always does; the native one cannot and is refused with it.
         average_in_collective: apply 1/D inside the collective. The ordered reduction always
-            applies it there, once, to the fp32 sum, so both settings give the same bits.
+            applies it there, once, to the fp32 sum, so both settings give the same bits; the
+            native one lets the backend average in the wire dtype.
         reduction: "ordered" sums in fp32 in one fixed order (the same bits on any transport);
             "native" leaves the sum to the backend (SHARP, user buffers) and claims a tolerance.
         reproducible: one order of summation over microbatches and ranks: the same bits for every

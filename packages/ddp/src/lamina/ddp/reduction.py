@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -38,11 +39,16 @@ class Reduction:
     cadence: Cadence | None = None
 
 
-def _by(collectives: Collectives) -> RankSumFactory:
+def _by(collectives: Collectives, *, averages: bool = False) -> RankSumFactory:
+    """A factory of sums over axes; with `averages` the collectives divide by the ranks already."""
+
     def make(
         main: FlatBuffer, axes: DataParallelAxes, scale: float | None, transient: TransientBuffers
     ) -> RankSum:
         kind = AxisSum if axes.outer.size == 1 else TwoAxisSum
+        if averages:
+            rest = (1.0 if scale is None else scale) * axes.size
+            scale = None if rest == 1.0 else rest
         return kind(collectives, main, axes, scale, transient)
 
     return make
@@ -57,16 +63,32 @@ _REDUCTIONS = {
         "native", _by(Collectives(reduce_scatter_native, all_reduce_native, False))
     ),
 }
+_NATIVE_AVERAGE = Reduction(
+    "native",
+    _by(
+        Collectives(
+            functools.partial(reduce_scatter_native, op="avg"),
+            functools.partial(all_reduce_native, op="avg"),
+            False,
+        ),
+        averages=True,
+    ),
+)
+"""The backend divides by the number of ranks: sums in fp16 do not overflow."""
 _REPRODUCIBLE = Reduction("reproducible", ReproducibleSum, Cadence.EVERY_MICROBATCH)
 
 
-def resolve_reduction(reduction: str = "ordered", reproducible: bool = False) -> Reduction:
+def resolve_reduction(
+    reduction: str = "ordered", reproducible: bool = False, average: bool = False
+) -> Reduction:
     """The reduction that two settings ask for.
 
     Args:
         reduction: "ordered", or "native" for the backend's own (tolerance only).
         reproducible: one tree over microbatches and ranks: the same bits for every strategy and
             number of ranks. Every microbatch is reduced.
+        average: let the backend average instead of sum, where it is the backend that adds. The
+            ordered sum is scaled in fp32 as it is stored, whatever this says.
 
     Raises:
         ValueError: for an unknown name, or a native reduction that is to be reproducible.
@@ -75,7 +97,8 @@ def resolve_reduction(reduction: str = "ordered", reproducible: bool = False) ->
         known = ", ".join(map(repr, _REDUCTIONS))
         raise ValueError(f"reduction={reduction!r} is not known; choose one of {known}")
     if not reproducible:
-        return _REDUCTIONS[reduction]
+        native_average = average and reduction == "native"
+        return _NATIVE_AVERAGE if native_average else _REDUCTIONS[reduction]
     if reduction != "ordered":
         raise ValueError(
             f"reduction={reduction!r} leaves the order of the sum to the backend, which "

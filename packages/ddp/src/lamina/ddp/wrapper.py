@@ -240,7 +240,9 @@ def _settings(config: DistributedDataParallelConfig, dense: DataParallelAxes) ->
         granularity=Granularity.tensor() if config.keep_tensors_whole else None,
         scale=None if config.calculate_per_token_loss else 1.0 / dense.divisor,
         shard_multiple=1 << 16 if config.pad_buckets_for_high_nccl_busbw else 1,
-        reduction=resolve_reduction(config.reduction, config.reproducible),
+        reduction=resolve_reduction(
+            config.reduction, config.reproducible, config.average_in_collective
+        ),
     )
 
 

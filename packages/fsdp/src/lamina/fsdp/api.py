@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy as TorchPolicy
 from torch.optim import Optimizer
 
 from lamina.ddp import FlatStep, point_optimizer_at
@@ -51,7 +52,7 @@ def fully_shard(  # type: ignore[misc]
     expt_device_mesh: ParallelMesh | DeviceMesh | None = None,
     zero_dp_strategy: int | str = 3,
     outer_dp_sharding_strategy: int | str = 0,
-    mixed_precision_policy: MixedPrecisionPolicy | None = None,
+    mixed_precision_policy: MixedPrecisionPolicy | TorchPolicy | None = None,
     overlap_grad_reduce: bool = True,
     overlap_param_gather: bool = True,
     sync_model_each_microbatch: bool = True,
@@ -104,8 +105,10 @@ def fully_shard(  # type: ignore[misc]
         expt_device_mesh: mesh of expert parameters, under the same dimension names (or
             `expert_dp`); by default a ParallelMesh's own.
         zero_dp_strategy: 0 "no_shard", 1 "optim", 2 "optim_grads", 3 "optim_grads_params".
-        outer_dp_sharding_strategy: 0 "no_shard" (HSDP) or 1 "optim" (HFSDP).
-        mixed_precision_policy: dtypes of the copies of weights and gradients.
+        outer_dp_sharding_strategy: 0 "no_shard" (HSDP) or 1 "optim" (HFSDP), which needs an outer
+            dimension.
+        mixed_precision_policy: dtypes of the copies of weights and gradients, as Lamina's policy or
+            torch's (whose parameters keep their own dtype as main weights).
         overlap_grad_reduce: reduce a unit's gradients while earlier units' backward runs.
         overlap_param_gather: gather the next unit's weights while one computes.
         sync_model_each_microbatch: every backward ends with summed gradients. If False, every
@@ -119,7 +122,8 @@ def fully_shard(  # type: ignore[misc]
         report_nan_in_param_grad: refuse gradients that are not finite before they are sent,
             naming parameter and rank (costs a pass over the gradients and a synchronisation).
         average_in_collective: average inside the collective. The ordered reduction does so either
-            way, on the fp32 sum: both settings give the same bits.
+            way, on the fp32 sum: both settings give the same bits. With `reduction="native"` the
+            backend averages, in the wire dtype.
         calculate_per_token_loss: sum gradients instead of averaging them over ranks
             (`lamina.ddp.finalize_grads` divides by the global token count).
         keep_fp8_transpose_cache: modules that multiply in FP8 keep the codes of their transposed

@@ -17,7 +17,7 @@ from lamina.fsdp.limits import BufferArguments, UnavailableError
 from lamina.fsdp.meshes import MeshArguments, resolve_meshes
 from lamina.fsdp.module import is_sharded
 from lamina.fsdp.offload import Offload, resolve_offload
-from lamina.fsdp.precision import MixedPrecisionPolicy
+from lamina.fsdp.precision import MixedPrecisionPolicy, policy_from
 from lamina.fsdp.sharding import ShardingSettings
 from lamina.fsdp.whole_tensors import needs_whole_tensors
 from lamina.mesh import ParallelLayout, ParallelMesh, require_overlap
@@ -46,6 +46,7 @@ class Arguments:
         self.optimizer = optimizer
         self.given = dict(given)
         _check_meta(module, given["init_model_with_meta_device"])
+        _check_outer(given)
         if given["device_mesh"] is None:
             kind = "cuda" if torch.cuda.is_available() else "cpu"
             self.given["device_mesh"] = ParallelLayout().build(kind)
@@ -64,10 +65,11 @@ class Arguments:
         given = self.given
         dense, expert = resolve_meshes(self.meshes)
         strategy = resolve_strategy(given["zero_dp_strategy"], given["outer_dp_sharding_strategy"])
-        policy = given["mixed_precision_policy"] or MixedPrecisionPolicy()
+        name = "mixed_precision_policy"
+        policy = policy_from(given[name], name) or MixedPrecisionPolicy()
         device, offload = self._place(dense, strategy)
         _check_codec(policy, strategy, offload)
-        self.buffers.check(dense, device)
+        self.buffers.check(dense, device, gathers=_gathers(strategy))
         if given["keep_fp8_transpose_cache"]:
             _keep_transposes(self.module)
         axes = [dense] if expert is None else [dense, expert]
@@ -89,7 +91,9 @@ class Arguments:
             fine_grained=given["enable_fine_grained_param_gather"],
             bucket_per_parameter=given["disable_bucketing"],
             whole=needs_whole_tensors(self.optimizer),
-            reduction=resolve_reduction(given["reduction"], given["reproducible"]),
+            reduction=resolve_reduction(
+                given["reduction"], given["reproducible"], given["average_in_collective"]
+            ),
             offload=offload,
             device=device,
             init_module=given["init_module"],
@@ -129,6 +133,16 @@ def _those_of(kind: type[T], given: Mapping[str, Any]) -> T:
 
 def _gathers(strategy: Strategy) -> bool:
     return any(isinstance(one, Shard) for one in strategy.placements.model_weights)
+
+
+def _check_outer(given: Mapping[str, Any]) -> None:
+    outer = given["outer_dp_sharding_strategy"]
+    has_axis = given["dp_outer_dim"] is not None or isinstance(given["device_mesh"], ParallelMesh)
+    if resolve_strategy(0, outer) != resolve_strategy(0, 0) and not has_axis:
+        raise ValueError(
+            f"outer_dp_sharding_strategy={outer!r} is about the ranks along dp_outer_dim, which is "
+            "not given: name the mesh's outer dimension, or leave the strategy 0"
+        )
 
 
 def _check_codec(policy: MixedPrecisionPolicy, strategy: Strategy, offload: Offload | None) -> None:

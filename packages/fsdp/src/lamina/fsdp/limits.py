@@ -34,8 +34,13 @@ class BufferArguments:
     maxpool_double_buffer: bool = False
     fsdp_db_use_persist_buf_on_alloc_fail: bool = False
 
-    def check(self, axes: DataParallelAxes, device: torch.device) -> None:
+    def check(self, axes: DataParallelAxes, device: torch.device, *, gathers: bool) -> None:
         """Refuse what cannot work.
+
+        Args:
+            axes: data-parallel axes of ordinary parameters.
+            device: where the model computes.
+            gathers: whether the strategy gathers weights by units.
 
         Raises:
             UnavailableError: for what the hardware, or Lamina, lacks.
@@ -47,6 +52,11 @@ class BufferArguments:
                 "leaves sums for finalize_grads(num_tokens=) to divide: choose one"
             )
         self._check_double_buffer()
+        if self.fsdp_double_buffer and not gathers:
+            raise ValueError(
+                "fsdp_double_buffer=True is about the memory that units are gathered into, and "
+                "this strategy keeps weights whole: use zero_dp_strategy=3, or leave it out"
+            )
         if self.use_decoupled_grad:
             raise UnavailableError(
                 "use_decoupled_grad=True: gradients are shown in `.grad`, which torch's optimizers "

@@ -57,11 +57,15 @@ class MixedPrecisionPolicy:
         )
 
 
-def policy_from(given: Any) -> MixedPrecisionPolicy | None:
+def policy_from(given: Any, argument: str = "mp_policy") -> MixedPrecisionPolicy | None:
     """Lamina's policy from torch FSDP2's (or from itself, or from None).
 
     torch's `reduce_dtype` is the dtype on the wire; sums are fp32 whatever it is. The optimizer
     updates the parameters in the dtype they were made in.
+
+    Args:
+        given: the policy.
+        argument: what the caller calls it, for messages.
 
     Raises:
         TypeError: for something that is neither.
@@ -78,6 +82,6 @@ def policy_from(given: Any) -> MixedPrecisionPolicy | None:
         )
     except AttributeError as error:
         raise TypeError(
-            f"mp_policy={given!r}: use torch.distributed.fsdp.MixedPrecisionPolicy or "
+            f"{argument}={given!r}: use torch.distributed.fsdp.MixedPrecisionPolicy or "
             "lamina.fsdp.MixedPrecisionPolicy"
         ) from error

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+import pkgutil
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from torch import nn
 
 from lamina.ddp import ParameterRef, collect_parameters
 
-__all__ = ["UnitPlan", "plan_units", "resolve_unit_classes"]
+__all__ = ["UnitPlan", "plan_units", "refuse_container", "resolve_unit_classes"]
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,9 @@ class UnitPlan:
 
 
 def resolve_unit_classes(units: Sequence[type[nn.Module] | str]) -> tuple[type[nn.Module], ...]:
-    """Classes from classes or import strings such as "transformers.models.gpt2.GPT2Block".
+    """Classes from classes or import strings such as "my_package.model.Block".
+
+    A class inside a class has both names: "my_package.model.Decoder.Block".
 
     Raises:
         ValueError: for a string that names no module class.
@@ -55,13 +57,17 @@ def plan_units(
             repeated blocks, and embeddings and heads of at least half a block's size.
 
     Raises:
-        ValueError: if classes are given and the model has no module of any of them.
+        ValueError: if classes are given and the model has no module of any of them, or has a
+            container among them that is never called.
     """
     if unit_classes is None:
         names = _find_units(root)
     else:
         classes = resolve_unit_classes(unit_classes)
-        names = [n for n, m in root.named_modules() if n and isinstance(m, classes)]
+        matches = {n: m for n, m in root.named_modules() if n and isinstance(m, classes)}
+        for name, module in matches.items():
+            refuse_container(name, module)
+        names = list(matches)
         if classes and not names:
             wanted = ", ".join(c.__name__ for c in classes)
             present = sorted({type(m).__name__ for m in root.modules()})
@@ -110,10 +116,9 @@ def _find_units(root: nn.Module) -> list[str]:
         if isinstance(module, (nn.ModuleList, nn.Sequential, nn.ModuleDict)):
             if any(name == block or name.startswith(block + ".") for block in blocks):
                 continue  # experts or heads inside a block go with their block
-            children = [(f"{name}.{n}" if name else n, c) for n, c in module.named_children()]
             by_class: dict[type[nn.Module], list[str]] = {}
-            for child_name, child in children:
-                if _may_be_block(child):
+            for child_name, child in _called_within(name, module):
+                if child_name not in blocks and _may_be_block(child):
                     by_class.setdefault(type(child), []).append(child_name)
             for same in by_class.values():
                 if len(same) > 1:
@@ -125,12 +130,39 @@ def _find_units(root: nn.Module) -> list[str]:
         name
         for name, module in root.named_modules()
         if name
+        and _is_called(module)
         and not any(True for _ in module.children())
         and _size(module) >= threshold
         and not any(name.startswith(block + ".") for block in blocks)
     ]
     order = [name for name, _ in root.named_modules()]
     return sorted([*blocks, *leaves], key=order.index)
+
+
+def refuse_container(name: str, module: nn.Module) -> None:
+    """Raise ValueError for a container: what is never called gathers nothing."""
+    containers = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+    if isinstance(module, containers) and not _is_called(module):
+        raise ValueError(
+            f"{name or 'the module'} is a {type(module).__name__}, which has no forward: it is "
+            "never called, and its weights would never be gathered. Make units of the modules in "
+            "it, or of the module that reads it"
+        )
+
+
+def _is_called(module: nn.Module) -> bool:
+    """Whether a module has a forward, so that its hooks run."""
+    return "forward" in module.__dict__ or type(module).forward is not nn.Module.forward
+
+
+def _called_within(name: str, container: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """A container's children, those of containers that are never called in their place."""
+    for child_name, child in container.named_children():
+        path = f"{name}.{child_name}" if name else child_name
+        if _is_called(child):
+            yield path, child
+        else:
+            yield from _called_within(path, child)
 
 
 def _may_be_block(module: nn.Module) -> bool:
@@ -144,9 +176,8 @@ def _size(module: nn.Module) -> int:
 
 
 def _import_class(path: str) -> type[nn.Module]:
-    module_name, _, attribute = path.rpartition(".")
     try:
-        found = getattr(importlib.import_module(module_name), attribute)
+        found = pkgutil.resolve_name(path)
     except (ImportError, AttributeError, ValueError) as error:
         raise ValueError(
             f"fsdp_unit_modules: {path!r} cannot be imported ({error}); give the class itself or "

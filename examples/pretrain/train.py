@@ -49,12 +49,12 @@ def train(config: Config, runtime: Runtime) -> None:
     model, optimizer = sharded_model(config, corpus, mesh, runtime)
 
     # Checkpoints: the newest one, if there is one, says where to go on.
-    # Each is written while training goes on.
+    # Each is written while training goes on. A damaged one is passed over for the one before it.
     checkpoints = CheckpointManager(
         run.checkpoints, keep_last=config.checkpoint.keep, async_save=True
     )
     state = {"model": model, "optimizer": optimizer}
-    done = checkpoints.restore(state, default=0)
+    done = checkpoints.restore(state, default=0, fallback=True)
 
     evaluator = Evaluator(model, corpus, config, dp, runtime)
     stopping = Stopping(config, dp)

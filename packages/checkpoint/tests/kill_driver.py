@@ -1,7 +1,8 @@
 """Kills a save at its n-th touch of the disk, for every n, and looks at what is left.
 
-Run by test_kill.py as a program of its own: it forks a child per kill, which a test process with
-threads should not do. Prints one JSON object.
+Or lets the n-th touch fail, once, where the scenario says so. Run by test_kill.py as a program of
+its own: it forks a child per kill, which a test process with threads should not do. Prints one JSON
+object.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ from pathlib import Path
 import torch
 
 import lamina.checkpoint.streams as streams_module
-from lamina.checkpoint import CheckpointManager
+from lamina.checkpoint import CheckpointError, CheckpointManager
+
+ENDS = ["lived", "failed", "survived"]  # by the child's exit code, from 10
 
 
 def tensors(step: int) -> dict[str, torch.Tensor]:
@@ -26,53 +29,59 @@ def tensors(step: int) -> dict[str, torch.Tensor]:
     return {f"t{i}": torch.randn(64, generator=generator) for i in range(2)}
 
 
-def die_at(number: int, root: Path) -> None:
-    """Arrange a SIGKILL just before the number-th operation on the disk."""
-    seen = 0
+class Touches:
+    """Counts operations on the disk; the number-th is met by a SIGKILL, or by an error."""
 
-    def touch() -> None:
-        nonlocal seen
-        if seen == number:
-            os.kill(os.getpid(), signal.SIGKILL)
-        seen += 1
-
-    def hook(event: str, arguments: tuple[object, ...]) -> None:
+    def __init__(self, number: int, root: Path, *, kill: bool) -> None:
+        self.number, self.root, self.kill, self.seen = number, root, kill, 0
         # rmtree works relative to an open directory, so its names are bare: count them all.
-        inside = event in ("open", "os.mkdir") and str(root) in str(arguments[0])
-        if inside or event in ("os.rename", "os.remove", "os.rmdir", "shutil.rmtree"):
-            touch()
+        self.counted = ("os.rename", "os.remove", "os.rmdir", *(["shutil.rmtree"] if kill else []))
+        sync, crc32 = os.fsync, streams_module.zlib.crc32
+        os.fsync = lambda descriptor: (self.touch(), sync(descriptor))[1]
+        writes = itertools.count(1)
 
-    sync, crc32 = os.fsync, streams_module.zlib.crc32
-    os.fsync = lambda descriptor: (touch(), sync(descriptor))[1]
-    writes = itertools.count(1)
+        def sometimes_touch(data: bytes, start: int = 0) -> int:
+            if next(writes) % 10 == 0:  # in the middle of a file, which torch.save writes in crumbs
+                self.touch()
+            return crc32(data, start)
 
-    def sometimes_touch(data: bytes, start: int = 0) -> int:
-        if next(writes) % 10 == 0:  # in the middle of a file, which torch.save writes in crumbs
-            touch()
-        return crc32(data, start)
+        streams_module.zlib = types.SimpleNamespace(crc32=sometimes_touch)
+        sys.addaudithook(self.hook)
 
-    streams_module.zlib = types.SimpleNamespace(crc32=sometimes_touch)
-    sys.addaudithook(hook)
+    def touch(self) -> None:
+        self.seen += 1
+        if self.seen != self.number + 1:
+            return
+        if self.kill:
+            os.kill(os.getpid(), signal.SIGKILL)
+        raise OSError(5, "Input/output error")
+
+    def hook(self, event: str, arguments: tuple[object, ...]) -> None:
+        inside = event in ("open", "os.mkdir") and str(self.root) in str(arguments[0])
+        if inside or event in self.counted:
+            self.touch()
 
 
 def attempt(
-    root: Path, number: int, steps: list[int], keep_last: int | None, background: bool
-) -> bool:
-    """Save in a child that dies at `number`; True if it lived."""
+    root: Path, number: int, step: int, keep_last: int | None, background: bool, kill: bool
+) -> str:
+    """Save in a child that is killed, or meets an error, at `number`; say what came of it."""
     child = os.fork()
     if child == 0:
         manager = CheckpointManager(root, keep_last=keep_last, async_save=background)
-        die_at(number, root)
-        for step in steps:
+        touches = Touches(number, root, kill=kill)
+        end = "survived"
+        try:
             manager.save(step, {"t": tensors(step), "version": "new"}, overwrite=True)
-        manager.wait()
-        os._exit(0)
+            manager.wait()
+        except (OSError, CheckpointError):
+            end = "failed"
+        os._exit(10 + ENDS.index(end if touches.seen > number else "lived"))
     _, status = os.waitpid(child, 0)
     if os.WIFSIGNALED(status):
         assert os.WTERMSIG(status) == signal.SIGKILL, status
-        return False
-    assert os.WEXITSTATUS(status) == 0, status
-    return True
+        return "killed"
+    return ENDS[os.WEXITSTATUS(status) - 10]
 
 
 def check(root: Path, allowed: set[int]) -> tuple[int, str]:
@@ -90,20 +99,26 @@ def check(root: Path, allowed: set[int]) -> tuple[int, str]:
 
 
 def sweep(base: Path, scenario: str) -> dict[str, object]:
-    steps, keep_last, allowed = {
-        "new": ([2], None, {1, 2}),
-        "replace": ([1], None, {1}),
-        "retire": ([2], 1, {1, 2}),
-        "background": ([2], 1, {1, 2}),
+    step, keep_last, allowed = {
+        "new": (2, None, {1, 2}),
+        "replace": (1, None, {1}),
+        "retire": (2, 1, {1, 2}),
+        "background": (2, 1, {1, 2}),
+        "replace, errors": (1, None, {1}),
+        "retire, errors": (2, 1, {1, 2}),
     }[scenario]
+    background, kill = scenario == "background", not scenario.endswith("errors")
     outcomes = []
     for number in range(10_000):
         root = base / str(number)
         CheckpointManager(root).save(1, {"t": tensors(1), "version": "old"})
-        lived = attempt(root, number, steps, keep_last, scenario == "background")
+        end = attempt(root, number, step, keep_last, background, kill)
+        assert end == "lived" or (end == "killed") == kill, end
         outcomes.append(check(root, allowed))
+        if end in ("survived", "lived"):  # what is said to be saved is
+            assert outcomes[-1] == (step, "new"), (number, end, outcomes[-1])
         shutil.rmtree(root)
-        if lived:
+        if end == "lived":
             break
     return {"kills": number, "outcomes": sorted(set(outcomes))}
 

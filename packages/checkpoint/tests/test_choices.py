@@ -62,6 +62,13 @@ def test_restore_falls_back_to_the_previous_good_one_when_told(tmp_path):
         assert manager.restore(state, fallback=True) == 1
     assert torch.equal(state["t"], torch.ones(500))
     assert list(manager.last_restore.skipped) == [3]
+    for step in (2, 3):  # the run comes by these steps again: what is no use is replaced
+        manager.save(step, {"t": torch.full((500,), float(step))})
+    with pytest.raises(FileExistsError, match="overwrite=True"):
+        manager.save(3, {"t": torch.zeros(500)})
+    assert manager.restore(state) == 3
+    for step in (2, 3):
+        flip(tmp_path / f"step-0000000{step}" / "__0_0.distcp")
     for step in (0, 1):
         flip(tmp_path / f"step-0000000{step}" / "__0_0.distcp")
     expected = pytest.raises(CheckpointNotFoundError, match="step 0")

@@ -1,4 +1,4 @@
-"""kill -9 at every operation on the disk."""
+"""kill -9, or an error, at every operation on the disk."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ OUTCOMES = {
     "replace": [[1, "new"], [1, "old"]],
     "retire": [[1, "old"], [2, "new"]],
     "background": [[1, "old"], [2, "new"]],
+    "replace, errors": [[1, "new"], [1, "old"]],
+    "retire, errors": [[1, "old"], [2, "new"]],
 }
 
 
@@ -38,7 +40,7 @@ def sweeps():
 
 
 @pytest.mark.parametrize("scenario", list(OUTCOMES))
-def test_a_kill_at_any_moment_leaves_a_whole_checkpoint_and_no_litter(sweeps, scenario):
+def test_a_kill_or_an_error_at_any_moment_leaves_a_whole_checkpoint_and_no_litter(sweeps, scenario):
     assert sweeps[scenario]["kills"] > 20
     assert sweeps[scenario]["outcomes"] == OUTCOMES[scenario]
 

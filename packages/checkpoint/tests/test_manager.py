@@ -13,6 +13,9 @@ from lamina.checkpoint import (
     CheckpointMismatchError,
     CheckpointNotFoundError,
 )
+from lamina.checkpoint.loading import open_checkpoint
+from lamina.checkpoint.places import LocalPlace
+from lamina.checkpoint.plan import Plan, Selection
 
 
 def make(seed: int = 0, width: int = 8, **adamw):
@@ -98,6 +101,18 @@ def test_plain_values_and_tensors_come_back(tmp_path):
     assert state["data"] == value
 
 
+def test_ranks_that_compare_names_by_position_have_them_in_one_order(tmp_path):
+    # Between processes the order of a set of strings differs: only the stored order is the same.
+    model = nn.Sequential(*(nn.Linear(1, 1) for _ in range(20)))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    state = {"model": model, "optimizer": optimizer}
+    CheckpointManager(tmp_path, verify=False).save(1, state)
+    _, metadata, trees = open_checkpoint(LocalPlace(tmp_path / "step-00000001"))
+    names = [n for n in Plan(state, trees, metadata, Selection()).claims if "param_groups" in n]
+    stored = trees["optimizer"]["param_groups"][0]["params"]
+    assert names == [f"optimizer.param_groups.0: {name}" for name in stored]
+
+
 def test_a_part_of_a_checkpoint_can_be_restored(tmp_path):
     state = make()
     manager = CheckpointManager(tmp_path)
@@ -125,6 +140,21 @@ def test_keep_last_keeps_the_newest(tmp_path):
         manager.save(step, {"n": step})
     assert manager.list() == [3, 4]
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step-00000003", "step-00000004"]
+
+
+def test_a_save_is_complete_though_older_checkpoints_cannot_be_deleted(tmp_path, monkeypatch):
+    import lamina.checkpoint.directory as directory_module
+
+    manager = CheckpointManager(tmp_path, keep_last=1)
+    manager.save(0, {"n": 0})
+
+    def refuse(*_: object) -> None:
+        raise OSError(16, "Device or resource busy")
+
+    monkeypatch.setattr(directory_module, "remove", refuse)
+    with pytest.warns(UserWarning, match="step 1 is saved, but older .* busy"):
+        assert manager.save(1, {"n": 1}).complete
+    assert manager.list() == [0, 1]
 
 
 def test_keep_last_does_not_count_damaged_checkpoints(tmp_path):

@@ -12,6 +12,7 @@ that is how the next start tells a leftover from a write in progress.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import os
@@ -63,6 +64,7 @@ class WritingDirectory:
     def __init__(self, root: Path, step: int) -> None:
         self.root = root
         self.step = step
+        self._committed = False
         root.mkdir(parents=True, exist_ok=True)
         self.path = _transient_path(root, "writing", step)
         self.path.mkdir()
@@ -95,23 +97,34 @@ class WritingDirectory:
             # between them leaves `.replaced-` without a `step-`: the next start renames it back.
             old = _transient_path(self.root, "replaced", self.step)
             final.rename(old)
-        self.path.rename(final)
+        try:
+            self.path.rename(final)
+        except OSError:
+            if old is not None:
+                old.rename(final)
+            raise
+        self.path, self._committed = final, True
         fsync_directory(self.root)
-        self.path = final
         self._release()
         if old is not None:
-            shutil.rmtree(old)
+            shutil.rmtree(old, ignore_errors=True)  # what is left goes at the next start
         return final
 
     def abandon(self) -> None:
-        """Remove the directory after a failed save."""
-        shutil.rmtree(self.path, ignore_errors=True)
+        """Remove the directory after a failed save; nothing once it has its complete name.
+
+        What fails after the rename (a sync, the deletion of what was replaced) must not take the
+        new checkpoint away, which may be the only one.
+        """
+        if not self._committed:
+            shutil.rmtree(self.path, ignore_errors=True)
         self._release()
 
     def _release(self) -> None:
         if self._lock >= 0:
             # Unlinked only now: without it a live writer would look like a killed one.
-            (self.path / _LOCK).unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                (self.path / _LOCK).unlink(missing_ok=True)
             os.close(self._lock)
             self._lock = -1
 

@@ -96,6 +96,7 @@ class CheckpointManager:
         self.async_save, self.verify, self.threads = async_save, verify, threads
         self.last_restore: RestoreReport | None = None
         self._mesh, self._progress = mesh, progress
+        self._damaged: set[int] = set()  # steps whose checkpoint a restore could not read
         self._store = store_of(directory)
         self._ranks = Ranks(group)
         self._ranks.together(self._clean)
@@ -177,7 +178,8 @@ class CheckpointManager:
         Raises:
             ValueError: a negative step.
             TypeError: something that can't be stored without pickle, by name.
-            FileExistsError: the step has been saved (and overwrite is False).
+            FileExistsError: the step has been saved (and overwrite is False). A checkpoint of the
+                step that is not whole, or that this manager found damaged, is replaced.
             CheckpointError: a rank could not write, or what it wrote did not read back; with
                 `async_save`, in the save before.
 
@@ -187,7 +189,7 @@ class CheckpointManager:
         started = time.perf_counter()
         self._ranks.together(self.wait)
         if not overwrite:
-            self._ranks.together(lambda: self._refuse_existing(step))
+            overwrite = self._ranks.together(lambda: self._replaces(step))
         tensors, trees = self._ranks.together(lambda: take(state, self._mesh))
         known = metric is not None and math.isfinite(metric)
         rules = Rules(overwrite, self.verify, self.threads, metric if known else None)
@@ -256,6 +258,7 @@ class CheckpointManager:
             damage = self._load(chosen, state, selection, skipped)
             if damage is None:
                 return chosen
+            self._damaged.add(chosen)
             if not fallback:
                 raise damage
             skipped[chosen] = str(damage)
@@ -293,11 +296,16 @@ class CheckpointManager:
         if self._ranks.is_first:
             self._store.clean()
 
-    def _refuse_existing(self, step: int) -> None:
-        if self._ranks.is_first and self._store.has(step):
+    def _replaces(self, step: int) -> bool:
+        """Whether what is there of a step is no use: a run that went back comes by it again."""
+        if not self._ranks.is_first or not self._store.has(step):
+            return False
+        if step not in self._damaged and self._manifest(step):
             raise FileExistsError(
                 f"{self._store.place(step)} exists: save with overwrite=True to replace it"
             )
+        self._damaged.discard(step)
+        return True
 
     def _manifest(self, step: int) -> Manifest | None:
         """Return the manifest of a whole checkpoint; None if a file is missing or too short."""

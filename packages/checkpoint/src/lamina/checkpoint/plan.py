@@ -154,15 +154,17 @@ class Plan:
         if planned.taken is None or planned.taken.optimizer is None:
             return
         here = planned.taken.optimizer.groups()
-        there = [set(group["params"]) for group in self._trees[entry]["param_groups"]]
+        there = [group["params"] for group in self._trees[entry]["param_groups"]]
         if len(here) != len(there):
             raise CheckpointMismatchError(
                 f"'{entry}' has {len(here)} parameter groups, the checkpoint has {len(there)}"
             )
         for number, (local, stored) in enumerate(zip(here, there, strict=True)):
             prefix = f"{entry}.param_groups.{number}: "
+            # In the stored order: ranks compare claims by position, and sets of strings have
+            # another order in every process.
             self.claims.update({prefix + name: name in local for name in stored})
-            planned.missing |= {prefix + name for name in local - stored}
+            planned.missing |= {prefix + name for name in local.difference(stored)}
 
     def _fill(self, name: str, taken: Taken | None, owner: torch.Tensor | None) -> None:
         metadata = self._stored.get(name)

@@ -11,9 +11,11 @@ from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from lamina.checkpoint.background import Background
+from lamina.checkpoint.errors import CheckpointDamagedError
 from lamina.checkpoint.manifest import Manifest
 from lamina.checkpoint.places import LocalPlace, Place
 from lamina.checkpoint.progress import Progress, SaveReport
@@ -115,16 +117,16 @@ class Saver:
         bar = Progress(f"saving step {save.step}", _bytes(tensors) if shown else 0, shown)
         writer = Writer(self._store, save.step, save.trees, save.rules, bar.advance)
         try:
-            dcp_quietly(dcp_save, tensors, writer, planner, self._group)
+            metadata = dcp_quietly(dcp_save, tensors, writer, planner, self._group)
         except BaseException as error:
             writer.abandon()
             raise own_error(f"saving step {save.step}", error) from error
         finally:
             bar.close()
         place = self._store.place(save.step)
-        size = (writer.manifest or Manifest.read(place)).bytes
+        size = _size(place, metadata) if writer.manifest is None else writer.manifest.bytes
         if self._ranks.is_first:
-            self._committed()
+            self._retire(save.step)
         seconds = time.perf_counter() - save.started
         report = SaveReport(
             save.step,
@@ -137,14 +139,25 @@ class Saver:
         self.last = report
         return writer, report
 
+    def _retire(self, step: int) -> None:
+        """Delete what is no longer kept. The save is complete: no failure of this is its own."""
+        try:
+            self._committed()
+        except Exception as error:
+            warnings.warn(
+                f"step {step} is saved, but older checkpoints could not be deleted: "
+                f"{type(error).__name__}: {error}",
+                stacklevel=2,
+            )
+
 
 def dcp_quietly(
-    save: Callable[..., Any],
+    save: Callable[..., Metadata],
     tensors: dict[str, Any],
     writer: Writer,
     planner: DefaultSavePlanner,
     group: dist.ProcessGroup | None,
-) -> None:
+) -> Metadata:
     """Call DCP; it warns that a world of one has no process group, which here is a choice."""
     arguments: dict[str, Any] = {
         "storage_writer": writer,
@@ -153,11 +166,21 @@ def dcp_quietly(
         "no_dist": group is None,
     }
     if group is not None:
-        save(tensors, **arguments)
-        return
+        return save(tensors, **arguments)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        save(tensors, **arguments)
+        return save(tensors, **arguments)
+
+
+def _size(place: Place, metadata: Metadata) -> int:
+    """Bytes of a complete checkpoint on a rank that did not commit it.
+
+    That rank may not see the manifest yet (a network file system's cache): then its tensors'.
+    """
+    try:
+        return Manifest.read(place).bytes
+    except (CheckpointDamagedError, OSError):
+        return sum(info.length for info in (metadata.storage_data or {}).values())
 
 
 def location(place: Place) -> Path | str:

@@ -125,6 +125,7 @@ class LocalStore:
 class _RemoteAttempt:
     def __init__(self, store: RemoteStore, step: int, number: int) -> None:
         self._store, self._step, self._number = store, step, number
+        self._committed = False
         self.place: Place = RemotePlace(f"{store.url}/{attempt_name(step, number)}")
 
     def commit(self, manifest: Manifest, *, overwrite: bool) -> None:
@@ -133,12 +134,17 @@ class _RemoteAttempt:
                 f"{self._store.place(self._step)} exists: save with overwrite=True to replace it"
             )
         write_whole(self.place, MANIFEST, manifest.encoded())
-        for number in self._store.attempts().get(self._step, {}):
-            if number < self._number:
-                self._store.delete(self._step, number)
+        self._committed = True
+        try:
+            for number in self._store.attempts().get(self._step, {}):
+                if number < self._number:
+                    self._store.delete(self._step, number)
+        except OSError as error:  # the higher number counts; the next start deletes the others
+            warnings.warn(f"older attempts at {self.place} are left: {error}", stacklevel=2)
 
     def abandon(self) -> None:
-        self._store.delete(self._step, self._number)
+        if not self._committed:
+            self._store.delete(self._step, self._number)
 
 
 def attempt_name(step: int, number: int) -> str:

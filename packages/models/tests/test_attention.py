@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -85,12 +86,34 @@ def fake_varlen(query, key, value, starts, starts_k, longest, longest_k, *, scal
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 def test_every_path_equals_attention_by_loops(path, window, documents, monkeypatch):
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", fake_varlen)
+    if path == "varlen":  # what stands in for the kernel runs here
+        monkeypatch.setattr(patterns, "_what_varlen_lacks", lambda *_: None)
     config = replace(CONFIG, sliding_window=window, attention_path=path)
     query, key, value = (x.detach() for x in heads())
-    pattern = choose_pattern(config, TOKENS, torch.float64, documents)
-    found = pattern(query, key, value, scale=config.score_scale, dropout=0.0)
+    with torch.no_grad():
+        pattern = choose_pattern(config, TOKENS, torch.float64, documents)
+        found = pattern(query, key, value, scale=config.score_scale, dropout=0.0)
     expected = written_out(query, key, value, window, documents)
     torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize(
+    ("path", "device", "dtype", "change", "message"),
+    [
+        ("varlen", "cpu", torch.bfloat16, {}, "'varlen' has no kernel on cpu"),
+        ("flex", "cpu", torch.float32, {}, "'flex' has no backward on cpu"),
+        ("varlen", "cuda", torch.float32, {}, "'varlen' has no kernel for torch.float32"),
+        ("varlen", "cuda", torch.bfloat16, {"head_dim": 512}, "heads of 512 and value heads"),
+        ("varlen", "cuda", torch.bfloat16, {"num_kv_heads": None, "mla": LatentAttention(
+            kv_lora_rank=8, qk_nope_head_dim=4, qk_rope_head_dim=4, v_head_dim=6)},
+         "query heads of 8 and value heads of 6 elements"),
+    ],
+)  # fmt: skip
+def test_a_path_that_cannot_do_the_case_is_refused(path, device, dtype, change, message):
+    config = replace(CONFIG, attention_path=path, **change)
+    tokens = SimpleNamespace(shape=(2, 20), device=torch.device(device))
+    with pytest.raises(ValueError, match=f"{message}.*set attention_path to 'auto'"):
+        choose_pattern(config, tokens, dtype, None)
 
 
 @pytest.mark.parametrize("window", [None, 5])

@@ -202,6 +202,9 @@ def test_what_cannot_be_is_refused():
     mesh = ParallelLayout(cp=2).build("cpu")
     with pytest.raises(ValueError, match="'ring' has no attention_dropout"):
         GPTModel(replace(LLAMA, attention_dropout=0.1), mesh)
+    for way in ("ring", "all_gather"):
+        with pytest.raises(ValueError, match=f"attention_path 'sdpa' beside .* '{way}'"):
+            GPTModel(replace(LLAMA, attention_path="sdpa", context_parallel=way), mesh)
     with pytest.raises(ValueError, match="'ulysses' gives each of 2 ranks a share of the heads"):
         GPTModel(
             replace(LLAMA, num_heads=3, num_kv_heads=1, head_dim=8, context_parallel="ulysses"),

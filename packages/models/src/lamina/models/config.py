@@ -148,7 +148,9 @@ class TransformerConfig:
             none.
         attention_path: ``auto`` takes plain causal ``scaled_dot_product_attention`` where that says
             it all, and for documents and windows ``varlen`` (CUDA, fp16 or bf16), ``flex`` (CUDA)
-            or ``sdpa`` with a mask written out (anything else). All give the same numbers.
+            or ``sdpa`` with a mask written out (anything else). All give the same numbers. A path
+            that is named is refused where it cannot do the case, and beside ``ring`` and
+            ``all_gather``, which have their own.
         vocab_multiple: the embedding and head have the next multiple of this many rows, so that
             they can be cut over ranks; the rows added get no probability.
         sequence_parallel: where tensor parallelism cuts weights, also cut the tokens of all that

@@ -237,6 +237,11 @@ def check_context_parallel(config: TransformerConfig, cp: MeshAxis, tp_size: int
             f"layer_pattern {config.pattern!r} has Mamba layers, whose state runs through the "
             f"whole sequence, and cp {cp.size} cuts it: take cp 1, and dp_shard or tp instead"
         )
+    if way != "ulysses" and config.attention_path != "auto":
+        raise ValueError(
+            f"attention_path {config.attention_path!r} beside context_parallel {way!r}, which has "
+            "kernels of its own: set attention_path to 'auto', or context_parallel to 'ulysses'"
+        )
     if way == "ring" and config.attention_dropout:
         raise ValueError(
             f"context_parallel 'ring' has no attention_dropout (here {config.attention_dropout}): "

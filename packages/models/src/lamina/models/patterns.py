@@ -235,11 +235,8 @@ def choose_pattern(
             return Causal()
     if path == "sdpa" and window is None and document_ids is None:
         return Causal()
-    if path != "sdpa" and dropout:
-        raise ValueError(
-            f"attention_path {path!r} has no attention_dropout (here {dropout}): "
-            "set attention_dropout to 0, or attention_path to 'sdpa'"
-        )
+    if path != "sdpa":
+        _require_able(path, config, device, dtype, dropout)
     runs = None if document_ids is None else document_runs(document_ids)
     if path == "varlen":
         return _varlen(tokens, runs, window)
@@ -254,11 +251,42 @@ def _best_path(
 ) -> str:
     if device.type != "cuda" or dropout:
         return "sdpa"
-    equal_widths = config.value_width == config.head_width <= 256
-    half = dtype in (torch.float16, torch.bfloat16)
+    return "varlen" if _what_varlen_lacks(config, device, dtype) is None else "flex"
+
+
+def _what_varlen_lacks(
+    config: TransformerConfig, device: torch.device, dtype: torch.dtype
+) -> str | None:
+    if device.type != "cuda":
+        return f"no kernel on {device.type}"
+    if dtype not in (torch.float16, torch.bfloat16):
+        return f"no kernel for {dtype} (only for float16 and bfloat16)"
+    if not config.value_width == config.head_width <= 256:
+        return (
+            f"no kernel for query heads of {config.head_width} and value heads of "
+            f"{config.value_width} elements (only for equal widths up to 256)"
+        )
     # The variable-length kernel is FlashAttention's, which begins with Ampere.
-    able = half and equal_widths and torch.cuda.get_device_capability(device) >= (8, 0)
-    return "varlen" if able else "flex"
+    if torch.cuda.get_device_capability(device) < (8, 0):
+        return "no kernel for this GPU (compute capability 8.0 or above)"
+    return None
+
+
+def _require_able(
+    path: str, config: TransformerConfig, device: torch.device, dtype: torch.dtype, dropout: float
+) -> None:
+    """Raise ValueError for a path that the config names and that cannot do the case."""
+    lacks = None
+    if dropout:
+        lacks = f"no attention_dropout (here {dropout})"
+    elif path == "varlen":
+        lacks = _what_varlen_lacks(config, device, dtype)
+    elif device.type != "cuda" and torch.is_grad_enabled():
+        lacks = f"no backward on {device.type} (it runs under torch.no_grad())"
+    if lacks is not None:
+        raise ValueError(
+            f"attention_path {path!r} has {lacks}: set attention_path to 'auto' or 'sdpa'"
+        )
 
 
 def _varlen(tokens: Tensor, runs: Tensor | None, window: int | None) -> Varlen:

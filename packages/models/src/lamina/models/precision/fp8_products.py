@@ -26,7 +26,8 @@ class Float8Products(nn.Module):
     them, so that numbers do not depend on how many there are.
 
     ``amax_history`` (delayed scaling only) is int32 ``[1 + history, 3]``: maxima of input, weight
-    and gradient, row 0 those since the last step. They are the bits of non-negative float32
+    and gradient, row 0 those since the last pass (a backward, and the forwards before it that keep
+    gradients: one per microbatch). They are the bits of non-negative float32
     numbers, which compare as the numbers do; ``model.to(torch.bfloat16)`` would round floats.
 
     Args:
@@ -44,6 +45,9 @@ class Float8Products(nn.Module):
         self.axis = axis
         self.cut = cut
         self.keep_fp8_transpose_cache = precision.keep_transpose
+        # Set by the layer at each forward: where no gradient is wanted (validation) numbers must
+        # not move the scales of training. Inside an autograd function grad mode is always off.
+        self.remembers = True
         self.backward_seen = False
         self.looked_back = False
         history = None
@@ -110,7 +114,8 @@ class Float8Products(nn.Module):
             now = torch.stack(found)
             sound = torch.isfinite(now)
             seen = torch.where(sound, now, 0.0)
-            history[0, columns] = torch.maximum(history[0, columns], seen)
+            if self.remembers or columns == [GRADIENT]:
+                history[0, columns] = torch.maximum(history[0, columns], seen)
             if not self.looked_back:
                 seen = self.over_ranks([seen], True)[0]
             past = history[1:, columns].amax(dim=0)
@@ -224,17 +229,17 @@ class AmaxExchange:
         found = [mesh] if isinstance(mesh, MeshAxis) else [axis_of(mesh, name) for name in names]
         self.axes = [axis for axis in found if axis is not None]
 
-    @torch.no_grad()
     def __call__(self, root: nn.Module, inputs: Any) -> None:
-        """End the step of every layer below ``root``."""
-        if not torch.is_grad_enabled() and not root.training:
+        """End the pass of every layer below ``root``."""
+        if not torch.is_grad_enabled():
             return
         layers = [m for m in root.modules() if isinstance(m, Float8Products)]
         if not any(layer.backward_seen for layer in layers):
             return
         now = [layer.amax_history[0].view(torch.float32) for layer in layers
                if layer.amax_history is not None]  # fmt: skip
-        for axis in self.axes:
-            all_reduce_small(now, axis.group, op="max")
-        for layer in layers:
-            layer.end_step()
+        with torch.no_grad():
+            for axis in self.axes:
+                all_reduce_small(now, axis.group, op="max")
+            for layer in layers:
+                layer.end_step()

@@ -32,9 +32,9 @@ class Precision:
             blocks as its recipes ``Float8BlockScaling``, ``MXFP8BlockScaling`` and
             ``NVFP4BlockScaling`` cut them.
         amax: a tensor's largest magnitude, from which its scale follows, is that of the tensor
-            itself (``current``) or the largest of the last ``history`` steps (``delayed``:
-            tensorwise only).
-        history: steps that delayed scaling looks back.
+            itself (``current``) or the largest of the last ``history`` forward-backward passes
+            (``delayed``: tensorwise only). Forwards under ``torch.no_grad()`` are not remembered.
+        history: passes that delayed scaling looks back; each microbatch of a step is one.
         num_layers_at_start_in_bf16: blocks at the start that keep the model's own dtype.
         num_layers_at_end_in_bf16: the same at the end.
         keep_transpose: keep the quantised, transposed weight from forward until backward, which

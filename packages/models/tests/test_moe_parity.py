@@ -57,6 +57,7 @@ class Case:
     axes: dict[str, int]
     moe: dict[str, Any] = field(default_factory=dict)
     strategy: int | str = 3
+    outer: int = 0
     config: dict[str, Any] = field(default_factory=dict)
     microbatches: int = 1
     per_token: bool = False
@@ -78,13 +79,19 @@ CASES = {
                              max_norm=math.inf),
     "ep 2, tp 2": Case({"dp_shard": 2, "tp": 2, "ep": 2}, BALANCED | LOSSES,
                        config={"sequence_parallel": True}, recompute="full", microbatches=2,
-                       max_norm=math.inf),
-    "ep 2, cp 2": Case({"cp": 2, "ep": 2, "dp_shard": 2}, LOSSES),
+                       strategy=2, max_norm=math.inf),
+    "ep 2, cp 2": Case({"cp": 2, "ep": 2, "dp_shard": 2}, LOSSES, strategy=1, max_norm=math.inf),
+    "ep 2, HSDP": Case({"dp_replicate": 2, "dp_shard": 2, "ep": 2}, BALANCED, max_norm=math.inf),
+    "ep 2, HFSDP": Case({"dp_replicate": 2, "dp_shard": 2, "ep": 2}, LOSSES, outer=1,
+                        microbatches=2, max_norm=math.inf),
     "ep 2, expert_tp 2": Case({"dp_shard": 2, "tp": 2, "ep": 2, "expert_tp": 2}, BALANCED,
                               config={"sequence_parallel": True}, strategy="ddp, sharded",
                               max_norm=math.inf),
-    "tp 2, experts whole": Case({"tp": 2}, LOSSES | BALANCED, max_norm=math.inf,
-                                config={"sequence_parallel": True}),
+    "tp 2, experts whole": Case({"tp": 2}, LOSSES | BALANCED, strategy="ddp, sharded",
+                                config={"sequence_parallel": True}, max_norm=math.inf),
+    "tp 2, experts whole, plain": Case({"tp": 2}, {"top_k": 1, "normalize_weights": False},
+                                       strategy=0, config={"sequence_parallel": True},
+                                       max_norm=math.inf),
     "expert_tp 2, tokens whole": Case({"tp": 2, "expert_tp": 2}, LOSSES | BALANCED, strategy=0,
                                       max_norm=math.inf),
     "ep 2, pp 2": Case({"pp": 2, "ep": 2, "dp_shard": 2}, LOSSES | BALANCED, microbatches=2,
@@ -183,16 +190,27 @@ class Run:
 
     def cut(self, model):
         case = self.case
+        sharded = isinstance(case.strategy, str)
+        settings = DistributedDataParallelConfig(use_distributed_optimizer=True)
         self.model = pipeline(
             model,
             self.mesh,
             schedule="1f1b" if case.microbatches > 1 else "gpipe",
             num_microbatches=case.microbatches,
-            wrap=lambda stage: fully_shard(
-                stage, device_mesh=self.mesh, zero_dp_strategy=case.strategy
+            wrap=lambda stage: (
+                DistributedDataParallel(stage, settings, self.mesh)
+                if sharded
+                else fully_shard(
+                    stage,
+                    device_mesh=self.mesh,
+                    zero_dp_strategy=case.strategy,
+                    outer_dp_sharding_strategy=case.outer,
+                )
             ),
         )
         self.optimizer = optimizer_of(case, [p for _, p in self.model.named_parameters()])
+        if sharded:
+            self.optimizer = ShardedOptimizer(self.optimizer, self.model, self.mesh)
 
     def wrap(self, model, optimizer):
         case = self.case
@@ -211,6 +229,7 @@ class Run:
                 optimizer,
                 device_mesh=self.mesh,
                 zero_dp_strategy=case.strategy,
+                outer_dp_sharding_strategy=case.outer,
                 calculate_per_token_loss=case.per_token,
             )
 
@@ -357,5 +376,22 @@ def test_every_layout_equals_one_process(
         config={"sequence_parallel": "tp" in layout},
         microbatches=microbatches,
         fp32=fp32,
+    )
+    check(case)
+
+
+@pytest.mark.slow
+@pytest.mark.ranks(4, timeout=120)
+@pytest.mark.parametrize("layout", list(LAYOUTS))
+@pytest.mark.parametrize("strategy", [1, 2, "ddp, sharded"])
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_every_strategy_equals_one_process_on_every_layout(layout, strategy, microbatches):
+    case = Case(
+        LAYOUTS[layout],
+        LOSSES | BALANCED,
+        strategy=strategy,
+        config={"sequence_parallel": "tp" in layout},
+        microbatches=microbatches,
+        max_norm=math.inf,
     )
     check(case)

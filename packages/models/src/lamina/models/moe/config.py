@@ -26,8 +26,8 @@ class MoEConfig:
         first_dense: how many layers, from the first, have an MLP instead.
         every: of the others every n-th layer has experts, the n-th being the first.
         scores: ``softmax`` over the experts, or ``sigmoid`` of each (DeepSeek-V3).
-        normalize_weights: the weights of a token's experts sum to one. With a ``top_k`` of 1 it must
-            be False: the one weight would always be 1, and the router would learn nothing from it.
+        normalize_weights: the weights of a token's experts sum to one. It must be False with a
+            ``top_k`` of 1: the one weight would always be 1, and the router would learn nothing.
         weight_scale: multiplies the weights (DeepSeek's routed scaling factor).
         num_groups: groups of neighbouring experts; above 1, a token goes to experts of
             ``groups_kept`` groups only (DeepSeek-V2 and -V3: nodes that a token visits).

@@ -21,7 +21,7 @@ from lamina.ddp.inspection import (
     full_parameters,
     groups_of,
 )
-from lamina.ddp.memory import MemoryPlan, memory_plan
+from lamina.ddp.memory import MemoryBudgets, MemoryPlan, memory_plan
 from lamina.ddp.norms import clip_grad_norm
 from lamina.ddp.plain_grads import finalize_plain_grads
 from lamina.ddp.precision import GroupDtypes, resolve_dtypes
@@ -60,6 +60,7 @@ __all__ = [
     "HasGroups",
     "InspectsItself",
     "LargeGradientError",
+    "MemoryBudgets",
     "MemoryPlan",
     "NonFiniteGradientError",
     "Order",

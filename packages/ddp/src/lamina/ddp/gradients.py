@@ -72,6 +72,11 @@ class GroupGradients:
         self._cadence = cadence
 
     @property
+    def wire_bytes(self) -> int:
+        """Bytes of the buffer that a reduction sends from."""
+        return self.layout.size * self.dtypes.wire.itemsize
+
+    @property
     def has_local(self) -> bool:
         """Whether this rank holds gradients that were not yet summed over ranks."""
         return self._local is not None

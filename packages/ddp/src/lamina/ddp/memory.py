@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
 
 from torch import nn
 
@@ -10,7 +11,26 @@ from lamina.ddp.group import ParameterGroup
 from lamina.ddp.inspection import InspectsItself, groups_of
 from lamina.ddp.strategy import Cadence
 
-__all__ = ["MemoryPlan", "memory_plan"]
+__all__ = ["MemoryBudgets", "MemoryPlan", "memory_plan"]
+
+
+@dataclass(frozen=True)
+class MemoryBudgets:
+    """Limits in bytes per rank that a wrapper keeps; None where it keeps another.
+
+    Attributes:
+        gathers: whole weights that are live.
+        reductions: gradients on the wire.
+    """
+
+    gathers: int | None = None
+    reductions: int | None = None
+
+
+@runtime_checkable
+class _HasBudgets(Protocol):
+    @property
+    def memory_budgets(self) -> MemoryBudgets: ...
 
 
 @dataclass(frozen=True)
@@ -26,7 +46,9 @@ class MemoryPlan:
             they can't share the main grads' memory).
         gathered: whole weights of the two largest units, for strategies that gather, and of all
             units that stay gathered for a step (pipeline schedules use them every microbatch).
-        in_flight: gradient buffers of the two largest units, and what their reduction receives.
+            With a budget, that many bytes instead of two units.
+        in_flight: gradient buffers of the two largest units, and what their reduction receives;
+            with a budget, that many bytes, what they receive, and the largest buffer being filled.
         padding: the part of `weights` that belongs to no parameter.
     """
 
@@ -79,6 +101,7 @@ def memory_plan(module: nn.Module) -> MemoryPlan:
     once = [g for g in trained if g.trained.cadence is Cadence.ONCE]
     kept = [group for group in gathering if group.weights.kept_for_step]
     coming = [group for group in gathering if not group.weights.kept_for_step]
+    budgets = module.memory_budgets if isinstance(module, _HasBudgets) else MemoryBudgets()
     return MemoryPlan(
         weights=sum(_bytes(g, g.weights.local.data.numel(), "weights") for g in groups),
         main_weights=sum(
@@ -90,10 +113,12 @@ def memory_plan(module: nn.Module) -> MemoryPlan:
         local_grads=sum(
             _bytes(g, g.layout.size, "grads") for g in once if not g.trained.main.is_whole
         ),
-        gathered=_largest_two([_bytes(g, g.layout.size, "weights") for g in coming])
+        gathered=_gathered([_bytes(g, g.layout.size, "weights") for g in coming], budgets.gathers)
         + sum(_bytes(g, g.layout.size, "weights") for g in kept),
         in_flight=_largest_two([_in_flight(g, local=True) for g in each_microbatch])
-        + _largest_two([_in_flight(g, local=False) for g in once]),
+        + _largest_two([_in_flight(g, local=False) for g in once])
+        if budgets.reductions is None
+        else _within(trained, budgets.reductions),
         padding=sum(_padding(group) for group in groups),
     )
 
@@ -113,6 +138,18 @@ def _padding(group: ParameterGroup) -> int:
     """Bytes of padding in an average shard."""
     held = group.weights.local.data.numel()
     return _bytes(group, held, "weights") * group.layout.padding // max(1, group.layout.size)
+
+
+def _gathered(sizes: list[int], budget: int | None) -> int:
+    return _largest_two(sizes) if budget is None else min(budget, sum(sizes))
+
+
+def _within(groups: list[ParameterGroup], budget: int) -> int:
+    """Bytes on the wire, what they bring, and one buffer being filled."""
+    sizes = [group.trained.wire_bytes for group in groups]
+    ranks = max((group.axes.inner.size for group in groups), default=1)
+    sent = min(budget, sum(sizes))
+    return sent + sent * (ranks - 1) // ranks + max(sizes, default=0)
 
 
 def _largest_two(sizes: list[int]) -> int:

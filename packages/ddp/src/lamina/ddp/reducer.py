@@ -53,6 +53,8 @@ class GradientReducer:
         order: see `Order`.
         overlap: reduce while backward goes on; otherwise each reduction is waited for at once.
         max_in_flight: reductions not yet waited for; each holds one gradient buffer.
+        max_bytes_in_flight: bytes of those buffers instead; None counts reductions. One is always
+            let go.
         close_when_complete: close a group as soon as each of its parameters got a gradient in this
             backward, for wrappers without units. A gradient that comes later still (a module that
             reentrant recomputation runs twice) is summed at the end of the backward.
@@ -69,6 +71,7 @@ class GradientReducer:
         order: Order = Order.STATIC,
         overlap: bool = True,
         max_in_flight: int = 2,
+        max_bytes_in_flight: int | None = None,
         close_when_complete: bool = False,
         check_finite: bool = False,
         largest: float | None = None,
@@ -81,6 +84,7 @@ class GradientReducer:
         self._order = order
         self._overlap = overlap
         self._max_in_flight = max(1, max_in_flight)
+        self.max_bytes_in_flight = max_bytes_in_flight
         self._check_finite = check_finite
         self._largest = largest
         self._unfinished = False
@@ -88,7 +92,7 @@ class GradientReducer:
         self._arrived: list[set[int]] = [set() for _ in self.groups]
         self._waiting: deque[ParameterGroup] = deque()
         self._ready: set[int] = set()
-        self._in_flight: deque[tuple[Iterator[Handle], Handle]] = deque()
+        self._in_flight: deque[tuple[Iterator[Handle], Handle, int]] = deque()
         complete = weakref.WeakMethod(self._complete) if close_when_complete else None
         for place, group in enumerate(self.groups):
             for index, parameter in enumerate(group.compute_parameters):
@@ -158,7 +162,7 @@ class GradientReducer:
 
     def abandon_backward(self) -> None:
         """A backward died half-way: drop what it left, keep microbatches reduced before."""
-        for _, handle in self._in_flight:
+        for _, handle, _ in self._in_flight:
             handle.wait()
         self._in_flight.clear()
         self._ready.clear()
@@ -251,17 +255,29 @@ class GradientReducer:
             _refuse_nonfinite(group)
         if self._largest is not None:
             _refuse_large(group, self._largest)
-        self._drain(self._max_in_flight - 1)
+        self._drain(self._room_for(gradients.wire_bytes))
         steps = gradients.reduce(self.is_final)
         handle = next(steps, None)
         if handle is not None:  # one rank alone may have nothing to wait for
-            self._in_flight.append((steps, handle))
+            self._in_flight.append((steps, handle, gradients.wire_bytes))
         if not self._overlap:
             self._drain(0)
 
+    def _room_for(self, nbytes: int) -> int:
+        """How many of the newest reductions may go on beside another one."""
+        if self.max_bytes_in_flight is None:
+            return self._max_in_flight - 1
+        left, count = self.max_bytes_in_flight - nbytes, 0
+        for *_, held in reversed(self._in_flight):
+            left -= held
+            if left < 0:
+                break
+            count += 1
+        return count
+
     def _drain(self, leave: int) -> None:
         while len(self._in_flight) > leave:
-            steps, handle = self._in_flight.popleft()
+            steps, handle, _ = self._in_flight.popleft()
             handle.wait()
             for further in steps:
                 further.wait()

@@ -81,6 +81,8 @@ def fully_shard(  # type: ignore[misc]
     offload_policy: Any = None,
     init_module: Callable[[nn.Module], None] | None = None,
     sync_module_states: bool = True,
+    gather_budget: int | None = None,
+    reduce_budget: int | None = None,
 ) -> ShardedModule | tuple[ShardedModule, OptimizerT]:
     """Shard a model (and its optimizer) over the data-parallel ranks, in place.
 
@@ -161,6 +163,10 @@ def fully_shard(  # type: ignore[misc]
             model may be built on the host: it computes on `device`, by default the mesh's.
         init_module: initialises one meta module's own tensors; None calls `reset_parameters()`.
         sync_module_states: start from the first data-parallel rank's values.
+        gather_budget: bytes of whole weights per rank that may be live at once: as many units as
+            fit are gathered ahead. None gathers one ahead. Needs `zero_dp_strategy=3`.
+        reduce_budget: bytes of gradients per rank that may be on the wire at once. None allows two
+            reductions.
 
     Returns:
         `module`, whose class now also is a `ShardedModule`; with an optimizer, both.

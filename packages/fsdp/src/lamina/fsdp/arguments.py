@@ -88,6 +88,8 @@ class Arguments:
             slots=given["fsdp_double_buffer"],
             slot_memory=self.buffers.slot_memory(gathering, device),
             fixed_addresses=given["cuda_graph_mode"],
+            gather_budget=given["gather_budget"],
+            reduce_budget=given["reduce_budget"],
             fine_grained=given["enable_fine_grained_param_gather"],
             bucket_per_parameter=given["disable_bucketing"],
             whole=needs_whole_tensors(self.optimizer),

@@ -8,7 +8,7 @@ recomputation, which runs forwards inside a backward.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from enum import Enum, auto
 
@@ -16,6 +16,7 @@ import torch
 
 from lamina.buffers import StaleStorageError, StoragePool
 from lamina.ddp import GradientReducer, ParameterGroup
+from lamina.fsdp.budgets import GatherBudget
 from lamina.fsdp.limits import SlotMemory
 from lamina.fsdp.unit import PendingBackward, Unit
 
@@ -39,6 +40,8 @@ class ShardingEngine:
             step has shown which units live together.
         overlap_gather: start the next unit's gather before the current unit computes.
         fixed_addresses: once places are planned no unit ever moves: CUDA graphs hold addresses.
+        gather_budget: gather as many units ahead as fit into so many bytes of whole weights; None
+            is the next one.
     """
 
     def __init__(
@@ -49,8 +52,10 @@ class ShardingEngine:
         pool: StoragePool | None = None,
         overlap_gather: bool = True,
         fixed_addresses: bool = False,
+        gather_budget: int | None = None,
     ) -> None:
         self.units = tuple(units)
+        self.gather_budget = GatherBudget(self.units, gather_budget)
         self.root = self.units[0]
         self.reducer = reducer
         self.phase = Phase.IDLE
@@ -65,6 +70,7 @@ class ShardingEngine:
         self._fixed_addresses = fixed_addresses
         self._order: list[Unit] = []
         self._recording: list[Unit] = []
+        self._computing: list[Unit] = []
         self._ran_backward: list[Unit] = []
         self._recomputed: Unit | None = None
 
@@ -83,6 +89,7 @@ class ShardingEngine:
         recomputing = self.phase is Phase.BACKWARD
         if unit is self.root and not recomputing:
             self._recording = []
+            self._computing = []
             if self.phase is Phase.IDLE:
                 for group in self.groups:
                     group.release_zeroed_gradients()
@@ -92,6 +99,7 @@ class ShardingEngine:
             unit.calls_without_grad += 1
         if not recomputing and unit not in self._recording:
             self._recording.append(unit)
+        self._computing.append(unit)
         self._start(unit)
         if not recomputing:
             self._prefetch(unit, step=1)
@@ -102,6 +110,8 @@ class ShardingEngine:
 
     def after_forward(self, unit: Unit) -> None:
         """A unit's module has run: release it, unless backward needs it first."""
+        if unit in self._computing:
+            self._computing.remove(unit)
         if self.phase is Phase.BACKWARD:
             self._after_recomputation(unit)
             return
@@ -133,21 +143,26 @@ class ShardingEngine:
 
     def _prefetch(self, unit: Unit, step: int) -> None:
         """Start the gather of the unit that came after (or before) this one last time."""
-        if step in unit.prefetch:
-            for other in unit.prefetch[step]:
-                with suppress(StaleStorageError):
-                    other.start_unshard()
-            return
-        if not self._overlap_gather or unit not in self._order:
-            return
-        index = self._order.index(unit) + step
-        if 0 <= index < len(self._order):
-            # Its place is taken for now: it is gathered when its turn comes.
+        for other in self._ahead(unit, step):
+            if not self.gather_budget.fits(other):
+                return
+            # Its place may be taken for now: it is gathered when its turn comes.
             with suppress(StaleStorageError):
-                self._order[index].start_unshard()
+                other.start_unshard()
+
+    def _ahead(self, unit: Unit, step: int) -> Iterable[Unit]:
+        """Units to gather while this one computes, the nearest first."""
+        if step in unit.prefetch:
+            return unit.prefetch[step]
+        if not self._overlap_gather or unit not in self._order:
+            return ()
+        place = self._order.index(unit)
+        ahead = self._order[place + 1 :] if step > 0 else self._order[:place][::-1]
+        return ahead[:1] if self.gather_budget.limit is None else ahead
 
     def _start(self, unit: Unit) -> None:
         """Begin a unit's gathers; whoever sits in its place without need makes room."""
+        self.gather_budget.make_room(unit, self._order, self._computing)
         try:
             unit.start_unshard()
         except StaleStorageError:

@@ -33,6 +33,7 @@ class BufferArguments:
     cuda_graph_mode: bool = False
     maxpool_double_buffer: bool = False
     fsdp_db_use_persist_buf_on_alloc_fail: bool = False
+    gather_budget: int | None = None
 
     def check(self, axes: DataParallelAxes, device: torch.device, *, gathers: bool) -> None:
         """Refuse what cannot work.
@@ -56,6 +57,12 @@ class BufferArguments:
             raise ValueError(
                 "fsdp_double_buffer=True is about the memory that units are gathered into, and "
                 "this strategy keeps weights whole: use zero_dp_strategy=3, or leave it out"
+            )
+        if self.gather_budget is not None and (self.fsdp_double_buffer or not gathers):
+            why = "fsdp_double_buffer=True gathers into fixed memory"
+            raise ValueError(
+                f"gather_budget={self.gather_budget} is about whole weights that come and go, and "
+                f"{why if gathers else 'this strategy keeps weights whole'}: leave one of them out"
             )
         if self.use_decoupled_grad:
             raise UnavailableError(

@@ -11,7 +11,7 @@ from torch import nn
 
 from lamina.buffers import Replicate
 from lamina.collectives import broadcast
-from lamina.ddp import GradientState, ParameterGroup
+from lamina.ddp import GradientState, MemoryBudgets, ParameterGroup
 from lamina.fsdp.engine import ShardingEngine
 from lamina.fsdp.once_per_step import StepMethods
 
@@ -28,6 +28,12 @@ class ShardedModule(StepMethods, nn.Module):
         """The engine that gathers, releases and reduces."""
         engine: ShardingEngine = self.__dict__[_ENGINE]
         return engine
+
+    @property
+    def memory_budgets(self) -> MemoryBudgets:
+        """Limits in bytes that `memory_plan` reads."""
+        engine = self.sharding_engine
+        return MemoryBudgets(engine.gather_budget.limit, engine.reducer.max_bytes_in_flight)
 
     def parameter_groups(self) -> Iterator[ParameterGroup]:
         """All groups of parameters, frozen ones included, in the same order on every rank."""

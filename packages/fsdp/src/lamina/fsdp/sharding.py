@@ -29,6 +29,7 @@ from lamina.ddp import (
     group_parameters,
     plan_layout,
 )
+from lamina.fsdp.budgets import check_budgets
 from lamina.fsdp.encoded import EncodedWeights
 from lamina.fsdp.engine import ShardingEngine
 from lamina.fsdp.fine_grained import refine
@@ -65,6 +66,8 @@ class ShardingSettings:
             the first step) instead of storage that is released and regrown.
         slot_memory: where slots are allocated; None is as any tensor.
         fixed_addresses: once slots are planned, no unit takes another place (CUDA graphs).
+        gather_budget: bytes of whole weights that may be live; None gathers one unit ahead.
+        reduce_budget: bytes of gradients that may be on the wire; None is two reductions.
         poison: fill released weights with NaN, to find whoever reads them.
         fine_grained: make every module that holds parameters a unit.
         bucket_per_parameter: a buffer for each parameter instead of one per kind and unit.
@@ -88,6 +91,8 @@ class ShardingSettings:
     slots: bool = False
     slot_memory: SlotMemory | None = None
     fixed_addresses: bool = False
+    gather_budget: int | None = None
+    reduce_budget: int | None = None
     poison: bool = False
     fine_grained: bool = False
     bucket_per_parameter: bool = False
@@ -104,6 +109,7 @@ def shard_model(module: nn.Module, settings: ShardingSettings) -> ShardedModule:
     plans = plan_units(module, settings.unit_classes)
     if settings.fine_grained:
         plans = refine(module, plans)
+    _check_budgets(plans, settings)
     transient = TransientBuffers()
     memory = settings.slot_memory
     pool = StoragePool(
@@ -122,6 +128,7 @@ def shard_model(module: nn.Module, settings: ShardingSettings) -> ShardedModule:
         # Gathers already force one order of units on all ranks; without them, a fixed list does.
         order=Order.AS_CLOSED if gathers else Order.STATIC,
         overlap=settings.overlap_reduce,
+        max_bytes_in_flight=settings.reduce_budget,
         check_finite=settings.check_finite,
     )
     engine = ShardingEngine(
@@ -130,6 +137,7 @@ def shard_model(module: nn.Module, settings: ShardingSettings) -> ShardedModule:
         pool=pool if settings.slots else None,
         overlap_gather=settings.overlap_gather,
         fixed_addresses=settings.fixed_addresses,
+        gather_budget=settings.gather_budget,
     )
     engine.slot_memory = memory
     for plan, unit in zip(plans, units, strict=True):
@@ -170,6 +178,21 @@ def make_unit(
         for members, axes, dtypes, name in _groups_of(plan, settings)
     ]
     return Unit(plan.name, plan.module, groups)
+
+
+def _check_budgets(plans: Sequence[UnitPlan], settings: ShardingSettings) -> None:
+    if settings.gather_budget is None and settings.reduce_budget is None:
+        return
+    gathered, on_wire = ({plan.name: 0 for plan in plans} for _ in range(2))
+    common = _group_settings(settings)
+    for plan in plans:
+        for members, axes, dtypes, _ in _groups_of(plan, settings):
+            size = plan_layout(members, axes, common).size
+            gathered[plan.name] += size * dtypes.weights.itemsize
+            if members[0].parameter.requires_grad:
+                wire = size * dtypes.wire.itemsize
+                on_wire[plan.name] = max(on_wire[plan.name], wire)
+    check_budgets(plans, gathered, on_wire, settings.gather_budget, settings.reduce_budget)
 
 
 def _group_settings(settings: ShardingSettings) -> GroupSettings:

@@ -6,7 +6,7 @@ import weakref
 
 from torch import nn
 
-from lamina.ddp import ParameterGroup
+from lamina.ddp import ParameterGroup, WeightsState
 from lamina.fsdp.weights import ShardedWeights
 
 __all__ = ["PendingBackward", "Unit"]
@@ -65,6 +65,8 @@ class Unit:
         for group in groups:
             if isinstance(group.weights, ShardedWeights):
                 group.weights.belongs_to(group)
+        self.awaited = False
+        """Between the begin of a gather and the use of what it brings."""
         self._pending: weakref.WeakSet[PendingBackward] = weakref.WeakSet()
 
     @property
@@ -72,8 +74,20 @@ class Unit:
         """Whether this unit holds what no other unit does."""
         return not self.name
 
+    @property
+    def gathered_bytes(self) -> int:
+        """Bytes of the whole weights that come and go."""
+        return sum(weights.nbytes for weights in self.gathered)
+
+    @property
+    def live_bytes(self) -> int:
+        """Bytes of those that are there, or on their way."""
+        there = (w for w in self.gathered if w.state is not WeightsState.RELEASED)
+        return sum(weights.nbytes for weights in there)
+
     def start_unshard(self) -> None:
         """Begin the gathers of all groups."""
+        self.awaited = True
         for group in self.groups:
             group.weights.start()
 
@@ -83,6 +97,7 @@ class Unit:
         for group in self.groups:
             group.weights.wait()
             group.install_compute_parameters()
+        self.awaited = False
 
     def reshard(self, *, even_if_kept: bool = False) -> None:
         """Give the whole weights back; the module holds what the optimizer updates.
@@ -92,6 +107,7 @@ class Unit:
         """
         if self.stays_whole and not even_if_kept:
             return
+        self.awaited = False
         for group in self.groups:
             group.weights.release()
             group.install_main_parameters()

@@ -46,6 +46,11 @@ class ShardedWeights(Weights):
         return self._full
 
     @property
+    def nbytes(self) -> int:
+        """Bytes of the whole weights."""
+        return self.local.layout.size * self.local.dtype.itemsize
+
+    @property
     def key(self) -> Hashable:
         """This group's name in the pool."""
         return self._key

@@ -6,8 +6,8 @@
 
 Forward plus backward. Contestants: `transformers`' Llama with sdpa; the same model in some sixty
 lines of plain PyTorch, as it is and under `torch.compile` (which needs a C++ compiler on the CPU:
-the line is left out, and says so, where there is none); Lamina as it is, and compiled. All
-start from the same weights and their losses are compared first. They take turns, a few steps each,
+the line is left out, and says so, where there is none), block by block and as a whole; Lamina as it
+is, and compiled both ways. Ratios are to the faster of the two compiled plain ones. All start from the same weights and their losses are compared first. They take turns, a few steps each,
 several times over; the median step counts. On a busy CPU `--processor-time --threads 1` counts the
 seconds that this process computed in place of those that passed. Beside them the model FLOP
 utilisation: the share of the rate of a large matrix product measured in the same run.
@@ -156,8 +156,10 @@ def contestants(
         "transformers, sdpa": lambda: FromTransformers(config, source),
         "plain PyTorch": lambda: plain_model(config, source),
         "plain, compiled": lambda: compiled(plain_model(config, source)),
+        "plain, compiled whole": lambda: compiled_whole(plain_model(config, source)),
         "lamina": lambda: GPTModel(config, seed=0),
         "lamina, compiled": lambda: compiled(GPTModel(config, seed=0)),
+        "lamina, compiled whole": lambda: compiled_whole(GPTModel(config, seed=0)),
         "lamina, fp8": lambda: GPTModel(fp8, seed=0),
         "lamina, fp8, compiled": lambda: compiled(GPTModel(fp8, seed=0)),
     }
@@ -179,6 +181,11 @@ def contestants(
 def compiled(model: nn.Module) -> nn.Module:
     for block in model.blocks:  # type: ignore[union-attr]
         block.compile(fullgraph=True)
+    return model
+
+
+def compiled_whole(model: nn.Module) -> nn.Module:
+    model.compile(fullgraph=True)
     return model
 
 
@@ -222,9 +229,10 @@ def race(
     for name, model in models.items():  # compiles, and warms up
         losses[name] = step(model, tokens, labels).item()
         step(model, tokens, labels)
+    first = next(iter(losses.values()))
     for name, loss in losses.items():
         tolerance = 0.05 if "fp8" in name or tokens.is_cuda else 1e-3
-        assert abs(loss - losses["lamina"]) < tolerance, f"{name} computes another loss: {losses}"
+        assert abs(loss - first) < tolerance, f"{name} computes another loss: {losses}"
     for _ in range(rounds):
         for name, model in models.items():
             step(model, tokens, labels)
@@ -243,7 +251,8 @@ def report(
     count, length = tokens.numel(), tokens.shape[1]
     flops = training_flops_per_token(config, length) * count
     base = {name: statistics.median(times[name]) for name in times}
-    plain, hf = base.get("plain, compiled"), base.get("transformers, sdpa")
+    plain = min((base[name] for name in base if name.startswith("plain, compiled")), default=None)
+    hf = base.get("transformers, sdpa")
     print("| | step ms | tokens/s | / plain compiled | / transformers | of the matrix rate |")
     print("| --- | --- | --- | --- | --- | --- |")
     for name, seconds in base.items():
@@ -322,8 +331,9 @@ def timed(function: Callable[[], object], device: torch.device, rounds: int) -> 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--size", choices=list(SIZES), default="block")
-    parser.add_argument("--batch", type=int, default=2)
-    parser.add_argument("--sequence", type=int, default=512)
+    # Small products leave a GPU's units waiting, whatever the code does.
+    parser.add_argument("--batch", type=int, default=4 if torch.cuda.is_available() else 2)
+    parser.add_argument("--sequence", type=int, default=4096 if torch.cuda.is_available() else 512)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--processor-time", action="store_true", help="on a busy CPU")
@@ -346,7 +356,9 @@ def main() -> None:
     config = SIZES[settings.size]
     models = contestants(config, device, dtype, settings.systems)
     gc.collect()
-    parameters = sum(p.numel() for p in models["lamina"].parameters())
+    if not models:
+        parser.error(f"--systems {settings.systems}: none of them can run here")
+    parameters = sum(p.numel() for p in next(iter(models.values())).parameters())
     tokens = torch.randint(
         config.vocab_size, (settings.batch, settings.sequence + 1), device=device
     )

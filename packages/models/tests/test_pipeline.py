@@ -181,6 +181,37 @@ def test_wrapped_stages_train_like_one_process(case, ranks):
     check_training(runner, mesh, config, kind, steps=2, per_token=per_token)
 
 
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(("axes", "kind"), [({"pp": 2}, None), ({"cp": 2}, "ddp")])
+def test_documents_and_positions_are_cut_with_their_sequences(axes, kind, ranks):
+    """Five sequences in three microbatches, each with documents and positions of its own."""
+    mesh = ParallelLayout(**axes).build("cpu")
+    runner = pipeline(build(CONFIG, mesh), mesh, "1f1b", 3, wrap=wrapper(kind, mesh))
+    tokens, labels = batch(0, 5)
+    ids = (torch.arange(8) > torch.arange(5)[:, None]).long()
+    places = torch.arange(8) + torch.arange(5)[:, None]
+    for positions in (None, places, places[3]):
+        whole = build(CONFIG, None)
+        loss = whole(tokens, labels, positions, ids)
+        loss.backward()
+        found = runner.evaluate(tokens, labels, positions, ids)
+        torch.testing.assert_close(found, loss.detach(), rtol=0, atol=1e-10)
+        found = runner.step(tokens, labels, positions, ids)
+        torch.testing.assert_close(found, loss.detach(), rtol=0, atol=1e-10)
+        for name, gradient in gradients(kind, runner).items():
+            wanted = whole.get_parameter(name).grad
+            torch.testing.assert_close(gradient, wanted, rtol=0, atol=1e-9)
+        for stage in runner.stages:
+            stage.zero_grad() if kind is None else stage.zero_grad_buffer()
+    # Refused on every rank, before one stage waits for another.
+    with pytest.raises(ValueError, match=r"document_ids have shape \(1, 8\), tokens \(2, 8\)"):
+        runner.step(tokens, labels, None, ids[:3])
+    with pytest.raises(ValueError, match=r"positions have shape \(2, 8\), tokens \(5, 8\)"):
+        runner.step(tokens, labels, places[:2])
+    with pytest.raises(ValueError, match="labels hold 40"):
+        runner.step(tokens, labels.masked_fill(labels == -100, 40))
+
+
 @pytest.mark.ranks(4)
 def test_units_are_gathered_and_gradients_summed_once_per_step(ranks):
     mesh = ParallelLayout(pp=2, dp_shard=2).build("cpu")

@@ -8,6 +8,7 @@ from itertools import combinations_with_replacement, pairwise
 import pytest
 
 from lamina.models import TransformerConfig, cut_layers, preset
+from lamina.models.pipelining.build import _layout
 from lamina.models.pipelining.cuts import part_costs, resolve_layout
 from lamina.models.pipelining.schedule import SCHEDULES, number_of_stages, schedule_kind
 
@@ -47,6 +48,14 @@ def test_the_head_of_a_large_vocabulary_counts_as_layers():
     assert sum(sizes) == 32
     # The head costs as much as two and a half blocks.
     assert sizes[-1] < min(sizes[:-1])
+
+
+def test_what_is_cut_by_is_the_length_that_is_trained_on():
+    long, short = preset("llama3.1-8b"), preset("llama3-8b")
+    assert long.max_sequence_length == 16 * short.max_sequence_length
+    at_8k = cut_layers(short, 8)
+    assert _layout(long, "1f1b", 8, None, None, 8192) == at_8k
+    assert _layout(long, "1f1b", 8, None, None, None) != at_8k
 
 
 def test_layouts_are_numbers_of_layers_or_layers():

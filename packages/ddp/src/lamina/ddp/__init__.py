@@ -38,6 +38,7 @@ from lamina.ddp.sharded_optimizer import ShardedOptimizer
 from lamina.ddp.sinks import GradientSink, gradient_sink, has_gradient_sink
 from lamina.ddp.strategy import Cadence, Strategy, resolve_strategy
 from lamina.ddp.transient import TransientBuffers
+from lamina.ddp.trees import tensors_in
 from lamina.ddp.weights import Weights, WeightsState, WholeWeights
 from lamina.ddp.wrapper import DistributedDataParallel
 
@@ -93,5 +94,6 @@ __all__ = [
     "resolve_dtypes",
     "resolve_reduction",
     "resolve_strategy",
+    "tensors_in",
     "whole_weights",
 ]

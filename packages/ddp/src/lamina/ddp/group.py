@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -247,11 +247,26 @@ class ParameterGroup:
             gradients.main.release()
             self._gradient_views.clear()
 
-    def adopt_model_weights(self) -> None:
-        """Main weights take what the (whole) model weights hold: somebody wrote those."""
-        local = self.weights.local
-        if self.main is not None and self.dtypes.main != self.dtypes.weights:
-            self.main.data.copy_(local.piece(self._optimizer_at))
+    def adopt_model_weights(self, indices: Iterable[int] | None = None) -> None:
+        """Main weights take what the (whole) model weights hold: somebody wrote those.
+
+        Args:
+            indices: the parameters that were written; None means every element that no longer is
+                its main weight, rounded, and on all ranks the first one's main weights (collective
+                over axes along which they are whole).
+        """
+        if self.main is None or self.dtypes.main == self.dtypes.weights:
+            return
+        main, model = self.main.data, self.weights.local.piece(self._optimizer_at)
+        if indices is not None:
+            for start, stop in map(self.span_in_rest, indices):
+                main[start:stop].copy_(model[start:stop])
+            return
+        main.copy_(torch.where(main.to(model.dtype) == model, main, model.to(main.dtype)))
+        axes = (self.axes.outer, self.axes.inner)
+        for placement, axis in zip(self.main.placement, axes, strict=True):
+            if isinstance(placement, Replicate):
+                broadcast(main, axis.sibling("gather"), src=0).wait()
 
     def show_gradients(self, *, final: bool = True) -> None:
         """Set `.grad` of the main parameters: the gradient, or its place while it is unfinished.

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils._pytree import tree_leaves
 
 from lamina.buffers import Granularity
 from lamina.collectives import broadcast
@@ -26,13 +25,11 @@ from lamina.ddp.reducer import GradientReducer
 from lamina.ddp.reduction import resolve_reduction
 from lamina.ddp.strategy import resolve_strategy
 from lamina.ddp.transient import TransientBuffers
+from lamina.ddp.trees import tensors_in
+from lamina.ddp.weight_gathers import WeightGathers
 from lamina.mesh import ParallelMesh, require_overlap
 
 __all__ = ["DistributedDataParallel"]
-
-_GATHERS_AHEAD = 4
-"""Buckets whose weights are on their way while one is waited for: one alone would leave the wire
-idle from its arrival to the next bucket's use. They are gathered in place, so more cost nothing."""
 
 
 class DistributedDataParallel(DataParallel):
@@ -80,20 +77,26 @@ class DistributedDataParallel(DataParallel):
             check_finite=config.check_for_nan_in_grad,
             largest=config.check_for_large_grads,
         )
-        self._hook_weights()
+        self._gathers = WeightGathers(
+            module,
+            self._groups[::-1],
+            aligned=config.align_param_gather,
+            hooks=config.overlap_param_gather,
+        )
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The wrapped module's forward; updated weights are waited for where they are used."""
         if self._in_backward and torch._C._current_graph_task_id() == -1:
             self._reducer.abandon_backward()  # the last backward raised
             self._in_backward = False
-        self._begin_weights()
+        self._gathers.begin(overlapped=self.training and torch.is_grad_enabled())
         output = self.module(*args, **kwargs)
+        self._gathers.begin_all()  # those of modules that ran on other ranks only
         if torch.is_grad_enabled():
             begin = weakref.WeakMethod(self._begin_backward)
-            for leaf in tree_leaves(output):
-                if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
-                    leaf.register_hook(_starting(begin))  # type: ignore[no-untyped-call]
+            for tensor in tensors_in(output):
+                if tensor.requires_grad:
+                    tensor.register_hook(_starting(begin))  # type: ignore[no-untyped-call]
         return output
 
     def parameter_groups(self) -> Iterator[ParameterGroup]:
@@ -128,65 +131,55 @@ class DistributedDataParallel(DataParallel):
             group.discard_gradients()
 
     def broadcast_params(self) -> None:
-        """Take the first data-parallel rank's weights (collective)."""
+        """Take the first data-parallel rank's weights (collective over the data-parallel ranks)."""
+        self._gathers.finish()
         for group in self._groups:
             for process_group in group.axes.groups("gather"):
                 broadcast(group.weights.full, process_group, src=0)
             group.adopt_model_weights()
 
     def start_param_sync(self) -> None:
-        """Begin to bring updated main weights into the module's, bucket by bucket."""
-        for group in reversed(self._groups):
-            group.weights.mark_changed()
-        self._begin_weights(everything=True)
+        """Begin to bring main weights into the module's: somebody wrote those (collective)."""
+        self._gathers.changed()
+        self._gathers.begin_all()
 
     def weights_written(self) -> None:
         """The optimizer has stepped (called by `ShardedOptimizer`)."""
-        for group in self._groups:
-            group.weights.mark_changed()
+        self._gathers.changed()
         if not self.config.overlap_param_gather:
-            self._begin_weights(everything=True)
-            for group in self._groups:
-                group.weights.wait()
+            self._gathers.finish()
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The wrapped module's, under its own names (no "module." prefix)."""
-        for group in self._groups:
-            group.weights.start()
-            group.weights.wait()
+        """The wrapped module's, under its own names (no "module." prefix).
+
+        After a step under `overlap_param_gather` this is collective over the data-parallel ranks,
+        as the step's weights are still to be gathered: call it on all of them, save on one.
+        """
+        self._gathers.finish()
         return self.module.state_dict(*args, **kwargs)
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Load into the wrapped module, and into main weights where those are apart."""
+        """Load into the wrapped module, and into main weights where those are apart.
+
+        Collective where `state_dict` is. Parameters that the state leaves out (`strict=False`) keep
+        their main weights.
+
+        Raises:
+            ValueError: for `assign=True`, which would put tensors in the parameters' places that no
+                bucket knows.
+        """
+        if kwargs.get("assign", len(args) > 2 and args[2]):
+            raise ValueError(
+                "load_state_dict(assign=True) replaces parameters, and the buckets hold the ones "
+                "that were wrapped: leave assign out, which copies"
+            )
+        self._gathers.finish()
+        before = [[p._version for p in group.compute_parameters] for group in self._groups]
         result = self.module.load_state_dict(*args, **kwargs)
-        for group in self._groups:
-            group.adopt_model_weights()
+        for group, versions in zip(self._groups, before, strict=True):
+            pairs = enumerate(zip(group.compute_parameters, versions, strict=True))
+            group.adopt_model_weights(i for i, (p, version) in pairs if p._version != version)
         return result
-
-    # -- weights ------------------------------------------------------------------------------
-
-    def _begin_weights(self, *, everything: bool = False) -> None:
-        """Start gathers of updated weights, first used first (registration order)."""
-        order = list(reversed(self._groups))
-        ahead = order if everything or self.config.align_param_gather else order[:_GATHERS_AHEAD]
-        for group in ahead:
-            group.weights.start()
-
-    def _hook_weights(self) -> None:
-        """Before a module runs, wait for its buckets, and start some after them."""
-        order = list(reversed(self._groups))
-        following = {
-            id(group): order[at + 1 : at + _GATHERS_AHEAD] for at, group in enumerate(order)
-        }
-        needed: dict[nn.Module, list[ParameterGroup]] = {}
-        for group in order:
-            for ref in group.refs:
-                for reference, _ in ref.owners:
-                    owner = reference()
-                    if owner is not None and group not in needed.setdefault(owner, []):
-                        needed[owner].append(group)
-        for owner, groups in needed.items():
-            owner.register_forward_pre_hook(_waiting(groups, following), prepend=True)
 
     # -- backward -----------------------------------------------------------------------------
 
@@ -208,30 +201,6 @@ def _starting(begin: weakref.WeakMethod[Callable[[], None]]) -> Callable[[Any], 
             method()
 
     return hook
-
-
-def _waiting(
-    groups: list[ParameterGroup], following: dict[int, list[ParameterGroup]]
-) -> Callable[..., None]:
-    """A pre-forward hook. It holds weak references: the groups hold the module's parameters."""
-    pairs = [
-        (weakref.ref(group), [weakref.ref(other) for other in following[id(group)]])
-        for group in groups
-    ]
-
-    def hook(*_: Any) -> None:
-        for reference, successors in pairs:
-            group = reference()
-            if group is None or group.weights.ready:
-                continue
-            group.weights.start()
-            for successor in successors:
-                if (after := successor()) is not None:
-                    after.weights.start()
-            group.weights.wait()
-
-    disabled: Callable[..., None] = torch.compiler.disable(hook)  # type: ignore[no-untyped-call]
-    return disabled
 
 
 def _settings(config: DistributedDataParallelConfig, dense: DataParallelAxes) -> GroupSettings:

@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from lamina.ddp import tensors_in
 from lamina.fsdp.engine import ShardingEngine
 from lamina.fsdp.tensor_parallel import hide_dtensors, show_dtensors
-from lamina.fsdp.trees import map_tensors, tensors_in
+from lamina.fsdp.trees import map_tensors
 from lamina.fsdp.unit import PendingBackward, Unit
 
 __all__ = ["attach_hooks", "register_forward_method"]

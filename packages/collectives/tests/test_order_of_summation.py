@@ -11,9 +11,11 @@ import torch.distributed as dist
 from lamina.collectives import (
     all_gather_into,
     all_reduce_fp32,
+    kept_bytes,
     reduce_scatter_fp32,
     use_messages,
 )
+from lamina.collectives.streamed import AHEAD, PART
 from lamina.mesh import ParallelLayout
 
 PIECE = 1009  # prime: no block or vector width divides it
@@ -75,12 +77,36 @@ def test_messages_and_reads_of_a_neighbours_memory_give_the_same_bits():
     world, rank = dist.get_world_size(), dist.get_rank()
     by_messages = dist.new_group()
     use_messages(by_messages)
-    piece = (5 << 18) + 3  # long enough to be read, in several blocks
-    whole = torch.randn(world * piece, generator=torch.Generator().manual_seed(rank))
-    outputs = [torch.empty(piece), torch.empty(piece)]
-    for output, group in zip(outputs, (dist.group.WORLD, by_messages), strict=True):
-        reduce_scatter_fp32(output, whole, group)
-    assert torch.equal(*outputs)
+    for piece in ((3 << 17) + 3, (9 << 17) + 3):  # sent whole, and in five parts
+        whole = torch.randn(world * piece, generator=torch.Generator().manual_seed(rank))
+        outputs = [torch.empty(piece), torch.empty(piece)]
+        for output, group in zip(outputs, (dist.group.WORLD, by_messages), strict=True):
+            reduce_scatter_fp32(output, whole, group)
+        assert torch.equal(*outputs)
+
+
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize("wire", [torch.float32, torch.bfloat16], ids=str)
+def test_sums_of_parts_in_flight_together_keep_apart(wire):
+    """Several at once, one into scratch of the caller's; the memory kept is that of some parts."""
+    world, rank, group = dist.get_world_size(), dist.get_rank(), dist.new_group()
+    use_messages(group)
+    piece = (7 << 22) // wire.itemsize + 5
+    whole = torch.randn(world * piece, generator=torch.Generator().manual_seed(rank)).to(wire)
+    expected = torch.empty(piece)
+    reduce_scatter_fp32(expected, whole, dist.group.WORLD)
+    scratch = torch.empty((world - 1) * piece, dtype=wire)
+    outputs = [torch.full((piece,), torch.nan) for _ in range(3)]
+    kept = kept_bytes()
+    handles = [
+        reduce_scatter_fp32(output, whole, group, async_op=True, scratch=given)
+        for output, given in zip(outputs, (None, scratch, None), strict=True)
+    ]
+    for handle in handles:
+        handle.wait()
+    assert all(torch.equal(output, expected) for output in outputs)
+    parts = 2 * (world - 1) * AHEAD * PART  # of the two without scratch; each chunk has 28
+    assert kept_bytes() - kept <= parts + (4 << 20)  # and the workspaces of their sums
 
 
 def over_two_axes(outer: int, inner: int) -> bool:

@@ -31,6 +31,10 @@ class _Rooms:
         self._own, self._rank, self._spares, self._scratch = own, rank, spares, scratch
         self._borrowed: list[torch.Tensor] = []
 
+    def offer(self, place: int, parts: bool) -> torch.Tensor | None:
+        """What comes in parts brings its own memory, unless the caller brought some."""
+        return None if parts and self._scratch is None else self.room(place)
+
     def room(self, place: int) -> torch.Tensor:
         numel = self._own.numel()
         if self._scratch is None:
@@ -75,7 +79,8 @@ class Collection:
         self._rows: list[torch.Tensor] = []
         if host_bound(group, device) and device.type == "cpu":
             expects, tag = [self._own.numel()] * self._size, self._lane.next_tag()
-            self._swap = Swap(sends, expects, self._own.dtype, self._rooms.room, group, tag)
+            dtype, offer = self._own.dtype, self._rooms.offer
+            self._swap = Swap(sends, expects, dtype, offer, group, tag, parts=True)
             self._posted = self._lane.acquainted
             if self._posted:
                 self._swap.post()

@@ -13,8 +13,9 @@ from collections.abc import Sequence
 
 import torch
 
-from .neighbours import Chunk
+from .neighbours import Chunk, RemoteRun
 from .reference import sum_dtype
+from .streamed import MessageRun
 
 __all__ = ["Workspace", "fused_sum", "lasting"]
 
@@ -37,7 +38,7 @@ def fused_sum(
     before it is summed. `statistics=False` leaves out the norm and returns None. A `workspace`
     kept from an earlier sum saves the page faults of a new one.
     """
-    block = _BLOCK * min(torch.get_num_threads(), _MOST_THREADS)
+    block = _block(chunks)
     numel = output.numel()
     work = workspace or Workspace()
     work.open(chunks, min(block, numel))
@@ -64,6 +65,14 @@ def fused_sum(
         # Squares of finite float64 values may overflow, those of float32 may not.
         finite = bool(output.isfinite().all())
     return squared_norm, torch.tensor(not finite, device="cpu")
+
+
+def _block(chunks: Sequence[Chunk]) -> int:
+    block = _BLOCK * min(torch.get_num_threads(), _MOST_THREADS)
+    for chunk in chunks:
+        if isinstance(chunk, MessageRun):  # no block may straddle two of its parts
+            block = min(1 << block.bit_length() - 1, chunk.granule)
+    return block
 
 
 def _among(output: torch.Tensor, chunks: Sequence[Chunk]) -> bool:
@@ -137,8 +146,8 @@ class Workspace:
     def _part(self, ranks: range, into: torch.Tensor | None, depth: int) -> torch.Tensor:
         """Sum of a subtree: in `into`, in a level, or the chunk itself if it needs no cast."""
         chunk = self._chunks[ranks[0]]
-        if len(ranks) == 1 and isinstance(chunk, torch.Tensor) and chunk.dtype == self.dtype:
-            return chunk[self.start : self.start + self.width]
+        if len(ranks) == 1 and not isinstance(chunk, RemoteRun) and chunk.dtype == self.dtype:
+            return self._here(chunk)
         if into is not None:
             return self.tree(ranks, into, depth)
         return self.tree(ranks, self.level(depth), depth + 1)
@@ -146,8 +155,8 @@ class Workspace:
     def _load(self, rank: int, into: torch.Tensor) -> None:
         """Put one chunk's block into `into`, in the dtype of the sum."""
         chunk = self._chunks[rank]
-        if isinstance(chunk, torch.Tensor):
-            into.copy_(chunk[self.start : self.start + into.numel()])
+        if not isinstance(chunk, RemoteRun):
+            into.copy_(self._here(chunk))
         elif chunk.dtype == self.dtype:
             chunk.read(self.start, into)
         else:
@@ -156,6 +165,11 @@ class Workspace:
             raw = self._raw[: into.numel()]
             chunk.read(self.start, raw)
             into.copy_(raw)
+
+    def _here(self, chunk: torch.Tensor | MessageRun) -> torch.Tensor:
+        if isinstance(chunk, MessageRun):
+            return chunk.window(self.start, self.width)
+        return chunk[self.start : self.start + self.width]
 
     def squares(self, block: torch.Tensor, rows: torch.Tensor) -> None:
         """Write the sums of squares of each row of `block` to the beginning of `rows`."""

@@ -28,6 +28,8 @@ from .lines import Line, Listener
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup, Work
 
+    from .streamed import MessageRun
+
 __all__ = ["Chunk", "Neighbour", "RemoteRun", "meet"]
 
 _HELLO_TAG = (1 << 24) - 2
@@ -106,8 +108,8 @@ class RemoteRun:
         self.owner.read(self.address + start * into.element_size(), into)
 
 
-Chunk: TypeAlias = "torch.Tensor | RemoteRun"
-"""What one rank contributes to a sum: here, or in a neighbour's memory."""
+Chunk: TypeAlias = "torch.Tensor | RemoteRun | MessageRun"
+"""What one rank contributes to a sum: here, in a neighbour's memory, or on its way."""
 
 
 @functools.cache

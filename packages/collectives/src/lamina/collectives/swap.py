@@ -4,6 +4,7 @@ Two ways for the bytes of one pair of ranks, which both ends choose alike: a mes
 and receive, straight from the source into the destination), or, between neighbours
 (`neighbours.py`) and above a size at which it pays, a note that says where the bytes lie; the
 receiver reads them there and answers with a receipt, upon which the sender may reuse its buffer.
+Large messages that a sum waits for come in parts (`streamed.py`).
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import torch.distributed as dist
 from .checks import where
 from .lanes import Lane, lane_of
 from .neighbours import Chunk, Neighbour, RemoteRun
+from .streamed import MessageRun, cut_in_parts, in_parts
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup, Work
@@ -41,6 +43,8 @@ class Swap:
         group: at least two ranks.
         tag: tag of the exchange.
         direct: whether neighbours may be read.
+        parts: whether large messages come in parts, for a sum; on all ranks or on none. `room`
+            may return None for those.
 
     """
 
@@ -49,18 +53,20 @@ class Swap:
         sends: Sequence[torch.Tensor | None],
         expects: Sequence[int],
         dtype: torch.dtype,
-        room: Callable[[int], torch.Tensor],
+        room: Callable[[int, bool], torch.Tensor | None],
         group: ProcessGroup,
         tag: int,
         *,
         direct: bool = True,
+        parts: bool = False,
     ) -> None:
         self._sends, self._expects, self._dtype = sends, expects, dtype
         self._room, self._group, self._tag = room, group, tag
         self._lane: Lane = lane_of(group)
-        self._direct = direct
+        self._direct, self._parts = direct, parts
         self._rank, self._size = group.rank(), group.size()
         self._inbound: dict[int, tuple[Work, torch.Tensor]] = {}
+        self._runs: dict[int, MessageRun] = {}
         self._outbound: list[tuple[Work, torch.Tensor]] = []
         self._lent: list[tuple[Neighbour, torch.Tensor]] = []
 
@@ -75,14 +81,28 @@ class Swap:
             self._lane.meet(self._group)
         for source in self.sources():
             if self._read_from(source, self._nbytes_from(source)) is None:
-                target = self._room(source)
-                work = dist.irecv(target, group=self._group, group_src=source, tag=self._tag)
-                self._inbound[source] = (_posted(work), target)
+                self._receive(source)
         for step in range(1, self._size):
             target_rank = (self._rank + step) % self._size
             tensor = self._sends[target_rank]
             if tensor is not None and tensor.numel():
                 self._send(tensor, target_rank)
+
+    def _receive(self, source: int) -> None:
+        cut = self._cut(self._nbytes_from(source))
+        target = self._room(source, cut)
+        if cut:
+            numel, spares = self._expects[source], self._lane.spares
+            run = MessageRun(source, numel, self._dtype, self._group, self._tag, spares, target)
+            self._runs[source] = run
+            run.post()
+        else:
+            assert target is not None  # noqa: S101 - only what comes in parts may do without
+            work = dist.irecv(target, group=self._group, group_src=source, tag=self._tag)
+            self._inbound[source] = (_posted(work), target)
+
+    def _cut(self, nbytes: int) -> bool:
+        return self._parts and in_parts(nbytes)
 
     def _nbytes_from(self, source: int) -> int:
         return self._expects[source] * self._dtype.itemsize
@@ -96,8 +116,9 @@ class Swap:
         nbytes = tensor.numel() * tensor.element_size()
         neighbour = self._read_from(target, nbytes)
         if neighbour is None:
-            work = dist.isend(tensor, group=self._group, group_dst=target, tag=self._tag)
-            self._outbound.append((_posted(work), tensor))
+            for part in cut_in_parts(tensor) if self._cut(nbytes) else (tensor,):
+                work = dist.isend(part, group=self._group, group_dst=target, tag=self._tag)
+                self._outbound.append((_posted(work), part))
             return
         pinned = torch.cuda.is_initialized() and tensor.is_pinned()  # type: ignore[no-untyped-call]
         if pinned:  # such pages may be closed to other processes
@@ -106,7 +127,7 @@ class Swap:
         neighbour.note(self._tag, tensor.data_ptr(), nbytes)
 
     def fetch(self, source: int) -> Chunk:
-        """Wait for what `source` sends: the tensor from `room`, or a run to read.
+        """Wait for what `source` sends: a tensor, or a run whose reader waits for each part.
 
         Raises:
             ValueError: the neighbour sends another size than is expected here.
@@ -117,6 +138,8 @@ class Swap:
             work, target = self._inbound[source]
             work.wait()
             return target
+        if source in self._runs:
+            return self._runs[source]
         expected = self._nbytes_from(source)
         neighbour = self._read_from(source, expected)
         assert neighbour is not None  # noqa: S101 - or `post` would have posted a receive
@@ -128,7 +151,7 @@ class Swap:
 
     def receipt(self, source: int) -> None:
         """Tell `source` that its memory has been read; nothing to tell after a message."""
-        if source not in self._inbound:
+        if source not in self._inbound and source not in self._runs:
             nbytes = self._nbytes_from(source)
             neighbour = self._read_from(source, nbytes)
             if neighbour is not None:
@@ -149,6 +172,9 @@ class Swap:
             if read != nbytes:
                 what = f"this rank sends {nbytes} bytes to rank {neighbour.rank}"
                 raise self._mismatch(what, read)
+        for run in self._runs.values():
+            run.close()
+        self._runs.clear()
         self._outbound.clear()
         self._lent.clear()
 

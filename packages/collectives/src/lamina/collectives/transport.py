@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from .compat import all_gather_single, backend_name
 from .lanes import lane_of
+from .neighbours import RemoteRun
 from .swap import Swap
 
 if TYPE_CHECKING:
@@ -101,10 +102,8 @@ def _swap(
     *,
     direct: bool,
 ) -> Swap:
-    def room(place: int) -> torch.Tensor:
-        tensor = receives[place]
-        assert tensor is not None  # noqa: S101 - asked only where elements are expected
-        return tensor
+    def room(place: int, _: bool) -> torch.Tensor | None:
+        return receives[place]
 
     expects = [0 if tensor is None else tensor.numel() for tensor in receives]
     dtype = next((tensor.dtype for tensor in receives if tensor is not None), torch.uint8)
@@ -114,7 +113,7 @@ def _swap(
 def _fill(swap: Swap, receives: Sequence[torch.Tensor | None]) -> None:
     for source in swap.sources():
         chunk, target = swap.fetch(source), receives[source]
-        if not isinstance(chunk, torch.Tensor) and target is not None:
+        if isinstance(chunk, RemoteRun) and target is not None:
             chunk.read(0, target)
             swap.receipt(source)
     swap.close()

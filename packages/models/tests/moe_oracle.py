@@ -52,7 +52,8 @@ class LoopMoE(nn.Module):
     def end_step(self):
         self.load = torch.zeros(self.moe.num_experts, dtype=torch.int64)
         self.losses = {}
-        self.forwards = 0
+        self.forwards = self.dropped = 0
+        self.entropy = 0.0
 
     def update_bias(self):
         mean = self.load.sum().item() / self.moe.num_experts
@@ -85,6 +86,12 @@ class LoopMoE(nn.Module):
         weights = weights * moe.weight_scale
         real = [t for t in range(len(chosen)) if self.padding is None or not self.padding[t]]
         kept = self.kept_copies(chosen, weights, set(real))
+        places, nowhere = set(kept), moe.num_experts
+        self.decided = [
+            [e if (t, j) in places else nowhere for j, e in enumerate(row)]
+            for t, row in enumerate(chosen)
+        ]
+        self.dropped += len(real) * moe.top_k - len(kept)
         out = torch.zeros_like(flat)
         for expert in range(moe.num_experts):
             pairs = [(t, j) for t, j in kept if chosen[t][j] == expert]
@@ -134,6 +141,8 @@ class LoopMoE(nn.Module):
         if moe.scores == "sigmoid":
             probabilities = scores / scores.sum(-1, keepdim=True)
         everyone = [t for held in self.sets for t in held if t in real]
+        seen = probabilities[everyone].detach()
+        self.entropy -= (seen * seen.log()).sum().item()
         before = getattr(self, "loads_before", None)
         loads = self.count(everyone, chosen)
         loads = loads if before is None or self.forwards == 0 else loads + before

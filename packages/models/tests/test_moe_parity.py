@@ -75,7 +75,7 @@ CASES = {
     "ep 2, fp32": Case({"ep": 2}, LOSSES | BALANCED, strategy=0, fp32=True, max_norm=0.5),
     "ep 4": Case({"ep": 4}, GROUPS | BALANCED | LOSSES, strategy=2, recompute="selective"),
     "ep 4, gathered": Case({"ep": 4}, {"dispatcher": "all_gather", "switch_loss": 0.1}, strategy=1),
-    "ep 2, dp_shard 4": Case({"dp_shard": 4, "ep": 2}, {"capacity_factor": 1.0} | LOSSES,
+    "ep 2, dp_shard 4": Case({"dp_shard": 4, "ep": 2}, {"capacity_factor": 0.9} | LOSSES | BALANCED,
                              max_norm=math.inf),
     "ep 2, tp 2": Case({"dp_shard": 2, "tp": 2, "ep": 2}, BALANCED | LOSSES,
                        config={"sequence_parallel": True}, recompute="full", microbatches=2,
@@ -140,7 +140,7 @@ class Oracle:
             loss = self.model(tokens, labels) + sum(x.loss for x in self.layers.values())
             (loss / self.case.microbatches).backward()
             for name, layer in self.layers.items():
-                self.chosen.setdefault(name, []).append(layer.chosen)
+                self.chosen.setdefault(name, []).append(layer.decided)
         for layer in self.layers.values():
             if layer.moe.bias_rate:
                 layer.update_bias()
@@ -297,9 +297,9 @@ def check(case):
     for step in range(STEPS):
         run.step(step)
         oracle.step(step)
-        if config.moe.capacity_factor is None:
-            for name, found in run.chosen.items():
-                assert found == [[each[t] for t in here] for each in oracle.chosen[name]]
+        assert set(run.chosen) == set(run.routers)
+        for name, found in run.chosen.items():
+            assert found == [[each[t] for t in here] for each in oracle.chosen[name]]
         compare_books(run, oracle, config)
         if case.max_norm is not None:
             torch.testing.assert_close(run.norm, oracle.norm.float(), rtol=1e-6, atol=0)
@@ -317,13 +317,20 @@ def check(case):
 
 
 def compare_books(run, oracle, config):
-    """Loads, losses, and biases after a step."""
+    """Loads, losses, what was dropped, entropies, and biases after a step."""
     statistics = routing_statistics(run.model, run.mesh)
+    if run.mesh.axis("pp").size == 1:
+        assert set(run.routers) == set(oracle.layers)
+    assert run.routers, "no router on this rank"
     for name, router in run.routers.items():
         layer = oracle.layers[name]
         found = next(v for k, v in statistics.items() if k.endswith(f"{name}.router"))
         load = layer.load / layer.load.sum()
         assert found.load == pytest.approx(load.tolist(), abs=1e-12)
+        copies = layer.load.sum().item()
+        assert found.dropped == pytest.approx(layer.dropped / copies, abs=1e-12)
+        entropy = layer.entropy * config.moe.top_k / copies
+        assert found.entropy == pytest.approx(entropy, rel=1e-5 if run.case.fp32 else 1e-9)
         losses = {key: value / run.case.microbatches for key, value in layer.losses.items()}
         assert found.losses == pytest.approx(losses, rel=1e-5 if run.case.fp32 else 1e-9)
         if config.moe.bias_rate:

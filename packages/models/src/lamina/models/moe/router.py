@@ -144,9 +144,10 @@ class TopKRouter(nn.Module):
             self.finished = totals
         if self.expert_bias is None or not self.moe.bias_rate:
             return
-        loads = totals.chosen
-        if loads is None:  # no forward here, and maybe one elsewhere
+        if totals.chosen is None:  # no forward here, and maybe one elsewhere
             loads = torch.zeros_like(self.expert_bias, dtype=torch.int64)
+        else:
+            loads = totals.chosen.clone()  # the statistics sum their own over ranks
         axes = self.axes
         if mesh is not None:
             axes = ExpertAxes.of(mesh, sequence_parallel=not axes.replicated)

@@ -173,27 +173,56 @@ def test_main_grads_have_the_dtype_that_was_asked_for_and_are_stepped_with(
 
 
 class Norms(nn.Module):
+    """Does not know of mixed precision: an RMSNorm with fp32 weights gives fp32."""
+
     def __init__(self):
         super().__init__()
-        self.norm = nn.LayerNorm(8)
+        self.norm = nn.RMSNorm(8)
         self.linear = nn.Linear(8, 8)
+        self.register_buffer("table", torch.full((8,), 1 / 3))
+        self.register_buffer("norm_table", torch.full((8,), 1 / 3))
+        self.register_buffer("same", self.table)
+        self.register_buffer("counts", torch.arange(8))
 
     def forward(self, x):
         self.seen = {name: p.dtype for name, p in self.named_parameters()}
-        return self.linear(self.norm(x.float()).to(self.linear.weight.dtype))
+        self.norm_out = self.norm(x)
+        return self.linear(self.norm_out)
 
 
 @pytest.mark.ranks(2)
 def test_patterns_keep_parameters_in_full_precision(ranks):
-    policy = MixedPrecisionPolicy(param_dtype=BF16, keep_full_precision=["*norm*"])
-    model = fully_shard(Norms(), mixed_precision_policy=policy)
-    model(torch.randn(2, 8)).sum().backward()
-    assert {n: str(d) for n, d in model.seen.items()} == {
-        "norm.weight": "torch.float32",
-        "norm.bias": "torch.float32",
-        "linear.weight": "torch.bfloat16",
-        "linear.bias": "torch.bfloat16",
-    }
+    policy = MixedPrecisionPolicy(
+        param_dtype=BF16, buffer_dtype=BF16, keep_full_precision=["*norm*"]
+    )
+    x = torch.randn(2, 8)
+    wanted = nn.functional.rms_norm(x.to(BF16).float(), (8,)).to(BF16)
+    for shard in (
+        lambda model: fully_shard(model, mixed_precision_policy=policy),
+        lambda model: shard_module(model, mp_policy=policy),
+    ):
+        model = shard(Norms())
+        model(x).sum().backward()
+        assert {n: str(d) for n, d in model.seen.items()} == {
+            "norm.weight": "torch.float32",
+            "linear.weight": "torch.bfloat16",
+            "linear.bias": "torch.bfloat16",
+        }
+        assert torch.equal(model.norm_out, wanted), "the norm did not compute in fp32"
+        assert {n: str(b.dtype) for n, b in model.named_buffers(remove_duplicate=False)} == {
+            "table": "torch.bfloat16",
+            "norm_table": "torch.float32",
+            "same": "torch.bfloat16",
+            "counts": "torch.int64",
+        }
+        assert model.table is model.same
+
+
+@pytest.mark.ranks(1)
+def test_a_pattern_that_matches_nothing_is_refused(ranks):
+    policy = MixedPrecisionPolicy(param_dtype=BF16, keep_full_precision=["*norm*", "*layernorm*"])
+    with pytest.raises(ValueError, match=r"keep_full_precision=\['\*layernorm\*'\].*enter\.weight"):
+        fully_shard(build(), mixed_precision_policy=policy)
 
 
 @pytest.mark.ranks(2)

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from lamina.buffers import Shard
 from lamina.ddp import DataParallelAxes, Strategy, resolve_reduction, resolve_strategy
+from lamina.fsdp.casting import check_patterns
 from lamina.fsdp.limits import BufferArguments, UnavailableError
 from lamina.fsdp.meshes import MeshArguments, resolve_meshes
 from lamina.fsdp.module import is_sharded
@@ -67,6 +68,7 @@ class Arguments:
         strategy = resolve_strategy(given["zero_dp_strategy"], given["outer_dp_sharding_strategy"])
         name = "mixed_precision_policy"
         policy = policy_from(given[name], name) or MixedPrecisionPolicy()
+        check_patterns(self.module, policy)
         device, offload = self._place(dense, strategy)
         _check_codec(policy, strategy, offload)
         self.buffers.check(dense, device, gathers=_gathers(strategy))

@@ -26,6 +26,7 @@ from lamina.ddp import (
     collect_parameters,
     resolve_strategy,
 )
+from lamina.fsdp.casting import cast_buffers, keep_modules
 from lamina.fsdp.engine import ShardingEngine
 from lamina.fsdp.hooks import attach_hooks
 from lamina.fsdp.limits import UnavailableError
@@ -149,7 +150,10 @@ def shard_module(
     inner = tuple(m for m in module.modules() if isinstance(m, ModuleWithUnit))
     plan = UnitPlan("", module, tuple(_own(module, inner, ignored_params)), inner)
     buffers = _SharedBuffers()
+    keep_modules(plan.own_modules(), plan.refs, settings.precision)
     unit = make_unit(plan, settings, buffers, StoragePool(settings.device))
+    own = set(map(id, plan.own_modules()))
+    cast_buffers(((n, m) for n, m in module.named_modules() if id(m) in own), settings.precision)
     unit.reshard_after_forward = keep is not False
     unit.explicit_reshard = keep is not None
     unit.reshard()

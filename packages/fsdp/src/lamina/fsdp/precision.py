@@ -27,8 +27,11 @@ class MixedPrecisionPolicy:
         param_dtype: dtype to compute in; None keeps the parameters' own.
         output_dtype: dtype of the root module's floating outputs; None leaves them.
         cast_forward_inputs: cast the root module's floating inputs to `param_dtype`.
-        keep_full_precision: names (`fnmatch` patterns over qualified parameter names) that are
-            left out of `param_dtype`, such as "*norm*".
+        buffer_dtype: dtype of floating buffers; None leaves them as they are.
+        keep_full_precision: names (`fnmatch` patterns over qualified names) of the parameters that
+            are left out of `param_dtype`, and of the buffers that are left out of `buffer_dtype`,
+            such as "*norm*". A module all of whose parameters are kept has its inputs of
+            `param_dtype` cast to theirs, and its outputs back.
         weight_codec: keeps and gathers weights in another dtype with side data per block (see
             `WeightCodec`); needs `zero_dp_strategy=3`. Frozen parameters and those left out of
             `param_dtype` are encoded too.
@@ -42,6 +45,7 @@ class MixedPrecisionPolicy:
     param_dtype: torch.dtype | None = None
     output_dtype: torch.dtype | None = None
     cast_forward_inputs: bool = True
+    buffer_dtype: torch.dtype | None = None
     keep_full_precision: Sequence[str] = ()
     weight_codec: WeightCodec | None = None
     encoded: Sequence[str] = ("*",)

@@ -30,6 +30,7 @@ from lamina.ddp import (
     plan_layout,
 )
 from lamina.fsdp.budgets import check_budgets
+from lamina.fsdp.casting import cast_buffers, keep_modules
 from lamina.fsdp.encoded import EncodedWeights
 from lamina.fsdp.engine import ShardingEngine
 from lamina.fsdp.fine_grained import refine
@@ -118,7 +119,10 @@ def shard_model(module: nn.Module, settings: ShardingSettings) -> ShardedModule:
         poison=settings.poison,
         slot_context=None if memory is None else memory.allocating,
     )
+    refs = [ref for plan in plans for ref in plan.refs]
+    keep_modules(module.modules(), refs, settings.precision)
     units = [make_unit(plan, settings, transient, pool) for plan in plans]
+    cast_buffers(module.named_modules(), settings.precision)
     trained = [group for unit in units for group in unit.groups if group.requires_grad]
     gathers = any(isinstance(p, Shard) for p in settings.strategy.placements.model_weights)
     reducer = GradientReducer(

@@ -65,8 +65,8 @@ def plan_units(
     else:
         classes = resolve_unit_classes(unit_classes)
         matches = {n: m for n, m in root.named_modules() if n and isinstance(m, classes)}
-        for name, module in matches.items():
-            refuse_container(name, module)
+        for name, match in matches.items():
+            refuse_container(name, match)
         names = list(matches)
         if classes and not names:
             wanted = ", ".join(c.__name__ for c in classes)

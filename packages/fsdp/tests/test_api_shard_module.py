@@ -157,6 +157,7 @@ def test_torchs_mixed_precision_policy_is_taken(ranks):
 @pytest.mark.ranks(2)
 def test_unshard_and_reshard_one_module(ranks):
     model = sharded(mesh_of(2))
+    optimizer = sgd(model)
     whole = build().blocks[0].up.weight
     handle = model.blocks[0].unshard(async_op=True)
     handle.wait()
@@ -167,7 +168,11 @@ def test_unshard_and_reshard_one_module(ranks):
     with torch.no_grad():
         model.blocks[0].unshard()
     assert torch.equal(model.blocks[0].up.weight, whole)
-    model.blocks[0].reshard()
+    handle = model.blocks[1].unshard(async_op=True)
+    _, parameters = run(model, optimizer, ranks.rank)  # the root is the outermost all the same
+    handle.wait()
+    assert hasattr(model.blocks[1].up.weight, "to_local"), "its forward has used the gather up"
+    assert_same(parameters, one_line(mesh_of(2), ranks.rank)[1])
 
 
 @pytest.mark.ranks(2)

@@ -106,6 +106,24 @@ def test_the_next_units_weights_are_on_their_way_while_one_computes(strategy, ov
     assert (of_second_block.issued < begins[0]) is overlap
 
 
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("overlap", [True, False])
+def test_in_backward_the_unit_before_is_on_its_way_while_one_computes(overlap, ranks):
+    model, optimizer = build(3, 2, overlap_param_gather=overlap)
+    step(model, optimizer)
+    begins = {}
+    for index, block in enumerate(model.blocks):
+        block.norm.register_full_backward_pre_hook(noting(begins, index))
+    loss = model(torch.randn(4, 8)).square().mean()
+    with delayed_collectives(0.05), Ledger() as ledger:
+        loss.backward()
+    gathers = [record for record in ledger.records if record.communicator == "dp:gather"]
+    assert len(gathers) == DEPTH - 1, "the last block and the root were kept"
+    of_middle, of_first = gathers
+    assert (of_middle.issued < begins[2]) is overlap
+    assert (of_first.issued < begins[1]) is overlap
+
+
 @pytest.mark.ranks(2, 4)
 @STRATEGIES
 def test_bytes_on_the_wire_are_a_formula(strategy, ranks):

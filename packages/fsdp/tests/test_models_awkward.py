@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from lamina.ddp import full_parameters
-from lamina.fsdp import fully_shard, plan_units, register_forward_method
+from lamina.fsdp import fully_shard, plan_units, register_forward_method, shard_module
 from lamina_testing.toys import Block, OddNet, inputs
 
 STRATEGIES = pytest.mark.parametrize("strategy", [3, 1])
@@ -303,6 +303,35 @@ def test_repeated_modules_without_submodules_are_units_but_torchs_own_are_not():
     assert [plan.name for plan in plan_units(raw, None)] == ["", "1", "2", "3"]
     plain = nn.Sequential(nn.Linear(5, 17), nn.Linear(17, 17), nn.Linear(17, 3))
     assert [plan.name for plan in plan_units(plain, None)] == [""]
+
+
+class InLists(OddNet):
+    """Blocks in lists of lists, as U-Nets have them, and weights in a list that is no module's."""
+
+    def __init__(self):
+        super().__init__()
+        blocks = list(self.blocks)
+        self.blocks = nn.ModuleList(nn.ModuleList([block, RawBlock()]) for block in blocks)
+        self.by_name = nn.ModuleDict({"shift": RawBlock()})
+        self.bank = nn.ParameterList(nn.Parameter(torch.randn(17, 40) / 9) for _ in range(2))
+
+    def forward(self, x):
+        x = self.enter(x)
+        for block, mix in self.blocks:
+            x = mix(block(x))
+        x = self.by_name["shift"](x)
+        return self.leave(x + x @ self.bank[0] @ self.bank[1].T) * self.temperature
+
+
+@pytest.mark.ranks(2)
+def test_containers_that_are_never_called_are_no_units(ranks):
+    found = [plan.name for plan in plan_units(build(InLists), None)]
+    assert found == ["", *(f"blocks.{b}.{part}" for b in range(3) for part in range(2))]
+    with pytest.raises(ValueError, match=r"blocks is a ModuleList, which has no forward"):
+        plan_units(build(InLists), [nn.ModuleList])
+    with pytest.raises(ValueError, match="the module is a ModuleList"):
+        shard_module(build(InLists).blocks)
+    check(InLists, plain_loss, ranks, 3, units=None)
 
 
 # -- without gradients ------------------------------------------------------------------------

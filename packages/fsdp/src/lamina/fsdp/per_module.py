@@ -37,7 +37,7 @@ from lamina.fsdp.precision import MixedPrecisionPolicy, policy_from
 from lamina.fsdp.sharding import ShardingSettings, make_unit
 from lamina.fsdp.unit import Unit
 from lamina.fsdp.unit_methods import UnitMethods
-from lamina.fsdp.units import UnitPlan
+from lamina.fsdp.units import UnitPlan, refuse_container
 from lamina.mesh import ParallelLayout, ParallelMesh
 
 __all__ = ["ModuleWithUnit", "shard_module"]
@@ -137,7 +137,8 @@ def shard_module(
         The module, whose class now also is a `ModuleWithUnit`.
 
     Raises:
-        ValueError: for a mesh of more dimensions, or a parameter tied to one of an inner unit.
+        ValueError: for a mesh of more dimensions, a parameter tied to one of an inner unit, or a
+            container without a forward.
         RuntimeError: if the module is sharded already.
         TypeError: for an unknown policy.
         UnavailableError: for an integer that is not one of the two, or offloading where the process
@@ -145,6 +146,7 @@ def shard_module(
     """
     if is_sharded(module):
         raise RuntimeError(f"{type(module).__name__} is sharded already: shard each module once")
+    refuse_container("", module)
     settings = _settings(mesh, mp_policy, offload_policy, device)
     keep = _resharding(reshard_after_forward, settings)
     inner = tuple(m for m in module.modules() if isinstance(m, ModuleWithUnit))

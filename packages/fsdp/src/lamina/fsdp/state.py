@@ -30,15 +30,26 @@ _REGULAR = ELEMENTWISE | {getattr(torch.optim, "Muon", torch.optim.SGD)}
 
 
 def finish_before_steps(optimizer: Optimizer, engine: ShardingEngine) -> None:
-    """Before each step, sum gradients that no backward was told to be the last for."""
+    """Before each step, sum gradients that no backward was told to be the last for.
+
+    A step with a closure whose backward would not be the last is refused (RuntimeError).
+    """
     reference = weakref.ref(engine)
 
-    def before(_: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def before(held: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         closure = kwargs.get(
             "closure", args[1] if len(args) > 1 else None
         )  # args[0]: the optimizer
-        if closure is None and (found := reference()) is not None and not found.reducer.is_final:
-            found.reducer.finish()
+        if (found := reference()) is None or found.reducer.is_final:
+            return
+        if closure is not None:
+            raise RuntimeError(
+                f"{type(held).__name__}.step(closure) where no backward is the step's last "
+                "(sync_model_each_microbatch=False, or inside no_sync()): the gradients that the "
+                "closure computes would never be summed over ranks. Call "
+                "model.set_model_auto_sync(True) first, or step() without a closure"
+            )
+        found.reducer.finish()
 
     optimizer.register_step_pre_hook(before)
 

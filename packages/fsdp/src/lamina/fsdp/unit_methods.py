@@ -24,10 +24,10 @@ class UnshardHandle:
         self._unit: Unit | None = unit
 
     def wait(self) -> None:
-        """Make the whole weights ready; a second call does nothing."""
-        if self._unit is not None:
+        """Make the whole weights ready; nothing if a call of the module has done so meanwhile."""
+        if self._unit is not None and self._unit.awaited:
             self._unit.unshard()
-            self._unit = None
+        self._unit = None
 
 
 class UnitMethods:
@@ -49,7 +49,6 @@ class UnitMethods:
         Args:
             async_op: begin, and return a handle whose `wait()` (or the module's forward) ends it.
         """
-        _ = self.sharding_engine
         self.sharding_unit.start_unshard()
         handle = UnshardHandle(self.sharding_unit)
         if async_op:

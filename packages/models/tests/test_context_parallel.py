@@ -152,28 +152,32 @@ def test_a_sequence_that_is_cut_and_joined_is_itself():
 
 @pytest.mark.ranks(4)
 def test_the_ring_gathers_nothing_and_holds_two_blocks_that_pass():
+    """Own keys and values, which backward needs, and 2/cp of all that pass; gradients beside."""
     axis = ParallelLayout(cp=4).build("cpu").axis("cp")
     sequence = 1024
     attention = SelfAttention(LLAMA)
-    tokens = torch.zeros(1, sequence, dtype=torch.int64)
-    context = AttentionContext.build(LLAMA, tokens, torch.float32, mesh=axis)
+    tokens = torch.zeros(1, sequence, dtype=torch.int32)
+    context = AttentionContext.build(LLAMA, tokens, torch.bfloat16, mesh=axis)
     shapes = [(1, sequence // 4, heads, 8) for heads in (6, 2, 2)]
-    query, key, value = (torch.randn(shape) for shape in shapes)
-    held = []
+    query, key, value = (torch.randn(s).bfloat16().requires_grad_() for s in shapes)
+    held = {"": [], "_backward": []}
 
     class Watch(TorchDispatchMode):
         def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            if "flash_attention" in str(function):
+            name = function._schema.name
+            if "flash_attention" in name:
                 sizes = list(meter.live_storages().values())
-                held.append(sum(size for size in sizes if size == key.nbytes))
+                # In keys and values of one rank: they are bfloat16, their gradients float32.
+                counts = [sizes.count(key.nbytes) / 2, sizes.count(2 * key.nbytes) / 2]
+                held["_backward" if "backward" in name else ""].append(counts)
             return function(*args, **(kwargs or {}))
 
-    with Ledger() as ledger, torch.no_grad(), Meter() as meter, Watch():
-        attention.core(query, key, value, context)
+    with Ledger() as ledger, Meter() as meter, Watch():
+        attention.core(query, key, value, context).sum().backward()
     assert {record.op for record in ledger.records} == {"send_recv"}
-    assert len(held) == 4
-    own, whole = key.nbytes + value.nbytes, 4 * (key.nbytes + value.nbytes)
-    assert own < max(held) <= own + 2 / 4 * whole
+    assert held[""] == [[2, 0], [3, 0], [3, 0], [3, 0]]
+    # Gradients: those of the block at hand, those on their way out and those arriving.
+    assert held["_backward"] == [[2, 1], [3, 3], [3, 3], [3, 3]]
 
 
 @pytest.mark.ranks(2)

@@ -8,6 +8,7 @@ attention pattern like those of one process; sequences are cut in zigzag order.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -95,6 +96,38 @@ class _Piece:
     keys: slice
     block: Block
 
+    def add_gradients(
+        self,
+        grad_query: Tensor,
+        sums: Sequence[Tensor],
+        inputs: tuple[Tensor, Tensor, Tensor],
+        whole: tuple[Tensor, Tensor, Tensor],
+    ) -> None:
+        """Add this piece's part; what the kernel returns is let go before the next piece.
+
+        Args:
+            grad_query: of this rank's queries, ``[batch, tokens, heads, width]``.
+            sums: of the piece's keys and values, in the same order of dimensions.
+            inputs: queries, heads first; keys and values as they travel.
+            whole: the result's gradient, the result, and logs of sums, heads first.
+
+        """
+        rows, columns = self.queries, self.keys
+        query, keys, values = inputs[0], *(x.transpose(1, 2) for x in inputs[1:])
+        grad, out, logs = (x[:, :, rows] for x in whole)
+        parts = self.block.backward(
+            grad, query[:, :, rows], keys[:, :, columns], values[:, :, columns], out, logs
+        )
+        grad_query[:, rows] += parts[0].transpose(1, 2)
+        for total, part in zip(sums, parts[1:], strict=True):
+            total[:, columns] += part.transpose(1, 2)
+
+
+def _add(sums: Sequence[Tensor], others: Sequence[Tensor]) -> None:
+    # A function, so that no name keeps the last of the others alive.
+    for total, other in zip(sums, others, strict=True):
+        total += other
+
 
 def _widen(x: Tensor, width: int) -> Tensor:
     """Append zeros, for torch's kernels want heads of one width: no score or value changes."""
@@ -140,19 +173,10 @@ class _RingAttention(torch.autograd.Function):
             sums = [torch.zeros_like(x, dtype=logs.dtype) for x in (k, v)]
             piece = pattern.piece(source, q.shape[2], ctx.scale, q.device)
             if piece is not None:
-                rows, columns = piece.queries, piece.keys
-                parts = piece.block.backward(
-                    g[:, :, rows], q[:, :, rows],
-                    k.transpose(1, 2)[:, :, columns], v.transpose(1, 2)[:, :, columns],
-                    out[:, :, rows], logs[:, :, rows],
-                )  # fmt: skip
-                grad_query[:, rows] += parts[0].transpose(1, 2)
-                for total, part in zip(sums, parts[1:], strict=True):
-                    total[:, columns] += part.transpose(1, 2)
+                piece.add_gradients(grad_query, sums, (q, k, v), (g, out, logs))
             # A block's gradients follow it round, one step behind, and end where it started.
             if travelling is not None:
-                for total, others in zip(sums, travelling.wait(), strict=True):
-                    total += others
+                _add(sums, travelling.wait())
             travelling = send_recv(sums, group)
         home = travelling.wait() if travelling is not None else ()
         grads = zip((grad_query, *home), (query, key, value), strict=True)

@@ -64,17 +64,21 @@ class Case:
     recompute: str = "none"
     fp32: bool = False
     max_norm: float | None = None
+    crowded: int | None = None
+    """The expert that every token goes to first, by a bias that nothing moves."""
 
 
 GROUPS = {"num_experts": 8, "num_groups": 4, "groups_kept": 2, "scores": "sigmoid"}
 BALANCED = {"bias_rate": 0.05, "weight_scale": 1.7, "shared_ffn_size": 8}
+ONE = {"top_k": 1, "normalize_weights": False}
 LOSSES = {"switch_loss": 0.1, "sequence_loss": 0.2, "global_loss": 0.1, "z_loss": 0.02}
 CASES = {
     "ep 2": Case({"ep": 2}, LOSSES | BALANCED, strategy="ddp", per_token=True, microbatches=2,
                  max_norm=math.inf),
     "ep 2, fp32": Case({"ep": 2}, LOSSES | BALANCED, strategy=0, fp32=True, max_norm=0.5),
     "ep 4": Case({"ep": 4}, GROUPS | BALANCED | LOSSES, strategy=2, recompute="selective"),
-    "ep 4, gathered": Case({"ep": 4}, {"dispatcher": "all_gather", "switch_loss": 0.1}, strategy=1),
+    "ep 4, gathered": Case({"ep": 4}, {"dispatcher": "all_gather", "switch_loss": 0.1}, strategy=1,
+                           crowded=3),
     "ep 2, dp_shard 4": Case({"dp_shard": 4, "ep": 2}, {"capacity_factor": 0.9} | LOSSES | BALANCED,
                              max_norm=math.inf),
     "ep 2, tp 2": Case({"dp_shard": 2, "tp": 2, "ep": 2}, BALANCED | LOSSES,
@@ -89,11 +93,18 @@ CASES = {
                               max_norm=math.inf),
     "tp 2, experts whole": Case({"tp": 2}, LOSSES | BALANCED, strategy="ddp, sharded",
                                 config={"sequence_parallel": True}, max_norm=math.inf),
-    "tp 2, experts whole, plain": Case({"tp": 2}, {"top_k": 1, "normalize_weights": False},
+    "tp 2, experts whole, plain": Case({"tp": 2}, ONE,
                                        strategy=0, config={"sequence_parallel": True},
                                        max_norm=math.inf),
     "expert_tp 2, tokens whole": Case({"tp": 2, "expert_tp": 2}, LOSSES | BALANCED, strategy=0,
                                       max_norm=math.inf),
+    "ep 2, expert_tp 2, gathered": Case(
+        {"dp_shard": 2, "tp": 2, "ep": 2, "expert_tp": 2}, ONE | {"dispatcher": "all_gather"},
+        config={"sequence_parallel": True}, strategy=1, crowded=2, max_norm=math.inf),
+    "ep 2, expert_tp 2, padded": Case(
+        {"dp_shard": 2, "tp": 2, "ep": 2, "expert_tp": 2},
+        ONE | {"capacity_factor": 1.5, "pad_to_capacity": True},
+        config={"sequence_parallel": True}, strategy=2, crowded=1, max_norm=math.inf),
     "ep 2, pp 2": Case({"pp": 2, "ep": 2, "dp_shard": 2}, LOSSES | BALANCED, microbatches=2,
                        max_norm=math.inf),
     "ep 2, padded": Case({"ep": 2}, {"capacity_factor": 0.8, "pad_to_capacity": True,
@@ -127,6 +138,7 @@ class Oracle:
                 layer.senders = [tokens for (_, _, tp), tokens in senders.items()
                                  if tp == 0 or config.sequence_parallel]  # fmt: skip
                 layer.sets = list(sets.values())
+                crowd(case, layer.bias)
                 self.layers[f"blocks.{index}.mlp"] = block.mlp = layer
         self.optimizer = optimizer_of(case, self.model.parameters())
         self.chosen = {}
@@ -166,6 +178,12 @@ def optimizer_of(case, parameters):
     return torch.optim.AdamW(parameters, lr=1e-2)
 
 
+def crowd(case, bias):
+    if case.crowded is not None:
+        with torch.no_grad():
+            bias[case.crowded] = 100.0
+
+
 class Run:
     """The same model over this test's ranks."""
 
@@ -174,6 +192,9 @@ class Run:
         self.mesh = ParallelLayout(**case.axes).build("cpu")
         model = GPTModel(config, self.mesh, seed=1)
         model = model.to(torch.float32 if case.fp32 else torch.float64)
+        for module in model.modules():
+            if isinstance(module, TopKRouter):
+                crowd(case, module.expert_bias)
         apply_recompute(model, case.recompute)
         self.roles = {name: role_of(p) for name, p in model.named_parameters()}
         self.chosen: dict[str, list[list[list[int]]]] = {}
@@ -288,7 +309,8 @@ class Run:
 
 
 def check(case):
-    config = replace(CONFIG, moe=replace(MOE, **case.moe), **case.config)
+    fixed = {} if case.crowded is None else {"bias_rate": 0.0}
+    config = replace(CONFIG, moe=replace(MOE, **case.moe, **fixed), **case.config)
     run = Run(case, config)
     oracle = Oracle(case, config, run.mesh.layout)
     at = run.mesh.coordinate
@@ -328,6 +350,8 @@ def compare_books(run, oracle, config):
         load = layer.load / layer.load.sum()
         assert found.load == pytest.approx(load.tolist(), abs=1e-12)
         copies = layer.load.sum().item()
+        if run.case.crowded is not None:
+            assert layer.load[run.case.crowded] * config.moe.top_k == copies
         assert found.dropped == pytest.approx(layer.dropped / copies, abs=1e-12)
         entropy = layer.entropy * config.moe.top_k / copies
         assert found.entropy == pytest.approx(entropy, rel=1e-5 if run.case.fp32 else 1e-9)

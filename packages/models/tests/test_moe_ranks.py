@@ -48,23 +48,38 @@ def pair(mesh, **moe):
     return made
 
 
-TOKENS = {"unequal": (7, 2), "one": (1, 0), "none here": (0, 5), "fewer": (1, 1), "equal": (4, 4)}
+# Tokens of each rank, top_k, and the expert that every token goes to first (None: all sorts).
+LOADS = {
+    "unequal": ((7, 2), 2, None),
+    "one": ((1, 0), 1, 3),
+    "none here": ((0, 5), 2, 0),
+    "fewer than experts": ((1, 1), 1, None),
+    "all to one expert, so one rank gets nothing": ((4, 4), 1, 3),
+    "all to one expert first": ((4, 4), 2, 3),
+}
+
+
+def force(layers, pieces, expert):
+    """Let every token prefer one expert, by its first element."""
+    for piece in pieces:
+        piece[:, 0] = 5.0
+    for made in layers:
+        with torch.no_grad():
+            made.router.weight[:, 0] = -5.0
+            made.router.weight[expert, 0] = 5.0
 
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("dispatcher", ["all_to_all", "all_gather"])
 def test_any_number_of_tokens_and_any_load_equals_one_process(dispatcher, ranks):
     mesh = ParallelLayout(ep=2).build("cpu")
-    for (name, tokens), skew in zip(TOKENS.items(), (None, 3, 0, None, 3), strict=True):
-        layer, whole = pair(mesh, dispatcher=dispatcher, num_experts=6, top_k=1 + len(name) % 2)
+    for tokens, top_k, expert in LOADS.values():
+        layer, whole = pair(
+            mesh, dispatcher=dispatcher, num_experts=6, top_k=top_k, normalize_weights=top_k > 1
+        )
         pieces = [draw(count, 16, seed=i) for i, count in enumerate(tokens)]
-        if skew is not None:  # all tokens to one expert
-            for piece in pieces:
-                piece[:, 0] = 5.0
-            for made in (layer, whole):
-                with torch.no_grad():
-                    made.router.weight[:, 0] = -5.0
-                    made.router.weight[skew, 0] = 5.0
+        if expert is not None:
+            force((layer, whole), pieces, expert)
         oracle = moe_oracle.LoopMoE(moe_oracle.weights_of(whole), whole.router.moe)
         together = torch.cat(pieces)
         oracle.sets = [list(range(len(together)))]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import islice
 
 import torch
 from torch import Tensor, nn
@@ -81,11 +82,10 @@ def routing_statistics(model: nn.Module, mesh: MeshLike = None) -> dict[str, Lay
     for axis in axes.token_axes:
         all_reduce_small([packed], axis.sibling("tokens"))
     replicas = 1 if axes.dp is None else axes.dp.size
-    pieces = torch.split(packed, [row.numel() for row in rows])
-    values = [piece.tolist() for piece in pieces]
+    values = iter(packed.tolist())
     return {
-        name: _read(router.latest, value, replicas)
-        for (name, router), value in zip(routers.items(), values, strict=True)
+        name: _read(router.latest, list(islice(values, row.numel())), replicas)
+        for (name, router), row in zip(routers.items(), rows, strict=True)
     }
 
 

@@ -117,17 +117,21 @@ def fsdp2(
     return make
 
 
-def lamina(strategy: int) -> Callable[[argparse.Namespace, ParallelMesh], System]:
+def lamina(
+    strategy: int, slots: bool = False
+) -> Callable[[argparse.Namespace, ParallelMesh], System]:
     def make(settings: argparse.Namespace, mesh: ParallelMesh) -> System:
         model, optimizer = fully_shard(
             *build(settings),
             device_mesh=mesh,
             zero_dp_strategy=strategy,
+            fsdp_double_buffer=slots,
             mixed_precision_policy=MixedPrecisionPolicy(
                 param_dtype=torch.bfloat16 if settings.bf16 else None
             ),
         )
-        return System(f"lamina strategy {strategy}", model, optimizer)
+        more = ", slots" if slots else ""
+        return System(f"lamina strategy {strategy}{more}", model, optimizer)
 
     return make
 
@@ -139,6 +143,7 @@ MAKERS = {
     "fsdp2-keep": fsdp2(False),
     "fsdp2-ends": fsdp2(True, ends=True),
     "lamina3": lamina(3),
+    "lamina3-slots": lamina(3, slots=True),
     "lamina2": lamina(2),
     "lamina1": lamina(1),
     "lamina0": lamina(0),
@@ -296,7 +301,8 @@ def main() -> None:
     parser.add_argument("--systems", nargs="+", default=None, choices=list(MAKERS))
     settings = parser.parse_args()
     if settings.systems is None:  # torch DDP has no main weights beside bf16 ones
-        settings.systems = [n for n in MAKERS if not settings.bf16 or n not in ("local", "ddp")]
+        left_out = {"lamina3-slots", *(("local", "ddp") if settings.bf16 else ())}
+        settings.systems = [name for name in MAKERS if name not in left_out]
     if "RANK" not in os.environ:
         launch(settings)
         return

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from lamina.buffers import StaleStorageError
 from lamina.buffers.places import Places
 from lamina.ddp import FlatStep, full_parameters, point_optimizer_at, resolve_strategy
 from lamina.fsdp import fully_shard, limits
@@ -48,6 +49,18 @@ class Shuffled(OddNet):
         for place in range(len(self.blocks)):
             x = self.blocks[(place * (1 + 2 * (self.calls % 2)) + self.calls) % 5](x)
         return self.leave(x) * self.temperature + self.empty.sum()
+
+
+class Branches(OddNet):
+    """Blocks one after the other at first, later side by side: then all backwards overlap."""
+
+    def forward(self, x):
+        self.calls = getattr(self, "calls", 0) + 1
+        if self.calls <= 2:
+            return super().forward(x)
+        x = self.enter(x).detach()  # without a gradient to their inputs no unit ends early
+        outputs = [block(x) for block in self.blocks]
+        return self.leave(sum(outputs)) * self.temperature
 
 
 def sgd(model):
@@ -109,6 +122,21 @@ def two(model, rank, step):
 @pytest.mark.parametrize("make", [OddNet, Checkpointed, Reentrant, Segment])
 def test_released_weights_are_never_read(make, losses, slots, ranks):
     check(make, losses, ranks, slots=slots)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("slots", [False, True])
+def test_units_that_share_a_place_and_then_live_together_are_refused_by_name(slots, ranks):
+    """Why slots are not the default (decision 0517)."""
+    model, _ = shard(build(Branches), slots=slots, poison=True)
+    for number in range(2):
+        model(inputs(model, number)).sum().backward()
+    loss = model(inputs(model, 2)).sum()
+    if not slots:
+        loss.backward()
+        return
+    with pytest.raises(StaleStorageError, match=r"blocks\.\d shares .* fsdp_double_buffer=False"):
+        loss.backward()
 
 
 @pytest.mark.ranks(2)

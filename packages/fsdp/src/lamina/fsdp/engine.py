@@ -169,7 +169,14 @@ class ShardingEngine:
             for other in self.units:
                 if other is not unit and other is not self.root and not other.in_backward:
                     other.reshard()
-            unit.start_unshard()
+            try:
+                unit.start_unshard()
+            except StaleStorageError as error:
+                raise StaleStorageError(
+                    f"{unit.name or 'the root'} shares its place with a unit that computes at the "
+                    "same time, which it did not do in the first step: with units whose order "
+                    "changes that much use fsdp_double_buffer=False"
+                ) from error
 
     # -- backward -----------------------------------------------------------------------------
 

@@ -22,6 +22,7 @@ from lamina.models import (
     LatentAttention,
     Precision,
     TransformerConfig,
+    apply_precision,
     apply_recompute,
     cut_weight,
 )
@@ -185,3 +186,16 @@ def test_a_compiled_block_under_a_wrapper_has_the_same_gradients(ranks):
     gradients = full_gradients(model)
     for name, parameter in whole.named_parameters():
         torch.testing.assert_close(gradients[name], parameter.grad)
+
+
+@pytest.mark.ranks(1)
+@pytest.mark.parametrize("wrapper", ["ddp", 0, 3])
+def test_a_precision_after_the_wrapper_is_refused(wrapper, ranks):
+    mesh = ParallelLayout(dp_shard=1).build("cpu")
+    model = GPTModel(CONFIG, seed=1)
+    if wrapper == "ddp":
+        wrapped = DistributedDataParallel(model, DistributedDataParallelConfig(), mesh)
+    else:
+        wrapped, _ = wrap(model, mesh, wrapper)
+    with pytest.raises(ValueError, match=r"embedding.weight belongs to .* before the wrapper"):
+        apply_precision(wrapped, Precision(backend="torch-fp8"))

@@ -6,7 +6,9 @@ from collections.abc import Iterator
 from typing import TypeVar
 
 from torch import nn
+from torch.distributed.tensor import DTensor
 
+from lamina.ddp import has_gradient_sink
 from lamina.models.axes import MeshLike
 from lamina.models.block import TransformerBlock
 from lamina.models.layer_pattern import ResidualBlock
@@ -43,10 +45,12 @@ def apply_precision(
         ``model``.
 
     Raises:
-        ValueError: if no block is left to change, or for widths that FP8 products cannot have.
+        ValueError: if no block is left to change, for widths that FP8 products cannot have, or for
+            a model that a wrapper has taken already.
         PrecisionUnavailableError: ``transformer_engine`` where it is not installed.
 
     """
+    _require_bare(model)
     found = [(name, m) for name, m in model.named_modules() if isinstance(m, blocks)]
     precision.check_blocks(len(found))
     _restore(model)
@@ -64,6 +68,15 @@ def apply_precision(
         if precision.amax == "delayed":
             model.register_forward_pre_hook(AmaxExchange(mesh))
     return model
+
+
+def _require_bare(model: nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        if has_gradient_sink(parameter) or isinstance(parameter, DTensor):
+            raise ValueError(
+                f"{name} belongs to a data-parallel wrapper (or is a DTensor) already: new layers "
+                "would lose its values and buffers; call apply_precision before the wrapper"
+            )
 
 
 def follow_histories(source: nn.Module, target: nn.Module) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import weakref
 
 import pytest
 import torch
@@ -147,11 +148,39 @@ def test_buffers_are_reused_and_follow_shapes(tmp_path):
     assert torch.equal(state["u"], torch.full((7,), 9.0))
 
 
+def test_what_is_made_for_a_save_goes_before_it_is_written_and_buffers_with_the_manager(
+    tmp_path, gate
+):
+    made: list[weakref.ref[torch.Tensor]] = []
+
+    class Average:  # gathers, or computes, what it saves
+        def state_dict(self):
+            tensor = torch.ones(300)
+            made.append(weakref.ref(tensor))
+            return {"t": tensor}
+
+        def load_state_dict(self, state):
+            self.t = state["t"]
+
+    manager = CheckpointManager(tmp_path, async_save=True)
+    manager.save(1, {"average": Average()})
+    assert gate.waiting.wait(20)
+    assert made[0]() is None
+    assert manager.staged_bytes == 1200
+    gate.open.set()
+    manager.close()
+    assert manager.staged_bytes == 0
+    average = Average()
+    manager.restore({"average": average})
+    assert torch.equal(average.t, torch.ones(300))
+
+
 @pytest.mark.ranks(2)
 def test_ranks_save_in_the_background_and_stage_only_what_they_write(tmp_path):
     rank = dist.get_rank()
     mesh = init_device_mesh("cpu", (2,))
-    replicated = {f"w{i}": torch.full((1000,), float(i)) for i in range(4)}
+    replicated = nn.ParameterDict({f"w{i}": torch.full((1000,), float(i)) for i in range(4)})
+    replicated.requires_grad_(False)
     sharded = distribute_tensor(torch.arange(10.0), mesh, [Shard(0)])
     manager = CheckpointManager(tmp_path, async_save=True)
     for step in range(1, 4):
@@ -165,12 +194,12 @@ def test_ranks_save_in_the_background_and_stage_only_what_they_write(tmp_path):
         # Whole tensors are written by one rank, and after the first save staged by that one only.
         assert manager.staged_bytes == 2 * 4000 + 20
     for step in manager.list():
-        state = {"w": None, "s": None, "n": None}
+        state = {"w": replicated, "s": None, "n": None}
         manager.restore(state, step=step)
         assert state["n"] == step
         assert torch.equal(state["s"], torch.arange(10.0))
         for i in range(4):
-            assert torch.equal(state["w"][f"w{i}"], torch.full((1000,), 10.0 * step + i))
+            assert torch.equal(replicated[f"w{i}"], torch.full((1000,), 10.0 * step + i))
     if rank == 1:
         os.fsync = lambda _: (_ for _ in ()).throw(OSError(28, "No space left on device"))
     manager.save(4, {"s": sharded})

@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from lamina.buffers import Region
 from lamina.checkpoint.errors import CheckpointMismatchError, shortened
 from lamina.checkpoint.gathering import narrow, whole_tensor
+from lamina.checkpoint.names import parameters_of, unwrapped
 from lamina.checkpoint.parts import Parts, as_part
 from lamina.checkpoint.safetensors_files import (
     INDEX,
@@ -128,7 +129,7 @@ class _Tensors:
     def __init__(self, model: nn.Module, mesh: Mesh) -> None:
         self.tree: dict[str, Any] = model.state_dict()
         self._parts = Parts({"model": model}, mesh)
-        self._parameters = dict(model.named_parameters(remove_duplicate=False))
+        self._parameters = dict(parameters_of(model))
 
     def region(self, name: str) -> Region | None:
         parameter = self._parameters.get(name)
@@ -177,6 +178,7 @@ def export_huggingface(
 
     """
     path, ranks = Path(directory), Ranks(group)
+    model = unwrapped(model)
     weights = weights_of(model)
     tensors = _Tensors(model, mesh)
     if lost := [link.ours for link in weights.links if link.ours not in tensors.tree]:
@@ -312,6 +314,7 @@ def import_huggingface(
         CheckpointDamagedError: a file is cut off or no safetensors file.
 
     """
+    model = unwrapped(model)
     weights = weights_of(model)
     tensors = _Tensors(model, mesh)
     used: set[str] = set()

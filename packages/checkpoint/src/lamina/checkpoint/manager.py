@@ -64,6 +64,9 @@ class CheckpointManager:
         verify: read every file back from the disk before the checkpoint counts as complete.
         threads: threads (and files) that write per rank.
         progress: show a bar for saves and loads above a second, on the first rank, on a terminal.
+        check_replicas: before writing, compare the first 4 KiB of every weight and state that
+            several ranks hold as a whole: different tensors under one name would be lost. False
+            stores one of them.
 
     Attributes:
         last_save: what the last save cost; not `complete` while it is being written.
@@ -88,6 +91,7 @@ class CheckpointManager:
         verify: bool = True,
         threads: int = 1,
         progress: bool = True,
+        check_replicas: bool = True,
     ) -> None:
         self._retention = Retention(keep_last, keep_every, keep_best, best_is)
         if threads < 1:
@@ -95,7 +99,7 @@ class CheckpointManager:
         self.directory: Path | str = str(directory) if is_url(directory) else local_path(directory)
         self.async_save, self.verify, self.threads = async_save, verify, threads
         self.last_restore: RestoreReport | None = None
-        self._mesh, self._progress = mesh, progress
+        self._mesh, self._progress, self._check_replicas = mesh, progress, check_replicas
         self._damaged: set[int] = set()  # steps whose checkpoint a restore could not read
         self._store = store_of(directory)
         self._ranks = Ranks(group)
@@ -147,8 +151,8 @@ class CheckpointManager:
         self._saver.wait()
 
     def close(self) -> None:
-        """Wait for the save in the background, and raise its failure."""
-        self.wait()
+        """Wait for the save in the background, raise its failure, let go of staging memory."""
+        self._saver.close()
 
     def save(
         self,
@@ -180,8 +184,8 @@ class CheckpointManager:
             TypeError: something that can't be stored without pickle, by name.
             FileExistsError: the step has been saved (and overwrite is False). A checkpoint of the
                 step that is not whole, or that this manager found damaged, is replaced.
-            CheckpointError: a rank could not write, or what it wrote did not read back; with
-                `async_save`, in the save before.
+            CheckpointError: a rank could not write, or what it wrote did not read back, or ranks
+                hold different weights under one name; with `async_save`, in the save before.
 
         """
         if step < 0:
@@ -190,10 +194,11 @@ class CheckpointManager:
         self._ranks.together(self.wait)
         if not overwrite:
             overwrite = self._ranks.together(lambda: self._replaces(step))
-        tensors, trees = self._ranks.together(lambda: take(state, self._mesh))
+        first, check = self._ranks.is_first, self._check_replicas
+        offered = self._ranks.together(lambda: take(state, self._mesh, first=first, check=check))
         known = metric is not None and math.isfinite(metric)
         rules = Rules(overwrite, self.verify, self.threads, metric if known else None)
-        return self._saver.save(Save(step, tensors, trees, rules, started))
+        return self._saver.save(Save(step, offered, rules, started))
 
     def restore(
         self,

@@ -22,6 +22,35 @@ def is_optimizer(value: Any) -> bool:
     )
 
 
+def unwrapped(value: Any) -> Any:
+    """Return what torch's own wrappers (DDP, compile) hold: their prefixes are no names."""
+    while isinstance(value, torch.nn.Module):
+        if isinstance(value, torch.nn.parallel.DistributedDataParallel):
+            value = value.module
+        elif "_orig_mod" in value._modules:
+            value = value._modules["_orig_mod"]
+        else:
+            break
+    return value
+
+
+def parameters_of(module: torch.nn.Module) -> list[tuple[str, torch.nn.Parameter]]:
+    """Return a module's parameters with the names that its state_dict has.
+
+    A wrapper whose state_dict is that of the module in it still names parameters `module.x`. A tied
+    parameter has several names; two stages on one rank may hold two parameters of one name.
+    """
+    named = list(module.named_parameters(remove_duplicate=False))
+    inner = getattr(module, "module", None)
+    if not isinstance(inner, torch.nn.Module) or not named:
+        return named
+    if not all(name.startswith("module.") for name, _ in named):
+        return named
+    if not module.state_dict().keys().isdisjoint(name for name, _ in named):
+        return named
+    return parameters_of(inner)
+
+
 def parameter_names(optimizer: Any, state: Mapping[str, Any]) -> dict[int, str]:
     """Name the parameters of `optimizer` after the modules in `state`.
 
@@ -33,7 +62,7 @@ def parameter_names(optimizer: Any, state: Mapping[str, Any]) -> dict[int, str]:
     owners: dict[int, tuple[str, str]] = {}
     for entry, value in state.items():
         if isinstance(value, torch.nn.Module):
-            for name, parameter in value.named_parameters():
+            for name, parameter in parameters_of(value):
                 owners.setdefault(id(parameter), (entry, name))
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     if not all(id(p) in owners for p in parameters):
@@ -87,7 +116,17 @@ class OptimizerNames:
             {**stored, "params": list(local["params"])}
             for local, stored in zip(self.tree["param_groups"], saved["param_groups"], strict=True)
         ]
-        keys = {name: key for key, name in self._names.items()}
-        state = {keys[name]: value for name, value in saved["state"].items() if name in keys}
+        keys: dict[str, list[Any]] = {}  # two stages of one rank may hold a tied one each
+        for key, name in self._names.items():
+            keys.setdefault(name, []).append(key)
+        state = {
+            key: values if key == keys[name][0] else _copied(values)
+            for name, values in saved["state"].items()
+            for key in keys.get(name, ())
+        }
         extra = {n: v for n, v in saved["state"].items() if n in self.tree["state"]}
         return {**saved, "state": {**state, **extra}, "param_groups": groups}
+
+
+def _copied(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in values.items()}

@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lamina.buffers import Region, ShardedTensor, TensorPart
 from lamina.checkpoint.errors import CheckpointError
+from lamina.checkpoint.names import parameters_of
 from lamina.mesh import MeshAxis, ParallelMesh, Role, mesh_axis, role_of
 
 _AXES = ("tp", "expert_tp", "ep")
@@ -43,14 +44,14 @@ class Parts:
                 self._search(value)
 
     def _search(self, module: torch.nn.Module) -> None:
-        named = dict(module.named_parameters(remove_duplicate=False))
-        if not any(_may_be_cut(role_of(parameter)) for parameter in named.values()):
+        named = parameters_of(module)
+        if not any(_may_be_cut(role_of(parameter)) for _, parameter in named):
             return
         for submodule in module.modules():
             for axis in _axes_in(submodule):
                 self._axes.setdefault(axis.name, axis)
         tree = module.state_dict()
-        for name, parameter in named.items():
+        for name, parameter in named:
             if isinstance(tree.get(name), TensorPart):
                 self._shown[id(parameter)] = tree[name].region
 

@@ -15,6 +15,7 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from lamina.checkpoint.errors import CheckpointError, CheckpointMismatchError, shortened
+from lamina.checkpoint.names import unwrapped
 from lamina.checkpoint.parts import Parts, as_part
 from lamina.checkpoint.per_rank import PerRank
 from lamina.checkpoint.state import Mesh, Taken, is_stateful, owner_of, take_entry
@@ -81,8 +82,9 @@ class Plan:
         mesh: Mesh = None,
     ) -> None:
         self._state, self._trees, self._selection = state, trees, selection
+        self._objects = {entry: unwrapped(value) for entry, value in state.items()}
         self._stored = metadata.state_dict_metadata
-        self._parts = Parts(state, mesh)
+        self._parts = Parts(self._objects, mesh)
         absent = sorted(set(state) - set(trees))
         if absent and selection.strict:
             raise CheckpointMismatchError(
@@ -96,7 +98,7 @@ class Plan:
         self.claims: dict[str, bool] = {}
         self.missing: list[str] = absent
         self.unexpected: list[str] = []
-        self._entries = {e: self._plan_entry(e, v) for e, v in state.items() if e in trees}
+        self._entries = {e: self._plan_entry(e, v) for e, v in self._objects.items() if e in trees}
 
     def _plan_entry(self, entry: str, value: Any) -> _Entry:
         stored: list[str] = []
@@ -115,7 +117,7 @@ class Plan:
             for name in stored:
                 self._fill(name, kept, None)
             return _Entry(None)
-        taken = take_entry(entry, value, self._state, self._parts)
+        taken = take_entry(entry, value, self._objects, self._parts)
         planned = _Entry(taken)
         known = isinstance(value, torch.nn.Module) or taken.optimizer is not None
         for name in selected if known else stored:  # of other objects all or nothing
@@ -123,6 +125,8 @@ class Plan:
             here = name in taken.tensors or owner is not None
             if known:
                 self.claims[name] = here
+            if owner is not None and name not in taken.tensors and name.endswith(_MAIN_WEIGHTS):
+                continue  # this optimizer's weights are the model's own
             if here or not known:
                 self._fill(name, taken, owner)
         if isinstance(value, torch.nn.Module):
@@ -136,7 +140,7 @@ class Plan:
     def _sharded(self, entry: str, value: Any) -> Taken | None:
         """Find sharded tensors in a plain value: they keep their sharding and are filled."""
         try:
-            taken = take_entry(entry, value, self._state, self._parts)
+            taken = take_entry(entry, value, self._objects, self._parts)
         except (TypeError, CheckpointError):
             return None  # a placeholder for what is loaded
         for name, tensor in list(taken.tensors.items()):
@@ -170,7 +174,9 @@ class Plan:
         metadata = self._stored.get(name)
         if not isinstance(metadata, TensorStorageMetadata):
             raise CheckpointMismatchError(f"tensor '{name}' is not in the checkpoint's metadata")
-        if taken is not None and name in taken.tensors:
+        # Main weights are read beside themselves: a model that is loaded overwrites them.
+        in_place = taken is not None and name in taken.tensors and taken.tensors[name] is not owner
+        if taken is not None and in_place:
             self._values[name], target = taken.tensors[name].detach(), taken.parts[name]
         else:
             self._values[name], target = self._empty(name, metadata, owner)
@@ -232,15 +238,20 @@ class Plan:
 
     def apply(self, rank: int, world_size: int) -> None:
         """Give every object its loaded state, and put loaded plain values into the dict."""
-        for entry, planned in self._entries.items():
-            value = self._state[entry]
+        # Modules first: a wrapper whose model weights are loaded rounds its main weights from
+        # them, and the optimizer has these as they were.
+        modules_first = sorted(
+            self._entries.items(), key=lambda item: not _is_module(self._objects[item[0]])
+        )
+        for entry, planned in modules_first:
+            value = self._objects[entry]
             if not planned.selected:
                 continue
             if isinstance(value, PerRank):
                 value.load(entry, self._trees[entry][RANKS], rank, world_size)
             elif planned.taken is None:
                 self._state[entry] = self._decoded(entry)
-            elif isinstance(value, torch.nn.Module):
+            elif _is_module(value):
                 value.load_state_dict(self._module_tree(entry, planned.taken))
             elif planned.taken.optimizer is not None:
                 tree = self._optimizer_tree(entry, planned.taken)
@@ -283,5 +294,12 @@ class Plan:
         return {**stored, "state": state}
 
 
+def _is_module(value: Any) -> bool:
+    return isinstance(value, torch.nn.Module)
+
+
 _LEFT = object()
 """Stands for a stored tensor that was not read: not selected, or another rank's."""
+
+_MAIN_WEIGHTS = ".main_weights"
+"""What `lamina.ddp.ShardedOptimizer` calls weights that its model holds in fewer bits."""

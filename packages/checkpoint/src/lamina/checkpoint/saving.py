@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +19,10 @@ from lamina.checkpoint.errors import CheckpointDamagedError
 from lamina.checkpoint.manifest import Manifest
 from lamina.checkpoint.places import LocalPlace, Place
 from lamina.checkpoint.progress import Progress, SaveReport
-from lamina.checkpoint.staging import Stage, Staged, StagedPlanner
+from lamina.checkpoint.staging import Stage, Staged, StagedPlanner, signature
+from lamina.checkpoint.state import Offered
 from lamina.checkpoint.stores import Store
 from lamina.checkpoint.together import Ranks, own_error
-from lamina.checkpoint.trees import Trees
 from lamina.checkpoint.writer import Rules, Writer
 
 
@@ -32,16 +32,14 @@ class Save:
 
     Attributes:
         step: training step.
-        tensors: nested, for DCP.
-        trees: the other values.
+        offered: what this rank offers to write.
         rules: how to write.
         started: `time.perf_counter()` when the caller asked for it.
 
     """
 
     step: int
-    tensors: dict[str, Any]
-    trees: Trees
+    offered: Offered
     rules: Rules
     started: float
 
@@ -83,23 +81,34 @@ class Saver:
         """Wait for the save in the background, and raise what it raised."""
         self._background.wait()
 
+    def close(self) -> None:
+        """Wait, and let go of the memory for staging."""
+        try:
+            self.wait()
+        finally:
+            if self._stage is not None:
+                self._stage.release()
+
     def save(self, save: Save) -> SaveReport:
         """Write, or stage and begin to write."""
         if self._stage is None:
-            return self._write(save, save.tensors, DefaultSavePlanner(), blocked=None)[1]
+            return self._write(save, save.offered.tensors, DefaultSavePlanner(), blocked=None)[1]
         return self._begin(save, self._stage)
 
     def _begin(self, save: Save, stage: Stage) -> SaveReport:
         ranks = self._ranks
-        offer = ranks.together(lambda: stage.plan(save.tensors, ranks.is_first))
+        offer = ranks.together(lambda: stage.plan(save.offered.tensors, ranks.is_first))
         (changed,) = ranks.any([not stage.is_known(offer)])
         staged: Staged = ranks.together(lambda: stage.copy(offer, known=not changed))
         blocked = time.perf_counter() - save.started
+        # The thread holds copies only: what was made for this save may go before it is written.
+        held = replace(save, offered=replace(save.offered, tensors={}))
+        offered = signature(offer.plan)
 
         def write() -> None:
-            writer, _ = self._write(save, {}, StagedPlanner(staged), blocked=blocked)
+            writer, _ = self._write(held, {}, StagedPlanner(staged), blocked=blocked)
             if changed:
-                stage.finished(offer, writer.assigned)
+                stage.finished(offered, writer.assigned)
 
         path = location(self._store.place(save.step))
         self.last = SaveReport(save.step, path, staged.bytes, blocked, blocked, complete=False)
@@ -115,7 +124,8 @@ class Saver:
     ) -> tuple[Writer, SaveReport]:
         shown = self._progress and self._ranks.is_first and blocked is None
         bar = Progress(f"saving step {save.step}", _bytes(tensors) if shown else 0, shown)
-        writer = Writer(self._store, save.step, save.trees, save.rules, bar.advance)
+        trees, digests = save.offered.trees, save.offered.digests
+        writer = Writer(self._store, save.step, trees, save.rules, digests, bar.advance)
         try:
             metadata = dcp_quietly(dcp_save, tensors, writer, planner, self._group)
         except BaseException as error:

@@ -68,7 +68,7 @@ class Stage:
 
     def is_known(self, offer: _Offer) -> bool:
         """Whether this rank's offer is the one that the last finished save answered."""
-        return self._signature == _signature(offer.plan)
+        return self._signature == signature(offer.plan)
 
     def copy(self, offer: _Offer, *, known: bool) -> Staged:
         """Copy what this rank may have to write.
@@ -106,10 +106,14 @@ class Stage:
             return old
         return torch.empty(sizes, dtype=dtype, pin_memory=torch.cuda.is_available())
 
-    def finished(self, offer: _Offer, assigned: frozenset[MetadataIndex]) -> None:
+    def finished(self, offered: Signature, assigned: frozenset[MetadataIndex]) -> None:
         """Remember what fell to this rank, and let go of buffers for the rest."""
-        self._signature, self._assigned = _signature(offer.plan), assigned
+        self._signature, self._assigned = offered, assigned
         self._buffers = {k: v for k, v in self._buffers.items() if k in assigned}
+
+    def release(self) -> None:
+        """Let go of all buffers; the next save makes its own."""
+        self._buffers = {}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,7 +124,8 @@ class _Offer:
     plan: SavePlan
 
 
-def _signature(plan: SavePlan) -> Signature:
+def signature(plan: SavePlan) -> Signature:
+    """Return what two plans must agree on to be answered alike."""
     return tuple(
         (item.index, item.tensor_data.chunk.sizes, item.tensor_data.properties.dtype)
         for item in plan.items

@@ -10,9 +10,10 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from lamina.checkpoint.errors import CheckpointError
-from lamina.checkpoint.names import OptimizerNames, is_optimizer
+from lamina.checkpoint.names import OptimizerNames, is_optimizer, parameters_of, unwrapped
 from lamina.checkpoint.parts import Parts, as_part
 from lamina.checkpoint.per_rank import PerRank
+from lamina.checkpoint.replicas import Digests, digests
 from lamina.checkpoint.trees import Trees
 from lamina.checkpoint.values import Json, encode, join
 from lamina.mesh import ParallelMesh
@@ -39,6 +40,8 @@ class Taken:
         parts: name -> tensor, as the whole model's tensor that it is a part of: what DCP sees.
         paths: name -> its keys.
         optimizer: names and numbers, of an optimizer.
+        trained: names of parameters and of what an optimizer keeps of them, which are equal
+            wherever they are whole; but step counts, for experts without a token are not stepped.
 
     """
 
@@ -48,6 +51,7 @@ class Taken:
     parts: dict[str, torch.Tensor]
     paths: dict[str, Path]
     optimizer: OptimizerNames | None = None
+    trained: frozenset[str] = frozenset()
 
 
 def take_entry(entry: str, value: Any, state: Mapping[str, Any], parts: Parts) -> Taken:
@@ -73,31 +77,28 @@ def take_entry(entry: str, value: Any, state: Mapping[str, Any], parts: Parts) -
                 "one entry"
             )
     tensors = {join(path): tensor for path, tensor in found.items()}
-    shown = _shown(entry, value, tensors, optimizer, parts)
-    return Taken(tree, json, tensors, shown, paths, optimizer)
+    owners = _owners(entry, value, tensors, optimizer)
+    shown = {name: tensor.detach() for name, tensor in tensors.items()}
+    for name, held in owners.items():
+        shown[name] = as_part(shown[name], parts.region(name, held), held)
+    trained = frozenset(n for n in owners if optimizer is None or tensors[n].ndim > 0)
+    return Taken(tree, json, tensors, shown, paths, optimizer, trained)
 
 
-def _shown(
+def _owners(
     entry: str,
     value: Any,
     tensors: Mapping[str, torch.Tensor],
     optimizer: OptimizerNames | None,
-    parts: Parts,
 ) -> dict[str, torch.Tensor]:
-    """Show parameters, and optimizer state of their shape, as the parts that they are."""
-    shown = {name: tensor.detach() for name, tensor in tensors.items()}
-    owners: dict[str, torch.Tensor] = {}
+    """Return, of the names of parameters and of optimizer state, the parameter."""
     if optimizer is not None:
-        for name in tensors:
-            owner = optimizer.parameters.get(owner_of(entry, name))
-            if owner is not None:
-                owners[name] = owner
-    elif isinstance(value, torch.nn.Module):
-        owners = {f"{entry}.{n}": p for n, p in value.named_parameters(remove_duplicate=False)}
-    for name, held in owners.items():
-        if name in shown:
-            shown[name] = as_part(shown[name], parts.region(name, held), held)
-    return shown
+        found = {name: optimizer.parameters.get(owner_of(entry, name)) for name in tensors}
+        return {name: owner for name, owner in found.items() if owner is not None}
+    if isinstance(value, torch.nn.Module):
+        named = {f"{entry}.{n}": p for n, p in parameters_of(value)}
+        return {name: parameter for name, parameter in named.items() if name in tensors}
+    return {}
 
 
 def owner_of(entry: str, name: str) -> str:
@@ -105,15 +106,33 @@ def owner_of(entry: str, name: str) -> str:
     return name.removeprefix(f"{entry}.state.").rpartition(".")[0]
 
 
-def take(state: Mapping[str, Any], mesh: Mesh = None) -> tuple[dict[str, Any], Trees]:
+@dataclass(frozen=True)
+class Offered:
+    """What a rank offers of a state.
+
+    Attributes:
+        tensors: nested, for DCP.
+        trees: the other values.
+        digests: of the weights, buffers and optimizer state that this rank offers as whole.
+
+    """
+
+    tensors: dict[str, Any]
+    trees: Trees
+    digests: Digests
+
+
+def take(
+    state: Mapping[str, Any], mesh: Mesh = None, *, first: bool = True, check: bool = True
+) -> Offered:
     """Split a state into what DCP saves and what JSON saves.
 
     Args:
         state: name -> object or plain value.
         mesh: see `Parts`.
-
-    Returns:
-        A nested dict that holds only tensors, for DCP, and the rest.
+        first: this is the first rank, whose plain values count. Others offer of their tensors only
+            the sharded ones: of a whole one DCP would take any rank's.
+        check: make digests.
 
     Raises:
         TypeError: an entry holds something that is neither a tensor nor a plain value.
@@ -125,23 +144,33 @@ def take(state: Mapping[str, Any], mesh: Mesh = None) -> tuple[dict[str, Any], T
     own: dict[str, Json] = {}
     joined = set()
     seen: dict[str, Path] = {}
-    parts = Parts(state, mesh)
-    for entry, value in state.items():
+    whole: dict[str, torch.Tensor] = {}
+    trained: frozenset[str] = frozenset()
+    objects = {entry: unwrapped(value) for entry, value in state.items()}
+    parts = Parts(objects, mesh)
+    for entry, value in objects.items():
         if isinstance(value, PerRank):
             shared[entry], own[entry] = None, value.encoded(entry)
             continue
-        taken = take_entry(entry, value, state, parts)
+        taken = take_entry(entry, value, objects, parts)
         shared[entry] = taken.json
-        if taken.optimizer is not None or isinstance(value, torch.nn.Module):
+        known = taken.optimizer is not None or isinstance(value, torch.nn.Module)
+        if known:
             joined.add(entry)
+            trained |= taken.trained
         for name, tensor in taken.parts.items():
+            if not hasattr(tensor, "__create_chunk_list__"):
+                if not known and not first:
+                    continue
+                whole.update({name: tensor} if known else {})
             if seen.setdefault(name, taken.paths[name]) != taken.paths[name]:
                 raise CheckpointError(
                     f"two tensors are called '{name}': {seen[name]} and {taken.paths[name]}; "
                     "rename one entry"
                 )
             _insert(nested, taken.paths[name], tensor)
-    return nested, Trees(shared, frozenset(joined), own)
+    trees = Trees(shared, frozenset(joined), own)
+    return Offered(nested, trees, digests(whole, trained) if check else {})
 
 
 def _insert(nested: dict[str, Any], path: Path, tensor: torch.Tensor) -> None:

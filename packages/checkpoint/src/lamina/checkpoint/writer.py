@@ -27,6 +27,7 @@ from torch.futures import Future
 from lamina.checkpoint.errors import CheckpointDamagedError
 from lamina.checkpoint.manifest import CHUNKS, METADATA, VALUES, Manifest
 from lamina.checkpoint.places import FileSum, Place, place_of, sum_of, write_whole
+from lamina.checkpoint.replicas import Digests, compare
 from lamina.checkpoint.stores import Attempt, Store
 from lamina.checkpoint.streams import SummingStream, own_memory
 from lamina.checkpoint.trees import Trees
@@ -87,6 +88,7 @@ class Writer(StorageWriter):
         step: training step.
         trees: this rank's values that are no tensors.
         rules: how to write.
+        digests: of what this rank offers as whole.
         wrote: called with the bytes of each chunk written.
 
     """
@@ -97,11 +99,12 @@ class Writer(StorageWriter):
         step: int,
         trees: Trees,
         rules: Rules,
+        digests: Digests,
         wrote: Callable[[int], None] = lambda _: None,
     ) -> None:
         super().__init__()
         self._store, self._step, self._trees, self._rules = store, step, trees, rules
-        self._wrote = wrote
+        self._wrote, self._digests = wrote, digests
         self._attempt: Attempt | None = None
         self._place: Place | None = None
         #: what this rank was given to write, once DCP has planned
@@ -126,11 +129,17 @@ class Writer(StorageWriter):
         """Do nothing: the coordinator is who runs prepare_global_plan."""
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Do nothing yet: only the coordinator makes the place."""
-        return plan
+        """Tell the coordinator what is offered as whole; only it makes the place."""
+        return dataclasses.replace(plan, storage_data=self._digests)
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Make the place (coordinator) and tell every rank its name."""
+        """Make the place (coordinator) and tell every rank its name.
+
+        Raises:
+            CheckpointError: the ranks offer different tensors under one name.
+
+        """
+        compare([cast(Digests, plan.storage_data) for plan in plans])
         self._attempt = self._store.begin(self._step)
         place, crc = str(self._attempt.place), self._trees.crc32
         return [

@@ -15,9 +15,12 @@ from lamina.ddp.flat_step import ELEMENTWISE, FlatStep
 from lamina.ddp.group import ParameterGroup
 from lamina.ddp.inspection import groups_of
 from lamina.ddp.repoint import cut_state, point_optimizer_at
+from lamina.ddp.unfinished import warn_of_unfinished_steps
 from lamina.mesh import ParallelMesh
 
 __all__ = ["ShardedOptimizer"]
+
+_MAIN_WEIGHTS = "main_weights"
 
 
 @runtime_checkable
@@ -59,6 +62,12 @@ class ShardedOptimizer(Optimizer):
             for group in groups
             for ref, main in zip(group.refs, group.main_parameters, strict=True)
         }
+        self._apart = {
+            id(main)
+            for group in groups
+            for main in group.main_parameters
+            if group.main is not None and group.dtypes.main != group.dtypes.weights
+        }
         self._ready = False
         # The same dictionaries, not copies: what one of the two changes, the other reads.
         super().__init__(optimizer.param_groups, optimizer.defaults)
@@ -69,6 +78,7 @@ class ShardedOptimizer(Optimizer):
             if isinstance(module, _HearsOfSteps):
                 module.weights_written()
 
+        warn_of_unfinished_steps(optimizer, module)
         _refuse_cut_tensors(optimizer, groups)
         self._flat_step = FlatStep(optimizer, groups, stepped)
 
@@ -131,12 +141,20 @@ class ShardedOptimizer(Optimizer):
         super().add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
-        """State by parameter name, and the groups with names in place of parameters."""
+        """State by parameter name, and the groups with names in place of parameters.
+
+        Main weights that the model holds in fewer bits are in it, as `main_weights`: the model's
+        state_dict has them rounded only.
+        """
+        states: dict[str, dict[str, Any]] = {
+            self._names.get(id(parameter), "?"): dict(state)
+            for parameter, state in self.state.items()
+        }
+        for parameter in [p for group in self.param_groups for p in group["params"]]:
+            if id(parameter) in self._apart:
+                states.setdefault(self._names[id(parameter)], {})[_MAIN_WEIGHTS] = parameter
         return {
-            "state": {
-                self._names.get(id(parameter), "?"): dict(state)
-                for parameter, state in self.state.items()
-            },
+            "state": states,
             "param_groups": [
                 {**group, "params": [self._names.get(id(p), "?") for p in group["params"]]}
                 for group in self.param_groups
@@ -146,10 +164,15 @@ class ShardedOptimizer(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take state by parameter name; hyperparameters of the groups come along.
 
+        `main_weights` are taken where they are apart from the model's: load the model first, which
+        rounds them.
+
         Raises:
             KeyError: if the state has no entry for a group's parameters, or names unknown ones.
         """
-        by_name = {self._names[id(p)]: p for g in self.param_groups for p in g["params"]}
+        by_name: dict[str, list[nn.Parameter]] = {}  # two stages may hold a tied one each
+        for parameter in [p for g in self.param_groups for p in g["params"]]:
+            by_name.setdefault(self._names[id(parameter)], []).append(parameter)
         unknown = sorted(set(state_dict["state"]) - set(by_name))
         if unknown:
             raise KeyError(
@@ -159,12 +182,22 @@ class ShardedOptimizer(Optimizer):
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
             group.update({key: value for key, value in saved.items() if key != "params"})
         for name, values in state_dict["state"].items():
-            parameter = by_name[name]
-            held = self.state.get(parameter, {})
-            self.state[parameter] = {
-                key: _taken(self._cut(parameter, value), held.get(key))
-                for key, value in values.items()
-            }
+            for parameter in by_name[name]:
+                self._take(parameter, values)
+
+    def _take(self, parameter: nn.Parameter, values: dict[str, Any]) -> None:
+        """One parameter's state, and its main weights where they are apart from the model's."""
+        held = self.state.get(parameter, {})
+        if id(parameter) in self._apart and _MAIN_WEIGHTS in values:
+            with torch.no_grad():
+                parameter.copy_(self._cut_weights(parameter, values[_MAIN_WEIGHTS]))
+        taken = {
+            key: _taken(self._cut(parameter, value), held.get(key))
+            for key, value in values.items()
+            if key != _MAIN_WEIGHTS
+        }
+        if taken or _MAIN_WEIGHTS not in values:
+            self.state[parameter] = taken
 
     def _cut(self, parameter: nn.Parameter, value: Any) -> Any:
         """This rank's part of a whole state tensor (saved by another strategy, or one process)."""
@@ -173,6 +206,12 @@ class ShardedOptimizer(Optimizer):
         if whole and elementwise and isinstance(parameter, ShardedTensor):
             return cut_state(value, *self._place[id(parameter)])
         return value
+
+    def _cut_weights(self, parameter: nn.Parameter, value: Any) -> Any:
+        """This rank's part of main weights that another strategy saved whole."""
+        if isinstance(value, ShardedTensor) or not isinstance(parameter, ShardedTensor):
+            return value
+        return cut_state(value, *self._place[id(parameter)])
 
 
 def _refuse_cut_tensors(optimizer: Optimizer, groups: Iterable[ParameterGroup]) -> None:

@@ -1,0 +1,98 @@
+"""A net under names: the whole of a tensor is the same tensor on all ranks that offer it.
+
+DCP stores one of the tensors that several ranks offer as the whole of one name. Copies are meant to
+be equal. Where they are not (experts in modules of equal names on every ep rank, parameters cut by
+marks that nobody told the manager of, the numbered state of two pipeline stages) one rank's would
+be kept and the others' lost without a word, and a load would give it to all. So each rank sums the
+beginning of what it offers as whole, and the coordinator compares before anything is written.
+"""
+
+from __future__ import annotations
+
+import warnings
+import zlib
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from lamina.checkpoint.errors import CheckpointError, shortened
+from lamina.checkpoint.streams import memory_of
+
+_BYTES = 4096
+"""Of each tensor: enough to tell two that were trained apart, little beside copying them."""
+
+Digests = dict[str, tuple[int, bool]]
+"""Name -> checksum of shape, dtype and first bytes; and whether a difference loses what was
+trained (weights, optimizer state) or is usual (running statistics in buffers)."""
+
+
+def digests(whole: Mapping[str, torch.Tensor], trained: frozenset[str]) -> Digests:
+    """Sum the beginnings of tensors, one copy per device.
+
+    Args:
+        whole: name -> tensor that this rank offers as all there is under that name.
+        trained: names of those that must be equal.
+
+    """
+    found: Digests = {}
+    by_device: dict[torch.device, dict[str, torch.Tensor]] = {}
+    for name, tensor in whole.items():
+        if _has_bytes(tensor):
+            by_device.setdefault(tensor.device, {})[name] = _beginning(tensor.detach())
+    for heads in by_device.values():
+        joined = torch.cat(list(heads.values())).cpu()
+        view, start = memory_of(joined), 0
+        for name, head in heads.items():
+            tensor, stop = whole[name], start + head.numel()
+            kind = zlib.crc32(f"{tuple(tensor.shape)} {tensor.dtype}".encode())
+            found[name] = zlib.crc32(view[start:stop], kind), name in trained
+            start = stop
+    return found
+
+
+def _has_bytes(tensor: torch.Tensor) -> bool:
+    plain = type(tensor) in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+    return plain and tensor.layout is torch.strided and not tensor.is_meta
+
+
+def _beginning(tensor: torch.Tensor) -> torch.Tensor:
+    flat = tensor.contiguous().view(-1)
+    return flat[: -(-_BYTES // flat.element_size())].view(torch.uint8)
+
+
+def compare(of_ranks: Sequence[Digests]) -> None:
+    """Refuse weights and optimizer state that differ; warn of buffers.
+
+    Args:
+        of_ranks: by rank, what `digests` gave there.
+
+    Raises:
+        CheckpointError: naming tensors, two ranks and the remedies.
+
+    """
+    first: dict[str, tuple[int, int]] = {}
+    lost: dict[str, tuple[int, int]] = {}
+    usual: dict[str, tuple[int, int]] = {}
+    for rank, mine in enumerate(of_ranks):
+        for name, (sum_, trained) in mine.items():
+            other, expected = first.setdefault(name, (rank, sum_))
+            if sum_ != expected:
+                (lost if trained else usual).setdefault(name, (other, rank))
+    if lost:
+        name, (one, other) = next(iter(lost.items()))
+        raise CheckpointError(
+            f"'{name}' on rank {other} is another tensor than on rank {one}, and both offer it as "
+            f"the whole: all but one would be lost (so {len(lost)} names: {shortened(list(lost))})."
+            " Experts in modules of their own need names of their own on every ep rank "
+            "(experts.<number in the whole model>); parameters that tp or ep has cut need "
+            "CheckpointManager(mesh=...); an optimizer's state gets names from its model in the "
+            "same state. If these are copies that have drifted apart, "
+            "CheckpointManager(check_replicas=False) stores one of them"
+        )
+    if usual:
+        name, (one, other) = next(iter(usual.items()))
+        warnings.warn(
+            f"buffers differ between ranks, and one rank's are stored: {shortened(list(usual))} "
+            f"('{name}' on ranks {one} and {other})",
+            stacklevel=2,
+        )

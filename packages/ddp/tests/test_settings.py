@@ -58,6 +58,8 @@ def test_settings_that_contradict_each_other_are_refused():
 
 @pytest.mark.ranks(2)
 def test_instances_that_the_mesh_does_not_have_are_refused(ranks):
-    config = DistributedDataParallelConfig(num_distributed_optimizer_instances=2)
+    config = DistributedDataParallelConfig(
+        use_distributed_optimizer=True, num_distributed_optimizer_instances=2
+    )
     with pytest.raises(ValueError, match="dp_replicate=2"):
         DistributedDataParallel(build(), config, ParallelLayout().build("cpu"))

@@ -37,7 +37,11 @@ MODELS: dict[str, type[nn.Module]] = {
 OPTIMIZERS: dict[str, Callable[[nn.Module], Optimizer]] = {
     "adamw": lambda model: torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False),
     "sgd": lambda model: torch.optim.SGD(
-        model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01, foreach=False
+        model.parameters(),
+        lr=0.01 if isinstance(model, TiedNet) else 0.1,  # it diverges, which amplifies rounding
+        momentum=0.9,
+        weight_decay=0.01,
+        foreach=False,
     ),
 }
 Step = tuple[dict[str, Tensor], dict[str, Tensor]]
@@ -46,11 +50,11 @@ Data = Callable[[int], Sequence[Sequence[Tensor]]]
 
 
 def loss_fn(model: nn.Module, batch: Tensor) -> Tensor:
-    """A mean over the batch, in fp32."""
+    """A mean over the batch, in fp32 (fp64 for an fp64 model)."""
     if batch.is_floating_point():  # the oracle's bf16 model casts no inputs by itself
         batch = batch.to(next(model.parameters()).dtype)
     out: Tensor = model(batch)
-    return out.float().square().mean()
+    return out.to(torch.promote_types(out.dtype, torch.float32)).square().mean()
 
 
 def build(name: str = "odd", dtype: torch.dtype = torch.float32) -> nn.Module:
@@ -74,6 +78,7 @@ def train(
     steps: int,
     gradients_of: Callable[[Any], dict[str, Tensor]],
     parameters_of: Callable[[Any], dict[str, Tensor]],
+    clip: Callable[[Any], Tensor] | None = None,
 ) -> list[Step]:
     """The user's loop: all microbatches of a step but the last inside `no_sync`.
 
@@ -84,6 +89,7 @@ def train(
         steps: how many.
         gradients_of: whole gradients of the wrapped model by name.
         parameters_of: its whole parameters by name.
+        clip: clips the wrapped model's gradients; those that are found are not clipped yet.
     """
     found = []
     for step in range(steps):
@@ -93,6 +99,8 @@ def train(
                 _backward(loss_fn(model, batch) / len(local))
         _backward(loss_fn(model, local[-1]) / len(local))
         gradients = gradients_of(model)
+        if clip is not None:
+            clip(model)
         optimizer.step()
         optimizer.zero_grad()
         found.append((gradients, parameters_of(model)))

@@ -2,7 +2,9 @@
 
 Two buffers take part. `local` holds this rank's own gradients of the whole group. Main grads hold
 what the optimizer reads, where the strategy's placement says. They are the same storage where
-main grads are whole and nothing reduced has to be kept apart.
+main grads are whole, of the wire's dtype, and nothing reduced has to be kept apart. Gradients that
+nothing is added to are kept in the wire dtype, so that they are copied once; the first addition
+makes the buffer one of the dtype of sums.
 
 A reduced gradient is never reduced again: once main grads are FINAL, what a further backward adds
 is summed apart and then added.
@@ -51,7 +53,10 @@ class GroupGradients:
         """Parameters whose gradient a layer wrote there itself, in the backward at hand."""
         self.seen = [False] * len(layout.specs)
         """Which parameters got a gradient since main grads were empty."""
+        self.last_microbatch = False
+        """Whether the backward at hand is the step's last one, as far as the reducer knows."""
         self._cadence = cadence
+        self._layers_write = False  # some layer has asked for its gradient's place
         self._sum = rank_sum
         self._transient: TransientBuffers = rank_sum.transient
         self._local: torch.Tensor | None = None
@@ -90,12 +95,21 @@ class GroupGradients:
 
     def accumulate(self, index: int, gradient: torch.Tensor) -> None:
         """Add one parameter's gradient, as autograd produced it (one read, one write)."""
-        view = self.view(index)
         if self.written[index]:
-            view.add_(gradient)
-        else:
-            view.copy_(gradient)
-            self.written[index] = True
+            self._widen()
+            self.view(index).add_(gradient)
+            return
+        if self._local is None and self.last_microbatch and not self._layers_write:
+            # The only gradients of this step, most likely: put them where they are sent from.
+            self._open(self._narrow_dtype)
+        self.view(index).copy_(gradient)
+        self.written[index] = True
+
+    def place(self, index: int) -> torch.Tensor:
+        """The same as `view`, for a layer that writes or adds its gradient there itself."""
+        self._layers_write = True
+        self._widen()
+        return self.view(index)
 
     def discard(self) -> None:
         """Forget everything: gradients were zeroed, or a backward died half-way."""
@@ -160,9 +174,28 @@ class GroupGradients:
 
     # -- the local buffer ---------------------------------------------------------------------
 
-    def _open(self) -> torch.Tensor:
+    @property
+    def _sum_dtype(self) -> torch.dtype:
+        """What a rank adds its own gradients in."""
+        return self.dtypes.grads if self._cadence is Cadence.ONCE else self.dtypes.wire
+
+    @property
+    def _narrow_dtype(self) -> torch.dtype:
+        """What a rank may keep gradients in that nothing is added to."""
+        wire, wide = self.dtypes.wire, self._sum_dtype
+        return wire if wire.itemsize < wide.itemsize else wide
+
+    def _widen(self) -> None:
+        """Something is to be added: a buffer in the wire dtype becomes one in the dtype of sums."""
+        narrow = self._local
+        if narrow is None or narrow.dtype == self._sum_dtype:
+            return
+        self._open(self._sum_dtype).copy_(narrow)
+        self._give_back(narrow)
+
+    def _open(self, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Make the local buffer. Where main grads are whole and empty, it is their storage."""
-        dtype = self.dtypes.grads if self._cadence is Cadence.ONCE else self.dtypes.wire
+        dtype = dtype or self._sum_dtype
         aliases = (
             not self._sum.inner_sharded
             and not self._sum.outer_sharded

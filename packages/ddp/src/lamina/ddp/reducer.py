@@ -157,6 +157,7 @@ class GradientReducer:
         for group in self.groups:
             follow_user(group)
             group.trained.sunk.clear()
+            group.trained.last_microbatch = self.is_final
             for parameter in group.compute_parameters:
                 parameter.grad = None
 

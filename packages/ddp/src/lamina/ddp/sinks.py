@@ -50,7 +50,7 @@ class GradientSink:
 
         float32 where gradients are summed in fp32, whatever the parameter's dtype.
         """
-        return self._known().view(self._index)
+        return self._known().place(self._index)
 
     @property
     def accumulate(self) -> bool:

@@ -11,7 +11,14 @@ from enum import Enum
 
 from lamina.buffers import Placement, Placements, Replicate, Shard
 
-__all__ = ["OUTER_STRATEGIES", "STRATEGIES", "Cadence", "Strategy", "resolve_strategy"]
+__all__ = [
+    "OUTER_STRATEGIES",
+    "STRATEGIES",
+    "Cadence",
+    "Strategy",
+    "resolve_strategy",
+    "strategy_number",
+]
 
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 """Names of the inner strategies; a strategy's number is its place (ZeRO 0, 1, 2, 3)."""
@@ -65,12 +72,21 @@ def resolve_strategy(inner: int | str = 3, outer: int | str = 0) -> Strategy:
     Raises:
         ValueError: for an unknown number or name, listing the known ones.
     """
-    inner_row, cadence = _INNER[_index(inner, STRATEGIES, "zero_dp_strategy")]
+    inner_row, cadence = _INNER[strategy_number(inner)]
     outer_row = _OUTER[_index(outer, OUTER_STRATEGIES, "outer_dp_sharding_strategy")]
     weights, grads, optimizer = zip(outer_row, inner_row, strict=True)
     return Strategy(
         Placements(model_weights=weights, main_grads=grads, optimizer_state=optimizer), cadence
     )
+
+
+def strategy_number(inner: int | str) -> int:
+    """The number (0..3) of an inner strategy.
+
+    Raises:
+        ValueError: for an unknown number or name, listing the known ones.
+    """
+    return _index(inner, STRATEGIES, "zero_dp_strategy")
 
 
 def _index(value: int | str, names: tuple[str, ...], argument: str) -> int:

@@ -33,7 +33,7 @@ __all__ = ["DistributedDataParallel"]
 
 
 class DistributedDataParallel(DataParallel):
-    """Data parallelism over buckets of contiguous gradients (ZeRO-0, or ZeRO-1 with its optimizer).
+    """Data parallelism over buckets of contiguous gradients (ZeRO 0; 1 and 2 with its optimizer).
 
     The module's parameters stay the user's, whole, and become views of the buckets' weight
     buffers. Gradients are averaged over the data-parallel ranks at the end of every backward that
@@ -205,7 +205,7 @@ def _starting(begin: weakref.WeakMethod[Callable[[], None]]) -> Callable[[Any], 
 
 def _settings(config: DistributedDataParallelConfig, dense: DataParallelAxes) -> GroupSettings:
     return GroupSettings(
-        resolve_strategy(1 if config.use_distributed_optimizer else 0),
+        resolve_strategy(config.strategy),
         granularity=Granularity.tensor() if config.keep_tensors_whole else None,
         scale=None if config.calculate_per_token_loss else 1.0 / dense.divisor,
         shard_multiple=1 << 16 if config.pad_buckets_for_high_nccl_busbw else 1,
@@ -257,7 +257,7 @@ def _axes(
             )
         dense = data_parallel_axes(mesh, inner, "dp_replicate" if "dp_replicate" in names else None)
     instances = config.num_distributed_optimizer_instances
-    if instances > 1 and dense.outer.size != instances:
+    if instances is not None and dense.outer.size != instances:
         raise ValueError(
             f"num_distributed_optimizer_instances={instances} needs a mesh with "
             f"dp_replicate={instances}; this one has {dense.outer.size} (build it with "

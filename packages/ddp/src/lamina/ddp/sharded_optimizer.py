@@ -15,7 +15,6 @@ from lamina.ddp.flat_step import ELEMENTWISE, FlatStep
 from lamina.ddp.group import ParameterGroup
 from lamina.ddp.inspection import groups_of
 from lamina.ddp.repoint import cut_state, point_optimizer_at
-from lamina.ddp.unfinished import warn_of_unfinished_steps
 from lamina.mesh import ParallelMesh
 
 __all__ = ["ShardedOptimizer"]
@@ -78,7 +77,6 @@ class ShardedOptimizer(Optimizer):
             if isinstance(module, _HearsOfSteps):
                 module.weights_written()
 
-        warn_of_unfinished_steps(optimizer, module)
         _refuse_cut_tensors(optimizer, groups)
         self._flat_step = FlatStep(optimizer, groups, stepped)
 

@@ -39,6 +39,7 @@ from lamina.ddp.sinks import GradientSink, gradient_sink, has_gradient_sink
 from lamina.ddp.strategy import Cadence, Strategy, resolve_strategy
 from lamina.ddp.transient import TransientBuffers
 from lamina.ddp.trees import tensors_in
+from lamina.ddp.unfinished import warn_of_unfinished_steps
 from lamina.ddp.weights import Weights, WeightsState, WholeWeights
 from lamina.ddp.wrapper import DistributedDataParallel
 
@@ -95,5 +96,6 @@ __all__ = [
     "resolve_reduction",
     "resolve_strategy",
     "tensors_in",
+    "warn_of_unfinished_steps",
     "whole_weights",
 ]

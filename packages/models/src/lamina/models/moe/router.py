@@ -159,6 +159,11 @@ class TopKRouter(nn.Module):
             self.expert_bias.add_(missing, alpha=self.moe.bias_rate)
 
     @property
+    def needs_finalize(self) -> bool:
+        """Whether tokens were counted whose step did not end, and something waits for its end."""
+        return self.totals.forwards > 0 and bool(self.moe.bias_rate or self.moe.global_loss)
+
+    @property
     def latest(self) -> RoutingTotals:
         """Of the last step that ended; of the one going on if none has."""
         return self.totals if self.finished is None else self.finished

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy as TorchPolicy
 from torch.optim import Optimizer
 
-from lamina.ddp import FlatStep, point_optimizer_at
+from lamina.ddp import FlatStep, point_optimizer_at, warn_of_unfinished_steps
 from lamina.fsdp.arguments import Arguments, refuse_sharded
 from lamina.fsdp.meshes import model_axes
 from lamina.fsdp.module import ShardedModule
@@ -219,6 +219,7 @@ def fully_shard_optimizer(optimizer: OptimizerT, module: nn.Module) -> Optimizer
     point_at_localised(optimizer, module)
     refuse_cut_tensors(optimizer, groups, regions)
     point_optimizer_at(optimizer, groups)
+    warn_of_unfinished_steps(optimizer, module)
     finish_before_steps(optimizer, module.sharding_engine)
     FlatStep(optimizer, groups, module.sharding_engine.mark_weights_changed)
     module.sharding_engine.follows_optimizer = True

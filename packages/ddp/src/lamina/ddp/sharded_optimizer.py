@@ -15,6 +15,7 @@ from lamina.ddp.flat_step import ELEMENTWISE, FlatStep
 from lamina.ddp.group import ParameterGroup
 from lamina.ddp.inspection import groups_of
 from lamina.ddp.repoint import cut_state, point_optimizer_at
+from lamina.ddp.unfinished import warn_of_unfinished_steps
 from lamina.mesh import ParallelMesh
 
 __all__ = ["ShardedOptimizer"]
@@ -77,6 +78,7 @@ class ShardedOptimizer(Optimizer):
             if isinstance(module, _HearsOfSteps):
                 module.weights_written()
 
+        warn_of_unfinished_steps(optimizer, module)
         _refuse_cut_tensors(optimizer, groups)
         self._flat_step = FlatStep(optimizer, groups, stepped)
 

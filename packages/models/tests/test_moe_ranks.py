@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import sys
+import warnings
 from dataclasses import replace
 from pathlib import Path
 from unittest import mock
@@ -11,7 +13,14 @@ import pytest
 import torch
 from torch.distributed.tensor.parallel import parallelize_module
 
-from lamina.ddp import finalize_plain_grads
+from lamina.ddp import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    ShardedOptimizer,
+    finalize_grads,
+    finalize_plain_grads,
+)
+from lamina.fsdp import fully_shard
 from lamina.mesh import LayoutError, ParallelLayout
 from lamina.models import (
     GPTModel,
@@ -200,6 +209,33 @@ def test_bare_copies_of_experts_are_not_left_apart(ranks):
     model = GPTModel(replace(CONFIG, sequence_parallel=True), mesh, seed=1)
     with pytest.raises(ValueError, match="2 ranks hold copies of the same experts"):
         finalize_plain_grads(model, mesh)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("wrapper", ["fully_shard", "ShardedOptimizer"])
+def test_a_loop_that_never_ends_a_step_is_told_so_once(wrapper, ranks):
+    mesh = ParallelLayout().build("cpu")
+    model = GPTModel(replace(CONFIG, moe=replace(MOE, bias_rate=0.1)), mesh, seed=1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    if wrapper == "fully_shard":
+        model, optimizer = fully_shard(model, optimizer, device_mesh=mesh)
+    else:
+        settings = DistributedDataParallelConfig(use_distributed_optimizer=True)
+        model = DistributedDataParallel(model, settings, mesh)
+        optimizer = ShardedOptimizer(optimizer, model, mesh)
+    tokens = torch.randint(0, 32, (2, 9))
+    heard = []
+    for finalize in (True, False, False):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            model(tokens[:, :-1], tokens[:, 1:]).backward()
+            if finalize:
+                finalize_grads(model, mesh)
+            optimizer.step()
+            optimizer.zero_grad()
+        said = [str(w.message) for w in caught if "finalize_grads" in str(w.message)]
+        heard.append([bool(re.search(r"steps, and .*blocks\.0\.mlp\.router", x)) for x in said])
+    assert heard == [[], [True], []]
 
 
 @pytest.mark.ranks(2)

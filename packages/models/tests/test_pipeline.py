@@ -28,6 +28,7 @@ from lamina.models import (
     apply_recompute,
     pipeline,
 )
+from lamina_testing import Meter
 
 CONFIG = TransformerConfig(
     vocab_size=40,
@@ -220,8 +221,19 @@ def test_units_are_gathered_and_gradients_summed_once_per_step(ranks):
         runner = pipeline(
             build(CONFIG, mesh), mesh, "1f1b", 4, wrap=wrapper(3, mesh), each_microbatch=each
         )
-        with Ledger() as ledger:
+        runner.step(*batch(0))  # makes what stays, the main gradients
+        held, driver = [], runner._drivers[0]
+        inner = driver.backward_one_chunk
+
+        def watched(*args, inner=inner, held=held, **options):
+            inner(*args, **options)
+            held.append(meter.live_bytes())
+
+        driver.backward_one_chunk = watched
+        with Ledger() as ledger, Meter() as meter:
+            before = meter.live_bytes()
             runner.step(*batch(0))
+            rise, left = [size - before for size in held], meter.live_bytes() - before
         counts[each] = [
             sum((r.op, r.communicator) == (op, f"dp_shard:{purpose}") for r in ledger.records)
             for op, purpose in (("all_gather_into", "gather"), ("reduce_scatter_fp32", "reduce"))
@@ -231,6 +243,13 @@ def test_units_are_gathered_and_gradients_summed_once_per_step(ranks):
         whole = sum(8 * group.layout.size for group in groups)
         assert (plan.gathered == whole) is not each
         assert plan.local_grads == (0 if each else whole)
+        # Counted from outside: after a backward of the last stage, which has no other microbatch
+        # in hands, the plan's bytes are there, and a few tensors that cross the boundary.
+        if mesh.axis("pp").rank == 1:
+            few = 5 * 2 * 8 * CONFIG.hidden_size * 8
+            least, most = (whole // 2, plan.gathered + plan.in_flight) if each else (2 * whole,) * 2
+            assert all(least <= size <= most + few for size in rise[:-1])
+        assert left <= 0
         # Activations of 6 sequences of 8 tokens cross one boundary, and their gradients come back.
         sent = ledger.bytes(axis="pp", op="send_operation")
         assert sent == 6 * 8 * CONFIG.hidden_size * 8

@@ -18,6 +18,7 @@ from lamina.buffers import StaleStorageError, StoragePool
 from lamina.ddp import GradientReducer, ParameterGroup
 from lamina.fsdp.budgets import GatherBudget
 from lamina.fsdp.limits import SlotMemory
+from lamina.fsdp.tensor_parallel import hide_dtensors
 from lamina.fsdp.unit import PendingBackward, Unit
 
 __all__ = ["Phase", "ShardingEngine"]
@@ -73,6 +74,7 @@ class ShardingEngine:
         self._computing: list[Unit] = []
         self._ran_backward: list[Unit] = []
         self._recomputed: Unit | None = None
+        self._all_whole = False
 
     @property
     def groups(self) -> Iterator[ParameterGroup]:
@@ -258,10 +260,44 @@ class ShardingEngine:
         for group in self.groups:
             group.weights.mark_changed()
 
+    def put_to_rest(self, unit: Unit, *, loading: bool = False) -> None:
+        """Let a module hold what the optimizer updates, wherever a forward or backward has stopped.
+
+        A backward that is still to come gathers what it needs again. Inside `unsharded` whole
+        weights were asked for, and stay.
+
+        Args:
+            unit: the unit; the root stands for all.
+            loading: whether what the module holds is about to be written.
+
+        Raises:
+            RuntimeError: while a backward runs, or when loading inside `unsharded`.
+        """
+        if self._all_whole:
+            if loading:
+                raise RuntimeError(
+                    "load_state_dict() inside unsharded() would write to copies that are given "
+                    "back at its end: load before or after it"
+                )
+            return
+        if self.phase is Phase.BACKWARD:
+            if torch._C._current_graph_task_id() != -1:
+                raise RuntimeError(
+                    "state_dict() or load_state_dict() while a backward runs, which computes with "
+                    "the whole weights: call it after the backward"
+                )
+            self._abandon_backward()
+        for one in self.units if unit is self.root else (unit,):
+            for group in one.groups:
+                hide_dtensors(group.refs)  # a forward that raised has left them there
+            one.reshard(even_if_kept=True)
+
     @contextmanager
     def unsharded(self) -> Iterator[None]:
         """All units whole for the time being (collective)."""
         with ExitStack() as stack:
+            stack.callback(setattr, self, "_all_whole", self._all_whole)
+            self._all_whole = True
             if self._pool is not None:  # as no step needs them: slots are not planned for this
                 stack.enter_context(self._pool.out_of_turn())
             for unit in self.units:

@@ -16,7 +16,7 @@ from lamina.fsdp.tensor_parallel import hide_dtensors, show_dtensors
 from lamina.fsdp.trees import map_tensors
 from lamina.fsdp.unit import PendingBackward, Unit
 
-__all__ = ["attach_hooks", "register_forward_method"]
+__all__ = ["attach_hooks", "register_forward_method", "rest_for_state_dicts"]
 
 _HOOKS = "_lamina_unit_hooks"
 
@@ -113,6 +113,30 @@ def attach_hooks(
 
     module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
     module.register_forward_hook(after)
+
+
+def rest_for_state_dicts(
+    module: nn.Module, unit: Unit, engine: Callable[[], ShardingEngine | None]
+) -> None:
+    """Let a unit's module hold what the optimizer updates when its state is saved or loaded.
+
+    A forward without a backward, or one that raised, leaves compute weights in the module.
+
+    Args:
+        module: the unit's module.
+        unit: the unit.
+        engine: the model's engine, as soon as there is one.
+    """
+
+    def rest(*, loading: bool) -> None:
+        found = engine()
+        if found is None:
+            unit.reshard()
+        else:
+            found.put_to_rest(unit, loading=loading)
+
+    module.register_state_dict_pre_hook(lambda *_: rest(loading=False))  # type: ignore[no-untyped-call]
+    module.register_load_state_dict_pre_hook(lambda *_: rest(loading=True))  # type: ignore[no-untyped-call]
 
 
 def register_forward_method(module: nn.Module, name: str) -> None:

@@ -28,7 +28,7 @@ from lamina.ddp import (
 )
 from lamina.fsdp.casting import cast_buffers, keep_modules
 from lamina.fsdp.engine import ShardingEngine
-from lamina.fsdp.hooks import attach_hooks
+from lamina.fsdp.hooks import attach_hooks, rest_for_state_dicts
 from lamina.fsdp.limits import UnavailableError
 from lamina.fsdp.meshes import MeshArguments, resolve_meshes
 from lamina.fsdp.module import ShardedModule, is_sharded
@@ -228,6 +228,13 @@ def _adopt(module: nn.Module, part: _Part) -> ModuleWithUnit:
     cls = type(module)
     module.__class__ = type(f"Sharded{cls.__name__}", (ModuleWithUnit, cls), {})
     module.__dict__[_PART] = part
+    held = weakref.ref(module)
+
+    def engine() -> ShardingEngine | None:
+        found = held()
+        return None if found is None else found.__dict__.get(_ENGINE)
+
+    rest_for_state_dicts(module, part.unit, engine)
     unit = weakref.ref(part.unit)
 
     def after_load(_: nn.Module, __: Any) -> None:

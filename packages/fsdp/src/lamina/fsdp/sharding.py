@@ -34,7 +34,7 @@ from lamina.fsdp.casting import cast_buffers, keep_modules
 from lamina.fsdp.encoded import EncodedWeights
 from lamina.fsdp.engine import ShardingEngine
 from lamina.fsdp.fine_grained import refine
-from lamina.fsdp.hooks import attach_hooks
+from lamina.fsdp.hooks import attach_hooks, rest_for_state_dicts
 from lamina.fsdp.limits import SlotMemory
 from lamina.fsdp.materialise import materialise_unit
 from lamina.fsdp.module import ShardedModule, adopt
@@ -154,6 +154,7 @@ def shard_model(module: nn.Module, settings: ShardingSettings) -> ShardedModule:
             input_dtype=policy.param_dtype if root and policy.cast_forward_inputs else None,
             output_dtype=policy.output_dtype if root else None,
         )
+        rest_for_state_dicts(plan.module, unit, lambda: engine)
         unit.reshard()
     return adopt(module, engine)
 

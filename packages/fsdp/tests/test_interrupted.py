@@ -1,0 +1,88 @@
+"""A step that stops half-way: the module's state is what the optimizer updates all the same."""
+
+import copy
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+
+from lamina.ddp import full_parameters
+from lamina.fsdp import MixedPrecisionPolicy, fully_shard
+from lamina_testing.toys import Block, OddNet, inputs
+
+
+class Failing(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        raise RuntimeError("planted")
+
+
+class FailingNet(OddNet):
+    fail = False
+
+    def forward(self, x):
+        x = self.blocks[0](self.enter(x))
+        if self.fail:
+            x = Failing.apply(x)
+        return self.leave(self.blocks[2](self.blocks[1](x))) * self.temperature
+
+
+def build():
+    torch.manual_seed(3)
+    return FailingNet()
+
+
+def loss_of(model, seed):
+    return model(inputs(model, seed)).square().mean()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(
+    ("strategy", "dtype"), [(3, None), (3, torch.bfloat16), (0, torch.bfloat16)]
+)
+def test_state_is_what_the_optimizer_updates_wherever_a_step_has_stopped(strategy, dtype, ranks):
+    """A skipped step or an exception leaves whole compute weights in some modules."""
+    model = build()
+    policy = MixedPrecisionPolicy(param_dtype=dtype, output_dtype=torch.float32)
+    model, optimizer = fully_shard(
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        device_mesh=init_device_mesh("cpu", (2,), mesh_dim_names=("dp",)),
+        fsdp_unit_modules=[Block],
+        zero_dp_strategy=strategy,
+        mixed_precision_policy=policy,
+    )
+    good = copy.deepcopy({n: p.detach() for n, p in build().named_parameters()})
+    dtypes = lambda held: {str(value.dtype) for value in held.values()}  # noqa: E731
+
+    loss = loss_of(model, ranks.rank)  # no backward follows
+    assert dtypes(model.blocks[2].state_dict()) == {"torch.float32"}
+    assert dtypes(model.state_dict()) == {"torch.float32"}
+    loss.backward()  # or one does: it gathers again
+    optimizer.step()
+    optimizer.zero_grad()
+
+    loss = loss_of(model, 10 + ranks.rank)
+    model.load_state_dict(good)
+    del loss
+    assert all(torch.equal(value, good[n]) for n, value in full_parameters(model).items())
+    with torch.no_grad():
+        wanted = build().to(dtype)(inputs(model, 5).to(dtype)).float()
+        assert torch.equal(model(inputs(model, 5)), wanted)
+
+    model.fail = True
+    with pytest.raises(RuntimeError, match="planted"):
+        loss_of(model, 77).backward()
+    assert dtypes(model.state_dict()) == {"torch.float32"}
+    model.leave.register_forward_pre_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        model(inputs(model, 5))
+    assert dtypes(model.state_dict()) == {"torch.float32"}
+    model.load_state_dict(good)
+    assert all(torch.equal(value, good[n]) for n, value in full_parameters(model).items())
+    with model.unsharded(), pytest.raises(RuntimeError, match=r"inside unsharded\(\)"):
+        model.load_state_dict(good)

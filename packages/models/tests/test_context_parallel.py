@@ -181,6 +181,23 @@ def test_the_ring_gathers_nothing_and_holds_two_blocks_that_pass():
 
 
 @pytest.mark.ranks(2)
+def test_gathered_keys_write_out_no_pairs(ranks):
+    axis = ParallelLayout(cp=2).build("cpu").axis("cp")
+    sequence = 2048
+    config = replace(LLAMA, context_parallel="all_gather")
+    tokens = torch.zeros(1, sequence, dtype=torch.int32)
+    shapes = [(1, sequence // 2, heads, 8) for heads in (2, 1, 1)]
+    inputs = [torch.randn(shape).requires_grad_() for shape in shapes]
+    attention = SelfAttention(config)
+    with Meter() as meter:
+        before = meter.live_bytes()
+        context = AttentionContext.build(config, tokens, torch.float32, mesh=axis)
+        attention.core(*inputs, context).sum().backward()
+        rise = meter.peak_live_bytes - before
+    assert rise < sequence * sequence // 2, "a bool for every pair of a query and a key"
+
+
+@pytest.mark.ranks(2)
 def test_the_ring_sends_the_next_block_while_it_attends_to_one():
     mesh = ParallelLayout(cp=2).build("cpu")
     model = GPTModel(replace(LLAMA, num_layers=1), mesh, seed=5)

@@ -8,18 +8,16 @@ attention pattern like those of one process; sequences are cut in zigzag order.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from lamina.collectives import all_to_all_tokens, gather_from, ring, send_recv
 from lamina.mesh import MeshAxis
-from lamina.models.attention_blocks import Block, merge
+from lamina.models.attention_blocks import Block
 from lamina.models.config import TransformerConfig
 from lamina.models.patterns import (
     AttentionPattern,
@@ -30,6 +28,7 @@ from lamina.models.patterns import (
     flex_over,
     repeat_heads,
 )
+from lamina.models.pieces import InPieces, Piece, add_each, to_one_width
 from lamina.models.zigzag import cut_sequence, in_order, out_of_order
 
 
@@ -58,14 +57,11 @@ class Ring:
         self, query: Tensor, key: Tensor, value: Tensor, *, scale: float, dropout: float
     ) -> Tensor:
         """See :class:`AttentionPattern`; tokens are this rank's."""
-        value_width = value.shape[-1]
-        # One width for all heads, and on a GPU a multiple of 8.
-        width = -(-max(query.shape[-1], value_width) // 8) * 8
-        padded = (_widen(x, width) for x in (query, key, value))
+        padded = to_one_width(query, key, value)
         mixed: Tensor = _RingAttention.apply(*padded, self, scale)  # type: ignore[no-untyped-call]
-        return mixed[..., :value_width]
+        return mixed[..., : value.shape[-1]]
 
-    def piece(self, source: int, tokens: int, scale: float, device: torch.device) -> _Piece | None:
+    def piece(self, source: int, tokens: int, scale: float, device: torch.device) -> Piece | None:
         """What this rank's queries have to do with another rank's keys."""
         rank, half = self.axis.rank, tokens // 2
         everything = slice(0, tokens)
@@ -73,13 +69,13 @@ class Ring:
             mask = self._mask(source, tokens * self.axis.size, device)
             if not mask.any():
                 return None
-            return _Piece(everything, everything, Block(scale, mask=mask))
+            return Piece(everything, everything, Block(scale, mask=mask))
         if source == rank:
-            return _Piece(everything, everything, Block(scale, causal=True))
+            return Piece(everything, everything, Block(scale, causal=True))
         if source < rank:
             # Its early chunk comes before both of ours, its late one after both.
-            return _Piece(everything, slice(0, half), Block(scale))
-        return _Piece(slice(half, tokens), everything, Block(scale))
+            return Piece(everything, slice(0, half), Block(scale))
+        return Piece(slice(half, tokens), everything, Block(scale))
 
     def _mask(self, source: int, sequence: int, device: torch.device) -> Tensor:
         mine = places_of(self.axis.rank, self.axis.size, sequence, device)
@@ -88,50 +84,6 @@ class Ring:
             return allowed_pairs(mine, theirs, self.window)
         runs = self.runs[:, mine], self.runs[:, theirs]
         return allowed_pairs(mine, theirs, self.window, *runs)
-
-
-@dataclass(frozen=True)
-class _Piece:
-    queries: slice
-    keys: slice
-    block: Block
-
-    def add_gradients(
-        self,
-        grad_query: Tensor,
-        sums: Sequence[Tensor],
-        inputs: tuple[Tensor, Tensor, Tensor],
-        whole: tuple[Tensor, Tensor, Tensor],
-    ) -> None:
-        """Add this piece's part; what the kernel returns is let go before the next piece.
-
-        Args:
-            grad_query: of this rank's queries, ``[batch, tokens, heads, width]``.
-            sums: of the piece's keys and values, in the same order of dimensions.
-            inputs: queries, heads first; keys and values as they travel.
-            whole: the result's gradient, the result, and logs of sums, heads first.
-
-        """
-        rows, columns = self.queries, self.keys
-        query, keys, values = inputs[0], *(x.transpose(1, 2) for x in inputs[1:])
-        grad, out, logs = (x[:, :, rows] for x in whole)
-        parts = self.block.backward(
-            grad, query[:, :, rows], keys[:, :, columns], values[:, :, columns], out, logs
-        )
-        grad_query[:, rows] += parts[0].transpose(1, 2)
-        for total, part in zip(sums, parts[1:], strict=True):
-            total[:, columns] += part.transpose(1, 2)
-
-
-def _add(sums: Sequence[Tensor], others: Sequence[Tensor]) -> None:
-    # A function, so that no name keeps the last of the others alive.
-    for total, other in zip(sums, others, strict=True):
-        total += other
-
-
-def _widen(x: Tensor, width: int) -> Tensor:
-    """Append zeros, for torch's kernels want heads of one width: no score or value changes."""
-    return x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1]))
 
 
 class _RingAttention(torch.autograd.Function):
@@ -148,13 +100,8 @@ class _RingAttention(torch.autograd.Function):
         logs = torch.full(q.shape[:3], -torch.inf, dtype=wide, device=q.device)
         for source, (k, v) in ring((key, value), pattern.axis.group):
             piece = pattern.piece(source, q.shape[2], scale, q.device)
-            if piece is None:
-                continue
-            rows, columns = piece.queries, piece.keys
-            more = piece.block.forward(
-                q[:, :, rows], k.transpose(1, 2)[:, :, columns], v.transpose(1, 2)[:, :, columns]
-            )
-            merge(out[:, :, rows], logs[:, :, rows], *more)
+            if piece is not None:
+                piece.add_values(out, logs, (q, k, v))
         mixed = total.to(query.dtype)
         ctx.save_for_backward(query, key, value, mixed, logs)
         ctx.pattern, ctx.scale = pattern, scale
@@ -176,7 +123,7 @@ class _RingAttention(torch.autograd.Function):
                 piece.add_gradients(grad_query, sums, (q, k, v), (g, out, logs))
             # A block's gradients follow it round, one step behind, and end where it started.
             if travelling is not None:
-                _add(sums, travelling.wait())
+                add_each(sums, travelling.wait())
             travelling = send_recv(sums, group)
         home = travelling.wait() if travelling is not None else ()
         grads = zip((grad_query, *home), (query, key, value), strict=True)
@@ -317,9 +264,29 @@ def parallel_pattern(
             )
         return Ring(axis, window, runs)
     sequence, device = tokens.shape[1], tokens.device
+    if runs is None and window is None and not dropout and _merges(config, dtype, device):
+        return GatheredKeys(axis, InPieces(causal_pieces(axis, sequence, config.score_scale)))
     mine = places_of(axis.rank, axis.size, sequence, device)
     keys = torch.arange(sequence, device=device)
     if tokens.is_cuda and not dropout:
         return GatheredKeys(axis, flex_over(mine, keys, window, runs))
     my_runs = None if runs is None else cut_sequence(runs, axis)
     return GatheredKeys(axis, Masked(allowed_pairs(mine, keys, window, my_runs, runs)))
+
+
+def _merges(config: TransformerConfig, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether a kernel that writes out no scores gives what merging needs."""
+    half = dtype in (torch.float16, torch.bfloat16)
+    return device.type == "cpu" or (half and max(config.head_width, config.value_width) <= 256)
+
+
+def causal_pieces(axis: MeshAxis, sequence: int, scale: float) -> tuple[Piece, ...]:
+    """This rank's two chunks over whole sequences: each sees all before it, and itself causally."""
+    chunk = sequence // (2 * axis.size)
+    pieces = []
+    for place, number in enumerate((axis.rank, 2 * axis.size - 1 - axis.rank)):
+        rows, first = slice(place * chunk, (place + 1) * chunk), number * chunk
+        if first:
+            pieces.append(Piece(rows, slice(0, first), Block(scale)))
+        pieces.append(Piece(rows, slice(first, first + chunk), Block(scale, causal=True)))
+    return tuple(pieces)

@@ -320,4 +320,11 @@ def flex_over(
 
     rows = None if runs is None else runs.shape[0]
     lengths = queries.numel(), keys.numel()
-    return Flex(create_block_mask(mask_mod, rows, None, *lengths, device=queries.device))
+    make = _block_mask_maker(queries.is_cuda)
+    return Flex(make(mask_mod, rows, None, *lengths, device=queries.device))
+
+
+@functools.cache
+def _block_mask_maker(compiled: bool) -> Any:
+    # Uncompiled, create_block_mask writes out every pair before it looks at blocks.
+    return torch.compile(create_block_mask) if compiled else create_block_mask

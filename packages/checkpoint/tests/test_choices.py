@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import types
+
 import pytest
 import torch
 from torch import nn
@@ -176,6 +178,94 @@ def test_parts_are_loaded_by_pattern_and_the_optimizer_apart(tmp_path):
     expected = saved["optimizer"].state[stored["a.weight"]]
     assert torch.equal(moments["exp_avg"], expected["exp_avg"])
     assert fresh["optimizer"].param_groups[0]["lr"] == 0.1
+
+
+@pytest.mark.ranks(2)
+def test_every_rank_reports_what_any_rank_misses(tmp_path):
+    import torch.distributed as dist
+
+    class Stage(nn.Module):  # as of a pipeline: each rank holds layers of its own
+        def __init__(self, names: str) -> None:
+            super().__init__()
+            self.layers = nn.ModuleDict({name: nn.Linear(2, 2) for name in names})
+
+    rank = dist.get_rank()
+    torch.manual_seed(0)
+    manager = CheckpointManager(tmp_path)
+    manager.save(1, {"model": Stage("ab"[rank])})
+    manager.restore({"model": Stage(("a", "bc")[rank])}, strict=False)
+    missing = ("model.layers.c.bias", "model.layers.c.weight")
+    assert manager.last_restore.missing == missing
+    assert manager.last_restore.unexpected == ()
+
+
+@pytest.mark.ranks(2)
+def test_a_cut_parameter_that_no_module_knows_the_axis_of_needs_a_mesh(tmp_path):
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+
+    from lamina.mesh import mark
+
+    def half(rank: int) -> nn.Module:
+        model = nn.Linear(3, 2, bias=False)
+        with torch.no_grad():
+            model.weight.fill_(rank)
+        mark(model.weight, tp_shard_dim=0)
+        return model
+
+    rank = dist.get_rank()
+    with pytest.raises(CheckpointError, match=r"axis tp, but .* pass mesh="):
+        CheckpointManager(tmp_path).save(1, {"model": half(rank)})
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    manager = CheckpointManager(tmp_path, mesh=mesh, threads=2)
+    manager.save(1, {"model": half(rank)})
+    other = half(7)
+    manager.restore({"model": other})
+    assert torch.equal(other.weight, torch.full((2, 3), float(rank)))
+    alone = [dist.new_group([r]) for r in range(2)][rank]
+    whole = nn.Linear(3, 4, bias=False)
+    CheckpointManager(tmp_path, group=alone).restore({"model": whole})
+    assert torch.equal(whole.weight[:, 0], torch.tensor([0.0, 0.0, 1.0, 1.0]))
+
+
+def test_threads_write_a_file_each_and_a_bar_counts_what_passes(tmp_path, monkeypatch):
+    import lamina.checkpoint.progress as progress_module
+
+    bars: list[dict[str, object]] = []
+
+    class Bar:
+        def __init__(self, **options: object) -> None:
+            bars.append({**options, "seen": 0, "open": True})
+
+        def update(self, size: int) -> None:
+            bars[-1]["seen"] += size
+
+        def close(self) -> None:
+            bars[-1]["open"] = False
+
+    class Terminal:
+        def isatty(self) -> bool:
+            return True
+
+    tqdm = types.SimpleNamespace(tqdm=Bar)
+    monkeypatch.setattr(progress_module.importlib, "import_module", lambda _: tqdm)
+    monkeypatch.setattr(progress_module.sys, "stderr", Terminal())
+    state = {f"t{i}": torch.full((1000,), float(i)) for i in range(5)}
+    manager = CheckpointManager(tmp_path, threads=3)
+    report = manager.save(1, state)
+    files = sorted((tmp_path / "step-00000001").glob("*.distcp"))
+    assert [file.name for file in files] == ["__0_0.distcp", "__0_1.distcp", "__0_2.distcp"]
+    assert report.bytes_per_second == report.bytes / report.seconds > 0
+    got = {f"t{i}": None for i in range(5)}
+    manager.restore(got)
+    assert all(torch.equal(got[name], tensor) for name, tensor in state.items())
+    assert manager.last_restore.bytes_per_second > 0
+    assert [bar["desc"].split()[0] for bar in bars] == ["saving", "loading"]
+    written = sum(file.stat().st_size for file in files)
+    assert [bar["seen"] for bar in bars] == [written, written]
+    assert not any(bar["open"] for bar in bars)
+    CheckpointManager(tmp_path, progress=False).save(2, state)
+    assert len(bars) == 2
 
 
 @pytest.mark.ranks(2)

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import errno
+import io
+import json
 import os
 import pickle
+import zlib
 
 import pytest
 import torch
@@ -13,6 +17,8 @@ from lamina.checkpoint import (
     CheckpointDamagedError,
     CheckpointManager,
     CheckpointUnsafeError,
+    import_dcp,
+    verify_checkpoint,
 )
 from lamina.checkpoint.manifest import FileSum, Manifest
 from lamina.checkpoint.places import LocalPlace, write_whole
@@ -69,8 +75,31 @@ def test_a_checkpoint_with_a_missing_or_short_file_is_not_the_latest(saved, name
         os.truncate(path, path.stat().st_size // 2)
     manager = CheckpointManager(saved)
     assert manager.latest() == 1
-    with pytest.raises(CheckpointDamagedError, match=name.replace(".", r"\.")):
+    lost = r".* \(written by rank 0; gone with it: t\)" if name == "__0_0.distcp" else ""
+    with pytest.raises(CheckpointDamagedError, match=name.replace(".", r"\.") + lost):
         manager.restore({"n": 0}, step=2)
+
+
+def test_a_bad_sector_is_damage_and_verify_names_it(saved, monkeypatch):
+    honest = LocalPlace.open
+
+    class BadSector(io.FileIO):
+        def read(self, size=-1):
+            raise OSError(errno.EIO, "Input/output error")
+
+        def readall(self):
+            return self.read()
+
+    def opened(self, name, **options):
+        bad = name.endswith(".distcp")
+        return BadSector(self.path / name) if bad else honest(self, name, **options)
+
+    monkeypatch.setattr(LocalPlace, "open", opened)
+    expected = pytest.raises(CheckpointDamagedError, match=r"__0_0\.distcp: 'model\..*faulty")
+    with expected:
+        CheckpointManager(saved).restore({"model": nn.Linear(64, 64)})
+    problems = verify_checkpoint(saved / STEP)
+    assert any("'model.weight'" in p and "written by rank 0" in p for p in problems), problems
 
 
 class Bomb:
@@ -97,6 +126,40 @@ def test_a_pickle_that_would_run_code_is_refused(saved, tmp_path, place):
     assert not target.exists()
     pickle.loads((path / ".metadata").read_bytes())  # the bomb is live: an open unpickler runs it
     assert target.exists()
+
+
+@pytest.mark.parametrize("whose", ["ours", "plain dcp's"])
+def test_a_pickle_in_a_chunk_that_would_run_code_is_refused(saved, tmp_path, whose):
+    target = tmp_path / "executed"
+    bomb = Bomb()
+    bomb.target = str(target)
+    path = saved / STEP
+    metadata = pickle.loads((path / ".metadata").read_bytes())
+    data = io.BytesIO()
+    torch.save(bomb, data)
+    for index, info in metadata.storage_data.items():
+        assert index.fqn.startswith("model.")
+        info.offset, info.length = 0, data.tell()
+    small = {
+        "__0_0.distcp": data.getvalue(),
+        ".metadata": pickle.dumps(metadata),
+        "chunks.json": json.dumps(
+            {"__0_0.distcp": [[data.tell(), zlib.crc32(data.getvalue())]]}
+        ).encode(),
+    }
+    sums = {name: write_whole(LocalPlace(path), name, content) for name, content in small.items()}
+    manifest = Manifest.read(path)
+    Manifest(1, 1, manifest.torch, {**manifest.files, **sums}).write(path)
+    state = {"model": nn.Linear(64, 64)}
+    loads = {
+        "ours": lambda: CheckpointManager(saved).restore(state),
+        "plain dcp's": lambda: import_dcp(state, path),
+    }
+    with pytest.raises(CheckpointUnsafeError, match="nothing of it was executed"):
+        loads[whose]()
+    assert not target.exists()
+    torch.load(path / "__0_0.distcp", weights_only=False)
+    assert target.exists()  # the bomb is live
 
 
 def test_a_manifest_that_points_outside_is_refused(saved):

@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lamina.checkpoint import CheckpointError
 from lamina.checkpoint.values import decode, encode
 
 SCALARS = (
@@ -80,3 +81,9 @@ def test_a_value_that_needs_pickle_is_refused_with_its_place():
 def test_a_user_key_that_looks_like_a_tag_stays_a_key():
     value = {"$tensor": "x.a"}
     assert decode(encode(value, ("x",), {}), pytest.fail) == value
+
+
+def test_keys_that_look_alike_in_a_name_are_refused_where_one_tensor_would_be_lost():
+    with pytest.raises(CheckpointError, match=r"'a\.1'.* 1 and '1'"):
+        encode({1: torch.zeros(1), "1": torch.ones(1)}, ("a",), {})
+    assert encode({1: 2, "1": 3}, ("a",), {}) == {"$dict": [[1, 2], ["1", 3]]}

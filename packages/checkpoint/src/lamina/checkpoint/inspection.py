@@ -126,7 +126,7 @@ def check_chunk(place: Place, sums: ChunkSums, chunk: Chunk) -> str | None:
     where += f"{chunk.file.lstrip('_').partition('_')[0]})"
     expected = sums.of(chunk.file, chunk.offset)
     try:
-        with opened(place, chunk.file) as read:
+        with opened(place, chunk.file, mapped=False) as read:
             data = read(chunk.offset, chunk.length)
             if len(data) != chunk.length:
                 return f"{where} is cut off after {len(data)} of {chunk.length} bytes"

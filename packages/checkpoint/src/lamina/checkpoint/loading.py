@@ -13,7 +13,12 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
-from lamina.checkpoint.errors import CheckpointNotFoundError
+from lamina.checkpoint.errors import (
+    CheckpointDamagedError,
+    CheckpointError,
+    CheckpointNotFoundError,
+    shortened,
+)
 from lamina.checkpoint.manifest import METADATA, VALUES, Manifest
 from lamina.checkpoint.places import Place
 from lamina.checkpoint.plan import Plan, Selection
@@ -35,10 +40,30 @@ def open_checkpoint(place: Place) -> tuple[Manifest, Metadata, dict[str, Json]]:
 
     """
     manifest = Manifest.read(place)
-    manifest.check_sizes(place)
+    if (damaged := manifest.wrong_size(place)) is not None:
+        name, found, message = damaged
+        raise CheckpointDamagedError(message + _lost(place, manifest, name, found))
     manifest.check_file(place, METADATA)
     trees = json.loads(manifest.read_file(place, VALUES))
     return manifest, read_metadata(place), trees
+
+
+def _lost(place: Place, manifest: Manifest, file: str, found: int) -> str:
+    """Say which tensors a data file of `found` bytes lacks, and which rank wrote it."""
+    try:
+        manifest.check_file(place, METADATA)
+        storage = read_metadata(place).storage_data or {}
+    except (CheckpointError, OSError):
+        return ""
+    names = {
+        index.fqn: None
+        for index, info in storage.items()
+        if info.relative_path == file and info.offset + info.length > found
+    }
+    if not names:
+        return ""
+    rank = file.lstrip("_").partition("_")[0]
+    return f" (written by rank {rank}; gone with it: {shortened(list(names))})"
 
 
 def open_step(store: Store, step: int) -> tuple[Manifest, Metadata, dict[str, Json]]:
@@ -117,7 +142,9 @@ def load(
         read = reader.bytes_read
     ranks.together(lambda: plan.apply(ranks.rank, ranks.size))
     seconds = time.perf_counter() - started
-    missing, unexpected = tuple(plan.missing), tuple(plan.unexpected)
+    # With pipeline stages each rank knows of its own names only.
+    missing = tuple(plan.missing if selection.strict else ranks.union(plan.missing))
+    unexpected = tuple(plan.unexpected)
     return RestoreReport(step, location(source.place), read, seconds, missing, unexpected)
 
 

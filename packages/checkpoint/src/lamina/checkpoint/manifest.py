@@ -6,6 +6,7 @@ thousand million); it is no defence against someone who forges files on purpose.
 
 from __future__ import annotations
 
+import errno
 import json
 import zlib
 from dataclasses import asdict, dataclass
@@ -92,18 +93,28 @@ class Manifest:
             CheckpointDamagedError: naming the first that is not.
 
         """
+        damaged = self.wrong_size(place)
+        if damaged is not None:
+            raise CheckpointDamagedError(damaged[2])
+
+    def wrong_size(self, place: Place | Path) -> tuple[str, int, str] | None:
+        """Return the first file that is missing or of another length.
+
+        Returns:
+            Its name, the bytes that are there, and what to say of it.
+
+        """
         place = _place(place)
         for name, expected in self.files.items():
             try:
                 found = place.size(name)
             except FileNotFoundError:
-                raise CheckpointDamagedError(
-                    f"{place}/{name} is missing; it should have {expected.bytes} bytes"
-                ) from None
+                message = f"{place}/{name} is missing; it should have {expected.bytes} bytes"
+                return name, 0, message
             if found != expected.bytes:
-                raise CheckpointDamagedError(
-                    f"{place}/{name} has {found} bytes, the manifest says {expected.bytes}"
-                )
+                message = f"{place}/{name} has {found} bytes, the manifest says {expected.bytes}"
+                return name, found, message
+        return None
 
     def check_file(self, place: Place | Path, name: str) -> None:
         """Read a whole file and compare its checksum.
@@ -120,6 +131,8 @@ class Manifest:
             found = sum_of(place, name)
         except FileNotFoundError:
             raise CheckpointDamagedError(f"{place}/{name} is missing") from None
+        except OSError as error:
+            raise unreadable(f"{place}/{name}", error) from error
         if found != expected:
             raise CheckpointDamagedError(
                 f"{place}/{name} is damaged: {found.bytes} bytes with CRC-32 "
@@ -135,6 +148,13 @@ class Manifest:
         """
         self.check_file(place, name)
         return place.read(name)
+
+
+def unreadable(where: str, error: OSError) -> Exception:
+    """Return what to raise: a bad sector is damage of the file; a lost connection is none."""
+    if error.errno != errno.EIO:
+        return error
+    return CheckpointDamagedError(f"{where} can't be read: {error}: the disk is faulty there")
 
 
 def _place(place: Place | Path) -> Place:

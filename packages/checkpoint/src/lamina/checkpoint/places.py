@@ -166,6 +166,16 @@ def sum_of(place: Place, name: str, *, from_disk: bool = False) -> FileSum:
     return FileSum(length, crc)
 
 
+def crc_of(file: BinaryIO, offset: int, length: int) -> int:
+    """Sum a stretch of an open file, a piece at a time; a shorter file ends the stretch."""
+    file.seek(offset)
+    crc = 0
+    while length > 0 and (piece := file.read(min(length, _CHUNK))):
+        crc = zlib.crc32(piece, crc)
+        length -= len(piece)
+    return crc
+
+
 def write_whole(place: Place, name: str, data: bytes) -> FileSum:
     """Write a small file durably and return its sum."""
     with place.create(name) as file:

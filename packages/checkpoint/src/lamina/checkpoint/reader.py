@@ -6,11 +6,10 @@ import io
 import mmap
 import os
 import pickle
-import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import groupby
-from typing import Any, cast
+from typing import Any, BinaryIO, cast
 
 import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
@@ -24,9 +23,9 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from lamina.checkpoint.errors import CheckpointDamagedError, CheckpointUnsafeError
-from lamina.checkpoint.manifest import METADATA, ChunkSums, Manifest
-from lamina.checkpoint.places import LocalPlace, Place
-from lamina.checkpoint.streams import tensor_in
+from lamina.checkpoint.manifest import METADATA, ChunkSums, Manifest, unreadable
+from lamina.checkpoint.places import LocalPlace, Place, crc_of
+from lamina.checkpoint.streams import safely_loaded, tensor_in
 
 _METADATA = "torch.distributed.checkpoint.metadata"
 _FILES = "torch.distributed.checkpoint.filesystem"
@@ -92,10 +91,20 @@ def read_metadata(place: Place) -> Metadata:
 
 
 @contextmanager
-def opened(place: Place, name: str) -> Iterator[Callable[[int, int], memoryview]]:
-    """Open a file and give a function (offset, length) -> bytes, without copies where possible."""
+def opened(
+    place: Place, name: str, *, mapped: bool = True
+) -> Iterator[Callable[[int, int], memoryview]]:
+    """Open a file and give a function (offset, length) -> bytes, without copies where possible.
+
+    Args:
+        place: of the file.
+        name: of the file.
+        mapped: map a local file into memory. A bad sector then kills the process (SIGBUS); without
+            it, reading raises OSError.
+
+    """
     with place.open(name) as file:
-        if isinstance(place, LocalPlace) and os.fstat(file.fileno()).st_size:
+        if mapped and isinstance(place, LocalPlace) and os.fstat(file.fileno()).st_size:
             # Not closed by hand: tensors made of it may still be alive.
             whole = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY))
             yield lambda offset, length: whole[offset : offset + length]
@@ -189,15 +198,18 @@ class Reader(StorageReader):
         if any(self._sums.of(name, offset) is None for offset in chunks):
             manifest.check_file(self._place, name)
             return
-        with opened(self._place, name) as read:
+        # Read, not mapped: a bad sector is then an error, which every rank hears of.
+        with self._place.open(name) as file:
             for offset, item in chunks.items():
-                self._check_chunk(name, read, offset, item)
+                self._check_chunk(name, file, offset, item)
 
-    def _check_chunk(
-        self, name: str, read: Callable[[int, int], memoryview], offset: int, item: ReadItem
-    ) -> None:
+    def _check_chunk(self, name: str, file: BinaryIO, offset: int, item: ReadItem) -> None:
         expected, length = self._sums.of(name, offset), self._info(item).length
-        found = zlib.crc32(read(offset, length))
+        try:
+            found = crc_of(file, offset, length)
+        except OSError as error:
+            where = f"{self._place}/{name}: '{item.storage_index.fqn}'"
+            raise unreadable(where, error) from error
         if expected is None or expected.crc32 != found or expected.bytes != length:
             index = item.storage_index
             raise CheckpointDamagedError(
@@ -239,10 +251,7 @@ class Reader(StorageReader):
     def _tensor(self, chunk: memoryview, item: ReadItem) -> torch.Tensor:
         index = item.storage_index
         if self._manifest is None:  # another writer's: strides are its own affair
-            loaded: torch.Tensor = torch.load(
-                io.BytesIO(chunk), map_location="cpu", weights_only=True
-            )
-            return loaded
+            return safely_loaded(io.BytesIO(chunk))
         described = self._metadata.state_dict_metadata[index.fqn]
         if not isinstance(described, TensorStorageMetadata):
             raise CheckpointDamagedError(f"'{index.fqn}' is no tensor in the metadata")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import io
 import math
+import pickle
 import sys
 import zipfile
 import zlib
@@ -14,6 +15,7 @@ from typing import Any, BinaryIO, cast
 import torch
 
 from lamina.checkpoint.crc import combine
+from lamina.checkpoint.errors import CheckpointUnsafeError
 from lamina.checkpoint.places import FileSum
 
 
@@ -97,9 +99,24 @@ def tensor_in(chunk: memoryview, dtype: torch.dtype, sizes: Sequence[int]) -> to
         )
         start = header + 30 + name + extra
         return torch.frombuffer(chunk, dtype=dtype, count=numel, offset=start).view(tuple(sizes))
-    loaded: torch.Tensor = torch.load(
-        cast(BinaryIO, _Window(chunk)), map_location="cpu", weights_only=True
-    )
+    return safely_loaded(cast(BinaryIO, _Window(chunk)))
+
+
+def safely_loaded(file: BinaryIO) -> torch.Tensor:
+    """Load what torch.save wrote, if it is a tensor and nothing else.
+
+    Raises:
+        CheckpointUnsafeError: it names code.
+
+    """
+    try:
+        loaded: torch.Tensor = torch.load(file, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise CheckpointUnsafeError(
+            f"a chunk is no tensor, and nothing of it was executed: {error}"
+        ) from error
+    if not isinstance(loaded, torch.Tensor):
+        raise CheckpointUnsafeError(f"a chunk holds a {type(loaded).__name__}, not a tensor")
     return loaded
 
 

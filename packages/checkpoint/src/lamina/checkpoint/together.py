@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import secrets
 from collections.abc import Callable, Sequence
 from typing import TypeVar, cast
@@ -56,6 +57,18 @@ class Ranks:
         shared = torch.tensor(list(flags), dtype=torch.uint8)
         all_reduce_small([shared], self.group, op="max")
         return [bool(flag) for flag in shared.tolist()]
+
+    def union(self, names: Sequence[str]) -> list[str]:
+        """Return all names that any rank has, in the order of their alphabet (collective)."""
+        text = json.dumps(list(names)).encode()
+        lengths = torch.zeros(self.size, dtype=torch.int64)
+        lengths[self.rank] = len(text)
+        all_reduce_small([lengths], self.group, op="max")
+        table = torch.zeros(self.size, int(lengths.max()), dtype=torch.uint8)
+        table[self.rank, : len(text)] = torch.tensor(list(text), dtype=torch.uint8)
+        all_reduce_small([table], self.group, op="max")
+        rows = zip(table.tolist(), lengths.tolist(), strict=True)
+        return sorted({name for row, length in rows for name in json.loads(bytes(row[:length]))})
 
     def together(self, work: Callable[[], T]) -> T:
         """Run `work`; if it fails on any rank, raise on every rank instead of letting some wait."""

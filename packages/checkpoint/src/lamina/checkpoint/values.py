@@ -42,11 +42,17 @@ def encode(value: Any, path: tuple[str, ...], tensors: dict[tuple[str, ...], tor
 
     Raises:
         TypeError: a value of another type, with its path.
+        CheckpointError: two tensors would be stored under one name.
 
     """
     if value is None or isinstance(value, (bool, str)):
         return value
     if isinstance(value, torch.Tensor):
+        if path in tensors:
+            raise CheckpointError(
+                f"two tensors are called '{join(path)}': keys such as 1 and '1' look alike in a "
+                "name; rename one"
+            )
         tensors[path] = value
         return {"$tensor": join(path)}
     if isinstance(value, int):

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from lamina.collectives import Ledger
 from lamina.ddp import full_gradients, full_parameters, resolve_strategy
-from lamina.fsdp import UnavailableError, fully_shard
+from lamina.fsdp import MixedPrecisionPolicy, UnavailableError, fully_shard
 from lamina.fsdp.units import resolve_unit_classes
 from lamina.mesh import ParallelLayout, mark
 from lamina_testing.toys import Block, OddNet, inputs
@@ -209,7 +209,6 @@ def test_finish_grad_sync_shows_the_accumulated_gradient(strategy, ranks):
     [
         ({"keep_fp8_transpose_cache": True}, UnavailableError, "FP8"),
         ({"nccl_ub": True}, UnavailableError, "CUDA|NCCL"),
-        ({"use_decoupled_grad": True}, UnavailableError, r"\.grad"),
         ({"cuda_graph_mode": True, "fsdp_double_buffer": True}, UnavailableError, "CUDA"),
         ({"cuda_graph_mode": True}, ValueError, "fsdp_double_buffer"),
         ({"maxpool_double_buffer": True}, ValueError, "fsdp_double_buffer"),
@@ -246,6 +245,53 @@ def test_tp_dim_is_not_the_dimension_to_shard_along(ranks):
     group = next(model.parameter_groups())
     assert group.axes.inner.name == "data"
     assert group.axes.size == 2
+
+
+class DecoupledSGD(torch.optim.Optimizer):
+    """Reads and zeroes gradients as Megatron's optimizers do with `use_decoupled_grad`."""
+
+    def __init__(self, params, lr):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.decoupled_grad is not None:
+                    change = parameter.decoupled_grad.to(parameter.dtype)
+                    parameter.add_(change, alpha=-group["lr"])
+
+    def zero_grad(self):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.decoupled_grad = None
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("strategy", [0, 3])
+def test_an_optimizer_reads_and_zeroes_decoupled_gradients(strategy, ranks):
+    policy = MixedPrecisionPolicy(main_grads_dtype=torch.bfloat16, param_dtype=torch.bfloat16)
+    common = {"zero_dp_strategy": strategy, "mixed_precision_policy": policy}
+    found = {}
+    for make in (torch.optim.SGD, DecoupledSGD):
+        model = build()
+        model, optimizer = fully_shard(
+            model,
+            make(model.parameters(), lr=0.1),
+            use_decoupled_grad=make is DecoupledSGD,
+            **common,
+        )
+        for step in range(3):
+            model(inputs(model, 10 * step + ranks.rank)).square().mean().backward()
+            assert next(model.parameters()).grad.dtype is torch.bfloat16
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+            assert all(p.grad is None for p in model.parameters())
+        found[make] = full_parameters(model)
+        model.state_dict()
+    for name, value in found[torch.optim.SGD].items():
+        torch.testing.assert_close(found[DecoupledSGD][name], value, rtol=1e-2, atol=1e-4)
 
 
 class Experts(OddNet):

@@ -1,6 +1,7 @@
 """What arguments, policy fields and methods do, seen from outside: each fails when it is cut."""
 
 import copy
+import itertools
 
 import pytest
 import torch
@@ -254,3 +255,32 @@ def test_a_sharded_model_is_not_copied(ranks):
 
 def sharded_alone():
     return fully_shard(build())
+
+
+@pytest.mark.ranks(2)
+def test_fp16_weights_skip_the_step_on_all_ranks_when_one_overflows(ranks):
+    policy = MixedPrecisionPolicy(param_dtype=torch.float16, output_dtype=torch.float32)
+    model = build()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    model, optimizer = fully_shard(model, optimizer, mixed_precision_policy=policy)
+    scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+    seen = {}
+    for block in model.blocks:
+        block.register_forward_pre_hook(lambda m, _: seen.update(dtype=m.up.weight.dtype))
+    kept = [full_parameters(model)]
+    for number in range(3):
+        loss = loss_of(model, ranks.rank + 10 * number)
+        if number == 1 and ranks.rank == 1:
+            loss = loss * 1e30
+        scaler.scale(loss).backward()
+        assert {p.grad.dtype for p in model.parameters()} == {torch.float32}
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        kept.append(full_parameters(model))
+    same = [all(torch.equal(a[n], b[n]) for n in a) for a, b in itertools.pairwise(kept)]
+    assert same == [False, True, False]
+    assert scaler.get_scale() == 128.0
+    assert seen["dtype"] is torch.float16
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    assert all(value.isfinite().all() for value in kept[-1].values())

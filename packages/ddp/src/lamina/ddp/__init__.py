@@ -3,6 +3,7 @@
 from lamina.ddp.axes import DataParallelAxes, data_parallel_axes
 from lamina.ddp.config import DistributedDataParallelConfig
 from lamina.ddp.contract import DataParallel
+from lamina.ddp.decoupled import show_decoupled
 from lamina.ddp.finalize import FinalizesStep, finalize_grads
 from lamina.ddp.flat_step import ELEMENTWISE, FlatStep
 from lamina.ddp.gradients import GroupGradients
@@ -95,6 +96,7 @@ __all__ = [
     "resolve_dtypes",
     "resolve_reduction",
     "resolve_strategy",
+    "show_decoupled",
     "tensors_in",
     "warn_of_unfinished_steps",
     "whole_weights",

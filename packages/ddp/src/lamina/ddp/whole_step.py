@@ -13,6 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lamina.buffers import ShardedTensor
+from lamina.ddp.decoupled import show_decoupled, shows_decoupled
 from lamina.ddp.group import ParameterGroup
 
 __all__ = ["WholeStep"]
@@ -60,7 +61,11 @@ class WholeStep:
             return plain
         gradient = main.grad
         plain.grad = None
+        if shows_decoupled(main):
+            show_decoupled([plain])
         if isinstance(gradient, ShardedTensor):
+            if gradient.dtype != plain.dtype:
+                plain.grad_dtype = gradient.dtype  # torch takes no other dtype in `.grad`
             plain.grad = gradient.to_local().view(main.shape)
         if main in optimizer.state:
             optimizer.state[plain] = optimizer.state.pop(main)

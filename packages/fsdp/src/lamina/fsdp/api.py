@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy as TorchPolicy
 from torch.optim import Optimizer
 
-from lamina.ddp import FlatStep, point_optimizer_at, warn_of_unfinished_steps
+from lamina.ddp import FlatStep, point_optimizer_at, show_decoupled, warn_of_unfinished_steps
 from lamina.fsdp.arguments import Arguments, refuse_sharded
 from lamina.fsdp.meshes import model_axes
 from lamina.fsdp.module import ShardedModule
@@ -148,7 +148,9 @@ def fully_shard(  # type: ignore[misc]
         enable_fine_grained_param_gather: gather module by module instead of unit by unit. Modules
             that read the weights of modules inside them need weights of their own (see
             docs/fsdp.md).
-        use_decoupled_grad: refused: nothing reads `.decoupled_grad`.
+        use_decoupled_grad: parameters have their gradient as `.decoupled_grad` too, for optimizers
+            that read it there. It is another name of `.grad`, whose dtype may differ from the
+            parameter's (`MixedPrecisionPolicy(main_grads_dtype=)`).
         cuda_graph_mode: after the first step no unit's weights ever move, so that graphs of
             blocks (`torch.cuda.make_graphed_callables`) stay right; a unit whose place is taken is
             gathered later instead. Needs CUDA and `fsdp_double_buffer`.
@@ -182,6 +184,8 @@ def fully_shard(  # type: ignore[misc]
     arguments = Arguments(module, optimizer, given)
     sharded = shard_model(module, arguments.settings())
     sharded.set_model_auto_sync(sync_model_each_microbatch)
+    if use_decoupled_grad:
+        show_decoupled(p for group in sharded.parameter_groups() for p in group.main_parameters)
     if preproc_state_dict_for_dcp_ckpt:
         show_parts(sharded, Regions(sharded.parameter_groups(), model_axes(arguments.meshes)))
     else:

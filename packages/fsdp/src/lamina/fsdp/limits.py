@@ -29,7 +29,6 @@ class BufferArguments:
     nccl_ub: bool = False
     fsdp_double_buffer: bool = False
     disable_symmetric_registration: bool = False
-    use_decoupled_grad: bool = False
     cuda_graph_mode: bool = False
     maxpool_double_buffer: bool = False
     fsdp_db_use_persist_buf_on_alloc_fail: bool = False
@@ -63,12 +62,6 @@ class BufferArguments:
             raise ValueError(
                 f"gather_budget={self.gather_budget} is about whole weights that come and go, and "
                 f"{why if gathers else 'this strategy keeps weights whole'}: leave one of them out"
-            )
-        if self.use_decoupled_grad:
-            raise UnavailableError(
-                "use_decoupled_grad=True: gradients are shown in `.grad`, which torch's optimizers "
-                "read; nothing would read `.decoupled_grad`. Leave it False and choose their dtype "
-                "with MixedPrecisionPolicy(main_grads_dtype=)"
             )
         if self.cuda_graph_mode and device.type != "cuda":
             raise UnavailableError(

@@ -70,6 +70,16 @@ def test_sync_module_states_decides_whose_values_the_ranks_start_from(ranks):
     second = {name: p.detach() for name, p in build(1).named_parameters()}
     assert_near(full_parameters(sharded(seed=ranks.rank)), first)
     mixed = full_parameters(sharded(seed=ranks.rank, sync_module_states=False))
+    for sync in (True, False):
+        model = build(0)
+        features = torch.full((3, 2), ranks.rank, dtype=torch.int64).T  # with strides of its own
+        model.blocks[0].register_buffer("features", features)
+        model.register_buffer("flag", torch.tensor(bool(ranks.rank)))
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+        model = fully_shard(model, device_mesh=mesh, sync_module_states=sync)
+        wanted = 0 if sync else ranks.rank
+        assert (model.blocks[0].features == wanted).all()
+        assert bool(model.flag) is bool(wanted)
     taken = {torch.equal(mixed[n], first[n]) for n in first if n.startswith("blocks.0")}
     also = {torch.equal(mixed[n], second[n]) for n in first if n.startswith("blocks.0")}
     assert True in taken

@@ -1,6 +1,7 @@
 """A model built on the meta device gets the values it would have had, one unit at a time."""
 
 import gc
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,10 +10,12 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from lamina.ddp import full_parameters
 from lamina.fsdp import fully_shard, shard_module
+from lamina.fsdp.meshes import computing_device
+from lamina.fsdp.module_buffers import move_buffers
 from lamina.mesh import mark, role_of
 from lamina.models import GPTModel, TransformerConfig
 from lamina_testing import Meter
-from lamina_testing.toys import Block, OddNet
+from lamina_testing.toys import Block, ConvNet, OddNet
 
 STRATEGIES = pytest.mark.parametrize("strategy", [3, 1])
 
@@ -291,3 +294,25 @@ def test_models_of_transformers_start_on_meta_with_their_own_initialisation(rank
             assert torch.equal(buffers[name], value), name
         with torch.no_grad():
             model(input_ids=torch.zeros(1, 4, dtype=torch.long))
+
+
+def test_a_model_computes_where_it_was_asked_to_else_where_its_mesh_is():
+    model, meta = nn.Linear(2, 2), torch.device("meta")
+    cpus, others = SimpleNamespace(device_type="cpu"), SimpleNamespace(device_type="meta")
+    assert computing_device(model, cpus, None) == torch.device("cpu")
+    assert computing_device(model, cpus, "meta") == meta
+    assert computing_device(model, others, None) == meta, "moved to the mesh's device"
+    assert computing_device(model.to_empty(device="meta"), cpus, None) == torch.device("cpu")
+
+
+@pytest.mark.ranks(1)
+def test_a_model_that_has_values_is_moved_to_where_it_computes(ranks):
+    """Where no accelerator is: what the groups are told, and what becomes of buffers."""
+    model = ConvNet()
+    sharded = fully_shard(model, device="cpu")
+    assert {group.settings.device for group in sharded.parameter_groups()} == {torch.device("cpu")}
+    model = ConvNet()
+    model.head.register_buffer("seen", model.seen)
+    move_buffers(model.modules(), torch.device("meta"))
+    assert model.seen.is_meta
+    assert model.head.seen is model.seen

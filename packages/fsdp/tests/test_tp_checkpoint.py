@@ -6,12 +6,13 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from lamina.ddp import full_parameters
-from lamina.fsdp import fully_shard
-from lamina.mesh import mark, mesh_axis
+from lamina.fsdp import fully_shard, fully_shard_optimizer, shard_module
+from lamina.mesh import ParallelLayout, mark, mesh_axis
 from lamina_testing.toys import Block, OddNet, inputs
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -136,13 +137,19 @@ def test_saved_without_tp_loaded_on_2x2_and_a_whole_tensor_by_hand(ranks, tmp_pa
 
 
 @pytest.mark.ranks(4)
-def test_dtensors_are_saved_as_the_tensors_they_are_parts_of(ranks, tmp_path):
+@pytest.mark.parametrize("module_by_module", [False, True])
+def test_dtensors_are_saved_as_the_tensors_they_are_parts_of(module_by_module, ranks, tmp_path):
     mesh, path = mesh_2x2(), str(tmp_path / "checkpoint")
     torch.manual_seed(1)
     model = OddNet(width=6)
     for block in model.blocks:
         parallelize_module(block, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
-    model, optimizer = fully_shard(model, adamw(model), device_mesh=mesh, dp_shard_dim="dp")
+    if module_by_module:
+        for module in (*model.blocks, model):
+            shard_module(module, mesh["dp"])
+        optimizer = fully_shard_optimizer(adamw(model), model)
+    else:
+        model, optimizer = fully_shard(model, adamw(model), device_mesh=mesh, dp_shard_dim="dp")
     model(inputs(model, 0)).square().mean().backward()
     optimizer.step()
     dcp.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, checkpoint_id=path)
@@ -171,3 +178,20 @@ def test_a_mark_that_the_mesh_contradicts_is_named(ranks):
     mark(model.up.weight, tp_shard_dim=0, tp_blocks=(6, 12))  # all of it: tp of one
     with pytest.raises(ValueError, match=r"up\.weight is marked .*2 ranks of 'tp'"):
         fully_shard(model, device_mesh=mesh, dp_shard_dim="dp")
+
+
+@pytest.mark.ranks(2)
+def test_module_by_module_a_marked_piece_is_not_saved_as_the_whole(ranks):
+    layout = ParallelLayout(dp_shard=1, tp=2).build("cpu")
+    model = Block(6)
+    mark(model.up.weight, tp_shard_dim=0)
+    held = shard_module(model, layout).state_dict()
+    assert held["up.weight"].size() == (36, 6), "the part of the model's tensor that it is"
+    assert held["norm.weight"].size() == (6,)
+    model = nn.Sequential(Block(6))
+    mark(model[0].up.weight, tp_shard_dim=0)
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+    shard_module(model[0], mesh["dp"])
+    shard_module(model, mesh["dp"])
+    with pytest.raises(ValueError, match=r"up\.weight is marked tp_shard_dim=0.*ParallelMesh"):
+        model.state_dict()

@@ -141,8 +141,8 @@ def fully_shard(  # type: ignore[misc]
         fsdp_group_ag: communicator for gathers, over the sharding dimension's ranks; by default
             one is made.
         expt_fsdp_group_ag: the same for expert parameters.
-        device: where meta parameters go; by default the device of the other parameters, or the
-            mesh's.
+        device: where the model computes: parameters and buffers are moved there; by default the
+            mesh's. Under a mesh of CPUs a model stays on the accelerator it is on.
         disable_bucketing: a buffer, and so a collective, for every parameter.
         disable_symmetric_registration: with `nccl_ub`, user buffers without symmetric windows.
         enable_fine_grained_param_gather: gather module by module instead of unit by unit. Modules

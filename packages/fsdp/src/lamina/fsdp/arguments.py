@@ -8,14 +8,13 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from lamina.buffers import Shard
 from lamina.ddp import DataParallelAxes, Strategy, resolve_reduction, resolve_strategy
 from lamina.fsdp.casting import check_patterns
 from lamina.fsdp.limits import BufferArguments, UnavailableError
-from lamina.fsdp.meshes import MeshArguments, resolve_meshes
+from lamina.fsdp.meshes import MeshArguments, computing_device, resolve_meshes
 from lamina.fsdp.module import is_sharded
 from lamina.fsdp.offload import Offload, resolve_offload
 from lamina.fsdp.precision import MixedPrecisionPolicy, policy_from
@@ -109,14 +108,14 @@ class Arguments:
         """Where the model computes, and whether shards are kept on the host."""
         mesh, gathers = self.given["device_mesh"], _gathers(strategy)
         asked = self.given["device"]
-        device = _device_of(self.module, mesh, asked)
+        device = computing_device(self.module, mesh, asked)
         policy = self.given["offload_policy"]
         offload = resolve_offload(policy, device, dense, gathers=gathers)
         if offload is None or asked is not None:
             return device, offload
         # A model that has to be offloaded may not fit on the device: its parameters may be on the
         # host, and then say nothing about where it computes.
-        device = _device_of(nn.Module(), mesh, None)
+        device = computing_device(nn.Module(), mesh, None)
         return device, resolve_offload(policy, device, dense)
 
 
@@ -186,15 +185,3 @@ def _check_meta(module: nn.Module, expected: bool) -> None:
             f"{type(module).__name__} is on the meta device: build it under "
             'torch.device("meta"), or leave the argument out'
         )
-
-
-def _device_of(
-    module: nn.Module, mesh: ParallelMesh | DeviceMesh, device: torch.device | str | None
-) -> torch.device:
-    if device is not None:
-        return torch.device(device)
-    for parameter in module.parameters():
-        if not parameter.is_meta:
-            return parameter.device
-    kind = mesh.device_type
-    return torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)

@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from lamina.ddp import DataParallelAxes, data_parallel_axes
 from lamina.mesh import AxisError, MeshAxis, ParallelMesh, mesh_axis
 
-__all__ = ["MeshArguments", "ModelAxes", "model_axes", "resolve_meshes"]
+__all__ = ["MeshArguments", "ModelAxes", "computing_device", "model_axes", "resolve_meshes"]
 
 Names = str | Sequence[str]
 
@@ -70,6 +72,22 @@ def resolve_meshes(arguments: MeshArguments) -> tuple[DataParallelAxes, DataPara
     dense = _with_gather("fsdp_group_ag", arguments.fsdp_group_ag, dense) or dense
     expert = _with_gather("expt_fsdp_group_ag", arguments.expt_fsdp_group_ag, expert)
     return dense, expert
+
+
+def computing_device(
+    module: nn.Module, mesh: ParallelMesh | DeviceMesh, asked: torch.device | str | None
+) -> torch.device:
+    """Where a model computes: where it was asked to, else on the mesh's kind of device.
+
+    A model that is on an accelerator stays there under a mesh of CPUs (gloo serves both).
+    """
+    device = torch.device(asked or mesh.device_type)
+    for parameter in module.parameters() if asked is None else ():
+        if not parameter.is_meta and device.type in ("cpu", parameter.device.type):
+            return parameter.device
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
 
 
 def model_axes(arguments: MeshArguments) -> ModelAxes:

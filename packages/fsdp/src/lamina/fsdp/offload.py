@@ -8,13 +8,12 @@ host's main grads. Both run on streams of their own, beside the compute.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
-from torch import nn
 
 from lamina.buffers import FlatBuffer
 from lamina.collectives import Handle, all_gather_into
@@ -27,7 +26,6 @@ __all__ = [
     "OffloadedSum",
     "OffloadedWeights",
     "SideStream",
-    "move_buffers",
     "offloaded",
     "resolve_offload",
 ]
@@ -83,19 +81,6 @@ def resolve_offload(
                 'backend="cpu:gloo,cuda:nccl"'
             )
     return Offload(pinned=bool(policy.pin_memory) and device.type == "cuda")
-
-
-def move_buffers(modules: Iterable[nn.Module], device: torch.device) -> None:
-    """Put buffers where the model computes: a model that is too large for that starts on the host.
-
-    Args:
-        modules: whose own buffers to move.
-        device: where to.
-    """
-    for module in modules:
-        for name, buffer in module._buffers.items():
-            if buffer is not None and buffer.device != device:
-                module._buffers[name] = buffer.to(device)
 
 
 class SideStream:

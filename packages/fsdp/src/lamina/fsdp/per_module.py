@@ -8,11 +8,12 @@ module is the outermost one.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -30,11 +31,19 @@ from lamina.fsdp.casting import cast_buffers, keep_modules
 from lamina.fsdp.engine import ShardingEngine
 from lamina.fsdp.hooks import attach_hooks, rest_for_state_dicts
 from lamina.fsdp.limits import UnavailableError
-from lamina.fsdp.meshes import MeshArguments, resolve_meshes
+from lamina.fsdp.meshes import (
+    MeshArguments,
+    ModelAxes,
+    computing_device,
+    model_axes,
+    resolve_meshes,
+)
 from lamina.fsdp.module import ShardedModule, is_sharded
 from lamina.fsdp.offload import resolve_offload
 from lamina.fsdp.precision import MixedPrecisionPolicy, policy_from
+from lamina.fsdp.regions import Regions, show_parts
 from lamina.fsdp.sharding import ShardingSettings, make_unit
+from lamina.fsdp.tensor_parallel import localise_dtensors
 from lamina.fsdp.unit import Unit
 from lamina.fsdp.unit_methods import UnitMethods
 from lamina.fsdp.units import UnitPlan, refuse_container
@@ -131,7 +140,7 @@ def shard_module(
         offload_policy: torch's `CPUOffloadPolicy()`: shards, gradients and optimizer state in host
             memory; `OffloadPolicy()` or None for none.
         ignored_params: parameters to leave alone, gradients included.
-        device: where meta parameters go; by default the mesh's device.
+        device: where the module computes, and is moved to; by default the mesh's device.
 
     Returns:
         The module, whose class now also is a `ModuleWithUnit`.
@@ -147,10 +156,14 @@ def shard_module(
     if is_sharded(module):
         raise RuntimeError(f"{type(module).__name__} is sharded already: shard each module once")
     refuse_container("", module)
-    settings = _settings(mesh, mp_policy, offload_policy, device)
+    ignored = {id(parameter) for parameter in ignored_params or ()}
+    localise_dtensors(module, ignored)
+    if mesh is None:
+        mesh = ParallelLayout().build("cuda" if torch.cuda.is_available() else "cpu")
+    settings = _settings(module, mesh, mp_policy, offload_policy, device)
     keep = _resharding(reshard_after_forward, settings)
     inner = tuple(m for m in module.modules() if isinstance(m, ModuleWithUnit))
-    plan = UnitPlan("", module, tuple(_own(module, inner, ignored_params)), inner)
+    plan = UnitPlan("", module, tuple(_own(module, inner, ignored)), inner)
     buffers = _SharedBuffers()
     keep_modules(plan.own_modules(), plan.refs, settings.precision)
     unit = make_unit(plan, settings, buffers, StoragePool(settings.device))
@@ -159,17 +172,18 @@ def shard_module(
     unit.reshard_after_forward = keep is not False
     unit.explicit_reshard = keep is not None
     unit.reshard()
-    return _adopt(module, _Part(unit, settings, buffers))
+    sharded = _adopt(module, _Part(unit, settings, buffers))
+    _show_parts(sharded, mesh)
+    return sharded
 
 
 def _settings(
-    mesh: ParallelMesh | DeviceMesh | None,
+    module: nn.Module,
+    mesh: ParallelMesh | DeviceMesh,
     mp_policy: Any,
     offload_policy: Any,
     device: torch.device | str | None,
 ) -> ShardingSettings:
-    if mesh is None:
-        mesh = ParallelLayout().build("cuda" if torch.cuda.is_available() else "cpu")
     names: dict[str, Any] = {}
     if isinstance(mesh, DeviceMesh):
         dims = mesh.mesh_dim_names or ()
@@ -180,7 +194,7 @@ def _settings(
             )
         names = {"dp_shard_dim": dims[-1], "dp_outer_dim": dims[0] if len(dims) == 2 else None}
     dense, expert = resolve_meshes(MeshArguments(mesh, **names))
-    place = torch.device(device or mesh.device_type)
+    place = computing_device(module, mesh, device)
     return ShardingSettings(
         strategy=resolve_strategy(3),
         dense=dense,
@@ -204,10 +218,10 @@ def _resharding(value: bool | int | None, settings: ShardingSettings) -> bool | 
 
 
 def _own(
-    module: nn.Module, inner: Sequence[ModuleWithUnit], ignored: Iterable[nn.Parameter] | None
+    module: nn.Module, inner: Sequence[ModuleWithUnit], ignored: Collection[int]
 ) -> list[ParameterRef]:
     """The module's parameters, without those of inner units and those to ignore."""
-    left_out = {id(parameter) for parameter in ignored or ()}
+    left_out = set(ignored)
     compute: set[int] = set()
     for part in inner:
         for group in part.sharding_unit.groups:
@@ -244,6 +258,34 @@ def _adopt(module: nn.Module, part: _Part) -> ModuleWithUnit:
 
     module.register_load_state_dict_post_hook(after_load)  # type: ignore[no-untyped-call]
     return cast(ModuleWithUnit, module)
+
+
+def _show_parts(module: ModuleWithUnit, mesh: ParallelMesh | DeviceMesh) -> None:
+    """Let `state_dict()` say which parts of the model's tensors tp has left on this rank."""
+    known = isinstance(mesh, ParallelMesh)
+    unit = module.sharding_unit
+    regions = Regions(unit.groups, model_axes(MeshArguments(mesh)) if known else ModelAxes())
+    show_parts(module, regions)
+    if known or _part(module).settings.dense.size == dist.get_world_size():
+        return
+    unplaced = [
+        (group, index)
+        for group in unit.groups
+        for index, (ref, main) in enumerate(zip(group.refs, group.main_parameters, strict=True))
+        if ref.role.tp_shard_dim is not None and regions.of(main) is None
+    ]
+
+    def refuse(*_: Any) -> None:
+        group, index = unplaced[0]
+        raise ValueError(
+            f"{group.refs[index].name} is marked tp_shard_dim={group.refs[index].role.tp_shard_dim}"
+            ", and the mesh that shard_module was given has no tensor-parallel ranks: every tp "
+            "rank's piece would be saved under one name, as if it were the whole. Give "
+            "shard_module the ParallelMesh, or use fully_shard(device_mesh=, tp_dim=)"
+        )
+
+    if unplaced:
+        module.register_state_dict_pre_hook(refuse)  # type: ignore[no-untyped-call]
 
 
 def _part(module: nn.Module) -> _Part:

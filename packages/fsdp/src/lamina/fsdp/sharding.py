@@ -38,7 +38,8 @@ from lamina.fsdp.hooks import attach_hooks, rest_for_state_dicts
 from lamina.fsdp.limits import SlotMemory
 from lamina.fsdp.materialise import materialise_unit
 from lamina.fsdp.module import ShardedModule, adopt
-from lamina.fsdp.offload import Offload, OffloadedWeights, move_buffers, offloaded
+from lamina.fsdp.module_buffers import broadcast_buffers, move_buffers
+from lamina.fsdp.offload import Offload, OffloadedWeights, offloaded
 from lamina.fsdp.precision import MixedPrecisionPolicy
 from lamina.fsdp.tensor_parallel import localise_dtensors
 from lamina.fsdp.unit import Unit
@@ -75,7 +76,7 @@ class ShardingSettings:
         whole: `id`s of parameters that no shard boundary may cut.
         reduction: how gradients are summed over ranks.
         offload: keep shards in host memory; None keeps them on the device.
-        device: where meta parameters are materialised; with `offload`, where the model computes.
+        device: where the model computes: its parameters and buffers are moved there.
         init_module: initialises a meta module's own tensors; None calls `reset_parameters`.
     """
 
@@ -169,8 +170,9 @@ def make_unit(
         for members, axes, *_ in _groups_of(plan, settings)
     ]
     materialise_unit(plan, settings.device, settings.init_module, layouts)
-    if settings.offload is not None:
-        move_buffers(plan.own_modules(), settings.device)
+    move_buffers(plan.own_modules(), settings.device)
+    if settings.broadcast:
+        broadcast_buffers(plan, settings.dense, settings.expert)
     groups = [
         ParameterGroup(
             members,
@@ -207,13 +209,13 @@ def _group_settings(settings: ShardingSettings) -> GroupSettings:
         broadcast=settings.broadcast,
         reduction=settings.reduction,
         release_gradients=settings.offload is None,  # page-locked memory is kept
+        device=settings.device,
     )
     if settings.offload is None:
         return common
     return replace(
         common,
         reduction=offloaded(settings.reduction, settings.device),
-        device=settings.device,
         kept_on=torch.device("cpu"),
         pinned=settings.offload.pinned,
     )

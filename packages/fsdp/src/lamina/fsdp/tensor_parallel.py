@@ -9,7 +9,7 @@ gradient back to the local tensor (and sums it over tp where the parameter is re
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,13 +44,21 @@ class _Form:
     stride: tuple[int, ...]
 
 
-def localise_dtensors(module: nn.Module) -> None:
+def localise_dtensors(module: nn.Module, ignored: Collection[int] = ()) -> None:
     """Put local parameters in place of DTensor parameters, marked with what tp has cut.
+
+    Args:
+        module: whose parameters, its submodules' too.
+        ignored: `id`s of parameters to leave alone.
 
     Raises:
         ValueError: for a DTensor on the meta device, or cut along more than one dimension.
     """
-    found = [ref for ref in collect_parameters(module) if hasattr(ref.parameter, "placements")]
+    found = [
+        ref
+        for ref in collect_parameters(module)
+        if hasattr(ref.parameter, "placements") and id(ref.parameter) not in ignored
+    ]
     if not found:
         return
     pairs: list[tuple[weakref.ref[torch.Tensor], nn.Parameter]] = []
@@ -63,7 +71,7 @@ def localise_dtensors(module: nn.Module) -> None:
 
 def point_at_localised(optimizer: Optimizer, module: nn.Module) -> None:
     """Replace DTensor parameters in an optimizer made before by what stands for them."""
-    pairs = module.__dict__.get(_LOCALISED, ())
+    pairs = [pair for child in module.modules() for pair in child.__dict__.get(_LOCALISED, ())]
     places = {id(old): new for reference, new in pairs if (old := reference()) is not None}
     for settings in optimizer.param_groups:
         for old in settings["params"]:

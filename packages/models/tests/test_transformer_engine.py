@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +21,7 @@ from lamina.models import (
 from lamina.models.precision.transformer_engine import make_recipe
 
 sys.path.insert(0, str(Path(__file__).parent))
-from transformer_engine_sources import RECIPES, stand_in
+from transformer_engine_sources import KEPT, RECIPES, signatures, stand_in, wheel
 
 CONFIG = TransformerConfig(
     vocab_size=48, hidden_size=32, num_layers=3, num_heads=2, ffn_size=48, max_sequence_length=32,
@@ -128,6 +129,11 @@ def test_without_transformer_engine_the_error_says_what_to_do(monkeypatch):
     monkeypatch.setitem(sys.modules, "transformer_engine", None)
     with pytest.raises(PrecisionUnavailableError, match=r"lamina-models\[te\].*torch-fp8"):
         GPTModel(CONFIG)
+
+
+@pytest.mark.slow
+def test_the_signatures_kept_here_are_those_of_the_wheel():
+    assert json.loads(KEPT.read_text()) == signatures(wheel())
 
 
 def test_real_layers_train():

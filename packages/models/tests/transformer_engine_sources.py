@@ -1,80 +1,134 @@
 """Transformer Engine as its sources describe it, for machines that cannot import it.
 
-The meta wheel (1.2 MB, no binaries) holds all Python sources. Signatures are read from them, and a
-stand-in is made whose every call must bind to the real one's.
+A stand-in is made whose every call must bind to the real one's signature. Signatures are read from
+the installed package's sources where it is installed (importing it needs a GPU's libraries, reading
+does not), else from ``transformer_engine_signatures.json`` beside this file: what the meta wheel
+(1.2 MB, no binaries) of `VERSION` says, written by
+
+    python packages/models/tests/transformer_engine_sources.py
 """
 
 from __future__ import annotations
 
 import ast
+import importlib.util
 import inspect
+import json
 import subprocess
 import sys
 import tempfile
 import types
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 
-import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 VERSION = "2.20.2"
 CACHE = Path(tempfile.gettempdir()) / f"lamina-transformer-engine-{VERSION}"
+KEPT = Path(__file__).with_name("transformer_engine_signatures.json")
 RECIPES = ("DelayedScaling", "Float8CurrentScaling", "Float8BlockScaling", "MXFP8BlockScaling",
            "NVFP4BlockScaling")  # fmt: skip
+FUNCTIONS = {
+    "Linear": ("pytorch/module/linear.py", "Linear", "__init__"),
+    "Linear.reset_parameters": ("pytorch/module/linear.py", "Linear", "reset_parameters"),
+    "Linear.forward": ("pytorch/module/linear.py", "Linear", "forward"),
+    "autocast": ("pytorch/quantization.py", "autocast", "__init__"),
+    "quantized_model_init": ("pytorch/quantization.py", "quantized_model_init"),
+}
+Reader = Callable[[str], str]
+"""From a path below ``transformer_engine/`` to the file's text."""
 
 
-def sources() -> zipfile.ZipFile:
-    """The meta wheel, from the cache or the package index; skips where there is neither."""
+def wheel() -> Reader:
+    """The meta wheel, from the cache or the package index.
+
+    Raises:
+        OSError: where there is neither.
+
+    """
     found = list(CACHE.glob("transformer_engine-*.whl"))
     if not found:
         command = [sys.executable, "-m", "pip", "download", "--no-deps", "--quiet", "--dest",
                    str(CACHE), f"transformer-engine=={VERSION}"]  # fmt: skip
         try:
             subprocess.run(command, check=True, capture_output=True, text=True, timeout=60)
-        except (subprocess.SubprocessError, OSError) as error:
+        except subprocess.SubprocessError as error:
             reason = (getattr(error, "stderr", None) or str(error)).strip().splitlines()[-1:]
-            pytest.skip(f"transformer-engine {VERSION} cannot be downloaded: {reason}")
+            raise OSError(f"transformer-engine {VERSION} cannot be downloaded: {reason}") from error
         found = list(CACHE.glob("transformer_engine-*.whl"))
-    return zipfile.ZipFile(found[0])
+    archive = zipfile.ZipFile(found[0])
+    return lambda file: archive.read(f"transformer_engine/{file}").decode()
 
 
-def definition(wheel: zipfile.ZipFile, file: str, *names: str) -> ast.AST:
+def installed() -> Reader | None:
+    """The installed package's sources, or None where there is none."""
+    spec = importlib.util.find_spec("transformer_engine")
+    if spec is None or not spec.submodule_search_locations:
+        return None
+    folder = Path(spec.submodule_search_locations[0])
+    return lambda file: (folder / file).read_text()
+
+
+def signatures(read: Reader) -> dict:
+    """What there is and how it is called, as plain values."""
+    exported = ast.parse(read("pytorch/__init__.py"))
+    public = {a.asname or a.name for n in ast.walk(exported) if isinstance(n, ast.ImportFrom)
+              for a in n.names}  # fmt: skip
+    recipes = "common/recipe/__init__.py"
+    formats = definition(read, recipes, "Format").body
+    return {
+        "public": sorted(public & set(FUNCTIONS)),
+        "calls": {name: parameters(definition(read, *path)) for name, path in FUNCTIONS.items()}
+        | {name: fields(definition(read, recipes, name)) for name in RECIPES},
+        "formats": [n.targets[0].id for n in formats if isinstance(n, ast.Assign)],
+    }
+
+
+def known() -> dict:
+    """Signatures of the installed package, or those kept here."""
+    read = installed()
+    return json.loads(KEPT.read_text()) if read is None else signatures(read)
+
+
+def definition(read: Reader, file: str, *names: str) -> ast.AST:
     """A function or class by its place in a file."""
-    node: ast.AST = ast.parse(wheel.read(f"transformer_engine/{file}"))
+    node: ast.AST = ast.parse(read(file))
     for name in names:
         node = next(child for child in node.body if getattr(child, "name", None) == name)
     return node
 
 
-def signature(function: ast.FunctionDef) -> inspect.Signature:
-    """What a call must bind to; defaults are only known to exist."""
-    given, kinds = function.args, inspect.Parameter
+def parameters(function: ast.FunctionDef) -> list[list]:
+    """Name, kind, and whether there is a default, of all that a call may give."""
+    given, found = function.args, []
     plain = [*given.posonlyargs, *given.args]
-    defaults = [kinds.empty] * (len(plain) - len(given.defaults)) + [...] * len(given.defaults)
-    parameters = [
-        kinds(arg.arg, kinds.POSITIONAL_OR_KEYWORD, default=default)
-        for arg, default in zip(plain, defaults, strict=True)
-        if arg.arg != "self"
-    ]
+    required = len(plain) - len(given.defaults)
+    for place, arg in enumerate(plain):
+        if arg.arg != "self":
+            found.append([arg.arg, "POSITIONAL_OR_KEYWORD", place >= required])
     for arg, default in zip(given.kwonlyargs, given.kw_defaults, strict=True):
-        missing = kinds.empty if default is None else ...
-        parameters.append(kinds(arg.arg, kinds.KEYWORD_ONLY, default=missing))
-    return inspect.Signature(parameters)
+        found.append([arg.arg, "KEYWORD_ONLY", default is not None])
+    return found
 
 
-def fields(recipe: ast.ClassDef) -> inspect.Signature:
+def fields(recipe: ast.ClassDef) -> list[list]:
     """What a dataclass is made with."""
-    return inspect.Signature([
-        inspect.Parameter(
-            node.target.id,
-            inspect.Parameter.KEYWORD_ONLY,
-            default=inspect.Parameter.empty if node.value is None else ...,
-        )
+    return [
+        [node.target.id, "KEYWORD_ONLY", node.value is not None]
         for node in recipe.body
         if isinstance(node, ast.AnnAssign)
+    ]
+
+
+def signature(found: list[list]) -> inspect.Signature:
+    """What a call must bind to; defaults are only known to exist."""
+    kinds = inspect.Parameter
+    return inspect.Signature([
+        kinds(name, getattr(kinds, kind), default=... if default else kinds.empty)
+        for name, kind, default in found
     ])  # fmt: skip
 
 
@@ -87,24 +141,16 @@ class Calls(list):
 
 def stand_in() -> tuple[dict[str, types.ModuleType], Calls]:
     """Modules that take the place of Transformer Engine's, and the calls that they saw."""
-    wheel, calls = sources(), Calls()
-    exported = ast.parse(wheel.read("transformer_engine/pytorch/__init__.py"))
-    public = {a.asname or a.name for n in ast.walk(exported) if isinstance(n, ast.ImportFrom)
-              for a in n.names}  # fmt: skip
-    assert {"Linear", "autocast", "quantized_model_init"} <= public
+    found, calls = known(), Calls()
+    assert {"Linear", "autocast", "quantized_model_init"} <= set(found["public"])
+    bound = {name: signature(given) for name, given in found["calls"].items()}
     te, recipes = types.ModuleType("te"), types.ModuleType("recipes")
-    made = definition(wheel, "pytorch/module/linear.py", "Linear", "__init__")
-    te.Linear = linear(signature(made), calls)
-    for name, path in (("autocast", ("autocast", "__init__")),
-                       ("quantized_model_init", ("quantized_model_init",))):  # fmt: skip
-        function = definition(wheel, "pytorch/quantization.py", *path)
-        setattr(te, name, context(name, signature(function), calls))
+    te.Linear = linear(bound, calls)
+    for name in ("autocast", "quantized_model_init"):
+        setattr(te, name, context(name, bound[name], calls))
     for name in RECIPES:
-        bound = fields(definition(wheel, "common/recipe/__init__.py", name))
-        setattr(recipes, name, recorder(name, bound, calls))
-    members = definition(wheel, "common/recipe/__init__.py", "Format").body
-    names = {n.targets[0].id: n.targets[0].id for n in members if isinstance(n, ast.Assign)}
-    recipes.Format = types.SimpleNamespace(**names)
+        setattr(recipes, name, recorder(name, bound[name], calls))
+    recipes.Format = types.SimpleNamespace(**{name: name for name in found["formats"]})
     modules = {
         "transformer_engine": types.ModuleType("transformer_engine"),
         "transformer_engine.pytorch": te,
@@ -139,13 +185,13 @@ def context(name: str, bound: inspect.Signature, calls: Calls):
     return Context
 
 
-def linear(bound: inspect.Signature, calls: Calls) -> type[nn.Module]:
+def linear(bound: dict[str, inspect.Signature], calls: Calls) -> type[nn.Module]:
     class Linear(nn.Module):
         """As the real one: divides sizes, initialises by ``init_method``, remakes parameters."""
 
         def __init__(self, *args, **kwargs):
             super().__init__()
-            given = bound.bind(*args, **kwargs).arguments
+            given = bound["Linear"].bind(*args, **kwargs).arguments
             calls.append(("Linear", given))
             rows, columns = given["out_features"], given["in_features"]
             if given["parallel_mode"] == "column":
@@ -160,8 +206,9 @@ def linear(bound: inspect.Signature, calls: Calls) -> type[nn.Module]:
             self.initialise = given["init_method"]
             self.reset_parameters(defer_init=given["device"] == "meta")
 
-        def reset_parameters(self, defer_init=False):
-            if defer_init:
+        def reset_parameters(self, *args, **kwargs):
+            given = bound["Linear.reset_parameters"].bind(*args, **kwargs).arguments
+            if given.get("defer_init", False):
                 return
             with torch.no_grad():
                 self.initialise(self.weight)
@@ -169,8 +216,13 @@ def linear(bound: inspect.Signature, calls: Calls) -> type[nn.Module]:
                 if self.bias is not None:
                     self.bias = nn.Parameter(torch.zeros_like(self.bias))
 
-        def forward(self, inp, is_first_microbatch=None, fp8_output=False, fp8_grad=False):
+        def forward(self, *args, **kwargs):
+            (inp,) = bound["Linear.forward"].bind(*args, **kwargs).arguments.values()
             calls.append(("forward", {"weight": tuple(self.weight.shape)}))
             return F.linear(inp, self.weight, self.bias)
 
     return Linear
+
+
+if __name__ == "__main__":
+    KEPT.write_text(json.dumps(signatures(wheel()), indent=1) + "\n")

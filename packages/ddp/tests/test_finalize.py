@@ -151,11 +151,12 @@ def test_the_norm_counts_every_parameter_once(layout, sharded, order, ranks):
     norm = whole_norm(wanted, order)
     # by module, and by parameters, which are what a user's own loop has
     mains = [p for group in run.model.parameter_groups() for p in group.main_parameters]
-    for target in (run.model, [run.model], mains):
+    for target in (run.model, [run.model], mains, run.model.parameters()):
         found = clip_grad_norm(target, math.inf, run.mesh, order)
         torch.testing.assert_close(found, norm.float(), rtol=3e-7, atol=0)
     limit = float(norm) / 4
-    clip_grad_norm(run.model, limit, run.mesh, order)
+    target = run.stage.parameters() if order == 3.0 else run.model
+    clip_grad_norm(target, limit, run.mesh, order)
     run.check(wanted, limit / (float(norm) + 1e-6), rtol=3e-7)  # the norm is rounded to fp32
 
 
@@ -226,6 +227,11 @@ def test_a_non_finite_norm_names_the_parameter_on_every_mesh(ranks):
     expected = r"gain\. Skip" if named else "other ranks"
     with pytest.raises(RuntimeError, match=expected):
         clip_grad_norm(run.model, 1.0, run.mesh, error_if_nonfinite=True)
+    before = full_gradients(run.model)
+    group.trained.main.span_view("gain").fill_(math.inf)
+    assert clip_grad_norm(run.model, math.inf, run.mesh) == math.inf  # only measures
+    for name, value in full_gradients(run.model).items():
+        assert name == "gain" or torch.equal(value, before[name]), name
 
 
 @pytest.mark.ranks(2)

@@ -21,7 +21,7 @@ from lamina.ddp.group import ParameterGroup
 from lamina.ddp.user_gradients import follow_user
 from lamina.ddp.whole_step import WholeStep
 
-__all__ = ["ELEMENTWISE", "FlatStep"]
+__all__ = ["COUNTERS", "ELEMENTWISE", "FlatStep"]
 
 ELEMENTWISE: frozenset[type[Optimizer]] = frozenset(
     getattr(torch.optim, name)
@@ -29,7 +29,7 @@ ELEMENTWISE: frozenset[type[Optimizer]] = frozenset(
 )
 """Optimizers whose update of one element reads that element only (and the step count)."""
 
-_COUNTERS = frozenset({"step", "mu_product", "eta", "mu"})
+COUNTERS = frozenset({"step", "mu_product", "eta", "mu"})
 """State of those optimizers that is one number per parameter; all else is one per element."""
 
 
@@ -198,7 +198,7 @@ class FlatStep:
             return {}
         state: dict[str, Any] = {}
         for name, value in first.items():
-            if name in _COUNTERS or not isinstance(value, torch.Tensor):
+            if name in COUNTERS or not isinstance(value, torch.Tensor):
                 # A copy: it is counted up in place, and parameters that this run leaves out may
                 # hold the same tensor from a run that they were part of.
                 state[name] = value.clone() if isinstance(value, torch.Tensor) else value
@@ -221,7 +221,7 @@ class FlatStep:
         if not state:
             return
         for name, value in state.items():
-            if name not in _COUNTERS and isinstance(value, torch.Tensor):
+            if name not in COUNTERS and isinstance(value, torch.Tensor):
                 flat = self._flat_state(run.group, name, value.dtype)
                 if value.numel() and value.data_ptr() != flat[run.start : run.stop].data_ptr():
                     flat[run.start : run.stop].copy_(value)
@@ -241,10 +241,11 @@ class FlatStep:
         return self._state[key]
 
     def _unshare_counts(self, optimizer: Optimizer) -> None:
-        """Parameters of a run share one step count; stepped one by one, each needs its own."""
+        """Parameters of a run share their counters; stepped one by one, each needs its own."""
         for state in optimizer.state.values():
-            if isinstance(state.get("step"), torch.Tensor):
-                state["step"] = state["step"].clone()
+            for name in COUNTERS & state.keys():
+                if isinstance(state[name], torch.Tensor):
+                    state[name] = state[name].clone()
 
 
 def _in_blocks(run: _Run, optimizer: Optimizer, settings: dict[str, Any]) -> bool:

@@ -125,6 +125,25 @@ class GroupGradients:
             self.main.data.zero_()
             self.state = GradientState.FINAL
 
+    def clear_place(self) -> None:
+        """Put zeros where main grads hold nothing yet: somebody may look at them early."""
+        if self._local is not None and self._local.data_ptr() == self.main.data.data_ptr():
+            for index, written in enumerate(self.written):
+                if not written:
+                    self.view(index).zero_()
+        elif self.state is GradientState.EMPTY or (
+            self.state is GradientState.PARTIAL and not self._sum.sums_in_main
+        ):
+            self.main.data.zero_()
+
+    def scale(self, factor: float) -> None:
+        """Multiply all gradients, those not yet summed over ranks included."""
+        main = self.main.data if self.state is not GradientState.EMPTY else None
+        for tensor in (main, self._local, self._carried):
+            if tensor is not None:
+                tensor.mul_(factor)
+        self._sum.scale_kept(factor)
+
     def discard_local(self) -> None:
         """Forget only what was not yet summed over ranks."""
         self._close_local()

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -125,6 +125,8 @@ class ParameterGroup:
         self.dtypes = dtypes
         self.settings = settings
         self.requires_grad = self.refs[0].parameter.requires_grad
+        self.has_optimizer = False
+        """Whether somebody steps the main parameters, as far as this package knows."""
         self._reduced: tuple[int, int] | None = None
         self._gradient_views: dict[int, torch.Tensor] = {}
         self.device = settings.device or self.refs[0].parameter.device
@@ -170,10 +172,26 @@ class ParameterGroup:
         return self.gradients
 
     def install_compute_parameters(self) -> None:
-        """Make the module hold the compute parameters (before its forward)."""
+        """Make the module hold the compute parameters (before its forward).
+
+        They take over `requires_grad` from main parameters. Raises like `refuse_unfrozen`.
+        """
         for ref, main in zip(self.refs, self.main_parameters, strict=True):
             if main is not ref.parameter:
+                if ref.parameter.requires_grad is not main.requires_grad:
+                    ref.parameter.requires_grad_(main.requires_grad)
                 ref.install(ref.parameter)
+        self.refuse_unfrozen()
+
+    def refuse_unfrozen(self) -> None:
+        """Raise ValueError if the group has no gradients, and a parameter wants some by now."""
+        for ref in () if self.requires_grad else self.refs:
+            if ref.parameter.requires_grad:
+                raise ValueError(
+                    f"{ref.name} was frozen when the model was wrapped and requires_grad now: it "
+                    "has no gradient buffer, so no rank would sum its gradient. Wrap the model "
+                    "with requires_grad=True and freeze parameters afterwards"
+                )
 
     def install_main_parameters(self) -> None:
         """Make the module hold what the optimizer updates (at rest)."""
@@ -247,33 +265,14 @@ class ParameterGroup:
             gradients.main.release()
             self._gradient_views.clear()
 
-    def adopt_model_weights(self, indices: Iterable[int] | None = None) -> None:
-        """Main weights take what the (whole) model weights hold: somebody wrote those.
-
-        Args:
-            indices: the parameters that were written; None means every element that no longer is
-                its main weight, rounded, and on all ranks the first one's main weights (collective
-                over axes along which they are whole).
-        """
-        if self.main is None or self.dtypes.main == self.dtypes.weights:
-            return
-        main, model = self.main.data, self.weights.local.piece(self._optimizer_at)
-        if indices is not None:
-            for start, stop in map(self.span_in_rest, indices):
-                main[start:stop].copy_(model[start:stop])
-            return
-        main.copy_(torch.where(main.to(model.dtype) == model, main, model.to(main.dtype)))
-        axes = (self.axes.outer, self.axes.inner)
-        for placement, axis in zip(self.main.placement, axes, strict=True):
-            if isinstance(placement, Replicate):
-                broadcast(main, axis.sibling("gather"), src=0).wait()
-
     def show_gradients(self, *, final: bool = True) -> None:
         """Set `.grad` of the main parameters: the gradient, or its place while it is unfinished.
 
         The place is shown early so that a `zero_grad` between microbatches is noticed.
         """
         gradients = self.trained
+        if not final and all(main.grad is None for main in self.main_parameters):
+            gradients.clear_place()
         started = gradients.state is not GradientState.EMPTY or gradients.has_local
         for index, main in enumerate(self.main_parameters):
             shown = gradients.seen[index] if final else started
@@ -397,4 +396,4 @@ def _single_axis_inside(axes: DataParallelAxes) -> DataParallelAxes:
     """With ranks along the outer axis alone, take it as the inner one: one collective, not two."""
     if axes.inner.size > 1 or axes.outer.size == 1:
         return axes
-    return DataParallelAxes(axes.inner, axes.outer, axes.divisor)
+    return replace(axes, outer=axes.inner, inner=axes.outer)

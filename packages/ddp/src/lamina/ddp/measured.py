@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lamina.buffers import Shard, ShardedTensor
 from lamina.ddp.group import ParameterGroup
+from lamina.ddp.sinks import main_of
 from lamina.ddp.user_gradients import follow_user
 from lamina.mesh import MeshAxis, ParallelMesh, Role, mesh_axis, role_of
 
@@ -98,7 +99,8 @@ def of_parameters(
 ) -> list[Measured]:
     """The gradients of parameters, one piece each; `ties` as of `of_groups`."""
     found = []
-    for name, parameter in parameters:
+    for name, given in parameters:
+        parameter = main_of(given)
         gradient = parameter.grad
         if gradient is None:
             continue

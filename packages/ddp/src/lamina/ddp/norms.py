@@ -34,11 +34,14 @@ def clip_grad_norm(
 
     Args:
         parameters_or_module: a wrapped module (fast: flat buffers, and the squares that reductions
-            found by the way), this rank's pipeline stages, or parameters.
+            found by the way), this rank's pipeline stages, or parameters: those of the module, or
+            the ones that its optimizer holds.
         max_norm: the limit; `inf` only measures.
         mesh: the mesh, for pieces that lie over tp, ep and pp; None for data parallelism alone.
         norm_type: order of the norm; `inf` for the largest magnitude.
-        error_if_nonfinite: raise if the norm is not finite (synchronises the host, once).
+        error_if_nonfinite: raise if the norm is not finite (synchronises the host, once). Without
+            it such gradients are multiplied by NaN or zero, as torch does, unless `max_norm` is
+            `inf`: nobody is told.
 
     Returns:
         The norm before clipping: fp32, no dimensions, equal on all ranks.
@@ -56,7 +59,7 @@ def clip_grad_norm(
     seen = float(norm) if error_if_nonfinite or norm.device.type == "cpu" else math.nan
     if error_if_nonfinite and not math.isfinite(seen):
         raise RuntimeError(_blame(seen, found, mesh))
-    if seen < 0.999 * max_norm - 1e-6:
+    if math.isinf(max_norm) or seen < 0.999 * max_norm - 1e-6:
         return norm  # the factor is one: a pass over all gradients saved
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     with torch.no_grad():

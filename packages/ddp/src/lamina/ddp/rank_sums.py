@@ -72,6 +72,8 @@ class RankSum(ABC):
         transient: where intermediate buffers come from.
     """
 
+    sums_in_main = False
+    """Whether sums of microbatches are in main grads before the last one."""
     adds_to_final = False
     """Whether a reduction may add to main grads that are final already."""
 
@@ -116,10 +118,15 @@ class RankSum(ABC):
     def forget(self) -> None:
         """Drop sums of microbatches that are kept outside main grads."""
 
+    @abstractmethod
+    def scale_kept(self, factor: float) -> None:
+        """Multiply sums of microbatches that are kept outside main grads."""
+
 
 class AxisSum(RankSum):
     """Only the inner axis: one collective, with the scale in it where the sum is complete."""
 
+    sums_in_main = True
     adds_to_final = True
 
     def __init__(self, collectives: Collectives, *state: object) -> None:
@@ -153,6 +160,9 @@ class AxisSum(RankSum):
         """Nothing is added."""
 
     def forget(self) -> None:
+        """Everything is in main grads."""
+
+    def scale_kept(self, factor: float) -> None:
         """Everything is in main grads."""
 
 
@@ -212,3 +222,8 @@ class TwoAxisSum(RankSum):
         if self._partial is not None:
             self.transient.give(self._partial)
         self._partial = None
+
+    def scale_kept(self, factor: float) -> None:
+        """Multiply the inner sums."""
+        if self._partial is not None:
+            self._partial.mul_(factor)

@@ -17,6 +17,7 @@ from enum import Enum
 import torch
 
 from lamina.collectives import Handle, all_reduce_small
+from lamina.ddp.arrivals import Weakly, gradient_mover
 from lamina.ddp.gradients import GroupGradients
 from lamina.ddp.group import ParameterGroup
 from lamina.ddp.rank_sums import GradientState
@@ -24,6 +25,7 @@ from lamina.ddp.sinks import offer_sink
 from lamina.ddp.strategy import Cadence
 from lamina.ddp.transient import TransientBuffers
 from lamina.ddp.user_gradients import follow_user
+from lamina.ddp.weights import shares_storage
 
 __all__ = ["GradientReducer", "LargeGradientError", "NonFiniteGradientError", "Order"]
 
@@ -60,6 +62,8 @@ class GradientReducer:
             reentrant recomputation runs twice) is summed at the end of the backward.
         check_finite: look for NaN and infinity in each gradient before it is sent.
         largest: refuse gradients of a larger magnitude; None does not look.
+        begin: gives what begins a backward, for gradients that come before anybody has called
+            `begin_backward`; None for wrappers that always have.
     """
 
     def __init__(
@@ -75,6 +79,7 @@ class GradientReducer:
         close_when_complete: bool = False,
         check_finite: bool = False,
         largest: float | None = None,
+        begin: Weakly[Callable[[], None]] | None = None,
     ) -> None:
         self.groups = tuple(groups)
         self.is_final = True
@@ -87,19 +92,26 @@ class GradientReducer:
         self.max_bytes_in_flight = max_bytes_in_flight
         self._check_finite = check_finite
         self._largest = largest
+        self.in_backward = False
+        """Between `begin_backward` and the end of that backward."""
+        self._begin = begin
+        self._late = False
         self._unfinished = False
         self._started = False
         self._arrived: list[set[int]] = [set() for _ in self.groups]
         self._waiting: deque[ParameterGroup] = deque()
         self._ready: set[int] = set()
         self._in_flight: deque[tuple[Iterator[Handle], Handle, int]] = deque()
-        complete = weakref.WeakMethod(self._complete) if close_when_complete else None
+        announce = weakref.WeakMethod(self._announce)
+        close = weakref.WeakMethod(self._close_place)
         for place, group in enumerate(self.groups):
+            complete = _closing(close, place) if close_when_complete else None
             for index, parameter in enumerate(group.compute_parameters):
-                parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
-                    _gradient_mover(group.trained, index, self._arrived[place], place, complete)
+                mover = gradient_mover(
+                    group.trained, index, self._arrived[place], announce, complete
                 )
-                offer_sink(parameter, group.trained, index)
+                parameter.register_post_accumulate_grad_hook(mover)  # type: ignore[no-untyped-call]
+                offer_sink(parameter, group.trained, index, group.main_parameters[index])
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -130,8 +142,12 @@ class GradientReducer:
         for group in self.groups:
             for parameter in group.compute_parameters:
                 parameter.grad = None
-        with self.no_sync():
-            yield
+        self._late = True
+        try:
+            with self.no_sync():
+                yield
+        finally:
+            self._late = False
         self._unfinished = True
         for group in self.groups:
             group.show_gradients(final=False)
@@ -147,7 +163,17 @@ class GradientReducer:
         self._cadence = cadence
 
     def begin_backward(self) -> None:
-        """Forget what the user zeroed, and take autograd's `.grad` slots for this backward."""
+        """Forget what the user zeroed, and take autograd's `.grad` slots for this backward.
+
+        Raises:
+            RuntimeError: between `start` and `finish`.
+        """
+        if self._started:
+            raise RuntimeError(
+                "a backward began between start_grad_sync() and finish_grad_sync(): gradients are "
+                "on their way from the buffers it would write to; call finish_grad_sync() first"
+            )
+        self.in_backward = True
         self._in_flight.clear()
         self._ready.clear()
         self._started = False
@@ -163,6 +189,7 @@ class GradientReducer:
 
     def abandon_backward(self) -> None:
         """A backward died half-way: drop what it left, keep microbatches reduced before."""
+        self.in_backward = False
         for _, handle, _ in self._in_flight:
             handle.wait()
         self._in_flight.clear()
@@ -190,6 +217,7 @@ class GradientReducer:
 
     def end_backward(self) -> None:
         """Reduce what is left, wait for all, and show the gradients to the optimizer."""
+        self.in_backward = False
         if self.reduces_now:
             for group in self.groups:
                 gradients = group.trained
@@ -211,6 +239,8 @@ class GradientReducer:
 
     def _settle(self) -> None:
         """After all reductions of a backward: agree on who has a gradient, and show it."""
+        for group in self.groups:
+            group.trained.sunk.clear()
         if self.is_final:
             self._exchange_seen()
             self._transient.clear()
@@ -247,8 +277,29 @@ class GradientReducer:
         finally:
             self.is_final = before
 
-    def _complete(self, place: int) -> None:
+    def scale(self, factor: float) -> None:
+        """Multiply all gradients, whether they are summed over ranks or not."""
+        if self._started:
+            self.finish()
+        for group in self.groups:
+            group.trained.scale(factor)
+
+    def _close_place(self, place: int) -> None:
         self.close(self.groups[place])
+
+    def _announce(self, gradients: GroupGradients, gradient: torch.Tensor | None) -> None:
+        """A gradient has come: the first of a backward that no output announced begins it."""
+        begin = self._begin() if self._begin is not None else None
+        if begin is None or self.in_backward or self._late:
+            return
+        main = gradients.main
+        added = gradient is not None and main.has_memory and shares_storage(gradient, main.data)
+        if added or any(group.trained.sunk for group in self.groups):
+            raise RuntimeError(
+                f"a gradient came to {gradients.layout.specs[0].name} or its neighbours from a "
+                "forward that the wrapper did not see: call the wrapper, not the module inside it"
+            )
+        begin()
 
     def _issue(self, group: ParameterGroup) -> None:
         gradients = group.trained
@@ -299,40 +350,12 @@ class GradientReducer:
                 group.trained.seen = [bool(next(merged)) for _ in group.refs]
 
 
-def _gradient_mover(
-    gradients: GroupGradients,
-    index: int,
-    arrived: set[int],
-    place: int,
-    complete: Callable[[], Callable[[int], None] | None] | None,
-) -> Callable[[torch.Tensor], None]:
-    """A hook that moves a gradient from autograd into its buffer.
+def _closing(close: Weakly[Callable[[int], None]], place: int) -> Callable[[], None]:
+    def complete() -> None:
+        if (method := close()) is not None:
+            method(place)
 
-    It must not hold the group: the group holds the parameter, and the parameter holds its hooks.
-    """
-
-    def move_gradient(parameter: torch.Tensor) -> None:
-        gradient, parameter.grad = parameter.grad, None
-        if gradient is None and index not in gradients.sunk:
-            return
-        if gradient is not None:
-            _refuse_sparse(gradient, gradients.layout.specs[index].name)
-            gradients.accumulate(index, gradient)
-        arrived.add(index)
-        if complete is not None and len(arrived) == len(gradients.layout.specs):
-            close = complete()
-            if close is not None:
-                close(place)
-
-    return move_gradient
-
-
-def _refuse_sparse(gradient: torch.Tensor, name: str) -> None:
-    if gradient.layout is not torch.strided:
-        raise TypeError(
-            f"{name} has a gradient of layout {gradient.layout}; flat buffers hold strided "
-            "gradients only: build the embedding with sparse=False"
-        )
+    return complete
 
 
 def _refuse_large(group: ParameterGroup, limit: float) -> None:

@@ -39,6 +39,8 @@ def point_optimizer_at(optimizer: Optimizer, groups: Iterable[ParameterGroup]) -
             "module: build it with optimizer = ...(model.parameters()) before (or after) sharding "
             "that same model"
         )
+    for group, _ in places.values():
+        group.has_optimizer = True
     for settings in optimizer.param_groups:
         settings["params"] = [_main_of(p, places) for p in settings["params"]]
     for parameter in [p for p in optimizer.state if id(p) in places]:

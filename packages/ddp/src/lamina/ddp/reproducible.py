@@ -49,6 +49,12 @@ class PartialSums:
             total = self._add(self._stack.pop()[1], total)
         return total
 
+    def scale(self, factor: float) -> None:
+        """Multiply all leaves."""
+        for _, tensor in self._stack:
+            if tensor is not None:
+                tensor.mul_(factor)
+
     def clear(self) -> None:
         """Forget all leaves."""
         for _, tensor in self._stack:
@@ -149,6 +155,10 @@ class ReproducibleSum(RankSum):
     def forget(self) -> None:
         """Drop the leaves of microbatches before."""
         self._sums.clear()
+
+    def scale_kept(self, factor: float) -> None:
+        """Multiply the leaves of microbatches before."""
+        self._sums.scale(factor)
 
     def _owned(self, block: torch.Tensor, wire: torch.Tensor) -> torch.Tensor:
         """The block in the dtype of sums, as storage of its own."""

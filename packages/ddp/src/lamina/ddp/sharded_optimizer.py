@@ -11,11 +11,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from lamina.buffers import ShardedTensor
-from lamina.ddp.flat_step import ELEMENTWISE, FlatStep
+from lamina.ddp.flat_step import COUNTERS, ELEMENTWISE, FlatStep
 from lamina.ddp.group import ParameterGroup
 from lamina.ddp.inspection import groups_of
+from lamina.ddp.loaded_groups import match_groups
+from lamina.ddp.rank_sums import GradientState
 from lamina.ddp.repoint import cut_state, point_optimizer_at
 from lamina.ddp.unfinished import warn_of_unfinished_steps
+from lamina.ddp.user_gradients import zero_gradients
 from lamina.mesh import ParallelMesh
 
 __all__ = ["ShardedOptimizer"]
@@ -51,6 +54,7 @@ class ShardedOptimizer(Optimizer):
         groups = groups_of(module)
         point_optimizer_at(optimizer, groups)
         self.optimizer = optimizer
+        self._groups = groups
         self._place = {
             id(main): (group, index)
             for group in groups
@@ -124,8 +128,30 @@ class ShardedOptimizer(Optimizer):
                 parameter.copy_(before)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop (or zero) the gradients of the main parameters."""
+        """Drop (or zero) the gradients of the main parameters, those not yet summed included.
+
+        Raises:
+            RuntimeError: to zero, between microbatches, a part of the parameters that share a
+                buffer.
+        """
+        for group in () if set_to_none else self._groups:
+            self._zero(group)
         self.optimizer.zero_grad(set_to_none)
+
+    def _zero(self, group: ParameterGroup) -> None:
+        held = {id(p) for settings in self.param_groups for p in settings["params"]}
+        gradients, mine = group.gradients, [id(p) in held for p in group.main_parameters]
+        if gradients is None or not any(mine):
+            return
+        if all(mine):
+            zero_gradients(group)
+        elif gradients.has_local or gradients.state is GradientState.PARTIAL:
+            other = group.refs[mine.index(False)].name
+            raise RuntimeError(
+                f"zero_grad(set_to_none=False) between microbatches: {other} is in a buffer with "
+                "parameters of this optimizer and not in the optimizer: call zero_grad() of the "
+                "wrapped module, which drops all gradients"
+            )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refused after construction: the new parameters would have no buffers.
@@ -147,7 +173,7 @@ class ShardedOptimizer(Optimizer):
         state_dict has them rounded only.
         """
         states: dict[str, dict[str, Any]] = {
-            self._names.get(id(parameter), "?"): dict(state)
+            self._names.get(id(parameter), "?"): _unshared(state)
             for parameter, state in self.state.items()
         }
         for parameter in [p for group in self.param_groups for p in group["params"]]:
@@ -165,38 +191,48 @@ class ShardedOptimizer(Optimizer):
         """Take state by parameter name; hyperparameters of the groups come along.
 
         `main_weights` are taken where they are apart from the model's: load the model first, which
-        rounds them.
+        rounds them. A parameter that the state does not name has none from here on, like one that
+        was never stepped. Saved groups are told apart by the names in them.
 
         Raises:
-            KeyError: if the state has no entry for a group's parameters, or names unknown ones.
+            KeyError: if the state names unknown parameters.
+            ValueError: if the parameters were grouped otherwise.
         """
         by_name: dict[str, list[nn.Parameter]] = {}  # two stages may hold a tied one each
         for parameter in [p for g in self.param_groups for p in g["params"]]:
-            by_name.setdefault(self._names[id(parameter)], []).append(parameter)
+            if (known := self._names.get(id(parameter))) is not None:
+                by_name.setdefault(known, []).append(parameter)
         unknown = sorted(set(state_dict["state"]) - set(by_name))
         if unknown:
             raise KeyError(
                 f"optimizer state names {unknown[:3]} ({len(unknown)} in all), which this "
                 "optimizer does not hold: was it saved from another model?"
             )
-        for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
-            group.update({key: value for key, value in saved.items() if key != "params"})
+        own = [
+            [name for p in g["params"] if (name := self._names.get(id(p))) is not None]
+            for g in self.param_groups
+        ]
+        saved = [[name for name in g["params"] if name != "?"] for g in state_dict["param_groups"]]
+        for group, place in zip(self.param_groups, match_groups(own, saved), strict=True):
+            chosen = {} if place is None else state_dict["param_groups"][place]
+            group.update({key: value for key, value in chosen.items() if key != "params"})
+        mine = [p for parameters in by_name.values() for p in parameters]
+        before = {id(p): self.state.pop(p, {}) for p in mine}
         for name, values in state_dict["state"].items():
             for parameter in by_name[name]:
-                self._take(parameter, values)
+                self._take(parameter, values, before[id(parameter)])
 
-    def _take(self, parameter: nn.Parameter, values: dict[str, Any]) -> None:
+    def _take(self, parameter: nn.Parameter, values: dict[str, Any], held: dict[str, Any]) -> None:
         """One parameter's state, and its main weights where they are apart from the model's."""
-        held = self.state.get(parameter, {})
         if id(parameter) in self._apart and _MAIN_WEIGHTS in values:
             with torch.no_grad():
                 parameter.copy_(self._cut_weights(parameter, values[_MAIN_WEIGHTS]))
         taken = {
-            key: _taken(self._cut(parameter, value), held.get(key))
+            key: _taken(self._cut(parameter, value), None if key in COUNTERS else held.get(key))
             for key, value in values.items()
             if key != _MAIN_WEIGHTS
         }
-        if taken or _MAIN_WEIGHTS not in values:
+        if taken:
             self.state[parameter] = taken
 
     def _cut(self, parameter: nn.Parameter, value: Any) -> Any:
@@ -229,6 +265,16 @@ def _refuse_cut_tensors(optimizer: Optimizer, groups: Iterable[ParameterGroup]) 
                     f"over ranks ({group.axes.describe()}): wrap the model with "
                     "keep_tensors_whole=True, or without use_distributed_optimizer"
                 )
+
+
+def _unshared(state: dict[str, Any]) -> dict[str, Any]:
+    """State with counters of its own: parameters that step together share theirs, and a loader
+    that writes in place would give all of them the last one's.
+    """
+    return {
+        name: value.clone() if name in COUNTERS and isinstance(value, torch.Tensor) else value
+        for name, value in state.items()
+    }
 
 
 def _taken(value: Any, held: Any) -> Any:

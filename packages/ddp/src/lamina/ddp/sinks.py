@@ -27,7 +27,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from lamina.ddp.gradients import GroupGradients
 
-__all__ = ["GradientSink", "gradient_sink", "has_gradient_sink", "offer_sink"]
+__all__ = ["GradientSink", "gradient_sink", "has_gradient_sink", "main_of", "offer_sink"]
 
 _SINK = "_lamina_gradient_sink"
 
@@ -38,11 +38,18 @@ class GradientSink:
     Args:
         gradients: of the parameter's group; held weakly, as the group holds the parameter.
         index: the parameter's place in the group.
+        main: what the optimizer updates for it.
     """
 
-    def __init__(self, gradients: GroupGradients, index: int) -> None:
+    def __init__(self, gradients: GroupGradients, index: int, main: torch.Tensor) -> None:
         self._gradients: weakref.ref[GroupGradients] | None = weakref.ref(gradients)
         self._index = index
+        self._main: weakref.ref[torch.Tensor] | None = weakref.ref(main)
+
+    @property
+    def main(self) -> torch.Tensor | None:
+        """What the optimizer updates; None where the wrapper is gone."""
+        return None if self._main is None else self._main()
 
     @property
     def view(self) -> torch.Tensor:
@@ -77,12 +84,24 @@ class GradientSink:
 
     def __getstate__(self) -> dict[str, Any]:
         """A pickled parameter leaves its wrapper behind."""
-        return {"_gradients": None, "_index": self._index}
+        return {"_gradients": None, "_index": self._index, "_main": None}
 
 
-def offer_sink(parameter: torch.Tensor, gradients: GroupGradients, index: int) -> None:
+def offer_sink(
+    parameter: torch.Tensor, gradients: GroupGradients, index: int, main: torch.Tensor
+) -> None:
     """Let layers find the place of a parameter's gradient."""
-    parameter.__dict__[_SINK] = GradientSink(gradients, index)
+    parameter.__dict__[_SINK] = GradientSink(gradients, index, main)
+
+
+def main_of(parameter: torch.Tensor) -> torch.Tensor:
+    """The main parameter behind a parameter of a wrapped module: where its `.grad` is shown.
+
+    A parameter that nobody wrapped, or that is a main parameter itself, stands for itself.
+    """
+    sink = parameter.__dict__.get(_SINK)
+    main = sink.main if sink is not None else None
+    return parameter if main is None else main
 
 
 def gradient_sink(parameter: torch.Tensor) -> GradientSink | None:

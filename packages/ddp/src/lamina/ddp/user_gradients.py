@@ -7,7 +7,7 @@ import torch
 from lamina.ddp.group import ParameterGroup
 from lamina.ddp.rank_sums import GradientState
 
-__all__ = ["follow_user"]
+__all__ = ["follow_user", "zero_gradients"]
 
 
 def follow_user(group: ParameterGroup) -> None:
@@ -29,6 +29,20 @@ def follow_user(group: ParameterGroup) -> None:
         local = _local_of(main.grad)
         if local.data_ptr() != span.data_ptr() and span.numel():
             span.copy_(local.reshape(-1))  # the user put a tensor of their own there
+
+
+def zero_gradients(group: ParameterGroup) -> None:
+    """Forget all gradients, and leave zeros where some were shown (not None)."""
+    gradients = group.gradients
+    if gradients is None:
+        return
+    shown = [main.grad is not None for main in group.main_parameters]
+    gradients.discard()
+    if any(shown):
+        gradients.main.data.zero_()
+        gradients.seen = list(shown)  # the optimizer steps them, as in one process
+    for index, main in enumerate(group.main_parameters):
+        main.grad = group.gradient_of(index) if shown[index] else None
 
 
 def _local_of(tensor: torch.Tensor) -> torch.Tensor:

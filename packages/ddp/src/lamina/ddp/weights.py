@@ -16,7 +16,7 @@ from lamina.buffers import FlatBuffer, Shard
 from lamina.collectives import Handle, all_gather_into
 from lamina.ddp.axes import DataParallelAxes
 
-__all__ = ["Weights", "WeightsState", "WholeWeights"]
+__all__ = ["Weights", "WeightsState", "WholeWeights", "shares_storage"]
 
 
 class WeightsState(Enum):
@@ -107,7 +107,7 @@ class Weights(ABC):
     def _must_install(self) -> bool:
         """Main weights have storage of their own, so an update has to be copied (and cast)."""
         main = self._main
-        return main is not None and not _shares_storage(main.data, self.local.data)
+        return main is not None and not shares_storage(main.data, self.local.data)
 
     @property
     def _spreads(self) -> bool:
@@ -185,5 +185,6 @@ class WholeWeights(Weights):
         return all_gather_into(whole, own, self.axes.inner.sibling("gather"), async_op=True)
 
 
-def _shares_storage(first: torch.Tensor, second: torch.Tensor) -> bool:
+def shares_storage(first: torch.Tensor, second: torch.Tensor) -> bool:
+    """Whether two tensors lie in the same memory."""
     return first.untyped_storage().data_ptr() == second.untyped_storage().data_ptr()

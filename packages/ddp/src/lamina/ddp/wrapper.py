@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lamina.buffers import Granularity
 from lamina.collectives import broadcast
+from lamina.ddp.adoption import adopt_model_weights
 from lamina.ddp.axes import DataParallelAxes, data_parallel_axes
 from lamina.ddp.buckets import plan_buckets
 from lamina.ddp.config import DistributedDataParallelConfig
@@ -29,6 +30,7 @@ from lamina.ddp.trees import tensors_in
 from lamina.ddp.weight_gathers import WeightGathers
 from lamina.mesh import ParallelMesh, require_overlap
 
+from lamina.ddp.user_gradients import zero_gradients
 __all__ = ["DistributedDataParallel"]
 
 
@@ -37,8 +39,8 @@ class DistributedDataParallel(DataParallel):
 
     The module's parameters stay the user's, whole, and become views of the buckets' weight
     buffers. Gradients are averaged over the data-parallel ranks at the end of every backward that
-    is not inside `no_sync`. With `use_distributed_optimizer`, wrap the optimizer in
-    `ShardedOptimizer`: gradients then lie on its parameters, not on the module's.
+    is not inside `no_sync`. Wrap the optimizer in `ShardedOptimizer`: with a sharded strategy, or
+    with bf16 or fp16 weights, gradients lie on its parameters and not on the module's.
 
     Args:
         module: the model, with the same architecture on every rank; its first data-parallel
@@ -62,7 +64,6 @@ class DistributedDataParallel(DataParallel):
             require_overlap("DistributedDataParallel with overlap")
         self.module = module
         self.config = config
-        self._in_backward = False
         dense, expert = _axes(mesh, config)
         transient = TransientBuffers(keep_on_cpu=True)
         settings = _settings(config, dense)
@@ -83,12 +84,14 @@ class DistributedDataParallel(DataParallel):
             aligned=config.align_param_gather,
             hooks=config.overlap_param_gather,
         )
+            begin=weakref.WeakMethod(self._begin_backward),
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The wrapped module's forward; updated weights are waited for where they are used."""
-        if self._in_backward and torch._C._current_graph_task_id() == -1:
+        if self._reducer.in_backward and torch._C._current_graph_task_id() == -1:
             self._reducer.abandon_backward()  # the last backward raised
-            self._in_backward = False
+        if torch.is_grad_enabled():
+            self._refuse_what_never_trains()
         self._gathers.begin(overlapped=self.training and torch.is_grad_enabled())
         output = self.module(*args, **kwargs)
         self._gathers.begin_all()  # those of modules that ran on other ranks only
@@ -106,6 +109,22 @@ class DistributedDataParallel(DataParallel):
     def no_sync(self) -> AbstractContextManager[None]:
         """Backwards inside are not the step's last microbatch."""
         return self._reducer.no_sync()
+    def _refuse_what_never_trains(self) -> None:
+        """Gradients that nobody will step, and parameters whose gradients nobody would sum."""
+        for group in self._groups:
+            group.refuse_unfrozen()
+            gradients = group.gradients
+            if gradients is None or gradients.state is not GradientState.FINAL:
+                continue
+            apart = group.main_parameters[0] is not group.refs[0].parameter
+            if apart and not group.has_optimizer:
+                raise RuntimeError(
+                    f"the gradient of {group.refs[0].name} is on a main parameter that no "
+                    "optimizer holds, so an optimizer over model.parameters() trains nothing: wrap "
+                    "it in ShardedOptimizer(optimizer, model, mesh), or call zero_grad() first if "
+                    "gradients are all you want"
+                )
+
 
     def late_gradients(self) -> AbstractContextManager[None]:
         """Gradients that arrive inside belong to backwards that are over (split backwards)."""
@@ -120,10 +139,16 @@ class DistributedDataParallel(DataParallel):
         self._reducer.finish()
 
     def scale_gradients(self, factor: float) -> None:
-        """Multiply all main grads by `factor`."""
+        """Multiply all gradients by `factor`, those of microbatches inside `no_sync` included."""
+        self._reducer.scale(factor)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget all gradients, or make those that are shown zeros, wherever they are kept."""
         for group in self._groups:
-            if group.gradients is not None and group.gradients.state is not GradientState.EMPTY:
-                group.gradients.main.data.mul_(factor)
+            if set_to_none:
+                group.discard_gradients()
+            else:
+                zero_gradients(group)
 
     def zero_grad_buffer(self) -> None:
         """Forget all gradients, those of microbatches inside `no_sync` included."""
@@ -136,7 +161,7 @@ class DistributedDataParallel(DataParallel):
         for group in self._groups:
             for process_group in group.axes.groups("gather"):
                 broadcast(group.weights.full, process_group, src=0)
-            group.adopt_model_weights()
+            adopt_model_weights(group)
 
     def start_param_sync(self) -> None:
         """Begin to bring main weights into the module's: somebody wrote those (collective)."""
@@ -162,6 +187,8 @@ class DistributedDataParallel(DataParallel):
         """Load into the wrapped module, and into main weights where those are apart.
 
         Collective where `state_dict` is. Parameters that the state leaves out (`strict=False`) keep
+        for group in self._groups:
+            group.has_optimizer = True  # the caller's own hands
         their main weights.
 
         Raises:
@@ -178,20 +205,18 @@ class DistributedDataParallel(DataParallel):
         result = self.module.load_state_dict(*args, **kwargs)
         for group, versions in zip(self._groups, before, strict=True):
             pairs = enumerate(zip(group.compute_parameters, versions, strict=True))
-            group.adopt_model_weights(i for i, (p, version) in pairs if p._version != version)
+            adopt_model_weights(group, (i for i, (p, old) in pairs if p._version != old))
         return result
 
     # -- backward -----------------------------------------------------------------------------
 
     def _begin_backward(self) -> None:
-        if self._in_backward:
+        if self._reducer.in_backward:
             return
-        self._in_backward = True
         self._reducer.begin_backward()
         torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
 
     def _end_backward(self) -> None:
-        self._in_backward = False
         self._reducer.end_backward()
 
 

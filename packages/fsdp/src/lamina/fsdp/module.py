@@ -11,7 +11,7 @@ from torch import nn
 
 from lamina.buffers import Replicate
 from lamina.collectives import broadcast
-from lamina.ddp import GradientState, MemoryBudgets, ParameterGroup
+from lamina.ddp import MemoryBudgets, ParameterGroup
 from lamina.fsdp.engine import ShardingEngine
 from lamina.fsdp.once_per_step import StepMethods
 
@@ -62,10 +62,8 @@ class ShardedModule(StepMethods, nn.Module):
             engine.mark_weights_changed()  # a step that nobody announces may follow
 
     def scale_gradients(self, factor: float) -> None:
-        """Multiply all main grads by `factor`."""
-        for group in self.parameter_groups():
-            if group.gradients is not None and group.gradients.state is not GradientState.EMPTY:
-                group.gradients.main.data.mul_(factor)
+        """Multiply all gradients by `factor`, those of microbatches inside `no_sync` included."""
+        self.sharding_engine.reducer.scale(factor)
 
     def broadcast_params(self) -> None:
         """Take the first rank's main weights along the axes that hold copies (collective)."""

@@ -165,6 +165,7 @@ class OffloadedSum(RankSum):
         described = FlatBuffer(main.layout, main.placement, main.dtype, "meta", main.axes)
         self._inner = make(described, *state)
         self.adds_to_final = self._inner.adds_to_final
+        self.sums_in_main = self._inner.sums_in_main
         # Two, because two reductions may be under way: the first one's copy to the host must not
         # wait for what the second one waits for.
         self._sides = [SideStream(device), SideStream(device)]
@@ -208,6 +209,10 @@ class OffloadedSum(RankSum):
     def forget(self) -> None:
         """As the sum inside."""
         self._inner.forget()
+
+    def scale_kept(self, factor: float) -> None:
+        """As the sum inside."""
+        self._inner.scale_kept(factor)
 
 
 class _Beside:

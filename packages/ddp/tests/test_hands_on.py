@@ -1,0 +1,243 @@
+"""What users do with their own hands between the calls of a loop: right, or refused by name."""
+
+import copy
+import pickle
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import nn
+
+from lamina.ddp import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    ShardedOptimizer,
+    full_gradients,
+    full_parameters,
+)
+from lamina.mesh import ParallelLayout
+from lamina_testing.toys import OddNet
+
+SHARDED = pytest.mark.parametrize("sharded", [False, True])
+
+
+def build(make=OddNet, dtype=torch.float32):
+    torch.manual_seed(7)
+    return make().to(dtype)
+
+
+def sgd(model):
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01)
+
+
+def wrap(model, sharded, replicate=1, **config):
+    mesh = ParallelLayout(dp_replicate=replicate).build("cpu")
+    settings = {"num_buckets": 4, "overlap_grad_reduce": True, **config}
+    config = DistributedDataParallelConfig(use_distributed_optimizer=sharded, **settings)
+    return DistributedDataParallel(model, config, mesh), mesh
+
+
+def batch(rank, number=0):
+    return torch.randn(4, 5, generator=torch.Generator().manual_seed(10 * number + rank))
+
+
+def check_gradients(wrapped, loss, make=OddNet, world=2):
+    """`loss(model, rank)` on all ranks in one process has the wrapper's gradients."""
+    model = build(make)
+    (sum(loss(model, rank) for rank in range(world)) / world).backward()
+    wanted = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    found = full_gradients(wrapped)
+    assert found.keys() == wanted.keys()
+    for name, value in wanted.items():
+        torch.testing.assert_close(found[name], value, rtol=0, atol=3e-6, msg=name)
+
+
+@dataclass
+class Output:
+    value: torch.Tensor
+
+
+class Bag:
+    __slots__ = ("value",)
+
+    def __init__(self, value):
+        self.value = value
+
+
+class GivesObjects(OddNet):
+    kind = Output
+
+    def forward(self, x):
+        return self.kind(super().forward(x))
+
+
+class GivesBags(GivesObjects):
+    kind = Bag
+
+
+@pytest.mark.ranks(2)
+@SHARDED
+@pytest.mark.parametrize("make", [GivesObjects, GivesBags])
+def test_outputs_of_any_kind_start_the_reduction(make, sharded, ranks):
+    wrapped, _ = wrap(build(make), sharded)
+    wrapped(batch(ranks.rank)).value.square().mean().backward()
+    check_gradients(wrapped, lambda m, rank: m(batch(rank)).value.square().mean(), make=make)
+    wrapped.zero_grad()
+    wrapped.module(batch(ranks.rank)).value.square().mean().backward()  # not through the wrapper
+    check_gradients(wrapped, lambda m, rank: m(batch(rank)).value.square().mean(), make=make)
+    if not sharded:  # there autograd has added to what was reduced already
+        with pytest.raises(RuntimeError, match="call the wrapper, not the module inside"):
+            wrapped.module(batch(ranks.rank)).value.square().mean().backward()
+
+
+class Partial(OddNet):
+    def forward(self, x):
+        return self.enter(x)
+
+
+@pytest.mark.ranks(2)
+@SHARDED
+def test_penalties_reach_parameters_that_the_forward_did_not(sharded, ranks):
+    def loss(model, rank):
+        return model(batch(rank)).mean() + sum(p.square().sum() for p in model.parameters())
+
+    wrapped, _ = wrap(build(Partial), sharded)
+    loss(wrapped, ranks.rank).backward()
+    check_gradients(wrapped, loss, make=Partial)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(("sharded", "dtype"), [(True, torch.float32), (False, torch.bfloat16)])
+def test_an_optimizer_that_would_train_nothing_is_refused(sharded, dtype, ranks):
+    wrapped, mesh = wrap(build(dtype=dtype), sharded)
+    plain = sgd(wrapped)
+    x = batch(ranks.rank).to(dtype)
+    wrapped(x).square().mean().backward()
+    plain.step()
+    plain.zero_grad()
+    with pytest.raises(RuntimeError, match=r"ShardedOptimizer\(optimizer, model, mesh\)"):
+        wrapped(x)
+    with torch.no_grad():
+        wrapped(x)
+    wrapped.zero_grad()
+    wrapped(x).square().mean().backward()  # somebody who looks at gradients alone
+    optimizer = ShardedOptimizer(plain, wrapped, mesh)
+    optimizer.step()
+    wrapped(x)
+
+
+KINDS = pytest.mark.parametrize(
+    ("sharded", "config"),
+    [
+        (False, {}),
+        (True, {}),
+        (True, {"reproducible": True}),
+        (True, {"replicate": 2}),
+    ],
+)
+FITS = pytest.mark.matrix(where=lambda ranks, config: ranks == 2 * config.get("replicate", 1))
+
+
+@FITS
+@pytest.mark.ranks(2, 4)
+@KINDS
+def test_scaling_reaches_microbatches_that_were_not_summed_yet(sharded, config, ranks):
+    wrapped, mesh = wrap(build(), sharded, **config)
+    optimizer = ShardedOptimizer(sgd(wrapped), wrapped, mesh)
+    with wrapped.no_sync():
+        wrapped(batch(ranks.rank, 0)).square().mean().backward()
+    wrapped.scale_gradients(3.0)
+    with wrapped.no_sync():
+        wrapped(batch(ranks.rank, 1)).square().mean().backward()
+    wrapped.start_grad_sync()
+    wrapped.scale_gradients(0.5)
+    wrapped.finish_grad_sync()
+
+    def loss(model, rank):
+        return sum(f * model(batch(rank, n)).square().mean() for n, f in ((0, 1.5), (1, 0.5)))
+
+    check_gradients(wrapped, loss, world=ranks.world_size)
+    optimizer.step()
+
+
+@FITS
+@pytest.mark.ranks(2, 4)
+@KINDS
+@pytest.mark.parametrize("by", ["optimizer", "wrapper"])
+def test_zeroing_in_place_between_microbatches_discards_them(by, sharded, config, ranks):
+    wrapped, mesh = wrap(build(), sharded, **config)
+    optimizer = ShardedOptimizer(sgd(wrapped), wrapped, mesh)
+    model = build()
+    plain = sgd(model)
+    mains = [p for group in optimizer.param_groups for p in group["params"]]
+    zeroing = optimizer if by == "optimizer" else wrapped
+    for step in range(2):
+        with wrapped.no_sync():
+            wrapped(batch(ranks.rank, 90)).square().mean().backward()
+        zeroing.zero_grad(set_to_none=False)
+        assert all(bool((p.grad == 0).all()) for p in mains if p.numel())
+        if step == 1:
+            optimizer.step()  # zeros are gradients: momentum and weight decay go on
+            plain.zero_grad(set_to_none=False)
+            plain.step()
+        wrapped(batch(ranks.rank, step)).square().mean().backward()
+        optimizer.step()
+        zeroing.zero_grad(set_to_none=False)
+        plain.zero_grad(set_to_none=False)
+        losses = [model(batch(r, step)).square().mean() for r in range(ranks.world_size)]
+        (sum(losses) / len(losses)).backward()
+        plain.step()
+    for name, value in full_parameters(wrapped).items():
+        wanted = model.get_parameter(name).detach()
+        torch.testing.assert_close(value, wanted, rtol=0, atol=3e-6, msg=name)
+
+
+@pytest.mark.ranks(2)
+def test_a_backward_while_gradients_are_on_their_way_is_refused(ranks):
+    wrapped, mesh = wrap(build(), True)
+    optimizer = ShardedOptimizer(sgd(wrapped), wrapped, mesh)
+    with wrapped.no_sync():
+        wrapped(batch(ranks.rank)).square().mean().backward()
+    wrapped.start_grad_sync()
+    loss = wrapped(batch(ranks.rank, 1)).square().mean()
+    with pytest.raises(RuntimeError, match=r"finish_grad_sync\(\) first"):
+        loss.backward()
+    wrapped.finish_grad_sync()
+    check_gradients(wrapped, lambda m, rank: m(batch(rank)).square().mean())
+    optimizer.step()
+
+
+@pytest.mark.ranks(2)
+@SHARDED
+def test_freezing_after_wrapping_works_and_unfreezing_is_refused(sharded, ranks):
+    model, plain_model = build(), build()
+    model.enter.requires_grad_(False)
+    plain_model.enter.requires_grad_(False)
+    wrapped, mesh = wrap(model, sharded)
+    optimizer = ShardedOptimizer(sgd(model), wrapped, mesh)
+    plain = sgd(plain_model)
+    for step in range(3):
+        for one in (model, plain_model):
+            one.blocks[1].requires_grad_(step != 1)
+        wrapped(batch(ranks.rank, step)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        (sum(plain_model(batch(r, step)).square().mean() for r in range(2)) / 2).backward()
+        plain.step()
+        plain.zero_grad()
+    for name, value in full_parameters(wrapped).items():
+        wanted = plain_model.get_parameter(name).detach()
+        torch.testing.assert_close(value, wanted, rtol=0, atol=3e-6, msg=name)
+    model.enter.requires_grad_(True)
+    with pytest.raises(ValueError, match=r"enter\.\w+ was frozen when the model was wrapped"):
+        wrapped(batch(ranks.rank))
+
+
+@pytest.mark.ranks(1)
+def test_parameters_of_a_wrapped_module_can_be_copied_and_pickled(ranks):
+    wrapped, _ = wrap(build(), True)
+    for make in (copy.deepcopy, lambda p: pickle.loads(pickle.dumps(p))):
+        weight = make(wrapped.module.enter.weight)
+        assert torch.equal(weight, wrapped.module.enter.weight)
+        nn.functional.linear(torch.ones(1, 5), weight).sum().backward()  # nobody's any more
+        assert weight.grad is not None

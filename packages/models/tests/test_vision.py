@@ -9,6 +9,8 @@ import torch
 from torch import nn
 
 from lamina.models import (
+    MambaConfig,
+    MoEConfig,
     TransformerConfig,
     VisionConfig,
     VisionLanguageModel,
@@ -133,6 +135,24 @@ def test_vectors_of_images_take_the_places_of_image_tokens():
     found = torch.autograd.grad(model(tokens, pictures, labels), list(model.parameters()))
     for (name, _), one, other in zip(model.named_parameters(), found, wanted, strict=True):
         torch.testing.assert_close(one, other, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def test_a_decoder_with_experts_and_mamba_reads_images_and_leaves_padding_out():
+    moe = MoEConfig(num_experts=4, top_k=2, ffn_size=8, switch_loss=0.1)
+    mamba = MambaConfig(state_size=8, head_dim=8)
+    language = replace(LANGUAGE, layer_pattern="TM", num_layers=2, mamba=mamba, moe=moe)
+    model, pictures = model_of(language=language), [image(8, 8, 1)]
+    tokens = text(1, -4, 2, 3, 0, 0)[None]
+    labels = tokens.masked_fill((tokens == IMAGE) | (tokens == 0), -100)
+    gradients = []
+    for length in (9, 7):  # with two tokens of padding, and without them
+        cut, padding = tokens[:, :length], (tokens == 0)[:, :length]
+        model(cut, pictures, labels[:, :length], padding_mask=padding).backward()
+        gradients.append([p.grad.clone() for p in model.parameters()])
+        model.zero_grad()
+    for one, other in zip(*gradients, strict=True):
+        torch.testing.assert_close(one, other)
+    assert model.language.blocks[0].mlp.router.latest.chosen.sum() == 2 * 2 * 7
 
 
 def test_text_without_images_is_the_decoders_own():

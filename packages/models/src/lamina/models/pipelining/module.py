@@ -28,6 +28,7 @@ class Microbatch:
         document_ids: integers ``[batch, sequence]``, or None.
         factor: what the sum of the tokens' losses is multiplied by.
         auxiliary: what auxiliary losses of the microbatch weigh beside that.
+        padding_mask: bool ``[batch, sequence]``, True for tokens that go to no expert, or None.
 
     """
 
@@ -37,6 +38,7 @@ class Microbatch:
     document_ids: Tensor | None
     factor: Tensor | float = 1.0
     auxiliary: Tensor | float = 1.0
+    padding_mask: Tensor | None = None
 
 
 class GPTStage(GPTModel):
@@ -135,7 +137,8 @@ class GPTStage(GPTModel):
         )
         if self.config.moe is not None:
             scale = self.auxiliary_scale * batch.auxiliary
-            context = replace(context, routing=RoutingContext.build(None, self.expert_axes, scale))
+            routing = RoutingContext.build(batch.padding_mask, self.expert_axes, scale)
+            context = replace(context, routing=routing)
         for block in self.blocks:
             x = block(x, context)
         if not self.last:

@@ -72,6 +72,8 @@ class PipelineRunner(nn.Module):
         labels: Tensor,
         positions: Tensor | None = None,
         document_ids: Tensor | None = None,
+        *,
+        padding_mask: Tensor | None = None,
     ) -> Tensor:
         """Forward and backward of a batch; gradients are final afterwards.
 
@@ -85,6 +87,7 @@ class PipelineRunner(nn.Module):
             labels: int64 ``[batch, sequence]``; -100 counts nothing.
             positions: int64 ``[sequence]`` or ``[batch, sequence]``.
             document_ids: integers ``[batch, sequence]``.
+            padding_mask: bool ``[batch, sequence]``, True for tokens that go to no expert.
 
         Returns:
             The batch's mean loss, on every pipeline rank: a scalar without gradient.
@@ -94,7 +97,7 @@ class PipelineRunner(nn.Module):
                 and (on a CPU) ids that the vocabulary does not have.
 
         """
-        batches = self._microbatches(tokens, labels, positions, document_ids)
+        batches = self._microbatches(tokens, labels, positions, document_ids, padding_mask)
         loss = self._run(batches, labels, training=True)
         if not self.wrapped:
             if isinstance(self._mesh, ParallelMesh):
@@ -112,9 +115,11 @@ class PipelineRunner(nn.Module):
         labels: Tensor,
         positions: Tensor | None = None,
         document_ids: Tensor | None = None,
+        *,
+        padding_mask: Tensor | None = None,
     ) -> Tensor:
         """The batch's mean loss on every pipeline rank, without backward; arguments as `step`."""
-        batches = self._microbatches(tokens, labels, positions, document_ids)
+        batches = self._microbatches(tokens, labels, positions, document_ids, padding_mask)
         loss = self._run(batches, labels, training=False)
         self._release()
         return loss
@@ -179,19 +184,10 @@ class PipelineRunner(nn.Module):
         labels: Tensor,
         positions: Tensor | None,
         document_ids: Tensor | None,
+        padding_mask: Tensor | None,
     ) -> list[Microbatch]:
         number = self.num_microbatches
-        if tokens.ndim != 2 or labels.shape != tokens.shape or tokens.shape[0] < number:
-            raise ValueError(
-                f"tokens {tuple(tokens.shape)} and labels {tuple(labels.shape)}: both must be "
-                f"[batch, sequence], with at least num_microbatches={number} sequences"
-            )
-        allowed = tuple(tokens.shape), tuple(tokens.shape[1:])
-        if positions is not None and tuple(positions.shape) not in allowed:
-            raise ValueError(
-                f"positions have shape {tuple(positions.shape)}, tokens {allowed[0]}: they must "
-                f"have shape {allowed[0]} or {allowed[1]}"
-            )
+        _check_shapes(tokens, labels, positions, padding_mask, number)
         parts = 1 if self._cp is None else self._cp.size
         factor: Tensor | float = 1.0
         if not self.per_token:
@@ -205,12 +201,14 @@ class PipelineRunner(nn.Module):
                 ids,
                 factor,
                 (own != IGNORED).sum() * factor,
+                padding,
             )
-            for one, own, at, ids in zip(
+            for one, own, at, ids, padding in zip(
                 tokens.tensor_split(number),
                 labels.tensor_split(number),
                 _pieces(None if whole else positions, number),
                 _pieces(document_ids, number),
+                _pieces(padding_mask, number),
                 strict=True,
             )
         ]
@@ -252,3 +250,28 @@ class PipelineRunner(nn.Module):
 
 def _pieces(tensor: Tensor | None, number: int) -> Sequence[Tensor | None]:
     return [None] * number if tensor is None else tensor.tensor_split(number)
+
+
+def _check_shapes(
+    tokens: Tensor,
+    labels: Tensor,
+    positions: Tensor | None,
+    padding_mask: Tensor | None,
+    number: int,
+) -> None:
+    if tokens.ndim != 2 or labels.shape != tokens.shape or tokens.shape[0] < number:
+        raise ValueError(
+            f"tokens {tuple(tokens.shape)} and labels {tuple(labels.shape)}: both must be "
+            f"[batch, sequence], with at least num_microbatches={number} sequences"
+        )
+    allowed = tuple(tokens.shape), tuple(tokens.shape[1:])
+    if positions is not None and tuple(positions.shape) not in allowed:
+        raise ValueError(
+            f"positions have shape {tuple(positions.shape)}, tokens {allowed[0]}: they must "
+            f"have shape {allowed[0]} or {allowed[1]}"
+        )
+    if padding_mask is not None and padding_mask.shape != tokens.shape:
+        raise ValueError(
+            f"padding_mask has shape {tuple(padding_mask.shape)}, tokens {allowed[0]}: they "
+            "must be equal"
+        )

@@ -123,6 +123,7 @@ class VisionLanguageModel(nn.Module):
         document_ids: Tensor | None = None,
         *,
         reduction: Literal["mean", "sum"] = "mean",
+        padding_mask: Tensor | None = None,
     ) -> Tensor:
         """Predict the next token at every position.
 
@@ -136,6 +137,7 @@ class VisionLanguageModel(nn.Module):
             positions: as of :class:`GPTModel`.
             document_ids: as of :class:`GPTModel`.
             reduction: as of :class:`GPTModel`.
+            padding_mask: as of :class:`GPTModel`, where the decoder has experts.
 
         Returns:
             Logits or loss, as :class:`GPTModel`.
@@ -157,6 +159,7 @@ class VisionLanguageModel(nn.Module):
             positions,
             document_ids,
             reduction=reduction,
+            padding_mask=padding_mask,
             splice=Splice(self.encode(images), index),
         )
         return output

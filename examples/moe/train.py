@@ -41,10 +41,13 @@ def config_with(balance: dict[str, float]) -> TransformerConfig:
     )
 
 
-def train(name: str, mesh: ParallelMesh, text: torch.Tensor, steps: int) -> str:
+def train(
+    name: str, mesh: ParallelMesh, device: torch.device, text: torch.Tensor, steps: int
+) -> str:
     """Train from the same start and say how it went."""
-    model = GPTModel(config_with(BALANCE[name]), mesh, seed=0)
-    whole = sum(p.numel() for p in GPTModel(model.config, seed=0).parameters())
+    model = GPTModel(config_with(BALANCE[name]), mesh, seed=0).to(device)
+    with torch.device("meta"):
+        whole = GPTModel(model.config, seed=0).num_parameters()
     held = model.num_parameters()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     model, optimizer = fully_shard(
@@ -54,7 +57,7 @@ def train(name: str, mesh: ParallelMesh, text: torch.Tensor, steps: int) -> str:
     losses = []
     for _ in range(steps):
         starts = torch.randint(len(text) - LENGTH - 1, (BATCH,), generator=generator)
-        rows = torch.stack([text[s : s + LENGTH + 1] for s in starts])
+        rows = torch.stack([text[s : s + LENGTH + 1] for s in starts]).to(device)
         loss = model(rows[:, :-1], labels=rows[:, 1:])  # without the auxiliary loss
         loss.backward()
         finalize_grads(model, mesh)  # moves the routers' biases
@@ -81,7 +84,7 @@ def main() -> None:
     with init_distributed() as runtime:
         mesh = ParallelLayout(ep=runtime.world_size).build(runtime.device.type)
         for name in BALANCE:
-            line = train(name, mesh, text, steps)
+            line = train(name, mesh, runtime.device, text, steps)
             if runtime.is_main:
                 print(line, flush=True)
 

@@ -6,7 +6,9 @@ torchrun --nproc-per-node 2 examples/multimodal/train.py
 from __future__ import annotations
 
 import argparse
+import sys
 import time
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -109,6 +111,8 @@ def describe(model: torch.nn.Module, scenes: list[Scene], device: torch.device) 
 def main() -> None:
     """Train, describe what was held out, draw the contact sheet."""
     args = options()
+    if find_spec("matplotlib") is None:  # before the training, not after it
+        sys.exit("the contact sheet needs matplotlib: pip install matplotlib")
     with init_distributed() as runtime:
         start = time.perf_counter()
         model = train(args, runtime)

@@ -437,3 +437,37 @@ def test_a_method_that_cannot_be_registered_is_named(ranks):
         register_forward_method(model.blocks[0].norm, "forward")
     with pytest.raises(AttributeError, match="no method 'decode'"):
         register_forward_method(model, "decode")
+
+
+class Ends(nn.Module):
+    """An embedding and a head of their own weights, larger than the blocks between them."""
+
+    def __init__(self, reads_past=False):
+        super().__init__()
+        self.embedding = nn.Embedding(90, 17)
+        self.blocks = nn.ModuleList(Block(17) for _ in range(2))
+        self.head = nn.Linear(17, 90, bias=False)
+        self.reads_past = reads_past
+
+    def forward(self, tokens):
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return x @ self.head.weight.T if self.reads_past else self.head(x)
+
+
+def tokens_loss(model, rank, step):
+    generator = torch.Generator().manual_seed(10 * step + rank)
+    return model(torch.randint(90, (3, 5), generator=generator)).square().mean()
+
+
+@pytest.mark.ranks(2)
+def test_large_embeddings_and_heads_are_units_of_their_own(ranks):
+    model = check(Ends, tokens_loss, ranks, 3, None)
+    names = [unit.name for unit in model.sharding_engine.units]
+    assert names == ["", "embedding", "blocks.0", "blocks.1", "head"]
+    past = fully_shard(Ends(reads_past=True))
+    with pytest.raises(NotImplementedError, match=r"choose the units \(fsdp_unit_modules\)"):
+        tokens_loss(past, ranks.rank, 0)
+    named = fully_shard(Ends(reads_past=True), fsdp_unit_modules=[Block])
+    tokens_loss(named, ranks.rank, 0).backward()

@@ -34,13 +34,17 @@ _FOREACH = frozenset(
 )
 _FUSED = frozenset({"_fused_adam_", "_fused_adamw_", "_fused_sgd_", "_fused_adagrad_"})
 
+_UNIT = (
+    "In a model's forward a weight is whole while the unit that holds it runs: call its module, or "
+    "choose the units (fsdp_unit_modules) so that whoever reads it is in the same one"
+)
 _INSTEAD = {
     "random": "a span's draws would differ from the whole tensor's, and ranks with one seed would "
     "repeat each other: initialise the whole tensor and copy_() it in, or use .to_local()",
     "matrix": "the other operand needs whole rows: use .full_tensor(), or let the unit gather its "
-    "parameters (call the module)",
+    f"parameters (call the module). {_UNIT}",
     "index": "an index names elements that other ranks may hold: use .full_tensor()[...], or "
-    ".to_local() with .start and .stop",
+    f".to_local() with .start and .stop. {_UNIT}",
     "other": "use .full_tensor() for the whole (collective), or .to_local() for this rank's span",
 }
 _TRANSPOSE = frozenset({"t", "transpose", "permute", "numpy_T"})  # what F.linear does first

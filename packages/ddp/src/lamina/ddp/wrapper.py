@@ -27,10 +27,10 @@ from lamina.ddp.reduction import resolve_reduction
 from lamina.ddp.strategy import resolve_strategy
 from lamina.ddp.transient import TransientBuffers
 from lamina.ddp.trees import tensors_in
+from lamina.ddp.user_gradients import zero_gradients
 from lamina.ddp.weight_gathers import WeightGathers
 from lamina.mesh import ParallelMesh, require_overlap
 
-from lamina.ddp.user_gradients import zero_gradients
 __all__ = ["DistributedDataParallel"]
 
 
@@ -77,6 +77,7 @@ class DistributedDataParallel(DataParallel):
             close_when_complete=config.overlap_grad_reduce,
             check_finite=config.check_for_nan_in_grad,
             largest=config.check_for_large_grads,
+            begin=weakref.WeakMethod(self._begin_backward),
         )
         self._gathers = WeightGathers(
             module,
@@ -84,7 +85,6 @@ class DistributedDataParallel(DataParallel):
             aligned=config.align_param_gather,
             hooks=config.overlap_param_gather,
         )
-            begin=weakref.WeakMethod(self._begin_backward),
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The wrapped module's forward; updated weights are waited for where they are used."""
@@ -102,13 +102,6 @@ class DistributedDataParallel(DataParallel):
                     tensor.register_hook(_starting(begin))  # type: ignore[no-untyped-call]
         return output
 
-    def parameter_groups(self) -> Iterator[ParameterGroup]:
-        """All buckets, in the order in which they are reduced."""
-        yield from self._groups
-
-    def no_sync(self) -> AbstractContextManager[None]:
-        """Backwards inside are not the step's last microbatch."""
-        return self._reducer.no_sync()
     def _refuse_what_never_trains(self) -> None:
         """Gradients that nobody will step, and parameters whose gradients nobody would sum."""
         for group in self._groups:
@@ -125,6 +118,14 @@ class DistributedDataParallel(DataParallel):
                     "gradients are all you want"
                 )
 
+
+    def parameter_groups(self) -> Iterator[ParameterGroup]:
+        """All buckets, in the order in which they are reduced."""
+        yield from self._groups
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Backwards inside are not the step's last microbatch."""
+        return self._reducer.no_sync()
 
     def late_gradients(self) -> AbstractContextManager[None]:
         """Gradients that arrive inside belong to backwards that are over (split backwards)."""
@@ -165,6 +166,8 @@ class DistributedDataParallel(DataParallel):
 
     def start_param_sync(self) -> None:
         """Begin to bring main weights into the module's: somebody wrote those (collective)."""
+        for group in self._groups:
+            group.has_optimizer = True  # the caller's own hands
         self._gathers.changed()
         self._gathers.begin_all()
 
@@ -187,8 +190,6 @@ class DistributedDataParallel(DataParallel):
         """Load into the wrapped module, and into main weights where those are apart.
 
         Collective where `state_dict` is. Parameters that the state leaves out (`strict=False`) keep
-        for group in self._groups:
-            group.has_optimizer = True  # the caller's own hands
         their main weights.
 
         Raises:

@@ -1,14 +1,19 @@
 """Settings: what contradicts itself is refused, and checks name what they find."""
 
+import re
+
 import pytest
 import torch
 
+from lamina.collectives import RegistrationError
 from lamina.ddp import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
     LargeGradientError,
     NonFiniteGradientError,
+    collect_parameters,
 )
+from lamina.ddp.buckets import plan_buckets
 from lamina.mesh import ParallelLayout
 from lamina_testing.toys import OddNet
 
@@ -28,23 +33,21 @@ def toy_input(rank, step):
     return torch.randn(4, 5, generator=torch.Generator().manual_seed(10 * step + rank))
 
 
-@pytest.mark.ranks(2)
-def test_non_finite_gradients_are_named_before_they_are_sent(ranks):
-    model = build()
-    wrapped, _ = wrap(model, check_for_nan_in_grad=True, overlap_grad_reduce=False)
-    batch = toy_input(0, 0)
-    batch[0, 0] = float("nan")
-    with pytest.raises(NonFiniteGradientError, match=r"gradient of .* dp_shard"):
-        wrapped(batch).mean().backward()
-
-
-@pytest.mark.ranks(2)
-def test_huge_gradients_are_named_before_they_are_sent(ranks):
-    model = build()
-    wrapped, _ = wrap(model, check_for_large_grads=1e3, overlap_grad_reduce=False)
-    wrapped(toy_input(0, 0)).mean().backward()
-    with pytest.raises(LargeGradientError, match=r"gradient of .* reaches"):
-        (wrapped(toy_input(0, 0)).mean() * 1e9).backward()
+@pytest.mark.ranks(4)
+def test_the_one_bad_gradient_is_named_with_its_rank_before_it_is_sent(ranks):
+    mesh = ParallelLayout(tp=2).build("cpu")
+    settings = {"use_distributed_optimizer": True, "num_buckets": 3, "overlap_grad_reduce": True}
+    checks = {"check_for_nan_in_grad": True, "check_for_large_grads": 1e3}
+    config = DistributedDataParallelConfig(**settings, **checks)
+    wrapped = DistributedDataParallel(build(), config, mesh)
+    if ranks.rank % 2:
+        return  # these are fine, and wait for ranks 0 and 2, which have not sent anything
+    factor = float("nan") if ranks.rank == 2 else 1e9
+    wrapped.module.leave.bias.register_hook(lambda gradient: gradient * factor)
+    error = {0: LargeGradientError, 2: NonFiniteGradientError}[ranks.rank]
+    place = f"on rank {ranks.rank} (dp_shard={ranks.rank // 2}, tp=0)"
+    with pytest.raises(error, match="gradient of leave.bias .*" + re.escape(place)):
+        wrapped(toy_input(0, 0)).mean().backward()
 
 
 def test_settings_that_contradict_each_other_are_refused():
@@ -54,12 +57,75 @@ def test_settings_that_contradict_each_other_are_refused():
         DistributedDataParallelConfig(bucket_size=5, num_buckets=2)
     with pytest.raises(ValueError, match="at least 1"):
         DistributedDataParallelConfig(bucket_size=0)
+    with pytest.raises(ValueError, match="overlap_param_gather=True puts"):
+        DistributedDataParallelConfig(align_param_gather=True, use_distributed_optimizer=True)
+    with pytest.raises(ValueError, match="no sharded optimizer"):
+        DistributedDataParallelConfig(num_distributed_optimizer_instances=2)
+    with pytest.raises(ValueError, match="is no limit"):
+        DistributedDataParallelConfig(check_for_large_grads=True)
+    with pytest.raises(ValueError, match="choose one"):
+        DistributedDataParallelConfig(average_in_collective=True, calculate_per_token_loss=True)
+    with pytest.raises(ValueError, match="fully_shard"):
+        DistributedDataParallelConfig(zero_dp_strategy=3, use_distributed_optimizer=True)
+    with pytest.raises(ValueError, match="contradicts use_distributed_optimizer=False"):
+        DistributedDataParallelConfig(zero_dp_strategy="optim_grads")
+    with pytest.raises(ValueError, match="contradicts use_distributed_optimizer=True"):
+        DistributedDataParallelConfig(zero_dp_strategy=0, use_distributed_optimizer=True)
+    with pytest.raises(ValueError, match="choose one of 0 or 'no_shard'"):
+        DistributedDataParallelConfig(zero_dp_strategy="zero2", use_distributed_optimizer=True)
+
+
+def test_strategies_have_numbers_and_names():
+    settings = {"use_distributed_optimizer": True}
+    assert DistributedDataParallelConfig().strategy == 0
+    assert DistributedDataParallelConfig(**settings).strategy == 1
+    assert DistributedDataParallelConfig(zero_dp_strategy="optim_grads", **settings).strategy == 2
 
 
 @pytest.mark.ranks(2)
-def test_instances_that_the_mesh_does_not_have_are_refused(ranks):
-    config = DistributedDataParallelConfig(
-        use_distributed_optimizer=True, num_distributed_optimizer_instances=2
+def test_what_the_mesh_or_the_machine_does_not_have_is_refused(ranks):
+    sharded = {"use_distributed_optimizer": True}
+    for instances, layout in ((2, {}), (1, {"dp_replicate": 2, "dp_shard": 1})):
+        mesh = ParallelLayout(**layout).build("cpu")
+        config = DistributedDataParallelConfig(
+            num_distributed_optimizer_instances=instances, **sharded
+        )
+        with pytest.raises(ValueError, match=f"dp_replicate={instances}"):
+            DistributedDataParallel(build(), config, mesh)
+    with pytest.raises(RegistrationError, match=r"nccl_ub=True: .* only NCCL registers memory"):
+        wrap(build(), nccl_ub=True)
+
+
+def buckets_of(sizes, ranks=1, **config):
+    """Names of the parameters in each bucket of a model with parameters of these sizes."""
+    module = torch.nn.Module()
+    for index, size in enumerate(sizes):
+        parameter = torch.nn.Parameter(torch.empty(size, device="meta"))
+        module.register_parameter(f"p{index}", parameter)
+    planned = plan_buckets(
+        collect_parameters(module), DistributedDataParallelConfig(**config), ranks
     )
-    with pytest.raises(ValueError, match="dp_replicate=2"):
-        DistributedDataParallel(build(), config, ParallelLayout().build("cpu"))
+    return [[int(ref.name[1:]) for ref in refs] for _, refs in planned]
+
+
+def test_buckets_are_filled_in_reverse_order_of_registration():
+    assert buckets_of([5, 5, 5, 5, 5], bucket_size=10) == [[4, 3], [2, 1], [0]]
+    assert buckets_of([5, 100, 5], bucket_size=10) == [[2, 1], [0]]  # none is cut
+    assert buckets_of([1] * 12, num_buckets=4) == [[11, 10, 9], [8, 7, 6], [5, 4, 3], [2, 1, 0]]
+    assert buckets_of([7, 7, 7], bucket_size=1) == [[2], [1], [0]]
+
+
+def test_a_bucket_holds_40m_elements_or_1m_for_each_rank():
+    million = [1_000_000] * 101
+    assert [len(bucket) for bucket in buckets_of(million)] == [40, 40, 21]
+    assert [len(bucket) for bucket in buckets_of(million, ranks=40)] == [40, 40, 21]
+    assert [len(bucket) for bucket in buckets_of(million, ranks=64)] == [64, 37]
+
+
+@pytest.mark.ranks(2)
+def test_shards_are_padded_for_bus_bandwidth(ranks):
+    for padded, multiple in ((True, 1 << 16), (False, 128)):
+        wrapped, _ = wrap(build(), pad_buckets_for_high_nccl_busbw=padded)
+        sizes = [group.layout.shard_size for group in wrapped.parameter_groups()]
+        assert all(size % multiple == 0 for size in sizes)
+        assert (min(sizes) < 1 << 16) is not padded

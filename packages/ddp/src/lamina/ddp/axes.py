@@ -27,11 +27,13 @@ class DataParallelAxes:
         inner: axis along which ZeRO shards.
         divisor: D of DESIGN.md section 7, the ranks whose losses are averaged. For expert
             parameters it is the dense D, not the size of the expert axes.
+        at: this rank's coordinates in the whole mesh, for messages.
     """
 
     outer: MeshAxis
     inner: MeshAxis
     divisor: int
+    at: str = ""
 
     @property
     def sizes(self) -> tuple[int, int]:
@@ -60,8 +62,13 @@ class DataParallelAxes:
             inner if self.inner.size > 1 else Replicate(),
         )
 
+    @property
+    def here(self) -> str:
+        """This rank, for messages: its number in the world and its place in the whole mesh."""
+        return f"rank {self.inner.ranks[self.inner.rank]}" + (f" ({self.at})" if self.at else "")
+
     def describe(self) -> str:
-        """This rank's coordinates, for messages."""
+        """This rank's data-parallel coordinates, for messages."""
         return (
             f"{self.outer.name}={self.outer.rank}/{self.outer.size}, "
             f"{self.inner.name}={self.inner.rank}/{self.inner.size}"
@@ -91,4 +98,14 @@ def data_parallel_axes(
         if outer is None
         else mesh_axis(mesh, outer)
     )
-    return DataParallelAxes(outer_axis, inner_axis, divisor or outer_axis.size * inner_axis.size)
+    divisor = divisor or outer_axis.size * inner_axis.size
+    return DataParallelAxes(outer_axis, inner_axis, divisor, _coordinates(mesh))
+
+
+def _coordinates(mesh: ParallelMesh | DeviceMesh) -> str:
+    if isinstance(mesh, ParallelMesh):
+        sizes = zip(mesh.mesh.mesh_dim_names or (), mesh.mesh.shape, strict=True)
+        found = {name: mesh.coordinate[name] for name, size in sizes if size > 1}
+    else:
+        found = dict(zip(mesh.mesh_dim_names or (), mesh.get_coordinate() or (), strict=False))
+    return ", ".join(f"{name}={place}" for name, place in found.items())

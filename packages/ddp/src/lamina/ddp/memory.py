@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
+import torch
 from torch import nn
 
+from lamina.buffers import Shard
 from lamina.ddp.group import ParameterGroup
 from lamina.ddp.inspection import InspectsItself, groups_of
 from lamina.ddp.strategy import Cadence
@@ -21,10 +23,14 @@ class MemoryBudgets:
     Attributes:
         gathers: whole weights that are live.
         reductions: gradients on the wire.
+        buffers: without that, how many gradient buffers are held at once, filled or on the wire.
+        keeps_buffers: those that a step used stay with the wrapper until the next one.
     """
 
     gathers: int | None = None
     reductions: int | None = None
+    buffers: int = 2
+    keeps_buffers: bool = False
 
 
 @runtime_checkable
@@ -43,13 +49,18 @@ class MemoryPlan:
         main_grads: reduced gradients (kept, or from the first reduction until the forward after
             they were zeroed: `GroupSettings.release_gradients`).
         local_grads: gradients of a whole step before their reduction (strategies 0 and 1 where
-            they can't share the main grads' memory).
+            they can't share the main grads' memory), and sums over the inner axis that wait for the
+            outer one (strategies 2 and 3). At most: a step of one microbatch keeps them in the wire
+            dtype. Without the partial sums of `reproducible=True`.
         gathered: whole weights of the two largest units, for strategies that gather, and of all
             units that stay gathered for a step (pipeline schedules use them every microbatch).
             With a budget, that many bytes instead of two units.
-        in_flight: gradient buffers of the two largest units, and what their reduction receives;
-            with a budget, that many bytes, what they receive, and the largest buffer being filled.
+        in_flight: gradient buffers of the two largest units (of the largest buckets, as many as
+            may be held at once), and what their reduction receives; with a budget, that many
+            bytes, what they receive, and the largest buffer being filled.
         padding: the part of `weights` that belongs to no parameter.
+        kept_buffers: gradient buffers of a step that are kept for the next one, at most
+            (`DistributedDataParallel` on a CPU); part of what `local_grads` and `in_flight` count.
     """
 
     weights: int
@@ -59,22 +70,25 @@ class MemoryPlan:
     gathered: int
     in_flight: int
     padding: int
+    kept_buffers: int = 0
 
     @property
     def resident(self) -> int:
         """Bytes held between steps."""
-        return self.weights + self.main_weights + self.main_grads
+        return self.weights + self.main_weights + self.main_grads + self.kept_buffers
 
     @property
     def peak(self) -> int:
         """Bytes held at most during a step, without activations and optimizer state."""
-        return self.resident + self.local_grads + self.gathered + self.in_flight
+        used = self.resident - self.kept_buffers + self.gathered
+        return used + max(self.kept_buffers, self.local_grads + self.in_flight)
 
     def __str__(self) -> str:
         rows = [
             ("model weights", self.weights),
             ("main weights", self.main_weights),
             ("main grads", self.main_grads),
+            ("buffers kept", self.kept_buffers),
             ("at rest", self.resident),
             ("local gradients of a step", self.local_grads),
             ("gathered units", self.gathered),
@@ -97,11 +111,12 @@ def memory_plan(module: nn.Module) -> MemoryPlan:
     groups = groups_of(module)
     trained = [group for group in groups if group.gradients is not None]
     gathering = [group for group in groups if not group.weights.local.is_whole]
-    each_microbatch = [g for g in trained if g.trained.cadence is Cadence.EVERY_MICROBATCH]
-    once = [g for g in trained if g.trained.cadence is Cadence.ONCE]
     kept = [group for group in gathering if group.weights.kept_for_step]
     coming = [group for group in gathering if not group.weights.kept_for_step]
     budgets = module.memory_budgets if isinstance(module, _HasBudgets) else MemoryBudgets()
+    local = sum(_local(group) for group in trained)
+    sent = _largest([_sent(group) for group in trained], budgets.buffers)
+    received = _largest([_received(group) for group in trained], budgets.buffers)
     return MemoryPlan(
         weights=sum(_bytes(g, g.weights.local.data.numel(), "weights") for g in groups),
         main_weights=sum(
@@ -110,16 +125,14 @@ def memory_plan(module: nn.Module) -> MemoryPlan:
             if g.dtypes.main != g.dtypes.weights
         ),
         main_grads=sum(_bytes(g, g.trained.main.numel, "grads") for g in trained),
-        local_grads=sum(
-            _bytes(g, g.layout.size, "grads") for g in once if not g.trained.main.is_whole
-        ),
+        local_grads=local,
         gathered=_gathered([_bytes(g, g.layout.size, "weights") for g in coming], budgets.gathers)
         + sum(_bytes(g, g.layout.size, "weights") for g in kept),
-        in_flight=_largest_two([_in_flight(g, local=True) for g in each_microbatch])
-        + _largest_two([_in_flight(g, local=False) for g in once])
+        in_flight=sent + received
         if budgets.reductions is None
         else _within(trained, budgets.reductions),
         padding=sum(_padding(group) for group in groups),
+        kept_buffers=local + sent if budgets.keeps_buffers else 0,
     )
 
 
@@ -127,11 +140,41 @@ def _bytes(group: ParameterGroup, numel: int, copy: str) -> int:
     return int(numel * getattr(group.dtypes, copy).itemsize)
 
 
-def _in_flight(group: ParameterGroup, *, local: bool) -> int:
-    """A bucket's own buffer, and the pieces it receives from the other ranks."""
+def _local(group: ParameterGroup) -> int:
+    """Gradients that a rank holds from a step's first backward to its last reduction."""
+    gradients, dtypes = group.trained, group.dtypes
+    if gradients.cadence is Cadence.EVERY_MICROBATCH:
+        return _inner_sums(group)
+    if not gradients.main.is_whole:
+        return _bytes(group, group.layout.size, "grads")
+    narrow = dtypes.wire.itemsize < dtypes.grads.itemsize
+    return _bytes(group, group.layout.size, "wire") if narrow else 0
+
+
+def _sent(group: ParameterGroup) -> int:
+    """What a reduction sends from, along either axis, where it is none of those of `_local`."""
+    gradients, dtypes = group.trained, group.dtypes
+    wire = _bytes(group, group.layout.size, "wire")
+    if gradients.cadence is Cadence.EVERY_MICROBATCH:
+        return wire
+    shared = dtypes.wire == dtypes.grads or gradients.main.is_whole
+    return (0 if shared else wire) + _inner_sums(group)
+
+
+def _inner_sums(group: ParameterGroup) -> int:
+    """Sums over the inner axis that the outer one adds up, in fp32."""
+    if group.axes.outer.size == 1 or group.settings.reduction.cadence is not None:
+        return 0
+    outer, inner = group.trained.main.placement
+    whole = isinstance(outer, Shard) and not isinstance(inner, Shard)
+    numel = group.layout.size // (1 if whole else group.axes.inner.size)
+    return numel * torch.promote_types(group.dtypes.wire, torch.float32).itemsize
+
+
+def _received(group: ParameterGroup) -> int:
+    """The pieces that a reduction receives from the other ranks."""
     received = group.layout.size - group.layout.size // max(1, group.axes.inner.size)
-    own = group.layout.size if local or group.dtypes.wire != group.dtypes.grads else 0
-    return _bytes(group, own + received, "wire")
+    return _bytes(group, received, "wire")
 
 
 def _padding(group: ParameterGroup) -> int:
@@ -141,7 +184,7 @@ def _padding(group: ParameterGroup) -> int:
 
 
 def _gathered(sizes: list[int], budget: int | None) -> int:
-    return _largest_two(sizes) if budget is None else min(budget, sum(sizes))
+    return _largest(sizes, 2) if budget is None else min(budget, sum(sizes))
 
 
 def _within(groups: list[ParameterGroup], budget: int) -> int:
@@ -152,5 +195,5 @@ def _within(groups: list[ParameterGroup], budget: int) -> int:
     return sent + sent * (ranks - 1) // ranks + max(sizes, default=0)
 
 
-def _largest_two(sizes: list[int]) -> int:
-    return sum(sorted(sizes)[-2:])
+def _largest(sizes: list[int], count: int) -> int:
+    return sum(sorted(sizes, reverse=True)[:count])

@@ -365,9 +365,9 @@ def _refuse_large(group: ParameterGroup, limit: float) -> None:
         largest = float(view.abs().max()) if written and view.numel() else 0.0
         if largest > limit:
             raise LargeGradientError(
-                f"gradient of {group.refs[index].name} reaches {largest:.3g} on rank "
-                f"({group.axes.describe()}), above check_for_large_grads={limit:.3g}: look at this "
-                "rank's batch, clip, or raise the limit"
+                f"gradient of {group.refs[index].name} reaches {largest:.3g} on {group.axes.here}, "
+                f"above check_for_large_grads={limit:.3g}: look at this rank's batch, clip, or "
+                "raise the limit. Other ranks wait for this one until it ends"
             )
 
 
@@ -376,7 +376,7 @@ def _refuse_nonfinite(group: ParameterGroup) -> None:
     for index, written in enumerate(gradients.written):
         if written and not bool(torch.isfinite(gradients.view(index)).all()):
             raise NonFiniteGradientError(
-                f"gradient of {group.refs[index].name} is not finite on rank "
-                f"({group.axes.describe()}) before its reduction; look at this rank's batch, or "
-                "lower the learning rate or loss scale"
+                f"gradient of {group.refs[index].name} is not finite on {group.axes.here} before "
+                "its reduction: look at this rank's batch, or lower the learning rate or loss "
+                "scale. Other ranks wait for this one until it ends"
             )

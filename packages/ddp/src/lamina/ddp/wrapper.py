@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from lamina.buffers import Granularity
-from lamina.collectives import broadcast
+from lamina.collectives import RegisteredPool, broadcast
 from lamina.ddp.adoption import adopt_model_weights
 from lamina.ddp.axes import DataParallelAxes, data_parallel_axes
 from lamina.ddp.buckets import plan_buckets
@@ -20,10 +20,12 @@ from lamina.ddp.config import DistributedDataParallelConfig
 from lamina.ddp.contract import DataParallel
 from lamina.ddp.group import GroupSettings, ParameterGroup
 from lamina.ddp.grouping import collect_parameters
+from lamina.ddp.memory import MemoryBudgets
 from lamina.ddp.precision import resolve_dtypes
 from lamina.ddp.rank_sums import GradientState
 from lamina.ddp.reducer import GradientReducer
 from lamina.ddp.reduction import resolve_reduction
+from lamina.ddp.registered import registered_pool
 from lamina.ddp.strategy import resolve_strategy
 from lamina.ddp.transient import TransientBuffers
 from lamina.ddp.trees import tensors_in
@@ -32,6 +34,9 @@ from lamina.ddp.weight_gathers import WeightGathers
 from lamina.mesh import ParallelMesh, require_overlap
 
 __all__ = ["DistributedDataParallel"]
+
+_IN_FLIGHT = 4
+"""Reductions that are not waited for yet."""
 
 
 class DistributedDataParallel(DataParallel):
@@ -67,13 +72,14 @@ class DistributedDataParallel(DataParallel):
         dense, expert = _axes(mesh, config)
         transient = TransientBuffers(keep_on_cpu=True)
         settings = _settings(config, dense)
-        self._groups = _make_groups(module, config, settings, dense, expert, transient)
+        with self._memory(dense, expert):
+            self._groups = _make_groups(module, config, settings, dense, expert, transient)
         self._reducer = GradientReducer(
             [group for group in self._groups if group.requires_grad],
             settings.cadence,
             transient,
             overlap=config.overlap_grad_reduce,
-            max_in_flight=4,
+            max_in_flight=_IN_FLIGHT,
             close_when_complete=config.overlap_grad_reduce,
             check_finite=config.check_for_nan_in_grad,
             largest=config.check_for_large_grads,
@@ -118,10 +124,24 @@ class DistributedDataParallel(DataParallel):
                     "gradients are all you want"
                 )
 
-
     def parameter_groups(self) -> Iterator[ParameterGroup]:
         """All buckets, in the order in which they are reduced."""
         yield from self._groups
+
+    @property
+    def memory_budgets(self) -> MemoryBudgets:
+        """Which gradient buffers are held at once: for `memory_plan`."""
+        trained = [group for group in self._groups if group.requires_grad]
+        return MemoryBudgets(
+            # One is filled meanwhile. Without overlap all are, until the backward ends.
+            buffers=_IN_FLIGHT + 1 if self.config.overlap_grad_reduce else len(trained),
+            keeps_buffers=any(group.device.type == "cpu" for group in trained),
+        )
+
+    def deregister_memory(self) -> None:
+        """With `nccl_ub`: deregister, on all ranks, before the process group is destroyed."""
+        if self._pool is not None:
+            self._pool.close()
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Backwards inside are not the step's last microbatch."""
@@ -208,6 +228,17 @@ class DistributedDataParallel(DataParallel):
             pairs = enumerate(zip(group.compute_parameters, versions, strict=True))
             adopt_model_weights(group, (i for i, (p, old) in pairs if p._version != old))
         return result
+
+    def _memory(
+        self, dense: DataParallelAxes, expert: DataParallelAxes | None
+    ) -> AbstractContextManager[object]:
+        """Where weights and main grads are allocated."""
+        self._pool: RegisteredPool | None = None
+        first = next(self.module.parameters(), None)
+        if not self.config.nccl_ub or first is None:
+            return nullcontext()
+        self._pool = registered_pool((dense, expert), first.device)
+        return self._pool
 
     # -- backward -----------------------------------------------------------------------------
 

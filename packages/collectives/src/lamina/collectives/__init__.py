@@ -4,7 +4,7 @@ from .buffer_forms import gather, reduce
 from .exchange import all_to_all
 from .gather import all_gather_into
 from .handles import Handle, ReduceHandle
-from .lanes import kept_bytes
+from .lanes import kept_bytes, release_kept
 from .ledger import Ledger, Record
 from .native import all_reduce_native, reduce_scatter_native
 from .point_to_point import Message, receive_operation, send_operation
@@ -65,6 +65,7 @@ __all__ = [
     "reduce_scatter_to",
     "register_pool",
     "registration_problem",
+    "release_kept",
     "ring",
     "scatter_to",
     "send_operation",

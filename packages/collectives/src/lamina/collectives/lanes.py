@@ -22,7 +22,7 @@ from .spares import Spares
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["Lane", "Ticket", "kept_bytes", "lane_of"]
+__all__ = ["Lane", "Ticket", "kept_bytes", "lane_of", "release_kept"]
 
 # Messages of collectives carry tags above those that users give to their own sends.
 _FIRST_TAG = 1 << 24
@@ -169,3 +169,14 @@ def kept_bytes() -> int:
     with _lanes_lock:
         lanes = list(_lanes.values())
     return sum(lane.spares.nbytes for lane in lanes)
+
+
+def release_kept() -> None:
+    """Give back what `kept_bytes` counts, as after the last model; the next calls make it anew.
+
+    No communication: each rank may call it when it likes, also while collectives run.
+    """
+    with _lanes_lock:
+        lanes = list(_lanes.values())
+    for lane in lanes:
+        lane.spares.clear()

@@ -48,6 +48,12 @@ class Spares:
             scratch = sum(spare.nbytes for spare in self._scratch)
             return scratch + sum(workspace.nbytes for workspace in self._workspaces)
 
+    def clear(self) -> None:
+        """Give what is kept back to the allocator; what is lent comes back as usual."""
+        with self._lock:
+            self._scratch.clear()
+            self._workspaces.clear()
+
     def borrow_workspace(self) -> Workspace:
         """Buffers for one sum."""
         with self._lock:

@@ -17,6 +17,7 @@ from plot import draw
 from progress import Bar, Lines
 from run import Run
 
+from lamina.checkpoint import SaveReport
 from lamina.mesh import Runtime
 
 _RECENT = 20  # steps that the rate is averaged over
@@ -108,9 +109,12 @@ class Metrics:
                 f"step {done}: held-out loss {loss:.3f} nats, {share:.2f} of unigram entropy"
             )
 
-    def saved(self) -> None:
-        """Leave the time of a checkpoint out of the next step's."""
+    def saved(self, save: SaveReport) -> None:
+        """Record how long a checkpoint held up the loop, and leave that out of the next step."""
         self._clock = time.perf_counter()
+        if self._active:
+            blocked = round(save.blocked_seconds, 4)
+            self._write({"step": save.step, "checkpoint_blocked_seconds": blocked})
 
     def say(self, text: str) -> None:
         """Print a line above the progress."""

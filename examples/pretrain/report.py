@@ -15,7 +15,7 @@ from metrics import Metrics
 from run import Run
 from stopping import Stop, Stopping
 
-from lamina.checkpoint import CheckpointManager
+from lamina.checkpoint import CheckpointManager, SaveReport
 
 _COMMAND = "python3 noxfile.py -s train --"
 
@@ -77,8 +77,19 @@ def report(
     }
     if stopping.reason is not Stop.OUT_OF_TIME:
         run.report.write_text(json.dumps(numbers, indent=1))
-    for line in _lines(numbers, evaluator, stopping, where, config, run):
+    saved = where + cost_of(checkpoints.last_save)
+    for line in _lines(numbers, evaluator, stopping, saved, config, run):
         print(line, flush=True)
+
+
+def cost_of(save: SaveReport | None) -> str:
+    """Say what the last checkpoint cost; nothing where this run saved none."""
+    if save is None:
+        return ""
+    return (
+        f" ({save.bytes / 2**20:.1f} MiB at {save.bytes_per_second / 2**20:.1f} MiB/s; the loop "
+        f"waited {save.blocked_seconds:.3f} s)"
+    )
 
 
 def _lines(

@@ -66,8 +66,7 @@ def train(config: Config, runtime: Runtime) -> None:
             loss = stopping.share(loss, last=done == config.train.steps)
             metrics.step(done, loss, norm, optimizer.param_groups[0]["lr"])
             if stopping.reason or done % config.checkpoint.every == 0:
-                checkpoints.save(done, state)
-                metrics.saved()
+                metrics.saved(checkpoints.save(done, state))
             if stopping.reason not in (Stop.INTERRUPT, Stop.PREEMPTED) and (
                 stopping.reason or done % config.eval.every == 0
             ):

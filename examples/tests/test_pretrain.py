@@ -9,11 +9,14 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+
+from lamina.checkpoint import RESUME_EXIT_CODE
 
 TRAIN = Path(__file__).parents[1] / "pretrain" / "train.py"
 STEPS, SAVE_EVERY = 400, 40
@@ -116,6 +119,7 @@ def numbers(directory: Path) -> list[tuple[float, ...]]:
         if "held_out_loss" in r
         else (r["step"], r["loss"], r["grad_norm"])
         for r in records(directory)
+        if "checkpoint_blocked_seconds" not in r
     ]
 
 
@@ -188,7 +192,14 @@ def test_the_run_ends_with_what_it_promised(runs):
     assert report["state_bytes_of_one_process"] == pytest.approx(
         2 * report["state_bytes_per_rank"], rel=0.01
     )
-    for words in ("unigram entropy", "one process alone would need", "next"):
+    saves = [r["step"] for r in records(directory) if "checkpoint_blocked_seconds" in r]
+    assert saves == list(range(SAVE_EVERY, STEPS + 1, SAVE_EVERY))
+    for words in (
+        "MiB/s; the loop waited",
+        "unigram entropy",
+        "one process alone would need",
+        "next",
+    ):
         assert words in output
 
 
@@ -202,24 +213,27 @@ def test_a_wrong_setting_is_said_once_and_nothing_is_made(tmp_path):
     assert not directory.exists()
 
 
-@pytest.mark.ranks(2)
-def test_a_time_limit_ends_the_run_with_a_checkpoint_and_a_report(tmp_path):
+def run_here(directory: Path, *options: str) -> None:
+    """Run the job in this process, which is a rank."""
     sys.path.insert(0, str(TRAIN.parent))
-    import torch.distributed as dist
     from options import load
     from train import train
 
     from lamina.mesh import init_distributed
 
-    text = SETTINGS.replace(f"steps = {STEPS}", "steps = 1000000\nseconds = 0.3")
-    path = tmp_path / f"config{os.getpid()}.toml"
-    path.write_text(text)
-    directory = tmp_path / "run"
-    config = load(
-        ["--config", str(path), "--run.directory", str(directory), "--log.no-tensorboard"], "cpu"
-    )
+    path = directory.parent / f"config{os.getpid()}.toml"
+    path.write_text(SETTINGS)
+    words = ["--config", str(path), "--run.directory", str(directory), "--log.no-tensorboard"]
     with init_distributed() as runtime:
-        train(config, runtime)
+        train(load([*words, *options], "cpu"), runtime)
+
+
+@pytest.mark.ranks(2)
+def test_a_time_limit_ends_the_run_with_a_checkpoint_and_a_report(tmp_path):
+    import torch.distributed as dist
+
+    directory = tmp_path / "run"
+    run_here(directory, "--train.steps", "1000000", "--train.seconds", "0.3")
     dist.barrier()  # the first rank writes the report
     (last,) = {record["step"] for record in records(directory) if "held_out_loss" in record}
     saved = sorted(place.name for place in (directory / "checkpoints").iterdir())
@@ -227,3 +241,30 @@ def test_a_time_limit_ends_the_run_with_a_checkpoint_and_a_report(tmp_path):
     assert 0 < last < 100_000
     assert (directory / "loss.png").exists()
     assert not (directory / "report.json").exists()  # the run is not finished: it can go on
+
+
+@pytest.mark.ranks(2, timeout=120)
+def test_a_rank_told_to_leave_stops_all_with_a_checkpoint_and_the_run_goes_on(tmp_path):
+    import torch.distributed as dist
+
+    directory = tmp_path / "run"
+
+    def tell_when_training() -> None:
+        while not any("loss" in record for record in records(directory)):
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGUSR1)
+
+    if dist.get_rank() == 1:
+        threading.Thread(target=tell_when_training, daemon=True).start()
+    with pytest.raises(SystemExit) as left:
+        run_here(directory, "--train.steps", "1000000")
+    assert left.value.code == RESUME_EXIT_CODE == 75
+    dist.barrier()
+    stopped = max(record["step"] for record in records(directory))
+    saved = sorted(place.name for place in (directory / "checkpoints").iterdir())
+    assert saved[-1] == f"step-{stopped:08d}"
+    dist.barrier()
+    run_here(directory, "--train.steps", str(stopped + 2))
+    dist.barrier()
+    steps = [record["step"] for record in records(directory) if "loss" in record]
+    assert steps == list(range(1, stopped + 3))

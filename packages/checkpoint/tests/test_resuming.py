@@ -10,6 +10,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import time
 
 import pytest
 import torch
@@ -140,6 +141,52 @@ def test_torchrun_resumes_a_preempted_run_without_a_hand(tmp_path):
     assert (tmp_path / "preempted.2").exists()
     assert (tmp_path / "preempted.5").exists()
     assert outputs["preempted"] == outputs["whole"] != []
+
+
+TOLD = """
+    import itertools, sys, time
+    from lamina.checkpoint import CheckpointManager, Preemption
+    from lamina.mesh import init_distributed
+
+    with init_distributed(), Preemption() as preemption:
+        manager = CheckpointManager(sys.argv[1])
+        for step in itertools.count():
+            open(f"{sys.argv[1]}.training", "w").close()
+            time.sleep(0.05)
+            if preemption.requested():
+                manager.save(step, {"step": step})
+                raise SystemExit(preemption.exit_code)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("number", "options"),
+    [
+        (signal.SIGTERM, ()),
+        (signal.SIGUSR1, ("--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1",)),
+    ],
+)
+def test_a_signal_to_torchrun_reaches_its_ranks(tmp_path, number, options):
+    program = tmp_path / "program.py"
+    program.write_text(textwrap.dedent(TOLD))
+    words = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", *options]
+    run = subprocess.Popen(
+        [sys.executable, *words, str(program), str(tmp_path / "run")],
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    deadline = time.monotonic() + 100
+    while not (tmp_path / "run.training").exists():
+        assert time.monotonic() < deadline
+        assert run.poll() is None, run.communicate()[1]
+        time.sleep(0.02)
+    time.sleep(0.3)
+    run.send_signal(number)
+    errors = run.communicate(timeout=60)[1]
+    assert run.returncode == 1, errors  # torchrun's own, whatever its ranks' was
+    assert CheckpointManager(tmp_path / "run").latest() is not None
 
 
 def test_the_order_of_samples_follows_from_the_seed():

@@ -15,8 +15,8 @@ from lamina.checkpoint.together import Ranks
 from lamina.collectives import all_reduce_small
 
 RESUME_EXIT_CODE = 75
-"""EX_TEMPFAIL of sysexits.h: "try again". Not 0, so torchrun restarts, and SLURM scripts can tell
-it from a crash."""
+"""EX_TEMPFAIL of sysexits.h: "try again". Not 0, so torchrun restarts; a script that starts ranks
+itself (srun python) can tell it from a crash, but torchrun's own exit code is 1 for both."""
 
 
 class Preemption:
@@ -36,7 +36,9 @@ class Preemption:
 
     Args:
         signals: what to listen to. SIGTERM is what torchrun and clouds send, SIGUSR1 what
-            ``sbatch --signal=USR1@120`` sends two minutes before the end.
+            ``sbatch --signal=USR1@120`` sends to the processes of a step two minutes before the
+            end. A torchrun there has to be told to pass it on:
+            ``--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1``.
         group: the ranks that must agree; None is all.
 
     Attributes:

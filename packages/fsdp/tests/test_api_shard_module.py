@@ -224,6 +224,45 @@ def test_set_reshard_after_forward_reaches_all_parts(ranks):
 
 
 @pytest.mark.ranks(2)
+def test_fully_shards_model_has_fsdp2s_methods_and_its_units_too(ranks):
+    settings = {"device_mesh": mesh_of(2), "fsdp_unit_modules": [Block]}
+    model = fully_shard(build(), reshard_after_forward=False, **settings)
+    units = [model.unit_of(name) for name in ("", "blocks.0", "blocks.1", "blocks.2")]
+    assert list(model.sharding_units()) == units
+    states = lambda: [u.gathered[0].state.name for u in units]  # noqa: E731
+    optimizer = sgd(model)
+    loss_of(model, 0, ranks.rank)
+    assert states() == ["READY"] * 4
+    units[1].set_reshard_after_forward(True)
+    loss_of(model, 0, ranks.rank).backward()
+    loss = loss_of(model, 0, ranks.rank)
+    assert states() == ["READY", "RELEASED", "READY", "READY"]
+    del loss
+    model.set_requires_gradient_sync(False)
+    loss_of(model, 0, ranks.rank).backward()
+    model.set_requires_gradient_sync(True)
+    optimizer.zero_grad()
+    run(model, optimizer, ranks.rank, steps=1)
+    model.set_reshard_after_forward(True)
+    model.set_modules_to_forward_prefetch([model.blocks[1]])
+    assert units[0].prefetch == {1: (units[2],)}
+    loss = loss_of(model, 1, ranks.rank)
+    assert states() == ["RELEASED"] * 3 + ["READY"]
+    loss.backward()
+    model.unshard()
+    assert states() == ["READY"] + ["RELEASED"] * 3
+    model.reshard()
+    units[3].unshard()
+    assert model.blocks[2].up.weight.shape == (51, 17)
+    units[3].reshard()
+    with pytest.raises(ValueError, match=r"blocks\.0\.up is no unit .* the root, blocks\.0"):
+        model.unit_of("blocks.0.up")
+    for wrong in ({"reshard_after_forward": 2}, {"zero_dp_strategy": 2}):
+        with pytest.raises(ValueError, match="reshard_after_forward"):
+            fully_shard(build(), **{"reshard_after_forward": False, **settings, **wrong})
+
+
+@pytest.mark.ranks(2)
 def test_what_cannot_be_honoured_is_refused(ranks):
     mesh = mesh_of(2)
     with pytest.raises(UnavailableError, match="reshard_after_forward=3"):

@@ -79,6 +79,7 @@ def fully_shard(  # type: ignore[misc]
     reduction: str = "ordered",
     reproducible: bool = False,
     offload_policy: Any = None,
+    reshard_after_forward: bool | None = None,
     init_module: Callable[[nn.Module], None] | None = None,
     sync_module_states: bool = True,
     gather_budget: int | None = None,
@@ -163,6 +164,10 @@ def fully_shard(  # type: ignore[misc]
         offload_policy: torch FSDP2's `CPUOffloadPolicy()`: weights, main grads and optimizer state
             lie in host memory, and the optimizer steps there; needs `zero_dp_strategy=3`. The
             model may be built on the host: it computes on `device`, by default the mesh's.
+        reshard_after_forward: with `zero_dp_strategy=3`, give whole weights back after forward
+            (True), or keep them for backward (False). None gives back all but the root's. The unit
+            whose backward comes first keeps them either way. For one unit:
+            `model.unit_of(block).set_reshard_after_forward(...)`.
         init_module: initialises one meta module's own tensors; None calls `reset_parameters()`.
         sync_module_states: start from the first data-parallel rank's values.
         gather_budget: bytes of whole weights per rank that may be live at once: as many units as
@@ -184,6 +189,8 @@ def fully_shard(  # type: ignore[misc]
     arguments = Arguments(module, optimizer, given)
     sharded = shard_model(module, arguments.settings())
     sharded.set_model_auto_sync(sync_model_each_microbatch)
+    if reshard_after_forward is not None:
+        sharded.set_reshard_after_forward(reshard_after_forward)
     if use_decoupled_grad:
         show_decoupled(p for group in sharded.parameter_groups() for p in group.main_parameters)
     if preproc_state_dict_for_dcp_ckpt:

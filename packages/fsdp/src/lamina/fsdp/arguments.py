@@ -70,6 +70,7 @@ class Arguments:
         check_patterns(self.module, policy)
         device, offload = self._place(dense, strategy)
         _check_codec(policy, strategy, offload)
+        _check_resharding(given["reshard_after_forward"], strategy)
         self.buffers.check(dense, device, gathers=_gathers(strategy))
         if given["keep_fp8_transpose_cache"]:
             _keep_transposes(self.module)
@@ -146,6 +147,20 @@ def _check_outer(given: Mapping[str, Any]) -> None:
             f"outer_dp_sharding_strategy={outer!r} is about the ranks along dp_outer_dim, which is "
             "not given: name the mesh's outer dimension, or leave the strategy 0"
         )
+
+
+def _check_resharding(asked: bool | None, strategy: Strategy) -> None:
+    if asked is None or (isinstance(asked, bool) and _gathers(strategy)):
+        return
+    if isinstance(asked, bool):
+        raise ValueError(
+            f"reshard_after_forward={asked} is about weights that are gathered, and this strategy "
+            "keeps them whole: use zero_dp_strategy=3, or leave it out"
+        )
+    raise ValueError(
+        f"reshard_after_forward={asked!r}: True, False or None; for some units, "
+        "model.unit_of(block).set_reshard_after_forward(...) after fully_shard"
+    )
 
 
 def _check_codec(policy: MixedPrecisionPolicy, strategy: Strategy, offload: Offload | None) -> None:

@@ -16,7 +16,7 @@ from lamina.fsdp.tensor_parallel import hide_dtensors, show_dtensors
 from lamina.fsdp.trees import map_tensors
 from lamina.fsdp.unit import PendingBackward, Unit
 
-__all__ = ["attach_hooks", "register_forward_method", "rest_for_state_dicts"]
+__all__ = ["attach_hooks", "register_forward_method", "rest_for_state_dicts", "unit_of"]
 
 _HOOKS = "_lamina_unit_hooks"
 
@@ -55,7 +55,7 @@ class _UnitHooks:
         output_dtype: torch.dtype | None,
     ) -> None:
         self._engine = engine
-        self._unit = unit
+        self.unit = unit
         self._input_dtype = input_dtype
         self._output_dtype = output_dtype
         self.in_method = False
@@ -64,22 +64,22 @@ class _UnitHooks:
 
     def before(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Gather, and mark the inputs that gradients will come back through."""
-        self._engine.before_forward(self._unit)
-        for group in self._unit.groups:
+        self._engine.before_forward(self.unit)
+        for group in self.unit.groups:
             show_dtensors(group.refs)
         if self._input_dtype is not None:
             args, kwargs = _cast((args, kwargs), self._input_dtype)
         if torch.is_grad_enabled():
-            args, kwargs = _mark_inputs(self._engine, self._unit, (args, kwargs))
+            args, kwargs = _mark_inputs(self._engine, self.unit, (args, kwargs))
         return args, kwargs
 
     def after(self, output: Any) -> Any:
         """Watch for gradients of the outputs, and release."""
         if torch.is_grad_enabled():
-            _mark_outputs(output, functools.partial(self._engine.before_backward, self._unit))
-        for group in self._unit.groups:
+            _mark_outputs(output, functools.partial(self._engine.before_backward, self.unit))
+        for group in self.unit.groups:
             hide_dtensors(group.refs)
-        self._engine.after_forward(self._unit)
+        self._engine.after_forward(self.unit)
         return output if self._output_dtype is None else _cast(output, self._output_dtype)
 
 
@@ -113,6 +113,12 @@ def attach_hooks(
 
     module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
     module.register_forward_hook(after)
+
+
+def unit_of(module: nn.Module) -> Unit | None:
+    """The unit whose module this is; None for a module that is no unit's."""
+    hooks = module.__dict__.get(_HOOKS)
+    return hooks.unit if isinstance(hooks, _UnitHooks) else None
 
 
 def rest_for_state_dicts(

@@ -13,14 +13,17 @@ from lamina.buffers import Replicate
 from lamina.collectives import broadcast
 from lamina.ddp import MemoryBudgets, ParameterGroup
 from lamina.fsdp.engine import ShardingEngine
+from lamina.fsdp.hooks import unit_of
 from lamina.fsdp.once_per_step import StepMethods
+from lamina.fsdp.unit import Unit
+from lamina.fsdp.unit_methods import UnitMethods
 
 __all__ = ["ShardedModule", "adopt", "is_sharded"]
 
 _ENGINE = "_lamina_engine"
 
 
-class ShardedModule(StepMethods, nn.Module):
+class ShardedModule(UnitMethods, StepMethods, nn.Module):
     """Mixin that `fully_shard` adds to the root module's class; `forward` stays the user's."""
 
     @property
@@ -28,6 +31,36 @@ class ShardedModule(StepMethods, nn.Module):
         """The engine that gathers, releases and reduces."""
         engine: ShardingEngine = self.__dict__[_ENGINE]
         return engine
+
+    @property
+    def sharding_unit(self) -> Unit:
+        """The unit of what no other unit holds."""
+        return self.sharding_engine.root
+
+    def sharding_units(self, recurse: bool = True) -> Iterator[Unit]:
+        """The model's units, the root's first; without `recurse` the root's alone."""
+        yield from self.sharding_engine.units if recurse else (self.sharding_engine.root,)
+
+    def unit_of(self, module: nn.Module | str) -> Unit:
+        """The unit of one of the model's modules, to gather, release or set up by itself.
+
+        It has `unshard()`, `reshard()` and `set_reshard_after_forward(...)`; its `prefetch` holds
+        the units to gather when its forward (1) or backward (-1) begins.
+
+        Args:
+            module: a unit's module, or its qualified name.
+
+        Raises:
+            ValueError: for a module that is no unit's.
+        """
+        found = unit_of(self.get_submodule(module) if isinstance(module, str) else module)
+        if found is None or found not in self.sharding_engine.units:
+            names = [unit.name or "the root" for unit in self.sharding_engine.units]
+            raise ValueError(
+                f"{module if isinstance(module, str) else type(module).__name__} is no unit of "
+                f"this model, whose units are {', '.join(names)}"
+            )
+        return found
 
     @property
     def memory_budgets(self) -> MemoryBudgets:

@@ -45,7 +45,6 @@ from lamina.fsdp.regions import Regions, show_parts
 from lamina.fsdp.sharding import ShardingSettings, make_unit
 from lamina.fsdp.tensor_parallel import localise_dtensors
 from lamina.fsdp.unit import Unit
-from lamina.fsdp.unit_methods import UnitMethods
 from lamina.fsdp.units import UnitPlan, refuse_container
 from lamina.mesh import ParallelLayout, ParallelMesh
 
@@ -83,7 +82,7 @@ class _Part:
     buffers: _SharedBuffers = field(default_factory=_SharedBuffers)
 
 
-class ModuleWithUnit(UnitMethods, ShardedModule):
+class ModuleWithUnit(ShardedModule):
     """Mixin of modules that `shard_module` was applied to: FSDP2's methods beside our own."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -105,12 +104,17 @@ class ModuleWithUnit(UnitMethods, ShardedModule):
         """This module's own unit."""
         return _part(self).unit
 
+    def sharding_units(self, recurse: bool = True) -> Iterator[Unit]:
+        """This module's own unit and (`recurse`) those of the sharded modules inside it."""
+        for module in self.modules() if recurse else (self,):
+            if isinstance(module, ModuleWithUnit):
+                yield module.sharding_unit
+
     def parameter_groups(self) -> Iterator[ParameterGroup]:
         """The groups of this module and of the sharded modules inside it."""
         _ = self.sharding_engine
-        for module in self.modules():
-            if isinstance(module, ModuleWithUnit):
-                yield from module.sharding_unit.groups
+        for unit in self.sharding_units():
+            yield from unit.groups
 
 
 def shard_module(

@@ -112,6 +112,11 @@ class Unit:
             group.weights.release()
             group.install_main_parameters()
 
+    def set_reshard_after_forward(self, reshard: bool) -> None:
+        """Whether whole weights are given back between forward and backward, the root's too."""
+        self.reshard_after_forward = reshard
+        self.explicit_reshard = True
+
     def expect_backward(self) -> PendingBackward:
         """Note a forward that autograd will come back to; the caller puts it on the graph."""
         pending = PendingBackward()

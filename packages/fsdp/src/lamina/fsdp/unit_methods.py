@@ -1,14 +1,14 @@
-"""The methods of torch's `FSDPModule`, for modules that `shard_module` was applied to."""
+"""The methods of torch's `FSDPModule`, for sharded modules."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
-from typing import cast
 
 from torch import nn
 
 from lamina.fsdp.engine import ShardingEngine
+from lamina.fsdp.hooks import unit_of
 from lamina.fsdp.limits import UnavailableError
 from lamina.fsdp.unit import Unit
 
@@ -42,6 +42,10 @@ class UnitMethods:
     @abstractmethod
     def sharding_unit(self) -> Unit:
         """The module's own unit."""
+
+    @abstractmethod
+    def sharding_units(self, recurse: bool = True) -> Iterator[Unit]:
+        """The module's own unit and (`recurse`) those inside it."""
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Gather this module's own whole weights (collective, not recursive).
@@ -108,9 +112,8 @@ class UnitMethods:
         """
         if not isinstance(reshard, bool):
             raise ValueError(f"set_reshard_after_forward({reshard!r}): True or False")
-        for unit in self._units(recurse):
-            unit.reshard_after_forward = reshard
-            unit.explicit_reshard = True
+        for unit in self.sharding_units(recurse):
+            unit.set_reshard_after_forward(reshard)
 
     def set_reshard_after_backward(self, reshard: bool, *, recurse: bool = True) -> None:
         """Whole weights are always given back after backward.
@@ -132,18 +135,15 @@ class UnitMethods:
         """Gather these modules' weights when this one's backward begins, instead of the next's."""
         self.sharding_unit.prefetch[-1] = _units_of(modules)
 
-    def _units(self, recurse: bool) -> Iterator[Unit]:
-        modules = cast(nn.Module, self).modules() if recurse else [self]
-        for module in modules:
-            if isinstance(module, UnitMethods):
-                yield module.sharding_unit
-
 
 def _units_of(modules: Sequence[nn.Module]) -> tuple[Unit, ...]:
+    units = []
     for module in modules:
-        if not isinstance(module, UnitMethods):
+        unit = module.sharding_unit if isinstance(module, UnitMethods) else unit_of(module)
+        if unit is None:
             raise ValueError(
-                f"{type(module).__name__} has no weights of its own to prefetch: name modules that "
-                "shard_module was applied to"
+                f"{type(module).__name__} has no weights of its own to prefetch: name units' "
+                "modules (those that shard_module was applied to, or that plan_units shows)"
             )
-    return tuple(cast(UnitMethods, module).sharding_unit for module in modules)
+        units.append(unit)
+    return tuple(units)

@@ -161,12 +161,12 @@ class Conditional(OddNet):
 
 
 class Checkpointed(OddNet):
-    reentrant = False
+    reentrant, order = False, (0, 1, 0, 2)
 
     def forward(self, x):
         x = self.enter(x)
-        for block in (self.blocks[0], self.blocks[1], self.blocks[0], self.blocks[2]):
-            x = checkpoint(block, x, use_reentrant=self.reentrant)
+        for index in self.order:
+            x = checkpoint(self.blocks[index], x, use_reentrant=self.reentrant)
         return self.leave(x) * self.temperature + self.empty.sum()
 
 
@@ -246,6 +246,21 @@ def test_recomputation_of_a_reused_block(make, strategy, ranks):
     check(
         make, lambda m, rank, step: m(toy_input(rank, step)).square().mean(), strategy, ranks.rank
     )
+
+
+@pytest.mark.ranks(2)
+@SHARDED
+def test_gradients_that_come_several_times_in_a_backward_are_added_in_fp32(sharded, ranks):
+    torch.manual_seed(7)
+    wrapped, _ = wrap(CheckpointedReentrant().bfloat16(), "sgd", int(sharded))
+    wrapped.module.order = (0, 1, 0, 0, 2)
+    weight, came = wrapped.module.blocks[0].up.weight, []
+    weight.register_hook(lambda gradient: came.append(gradient.clone()))
+    wrapped(toy_input(0, 0).bfloat16()).float().square().mean().backward()
+    assert len(came) == 3
+    first, second, third = (gradient.float() for gradient in came)
+    total = (first + second + third).bfloat16().float()  # on the wire, the same on both ranks
+    assert torch.equal(full_gradients(wrapped)["blocks.0.up.weight"], total)
 
 
 @pytest.mark.ranks(2)

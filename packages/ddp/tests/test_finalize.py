@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lamina.collectives import Ledger
 from lamina.ddp import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
@@ -16,7 +17,7 @@ from lamina.ddp import (
     finalize_grads,
     full_gradients,
 )
-from lamina.mesh import ParallelLayout
+from lamina.mesh import ParallelLayout, mark
 
 sys.path.insert(0, str(Path(__file__).parent))
 import meshes
@@ -94,9 +95,10 @@ class Run:
 @ON_MESHES
 @pytest.mark.ranks(2, 4, 8, timeout=120)
 @pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("reproducible", [False, True])
 @pytest.mark.parametrize("layout", list(LAYOUTS))
-def test_gradients_equal_one_process(layout, sharded, ranks):
-    run = Run(LAYOUTS[layout], sharded)
+def test_gradients_equal_one_process(layout, reproducible, sharded, ranks):
+    run = Run(LAYOUTS[layout], sharded, reproducible=reproducible)
     for step in range(2):
         run.model.zero_grad_buffer()
         run.backward(step)
@@ -113,8 +115,41 @@ def test_unequal_token_counts_on_the_last_stage_weigh_tokens_and_not_ranks(layou
     run = Run(LAYOUTS[layout], per_token=True, counts=counts)
     number = run.backward()
     last = run.mesh.coordinate["pp"] == run.stages - 1
+    heard = {}
+    run.stage.router.finalize_step = lambda mesh: heard.update(full_gradients(run.model))
     finalize_grads(run.model, run.mesh, num_tokens=number if last else 12345)
-    run.check(run.expected())
+    wanted = run.expected()
+    run.check(wanted)
+    # Submodules' own steps come after all sums and before the division.
+    tokens = sum(len(meshes.tokens(0, rank, counts)) for rank in range(run.dp.size))
+    for name, value in meshes.mine(wanted, run.stage).items():
+        torch.testing.assert_close(heard[name], value * max(tokens, 1), rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("sharded", [False, True])
+def test_gradients_of_bf16_weights_are_combined_over_tp_in_fp32_and_together(sharded, ranks):
+    class Several(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            for index, kind in enumerate(("sum", "mean", "sum", "mean")):
+                parameter = torch.nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
+                self.register_parameter(f"p{index}", mark(parameter, tp_grad=kind))
+
+        def forward(self, factor):
+            return sum((parameter * factor).sum() for parameter in self.parameters())
+
+    mesh = ParallelLayout(tp=2).build("cpu")
+    settings = {"use_distributed_optimizer": sharded, "bucket_size": 1}
+    model = DistributedDataParallel(Several(), DistributedDataParallelConfig(**settings), mesh)
+    model((256.0, 1.0)[ranks.rank]).backward()
+    with Ledger() as ledger:
+        finalize_grads(model, mesh)
+    assert [record.op for record in ledger.records].count("all_reduce_fp32") == 2  # one a kind
+    found = full_gradients(model)
+    for index in range(4):  # bf16 has no 257 between 256 and 258
+        wanted = torch.full((3,), 257.0 if index % 2 == 0 else 128.5)
+        assert torch.equal(found[f"p{index}"], wanted), index
 
 
 @pytest.mark.ranks(4)
@@ -142,9 +177,10 @@ CLIPPED = {**LAYOUTS, "ep2 x expert_dp2": {"ep": 2}, "pp2 x ep2": {"pp": 2, "ep"
 @pytest.mark.ranks(2, 4, 8, timeout=120)
 @pytest.mark.parametrize("order", [2.0, math.inf, 3.0])
 @pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("reduction", ["ordered", "native"])
 @pytest.mark.parametrize("layout", list(CLIPPED))
-def test_the_norm_counts_every_parameter_once(layout, sharded, order, ranks):
-    run = Run(CLIPPED[layout], sharded)
+def test_the_norm_counts_every_parameter_once(layout, reduction, sharded, order, ranks):
+    run = Run(CLIPPED[layout], sharded, reduction=reduction)
     run.backward()
     finalize_grads(run.model, run.mesh)
     wanted = run.expected()
@@ -158,6 +194,15 @@ def test_the_norm_counts_every_parameter_once(layout, sharded, order, ranks):
     target = run.stage.parameters() if order == 3.0 else run.model
     clip_grad_norm(target, limit, run.mesh, order)
     run.check(wanted, limit / (float(norm) + 1e-6), rtol=3e-7)  # the norm is rounded to fp32
+    # By now reductions look for squares, which the 2-norm takes where nothing came after them.
+    run.model.zero_grad_buffer()
+    run.backward()
+    finalize_grads(run.model, run.mesh)
+    groups = [g for g in run.model.parameter_groups() if any(g.trained.seen)]
+    cut = sharded and run.mesh.axis("dp_shard_cp").size > 1
+    assert not cut or any(g.squares is not None for g in groups)
+    found = clip_grad_norm(run.model, math.inf, run.mesh, order)
+    torch.testing.assert_close(found, norm.float(), rtol=3e-7, atol=0)
 
 
 class HostLooks(TorchDispatchMode):

@@ -9,6 +9,7 @@ from lamina.ddp import (
     DistributedDataParallelConfig,
     ShardedOptimizer,
     TransientBuffers,
+    finalize_grads,
     full_gradients,
     full_parameters,
     resolve_reduction,
@@ -64,9 +65,8 @@ def train(world, rank, sharded, replicate, **config):
                     sums(wrapped, batch)[0].backward()
             else:
                 sums(wrapped, batch)[0].backward()
-        tokens = sum(2 + number % 3 for number in range(LEAVES))
-        for group in wrapped.parameter_groups():
-            group.trained.main.data.div_(torch.tensor(tokens, dtype=torch.float32))
+        mine = sum(2 + number % 3 for number in range(rank, LEAVES, world))
+        finalize_grads(wrapped, mesh, num_tokens=mine)
         gradients = full_gradients(wrapped)
         optimizer.step()
         optimizer.zero_grad()

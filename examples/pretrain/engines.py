@@ -47,6 +47,7 @@ def _by_torch(
     with torch.device(runtime.device):
         whole = GPTModel(model_shape(config, corpus), seed=config.run.seed)
     compute = precision_policy(config, runtime).param_dtype
+    # Sums in fp32, as Lamina's are whatever is on the wire: torch sums in the wire's dtype.
     policy = TorchPolicy(param_dtype=compute, reduce_dtype=torch.float32)
     model = TorchFullyShardedDataParallel(
         whole,

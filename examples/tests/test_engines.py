@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -78,6 +79,18 @@ def test_both_engines_train_to_the_same_losses(tmp_path):
     assert found.keys() == wanted.keys()
     for step, loss in wanted.items():
         assert found[step] == pytest.approx(loss, abs=1e-4)
+
+
+@pytest.mark.slow
+def test_torchs_engine_goes_on_from_its_checkpoint(tmp_path):
+    directory = tmp_path / "run"
+    wanted = losses(train(directory, "torch_fsdp2", 12))
+    (newest,) = directory.rglob("step-*12")
+    shutil.rmtree(newest)
+    (directory / "metrics.jsonl").unlink()
+    found = losses(train(directory, "torch_fsdp2", 12))
+    assert min(found) > 6
+    assert found == pytest.approx({step: wanted[step] for step in found}, abs=1e-6)
 
 
 def test_torchs_engine_is_not_asked_for_another_strategy():

@@ -348,6 +348,19 @@ def test_groups_over_other_ranks_are_refused(ranks):
     with pytest.raises(ValueError, match="expt_fsdp_group_ag is given"):
         fully_shard(build(), expt_fsdp_group_ag=whole, **common)
     fully_shard(build(), hybrid_fsdp_group=whole, **common)
+    mine = [dist.new_group([0, 1], group_desc="mine"), dist.new_group([2, 3], group_desc="mine")]
+    model = fully_shard(
+        build(Experts),
+        expt_device_mesh=mesh,
+        hybrid_fsdp_expt_group=whole,
+        expt_fsdp_group_ag=mine[ranks.rank // 2],
+        **common,
+    )
+    with Ledger() as ledger:
+        model(inputs(model, 0))
+    asked = {record.axis for record in ledger.records if record.op == "all_gather_into"}
+    assert len(asked) == 2, "dense weights over a group of their own, experts' over the given one"
+    assert "mine" in asked
 
 
 @pytest.mark.ranks(2)
@@ -358,6 +371,21 @@ def test_reproducible_gives_the_same_bits_under_every_strategy(ranks):
     ]
     assert_same(results[0], results[1])
     assert_same(results[0], results[2])
+
+
+@pytest.mark.ranks(1)
+def test_a_model_on_meta_with_an_optimizer_over_it_trains(ranks):
+    with torch.device("meta"):
+        model = OddNet()
+        for name in ("temperature", "empty"):
+            setattr(model, name, nn.Parameter(torch.ones_like(getattr(model, name), device="cpu")))
+    model, optimizer = fully_shard(model, sgd(model), init_model_with_meta_device=True)
+    before = full_parameters(model)
+    model(inputs(model, 0)).square().mean().backward()
+    optimizer.step()
+    after = full_parameters(model)
+    assert {p for group in optimizer.param_groups for p in group["params"]} == {*model.parameters()}
+    assert not torch.equal(after["enter.weight"], before["enter.weight"])
 
 
 @pytest.mark.ranks(1)

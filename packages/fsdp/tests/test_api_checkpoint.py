@@ -2,6 +2,7 @@
 
 import copy
 import io
+import itertools
 
 import pytest
 import torch
@@ -76,11 +77,24 @@ def test_the_documented_loop_runs_as_it_is(ranks, tmp_path):
 
 
 @pytest.mark.ranks(4)
-@pytest.mark.parametrize(("saved", "loaded"), [(3, 3), (3, 0), (0, 3), (1, 2), (2, 1)])
-@pytest.mark.parametrize("optimizer", list(OPTIMIZERS))
+@pytest.mark.parametrize(
+    ("saved", "loaded", "optimizer"),
+    [
+        *itertools.product([3], [3, 0], OPTIMIZERS),
+        *((*pair, optimizer) for pair in [(0, 3), (1, 2), (2, 1)] for optimizer in OPTIMIZERS),
+        ("HSDP", 3, "adamw"),
+        ("HFSDP", 2, "adamw"),
+    ],
+)
 def test_saved_by_four_ranks_loaded_by_three_two_and_one(saved, loaded, optimizer, ranks, tmp_path):
-    four = init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))
-    model, stepper = make(four, saved, optimizer)
+    if isinstance(saved, int):
+        model, stepper = make(
+            init_device_mesh("cpu", (4,), mesh_dim_names=("dp",)), saved, optimizer
+        )
+    else:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
+        outer = {"dp_outer_dim": "outer", "outer_dp_sharding_strategy": int(saved == "HFSDP")}
+        model, stepper = make(mesh, 3, optimizer, dp_shard_dim="inner", **outer)
     for number in range(2):
         step(model, stepper, number)
     path = str(tmp_path / "checkpoint")

@@ -193,6 +193,64 @@ def test_padding_ids_get_no_probability():
     assert not model.head.weight.grad[50:].any()
 
 
+ACTIVATIONS = {
+    "relu2": lambda x: torch.where(x > 0, x * x, torch.zeros_like(x)),
+    "gelu": lambda x: 0.5 * x * (1.0 + torch.erf(x / 2.0**0.5)),
+    "gelu_tanh": lambda x: 0.5 * x * (1.0 + torch.tanh(
+        (2.0 / torch.pi) ** 0.5 * (x + 0.044715 * x**3))),
+    "swiglu": lambda x: x[..., :24] / (1.0 + torch.exp(-x[..., :24])) * x[..., 24:],
+}  # fmt: skip
+
+
+def by_formula(weights, tokens, activation, post_norm):
+    """Logits of a model without positions, by the formulas of the papers."""
+
+    def norm(x, name):
+        return x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weights[name + ".weight"]
+
+    def linear(x, name):
+        return x @ weights[name + ".weight"].t()
+
+    def after(x, name):
+        return norm(x, name) if post_norm else x
+
+    x = weights["embedding.weight"][tokens]
+    for layer in ("blocks.0.", "blocks.1."):
+        heads = linear(norm(x, layer + "attention_norm"), layer + "attention.qkv")
+        query, key, value = heads.view(*tokens.shape, 3, 4, 8).unbind(2)
+        scores = torch.einsum("bqhd,bkhd->bhqk", query, key) / 8**0.5
+        seen = torch.ones(scores.shape[-2:]).tril().bool()
+        attended = torch.where(seen, scores.exp(), torch.zeros_like(scores))
+        attended = attended / attended.sum(-1, keepdim=True)
+        mixed = torch.einsum("bhqk,bkhd->bqhd", attended, value).flatten(2)
+        x = x + after(linear(mixed, layer + "attention.output"), layer + "attention_post_norm")
+        inner = ACTIVATIONS[activation](linear(norm(x, layer + "mlp_norm"), layer + "mlp.up"))
+        x = x + after(linear(inner, layer + "mlp.down"), layer + "mlp_post_norm")
+    return linear(norm(x, "final_norm"), "head")
+
+
+@pytest.mark.parametrize("post_norm", [False, True])
+@pytest.mark.parametrize("activation", list(ACTIVATIONS))
+def test_a_model_without_positions_equals_its_formula(activation, post_norm):
+    config = replace(CONFIG, num_layers=2, ffn_size=24, activation=activation, positions="none",
+                     post_norm=post_norm, init_std=0.3)  # fmt: skip
+    model = GPTModel(config, seed=0).double()
+    weights = dict(model.named_parameters())
+    with torch.no_grad():
+        for name, weight in weights.items():
+            if "norm" in name:
+                weight.uniform_(0.5, 1.5)
+    tokens = torch.randint(0, 50, (2, 7))
+    logits, expected = model(tokens), by_formula(weights, tokens, activation, post_norm)
+    torch.testing.assert_close(logits, expected)
+    weighing = torch.randn_like(logits)
+    ours, theirs = (
+        torch.autograd.grad((found * weighing).sum(), list(weights.values()))
+        for found in (logits, expected)
+    )
+    torch.testing.assert_close(ours, theirs)
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", [RMSNorm, LayerNorm])
 def test_norms_equal_their_formulas(kind, dtype):

@@ -340,6 +340,19 @@ def test_dropout_is_equal_on_whole_activations_and_independent_on_pieces():
         dist.all_gather(both, masks)
         assert torch.equal(*both) is not sequence_parallel
         assert 0.3 < masks.float().mean() < 0.7
+    # Each rank has other heads, so attention loses elements independently.
+    config = replace(LLAMA, attention_dropout=0.5)
+    context = AttentionContext.build(config, tokens, torch.float32, training=True)
+    seed_everything(4, mesh)
+    attended = (
+        GPTModel(config, mesh, seed=1)
+        .blocks[0]
+        .attention.core(*(torch.ones(2, 16, 2, 8) for _ in range(3)), context)
+    )
+    both = [torch.empty_like(attended) for _ in range(2)]
+    dist.all_gather(both, attended.contiguous())
+    assert not torch.equal(*both)
+    assert not torch.equal(attended, torch.ones_like(attended))
 
 
 @pytest.mark.ranks(2)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import sys
 import warnings
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from unittest import mock
@@ -107,9 +108,10 @@ def test_any_number_of_tokens_and_any_load_equals_one_process(dispatcher, ranks)
 
 
 @pytest.mark.ranks(2)
-def test_shared_experts_compute_while_tokens_travel(ranks):
+@pytest.mark.parametrize("fixed", [{}, {"capacity_factor": 1.0, "pad_to_capacity": True}], ids=str)
+def test_shared_experts_compute_while_tokens_travel(fixed, ranks):
     mesh = ParallelLayout(ep=2).build("cpu")
-    layer, _ = pair(mesh, shared_ffn_size=8)
+    layer, _ = pair(mesh, shared_ffn_size=8, **fixed)
     x = draw(4, 16).requires_grad_()
     layer(x).sum().backward()  # makes the groups
     with delayed_collectives(0.02) as log:
@@ -127,29 +129,31 @@ def test_shared_experts_compute_while_tokens_travel(ranks):
 
 @pytest.mark.ranks(2)
 def test_the_host_waits_for_the_device_once_per_layer(ranks):
+    """Backward included, where an auxiliary loss comes in; in float32, as grouped_mm takes it."""
     mesh = ParallelLayout(ep=2).build("cpu")
     fixed = {"capacity_factor": 1.0, "pad_to_capacity": True}
     for moe, expected in (({}, 1), ({"dispatcher": "all_gather"}, 1), (fixed, 0)):
-        layer, _ = pair(mesh, **moe)
-        layer(draw(4, 16))  # the first forward agrees on the size of messages
+        layer = pair(mesh, switch_loss=0.1, **moe)[0].float()
+        x = draw(4, 16).float().requires_grad_()
+        layer(x)  # the first forward agrees on the size of messages
         seen = []
-        with (
-            mock.patch.object(torch.Tensor, "tolist", watch(torch.Tensor.tolist, seen)),
-            mock.patch.object(torch.Tensor, "item", watch(torch.Tensor.item, seen)),
-            mock.patch.object(torch.Tensor, "__bool__", watch(torch.Tensor.__bool__, seen)),
-            mock.patch.object(torch.Tensor, "__int__", watch(torch.Tensor.__int__, seen)),
-            mock.patch.object(torch.Tensor, "nonzero", watch(torch.Tensor.nonzero, seen)),
-        ):
-            layer(draw(4, 16))
+        with ExitStack() as patches:
+            for name in ("tolist", "item", "__bool__", "__int__", "nonzero"):
+                method = watch(getattr(torch.Tensor, name), seen)
+                patches.enter_context(mock.patch.object(torch.Tensor, name, method))
+            for name in ("tensor", "as_tensor"):  # copies to the device
+                function = watch(getattr(torch, name), seen)
+                patches.enter_context(mock.patch.object(torch, name, function))
+            layer(x).sum().backward()
         assert len(seen) == expected, (moe, seen)
 
 
-def watch(method, seen):
-    def watched(self, *args):
+def watch(function, seen):
+    def watched(*args, **settings):
         # Sums on a CPU look at numbers of their own, which no device has to finish first.
         if "models" in Path(sys._getframe(1).f_code.co_filename).parts:
-            seen.append(method.__name__)
-        return method(self, *args)
+            seen.append(function.__name__)
+        return function(*args, **settings)
 
     return watched
 

@@ -215,6 +215,12 @@ class TransformerConfig:
             self.mamba.heads(self.hidden_size)
         if self.moe is not None and self.mlp_bias:
             raise ValueError("mlp_bias beside moe: experts have no biases; leave it False")
+        if self.moe is not None and not any(map(self.has_experts, range(self.num_layers))):
+            raise ValueError(
+                f"moe is given, and none of {self.num_layers} layers ({self.pattern!r}) has "
+                f"experts: layers of letter 'T' have them, after first_dense "
+                f"{self.moe.first_dense} every {self.moe.every}; change one, or leave moe out"
+            )
 
     def _check_choices(self) -> None:
         _one_of("activation", self.activation, get_args(Activation))

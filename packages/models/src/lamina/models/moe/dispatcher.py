@@ -118,7 +118,7 @@ class TokenDispatcher:
     def _agree(self, x: Tensor, way: _Way) -> None:
         """Messages of fixed size must have one size; gloo and NCCL would not notice."""
         if self.agreed is None:
-            mine = torch.tensor([x.shape[0]], device=x.device)
+            mine = torch.full((1,), x.shape[0], device=x.device)
             every = start_all_gather(mine, way.group, async_op=False).wait().tolist()
             if len(set(every)) > 1:
                 raise ValueError(
@@ -300,12 +300,15 @@ class _AllGather(Dispatch):
     def __init__(self, x: Tensor, routing: Routing, way: _Way) -> None:
         super().__init__(routing)
         self.way = way
-        tokens = torch.tensor([x.shape[0]], device=x.device)
+        # Not torch.tensor: on CUDA a copy from the host makes it wait.
+        tokens = torch.full((1,), x.shape[0], dtype=torch.int64, device=x.device)
         mine = torch.cat((tokens, routing.counts)).unsqueeze(0)
-        # The one time in a layer that the host waits for the device.
-        every = start_all_gather(mine, way.group, async_op=False).wait().tolist()
-        self.sizes = [row[0] for row in every]
+        gathered_counts = start_all_gather(mine, way.group, async_op=False).wait()
         here = slice(1 + way.first, 1 + way.first + way.held)
+        self.counts = gathered_counts[:, here].sum(0)
+        # The one time in a layer that the host waits for the device.
+        every = gathered_counts.tolist()
+        self.sizes = [row[0] for row in every]
         self.on_host = tuple(map(sum, zip(*(row[here] for row in every), strict=True)))
         experts = gather_rows(routing.experts, way.group, self.sizes) - way.first
         self.weights = gather_rows(routing.weights, way.group, self.sizes)
@@ -317,8 +320,7 @@ class _AllGather(Dispatch):
         self.rows = copies_to_rows(gathered, self.source, self.place, self.top_k, True)
 
     def arrive(self) -> ExpertRows:
-        counts = torch.tensor(self.on_host, device=self.rows.device)
-        return ExpertRows(self.rows, counts, self.on_host)
+        return ExpertRows(self.rows, self.counts, self.on_host)
 
     def give_back(self, rows: Tensor) -> None:
         self.results = rows

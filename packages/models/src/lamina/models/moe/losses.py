@@ -196,5 +196,8 @@ class _Inject(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
-        value = torch.as_tensor(ctx.scale.value, dtype=ctx.dtype, device=ctx.device)
-        return grad, value, None
+        value = ctx.scale.value
+        if isinstance(value, Tensor):
+            return grad, value.to(ctx.device, ctx.dtype), None
+        # Not as_tensor: on CUDA a copy from the host makes it wait.
+        return grad, torch.full((), value, dtype=ctx.dtype, device=ctx.device), None

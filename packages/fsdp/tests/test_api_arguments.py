@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from lamina.collectives import Ledger
 from lamina.ddp import full_gradients, full_parameters, resolve_strategy
 from lamina.fsdp import MixedPrecisionPolicy, UnavailableError, fully_shard
+from lamina.fsdp.keywords import FullyShardSettings
 from lamina.fsdp.units import resolve_unit_classes
 from lamina.mesh import ParallelLayout, mark
 from lamina_testing.toys import Block, OddNet, inputs
@@ -63,6 +64,9 @@ def assert_same(found, wanted):
 def test_all_documented_arguments_are_there():
     parameters = inspect.signature(fully_shard).parameters
     assert [name for name in DOCUMENTED if name not in parameters] == []
+    keywords = {n: p.annotation for n, p in parameters.items() if p.kind is p.KEYWORD_ONLY}
+    typed = FullyShardSettings.__annotations__
+    assert {name: hint.__forward_arg__ for name, hint in typed.items()} == keywords
 
 
 @pytest.mark.ranks(2)

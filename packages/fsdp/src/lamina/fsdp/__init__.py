@@ -4,6 +4,7 @@ from lamina.fsdp.api import fully_shard, fully_shard_model, fully_shard_optimize
 from lamina.fsdp.encoded import WeightCodec
 from lamina.fsdp.engine import ShardingEngine
 from lamina.fsdp.hooks import register_forward_method
+from lamina.fsdp.keywords import FullyShardSettings
 from lamina.fsdp.limits import UnavailableError
 from lamina.fsdp.module import ShardedModule
 from lamina.fsdp.per_module import ModuleWithUnit, shard_module
@@ -16,6 +17,7 @@ from lamina.fsdp.unit import Unit
 from lamina.fsdp.units import UnitPlan, plan_units
 
 __all__ = [
+    "FullyShardSettings",
     "MixedPrecisionPolicy",
     "ModuleWithUnit",
     "ShardedModule",

@@ -11,9 +11,11 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy as TorchPolicy
 from torch.optim import Optimizer
+from typing_extensions import Unpack
 
 from lamina.ddp import FlatStep, point_optimizer_at, show_decoupled, warn_of_unfinished_steps
 from lamina.fsdp.arguments import Arguments, refuse_sharded
+from lamina.fsdp.keywords import FullyShardSettings
 from lamina.fsdp.meshes import model_axes
 from lamina.fsdp.module import ShardedModule
 from lamina.fsdp.precision import MixedPrecisionPolicy
@@ -35,12 +37,14 @@ OptimizerT = TypeVar("OptimizerT", bound=Optimizer)
 
 
 @overload
-def fully_shard(module: nn.Module, optimizer: None = None, **settings: Any) -> ShardedModule: ...
+def fully_shard(
+    module: nn.Module, optimizer: None = None, **settings: Unpack[FullyShardSettings]
+) -> ShardedModule: ...
 @overload
 def fully_shard(
-    module: nn.Module, optimizer: OptimizerT, **settings: Any
+    module: nn.Module, optimizer: OptimizerT, **settings: Unpack[FullyShardSettings]
 ) -> tuple[ShardedModule, OptimizerT]: ...
-def fully_shard(  # type: ignore[misc]
+def fully_shard(
     module: nn.Module,
     optimizer: OptimizerT | None = None,
     *,
@@ -200,7 +204,7 @@ def fully_shard(  # type: ignore[misc]
     return sharded if optimizer is None else (sharded, fully_shard_optimizer(optimizer, sharded))
 
 
-def fully_shard_model(module: nn.Module, **settings: Any) -> ShardedModule:
+def fully_shard_model(module: nn.Module, **settings: Unpack[FullyShardSettings]) -> ShardedModule:
     """Shard a model's parameters and gradients, in place; settings as of `fully_shard`."""
     return fully_shard(module, None, **settings)
 

@@ -7,7 +7,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from lamina.ddp import finalize_grads, full_parameters
+from lamina.ddp import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    ShardedOptimizer,
+    finalize_grads,
+    full_parameters,
+)
 from lamina.fsdp import fully_shard
 from lamina.mesh import ParallelLayout, role_of
 from lamina.models import (
@@ -77,16 +83,44 @@ def test_heads_cut_over_ranks_train_like_one_process(sequence_parallel, recomput
     optimizer = torch.optim.AdamW(model.parameters(), 3e-3)
     model, optimizer = fully_shard(model, optimizer, device_mesh=mesh, zero_dp_strategy=0)
     train(whole, model, optimizer, mesh, 4)
-    wholes = dict(whole.named_parameters())
+    compare(model, whole, roles, mesh)
+
+
+def compare(model, whole, roles, mesh):
+    """Parameters, those that are cut over tp joined."""
+    wholes, group = dict(whole.named_parameters()), mesh.axis("tp").group
     for name, piece in full_parameters(model).items():
         role, expected = roles[name], wholes[name].detach()
         if role.tp_shard_dim is not None:
             pieces = [torch.empty_like(piece) for _ in range(2)]
-            torch.distributed.all_gather(pieces, piece.contiguous())
+            torch.distributed.all_gather(pieces, piece.contiguous(), group)
             piece = join_weight(pieces, role.tp_shard_dim, role.tp_blocks)
         torch.testing.assert_close(
             piece, expected, rtol=1e-9, atol=1e-9, msg=lambda m, n=name: f"{n}: {m}"
         )
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("strategy", [pytest.param(1, marks=pytest.mark.slow), 3, "ddp, sharded"])
+def test_heads_and_states_cut_over_ranks_train_like_one_process(strategy):
+    """tp 2 x dp_shard 2: what tp has cut is sharded once more."""
+    mesh = ParallelLayout(dp_shard=2, tp=2).build("cpu")
+    config = replace(CONFIG, sequence_parallel=True)
+    whole = GPTModel(config, seed=1).double()
+    model = GPTModel(config, mesh, seed=1).double()
+    roles = {name: role_of(parameter) for name, parameter in model.named_parameters()}
+    optimizer = torch.optim.AdamW(model.parameters(), 3e-3)
+    if strategy == "ddp, sharded":
+        settings = DistributedDataParallelConfig(use_distributed_optimizer=True)
+        model = DistributedDataParallel(model, settings, mesh)
+        optimizer = ShardedOptimizer(optimizer, model, mesh)
+    else:
+        units = [MambaBlock, AttentionBlock, MLPBlock]
+        model, optimizer = fully_shard(
+            model, optimizer, device_mesh=mesh, zero_dp_strategy=strategy, fsdp_unit_modules=units
+        )
+    train(whole, model, optimizer, mesh, 3)
+    compare(model, whole, roles, mesh)
 
 
 @pytest.mark.ranks(2)

@@ -1,7 +1,7 @@
 """Blocks that hold one mixer each, and the stack that a pattern of letters spells.
 
 ``"M*M-"`` is four layers: Mamba, attention, Mamba, MLP, each ``x + mixer(norm(x))``. Letters are in
-``LETTERS`` of ``mamba_config.py``.
+``LETTERS`` of ``mamba/config.py``.
 """
 
 from __future__ import annotations

@@ -114,11 +114,17 @@ def test_a_model_without_values_is_refused(ranks):
 
 
 @pytest.mark.slow
-def test_the_command_line(tmp_path):
+@pytest.mark.parametrize("wrong", [False, True])
+def test_the_command_line(wrong, tmp_path):
     (tmp_path / "mine.py").write_text(
+        "import torch.distributed as dist\n"
         "from lamina_testing.toys import OddNet, inputs\n"
+        "class Net(OddNet):\n"
+        "    def forward(self, x):\n"
+        f"        bad = {wrong} and type(self) is not Net and dist.get_rank() == 1\n"
+        "        return super().forward(x) + bad\n"
         "def build():\n"
-        "    model = OddNet()\n"
+        "    model = Net()\n"
         "    return model, lambda m, x: m(x).mean(), lambda s, r: inputs(model, 9 * s + r)\n"
     )
     done = subprocess.run(
@@ -129,5 +135,9 @@ def test_the_command_line(tmp_path):
         timeout=120,
         check=False,
     )
+    if wrong:
+        assert done.returncode == 1
+        assert "mine:build differs: step 0, rank 1: loss is off by" in done.stdout
+        return
     assert done.returncode == 0, done.stderr
     assert "mine:build: 3 steps on 2 ranks equal one process" in done.stdout

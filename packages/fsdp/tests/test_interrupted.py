@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
-from lamina.ddp import full_parameters
-from lamina.fsdp import MixedPrecisionPolicy, fully_shard
+from lamina.ddp import full_gradients, full_parameters
+from lamina.fsdp import MixedPrecisionPolicy, UnavailableError, fully_shard
 from lamina_testing.toys import Block, OddNet, inputs
 
 
@@ -86,3 +86,27 @@ def test_state_is_what_the_optimizer_updates_wherever_a_step_has_stopped(strateg
     assert all(torch.equal(value, good[n]) for n, value in full_parameters(model).items())
     with model.unsharded(), pytest.raises(RuntimeError, match=r"inside unsharded\(\)"):
         model.load_state_dict(good)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("strategy", [1, 3])
+def test_a_graph_that_is_kept_can_be_walked_again_but_not_differentiated(strategy, ranks):
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    model = fully_shard(
+        build(), device_mesh=mesh, fsdp_unit_modules=[Block], zero_dp_strategy=strategy
+    )
+    x = inputs(model, ranks.rank).requires_grad_()
+    loss = model(x).square().mean()
+    loss.backward(retain_graph=True)
+    once, of_input = full_gradients(model), x.grad.clone()
+    loss.backward()
+    for name, value in full_gradients(model).items():
+        torch.testing.assert_close(value, 2 * once[name], msg=name)
+    torch.testing.assert_close(x.grad, 2 * of_input)
+    loss = model(x).square().mean()
+    (found,) = torch.autograd.grad(loss, x)
+    torch.testing.assert_close(found, of_input)
+    if strategy == 3:
+        with pytest.raises(UnavailableError, match="create_graph"):
+            torch.autograd.grad(model(x).square().mean(), x, create_graph=True)
+        model(x).square().mean().backward()

@@ -17,7 +17,7 @@ import torch
 from lamina.buffers import StaleStorageError, StoragePool
 from lamina.ddp import GradientReducer, ParameterGroup
 from lamina.fsdp.budgets import GatherBudget
-from lamina.fsdp.limits import SlotMemory
+from lamina.fsdp.limits import SlotMemory, UnavailableError
 from lamina.fsdp.tensor_parallel import hide_dtensors
 from lamina.fsdp.unit import PendingBackward, Unit
 
@@ -209,6 +209,12 @@ class ShardingEngine:
                 self.reducer.close(group)
 
     def _begin_backward(self) -> None:
+        if torch.is_grad_enabled() and any(unit.gathered for unit in self.units):
+            raise UnavailableError(
+                "a backward with create_graph=True: its graph would read weights that are given "
+                "back before a second backward comes to them. Use zero_dp_strategy=2 (or less), "
+                "which keeps weights whole"
+            )
         self.phase = Phase.BACKWARD
         self._ran_backward = []
         self._recomputed = None

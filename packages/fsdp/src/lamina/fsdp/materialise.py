@@ -12,7 +12,7 @@ from lamina.buffers import BufferLayout
 from lamina.ddp import ParameterRef
 from lamina.fsdp.units import UnitPlan
 
-__all__ = ["materialise_unit"]
+__all__ = ["materialise_unit", "refuse_uninitialised"]
 
 _UNWRITTEN = 0xA5
 _LOOK_AT = 4096  # bytes of a tensor that tell whether anybody wrote to it
@@ -168,14 +168,51 @@ def _refuse_unwritten(plan: UnitPlan, fresh: dict[int, torch.Tensor]) -> None:
         if not names:
             continue
         where = ".".join(part for part in (plan.name, path) if part) or "the root"
-        why = (
-            "its reset_parameters() left them alone"
-            if _own_initialisation(module) is not None
-            else "it has no reset_parameters()"
-        )
         raise ValueError(
-            f"{type(module).__name__} at {where} was built on the meta device and nothing gave "
-            f"{', '.join(names)} first values: {why}. Write them there (buffers too), or pass "
-            "init_module=function(module), which is called for every module of a unit; for a "
-            "model of transformers, init_module=model._init_weights"
+            f"{_uninitialised(module, where, names)}. Units before it are sharded already: build "
+            "the model anew"
         )
+
+
+def refuse_uninitialised(root: nn.Module, init: Callable[[nn.Module], None] | None) -> None:
+    """Raise ValueError for a meta tensor that nothing will write, before any unit is sharded.
+
+    A module above may write its children's tensors, and of a tied one any holder: what is in
+    doubt is left for `materialise_unit` to find out.
+
+    Args:
+        root: the model.
+        init: as of `materialise_unit`.
+    """
+    if init is not None:
+        return
+    able = [module for module in root.modules() if _own_initialisation(module) is not None]
+    covered = {id(below): below for module in able for below in module.modules()}
+    written = {id(t) for module in covered.values() for t in _held(module).values()}
+    for path, module in root.named_modules():
+        names = [
+            name
+            for name, tensor in _held(module).items()
+            if tensor.is_meta and tensor.numel() and id(tensor) not in written
+        ]
+        if names:
+            raise ValueError(_uninitialised(module, path or "the root", names))
+
+
+def _held(module: nn.Module) -> dict[str, torch.Tensor]:
+    tensors = {**module._parameters, **module._buffers}
+    return {name: tensor for name, tensor in tensors.items() if tensor is not None}
+
+
+def _uninitialised(module: nn.Module, where: str, names: Sequence[str]) -> str:
+    why = (
+        "its reset_parameters() left them alone"
+        if _own_initialisation(module) is not None
+        else "it has no reset_parameters()"
+    )
+    return (
+        f"{type(module).__name__} at {where} was built on the meta device and nothing gave "
+        f"{', '.join(names)} first values: {why}. Write them there (buffers too), or pass "
+        "init_module=function(module), which is called for every module of a unit; for a "
+        "model of transformers, init_module=model._init_weights"
+    )

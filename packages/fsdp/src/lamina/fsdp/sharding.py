@@ -36,7 +36,7 @@ from lamina.fsdp.engine import ShardingEngine
 from lamina.fsdp.fine_grained import refine
 from lamina.fsdp.hooks import attach_hooks, rest_for_state_dicts
 from lamina.fsdp.limits import SlotMemory
-from lamina.fsdp.materialise import materialise_unit
+from lamina.fsdp.materialise import materialise_unit, refuse_uninitialised
 from lamina.fsdp.module import ShardedModule, adopt
 from lamina.fsdp.module_buffers import broadcast_buffers, move_buffers
 from lamina.fsdp.offload import Offload, OffloadedWeights, offloaded
@@ -109,6 +109,7 @@ def shard_model(module: nn.Module, settings: ShardingSettings) -> ShardedModule:
     """Cut a module's parameters into groups by units and put an engine on its hooks."""
     localise_dtensors(module)
     plans = plan_units(module, settings.unit_classes)
+    refuse_uninitialised(module, settings.init_module)
     if settings.fine_grained:
         plans = refine(module, plans)
     _check_budgets(plans, settings)

@@ -9,8 +9,13 @@ all of them; a contestant's step time is that of the slowest rank. Printed are t
 and the median over rounds of the contestant's time divided by torch DDP's. Bytes copied are
 counted by `lamina_testing.Meter`, bytes sent by `lamina.collectives.Ledger` (torch DDP sends
 gradients times 2 (N - 1) / N); memory is the most bytes of live tensors within a step, activations
-included, seen by the meter. Between namespaces messages are forced (`use_messages`): both
-namespaces are on one host, whose ranks would otherwise read each other's memory past the link.
+included, seen by the meter. A second table says where a step's time goes: medians of forward,
+backward and optimizer, and how long of it the main thread waited for sums (in the backward) and
+for updated weights (in the optimizer or the forward), by the ledger, in steps of their own.
+
+Between namespaces "bound" is the longer of the step without communication and the bytes sent over
+the link's speed. Messages are forced there (`use_messages`): both namespaces are on one host, whose
+ranks would otherwise read each other's memory past the link.
 """
 
 from __future__ import annotations
@@ -77,11 +82,17 @@ class Contestant:
     model: nn.Module
     optimizer: torch.optim.Optimizer
 
-    def step(self, tokens: torch.Tensor) -> None:
-        """One training step."""
-        self.model(tokens).backward()
+    def step(self, tokens: torch.Tensor) -> tuple[float, float, float]:
+        """One training step; seconds of forward, backward and optimizer."""
+        marks = [time.perf_counter()]
+        loss = self.model(tokens)
+        marks.append(time.perf_counter())
+        loss.backward()
+        marks.append(time.perf_counter())
         self.optimizer.step()
         self.optimizer.zero_grad()
+        marks.append(time.perf_counter())
+        return marks[1] - marks[0], marks[2] - marks[1], marks[3] - marks[2]
 
 
 def build() -> GPT:
@@ -156,17 +167,21 @@ def rank_program(rank: int, arguments: argparse.Namespace) -> None:
         del one
     made = [make() for make in makers]
     times: dict[str, list[float]] = {one.name: [] for one in made}
+    parts: dict[str, list[tuple[float, float, float]]] = {one.name: [] for one in made}
     for turn in range(2 + arguments.rounds):
         for one in made:
             dist.barrier()
             begin = time.perf_counter()
-            one.step(tokens)
+            spent = one.step(tokens)
             took = torch.tensor(time.perf_counter() - begin)
             dist.all_reduce(took, dist.ReduceOp.MAX)
             if turn >= 2:
                 times[one.name].append(float(took))
+                parts[one.name].append(spent)
+    for one in made:
+        facts[one.name] |= waited(one, tokens)
     if rank == 0:
-        print(json.dumps({"times": times, "facts": facts}), flush=True)
+        print(json.dumps({"times": times, "parts": parts, "facts": facts}), flush=True)
 
 
 def counted(one: Contestant, tokens: torch.Tensor, before: int) -> dict[str, float]:
@@ -180,6 +195,20 @@ def counted(one: Contestant, tokens: torch.Tensor, before: int) -> dict[str, flo
     }
 
 
+def waited(one: Contestant, tokens: torch.Tensor, steps: int = 3) -> dict[str, float]:
+    """Seconds a step that this rank waited for sums of gradients, and for updated weights."""
+    dist.barrier()
+    with Ledger() as ledger:
+        for _ in range(steps):
+            one.step(tokens)
+    gathers = [record.op == "all_gather_into" for record in ledger.records]
+    pairs = list(zip(ledger.records, gathers, strict=True))
+    return {
+        "sums": sum(record.exposed for record, gather in pairs if not gather) / steps,
+        "weights": sum(record.exposed for record, gather in pairs if gather) / steps,
+    }
+
+
 def start(rank: int, world: int, port: int) -> None:
     dist.init_process_group(
         "gloo",
@@ -190,19 +219,33 @@ def start(rank: int, world: int, port: int) -> None:
     )
 
 
-def report(found: dict[str, Any], title: str) -> None:
+def report(found: dict[str, Any], title: str, mbit: int) -> None:
+    """Print both tables."""
     times, facts = found["times"], found["facts"]
     base = times["torch DDP"]
+    alone = statistics.median(times["no communication"])
+    # torch DDP tells no ledger: its gradients go out once, as half of them and half of the sums.
+    facts["torch DDP"]["sent"] = 4 * sum(p.numel() for p in build().parameters())
     print(f"\n{title}")
-    print(f"| | step | / torch DDP | copied | sent (ledger) | memory |\n|{' --- |' * 6}")
+    print(f"| | step | / torch DDP | / bound | copied | sent | memory |\n|{' --- |' * 7}")
     for name, series in times.items():
         ratio = statistics.median(a / b for a, b in zip(series, base, strict=True))
-        fact = facts[name]
-        sent = f"{fact['sent'] / 2**20:.0f} MiB" if "lamina" in name else "-"
+        fact, bound, sent = facts[name], "-", "-"
+        if fact["sent"]:
+            sent = f"{fact['sent'] / 2**20:.0f} MiB"
+            wire = 8 * fact["sent"] / (mbit * 1e6) if mbit else 0.0
+            bound = f"{statistics.median(series) / max(alone, wire):.2f}" if mbit else "-"
         print(
-            f"| {name} | {1e3 * statistics.median(series):.0f} ms | {ratio:.2f} | "
+            f"| {name} | {1e3 * statistics.median(series):.0f} ms | {ratio:.2f} | {bound} | "
             f"{fact['copied'] / 2**20:.0f} MiB | {sent} | {fact['peak'] / 2**20:.0f} MiB |"
         )
+    print("\n| ms | forward | backward | optimizer | waiting for sums | for weights |")
+    print(f"|{' --- |' * 6}")
+    for name, series in found["parts"].items():
+        medians = [statistics.median(part) for part in zip(*series, strict=True)]
+        waits = [facts[name][key] for key in ("sums", "weights")]
+        seen = [f"{1e3 * value:.0f}" for value in waits] if "lamina" in name else ["-", "-"]
+        print(f"| {name} | " + " | ".join([*(f"{1e3 * m:.0f}" for m in medians), *seen]) + " |")
 
 
 def main() -> None:
@@ -241,7 +284,8 @@ def main() -> None:
         text = next(output for output in [process.communicate()[0] for process in ranks] if output)
     line = next(line for line in text.splitlines() if line.startswith("{"))
     where = f"namespaces, {arguments.mbit} mbit, messages" if arguments.mbit else "loopback"
-    report(json.loads(line), f"{where}, AdamW {arguments.optimizer}, {arguments.rounds} rounds")
+    title = f"{where}, AdamW {arguments.optimizer}, {arguments.rounds} rounds"
+    report(json.loads(line), title, arguments.mbit)
 
 
 def free_port() -> int:

@@ -1,6 +1,7 @@
 """Settings: what contradicts itself is refused, and checks name what they find."""
 
 import re
+from unittest import mock
 
 import pytest
 import torch
@@ -94,6 +95,13 @@ def test_what_the_mesh_or_the_machine_does_not_have_is_refused(ranks):
             DistributedDataParallel(build(), config, mesh)
     with pytest.raises(RegistrationError, match=r"nccl_ub=True: .* only NCCL registers memory"):
         wrap(build(), nccl_ub=True)
+    pool = mock.MagicMock()  # in the place of memory that only NCCL has
+    with mock.patch("lamina.ddp.wrapper.registered_pool", return_value=pool) as made:
+        wrapped, _ = wrap(build(), nccl_ub=True)
+    assert made.call_args.args[1] == torch.device("cpu")
+    assert [call[0] for call in pool.mock_calls] == ["__enter__", "__exit__"]
+    wrapped.deregister_memory()
+    assert pool.mock_calls[-1] == mock.call.close()
 
 
 def buckets_of(sizes, ranks=1, **config):

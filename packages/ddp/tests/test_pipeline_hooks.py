@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from lamina.ddp import (
     DistributedDataParallel,
@@ -67,6 +68,79 @@ def test_copies_of_a_tied_parameter_on_one_rank_are_summed_and_counted_once(wrap
         assert torch.equal(stage.weight.grad, torch.full((2, 3), wanted))
     norm = clip_grad_norm(modules, float("inf"), mesh)
     torch.testing.assert_close(norm, torch.tensor((6 * 9 + 6 * 1 + 6 * 4.0) ** 0.5))
+
+
+class Copies(nn.Module):
+    """Two copies of one parameter in one module, and one whose copy is on the other stage."""
+
+    def __init__(self, stage):
+        super().__init__()
+        self.first = mark(nn.Parameter(torch.ones(7, 3)), tied=f"in {stage}")
+        self.body = nn.Parameter(torch.ones(5))
+        self.second = mark(nn.Parameter(torch.ones(7, 3)), tied=f"in {stage}")
+        self.across = mark(nn.Parameter(torch.ones(3)), tied="across")
+
+    def forward(self, factor):
+        weighted = self.first.sum() + 2 * self.second.sum() + self.body.sum()
+        return factor * (weighted + self.across.sum())
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("device_mesh", [False, True])
+def test_ties_are_summed_here_and_across_stages_in_one_module(device_mesh, sharded, ranks):
+    mesh = ParallelLayout(pp=2).build("cpu")
+    given = mesh
+    if device_mesh:
+        given = init_device_mesh("cpu", (2, ranks.world_size // 2), mesh_dim_names=("pp", "dp"))
+    stage = mesh.coordinate["pp"]
+    model = Copies(stage)
+    model = DistributedDataParallel(model, config(use_distributed_optimizer=sharded), given)
+    model(10.0**stage).backward()
+    finalize_grads(model, given)
+    found = full_gradients(model)
+    wanted = {"first": 3.0 * 10**stage, "second": 3.0 * 10**stage, "body": 1.0 * 10**stage}
+    for name, value in {**wanted, "across": 11.0}.items():
+        assert torch.equal(found[name], torch.full_like(found[name], value)), name
+    squares = 21 * 9 * 101 + 5 * 101 + 3 * 121  # each once
+    norm = clip_grad_norm(model, float("inf"), given)
+    torch.testing.assert_close(norm, torch.tensor(float(squares)).sqrt())
+
+
+@pytest.mark.ranks(4)
+def test_ties_that_nobody_would_sum_are_refused_where_they_are(ranks):
+    mesh = ParallelLayout(pp=4).build("cpu")
+    layer = mark(nn.Linear(2, 2, bias=False).weight, tied="embedding")
+    holder = nn.Module()
+    holder.weight = layer
+    if ranks.rank in (0, 3):
+        finalize_plain_grads(holder, mesh)
+    else:
+        with pytest.raises(ValueError, match=r"stage \d of 4 holds a parameter marked tied="):
+            finalize_plain_grads(holder, mesh)
+    name = {0: "one", 3: "other"}.get(ranks.rank)
+    if name is not None:
+        holder.weight = mark(nn.Parameter(torch.ones(2)), tied=name)
+        with pytest.raises(ValueError, match="at the other end of the pipeline others"):
+            finalize_plain_grads(holder, mesh)
+        holder = holder if name == "one" else nn.Module()  # or nothing at all
+        with pytest.raises(ValueError, match="at the other end of the pipeline others"):
+            finalize_plain_grads(holder, mesh)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_experts_are_combined_over_their_own_tensor_axis(wrapped, ranks):
+    mesh = ParallelLayout(tp=2, ep=2).build("cpu")  # each rank has an expert of its own, whole
+    module = nn.Module()
+    module.expert = mark(nn.Parameter(torch.ones(3)), expert=True, tp_grad="sum")
+    module.dense = mark(nn.Parameter(torch.ones(3)), tp_grad="sum")
+    module.forward = lambda x: (module.expert + module.dense).sum() * x
+    model = DistributedDataParallel(module, config(), mesh) if wrapped else module
+    model(10.0**ranks.rank).backward()
+    (finalize_grads if wrapped else finalize_plain_grads)(model, mesh)
+    assert torch.equal(module.expert.grad, torch.full((3,), 10.0**ranks.rank))
+    assert torch.equal(module.dense.grad, torch.full((3,), 11.0))
 
 
 @pytest.mark.ranks(2)

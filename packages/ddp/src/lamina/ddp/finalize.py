@@ -8,7 +8,6 @@ summed; submodules with a `finalize_step` have their turn; all is divided by the
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from itertools import pairwise
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -19,6 +18,7 @@ from lamina.collectives import all_reduce_fp32, all_reduce_small, broadcast
 from lamina.ddp.group import ParameterGroup
 from lamina.ddp.inspection import groups_of
 from lamina.ddp.rank_sums import GradientState
+from lamina.ddp.ties import tied_axis
 from lamina.mesh import MeshAxis, ParallelMesh, mesh_axis
 
 __all__ = ["FinalizesStep", "finalize_grads"]
@@ -51,7 +51,8 @@ def finalize_grads(
 
     Raises:
         TypeError: for a module that was not wrapped by Lamina.
-        ValueError: for a token count where gradients are means already.
+        ValueError: for a token count where gradients are means already, or for tied parameters
+            whose copies are not on the first and the last stage (or both here).
     """
     stages = [modules] if isinstance(modules, nn.Module) else list(modules)
     for stage in stages:
@@ -71,11 +72,24 @@ def finalize_grads(
         _divide_by_tokens(groups, mesh, num_tokens)
 
 
-def _combine_over_tp(groups: Iterable[ParameterGroup], mesh: ParallelMesh | DeviceMesh) -> None:
-    axis = _axis(mesh, "tp")
-    chosen = [group for group in groups if group.refs[0].role.tp_grad is not None]
-    if axis is None or not chosen:
-        return
+def _combine_over_tp(groups: Sequence[ParameterGroup], mesh: ParallelMesh | DeviceMesh) -> None:
+    for name, expert in (("tp", False), ("expert_tp", True)):
+        chosen = [
+            group
+            for group in groups
+            if group.refs[0].role.tp_grad is not None and group.refs[0].role.expert is expert
+        ]
+        axis = _axis(mesh, name)
+        if axis is not None and chosen:
+            _combine(chosen, axis)
+        elif expert and chosen and isinstance(mesh, DeviceMesh) and _axis(mesh, "tp") is not None:
+            raise ValueError(
+                f"{chosen[0].refs[0].name} belongs to an expert and has tp_grad: which ranks hold "
+                "it whole is known to a ParallelMesh (its expert_tp axis), not to a DeviceMesh"
+            )
+
+
+def _combine(chosen: Sequence[ParameterGroup], axis: MeshAxis) -> None:
     _agree_on_seen(chosen, axis)
     for kind in ("sum", "mean"):
         members = [
@@ -101,18 +115,20 @@ def _agree_on_seen(groups: Sequence[ParameterGroup], axis: MeshAxis) -> None:
 
 
 def _sum_tied(groups: Iterable[ParameterGroup], mesh: ParallelMesh | DeviceMesh) -> None:
-    """Tied parameters have groups of their own, so both stages cut them alike.
+    """Tied parameters have groups of their own, so all copies are cut alike.
 
     Under V-shaped schedules one rank holds both stages, and the others neither.
     """
-    tied = sorted(
-        (g for g in groups if g.refs[0].role.tied is not None),
-        key=lambda g: str(g.refs[0].role.tied),
-    )
-    if not tied or _sum_tied_here(tied):
-        return
-    axis = mesh.embedding_axis if isinstance(mesh, ParallelMesh) else None
-    if axis is None or axis.size == 1:
+    copies: dict[str, list[ParameterGroup]] = {}
+    for group in groups:
+        if (name := group.refs[0].role.tied) is not None:
+            copies.setdefault(name, []).append(group)
+    for held in copies.values():
+        if len(held) > 1:
+            _sum_here(held)
+    tied = [held[0] for _, held in sorted(copies.items()) if len(held) == 1]
+    axis = tied_axis([name for name, held in copies.items() if len(held) == 1], mesh)
+    if axis is None:
         return
     _agree_on_seen(tied, axis)
     tied = [group for group in tied if any(group.trained.seen)]
@@ -121,26 +137,26 @@ def _sum_tied(groups: Iterable[ParameterGroup], mesh: ParallelMesh | DeviceMesh)
         group.show_gradients()
 
 
-def _sum_tied_here(tied: Sequence[ParameterGroup]) -> bool:
-    """Sum the gradients of both copies where this rank holds them; whether it does."""
-    pairs = [
-        (first, second)
-        for first, second in pairwise(tied)
-        if first.refs[0].role == second.refs[0].role
-    ]
-    for pair in pairs:
-        seen = any(flag for group in pair for flag in group.trained.seen)
-        if not seen:
-            continue
-        first, second = (group.trained for group in pair)
-        for gradients in (first, second):
-            gradients.zero_if_empty()
-            gradients.seen = [True] * len(gradients.seen)
-        first.main.data.add_(second.main.data)
-        second.main.data.copy_(first.main.data)
-        for group in pair:
-            group.show_gradients()
-    return bool(pairs)
+def _sum_here(held: Sequence[ParameterGroup]) -> None:
+    """Sum the gradients of copies on this rank, and give all of them the sum."""
+    shapes = {group.layout.specs[0].shape: group.refs[0].name for group in held}
+    if len(shapes) > 1:
+        raise ValueError(
+            f"{' and '.join(shapes.values())} are tied as {held[0].refs[0].role.tied!r} and have "
+            f"shapes {list(shapes)}: copies of one parameter have one shape"
+        )
+    if not any(flag for group in held for flag in group.trained.seen):
+        return
+    first, *others = (group.trained for group in held)
+    for gradients in (first, *others):
+        gradients.zero_if_empty()
+        gradients.seen = [True] * len(gradients.seen)
+    for gradients in others:
+        first.main.data.add_(gradients.main.data)
+    for gradients in others:
+        gradients.main.data.copy_(first.main.data)
+    for group in held:
+        group.show_gradients()
 
 
 def _all_reduce_together(

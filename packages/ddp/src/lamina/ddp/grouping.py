@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -52,6 +52,8 @@ class GroupKey:
     tp_grad: str | None
     tied: str | None
     """Parameters tied across pipeline stages get a group each, so that both stages cut it alike."""
+    copy: int = 0
+    """Which of the parameters with one `tied` name it is: copies are summed, so cut alike."""
 
 
 def collect_parameters(module: nn.Module) -> list[ParameterRef]:
@@ -86,6 +88,8 @@ def group_parameters(refs: Iterable[ParameterRef]) -> Iterator[tuple[GroupKey, l
             role.tp_grad,
             role.tied,
         )
+        while key.tied is not None and key in groups:
+            key = replace(key, copy=key.copy + 1)
         groups.setdefault(key, []).append(ref)
     yield from groups.items()
 

@@ -7,8 +7,9 @@ them along every axis that copies it; a piece that an axis cuts is counted by al
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from lamina.ddp.sinks import main_of
 from lamina.ddp.user_gradients import follow_user
 from lamina.mesh import MeshAxis, ParallelMesh, Role, mesh_axis, role_of
 
-__all__ = ["Measured", "of_groups", "of_parameters", "whole_mesh"]
+__all__ = ["Measured", "Ties", "of_groups", "of_parameters", "whole_mesh"]
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,24 @@ class Measured:
     counts_squares: bool = False
 
 
+@dataclass
+class Ties:
+    """Tied parameters on this rank.
+
+    Attributes:
+        copies: how many there are of each name; two or more are all that exist.
+        counted: names of which one was counted.
+    """
+
+    copies: Counter[str]
+    counted: set[str] = field(default_factory=set)
+
+    @classmethod
+    def among(cls, roles: Iterable[Role]) -> Ties:
+        """The ties among the parameters with these roles."""
+        return cls(Counter(role.tied for role in roles if role.tied is not None))
+
+
 def whole_mesh(mesh: ParallelMesh | DeviceMesh | None) -> tuple[MeshAxis, ...]:
     """Axes that together make up all ranks of a mesh, in one order on all of them."""
     if mesh is None:
@@ -58,7 +77,7 @@ def whole_mesh(mesh: ParallelMesh | DeviceMesh | None) -> tuple[MeshAxis, ...]:
 
 
 def of_groups(
-    groups: Iterable[ParameterGroup], mesh: ParallelMesh | DeviceMesh | None, ties: set[str]
+    groups: Iterable[ParameterGroup], mesh: ParallelMesh | DeviceMesh | None, ties: Ties
 ) -> list[Measured]:
     """The main grads of groups, one piece per group (what counts is the same for all of it).
 
@@ -95,7 +114,7 @@ def of_groups(
 def of_parameters(
     parameters: Iterable[tuple[str, torch.Tensor]],
     mesh: ParallelMesh | DeviceMesh | None,
-    ties: set[str],
+    ties: Ties,
 ) -> list[Measured]:
     """The gradients of parameters, one piece each; `ties` as of `of_groups`."""
     found = []
@@ -155,15 +174,17 @@ def _is_first(axes: Iterable[MeshAxis], cut: Iterable[bool]) -> bool:
     return all(axis.rank == 0 or is_cut for axis, is_cut in zip(axes, cut, strict=True))
 
 
-def _counted_once(role: Role, mesh: ParallelMesh | DeviceMesh | None, ties: set[str]) -> bool:
+def _counted_once(role: Role, mesh: ParallelMesh | DeviceMesh | None, ties: Ties) -> bool:
     """Whether this rank is the one to count, as far as the model-parallel axes go."""
     if role.tied is not None:
-        if role.tied in ties:
+        if role.tied in ties.counted:
             return False
-        ties.add(role.tied)
+        ties.counted.add(role.tied)
     if mesh is None:
         return True
-    if isinstance(mesh, ParallelMesh) and role.tied is not None and mesh.coordinate["pp"] != 0:
+    staged = isinstance(mesh, ParallelMesh) or _has(mesh, "pp")
+    across = role.tied is not None and ties.copies[role.tied] < 2
+    if across and staged and mesh_axis(mesh, "pp").rank != 0:
         return False  # tied across stages: the first rank that holds it counts
     copied_over = None
     if role.tp_shard_dim is None:

@@ -11,8 +11,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lamina.collectives import all_reduce_small
 from lamina.ddp.inspection import HasGroups
-from lamina.ddp.measured import Measured, of_groups, of_parameters, whole_mesh
-from lamina.mesh import MeshAxis, ParallelMesh
+from lamina.ddp.measured import Measured, Ties, of_groups, of_parameters, whole_mesh
+from lamina.mesh import MeshAxis, ParallelMesh, role_of
 
 __all__ = ["clip_grad_norm"]
 
@@ -74,7 +74,7 @@ def _measured(
 ) -> list[Measured]:
     given = [target] if isinstance(target, (nn.Module, torch.Tensor)) else list(target)
     found: list[Measured] = []
-    ties: set[str] = set()
+    ties = Ties.among(role_of(p) for item in given for p in _parameters_of(item))
     for item in given:
         groups = list(item.parameter_groups()) if isinstance(item, HasGroups) else []
         if groups:
@@ -84,6 +84,10 @@ def _measured(
     parameters = [item for item in given if isinstance(item, torch.Tensor)]
     names = ((f"parameter {index}", item) for index, item in enumerate(parameters))
     return found + of_parameters(names, mesh, ties)
+
+
+def _parameters_of(item: nn.Module | torch.Tensor) -> Iterable[torch.Tensor]:
+    return item.parameters() if isinstance(item, nn.Module) else (item,)
 
 
 def _norm(

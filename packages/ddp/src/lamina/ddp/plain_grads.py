@@ -12,6 +12,7 @@ from torch import nn
 
 from lamina.collectives import all_reduce_fp32, all_reduce_small
 from lamina.ddp.finalize import FinalizesStep
+from lamina.ddp.ties import tied_axis
 from lamina.mesh import MeshAxis, ParallelMesh, role_of
 
 __all__ = ["finalize_plain_grads"]
@@ -48,20 +49,21 @@ def finalize_plain_grads(modules: nn.Module | Sequence[nn.Module], mesh: Paralle
             "and see different tokens, and the modules are not wrapped, so nobody sums the copies' "
             "gradients: wrap each in DistributedDataParallel or fully_shard"
         )
-    tp = mesh.axis("tp")
-    for kind in ("sum", "mean"):
-        chosen = [p for p in parameters if role_of(p).tp_grad == kind]
-        _combine(chosen, tp, 1.0 / tp.size if kind == "mean" else None)
+    for expert, axis in ((False, mesh.axis("tp")), (True, mesh.axis("expert_tp"))):
+        own = [p for p in parameters if role_of(p).expert is expert]
+        for kind in ("sum", "mean"):
+            chosen = [p for p in own if role_of(p).tp_grad == kind]
+            _combine(chosen, axis, 1.0 / axis.size if kind == "mean" else None)
     copies: dict[str, list[torch.Tensor]] = {}
     for parameter in parameters:
         if (name := role_of(parameter).tied) is not None:
             copies.setdefault(name, []).append(parameter)
-    here = [copies[name] for name in sorted(copies)]
-    if any(len(held) > 1 for held in here):  # V-shaped schedules: one rank holds both stages
-        for held in here:
+    for held in copies.values():  # V-shaped schedules: one rank holds both stages
+        if len(held) > 1:
             _sum_here(held)
-    elif here and (axis := mesh.embedding_axis) is not None:
-        _combine([held[0] for held in here], axis, None)
+    single = sorted(name for name, held in copies.items() if len(held) == 1)
+    if (ends := tied_axis(single, mesh)) is not None:
+        _combine([copies[name][0] for name in single], ends, None)
     for module in (module for stage in stages for module in stage.modules()):
         if isinstance(module, FinalizesStep):
             module.finalize_step(mesh)

@@ -199,6 +199,32 @@ def test_a_block_sends_what_the_formula_says(recompute, sequence_parallel):
 
 
 @pytest.mark.ranks(2)
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("name", ["llama", "deepseek"])
+def test_the_backend_may_sum(name, sequence_parallel):
+    """The same numbers within tolerance, and no sum of activations but the backend's."""
+    config = replace(
+        CONFIGS[name], sequence_parallel=sequence_parallel, tp_reduction="native", num_layers=1
+    )
+    mesh = ParallelLayout(tp=2).build("cpu")
+    whole, model = (GPTModel(config, m, seed=5).double() for m in (None, mesh))
+    with Ledger() as ledger:
+        loss = model(**batch(0))
+        loss.backward()
+    expected = whole(**batch(0))
+    expected.backward()
+    torch.testing.assert_close(loss, expected)
+    for key, parameter in model.named_parameters():
+        if role_of(parameter).tp_grad == "sum":
+            dist.all_reduce(parameter.grad, group=mesh.axis("tp").group)
+        wanted = piece_of(whole.get_parameter(key).grad, parameter, dist.get_rank(), 2)
+        torch.testing.assert_close(parameter.grad, wanted)
+    large = Counter(record.op for record in ledger.records if record.bytes > 1000)
+    assert large.keys() <= {"all_reduce_native", "reduce_scatter_native", "all_gather_into"}, large
+    assert large["reduce_scatter_native" if sequence_parallel else "all_reduce_native"] >= 6
+
+
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("axes", [{"tp": 2}, {"cp": 2}])
 def test_generation_pads_to_what_ranks_can_share(axes):
     mesh = ParallelLayout(**axes).build("cpu")

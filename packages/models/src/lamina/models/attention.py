@@ -83,6 +83,7 @@ class SelfAttention(nn.Module):
             blocks=(config.num_heads * width, config.kv_heads * width, config.kv_heads * width),
             sequence_parallel=config.sequence_parallel,
             init_std=config.init_std,
+            reduction=config.tp_reduction,
         )
         self.query_norm = self.key_norm = None
         if config.qk_norm:
@@ -96,6 +97,7 @@ class SelfAttention(nn.Module):
             bias=config.output_bias,
             sequence_parallel=config.sequence_parallel,
             init_std=config.residual_init_std,
+            reduction=config.tp_reduction,
         )
 
     def forward(self, x: Tensor, context: AttentionContext | None = None) -> Tensor:

@@ -16,6 +16,7 @@ Activation = Literal["gelu", "gelu_tanh", "swiglu", "relu2"]
 Norm = Literal["rmsnorm", "layernorm"]
 ContextParallel = Literal["ring", "all_gather", "ulysses"]
 PositionEncoding = Literal["rope", "learned", "none"]
+Reduction = Literal["ordered", "native"]
 RopeScalingKind = Literal["linear", "llama3", "yarn"]
 
 
@@ -155,6 +156,9 @@ class TransformerConfig:
             they can be cut over ranks; the rows added get no probability.
         sequence_parallel: where tensor parallelism cuts weights, also cut the tokens of all that
             lies between (norms, residual stream, dropout); their number must be divisible too.
+        tp_reduction: who sums activations over tensor-parallel ranks: ``ordered`` adds in float32
+            and in one order, ``native`` is the backend's own all-reduce and reduce-scatter (faster
+            on NVLink; sums in the wire dtype, in any order). Experts and Mamba keep ``ordered``.
         context_parallel: how attention sees a sequence that is cut over ranks: ``ring`` passes keys
             and values round, ``all_gather`` gathers them, ``ulysses`` trades tokens for heads.
         loss_chunk: tokens whose logits are held at a time while the loss is computed; None takes
@@ -200,6 +204,7 @@ class TransformerConfig:
     moe: MoEConfig | None = None
     vocab_multiple: int = 1
     sequence_parallel: bool = False
+    tp_reduction: Reduction = "ordered"
     context_parallel: ContextParallel = "ring"
     loss_chunk: int | None = None
     precision: Precision = field(default_factory=Precision)
@@ -226,6 +231,7 @@ class TransformerConfig:
         _one_of("activation", self.activation, get_args(Activation))
         _one_of("norm", self.norm, get_args(Norm))
         _one_of("positions", self.positions, get_args(PositionEncoding))
+        _one_of("tp_reduction", self.tp_reduction, get_args(Reduction))
         _one_of("context_parallel", self.context_parallel, get_args(ContextParallel))
         _one_of("attention_path", self.attention_path, get_args(AttentionPath))
 

@@ -13,7 +13,7 @@ from lamina.collectives import copy_to, gather_from, reduce_from, reduce_scatter
 from lamina.ddp import gradient_sink
 from lamina.mesh import mark
 from lamina.models.axes import MeshLike, axis_of
-from lamina.models.config import TransformerConfig
+from lamina.models.config import Reduction, TransformerConfig
 from lamina.models.cutting import require_divisible
 from lamina.models.initialise import fill_normal
 from lamina.models.loss import IGNORED, linear_cross_entropy
@@ -63,6 +63,7 @@ class VocabParallelEmbedding(nn.Module):
         sequence_parallel: return this rank's tokens only, ``[tokens / size, width]``.
         init_std: standard deviation of the initial weight.
         vocab_size: ids that exist; rows from there on are padding. None: all rows are ids.
+        reduction: who sums over the ranks, see ``TransformerConfig.tp_reduction``.
 
     Raises:
         ValueError: if ``rows`` is not divisible by the number of ranks.
@@ -78,8 +79,10 @@ class VocabParallelEmbedding(nn.Module):
         sequence_parallel: bool = False,
         init_std: float = 0.02,
         vocab_size: int | None = None,
+        reduction: Reduction = "ordered",
     ) -> None:
         super().__init__()
+        self.reduction = reduction
         self.axis = axis_of(mesh, "tp")
         self.rows = rows
         self.vocab_size = rows if vocab_size is None else vocab_size
@@ -116,8 +119,8 @@ class VocabParallelEmbedding(nn.Module):
         filler = torch.where(strange, torch.nan, 0.0).to(found.dtype)
         found = torch.where((elsewhere | strange)[..., None], filler[..., None], found)
         if self.sequence_parallel:
-            return reduce_scatter_to(found.flatten(0, 1), self.axis.group)
-        return reduce_from(found, self.axis.group)
+            return reduce_scatter_to(found.flatten(0, 1), self.axis.group, reduction=self.reduction)
+        return reduce_from(found, self.axis.group, reduction=self.reduction)
 
     def extra_repr(self) -> str:
         """Sizes, for printing."""
@@ -218,9 +221,11 @@ class OutputHead(nn.Module):
 
         """
         if self.axis is not None and self.sequence_parallel:
-            hidden = gather_from(hidden, self.axis.group, grad="reduce_scatter")
+            hidden = gather_from(
+                hidden, self.axis.group, grad="reduce_scatter", reduction=self.config.tp_reduction
+            )
         elif self.axis is not None:
-            hidden = copy_to(hidden, self.axis.group)
+            hidden = copy_to(hidden, self.axis.group, reduction=self.config.tp_reduction)
         if labels is None:
             logits = F.linear(hidden, self.weight)
             if self.axis is not None:

@@ -86,6 +86,7 @@ class GPTModel(nn.Module):
             sequence_parallel=partial,
             init_std=config.init_std,
             vocab_size=config.vocab_size,
+            reduction=config.tp_reduction,
         )
         self.position_embedding = None
         if config.positions == "learned":

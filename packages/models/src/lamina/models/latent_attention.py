@@ -63,6 +63,7 @@ class LatentSelfAttention(nn.Module):
             bias=config.output_bias,
             sequence_parallel=self.sequence_parallel,
             init_std=config.residual_init_std,
+            reduction=config.tp_reduction,
         )
 
     def _down(self, width: int) -> Linear:
@@ -85,6 +86,7 @@ class LatentSelfAttention(nn.Module):
             self.axis,
             sequence_parallel=self.sequence_parallel,
             init_std=self.config.init_std,
+            reduction=self.config.tp_reduction,
         )
 
     def forward(self, x: Tensor, context: AttentionContext | None = None) -> Tensor:
@@ -122,9 +124,10 @@ class LatentSelfAttention(nn.Module):
         """Enter the heads' region with what all heads share, all tokens of it."""
         if self.axis is None:
             return x
+        reduction = self.config.tp_reduction
         if self.sequence_parallel:
-            return gather_from(x, self.axis.group, grad="reduce_scatter")
-        return copy_to(x, self.axis.group)
+            return gather_from(x, self.axis.group, grad="reduce_scatter", reduction=reduction)
+        return copy_to(x, self.axis.group, reduction=reduction)
 
 
 def _turn(x: Tensor, context: AttentionContext) -> Tensor:

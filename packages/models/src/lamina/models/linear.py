@@ -12,6 +12,7 @@ from lamina.collectives import gather_from
 from lamina.mesh import mark
 from lamina.models.autocast import under_autocast
 from lamina.models.axes import MeshLike, axis_of
+from lamina.models.config import Reduction
 from lamina.models.cutting import require_divisible
 from lamina.models.initialise import fill_normal
 from lamina.models.pipelining.weights import WeightGradientQueue
@@ -63,7 +64,7 @@ class Linear(nn.Module):
         if not may_sink(self.weight):
             return F.linear(x, self.weight, self.bias)
         x, weight, bias = under_autocast(x, self.weight, self.bias)
-        y: Tensor = ColumnLinear.apply(x, weight, bias, None, False, PLAIN)  # type: ignore[no-untyped-call]
+        y: Tensor = ColumnLinear.apply(x, weight, bias, None, False, PLAIN, "ordered")  # type: ignore[no-untyped-call]
         return y
 
     def extra_repr(self) -> str:
@@ -95,6 +96,7 @@ class ColumnParallelLinear(nn.Module):
             (Korthikanti et al., 2022).
         gather_output: return the whole output on every rank.
         init_std: standard deviation of the initial weight.
+        reduction: who sums over the ranks, see ``TransformerConfig.tp_reduction``.
 
     Raises:
         ValueError: if a width is not divisible by the number of ranks.
@@ -112,6 +114,7 @@ class ColumnParallelLinear(nn.Module):
         sequence_parallel: bool = False,
         gather_output: bool = False,
         init_std: float = 0.02,
+        reduction: Reduction = "ordered",
     ) -> None:
         super().__init__()
         self.axis = axis_of(mesh, "tp")
@@ -126,6 +129,7 @@ class ColumnParallelLinear(nn.Module):
         if gather_output and len(self.blocks) > 1:
             raise ValueError(f"gather_output with blocks {self.blocks}: gather each by itself")
         self.sequence_parallel = sequence_parallel and self.axis is not None
+        self.reduction = reduction
         self.gather_output = gather_output
         self.init_std = init_std
         self.init_seed: int | None = None
@@ -153,7 +157,7 @@ class ColumnParallelLinear(nn.Module):
             return F.linear(x, self.weight, self.bias)
         x, weight, bias = under_autocast(x, self.weight, self.bias)
         y: Tensor = ColumnLinear.apply(  # type: ignore[no-untyped-call]
-            x, weight, bias, self.axis, self.sequence_parallel, products
+            x, weight, bias, self.axis, self.sequence_parallel, products, self.reduction
         )
         if self.axis is None or not self.gather_output:
             return y
@@ -177,6 +181,7 @@ class RowParallelLinear(nn.Module):
         bias: whether there is a bias (it starts at zero), whole on every rank.
         sequence_parallel: the sum is scattered: the output is ``[tokens / size, out_features]``.
         init_std: standard deviation of the initial weight.
+        reduction: who sums over the ranks, see ``TransformerConfig.tp_reduction``.
 
     Raises:
         ValueError: if ``in_features`` is not divisible by the number of ranks.
@@ -192,10 +197,12 @@ class RowParallelLinear(nn.Module):
         bias: bool = False,
         sequence_parallel: bool = False,
         init_std: float = 0.02,
+        reduction: Reduction = "ordered",
     ) -> None:
         super().__init__()
         self.axis = axis_of(mesh, "tp")
         self.sequence_parallel = sequence_parallel and self.axis is not None
+        self.reduction = reduction
         self.init_std = init_std
         self.init_seed: int | None = None
         width = require_divisible("input width", in_features, self.axis)
@@ -222,7 +229,7 @@ class RowParallelLinear(nn.Module):
             return F.linear(x, self.weight, self.bias)
         x, weight, bias = under_autocast(x, self.weight, self.bias)
         y: Tensor = RowLinear.apply(  # type: ignore[no-untyped-call]
-            x, weight, self.axis, self.sequence_parallel, products
+            x, weight, self.axis, self.sequence_parallel, products, self.reduction
         )
         return y if bias is None else y + bias
 

@@ -52,6 +52,7 @@ class MLP(nn.Module):
             blocks=blocks,
             sequence_parallel=config.sequence_parallel,
             init_std=config.init_std,
+            reduction=config.tp_reduction,
         )
         self.activation = ActivationFunction(config.activation)
         self.down = RowParallelLinear(
@@ -61,6 +62,7 @@ class MLP(nn.Module):
             bias=config.mlp_bias,
             sequence_parallel=config.sequence_parallel,
             init_std=config.residual_init_std,
+            reduction=config.tp_reduction,
         )
 
     def forward(self, x: Tensor) -> Tensor:

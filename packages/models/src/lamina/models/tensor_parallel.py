@@ -18,6 +18,7 @@ from torch.autograd.function import once_differentiable
 
 from lamina.collectives import start_all_gather, start_all_reduce, start_reduce_scatter
 from lamina.mesh import MeshAxis
+from lamina.models.config import Reduction
 from lamina.models.products import Products, weight_gradient
 
 
@@ -42,10 +43,12 @@ class ColumnLinear(torch.autograd.Function):
         axis: MeshAxis | None,
         sequence: bool,
         products: Products,
+        reduction: Reduction,
     ) -> Tensor:
         """Compute ``[..., out / size]``; see the class."""
         ctx.group = None if axis is None else axis.group
         ctx.cut, ctx.sequence, ctx.products = axis is not None, sequence, products
+        ctx.reduction = reduction
         whole = start_all_gather(x, ctx.group, async_op=False).wait() if sequence else x
         y, kept = products.output(whole, weight, bias)
         ctx.parameter = weight if weight.is_leaf else None
@@ -67,16 +70,16 @@ class ColumnLinear(torch.autograd.Function):
         if for_x:
             grad_x = products.by_input(weight)
             if ctx.sequence:
-                departing = start_reduce_scatter(grad_x, group)
+                departing = start_reduce_scatter(grad_x, group, reduction=ctx.reduction)
             elif ctx.cut:
-                departing = start_all_reduce(grad_x, group, in_place=True)
+                departing = start_all_reduce(grad_x, group, in_place=True, reduction=ctx.reduction)
         if for_weight:
             whole = x if arriving is None else arriving.wait()
             grad_weight = weight_gradient(products, ctx.parameter, whole)
         grad_bias = bias_gradient(grad) if for_bias else None
         if departing is not None:
             grad_x = departing.wait()
-        return grad_x, grad_weight, grad_bias, None, None, None
+        return grad_x, grad_weight, grad_bias, None, None, None, None
 
 
 class RowLinear(torch.autograd.Function):
@@ -94,6 +97,7 @@ class RowLinear(torch.autograd.Function):
         axis: MeshAxis | None,
         sequence: bool,
         products: Products,
+        reduction: Reduction,
     ) -> Tensor:
         """Compute ``[..., out]``; see the class."""
         ctx.group = None if axis is None else axis.group
@@ -102,10 +106,14 @@ class RowLinear(torch.autograd.Function):
         ctx.parameter = weight if weight.is_leaf else None
         ctx.save_for_backward(x, weight, *kept)
         if sequence:
-            return start_reduce_scatter(partial, ctx.group, async_op=False).wait()
+            return start_reduce_scatter(
+                partial, ctx.group, reduction=reduction, async_op=False
+            ).wait()
         if axis is None:
             return partial
-        return start_all_reduce(partial, ctx.group, in_place=True, async_op=False).wait()
+        return start_all_reduce(
+            partial, ctx.group, in_place=True, reduction=reduction, async_op=False
+        ).wait()
 
     @staticmethod
     @once_differentiable
@@ -119,4 +127,4 @@ class RowLinear(torch.autograd.Function):
         grad_weight = None
         if ctx.needs_input_grad[1]:
             grad_weight = weight_gradient(products, ctx.parameter, x)
-        return grad_x, grad_weight, None, None, None
+        return grad_x, grad_weight, None, None, None, None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -29,13 +30,30 @@ SMALL |= {"max_sequence_length": 32}
 
 
 def small(name: str) -> object:
-    changes = dict(SMALL)
-    if not name.startswith("gpt2"):
+    changes: dict[str, object] = dict(SMALL)
+    preset = models.preset(name)
+    if preset.moe is not None:
+        experts = {"num_experts": 4, "top_k": 2, "ffn_size": 16}
+        if preset.moe.shared_ffn_size:  # DeepSeek-V3
+            experts |= {"shared_ffn_size": 16, "first_dense": 1, "num_groups": 2, "groups_kept": 1}
+        changes["moe"] = replace(preset.moe, **experts)
+    if preset.rope_scaling is not None:
+        changes["rope_scaling"] = replace(preset.rope_scaling, original_length=16, factor=2.0)
+    if preset.mla is not None:
+        changes["ffn_size"] = 64
+        changes["mla"] = models.LatentAttention(
+            kv_lora_rank=16, q_lora_rank=24, qk_nope_head_dim=8, qk_rope_head_dim=6, v_head_dim=10
+        )
+    elif not name.startswith("gpt2"):
         changes |= {"num_kv_heads": 2, "ffn_size": 64, "head_dim": 8}
     return models.preset(name, **changes)
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama3-8b", "llama3.2-1b", "qwen3-0.6b", "qwen3-8b"])
+OPENED = ["gpt2", "llama3-8b", "llama3.1-8b", "llama3.2-1b", "qwen3-0.6b", "qwen3-8b"]
+OPENED += ["mixtral-8x7b", "qwen3-30b-a3b", "deepseek-v3"]
+
+
+@pytest.mark.parametrize("name", OPENED)
 def test_transformers_opens_an_export_and_gives_the_same_logits(tmp_path, name):
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
@@ -56,6 +74,12 @@ def test_transformers_opens_an_export_and_gives_the_same_logits(tmp_path, name):
     assert import_huggingface(other, tmp_path) == ()
     for key, tensor in model.state_dict().items():
         assert torch.equal(other.state_dict()[key], tensor), key
+    if name == "deepseek-v3":
+        export_huggingface(model, tmp_path, dtype=torch.bfloat16)
+        stored = safetensors.load_file(tmp_path / "model.safetensors")
+        bias = stored.pop("model.layers.1.mlp.gate.e_score_correction_bias")
+        assert bias.dtype == torch.float32
+        assert {tensor.dtype for tensor in stored.values()} == {torch.bfloat16}
 
 
 def test_every_preset_has_a_weight_map_that_fits_its_tensors():
@@ -138,9 +162,9 @@ def test_a_file_that_is_cut_off_or_lacks_a_tensor_is_named(tmp_path):
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("cut", ["strategy 3", "tp", "tp and strategy 3", "torch FSDP2"])
+@pytest.mark.parametrize("cut", ["strategy 3", "tp", "tp and strategy 3", "torch FSDP2", "ep"])
 def test_a_sharded_model_is_exported_and_imported_as_a_whole_one(tmp_path, cut):
-    config = small("qwen3-0.6b")
+    config = small("qwen3-30b-a3b" if cut == "ep" else "qwen3-0.6b")
     whole = models.GPTModel(config, seed=5)
     if cut == "strategy 3":
         model = fsdp.fully_shard(
@@ -154,9 +178,10 @@ def test_a_sharded_model_is_exported_and_imported_as_a_whole_one(tmp_path, cut):
             fully_shard(block)
         fully_shard(model)
     else:
-        mesh = ParallelLayout(tp=2).build("cpu")
+        sizes = {"dp_shard": 2, "ep": 2} if cut == "ep" else {"tp": 2}
+        mesh = ParallelLayout(**sizes).build("cpu")
         model = models.GPTModel(config, mesh, seed=5)
-        if "strategy" in cut:
+        if cut != "tp":
             model = fsdp.fully_shard(
                 model, device_mesh=mesh, fsdp_unit_modules=[models.TransformerBlock]
             )

@@ -131,6 +131,9 @@ class _Tensors:
         self._parts = Parts({"model": model}, mesh)
         self._parameters = dict(parameters_of(model))
 
+    def is_parameter(self, name: str) -> bool:
+        return name in self._parameters
+
     def region(self, name: str) -> Region | None:
         parameter = self._parameters.get(name)
         return None if parameter is None else self._parts.region(name, parameter)
@@ -163,7 +166,8 @@ def export_huggingface(
         model: a `transformers` model, one of `lamina.models`, or one with `huggingface_weights()`;
             sharded in any way, or not. With pipeline stages, join them first.
         directory: made if absent. Files of the same names are replaced, each at once.
-        dtype: floating-point tensors are converted; None keeps them.
+        dtype: floating-point parameters are converted; None keeps them. Buffers keep theirs, as
+            with transformers (the bias of DeepSeek-V3's routers stays fp32).
         max_file_bytes: a larger model is divided, with an index.
         mesh: see `CheckpointManager`.
         group: the ranks that hold the model; None is all.
@@ -225,7 +229,8 @@ def _export_one(
 
 def _described(link: WeightLink, tensors: _Tensors, dtype: torch.dtype | None) -> list[Described]:
     held = tensors.tree[link.ours].dtype
-    kept = held if dtype is None or not held.is_floating_point else dtype
+    converted = dtype is not None and held.is_floating_point and tensors.is_parameter(link.ours)
+    kept = dtype if dtype is not None and converted else held
     meta = torch.empty(tensors.shape(link.ours), dtype=held, device="meta")
     made = link.to_theirs(meta)
     return [

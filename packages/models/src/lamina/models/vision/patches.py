@@ -118,6 +118,8 @@ class Patches:
         rows: int64 ``[images, patches]``: which row of its image's grid a patch is in.
         columns: int64 ``[images, patches]``.
         valid: bool ``[images, patches]``, False for padding; None where there is none.
+        kept: int64: which of the ``images * patches`` places are no padding, in order; None where
+            all are.
 
     """
 
@@ -125,6 +127,7 @@ class Patches:
     rows: Tensor
     columns: Tensor
     valid: Tensor | None
+    kept: Tensor | None = None
 
 
 def cut_patches(images: Images, config: VisionConfig) -> Patches:
@@ -149,11 +152,15 @@ def cut_patches(images: Images, config: VisionConfig) -> Patches:
     each = [_cut(image[None], config) for image in images]
     lengths = torch.tensor([len(rows) for _, rows, _ in each])
     valid = torch.arange(int(lengths.max())) < lengths[:, None]
+    # On the host, which knows the lengths: to look for what is valid would wait for the device.
+    kept = valid.flatten().nonzero().squeeze(1)
+    device = images[0].device
     return Patches(
         pad_sequence([pixels[0] for pixels, _, _ in each], batch_first=True),
         pad_sequence([rows for _, rows, _ in each], batch_first=True),
         pad_sequence([columns for _, _, columns in each], batch_first=True),
-        valid.to(images[0].device),
+        valid.to(device, non_blocking=True),
+        kept.to(device, non_blocking=True),
     )
 
 

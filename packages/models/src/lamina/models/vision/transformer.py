@@ -88,8 +88,8 @@ class VisionTransformer(nn.Module):
         context = AttentionContext((x.shape[0], x.shape[1]), WithinImages(mask))
         for block in self.blocks:
             x = block(x, context)
-        x = self.norm(x)
-        return x.flatten(0, 1) if patches.valid is None else x[patches.valid]
+        vectors: Tensor = self.norm(x).flatten(0, 1)
+        return vectors if patches.kept is None else vectors.index_select(0, patches.kept)
 
 
 class Projector(nn.Module):

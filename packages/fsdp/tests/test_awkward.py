@@ -107,7 +107,18 @@ def test_frozen_parameters_keep_their_values_and_have_no_gradient(strategy, rank
         model.blocks[1].requires_grad_(False)
         model.enter.bias.requires_grad_(False)
 
-    check(OddNet, plain_loss, ranks, strategy, prepare=freeze)
+    def loss(model, rank, step):  # another block is frozen for a step in between
+        model.blocks[2].requires_grad_(step != 1)
+        model.leave.weight.requires_grad_(step != 1)
+        return plain_loss(model, rank, step)
+
+    check(OddNet, loss, ranks, strategy, prepare=freeze)
+    model = build()
+    freeze(model)
+    model, _ = shard(model, sgd(model.parameters()), ranks.world_size, strategy)
+    model.blocks[1].requires_grad_(True)
+    with pytest.raises(ValueError, match=r"blocks\.1\.\S+ was frozen when the model was wrapped"):
+        plain_loss(model, ranks.rank, 0)
 
 
 class Conditional(OddNet):

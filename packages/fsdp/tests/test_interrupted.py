@@ -7,7 +7,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 from lamina.ddp import full_gradients, full_parameters
-from lamina.fsdp import MixedPrecisionPolicy, UnavailableError, fully_shard
+from lamina.fsdp import MixedPrecisionPolicy, RankOrderError, UnavailableError, fully_shard
 from lamina_testing.toys import Block, OddNet, inputs
 
 
@@ -110,3 +110,29 @@ def test_a_graph_that_is_kept_can_be_walked_again_but_not_differentiated(strateg
         with pytest.raises(UnavailableError, match="create_graph"):
             torch.autograd.grad(model(x).square().mean(), x, create_graph=True)
         model(x).square().mean().backward()
+
+
+class Picky(OddNet):
+    """Leaves a block out where it is told to."""
+
+    def forward(self, x, without=None):
+        x = self.enter(x)
+        for index, block in enumerate(self.blocks):
+            x = x if index == without else block(x)
+        return self.leave(x) * self.temperature
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("warm", [False, True])
+def test_a_unit_that_runs_on_some_ranks_only_is_named(warm, ranks):
+    """At first its gather is missing; once all are gathered ahead, its run."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    for left_out in (0, 2):
+        model = fully_shard(Picky(), device_mesh=mesh, fsdp_unit_modules=[Block], check_order=True)
+        if warm:
+            model(inputs(model, ranks.rank)).sum().backward()
+            model(inputs(model, ranks.rank), without=1).sum().backward()  # on all ranks: allowed
+        with pytest.raises(
+            RankOrderError, match=rf"blocks\.{left_out} has run on ranks \[0\].*\[1\]"
+        ):
+            model(inputs(model, 0), without=left_out if ranks.rank == 1 else None).sum().backward()

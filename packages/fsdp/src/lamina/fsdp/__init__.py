@@ -7,6 +7,7 @@ from lamina.fsdp.hooks import register_forward_method
 from lamina.fsdp.keywords import FullyShardSettings
 from lamina.fsdp.limits import UnavailableError
 from lamina.fsdp.module import ShardedModule
+from lamina.fsdp.order_check import RankOrderError
 from lamina.fsdp.per_module import ModuleWithUnit, shard_module
 from lamina.fsdp.precision import MixedPrecisionPolicy
 from lamina.fsdp.torch_fsdp2 import (
@@ -20,6 +21,7 @@ __all__ = [
     "FullyShardSettings",
     "MixedPrecisionPolicy",
     "ModuleWithUnit",
+    "RankOrderError",
     "ShardedModule",
     "ShardingEngine",
     "TorchFullyShardedDataParallel",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar, overload
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 import torch
 from torch import nn
@@ -11,7 +11,6 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy as TorchPolicy
 from torch.optim import Optimizer
-from typing_extensions import Unpack
 
 from lamina.ddp import FlatStep, point_optimizer_at, show_decoupled, warn_of_unfinished_steps
 from lamina.fsdp.arguments import Arguments, refuse_sharded
@@ -30,6 +29,9 @@ from lamina.fsdp.state import (
 from lamina.fsdp.tensor_parallel import point_at_localised
 from lamina.fsdp.whole_tensors import refuse_cut_tensors
 from lamina.mesh import ParallelMesh
+
+if TYPE_CHECKING:
+    from typing import Unpack  # Python 3.11
 
 __all__ = ["fully_shard", "fully_shard_model", "fully_shard_optimizer"]
 
@@ -84,6 +86,7 @@ def fully_shard(
     reproducible: bool = False,
     offload_policy: Any = None,
     reshard_after_forward: bool | None = None,
+    check_order: bool = False,
     init_module: Callable[[nn.Module], None] | None = None,
     sync_module_states: bool = True,
     gather_budget: int | None = None,
@@ -172,6 +175,9 @@ def fully_shard(
             (True), or keep them for backward (False). None gives back all but the root's. The unit
             whose backward comes first keeps them either way. For one unit:
             `model.unit_of(block).set_reshard_after_forward(...)`.
+        check_order: with `zero_dp_strategy=3`, tell other ranks before each gather which unit it
+            is: a unit that runs on some ranks only is named (`RankOrderError`) instead of hanging
+            the others. For debugging: a small collective and a synchronisation each time.
         init_module: initialises one meta module's own tensors; None calls `reset_parameters()`.
         sync_module_states: start from the first data-parallel rank's values.
         gather_budget: bytes of whole weights per rank that may be live at once: as many units as

@@ -71,6 +71,7 @@ class Arguments:
         device, offload = self._place(dense, strategy)
         _check_codec(policy, strategy, offload)
         _check_resharding(given["reshard_after_forward"], strategy)
+        _check_order(given["check_order"], strategy)
         self.buffers.check(dense, device, gathers=_gathers(strategy))
         if given["keep_fp8_transpose_cache"]:
             _keep_transposes(self.module)
@@ -101,6 +102,7 @@ class Arguments:
             offload=offload,
             device=device,
             init_module=given["init_module"],
+            check_order=given["check_order"],
         )
 
     def _place(
@@ -146,6 +148,14 @@ def _check_outer(given: Mapping[str, Any]) -> None:
         raise ValueError(
             f"outer_dp_sharding_strategy={outer!r} is about the ranks along dp_outer_dim, which is "
             "not given: name the mesh's outer dimension, or leave the strategy 0"
+        )
+
+
+def _check_order(asked: bool, strategy: Strategy) -> None:
+    if asked and not _gathers(strategy):
+        raise ValueError(
+            "check_order=True is about gathers that need all ranks, and this strategy keeps "
+            "weights whole: use zero_dp_strategy=3, or leave it out"
         )
 
 

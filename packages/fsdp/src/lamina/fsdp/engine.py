@@ -8,6 +8,8 @@ recomputation, which runs forwards inside a backward.
 
 from __future__ import annotations
 
+import functools
+import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from enum import Enum, auto
@@ -18,6 +20,7 @@ from lamina.buffers import StaleStorageError, StoragePool
 from lamina.ddp import GradientReducer, ParameterGroup
 from lamina.fsdp.budgets import GatherBudget
 from lamina.fsdp.limits import SlotMemory, UnavailableError
+from lamina.fsdp.order_check import OrderCheck
 from lamina.fsdp.tensor_parallel import hide_dtensors
 from lamina.fsdp.unit import PendingBackward, Unit
 
@@ -43,6 +46,7 @@ class ShardingEngine:
         fixed_addresses: once places are planned no unit ever moves: CUDA graphs hold addresses.
         gather_budget: gather as many units ahead as fit into so many bytes of whole weights; None
             is the next one.
+        order_check: compares over ranks which units run.
     """
 
     def __init__(
@@ -54,8 +58,14 @@ class ShardingEngine:
         overlap_gather: bool = True,
         fixed_addresses: bool = False,
         gather_budget: int | None = None,
+        order_check: OrderCheck | None = None,
     ) -> None:
         self.units = tuple(units)
+        self._order_check = order_check
+        if order_check is not None:
+            engine = weakref.ref(self)  # the engine holds its units, and not the other way round
+            for unit in self.units:
+                unit.before_gather = functools.partial(_before_gather, engine)
         self.gather_budget = GatherBudget(self.units, gather_budget)
         self.root = self.units[0]
         self.reducer = reducer
@@ -129,6 +139,8 @@ class ShardingEngine:
 
     def _end_forward(self, training: bool) -> None:
         self._order = self._recording
+        if self._order_check is not None:
+            self._order_check.end(self._order, backward=False)
         used = set(map(id, self._order))
         for unit in self.units:
             if not training or id(unit) not in used:  # gathered ahead and then not called
@@ -161,6 +173,12 @@ class ShardingEngine:
         place = self._order.index(unit)
         ahead = self._order[place + 1 :] if step > 0 else self._order[:place][::-1]
         return ahead[:1] if self.gather_budget.limit is None else ahead
+
+    def compare_order(self, unit: Unit) -> None:
+        """Before a gather, with `check_order`: whether all ranks gather this unit now."""
+        if self._order_check is not None:
+            forward = self.phase is Phase.IDLE
+            self._order_check.gather(unit, self._recording if forward else self._ran_backward)
 
     def _start(self, unit: Unit) -> None:
         """Begin a unit's gathers; whoever sits in its place without need makes room."""
@@ -222,6 +240,8 @@ class ShardingEngine:
         torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
 
     def _end_backward(self) -> None:
+        if self._order_check is not None:
+            self._order_check.end(self._ran_backward, backward=True)
         for unit in self._ran_backward:
             self._close(unit)
         self.reducer.end_backward()
@@ -312,3 +332,8 @@ class ShardingEngine:
                     stack.enter_context(weights.moving())
                 unit.unshard()
             yield
+
+
+def _before_gather(reference: weakref.ref[ShardingEngine], unit: Unit) -> None:
+    if (engine := reference()) is not None:
+        engine.compare_order(unit)

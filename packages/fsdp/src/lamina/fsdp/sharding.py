@@ -40,6 +40,7 @@ from lamina.fsdp.materialise import materialise_unit, refuse_uninitialised
 from lamina.fsdp.module import ShardedModule, adopt
 from lamina.fsdp.module_buffers import broadcast_buffers, move_buffers
 from lamina.fsdp.offload import Offload, OffloadedWeights, offloaded
+from lamina.fsdp.order_check import OrderCheck
 from lamina.fsdp.precision import MixedPrecisionPolicy
 from lamina.fsdp.tensor_parallel import localise_dtensors
 from lamina.fsdp.unit import Unit
@@ -78,6 +79,7 @@ class ShardingSettings:
         offload: keep shards in host memory; None keeps them on the device.
         device: where the model computes: its parameters and buffers are moved there.
         init_module: initialises a meta module's own tensors; None calls `reset_parameters`.
+        check_order: compare over ranks which units run (see `OrderCheck`).
     """
 
     strategy: Strategy
@@ -103,6 +105,7 @@ class ShardingSettings:
     offload: Offload | None = None
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     init_module: Callable[[nn.Module], None] | None = None
+    check_order: bool = False
 
 
 def shard_model(module: nn.Module, settings: ShardingSettings) -> ShardedModule:
@@ -144,6 +147,9 @@ def shard_model(module: nn.Module, settings: ShardingSettings) -> ShardedModule:
         overlap_gather=settings.overlap_gather,
         fixed_addresses=settings.fixed_addresses,
         gather_budget=settings.gather_budget,
+        order_check=OrderCheck(settings.dense.inner, units, settings.device)
+        if settings.check_order and gathers
+        else None,
     )
     engine.slot_memory = memory
     for plan, unit in zip(plans, units, strict=True):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 
 from torch import nn
 
@@ -65,6 +66,8 @@ class Unit:
         for group in groups:
             if isinstance(group.weights, ShardedWeights):
                 group.weights.belongs_to(group)
+        self.before_gather: Callable[[Unit], None] | None = None
+        """Called when a gather is about to begin (`check_order`)."""
         self.awaited = False
         """Between the begin of a gather and the use of what it brings."""
         self._pending: weakref.WeakSet[PendingBackward] = weakref.WeakSet()
@@ -88,6 +91,8 @@ class Unit:
     def start_unshard(self) -> None:
         """Begin the gathers of all groups."""
         self.awaited = True
+        if self.before_gather is not None and self.live_bytes < self.gathered_bytes:
+            self.before_gather(self)
         for group in self.groups:
             group.weights.start()
 

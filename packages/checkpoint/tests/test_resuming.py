@@ -5,12 +5,14 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import textwrap
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -177,16 +179,50 @@ def test_a_signal_to_torchrun_reaches_its_ranks(tmp_path, number, options):
         text=True,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
-    deadline = time.monotonic() + 100
-    while not (tmp_path / "run.training").exists():
-        assert time.monotonic() < deadline
-        assert run.poll() is None, run.communicate()[1]
-        time.sleep(0.02)
-    time.sleep(0.3)
+    wait_until_training(tmp_path / "run.training", run)
     run.send_signal(number)
     errors = run.communicate(timeout=60)[1]
     assert run.returncode == 1, errors  # torchrun's own, whatever its ranks' was
     assert CheckpointManager(tmp_path / "run").latest() is not None
+
+
+@pytest.mark.slow
+def test_the_lines_for_slurm_save_and_requeue(tmp_path):
+    """The documentation's own lines, with srun and scontrol played by two scripts."""
+    page = (Path(__file__).parents[3] / "docs" / "checkpoint.md").read_text()
+    (lines,) = re.findall(r"```\n(#SBATCH.*?)```", page, re.DOTALL)
+    (tmp_path / "program.py").write_text(textwrap.dedent(TOLD))
+    for name, body in (("srun", 'exec "$@"'), ("scontrol", f'echo "$@" > {tmp_path}/requeued')):
+        (tmp_path / name).write_text(f"#!/bin/bash\n{body}\n")
+        (tmp_path / name).chmod(0o755)
+    torchrun = f"{sys.executable} -m torch.distributed.run --standalone --nproc_per_node=2"
+    told = "torchrun ... examples/pretrain/train.py --run.directory runs/a"
+    assert told in lines
+    command = f"{torchrun} {tmp_path}/program.py {tmp_path}/run"
+    (tmp_path / "job.sh").write_text("#!/bin/bash\n" + lines.replace(told, command))
+    job = subprocess.Popen(
+        ["bash", str(tmp_path / "job.sh")],
+        env={
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "PATH": f"{tmp_path}:{os.environ['PATH']}",
+            "SLURM_JOB_ID": "7",
+        },
+    )
+    wait_until_training(tmp_path / "run.training", job)
+    job.send_signal(signal.SIGUSR1)
+    job.wait(timeout=60)
+    assert CheckpointManager(tmp_path / "run").latest() is not None
+    assert (tmp_path / "requeued").read_text().split() == ["requeue", "7"]
+
+
+def wait_until_training(mark: Path, run: subprocess.Popen[str] | subprocess.Popen[bytes]) -> None:
+    deadline = time.monotonic() + 100
+    while not mark.exists():
+        assert time.monotonic() < deadline
+        assert run.poll() is None
+        time.sleep(0.02)
+    time.sleep(0.3)
 
 
 def test_the_order_of_samples_follows_from_the_seed():

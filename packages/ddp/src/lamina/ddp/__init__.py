@@ -6,6 +6,7 @@ from lamina.ddp.contract import DataParallel
 from lamina.ddp.decoupled import show_decoupled
 from lamina.ddp.finalize import FinalizesStep, finalize_grads
 from lamina.ddp.flat_step import ELEMENTWISE, FlatStep
+from lamina.ddp.grad_scaler import ShardedGradScaler
 from lamina.ddp.gradients import GroupGradients
 from lamina.ddp.group import (
     GroupSettings,
@@ -71,6 +72,7 @@ __all__ = [
     "ParameterRef",
     "RankSum",
     "Reduction",
+    "ShardedGradScaler",
     "ShardedOptimizer",
     "Squares",
     "Strategy",

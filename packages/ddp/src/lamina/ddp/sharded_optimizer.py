@@ -41,7 +41,8 @@ class ShardedOptimizer(Optimizer):
     Args:
         optimizer: made over the module's parameters.
         module: what the wrapper returned.
-        mesh: the mesh the module was wrapped over.
+        mesh: the mesh the module was wrapped over. With tp or pp a plain `GradScaler` is refused,
+            whose ranks would decide each for themselves: use `ShardedGradScaler`.
 
     Raises:
         TypeError: if the module was not wrapped by Lamina.
@@ -55,6 +56,8 @@ class ShardedOptimizer(Optimizer):
         point_optimizer_at(optimizer, groups)
         self.optimizer = optimizer
         self._groups = groups
+        self.overflow_agreed = not _cuts_models(mesh)
+        """Whether a gradient scaler's ranks see the same overflow (`ShardedGradScaler` says so)."""
         self._place = {
             id(main): (group, index)
             for group in groups
@@ -99,6 +102,21 @@ class ShardedOptimizer(Optimizer):
             loss = closure()
         self.optimizer.step()
         return loss
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """What a `GradScaler` asks before it steps: gradients are unscaled by it, not here.
+
+        Raises:
+            RuntimeError: where the scaler would not see the overflows of other tp or pp ranks.
+        """
+        if not self.overflow_agreed:
+            raise RuntimeError(
+                "torch's GradScaler looks at this rank's gradients, and ranks along tp and pp hold "
+                "others, so some would skip a step that the rest make: use "
+                "lamina.ddp.ShardedGradScaler(mesh)"
+            )
+        return False
 
     def prepare_state(self) -> None:
         """Make the state that a first step would make, for a load to fill.
@@ -248,6 +266,16 @@ class ShardedOptimizer(Optimizer):
         if isinstance(value, ShardedTensor) or not isinstance(parameter, ShardedTensor):
             return value
         return cut_state(value, *self._place[id(parameter)])
+
+
+def _cuts_models(mesh: ParallelMesh | DeviceMesh) -> bool:
+    """Whether ranks hold other parameters, and not only other pieces of the same."""
+    device_mesh = mesh.mesh if isinstance(mesh, ParallelMesh) else mesh
+    names = device_mesh.mesh_dim_names or ()
+    sizes = dict(zip(names, device_mesh.shape, strict=False))
+    if isinstance(mesh, ParallelMesh) and mesh.layout.ep > 1:
+        return True
+    return any(sizes.get(name, 1) > 1 for name in ("tp", "pp", "ep"))
 
 
 def _refuse_cut_tensors(optimizer: Optimizer, groups: Iterable[ParameterGroup]) -> None:

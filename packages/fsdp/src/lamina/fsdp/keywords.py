@@ -56,7 +56,9 @@ class FullyShardSettings(TypedDict, total=False):
     reproducible: bool
     offload_policy: Any
     reshard_after_forward: bool | None
+    check_order: bool
     init_module: Callable[[nn.Module], None] | None
     sync_module_states: bool
     gather_budget: int | None
     reduce_budget: int | None
+    check_order: bool

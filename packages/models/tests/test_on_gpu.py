@@ -118,7 +118,7 @@ def step(model: GPTModel) -> tuple[torch.Tensor, list[torch.Tensor], int]:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize(("kind", "least"), [("selective", 0.3), ("full", 0.8), ("offload", 0.7)])
+@pytest.mark.parametrize(("kind", "least"), [("selective", 0.4), ("full", 0.8), ("offload", 0.7)])
 def test_saved_activations_leave_the_device_and_numbers_stay(kind, least, dtype):
     with torch.device("cuda"):
         model = GPTModel(replace(CONFIG, num_layers=8), seed=0).to(dtype)

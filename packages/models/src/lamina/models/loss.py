@@ -238,6 +238,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 torch.mm(grad, weight, out=grad_hidden[rows])
             if grad_weight is not None:
                 add_product(grad_weight, grad.t(), hidden[rows])
+            del logits, soft, grad  # or the next chunk's would lie beside this one's
         ctx.save_for_backward(grad_hidden, grad_weight)
         ctx.weight_dtype = weight.dtype
         ctx.parameter = weight if weight.is_leaf else None

@@ -45,10 +45,11 @@ def offloading(module: nn.Module, min_numel: int) -> Iterator[None]:
         storage = tensor.untyped_storage()._cdata
         if not tensor.is_cuda or tensor.numel() < min_numel or storage in parameters:
             return tensor
-        stream = streams.setdefault(tensor.device, torch.cuda.Stream(tensor.device))  # type: ignore[no-untyped-call]
+        if tensor.device not in streams:
+            streams[tensor.device] = torch.cuda.Stream(tensor.device)  # type: ignore[no-untyped-call]
         key = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor._version)
         if key not in moved:
-            moved[key] = _OnHost(tensor, stream)
+            moved[key] = _OnHost(tensor, streams[tensor.device])
         return moved[key]
 
     def unpack(packed: Tensor | _OnHost) -> Tensor:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+import math
+from dataclasses import fields, replace
 
 import pytest
 import torch
@@ -143,3 +144,39 @@ def test_what_has_no_counterpart_is_refused():
     written = huggingface_config(CONFIGS["qwen3_moe"]) | {"mlp_only_layers": [2]}
     with pytest.raises(ValueError, match=r"mlp_only_layers is \[2\]"):
         config_from_huggingface(written)
+
+
+YARN = {
+    "rope_type": "yarn", "rope_theta": 10_000.0, "factor": 40, "beta_fast": 32, "beta_slow": 1,
+    "mscale": 1.0, "mscale_all_dim": 1.0, "original_max_position_embeddings": 4096,
+}  # fmt: skip
+
+
+def test_deepseeks_published_config_is_the_preset():
+    """Its numbers are the defaults of transformers' class, but for YaRN and the lengths."""
+    published = transformers.DeepseekV3Config(
+        max_position_embeddings=163_840, rope_parameters=YARN, first_k_dense_replace=3
+    )
+    found, expected = config_from_huggingface(published.to_dict()), preset("deepseek-v3")
+    moe = replace(expected.moe, bias_rate=0.0, sequence_loss=0.0)  # of training, not of weights
+    for field in fields(expected):
+        wanted = moe if field.name == "moe" else getattr(expected, field.name)
+        if isinstance(wanted, float):
+            wanted = pytest.approx(wanted, rel=1e-12)
+        assert getattr(found, field.name) == wanted, field.name
+
+
+def test_deepseeks_yarn_gives_transformers_logits():
+    """At lengths beyond the first one, where wavelengths are stretched and scores scaled."""
+    tiny = CONFIGS["deepseek_v3"]
+    written = huggingface_config(replace(tiny, max_sequence_length=320))
+    del written["model_type"]
+    yarn = YARN | {"original_max_position_embeddings": 8}
+    written.pop("rope_theta", None)
+    written["rope_parameters"] = yarn
+    theirs = transformers.DeepseekV3ForCausalLM(transformers.DeepseekV3Config(**written)).eval()
+    ours = from_huggingface(theirs).eval()
+    assert ours.config.attention_scale == pytest.approx((0.1 * math.log(40) + 1) ** 2 / 14**0.5)
+    tokens = torch.randint(0, 61, (2, 48), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        torch.testing.assert_close(ours(tokens), theirs(tokens).logits, rtol=1e-5, atol=1e-5)

@@ -61,4 +61,3 @@ class FullyShardSettings(TypedDict, total=False):
     sync_module_states: bool
     gather_budget: int | None
     reduce_budget: int | None
-    check_order: bool

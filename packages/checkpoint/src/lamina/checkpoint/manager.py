@@ -323,6 +323,8 @@ class CheckpointManager:
         return manifest
 
     def _retire(self) -> None:
+        if self._retention.keeps_all:
+            return  # nobody needs to know what is there
         found = {step: self._manifest(step) for step in self._store.steps()}
         for step in self._retention.doomed({s: m.metric for s, m in found.items() if m}):
             self._store.remove(step)
@@ -330,7 +332,7 @@ class CheckpointManager:
     def _agree_on_step(self, step: int | None, below: int | None = None) -> int | None:
         """Let the first rank choose: directories seen from two machines may differ for a moment."""
         found = step
-        if found is None:
+        if found is None and self._ranks.is_first:
             steps = [s for s in self._store.steps() if below is None or s < below]
             found = next((s for s in reversed(steps) if self._manifest(s)), None)
         value = self._ranks.first(_NONE if found is None else found)

@@ -42,6 +42,11 @@ class Retention:
         if self.best_is not in ("min", "max"):
             raise ValueError(f"best_is is {self.best_is!r}: it must be 'min' or 'max'")
 
+    @property
+    def keeps_all(self) -> bool:
+        """Whether nothing is ever deleted."""
+        return self.last is None and self.every is None and self.best is None
+
     def doomed(self, checkpoints: Mapping[int, float | None]) -> list[int]:
         """Return the steps to delete, ascending.
 
@@ -50,7 +55,7 @@ class Retention:
                 Damaged ones don't count, so that they can't push the last good one out.
 
         """
-        if self.last is None and self.every is None and self.best is None:
+        if self.keeps_all:
             return []
         steps = sorted(checkpoints)
         kept = set(steps[-(self.last or 1) :])

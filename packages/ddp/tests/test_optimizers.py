@@ -9,11 +9,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lamina.ddp import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
-    ShardedGradScaler,
     ShardedOptimizer,
     full_parameters,
 )
-from lamina.mesh import ParallelLayout, mark
+from lamina.mesh import ParallelLayout
 from lamina_testing.toys import OddNet, TinyTransformer
 
 SHARDED = pytest.mark.parametrize("sharded", [False, True])
@@ -184,49 +183,6 @@ def test_a_scaler_skips_the_step_on_every_rank_and_lowers_its_scale(sharded, ran
     assert max(float((after[n] - before[n]).abs().max()) for n in ("enter.weight",)) == (
         pytest.approx(0.01, rel=0.05)
     )
-
-
-class OneOverflow(nn.Module):
-    """One element of one rank's gradient overflows when told to."""
-
-    def __init__(self, tp):
-        super().__init__()
-        self.piece = nn.Parameter(torch.ones(64))
-        self.spare = nn.Parameter(torch.ones(64))  # with two buckets: of the other rank's shard
-        if tp:
-            mark(self.piece, tp_shard_dim=0)
-
-    def forward(self, factor):
-        scales = torch.ones(64)
-        scales[40] = factor
-        return (self.piece * scales).sum() + self.spare.sum()
-
-
-@pytest.mark.ranks(2)
-@SHARDED
-@pytest.mark.parametrize("axis", ["dp_shard", "tp", "pp"])
-def test_one_overflow_anywhere_skips_the_step_everywhere(axis, sharded, ranks):
-    mesh = ParallelLayout(**{axis: 2}).build("cpu")
-    model = OneOverflow(axis == "tp")
-    optimizer = ELEMENTWISE["foreach"](model.parameters())
-    config = DistributedDataParallelConfig(use_distributed_optimizer=sharded, bucket_size=1)
-    wrapped = DistributedDataParallel(model, config, mesh)
-    optimizer = ShardedOptimizer(optimizer, wrapped, mesh)
-    plain = torch.amp.GradScaler("cpu", init_scale=2.0**10)
-    scaler = plain if axis == "dp_shard" else ShardedGradScaler(mesh, init_scale=2.0**10)
-    if axis != "dp_shard":
-        plain.scale(wrapped(1.0)).backward()
-        with pytest.raises(RuntimeError, match=r"ShardedGradScaler\(mesh\)"):
-            plain.step(optimizer)
-        optimizer.zero_grad()
-    for factor, stepped, scale in ((1e38, 0, 2.0**9), (1.0, 1, 2.0**9)):
-        scaler.scale(wrapped(factor if ranks.rank == 1 else 1.0)).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()
-        assert scaler.get_scale() == scale
-        state = optimizer.state_dict()["state"]
-        assert [float(one["step"]) for one in state.values()] == [1.0, 1.0] * stepped
 
 
 @pytest.mark.ranks(2)

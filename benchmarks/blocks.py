@@ -7,8 +7,9 @@
 Forward plus backward. Contestants: `transformers`' Llama with sdpa; the same model in some sixty
 lines of plain PyTorch, as it is and under `torch.compile` (which needs a C++ compiler on the CPU:
 the line is left out, and says so, where there is none), block by block and as a whole; Lamina as it
-is, and compiled both ways. Ratios are to the faster of the two compiled plain ones. All start from the same weights and their losses are compared first. They take turns, a few steps each,
-several times over; the median step counts. On a busy CPU `--processor-time --threads 1` counts the
+is, and compiled both ways. Ratios are to the faster of the two compiled plain ones. All start from
+the same weights and their losses are compared first. They take turns, a few steps each, several
+times over; the median step counts. On a busy CPU `--processor-time --threads 1` counts the
 seconds that this process computed in place of those that passed. Beside them the model FLOP
 utilisation: the share of the rate of a large matrix product measured in the same run.
 """

@@ -98,13 +98,15 @@ class Lane:
                     self._running = False
                     return
                 job, ticket = self._jobs.popleft()
+            failure = None
             try:
                 job()
             except BaseException as error:
-                ticket.finish(error)
-            else:
-                ticket.finish()
-            del job, ticket  # tensors held by the job must not live until the next one
+                failure = error
+            # First of all: whoever waits may count memory, and tensors live as long as the job.
+            del job
+            ticket.finish(failure)
+            del ticket, failure
 
     @property
     def acquainted(self) -> bool:

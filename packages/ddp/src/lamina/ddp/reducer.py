@@ -111,7 +111,7 @@ class GradientReducer:
                     group.trained, index, self._arrived[place], announce, complete
                 )
                 parameter.register_post_accumulate_grad_hook(mover)  # type: ignore[no-untyped-call]
-                offer_sink(parameter, group.trained, index, group.main_parameters[index])
+                offer_sink(parameter, group, index)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

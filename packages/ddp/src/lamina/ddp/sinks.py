@@ -20,12 +20,14 @@ Megatron-Core calls this gradient accumulation fusion.
 from __future__ import annotations
 
 import weakref
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.autograd.graph import get_gradient_edge
 
-from lamina.ddp.gradients import GroupGradients
+if TYPE_CHECKING:
+    from lamina.ddp.gradients import GroupGradients
+    from lamina.ddp.group import ParameterGroup
 
 __all__ = ["GradientSink", "gradient_sink", "has_gradient_sink", "main_of", "offer_sink"]
 
@@ -36,20 +38,20 @@ class GradientSink:
     """The place of one parameter's gradient in its bucket, during a backward.
 
     Args:
-        gradients: of the parameter's group; held weakly, as the group holds the parameter.
+        group: the parameter's; held weakly, as the group holds the parameter. (Parameters must
+            not be referred to weakly at all: `Module.to` swaps sharded ones only without.)
         index: the parameter's place in the group.
-        main: what the optimizer updates for it.
     """
 
-    def __init__(self, gradients: GroupGradients, index: int, main: torch.Tensor) -> None:
-        self._gradients: weakref.ref[GroupGradients] | None = weakref.ref(gradients)
+    def __init__(self, group: ParameterGroup, index: int) -> None:
+        self._group: weakref.ref[ParameterGroup] | None = weakref.ref(group)
         self._index = index
-        self._main: weakref.ref[torch.Tensor] | None = weakref.ref(main)
 
     @property
     def main(self) -> torch.Tensor | None:
         """What the optimizer updates; None where the wrapper is gone."""
-        return None if self._main is None else self._main()
+        group = self._group() if self._group is not None else None
+        return None if group is None else group.main_parameters[self._index]
 
     @property
     def view(self) -> torch.Tensor:
@@ -74,24 +76,22 @@ class GradientSink:
     @property
     def alive(self) -> bool:
         """Whether the parameter is still wrapped."""
-        return self._gradients is not None and self._gradients() is not None
+        return self._group is not None and self._group() is not None
 
     def _known(self) -> GroupGradients:
-        gradients = self._gradients() if self._gradients is not None else None
-        if gradients is None:
+        group = self._group() if self._group is not None else None
+        if group is None:
             raise RuntimeError("the wrapper of this parameter is gone: ask gradient_sink again")
-        return gradients
+        return group.trained
 
     def __getstate__(self) -> dict[str, Any]:
         """A pickled parameter leaves its wrapper behind."""
-        return {"_gradients": None, "_index": self._index, "_main": None}
+        return {"_group": None, "_index": self._index}
 
 
-def offer_sink(
-    parameter: torch.Tensor, gradients: GroupGradients, index: int, main: torch.Tensor
-) -> None:
+def offer_sink(parameter: torch.Tensor, group: ParameterGroup, index: int) -> None:
     """Let layers find the place of a parameter's gradient."""
-    parameter.__dict__[_SINK] = GradientSink(gradients, index, main)
+    parameter.__dict__[_SINK] = GradientSink(group, index)
 
 
 def main_of(parameter: torch.Tensor) -> torch.Tensor:

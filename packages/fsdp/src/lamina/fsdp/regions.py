@@ -6,7 +6,6 @@ A tp rank's parameter is a region of the model's. `state_dict()` says which (`Te
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterable
 from typing import Any
 
@@ -36,22 +35,22 @@ class Regions:
     """
 
     def __init__(self, groups: Iterable[ParameterGroup], axes: ModelAxes) -> None:
-        self._found: dict[int, tuple[weakref.ref[torch.Tensor], Region]] = {}
+        self._found: dict[int, tuple[torch.Tensor, Region]] = {}
         for group in groups:
             for ref, spec, main in zip(
                 group.refs, group.layout.specs, group.main_parameters, strict=True
             ):
                 region = _region(ref, spec.shape, axes)
                 if region is not None:
-                    self._found[id(main)] = weakref.ref(main), region
+                    self._found[id(main)] = main, region
 
     def __bool__(self) -> bool:
         return bool(self._found)
 
     def of(self, parameter: torch.Tensor) -> Region | None:
         """The region that a main parameter is; None for a whole one."""
-        reference, region = self._found.get(id(parameter), (None, None))
-        return region if reference is not None and reference() is parameter else None
+        found, region = self._found.get(id(parameter), (None, None))
+        return region if found is parameter else None
 
     def part(self, parameter: torch.Tensor, value: Any) -> Any:
         """A tensor of a main parameter's shape, as the part of the model's tensor that it is."""

@@ -288,8 +288,8 @@ def pytest(session: nox.Session, *words: str | Path, codes: tuple[int, ...] = (0
 
 
 def workers() -> list[str]:
-    """Options of pytest-xdist: multi-rank tests fill two cores by themselves."""
-    return ["-n", str(min(CORES // 2, 8)), "--dist", "worksteal"] if CORES >= 4 else []
+    """Options of pytest-xdist: ranks wait for each other a lot, so two tests fit on two cores."""
+    return ["-n", str(min(max(CORES // 2, 2), 8)), "--dist", "worksteal"] if CORES >= 2 else []
 
 
 @task

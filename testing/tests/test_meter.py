@@ -204,3 +204,13 @@ def test_tensors_made_before_the_meter_are_live_in_it():
         address = a.data_ptr()
         del a
         assert address not in meter.live_storages()
+
+
+def test_garbage_from_before_is_not_memory_that_was_given_back():
+    loop: list[object] = [fresh()]
+    loop.append(loop)
+    del loop
+    with Meter() as meter:
+        before = meter.live_bytes()
+        gc.collect()
+        assert meter.live_bytes() == before

@@ -98,6 +98,7 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return sum(self.live_storages().values())
 
     def __enter__(self) -> Meter:
+        gc.collect()  # garbage that goes later would be taken for memory that this code gave back
         for tensor in _python_tensors():
             self._track(tensor)
         self.peak_live_bytes = max(self.peak_live_bytes, self.live_bytes())

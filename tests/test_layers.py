@@ -171,7 +171,7 @@ def imports_wrongly(
 
 
 def complaints(source: str, layer: str, faces: dict[str, frozenset[str]]) -> list[str]:
-    """Everything in one module of `layer` that crosses the lines of DESIGN.md section 1."""
+    """Everything in one module of `layer` that crosses the lines of CONTRIBUTING.md, "A layer"."""
     tree = ast.parse(source)
     found = list(imports_wrongly(tree, layer, faces))
     if layer != "mesh":

@@ -15,6 +15,7 @@ cover may have.
 
 from __future__ import annotations
 
+import argparse
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -24,7 +25,7 @@ import pytest
 from lamina_matrix.cover import in_shard, pairwise_cover
 from lamina_matrix.record import Product, Record, Result
 
-LIMIT = 40  # DESIGN.md section 8
+LIMIT = 40  # of a pairwise cover: CONTRIBUTING.md, "A test"
 RECORD = pytest.StashKey[Record]()
 
 
@@ -41,7 +42,7 @@ def shard(text: str) -> tuple[int, int]:
     """Parse `i/n`."""
     part, _, parts = text.partition("/")
     if not (part.isdecimal() and parts.isdecimal() and 1 <= int(part) <= int(parts)):
-        raise ValueError(f"--shard {text}: write I/N with 1 <= I <= N, such as 3/50")
+        raise argparse.ArgumentTypeError(f"{text!r}: write I/N with 1 <= I <= N, such as 3/50")
     return int(part), int(parts)
 
 

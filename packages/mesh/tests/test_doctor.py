@@ -107,7 +107,7 @@ def test_settings_that_do_no_harm_are_not_named(variables: dict[str, str]) -> No
         (CPU, {"open_files": 1024}, {"open files": "note"}),
         (CPU, {"host_resolves": False}, {"host name": "note"}),
         (GPU, {"backends": ("gloo",)}, {"torch.distributed": "error"}),
-        (GPU, {"triton": None}, {"Triton": "warning"}),
+        (GPU, {"triton": None}, {"Triton": "error"}),
         (GPU, {"visible_gpus": ()}, {"GPU": "warning"}),
     ],
 )

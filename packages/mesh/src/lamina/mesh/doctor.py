@@ -61,14 +61,8 @@ def report(machine: Machine, problems: Sequence[EnvironmentProblem]) -> str:
     lines = [*_facts(machine), ""]
     for problem in problems:
         lines.append(f"{problem.severity.upper():<8}{problem.name} is {problem.found}")
-        for text, label in ((problem.effect, ""), (problem.remedy, "-> ")):
-            if text:
-                lines += textwrap.wrap(
-                    text,
-                    92,
-                    initial_indent=" " * 8 + label,
-                    subsequent_indent=" " * (8 + len(label)),
-                )
+        for text, bullet in ((problem.effect, ""), (problem.remedy, "-> ")):
+            lines += _wrapped(text, bullet)
         lines.append("")
     counts = {kind: sum(problem.severity == kind for problem in problems) for kind in _ORDER}
     if counts["error"] or counts["warning"]:

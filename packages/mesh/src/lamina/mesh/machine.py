@@ -123,8 +123,9 @@ def _triton(machine: Machine, env: Environment) -> EnvironmentProblem | None:
         return EnvironmentProblem(
             "Triton",
             "not installed",
-            "reductions on the GPU fall back to several plain torch kernels.",
+            "sums of gradients on a GPU are made by a Triton kernel, and fail without it.",
             "pip install triton (CUDA builds of torch bring the version that fits).",
+            "error",
         )
     if machine.visible_gpus and env.triton_interpret:
         return EnvironmentProblem(

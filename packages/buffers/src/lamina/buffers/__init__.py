@@ -10,7 +10,7 @@ from .layout import BufferLayout, Span
 from .padding import PaddingReport, padding_report, split_by_row
 from .placement import Partial, Placement, Placements, Replicate, Shard
 from .pool import PoolExhaustedError, StaleStorageError, StoragePool
-from .region import Region, Run
+from .region import Region, RegionBox, Run
 from .sharded_tensor import ShardedTensor
 from .slots import SlotPlan, color_slots, conflict_graph
 from .span_spec import SpanCommunicator, SpanSpec
@@ -31,6 +31,7 @@ __all__ = [
     "PlainAxis",
     "PoolExhaustedError",
     "Region",
+    "RegionBox",
     "Replicate",
     "Run",
     "SavedTensorGuard",

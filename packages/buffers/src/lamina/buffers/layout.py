@@ -218,7 +218,7 @@ class BufferLayout:
                     f"{spec.numel} elements inside a buffer of {self.size}"
                 )
             for span in self.spans(spec.name)[1:]:
-                if span.start % math.lcm(spec.granule, 1):
+                if span.start % spec.granule:
                     raise ValueError(
                         f"{spec.name}: shard {span.shard} starts at element {span.start}, inside a "
                         f"{spec.granularity.kind} of {spec.granule} elements"

@@ -15,7 +15,7 @@ from lamina.ddp.group import (
     plan_layout,
     whole_weights,
 )
-from lamina.ddp.grouping import ParameterRef, collect_parameters, group_parameters
+from lamina.ddp.grouping import GroupKey, ParameterRef, collect_parameters, group_parameters
 from lamina.ddp.inspection import (
     HasGroups,
     InspectsItself,
@@ -60,6 +60,7 @@ __all__ = [
     "GradientState",
     "GroupDtypes",
     "GroupGradients",
+    "GroupKey",
     "GroupSettings",
     "HasGroups",
     "InspectsItself",

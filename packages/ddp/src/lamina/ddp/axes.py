@@ -25,8 +25,8 @@ class DataParallelAxes:
     Attributes:
         outer: axis of replicas; of size 1 where there are none.
         inner: axis along which ZeRO shards.
-        divisor: D of DESIGN.md section 7, the ranks whose losses are averaged. For expert
-            parameters it is the dense D, not the size of the expert axes.
+        divisor: D, the ranks whose losses are averaged. For expert parameters it is the dense D,
+            not the size of the expert axes (docs/ddp.md, "One factor").
         at: this rank's coordinates in the whole mesh, for messages.
     """
 
@@ -90,7 +90,7 @@ def data_parallel_axes(
         divisor: D; by default outer size x inner size.
 
     Raises:
-        ValueError: for a name the mesh does not have (from `mesh_axis`).
+        AxisError: for a name the mesh does not have (from `mesh_axis`).
     """
     inner_axis = mesh_axis(mesh, inner)
     outer_axis = (

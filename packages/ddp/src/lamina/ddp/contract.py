@@ -43,7 +43,7 @@ class DataParallel(nn.Module, ABC):
 
     @abstractmethod
     def scale_gradients(self, factor: float) -> None:
-        """Multiply all main grads."""
+        """Multiply all gradients, those of microbatches inside `no_sync` included."""
 
     @abstractmethod
     def zero_grad_buffer(self) -> None:

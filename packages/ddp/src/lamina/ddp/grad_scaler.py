@@ -16,7 +16,7 @@ __all__ = ["ShardedGradScaler"]
 
 
 class ShardedGradScaler(torch.amp.GradScaler):  # type: ignore[misc, unused-ignore]
-    """`torch.amp.GradScaler` for meshes with tensor or pipeline parallelism.
+    """`torch.amp.GradScaler` for meshes with tensor, pipeline or expert parallelism.
 
     Each rank there looks at other parameters. A plain scaler lets those of one rank overflow and
     the others step: weights, scales and step counts then differ for good.

@@ -43,7 +43,7 @@ class ParameterRef:
 
 @dataclass(frozen=True)
 class GroupKey:
-    """What parameters must agree on to share a buffer (DESIGN.md section 2, "group")."""
+    """What parameters must agree on to share a buffer (docs/index.md, "group")."""
 
     dtype: torch.dtype
     requires_grad: bool

@@ -41,8 +41,8 @@ class ShardedOptimizer(Optimizer):
     Args:
         optimizer: made over the module's parameters.
         module: what the wrapper returned.
-        mesh: the mesh the module was wrapped over. With tp or pp a plain `GradScaler` is refused,
-            whose ranks would decide each for themselves: use `ShardedGradScaler`.
+        mesh: the mesh the module was wrapped over. With tp, pp or ep a plain `GradScaler` is
+            refused, whose ranks would decide each for themselves: use `ShardedGradScaler`.
 
     Raises:
         TypeError: if the module was not wrapped by Lamina.
@@ -108,12 +108,12 @@ class ShardedOptimizer(Optimizer):
         """What a `GradScaler` asks before it steps: gradients are unscaled by it, not here.
 
         Raises:
-            RuntimeError: where the scaler would not see the overflows of other tp or pp ranks.
+            RuntimeError: where the scaler would not see the overflows of other tp, pp or ep ranks.
         """
         if not self.overflow_agreed:
             raise RuntimeError(
-                "torch's GradScaler looks at this rank's gradients, and ranks along tp and pp hold "
-                "others, so some would skip a step that the rest make: use "
+                "torch's GradScaler looks at this rank's gradients, and ranks along tp, pp and ep "
+                "hold others, so some would skip a step that the rest make: use "
                 "lamina.ddp.ShardedGradScaler(mesh)"
             )
         return False

@@ -1,6 +1,6 @@
 """Strategies: where the three states of a group live, and how often gradients are reduced.
 
-A strategy is data (DESIGN.md section 3). The engine reads placements and cadence; no code below
+A strategy is data (docs/ddp.md). The engine reads placements and cadence; no code below
 this module knows a strategy's name.
 """
 

@@ -109,6 +109,8 @@ def test_refusals_name_what_does_not_fit():
     whole, shard = FlatBuffer(layout, Replicate()), FlatBuffer(layout, Shard())
     with pytest.raises(ValueError, match="sharded along 0 axes"):
         gather(whole, torch.empty(layout.size), None)
+    with pytest.raises(ValueError, match=r"holds all .* already"):
+        gather(whole, torch.empty(layout.size), [])
     with pytest.raises(ValueError, match="but the layout has"):
         gather(shard, torch.empty(3), None)
     with pytest.raises(ValueError, match="not 'fast'"):

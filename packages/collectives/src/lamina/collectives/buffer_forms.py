@@ -16,11 +16,10 @@ from .native import all_reduce_native, reduce_scatter_native
 from .reduce import all_reduce_fp32, reduce_scatter_fp32
 
 if TYPE_CHECKING:
-    from typing import Literal
-
     from torch.distributed import ProcessGroup
 
-    from .reduce_checks import Reduction
+    from .reduce_checks import SumOp
+    from .shaped import Reduction
 
 __all__ = ["gather", "reduce"]
 
@@ -56,6 +55,11 @@ def gather(
             f"gather: the buffer is sharded along {len(axes)} axes {[axis.name for axis in axes]}, "
             f"but {len(groups)} groups are given; give one group per such axis, outer first"
         )
+    if not groups:
+        raise ValueError(
+            f"gather: this rank holds all {buffer.numel} elements already, as no placement of "
+            f"{buffer.placement} is Shard; use `buffer.data`"
+        )
     for axis, ranks in zip(axes, groups, strict=True):
         _require_axis("gather", axis.name, (axis.size, axis.rank), ranks)
     whole = _flat(destination)
@@ -82,10 +86,10 @@ def reduce(
     destination: FlatBuffer | torch.Tensor,
     group: ProcessGroup | None,
     *,
-    op: Reduction = "sum",
+    op: SumOp = "sum",
     scale: float | None = None,
     accumulate: bool = False,
-    reduction: Literal["ordered", "native"] = "ordered",
+    reduction: Reduction = "ordered",
     async_op: bool = False,
 ) -> ReduceHandle:
     """Sum a buffer that is Partial along one axis: keep this rank's piece, or all of it.

@@ -11,7 +11,7 @@ from .agreement import require_agreement, require_matching_splits
 from .checks import group_rank, group_size, require_disjoint, require_same_device, where
 from .handles import Handle, launch
 from .record import issue
-from .transport import Rest, exchange, host_bound
+from .transport import Rest, exchange, host_bound, nothing_left
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -70,7 +70,7 @@ def all_to_all(
         if group is not None and size > 1:
             rest = exchange(receives, sends, group, device)
         receives[rank].copy_(sends[rank])
-        return rest or _nothing
+        return rest or nothing_left
 
     return launch(
         call,
@@ -120,7 +120,3 @@ def _splits(
             f"none negative, that add up to the {rows} rows of `{label}`"
         )
     return list(splits)
-
-
-def _nothing() -> None:
-    """What is left to do in a group of one."""

@@ -15,7 +15,7 @@ from .checks import (
 )
 from .handles import Handle, launch
 from .record import issue
-from .transport import Rest, gather_pieces, host_bound
+from .transport import Rest, gather_pieces, host_bound, nothing_left
 
 if TYPE_CHECKING:
     import torch
@@ -61,7 +61,7 @@ def all_gather_into(
             return gather_pieces(pieces, input, group, device)
         if pieces[rank].data_ptr() != input.data_ptr():
             pieces[rank].copy_(input)
-        return _nothing
+        return nothing_left
 
     return launch(
         call,
@@ -98,7 +98,3 @@ def _check(output: torch.Tensor, input: torch.Tensor, group: ProcessGroup | None
             ("input", input),
             unless="only an input that is exactly this rank's own piece of the output may",
         )
-
-
-def _nothing() -> None:
-    """What is left to do in a group of one."""

@@ -23,7 +23,7 @@ __all__ = ["Handle", "ReduceHandle", "Statistics", "launch", "launch_reduction"]
 
 
 class Handle:
-    """A collective in flight; :meth:`wait` makes its result safe to use.
+    """A collective in flight; `wait` makes its result safe to use.
 
     On CPU `wait` blocks. On CUDA it makes the current stream wait and does not block the host
     (except over gloo, where the host moves the bytes).
@@ -164,7 +164,7 @@ def launch_reduction(
     host_bound: bool,
     keep: tuple[Any, ...],
 ) -> ReduceHandle:
-    """Run a reduction and return its handle; arguments as in :func:`launch`."""
+    """Run a reduction and return its handle; arguments as in `launch`."""
     state = _run(call, group, device, start, async_op=async_op, host_bound=host_bound)
     handle = ReduceHandle(call, statistics, keep=keep, **state)
     if not async_op:

@@ -110,12 +110,12 @@ class Lane:
 
     @property
     def acquainted(self) -> bool:
-        """Whether :meth:`meet` has been called."""
+        """Whether `meet` has been called."""
         return self._neighbours is not None
 
     @property
     def neighbours(self) -> tuple[Neighbour | None, ...]:
-        """Per rank, the neighbour whose memory can be read; known after :meth:`meet`."""
+        """Per rank, the neighbour whose memory can be read; known after `meet`."""
         assert self._neighbours is not None  # noqa: S101 - the caller has met them
         return self._neighbours
 

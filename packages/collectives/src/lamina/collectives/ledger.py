@@ -1,6 +1,6 @@
 """The ledger: what went over the wire, along which axis, and whether compute hid it.
 
-A :class:`Ledger` watches; it changes nothing. It sees every collective that this thread issues
+A `Ledger` watches; it changes nothing. It sees every collective that this thread issues
 while the ledger is open, and those of the backwards this thread starts (`record` says how that
 reaches autograd's worker threads). Ledgers nest, and an outer one sees what an inner one sees.
 """
@@ -94,10 +94,9 @@ class Record:
 class Ledger:
     """Context manager that records every collective issued inside it.
 
-    >>> with Ledger() as ledger:
-    ...     loss = model(batch)  # doctest: +SKIP
-    >>> ledger.bytes(axis="tp", op="all_gather_into")
-    0
+        with Ledger() as ledger:
+            loss = model(batch)
+        print(ledger.bytes(axis="tp", op="all_gather_into"))
 
     Raises:
         RuntimeError: entered while it is open, or left on another thread than it was entered on.
@@ -136,9 +135,6 @@ class Ledger:
         """Take note of a call (from `record`; any thread)."""
         if call.group_size > 1:  # a group of one moves nothing
             self._calls.append(call)
-
-    def finished(self, call: Call) -> None:
-        """Nothing to do: a call carries its own end, and records are made when they are read."""
 
     @property
     def records(self) -> list[Record]:

@@ -19,7 +19,7 @@ from .compat import reduce_scatter_single
 from .handles import ReduceHandle, Statistics, launch_reduction
 from .record import issue
 from .reduce_checks import (
-    Reduction,
+    SumOp,
     check_all_reduce,
     check_reduce_scatter,
     factor_of,
@@ -41,7 +41,7 @@ def reduce_scatter_native(
     input: torch.Tensor,
     group: ProcessGroup | None,
     *,
-    op: Reduction = "sum",
+    op: SumOp = "sum",
     scale: float | None = None,
     accumulate: bool = False,
     async_op: bool = False,
@@ -49,8 +49,9 @@ def reduce_scatter_native(
 ) -> ReduceHandle:
     """Sum `input` over the ranks by the backend's reduce-scatter; keep this rank's piece.
 
-    Arguments, handle and errors are those of :func:`reduce_scatter_fp32`; bits depend on the
-    backend, its algorithm and the sizes (see the module's tolerance).
+    Arguments, handle and errors are those of `reduce_scatter_fp32`; bits depend on the backend,
+    its algorithm and the sizes. Over N ranks the sum of x_i is within (N - 1) * eps * sum |x_i| of
+    the exact one, with eps the wire dtype's (2^-24 for float32, 2^-8 for bfloat16).
     """
     name = "reduce_scatter_native"
     size, rank = group_size(group), group_rank(group)
@@ -97,7 +98,7 @@ def all_reduce_native(
     input: torch.Tensor,
     group: ProcessGroup | None,
     *,
-    op: Reduction = "sum",
+    op: SumOp = "sum",
     scale: float | None = None,
     accumulate: bool = False,
     async_op: bool = False,
@@ -105,9 +106,9 @@ def all_reduce_native(
 ) -> ReduceHandle:
     """Sum `input` over the ranks by the backend's all-reduce; every rank gets the whole sum.
 
-    Arguments and errors are those of :func:`all_reduce_fp32`; bits depend on the backend, its
-    algorithm and the sizes (see the module's tolerance). Unlike there, the handle's statistics
-    are of the whole output.
+    Arguments and errors are those of `all_reduce_fp32`; bits depend on the backend, its
+    algorithm and the sizes, within the tolerance of `reduce_scatter_native`. Unlike there, the
+    handle's statistics are of the whole output.
     """
     name = "all_reduce_native"
     size = group_size(group)

@@ -1,8 +1,8 @@
 """The one place every collective passes, so that a ledger can see all of them.
 
-A collective calls :func:`issue` when it is launched and gets a :class:`Call`; whoever knows that
-the transport is done calls :meth:`Call.finish` (a worker thread, a device event, or, at the latest,
-the handle's ``wait``), and ``wait`` calls :meth:`Call.wait_begins`. Functions that are made of
+A collective calls `issue` when it is launched and gets a `Call`; whoever knows that
+the transport is done calls `Call.finish` (a worker thread, a device event, or, at the latest,
+the handle's ``wait``), and ``wait`` calls `Call.wait_begins`. Functions that are made of
 other collectives record themselves once and call the unrecorded parts.
 
 The list of active recorders belongs to the thread that installed them, so two models trained by
@@ -26,7 +26,7 @@ import torch
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["Call", "Recorder", "active", "install", "issue", "recording", "remove"]
+__all__ = ["Call", "Recorder", "install", "issue", "recording", "remove"]
 
 
 class Recorder(Protocol):
@@ -34,9 +34,6 @@ class Recorder(Protocol):
 
     def issued(self, call: Call) -> None:
         """A collective was launched; its times other than `issued_ns` are still None."""
-
-    def finished(self, call: Call) -> None:
-        """Its transport (and its sum, if it has one) is done; called once."""
 
 
 @dataclass(eq=False)
@@ -57,7 +54,7 @@ class Call:
         device_events: on CUDA, the pair of timing events around the collective on its stream, for
             recorders that want the device's times; None elsewhere.
         device_waited: on CUDA, the timing event of the moment the compute stream reached the first
-            `wait`; made by :meth:`wait_begins` where `device_events` is there.
+            `wait`; made by `wait_begins` where `device_events` is there.
 
     """
 
@@ -91,8 +88,6 @@ class Call:
             if self.finished_ns is not None:
                 return
             self.finished_ns = time.perf_counter_ns()
-        for recorder in self._recorders:
-            recorder.finished(self)
 
     def wait_begins(self) -> None:
         """Note that someone now waits for the result; only the first call counts."""
@@ -128,18 +123,13 @@ def _store(recorders: tuple[Recorder, ...]) -> None:
         torch._C._remove_obj_from_tls(_KEY)
 
 
-def active() -> bool:
-    """Return whether any recorder is installed."""
-    return bool(_installed())
-
-
 def install(recorder: Recorder) -> None:
     """Let `recorder` see every collective of this thread, and of the backwards it starts."""
     _store((*_installed(), recorder))
 
 
 def remove(recorder: Recorder) -> None:
-    """Undo one :func:`install` of this thread; calls in flight still report their end to it."""
+    """Undo one `install` of this thread; calls in flight still note their end."""
     recorders = _installed()
     index = len(recorders) - 1 - recorders[::-1].index(recorder)
     _store(recorders[:index] + recorders[index + 1 :])
@@ -153,7 +143,7 @@ def issue(
     *,
     async_op: bool = False,
 ) -> Call:
-    """Record the launch of a collective and return its :class:`Call`."""
+    """Record the launch of a collective and return its `Call`."""
     recorders = _installed()
     if group is None:
         axis, size = "self", 1

@@ -19,7 +19,7 @@ from .handles import ReduceHandle, Statistics, launch_reduction
 from .lanes import lane_of
 from .record import issue
 from .reduce_checks import (
-    Reduction,
+    SumOp,
     check_all_reduce,
     check_reduce_scatter,
     factor_of,
@@ -40,7 +40,7 @@ def reduce_scatter_fp32(
     input: torch.Tensor,
     group: ProcessGroup | None,
     *,
-    op: Reduction = "sum",
+    op: SumOp = "sum",
     scale: float | None = None,
     accumulate: bool = False,
     async_op: bool = False,
@@ -110,7 +110,7 @@ def all_reduce_fp32(
     input: torch.Tensor,
     group: ProcessGroup | None,
     *,
-    op: Reduction = "sum",
+    op: SumOp = "sum",
     scale: float | None = None,
     accumulate: bool = False,
     async_op: bool = False,
@@ -119,7 +119,7 @@ def all_reduce_fp32(
 ) -> ReduceHandle:
     """Sum `input` over the ranks of `group` in fp32; every rank gets the whole sum.
 
-    A reduce-scatter and a gather, so the bits are those of :func:`reduce_scatter_fp32`. Any
+    A reduce-scatter and a gather, so the bits are those of `reduce_scatter_fp32`. Any
     number of elements: the last ranks' pieces may be shorter, or empty.
 
     Args:
@@ -127,12 +127,12 @@ def all_reduce_fp32(
             `accumulate` is set.
         input: flat [n] in the wire dtype.
         group: the ranks, or None for a group of one.
-        op: as in :func:`reduce_scatter_fp32`.
-        scale: as in :func:`reduce_scatter_fp32`.
+        op: as in `reduce_scatter_fp32`.
+        scale: as in `reduce_scatter_fp32`.
         accumulate: add the sum to what this rank's `output` holds.
         async_op: return at once.
-        statistics: as in :func:`reduce_scatter_fp32`.
-        check: as in :func:`reduce_scatter_fp32`.
+        statistics: as in `reduce_scatter_fp32`.
+        check: as in `reduce_scatter_fp32`.
 
     Returns:
         A handle; its statistics are of this rank's piece of the output, so that their sum over

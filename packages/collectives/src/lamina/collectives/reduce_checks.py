@@ -23,14 +23,15 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 __all__ = [
-    "Reduction",
+    "SumOp",
     "check_all_reduce",
     "check_reduce_scatter",
     "factor_of",
     "scratch_for",
 ]
 
-Reduction = Literal["sum", "avg"]
+SumOp = Literal["sum", "avg"]
+"""What a reduction makes of the terms; who adds them is `shaped.Reduction`."""
 
 
 def factor_of(op: str, scale: float | None, size: int, wire: torch.dtype) -> float | None:

@@ -236,7 +236,7 @@ def all_to_all_tokens(
         [sum(output_splits), ...]: the rows received, in the order of the sending ranks.
 
     Raises:
-        ValueError: splits that don't fit (see :func:`~lamina.collectives.start_all_to_all`).
+        ValueError: splits that don't fit (see `start_all_to_all`).
 
     Source: Lepikhin et al., GShard, arXiv:2006.16668, section 3.
 

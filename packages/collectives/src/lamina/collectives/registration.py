@@ -48,7 +48,7 @@ def registration_problem(
     """Say why memory on `device` can't be registered with `group`, or None if it can.
 
     Looks at the group, the device, the build and NCCL's version, and sends nothing. NCCL may still
-    refuse later, for want of drivers or by its environment: :class:`RegisteredPool` then raises.
+    refuse later, for want of drivers or by its environment: `RegisteredPool` then raises.
 
     Args:
         group: the ranks.
@@ -96,11 +96,11 @@ def register_pool(
 ) -> RegisteredPool:
     """Make a memory pool whose allocations NCCL may use in place in the collectives of `groups`.
 
-    >>> pool = register_pool([gather, reduce])  # doctest: +SKIP
-    >>> with pool:
-    ...     slots = torch.empty(numel, dtype=torch.bfloat16, device="cuda")
-    >>> ...
-    >>> pool.close()  # before the process group is destroyed
+        pool = register_pool([gather, reduce])
+        with pool:
+            slots = torch.empty(numel, dtype=torch.bfloat16, device="cuda")
+        ...
+        pool.close()  # before the process group is destroyed
 
     Args:
         groups: communicators that will move this memory, in the same order on all ranks.
@@ -126,7 +126,7 @@ def register_pool(
 
 
 class RegisteredPool:
-    """A pool of NCCL's memory; made by :func:`register_pool`.
+    """A pool of NCCL's memory; made by `register_pool`.
 
     As a context manager it takes the allocations that this thread makes on its device, and on
     leaving registers them: with `symmetric`, that is collective over each group. The tensors live

@@ -1,6 +1,6 @@
 """Rings: every rank hands tensors to its neighbour, for context parallelism.
 
-:func:`send_recv` is one step. :func:`ring` is the whole way round with two sets of buffers: while
+`send_recv` is one step. `ring` is the whole way round with two sets of buffers: while
 the caller works on what it holds, that is already on its way to the next rank and the previous
 rank's is arriving.
 """
@@ -133,7 +133,7 @@ def ring(
         tensors (the first time `tensors` themselves).
 
     Raises:
-        ValueError: a `shift` that would not reach all ranks, and what :func:`send_recv` refuses.
+        ValueError: a `shift` that would not reach all ranks, and what `send_recv` refuses.
 
     """
     size, rank = group_size(group), group_rank(group)

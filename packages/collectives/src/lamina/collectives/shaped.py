@@ -2,7 +2,7 @@
 
 These are the forms that a hand-written backward needs: start the all-reduce of the input gradient,
 run the weight-gradient GEMM, then take the result. They know nothing of autograd; `regions` puts
-derivatives on top. Each returns a :class:`Pending`, whose `wait` gives the result.
+derivatives on top. Each returns a `Pending`, whose `wait` gives the result.
 
 torch.compile breaks the graph at each of them, once, and looks no further: `one_graph_break` is
 `torch.compiler.disable` without its import of torch._dynamo at the time of decoration, which takes
@@ -116,7 +116,7 @@ def start_reduce_scatter(
     """Sum over the ranks and keep this rank's piece along `dim`.
 
     Sent in the tensor's dtype, summed in fp32 (fp64 for fp64) in the fixed tree of
-    :func:`~lamina.collectives.reduce_scatter_fp32`, rounded once to the tensor's dtype.
+    `reduce_scatter_fp32`, rounded once to the tensor's dtype.
 
     Args:
         tensor: [..., N*n, ...]; float32, bfloat16, float16 or float64, unchanged until `wait`.
@@ -124,7 +124,7 @@ def start_reduce_scatter(
         group: the N ranks, or None for a group of one (the result is then `tensor` itself).
         dim: dimension to cut; its size becomes n.
         reduction: "native" leaves the sum to the backend, with the tolerance of
-            :func:`~lamina.collectives.reduce_scatter_native` in place of fixed bits.
+            `reduce_scatter_native` in place of fixed bits.
         async_op: False to complete before returning.
 
     Raises:
@@ -164,7 +164,7 @@ def start_all_reduce(
         group: the ranks, or None for a group of one (the result is then `tensor` itself).
         in_place: write the sum into `tensor`, which must be contiguous, and return it.
         reduction: "native" leaves the sum to the backend, with the tolerance of
-            :func:`~lamina.collectives.all_reduce_native` in place of fixed bits.
+            `all_reduce_native` in place of fixed bits.
         async_op: False to complete before returning.
 
     Raises:
@@ -242,7 +242,7 @@ def row_splits(
     """Rows per rank: `splits` after checks, or equal ones.
 
     Raises:
-        ValueError: see :func:`start_all_to_all`.
+        ValueError: see `start_all_to_all`.
 
     """
     size = group_size(group)

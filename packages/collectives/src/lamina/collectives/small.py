@@ -13,7 +13,7 @@ from .checks import group_rank, group_size, require_same_device, where
 from .gather import all_gather_into
 from .handles import Handle, launch
 from .record import issue
-from .transport import Rest, host_bound, wait_all
+from .transport import Rest, host_bound, nothing_left, wait_all
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -72,7 +72,7 @@ def broadcast(
 
     def start() -> Rest:
         if group is None or size == 1 or payload.numel() == 0 or payload.is_meta:
-            return lambda: None
+            return nothing_left
         work = dist.broadcast(payload, group=group, group_src=src, async_op=True)
         return lambda: wait_all(work)
 

@@ -34,7 +34,7 @@ def cut_in_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 class MessageRun:
-    """What one rank sends, received part by part; read once, in order, by :meth:`window`.
+    """What one rank sends, received part by part; read once, in order, by `window`.
 
     Args:
         source: the sender's rank in `group`.

@@ -31,8 +31,8 @@ READ_FROM = 1 << 17  # bytes per pair; below, reading saves nothing
 class Swap:
     """Messages, notes and receipts of one exchange.
 
-    :meth:`post` blocks on nothing; then :meth:`fetch` each source in :meth:`sources` order,
-    :meth:`receipt` once it is read, and :meth:`close`.
+    `post` blocks on nothing; then `fetch` each source in `sources` order,
+    `receipt` once it is read, and `close`.
 
     Args:
         sends: per rank of the group a contiguous CPU tensor, or None; unchanged until `close`.

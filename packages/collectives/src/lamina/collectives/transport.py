@@ -25,9 +25,14 @@ from .swap import Swap
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup, Work
 
-__all__ = ["exchange", "gather_pieces", "host_bound", "use_messages", "wait_all"]
+__all__ = ["exchange", "gather_pieces", "host_bound", "nothing_left", "use_messages", "wait_all"]
 
 Rest = Callable[[], None]
+"""What is left to do of an exchange once its messages are under way."""
+
+
+def nothing_left() -> None:
+    """The rest of an exchange in a group of one, or of meta tensors."""
 
 
 def use_messages(group: ProcessGroup | None) -> None:
@@ -126,14 +131,14 @@ def gather_pieces(
     device: torch.device,
     tag: int | None = None,
 ) -> Rest:
-    """Send `own` to every rank and receive `pieces[r]` from rank r, as in :func:`exchange`.
+    """Send `own` to every rank and receive `pieces[r]` from rank r, as in `exchange`.
 
     Args:
         pieces: per rank a run of one flat tensor, one after the other; this rank's too is filled.
         own: this rank's piece: contiguous, of its entry's size; it may be that entry.
         group: at least two ranks.
         device: where the tensors lie.
-        tag: see :func:`exchange`.
+        tag: see `exchange`.
 
     """
     even = all(piece.numel() == own.numel() for piece in pieces)
@@ -193,7 +198,7 @@ def _all_to_all_lists(
     device: torch.device,
 ) -> Rest:
     if device.type == "meta":
-        return lambda: None
+        return nothing_left
     rank = group.rank()
     filled = next(tensor for tensor in (*receives, *sends) if tensor is not None)
     nothing = torch.empty(0, dtype=filled.dtype, device=device)

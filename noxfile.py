@@ -287,15 +287,16 @@ def pytest(session: nox.Session, *words: str | Path, codes: tuple[int, ...] = (0
     run(session, "python", "-m", "pytest", *words, success_codes=codes)
 
 
-def workers() -> list[str]:
+def workers(dist: str) -> list[str]:
     """Options of pytest-xdist: ranks wait for each other a lot, so two tests fit on two cores."""
-    return ["-n", str(min(max(CORES // 2, 2), 8)), "--dist", "worksteal"] if CORES >= 2 else []
+    return ["-n", str(min(max(CORES // 2, 2), 8)), "--dist", dist] if CORES >= 2 else []
 
 
 @task
 def tests(session: nox.Session) -> None:
     """The default tests, all layers in one pytest; `-- -k EXPRESSION` and the like pass through."""
-    pytest(session, *workers(), *session.posargs)
+    # A module stays on one worker: the run that several tests look at is made once.
+    pytest(session, *workers("loadscope"), *session.posargs)
 
 
 @task(default=False)
@@ -327,7 +328,7 @@ def one_cell(session: nox.Session, layer: str, backend: str, world_size: int) ->
 
 def whole_products(session: nox.Session) -> None:
     """Every case of every matrix, not the pairwise cover; resumable; writes docs/matrix.md."""
-    pytest(session, "-m", "matrix", *workers(), *session.posargs, codes=(0, 5))
+    pytest(session, "-m", "matrix", *workers("worksteal"), *session.posargs, codes=(0, 5))
 
 
 def installed_layer(session: nox.Session) -> None:

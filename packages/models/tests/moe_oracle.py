@@ -31,6 +31,16 @@ def tokens_of_ranks(layout, batch, length, sequence_parallel):
     return found
 
 
+def text(rows, seed=0):
+    """Tokens, and labels of which each sequence has another number that count."""
+    generator = torch.Generator().manual_seed(seed)
+    drawn = torch.randint(0, 32, (rows, 9), generator=generator)
+    labels = drawn[:, 1:].clone()
+    for row in range(rows):
+        labels[row, : (3 * row + seed) % 7] = -100
+    return drawn[:, :-1], labels
+
+
 class LoopMoE(nn.Module):
     """The layer over a whole batch ``[batch, sequence, hidden]``.
 

@@ -12,10 +12,13 @@ from torch import nn
 
 from lamina.models import (
     AttentionBlock,
+    ExpertBlock,
     GPTModel,
     MambaBlock,
     MambaConfig,
     MLPBlock,
+    MoEConfig,
+    RecomputePolicy,
     TransformerBlock,
     TransformerConfig,
     apply_recompute,
@@ -29,6 +32,7 @@ from lamina.models import (
     training_flops_per_token,
 )
 from lamina.models.mamba.kernels import choose_path, kernel_scan
+from lamina_testing import Meter
 
 SIZES = MambaConfig(state_size=8, head_dim=4, groups=2, chunk_size=8)
 HYBRID = TransformerConfig(
@@ -157,9 +161,10 @@ def test_a_later_token_changes_nothing_before_it():
 
 
 def test_letters_spell_the_stack():
-    model = GPTModel(replace(HYBRID, layer_pattern="M*-T"), seed=0)
+    moe = MoEConfig(num_experts=4, top_k=2, first_dense=4)
+    model = GPTModel(replace(HYBRID, num_layers=5, layer_pattern="M*-TE", moe=moe), seed=0)
     kinds = [type(block) for block in model.blocks]
-    assert kinds == [MambaBlock, AttentionBlock, MLPBlock, TransformerBlock]
+    assert kinds == [MambaBlock, AttentionBlock, MLPBlock, TransformerBlock, ExpertBlock]
     assert [type(b) for b in GPTModel(replace(HYBRID, layer_pattern=None, mamba=None)).blocks] == [
         TransformerBlock
     ] * 4
@@ -172,6 +177,7 @@ def test_letters_spell_the_stack():
         ({"layer_pattern": "M*M"}, "has 3 letters, num_layers is 4"),
         ({"mamba": None}, "has 2 Mamba layers .letter 'M'., and no mamba is given"),
         ({"layer_pattern": "*-*-"}, "has 0 Mamba layers .letter 'M'., and mamba is given"),
+        ({"layer_pattern": "M*ME"}, "has layers of experts .letter 'E'., and no moe is given"),
         ({"layer_pattern": None}, "say which layers are Mamba's, such as layer_pattern='MMMM'"),
         ({"mamba": replace(SIZES, head_dim=5)}, r"= 32 is not divisible by head_dim 5 \(rem.* 2\)"),
         ({"mamba": replace(SIZES, groups=3)}, r"8 heads are not divisible by groups 3 \(rem.* 2\)"),
@@ -198,6 +204,21 @@ def test_recomputation_changes_no_bit(policy):
         each(tokens[:, :-1], tokens[:, 1:]).backward()
     for one, other in zip(plain.parameters(), model.parameters(), strict=True):
         assert torch.equal(one.grad, other.grad)
+
+
+def test_what_a_scan_saves_can_be_computed_again():
+    tokens = torch.randint(0, 61, (2, 64), generator=torch.Generator().manual_seed(0))
+    kept = []
+    for operations in ((), ("scan",), ("norm", "scan")):
+        model = GPTModel(replace(PURE, hidden_size=32, max_sequence_length=128), seed=1)
+        apply_recompute(model, RecomputePolicy(kind="selective", operations=operations))
+        with Meter() as meter:
+            before = meter.live_bytes()
+            hidden = model(tokens)
+            kept.append(meter.live_bytes() - before)
+        del hidden
+    assert kept[1] < 0.5 * kept[0]
+    assert kept[2] < 0.35 * kept[0]
 
 
 def test_initial_weights_lie_in_their_ranges_and_depend_on_seed_and_name():

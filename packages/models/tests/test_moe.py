@@ -273,6 +273,31 @@ def test_which_layers_have_experts():
     assert matrix_parameters(config) == matrices + active - embedding
 
 
+def test_attention_then_experts_is_a_block_of_both():
+    """Letters `*E` are one `T`: the same numbers, the same cost."""
+    config = replace(CONFIG, moe=replace(MOE, **LOSSES))
+    block = GPTModel(replace(config, num_layers=1), seed=1).double()
+    pair = GPTModel(replace(config, layer_pattern="*E"), seed=2).double()
+    names = {
+        "blocks.0.attention.": "blocks.0.mixer.",
+        "blocks.0.attention_norm.": "blocks.0.norm.",
+        "blocks.0.mlp.": "blocks.1.mixer.",
+        "blocks.0.mlp_norm.": "blocks.1.norm.",
+    }
+    same = {}
+    for name, parameter in block.named_parameters():
+        front = next((front for front in names if name.startswith(front)), "")
+        same[name] = pair.get_parameter(names.get(front, "") + name.removeprefix(front))
+        same[name].data.copy_(parameter.detach())
+    assert len(same) == len(list(pair.parameters()))
+    tokens = torch.randint(0, 32, (2, 9), generator=torch.Generator().manual_seed(0))
+    for model in (block, pair):
+        model(tokens[:, :-1], tokens[:, 1:]).backward()
+    for name, parameter in block.named_parameters():
+        assert torch.equal(parameter.grad, same[name].grad), name
+    assert matrix_parameters(block.config) == matrix_parameters(pair.config)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

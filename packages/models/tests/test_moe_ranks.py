@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch.distributed.tensor.parallel import parallelize_module
 
+from lamina.collectives import Ledger
 from lamina.ddp import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
@@ -22,12 +23,15 @@ from lamina.ddp import (
     finalize_plain_grads,
 )
 from lamina.fsdp import fully_shard
-from lamina.mesh import LayoutError, ParallelLayout
+from lamina.mesh import LayoutError, ParallelLayout, seed_everything
 from lamina.models import (
     GPTModel,
     MoEConfig,
     MoELayer,
+    RoutingContext,
+    TopKRouter,
     TransformerConfig,
+    apply_recompute,
     preset,
     tensor_parallel_plan,
     to_huggingface,
@@ -135,7 +139,8 @@ def test_the_host_waits_for_the_device_once_per_layer(ranks):
     for moe, expected in (({}, 1), ({"dispatcher": "all_gather"}, 1), (fixed, 0)):
         layer = pair(mesh, switch_loss=0.1, **moe)[0].float()
         x = draw(4, 16).float().requires_grad_()
-        layer(x)  # the first forward agrees on the size of messages
+        context = RoutingContext()
+        layer(x, context)  # a forward's first layer asks for the size of messages, hosts among them
         seen = []
         with ExitStack() as patches:
             for name in ("tolist", "item", "__bool__", "__int__", "nonzero"):
@@ -144,7 +149,7 @@ def test_the_host_waits_for_the_device_once_per_layer(ranks):
             for name in ("tensor", "as_tensor"):  # copies to the device
                 function = watch(getattr(torch, name), seen)
                 patches.enter_context(mock.patch.object(torch, name, function))
-            layer(x).sum().backward()
+            layer(x, context).sum().backward()
         assert len(seen) == expected, (moe, seen)
 
 
@@ -159,15 +164,64 @@ def watch(function, seen):
 
 
 @pytest.mark.ranks(2)
-def test_messages_of_fixed_size_refuse_other_sizes(ranks):
+def test_messages_of_fixed_size_are_as_large_as_the_fullest_rank_needs(ranks):
+    """Also where one rank alone has other numbers of tokens than before."""
     mesh = ParallelLayout(ep=2).build("cpu")
-    layer, _ = pair(mesh, capacity_factor=1.0, pad_to_capacity=True)
-    with pytest.raises(ValueError, match=r"with \[4, 5\] tokens on the ranks \(0, 1\) of ep"):
-        layer(draw(4 + ranks.rank, 16))
-    layer(draw(4, 16))
-    with pytest.raises(ValueError, match=r"with 6 tokens on rank \d of ep, after 4 in the first"):
-        layer(draw(6, 16))
-    layer.eval()(draw(4 + ranks.rank, 16))  # sends what there is
+    limits = {"capacity_factor": 1.0, "switch_loss": 0.1}
+    fixed, free = (pair(mesh, pad_to_capacity=pad, **limits)[0] for pad in (True, False))
+    for tokens in ((4, 4), (4, 7), (9, 7), (0, 3)):
+        found = []
+        for layer in (fixed, free):
+            layer.zero_grad()
+            x = draw(tokens[ranks.rank], 16, seed=ranks.rank).requires_grad_()
+            y = layer(x)
+            y.sin().sum().backward()
+            found.append([y.detach(), x.grad, *(p.grad for p in layer.parameters())])
+        torch.testing.assert_close(*found, rtol=1e-12, atol=1e-12)
+    fixed.eval()(draw(4 + ranks.rank, 16))  # sends what there is
+    # The layers of a model ask once, and nobody asks when blocks run again.
+    config = replace(CONFIG, moe=replace(MOE, capacity_factor=1.0, pad_to_capacity=True))
+    model = apply_recompute(GPTModel(config, mesh, seed=1), "full")
+    with Ledger() as ledger:
+        model(*moe_oracle.text(2 + ranks.rank)).backward()
+    assert [record.op for record in ledger.records].count("all_gather_into") == 1
+
+
+@pytest.mark.ranks(2)
+def test_jitter_is_drawn_alike_where_tokens_are_and_once_more_in_recomputation(ranks):
+    for axes, sequence_parallel, alike in (
+        ({"tp": 2, "expert_tp": 2}, False, True),
+        ({"tp": 2}, True, False),
+        ({"ep": 2}, False, False),
+        ({"ep": 2, "cp": 2}, False, False),
+    ):
+        mesh = ParallelLayout(**axes).build("cpu")
+        moe = replace(MOE, jitter=0.5, switch_loss=0.1)
+        config = replace(CONFIG, sequence_parallel=sequence_parallel, moe=moe)
+        gradients = []
+        for recompute in ("none", "full", "selective"):
+            model = apply_recompute(GPTModel(config, mesh, seed=1), recompute)
+            routed = []
+            for block in model.blocks:
+                block.mlp.router.register_forward_hook(kept_in(routed))
+            seed_everything(7, mesh).begin_training()
+            model(*moe_oracle.text(2)).backward()
+            gradients.append([p.grad for p in model.parameters()])
+            if recompute == "full":
+                assert len(routed) == 4
+                for one, again in zip(routed[:2], routed[:1:-1], strict=True):
+                    assert torch.equal(one.experts, again.experts)
+                    assert torch.equal(one.weights, again.weights)
+        for found in gradients[1:]:
+            assert all(map(torch.equal, found, gradients[0]))
+        mine = model.blocks[0].mlp.router.score(draw(4, 16))[0].detach()
+        both = [torch.empty_like(mine) for _ in range(2)]
+        torch.distributed.all_gather(both, mine)
+        assert torch.equal(*both) is alike, axes
+
+
+def kept_in(outputs):
+    return lambda module, inputs, output: outputs.append(output)
 
 
 @pytest.mark.ranks(4)
@@ -216,30 +270,50 @@ def test_bare_copies_of_experts_are_not_left_apart(ranks):
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("wrapper", ["fully_shard", "ShardedOptimizer"])
-def test_a_loop_that_never_ends_a_step_is_told_so_once(wrapper, ranks):
+def test_a_loop_that_never_ends_a_step_is_told_so_once(ranks):
+    """As the optimizer steps where it knows the wrapper, at the next forward elsewhere."""
     mesh = ParallelLayout().build("cpu")
-    model = GPTModel(replace(CONFIG, moe=replace(MOE, bias_rate=0.1)), mesh, seed=1)
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for wrapper in ("fully_shard", "ShardedOptimizer"):
+        assert warnings_of_steps(wrapper, mesh, [True, False, False, False]) == [0, 1, 0, 0]
+    for wrapper in ("ddp", "bare", 3):
+        assert warnings_of_steps(wrapper, mesh, [True, False, False, False]) == [0, 0, 1, 0]
+    for wrapper in (0, 1, 2):
+        assert warnings_of_steps(wrapper, mesh, [True, True]) == [0, 0]
+
+
+def warnings_of_steps(wrapper, mesh, ended):
+    """How often steps of two microbatches warned; a number shards the model, not the optimizer."""
+    model = GPTModel(replace(CONFIG, moe=replace(MOE, bias_rate=0.1)), seed=1)
+    optimizer = torch.optim.AdamW(model.parameters(), 0.1)
+    settings = DistributedDataParallelConfig(use_distributed_optimizer=wrapper != "ddp")
     if wrapper == "fully_shard":
         model, optimizer = fully_shard(model, optimizer, device_mesh=mesh)
-    else:
-        settings = DistributedDataParallelConfig(use_distributed_optimizer=True)
+    elif isinstance(wrapper, int):
+        model = fully_shard(model, device_mesh=mesh, zero_dp_strategy=wrapper)
+        optimizer = torch.optim.AdamW(model.parameters(), 0.1)
+    elif wrapper != "bare":
         model = DistributedDataParallel(model, settings, mesh)
-        optimizer = ShardedOptimizer(optimizer, model, mesh)
-    tokens = torch.randint(0, 32, (2, 9))
+        if wrapper == "ShardedOptimizer":
+            optimizer = ShardedOptimizer(optimizer, model, mesh)
+    routers = [module for module in model.modules() if isinstance(module, TopKRouter)]
     heard = []
-    for finalize in (True, False, False):
+    for ends in ended:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            model(tokens[:, :-1], tokens[:, 1:]).backward()
-            if finalize:
+            for _ in range(2):
+                model(*moe_oracle.text(2)).backward()
+            if ends and wrapper != "bare":
                 finalize_grads(model, mesh)
+            elif ends:
+                for router in routers:
+                    router.finalize_step(None)
             optimizer.step()
             optimizer.zero_grad()
         said = [str(w.message) for w in caught if "finalize_grads" in str(w.message)]
-        heard.append([bool(re.search(r"steps, and .*blocks\.0\.mlp\.router", x)) for x in said])
-    assert heard == [[], [True], []]
+        if wrapper in ("fully_shard", "ShardedOptimizer"):
+            assert all(re.search(r"steps, and .*blocks\.0\.mlp\.router", x) for x in said)
+        heard.append(len(said))
+    return heard
 
 
 @pytest.mark.ranks(2)

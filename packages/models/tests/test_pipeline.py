@@ -315,7 +315,7 @@ def test_stacks_of_experts_and_mamba_train_like_one_process(ranks):
     moe = MoEConfig(num_experts=4, top_k=2, switch_loss=0.1, z_loss=0.05, bias_rate=0.01)
     config = replace(
         CONFIG,
-        layer_pattern="TM-T",
+        layer_pattern="TM-E",
         mamba=MambaConfig(state_size=8, head_dim=8),
         moe=moe,
     )

@@ -37,7 +37,7 @@ from lamina.ddp.reducer import (
 from lamina.ddp.reduction import ORDERED, Reduction, resolve_reduction
 from lamina.ddp.repoint import point_optimizer_at
 from lamina.ddp.sharded_optimizer import ShardedOptimizer
-from lamina.ddp.sinks import GradientSink, gradient_sink, has_gradient_sink
+from lamina.ddp.sinks import GradientSink, gradient_sink, has_gradient_sink, main_of
 from lamina.ddp.strategy import Cadence, Strategy, resolve_strategy
 from lamina.ddp.transient import TransientBuffers
 from lamina.ddp.trees import tensors_in
@@ -93,6 +93,7 @@ __all__ = [
     "group_parameters",
     "groups_of",
     "has_gradient_sink",
+    "main_of",
     "memory_plan",
     "plan_layout",
     "point_optimizer_at",

@@ -17,7 +17,8 @@ def warn_of_unfinished_steps(optimizer: Optimizer, module: nn.Module) -> None:
     """Warn, once, before a step that comes without `finalize_grads` to modules that need it.
 
     Those are submodules with a `finalize_step` whose attribute `needs_finalize` is true then: a
-    router whose bias has not moved since tokens were counted, for one.
+    router whose bias has not moved since tokens were counted, for one. An attribute `step_watched`
+    is set to True, if there is one: the submodule need not look for steps itself.
 
     Args:
         optimizer: what steps; it gets a hook if there is such a submodule.
@@ -28,6 +29,9 @@ def warn_of_unfinished_steps(optimizer: Optimizer, module: nn.Module) -> None:
     ]
     if not watched:
         return
+    for _, part in watched:
+        if hasattr(part, "step_watched"):  # it would look for steps itself
+            part.step_watched = True
 
     def before(_: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         names = [name for name, part in watched if getattr(part, "needs_finalize", False)]

@@ -15,6 +15,7 @@ from lamina.models.huggingface_config import config_from_huggingface, huggingfac
 from lamina.models.latent_attention import LatentSelfAttention
 from lamina.models.layer_pattern import (
     AttentionBlock,
+    ExpertBlock,
     MambaBlock,
     MLPBlock,
     ResidualBlock,
@@ -74,6 +75,7 @@ __all__ = [
     "Dispatch",
     "Dropout",
     "ExpertAxes",
+    "ExpertBlock",
     "ExpertRows",
     "Float8Codec",
     "GPTModel",

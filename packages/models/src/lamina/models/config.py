@@ -143,10 +143,10 @@ class TransformerConfig:
         attention_scale: what scores are multiplied by before the softmax; by default one over the
             root of a query head's width.
         layer_pattern: the kind of each layer, one letter for each: ``M`` Mamba-2, ``*`` attention,
-            ``-`` MLP, ``T`` attention and MLP. None is ``T`` for all.
+            ``-`` MLP, ``E`` experts, ``T`` attention and MLP. None is ``T`` for all.
         mamba: sizes of Mamba-2 layers; given where the pattern has an ``M``.
-        moe: experts in place of the MLP in layers of kind ``T``, and in which of them; None has
-            none.
+        moe: experts of layers of kind ``E``, and in place of the MLP in layers of kind ``T``, and
+            in which of these; None has none.
         attention_path: ``auto`` takes plain causal ``scaled_dot_product_attention`` where that says
             it all, and for documents and windows ``varlen`` (CUDA, fp16 or bf16), ``flex`` (CUDA)
             or ``sdpa`` with a mask written out (anything else). All give the same numbers. A path
@@ -223,8 +223,14 @@ class TransformerConfig:
         if self.moe is not None and not any(map(self.has_experts, range(self.num_layers))):
             raise ValueError(
                 f"moe is given, and none of {self.num_layers} layers ({self.pattern!r}) has "
-                f"experts: layers of letter 'T' have them, after first_dense "
-                f"{self.moe.first_dense} every {self.moe.every}; change one, or leave moe out"
+                f"experts: layers of letter 'E' have them, and those of letter 'T' after "
+                f"first_dense {self.moe.first_dense} every {self.moe.every}; change one, or leave "
+                "moe out"
+            )
+        if self.moe is None and "E" in self.pattern:
+            raise ValueError(
+                f"layer_pattern {self.pattern!r} has layers of experts (letter 'E'), and no moe is "
+                "given: give moe=MoEConfig(...)"
             )
 
     def _check_choices(self) -> None:
@@ -323,8 +329,9 @@ class TransformerConfig:
         return "T" * self.num_layers if self.layer_pattern is None else self.layer_pattern
 
     def has_experts(self, layer: int) -> bool:
-        """Whether a layer, counted from 0, has experts in place of its MLP."""
-        return self.moe is not None and self.pattern[layer] == "T" and self.moe.at(layer)
+        """Whether a layer, counted from 0, has experts (``T`` in place of its MLP)."""
+        letter = self.pattern[layer]
+        return self.moe is not None and (letter == "E" or (letter == "T" and self.moe.at(layer)))
 
     @property
     def output_bias(self) -> bool:

@@ -26,7 +26,7 @@ def matrix_parameters(config: TransformerConfig) -> int:
         shared = config.mamba.groups * config.mamba.state_size
         mamba = config.hidden_size * (3 * inner + 2 * shared + heads)
         mamba += config.mamba.conv_kernel * (inner + 2 * shared)
-    per_letter = {"T": attention + mlp, "*": attention, "-": mlp, "M": mamba}
+    per_letter = {"T": attention + mlp, "*": attention, "-": mlp, "E": mlp, "M": mamba}
     blocks = sum(per_letter[letter] for letter in config.pattern) + instead
     return blocks + config.padded_vocab_size * config.hidden_size
 

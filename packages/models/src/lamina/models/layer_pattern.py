@@ -18,6 +18,7 @@ from lamina.models.latent_attention import LatentSelfAttention
 from lamina.models.mamba.block import MambaMixer, MambaState
 from lamina.models.mlp import MLP
 from lamina.models.moe.axes import ExpertAxes
+from lamina.models.moe.layer import MoELayer
 from lamina.models.norms import make_norm
 
 
@@ -97,10 +98,37 @@ class MLPBlock(ResidualBlock):
         return self.add(x, self.mixer(self.norm(x)))
 
 
+class ExpertBlock(ResidualBlock):
+    """A layer of experts: ``x + experts(norm(x))`` (letter ``E``).
+
+    Args:
+        config: the shape; its ``moe`` has the layer's own sizes.
+        mesh: has an axis ``tp``, or is that axis; None is one process.
+        experts: where experts are; by default what ``mesh`` says.
+
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        mesh: MeshLike = None,
+        experts: ExpertAxes | None = None,
+    ) -> None:
+        super().__init__(config, MoELayer(config, mesh if experts is None else experts), mesh)
+
+    def forward(self, x: Tensor, context: AttentionContext | None = None) -> Tensor:
+        """``[batch, sequence, hidden]`` to the same, or ``[tokens / tp, hidden]`` to the same."""
+        normed = self.norm(x)
+        if context is None:
+            return self.add(x, self.mixer(normed))
+        return self.add(x, self.mixer(normed, context.routing, context.shape))
+
+
 _BLOCKS: dict[str, type[nn.Module]] = {
     "M": MambaBlock,
     "*": AttentionBlock,
     "-": MLPBlock,
+    "E": ExpertBlock,
     "T": TransformerBlock,
 }
 
@@ -123,4 +151,6 @@ def make_block(
     kind = _BLOCKS[config.pattern[index]]
     if kind is TransformerBlock:
         return TransformerBlock(config, mesh, layer=index, experts=experts)
+    if kind is ExpertBlock:
+        return ExpertBlock(config, mesh, experts)
     return kind(config, mesh)

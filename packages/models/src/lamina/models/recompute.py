@@ -20,19 +20,21 @@ from lamina.mesh import recompute_contexts
 from lamina.models.attention import AttentionCore
 from lamina.models.block import TransformerBlock
 from lamina.models.layer_pattern import ResidualBlock
+from lamina.models.mamba.block import CausalConvolution, GatedNorm, StateSpaceScan
 from lamina.models.mlp import ActivationFunction
 from lamina.models.norms import LayerNorm, RMSNorm
 from lamina.models.offload import offloading
 from lamina.models.selective import Discarder
 
 Kind = Literal["none", "full", "selective", "offload"]
-Operation = Literal["attention", "norm", "activation"]
+Operation = Literal["attention", "norm", "activation", "scan"]
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 _MODULES: dict[str, tuple[type[nn.Module], ...]] = {
     "attention": (AttentionCore,),
-    "norm": (RMSNorm, LayerNorm),
+    "norm": (RMSNorm, LayerNorm, GatedNorm),
     "activation": (ActivationFunction,),
+    "scan": (CausalConvolution, StateSpaceScan),
 }
 
 
@@ -46,7 +48,8 @@ class RecomputePolicy:
             ``offload`` moves what would be saved to host memory (nothing to do on a CPU).
         every: apply it to every n-th block, from the first.
         operations: for ``selective``: ``attention`` (scores, softmax, mixing), ``norm``,
-            ``activation``. None of them contains a matrix product with a weight.
+            ``activation``, ``scan`` (Mamba's convolution, decays and states). None of them
+            contains a matrix product with a weight.
         min_numel: for ``offload``: smaller tensors stay.
 
     Raises:
@@ -56,7 +59,7 @@ class RecomputePolicy:
 
     kind: Kind = "none"
     every: int = 1
-    operations: Sequence[Operation] = ("attention", "norm", "activation")
+    operations: Sequence[Operation] = ("attention", "norm", "activation", "scan")
     min_numel: int = 1 << 16
 
     def __post_init__(self) -> None:

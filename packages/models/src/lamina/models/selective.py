@@ -104,7 +104,8 @@ class _Recipe:
         self.others = [None if isinstance(x, Tensor) else x for x in inputs]
         self.places = [i for i, x in enumerate(inputs) if isinstance(x, Tensor)]
         self.random: _RandomState | None = None
-        if getattr(module, "rate", 0.0) and module.training:
+        rate = getattr(module, "rate", 0.0)  # of a scan it is a tensor, and no probability
+        if isinstance(rate, float) and rate > 0.0 and module.training:
             self.random = _RandomState([inputs[i] for i in self.places])
         self.node: Callable[[], Any] = lambda: None
         self.kept: _Run | None = None

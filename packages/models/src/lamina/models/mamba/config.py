@@ -12,6 +12,7 @@ LETTERS = {
     "M": "a Mamba-2 layer",
     "*": "an attention layer",
     "-": "an MLP layer",
+    "E": "a layer of experts",
     "T": "attention, then an MLP: a Transformer block",
 }
 

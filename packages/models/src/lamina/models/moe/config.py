@@ -43,8 +43,9 @@ class MoEConfig:
             the copies that one rank sends, and the others are dropped: they add nothing to their
             token (Lepikhin et al., 2020). None drops nothing.
         drop: which are dropped: those with the least ``weight``, or the last by ``position``.
-        pad_to_capacity: in training every rank sends every expert exactly its capacity, filled up
-            with zeros: fixed shapes, and the host never waits for the counts.
+        pad_to_capacity: in training every rank sends every expert as many rows, the capacity of the
+            rank with the most tokens, filled up with zeros: fixed shapes, and the host never waits
+            for the device to count.
         switch_loss: coefficient of the load-balancing loss over the tokens of a data-parallel
             rank's microbatch (Fedus et al., 2021); 1 when balanced, times the coefficient.
         sequence_loss: the same over each sequence, averaged (DeepSeek-V3, 2024).

@@ -16,7 +16,13 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from lamina.collectives import copy_to, reduce_from, start_all_gather, start_all_to_all
+from lamina.collectives import (
+    all_reduce_small,
+    copy_to,
+    reduce_from,
+    start_all_gather,
+    start_all_to_all,
+)
 from lamina.mesh import MeshAxis
 from lamina.models.moe.axes import ExpertAxes
 from lamina.models.moe.config import Dispatcher
@@ -78,7 +84,6 @@ class TokenDispatcher:
         self.num_experts = num_experts
         self.axes = mesh
         self.kind = kind
-        self.agreed: int | None = None
         ep = 1 if mesh.ep is None else mesh.ep.size
         if num_experts % ep:
             raise ValueError(
@@ -86,16 +91,19 @@ class TokenDispatcher:
                 f"{num_experts % ep}): change one of them"
             )
 
-    def dispatch(self, x: Tensor, routing: Routing) -> Dispatch:
+    def dispatch(
+        self,
+        x: Tensor,
+        routing: Routing,
+        capacities: dict[tuple[int, ...], int] | None = None,
+    ) -> Dispatch:
         """Send tokens off.
 
         Args:
             x: ``[tokens, hidden]``: this rank's, any number.
             routing: where they go.
-
-        Raises:
-            ValueError: with a fixed capacity, for a number of tokens that other ranks or earlier
-                forwards did not have.
+            capacities: of this forward, see :class:`RoutingContext`; by default the ranks of a
+                fixed capacity are asked.
 
         """
         axes = self.axes
@@ -111,28 +119,24 @@ class TokenDispatcher:
         if self.kind == "all_gather":
             return _AllGather(x, routing, way)
         if routing.capacity is not None:
-            self._agree(x, way)
-            return _Padded(x, routing, way)
+            known = {} if capacities is None else capacities
+            if axis.ranks not in known:
+                known[axis.ranks] = _largest(routing.capacity, group, x.device)
+            return _Padded(x, replace(routing, capacity=known[axis.ranks]), way)
         return _AllToAll(x, routing, way)
 
-    def _agree(self, x: Tensor, way: _Way) -> None:
-        """Messages of fixed size must have one size; gloo and NCCL would not notice."""
-        if self.agreed is None:
-            mine = torch.full((1,), x.shape[0], device=x.device)
-            every = start_all_gather(mine, way.group, async_op=False).wait().tolist()
-            if len(set(every)) > 1:
-                raise ValueError(
-                    f"pad_to_capacity with {every} tokens on the ranks {way.axis.ranks} of "
-                    f"{way.axis.name}: they must be equal; pad the batch, or leave pad_to_capacity "
-                    "off"
-                )
-            self.agreed = x.shape[0]
-        if x.shape[0] != self.agreed:
-            raise ValueError(
-                f"pad_to_capacity with {x.shape[0]} tokens on rank {way.axis.rank} of "
-                f"{way.axis.name}, after {self.agreed} in the first forward: messages have a fixed "
-                "size; pad the batch, or leave pad_to_capacity off"
-            )
+
+def _largest(capacity: int, group: ProcessGroup, device: torch.device) -> int:
+    """The largest capacity of all ranks: messages of fixed size must have one size on all.
+
+    A rank with fewer tokens has a smaller one. The hosts ask each other where the group lets them,
+    so that none waits for its device.
+    """
+    if "cpu" in {kind.type for kind in group._device_types}:
+        device = torch.device("cpu")
+    found = torch.full((1,), capacity, device=device)
+    all_reduce_small([found], group, op="max")
+    return int(found)
 
 
 @dataclass(frozen=True)

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lamina.mesh import derive_seed, mark
@@ -18,6 +15,7 @@ from lamina.models.mlp import ActivationFunction
 from lamina.models.moe.axes import ExpertAxes
 from lamina.models.moe.config import ExpertsPath
 from lamina.models.moe.dispatcher import ExpertRows
+from lamina.models.moe.products import ExpertRuns, Way, expert_product
 from lamina.models.moe.router import axes_from
 
 _GROUPED = (torch.float32, torch.bfloat16, torch.float16)
@@ -99,13 +97,17 @@ class GroupedExperts(nn.Module):
         """
         rows, up, _ = under_autocast(arrived.rows, self.up)
         _, down, _ = under_autocast(rows, self.down)
+        way: Way = "loop"
         if arrived.on_host is not None and len(set(arrived.on_host)) == 1:
-            results = self._batched(rows, up, down)
+            way = "batched"
         elif self._can_group(rows):
-            results = self._grouped(rows, up, down, arrived.counts)
-        else:
-            results = self._loop(rows, up, down, arrived)
-        return results.to(arrived.rows.dtype)
+            way = "grouped"
+        on_host = arrived.on_host
+        if way == "loop" and on_host is None:
+            on_host = tuple(arrived.counts.tolist())
+        runs = ExpertRuns(arrived.counts, on_host, way)
+        inner = self.activation(expert_product(rows, up, runs))
+        return expert_product(inner, down, runs).to(arrived.rows.dtype)
 
     def _can_group(self, rows: Tensor) -> bool:
         if self.path == "loop" or rows.shape[0] == 0:
@@ -124,38 +126,7 @@ class GroupedExperts(nn.Module):
             )
         return False
 
-    def _grouped(self, rows: Tensor, up: Tensor, down: Tensor, counts: Tensor) -> Tensor:
-        ends = counts.cumsum(0).to(torch.int32)
-        inner = self.activation(F.grouped_mm(rows, up.transpose(1, 2), offs=ends))
-        results = F.grouped_mm(inner, down.transpose(1, 2), offs=ends)
-        contiguous: Tensor = _ContiguousGradient.apply(results)  # type: ignore[no-untyped-call]
-        return contiguous
-
-    def _batched(self, rows: Tensor, up: Tensor, down: Tensor) -> Tensor:
-        """As many rows for each expert."""
-        stacked = rows.view(up.shape[0], -1, rows.shape[1])
-        inner = self.activation(torch.bmm(stacked, up.transpose(1, 2)))
-        return torch.bmm(inner, down.transpose(1, 2)).flatten(0, 1)
-
-    def _loop(self, rows: Tensor, up: Tensor, down: Tensor, arrived: ExpertRows) -> Tensor:
-        counts = arrived.counts.tolist() if arrived.on_host is None else arrived.on_host
-        # unbind, not indexing, whose backward writes zeros for all experts at each.
-        parts = zip(torch.split(rows, list(counts)), up.unbind(0), down.unbind(0), strict=True)
-        return torch.cat([F.linear(self.activation(F.linear(x, u)), d) for x, u, d in parts])
-
     def extra_repr(self) -> str:
         """Sizes, for printing."""
         held, _, hidden = self.up.shape
         return f"{held} experts from {self.first}, {hidden} -> {self.down.shape[2]} -> {hidden}"
-
-
-class _ContiguousGradient(torch.autograd.Function):
-    """grouped_mm's backward refuses gradients that were expanded (of a sum, for one)."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return grad.contiguous()

@@ -80,11 +80,12 @@ class MoELayer(nn.Module):
             As ``x``.
 
         """
+        context = context or RoutingContext()
         tokens = x.reshape(-1, x.shape[-1])
         if shape is None and x.ndim == 3:
             shape = (x.shape[0], x.shape[1])
         routing = self.router(tokens, context, shape)
-        way = self.dispatcher.dispatch(tokens, routing)
+        way = self.dispatcher.dispatch(tokens, routing, context.capacities)
         inner = None if self.shared is None else self.shared.activation(self.shared.up(x))
         results = self.experts(way.arrive())
         way.give_back(results)

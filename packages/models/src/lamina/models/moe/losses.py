@@ -53,11 +53,16 @@ class RoutingContext:
         scale: of auxiliary losses.
         padding: bool ``[tokens]`` of this rank: True for tokens that go to no expert and count in
             no loss; None where all count.
+        capacities: the largest that the ranks of a group have, by their numbers, for
+            ``pad_to_capacity``: found out by the first layer.
+        told: what the user was warned of in this forward.
 
     """
 
     scale: AuxiliaryScale = field(default_factory=AuxiliaryScale)
     padding: Tensor | None = None
+    capacities: dict[tuple[int, ...], int] = field(default_factory=dict)
+    told: set[str] = field(default_factory=set)
 
     @staticmethod
     def build(

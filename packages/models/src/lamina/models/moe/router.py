@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from lamina.collectives import all_reduce_small
+from lamina.ddp import main_of
 from lamina.mesh import ParallelMesh, mark
 from lamina.models.axes import MeshLike
 from lamina.models.dropout import dropout_stream
@@ -67,6 +69,8 @@ class TopKRouter(nn.Module):
         self.totals = RoutingTotals()
         self.finished: RoutingTotals | None = None
         self.loads_of_step: Tensor | None = None
+        self.step_watched = False
+        self._version = 0
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -116,6 +120,7 @@ class TopKRouter(nn.Module):
                 weights = inject(weights, torch.stack([*losses.values()]).sum(), context.scale)
         routing = self._limit(experts, weights, chosen, padding is not None)
         if self.training and not _running_again():
+            self._notice_step(context.told)
             self._record(scored, chosen, routing.counts, losses)
         return routing
 
@@ -233,6 +238,29 @@ class TopKRouter(nn.Module):
             weights = weights.masked_fill(experts == moe.num_experts, 0.0)
         fixed = capacity if moe.pad_to_capacity and self.training else None
         return Routing(experts, weights, counts, holes, fixed)
+
+    def _notice_step(self, told: set[str]) -> None:
+        """Warn, once, where the weights were written between counting tokens and the step's end.
+
+        For optimizers that know nothing of wrappers; others ask `needs_finalize` as they step, and
+        say so by `step_watched`.
+        """
+        weight = main_of(self.weight)
+        if torch.compiler.is_compiling() or weight.is_inference():
+            return
+        written, self._version = weight._version != self._version, weight._version
+        if not written or self.step_watched or not self.needs_finalize:
+            return
+        self.step_watched = True
+        if "unfinished" not in told:
+            told.add("unfinished")
+            warnings.warn(
+                "an optimizer has stepped, and routers were not told that the step ended: biases "
+                "do not move and counts for a global loss go on. Call lamina.ddp.finalize_grads("
+                "model, mesh) after the last backward of every step (for a model without a wrapper "
+                "finalize_plain_grads, or router.finalize_step(None) in one process)",
+                stacklevel=2,
+            )
 
     @torch.no_grad()
     def _record(

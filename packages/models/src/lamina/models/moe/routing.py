@@ -19,7 +19,8 @@ class Routing:
         weights: ``[tokens, top_k]`` in float32 or wider, 0 for a copy that goes nowhere.
         counts: int64 ``[num_experts]``: copies that go to each expert.
         holes: whether copies may go nowhere. Known without looking at the device.
-        capacity: send every expert exactly this many rows; None sends what there is.
+        capacity: send every expert exactly this many rows, or as many as the rank with the largest
+            capacity; None sends what there is.
 
     """
 

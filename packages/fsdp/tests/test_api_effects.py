@@ -183,6 +183,25 @@ def test_main_grads_have_the_dtype_that_was_asked_for_and_are_stepped_with(
     assert not torch.equal(after["enter.weight"], before["enter.weight"])
 
 
+@pytest.mark.ranks(4)
+def test_main_grads_that_no_reduction_writes_are_refused_when_sharding(ranks):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
+    policy = MixedPrecisionPolicy(main_grads_dtype=BF16)
+    model = build()
+    with pytest.raises(ValueError, match=r"of temperature travel in torch\.float32.*grad_comm"):
+        fully_shard(model, device_mesh=mesh["inner"], mixed_precision_policy=policy)
+    with pytest.raises(ValueError, match=r"main_grads_dtype=torch\.bfloat16"):
+        shard_module(model, mesh["inner"], mp_policy=policy)
+    replicas = {"device_mesh": mesh, "dp_shard_dim": "inner", "dp_outer_dim": "outer"}
+    policy = MixedPrecisionPolicy(param_dtype=BF16, main_grads_dtype=BF16)
+    with pytest.raises(ValueError, match=r"float32 over the 2 replicas.*reproducible=True"):
+        fully_shard(model, mixed_precision_policy=policy, **replicas)
+    assert not any(hasattr(p, "to_local") for p in model.parameters()), "nothing was touched"
+    model = fully_shard(model, mixed_precision_policy=policy, reproducible=True, **replicas)
+    model(inputs(model, ranks.rank).to(BF16)).float().sum().backward()
+    assert {p.grad.dtype for p in model.parameters()} == {BF16}
+
+
 class Norms(nn.Module):
     """Does not know of mixed precision: an RMSNorm with fp32 weights gives fp32."""
 

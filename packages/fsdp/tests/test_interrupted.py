@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
+from lamina.buffers import StaleStorageError
 from lamina.ddp import full_gradients, full_parameters
 from lamina.fsdp import MixedPrecisionPolicy, RankOrderError, UnavailableError, fully_shard
 from lamina_testing.toys import Block, OddNet, inputs
@@ -89,12 +90,19 @@ def test_state_is_what_the_optimizer_updates_wherever_a_step_has_stopped(strateg
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("strategy", [1, 3])
-def test_a_graph_that_is_kept_can_be_walked_again_but_not_differentiated(strategy, ranks):
+@pytest.mark.parametrize(
+    ("strategy", "slots", "step"), [(1, False, 0), (3, False, 0), (3, True, 0), (3, True, 1)]
+)
+def test_a_graph_that_is_kept_can_be_walked_again_but_not_differentiated(
+    strategy, slots, step, ranks
+):
+    """Slots are planned after the first backward that keeps no graph."""
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
-    model = fully_shard(
-        build(), device_mesh=mesh, fsdp_unit_modules=[Block], zero_dp_strategy=strategy
-    )
+    settings = {"zero_dp_strategy": strategy, "fsdp_double_buffer": slots}
+    model = fully_shard(build(), device_mesh=mesh, fsdp_unit_modules=[Block], **settings)
+    for number in range(step):
+        model(inputs(model, number)).sum().backward()
+        model.zero_grad()
     x = inputs(model, ranks.rank).requires_grad_()
     loss = model(x).square().mean()
     loss.backward(retain_graph=True)
@@ -112,6 +120,20 @@ def test_a_graph_that_is_kept_can_be_walked_again_but_not_differentiated(strateg
         model(x).square().mean().backward()
 
 
+@pytest.mark.ranks(2)
+def test_a_graph_that_slots_have_left_behind_is_refused_by_name(ranks):
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    model = fully_shard(
+        build(), device_mesh=mesh, fsdp_unit_modules=[Block], fsdp_double_buffer=True
+    )
+    kept = loss_of(model, ranks.rank)
+    kept.backward(retain_graph=True)
+    loss_of(model, ranks.rank).backward()  # keeps none: slots are planned
+    with pytest.raises(StaleStorageError, match=r"(root|blocks\.\d) has taken another place.*anew"):
+        kept.backward()
+    loss_of(model, ranks.rank).backward()
+
+
 class Picky(OddNet):
     """Leaves a block out where it is told to."""
 
@@ -122,17 +144,23 @@ class Picky(OddNet):
         return self.leave(x) * self.temperature
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, 4)
 @pytest.mark.parametrize("warm", [False, True])
 def test_a_unit_that_runs_on_some_ranks_only_is_named(warm, ranks):
-    """At first its gather is missing; once all are gathered ahead, its run."""
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    """At first its gather is missing; once all are gathered ahead, its run. Replicas too (HSDP)."""
+    mesh = {"device_mesh": init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))}
+    ran, strays = "0", "1"
+    if ranks.world_size == 4:
+        two = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
+        mesh = {"device_mesh": two, "dp_shard_dim": "inner", "dp_outer_dim": "outer"}
+        ran, strays = "0, 1", "2, 3"
     for left_out in (0, 2):
-        model = fully_shard(Picky(), device_mesh=mesh, fsdp_unit_modules=[Block], check_order=True)
+        model = fully_shard(Picky(), fsdp_unit_modules=[Block], check_order=True, **mesh)
         if warm:
             model(inputs(model, ranks.rank)).sum().backward()
             model(inputs(model, ranks.rank), without=1).sum().backward()  # on all ranks: allowed
+        stray = str(ranks.rank) in strays
         with pytest.raises(
-            RankOrderError, match=rf"blocks\.{left_out} has run on ranks \[0\].*\[1\]"
+            RankOrderError, match=rf"blocks\.{left_out} has run on ranks \[{ran}\].*\[{strays}\]"
         ):
-            model(inputs(model, 0), without=left_out if ranks.rank == 1 else None).sum().backward()
+            model(inputs(model, 0), without=left_out if stray else None).sum().backward()

@@ -7,7 +7,7 @@ run one after the other even on two streams, so a prefetch would wait for a redu
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
@@ -61,6 +61,12 @@ class DataParallelAxes:
             outer if self.outer.size > 1 else Replicate(),
             inner if self.inner.size > 1 else Replicate(),
         )
+
+    def ranks_inside(self) -> DataParallelAxes:
+        """With ranks along the outer axis alone, it is the inner one: one collective, not two."""
+        if self.inner.size > 1 or self.outer.size == 1:
+            return self
+        return replace(self, outer=self.inner, inner=self.outer)
 
     @property
     def here(self) -> str:

@@ -125,16 +125,35 @@ class GroupGradients:
             self.main.data.zero_()
             self.state = GradientState.FINAL
 
+    @property
+    def kept_apart(self) -> bool:
+        """Whether there are gradients that who writes to main grads does not reach."""
+        outside = self.state is GradientState.PARTIAL and not self._sum.sums_in_main
+        if outside or self._carried is not None:
+            return True
+        return self._local is not None and self._local.data_ptr() != self.main.data.data_ptr()
+
     def clear_place(self) -> None:
-        """Put zeros where main grads hold nothing yet: somebody may look at them early."""
-        if self._local is not None and self._local.data_ptr() == self.main.data.data_ptr():
-            for index, written in enumerate(self.written):
+        """Put zeros where main grads hold nothing yet: somebody may look at them early.
+
+        Negative ones where gradients are kept apart, so that `zero_()` can be told from other
+        writes (see `lamina.ddp.user_gradients`).
+        """
+        sums = self.state is GradientState.PARTIAL and self._sum.sums_in_main
+        if not self.kept_apart:
+            for index, written in enumerate(self.written if self.has_local else ()):
                 if not written:
                     self.view(index).zero_()
-        elif self.state is GradientState.EMPTY or (
-            self.state is GradientState.PARTIAL and not self._sum.sums_in_main
-        ):
-            self.main.data.zero_()
+        elif self.state is not GradientState.FINAL and not sums:
+            self.main.data.fill_(-0.0)
+
+    def drop(self, index: int) -> None:
+        """Forget one parameter's gradient, where it is not part of sums that are kept apart."""
+        sums = self.state is GradientState.PARTIAL and self._sum.sums_in_main
+        if self.state is GradientState.FINAL or sums:
+            self.main.span_view(self.layout.specs[index].name).zero_()
+            self.seen[index] = False
+        self.written[index] = False
 
     def scale(self, factor: float) -> None:
         """Multiply all gradients, those not yet summed over ranks included."""
@@ -142,6 +161,7 @@ class GroupGradients:
         for tensor in (main, self._local, self._carried):
             if tensor is not None:
                 tensor.mul_(factor)
+        self._sum.squares = None
         self._sum.scale_kept(factor)
 
     def discard_local(self) -> None:

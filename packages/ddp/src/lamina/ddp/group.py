@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -121,7 +121,7 @@ class ParameterGroup:
         factory: WeightsFactory = whole_weights,
     ) -> None:
         self.refs = tuple(refs)
-        self.axes = _single_axis_inside(axes)
+        self.axes = axes.ranks_inside()
         self.dtypes = dtypes
         self.settings = settings
         self.requires_grad = self.refs[0].parameter.requires_grad
@@ -271,7 +271,7 @@ class ParameterGroup:
         The place is shown early so that a `zero_grad` between microbatches is noticed.
         """
         gradients = self.trained
-        if not final and all(main.grad is None for main in self.main_parameters):
+        if not final:
             gradients.clear_place()
         started = gradients.state is not GradientState.EMPTY or gradients.has_local
         for index, main in enumerate(self.main_parameters):
@@ -279,8 +279,13 @@ class ParameterGroup:
             main.grad = self.gradient_of(index) if shown else None
 
     def note_reduced(self) -> None:
-        """The gradients are as their reduction left them: `squares` holds until they change."""
+        """The gradients are as the engine left them: `squares` holds until they change."""
         self._reduced = self._gradient_versions()
+
+    @property
+    def written_since(self) -> bool:
+        """Whether anything has written to the gradients since `note_reduced` (see `squares`)."""
+        return self._reduced != self._gradient_versions()
 
     @property
     def squares(self) -> Squares | None:
@@ -290,8 +295,7 @@ class ParameterGroup:
         not count what `GradScaler.unscale_` does, so whole gradients are always measured anew.
         `.grad.data` has a counter of its own and hides writes.
         """
-        known = self._cuts_rest and self._reduced == self._gradient_versions()
-        return self.trained.squares if known else None
+        return self.trained.squares if self._cuts_rest and not self.written_since else None
 
     def _gradient_versions(self) -> tuple[int, int]:
         # A ShardedTensor counts writes by itself, and its flat memory does not.
@@ -390,10 +394,3 @@ class ParameterGroup:
             copy_role(ref.parameter, parameter)
             made.append(parameter)
         return made
-
-
-def _single_axis_inside(axes: DataParallelAxes) -> DataParallelAxes:
-    """With ranks along the outer axis alone, take it as the inner one: one collective, not two."""
-    if axes.inner.size > 1 or axes.outer.size == 1:
-        return axes
-    return replace(axes, outer=axes.inner, inner=axes.outer)

@@ -151,6 +151,7 @@ class GradientReducer:
         self._unfinished = True
         for group in self.groups:
             group.show_gradients(final=False)
+            group.note_reduced()
 
     def set_cadence(self, cadence: Cadence) -> None:
         """Choose how often gradients are summed over the inner axis, between two steps.
@@ -253,6 +254,8 @@ class GradientReducer:
         """Issue the last reduction of gradients that `no_sync` left unfinished, without waiting."""
         if not self._unfinished or self._started:
             return
+        for group in self.groups:
+            follow_user(group)
         self._started = True
         self._ready.clear()
         self._waiting = deque(self.groups)
@@ -282,7 +285,9 @@ class GradientReducer:
         if self._started:
             self.finish()
         for group in self.groups:
+            follow_user(group)
             group.trained.scale(factor)
+            group.note_reduced()
 
     def _close_place(self, place: int) -> None:
         self.close(self.groups[place])

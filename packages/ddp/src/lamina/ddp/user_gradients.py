@@ -11,7 +11,12 @@ __all__ = ["follow_user", "zero_gradients"]
 
 
 def follow_user(group: ParameterGroup) -> None:
-    """Bring a group's state in line with `.grad` as the user left it."""
+    """Bring a group's state in line with `.grad` as the user left it.
+
+    Raises:
+        RuntimeError: if gradients that are kept apart until the last microbatch would have to be
+            changed otherwise than all to zero.
+    """
     gradients = group.trained
     if gradients.state is GradientState.EMPTY and not gradients.has_local:
         return
@@ -22,13 +27,36 @@ def follow_user(group: ParameterGroup) -> None:
     for index, main in enumerate(mains):
         span = gradients.main.span_view(group.refs[index].name)
         if main.grad is None:
-            if gradients.state is GradientState.FINAL:
-                span.zero_()
-                gradients.seen[index] = False
+            if gradients.kept_apart and gradients.state is GradientState.PARTIAL:
+                raise RuntimeError(_unfinished(group.refs[index].name))
+            gradients.drop(index)
             continue
         local = _local_of(main.grad)
         if local.data_ptr() != span.data_ptr() and span.numel():
             span.copy_(local.reshape(-1))  # the user put a tensor of their own there
+    if gradients.kept_apart and group.written_since:
+        _follow_zeroing(group)
+
+
+def _follow_zeroing(group: ParameterGroup) -> None:
+    """Somebody has written to the place of gradients that are elsewhere: zeros, one hopes.
+
+    The place held negative zeros (or gradients): what is not `zero_()` leaves something of them.
+    """
+    for ref in group.refs:
+        span = group.trained.main.span_view(ref.name)
+        if bool(span.ne(0).logical_or_(span.signbit()).any()):
+            raise RuntimeError(_unfinished(ref.name))
+    zero_gradients(group)
+
+
+def _unfinished(name: str) -> str:
+    return (
+        f"the gradient of {name} was changed between microbatches, and what it holds then is kept "
+        "apart until the last one: only zeroing those of all its neighbours in the buffer can be "
+        "followed. Zero with zero_grad() of the wrapped module or of one optimizer over all of "
+        "them, scale with scale_gradients(), and unscale or clip after finish_grad_sync()"
+    )
 
 
 def zero_gradients(group: ParameterGroup) -> None:

@@ -19,6 +19,7 @@ from lamina.fsdp.meshes import model_axes
 from lamina.fsdp.module import ShardedModule
 from lamina.fsdp.precision import MixedPrecisionPolicy
 from lamina.fsdp.regions import Regions, regions_of, show_parts
+from lamina.fsdp.scalers import meet_scalers
 from lamina.fsdp.sharding import shard_model
 from lamina.fsdp.state import (
     finish_before_steps,
@@ -242,6 +243,7 @@ def fully_shard_optimizer(optimizer: OptimizerT, module: nn.Module) -> Optimizer
     point_optimizer_at(optimizer, groups)
     warn_of_unfinished_steps(optimizer, module)
     finish_before_steps(optimizer, module.sharding_engine)
+    meet_scalers(optimizer, module.sharding_engine, groups)
     FlatStep(optimizer, groups, module.sharding_engine.mark_weights_changed)
     module.sharding_engine.follows_optimizer = True
     prepare_optimizer_state(optimizer, whole=gives_whole_tensors(module), regions=regions)

@@ -85,6 +85,7 @@ class ShardingEngine:
         self._ran_backward: list[Unit] = []
         self._recomputed: Unit | None = None
         self._all_whole = False
+        self._graph_kept = False  # by the newest backward: another may come to the same places
 
     @property
     def groups(self) -> Iterator[ParameterGroup]:
@@ -200,10 +201,15 @@ class ShardingEngine:
 
     # -- backward -----------------------------------------------------------------------------
 
-    def before_backward(self, unit: Unit) -> None:
-        """The first gradient has reached one of the unit's outputs."""
+    def before_backward(self, unit: Unit, places: Sequence[int]) -> None:
+        """The first gradient has reached one of the unit's outputs, of a forward in these places.
+
+        Raises:
+            StaleStorageError: if slots have moved the unit since that forward.
+        """
         if self.phase is Phase.IDLE:
             self._begin_backward()
+        unit.return_to(places)
         if not unit.in_backward:
             unit.in_backward = True
             self._ran_backward.append(unit)
@@ -234,6 +240,7 @@ class ShardingEngine:
                 "which keeps weights whole"
             )
         self.phase = Phase.BACKWARD
+        self._graph_kept = torch._C._autograd._get_current_graph_task_keep_graph()  # type: ignore[attr-defined, unused-ignore]
         self._ran_backward = []
         self._recomputed = None
         self.reducer.begin_backward()
@@ -262,13 +269,13 @@ class ShardingEngine:
         for unit in self.units:
             unit.in_backward = False
             unit.reshard()
-            if not unit.expects_more:
+            if not (unit.expects_more or self._graph_kept):
                 for weights in unit.gathered:
                     weights.forget_place()
 
     def _plan_slots(self) -> None:
         """Give units that never live together common places, once a whole step was observed."""
-        if self._pool is None or self._planned or not self._order:
+        if self._pool is None or self._planned or self._graph_kept or not self._order:
             return
         if any(unit.expects_more for unit in self.units):
             return

@@ -76,7 +76,10 @@ class _UnitHooks:
     def after(self, output: Any) -> Any:
         """Watch for gradients of the outputs, and release."""
         if torch.is_grad_enabled():
-            _mark_outputs(output, functools.partial(self._engine.before_backward, self.unit))
+            come_back = functools.partial(
+                self._engine.before_backward, self.unit, self.unit.places()
+            )
+            _mark_outputs(output, come_back)
         for group in self.unit.groups:
             hide_dtensors(group.refs)
         self._engine.after_forward(self.unit)

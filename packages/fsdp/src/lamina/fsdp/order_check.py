@@ -1,8 +1,10 @@
 """`check_order=True`: a unit that runs on some ranks only is named, where it would hang the others.
 
-Under strategy 3 a unit's gather needs all ranks, so it runs on all of them or on none. Before every
-gather, and at the end of every forward and backward, ranks tell each other where they are: a small
-collective and a synchronisation each time, on a communicator of its own.
+Under strategy 3 a unit's gather needs all ranks, so it runs on all of them or on none. Replicas
+(HSDP, HFSDP) gather apart and reduce together, in the order in which each ran: a unit that only
+some of them run would be summed with another. Before every gather, and at the end of every forward
+and backward, ranks tell each other where they are: a small collective per axis and a
+synchronisation each time, on communicators of their own.
 """
 
 from __future__ import annotations
@@ -12,8 +14,8 @@ from collections.abc import Sequence
 import torch
 
 from lamina.collectives import all_gather_into
+from lamina.ddp import DataParallelAxes
 from lamina.fsdp.unit import Unit
-from lamina.mesh import MeshAxis
 
 __all__ = ["OrderCheck", "RankOrderError"]
 
@@ -31,14 +33,17 @@ class OrderCheck:
     """Compares over ranks which unit comes next.
 
     Args:
-        axis: the sharding axis.
+        axes: the sharding axis, and that of replicas.
         units: the model's units.
         device: where the messages lie.
     """
 
-    def __init__(self, axis: MeshAxis, units: Sequence[Unit], device: torch.device) -> None:
-        self._axis = axis
-        self._group = axis.sibling("check")
+    def __init__(self, axes: DataParallelAxes, units: Sequence[Unit], device: torch.device) -> None:
+        compared = [axis for axis in (axes.inner, axes.outer) if axis.size > 1]
+        self._name = " and ".join(repr(axis.name) for axis in compared)
+        self._me = axes.inner.ranks[axes.inner.rank]
+        self._groups = [axis.sibling("check") for axis in compared]
+        self._sizes = [axis.size for axis in compared]
         self._names = [unit.name or "the root" for unit in units]
         self._places = {id(unit): place for place, unit in enumerate(units)}
         self._device = device
@@ -61,26 +66,33 @@ class OrderCheck:
         self._meet(len(self._names) + backward, ran)
 
     def _meet(self, place: int, ran: Sequence[Unit]) -> None:
-        if self._group is None:
-            return
         flags = [0] * len(self._names)
         for unit in ran:
             flags[self._places[id(unit)]] = 1
-        mine = torch.tensor([place, *flags], device=self._device)
-        everybody = mine.new_empty(self._axis.size * mine.numel())
-        all_gather_into(everybody, mine, self._group).wait()
-        found: list[list[int]] = everybody.view(self._axis.size, -1).tolist()
+        found = self._everybodys([self._me, place, *flags])
         where = [*self._names, *self._stops]
-        by_place = {where[one[0]]: self._ranks(found, 0, one[0]) for one in found}
-        at = "; ".join(f"at {name} on ranks {ranks}" for name, ranks in by_place.items())
-        for index, name in enumerate(self._names, start=1):
-            on, off = self._ranks(found, index, 1), self._ranks(found, index, 0)
+        at = "; ".join(
+            f"at {where[one]} on ranks {_ranks(found, 1, one)}"
+            for one in dict.fromkeys(message[1] for message in found)
+        )
+        for index, name in enumerate(self._names, start=2):
+            on, off = _ranks(found, index, 1), _ranks(found, index, 0)
             if on and off:
-                ran_on = f"{name} has run on ranks {on} of {self._axis.name!r} and not on {off}"
+                ran_on = f"{name} has run on ranks {on} of {self._name} and not on {off}"
                 raise RankOrderError(f"{ran_on} ({at}). {_REMEDY}")
-        if len(by_place) > 1:
-            raise RankOrderError(f"ranks of {self._axis.name!r} differ: {at}. {_REMEDY}")
+        if len({message[1] for message in found}) > 1:
+            raise RankOrderError(f"ranks of {self._name} differ: {at}. {_REMEDY}")
 
-    def _ranks(self, found: Sequence[Sequence[int]], index: int, value: int) -> list[int]:
-        ranks = zip(self._axis.ranks, found, strict=True)
-        return [rank for rank, one in ranks if one[index] == value]
+    def _everybodys(self, mine: list[int]) -> list[list[int]]:
+        """The messages of all ranks, in their order: gathered along one axis after the other."""
+        messages = torch.tensor(mine, device=self._device)
+        for group, size in zip(self._groups, self._sizes, strict=True):
+            everybody = messages.new_empty(size * messages.numel())
+            all_gather_into(everybody, messages, group).wait()
+            messages = everybody
+        found: list[list[int]] = messages.view(-1, len(mine)).tolist()
+        return sorted(found)
+
+
+def _ranks(found: Sequence[Sequence[int]], index: int, value: int) -> list[int]:
+    return [message[0] for message in found if message[index] == value]

@@ -42,7 +42,7 @@ from lamina.fsdp.module import ShardedModule, is_sharded
 from lamina.fsdp.offload import resolve_offload
 from lamina.fsdp.precision import MixedPrecisionPolicy, policy_from
 from lamina.fsdp.regions import Regions, show_parts
-from lamina.fsdp.sharding import ShardingSettings, make_unit
+from lamina.fsdp.sharding import ShardingSettings, check_gradient_dtypes, make_unit
 from lamina.fsdp.tensor_parallel import localise_dtensors
 from lamina.fsdp.unit import Unit
 from lamina.fsdp.units import UnitPlan, refuse_container
@@ -168,6 +168,7 @@ def shard_module(
     keep = _resharding(reshard_after_forward, settings)
     inner = tuple(m for m in module.modules() if isinstance(m, ModuleWithUnit))
     plan = UnitPlan("", module, tuple(_own(module, inner, ignored)), inner)
+    check_gradient_dtypes(plan, settings)
     buffers = _SharedBuffers()
     keep_modules(plan.own_modules(), plan.refs, settings.precision)
     unit = make_unit(plan, settings, buffers, StoragePool(settings.device))

@@ -47,7 +47,7 @@ from lamina.fsdp.unit import Unit
 from lamina.fsdp.units import UnitPlan, plan_units
 from lamina.fsdp.weights import ShardedWeights
 
-__all__ = ["ShardingSettings", "make_unit", "shard_model"]
+__all__ = ["ShardingSettings", "check_gradient_dtypes", "make_unit", "shard_model"]
 
 
 @dataclass(frozen=True)
@@ -116,6 +116,8 @@ def shard_model(module: nn.Module, settings: ShardingSettings) -> ShardedModule:
     if settings.fine_grained:
         plans = refine(module, plans)
     _check_budgets(plans, settings)
+    for plan in plans:
+        check_gradient_dtypes(plan, settings)
     transient = TransientBuffers()
     memory = settings.slot_memory
     pool = StoragePool(
@@ -147,7 +149,7 @@ def shard_model(module: nn.Module, settings: ShardingSettings) -> ShardedModule:
         overlap_gather=settings.overlap_gather,
         fixed_addresses=settings.fixed_addresses,
         gather_budget=settings.gather_budget,
-        order_check=OrderCheck(settings.dense.inner, units, settings.device)
+        order_check=OrderCheck(settings.dense, units, settings.device)
         if settings.check_order and gathers
         else None,
     )
@@ -192,6 +194,30 @@ def make_unit(
         for members, axes, dtypes, name in _groups_of(plan, settings)
     ]
     return Unit(plan.name, plan.module, groups)
+
+
+def check_gradient_dtypes(plan: UnitPlan, settings: ShardingSettings) -> None:
+    """Raise ValueError for main grads of a dtype that no reduction of a unit's groups writes.
+
+    A reduction stores what it sends, or the fp32 sum of it; what replicas add up is fp32 already.
+    The reproducible one keeps its sums apart, and rounds them to any dtype at the end.
+    """
+    for members, axes, dtypes, _ in _groups_of(plan, settings):
+        if not members[0].parameter.requires_grad or settings.reduction.cadence is not None:
+            continue
+        sent = dtypes.wire
+        if axes.ranks_inside().outer.size > 1:
+            sent = torch.promote_types(sent, torch.float32)
+        if dtypes.grads in (torch.float32, sent):
+            continue
+        over = f" ({sent} over the {axes.outer.size} replicas)" if sent != dtypes.wire else ""
+        kept = " or ".join(dict.fromkeys([str(torch.float32), str(sent)]))
+        other = "" if over else f" or grad_comm_dtype={dtypes.grads}"
+        raise ValueError(
+            f"main_grads_dtype={dtypes.grads}: gradients of {members[0].name} travel in "
+            f"{dtypes.wire}{over}, and their sum is kept in {kept}: use that{other}, or "
+            "reproducible=True"
+        )
 
 
 def _check_budgets(plans: Sequence[UnitPlan], settings: ShardingSettings) -> None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from torch import nn
 
+from lamina.buffers import StaleStorageError
 from lamina.ddp import ParameterGroup, WeightsState
 from lamina.fsdp.weights import ShardedWeights
 
@@ -116,6 +117,26 @@ class Unit:
         for group in self.groups:
             group.weights.release()
             group.install_main_parameters()
+
+    def places(self) -> tuple[int, ...]:
+        """Where the whole weights lie now, which is where autograd saves views of them."""
+        return tuple(weights.place for weights in self.gathered)
+
+    def return_to(self, places: Sequence[int]) -> None:
+        """The backward of a forward that ran in these places comes now (again).
+
+        Raises:
+            StaleStorageError: if another place was taken since, which that graph does not know.
+        """
+        if self.places() != tuple(places):
+            raise StaleStorageError(
+                f"{self.name or 'the root'} has taken another place since the forward whose "
+                "backward runs again (retain_graph=True), as other backwards came between: run "
+                "that forward anew, walk its graph again before other backwards, or use "
+                "fsdp_double_buffer=False"
+            )
+        for weights in self.gathered:
+            weights.remember_place()
 
     def set_reshard_after_forward(self, reshard: bool) -> None:
         """Whether whole weights are given back between forward and backward, the root's too."""

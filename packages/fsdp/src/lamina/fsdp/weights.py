@@ -63,6 +63,11 @@ class ShardedWeights(Weights):
         """Autograd saves views of the storage: until `forget_place` it has to come back there."""
         self._saved_epoch = self._pool.epoch(self._key)
 
+    @property
+    def place(self) -> int:
+        """Number of the place that the storage has now; one that it left is never had again."""
+        return self._pool.epoch(self._key)
+
     def forget_place(self) -> None:
         """No graph holds views of the storage any more."""
         self._saved_epoch = None

@@ -1,0 +1,161 @@
+"""The user's own optimizer: zeroing in place between microbatches, and gradient scalers."""
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from lamina.ddp import ShardedGradScaler, full_parameters
+from lamina.fsdp import fully_shard
+from lamina.mesh import ParallelLayout, mark
+from lamina_testing.toys import Block, OddNet, inputs
+
+
+def build():
+    torch.manual_seed(7)
+    return OddNet()
+
+
+def sgd(model, **settings):
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01, **settings)
+
+
+def loss_of(model, number, rank):
+    return model(inputs(model, 10 * number + rank)).square().mean()
+
+
+def shard(world, outer=None, **settings):
+    model = build()
+    optimizer = sgd(model, foreach=outer is None)
+    if outer is None:
+        mesh = {"device_mesh": init_device_mesh("cpu", (world,), mesh_dim_names=("dp",))}
+    else:
+        shape = (2, world // 2)
+        mesh = {
+            "device_mesh": init_device_mesh("cpu", shape, mesh_dim_names=("outer", "inner")),
+            "dp_shard_dim": "inner",
+            "dp_outer_dim": "outer",
+            "outer_dp_sharding_strategy": outer,
+        }
+    return fully_shard(model, optimizer, fsdp_unit_modules=[Block], **mesh, **settings)
+
+
+CASES = {
+    2: [
+        {"zero_dp_strategy": 0},
+        {"zero_dp_strategy": 0, "reproducible": True},
+        {"zero_dp_strategy": 1},
+        {"zero_dp_strategy": 2},
+        {"zero_dp_strategy": 3, "reproducible": True},
+    ],
+    4: [{"zero_dp_strategy": 1, "outer": 0}, {"zero_dp_strategy": 3, "outer": 1}],
+}
+
+
+def expected(world):
+    """Two steps in one process, with a step of zeros before the second."""
+    model = build()
+    optimizer = sgd(model)
+    for number in range(2):
+        if number:
+            optimizer.zero_grad(set_to_none=False)
+            optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+        (sum(loss_of(model, number, r) for r in range(world)) / world).backward()
+        optimizer.step()
+    return {name: p.detach() for name, p in model.named_parameters()}
+
+
+@pytest.mark.ranks(2, 4)
+@pytest.mark.parametrize("by", ["optimizer", "module"])
+def test_zeroing_in_place_between_microbatches_discards_them(by, ranks):
+    wanted = expected(ranks.world_size)
+    for settings in CASES[ranks.world_size]:
+        model, optimizer = shard(ranks.world_size, **settings)
+        zeroing = optimizer if by == "optimizer" else model
+        for number in range(2):
+            with model.no_sync():
+                loss_of(model, 90, ranks.rank).backward()
+            zeroing.zero_grad(set_to_none=False)
+            if number:
+                optimizer.step()
+                with model.no_sync():
+                    loss_of(model, 91, ranks.rank).backward()
+                zeroing.zero_grad(set_to_none=False)
+            loss_of(model, number, ranks.rank).backward()
+            optimizer.step()
+            zeroing.zero_grad(set_to_none=False)
+        for name, value in full_parameters(model).items():
+            torch.testing.assert_close(
+                value, wanted[name], rtol=0, atol=3e-6, msg=f"{settings}: {name}"
+            )
+
+
+@pytest.mark.ranks(2)
+def test_other_writes_between_microbatches_are_refused_where_they_would_be_lost(ranks):
+    def scale(model):
+        for p in model.parameters():
+            p.grad.mul_(0.5)
+
+    def zero_one(model):
+        model.blocks[0].up.weight.grad.zero_()
+
+    def own(model):
+        for p in model.parameters():
+            p.grad = torch.ones_like(p)
+
+    for change in (scale, zero_one, own):
+        model, _ = shard(2, zero_dp_strategy=1)
+        with model.no_sync():
+            loss_of(model, 0, ranks.rank).backward()
+        change(model)
+        with pytest.raises(RuntimeError, match=r"between microbatches.*scale_gradients\(\)"):
+            model.finish_grad_sync()
+    model, optimizer = shard(2, zero_dp_strategy=1)
+    with model.no_sync():
+        loss_of(model, 0, ranks.rank).backward()
+    optimizer.zero_grad()
+    model.finish_grad_sync()
+    assert all(p.grad is None for p in model.parameters())
+
+
+class OneOverflow(nn.Module):
+    """One element of one rank's gradient overflows when told to."""
+
+    def __init__(self, tp):
+        super().__init__()
+        self.piece = nn.Parameter(torch.ones(64))
+        if tp:
+            mark(self.piece, tp_shard_dim=0)
+
+    def forward(self, factor):
+        scales = torch.ones(64)
+        scales[40] = factor
+        return (self.piece * scales).sum()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("axis", ["dp_shard", "tp"])
+def test_one_overflow_anywhere_skips_the_step_everywhere(axis, fused, ranks):
+    """A plain scaler is refused where other ranks hold other parameters."""
+    mesh = ParallelLayout(**{axis: 2}).build("cpu")
+    for settings in ({}, {"sync_model_each_microbatch": False}):
+        model = OneOverflow(axis == "tp")
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=fused)
+        model, optimizer = fully_shard(model, optimizer, device_mesh=mesh, **settings)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+        if axis == "tp":
+            scaler.scale(model(1.0)).backward()
+            with pytest.raises(RuntimeError, match=r"1 of the 2 ranks.*ShardedGradScaler\(mesh\)"):
+                scaler.step(optimizer)
+            optimizer.zero_grad()
+            scaler = ShardedGradScaler(mesh, init_scale=2.0**10)
+        for factor, stepped in ((1e38, False), (1.0, True)):
+            scaler.scale(model(factor if ranks.rank == 1 else 1.0)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            assert scaler.get_scale() == 2.0**9
+            wanted = 1 - 0.01 * 0.01 - 0.01 if stepped else 1.0  # AdamW's first step, unscaled
+            torch.testing.assert_close(full_parameters(model)["piece"], torch.full((64,), wanted))

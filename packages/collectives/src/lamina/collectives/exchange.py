@@ -11,7 +11,7 @@ from .agreement import require_agreement, require_matching_splits
 from .checks import group_rank, group_size, require_disjoint, require_same_device, where
 from .handles import Handle, launch
 from .record import issue
-from .transport import Rest, exchange, host_bound, nothing_left
+from .transport import Rest, exchange, nothing_left
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -78,7 +78,6 @@ def all_to_all(
         device,
         start,
         async_op=async_op,
-        host_bound=host_bound(group, device),
         keep=(output, input),
     )
 

@@ -15,7 +15,7 @@ from .checks import (
 )
 from .handles import Handle, launch
 from .record import issue
-from .transport import Rest, gather_pieces, host_bound, nothing_left
+from .transport import Rest, gather_pieces, nothing_left
 
 if TYPE_CHECKING:
     import torch
@@ -69,7 +69,6 @@ def all_gather_into(
         device,
         start,
         async_op=async_op,
-        host_bound=host_bound(group, device),
         keep=(output, input),
     )
 

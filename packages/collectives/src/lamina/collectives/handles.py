@@ -15,6 +15,7 @@ import torch
 
 from .lanes import Lane, Ticket, lane_of
 from .record import Call
+from .transport import host_bound
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -129,7 +130,6 @@ def launch(
     start: Callable[[], Callable[[], None]],
     *,
     async_op: bool,
-    host_bound: bool,
     keep: tuple[Any, ...] = (),
 ) -> Handle:
     """Run a collective and return its handle.
@@ -141,12 +141,10 @@ def launch(
         start: posts the messages without blocking and returns what is left to do once they are
             under way (wait for them, sum, copy back).
         async_op: leave that rest to the group's lane.
-        host_bound: the rest blocks the host (gloo), so it needs the lane's thread; otherwise a
-            stream is enough (NCCL).
         keep: tensors that must outlive the collective.
 
     """
-    state = _run(call, group, device, start, async_op=async_op, host_bound=host_bound)
+    state = _run(call, group, device, start, async_op=async_op)
     handle = Handle(call, keep=keep, **state)
     if not async_op:
         handle.wait()
@@ -161,11 +159,10 @@ def launch_reduction(
     statistics: Statistics | None,
     *,
     async_op: bool,
-    host_bound: bool,
     keep: tuple[Any, ...],
 ) -> ReduceHandle:
     """Run a reduction and return its handle; arguments as in `launch`."""
-    state = _run(call, group, device, start, async_op=async_op, host_bound=host_bound)
+    state = _run(call, group, device, start, async_op=async_op)
     handle = ReduceHandle(call, statistics, keep=keep, **state)
     if not async_op:
         handle.wait()
@@ -179,12 +176,11 @@ def _run(
     start: Callable[[], Callable[[], None]],
     *,
     async_op: bool,
-    host_bound: bool,
 ) -> dict[str, Any]:
     """Start a collective; return what its handle has to wait for."""
     lane = lane_of(group) if async_op and group is not None and group.size() > 1 else None
     if device.type == "cuda":
-        return _run_on_cuda(call, lane, device, start, host_bound=host_bound)
+        return _run_on_cuda(call, group, lane, device, start)
     rest = start()
     if lane is None:
         rest()
@@ -207,11 +203,10 @@ def _finishing(rest: Callable[[], None], call: Call) -> Callable[[], None]:
 
 def _run_on_cuda(
     call: Call,
+    group: ProcessGroup | None,
     lane: Lane | None,
     device: torch.device,
     start: Callable[[], Callable[[], None]],
-    *,
-    host_bound: bool,
 ) -> dict[str, Any]:
     current = torch.cuda.current_stream(device)
     side = current if lane is None else lane.stream(device)
@@ -232,7 +227,7 @@ def _run_on_cuda(
         job()
         return {}
     ticket = None
-    if host_bound:
+    if host_bound(group, device):  # the rest blocks the host (gloo); for NCCL a stream is enough
         ticket = lane.submit(_finishing(job, call))
     else:
         job()

@@ -25,7 +25,7 @@ from .reduce_checks import (
     factor_of,
 )
 from .summation import sum_chunks
-from .transport import Rest, host_bound, wait_all
+from .transport import Rest, wait_all
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -88,7 +88,6 @@ def reduce_scatter_native(
         start,
         kept,
         async_op=async_op,
-        host_bound=host_bound(group, device),
         keep=(output, input, total),
     )
 
@@ -145,6 +144,5 @@ def all_reduce_native(
         start,
         kept,
         async_op=async_op,
-        host_bound=host_bound(group, device),
         keep=(output, input, total),
     )

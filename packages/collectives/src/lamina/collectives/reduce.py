@@ -100,7 +100,6 @@ def reduce_scatter_fp32(
         start,
         kept,
         async_op=async_op,
-        host_bound=host_bound(group, device),
         keep=(output, input, scratch),
     )
 
@@ -181,7 +180,6 @@ def all_reduce_fp32(
         start,
         kept,
         async_op=async_op,
-        host_bound=host_bound(group, device),
         keep=(output, source, scratch, target),
     )
 

@@ -19,7 +19,7 @@ from .checks import group_rank, group_size, require_disjoint, require_same_devic
 from .compat import backend_name
 from .handles import Handle, launch
 from .record import issue
-from .transport import Rest, exchange, host_bound, wait_all
+from .transport import Rest, exchange, wait_all
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -108,7 +108,6 @@ def send_recv(
         device,
         start,
         async_op=True,
-        host_bound=host_bound(group, device),
         keep=(*sends, *received),
     )
     return RingHandle(handle, received)

@@ -13,7 +13,7 @@ from .checks import group_rank, group_size, require_same_device, where
 from .gather import all_gather_into
 from .handles import Handle, launch
 from .record import issue
-from .transport import Rest, host_bound, nothing_left, wait_all
+from .transport import Rest, nothing_left, wait_all
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -82,7 +82,6 @@ def broadcast(
         tensor.device,
         start,
         async_op=async_op,
-        host_bound=host_bound(group, tensor.device),
         keep=(tensor,),
     )
 

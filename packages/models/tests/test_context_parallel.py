@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lamina.collectives import Ledger
-from lamina.mesh import ParallelLayout, role_of
+from lamina.mesh import ParallelLayout, role_of, seed_everything
 from lamina.models import (
     AttentionContext,
     GPTModel,
@@ -22,6 +22,7 @@ from lamina.models import (
     cut_sequence,
     join_sequence,
 )
+from lamina.models.context_parallel import places_of
 from lamina_testing import Meter
 
 WAYS = ("ring", "all_gather", "ulysses")
@@ -216,6 +217,57 @@ def test_the_ring_sends_the_next_block_while_it_attends_to_one():
     hidden = [any(step.issued < moment < step.waited for moment in moments) for step in steps]
     assert len(moments) == 4
     assert hidden == [True, True, True, False]
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("way", ["all_gather", "ulysses"])
+def test_attention_dropout_over_ranks_is_one_processs_with_the_same_elements_dropped(way):
+    """Values are unit vectors, so that results show every probability, dropped ones too."""
+    mesh = ParallelLayout(cp=2).build("cpu")
+    axis, rate, size = mesh.axis("cp"), 0.25, 16
+    config = replace(LLAMA, num_heads=2, context_parallel=way, attention_dropout=rate)
+    core = SelfAttention(config).core
+    generator = torch.Generator().manual_seed(1)
+    query, key, grad = torch.randn(
+        3, 1, size, 2, size, dtype=torch.float64, generator=generator
+    ).unbind()
+    value = torch.eye(size, dtype=torch.float64)[None, :, None].repeat(1, 1, 2, 1)
+    query, key, value = whole = [x.clone().requires_grad_() for x in (query, key, value)]
+    mine = [cut_sequence(x.detach(), axis).requires_grad_() for x in whole]
+    tokens = torch.zeros(1, size, dtype=torch.int64)
+    context = AttentionContext.build(config, tokens, torch.float64, training=True, mesh=axis)
+    seed_everything(3, mesh).begin_training()
+    found = core(*mine, context)
+    found.backward(cut_sequence(grad, axis))
+
+    allowed = torch.ones(size, size, dtype=torch.bool).tril()
+    scores = torch.einsum("bqhd,bkhd->bhqk", query, key) * core.scale
+    weights = scores.masked_fill(~allowed, -torch.inf).softmax(dim=-1)
+    kept = join_sequence(found.detach(), axis).transpose(1, 2) != 0
+    assert abs(kept[..., allowed].double().mean() - (1 - rate)) < 0.1
+    expected = torch.einsum("bhqk,bkhd->bqhd", weights * kept / (1 - rate), value)
+    torch.testing.assert_close(found, cut_sequence(expected.detach(), axis))
+    expected.backward(grad)
+    for x, other in zip(mine, whole, strict=True):
+        torch.testing.assert_close(x.grad, cut_sequence(other.grad, axis))
+
+    # Ranks draw independently, of other heads or for other queries; here is what they have both.
+    if way == "ulysses":
+        assert not torch.equal(*(kept[0, head][allowed] for head in range(2)))
+    else:
+        rows = [places_of(rank, 2, size, torch.device("cpu")) for rank in range(2)]
+        both = allowed[rows[0]] & allowed[rows[1]]
+        assert not torch.equal(*(kept[..., mine, :][..., both] for mine in rows))
+
+    model = GPTModel(replace(config, dropout=rate), mesh, seed=5)
+    results = []
+    for recompute in ("none", "full", "selective"):
+        seed_everything(3, mesh).begin_training()
+        model.zero_grad()
+        apply_recompute(model, recompute)(**batch(0, True)).backward()
+        results.append([parameter.grad for parameter in model.parameters()])
+    assert all(map(torch.equal, *results[:2]))
+    assert all(map(torch.equal, *results[1:]))
 
 
 @pytest.mark.ranks(2)

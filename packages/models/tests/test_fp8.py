@@ -298,6 +298,27 @@ def test_recomputation_changes_no_number(name):
         assert all(map(torch.equal, results[0], other))
 
 
+def test_what_is_recomputed_has_the_scales_of_its_forward():
+    """As under 1F1B: a later forward moves the history on before an earlier one's backward."""
+    results = []
+    for policy in ("none", "full"):
+        model = layer_in(PRECISIONS["delayed"])
+        apply_recompute(model, policy, blocks=(ColumnParallelLinear,))
+        inputs = [(numbers(20, 32, seed=i) * (1000.0 if i else 1.0)).requires_grad_()
+                  for i in range(4)]  # fmt: skip
+        outputs = {}
+        for forward, backward in ((0, 0), (1, None), (2, 1), (3, 2), (None, 3)):
+            if forward is not None:
+                outputs[forward] = model(inputs[forward])
+            if backward is not None:
+                output = outputs.pop(backward)
+                output.backward(numbers(20, 64, seed=9), retain_graph=True)
+                output.backward(numbers(20, 64, seed=9))  # recomputed twice
+        results.append([model[0].weight.grad, *(x.grad for x in inputs), *model.buffers()])
+        assert all(module.tape is None for module in model.modules() if hasattr(module, "tape"))
+    assert all(map(torch.equal, *results))
+
+
 def test_histories_are_in_checkpoints_and_keep_their_bits(tmp_path):
     config = replace(CONFIG, precision=PRECISIONS["delayed"])
     model = GPTModel(config, seed=1)

@@ -25,6 +25,7 @@ from lamina.models import (
     apply_precision,
     apply_recompute,
     cut_weight,
+    pipeline,
 )
 from lamina_testing import Meter
 
@@ -41,10 +42,15 @@ CONFIGS = {
     )),
 }  # fmt: skip
 SMALLEST = 16 * 32  # elements of the smallest matrix
+# So wide that with few tokens nothing but a matrix is as large as the smallest one.
+WIDE = replace(CONFIG, hidden_size=64, ffn_size=64)
+WIDEST = 64 * 64
+FP8 = Precision(backend="torch-fp8")
 
 
-def batch(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-    tokens = torch.randint(0, 64, (2, 17), generator=torch.Generator().manual_seed(seed))
+def batch(seed: int, rows: int = 2, columns: int = 16) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(0, 64, (rows, columns + 1), generator=generator)
     return tokens[:, :-1], tokens[:, 1:]
 
 
@@ -116,19 +122,19 @@ def test_cut_layers_train_like_one_process(sequence_parallel):
         torch.testing.assert_close(found[key], expected, rtol=1e-9, atol=1e-12)
 
 
-def copied_in_backward(model, step) -> tuple[int, int]:
+def copied_in_backward(model, step, wide) -> tuple[int, int]:
     """Bytes copied, and bytes gathered (a gather places this rank's own shard by a copy)."""
-    loss = model(*batch(step))
-    with Meter(min_numel=SMALLEST) as meter, Ledger() as ledger:
+    loss = model(*(batch(step, 1, 8) if wide else batch(step)))
+    with Meter(min_numel=WIDEST if wide else SMALLEST) as meter, Ledger() as ledger:
         loss.backward()
     return meter.bytes_copied, ledger.bytes(op="all_gather_into")
 
 
-def own_copies(model) -> tuple[int, int]:
+def own_copies(model, wide) -> tuple[int, int]:
     """What a bare model's backward copies of activations (rotated heads): no weight has one."""
     model.requires_grad_(False)
     model.embedding.register_forward_hook(lambda _, __, found: found.requires_grad_())
-    return copied_in_backward(model, 0)
+    return copied_in_backward(model, 0, wide)
 
 
 @pytest.mark.ranks(2)
@@ -145,17 +151,60 @@ def test_no_gradient_of_a_cut_weight_is_copied(sequence_parallel, ranks):
     check_copies(config, {"dp_shard": 2, "tp": 2}, 3)
 
 
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("wrapper", ["ddp", 3])
+def test_no_weight_gradient_is_copied_in_fp8(wrapper, ranks):
+    check_copies(replace(WIDE, precision=FP8), {"dp_shard": 2}, wrapper)
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize(
+    ("schedule", "wrapper", "precision"),
+    [
+        ("1f1b", 3, Precision()),
+        ("interleaved_zero_bubble", "ddp", Precision()),
+        ("interleaved_zero_bubble", 3, FP8),
+    ],
+)
+def test_no_weight_gradient_is_copied_in_a_pipeline(schedule, wrapper, precision, ranks):
+    """In a whole step: a gather places its own shard, and FP8 quantises weights, no more."""
+    mesh = ParallelLayout(pp=2, dp_shard=2).build("cpu")
+    model = GPTModel(replace(WIDE, precision=precision), mesh, seed=1)
+    layout = [1, 1] if schedule == "1f1b" else [0, 1, 1, 0]
+    runner = pipeline(
+        model, mesh, schedule, 2, layout, wrap=lambda stage: data_parallel(stage, mesh, wrapper)
+    )
+    quantised = sum(
+        layer.weight.numel()
+        for layer in runner.modules()
+        if getattr(layer, "float8", None) is not None
+    )
+    for step in range(2):
+        with Meter(min_numel=WIDEST) as meter, Ledger() as ledger:
+            runner.step(*batch(step, 2, 8))
+    # Forward makes codes of the weight; backward does again, and turns them round.
+    known = 3 * quantised * 2 + (ledger.bytes(op="all_gather_into") if wrapper == 3 else 0)
+    assert known - 4 * WIDEST < meter.bytes_copied <= known
+
+
+def data_parallel(module, mesh, wrapper):
+    if isinstance(wrapper, int):
+        return fully_shard(module, device_mesh=mesh, zero_dp_strategy=wrapper)
+    settings = DistributedDataParallelConfig(use_distributed_optimizer="sharded" in wrapper)
+    return DistributedDataParallel(module, settings, mesh)
+
+
 def check_copies(config, axes, wrapper):
     mesh = ParallelLayout(**axes).build("cpu")
-    own, own_gathered = own_copies(GPTModel(config, mesh, seed=1))
+    wide = config.hidden_size == WIDE.hidden_size
+    own, own_gathered = own_copies(GPTModel(config, mesh, seed=1), wide)
     bare = GPTModel(config, mesh, seed=1)
     if isinstance(wrapper, int):
         model, optimizer = wrap(bare, mesh, wrapper)
     else:
-        settings = DistributedDataParallelConfig(use_distributed_optimizer="sharded" in wrapper)
-        model, optimizer = DistributedDataParallel(bare, settings, mesh), None
+        model, optimizer = data_parallel(bare, mesh, wrapper), None
     for step in range(2):  # the first has slots and buffers to make
-        copied, gathered = copied_in_backward(model, step)
+        copied, gathered = copied_in_backward(model, step, wide)
         if optimizer is not None:
             finalize_grads(model, mesh)
             optimizer.step()

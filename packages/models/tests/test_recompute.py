@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import functools
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -16,7 +18,9 @@ from lamina.models import (
     RecomputePolicy,
     TransformerConfig,
     apply_recompute,
+    recompute,
 )
+from lamina.models.offload import Offloader, OnHost
 from lamina_testing import Meter
 
 LLAMA = TransformerConfig(
@@ -40,8 +44,14 @@ POLICIES = {
     "selective": RecomputePolicy(kind="selective"),
     "norms": RecomputePolicy(kind="selective", operations=("norm",)),
     "attention": RecomputePolicy(kind="selective", operations=("attention",)),
-    "offload": RecomputePolicy(kind="offload"),
+    "offload": RecomputePolicy(kind="offload", min_numel=1),
 }
+
+
+@pytest.fixture(autouse=True)
+def _a_cpu_is_a_device_too(monkeypatch):
+    """So that what is offloaded moves, from one place in the host's memory to another."""
+    monkeypatch.setattr(recompute, "Offloader", functools.partial(Offloader, ("cpu",)))
 
 
 def batch(batch: int = 2, sequence: int = 24) -> dict[str, torch.Tensor]:
@@ -115,7 +125,7 @@ def test_none_takes_recomputation_off_again():
     assert not any("forward" in module.__dict__ for module in model.modules())
 
 
-@pytest.mark.parametrize("policy", ["full", "selective"])
+@pytest.mark.parametrize("policy", ["full", "selective", "offload"])
 def test_a_copy_recomputes_with_its_own_weights(policy):
     model = apply_recompute(GPTModel(LLAMA, seed=1), POLICIES[policy])
     other = copy.deepcopy(model)
@@ -129,7 +139,7 @@ def test_a_copy_recomputes_with_its_own_weights(policy):
     assert all(map(torch.equal, step(other), step(plain)))
 
 
-@pytest.mark.parametrize("policy", ["full", "selective"])
+@pytest.mark.parametrize("policy", ["full", "selective", "offload"])
 def test_backward_runs_twice_where_the_graph_is_kept(policy):
     model = apply_recompute(GPTModel(LLAMA, seed=1), POLICIES[policy])
     loss = model(**batch())
@@ -138,6 +148,72 @@ def test_backward_runs_twice_where_the_graph_is_kept(policy):
     loss.backward()
     for parameter, gradient in zip(model.parameters(), once, strict=True):
         torch.testing.assert_close(parameter.grad, 2 * gradient)
+
+
+class Watch:
+    """When offloaded tensors are sent for and taken, and of how many blocks some are back."""
+
+    def __init__(self, monkeypatch):
+        self.events: list[tuple[str, int]] = []
+        self.back: list[set[int]] = []
+        held = weakref.WeakSet()
+        for name in ("send_for", "take"):
+            monkeypatch.setattr(OnHost, name, self.watched(name, getattr(OnHost, name), held))
+
+    def watched(self, name, method, held):
+        def run(tensor):
+            held.add(tensor)
+            self.events.append((name, tensor.owner.index))
+            found = method(tensor)
+            self.back.append({each.owner.index for each in held if each.is_back})
+            return found
+
+        return run
+
+    def first(self, name, index):
+        return self.events.index((name, index))
+
+    def last(self, name, index):
+        return len(self.events) - 1 - self.events[::-1].index((name, index))
+
+
+@pytest.mark.parametrize("in_flight", [1, 2])
+def test_offloaded_tensors_come_back_one_block_ahead(monkeypatch, in_flight):
+    """Also where a second forward runs before the first backward, as in pipelines."""
+    model = apply_recompute(GPTModel(LLAMA, seed=1), POLICIES["offload"])
+    losses = [model(**batch()) for _ in range(in_flight)]
+    watch = Watch(monkeypatch)
+    for loss in losses:
+        watch.events.clear()
+        loss.backward()
+        for index in range(3):
+            # Begun as backward comes to the block after it, and not before.
+            assert watch.first("send_for", index) < watch.first("take", index + 1)
+            assert index == 2 or watch.last("take", index + 2) < watch.first("send_for", index)
+    assert max(map(len, watch.back)) == 2
+    assert all(max(blocks) - min(blocks) < 2 for blocks in watch.back if blocks)
+    plain = GPTModel(LLAMA, seed=1)
+    for _ in losses:
+        plain(**batch()).backward()
+    for parameter, other in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(parameter.grad, other.grad)
+
+
+class Waves(nn.Module):
+    """Saves tensors that are gone soon, whose memory the next one may get."""
+
+    def forward(self, x):
+        for _ in range(6):
+            x = torch.sin(x) * 1.0
+        return x
+
+
+def test_memory_that_is_given_out_again_is_not_taken_for_what_was_there():
+    found, expected = (torch.linspace(0.1, 3.0, 5000).requires_grad_() for _ in range(2))
+    waves = apply_recompute(nn.Sequential(Waves()), POLICIES["offload"], blocks=(Waves,))
+    for x, each in ((found, waves), (expected, Waves())):
+        each(x * 1.0).sum().backward()
+    assert torch.equal(found.grad, expected.grad)
 
 
 def test_frozen_parameters_and_inputs_get_no_gradient():

@@ -23,7 +23,8 @@ from lamina.models.layer_pattern import ResidualBlock
 from lamina.models.mamba.block import CausalConvolution, GatedNorm, StateSpaceScan
 from lamina.models.mlp import ActivationFunction
 from lamina.models.norms import LayerNorm, RMSNorm
-from lamina.models.offload import offloading
+from lamina.models.offload import Offloader
+from lamina.models.precision.fp8_products import replaying_scales
 from lamina.models.selective import Discarder
 
 Kind = Literal["none", "full", "selective", "offload"]
@@ -45,7 +46,8 @@ class RecomputePolicy:
     Args:
         kind: ``none``; ``full`` keeps a block's input and runs the block again; ``selective`` drops
             what the named operations return, and recomputes it when backward asks for it;
-            ``offload`` moves what would be saved to host memory (nothing to do on a CPU).
+            ``offload`` moves what would be saved to host memory (nothing to do on a CPU), and
+            brings it back while the block after it is in its backward.
         every: apply it to every n-th block, from the first.
         operations: for ``selective``: ``attention`` (scores, softmax, mixing), ``norm``,
             ``activation``, ``scan`` (Mamba's convolution, decays and states). None of them
@@ -101,10 +103,11 @@ def apply_recompute(
     if not found:
         names = ", ".join(block.__name__ for block in blocks)
         raise ValueError(f"{type(model).__name__} has no {names}: pass your blocks' classes")
+    offloader = Offloader()
     for index, block in enumerate(found):
         _restore(block)
         if index % policy.every == 0:
-            _apply(block, policy)
+            _apply(block, policy, offloader, index // policy.every)
     return model
 
 
@@ -114,11 +117,11 @@ def _restore(block: nn.Module) -> None:
             del module.forward
 
 
-def _apply(block: nn.Module, policy: RecomputePolicy) -> None:
+def _apply(block: nn.Module, policy: RecomputePolicy, offloader: Offloader, index: int) -> None:
     if policy.kind == "full":
-        block.forward = _Replaced(_checkpointed, block.forward)
+        block.forward = _Replaced(_checkpointed, block, block.forward)
     elif policy.kind == "offload":
-        hooks = partial(offloading, block, policy.min_numel)
+        hooks = partial(offloader.hooks, block, index, policy.min_numel)
         block.forward = _Replaced(_within, hooks, block.forward)
     elif policy.kind == "selective":
         chosen = tuple(kind for name in policy.operations for kind in _MODULES[name])
@@ -136,12 +139,13 @@ class _Replaced(partial[Any]):
     """
 
 
-def _checkpointed(forward: Callable[..., Any], *inputs: Any, **options: Any) -> Any:
+def _checkpointed(
+    block: nn.Module, forward: Callable[..., Any], *inputs: Any, **options: Any
+) -> Any:
     if not torch.is_grad_enabled():
         return forward(*inputs, **options)
-    return checkpoint(
-        forward, *inputs, use_reentrant=False, context_fn=recompute_contexts, **options
-    )
+    contexts = replaying_scales(block, recompute_contexts)
+    return checkpoint(forward, *inputs, use_reentrant=False, context_fn=contexts, **options)
 
 
 def _within(

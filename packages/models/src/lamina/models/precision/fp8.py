@@ -96,7 +96,12 @@ def encode(x: Tensor, amax: Tensor, dtype: torch.dtype, *, saturate: bool = Fals
 
 
 def scaled_product(
-    left: Coded, right: Coded, dtype: torch.dtype, *, fast_accumulation: bool = False
+    left: Coded,
+    right: Coded,
+    dtype: torch.dtype,
+    *,
+    fast_accumulation: bool = False,
+    into: Tensor | None = None,
 ) -> Tensor:
     """``left @ right.T`` of decoded numbers, accumulated in float32.
 
@@ -105,9 +110,11 @@ def scaled_product(
         right: ``[columns, inner]``, with as many scales per row as ``left``: one or all.
         dtype: of the result.
         fast_accumulation: let Hopper's tensor cores keep fewer digits of partial sums.
+        into: ``[rows, columns]`` in ``dtype``, what to write to; the kernel itself does where it
+            can.
 
     Returns:
-        ``[rows, columns]`` in ``dtype``.
+        ``[rows, columns]`` in ``dtype``, or ``into``.
 
     Raises:
         RuntimeError: on a GPU without FP8.
@@ -121,20 +128,48 @@ def scaled_product(
     if rowwise and left.codes.is_cuda:
         out = torch.bfloat16  # all that torch's rowwise kernel writes
     left, right = _padded(left, right)
+    if into is not None and out == dtype:
+        return _written(left, right, kind, into)
     if _OLDER_ON_CPU and not left.codes.is_cuda:
-        return _older_product(left, right, out).to(dtype)
-    product: Tensor = F.scaled_mm(
-        left.codes, right.codes.t(), left.decode, kind, right.decode.t(), kind,
-        output_dtype=out, use_fast_accum=fast_accumulation,
-    )  # fmt: skip
-    return product.to(dtype)
+        product = _older_product(left, right, out)
+    else:
+        product = F.scaled_mm(
+            left.codes, right.codes.t(), left.decode, kind, right.decode.t(), kind,
+            output_dtype=out, use_fast_accum=fast_accumulation,
+        )  # fmt: skip
+    return product.to(dtype) if into is None else into.copy_(product)
 
 
-def _older_product(left: Coded, right: Coded, out: torch.dtype) -> Tensor:
+def _older_product(
+    left: Coded, right: Coded, out: torch.dtype, into: Tensor | None = None
+) -> Tensor:
     product: Tensor = torch._scaled_mm(
-        left.codes, right.codes.t(), left.decode, right.decode.t(), out_dtype=out
+        left.codes, right.codes.t(), left.decode, right.decode.t(), out_dtype=out, out=into
     )
     return product
+
+
+def _written(left: Coded, right: Coded, kind: F.ScalingType, into: Tensor) -> Tensor:
+    """``F.scaled_mm`` has no ``out``; the operator behind it has."""
+    if _OLDER_ON_CPU and not left.codes.is_cuda:
+        return _older_product(left, right, into.dtype, into)
+    recipe = [kind.value]
+    product: Tensor = torch._scaled_mm_v2(
+        left.codes, right.codes.t(), [left.decode], recipe, [], [right.decode.t()], recipe, [],
+        None, into.dtype, out=into,
+    )  # fmt: skip
+    return product
+
+
+def write_scaled_product(left: Coded, right: Coded, total: Tensor, accumulate: bool) -> None:
+    """``total = left @ right.T``, or ``total += left @ right.T``.
+
+    The kernels add to nothing, so a sum takes a temporary.
+    """
+    if accumulate:
+        total.add_(scaled_product(left, right, total.dtype))
+    else:
+        scaled_product(left, right, total.dtype, into=total)
 
 
 def _padded(left: Coded, right: Coded) -> tuple[Coded, Coded]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -12,7 +14,15 @@ from torch import Tensor, nn
 from lamina.collectives import all_reduce_small
 from lamina.mesh import MeshAxis
 from lamina.models.axes import MeshLike, axis_of
-from lamina.models.precision.fp8 import BACKWARD, FORWARD, Coded, encode, magnitude, scaled_product
+from lamina.models.precision.fp8 import (
+    BACKWARD,
+    FORWARD,
+    Coded,
+    encode,
+    magnitude,
+    scaled_product,
+    write_scaled_product,
+)
 from lamina.models.precision.settings import Precision
 
 Cut = Literal["output", "input"]
@@ -50,6 +60,8 @@ class Float8Products(nn.Module):
         self.remembers = True
         self.backward_seen = False
         self.looked_back = False
+        # While a block that is recomputed runs: where its forward's maxima are put, and found.
+        self.tape: AmaxTape | None = None
         history = None
         if precision.amax == "delayed":
             history = torch.zeros(1 + precision.history, 3, dtype=torch.int32)
@@ -67,7 +79,8 @@ class Float8Products(nn.Module):
         flat = x.flatten(0, -2)
         # Of a whole tensor each rank saw a part, whichever side is cut; a row may be whole.
         cut = not self.rowwise or self.cut == "input"
-        amax = self.maxima({INPUT: flat, WEIGHT: weight}, cut)
+        sides = {INPUT: flat, WEIGHT: weight}
+        amax = self.maxima(sides, cut) if self.tape is None else self.tape.run(self, sides, cut)
         left, right = (self.code(m, a) for m, a in zip((flat, weight), amax, strict=True))
         y = scaled_product(left, right, x.dtype, fast_accumulation=True)
         if bias is not None:
@@ -131,6 +144,68 @@ class Float8Products(nn.Module):
         self.backward_seen = False
 
 
+class AmaxTape:
+    """Maxima that a block's forward took its scales from, for the same block recomputed.
+
+    A history may have moved in between (1F1B: a later forward follows an earlier backward).
+    """
+
+    def __init__(self, layers: Sequence[Float8Products]) -> None:
+        self.layers = layers
+        self.found: list[list[Tensor]] = []
+        self.place: int | None = None
+
+    def run(self, layer: Float8Products, sides: dict[int, Tensor], cut: bool) -> list[Tensor]:
+        """A layer's maxima: taken down in forward, in the order of calls, and read after it."""
+        if self.place is None:
+            self.found.append(layer.maxima(sides, cut))
+            return self.found[-1]
+        self.place += 1
+        return self.found[self.place - 1]
+
+
+class _Taped(AbstractContextManager[None]):
+    """Layers use a tape inside; not a generator, for a graph that is kept is recomputed twice."""
+
+    def __init__(self, tape: AmaxTape, inner: AbstractContextManager[None], replay: bool) -> None:
+        self._tape = tape
+        self._inner = inner
+        self._replay = replay
+
+    def __enter__(self) -> None:
+        self._inner.__enter__()
+        self._tape.place = 0 if self._replay else None
+        for layer in self._tape.layers:
+            layer.tape = self._tape
+
+    def __exit__(self, *exception: Any) -> None:
+        for layer in self._tape.layers:
+            layer.tape = None
+        self._inner.__exit__(*exception)
+
+
+Contexts = Callable[[], tuple[AbstractContextManager[None], AbstractContextManager[None]]]
+
+
+def replaying_scales(block: nn.Module, contexts: Contexts) -> Contexts:
+    """A ``context_fn`` of ``torch.utils.checkpoint`` under which scales are those of forward.
+
+    Args:
+        block: what is recomputed; may have no layer in FP8.
+        contexts: another ``context_fn``, which goes on doing what it does.
+
+    """
+    layers = [m for m in block.modules() if isinstance(m, Float8Products)]
+    layers = [layer for layer in layers if layer.amax_history is not None]
+    return partial(_taped, layers, contexts) if layers else contexts
+
+
+def _taped(layers: Sequence[Float8Products], contexts: Contexts) -> Any:
+    tape = AmaxTape(layers)
+    forward, again = contexts()
+    return _Taped(tape, forward, False), _Taped(tape, again, True)
+
+
 class Gradients8(ABC):
     """What both kinds of scales share."""
 
@@ -151,11 +226,7 @@ class Gradients8(ABC):
 
     def add_by_weight(self, x: Tensor, total: Tensor, accumulate: bool) -> None:
         """See :class:`lamina.models.products.Gradients`."""
-        product = scaled_product(*self.column_codes(x.flatten(0, -2)), total.dtype)
-        if accumulate:
-            total.add_(product)
-        else:
-            total.copy_(product)
+        write_scaled_product(*self.column_codes(x.flatten(0, -2)), total, accumulate)
 
     @abstractmethod
     def row_codes(self) -> Coded:

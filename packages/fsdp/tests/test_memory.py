@@ -6,10 +6,11 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy
 
 from lamina.collectives import kept_bytes, release_kept
 from lamina.ddp import memory_plan
-from lamina.fsdp import fully_shard
+from lamina.fsdp import MixedPrecisionPolicy, fully_shard
 from lamina_testing import Meter, live_bytes
 from lamina_testing.toys import Block
 
@@ -42,9 +43,10 @@ def activations():
 
 def sharded(world, width=WIDTH, **settings):
     model = Deep(width)
-    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("dp",))
+    if "device_mesh" not in settings:
+        settings["device_mesh"] = init_device_mesh("cpu", (world,), mesh_dim_names=("dp",))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    return fully_shard(model, optimizer, device_mesh=mesh, fsdp_unit_modules=[Block], **settings)
+    return fully_shard(model, optimizer, fsdp_unit_modules=[Block], **settings)
 
 
 def step(model, optimizer, width=WIDTH):
@@ -75,6 +77,66 @@ def test_a_step_peaks_at_shards_two_slots_and_three_buckets(slots, ranks):
     assert peak <= shards + working + extra, (peak - shards - extra) / max(sizes)
     assert peak <= memory_plan(model).peak + 4 * 3 * WIDTH * WIDTH + extra
     assert peak > shards + 2 * max(sizes), "the meter misses something"
+
+
+def replicas(outer):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
+    return {
+        "device_mesh": mesh,
+        "dp_shard_dim": "inner",
+        "dp_outer_dim": "outer",
+        "outer_dp_sharding_strategy": outer,
+    }
+
+
+BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float32)
+KINDS = {
+    # Settings; then bytes per element, padding apart. At rest: weights, main weights, main grads.
+    # Whole weights of a unit. Its gradients while they are summed: two units' on the wire (with the
+    # inner sums of two axes, or the sums that go to the host), and one being filled.
+    "HSDP": (lambda: replicas(0), (4 / 2, 0, 4 / 2), 4, 2 * (4 + 4 / 2) + 4),
+    "HFSDP": (lambda: replicas(1), (4 / 2, 0, 4 / 4), 4, 2 * (4 + 4 / 2) + 4),
+    "bf16": (lambda: {"mixed_precision_policy": BF16}, (2 / 4, 4 / 4, 4 / 4), 2, 3 * 2),
+    "offload": (
+        lambda: {"offload_policy": CPUOffloadPolicy()},
+        (4 / 4, 0, 4 / 4),
+        4,
+        2 * (4 + 4 / 4) + 4,
+    ),
+}
+PADDING = 1.05  # at most, in a toy of this size
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("kind", list(KINDS))
+def test_rest_peak_and_end_follow_from_placements_and_dtypes(kind, ranks):
+    settings, rest, whole, summed = KINDS[kind]
+    settings = settings()
+    of_block, of_model = (sum(p.numel() for p in m.parameters()) for m in (Block(WIDTH), Deep()))
+    autograd = activations() + SLACK + 4 * 3 * WIDTH * WIDTH  # the largest gradient as it is made
+    gc.collect()
+    release_kept()
+    before = live_bytes()
+    model, optimizer = sharded(4, **settings)
+    for _ in range(2):
+        step(model, optimizer)
+    gc.collect()
+    plan = memory_plan(model)
+    held = live_bytes() - kept_bytes() - before
+    assert plan.resident <= held <= plan.resident + 4096, str(plan)
+    assert sum(rest) * of_model <= held <= sum(rest) * of_model * PADDING
+    with Meter() as meter:
+        meter.reset()
+        step(model, optimizer)
+        peak = meter.peak_live_bytes - before - kept_bytes()  # what transports receive into
+    working = sum(rest) * of_model + (2 * whole + summed) * of_block
+    assert peak <= working * PADDING + autograd, (peak, working, str(plan))
+    assert peak <= plan.peak + autograd, (peak, str(plan))
+    assert peak > held + 2 * whole * of_block, "the meter misses something"
+    del model, optimizer, plan
+    gc.collect()
+    release_kept()
+    assert live_bytes() - before <= SLACK  # 1 MiB would be the whole toy
 
 
 @pytest.mark.ranks(2)

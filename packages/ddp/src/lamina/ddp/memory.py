@@ -56,8 +56,9 @@ class MemoryPlan:
             units that stay gathered for a step (pipeline schedules use them every microbatch).
             With a budget, that many bytes instead of two units.
         in_flight: gradient buffers of the two largest units (of the largest buckets, as many as
-            may be held at once), and what their reduction receives; with a budget, that many
-            bytes, what they receive, and the largest buffer being filled.
+            may be held at once), and what their reduction receives (with offloading, its sum on
+            the device as well); with a budget, that many bytes, what they receive, and the largest
+            buffer being filled.
         padding: the part of `weights` that belongs to no parameter.
         kept_buffers: gradient buffers of a step that are kept for the next one, at most
             (`DistributedDataParallel` on a CPU); part of what `local_grads` and `in_flight` count.
@@ -172,9 +173,11 @@ def _inner_sums(group: ParameterGroup) -> int:
 
 
 def _received(group: ParameterGroup) -> int:
-    """The pieces that a reduction receives from the other ranks."""
+    """The pieces that a reduction receives, and their sum where main grads are kept elsewhere."""
     received = group.layout.size - group.layout.size // max(1, group.axes.inner.size)
-    return _bytes(group, received, "wire")
+    away = group.settings.kept_on is not None
+    staged = _bytes(group, group.trained.main.numel, "grads") if away else 0
+    return _bytes(group, received, "wire") + staged
 
 
 def _padding(group: ParameterGroup) -> int:

@@ -162,8 +162,8 @@ class OffloadedSum(RankSum):
     ) -> None:
         super().__init__(main, *state)
         self._device = device
-        described = FlatBuffer(main.layout, main.placement, main.dtype, "meta", main.axes)
-        self._inner = make(described, *state)
+        self._described = FlatBuffer(main.layout, main.placement, main.dtype, "meta", main.axes)
+        self._inner = make(self._described, *state)
         self.adds_to_final = self._inner.adds_to_final
         self.sums_in_main = self._inner.sums_in_main
         # Two, because two reductions may be under way: the first one's copy to the host must not
@@ -200,6 +200,7 @@ class OffloadedSum(RankSum):
             done = side.mark()
         if done is not None:
             done.synchronize()
+        self._inner.main = self._described  # or the device would keep the staging for good
         self.transient.give(staging)
 
     def skip(self, final: bool) -> None:

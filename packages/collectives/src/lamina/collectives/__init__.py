@@ -1,14 +1,14 @@
 """FP32-accumulating reduce-scatter, zero-copy gathers, autograd regions and a ledger."""
 
+from .all_gather import all_gather_into
 from .buffer_forms import gather, reduce
 from .exchange import all_to_all
-from .gather import all_gather_into
 from .handles import Handle, ReduceHandle
 from .lanes import kept_bytes, release_kept
 from .ledger import Ledger, Record
 from .native import all_reduce_native, reduce_scatter_native
+from .ordered import all_reduce_fp32, reduce_scatter_fp32
 from .point_to_point import Message, receive_operation, send_operation
-from .reduce import all_reduce_fp32, reduce_scatter_fp32
 from .regions import (
     all_to_all_tokens,
     copy_to,

@@ -9,11 +9,11 @@ import torch
 
 from lamina.buffers import FlatBuffer, Partial, Shard
 
+from .all_gather import all_gather_into
 from .checks import group_rank, group_size, where
-from .gather import all_gather_into
 from .handles import Handle, ReduceHandle
 from .native import all_reduce_native, reduce_scatter_native
-from .reduce import all_reduce_fp32, reduce_scatter_fp32
+from .ordered import all_reduce_fp32, reduce_scatter_fp32
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Literal, Protocol
 import torch
 from torch._compile import _disable_dynamo as one_graph_break
 
+from .all_gather import all_gather_into
 from .checks import group_size, where
 from .exchange import all_to_all
-from .gather import all_gather_into
 from .native import all_reduce_native, reduce_scatter_native
-from .reduce import all_reduce_fp32, reduce_scatter_fp32
+from .ordered import all_reduce_fp32, reduce_scatter_fp32
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 from .agreement import require_agreement
+from .all_gather import all_gather_into
 from .checks import group_rank, group_size, require_same_device, where
-from .gather import all_gather_into
 from .handles import Handle, launch
 from .record import issue
 from .transport import Rest, nothing_left, wait_all

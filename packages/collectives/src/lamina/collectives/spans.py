@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
+from .all_gather import all_gather_into
 from .checks import group_size
-from .gather import all_gather_into
 from .small import all_reduce_small
 
 if TYPE_CHECKING:

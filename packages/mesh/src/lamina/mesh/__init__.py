@@ -3,7 +3,6 @@
 from lamina.mesh.axis import MeshAxis, mesh_axis
 from lamina.mesh.checks import EnvironmentProblem, require_overlap
 from lamina.mesh.doctor import check_environment
-from lamina.mesh.environment import Environment, environment
 from lamina.mesh.errors import (
     AxisError,
     EnvironmentVariableError,
@@ -26,6 +25,7 @@ from lamina.mesh.rng import (
 )
 from lamina.mesh.roles import Role, copy_role, copy_roles, mark, role_of
 from lamina.mesh.runtime import HarmfulSettingWarning, Runtime, init_distributed
+from lamina.mesh.variables import Environment, environment
 
 __all__ = [
     "DENSE_AXES",

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from lamina.mesh.environment import Environment, environment
 from lamina.mesh.errors import OverlapError
+from lamina.mesh.variables import Environment, environment
 
 Severity = Literal["error", "warning", "note"]
 

@@ -9,11 +9,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 
 from lamina.mesh.checks import EnvironmentProblem
-from lamina.mesh.environment import Environment, environment
 from lamina.mesh.errors import EnvironmentVariableError
 from lamina.mesh.launch import read_launch
 from lamina.mesh.machine import MACHINE_CHECKS, Machine
 from lamina.mesh.settings import settings_problems
+from lamina.mesh.variables import Environment, environment
 
 _ORDER = {"error": 0, "warning": 1, "note": 2}
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from lamina.mesh.environment import Environment
 from lamina.mesh.errors import EnvironmentVariableError
+from lamina.mesh.variables import Environment
 
 
 @dataclass(frozen=True)

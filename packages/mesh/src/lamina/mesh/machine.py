@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from lamina.mesh.checks import EnvironmentProblem
-from lamina.mesh.environment import Environment
+from lamina.mesh.variables import Environment
 
 TORCH_SUPPORTED = ((2, 11), (2, 14))
 """First supported version of torch, and the first one above that isn't tested."""

@@ -13,12 +13,12 @@ from torch.distributed.distributed_c10d import Store
 
 from lamina.mesh.checks import EnvironmentProblem
 from lamina.mesh.devices import bind_device, choose_device, default_backend
-from lamina.mesh.environment import Environment, environment
 from lamina.mesh.errors import EnvironmentVariableError
 from lamina.mesh.groups import current_world
 from lamina.mesh.launch import Launch, read_launch
 from lamina.mesh.rendezvous import open_store
 from lamina.mesh.settings import settings_problems
+from lamina.mesh.variables import Environment, environment
 
 DEFAULT_TIMEOUT = timedelta(minutes=10)
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from lamina.mesh.checks import EnvironmentProblem, Severity
-from lamina.mesh.environment import Environment
+from lamina.mesh.variables import Environment
 
 _TRUE = frozenset({"1", "true", "yes", "on", "y", "t"})
 

@@ -18,7 +18,7 @@ from lamina_testing.parity import (
     train,
 )
 
-STEPS = 4
+STEPS = 5
 
 
 def mesh_of(world, outer):

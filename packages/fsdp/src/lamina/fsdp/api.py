@@ -224,27 +224,54 @@ def fully_shard_optimizer(optimizer: OptimizerT, module: nn.Module) -> Optimizer
 
     Args:
         optimizer: made over the module's parameters, before or after `fully_shard_model`.
-        module: what `fully_shard_model` returned.
+        module: what `fully_shard_model` returned, or a module of several such and no other
+            parameters: the runner of a pipeline whose ranks hold several stages.
 
     Raises:
         TypeError: if the module is not sharded.
         ValueError: if the optimizer holds none of its parameters, or needs whole tensors and the
             module's are cut.
     """
-    if not isinstance(module, ShardedModule):
-        raise TypeError(
-            f"{type(module).__name__} is not sharded: call fully_shard_model(module, ...) first, "
-            "or fully_shard(module, optimizer, ...) for both"
-        )
-    groups = list(module.parameter_groups())
+    parts = _sharded_parts(module)
+    groups = [group for part in parts for group in part.parameter_groups()]
     regions = regions_of(module)
     point_at_localised(optimizer, module)
     refuse_cut_tensors(optimizer, groups, regions)
     point_optimizer_at(optimizer, groups)
     warn_of_unfinished_steps(optimizer, module)
-    finish_before_steps(optimizer, module.sharding_engine)
-    meet_scalers(optimizer, module.sharding_engine, groups)
-    FlatStep(optimizer, groups, module.sharding_engine.mark_weights_changed)
-    module.sharding_engine.follows_optimizer = True
-    prepare_optimizer_state(optimizer, whole=gives_whole_tensors(module), regions=regions)
+    engines = [part.sharding_engine for part in parts]
+    for part, engine in zip(parts, engines, strict=True):
+        finish_before_steps(optimizer, engine)
+        meet_scalers(optimizer, engine, part.parameter_groups())
+
+    def after_step() -> None:
+        for engine in engines:
+            engine.mark_weights_changed()
+
+    FlatStep(optimizer, groups, after_step)
+    for engine in engines:
+        engine.follows_optimizer = True
+    whole = any(map(gives_whole_tensors, parts))
+    prepare_optimizer_state(optimizer, whole=whole, regions=regions)
     return optimizer
+
+
+def _sharded_parts(module: nn.Module) -> list[ShardedModule]:
+    """The module, or the outermost sharded modules in it, which hold all its parameters."""
+    if isinstance(module, ShardedModule):
+        return [module]
+    found: list[ShardedModule] = []
+    inside: set[nn.Module] = set()
+    for each in module.modules():  # outer ones first
+        if isinstance(each, ShardedModule) and each not in inside:
+            found.append(each)
+            inside.update(each.modules())
+    held = {id(parameter) for part in found for parameter in part.parameters()}
+    bare = [name for name, p in module.named_parameters() if id(p) not in held]
+    if not found or bare:
+        missing = f" ({bare[0]} belongs to no sharded module in it)" if found and bare else ""
+        raise TypeError(
+            f"{type(module).__name__} is not sharded{missing}: call fully_shard_model(module, ...) "
+            "first, or fully_shard(module, optimizer, ...) for both"
+        )
+    return found

@@ -396,7 +396,8 @@ def bench(session: nox.Session) -> None:
     words = session.posargs or [""]
     chosen = [path for path in scripts if any(word in path.stem for word in words)]
     if not chosen:
-        session.error(f"no benchmarks/*.py matches {session.posargs}")
+        known = ", ".join(path.stem for path in scripts)
+        session.error(f"no benchmarks/*.py matches {session.posargs}; there are {known}")
     for path in chosen:
         if path.stem in ("gpu_step", "kernels") and not gpus():
             session.warn(f"{path.name} needs a GPU, and there is none: left out")

@@ -16,6 +16,7 @@ import sys
 import types
 from pathlib import Path
 
+import object_store  # noqa: F401 (objects:// is a URL from here on)
 import torch
 
 import lamina.checkpoint.streams as streams_module
@@ -32,8 +33,9 @@ def tensors(step: int) -> dict[str, torch.Tensor]:
 class Touches:
     """Counts operations on the disk; the number-th is met by a SIGKILL, or by an error."""
 
-    def __init__(self, number: int, root: Path, *, kill: bool) -> None:
-        self.number, self.root, self.kill, self.seen = number, root, kill, 0
+    def __init__(self, number: int, root: Path | str, *, kill: bool) -> None:
+        self.number, self.kill, self.seen = number, kill, 0
+        self.root = str(root).removeprefix("objects://")
         # rmtree works relative to an open directory, so its names are bare: count them all.
         self.counted = ("os.rename", "os.remove", "os.rmdir", *(["shutil.rmtree"] if kill else []))
         sync, crc32 = os.fsync, streams_module.zlib.crc32
@@ -57,13 +59,13 @@ class Touches:
         raise OSError(5, "Input/output error")
 
     def hook(self, event: str, arguments: tuple[object, ...]) -> None:
-        inside = event in ("open", "os.mkdir") and str(self.root) in str(arguments[0])
+        inside = event in ("open", "os.mkdir") and self.root in str(arguments[0])
         if inside or event in self.counted:
             self.touch()
 
 
 def attempt(
-    root: Path, number: int, step: int, keep_last: int | None, background: bool, kill: bool
+    root: Path | str, number: int, step: int, keep_last: int | None, background: bool, kill: bool
 ) -> str:
     """Save in a child that is killed, or meets an error, at `number`; say what came of it."""
     child = os.fork()
@@ -84,11 +86,11 @@ def attempt(
     return ENDS[os.WEXITSTATUS(status) - 10]
 
 
-def check(root: Path, allowed: set[int]) -> tuple[int, str]:
+def check(root: Path | str, allowed: set[int]) -> tuple[int, str]:
     manager = CheckpointManager(root)
     latest = manager.latest()
     assert latest in allowed, (latest, allowed)
-    assert not [p.name for p in root.iterdir() if p.name.startswith(".")]
+    assert len(files_in(root)) == len(manager.list()), files_in(root)
     for step in manager.list():
         state = {"t": None, "version": None}
         manager.restore(state, step=step)
@@ -96,6 +98,10 @@ def check(root: Path, allowed: set[int]) -> tuple[int, str]:
             assert torch.equal(state["t"][name], tensor), (step, name)
     manager.save(1000, {"t": tensors(1000), "version": "after"})  # and life goes on
     return latest, state["version"]
+
+
+def files_in(root: Path | str) -> list[str]:
+    return os.listdir(str(root).removeprefix("objects://"))
 
 
 def sweep(base: Path, scenario: str) -> dict[str, object]:
@@ -106,18 +112,22 @@ def sweep(base: Path, scenario: str) -> dict[str, object]:
         "background": (2, 1, {1, 2}),
         "replace, errors": (1, None, {1}),
         "retire, errors": (2, 1, {1, 2}),
+        "retire, objects": (2, 1, {1, 2}),
+        "replace, objects": (1, None, {1}),
     }[scenario]
     background, kill = scenario == "background", not scenario.endswith("errors")
     outcomes = []
     for number in range(10_000):
-        root = base / str(number)
+        root: Path | str = base / str(number)
+        if scenario.endswith("objects"):
+            root = f"objects://{root}"
         CheckpointManager(root).save(1, {"t": tensors(1), "version": "old"})
         end = attempt(root, number, step, keep_last, background, kill)
         assert end == "lived" or (end == "killed") == kill, end
         outcomes.append(check(root, allowed))
         if end in ("survived", "lived"):  # what is said to be saved is
             assert outcomes[-1] == (step, "new"), (number, end, outcomes[-1])
-        shutil.rmtree(root)
+        shutil.rmtree(base / str(number))
         if end == "lived":
             break
     return {"kills": number, "outcomes": sorted(set(outcomes))}
@@ -125,4 +135,5 @@ def sweep(base: Path, scenario: str) -> dict[str, object]:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
+    os.environ["UPLOADS"] = sys.argv[1]
     print(json.dumps({s: sweep(Path(sys.argv[1]) / s, s) for s in sys.argv[2:]}))

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from lamina.checkpoint import JoinedOptimizers
 from lamina.ddp import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
@@ -54,6 +55,7 @@ class Layout:
     settings: dict[str, Any] = field(default_factory=dict)
     model: str = "dense"
     schedule: Any = "1f1b"
+    joined: bool = False  # every stage has an optimizer of its own
 
 
 _PAIR = {"dp_shard": 2}
@@ -87,7 +89,10 @@ LAYOUTS = {
     "tied bare": Layout(engine=BARE, model="tied"),
     "tied 3": Layout({"dp_shard": 4}, model="tied"),
     "tied pp": Layout({"pp": 2, **_PAIR}, model="tied"),
-    "tied zbv": Layout({"pp": 2, "tp": 2}, BARE, model="tied", schedule="zbv_zero_bubble"),
+    "tied zbv": Layout(
+        {"pp": 2, "tp": 2}, BARE, model="tied", schedule="zbv_zero_bubble", joined=True
+    ),
+    "tied zbv one": Layout({"pp": 2, "tp": 2}, BARE, model="tied", schedule="zbv_zero_bubble"),
     "tied zbv ddp": Layout(
         {"pp": 2, "tp": 2}, DDP, _ZERO1, model="tied", schedule="zbv_zero_bubble"
     ),
@@ -111,6 +116,18 @@ class Job:
 def adamw(model: torch.nn.Module) -> torch.optim.Optimizer:
     # In fp64: in fp32 AdamW amplifies the rounding of gradients that are truly zero (a key's bias).
     return torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
+
+
+class OfStages(JoinedOptimizers):
+    """An optimizer per stage, stepped together."""
+
+    def step(self) -> None:
+        for optimizer in self.optimizers:
+            optimizer.step()
+
+    def zero_grad(self) -> None:
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
 
 
 def build(name: str, seed: int) -> Job:
@@ -161,6 +178,8 @@ def pipelined(
     runner = pipeline(
         model, mesh, layout.schedule, num_microbatches=number, wrap=wraps[layout.engine]
     )
+    if layout.joined:
+        return runner, OfStages([adamw(stage) for stage in runner.stages])
     optimizer = adamw(runner)
     if layout.engine == DDP:
         return runner, ShardedOptimizer(optimizer, runner, mesh)

@@ -164,10 +164,24 @@ def test_a_file_that_is_cut_off_or_lacks_a_tensor_is_named(tmp_path):
         import_huggingface(model, tmp_path)
 
 
+CUTS = ["strategy 3", "tp", "tp and strategy 3", "torch FSDP2", "ep", "pp"]
+
+
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("cut", ["strategy 3", "tp", "tp and strategy 3", "torch FSDP2", "ep"])
+@pytest.mark.parametrize("cut", CUTS)
 def test_a_sharded_model_is_exported_and_imported_as_a_whole_one(tmp_path, cut):
-    config = small("qwen3-30b-a3b" if cut == "ep" else "qwen3-0.6b")
+    exported_and_imported(tmp_path, cut)
+
+
+@pytest.mark.slow
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("cut", ["pp and strategy 3", "pp and ep", "pp and tp"])
+def test_a_pipeline_of_sharded_stages_is_exported_and_imported_as_one_model(tmp_path, cut):
+    exported_and_imported(tmp_path, cut)
+
+
+def exported_and_imported(tmp_path: Path, cut: str) -> None:
+    config = small("qwen3-30b-a3b" if "ep" in cut else "qwen3-0.6b")
     whole = models.GPTModel(config, seed=5)
     if cut == "strategy 3":
         model = fsdp.fully_shard(
@@ -181,10 +195,21 @@ def test_a_sharded_model_is_exported_and_imported_as_a_whole_one(tmp_path, cut):
             fully_shard(block)
         fully_shard(model)
     else:
-        sizes = {"dp_shard": 2, "ep": 2} if cut == "ep" else {"tp": 2}
-        mesh = ParallelLayout(**sizes).build("cpu")
+        sizes = {"tp": {"tp": 2}, "ep": {"dp_shard": 2, "ep": 2}, "pp": {"pp": 2}}
+        sizes = {k: n for axis, of in sizes.items() if axis in cut for k, n in of.items()}
+        if "strategy 3" in cut:
+            sizes.setdefault("dp_shard", 4 // 2 if "pp" in cut else 1)
+        mesh = ParallelLayout(**{"dp_shard": 1, **sizes}).build("cpu")
         model = models.GPTModel(config, mesh, seed=5)
-        if cut != "tp":
+        if "pp" in cut:
+            bare = sizes.get("dp_shard", 1) == 1
+            model = models.pipeline(
+                model,
+                mesh,
+                num_microbatches=2,
+                wrap=None if bare else lambda stage: fsdp.fully_shard(stage, device_mesh=mesh),
+            )
+        elif cut != "tp":
             model = fsdp.fully_shard(
                 model, device_mesh=mesh, fsdp_unit_modules=[models.TransformerBlock]
             )
@@ -200,24 +225,30 @@ def test_a_sharded_model_is_exported_and_imported_as_a_whole_one(tmp_path, cut):
     with torch.no_grad():
         for tensor in model.state_dict().values():
             (tensor.to_local() if hasattr(tensor, "to_local") else tensor).zero_()
-    assert import_huggingface(model, tmp_path / "cut") == ()
+    assert import_huggingface(model, tmp_path / "cut") == ()  # of no stage
     for name, tensor in model.state_dict().items():
         got, expected = (
             t.to_local() if hasattr(t, "to_local") else t for t in (tensor, before[name])
         )
         assert torch.equal(got, expected), name
+    if "pp" in cut:
+        return
     tokens = torch.arange(16).view(1, 16)
     with torch.no_grad():
         torch.testing.assert_close(model(tokens)[..., :96].sum(), whole(tokens)[..., :96].sum())
 
 
 @pytest.mark.ranks(2)
-def test_no_rank_holds_more_than_its_part_and_one_tensor(tmp_path):
-    config = models.preset("llama3-8b", **SMALL, num_kv_heads=4, ffn_size=96)
+@pytest.mark.parametrize("preset", ["llama3-8b", "mixtral-8x7b"])
+def test_no_rank_holds_more_than_its_part_and_one_tensor_of_a_file(tmp_path, preset):
+    sizes = {**SMALL, "num_kv_heads": 4, "ffn_size": 96}
+    if preset == "mixtral-8x7b":
+        sizes["moe"] = replace(models.preset(preset).moe, num_experts=16, top_k=2, ffn_size=96)
+    config = models.preset(preset, **sizes)
     model = fsdp.fully_shard(
         models.GPTModel(config, seed=5), fsdp_unit_modules=[models.TransformerBlock]
     )
-    largest = max(p.numel() * 4 for p in model.parameters())
+    largest = 96 * 32 * 4  # the vocabulary's, or one matrix of an MLP
     total = sum(p.numel() * 4 for p in model.parameters())
     # An import's sources are pages of the mapped file, which the meter counts as memory.
     for work, limit in ((export_huggingface, 1.3), (import_huggingface, 2.3)):

@@ -18,6 +18,8 @@ OUTCOMES = {
     "background": [[1, "old"], [2, "new"]],
     "replace, errors": [[1, "new"], [1, "old"]],
     "retire, errors": [[1, "old"], [2, "new"]],
+    "retire, objects": [[1, "old"], [2, "new"]],  # at a URL, where the manifest is what counts
+    "replace, objects": [[1, "new"], [1, "old"]],
 }
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from lamina.checkpoint import CheckpointError, CheckpointManager
-from lamina.mesh import mark
+from lamina.checkpoint import CheckpointError, CheckpointManager, compare_checkpoints
+from lamina.mesh import ParallelLayout, mark, mesh_axis
 
 
 def experts(seed: int) -> nn.Module:
@@ -52,6 +54,65 @@ def test_different_tensors_under_one_name_are_refused_before_one_is_lost(tmp_pat
     save(manager, {"model": experts(seed=0)})  # copies
     CheckpointManager(tmp_path, check_replicas=False).save(2, {"model": experts(seed=rank)})
     assert saved_steps(tmp_path) == ["step-00000001", "step-00000002"]
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("wrap", ["fully_shard", pytest.param("ddp", marks=pytest.mark.slow)])
+def test_experts_that_are_modules_are_stored_under_names_that_rename_gives(tmp_path, wrap):
+    """Expert i of rank r is number 2 i + r of the model: one's name here is another's there."""
+    fsdp, ddp = pytest.importorskip("lamina.fsdp"), pytest.importorskip("lamina.ddp")
+    mesh = ParallelLayout(dp_shard=4, ep=2).build("cpu")
+    rank = mesh_axis(mesh, "ep").rank
+
+    def rename(name: str) -> str:
+        return re.sub(r"experts\.(\d+)", lambda m: f"experts.{2 * int(m[1]) + rank}", name)
+
+    def build(numbers: list[int], seed: int, wrap: str) -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = nn.Module()
+        torch.manual_seed(seed)
+        model.first = nn.Linear(3, 3)
+        model.experts = nn.ModuleList()
+        for number in numbers:
+            torch.manual_seed(100 * seed + number)
+            model.experts.append(nn.Linear(3, 3))
+        for parameter in model.experts.parameters():
+            mark(parameter, expert=True)
+        adamw = torch.optim.AdamW(model.parameters(), lr=0.1, foreach=False)
+        if wrap == "bare":
+            return model, adamw
+        if wrap == "fully_shard":
+            return fsdp.fully_shard(model, adamw, device_mesh=mesh, fsdp_unit_modules=[nn.Linear])
+        config = ddp.DistributedDataParallelConfig(use_distributed_optimizer=True)
+        wrapped = ddp.DistributedDataParallel(model, config, mesh)
+        return wrapped, ddp.ShardedOptimizer(adamw, wrapped, mesh)
+
+    alone, plain = build([0, 1, 2, 3], 1, "bare")
+    for parameter in alone.parameters():
+        parameter.grad = parameter.detach().clone()
+    plain.step()
+    mine = [dist.new_group([r]) for r in range(4)][dist.get_rank()]
+    if dist.get_rank() == 0:
+        state = {"model": alone, "optimizer": plain}
+        CheckpointManager(tmp_path / "alone", group=mine).save(1, state)
+    dist.barrier()
+
+    model, optimizer = build([rank, rank + 2], 2, wrap)
+    state = {"model": model, "optimizer": optimizer}
+    CheckpointManager(tmp_path / "alone", rename=rename).restore(state)
+    # Without it one of two would be lost, of each part of what is cut over the ranks.
+    with pytest.raises(CheckpointError, match=r"experts\.0\.weight.* from \[0.*\(rename="):
+        CheckpointManager(tmp_path / "lost").save(1, state)
+    CheckpointManager(tmp_path / "cut", rename=rename).save(1, state)
+    dist.barrier()
+    found = compare_checkpoints(tmp_path / "alone/step-00000001", tmp_path / "cut/step-00000001")
+    assert not [d for d in found if ".params." not in d.name], found
+    again, fresh = build([rank, rank + 2], 3, wrap)
+    state = {"model": again, "optimizer": fresh}
+    CheckpointManager(tmp_path / "cut", rename=rename).restore(state)
+    CheckpointManager(tmp_path / "back", rename=rename).save(1, state)
+    dist.barrier()
+    found = compare_checkpoints(tmp_path / "alone/step-00000001", tmp_path / "back/step-00000001")
+    assert not [d for d in found if ".params." not in d.name], found
 
 
 @pytest.mark.ranks(2)

@@ -42,7 +42,8 @@ def train(model, optimizer, seeds: range) -> None:
     rank = dist.get_rank()
     for seed in seeds:
         x = torch.randn(4, 8, generator=torch.Generator().manual_seed(100 * seed + rank))
-        (model(x) - x[:, :3]).square().mean().backward()
+        y = model(x)
+        (y - x[:, : y.shape[1]]).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
 
@@ -64,6 +65,33 @@ def test_training_goes_on_bit_for_bit_under_another_strategy(tmp_path, saved, lo
     assert got.keys() == expected.keys()
     for name, tensor in expected.items():
         assert torch.equal(got[name], tensor), name
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("kind", ["Muon", pytest.param("Adafactor", marks=pytest.mark.slow)])
+def test_optimizers_of_whole_matrices_go_on_where_they_were(tmp_path, kind):
+    """State comes back into an optimizer that has not stepped, and from one process too."""
+
+    def build(seed: int, *, alone: bool = False) -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Tanh(), nn.Linear(8, 8, bias=False))
+        optimizer = getattr(torch.optim, kind)(model.parameters(), lr=0.02)
+        return (model, optimizer) if alone else fsdp.fully_shard(model, optimizer)
+
+    model, optimizer = build(0)
+    train(model, optimizer, range(3))
+    CheckpointManager(tmp_path / "a").save(3, {"model": model, "optimizer": optimizer})
+    plain, muon = build(7, alone=True)
+    CheckpointManager(tmp_path / "a").restore({"model": plain, "optimizer": muon})
+    CheckpointManager(tmp_path / "b").save(3, {"model": plain, "optimizer": muon})
+    train(model, optimizer, range(3, 6))
+    expected = ddp.full_parameters(model)
+    for name in ("a", "b"):
+        other, fresh = build(9)
+        CheckpointManager(tmp_path / name).restore({"model": other, "optimizer": fresh})
+        train(other, fresh, range(3, 6))
+        for key, tensor in ddp.full_parameters(other).items():
+            assert torch.equal(tensor, expected[key]), (name, key)
 
 
 @pytest.mark.ranks(2)

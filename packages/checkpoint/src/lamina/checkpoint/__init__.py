@@ -8,22 +8,19 @@ from lamina.checkpoint.errors import (
     CheckpointNotFoundError,
     CheckpointUnsafeError,
 )
-from lamina.checkpoint.huggingface import (
-    HuggingFaceWeights,
-    WeightLink,
-    export_huggingface,
-    import_huggingface,
-)
+from lamina.checkpoint.huggingface import export_huggingface, import_huggingface
 from lamina.checkpoint.inspection import (
     Difference,
     compare_checkpoints,
     verify_checkpoint,
 )
+from lamina.checkpoint.joined import JoinedOptimizers
 from lamina.checkpoint.manager import CheckpointManager
 from lamina.checkpoint.per_rank import PerRank, RngState
 from lamina.checkpoint.plain_dcp import import_dcp
 from lamina.checkpoint.preemption import RESUME_EXIT_CODE, Preemption
 from lamina.checkpoint.progress import RestoreReport, SaveReport
+from lamina.checkpoint.weight_links import HuggingFaceWeights, WeightLink
 
 __all__ = [
     "RESUME_EXIT_CODE",
@@ -36,6 +33,7 @@ __all__ = [
     "DataPosition",
     "Difference",
     "HuggingFaceWeights",
+    "JoinedOptimizers",
     "PerRank",
     "Preemption",
     "RestoreReport",

@@ -51,7 +51,7 @@ def _checkpoints(directory: str) -> list[Path | str]:
     if not is_url(directory) and not Path(os.fspath(directory)).exists():
         raise FileNotFoundError(f"{directory} does not exist")
     store = store_of(directory)
-    found = [location(store.place(step)) for step in store.steps()]
+    found = [location(place) for place in store.places().values()]
     if found:
         return found
     place = place_of(directory)

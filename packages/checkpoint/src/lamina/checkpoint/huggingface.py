@@ -8,25 +8,23 @@ such a model is handed in.
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from lamina.buffers import Region
 from lamina.checkpoint.errors import CheckpointMismatchError, shortened
-from lamina.checkpoint.gathering import narrow, whole_tensor
+from lamina.checkpoint.gathering import Whole, boxes_of, fill, gathered, meet
 from lamina.checkpoint.names import parameters_of, unwrapped
-from lamina.checkpoint.parts import Parts, as_part
+from lamina.checkpoint.parts import Hints, Mesh, Parts, as_part
 from lamina.checkpoint.safetensors_files import (
+    DTYPES,
     INDEX,
     Described,
     Files,
@@ -34,93 +32,11 @@ from lamina.checkpoint.safetensors_files import (
     divide,
     index_text,
 )
-from lamina.checkpoint.state import Mesh
 from lamina.checkpoint.together import Ranks
+from lamina.checkpoint.weight_links import Piece, WeightLink, pieces_of, weights_of
+from lamina.collectives import all_reduce_small
 
-
-class WeightLink(Protocol):
-    """One of a model's tensors and the tensors that it is in Hugging Face's files."""
-
-    @property
-    def ours(self) -> str:
-        """Name in the model's state_dict."""
-
-    @property
-    def theirs(self) -> tuple[str, ...]:
-        """Names in the files."""
-
-    def to_theirs(self, tensor: Tensor) -> tuple[Tensor, ...]:
-        """Make their tensors from our whole one; must work on the meta device."""
-
-    def to_ours(self, tensors: Sequence[Tensor]) -> Tensor:
-        """Make our whole tensor from theirs."""
-
-
-@dataclass(frozen=True)
-class _Same:
-    """A tensor that has the same name and shape on both sides."""
-
-    ours: str
-
-    @property
-    def theirs(self) -> tuple[str, ...]:
-        return (self.ours,)
-
-    def to_theirs(self, tensor: Tensor) -> tuple[Tensor, ...]:
-        return (tensor,)
-
-    def to_ours(self, tensors: Sequence[Tensor]) -> Tensor:
-        return tensors[0]
-
-
-@dataclass(frozen=True)
-class HuggingFaceWeights:
-    """How a model's weights are stored by Hugging Face.
-
-    Attributes:
-        config: contents of `config.json`.
-        links: one for each tensor of the model; tied ones once.
-
-    """
-
-    config: Mapping[str, Any]
-    links: Sequence[WeightLink]
-
-
-def weights_of(model: nn.Module) -> HuggingFaceWeights:
-    """Ask a model, or what it wraps, how Hugging Face stores its weights.
-
-    Raises:
-        TypeError: it does not say.
-        ValueError: no architecture of Hugging Face's has the model's features.
-
-    """
-    inner: Any = model
-    while inner is not None:
-        if hasattr(inner, "huggingface_weights"):
-            return cast(HuggingFaceWeights, inner.huggingface_weights())
-        config = getattr(inner, "config", None)
-        if hasattr(config, "to_dict") and hasattr(config, "model_type"):
-            return _of_transformers(inner)
-        if any(base.__module__.startswith("lamina.models.") for base in type(inner).__mro__):
-            models = importlib.import_module("lamina.models")
-            return HuggingFaceWeights(models.huggingface_config(config), models.weight_map(config))
-        inner = getattr(inner, "module", None)
-    raise TypeError(
-        f"{type(model).__name__} does not say how Hugging Face stores its weights: give it a "
-        "method huggingface_weights() that returns lamina.checkpoint.HuggingFaceWeights"
-    )
-
-
-def _of_transformers(model: Any) -> HuggingFaceWeights:
-    parameters = dict(model.named_parameters())  # tied ones once
-    twice = dict(model.named_parameters(remove_duplicate=False)).keys() - parameters.keys()
-    config = model.config.to_dict()
-    kind = next((c for c in type(model).__mro__ if "transformers" in c.__module__), type(model))
-    config["architectures"] = [kind.__name__]
-    return HuggingFaceWeights(
-        config, [_Same(name) for name in model.state_dict() if name not in twice]
-    )
+_DIMENSIONS = 8  # the most that a tensor of a model has
 
 
 class _Tensors:
@@ -128,7 +44,7 @@ class _Tensors:
 
     def __init__(self, model: nn.Module, mesh: Mesh) -> None:
         self.tree: dict[str, Any] = model.state_dict()
-        self._parts = Parts({"model": model}, mesh)
+        self._parts = Parts({"model": model}, Hints(mesh))
         self._parameters = dict(parameters_of(model))
 
     def is_parameter(self, name: str) -> bool:
@@ -142,10 +58,47 @@ class _Tensors:
         region = self.region(name)
         return tuple(self.tree[name].shape) if region is None else region.shape
 
-    def part(self, name: str) -> Tensor:
+    def part(self, name: str) -> Tensor | None:
+        """What this rank holds of a tensor; None on stages that have other layers."""
+        if name not in self.tree:
+            return None
         tensor: Tensor = self.tree[name].detach()
         region = self.region(name)
         return tensor if region is None else as_part(tensor, region, self._parameters[name])
+
+    def survey(self, names: Sequence[str], ranks: Ranks) -> dict[str, tuple[Whole, bool]]:
+        """Ask all ranks what the tensors of the whole model are (collective).
+
+        Returns:
+            Name -> the tensor, and whether it is a parameter.
+
+        Raises:
+            CheckpointMismatchError: no rank has one.
+            TypeError: of a dtype that safetensors lacks.
+
+        """
+        # Of each: here, not here, parameter, dtype, dimensions, sizes.
+        table = torch.zeros(len(names), 5 + _DIMENSIONS, dtype=torch.int64)
+        table[:, 1] = 1
+        for row, name in zip(table, names, strict=True):
+            if name not in self.tree:
+                continue
+            shape, dtype = self.shape(name), self.tree[name].dtype
+            if dtype not in DTYPES:
+                raise TypeError(f"'{name}' is {dtype}, which safetensors lacks")
+            sizes = [*shape, *[0] * (_DIMENSIONS - len(shape))]
+            known = [1, 0, self.is_parameter(name), DTYPES.index(dtype), len(shape), *sizes]
+            row.copy_(torch.tensor(known))
+        all_reduce_small([table], ranks.group, op="max")
+        rows = dict(zip(names, table.tolist(), strict=True))
+        if lost := [name for name, row in rows.items() if not row[0]]:
+            raise CheckpointMismatchError(f"the model has no {shortened(lost)}, on any rank")
+        device = next((t.device for t in self.tree.values() if isinstance(t, Tensor)), None)
+        device = device or torch.device("cpu")
+        return {
+            name: (Whole(name, tuple(sizes[:dims]), DTYPES[dtype], device, not lacks), bool(own))
+            for name, (_, lacks, own, dtype, dims, *sizes) in rows.items()
+        }
 
 
 def export_huggingface(
@@ -160,11 +113,13 @@ def export_huggingface(
     """Write a model as `transformers` reads it (collective).
 
     Tensors are gathered and written one at a time, by the first rank: no rank holds more than its
-    own part of the model and one whole tensor (two where Hugging Face's is transposed).
+    own part of the model and one tensor of a file (two where Hugging Face's is transposed). What is
+    several of theirs put together (query, key and value; a layer's experts) goes in pieces.
 
     Args:
         model: a `transformers` model, one of `lamina.models`, or one with `huggingface_weights()`;
-            sharded in any way, or not. With pipeline stages, join them first.
+            sharded in any way, or not; or what `lamina.models.pipeline` returns, where each rank
+            holds some of the layers.
         directory: made if absent. Files of the same names are replaced, each at once.
         dtype: floating-point parameters are converted; None keeps them. Buffers keep theirs, as
             with transformers (the bias of DeepSeek-V3's routers stays fp32).
@@ -178,69 +133,69 @@ def export_huggingface(
     Raises:
         TypeError: the model does not say how Hugging Face stores it.
         ValueError: no architecture of Hugging Face's has the model's features.
-        CheckpointMismatchError: its weight map names tensors that it does not have.
+        CheckpointMismatchError: its weight map names tensors that no rank has.
 
     """
     path, ranks = Path(directory), Ranks(group)
     model = unwrapped(model)
     weights = weights_of(model)
-    tensors = _Tensors(model, mesh)
-    if lost := [link.ours for link in weights.links if link.ours not in tensors.tree]:
-        raise CheckpointMismatchError(
-            f"the model has no {shortened(lost)}: every rank must hold all layers"
-        )
-    planned = {link.ours: _described(link, tensors, dtype) for link in weights.links}
-    files = divide([t for of_link in planned.values() for t in of_link], max_file_bytes)
+    tensors = ranks.together(lambda: _Tensors(model, mesh))
+    known = tensors.survey([link.ours for link in weights.links], ranks)
+    plan = [_Planned(link, *known[link.ours], dtype) for link in weights.links]
+    files = divide([t for planned in plan for made in planned.made for t in made], max_file_bytes)
     writer = _Export(path, files) if ranks.is_first else None
     ranks.together(lambda: writer.begin() if writer else None)
-    _export_all(weights, tensors, planned, ranks, writer)
-    config = {**weights.config, "dtype": _dtype_name(planned)}
+    try:
+        for planned in plan:
+            _export_one(planned, tensors.part(planned.whole.name), ranks, writer)
+    finally:
+        if writer is not None:
+            writer.close()
+    config = {**weights.config, "dtype": _dtype_name(files)}
     ranks.together(lambda: writer.finish(config) if writer else None)
     return path
 
 
-def _export_all(
-    weights: HuggingFaceWeights,
-    tensors: _Tensors,
-    planned: Mapping[str, Sequence[Described]],
-    ranks: Ranks,
-    writer: _Export | None,
-) -> None:
-    try:
-        for link in weights.links:
-            _export_one(link, tensors, planned[link.ours], ranks, writer)
-    finally:
-        if writer is not None:
-            writer.close()
+class _Planned:
+    """One of our tensors, the pieces that it goes in, and what each piece is in the files."""
+
+    def __init__(
+        self, link: WeightLink, whole: Whole, parameter: bool, dtype: torch.dtype | None
+    ) -> None:
+        self.whole = whole
+        self.pieces = pieces_of(link, whole.shape)
+        converted = dtype is not None and whole.dtype.is_floating_point and parameter
+        kept = dtype if dtype is not None and converted else whole.dtype
+        self.made = [_described(piece, whole.dtype, kept) for piece in self.pieces]
 
 
-def _export_one(
-    link: WeightLink,
-    tensors: _Tensors,
-    planned: Sequence[Described],
-    ranks: Ranks,
-    writer: _Export | None,
-) -> None:
-    """Gather and write; a function, so that nothing is held while the next one is gathered."""
-    whole = whole_tensor(link.ours, tensors.part(link.ours), ranks)
-    if writer is not None:
-        writer.add(link, whole, planned)
-
-
-def _described(link: WeightLink, tensors: _Tensors, dtype: torch.dtype | None) -> list[Described]:
-    held = tensors.tree[link.ours].dtype
-    converted = dtype is not None and held.is_floating_point and tensors.is_parameter(link.ours)
-    kept = dtype if dtype is not None and converted else held
-    meta = torch.empty(tensors.shape(link.ours), dtype=held, device="meta")
-    made = link.to_theirs(meta)
+def _described(piece: Piece, held: torch.dtype, kept: torch.dtype) -> list[Described]:
+    made = piece.link.to_theirs(torch.empty(piece.sizes, dtype=held, device="meta"))
     return [
         Described(name, tuple(tensor.shape), kept)
-        for name, tensor in zip(link.theirs, made, strict=True)
+        for name, tensor in zip(piece.link.theirs, made, strict=True)
     ]
 
 
-def _dtype_name(planned: Mapping[str, Sequence[Described]]) -> str:
-    floating = [t.dtype for of in planned.values() for t in of if t.dtype.is_floating_point]
+def _export_one(
+    planned: _Planned, part: Tensor | None, ranks: Ranks, writer: _Export | None
+) -> None:
+    boxes = [(piece.offsets, piece.sizes) for piece in planned.pieces]
+    found = gathered(planned.whole, part, boxes, ranks)
+    for piece, made in zip(planned.pieces, planned.made, strict=True):
+        _write(piece.link, next(found), made, writer)
+
+
+def _write(
+    link: WeightLink, tensor: Tensor, planned: Sequence[Described], writer: _Export | None
+) -> None:
+    """Write one piece; a function, so that nothing is held while the next one is gathered."""
+    if writer is not None:
+        writer.add(link, tensor, planned)
+
+
+def _dtype_name(files: Mapping[str, Sequence[Described]]) -> str:
+    floating = [t.dtype for held in files.values() for t in held if t.dtype.is_floating_point]
     return str(floating[0] if floating else torch.float32).removeprefix("torch.")
 
 
@@ -325,29 +280,28 @@ def import_huggingface(
     used: set[str] = set()
     with Files(Path(path)) as files:
         for link in weights.links:
-            if link.ours not in tensors.tree:
-                continue  # another pipeline stage's
             used.update(link.theirs)
-            whole = link.to_ours([files.tensor(name) for name in link.theirs])
-            if tuple(whole.shape) != tensors.shape(link.ours):
-                raise CheckpointMismatchError(
-                    f"'{link.ours}' has shape {list(whole.shape)} in {path} and "
-                    f"{list(tensors.shape(link.ours))} here"
-                )
-            _fill(tensors.part(link.ours), whole)
+            part = tensors.part(link.ours)
+            if part is None:
+                continue  # another pipeline stage's
+            for name in link.theirs:
+                files.find(name)
+            for piece in pieces_of(link, tensors.shape(link.ours)):
+                _import_one(piece, part, files)
         model.load_state_dict(tensors.tree)  # in place already; wrappers learn of it
         short = {name.removeprefix("transformer.").removeprefix("model.") for name in used}
         return tuple(sorted(set(files.names()) - used - short))
 
 
-def _fill(target: Tensor, whole: Tensor) -> None:
-    """Copy a whole tensor's boxes into a tensor cut in any way."""
-    boxes = getattr(target, "__create_chunk_list__", None)
-    if boxes is None:
-        target.copy_(whole)
+def _import_one(piece: Piece, part: Tensor, files: Files) -> None:
+    """Read a piece, if this rank's part has some of it."""
+    box = piece.offsets, piece.sizes
+    if part.numel() and not any(meet(held, box) for held in boxes_of(part)):
         return
-    for box in boxes():
-        if not box.sizes.numel():
-            continue
-        shard = target.__get_tensor_shard__(MetadataIndex("", box.offsets))  # type: ignore[attr-defined]
-        shard.detach().copy_(narrow(whole, box.offsets, box.sizes))
+    values = piece.link.to_ours([files.tensor(name) for name in piece.link.theirs])
+    if tuple(values.shape) != piece.sizes:
+        raise CheckpointMismatchError(
+            f"{shortened(list(piece.link.theirs))} in {files.path} make {list(values.shape)} of "
+            f"'{piece.link.ours}', which is {list(piece.sizes)} here"
+        )
+    fill(part, box, values)

@@ -20,12 +20,12 @@ from lamina.checkpoint.errors import (
     shortened,
 )
 from lamina.checkpoint.manifest import METADATA, VALUES, Manifest
+from lamina.checkpoint.parts import Hints
 from lamina.checkpoint.places import Place
 from lamina.checkpoint.plan import Plan, Selection
 from lamina.checkpoint.progress import Progress, RestoreReport
 from lamina.checkpoint.reader import Reader, read_metadata
 from lamina.checkpoint.saving import location
-from lamina.checkpoint.state import Mesh
 from lamina.checkpoint.stores import Store
 from lamina.checkpoint.together import Ranks, own_error
 from lamina.checkpoint.values import Json
@@ -76,7 +76,7 @@ def open_step(store: Store, step: int) -> tuple[Manifest, Metadata, dict[str, Js
     if not store.has(step):
         raise CheckpointNotFoundError(
             f"no complete checkpoint of step {step} ({store.place(step)}); there are "
-            f"{store.steps() or 'none'}"
+            f"{list(store.places()) or 'none'}"
         )
     return open_checkpoint(store.place(step))
 
@@ -87,13 +87,13 @@ def load_step(
     state: MutableMapping[str, Any],
     selection: Selection,
     ranks: Ranks,
-    mesh: Mesh,
+    hints: Hints,
     *,
     progress: bool,
 ) -> RestoreReport:
     """Load one checkpoint into `state` (collective). Nothing changes if any rank can't."""
     opened = ranks.together(lambda: Source(store.place(step), *open_step(store, step)))
-    return load(opened, state, selection, ranks, mesh, progress=progress)
+    return load(opened, state, selection, ranks, hints, progress=progress)
 
 
 @dataclass(frozen=True)
@@ -114,14 +114,14 @@ def load(
     state: MutableMapping[str, Any],
     selection: Selection,
     ranks: Ranks,
-    mesh: Mesh,
+    hints: Hints,
     *,
     progress: bool,
 ) -> RestoreReport:
     """Load an open checkpoint into `state` (collective)."""
     started = time.perf_counter()
     step = -1 if source.manifest is None else source.manifest.step
-    plan = ranks.together(lambda: Plan(state, source.trees, source.metadata, selection, mesh))
+    plan = ranks.together(lambda: Plan(state, source.trees, source.metadata, selection, hints))
     # All ranks read the same names, in the same order: who has a place for which?
     anywhere = ranks.any(list(plan.claims.values()))
     claimed = dict(zip(plan.claims, anywhere, strict=True))

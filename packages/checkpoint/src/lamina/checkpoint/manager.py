@@ -6,7 +6,7 @@ import math
 import os
 import time
 import warnings
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -18,7 +18,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from lamina.checkpoint.errors import CheckpointDamagedError, CheckpointNotFoundError
 from lamina.checkpoint.loading import load_step
 from lamina.checkpoint.manifest import Manifest
-from lamina.checkpoint.places import is_url, local_path
+from lamina.checkpoint.parts import Hints
+from lamina.checkpoint.places import Place, is_url, local_path
 from lamina.checkpoint.plan import Selection
 from lamina.checkpoint.progress import RestoreReport, SaveReport
 from lamina.checkpoint.retention import Retention
@@ -61,6 +62,9 @@ class CheckpointManager:
         group: the ranks that save together; None is all.
         mesh: what the model was built on; needed only for parameters that are marked as cut
             (`lamina.mesh.mark`) in modules that don't hold their axis themselves.
+        rename: gives the name in the whole model for a name that a module's parameter or buffer
+            has on this rank. For experts that are modules of their own and numbered from 0 on
+            every ep rank. They are saved and loaded under the new names; the modules keep theirs.
         verify: read every file back from the disk before the checkpoint counts as complete.
         threads: threads (and files) that write per rank.
         progress: show a bar for saves and loads above a second, on the first rank, on a terminal.
@@ -88,6 +92,7 @@ class CheckpointManager:
         async_save: bool = False,
         group: dist.ProcessGroup | None = None,
         mesh: ParallelMesh | DeviceMesh | None = None,
+        rename: Callable[[str], str] | None = None,
         verify: bool = True,
         threads: int = 1,
         progress: bool = True,
@@ -99,8 +104,10 @@ class CheckpointManager:
         self.directory: Path | str = str(directory) if is_url(directory) else local_path(directory)
         self.async_save, self.verify, self.threads = async_save, verify, threads
         self.last_restore: RestoreReport | None = None
-        self._mesh, self._progress, self._check_replicas = mesh, progress, check_replicas
+        self._progress, self._check_replicas = progress, check_replicas
+        self._hints = Hints(mesh, str if rename is None else rename)
         self._damaged: set[int] = set()  # steps whose checkpoint a restore could not read
+        self._manifests: dict[str, Manifest] = {}  # of those that retention has kept, by place
         self._store = store_of(directory)
         self._ranks = Ranks(group)
         self._ranks.together(self._clean)
@@ -135,11 +142,11 @@ class CheckpointManager:
 
     def list(self) -> list[int]:
         """Return the steps of all whole checkpoints, ascending (every file there, and as long)."""
-        return [step for step in self._store.steps() if self._manifest(step)]
+        return [step for step, place in self._store.places().items() if _whole(place)]
 
     def latest(self) -> int | None:
         """Return the newest step that has a whole checkpoint, or None."""
-        return next((s for s in reversed(self._store.steps()) if self._manifest(s)), None)
+        return self._newest()
 
     def wait(self) -> None:
         """Return when no save is in progress.
@@ -195,7 +202,7 @@ class CheckpointManager:
         if not overwrite:
             overwrite = self._ranks.together(lambda: self._replaces(step))
         first, check = self._ranks.is_first, self._check_replicas
-        offered = self._ranks.together(lambda: take(state, self._mesh, first=first, check=check))
+        offered = self._ranks.together(lambda: take(state, self._hints, first=first, check=check))
         known = metric is not None and math.isfinite(metric)
         rules = Rules(overwrite, self.verify, self.threads, metric if known else None)
         return self._saver.save(Save(step, offered, rules, started))
@@ -289,7 +296,7 @@ class CheckpointManager:
                 state,
                 selection,
                 self._ranks,
-                self._mesh,
+                self._hints,
                 progress=self._progress,
             )
         except CheckpointDamagedError as error:
@@ -305,35 +312,50 @@ class CheckpointManager:
         """Whether what is there of a step is no use: a run that went back comes by it again."""
         if not self._ranks.is_first or not self._store.has(step):
             return False
-        if step not in self._damaged and self._manifest(step):
+        if step not in self._damaged and _whole(self._store.place(step)):
             raise FileExistsError(
                 f"{self._store.place(step)} exists: save with overwrite=True to replace it"
             )
         self._damaged.discard(step)
         return True
 
-    def _manifest(self, step: int) -> Manifest | None:
-        """Return the manifest of a whole checkpoint; None if a file is missing or too short."""
-        place = self._store.place(step)
-        try:
-            manifest = Manifest.read(place)
-            manifest.check_sizes(place)
-        except CheckpointDamagedError:
-            return None
-        return manifest
+    def _newest(self, below: float = math.inf) -> int | None:
+        places = self._store.places()
+        return next((s for s in reversed(places) if s < below and _whole(places[s])), None)
 
-    def _retire(self) -> None:
+    def _retire(self, saved: Manifest) -> None:
+        """Delete what is not kept. Each manifest is read once, however many saves follow."""
         if self._retention.keeps_all:
             return  # nobody needs to know what is there
-        found = {step: self._manifest(step) for step in self._store.steps()}
-        for step in self._retention.doomed({s: m.metric for s, m in found.items() if m}):
+        known, self._manifests = self._manifests, {}
+        metrics = {}
+        for step, place in self._store.places().items():
+            manifest = saved if step == saved.step else _whole(place, known.get(str(place)))
+            if manifest is not None:
+                self._manifests[str(place)], metrics[step] = manifest, manifest.metric
+        for step in self._retention.doomed(metrics):
             self._store.remove(step)
 
     def _agree_on_step(self, step: int | None, below: int | None = None) -> int | None:
         """Let the first rank choose: directories seen from two machines may differ for a moment."""
         found = step
         if found is None and self._ranks.is_first:
-            steps = [s for s in self._store.steps() if below is None or s < below]
-            found = next((s for s in reversed(steps) if self._manifest(s)), None)
+            found = self._newest(math.inf if below is None else below)
         value = self._ranks.first(_NONE if found is None else found)
         return None if value == _NONE else value
+
+
+def _whole(place: Place, known: Manifest | None = None) -> Manifest | None:
+    """Return the manifest of a whole checkpoint; None if a file is missing or too short.
+
+    Args:
+        place: of the checkpoint.
+        known: its manifest, if it was read before.
+
+    """
+    try:
+        manifest = Manifest.read(place) if known is None else known
+        manifest.check_sizes(place)
+    except CheckpointDamagedError:
+        return None
+    return manifest

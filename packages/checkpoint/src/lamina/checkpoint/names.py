@@ -7,7 +7,7 @@ names don't. So state is stored under names and put back under the numbers of th
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -51,19 +51,22 @@ def parameters_of(module: torch.nn.Module) -> list[tuple[str, torch.nn.Parameter
     return parameters_of(inner)
 
 
-def parameter_names(optimizer: Any, state: Mapping[str, Any]) -> dict[int, str]:
+def parameter_names(
+    optimizer: Any, state: Mapping[str, Any], rename: Callable[[str], str] = str
+) -> dict[int, str]:
     """Name the parameters of `optimizer` after the modules in `state`.
 
     Returns:
-        id(parameter) -> its name in its module; with the entry's name in front where the
-        optimizer's parameters come from several modules. Empty where a parameter is in none.
+        id(parameter) -> its name in its module, as `rename` changes it; with the entry's name in
+        front where the optimizer's parameters come from several modules. Empty where a parameter is
+        in none.
 
     """
     owners: dict[int, tuple[str, str]] = {}
     for entry, value in state.items():
         if isinstance(value, torch.nn.Module):
             for name, parameter in parameters_of(value):
-                owners.setdefault(id(parameter), (entry, name))
+                owners.setdefault(id(parameter), (entry, rename(name)))
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     if not all(id(p) in owners for p in parameters):
         return {}
@@ -74,20 +77,30 @@ def parameter_names(optimizer: Any, state: Mapping[str, Any]) -> dict[int, str]:
 class OptimizerNames:
     """The names and the numbers of one optimizer's parameters.
 
+    Args:
+        optimizer: whose parameters.
+        state: the modules in it have the names.
+        rename: from these to the names of the whole model.
+
     Attributes:
         tree: its state_dict, with the numbers.
         parameters: name -> parameter.
 
     """
 
-    def __init__(self, optimizer: Any, state: Mapping[str, Any]) -> None:
-        names = parameter_names(optimizer, state)
+    def __init__(
+        self, optimizer: Any, state: Mapping[str, Any], rename: Callable[[str], str] = str
+    ) -> None:
+        names = parameter_names(optimizer, state, rename)
         self.tree: Tree = optimizer.state_dict()
         self.parameters: dict[str, torch.Tensor] = {}
         self._names: dict[Any, str] = {}
         for group, numbered in zip(optimizer.param_groups, self.tree["param_groups"], strict=True):
             for parameter, key in zip(group["params"], numbered["params"], strict=True):
-                name = names.get(id(parameter), str(key))
+                # An optimizer that knows names itself has those of the module at hand.
+                last = key[-1] if isinstance(key, tuple) else key  # of JoinedOptimizers
+                own = rename(last) if isinstance(last, str) else str(key)
+                name = names.get(id(parameter), own)
                 self._names[key] = name
                 self.parameters[name] = parameter
 
@@ -124,8 +137,12 @@ class OptimizerNames:
             for name, values in saved["state"].items()
             for key in keys.get(name, ())
         }
-        extra = {n: v for n, v in saved["state"].items() if n in self.tree["state"]}
+        extra = {n: v for n, v in saved["state"].items() if self._is_other(n)}
         return {**saved, "state": {**state, **extra}, "param_groups": groups}
+
+    def _is_other(self, key: str) -> bool:
+        """Whether this optimizer keeps state under a key that is no parameter."""
+        return key in self.tree["state"] and key not in self._names
 
 
 def _copied(values: Mapping[str, Any]) -> dict[str, Any]:

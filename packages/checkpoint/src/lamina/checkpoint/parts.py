@@ -8,8 +8,8 @@ so itself, and what it says counts; bare and DDP-wrapped modules are done here.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import is_dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, is_dataclass
 from typing import Any
 
 import torch
@@ -22,6 +22,24 @@ from lamina.checkpoint.names import parameters_of
 from lamina.mesh import MeshAxis, ParallelMesh, Role, mesh_axis, role_of
 
 _AXES = ("tp", "expert_tp", "ep")
+Mesh = ParallelMesh | DeviceMesh | None
+
+
+@dataclass(frozen=True)
+class Hints:
+    """What the caller says of the models at hand.
+
+    Attributes:
+        mesh: names the axes where modules don't.
+        rename: from a name that this rank's module has to the name in the whole model.
+
+    """
+
+    mesh: Mesh = None
+    rename: Callable[[str], str] = str
+
+
+NO_HINTS = Hints()
 
 
 class Parts:
@@ -29,14 +47,12 @@ class Parts:
 
     Args:
         state: the modules in it are searched for regions, and for the axes that they were built on.
-        mesh: names the axes where modules don't.
+        hints: what the modules don't say.
 
     """
 
-    def __init__(
-        self, state: Mapping[str, Any], mesh: ParallelMesh | DeviceMesh | None = None
-    ) -> None:
-        self._mesh = mesh
+    def __init__(self, state: Mapping[str, Any], hints: Hints) -> None:
+        self.rename, self._mesh = hints.rename, hints.mesh
         self._axes: dict[str, MeshAxis] = {}
         self._shown: dict[int, Region] = {}  # by id of the parameter
         for value in state.values():

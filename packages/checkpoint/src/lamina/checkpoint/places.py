@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import os
 import zlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol, cast
@@ -166,13 +167,19 @@ def sum_of(place: Place, name: str, *, from_disk: bool = False) -> FileSum:
     return FileSum(length, crc)
 
 
-def crc_of(file: BinaryIO, offset: int, length: int) -> int:
-    """Sum a stretch of an open file, a piece at a time; a shorter file ends the stretch."""
+def pieces_of(file: BinaryIO, offset: int, length: int) -> Iterator[bytes]:
+    """Read a stretch of an open file, a piece at a time; a shorter file ends the stretch."""
     file.seek(offset)
-    crc = 0
     while length > 0 and (piece := file.read(min(length, _CHUNK))):
-        crc = zlib.crc32(piece, crc)
+        yield piece
         length -= len(piece)
+
+
+def crc_of(file: BinaryIO, offset: int, length: int) -> int:
+    """Sum a stretch of an open file."""
+    crc = 0
+    for piece in pieces_of(file, offset, length):
+        crc = zlib.crc32(piece, crc)
     return crc
 
 

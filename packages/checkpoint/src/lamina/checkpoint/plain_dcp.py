@@ -12,11 +12,11 @@ import torch.distributed as dist
 from lamina.checkpoint.inspection import tensors_of
 from lamina.checkpoint.loading import Source, load
 from lamina.checkpoint.names import OptimizerNames, is_optimizer
+from lamina.checkpoint.parts import Hints, Mesh
 from lamina.checkpoint.places import place_of
 from lamina.checkpoint.plan import Selection
 from lamina.checkpoint.progress import RestoreReport
 from lamina.checkpoint.reader import read_metadata
-from lamina.checkpoint.state import Mesh
 from lamina.checkpoint.together import Ranks
 from lamina.checkpoint.values import Json
 
@@ -66,7 +66,8 @@ def import_dcp(
         trees = {entry: _tree(entry, value, names, state) for entry, value in state.items()}
         return Source(place, None, metadata, trees)
 
-    return load(ranks.together(open_source), state, selection, ranks, mesh, progress=False)
+    source = ranks.together(open_source)
+    return load(source, state, selection, ranks, Hints(mesh), progress=False)
 
 
 def _tree(entry: str, value: Any, names: list[str], state: MutableMapping[str, Any]) -> Json:

@@ -16,9 +16,9 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 from lamina.checkpoint.errors import CheckpointError, CheckpointMismatchError, shortened
 from lamina.checkpoint.names import unwrapped
-from lamina.checkpoint.parts import Parts, as_part
+from lamina.checkpoint.parts import NO_HINTS, Hints, Parts, as_part
 from lamina.checkpoint.per_rank import PerRank
-from lamina.checkpoint.state import Mesh, Taken, is_stateful, owner_of, take_entry
+from lamina.checkpoint.state import Taken, is_stateful, owner_of, take_entry
 from lamina.checkpoint.trees import RANKS
 from lamina.checkpoint.values import Json, decode
 
@@ -66,7 +66,7 @@ class Plan:
         trees: the parsed `values.json`.
         metadata: DCP's.
         selection: what to take.
-        mesh: see `Parts`.
+        hints: what the state does not say.
 
     Raises:
         CheckpointMismatchError: entries, shapes or dtypes that don't fit, by name.
@@ -79,12 +79,12 @@ class Plan:
         trees: Mapping[str, Json],
         metadata: Metadata,
         selection: Selection,
-        mesh: Mesh = None,
+        hints: Hints = NO_HINTS,
     ) -> None:
         self._state, self._trees, self._selection = state, trees, selection
         self._objects = {entry: unwrapped(value) for entry, value in state.items()}
         self._stored = metadata.state_dict_metadata
-        self._parts = Parts(self._objects, mesh)
+        self._parts = Parts(self._objects, hints)
         absent = sorted(set(state) - set(trees))
         if absent and selection.strict:
             raise CheckpointMismatchError(
@@ -272,7 +272,8 @@ class Plan:
             and not isinstance(taken.tree[name], torch.Tensor)
             and self._selection.takes(f"{entry}.{name}")
         }
-        return {**taken.tree, **values}
+        tree = {**taken.tree, **values}
+        return {taken.own_names.get(name, name): value for name, value in tree.items()}
 
     def _optimizer_tree(self, entry: str, taken: Taken) -> dict[str, Any]:
         """The stored state, and this optimizer's own where nothing is stored or selected."""

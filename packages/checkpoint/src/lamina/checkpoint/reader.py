@@ -7,7 +7,8 @@ import mmap
 import os
 import pickle
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from itertools import groupby
 from typing import Any, BinaryIO, cast
 
@@ -23,6 +24,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from lamina.checkpoint.errors import CheckpointDamagedError, CheckpointUnsafeError
+from lamina.checkpoint.fetched import Fetched
 from lamina.checkpoint.manifest import METADATA, ChunkSums, Manifest, unreadable
 from lamina.checkpoint.places import LocalPlace, Place, crc_of
 from lamina.checkpoint.streams import safely_loaded, tensor_in
@@ -141,6 +143,9 @@ class Reader(StorageReader):
         super().__init__()
         self._place, self._metadata, self._manifest, self._read = place, metadata, manifest, read
         self._sums = ChunkSums({}) if manifest is None else ChunkSums.read(manifest, place)
+        # A local file is read twice, the second time from memory; others come over a network.
+        near = manifest is None or isinstance(place, LocalPlace)
+        self._fetched = None if near else Fetched()
         self.bytes_read = 0
 
     @classmethod
@@ -206,7 +211,10 @@ class Reader(StorageReader):
     def _check_chunk(self, name: str, file: BinaryIO, offset: int, item: ReadItem) -> None:
         expected, length = self._sums.of(name, offset), self._info(item).length
         try:
-            found = crc_of(file, offset, length)
+            if self._fetched is None:
+                found = crc_of(file, offset, length)
+            else:
+                found = self._fetched.keep(name, file, offset, length)
         except OSError as error:
             where = f"{self._place}/{name}: '{item.storage_index.fqn}'"
             raise unreadable(where, error) from error
@@ -221,12 +229,21 @@ class Reader(StorageReader):
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read each chunk once, and copy from it all that is wanted of it."""
         for name, items in self._by_file(plan.items):
-            with opened(self._place, name) as read:
+            with self._opened(name, items) as read:
                 for _, of_chunk in groupby(items, key=lambda item: self._info(item).offset):
                     self._read_chunk(read, list(of_chunk), planner)
         future: Future[None] = Future()
         future.set_result(None)
         return future
+
+    def _opened(
+        self, name: str, items: list[ReadItem]
+    ) -> AbstractContextManager[Callable[[int, int], memoryview]]:
+        """Open a file, or what was kept of it when it was checked."""
+        kept = self._fetched
+        if kept is not None and all(kept.holds(name, self._info(item).offset) for item in items):
+            return nullcontext(partial(kept.read, name))
+        return opened(self._place, name)
 
     def _read_chunk(
         self,

@@ -1,10 +1,11 @@
-"""A net under names: the whole of a tensor is the same tensor on all ranks that offer it.
+"""A net under names: what several ranks offer under one name is the same tensor.
 
-DCP stores one of the tensors that several ranks offer as the whole of one name. Copies are meant to
-be equal. Where they are not (experts in modules of equal names on every ep rank, parameters cut by
-marks that nobody told the manager of, the numbered state of two pipeline stages) one rank's would
-be kept and the others' lost without a word, and a load would give it to all. So each rank sums the
-beginning of what it offers as whole, and the coordinator compares before anything is written.
+DCP stores one of the tensors that several ranks offer as the whole, or as the same box, of one
+name. Copies are meant to be equal. Where they are not (experts in modules of equal names on every
+ep rank, parameters cut by marks that nobody told the manager of, the numbered state of two pipeline
+stages) one rank's would be kept and the others' lost without a word, and a load would give it to
+all. So each rank sums the beginning of what it offers as whole, and of its first box of what is
+cut, and the coordinator compares before anything is written.
 """
 
 from __future__ import annotations
@@ -14,12 +15,13 @@ import zlib
 from collections.abc import Mapping, Sequence
 
 import torch
+from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from lamina.checkpoint.errors import CheckpointError, shortened
 from lamina.checkpoint.streams import memory_of
 
 _BYTES = 4096
-"""Of each tensor: enough to tell two that were trained apart, little beside copying them."""
+"""Of each tensor or box: enough to tell two that were trained apart, little beside copying them."""
 
 Digests = dict[str, tuple[int, bool]]
 """Name -> checksum of shape, dtype and first bytes; and whether a difference loses what was
@@ -30,7 +32,7 @@ def digests(whole: Mapping[str, torch.Tensor], trained: frozenset[str]) -> Diges
     """Sum the beginnings of tensors, one copy per device.
 
     Args:
-        whole: name -> tensor that this rank offers as all there is under that name.
+        whole: name -> tensor that this rank offers as all there is under that name (or box).
         trained: names of those that must be equal.
 
     """
@@ -55,7 +57,22 @@ def _has_bytes(tensor: torch.Tensor) -> bool:
     return plain and tensor.layout is torch.strided and not tensor.is_meta
 
 
+def first_box(name: str, tensor: torch.Tensor) -> tuple[str, torch.Tensor] | None:
+    """Return a name for the first box that this rank holds of a tensor that is cut, and the box.
+
+    Copies under data parallelism have the same boxes; ranks with other boxes are not compared.
+    """
+    chunks = tensor.__create_chunk_list__()  # type: ignore[attr-defined]
+    if not chunks or not chunks[0].sizes.numel():
+        return None
+    offsets, sizes = chunks[0].offsets, chunks[0].sizes
+    box = tensor.__get_tensor_shard__(MetadataIndex(name, offsets))  # type: ignore[attr-defined]
+    return f"{name} from {list(offsets)} of size {list(sizes)}", box
+
+
 def _beginning(tensor: torch.Tensor) -> torch.Tensor:
+    while not tensor.is_contiguous() and tensor.nbytes > _BYTES:
+        tensor = tensor[0]  # a copy of all of it would be in the way
     flat = tensor.contiguous().view(-1)
     return flat[: -(-_BYTES // flat.element_size())].view(torch.uint8)
 
@@ -84,7 +101,8 @@ def compare(of_ranks: Sequence[Digests]) -> None:
             f"'{name}' on rank {other} is another tensor than on rank {one}, and both offer it as "
             f"the whole: all but one would be lost (so {len(lost)} names: {shortened(list(lost))})."
             " Experts in modules of their own need names of their own on every ep rank "
-            "(experts.<number in the whole model>); parameters that tp or ep has cut need "
+            "(experts.<number in the whole model>), which CheckpointManager(rename=...) can give "
+            "them; parameters that tp or ep has cut need "
             "CheckpointManager(mesh=...); an optimizer's state gets names from its model in the "
             "same state. If these are copies that have drifted apart, "
             "CheckpointManager(check_replicas=False) stores one of them"

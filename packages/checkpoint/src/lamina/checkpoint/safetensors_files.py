@@ -38,6 +38,8 @@ _CODES = {
     torch.float8_e5m2: "F8_E5M2",
 }
 _DTYPES = {code: dtype for dtype, code in _CODES.items()}
+DTYPES = list(_CODES)
+"""What the format knows."""
 
 
 @dataclass(frozen=True)
@@ -184,24 +186,30 @@ class Files:
         """Return a tensor that shares the file's pages: what is not touched is not read.
 
         Raises:
+            CheckpointMismatchError: there is none of that name.
+
+        """
+        data, entry = self._places[self.find(name)]
+        dtype, shape = _DTYPES[entry["dtype"]], entry["shape"]
+        start, count = entry["data_offsets"][0], math.prod(shape)
+        if not count:
+            return torch.empty(shape, dtype=dtype)
+        if start % dtype.itemsize == 0:
+            return torch.frombuffer(data, dtype=dtype, count=count, offset=start).view(shape)
+        raw = bytearray(data[start : start + count * dtype.itemsize])
+        return torch.frombuffer(raw, dtype=dtype).view(shape)
+
+    def find(self, name: str) -> str:
+        """Return the name that a tensor has in the files.
+
+        Raises:
             CheckpointMismatchError: there is none of that name, nor of it without the prefix that
                 a base model's own files leave out.
 
         """
         for candidate in (name, name.removeprefix("transformer.").removeprefix("model.")):
             if candidate in self._places:
-                data, entry = self._places[candidate]
-                dtype, shape = _DTYPES[entry["dtype"]], entry["shape"]
-                start = entry["data_offsets"][0]
-                if not math.prod(shape):
-                    return torch.empty(shape, dtype=dtype)
-                count = math.prod(shape)
-                if start % dtype.itemsize == 0:
-                    return torch.frombuffer(data, dtype=dtype, count=count, offset=start).view(
-                        shape
-                    )
-                raw = bytearray(data[start : start + count * dtype.itemsize])
-                return torch.frombuffer(raw, dtype=dtype).view(shape)
+                return candidate
         raise CheckpointMismatchError(
             f"'{name}' is in none of the files under {self.path}, which hold {len(self._places)} "
             "tensors"

@@ -51,7 +51,7 @@ class Saver:
         store: the directory of checkpoints.
         ranks: who saves.
         in_background: write in a thread, over a process group of its own.
-        committed: called on the first rank after each commit.
+        committed: called on the first rank after each commit, with what was committed.
         progress: show a bar on the first rank.
 
     """
@@ -62,7 +62,7 @@ class Saver:
         ranks: Ranks,
         *,
         in_background: bool,
-        committed: Callable[[], None],
+        committed: Callable[[Manifest], None],
         progress: bool,
     ) -> None:
         self._store, self._ranks, self._committed = store, ranks, committed
@@ -135,8 +135,8 @@ class Saver:
             bar.close()
         place = self._store.place(save.step)
         size = _size(place, metadata) if writer.manifest is None else writer.manifest.bytes
-        if self._ranks.is_first:
-            self._retire(save.step)
+        if writer.manifest is not None:
+            self._retire(writer.manifest)
         seconds = time.perf_counter() - save.started
         report = SaveReport(
             save.step,
@@ -149,13 +149,13 @@ class Saver:
         self.last = report
         return writer, report
 
-    def _retire(self, step: int) -> None:
+    def _retire(self, saved: Manifest) -> None:
         """Delete what is no longer kept. The save is complete: no failure of this is its own."""
         try:
-            self._committed()
+            self._committed(saved)
         except Exception as error:
             warnings.warn(
-                f"step {step} is saved, but older checkpoints could not be deleted: "
+                f"step {saved.step} is saved, but older checkpoints could not be deleted: "
                 f"{type(error).__name__}: {error}",
                 stacklevel=2,
             )

@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh
 
 from lamina.checkpoint.errors import CheckpointError
 from lamina.checkpoint.names import OptimizerNames, is_optimizer, parameters_of, unwrapped
-from lamina.checkpoint.parts import Parts, as_part
+from lamina.checkpoint.parts import Hints, Parts, as_part
 from lamina.checkpoint.per_rank import PerRank
-from lamina.checkpoint.replicas import Digests, digests
+from lamina.checkpoint.replicas import Digests, digests, first_box
 from lamina.checkpoint.trees import Trees
 from lamina.checkpoint.values import Json, encode, join
-from lamina.mesh import ParallelMesh
 
 Path = tuple[str, ...]
-Mesh = ParallelMesh | DeviceMesh | None
 
 
 def is_stateful(value: Any) -> bool:
@@ -34,12 +31,14 @@ class Taken:
     """One entry of a state, taken apart.
 
     Attributes:
-        tree: its state_dict, or the plain value itself; an optimizer's with parameter names.
+        tree: its state_dict, or the plain value itself; an optimizer's with parameter names, a
+            module's with the names of the whole model.
         json: the tree without its tensors.
         tensors: name -> tensor, as the tree holds it.
         parts: name -> tensor, as the whole model's tensor that it is a part of: what DCP sees.
         paths: name -> its keys.
         optimizer: names and numbers, of an optimizer.
+        own_names: of a module whose names were changed, by the names of the whole model.
         trained: names of parameters and of what an optimizer keeps of them, which are equal
             wherever they are whole; but step counts, for experts without a token are not stepped.
 
@@ -51,6 +50,7 @@ class Taken:
     parts: dict[str, torch.Tensor]
     paths: dict[str, Path]
     optimizer: OptimizerNames | None = None
+    own_names: Mapping[str, str] = field(default_factory=dict)
     trained: frozenset[str] = frozenset()
 
 
@@ -62,9 +62,12 @@ def take_entry(entry: str, value: Any, state: Mapping[str, Any], parts: Parts) -
         CheckpointError: two tensors would be stored under one name.
 
     """
-    optimizer = OptimizerNames(value, state) if is_optimizer(value) else None
+    optimizer = OptimizerNames(value, state, parts.rename) if is_optimizer(value) else None
+    own_names: dict[str, str] = {}
     if optimizer is not None:
         tree: Any = optimizer.named()
+    elif isinstance(value, torch.nn.Module):
+        tree, own_names = _renamed(value.state_dict(), parts)
     else:
         tree = value.state_dict() if is_stateful(value) else value
     found: dict[Path, torch.Tensor] = {}
@@ -77,12 +80,25 @@ def take_entry(entry: str, value: Any, state: Mapping[str, Any], parts: Parts) -
                 "one entry"
             )
     tensors = {join(path): tensor for path, tensor in found.items()}
-    owners = _owners(entry, value, tensors, optimizer)
+    owners = _owners(entry, value, tensors, optimizer, parts)
     shown = {name: tensor.detach() for name, tensor in tensors.items()}
     for name, held in owners.items():
         shown[name] = as_part(shown[name], parts.region(name, held), held)
     trained = frozenset(n for n in owners if optimizer is None or tensors[n].ndim > 0)
-    return Taken(tree, json, tensors, shown, paths, optimizer, trained)
+    return Taken(tree, json, tensors, shown, paths, optimizer, own_names, trained)
+
+
+def _renamed(tree: dict[str, Any], parts: Parts) -> tuple[dict[str, Any], dict[str, str]]:
+    own_names: dict[str, str] = {}
+    for name in tree:
+        if own_names.setdefault(parts.rename(name), name) != name:
+            raise CheckpointError(
+                f"rename gives '{name}' and '{own_names[parts.rename(name)]}' one name: "
+                f"'{parts.rename(name)}'"
+            )
+    if all(name == own for name, own in own_names.items()):
+        return tree, {}
+    return {name: tree[own] for name, own in own_names.items()}, own_names
 
 
 def _owners(
@@ -90,13 +106,14 @@ def _owners(
     value: Any,
     tensors: Mapping[str, torch.Tensor],
     optimizer: OptimizerNames | None,
+    parts: Parts,
 ) -> dict[str, torch.Tensor]:
     """Return, of the names of parameters and of optimizer state, the parameter."""
     if optimizer is not None:
         found = {name: optimizer.parameters.get(owner_of(entry, name)) for name in tensors}
         return {name: owner for name, owner in found.items() if owner is not None}
     if isinstance(value, torch.nn.Module):
-        named = {f"{entry}.{n}": p for n, p in parameters_of(value)}
+        named = {f"{entry}.{parts.rename(n)}": p for n, p in parameters_of(value)}
         return {name: parameter for name, parameter in named.items() if name in tensors}
     return {}
 
@@ -113,7 +130,8 @@ class Offered:
     Attributes:
         tensors: nested, for DCP.
         trees: the other values.
-        digests: of the weights, buffers and optimizer state that this rank offers as whole.
+        digests: of the weights, buffers and optimizer state that this rank offers as whole, and of
+            its first box of each that is cut.
 
     """
 
@@ -123,13 +141,13 @@ class Offered:
 
 
 def take(
-    state: Mapping[str, Any], mesh: Mesh = None, *, first: bool = True, check: bool = True
+    state: Mapping[str, Any], hints: Hints, *, first: bool = True, check: bool = True
 ) -> Offered:
     """Split a state into what DCP saves and what JSON saves.
 
     Args:
         state: name -> object or plain value.
-        mesh: see `Parts`.
+        hints: what the objects don't say.
         first: this is the first rank, whose plain values count. Others offer of their tensors only
             the sharded ones: of a whole one DCP would take any rank's.
         check: make digests.
@@ -145,9 +163,10 @@ def take(
     joined = set()
     seen: dict[str, Path] = {}
     whole: dict[str, torch.Tensor] = {}
+    boxes: dict[str, torch.Tensor] = {}
     trained: frozenset[str] = frozenset()
     objects = {entry: unwrapped(value) for entry, value in state.items()}
-    parts = Parts(objects, mesh)
+    parts = Parts(objects, hints)
     for entry, value in objects.items():
         if isinstance(value, PerRank):
             shared[entry], own[entry] = None, value.encoded(entry)
@@ -163,6 +182,8 @@ def take(
                 if not known and not first:
                     continue
                 whole.update({name: tensor} if known else {})
+            elif check and name in taken.trained and (box := first_box(name, tensor)):
+                boxes[box[0]] = box[1]
             if seen.setdefault(name, taken.paths[name]) != taken.paths[name]:
                 raise CheckpointError(
                     f"two tensors are called '{name}': {seen[name]} and {taken.paths[name]}; "
@@ -170,7 +191,8 @@ def take(
                 )
             _insert(nested, taken.paths[name], tensor)
     trees = Trees(shared, frozenset(joined), own)
-    return Offered(nested, trees, digests(whole, trained) if check else {})
+    found = digests({**whole, **boxes}, trained | boxes.keys()) if check else {}
+    return Offered(nested, trees, found)
 
 
 def _insert(nested: dict[str, Any], path: Path, tensor: torch.Tensor) -> None:

@@ -51,8 +51,8 @@ class Attempt(Protocol):
 class Store(Protocol):
     """A directory of checkpoints."""
 
-    def steps(self) -> list[int]:
-        """Return the steps that have a complete name, ascending."""
+    def places(self) -> dict[int, Place]:
+        """Return step -> place of all that have a complete name, steps ascending."""
 
     def place(self, step: int) -> Place:
         """Return where the complete checkpoint of a step is, or would be."""
@@ -97,9 +97,9 @@ class LocalStore:
     def __init__(self, root: Path) -> None:
         self.root = root
 
-    def steps(self) -> list[int]:
-        """Return the steps that have a complete name, ascending."""
-        return directory.complete_steps(self.root)
+    def places(self) -> dict[int, Place]:
+        """Return the directories that have a complete name, by step."""
+        return {step: self.place(step) for step in directory.complete_steps(self.root)}
 
     def place(self, step: int) -> LocalPlace:
         """Return the directory of a step."""
@@ -174,13 +174,17 @@ class RemoteStore:
                 found.setdefault(int(match[1]), {})[int(match[2] or 0)] = there
         return found
 
-    def steps(self) -> list[int]:
-        """Return the steps with a manifest, ascending."""
-        return sorted(step for step, of in self.attempts().items() if any(of.values()))
+    def places(self) -> dict[int, Place]:
+        """Return the newest complete attempt's prefix of each step that has one."""
+        found = sorted(self.attempts().items())
+        return {step: self._newest(step, of) for step, of in found if any(of.values())}
 
     def place(self, step: int) -> RemotePlace:
         """Return the newest complete attempt's prefix."""
-        complete = [n for n, there in self.attempts().get(step, {}).items() if there]
+        return self._newest(step, self.attempts().get(step, {}))
+
+    def _newest(self, step: int, attempts: dict[int, bool]) -> RemotePlace:
+        complete = [number for number, there in attempts.items() if there]
         return RemotePlace(f"{self.url}/{attempt_name(step, max(complete, default=0))}")
 
     def has(self, step: int) -> bool:

@@ -32,6 +32,13 @@ class WholeStep:
 
     def __init__(self, optimizer: Optimizer, groups: Iterable[ParameterGroup]) -> None:
         self._plain: dict[int, nn.Parameter | None] = {}
+        self.add(groups)
+        self._held: list[list[nn.Parameter]] = []
+        optimizer.register_step_pre_hook(self._before)
+        optimizer.register_step_post_hook(self._after)
+
+    def add(self, groups: Iterable[ParameterGroup]) -> None:
+        """More groups whose main parameters the optimizer holds."""
         for group in groups:
             for main in group.main_parameters:
                 if isinstance(main, ShardedTensor):
@@ -40,9 +47,6 @@ class WholeStep:
                         self._plain[id(main)] = nn.Parameter(local.view(main.shape))
                     elif local.numel() == 0:
                         self._plain[id(main)] = None
-        self._held: list[list[nn.Parameter]] = []
-        optimizer.register_step_pre_hook(self._before)
-        optimizer.register_step_post_hook(self._after)
 
     def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not self._plain:
@@ -68,7 +72,7 @@ class WholeStep:
                 plain.grad_dtype = gradient.dtype  # torch takes no other dtype in `.grad`
             plain.grad = gradient.to_local().view(main.shape)
         if main in optimizer.state:
-            optimizer.state[plain] = optimizer.state.pop(main)
+            optimizer.state[plain] = _plain_state(optimizer.state.pop(main))
         return plain
 
     def _after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -81,3 +85,13 @@ class WholeStep:
                     if plain in optimizer.state:
                         optimizer.state[main] = optimizer.state.pop(plain)
         self._held = []
+
+
+def _plain_state(state: dict[str, Any]) -> dict[str, Any]:
+    """State without `ShardedTensor`s, which a load into an optimizer that had none has left."""
+    for name, value in state.items():
+        if isinstance(value, ShardedTensor):
+            local = value.to_local()
+            if local.numel() == value.numel():
+                state[name] = local.view(value.shape)
+    return state

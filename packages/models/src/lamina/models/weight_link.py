@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -60,6 +60,29 @@ class WeightLink:
             padding = whole.new_zeros(self.rows_added, *whole.shape[1:])
             whole = torch.cat((whole, padding))
         return whole
+
+    def pieces(self) -> Iterator[tuple[tuple[slice, ...], WeightLink]]:
+        """Cut ours where one of theirs ends and the next begins.
+
+        Yields:
+            Slices of our first dimensions, and a link of what is in there to one of theirs.
+
+        """
+        rows, each = self.rows or (), len(self.theirs) // (self.stack or 1)
+        matrices = [rows[at : at + each] for at in range(0, len(rows), each)]
+        alike = all(matrix == matrices[0] for matrix in matrices)
+        if len(rows) < 2 or not alike or self.order is not None or self.rows_added:
+            yield (), self
+            return
+        stack = None if self.stack is None else 1
+        for number, matrix in enumerate(matrices):
+            start = 0
+            for name, length in zip(self.theirs[number * each :], matrix, strict=False):
+                inner = slice(start, start + length)
+                slices = (inner,) if stack is None else (slice(number, number + 1), inner)
+                one = (name,)
+                yield slices, replace(self, theirs=one, rows=None, stack=stack, in_memory=None)
+                start += length
 
     def read(self, tensor: Callable[[str], Tensor]) -> Tensor:
         """Make our whole tensor from a source of theirs by name, files or a model in memory.

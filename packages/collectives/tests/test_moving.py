@@ -14,6 +14,7 @@ from lamina.collectives import (
     broadcast,
     use_messages,
 )
+from lamina.mesh import MeshAxis
 
 DTYPES = [torch.float32, torch.bfloat16, torch.uint8, torch.bool, torch.float8_e4m3fn]
 LONG = (1 << 19) + 1  # elements that are worth reading from a neighbour's memory
@@ -201,6 +202,14 @@ REFUSED = [
 def test_a_wrong_call_is_refused_with_its_reason(call, reason):
     with pytest.raises(ValueError, match=reason):
         call()
+
+
+def test_what_is_no_group_is_told_where_groups_come_from():
+    axis = MeshAxis("dp", 1, 0, (0,), None)
+    with pytest.raises(TypeError, match=r"pass axis\.group or axis\.sibling"):
+        all_gather_into(torch.empty(4), torch.empty(4), axis)
+    with pytest.raises(TypeError, match="'dp' is no process group"):
+        broadcast(torch.empty(4), "dp")
 
 
 @pytest.mark.ranks(2)

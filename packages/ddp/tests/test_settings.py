@@ -83,6 +83,15 @@ def test_strategies_have_numbers_and_names():
     assert DistributedDataParallelConfig(zero_dp_strategy="optim_grads", **settings).strategy == 2
 
 
+@pytest.mark.ranks(1)
+def test_what_is_no_config_and_no_mesh_is_refused():
+    mesh, config = ParallelLayout().build("cpu"), DistributedDataParallelConfig()
+    with pytest.raises(TypeError, match="config is a ParallelMesh, not a"):
+        DistributedDataParallel(build(), mesh, config)
+    with pytest.raises(TypeError, match="mesh is a str, not a ParallelMesh or DeviceMesh"):
+        DistributedDataParallel(build(), config, "dp")
+
+
 @pytest.mark.ranks(2)
 def test_what_the_mesh_or_the_machine_does_not_have_is_refused(ranks):
     sharded = {"use_distributed_optimizer": True}

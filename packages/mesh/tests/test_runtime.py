@@ -48,6 +48,8 @@ def test_the_timeout_reaches_the_groups_that_are_made_later() -> None:
         assert current_world().timeout == timedelta(seconds=12)
     with pytest.raises(ValueError, match="timeout=-1"):
         init_distributed(timeout=-1)
+    with pytest.raises(ValueError, match="timeout='10'"):
+        init_distributed(timeout="10")
 
 
 def test_a_group_that_is_there_is_adopted_and_left_alone() -> None:

@@ -27,13 +27,36 @@ WIRE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def group_size(group: ProcessGroup | None) -> int:
-    """Number of ranks in `group`; None is a group of one."""
-    return 1 if group is None else group.size()
+    """Number of ranks in `group`; None is a group of one.
+
+    Raises:
+        TypeError: it is no process group.
+
+    """
+    try:
+        return 1 if group is None else group.size()
+    except (AttributeError, TypeError):
+        raise _no_group(group) from None
 
 
 def group_rank(group: ProcessGroup | None) -> int:
-    """Place of this rank in `group`."""
-    return 0 if group is None else group.rank()
+    """Place of this rank in `group`.
+
+    Raises:
+        TypeError: it is no process group.
+
+    """
+    try:
+        return 0 if group is None else group.rank()
+    except (AttributeError, TypeError):
+        raise _no_group(group) from None
+
+
+def _no_group(given: object) -> TypeError:
+    return TypeError(
+        f"{given!r} is no process group: pass axis.group or axis.sibling(purpose) of a MeshAxis, "
+        "mesh.group(name) of a ParallelMesh, or None for a group of one"
+    )
 
 
 def where(group: ProcessGroup | None) -> str:

@@ -55,6 +55,7 @@ class DistributedDataParallel(DataParallel):
             `dp_replicate`), or with one dimension.
 
     Raises:
+        TypeError: for something else in place of config or mesh.
         ValueError: for a mesh that does not fit the config, or a model on the meta device.
     """
 
@@ -65,6 +66,7 @@ class DistributedDataParallel(DataParallel):
         mesh: ParallelMesh | DeviceMesh,
     ) -> None:
         super().__init__()
+        _check_kinds(config, mesh)
         if config.overlap_grad_reduce or config.overlap_param_gather:
             require_overlap("DistributedDataParallel with overlap")
         self.module = module
@@ -250,6 +252,19 @@ class DistributedDataParallel(DataParallel):
 
     def _end_backward(self) -> None:
         self._reducer.end_backward()
+
+
+def _check_kinds(config: object, mesh: object) -> None:
+    for name, given, kinds in (
+        ("config", config, (DistributedDataParallelConfig,)),
+        ("mesh", mesh, (ParallelMesh, DeviceMesh)),
+    ):
+        if not isinstance(given, kinds):
+            wanted = " or ".join(kind.__name__ for kind in kinds)
+            raise TypeError(
+                f"{name} is a {type(given).__name__}, not a {wanted}: call "
+                "DistributedDataParallel(module, config, mesh)"
+            )
 
 
 def _starting(begin: weakref.WeakMethod[Callable[[], None]]) -> Callable[[Any], None]:

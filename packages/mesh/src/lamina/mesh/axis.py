@@ -78,9 +78,15 @@ def mesh_axis(mesh: ParallelMesh | DeviceMesh, name: str | Sequence[str]) -> Mes
     Raises:
         AxisError: no such axis (the message lists those there are), names out of order or twice,
             or this rank is not on the mesh.
+        TypeError: `mesh` is no mesh.
     """
     if isinstance(mesh, DeviceMesh):
         return _device_mesh_axis(mesh, (name,) if isinstance(name, str) else tuple(name))
+    if not hasattr(mesh, "axis"):
+        raise TypeError(
+            f"{mesh!r} is no mesh: pass what ParallelLayout(...).build() returns, or a torch "
+            "DeviceMesh with named dimensions."
+        )
     return mesh.axis(name)
 
 

@@ -201,7 +201,9 @@ def _fake_store() -> Store:
 def _as_timedelta(timeout: timedelta | float | None) -> timedelta:
     if timeout is None:
         return DEFAULT_TIMEOUT
-    limit = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
+    limit = timedelta(0)
+    if isinstance(timeout, timedelta | int | float):
+        limit = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
     if limit <= timedelta(0):
         raise ValueError(f"timeout={timeout!r}: give a positive number of seconds or a timedelta.")
     return limit

@@ -1,4 +1,6 @@
-"""The user's own optimizer: zeroing in place between microbatches, and gradient scalers."""
+"""The user's own optimizer: of several models, zeroing in place, and gradient scalers."""
+
+import copy
 
 import pytest
 import torch
@@ -6,7 +8,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from lamina.ddp import ShardedGradScaler, full_parameters
-from lamina.fsdp import fully_shard
+from lamina.fsdp import fully_shard, fully_shard_optimizer
 from lamina.mesh import ParallelLayout, mark
 from lamina_testing.toys import Block, OddNet, inputs
 
@@ -158,3 +160,36 @@ def test_one_overflow_anywhere_skips_the_step_everywhere(axis, fused, ranks):
             assert scaler.get_scale() == 2.0**9
             wanted = 1 - 0.01 * 0.01 - 0.01 if stepped else 1.0  # AdamW's first step, unscaled
             torch.testing.assert_close(full_parameters(model)["piece"], torch.full((64,), wanted))
+
+
+@pytest.mark.ranks(2)
+def test_one_optimizer_steps_over_several_sharded_modules(ranks):
+    """Given with each, or once with what holds both; also one that steps over whole matrices."""
+    mesh = {"device_mesh": init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))}
+    torch.manual_seed(7)
+    plain = nn.ModuleList(nn.Linear(16, 16, bias=False) for _ in range(2))
+
+    def muon(model):
+        return torch.optim.Muon(model.parameters(), lr=0.1)
+
+    def train(model, optimizer, shares):
+        for step in range(3):
+            for share in shares:
+                x = torch.randn(4, 16, generator=torch.Generator().manual_seed(10 * step + share))
+                (model[1](model[0](x).tanh()).square().mean() / len(shares)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    for make, together in ((sgd, False), (sgd, True), (muon, False)):
+        pair, whole = copy.deepcopy(plain), copy.deepcopy(plain)
+        train(whole, make(whole), range(2))
+        optimizer = make(pair)
+        for part in pair:
+            fully_shard(part, None if together else optimizer, **mesh)
+        if together:
+            fully_shard_optimizer(optimizer, pair)
+        train(pair, optimizer, [ranks.rank])
+        for part, other in zip(pair, whole, strict=True):
+            torch.testing.assert_close(full_parameters(part)["weight"], other.weight.detach())
+    with pytest.raises(TypeError, match=r"not sharded \(2.weight belongs to no sharded module"):
+        fully_shard_optimizer(sgd(pair), pair.append(nn.Linear(2, 2)))

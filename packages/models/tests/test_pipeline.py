@@ -70,17 +70,17 @@ def wrapper(kind, mesh, **settings):
     return lambda stage: fully_shard(stage, device_mesh=mesh, zero_dp_strategy=kind, **settings)
 
 
-def optimizers(kind, runner, mesh):
-    """One per stage where stages are sharded."""
-    if kind is None:
-        return [torch.optim.AdamW(runner.parameters(), 1e-2)]
+def optimizers(kind, runner, mesh, *, per_stage=False):
+    """One over all stages of the rank, or one for each."""
+    if per_stage:
+        return [
+            fully_shard_optimizer(torch.optim.AdamW(stage.parameters(), 1e-2), stage)
+            for stage in runner.stages
+        ]
+    adamw = torch.optim.AdamW(runner.parameters(), 1e-2)
     if kind == "ddp":
-        adamw = torch.optim.AdamW(runner.parameters(), 1e-2)
         return [ShardedOptimizer(adamw, runner, mesh)]
-    return [
-        fully_shard_optimizer(torch.optim.AdamW(stage.parameters(), 1e-2), stage)
-        for stage in runner.stages
-    ]
+    return [adamw if kind is None else fully_shard_optimizer(adamw, runner)]
 
 
 def gradients(kind, runner):
@@ -349,7 +349,10 @@ def test_experts_over_ranks_train_in_stages_like_one_process(ranks):
     wrap = wrapper(3, mesh, calculate_per_token_loss=True)
     runner = pipeline(build(config, mesh), mesh, "zbv_zero_bubble", 4, wrap=wrap)
     whole = build(config, None)
-    stepping = [torch.optim.AdamW(whole.parameters(), 1e-2), *optimizers(3, runner, mesh)]
+    stepping = [
+        torch.optim.AdamW(whole.parameters(), 1e-2),
+        *optimizers(3, runner, mesh, per_stage=True),
+    ]
     dp = mesh.axis("dp")
     for step in range(2):
         tokens, labels = batch(step, 8)

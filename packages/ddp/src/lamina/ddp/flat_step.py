@@ -32,6 +32,8 @@ ELEMENTWISE: frozenset[type[Optimizer]] = frozenset(
 COUNTERS = frozenset({"step", "mu_product", "eta", "mu"})
 """State of those optimizers that is one number per parameter; all else is one per element."""
 
+_STEP = "_lamina_flat_step"
+
 
 @dataclass
 class _Run:
@@ -68,19 +70,12 @@ class FlatStep:
         groups: Iterable[ParameterGroup],
         after_step: Callable[[], None],
     ) -> None:
-        self._flat = type(optimizer) in ELEMENTWISE
-        groups = list(groups)
-        if not self._flat:
-            WholeStep(optimizer, groups)
-        self._after_step = after_step
+        self._whole = None if type(optimizer) in ELEMENTWISE else WholeStep(optimizer, ())
         self.paused = False
         """Steps are made for their state alone: gradients are read from `.grad`, nobody is told."""
-        self._place = {
-            id(main): (group, index)
-            for group in groups
-            if group.main is not None
-            for index, main in enumerate(group.main_parameters)
-        }
+        self._place: dict[int, tuple[ParameterGroup, int]] = {}
+        self._after_step: list[Callable[[], None]] = []
+        self._add(list(groups), after_step)
         self._state: dict[tuple[int, str], torch.Tensor] = {}
         self._parameters: dict[tuple[int, int, int], nn.Parameter] = {}
         self._members: dict[tuple[int, str, int], torch.Tensor] = {}
@@ -89,11 +84,36 @@ class FlatStep:
         optimizer.register_step_pre_hook(self._before)
         optimizer.register_step_post_hook(self._after)
 
+    @staticmethod
+    def join(
+        optimizer: Optimizer, groups: Iterable[ParameterGroup], after_step: Callable[[], None]
+    ) -> None:
+        """Step over these groups as well, where other modules' groups made one of it already.
+
+        Two of them would each put back what the other one had put there for the time of a step.
+        """
+        held = optimizer.__dict__.get(_STEP)
+        if held is None:
+            optimizer.__dict__[_STEP] = FlatStep(optimizer, groups, after_step)
+        else:
+            held._add(list(groups), after_step)
+
+    def _add(self, groups: Sequence[ParameterGroup], after_step: Callable[[], None]) -> None:
+        if self._whole is not None:
+            self._whole.add(groups)
+        self._after_step.append(after_step)
+        self._place.update(
+            (id(main), (group, index))
+            for group in groups
+            if group.main is not None
+            for index, main in enumerate(group.main_parameters)
+        )
+
     def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         # A closure computes the gradients inside the step: what will have one is not known yet.
         # args[0] is the optimizer itself.
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
-        if not self._flat or self.paused or closure is not None:
+        if self._whole is not None or self.paused or closure is not None:
             self._unshare_counts(optimizer)
             return
         for group in {id(group): group for group, _ in self._place.values()}.values():
@@ -120,7 +140,8 @@ class FlatStep:
             group.weights.written_through(all(run.wrote_weights for run in runs))
         self._held, self._runs = [], []
         if not self.paused:
-            self._after_step()
+            for tell in self._after_step:
+                tell()
 
     def _in_one_pass(self, run: _Run, optimizer: Optimizer, settings: dict[str, Any]) -> bool:
         """Step a run and write the module's weights at once, where a kernel can."""

@@ -248,7 +248,7 @@ def fully_shard_optimizer(optimizer: OptimizerT, module: nn.Module) -> Optimizer
         for engine in engines:
             engine.mark_weights_changed()
 
-    FlatStep(optimizer, groups, after_step)
+    FlatStep.join(optimizer, groups, after_step)
     for engine in engines:
         engine.follows_optimizer = True
     whole = any(map(gives_whole_tensors, parts))

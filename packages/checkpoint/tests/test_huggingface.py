@@ -83,7 +83,7 @@ def test_transformers_opens_an_export_and_gives_the_same_logits(tmp_path, name):
 
 
 def test_every_preset_has_a_weight_map_that_fits_its_tensors():
-    from lamina.checkpoint.huggingface import weights_of
+    from lamina.checkpoint.weight_links import pieces_of, weights_of
 
     for name in models.preset_names():
         moe = models.preset(name).moe
@@ -91,8 +91,15 @@ def test_every_preset_has_a_weight_map_that_fits_its_tensors():
         with torch.device("meta"):
             model = models.GPTModel(models.preset(name, num_layers=layers), seed=0)
         tied = {"head.weight"} if model.config.tie_embeddings else set()
-        links = weights_of(model).links
-        assert {link.ours for link in links} == model.state_dict().keys() - tied, name
+        links, tensors = weights_of(model).links, model.state_dict()
+        assert {link.ours for link in links} == tensors.keys() - tied, name
+        for link in links:
+            pieces = pieces_of(link, tensors[link.ours].shape)
+            assert [t for piece in pieces for t in piece.link.theirs] == list(link.theirs), name
+            whole = link.to_theirs(tensors[link.ours])
+            for piece, t in zip(pieces, whole, strict=len(pieces) > 1):
+                (made, *_) = piece.link.to_theirs(torch.empty(piece.sizes, device="meta"))
+                assert made.shape == t.shape, (name, link.ours)
 
 
 def test_a_transformers_model_goes_out_and_in(tmp_path):

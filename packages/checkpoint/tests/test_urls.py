@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from lamina.checkpoint import CheckpointDamagedError, CheckpointError, CheckpointManager
+from lamina.checkpoint.__main__ import main
 from lamina.checkpoint.manifest import Manifest
 
 pytest.importorskip("fsspec")
@@ -60,7 +61,9 @@ def test_ranks_save_to_a_url_and_load_from_it(tmp_path):
         dist.barrier()
         if dist.get_rank() == 0:  # the other rank's file
             path = root / "step-00000001" / "__1_0.distcp"
+            assert main(["verify", url]) == 0
             path.write_bytes(b"x" + path.read_bytes()[1:])
+            assert main(["verify", url]) == 1
         dist.barrier()
         with pytest.raises(CheckpointDamagedError, match=r"rank 1: .*__1_0\.distcp is damaged"):
             manager.restore(state_of(mesh, 0), step=1)

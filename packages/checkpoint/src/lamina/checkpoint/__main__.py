@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,7 +15,7 @@ from lamina.checkpoint.inspection import (
     verify_checkpoint,
 )
 from lamina.checkpoint.manifest import MANIFEST
-from lamina.checkpoint.places import is_url, place_of
+from lamina.checkpoint.places import is_url, local_path, place_of
 from lamina.checkpoint.saving import location
 from lamina.checkpoint.stores import store_of
 
@@ -48,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _checkpoints(directory: str) -> list[Path | str]:
     """Return the checkpoint, or those in the directory, oldest first."""
-    if not is_url(directory) and not Path(os.fspath(directory)).exists():
+    if not is_url(directory) and not local_path(directory).exists():
         raise FileNotFoundError(f"{directory} does not exist")
     store = store_of(directory)
     found = [location(place) for place in store.places().values()]

@@ -84,6 +84,15 @@ def test_strategies_have_numbers_and_names():
 
 
 @pytest.mark.ranks(1)
+@pytest.mark.parametrize("convert", ["half", "double"])
+def test_a_model_that_was_converted_after_wrapping_is_refused_by_name(convert):
+    wrapped, _ = wrap(build())
+    getattr(wrapped, convert)()
+    with pytest.raises(RuntimeError, match=r"was wrapped as torch\.float32 on cpu: .* before Dist"):
+        wrapped(torch.ones(2, 5))
+
+
+@pytest.mark.ranks(1)
 def test_what_is_no_config_and_no_mesh_is_refused():
     mesh, config = ParallelLayout().build("cpu"), DistributedDataParallelConfig()
     with pytest.raises(TypeError, match="config is a ParallelMesh, not a"):

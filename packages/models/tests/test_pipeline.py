@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from lamina.collectives import Ledger
 from lamina.ddp import (
@@ -222,14 +223,25 @@ def test_units_are_gathered_and_gradients_summed_once_per_step(ranks):
             build(CONFIG, mesh), mesh, "1f1b", 4, wrap=wrapper(3, mesh), each_microbatch=each
         )
         runner.step(*batch(0))  # makes what stays, the main gradients
-        held, driver = [], runner._drivers[0]
+        held, outputs, driver = [], {}, runner._drivers[0]
         inner = driver.backward_one_chunk
 
-        def watched(*args, inner=inner, held=held, **options):
-            inner(*args, **options)
+        def watched(chunk, *args, inner=inner, held=held, outputs=outputs, **options):
+            # torch's schedule itself refers to the first one (by its send) and to the newest.
+            if chunk in (1, 2) and mesh.axis("pp").rank == 0:
+                assert outputs[chunk].expired(), "the graph is enough: the numbers were sent"
+            inner(chunk, *args, **options)
             held.append(meter.live_bytes())
 
         driver.backward_one_chunk = watched
+        forward = driver.forward_one_chunk
+
+        def noted(chunk, *args, forward=forward, outputs=outputs, **options):
+            output = forward(chunk, *args, **options)
+            outputs[chunk] = StorageWeakRef(output.untyped_storage())
+            return output
+
+        driver.forward_one_chunk = noted
         with Ledger() as ledger, Meter() as meter:
             before = meter.live_bytes()
             runner.step(*batch(0))

@@ -15,6 +15,7 @@ from typing import Any, Protocol, cast, runtime_checkable
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.distributed import ProcessGroup
 from torch.distributed.pipelining.stage import _PipelineStageBase
 
@@ -97,7 +98,8 @@ class LaminaStage(_PipelineStageBase):
     def _clear(self) -> None:
         self.output_chunks: list[Any] = []
         self._inputs: dict[int, Tensor] = {}
-        self._outputs: dict[int, Tensor] = {}
+        self._outputs: dict[int, Tensor | GradientEdge] = {}
+        self._to_send: dict[int, Tensor] = {}
         self._output_grads: dict[int, Tensor] = {}
         self._input_grads: dict[int, Tensor] = {}
         self._late: dict[int, list[Late]] = {}
@@ -141,11 +143,14 @@ class LaminaStage(_PipelineStageBase):
         output: Tensor = self.submod(x, self._batches[chunk])
         if not self.is_last:
             output = self._checked(output, chunk)
-        if self.has_backward:
-            self._outputs[chunk] = output
-        else:
+            if self.stage_index_to_group_rank[self.stage_index + 1] != self.group_rank:
+                self._to_send[chunk] = output.detach()
+        if not self.has_backward:
             self._inputs.pop(chunk, None)
-            self._outputs[chunk] = output.detach()
+        elif self.is_last or not output.requires_grad:
+            self._outputs[chunk] = output
+        else:  # its graph alone: the numbers are the next stage's business
+            self._outputs[chunk] = get_gradient_edge(output)
         return output
 
     def _checked(self, output: Tensor, chunk: int) -> Tensor:
@@ -215,8 +220,7 @@ class LaminaStage(_PipelineStageBase):
         """Send the activations of a microbatch."""
         if self.is_last:
             return []
-        output = self._outputs[chunk] if self.has_backward else self._outputs.pop(chunk)
-        return self._send(output.detach(), self.stage_index + 1, chunk, forward=True)
+        return self._send(self._to_send.pop(chunk), self.stage_index + 1, chunk, forward=True)
 
     def get_bwd_recv_ops(self, chunk: int) -> list[Message]:
         """Receive the gradient of a microbatch's output."""

@@ -153,6 +153,9 @@ def test_any_model_can_say_how_it_is_stored(tmp_path):
     safetensors.save_file({**stored, "spare": torch.ones(1)}, tmp_path / "model.safetensors")
     assert import_huggingface(other, tmp_path) == ("spare",)
     assert torch.equal(other.both, model.both)
+    with pytest.raises(ValueError, match="is a URL"):
+        export_huggingface(model, "s3://bucket/model")
+    assert import_huggingface(other, f"file://{tmp_path}") == ("spare",)
     with pytest.raises(TypeError, match="huggingface_weights"):
         export_huggingface(nn.Linear(2, 2), tmp_path)
 

@@ -23,6 +23,7 @@ from lamina.checkpoint.errors import CheckpointMismatchError, shortened
 from lamina.checkpoint.gathering import Whole, boxes_of, fill, gathered, meet
 from lamina.checkpoint.names import parameters_of, unwrapped
 from lamina.checkpoint.parts import Hints, Mesh, Parts, as_part
+from lamina.checkpoint.places import is_url, local_path
 from lamina.checkpoint.safetensors_files import (
     DTYPES,
     INDEX,
@@ -132,11 +133,11 @@ def export_huggingface(
 
     Raises:
         TypeError: the model does not say how Hugging Face stores it.
-        ValueError: no architecture of Hugging Face's has the model's features.
+        ValueError: no architecture of Hugging Face's has the model's features; a URL.
         CheckpointMismatchError: its weight map names tensors that no rank has.
 
     """
-    path, ranks = Path(directory), Ranks(group)
+    path, ranks = _directory(directory), Ranks(group)
     model = unwrapped(model)
     weights = weights_of(model)
     tensors = ranks.together(lambda: _Tensors(model, mesh))
@@ -154,6 +155,15 @@ def export_huggingface(
     config = {**weights.config, "dtype": _dtype_name(files)}
     ranks.together(lambda: writer.finish(config) if writer else None)
     return path
+
+
+def _directory(path: str | os.PathLike[str]) -> Path:
+    if is_url(path):
+        raise ValueError(
+            f"{path} is a URL: Hugging Face's files are written to and read from local directories; "
+            "copy them with fsspec"
+        )
+    return local_path(path)
 
 
 class _Planned:
@@ -270,6 +280,7 @@ def import_huggingface(
 
     Raises:
         FileNotFoundError: no such files.
+        ValueError: a URL.
         CheckpointMismatchError: a tensor is missing or has another shape, by name.
         CheckpointDamagedError: a file is cut off or no safetensors file.
 
@@ -278,7 +289,7 @@ def import_huggingface(
     weights = weights_of(model)
     tensors = _Tensors(model, mesh)
     used: set[str] = set()
-    with Files(Path(path)) as files:
+    with Files(_directory(path)) as files:
         for link in weights.links:
             used.update(link.theirs)
             part = tensors.part(link.ours)

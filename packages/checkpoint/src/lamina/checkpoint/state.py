@@ -162,8 +162,7 @@ def take(
     own: dict[str, Json] = {}
     joined = set()
     seen: dict[str, Path] = {}
-    whole: dict[str, torch.Tensor] = {}
-    boxes: dict[str, torch.Tensor] = {}
+    compared: dict[str, torch.Tensor] = {}
     trained: frozenset[str] = frozenset()
     objects = {entry: unwrapped(value) for entry, value in state.items()}
     parts = Parts(objects, hints)
@@ -176,14 +175,11 @@ def take(
         known = taken.optimizer is not None or isinstance(value, torch.nn.Module)
         if known:
             joined.add(entry)
-            trained |= taken.trained
+            more, equal = _compared(taken) if check else ({}, frozenset())
+            compared, trained = {**compared, **more}, trained | equal
         for name, tensor in taken.parts.items():
-            if not hasattr(tensor, "__create_chunk_list__"):
-                if not known and not first:
-                    continue
-                whole.update({name: tensor} if known else {})
-            elif check and name in taken.trained and (box := first_box(name, tensor)):
-                boxes[box[0]] = box[1]
+            if not (known or first or _is_cut(tensor)):
+                continue
             if seen.setdefault(name, taken.paths[name]) != taken.paths[name]:
                 raise CheckpointError(
                     f"two tensors are called '{name}': {seen[name]} and {taken.paths[name]}; "
@@ -191,8 +187,24 @@ def take(
                 )
             _insert(nested, taken.paths[name], tensor)
     trees = Trees(shared, frozenset(joined), own)
-    found = digests({**whole, **boxes}, trained | boxes.keys()) if check else {}
-    return Offered(nested, trees, found)
+    return Offered(nested, trees, digests(compared, trained))
+
+
+def _is_cut(tensor: torch.Tensor) -> bool:
+    return hasattr(tensor, "__create_chunk_list__")
+
+
+def _compared(taken: Taken) -> tuple[dict[str, torch.Tensor], frozenset[str]]:
+    """Return what other ranks may hold too, by name, and the names of what must be equal then."""
+    found: dict[str, torch.Tensor] = {}
+    equal = set(taken.trained)
+    for name, tensor in taken.parts.items():
+        if not _is_cut(tensor):
+            found[name] = tensor
+        elif name in taken.trained and (box := first_box(name, tensor)):
+            found[box[0]] = box[1]
+            equal.add(box[0])
+    return found, frozenset(equal)
 
 
 def _insert(nested: dict[str, Any], path: Path, tensor: torch.Tensor) -> None:

@@ -160,6 +160,47 @@ def test_any_model_can_say_how_it_is_stored(tmp_path):
         export_huggingface(nn.Linear(2, 2), tmp_path)
 
 
+@pytest.mark.ranks(2)
+def test_what_only_one_rank_holds_is_exported_whatever_its_dtype(tmp_path):
+    from lamina.checkpoint.weight_links import Same
+
+    whole = {
+        "a": torch.randn(3, 4),
+        "b": torch.tensor([-0.0, float("inf"), 1.0]).bfloat16(),
+        "c": torch.tensor(7),
+        "d": torch.tensor([[1, -2]], dtype=torch.int8),
+        "e": torch.tensor([True, False]),
+        "f": torch.zeros(0, 3),
+        "g": torch.tensor([1.5]).to(torch.float8_e4m3fn),
+    }
+
+    class Stage(nn.Module):
+        def __init__(self, names) -> None:
+            super().__init__()
+            for name in names:
+                self.register_buffer(name, whole[name])
+
+        def huggingface_weights(self):
+            return HuggingFaceWeights({}, [Same(name) for name in (*whole, *self.more)])
+
+        more = ()
+
+    torch.manual_seed(0)
+    whole["a"] = torch.randn(3, 4)
+    model = Stage("acg" if dist.get_rank() == 0 else "abcdef")
+    export_huggingface(model, tmp_path)
+    dist.barrier()
+    stored = safetensors.load_file(tmp_path / "model.safetensors")
+    assert stored.keys() == whole.keys()
+    for name, tensor in whole.items():
+        assert stored[name].dtype == tensor.dtype
+        bits = [t.reshape(-1).view(torch.uint8) for t in (stored[name], tensor)]
+        assert torch.equal(*bits), name
+    model.more = ("nobody's",)
+    with pytest.raises(CheckpointMismatchError, match="no nobody's, on any rank"):
+        export_huggingface(model, tmp_path)
+
+
 def test_a_file_that_is_cut_off_or_lacks_a_tensor_is_named(tmp_path):
     model = models.GPTModel(small("llama3-8b"))
     export_huggingface(model, tmp_path)

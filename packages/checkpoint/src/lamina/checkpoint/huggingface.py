@@ -160,8 +160,8 @@ def export_huggingface(
 def _directory(path: str | os.PathLike[str]) -> Path:
     if is_url(path):
         raise ValueError(
-            f"{path} is a URL: Hugging Face's files are written to and read from local directories; "
-            "copy them with fsspec"
+            f"{path} is a URL: Hugging Face's files are written to and read from local "
+            "directories; copy them with fsspec"
         )
     return local_path(path)
 

@@ -83,10 +83,13 @@ def test_a_rank_fetches_what_it_restores_once(tmp_path):
     manager = CheckpointManager(url)
     check(manager, mesh, 1)
     rank = dist.get_rank()
-    data = {Path(name).name: n for name, n in Objects.fetched.items() if name.endswith(".distcp")}
-    mine = tmp_path / "run" / "step-00000001" / f"__{rank}_0.distcp"
-    assert data[mine.name] <= mine.stat().st_size
+    fetched = {Path(name).name: n for name, n in Objects.fetched.items()}
+    sizes = {p.name: p.stat().st_size for p in (tmp_path / "run" / "step-00000001").iterdir()}
     assert manager.last_restore is not None
+    small = [name for name in sizes if not name.endswith(".distcp")]
+    assert all(fetched[name] == sizes[name] for name in small if name != "manifest.json")
+    data = {name: n for name, n in fetched.items() if name not in small}
+    assert data[f"__{rank}_0.distcp"] <= sizes[f"__{rank}_0.distcp"]
     assert sum(data.values()) == manager.last_restore.bytes
 
 

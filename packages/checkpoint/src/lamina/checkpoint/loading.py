@@ -43,16 +43,16 @@ def open_checkpoint(place: Place) -> tuple[Manifest, Metadata, dict[str, Json]]:
     if (damaged := manifest.wrong_size(place)) is not None:
         name, found, message = damaged
         raise CheckpointDamagedError(message + _lost(place, manifest, name, found))
-    manifest.check_file(place, METADATA)
+    metadata = read_metadata(place, manifest.read_file(place, METADATA))
     trees = json.loads(manifest.read_file(place, VALUES))
-    return manifest, read_metadata(place), trees
+    return manifest, metadata, trees
 
 
 def _lost(place: Place, manifest: Manifest, file: str, found: int) -> str:
     """Say which tensors a data file of `found` bytes lacks, and which rank wrote it."""
     try:
-        manifest.check_file(place, METADATA)
-        storage = read_metadata(place).storage_data or {}
+        text = manifest.read_file(place, METADATA)
+        storage = read_metadata(place, text).storage_data or {}
     except (CheckpointError, OSError):
         return ""
     names = {

@@ -9,6 +9,8 @@ from __future__ import annotations
 import errno
 import json
 import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -124,20 +126,9 @@ class Manifest:
 
         """
         place = _place(place)
-        if name not in self.files:
-            raise CheckpointDamagedError(f"{place}/{name} is used but not in {MANIFEST}")
-        expected = self.files[name]
-        try:
+        with self._reading(place, name):
             found = sum_of(place, name)
-        except FileNotFoundError:
-            raise CheckpointDamagedError(f"{place}/{name} is missing") from None
-        except OSError as error:
-            raise unreadable(f"{place}/{name}", error) from error
-        if found != expected:
-            raise CheckpointDamagedError(
-                f"{place}/{name} is damaged: {found.bytes} bytes with CRC-32 "
-                f"{found.crc32:08x}, written were {expected.bytes} bytes with {expected.crc32:08x}"
-            )
+        self._compare(place, name, found)
 
     def read_file(self, place: Place, name: str) -> _Text:
         """Read a small file and compare its checksum.
@@ -146,8 +137,29 @@ class Manifest:
             CheckpointDamagedError: it differs, is missing, or is not in the manifest.
 
         """
-        self.check_file(place, name)
-        return place.read(name)
+        with self._reading(place, name):
+            data = place.read(name)  # once: over a network it may not be the same twice
+        self._compare(place, name, FileSum(len(data), zlib.crc32(data)))
+        return data
+
+    @contextmanager
+    def _reading(self, place: Place, name: str) -> Iterator[None]:
+        if name not in self.files:
+            raise CheckpointDamagedError(f"{place}/{name} is used but not in {MANIFEST}")
+        try:
+            yield
+        except FileNotFoundError:
+            raise CheckpointDamagedError(f"{place}/{name} is missing") from None
+        except OSError as error:
+            raise unreadable(f"{place}/{name}", error) from error
+
+    def _compare(self, place: Place, name: str, found: FileSum) -> None:
+        expected = self.files[name]
+        if found != expected:
+            raise CheckpointDamagedError(
+                f"{place}/{name} is damaged: {found.bytes} bytes with CRC-32 "
+                f"{found.crc32:08x}, written were {expected.bytes} bytes with {expected.crc32:08x}"
+            )
 
 
 def unreadable(where: str, error: OSError) -> Exception:

@@ -72,8 +72,12 @@ class _MetadataUnpickler(pickle.Unpickler):
         )
 
 
-def read_metadata(place: Place) -> Metadata:
+def read_metadata(place: Place, text: bytes | None = None) -> Metadata:
     """Read DCP's `.metadata`, a pickle, without executing any of it.
+
+    Args:
+        place: of the checkpoint.
+        text: of the file, if it was read before.
 
     Raises:
         CheckpointUnsafeError: it names anything but metadata's own classes.
@@ -82,7 +86,8 @@ def read_metadata(place: Place) -> Metadata:
     """
     file = f"{place}/{METADATA}"
     try:
-        metadata = _MetadataUnpickler(io.BytesIO(place.read(METADATA))).load()
+        text = place.read(METADATA) if text is None else text
+        metadata = _MetadataUnpickler(io.BytesIO(text)).load()
     except CheckpointUnsafeError:
         raise
     except Exception as error:  # an altered pickle may raise nearly anything

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -21,12 +22,15 @@ from lamina.models import (
     GPTModel,
     LatentAttention,
     Precision,
+    RecomputePolicy,
     TransformerConfig,
     apply_precision,
     apply_recompute,
     cut_weight,
     pipeline,
 )
+from lamina.models import recompute as recompute_module
+from lamina.models.offload import Offloader
 from lamina_testing import Meter
 
 CONFIG = TransformerConfig(
@@ -64,16 +68,19 @@ def wrap(model, mesh, strategy):
     ("name", "strategy", "recompute"),
     [
         ("llama", 0, "full"),
-        ("llama", 3, "none"),
+        ("llama", 3, "offload"),
         ("tied, biases", 0, "none"),
         ("tied, biases", 3, "selective"),
         ("latent", 2, "selective"),
         ("latent", 3, "full"),
     ],
 )
-def test_training_equals_one_process(name, strategy, recompute, ranks):
+def test_training_equals_one_process(name, strategy, recompute, ranks, monkeypatch):
     mesh = ParallelLayout(dp_shard=2).build("cpu")
-    model = apply_recompute(GPTModel(CONFIGS[name], seed=1).double(), recompute)
+    model = GPTModel(CONFIGS[name], seed=1).double()
+    # A CPU is a device too; weights, which may lie in a slot, stay where they are.
+    monkeypatch.setattr(recompute_module, "Offloader", partial(Offloader, ("cpu",)))
+    apply_recompute(model, RecomputePolicy(kind=recompute, min_numel=1))
     model, optimizer = wrap(model, mesh, strategy)
     whole = GPTModel(CONFIGS[name], seed=1).double()
     plain = torch.optim.SGD(whole.parameters(), lr=0.1, momentum=0.9)

@@ -12,7 +12,7 @@ is summed apart and then added.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -20,6 +20,7 @@ from lamina.buffers import BufferLayout, FlatBuffer
 from lamina.collectives import Handle
 from lamina.ddp.precision import GroupDtypes
 from lamina.ddp.rank_sums import GradientState, RankSum, Squares
+from lamina.ddp.reduction import RankSumFactory
 from lamina.ddp.strategy import Cadence
 from lamina.ddp.transient import TransientBuffers
 
@@ -55,6 +56,8 @@ class GroupGradients:
         """Which parameters got a gradient since main grads were empty."""
         self.last_microbatch = False
         """Whether the backward at hand is the step's last one, as far as the reducer knows."""
+        self.when_final: Callable[[torch.Tensor], None] | None = None
+        """Called with main grads (flat) that a step's last reduction has made, to change them."""
         self._cadence = cadence
         self._layers_write = False  # some layer has asked for its gradient's place
         self._sum = rank_sum
@@ -69,12 +72,20 @@ class GroupGradients:
 
     def set_cadence(self, cadence: Cadence) -> None:
         """Choose when `reduce` will be called. Raises RuntimeError while gradients are held."""
+        self._refuse_held("how often they are summed")
+        self._cadence = cadence
+
+    def set_sum(self, make: RankSumFactory, scale: float | None) -> None:
+        """Choose how `reduce` sums, and the factor. Raises like `set_cadence`."""
+        self._refuse_held("the factor of their sum")
+        self._sum = make(self.main, self._sum.axes, scale, self._transient)
+
+    def _refuse_held(self, what: str) -> None:
         if self.state is not GradientState.EMPTY or self.has_local:
             raise RuntimeError(
-                f"gradients of {self.layout.specs[0].name} are being accumulated: choose how often "
-                "they are summed before the first backward, or after zero_grad()"
+                f"gradients of {self.layout.specs[0].name} are being accumulated: choose {what} "
+                "before the first backward, or after zero_grad()"
             )
-        self._cadence = cadence
 
     @property
     def wire_bytes(self) -> int:
@@ -190,7 +201,8 @@ class GroupGradients:
         """
         local = self._sealed_local()
         self.seen = [a or b for a, b in zip(self.seen, self.written, strict=True)]
-        if self.state is GradientState.FINAL and not (final and self._sum.adds_to_final):
+        adds = final and self._sum.adds_to_final and self.when_final is None
+        if self.state is GradientState.FINAL and not adds:
             self._carried = self.main.data.clone()
             self.state = GradientState.EMPTY
         before, self.state = self.state, GradientState.FINAL if final else GradientState.PARTIAL
@@ -199,6 +211,9 @@ class GroupGradients:
         self._forget_local()
         wire = self._to_wire(local)
         yield from self._sum.run(wire, before, final)
+        if final and self.when_final is not None:
+            self.when_final(self.main.data)
+            self._sum.squares = None
         if final and self._carried is not None:
             self.main.data.add_(self._carried)
             self._carried = self._sum.squares = None

@@ -108,33 +108,43 @@ class ShardingEngine:
                     group.release_zeroed_gradients()
             for other in self.units:
                 other.calls_without_grad = 0
+                other.called.clear()
         if not recomputing and not torch.is_grad_enabled():
             unit.calls_without_grad += 1
-        if not recomputing and unit not in self._recording:
+        first = unit not in self._recording
+        if not recomputing and first:
             self._recording.append(unit)
         self._computing.append(unit)
         self._start(unit)
-        if not recomputing:
+        if not recomputing and (first or unit.members == 1):
             self._prefetch(unit, step=1)
         unit.unshard()
         if torch.is_grad_enabled() and not recomputing:
             for weights in unit.gathered:
                 weights.remember_place()
 
-    def after_forward(self, unit: Unit) -> None:
-        """A unit's module has run: release it, unless backward needs it first."""
+    def after_forward(self, unit: Unit, member: int = 0) -> None:
+        """A unit's module has run: release it, unless backward or others of its own need it first.
+
+        Args:
+            unit: the unit.
+            member: which of the unit's modules.
+        """
         if unit in self._computing:
             self._computing.remove(unit)
         if self.phase is Phase.BACKWARD:
             self._after_recomputation(unit)
             return
         training = torch.is_grad_enabled()
+        complete = unit.has_run(member)
         if unit is self.root:
             self._end_forward(training)
             if unit.explicit_reshard and unit.reshard_after_forward:
                 unit.reshard()
             return
         last = bool(self._order) and unit is self._order[-1]
+        if not complete:
+            return
         if not training or (unit.reshard_after_forward and not last):
             unit.reshard()
 
@@ -159,6 +169,8 @@ class ShardingEngine:
     def _prefetch(self, unit: Unit, step: int) -> None:
         """Start the gather of the unit that came after (or before) this one last time."""
         for other in self._ahead(unit, step):
+            if step < 0 and not other.unshard_in_backward:
+                continue
             if not self.gather_budget.fits(other):
                 return
             # Its place may be taken for now: it is gathered when its turn comes.
@@ -213,9 +225,11 @@ class ShardingEngine:
         if not unit.in_backward:
             unit.in_backward = True
             self._ran_backward.append(unit)
-        self._start(unit)
+        if unit.unshard_in_backward:
+            self._start(unit)
         self._prefetch(unit, step=-1)
-        unit.unshard()
+        if unit.unshard_in_backward:
+            unit.unshard()
 
     def after_backward(self, unit: Unit, pending: PendingBackward) -> None:
         """Gradients of the unit's inputs are there, so those of its parameters are complete."""

@@ -53,9 +53,11 @@ class _UnitHooks:
         unit: Unit,
         input_dtype: torch.dtype | None,
         output_dtype: torch.dtype | None,
+        member: int,
     ) -> None:
         self._engine = engine
         self.unit = unit
+        self._member = member
         self._input_dtype = input_dtype
         self._output_dtype = output_dtype
         self.in_method = False
@@ -82,7 +84,7 @@ class _UnitHooks:
             _mark_outputs(output, come_back)
         for group in self.unit.groups:
             hide_dtensors(group.refs)
-        self._engine.after_forward(self.unit)
+        self._engine.after_forward(self.unit, self._member)
         return output if self._output_dtype is None else _cast(output, self._output_dtype)
 
 
@@ -93,6 +95,7 @@ def attach_hooks(
     *,
     input_dtype: torch.dtype | None = None,
     output_dtype: torch.dtype | None = None,
+    member: int = 0,
 ) -> None:
     """Let a unit's module tell the engine when it runs.
 
@@ -102,8 +105,9 @@ def attach_hooks(
         unit: the unit.
         input_dtype: cast floating inputs to this dtype first.
         output_dtype: cast floating outputs to this dtype.
+        member: the module's number, where several are one unit.
     """
-    hooks = _UnitHooks(engine, unit, input_dtype, output_dtype)
+    hooks = _UnitHooks(engine, unit, input_dtype, output_dtype, member)
     module.__dict__[_HOOKS] = hooks
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]

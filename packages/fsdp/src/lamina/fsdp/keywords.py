@@ -1,8 +1,8 @@
-"""The keyword arguments of `fully_shard` as a type, for whatever passes them on."""
+"""The keyword arguments of `fully_shard` and `shard_module` as types, to pass them on."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypedDict
 
 import torch
@@ -14,7 +14,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy as TorchPolicy
 from lamina.fsdp.precision import MixedPrecisionPolicy
 from lamina.mesh import ParallelMesh
 
-__all__ = ["FullyShardSettings"]
+__all__ = ["FullyShardSettings", "ShardModuleSettings"]
 
 
 class FullyShardSettings(TypedDict, total=False):
@@ -61,3 +61,13 @@ class FullyShardSettings(TypedDict, total=False):
     sync_module_states: bool
     gather_budget: int | None
     reduce_budget: int | None
+
+
+class ShardModuleSettings(TypedDict, total=False):
+    """As of `shard_module`, whose docstring says what each does."""
+
+    reshard_after_forward: bool | int | None
+    mp_policy: Any
+    offload_policy: Any
+    ignored_params: Iterable[nn.Parameter] | None
+    device: torch.device | str | None

@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, cast
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, cast, overload
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from lamina.buffers import BufferLayout, StoragePool
+from lamina.buffers import StoragePool
 from lamina.ddp import (
     GradientReducer,
     Order,
@@ -30,6 +30,8 @@ from lamina.ddp import (
 from lamina.fsdp.casting import cast_buffers, keep_modules
 from lamina.fsdp.engine import ShardingEngine
 from lamina.fsdp.hooks import attach_hooks, rest_for_state_dicts
+from lamina.fsdp.joining import SharedBuffers, rename
+from lamina.fsdp.keywords import ShardModuleSettings
 from lamina.fsdp.limits import UnavailableError
 from lamina.fsdp.meshes import (
     MeshArguments,
@@ -48,38 +50,24 @@ from lamina.fsdp.unit import Unit
 from lamina.fsdp.units import UnitPlan, refuse_container
 from lamina.mesh import ParallelLayout, ParallelMesh
 
+if TYPE_CHECKING:
+    from typing import Unpack  # Python 3.11
+
 __all__ = ["ModuleWithUnit", "shard_module"]
 
 _PART = "_lamina_part"
 _ENGINE = "_lamina_engine"
 
 
-class _SharedBuffers(TransientBuffers):
-    """Buffers of one unit until the engine is made, then those of the whole model."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.shared: TransientBuffers | None = None
-
-    def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        shared = self.shared
-        own = super().take
-        return (own if shared is None else shared.take)(numel, dtype, device)
-
-    def give(self, tensor: torch.Tensor) -> None:
-        (super().give if self.shared is None else self.shared.give)(tensor)
-
-    def clear(self) -> None:
-        (super().clear if self.shared is None else self.shared.clear)()
-
-
 @dataclass
 class _Part:
-    """What one call of `shard_module` made."""
+    """What one call of `shard_module` made of its modules."""
 
     unit: Unit
     settings: ShardingSettings
-    buffers: _SharedBuffers = field(default_factory=_SharedBuffers)
+    buffers: SharedBuffers = field(default_factory=SharedBuffers)
+    member: int = 0
+    """Which of them; the others hold a part of the same unit."""
 
 
 class ModuleWithUnit(ShardedModule):
@@ -106,9 +94,9 @@ class ModuleWithUnit(ShardedModule):
 
     def sharding_units(self, recurse: bool = True) -> Iterator[Unit]:
         """This module's own unit and (`recurse`) those of the sharded modules inside it."""
-        for module in self.modules() if recurse else (self,):
-            if isinstance(module, ModuleWithUnit):
-                yield module.sharding_unit
+        modules = self.modules() if recurse else (self,)
+        units = (m.sharding_unit for m in modules if isinstance(m, ModuleWithUnit))
+        yield from dict.fromkeys(units)
 
     def parameter_groups(self) -> Iterator[ParameterGroup]:
         """The groups of this module and of the sharded modules inside it."""
@@ -117,8 +105,20 @@ class ModuleWithUnit(ShardedModule):
             yield from unit.groups
 
 
+@overload
 def shard_module(
     module: nn.Module,
+    mesh: ParallelMesh | DeviceMesh | None = None,
+    **settings: Unpack[ShardModuleSettings],
+) -> ModuleWithUnit: ...
+@overload
+def shard_module(
+    module: list[nn.Module],
+    mesh: ParallelMesh | DeviceMesh | None = None,
+    **settings: Unpack[ShardModuleSettings],
+) -> list[ModuleWithUnit]: ...
+def shard_module(
+    module: nn.Module | list[nn.Module],
     mesh: ParallelMesh | DeviceMesh | None = None,
     *,
     reshard_after_forward: bool | int | None = None,
@@ -126,7 +126,7 @@ def shard_module(
     offload_policy: Any = None,
     ignored_params: Iterable[nn.Parameter] | None = None,
     device: torch.device | str | None = None,
-) -> ModuleWithUnit:
+) -> ModuleWithUnit | list[ModuleWithUnit]:
     """Shard one module's parameters, those of sharded modules inside it excepted (collective).
 
     Use it bottom-up, as torch's `fully_shard`: on each block, then on the root; then make the
@@ -134,7 +134,9 @@ def shard_module(
 
     Args:
         module: the module; its parameters become `ShardedTensor`s at once. On the meta device they
-            are initialised by `reset_parameters()` (no `to_empty` afterwards).
+            are initialised by `reset_parameters()` (no `to_empty` afterwards). Or a list of modules
+            that are one unit: gathered when the first of them is called, released when all have
+            run.
         mesh: one dimension shards; two replicate and shard; None is the whole world.
         reshard_after_forward: give whole weights back after forward and gather them again for
             backward. None means True, and False for the outermost module. The block whose backward
@@ -147,39 +149,62 @@ def shard_module(
         device: where the module computes, and is moved to; by default the mesh's device.
 
     Returns:
-        The module, whose class now also is a `ModuleWithUnit`.
+        The module, whose class now also is a `ModuleWithUnit`; or the list of them.
 
     Raises:
         ValueError: for a mesh of more dimensions, a parameter tied to one of an inner unit, or a
-            container without a forward.
+            container without a forward; for an empty list, or modules inside one another.
         RuntimeError: if the module is sharded already.
         TypeError: for an unknown policy.
         UnavailableError: for an integer that is not one of the two, or offloading where the process
             group cannot reach host memory.
     """
-    if is_sharded(module):
-        raise RuntimeError(f"{type(module).__name__} is sharded already: shard each module once")
-    refuse_container("", module)
+    modules = _listed(module)
+    # What they share is found as in a model that they are all of.
+    around = modules[0] if len(modules) == 1 else nn.ModuleList(modules)
     ignored = {id(parameter) for parameter in ignored_params or ()}
-    localise_dtensors(module, ignored)
+    for one in modules:
+        localise_dtensors(one, ignored)
     if mesh is None:
         mesh = ParallelLayout().build("cuda" if torch.cuda.is_available() else "cpu")
-    settings = _settings(module, mesh, mp_policy, offload_policy, device)
+    settings = _settings(around, mesh, mp_policy, offload_policy, device)
     keep = _resharding(reshard_after_forward, settings)
-    inner = tuple(m for m in module.modules() if isinstance(m, ModuleWithUnit))
-    plan = UnitPlan("", module, tuple(_own(module, inner, ignored)), inner)
+    inner = tuple(m for m in around.modules() if isinstance(m, ModuleWithUnit))
+    plan = UnitPlan("", around, tuple(_own(around, inner, ignored)), inner)
     check_gradient_dtypes(plan, settings)
-    buffers = _SharedBuffers()
+    buffers = SharedBuffers()
     keep_modules(plan.own_modules(), plan.refs, settings.precision)
     unit = make_unit(plan, settings, buffers, StoragePool(settings.device))
     own = set(map(id, plan.own_modules()))
-    cast_buffers(((n, m) for n, m in module.named_modules() if id(m) in own), settings.precision)
+    cast_buffers(((n, m) for n, m in around.named_modules() if id(m) in own), settings.precision)
     unit.reshard_after_forward = keep is not False
     unit.explicit_reshard = keep is not None
+    unit.members = len(modules)
     unit.reshard()
-    sharded = _adopt(module, _Part(unit, settings, buffers))
+    sharded = [
+        _adopt(one, _Part(unit, settings, buffers, member)) for member, one in enumerate(modules)
+    ]
     _show_parts(sharded, mesh)
-    return sharded
+    return sharded[0] if isinstance(module, nn.Module) else sharded
+
+
+def _listed(given: nn.Module | list[nn.Module]) -> list[nn.Module]:
+    """The modules to shard, once it is known that they can be."""
+    modules = [given] if isinstance(given, nn.Module) else list(given)
+    if not modules:
+        raise ValueError("shard_module([]): name at least one module")
+    for module in modules:
+        if is_sharded(module):
+            raise RuntimeError(
+                f"{type(module).__name__} is sharded already: shard each module once"
+            )
+        refuse_container("", module)
+        if sum(module in list(other.modules()) for other in modules) > 1:
+            raise ValueError(
+                f"shard_module: {type(module).__name__} is inside another module of the list (or "
+                "in it twice): list modules that do not hold each other"
+            )
+    return modules
 
 
 def _settings(
@@ -265,13 +290,14 @@ def _adopt(module: nn.Module, part: _Part) -> ModuleWithUnit:
     return cast(ModuleWithUnit, module)
 
 
-def _show_parts(module: ModuleWithUnit, mesh: ParallelMesh | DeviceMesh) -> None:
+def _show_parts(modules: Sequence[ModuleWithUnit], mesh: ParallelMesh | DeviceMesh) -> None:
     """Let `state_dict()` say which parts of the model's tensors tp has left on this rank."""
     known = isinstance(mesh, ParallelMesh)
-    unit = module.sharding_unit
+    unit = modules[0].sharding_unit
     regions = Regions(unit.groups, model_axes(MeshArguments(mesh)) if known else ModelAxes())
-    show_parts(module, regions)
-    if known or _part(module).settings.dense.size == dist.get_world_size():
+    for module in modules:
+        show_parts(module, regions)
+    if known or _part(modules[0]).settings.dense.size == dist.get_world_size():
         return
     unplaced = [
         (group, index)
@@ -289,7 +315,7 @@ def _show_parts(module: ModuleWithUnit, mesh: ParallelMesh | DeviceMesh) -> None
             "shard_module the ParallelMesh, or use fully_shard(device_mesh=, tp_dim=)"
         )
 
-    if unplaced:
+    for module in modules if unplaced else ():
         module.register_state_dict_pre_hook(refuse)  # type: ignore[no-untyped-call]
 
 
@@ -313,16 +339,25 @@ def _make_engine(root: ModuleWithUnit) -> None:
     parts = {name: _part(module) for name, module in modules.items()}
     shared = TransientBuffers()
     canonical = parts[""].settings.dense
+    paths: dict[Unit, dict[int, str]] = {}
     for name, part in parts.items():
-        part.unit.name = name
+        paths.setdefault(part.unit, {})[part.member] = name
         part.buffers.shared = shared
-        for group in part.unit.groups:
-            _rename(group, f"{name}." if name else "")
+    for unit, members in paths.items():
+        if len(members) < unit.members:
+            raise RuntimeError(
+                f"{members.popitem()[1] or type(root).__name__} is one unit with modules that are "
+                f"not in {type(root).__name__}: run (or inspect) the sharded module around all of "
+                "them first"
+            )
+        unit.name = next(iter(members.values()))
+        for group in unit.groups:
+            rename(group, members)
             if group.axes == canonical:
                 group.axes = canonical  # one object, so that small collectives are joined
     if not parts[""].unit.explicit_reshard:
         parts[""].unit.reshard_after_forward = False
-    units = [part.unit for part in parts.values()]
+    units = list(paths)
     trained = [group for unit in units for group in unit.groups if group.requires_grad]
     cadence = parts[""].settings.strategy.cadence
     reducer = GradientReducer(trained[::-1], cadence, shared, order=Order.AS_CLOSED)
@@ -335,20 +370,6 @@ def _make_engine(root: ModuleWithUnit) -> None:
             parts[name].unit,
             input_dtype=policy.param_dtype if policy.cast_forward_inputs else None,
             output_dtype=policy.output_dtype,
+            member=parts[name].member,
         )
         module.__dict__[_ENGINE] = engine
-
-
-def _rename(group: ParameterGroup, prefix: str) -> None:
-    """Give a group's parameters their names in the whole model, which were not known before."""
-    if not prefix:
-        return
-    group.refs = tuple(replace(ref, name=prefix + ref.name) for ref in group.refs)
-    specs = [replace(spec, name=prefix + spec.name) for spec in group.layout.specs]
-    settings = group.settings
-    layout = BufferLayout.plan(specs, group.axes.size, settings.alignment, settings.shard_multiple)
-    group.layout = group.weights.local.layout = layout
-    if group.main is not None:
-        group.main.layout = layout
-    if group.gradients is not None:
-        group.gradients.layout = group.gradients.main.layout = layout

@@ -105,7 +105,7 @@ def show_parts(module: nn.Module, regions: Regions) -> None:
 def regions_of(module: nn.Module) -> tuple[Regions, ...]:
     """What `show_parts` was given for a module and those inside it."""
     held = (child.__dict__.get(_REGIONS) for child in module.modules())
-    return tuple(regions for regions in held if regions)
+    return tuple(dict.fromkeys(regions for regions in held if regions))
 
 
 def _named(module: nn.Module, prefix: str) -> list[tuple[str, nn.Parameter]]:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 
+import torch
 from torch import nn
 
 from lamina.buffers import StaleStorageError
 from lamina.ddp import ParameterGroup, WeightsState
+from lamina.fsdp.limits import UnavailableError
 from lamina.fsdp.weights import ShardedWeights
 
 __all__ = ["PendingBackward", "Unit"]
@@ -50,9 +52,15 @@ class Unit:
         self.reshard_after_forward = reshard_after_forward
         self.explicit_reshard = False
         """Whether somebody asked for that; otherwise the root keeps its weights for backward."""
+        self.unshard_in_backward = True
+        """Whether backward reads the weights, as all but embeddings' do."""
         self.prefetch: dict[int, tuple[Unit, ...]] = {}
         """Units to gather when this one's forward (1) or backward (-1) begins, where somebody said
         so; otherwise the recorded order says it."""
+        self.members = 1
+        """How many modules that are called are one unit (`shard_module` of a list)."""
+        self.called: set[int] = set()
+        """Those of them that have run since all had."""
         self.stays_whole = False
         """Whether it is given back at the end of a step only."""
         self.in_backward = False
@@ -142,6 +150,56 @@ class Unit:
         """Whether whole weights are given back between forward and backward, the root's too."""
         self.reshard_after_forward = reshard
         self.explicit_reshard = True
+
+    def set_gradient_divide_factor(self, factor: float) -> None:
+        """Divide summed gradients by this instead of the number of data-parallel ranks.
+
+        Raises:
+            ValueError: if it is not positive.
+            RuntimeError: while gradients are accumulated.
+        """
+        if not factor > 0:
+            raise ValueError(f"set_gradient_divide_factor({factor!r}): a number above 0")
+        for group in self.groups:
+            if group.gradients is not None:
+                group.gradients.set_sum(group.settings.reduction.make, 1.0 / factor)
+
+    def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
+        """Whether the weights are gathered for backward.
+
+        Raises:
+            UnavailableError: for False where a backward may read weights.
+        """
+        for ref in () if unshard_in_backward else (r for g in self.groups for r in g.refs):
+            owners = [owner() for owner, _ in ref.owners]
+            if not all(isinstance(one, (nn.Embedding, nn.EmbeddingBag)) for one in owners):
+                raise UnavailableError(
+                    f"set_unshard_in_backward(False) on {self.name or self.module_class}: "
+                    f"{ref.name} is no embedding's, so its backward may read weights, which are "
+                    "released: shard embeddings on their own, or keep weights with "
+                    "set_reshard_after_forward(False)"
+                )
+        self.unshard_in_backward = unshard_in_backward
+
+    def set_all_reduce_hook(self, hook: Callable[[torch.Tensor], None] | None) -> None:
+        """Call `hook(gradients)` when a step's last reduction is done, before anybody reads them.
+
+        Args:
+            hook: changes main grads in place: flat, this rank's part of one group of the unit's
+                parameters. It may communicate: all ranks come to it in the same order, wherever the
+                unit had gradients. None for none.
+        """
+        for group in self.groups:
+            if group.gradients is not None:
+                group.gradients.when_final = hook
+
+    def has_run(self, member: int) -> bool:
+        """One of the unit's modules has run: whether all of them have, since this was so last."""
+        self.called.add(member)
+        complete = len(self.called) == self.members
+        if complete:
+            self.called.clear()
+        return complete
 
     def expect_backward(self) -> PendingBackward:
         """Note a forward that autograd will come back to; the caller puts it on the graph."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
+import torch
 from torch import nn
 
 from lamina.fsdp.engine import ShardingEngine
@@ -126,6 +127,46 @@ class UnitMethods:
                 "set_reshard_after_backward(False): between backwards the module holds what the "
                 "optimizer updates; use fully_shard(zero_dp_strategy=2), which keeps weights whole"
             )
+
+    def set_gradient_divide_factor(self, factor: float) -> None:
+        """Divide this module's own summed gradients by `factor` instead of the number of ranks.
+
+        Raises:
+            ValueError: if it is not positive.
+            RuntimeError: while gradients are accumulated.
+        """
+        self.sharding_unit.set_gradient_divide_factor(factor)
+
+    def set_all_reduce_hook(
+        self, hook: Callable[[torch.Tensor], None] | None, *, stream: None = None
+    ) -> None:
+        """Call `hook(gradients)` when a step's gradients of this module's own are summed.
+
+        torch calls it after each microbatch's reduction, before the factor; here it comes once per
+        step and group of parameters, and sees the gradient as the optimizer will.
+
+        Args:
+            hook: changes them in place (flat, this rank's part), and may communicate.
+            stream: None; the hook runs on the stream that backward is called on.
+
+        Raises:
+            UnavailableError: for another stream.
+        """
+        if stream is not None:
+            raise UnavailableError(
+                "set_all_reduce_hook(stream=): the hook runs where backward is called; enter a "
+                "stream of your own inside it, and let the current one wait for it"
+            )
+        self.sharding_unit.set_all_reduce_hook(hook)
+
+    def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
+        """Whether this module's own weights are gathered for backward; an embedding's need not be.
+
+        Raises:
+            UnavailableError: for False on a module that holds other weights than embeddings', whose
+                backward would read released memory.
+        """
+        self.sharding_unit.set_unshard_in_backward(unshard_in_backward)
 
     def set_modules_to_forward_prefetch(self, modules: Sequence[nn.Module]) -> None:
         """Gather these modules' weights when this one's forward begins, instead of the next's."""

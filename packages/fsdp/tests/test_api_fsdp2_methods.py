@@ -1,0 +1,189 @@
+"""What torch FSDP2 has besides, on `shard_module`: lists of modules, factors, hooks, embeddings."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from test_api_shard_module import assert_same, build, loss_of, mesh_of, one_line, run, sgd
+from torch import nn
+
+from lamina.collectives import Ledger
+from lamina.ddp import full_gradients
+from lamina.fsdp import UnavailableError, fully_shard, fully_shard_optimizer, shard_module
+from lamina_testing.toys import Block, OddNet, inputs
+
+
+def ends_as_one(mesh, **settings):
+    model = build()
+    pair = [model.enter, model.leave]
+    assert shard_module(pair, mesh, **settings) == pair
+    for block in model.blocks:
+        shard_module(block, mesh, **settings)
+    return shard_module(model, mesh, **settings)
+
+
+def gathers(ledger):
+    return sum(record.communicator == "shard:gather" for record in ledger.records)
+
+
+@pytest.mark.ranks(2)
+def test_a_list_of_modules_is_one_unit(ranks):
+    mesh = mesh_of(2)
+    wanted_gradients, wanted = one_line(mesh, ranks.rank)
+    model = ends_as_one(mesh)
+    optimizer = fully_shard_optimizer(sgd(model), model)
+    gradients, parameters = run(model, optimizer, ranks.rank)
+    assert_same(gradients, wanted_gradients)
+    assert_same(parameters, wanted)
+    ends = model.enter.sharding_unit
+    assert ends is model.leave.sharding_unit
+    names = {ref.name for group in ends.groups for ref in group.refs}
+    assert names == {"enter.weight", "enter.bias", "leave.weight", "leave.bias"}
+    assert len(list(model.sharding_units())) == 5
+    with Ledger() as ledger:
+        loss = loss_of(model, 7, ranks.rank)
+    assert gathers(ledger) == 5, "the root, the ends once, three blocks"
+    with Ledger() as ledger:
+        loss.backward()
+    assert gathers(ledger) == 4, "two blocks; the ends twice, as nothing tells when enter is done"
+    optimizer.zero_grad()
+    with Ledger() as ledger, torch.no_grad():
+        model(inputs(model, 3))
+    assert gathers(ledger) == 5
+    other = ends_as_one(mesh)
+    with torch.no_grad():
+        other.leave.weight.zero_()
+    other.load_state_dict(model.state_dict())
+    with torch.no_grad():
+        assert torch.equal(other(inputs(other, 5)), model(inputs(model, 5)))
+
+
+class Headless(OddNet):
+    """Its head is called by the loss, in pieces."""
+
+    def forward(self, x):
+        x = self.enter(x)
+        for block in self.blocks:
+            x = block(x)
+        return x * self.temperature
+
+
+@pytest.mark.ranks(2)
+def test_a_module_of_a_list_may_run_after_the_model(ranks):
+    def loss(model, rank):
+        x = model(inputs(model, rank))
+        return sum(model.leave(part).square().sum() for part in x.chunk(2))
+
+    model = build(Headless)
+    shard_module([model.blocks[2], model.leave], mesh_of(2))
+    shard_module(model, mesh_of(2))
+    reference = build(Headless)
+    for _ in range(2):
+        model.zero_grad()
+        loss(model, ranks.rank).backward()
+    (sum(loss(reference, rank) for rank in range(2)) / 2).backward()
+    found = full_gradients(model)
+    for name, parameter in reference.named_parameters():
+        if parameter.grad is not None:
+            torch.testing.assert_close(found[name], parameter.grad, msg=name)
+
+
+@pytest.mark.ranks(2)
+def test_lists_that_cannot_be_one_unit_are_refused(ranks):
+    model, mesh = build(), mesh_of(2)
+    with pytest.raises(ValueError, match="at least one"):
+        shard_module([], mesh)
+    with pytest.raises(ValueError, match="Linear is inside another"):
+        shard_module([model.blocks[0], model.blocks[0].up], mesh)
+    shard_module([model.enter, model.leave], mesh)
+    with pytest.raises(RuntimeError, match="not in ShardedLinear"):
+        model.enter(torch.randn(2, 5))
+
+
+@pytest.mark.ranks(2)
+def test_factor_and_hook_change_a_units_own_gradients(ranks):
+    model = build()
+    for module in (*model.blocks, model):
+        shard_module(module, mesh_of(2))
+    model.blocks[0].set_gradient_divide_factor(1.0)
+    calls = []
+
+    def hook(gradient):
+        calls.append(gradient.numel())
+        dist.all_reduce(gradient.mul_(1.5))  # a sum over ranks that FSDP does not know of
+
+    model.blocks[1].set_all_reduce_hook(hook)
+    reference = build()
+    for step in range(2):
+        with model.no_sync():
+            loss_of(model, 2 * step, ranks.rank).backward()
+        loss_of(model, 2 * step + 1, ranks.rank).backward()
+        for number in (2 * step, 2 * step + 1):
+            sum(loss_of(reference, number, rank) / 2 for rank in range(2)).backward()
+        assert len(calls) == step + 1, "once per step"
+        # The first step's gradients are kept, and are not given to the hook again.
+    group = model.blocks[1].sharding_unit.groups[0]
+    assert set(calls) == {group.layout.size // 2}
+    for name, found in full_gradients(model).items():
+        if name.startswith("blocks.1."):
+            continue  # the hook added up different parts of the ranks
+        factor = 2.0 if name.startswith("blocks.0.") else 1.0
+        wanted = factor * reference.get_parameter(name).grad
+        torch.testing.assert_close(found, wanted, msg=name)
+    with pytest.raises(RuntimeError, match=r"being accumulated: choose the factor"):
+        model.blocks[0].set_gradient_divide_factor(2.0)
+    with pytest.raises(ValueError, match=r"factor\(0\)"):
+        model.blocks[0].set_gradient_divide_factor(0)
+    with pytest.raises(UnavailableError, match="stream"):
+        model.blocks[1].set_all_reduce_hook(hook, stream=object())
+    model.blocks[1].set_all_reduce_hook(lambda gradient: gradient.mul_(3.0))
+    model.zero_grad()
+    reference.zero_grad()
+    loss_of(model, 9, ranks.rank).backward()
+    sum(loss_of(reference, 9, rank) / 2 for rank in range(2)).backward()
+    torch.testing.assert_close(
+        full_gradients(model)["blocks.1.up.weight"], 3 * reference.blocks[1].up.weight.grad
+    )
+
+
+class Words(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(40, 17)
+        self.blocks = nn.ModuleList(Block(17) for _ in range(2))
+
+    def forward(self, tokens):
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("by_module", [True, False])
+def test_embeddings_need_not_be_gathered_for_backward(by_module, ranks):
+    tokens = [torch.arange(8).add(3 * rank).view(2, 4) for rank in range(2)]
+    torch.manual_seed(3)
+    model, mesh = Words(), mesh_of(2)
+    torch.manual_seed(3)
+    reference = Words()
+    sum(reference(t).square().mean() / 2 for t in tokens).backward()
+    if by_module:
+        for module in (model.embedding, *model.blocks, model):
+            shard_module(module, mesh)
+        chosen, refused = model.embedding, model.blocks[0]
+    else:
+        model = fully_shard(model, device_mesh=mesh, fsdp_unit_modules=[nn.Embedding, Block])
+        chosen, refused = model.unit_of("embedding"), model.unit_of("blocks.0")
+    with pytest.raises(UnavailableError, match=r"norm\.weight is no embedding's"):
+        refused.set_unshard_in_backward(False)
+    counts = []
+    for needed in (True, True, False):
+        chosen.set_unshard_in_backward(needed)
+        model.zero_grad()
+        loss = model(tokens[ranks.rank]).square().mean()
+        with Ledger() as ledger:
+            loss.backward()
+        counts.append(gathers(ledger))
+        for name, found in full_gradients(model).items():
+            torch.testing.assert_close(found, reference.get_parameter(name).grad, msg=name)
+    assert counts == [3, 2, 1], "the last block is known, and kept, from the second step on"

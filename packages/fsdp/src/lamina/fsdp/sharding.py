@@ -155,18 +155,23 @@ def shard_model(module: nn.Module, settings: ShardingSettings) -> ShardedModule:
     )
     engine.slot_memory = memory
     for plan, unit in zip(plans, units, strict=True):
-        root = not plan.name
-        policy = settings.precision
-        attach_hooks(
-            plan.module,
-            engine,
-            unit,
-            input_dtype=policy.param_dtype if root and policy.cast_forward_inputs else None,
-            output_dtype=policy.output_dtype if root else None,
-        )
-        rest_for_state_dicts(plan.module, unit, lambda: engine)
-        unit.reshard()
+        _attach(plan, unit, engine, settings.precision)
     return adopt(module, engine)
+
+
+def _attach(
+    plan: UnitPlan, unit: Unit, engine: ShardingEngine, policy: MixedPrecisionPolicy
+) -> None:
+    root = not plan.name
+    attach_hooks(
+        plan.module,
+        engine,
+        unit,
+        input_dtype=policy.param_dtype if root and policy.cast_forward_inputs else None,
+        output_dtype=policy.output_dtype if root else None,
+    )
+    rest_for_state_dicts(plan.module, unit, lambda: engine)
+    unit.reshard()
 
 
 def make_unit(

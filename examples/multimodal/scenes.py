@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -47,27 +48,6 @@ class Scene:
         """Whether training never sees this colour, shape and place together: one in nine."""
         return (self.colour + 2 * self.shape + 4 * self.row + 5 * self.column) % 9 == 0
 
-    def draw(self) -> Tensor:
-        """An image ``[3, height, width]`` in -1 .. 1."""
-        generator = torch.Generator().manual_seed(self.seed)
-        height, width = SIZES[self.size]
-        noise = torch.rand(3, height, width, generator=generator)
-        image = 0.1 + 0.25 * torch.rand(3, 1, 1, generator=generator) + 0.05 * noise
-        jitter = torch.rand(3, generator=generator)
-        radius = 6.5 + 1.0 * jitter[0]
-        y0 = (self.row + 0.5) * height / 2 + 2 * (jitter[1] - 0.5)
-        x0 = (self.column + 0.5) * width / 2 + 2 * (jitter[2] - 0.5)
-        y = (torch.arange(height) - y0)[:, None] / radius
-        x = (torch.arange(width) - x0)[None, :] / radius
-        inside = {
-            "circle": x.square() + y.square() < 1,
-            "square": (x.abs() < 1) & (y.abs() < 1),
-            "triangle": (y < 0.9) & (y > 2 * x.abs() - 1),
-            "cross": ((x.abs() < 0.35) | (y.abs() < 0.35)) & (x.abs() < 1) & (y.abs() < 1),
-        }[SHAPES[self.shape]]
-        colour = torch.tensor(list(COLOURS.values())[self.colour])[:, None, None]
-        return 2 * torch.where(inside, colour, image) - 1
-
 
 def random_scenes(number: int, seed: int, *, unseen: bool = False) -> list[Scene]:
     """Make up scenes of combinations that training sees, or of those that it never sees."""
@@ -75,11 +55,44 @@ def random_scenes(number: int, seed: int, *, unseen: bool = False) -> list[Scene
     limits = (len(COLOURS), len(SHAPES), len(ROWS), len(COLUMNS), len(SIZES), 2**31)
     scenes: list[Scene] = []
     while len(scenes) < number:
-        picks = [int(torch.randint(limit, (), generator=generator)) for limit in limits]
-        scene = Scene(*picks)
-        if scene.unseen == unseen:
-            scenes.append(scene)
-    return scenes
+        picks = [torch.randint(limit, (number,), generator=generator) for limit in limits]
+        made = [Scene(*row) for row in torch.stack(picks, dim=1).tolist()]
+        scenes += [scene for scene in made if scene.unseen == unseen]
+    return scenes[:number]
+
+
+def draw(scenes: Sequence[Scene]) -> list[Tensor]:
+    """Images ``[3, height, width]`` in -1 .. 1, in the order of the scenes."""
+    drawn: dict[int, Iterator[Tensor]] = {}
+    for size in {scene.size for scene in scenes}:
+        drawn[size] = iter(_draw([scene for scene in scenes if scene.size == size], *SIZES[size]))
+    return [next(drawn[scene.size]) for scene in scenes]
+
+
+def _draw(scenes: Sequence[Scene], height: int, width: int) -> Tensor:
+    """Images ``[scenes, 3, height, width]`` of one size, all at once."""
+    seeds = [torch.Generator().manual_seed(scene.seed) for scene in scenes]
+    numbers = torch.stack([torch.rand(6 + 3 * height * width, generator=g) for g in seeds])
+    picks = torch.tensor([[s.colour, s.shape, s.row, s.column] for s in scenes])
+    colour, shape, row, column = picks.unbind(dim=1)
+    background = 0.1 + 0.25 * numbers[:, :3, None, None]
+    background = background + 0.05 * numbers[:, 6:].view(-1, 3, height, width)
+    jitter = numbers[:, 3:6]
+    radius = (6.5 + jitter[:, 0])[:, None, None]
+    y0 = (row + 0.5) * height / 2 + 2 * (jitter[:, 1] - 0.5)
+    x0 = (column + 0.5) * width / 2 + 2 * (jitter[:, 2] - 0.5)
+    y = (torch.arange(height)[:, None] - y0[:, None, None]) / radius
+    x = (torch.arange(width) - x0[:, None, None]) / radius
+    square = (x.abs() < 1) & (y.abs() < 1)
+    shapes = {
+        "circle": x.square() + y.square() < 1,
+        "square": square,
+        "triangle": (y < 0.9) & (y > 2 * x.abs() - 1),
+        "cross": ((x.abs() < 0.35) | (y.abs() < 0.35)) & square,
+    }
+    inside = torch.stack([shapes[name] for name in SHAPES])[shape, torch.arange(len(scenes))]
+    fill = torch.tensor(list(COLOURS.values()))[colour][:, :, None, None]
+    return 2 * torch.where(inside[:, None], fill, background) - 1
 
 
 def encode(caption: str) -> list[int]:
@@ -113,4 +126,4 @@ def batch(scenes: list[Scene]) -> tuple[Tensor, list[Tensor], Tensor]:
         labels[i, len(row) - CAPTION_LENGTH - 1 : len(row) - 1] = torch.tensor(
             row[-CAPTION_LENGTH:]
         )
-    return tokens, [scene.draw() for scene in scenes], labels
+    return tokens, draw(scenes), labels

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from scenes import Scene
+from scenes import Scene, draw
 
 
 def contact_sheet(scenes: Sequence[Scene], captions: Mapping[Scene, str], path: Path) -> None:
@@ -22,8 +22,8 @@ def contact_sheet(scenes: Sequence[Scene], captions: Mapping[Scene, str], path: 
     )
     for place in axes.flat:
         place.axis("off")
-    for place, scene in zip(axes.flat, scenes, strict=False):
-        place.imshow((0.5 + scene.draw().permute(1, 2, 0) / 2).numpy(), interpolation="nearest")
+    for place, scene, image in zip(axes.flat, scenes, draw(scenes), strict=False):
+        place.imshow((0.5 + image.permute(1, 2, 0) / 2).numpy(), interpolation="nearest")
         words = captions[scene].split()
         right = captions[scene] == scene.caption
         title = " ".join(words[:3]) + "\n" + " ".join(words[3:])

@@ -21,6 +21,7 @@ from lamina.models import (
     apply_recompute,
     cut_sequence,
     join_sequence,
+    pieces,
 )
 from lamina.models.context_parallel import places_of
 from lamina_testing import Meter
@@ -152,8 +153,12 @@ def test_a_sequence_that_is_cut_and_joined_is_itself():
 
 
 @pytest.mark.ranks(4)
-def test_the_ring_gathers_nothing_and_holds_two_blocks_that_pass():
+def test_the_ring_gathers_nothing_and_holds_two_blocks_that_pass(monkeypatch):
     """Own keys and values, which backward needs, and 2/cp of all that pass; gradients beside."""
+    merged, merge = [], pieces.merge
+    monkeypatch.setattr(
+        pieces, "merge", lambda *both: merged.append({x.dtype for x in both[:2]}) or merge(*both)
+    )
     axis = ParallelLayout(cp=4).build("cpu").axis("cp")
     sequence = 1024
     attention = SelfAttention(LLAMA)
@@ -176,6 +181,7 @@ def test_the_ring_gathers_nothing_and_holds_two_blocks_that_pass():
     with Ledger() as ledger, Meter() as meter, Watch():
         attention.core(query, key, value, context).sum().backward()
     assert {record.op for record in ledger.records} == {"send_recv"}
+    assert merged == [{torch.float32}] * 4
     assert held[""] == [[2, 0], [3, 0], [3, 0], [3, 0]]
     # Gradients: those of the block at hand, those on their way out and those arriving.
     assert held["_backward"] == [[2, 1], [3, 3], [3, 3], [3, 3]]

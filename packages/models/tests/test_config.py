@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from lamina.models import LatentAttention, RopeScaling, TransformerConfig
+from lamina.models import LatentAttention, Precision, RopeScaling, TransformerConfig
 
 BASE = {"vocab_size": 10, "hidden_size": 48, "num_layers": 2, "num_heads": 6}
 MLA = LatentAttention(kv_lora_rank=4)
@@ -57,3 +57,20 @@ def test_rope_scaling_is_validated():
         RopeScaling(kind="ntk", factor=2.0)
     with pytest.raises(ValueError, match="must be above low_freq_factor"):
         RopeScaling(kind="llama3", factor=2.0, low_freq_factor=4.0, high_freq_factor=1.0)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"backend": "fp8"}, "backend is 'fp8'"),
+        ({"scaling": "rowwise"}, "scaling of backend 'torch' is 'rowwise'"),
+        ({"backend": "torch-fp8", "scaling": "mxfp8"}, "it must be one of 'tensorwise', 'rowwise'"),
+        ({"backend": "torch-fp8", "scaling": "rowwise", "amax": "delayed"}, "remembers one number"),
+        ({"backend": "torch-fp8", "history": 0}, "history is 0"),
+        ({"num_layers_at_end_in_bf16": -1}, "num_layers_at_end_in_bf16 is -1"),
+        ({"backend": "torch-fp8", "quantized_weights": True}, "only Transformer Engine"),
+    ],
+)
+def test_precisions_that_do_not_exist_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        Precision(**options)

@@ -385,23 +385,6 @@ def test_a_model_in_fp8_compiles_into_one_graph():
     torch.testing.assert_close(loss, model(**batch(0)))
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"backend": "fp8"}, "backend is 'fp8'"),
-        ({"scaling": "rowwise"}, "scaling of backend 'torch' is 'rowwise'"),
-        ({"backend": "torch-fp8", "scaling": "mxfp8"}, "it must be one of 'tensorwise', 'rowwise'"),
-        ({"backend": "torch-fp8", "scaling": "rowwise", "amax": "delayed"}, "remembers one number"),
-        ({"backend": "torch-fp8", "history": 0}, "history is 0"),
-        ({"num_layers_at_end_in_bf16": -1}, "num_layers_at_end_in_bf16 is -1"),
-        ({"backend": "torch-fp8", "quantized_weights": True}, "only Transformer Engine"),
-    ],
-)
-def test_precisions_that_do_not_exist_are_refused(options, message):
-    with pytest.raises(ValueError, match=message):
-        Precision(**options)
-
-
 def test_what_does_not_fit_is_refused_with_the_arithmetic():
     precision = Precision(
         backend="torch-fp8", num_layers_at_start_in_bf16=2, num_layers_at_end_in_bf16=1

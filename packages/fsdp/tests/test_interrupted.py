@@ -149,12 +149,12 @@ class Picky(OddNet):
 def test_a_unit_that_runs_on_some_ranks_only_is_named(warm, ranks):
     """At first its gather is missing; once all are gathered ahead, its run. Replicas too (HSDP)."""
     mesh = {"device_mesh": init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))}
-    ran, strays = "0", "1"
+    ran, strays, cases = "0", "1", (0, 2)
     if ranks.world_size == 4:
         two = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
         mesh = {"device_mesh": two, "dp_shard_dim": "inner", "dp_outer_dim": "outer"}
-        ran, strays = "0, 1", "2, 3"
-    for left_out in (0, 2):
+        ran, strays, cases = "0, 1", "2, 3", (2,)
+    for left_out in cases:
         model = fully_shard(Picky(), fsdp_unit_modules=[Block], check_order=True, **mesh)
         if warm:
             model(inputs(model, ranks.rank)).sum().backward()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import textwrap
@@ -132,3 +133,25 @@ def test_without_lamina_plain_dcp_reads_it(tmp_path):
         check=False,
     )
     assert run.stdout.strip() == "read", run.stderr
+
+
+def test_names_are_those_that_rename_gives(tmp_path):
+    torch.manual_seed(0)
+    whole = nn.ModuleDict({"experts": nn.ModuleList(nn.Linear(2, 2) for _ in range(4))})
+    moments = {n: {"momentum_buffer": torch.randn_like(p)} for n, p in whole.named_parameters()}
+    state = {"model": whole.state_dict(), "optimizer": {"state": moments}}
+    dcp.save(state, checkpoint_id=tmp_path, no_dist=True)
+
+    here = nn.ModuleDict({"experts": nn.ModuleList(nn.Linear(2, 2) for _ in range(2))})
+    optimizer = torch.optim.SGD(here.parameters(), 0.1, momentum=0.9)
+    import_dcp(
+        {"model": here, "optimizer": optimizer},
+        tmp_path,
+        strict=False,
+        rename=lambda name: re.sub(r"(\d)", lambda m: str(2 * int(m[1]) + 1), name),
+    )
+    for mine, other in ((0, 1), (1, 3)):
+        weight = here["experts"][mine].weight
+        assert torch.equal(weight, whole["experts"][other].weight)
+        expected = moments[f"experts.{other}.weight"]["momentum_buffer"]
+        assert torch.equal(optimizer.state[weight]["momentum_buffer"], expected)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -30,6 +30,7 @@ def import_dcp(
     exclude: Sequence[str] = (),
     allow_cast: bool = False,
     mesh: Mesh = None,
+    rename: Callable[[str], str] = str,
     group: dist.ProcessGroup | None = None,
 ) -> RestoreReport:
     """Load tensors of a plain DCP checkpoint (collective).
@@ -47,6 +48,7 @@ def import_dcp(
         exclude: see there.
         allow_cast: see there.
         mesh: see `CheckpointManager`.
+        rename: see `CheckpointManager`; `str` changes nothing.
         group: the ranks that load; None is all.
 
     Raises:
@@ -56,21 +58,23 @@ def import_dcp(
         CheckpointDamagedError: the metadata can't be read.
 
     """
-    ranks = Ranks(group)
+    ranks, hints = Ranks(group), Hints(mesh, rename)
     selection = Selection(strict, tuple(include), tuple(exclude), allow_cast)
 
     def open_source() -> Source:
         place = place_of(path)
         metadata = read_metadata(place)
         names = list(tensors_of(metadata))
-        trees = {entry: _tree(entry, value, names, state) for entry, value in state.items()}
+        trees = {entry: _tree(entry, value, names, state, hints) for entry, value in state.items()}
         return Source(place, None, metadata, trees)
 
     source = ranks.together(open_source)
-    return load(source, state, selection, ranks, Hints(mesh), progress=False)
+    return load(source, state, selection, ranks, hints, progress=False)
 
 
-def _tree(entry: str, value: Any, names: list[str], state: MutableMapping[str, Any]) -> Json:
+def _tree(
+    entry: str, value: Any, names: list[str], state: MutableMapping[str, Any], hints: Hints
+) -> Json:
     """Make what `values.json` would say of an entry."""
     if is_optimizer(value):
         prefix = f"{entry}.state."
@@ -79,7 +83,7 @@ def _tree(entry: str, value: Any, names: list[str], state: MutableMapping[str, A
             if name.startswith(prefix):
                 parameter, _, key = name.removeprefix(prefix).rpartition(".")
                 states.setdefault(parameter, {})[key] = {"$tensor": name}
-        return {**OptimizerNames(value, state).named(), "state": states}
+        return {**OptimizerNames(value, state, hints.rename).named(), "state": states}
     if isinstance(value, torch.nn.Module):
         prefix = f"{entry}."
         return {n.removeprefix(prefix): {"$tensor": n} for n in names if n.startswith(prefix)}

@@ -21,6 +21,7 @@ from lamina.mesh import ParallelLayout
 from lamina.models import (
     GPTModel,
     LatentAttention,
+    MoEConfig,
     Precision,
     RecomputePolicy,
     TransformerConfig,
@@ -149,6 +150,14 @@ def own_copies(model, wide) -> tuple[int, int]:
 @pytest.mark.parametrize("name", list(CONFIGS))
 def test_no_weight_gradient_is_copied(name, wrapper, ranks):
     check_copies(CONFIGS[name], {"dp_shard": 2}, wrapper)
+
+
+@pytest.mark.ranks(2)
+def test_no_gradient_of_experts_is_copied(ranks):
+    moe = MoEConfig(num_experts=4, top_k=2, ffn_size=64)
+    for wrapper, experts in (("ddp", "grouped"), (3, "loop")):
+        config = replace(CONFIG, moe=replace(moe, experts=experts))
+        check_copies(config, {"dp_shard": 2}, wrapper)
 
 
 @pytest.mark.ranks(4)

@@ -70,7 +70,7 @@ class TopKRouter(nn.Module):
         self.finished: RoutingTotals | None = None
         self.loads_of_step: Tensor | None = None
         self.step_watched = False
-        self._version = 0
+        self.weight_version = 0
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -248,7 +248,7 @@ class TopKRouter(nn.Module):
         weight = main_of(self.weight)
         if torch.compiler.is_compiling() or weight.is_inference():
             return
-        written, self._version = weight._version != self._version, weight._version
+        written, self.weight_version = weight._version != self.weight_version, weight._version
         if not written or self.step_watched or not self.needs_finalize:
             return
         self.step_watched = True

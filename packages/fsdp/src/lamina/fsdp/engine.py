@@ -213,8 +213,18 @@ class ShardingEngine:
 
     # -- backward -----------------------------------------------------------------------------
 
-    def before_backward(self, unit: Unit, places: Sequence[int]) -> None:
-        """The first gradient has reached one of the unit's outputs, of a forward in these places.
+    def expect_backward(self, unit: Unit, member: int) -> None:
+        """Gradients may come to outputs of a unit's module (not if it only runs again)."""
+        if unit.members > 1 and self.phase is Phase.IDLE:
+            unit.to_come.add(member)
+
+    def before_backward(self, unit: Unit, places: Sequence[int], member: int = 0) -> None:
+        """The first gradient has reached one of the unit's outputs.
+
+        Args:
+            unit: the unit.
+            places: where its weights lay in that forward.
+            member: which of the unit's modules.
 
         Raises:
             StaleStorageError: if slots have moved the unit since that forward.
@@ -222,6 +232,7 @@ class ShardingEngine:
         if self.phase is Phase.IDLE:
             self._begin_backward()
         unit.return_to(places)
+        unit.to_come.discard(member)
         if not unit.in_backward:
             unit.in_backward = True
             self._ran_backward.append(unit)
@@ -234,7 +245,7 @@ class ShardingEngine:
     def after_backward(self, unit: Unit, pending: PendingBackward) -> None:
         """Gradients of the unit's inputs are there, so those of its parameters are complete."""
         pending.done = True
-        if self.phase is not Phase.BACKWARD or unit.expects_more:
+        if self.phase is not Phase.BACKWARD or unit.expects_more or unit.to_come:
             return  # another forward of this unit is still to come back; or the end closes it
         self._close(unit)
         if unit is not self.root:
@@ -282,6 +293,7 @@ class ShardingEngine:
         self._recomputed = None
         for unit in self.units:
             unit.in_backward = False
+            unit.to_come.clear()
             unit.reshard()
             if not (unit.expects_more or self._graph_kept):
                 for weights in unit.gathered:

@@ -79,9 +79,10 @@ class _UnitHooks:
         """Watch for gradients of the outputs, and release."""
         if torch.is_grad_enabled():
             come_back = functools.partial(
-                self._engine.before_backward, self.unit, self.unit.places()
+                self._engine.before_backward, self.unit, self.unit.places(), self._member
             )
-            _mark_outputs(output, come_back)
+            if _mark_outputs(output, come_back):
+                self._engine.expect_backward(self.unit, self._member)
         for group in self.unit.groups:
             hide_dtensors(group.refs)
         self._engine.after_forward(self.unit, self._member)
@@ -212,14 +213,18 @@ def _mark_inputs(engine: ShardingEngine, unit: Unit, inputs: Any) -> Any:
     return map_tensors(inputs, lambda tensor: replaced.get(id(tensor), tensor))
 
 
-def _mark_outputs(output: Any, before_backward: Callable[[], None]) -> None:
+def _mark_outputs(output: Any, before_backward: Callable[[], None]) -> bool:
+    """Whether there are outputs that gradients may come to, which announce them from now on."""
+
     def hook(gradient: torch.Tensor) -> torch.Tensor:
         before_backward()
         return gradient
 
-    for tensor in tensors_in(output):
-        if tensor.grad_fn is not None:  # a hook on a leaf would stay for good
-            tensor.register_hook(hook)  # type: ignore[no-untyped-call]
+    # a hook on a leaf would stay for good
+    marked = [tensor for tensor in tensors_in(output) if tensor.grad_fn is not None]
+    for tensor in marked:
+        tensor.register_hook(hook)  # type: ignore[no-untyped-call]
+    return bool(marked)
 
 
 def _cast(tree: Any, dtype: torch.dtype) -> Any:

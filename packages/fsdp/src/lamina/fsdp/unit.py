@@ -61,6 +61,8 @@ class Unit:
         """How many modules that are called are one unit (`shard_module` of a list)."""
         self.called: set[int] = set()
         """Those of them that have run since all had."""
+        self.to_come: set[int] = set()
+        """Those of several whose backward may be yet to come."""
         self.stays_whole = False
         """Whether it is given back at the end of a step only."""
         self.in_backward = False

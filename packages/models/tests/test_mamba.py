@@ -221,6 +221,22 @@ def test_what_a_scan_saves_can_be_computed_again():
     assert kept[2] < 0.35 * kept[0]
 
 
+def test_rates_in_bfloat16_cost_little_beside_the_other_weights():
+    """What `param_dtype=bfloat16` rounds: the error of the rates is below a tenth of all."""
+    config = replace(PURE, hidden_size=32, max_sequence_length=512, init_std=0.1)
+    tokens = torch.randint(0, 61, (2, 512), generator=torch.Generator().manual_seed(0))
+    found = []
+    for rounded in ((), (".A_log", ".dt_bias", ".D"), ("",)):
+        model = GPTModel(config, seed=1).double()
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if name.endswith(rounded):
+                    parameter.copy_(parameter.bfloat16())
+            found.append(model(tokens))
+    exact, rates, every = found
+    assert 0 < (rates - exact).norm() < 0.1 * (every - exact).norm()
+
+
 def test_initial_weights_lie_in_their_ranges_and_depend_on_seed_and_name():
     config = replace(PURE, hidden_size=64, mamba=replace(SIZES, dt_min=0.01, dt_max=0.2))
     with torch.device("meta"):

@@ -88,7 +88,7 @@ def test_strategies_have_numbers_and_names():
 def test_a_model_that_was_converted_after_wrapping_is_refused_by_name(convert):
     wrapped, _ = wrap(build())
     getattr(wrapped, convert)()
-    with pytest.raises(RuntimeError, match=r"was wrapped as torch\.float32 on cpu: .* before Dist"):
+    with pytest.raises(RuntimeError, match=r"was torch\.float32 on cpu in its .* before it is"):
         wrapped(torch.ones(2, 5))
 
 

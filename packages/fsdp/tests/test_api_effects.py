@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy as TorchPolicy
 
 from lamina.collectives import Ledger
-from lamina.ddp import NonFiniteGradientError, full_gradients, full_parameters
+from lamina.ddp import DataParallel, NonFiniteGradientError, full_gradients, full_parameters
 from lamina.fsdp import MixedPrecisionPolicy, fully_shard, shard_module
 from lamina_testing.toys import Block, OddNet, inputs
 
@@ -274,16 +274,29 @@ def test_backward_prefetch_lists_say_what_is_gathered_ahead(ranks):
 
 
 @pytest.mark.ranks(1)
+@pytest.mark.parametrize("strategy", [0, 3])
+@pytest.mark.parametrize("convert", ["half", "double"])
+def test_a_model_that_was_converted_after_sharding_is_refused_by_name(convert, strategy, ranks):
+    model = sharded_alone(zero_dp_strategy=strategy)
+    getattr(model, convert)()
+    with pytest.raises(RuntimeError, match=r"was torch\.float32 on cpu in its .* before it is"):
+        loss_of(model, ranks.rank)
+
+
+@pytest.mark.ranks(1)
 def test_a_sharded_model_is_not_copied(ranks):
     model = sharded_alone()
+    assert isinstance(model, DataParallel)
+    with pytest.raises(TypeError, match=r"is no list: write \[Conv2d\]"):
+        fully_shard(nn.Linear(2, 2), fsdp_unit_modules=nn.Conv2d)
     with pytest.raises(NotImplementedError, match="copy the model before"):
         copy.deepcopy(model)
     with pytest.raises(ValueError, match=r"fsdp_unit_modules=\[Conv2d\] matches no submodule"):
         fully_shard(build(), fsdp_unit_modules=[nn.Conv2d])
 
 
-def sharded_alone():
-    return fully_shard(build())
+def sharded_alone(**settings):
+    return fully_shard(build(), **settings)
 
 
 @pytest.mark.ranks(2)

@@ -25,6 +25,7 @@ from lamina.ddp.precision import GroupDtypes
 from lamina.ddp.rank_sums import GradientState, Squares
 from lamina.ddp.reading import read_parameters
 from lamina.ddp.reduction import ORDERED, Reduction
+from lamina.ddp.refusals import refuse_changed
 from lamina.ddp.strategy import Cadence, Strategy
 from lamina.ddp.transient import TransientBuffers
 from lamina.ddp.weights import Weights, WholeWeights
@@ -174,24 +175,14 @@ class ParameterGroup:
     def install_compute_parameters(self) -> None:
         """Make the module hold the compute parameters (before its forward).
 
-        They take over `requires_grad` from main parameters. Raises like `refuse_unfrozen`.
+        They take over `requires_grad` from main parameters. Raises like `refuse_changed`.
         """
         for ref, main in zip(self.refs, self.main_parameters, strict=True):
             if main is not ref.parameter:
                 if ref.parameter.requires_grad is not main.requires_grad:
                     ref.parameter.requires_grad_(main.requires_grad)
                 ref.install(ref.parameter)
-        self.refuse_unfrozen()
-
-    def refuse_unfrozen(self) -> None:
-        """Raise ValueError if the group has no gradients, and a parameter wants some by now."""
-        for ref in () if self.requires_grad else self.refs:
-            if ref.parameter.requires_grad:
-                raise ValueError(
-                    f"{ref.name} was frozen when the model was wrapped and requires_grad now: it "
-                    "has no gradient buffer, so no rank would sum its gradient. Wrap the model "
-                    "with requires_grad=True and freeze parameters afterwards"
-                )
+        refuse_changed(self)
 
     def install_main_parameters(self) -> None:
         """Make the module hold what the optimizer updates (at rest)."""

@@ -25,6 +25,7 @@ from lamina.ddp.precision import resolve_dtypes
 from lamina.ddp.rank_sums import GradientState
 from lamina.ddp.reducer import GradientReducer
 from lamina.ddp.reduction import resolve_reduction
+from lamina.ddp.refusals import refuse_changed
 from lamina.ddp.registered import registered_pool
 from lamina.ddp.strategy import resolve_strategy
 from lamina.ddp.transient import TransientBuffers
@@ -113,8 +114,7 @@ class DistributedDataParallel(DataParallel):
     def _refuse_what_never_trains(self) -> None:
         """Gradients that nobody will step, and parameters whose gradients nobody would sum."""
         for group in self._groups:
-            group.refuse_unfrozen()
-            _refuse_converted(group)
+            refuse_changed(group)
             gradients = group.gradients
             if gradients is None or gradients.state is not GradientState.FINAL:
                 continue
@@ -266,17 +266,6 @@ def _check_kinds(config: object, mesh: object) -> None:
                 f"{name} is a {type(given).__name__}, not a {wanted}: call "
                 "DistributedDataParallel(module, config, mesh)"
             )
-
-
-def _refuse_converted(group: ParameterGroup) -> None:
-    """Parameters that `.half()` or `.to()` took out of their bucket: nobody would update them."""
-    ref, made = group.refs[0], (group.dtypes.weights, group.device)
-    if (found := (ref.parameter.dtype, ref.parameter.device)) != made:
-        raise RuntimeError(
-            f"{ref.name} is {found[0]} on {found[1]}, and was wrapped as {made[0]} on {made[1]}: "
-            "converting or moving a wrapped model takes its parameters out of their buckets; do it "
-            "before DistributedDataParallel(...)"
-        )
 
 
 def _starting(begin: weakref.WeakMethod[Callable[[], None]]) -> Callable[[Any], None]:

@@ -142,7 +142,7 @@ def _outer_dim(arguments: MeshArguments) -> Names | None:
 
 
 def _expert_axes(arguments: MeshArguments, dense: DataParallelAxes) -> DataParallelAxes | None:
-    """Axes of expert parameters; gradients are averaged over the dense ranks (section 7)."""
+    """Axes of expert parameters; gradients are averaged over the dense ranks (docs/ddp.md)."""
     mesh = arguments.expt_device_mesh
     if mesh is None:
         mesh = arguments.device_mesh

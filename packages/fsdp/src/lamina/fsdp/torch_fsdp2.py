@@ -254,7 +254,7 @@ def _refuse_roles(module: nn.Module) -> None:
         role = role_of(parameter)
         if role.expert or role.tp_shard_dim is not None:
             raise ValueError(
-                f"{name} is {'an expert' if role.expert else 'tensor-parallel'} parameter, and "
+                f"{name} is {'an expert' if role.expert else 'a tensor-parallel'} parameter, and "
                 "torch's FSDP2 would sum its gradient over the wrong ranks: use "
                 "lamina.fsdp.fully_shard"
             )

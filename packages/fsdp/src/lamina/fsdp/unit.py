@@ -84,11 +84,6 @@ class Unit:
         self._pending: weakref.WeakSet[PendingBackward] = weakref.WeakSet()
 
     @property
-    def is_root(self) -> bool:
-        """Whether this unit holds what no other unit does."""
-        return not self.name
-
-    @property
     def gathered_bytes(self) -> int:
         """Bytes of the whole weights that come and go."""
         return sum(weights.nbytes for weights in self.gathered)

@@ -38,8 +38,11 @@ def resolve_unit_classes(units: Sequence[type[nn.Module] | str]) -> tuple[type[n
     A class inside a class has both names: "my_package.model.Decoder.Block".
 
     Raises:
+        TypeError: for one class or string that is not in a list.
         ValueError: for a string that names no module class.
     """
+    if isinstance(units, (type, str)):
+        raise TypeError(f"fsdp_unit_modules={units!r} is no list: write [{_name(units)}]")
     return tuple(_import_class(unit) if isinstance(unit, str) else unit for unit in units)
 
 
@@ -173,6 +176,10 @@ def _may_be_block(module: nn.Module) -> bool:
 
 def _size(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
+
+
+def _name(unit: type | str) -> str:
+    return repr(unit) if isinstance(unit, str) else unit.__name__
 
 
 def _import_class(path: str) -> type[nn.Module]:

@@ -168,6 +168,8 @@ def test_an_empty_directory_is_named(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"config\.json is missing"):
         from_huggingface(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(huggingface_config(CONFIGS["llama"])))
+    with pytest.raises(FileNotFoundError, match=r"names of the hub are not downloaded"):
+        from_huggingface("gpt2")
     with pytest.raises(FileNotFoundError, match=r"no \*\.safetensors"):
         from_huggingface(tmp_path)
 

@@ -309,5 +309,7 @@ def test_shapes_that_do_not_fit_are_named():
         model(tokens)
     with pytest.raises(ValueError, match=r"tokens have shape \(65,\)"):
         model(tokens[0])
+    with pytest.raises(TypeError, match=r"tokens are torch\.float32: ids are integers"):
+        model(tokens[:, :5].float())
     with pytest.raises(ValueError, match=r"labels have shape \(1, 4\), tokens \(1, 5\)"):
         model(tokens[:, :5], tokens[:, :4])

@@ -11,7 +11,7 @@ from lamina.models.embedding import OutputHead, PositionEmbedding, VocabParallel
 from lamina.models.generation import generate, sample
 from lamina.models.gpt import GPTModel
 from lamina.models.huggingface import from_huggingface, to_huggingface
-from lamina.models.huggingface_config import config_from_huggingface, huggingface_config
+from lamina.models.huggingface_configs import config_from_huggingface, huggingface_config
 from lamina.models.latent_attention import LatentSelfAttention
 from lamina.models.layer_pattern import (
     AttentionBlock,

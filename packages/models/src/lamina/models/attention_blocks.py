@@ -147,5 +147,5 @@ def _repeat(x: Tensor, query: Tensor) -> Tensor:
 
 
 def _gather_heads(grad: Tensor, x: Tensor) -> Tensor:
-    """Sum the gradients of heads that :func:`_repeat` made."""
+    """Sum the gradients of heads that `_repeat` made."""
     return grad if grad.shape == x.shape else grad.view(*x.shape[:2], -1, *x.shape[2:]).sum(dim=2)

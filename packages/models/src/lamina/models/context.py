@@ -35,7 +35,7 @@ class AttentionContext:
     Attributes:
         shape: sequences in the batch, and tokens of each that attention sees.
         pattern: computes the attention: which tokens, by which kernel.
-        rotary: cosines and sines from :func:`rotary_tables`, or None without RoPE.
+        rotary: cosines and sines from `rotary_tables`, or None without RoPE.
         runs: int64 ``[batch, sequence]``: each token's document, where the config has layers that
             are no attention and must know; None without documents.
         routing: what routers of experts share, in a model that has them.

@@ -56,7 +56,7 @@ class Ring:
     def __call__(
         self, query: Tensor, key: Tensor, value: Tensor, *, scale: float, dropout: float
     ) -> Tensor:
-        """See :class:`AttentionPattern`; tokens are this rank's."""
+        """See `AttentionPattern`; tokens are this rank's."""
         padded = to_one_width(query, key, value)
         mixed: Tensor = _RingAttention.apply(*padded, self, scale)  # type: ignore[no-untyped-call]
         return mixed[..., : value.shape[-1]]
@@ -146,7 +146,7 @@ class GatheredKeys:
     def __call__(
         self, query: Tensor, key: Tensor, value: Tensor, *, scale: float, dropout: float
     ) -> Tensor:
-        """See :class:`AttentionPattern`; tokens are this rank's."""
+        """See `AttentionPattern`; tokens are this rank's."""
         both = torch.cat((key, value), dim=-1)
         gathered = gather_from(both, self.axis.group, dim=1, grad="reduce_scatter")
         widths = [key.shape[-1], value.shape[-1]]
@@ -170,7 +170,7 @@ class Ulysses:
     def __call__(
         self, query: Tensor, key: Tensor, value: Tensor, *, scale: float, dropout: float
     ) -> Tensor:
-        """See :class:`AttentionPattern`; tokens are this rank's."""
+        """See `AttentionPattern`; tokens are this rank's."""
         size = self.axis.size
         if key.shape[2] % size:
             # Fewer key heads than ranks: ranks that share one each get a copy.

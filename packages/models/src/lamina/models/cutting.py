@@ -44,7 +44,7 @@ def cut_weight(
 
 
 def join_weight(pieces: Sequence[Tensor], dim: int, blocks: Sequence[int] | None = None) -> Tensor:
-    """Put the pieces of all ranks together again: the inverse of :func:`cut_weight`."""
+    """Put the pieces of all ranks together again: the inverse of `cut_weight`."""
     size = len(pieces)
     total = sum(piece.shape[dim] for piece in pieces)
     lengths = [block // size for block in ([total] if blocks is None else blocks)]

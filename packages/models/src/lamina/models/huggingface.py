@@ -15,7 +15,7 @@ from lamina.mesh import MeshAxis, role_of
 from lamina.models.axes import MeshLike
 from lamina.models.cutting import cut_weight, join_weight
 from lamina.models.gpt import GPTModel
-from lamina.models.huggingface_config import config_from_huggingface
+from lamina.models.huggingface_configs import config_from_huggingface
 from lamina.models.moe.axes import ExpertAxes
 from lamina.models.weight_maps import weight_map
 
@@ -82,7 +82,7 @@ def from_huggingface(
 
     Args:
         source: a directory with ``config.json`` and ``*.safetensors``, or a ``transformers`` model.
-        mesh: as of :class:`GPTModel`; each rank keeps its pieces.
+        mesh: as of `GPTModel`; each rank keeps its pieces.
         dtype: of the model; by default as in the source.
         device: where the model is.
 
@@ -131,7 +131,10 @@ def _open_directory(path: Path) -> tuple[Any, Callable[[str], Tensor]]:
         ) from error
     file = path / "config.json"
     if not file.is_file():
-        raise FileNotFoundError(f"{file} is missing: give a directory saved by save_pretrained()")
+        raise FileNotFoundError(
+            f"{file} is missing: give a directory saved by save_pretrained() (names of the hub are "
+            "not downloaded: huggingface_hub.snapshot_download(name) returns such a directory)"
+        )
     config = config_from_huggingface(json.loads(file.read_text()))
     opened: list[Any] = [
         safe_open(shard, framework="pt") for shard in sorted(path.glob("*.safetensors"))

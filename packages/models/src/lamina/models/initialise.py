@@ -68,7 +68,7 @@ def fill_uniform(
     blocks: Sequence[int] | None = None,
     then: Callable[[Tensor], Tensor] | None = None,
 ) -> None:
-    """Fill a parameter, or a rank's rows of one, evenly from [low, high); as :func:`fill_normal`.
+    """Fill a parameter, or a rank's rows of one, evenly from [low, high); as `fill_normal`.
 
     Args:
         parameter: what this rank holds.
@@ -97,7 +97,7 @@ def fill_normal_stack(
     dim: int = 0,
     blocks: Sequence[int] | None = None,
 ) -> None:
-    """Fill each tensor of a stack from a seed of its own: see :func:`fill_normal`.
+    """Fill each tensor of a stack from a seed of its own: see `fill_normal`.
 
     Args:
         parameter: ``[tensors, ...]``, what this rank holds.

@@ -90,7 +90,7 @@ class LatentSelfAttention(nn.Module):
         )
 
     def forward(self, x: Tensor, context: AttentionContext | None = None) -> Tensor:
-        """Mix each sequence's tokens; see :meth:`SelfAttention.forward`."""
+        """Mix each sequence's tokens; see `SelfAttention.forward`."""
         context = context or AttentionContext.plain(self.config, x, training=self.training)
         query = self.queries(x, context)
         key, value = self.keys_and_values(x, context)

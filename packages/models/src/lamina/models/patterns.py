@@ -45,7 +45,7 @@ class Causal:
     def __call__(
         self, query: Tensor, key: Tensor, value: Tensor, *, scale: float, dropout: float
     ) -> Tensor:
-        """See :class:`AttentionPattern`."""
+        """See `AttentionPattern`."""
         # On CUDA only the half-precision kernels know grouped heads; the others would silently
         # fall back to writing out all scores.
         grouped = not query.is_cuda or query.dtype in (torch.float16, torch.bfloat16)
@@ -74,7 +74,7 @@ class Masked:
     def __call__(
         self, query: Tensor, key: Tensor, value: Tensor, *, scale: float, dropout: float
     ) -> Tensor:
-        """See :class:`AttentionPattern`."""
+        """See `AttentionPattern`."""
         key, value = repeat_heads(key, query.shape[2]), repeat_heads(value, query.shape[2])
         q, k, v = _heads_second(query, key, value)
         mixed = F.scaled_dot_product_attention(
@@ -102,7 +102,7 @@ class Varlen:
     def __call__(
         self, query: Tensor, key: Tensor, value: Tensor, *, scale: float, dropout: float
     ) -> Tensor:
-        """See :class:`AttentionPattern`."""
+        """See `AttentionPattern`."""
         from torch.nn.attention.varlen import varlen_attn
 
         grouped = key.shape[2] != query.shape[2]
@@ -134,7 +134,7 @@ class Flex:
     def __call__(
         self, query: Tensor, key: Tensor, value: Tensor, *, scale: float, dropout: float
     ) -> Tensor:
-        """See :class:`AttentionPattern`."""
+        """See `AttentionPattern`."""
         q, k, v = _heads_second(query, key, value)
         mixed: Tensor = _flex_kernel(query.is_cuda)(
             q, k, v, block_mask=self.mask, scale=scale, enable_gqa=k.shape[1] != q.shape[1]
@@ -304,7 +304,7 @@ def _varlen(tokens: Tensor, runs: Tensor | None, window: int | None) -> Varlen:
 def flex_over(
     queries: Tensor, keys: Tensor, window: int | None, runs: Tensor | None = None
 ) -> Flex:
-    """Make the flex pattern of some places' queries and keys; see :func:`allowed_pairs`.
+    """Make the flex pattern of some places' queries and keys; see `allowed_pairs`.
 
     ``runs`` are of the whole sequence.
     """

@@ -1,6 +1,6 @@
 """Attention put together from blocks of queries and keys, without a mask.
 
-The blocks are those of :mod:`lamina.models.attention_blocks`; which of them a rank computes, and
+The blocks are those of `lamina.models.attention_blocks`; which of them a rank computes, and
 when their keys arrive, is the business of context parallelism.
 """
 
@@ -52,7 +52,7 @@ class Piece:
         Args:
             grad_query: of the queries, ``[batch, tokens, heads, width]``.
             sums: of the keys and values, in the same order of dimensions.
-            inputs: as of :meth:`add_values`.
+            inputs: as of `add_values`.
             whole: the result's gradient, the result, and logs of sums, heads first.
 
         """
@@ -96,7 +96,7 @@ class InPieces:
     def __call__(
         self, query: Tensor, key: Tensor, value: Tensor, *, scale: float, dropout: float
     ) -> Tensor:
-        """See :class:`lamina.models.patterns.AttentionPattern`; scales are the pieces' own."""
+        """See `lamina.models.patterns.AttentionPattern`; scales are the pieces' own."""
         padded = to_one_width(query, key, value)
         mixed: Tensor = _InPieces.apply(*padded, self.pieces)  # type: ignore[no-untyped-call]
         return mixed[..., : value.shape[-1]]

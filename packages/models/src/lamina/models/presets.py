@@ -150,7 +150,7 @@ _PRESETS: dict[str, TransformerConfig] = {
 
 
 def preset_names() -> tuple[str, ...]:
-    """Names that :func:`preset` knows."""
+    """Names that `preset` knows."""
     return tuple(_PRESETS)
 
 
@@ -158,7 +158,7 @@ def preset(name: str, **changes: Any) -> TransformerConfig:
     """Look up a public architecture.
 
     Args:
-        name: one of :func:`preset_names`. The 405B model exists as Llama 3.1 only; both names give
+        name: one of `preset_names`. The 405B model exists as Llama 3.1 only; both names give
             it.
         changes: fields to set otherwise.
 

@@ -89,15 +89,15 @@ class PlainGradients:
         self.grad = grad
 
     def by_input(self, weight: Tensor) -> Tensor:
-        """See :class:`Gradients`."""
+        """See `Gradients`."""
         return self.grad @ weight
 
     def by_weight(self, x: Tensor) -> Tensor:
-        """See :class:`Gradients`."""
+        """See `Gradients`."""
         return self.grad.flatten(0, -2).t() @ x.flatten(0, -2)
 
     def add_by_weight(self, x: Tensor, total: Tensor, accumulate: bool) -> None:
-        """See :class:`Gradients`."""
+        """See `Gradients`."""
         write_product(self.grad.flatten(0, -2).t(), x.flatten(0, -2), total, accumulate)
 
 
@@ -107,11 +107,11 @@ class PlainProducts:
     def output(
         self, x: Tensor, weight: Tensor, bias: Tensor | None
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """See :class:`Products`."""
+        """See `Products`."""
         return F.linear(x, weight, bias), ()
 
     def gradients(self, grad: Tensor, kept: Sequence[Tensor]) -> PlainGradients:
-        """See :class:`Products`."""
+        """See `Products`."""
         return PlainGradients(grad)
 
 

@@ -16,7 +16,7 @@ from lamina.models.precision.backends import apply_precision
 
 
 class CutOverRanks(ParallelStyle):
-    """Cut a whole :class:`GPTModel`, the same on all ranks, over the ranks of a mesh, in place.
+    """Cut a whole `GPTModel`, the same on all ranks, over the ranks of a mesh, in place.
 
     torch's own styles cut a weight into runs of rows, which would tear apart projections that are
     fused into one weight (queries, keys and values; gate and up); this one knows what is fused.

@@ -16,9 +16,12 @@ def check_ids(name: str, ids: Tensor, vocab_size: int, ignored: int | None = Non
         ignored: one more value that may occur.
 
     Raises:
+        TypeError: if they are no integers.
         ValueError: with the first id that does not exist, and how many do not.
 
     """
+    if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
+        raise TypeError(f"{name} are {ids.dtype}: ids are integers, such as torch.int64")
     if ids.device.type != "cpu" or torch.compiler.is_compiling() or type(ids) is not Tensor:
         return  # subclasses (fake tensors among them) may have no values
     strange = (ids < 0) | (ids >= vocab_size)

@@ -52,7 +52,7 @@ def in_order(x: Tensor, size: int, dim: int = 1) -> Tensor:
 
 
 def out_of_order(x: Tensor, size: int, dim: int = 1) -> Tensor:
-    """Lay a whole sequence out as ranks' pieces end to end: the inverse of :func:`in_order`."""
+    """Lay a whole sequence out as ranks' pieces end to end: the inverse of `in_order`."""
     chunks = torch.unflatten(x, dim, (2 * size, -1))
     places = torch.tensor(chunk_order(size), device=x.device)
     return chunks.index_select(dim, places).flatten(dim, dim + 1)
@@ -61,7 +61,7 @@ def out_of_order(x: Tensor, size: int, dim: int = 1) -> Tensor:
 def join_sequence(x: Tensor, mesh: MeshLike, dim: int = 1) -> Tensor:
     """Gather the ranks' chunks and put them in order; gradients are summed over ranks.
 
-    The inverse of :func:`cut_sequence`, with the same arguments.
+    The inverse of `cut_sequence`, with the same arguments.
     """
     axis = axis_of(mesh, "cp")
     if axis is None:

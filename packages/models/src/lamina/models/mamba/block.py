@@ -129,7 +129,7 @@ class StateSpaceScan(nn.Module):
     def forward(
         self, x: Tensor, dt: Tensor, b: Tensor, c: Tensor, runs: Tensor | None = None
     ) -> Tensor:
-        """Mix tokens; shapes as of :func:`chunked_scan`, the result in x's dtype."""
+        """Mix tokens; shapes as of `chunked_scan`, the result in x's dtype."""
         path = choose_path(self.sizes.path, x.device, x.dtype)
         steps = self.steps(dt)
         if path == "fla":
@@ -142,7 +142,7 @@ class StateSpaceScan(nn.Module):
     def step(
         self, x: Tensor, dt: Tensor, b: Tensor, c: Tensor, state: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """One token; shapes as of :func:`scan_step`."""
+        """One token; shapes as of `scan_step`."""
         y, state = scan_step(x, self.steps(dt), self.rate, b, c, state)
         return (y + self.D.unsqueeze(-1) * x).to(x.dtype), state
 
@@ -294,7 +294,7 @@ class MambaMixer(nn.Module):
         return MambaState(window, weight.new_zeros(shape, dtype=wide_dtype(weight.dtype)))
 
     def step(self, x: Tensor, state: MambaState) -> tuple[Tensor, MambaState]:
-        """One token: what :meth:`forward` gives at its place, at a cost that never grows.
+        """One token: what `forward` gives at its place, at a cost that never grows.
 
         Args:
             x: ``[batch, hidden]``.

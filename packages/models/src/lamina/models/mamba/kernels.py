@@ -79,7 +79,7 @@ def kernel_scan(
     runs: Tensor | None = None,
     state: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Run the scan by flash-linear-attention; as :func:`chunked_scan`, in x's dtype.
+    """Run the scan by flash-linear-attention; as `chunked_scan`, in x's dtype.
 
     The recurrence is simple gated linear attention: queries C, keys B, values dt x, gates dt A.
     With documents no state comes back: each has its own.

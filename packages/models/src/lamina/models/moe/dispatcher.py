@@ -1,8 +1,8 @@
 """How copies of tokens get to their experts and back.
 
-Every forward makes a :class:`Dispatch`: rows leave when it is made, :meth:`Dispatch.arrive` has
-them on the experts' ranks, sorted by expert, :meth:`Dispatch.give_back` sends the results off and
-:meth:`Dispatch.combine` adds them up per token. Between the first two and between the last two the
+Every forward makes a `Dispatch`: rows leave when it is made, `Dispatch.arrive` has
+them on the experts' ranks, sorted by expert, `Dispatch.give_back` sends the results off and
+`Dispatch.combine` adds them up per token. Between the first two and between the last two the
 caller may compute something else while rows travel.
 """
 
@@ -73,7 +73,7 @@ class TokenDispatcher:
     Args:
         num_experts: over all ranks.
         mesh: what the mesh says of experts.
-        kind: ``all_to_all`` or ``all_gather``; see :class:`MoEConfig`.
+        kind: ``all_to_all`` or ``all_gather``; see `MoEConfig`.
 
     Raises:
         ValueError: if the experts are not divisible by the ranks of ``ep``.
@@ -102,7 +102,7 @@ class TokenDispatcher:
         Args:
             x: ``[tokens, hidden]``: this rank's, any number.
             routing: where they go.
-            capacities: of this forward, see :class:`RoutingContext`; by default the ranks of a
+            capacities: of this forward, see `RoutingContext`; by default the ranks of a
                 fixed capacity are asked.
 
         """
@@ -352,7 +352,7 @@ def repeat_runs(rows: Tensor, runs: Sequence[int], times: int) -> Tensor:
 
 
 def sum_runs(rows: Tensor, runs: Sequence[int], times: int) -> Tensor:
-    """Add up what :func:`repeat_runs` repeated."""
+    """Add up what `repeat_runs` repeated."""
     if times == 1:
         return rows
     parts = torch.split(rows, [size * times for size in runs])

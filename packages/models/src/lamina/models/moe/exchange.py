@@ -25,7 +25,7 @@ from lamina.collectives import (
 
 
 class RowExchange:
-    """One all-to-all of rows, in flight from construction until :meth:`wait`.
+    """One all-to-all of rows, in flight from construction until `wait`.
 
     Args:
         rows: ``[sum(sends), hidden]``.
@@ -111,7 +111,7 @@ def gather_rows(x: Tensor, group: ProcessGroup, sizes: Sequence[int]) -> Tensor:
 
 
 def reduce_rows(x: Tensor, group: ProcessGroup, sizes: Sequence[int], rank: int) -> Tensor:
-    """Sum over ranks; each keeps its rows. The inverse of :func:`gather_rows` and its dual.
+    """Sum over ranks; each keeps its rows. The inverse of `gather_rows` and its dual.
 
     Args:
         x: ``[sum(sizes), ...]``.

@@ -26,7 +26,7 @@ class AuxiliaryScale:
     """What auxiliary losses' gradients are multiplied by in one forward's backward.
 
     By default 1: right where every rank's loss is a mean and there is one microbatch. It
-    follows a loss once that is known (:meth:`follow`), because backward reaches the loss first.
+    follows a loss once that is known (`follow`), because backward reaches the loss first.
     """
 
     def __init__(self, value: float | Tensor = 1.0) -> None:
@@ -133,7 +133,7 @@ def auxiliary_losses(
     Args:
         scored: this rank's tokens.
         moe: coefficients.
-        loads: from :func:`load_by_sequence`.
+        loads: from `load_by_sequence`.
         everywhere: int64 ``[num_experts]``: loads over all ranks, for ``global_loss``.
 
     Returns:

@@ -39,9 +39,9 @@ def rows_to_tokens(
     Args:
         rows: ``[rows, hidden]``.
         weights: ``[tokens, top_k]``, in float32 or wider.
-        source: as of :func:`copies_to_rows`.
-        place: as of :func:`copies_to_rows`.
-        holes: as of :func:`copies_to_rows`.
+        source: as of `copies_to_rows`.
+        place: as of `copies_to_rows`.
+        holes: as of `copies_to_rows`.
 
     Returns:
         ``[tokens, hidden]`` in the rows' dtype; summed in the weights', best expert first.

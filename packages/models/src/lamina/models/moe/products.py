@@ -123,7 +123,7 @@ class ExpertGradients:
 
 
 class _ExpertProduct(torch.autograd.Function):
-    """See :func:`expert_product`."""
+    """See `expert_product`."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, weight: Tensor, runs: ExpertRuns) -> Tensor:

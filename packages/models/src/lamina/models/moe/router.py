@@ -36,7 +36,7 @@ class TopKRouter(nn.Module):
 
     ``weight`` is ``[num_experts, hidden]``, whole on every rank. With ``moe.bias_rate`` there is a
     buffer ``expert_bias``, float32 ``[num_experts]`` whatever the model's dtype, that
-    ``finalize_step`` moves; :func:`lamina.ddp.finalize_grads` calls it once a step.
+    ``finalize_step`` moves; `lamina.ddp.finalize_grads` calls it once a step.
 
     Args:
         hidden_size: width of a token.

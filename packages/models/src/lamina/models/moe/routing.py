@@ -118,7 +118,7 @@ def rows_by_expert(experts: Tensor, rows: int | None = None) -> tuple[Tensor, Te
 
 
 def rows_to_capacity(experts: Tensor, num_experts: int, capacity: int) -> tuple[Tensor, Tensor]:
-    """Lay copies out by expert with ``capacity`` rows for each; see :func:`rows_by_expert`.
+    """Lay copies out by expert with ``capacity`` rows for each; see `rows_by_expert`.
 
     A row without a copy has source ``tokens * top_k``. No expert may have more copies than rows.
     """

@@ -53,7 +53,7 @@ def moe_links(
     Args:
         config: the model's.
         moe: its experts.
-        kind: from :func:`moe_model_type`.
+        kind: from `moe_model_type`.
         ours: prefix of our layer, ``blocks.0.mlp``.
         theirs: prefix of their layer, ``model.layers.0``.
 

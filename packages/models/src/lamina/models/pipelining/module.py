@@ -42,7 +42,7 @@ class Microbatch:
 
 
 class GPTStage(GPTModel):
-    """Some consecutive blocks of a :class:`GPTModel`, with the ends that belong to them.
+    """Some consecutive blocks of a `GPTModel`, with the ends that belong to them.
 
     Parameters have the names that they have in the whole model: layer 5 is ``blocks.5`` in
     whichever stage, and where embeddings are tied the last stage's copy is ``embedding.weight``
@@ -155,7 +155,7 @@ class GPTStage(GPTModel):
         return (rows, columns, self.config.hidden_size)
 
     def num_parameters(self, *, embeddings: bool = True) -> int:
-        """Count the parameters that this rank holds of this stage; see :class:`GPTModel`."""
+        """Count the parameters that this rank holds of this stage; see `GPTModel`."""
         skip: set[nn.Parameter] = set()
         if not embeddings:
             skip = {

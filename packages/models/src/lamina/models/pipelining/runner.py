@@ -27,7 +27,7 @@ from lamina.models.zigzag import cut_sequence
 
 
 class PipelineRunner(nn.Module):
-    """This rank's stages of a pipeline; made by :func:`pipeline`.
+    """This rank's stages of a pipeline; made by `pipeline`.
 
     Parameters, ``state_dict()`` and groups have the names of the whole model.
 

@@ -53,7 +53,7 @@ class OncePerStep(Protocol):
 
 
 class LaminaStage(_PipelineStageBase):
-    """A :class:`GPTStage`, wrapped or not, for the schedules of ``torch.distributed.pipelining``.
+    """A `GPTStage`, wrapped or not, for the schedules of ``torch.distributed.pipelining``.
 
     Args:
         module: the stage's module, or the wrapper around it.
@@ -193,7 +193,7 @@ class LaminaStage(_PipelineStageBase):
             x.grad = None
 
     def backward_weight_one_chunk(self, chunk: int, last_backward: bool = False) -> None:
-        """Gradients of weights that :meth:`backward_one_chunk` put off."""
+        """Gradients of weights that `backward_one_chunk` put off."""
         if not self.has_backward:
             return
         with _late_gradients(self.submod):

@@ -107,7 +107,7 @@ class _DeferringProducts:
         self.output: Callable[..., tuple[Tensor, tuple[Tensor, ...]]] = products.output
 
     def gradients(self, grad: Tensor, kept: Sequence[Tensor]) -> Gradients:
-        """See :class:`Products`."""
+        """See `Products`."""
         plain = self._products.gradients(grad, kept)
         return _DeferringGradients(plain, self._queue) if self._queue.is_open else plain
 
@@ -120,7 +120,7 @@ class _DeferringGradients:
         self.by_weight = plain.by_weight
 
     def add_by_weight(self, x: Tensor, total: Tensor, accumulate: bool) -> None:
-        """See :class:`Gradients`."""
+        """See `Gradients`."""
         self._plain.add_by_weight(x, total, accumulate)
 
     def put_off(self, weight: Tensor, x: Tensor) -> None:

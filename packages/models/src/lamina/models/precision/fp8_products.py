@@ -75,7 +75,7 @@ class Float8Products(nn.Module):
     def output(
         self, x: Tensor, weight: Tensor, bias: Tensor | None
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """See :class:`lamina.models.products.Products`."""
+        """See `lamina.models.products.Products`."""
         flat = x.flatten(0, -2)
         # Of a whole tensor each rank saw a part, whichever side is cut; a row may be whole.
         cut = not self.rowwise or self.cut == "input"
@@ -92,7 +92,7 @@ class Float8Products(nn.Module):
         return y.view(*x.shape[:-1], -1), kept
 
     def gradients(self, grad: Tensor, kept: Sequence[Tensor]) -> Gradients8:
-        """See :class:`lamina.models.products.Products`."""
+        """See `lamina.models.products.Products`."""
         if self.amax_history is not None:
             self.backward_seen = True
         kind = RowwiseGradients if self.rowwise else TensorwiseGradients
@@ -216,16 +216,16 @@ class Gradients8(ABC):
         self.kept = kept
 
     def by_input(self, weight: Tensor) -> Tensor:
-        """See :class:`lamina.models.products.Gradients`."""
+        """See `lamina.models.products.Gradients`."""
         product = scaled_product(self.row_codes(), self.turned(weight), self.grad.dtype)
         return product.view(*self.shape[:-1], -1)
 
     def by_weight(self, x: Tensor) -> Tensor:
-        """See :class:`lamina.models.products.Gradients`."""
+        """See `lamina.models.products.Gradients`."""
         return scaled_product(*self.column_codes(x.flatten(0, -2)), self.grad.dtype)
 
     def add_by_weight(self, x: Tensor, total: Tensor, accumulate: bool) -> None:
-        """See :class:`lamina.models.products.Gradients`."""
+        """See `lamina.models.products.Gradients`."""
         write_scaled_product(*self.column_codes(x.flatten(0, -2)), total, accumulate)
 
     @abstractmethod
@@ -250,15 +250,15 @@ class TensorwiseGradients(Gradients8):
         self.codes = products.code(self.grad, amax[0], BACKWARD)
 
     def row_codes(self) -> Coded:
-        """See :class:`Gradients8`."""
+        """See `Gradients8`."""
         return self.codes
 
     def column_codes(self, x: Tensor) -> tuple[Coded, Coded]:
-        """See :class:`Gradients8`."""
+        """See `Gradients8`."""
         return self.codes.transposed(), self.products.code(x, self.kept[INPUT]).transposed()
 
     def turned(self, weight: Tensor) -> Coded:
-        """See :class:`Gradients8`."""
+        """See `Gradients8`."""
         if len(self.kept) > 2:
             return Coded(*self.kept[2:])
         return self.products.code(weight, self.kept[WEIGHT]).transposed()
@@ -268,19 +268,19 @@ class RowwiseGradients(Gradients8):
     """Rows of each product's own sides: both are quantised anew."""
 
     def row_codes(self) -> Coded:
-        """See :class:`Gradients8`."""
+        """See `Gradients8`."""
         products = self.products
         amax = products.maxima({GRADIENT: self.grad}, products.cut == "output")
         return encode(self.grad, amax[0], BACKWARD)
 
     def column_codes(self, x: Tensor) -> tuple[Coded, Coded]:
-        """See :class:`Gradients8`."""
+        """See `Gradients8`."""
         sides = (self.grad.t(), BACKWARD), (x.t(), FORWARD)
         left, right = (encode(m, magnitude(m, rows=True), dtype) for m, dtype in sides)
         return left, right
 
     def turned(self, weight: Tensor) -> Coded:
-        """See :class:`Gradients8`."""
+        """See `Gradients8`."""
         return Coded(*self.kept) if self.kept else self.products.code_turned(weight)
 
 

@@ -30,7 +30,7 @@ class VisionLanguageModel(nn.Module):
     Args:
         vision: shape of the encoder.
         language: shape of the decoder.
-        mesh: as of :class:`GPTModel`: its axis ``tp`` cuts encoder, projector and decoder, its axis
+        mesh: as of `GPTModel`: its axis ``tp`` cuts encoder, projector and decoder, its axis
             ``cp`` the text's sequences; None is one process.
         image_token: the id of the special token, in ``0 .. vocab_size - 1``.
         seed: of the initial weights, the same on all ranks; by default drawn from torch's
@@ -133,14 +133,14 @@ class VisionLanguageModel(nn.Module):
                 each, of any sizes; in the order of the text, first sequence first. None or empty
                 where the text has none: then the encoder reads a blank image whose vectors are not
                 used, because ranks that share it must all run it.
-            labels: as of :class:`GPTModel`; -100 at image tokens.
-            positions: as of :class:`GPTModel`.
-            document_ids: as of :class:`GPTModel`.
-            reduction: as of :class:`GPTModel`.
-            padding_mask: as of :class:`GPTModel`, where the decoder has experts.
+            labels: as of `GPTModel`; -100 at image tokens.
+            positions: as of `GPTModel`.
+            document_ids: as of `GPTModel`.
+            reduction: as of `GPTModel`.
+            padding_mask: as of `GPTModel`, where the decoder has experts.
 
         Returns:
-            Logits or loss, as :class:`GPTModel`.
+            Logits or loss, as `GPTModel`.
 
         Raises:
             ValueError: if the text keeps another number of places than the images fill.

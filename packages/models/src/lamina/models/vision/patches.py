@@ -28,12 +28,12 @@ class VisionConfig:
         ffn_size: inner width of the MLP, by default ``4 * hidden_size``.
         merge: ``merge x merge`` neighbouring patches become one token of the text.
         max_grid: the most patches in a row or a column.
-        dropout: as of :class:`TransformerConfig`.
+        dropout: as of `TransformerConfig`.
         norm_eps: added to the variance under the root.
         init_std: standard deviation of initial weights.
 
     Raises:
-        ValueError: for sizes below 1, and what :class:`TransformerConfig` refuses.
+        ValueError: for sizes below 1, and what `TransformerConfig` refuses.
 
     """
 
@@ -138,7 +138,7 @@ def cut_patches(images: Images, config: VisionConfig) -> Patches:
         config: the patches' size.
 
     Raises:
-        ValueError: without images, or for one that :meth:`VisionConfig.grid` refuses.
+        ValueError: without images, or for one that `VisionConfig.grid` refuses.
 
     """
     if len(images) == 0:

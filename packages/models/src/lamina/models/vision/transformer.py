@@ -33,7 +33,7 @@ class WithinImages:
     def __call__(
         self, query: Tensor, key: Tensor, value: Tensor, *, scale: float, dropout: float
     ) -> Tensor:
-        """See :class:`AttentionPattern`."""
+        """See `AttentionPattern`."""
         key, value = repeat_heads(key, query.shape[2]), repeat_heads(value, query.shape[2])
         q, k, v = (x.transpose(1, 2) for x in (query, key, value))
         mixed = F.scaled_dot_product_attention(

@@ -276,7 +276,7 @@ def train(session: nox.Session) -> None:
     threads = os.environ.get("OMP_NUM_THREADS", str(max(1, CORES // ranks)))
     run(
         session, "python", "-m", "torch.distributed.run", "--standalone",
-        f"--nproc_per_node={ranks}", "examples/pretrain/train.py", *session.posargs,
+        f"--nproc-per-node={ranks}", "examples/pretrain/train.py", *session.posargs,
         env={"OMP_NUM_THREADS": threads},
         interrupt_timeout=90,  # Ctrl-C leaves a checkpoint
     )  # fmt: skip

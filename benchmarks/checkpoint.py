@@ -1,7 +1,7 @@
 """Lamina's checkpoints beside plain DCP (sync and async) and torch.save, on one sharded state.
 
-    torchrun --nproc_per_node=2 benchmarks/checkpoint.py [--model 110m|1b|tiny] [--rounds 3]
-    torchrun --nproc_per_node=2 benchmarks/checkpoint.py --model 1b --optimizer sgd --one-by-one
+    torchrun --nproc-per-node=2 benchmarks/checkpoint.py [--model 110m|1b|tiny] [--rounds 3]
+    torchrun --nproc-per-node=2 benchmarks/checkpoint.py --model 1b --optimizer sgd --one-by-one
 
 All save the same model and optimizer state (strategy 3: each rank its part) into the same
 directory's file system and take turns; with `--one-by-one` each does all its rounds and lets go of

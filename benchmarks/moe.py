@@ -1,7 +1,7 @@
 """A layer of experts beside a loop over experts and transformers' Mixtral block.
 
-    torchrun --nproc_per_node=2 benchmarks/moe.py [--hidden 256 --inner 512 --experts 8]
-    torchrun --nproc_per_node=1 benchmarks/moe.py --device cuda --dtype bfloat16 --tokens 8192
+    torchrun --nproc-per-node=2 benchmarks/moe.py [--hidden 256 --inner 512 --experts 8]
+    torchrun --nproc-per-node=1 benchmarks/moe.py --device cuda --dtype bfloat16 --tokens 8192
 
 Route, dispatch, experts and combine, forward and backward, of this rank's tokens. All systems take
 turns in one process, so trust the ratios. "Balanced" tokens are drawn at random; "skewed" ones

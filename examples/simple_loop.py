@@ -1,6 +1,6 @@
 """The shortest real loop: plain PyTorch, sharded over the ranks by one line.
 
-torchrun --nproc_per_node=2 examples/simple_loop.py
+torchrun --nproc-per-node=2 examples/simple_loop.py
 """
 
 from pathlib import Path

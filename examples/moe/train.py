@@ -1,6 +1,6 @@
 """A mixture of experts over two ranks, with and without something that balances its load.
 
-torchrun --nproc_per_node=2 examples/moe/train.py [--steps 60]
+torchrun --nproc-per-node=2 examples/moe/train.py [--steps 60]
 """
 
 from __future__ import annotations

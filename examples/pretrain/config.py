@@ -128,7 +128,7 @@ class LogConfig:
 @dataclass(frozen=True)
 class Config:
     """Pretrain a GPT on text: python3 noxfile.py -s train -- [OPTIONS], or
-    torchrun --nproc_per_node=2 examples/pretrain/train.py [OPTIONS].
+    torchrun --nproc-per-node=2 examples/pretrain/train.py [OPTIONS].
 
     Defaults come from configs/cpu.toml or configs/gpu.toml, whichever fits the machine, or from a
     file of your own: --config FILE.toml. Options on the command line come last.

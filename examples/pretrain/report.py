@@ -139,7 +139,7 @@ def state_bytes(model: Sharded, optimizer: torch.optim.Optimizer) -> tuple[int, 
     """Count the model's state between backward and step.
 
     Returns:
-        Bytes of main weights, main gradients and optimizer state on this rank, and of the same
+        Bytes of main weights, main grads and optimizer state on this rank, and of the same
         things unsharded.
     """
     here = alone = 0

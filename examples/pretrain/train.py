@@ -1,7 +1,7 @@
 """Pretrain a GPT on text: the main job, read from top to bottom.
 
 python3 noxfile.py -s train                                       # all GPUs, or two CPU ranks
-torchrun --nproc_per_node=2 examples/pretrain/train.py --help     # by hand
+torchrun --nproc-per-node=2 examples/pretrain/train.py --help     # by hand
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ EXAMPLE = Path(__file__).parents[1] / "moe" / "train.py"
 
 
 def test_experts_over_two_ranks_train_with_every_balance():
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     run = subprocess.run(
         [*launch, EXAMPLE, "--steps", "3"],
         capture_output=True,

@@ -51,7 +51,7 @@ def start(directory: Path, *options: str, ranks: int = 2, torchrun: bool = False
     config.write_text(SETTINGS)
     program = [str(TRAIN), "--config", str(config), "--run.directory", str(directory), *options]
     if torchrun:
-        launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
+        launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
         return Job([spawn([*launcher, *program])])
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

@@ -12,7 +12,7 @@ LOOP = Path(__file__).parents[1] / "simple_loop.py"
 def test_the_shortest_loop_trains_on_two_ranks():
     assert len(LOOP.read_text().splitlines()) < 60
     run = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", LOOP],
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", LOOP],
         capture_output=True,
         text=True,
         timeout=100,

@@ -217,7 +217,7 @@ def main(words: Sequence[str] | None = None) -> int:
     given = parser.parse_args(words)
     if not given.as_rank:
         launcher = ["-m", "torch.distributed.run", "--standalone"]
-        launcher += [f"--nproc_per_node={given.ranks}", "-m", "lamina.fsdp.check", "--as-rank"]
+        launcher += [f"--nproc-per-node={given.ranks}", "-m", "lamina.fsdp.check", "--as-rank"]
         rest = list(sys.argv[1:] if words is None else words)
         return subprocess.run([sys.executable, *launcher, *rest], check=False).returncode
     with init_distributed() as runtime:

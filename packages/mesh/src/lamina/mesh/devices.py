@@ -79,6 +79,6 @@ def _gpu(index: int | None, local_rank: int, backend: str | None) -> torch.devic
         raise RuntimeError(
             f"local rank {local_rank} has no GPU: torch sees {count} on this machine and NCCL "
             f"takes one rank each. Start at most {count} ranks here "
-            f"(torchrun --nproc_per_node={count}), or let ranks share GPUs with backend='gloo'."
+            f"(torchrun --nproc-per-node={count}), or let ranks share GPUs with backend='gloo'."
         )
     return torch.device("cuda", local_rank % count)

@@ -115,7 +115,7 @@ def init_distributed(
     if backend != "fake" and (rank is not None or world_size is not None):
         raise ValueError(
             f"rank={rank}, world_size={world_size}: only a fake world is given these as arguments; "
-            "a real one takes them from torchrun (torchrun --nproc_per_node=N program.py)."
+            "a real one takes them from torchrun (torchrun --nproc-per-node=N program.py)."
         )
     if dist.is_initialized():
         runtime = _adopt(env, backend, device)

@@ -182,7 +182,7 @@ def test_saving_a_step_twice_is_refused_unless_told(tmp_path):
 
 def test_no_checkpoint_raises_or_gives_the_default(tmp_path):
     manager = CheckpointManager(tmp_path / "new")
-    with pytest.raises(CheckpointNotFoundError, match="new"):
+    with pytest.raises(CheckpointNotFoundError, match=r"new; to begin anew there, pass default=0"):
         manager.restore({"n": 0})
     assert manager.restore({"n": 0}, default=0) == 0
     manager.save(1, {"n": 1})

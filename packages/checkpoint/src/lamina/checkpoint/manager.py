@@ -279,6 +279,7 @@ class CheckpointManager:
         raise CheckpointNotFoundError(
             f"no complete checkpoint in {self.directory}"
             + "".join(f"; step {n}: {why}" for n, why in skipped.items())
+            + ("" if skipped else "; to begin anew there, pass default=0")
         )
 
     def _load(

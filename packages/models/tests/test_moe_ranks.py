@@ -220,6 +220,25 @@ def test_jitter_is_drawn_alike_where_tokens_are_and_once_more_in_recomputation(r
         assert torch.equal(*both) is alike, axes
 
 
+@pytest.mark.ranks(2)
+def test_auxiliary_losses_weigh_the_same_beside_a_loss_of_the_users(ranks):
+    """Beside the whole logits, which every rank of cp has, as beside the model's own loss."""
+    config = replace(CONFIG, moe=replace(MOE, switch_loss=0.1, z_loss=0.1))
+    tokens, labels = moe_oracle.text(2)
+    for axes in ({"cp": 2}, {}):
+        model = GPTModel(config, ParallelLayout(**axes).build("cpu"), seed=1).double()
+        model(tokens, labels).backward()
+        expected = [p.grad.clone() for p in model.parameters()]
+        for scale in (1.0, 0.5):
+            model.zero_grad()
+            model.auxiliary_scale = scale
+            logits = model(tokens)
+            loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+            (loss * scale).backward()
+            found = [p.grad / scale for p in model.parameters()]
+            torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
+
+
 def kept_in(outputs):
     return lambda module, inputs, output: outputs.append(output)
 

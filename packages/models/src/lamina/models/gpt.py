@@ -178,7 +178,10 @@ class GPTModel(nn.Module):
             mesh=self.cp,
         )
         if self.config.moe is not None:
-            routing = RoutingContext.build(padding_mask, self.expert_axes, self.auxiliary_scale)
+            # Each rank of cp has a part of an auxiliary loss, and an equal share in what a user
+            # makes of the whole logits.
+            scale = self.auxiliary_scale * (1 if self.cp is None else self.cp.size)
+            routing = RoutingContext.build(padding_mask, self.expert_axes, scale)
             context = replace(context, routing=routing)
         for block in self.blocks:
             x = block(x, context)

@@ -1,15 +1,20 @@
 """What torch FSDP2 has besides, on `shard_module`: lists of modules, factors, hooks, embeddings."""
 
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 import torch.distributed as dist
-from test_api_shard_module import assert_same, build, loss_of, mesh_of, one_line, run, sgd
 from torch import nn
 
 from lamina.collectives import Ledger
 from lamina.ddp import full_gradients
 from lamina.fsdp import UnavailableError, fully_shard, fully_shard_optimizer, shard_module
 from lamina_testing.toys import Block, OddNet, inputs
+
+sys.path.insert(0, str(Path(__file__).parent))
+from module_models import assert_same, build, loss_of, mesh_of, one_line, run, sgd
 
 
 def ends_as_one(mesh, **settings):

@@ -1,12 +1,13 @@
 """`shard_module`, used as torch FSDP2's `fully_shard` is: one call per block, then the root."""
 
 import gc
+import sys
 import weakref
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy as TorchPolicy
 
 from lamina.collectives import Ledger
@@ -14,53 +15,8 @@ from lamina.ddp import full_gradients, full_parameters
 from lamina.fsdp import UnavailableError, fully_shard, fully_shard_optimizer, shard_module
 from lamina_testing.toys import Block, OddNet, TiedNet, inputs
 
-
-def build(make=OddNet):
-    torch.manual_seed(3)
-    return make()
-
-
-def sgd(model):
-    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-
-
-def mesh_of(*shape):
-    return init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
-
-
-def sharded(mesh, make=OddNet, **settings):
-    model = build(make)
-    for block in model.blocks:
-        shard_module(block, mesh, **settings)
-    return shard_module(model, mesh, **settings)
-
-
-def loss_of(model, step, rank):
-    return model(inputs(model, 10 * step + rank)).square().mean()
-
-
-def run(model, optimizer, rank, steps=3):
-    gradients = {}
-    for step in range(steps):
-        loss_of(model, step, rank).backward()
-        gradients = full_gradients(model)
-        optimizer.step()
-        optimizer.zero_grad()
-    return gradients, full_parameters(model)
-
-
-def one_line(mesh, rank, **settings):
-    model = build()
-    model, optimizer = fully_shard(
-        model, sgd(model), device_mesh=mesh, fsdp_unit_modules=[Block], **settings
-    )
-    return run(model, optimizer, rank)
-
-
-def assert_same(found, wanted):
-    assert found.keys() == wanted.keys()
-    for name in wanted:
-        assert torch.equal(found[name], wanted[name]), name
+sys.path.insert(0, str(Path(__file__).parent))
+from module_models import assert_same, build, loss_of, mesh_of, one_line, run, sgd, sharded
 
 
 @pytest.mark.ranks(1, 2)

@@ -8,7 +8,13 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from lamina.buffers import StaleStorageError
 from lamina.ddp import full_gradients, full_parameters
-from lamina.fsdp import MixedPrecisionPolicy, RankOrderError, UnavailableError, fully_shard
+from lamina.fsdp import (
+    MixedPrecisionPolicy,
+    RankOrderError,
+    UnavailableError,
+    fully_shard,
+    shard_module,
+)
 from lamina_testing.toys import Block, OddNet, inputs
 
 
@@ -87,6 +93,38 @@ def test_state_is_what_the_optimizer_updates_wherever_a_step_has_stopped(strateg
     assert all(torch.equal(value, good[n]) for n, value in full_parameters(model).items())
     with model.unsharded(), pytest.raises(RuntimeError, match=r"inside unsharded\(\)"):
         model.load_state_dict(good)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("modules", [False, True])
+def test_a_part_of_the_model_may_be_loaded_by_itself(modules, ranks):
+    """A unit, its modules, and a child that is no unit: the next forward computes with it."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    cases = [(1, None), (2, None), (3, None), (0, torch.bfloat16), (3, torch.bfloat16)]
+    for strategy, dtype in cases[2:3] if modules else cases:
+        policy = MixedPrecisionPolicy(param_dtype=dtype, output_dtype=torch.float32)
+        settings = {"zero_dp_strategy": strategy, "mixed_precision_policy": policy}
+        model, other, x = build(), OddNet().requires_grad_(False), inputs(build(), 5)
+        if modules:
+            for part in (*model.blocks, model):
+                shard_module(part, mesh)
+        else:
+            model = fully_shard(model, device_mesh=mesh, fsdp_unit_modules=[Block], **settings)
+        for name in ("blocks.0", "blocks.1.up", "leave", "enter", "blocks"):
+            torch.manual_seed(len(name))
+            part = OddNet().get_submodule(name).state_dict()
+            other.load_state_dict(full_parameters(model))
+            other.get_submodule(name).load_state_dict(part)
+            model(x)  # no backward follows
+            found = model.get_submodule(name).state_dict()
+            assert {value.dtype for value in found.values()} == {torch.float32}
+            model.get_submodule(name).load_state_dict(part)
+            loss = model(x)
+            wanted = copy.deepcopy(other).to(dtype)(x.to(dtype)).float()
+            assert torch.equal(loss, wanted), (strategy, dtype, name)
+            loss.sum().backward()
+            with pytest.raises(ValueError, match=r"load_state_dict\(assign=True\) of "):
+                model.get_submodule(name).load_state_dict(part, assign=True)
 
 
 @pytest.mark.ranks(2)

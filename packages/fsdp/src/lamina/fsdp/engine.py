@@ -319,14 +319,14 @@ class ShardingEngine:
         for group in self.groups:
             group.weights.mark_changed()
 
-    def put_to_rest(self, unit: Unit, *, loading: bool = False) -> None:
+    def put_to_rest(self, units: Iterable[Unit], *, loading: bool = False) -> None:
         """Let a module hold what the optimizer updates, wherever a forward or backward has stopped.
 
         A backward that is still to come gathers what it needs again. Inside `unsharded` whole
         weights were asked for, and stay.
 
         Args:
-            unit: the unit; the root stands for all.
+            units: the units of the module.
             loading: whether what the module holds is about to be written.
 
         Raises:
@@ -346,7 +346,7 @@ class ShardingEngine:
                     "the whole weights: call it after the backward"
                 )
             self._abandon_backward()
-        for one in self.units if unit is self.root else (unit,):
+        for one in units:
             for group in one.groups:
                 hide_dtensors(group.refs)  # a forward that raised has left them there
             one.reshard(even_if_kept=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -130,27 +130,72 @@ def unit_of(module: nn.Module) -> Unit | None:
 
 
 def rest_for_state_dicts(
-    module: nn.Module, unit: Unit, engine: Callable[[], ShardingEngine | None]
+    modules: Sequence[nn.Module], unit: Unit, engine: Callable[[], ShardingEngine | None]
 ) -> None:
-    """Let a unit's module hold what the optimizer updates when its state is saved or loaded.
+    """Let modules hold what the optimizer updates when their state is saved or loaded.
 
-    A forward without a backward, or one that raised, leaves compute weights in the module.
+    A forward without a backward, or one that raised, leaves compute weights in them. After a load
+    these are made anew from what was loaded. All of it goes for each part of the model that is
+    saved or loaded by itself (`model.head.load_state_dict`): modules that hold some of the unit's
+    parameters have the same hooks, and containers of them hold nothing.
 
     Args:
-        module: the unit's module.
+        modules: the unit's module, or those that are one unit.
         unit: the unit.
         engine: the model's engine, as soon as there is one.
     """
+    holders: dict[nn.Module, list[tuple[str, nn.Parameter]]] = {one: [] for one in modules}
+    for group in unit.groups:
+        for ref, main in zip(group.refs, group.main_parameters, strict=True):
+            for reference, attribute in ref.owners:
+                if (owner := reference()) is not None:
+                    holders.setdefault(owner, []).append((attribute, main))
+    for module, held in holders.items():
+        _hook_state_dicts(module, unit, engine, None if module in modules else held)
 
-    def rest(*, loading: bool) -> None:
+
+def _hook_state_dicts(
+    module: nn.Module,
+    unit: Unit,
+    engine: Callable[[], ShardingEngine | None],
+    held: list[tuple[str, nn.Parameter]] | None,
+) -> None:
+    """The hooks of one module; `held` are its main parameters where it is not the unit's own."""
+
+    def rest(module: nn.Module, *, loading: bool) -> None:
         found = engine()
-        if found is None:
-            unit.reshard()
+        units: Sequence[Unit] = (unit,)
+        if held is not None:  # mostly the unit around it is at rest already
+            units = () if all(module._parameters.get(n) is p for n, p in held) else units
+        elif found is not None and unit is found.root:
+            units = found.units
+        if found is not None:
+            found.put_to_rest(units, loading=loading)
         else:
-            found.put_to_rest(unit, loading=loading)
+            for one in units:
+                one.reshard()
 
-    module.register_state_dict_pre_hook(lambda *_: rest(loading=False))  # type: ignore[no-untyped-call]
-    module.register_load_state_dict_pre_hook(lambda *_: rest(loading=True))  # type: ignore[no-untyped-call]
+    def before_save(module: nn.Module, *_: Any) -> None:
+        rest(module, loading=False)
+
+    def before_load(
+        module: nn.Module, _: Any, prefix: str, metadata: dict[str, Any], *__: Any
+    ) -> None:
+        if metadata.get("assign_to_params_buffers"):
+            raise ValueError(
+                f"load_state_dict(assign=True) of {prefix[:-1] or type(module).__name__} replaces "
+                "parameters, and the shards hold the ones that were sharded: leave assign out, "
+                "which copies"
+            )
+        rest(module, loading=True)
+
+    def after_load(*_: Any) -> None:
+        for group in unit.groups:
+            group.weights.mark_changed()
+
+    module.register_state_dict_pre_hook(before_save)  # type: ignore[no-untyped-call]
+    module.register_load_state_dict_pre_hook(before_load)  # type: ignore[no-untyped-call]
+    module.register_load_state_dict_post_hook(after_load)  # type: ignore[no-untyped-call]
 
 
 def register_forward_method(module: nn.Module, name: str) -> None:

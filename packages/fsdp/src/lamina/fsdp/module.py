@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, cast
@@ -143,17 +142,10 @@ DataParallel.register(ShardedModule)
 
 
 def adopt(module: nn.Module, engine: ShardingEngine) -> ShardedModule:
-    """Give a module the methods of `ShardedModule`, its engine, and a fresh start after loads."""
+    """Give a module the methods of `ShardedModule`, and its engine."""
     cls = type(module)
     module.__class__ = type(f"FullySharded{cls.__name__}", (ShardedModule, cls), {})
     module.__dict__[_ENGINE] = engine
-    changed = weakref.WeakMethod(engine.mark_weights_changed)
-
-    def after_load(_: nn.Module, __: Any) -> None:
-        if (mark := changed()) is not None:
-            mark()
-
-    module.register_load_state_dict_post_hook(after_load)  # type: ignore[no-untyped-call]
     return cast(ShardedModule, module)
 
 

@@ -184,6 +184,8 @@ def shard_module(
     sharded = [
         _adopt(one, _Part(unit, settings, buffers, member)) for member, one in enumerate(modules)
     ]
+    first = weakref.ref(sharded[0])
+    rest_for_state_dicts(sharded, unit, lambda: _engine_of(first))
     _show_parts(sharded, mesh)
     return sharded[0] if isinstance(module, nn.Module) else sharded
 
@@ -272,22 +274,12 @@ def _adopt(module: nn.Module, part: _Part) -> ModuleWithUnit:
     cls = type(module)
     module.__class__ = type(f"Sharded{cls.__name__}", (ModuleWithUnit, cls), {})
     module.__dict__[_PART] = part
-    held = weakref.ref(module)
-
-    def engine() -> ShardingEngine | None:
-        found = held()
-        return None if found is None else found.__dict__.get(_ENGINE)
-
-    rest_for_state_dicts(module, part.unit, engine)
-    unit = weakref.ref(part.unit)
-
-    def after_load(_: nn.Module, __: Any) -> None:
-        if (found := unit()) is not None:
-            for group in found.groups:
-                group.weights.mark_changed()
-
-    module.register_load_state_dict_post_hook(after_load)  # type: ignore[no-untyped-call]
     return cast(ModuleWithUnit, module)
+
+
+def _engine_of(reference: weakref.ref[ModuleWithUnit]) -> ShardingEngine | None:
+    module = reference()
+    return None if module is None else module.__dict__.get(_ENGINE)
 
 
 def _show_parts(modules: Sequence[ModuleWithUnit], mesh: ParallelMesh | DeviceMesh) -> None:

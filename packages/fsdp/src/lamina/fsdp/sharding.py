@@ -170,7 +170,7 @@ def _attach(
         input_dtype=policy.param_dtype if root and policy.cast_forward_inputs else None,
         output_dtype=policy.output_dtype if root else None,
     )
-    rest_for_state_dicts(plan.module, unit, lambda: engine)
+    rest_for_state_dicts([plan.module], unit, lambda: engine)
     unit.reshard()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import types
 
 import pytest
@@ -63,7 +64,7 @@ def test_restore_falls_back_to_the_previous_good_one_when_told(tmp_path):
     with pytest.warns(UserWarning, match="step 3 is passed over"):
         assert manager.restore(state, fallback=True) == 1
     assert torch.equal(state["t"], torch.ones(500))
-    assert list(manager.last_restore.skipped) == [3]
+    assert list(manager.last_restore.skipped) == [3, 2]
     for step in (2, 3):  # the run comes by these steps again: what is no use is replaced
         manager.save(step, {"t": torch.full((500,), float(step))})
     with pytest.raises(FileExistsError, match="overwrite=True"):
@@ -76,6 +77,48 @@ def test_restore_falls_back_to_the_previous_good_one_when_told(tmp_path):
     expected = pytest.raises(CheckpointNotFoundError, match="step 0")
     with pytest.warns(UserWarning, match="passed over"), expected:
         manager.restore(state, fallback=True)
+
+
+def test_a_run_that_went_back_keeps_what_it_saves(tmp_path):
+    manager = CheckpointManager(tmp_path, keep_last=2, keep_every=100, verify=False)
+    for step in range(100, 1001, 100):
+        manager.save(step, {"n": step})
+    with pytest.warns(UserWarning, match=r"newer .*\[600, 700, 800, 900, 1000\]"):
+        manager.restore({"n": 0}, step=500)
+    for step in (550, 560):
+        manager.save(step, {"n": step})
+        assert step in manager.list()
+    assert 550 not in manager.list()
+
+
+def test_a_damaged_checkpoint_is_not_the_newest_that_is_kept(tmp_path):
+    manager = CheckpointManager(tmp_path, keep_every=1000, verify=False)
+    for step in (1000, 2000, 2300):
+        manager.save(step, {"t": torch.full((500,), float(step))})
+    flip(tmp_path / "step-00002300" / "__0_0.distcp")
+    with pytest.warns(UserWarning, match="step 2300 is passed over"):
+        assert manager.restore({"t": None}, fallback=True) == 2000
+    for step in (2100, 2200):
+        manager.save(step, {"t": torch.ones(500)})
+    assert manager.list() == [1000, 2000, 2200, 2300]
+
+
+def test_a_damaged_step_is_replaced_even_if_the_first_try_fails(tmp_path, monkeypatch):
+    manager = CheckpointManager(tmp_path)
+    manager.save(1, {"t": torch.ones(500)})
+    flip(tmp_path / "step-00000001" / "__0_0.distcp")
+    with pytest.raises(CheckpointDamagedError):
+        manager.restore({"t": None})
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fsync", lambda _: (_ for _ in ()).throw(OSError(28, "No space")))
+        with pytest.raises(CheckpointError, match="No space"):
+            manager.save(1, {"t": torch.zeros(500)})
+    manager.save(1, {"t": torch.zeros(500)})
+    with pytest.raises(FileExistsError):
+        manager.save(1, {"t": torch.zeros(500)})
+    state = {"t": None}
+    manager.restore(state)
+    assert not state["t"].any()
 
 
 @pytest.mark.ranks(2)
@@ -107,6 +150,14 @@ def test_all_ranks_fall_back_together(tmp_path):
     with pytest.warns(UserWarning, match="step 3 is passed over"):
         assert manager.restore({"t": holder}, fallback=True) == 2
     assert torch.equal(holder.tensor.full_tensor(), torch.full((600,), 2.0))
+    if dist.get_rank() == 0:
+
+        def lost():
+            raise OSError(116, "Stale file handle")
+
+        manager._store.places = lost
+    with pytest.raises((OSError, CheckpointError), match=r"Stale|rank 0 of the group"):
+        manager.restore({"t": holder})  # rank 1 does not wait for rank 0's choice
 
 
 def two(extra: bool = False) -> dict[str, object]:

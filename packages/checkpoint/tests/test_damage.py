@@ -15,6 +15,7 @@ from torch import nn
 
 from lamina.checkpoint import (
     CheckpointDamagedError,
+    CheckpointError,
     CheckpointManager,
     CheckpointUnsafeError,
     import_dcp,
@@ -52,14 +53,8 @@ def test_a_flipped_bit_anywhere_is_found_named_and_loads_nothing(saved, name, pl
     flip(path, int(place * path.stat().st_size))
     state = {"model": nn.Linear(64, 64), "n": 0}
     before = state["model"].weight.clone()
-    manager = CheckpointManager(saved)
-    if name == "manifest.json" and manager.latest() is None:
-        expected = pytest.raises(CheckpointDamagedError, match=name)
-        with expected:
-            manager.restore(state, step=1)
-    else:
-        with pytest.raises(CheckpointDamagedError, match=name.replace(".", r"\.")):
-            manager.restore(state)
+    with pytest.raises(CheckpointDamagedError, match=name.replace(".", r"\.")):
+        CheckpointManager(saved).restore(state, default=0)  # what is damaged is not absent
     assert torch.equal(state["model"].weight, before)
     assert state["n"] == 0
 
@@ -77,7 +72,9 @@ def test_a_checkpoint_with_a_missing_or_short_file_is_not_the_latest(saved, name
     assert manager.latest() == 1
     lost = r".* \(written by rank 0; gone with it: t\)" if name == "__0_0.distcp" else ""
     with pytest.raises(CheckpointDamagedError, match=name.replace(".", r"\.") + lost):
-        manager.restore({"n": 0}, step=2)
+        manager.restore({"n": 0})
+    with pytest.warns(UserWarning, match="step 2 is passed over"):
+        assert manager.restore({"n": 0}, strict=False, fallback=True) == 1
 
 
 def test_a_bad_sector_is_damage_and_verify_names_it(saved, monkeypatch):
@@ -100,6 +97,33 @@ def test_a_bad_sector_is_damage_and_verify_names_it(saved, monkeypatch):
         CheckpointManager(saved).restore({"model": nn.Linear(64, 64)})
     problems = verify_checkpoint(saved / STEP)
     assert any("'model.weight'" in p and "written by rank 0" in p for p in problems), problems
+
+    def fails(self, name):
+        raise OSError(errno.EIO, "Input/output error")
+
+    for method in ("read", "size"):
+        with monkeypatch.context() as patched:
+            patched.setattr(LocalPlace, method, fails)
+            with pytest.raises(CheckpointDamagedError, match="faulty"):
+                CheckpointManager(saved).restore({"n": 0})
+            assert CheckpointManager(saved).latest() is None
+
+
+def test_a_checkpoint_of_a_newer_version_is_neither_passed_over_nor_replaced(saved):
+    path = saved / STEP / "manifest.json"
+    body = {**json.loads(path.read_text())["body"], "format": 99}
+    crc = zlib.crc32(json.dumps(body, sort_keys=True).encode())
+    path.write_text(json.dumps({"crc32": crc, "body": body}))
+    manager = CheckpointManager(saved)
+    calls = {
+        "restore": lambda: manager.restore({"n": 0}, default=0, fallback=True),
+        "save": lambda: manager.save(1, {"n": 0}),
+        "latest": manager.latest,
+    }
+    for call in calls.values():
+        with pytest.raises(CheckpointError, match=r"format 99.*newer") as caught:
+            call()
+        assert not isinstance(caught.value, CheckpointDamagedError)
 
 
 class Bomb:

@@ -146,7 +146,8 @@ class CheckpointManager:
 
     def latest(self) -> int | None:
         """Return the newest step that has a whole checkpoint, or None."""
-        return self._newest()
+        places = self._store.places()
+        return next((step for step in reversed(places) if _whole(places[step])), None)
 
     def wait(self) -> None:
         """Return when no save is in progress.
@@ -228,16 +229,17 @@ class CheckpointManager:
 
         Args:
             state: as for `save`. On any number of ranks, cut in any way.
-            step: which checkpoint; None is the newest.
-            default: returned, with nothing loaded, if there is no checkpoint at all; None raises.
+            step: which checkpoint; None is the newest, damaged or not.
+            default: returned, with nothing loaded, if there is no checkpoint at all, not even a
+                damaged one; None raises.
             strict: refuse names that are on one side only (added or removed layers). With False
                 they are left as they are, and `last_restore` lists them.
             include: patterns (`fnmatch`) of names to load, such as "model.blocks.*" or "optimizer";
                 a name selects all beneath it. Empty loads all.
             exclude: patterns of names to leave alone.
             allow_cast: convert tensors that are stored in another dtype.
-            fallback: pass over a damaged checkpoint, with a warning, and load the newest good one
-                before it.
+            fallback: pass over a damaged checkpoint, or one that lacks a file, with a warning, and
+                load the newest good one before it.
 
         Returns:
             The step of the checkpoint that was loaded.
@@ -317,31 +319,45 @@ class CheckpointManager:
             raise FileExistsError(
                 f"{self._store.place(step)} exists: save with overwrite=True to replace it"
             )
-        self._damaged.discard(step)
         return True
-
-    def _newest(self, below: float = math.inf) -> int | None:
-        places = self._store.places()
-        return next((s for s in reversed(places) if s < below and _whole(places[s])), None)
 
     def _retire(self, saved: Manifest) -> None:
         """Delete what is not kept. Each manifest is read once, however many saves follow."""
+        self._damaged.discard(saved.step)  # only now: a save that fails may be tried again
         if self._retention.keeps_all:
             return  # nobody needs to know what is there
         known, self._manifests = self._manifests, {}
         metrics = {}
         for step, place in self._store.places().items():
             manifest = saved if step == saved.step else _whole(place, known.get(str(place)))
-            if manifest is not None:
+            if manifest is not None and step not in self._damaged:
                 self._manifests[str(place)], metrics[step] = manifest, manifest.metric
         for step in self._retention.doomed(metrics):
-            self._store.remove(step)
+            if step != saved.step:  # a run that went back: the newest in time
+                self._store.remove(step)
 
-    def _agree_on_step(self, step: int | None, below: int | None = None) -> int | None:
-        """Let the first rank choose: directories seen from two machines may differ for a moment."""
-        found = step
-        if found is None and self._ranks.is_first:
-            found = self._newest(math.inf if below is None else below)
+    def _agree_on_step(self, step: int | None, below: float = math.inf) -> int | None:
+        """Let the first rank choose: directories seen from two machines may differ for a moment.
+
+        The newest is the newest that has its name: one that lacks a file must not be passed over
+        without a word.
+        """
+
+        def chosen() -> int | None:
+            if not self._ranks.is_first:
+                return None
+            places = self._store.places()
+            newer = [] if step is None else [other for other in places if other > step]
+            if newer and not self._retention.keeps_all:
+                warnings.warn(
+                    f"there are newer checkpoints than step {step}: {newer}. If training goes on "
+                    "from here, delete them: keep_last counts them, a restore without step takes "
+                    "them, and a save at one of these steps is refused",
+                    stacklevel=5,
+                )
+            return max((s for s in places if s < below), default=None) if step is None else step
+
+        found = self._ranks.together(chosen)
         value = self._ranks.first(_NONE if found is None else found)
         return None if value == _NONE else value
 

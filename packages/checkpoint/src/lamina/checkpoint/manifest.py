@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from lamina.checkpoint.errors import CheckpointDamagedError
+from lamina.checkpoint.errors import CheckpointDamagedError, CheckpointError
 from lamina.checkpoint.places import FileSum, LocalPlace, Place, sum_of, write_whole
 
 MANIFEST = "manifest.json"
@@ -66,6 +66,7 @@ class Manifest:
 
         Raises:
             CheckpointDamagedError: it is missing or altered.
+            CheckpointError: a newer lamina-checkpoint wrote it.
 
         """
         place = _place(place)
@@ -75,8 +76,11 @@ class Manifest:
             body = parsed["body"]
             if zlib.crc32(json.dumps(body, sort_keys=True).encode()) != parsed["crc32"]:
                 raise ValueError("its checksum does not fit its text")
-            if body["format"] not in _READ:
-                raise ValueError(f"it has format {body['format']}, this version reads {_READ}")
+            if body["format"] not in _READ:  # no damage: nothing may pass over or replace it
+                raise CheckpointError(
+                    f"{where} has format {body['format']}, this lamina-checkpoint reads "
+                    f"{_READ}: install a newer one"
+                )
             files = {name: FileSum(**entry) for name, entry in body["files"].items()}
             if outside := [name for name in files if Path(name).name != name]:
                 raise ValueError(f"it lists files outside the checkpoint: {outside}")
@@ -85,6 +89,8 @@ class Manifest:
             raise CheckpointDamagedError(
                 f"{where} is missing: not a checkpoint of lamina, or an incomplete copy of one"
             ) from None
+        except OSError as error:
+            raise unreadable(where, error) from error
         except (ValueError, KeyError, TypeError) as error:
             raise CheckpointDamagedError(f"{where} can't be read: {error}") from error
 
@@ -105,6 +111,9 @@ class Manifest:
         Returns:
             Its name, the bytes that are there, and what to say of it.
 
+        Raises:
+            CheckpointDamagedError: the disk is faulty at one.
+
         """
         place = _place(place)
         for name, expected in self.files.items():
@@ -113,6 +122,8 @@ class Manifest:
             except FileNotFoundError:
                 message = f"{place}/{name} is missing; it should have {expected.bytes} bytes"
                 return name, 0, message
+            except OSError as error:
+                raise unreadable(f"{place}/{name}", error) from error
             if found != expected.bytes:
                 message = f"{place}/{name} has {found} bytes, the manifest says {expected.bytes}"
                 return name, found, message

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from lamina.models import (
     ExpertRows,
@@ -319,6 +320,27 @@ def test_attention_then_experts_is_a_block_of_both():
 def test_configs_that_cannot_be_are_refused(change, message):
     with pytest.raises(ValueError, match=message):
         replace(MOE, **change)
+
+
+def run_again(blocks, xs, context=None):
+    """Chains of checkpointed blocks, backward in turn: the routers' gradients."""
+    for x in xs:
+        for block in blocks:
+            x = checkpoint(block, x, context, use_reentrant=False)
+        x.sin().sum().backward()
+    return [block.router.weight.grad for block in blocks]
+
+
+def test_loads_that_a_layer_run_again_cannot_know_are_asked_for():
+    xs = [draw(1, 7, 16, seed=seed) for seed in range(2)]
+    layer = layer_of(global_loss=0.5)
+    with pytest.raises(ValueError, match=r"global_loss is 0\.5 .* pass layer\(x, RoutingContext"):
+        run_again([layer], xs)
+    # Its loads are of one call; a second one's are not those of the first.
+    layer = layer_of(switch_loss=0.5)
+    with pytest.raises(ValueError, match=r"2 calls of this router .* one of two"):
+        run_again([layer, layer], xs[:1], RoutingContext())
+    run_again([layer], xs)
 
 
 def test_the_rest_is_refused_by_name():

@@ -336,6 +336,22 @@ def warnings_of_steps(wrapper, mesh, ended):
 
 
 @pytest.mark.ranks(2)
+def test_a_global_loss_over_ranks_that_the_model_does_not_know_is_refused(ranks):
+    mesh = ParallelLayout().build("cpu")
+    config = replace(CONFIG, moe=replace(MOE, global_loss=0.1))
+    for where in (None, mesh):
+        model = fully_shard(GPTModel(config, where, seed=1), device_mesh=mesh)
+        model(*moe_oracle.text(2)).backward()
+        if where is None:
+            with pytest.raises(
+                ValueError, match=r"2 ranks of dp .* build GPTModel\(config, mesh\)"
+            ):
+                finalize_grads(model, mesh)
+        else:
+            finalize_grads(model, mesh)
+
+
+@pytest.mark.ranks(2)
 def test_meshes_that_would_count_tokens_twice_are_refused(ranks):
     with pytest.raises(LayoutError, match="needs sequence parallelism"):
         GPTModel(CONFIG, ParallelLayout(tp=2, ep=2).build("cpu"))

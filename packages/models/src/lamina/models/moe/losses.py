@@ -31,8 +31,28 @@ class AuxiliaryScale:
 
     def __init__(self, value: float | Tensor = 1.0) -> None:
         self.value = value
-        self.loads: dict[int, Tensor] = {}
-        """Counts that routers have summed over ranks, for when a block is run again."""
+        self._loads: dict[int, list[Tensor]] = {}
+
+    def keep_loads(self, router: int, loads: Tensor) -> None:
+        """Keep counts that a router has summed over ranks, for when its block is run again."""
+        self._loads.setdefault(router, []).append(loads)
+
+    def kept_loads(self, router: int) -> Tensor | None:
+        """Counts of the forward that is run again; None if none were kept.
+
+        Raises:
+            ValueError: if the router was called several times: nothing says which call it is.
+
+        """
+        kept = self._loads.get(router, [])
+        if len(kept) > 1:
+            raise ValueError(
+                f"{len(kept)} calls of this router in one forward, and its block is run again for "
+                "backward: the loads of its auxiliary losses are one of two calls', and nothing "
+                "says which. Give every block a layer of experts of its own and every forward a "
+                "context of its own, or apply_recompute(model, 'selective')"
+            )
+        return kept[0] if kept else None
 
     def follow(self, loss: Tensor, factor: float | Tensor) -> None:
         """Take the gradient that ``loss`` is given, times ``factor``."""

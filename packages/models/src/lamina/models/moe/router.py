@@ -142,7 +142,15 @@ class TopKRouter(nn.Module):
 
         Collective over the ranks that hold different tokens. One process without a wrapper calls
         it with None.
+
+        Raises:
+            ValueError: if a global loss has not seen ranks of the mesh that hold other tokens.
+
         """
+        axes = self.axes
+        if mesh is not None:
+            axes = ExpertAxes.of(mesh, sequence_parallel=not axes.replicated)
+        self._check_global(axes)
         totals, self.totals = self.totals, RoutingTotals()
         self.loads_of_step = None
         if totals.forwards:
@@ -153,9 +161,6 @@ class TopKRouter(nn.Module):
             loads = torch.zeros_like(self.expert_bias, dtype=torch.int64)
         else:
             loads = totals.chosen.clone()  # the statistics sum their own over ranks
-        axes = self.axes
-        if mesh is not None:
-            axes = ExpertAxes.of(mesh, sequence_parallel=not axes.replicated)
         for axis in axes.token_axes:
             all_reduce_small([loads], axis.sibling("reduce"))
         # In integers, so that every rank and every layout moves the same way.
@@ -204,11 +209,20 @@ class TopKRouter(nn.Module):
         return Scored(logits, probabilities, experts, counted, sequence, sequences)
 
     def _losses(self, scored: Scored, scale: AuxiliaryScale) -> dict[str, Tensor]:
-        again = scale.loads.get(id(self)) if _running_again() else None
+        running_again = _running_again()
+        again = scale.kept_loads(id(self)) if running_again else None
         if again is None:
+            if running_again and self.moe.global_loss:
+                raise ValueError(
+                    f"global_loss is {self.moe.global_loss} and this layer is run again for "
+                    "backward without a context: what the step's load was in its forward is not "
+                    "known. In every forward pass layer(x, RoutingContext()), or a block an "
+                    "AttentionContext whose routing is one; or do not recompute the layer"
+                )
             loads = load_by_sequence(scored, self.moe.num_experts, self.axes.along_sequence)
             again = torch.cat((loads, self._everywhere(loads).unsqueeze(0)))
-            scale.loads[id(self)] = again
+            if not running_again:
+                scale.keep_loads(id(self), again)
         return auxiliary_losses(scored, self.moe, again[:-1], again[-1])
 
     def _everywhere(self, loads: Tensor) -> Tensor:
@@ -218,11 +232,19 @@ class TopKRouter(nn.Module):
             return total
         if self.axes.dp is not None:
             all_reduce_small([total], self.axes.dp.sibling("tokens"))
-        if not _running_again():
-            if self.loads_of_step is not None:
-                total = total + self.loads_of_step
-            self.loads_of_step = total
+        if self.loads_of_step is not None:
+            total = total + self.loads_of_step
+        self.loads_of_step = total
         return total
+
+    def _check_global(self, axes: ExpertAxes) -> None:
+        for found, own in ((axes.dp, self.axes.dp), (axes.cp, self.axes.cp)):
+            if self.moe.global_loss and found is not None and own is None:
+                raise ValueError(
+                    f"global_loss is {self.moe.global_loss} and takes the load of all ranks, and "
+                    f"the {found.size} ranks of {found.name} each counted their own: build "
+                    "GPTModel(config, mesh) (or the MoELayer) with the mesh that it is trained on"
+                )
 
     def _limit(self, experts: Tensor, weights: Tensor, chosen: Tensor, padded: bool) -> Routing:
         """Drop what experts have no place for."""

@@ -206,7 +206,7 @@ def test_documents_and_positions_are_cut_with_their_sequences(axes, kind, ranks)
         for stage in runner.stages:
             stage.zero_grad() if kind is None else stage.zero_grad_buffer()
     # Refused on every rank, before one stage waits for another.
-    with pytest.raises(ValueError, match=r"document_ids have shape \(1, 8\), tokens \(2, 8\)"):
+    with pytest.raises(ValueError, match=r"document_ids have shape \(3, 8\), tokens \(5, 8\)"):
         runner.step(tokens, labels, None, ids[:3])
     with pytest.raises(ValueError, match=r"positions have shape \(2, 8\), tokens \(5, 8\)"):
         runner.step(tokens, labels, places[:2])
@@ -315,7 +315,7 @@ def test_a_plain_device_mesh_says_enough_for_untied_models(ranks):
 def test_one_pipeline_rank_runs_microbatch_after_microbatch(ranks):
     mesh = ParallelLayout(pp=1).build("cpu")
     config = replace(CONFIG, tie_embeddings=True)
-    runner = pipeline(build(config, mesh), mesh, "1f1b", 3)
+    runner = pipeline(build(config, mesh), mesh, "1f1b", 3, layout=[1, 3])
     check_training(runner, mesh, config, None, steps=2)
     sharded = pipeline(build(config, mesh), mesh, "1f1b", 3, wrap=wrapper(3, mesh))
     check_training(sharded, mesh, config, 3, steps=2)

@@ -27,7 +27,8 @@ def _divides(what: str, total: int, by_what: str, by: int, remedy: str) -> None:
         raise ValueError(f"{what} {total} is not divisible by {by_what} {by}{remainder}: {remedy}")
 
 
-def _one_of(what: str, value: Any, choices: Sequence[Any]) -> None:
+def require_one_of(what: str, value: Any, choices: Sequence[Any]) -> None:
+    """Raise ValueError unless ``value`` is one of ``choices``."""
     if value not in choices:
         raise ValueError(f"{what} is {value!r}: it must be one of {', '.join(map(repr, choices))}")
 
@@ -61,7 +62,7 @@ class RopeScaling:
     attention_factor: float | None = None
 
     def __post_init__(self) -> None:
-        _one_of("kind", self.kind, get_args(RopeScalingKind))
+        require_one_of("kind", self.kind, get_args(RopeScalingKind))
         if self.factor < 1.0:
             raise ValueError(f"RoPE's factor is {self.factor}: it must be at least 1")
         if self.high_freq_factor <= self.low_freq_factor:
@@ -234,12 +235,12 @@ class TransformerConfig:
             )
 
     def _check_choices(self) -> None:
-        _one_of("activation", self.activation, get_args(Activation))
-        _one_of("norm", self.norm, get_args(Norm))
-        _one_of("positions", self.positions, get_args(PositionEncoding))
-        _one_of("tp_reduction", self.tp_reduction, get_args(Reduction))
-        _one_of("context_parallel", self.context_parallel, get_args(ContextParallel))
-        _one_of("attention_path", self.attention_path, get_args(AttentionPath))
+        require_one_of("activation", self.activation, get_args(Activation))
+        require_one_of("norm", self.norm, get_args(Norm))
+        require_one_of("positions", self.positions, get_args(PositionEncoding))
+        require_one_of("tp_reduction", self.tp_reduction, get_args(Reduction))
+        require_one_of("context_parallel", self.context_parallel, get_args(ContextParallel))
+        require_one_of("attention_path", self.attention_path, get_args(AttentionPath))
 
     def _check_numbers(self) -> None:
         sizes = ("vocab_size", "hidden_size", "num_layers", "num_heads", "max_sequence_length")

@@ -16,7 +16,7 @@ from lamina.models.axes import MeshLike, axis_of
 from lamina.models.config import Reduction, TransformerConfig
 from lamina.models.cutting import require_divisible
 from lamina.models.initialise import fill_normal
-from lamina.models.loss import IGNORED, linear_cross_entropy
+from lamina.models.loss import IGNORED, check_reduction, linear_cross_entropy
 from lamina.models.products import may_sink
 from lamina.models.vocabulary import check_ids
 
@@ -66,7 +66,7 @@ class VocabParallelEmbedding(nn.Module):
         reduction: who sums over the ranks, see ``TransformerConfig.tp_reduction``.
 
     Raises:
-        ValueError: if ``rows`` is not divisible by the number of ranks.
+        ValueError: if ``rows`` is not divisible by the number of ranks, or fewer than the ids.
 
     """
 
@@ -86,6 +86,11 @@ class VocabParallelEmbedding(nn.Module):
         self.axis = axis_of(mesh, "tp")
         self.rows = rows
         self.vocab_size = rows if vocab_size is None else vocab_size
+        if not 1 <= self.vocab_size <= rows:
+            raise ValueError(
+                f"vocab_size is {self.vocab_size}, the table has {rows} rows: "
+                f"it must be 1 to {rows}"
+            )
         self.sequence_parallel = sequence_parallel and self.axis is not None
         self.init_std = init_std
         self.init_seed: int | None = None
@@ -219,7 +224,11 @@ class OutputHead(nn.Module):
         Returns:
             Logits, equal on every rank, or the loss: a scalar in float32 (float64 for float64).
 
+        Raises:
+            ValueError: for another reduction, and where labels are not one per token.
+
         """
+        check_reduction(reduction)
         if self.axis is not None and self.sequence_parallel:
             hidden = gather_from(
                 hidden, self.axis.group, grad="reduce_scatter", reduction=self.config.tp_reduction

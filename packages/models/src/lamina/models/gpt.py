@@ -19,7 +19,7 @@ from lamina.models.dropout import Dropout
 from lamina.models.embedding import OutputHead, PositionEmbedding, VocabParallelEmbedding
 from lamina.models.initialise import assign_seeds, draw_seed
 from lamina.models.layer_pattern import make_block
-from lamina.models.loss import IGNORED
+from lamina.models.loss import IGNORED, check_reduction
 from lamina.models.moe.axes import ExpertAxes
 from lamina.models.moe.losses import RoutingContext
 from lamina.models.norms import make_norm
@@ -159,11 +159,13 @@ class GPTModel(nn.Module):
             data-parallel ranks have theirs.
 
         Raises:
-            ValueError: if the sequence is longer than ``config.max_sequence_length``; on a CPU, for
-                ids that the vocabulary does not have (on a GPU they make the result NaN).
+            ValueError: if the sequence is longer than ``config.max_sequence_length``, for shapes
+                that do not fit and another reduction; on a CPU, for ids that the vocabulary does
+                not have (on a GPU they make the result NaN).
 
         """
-        self.check_inputs(tokens, labels, document_ids)
+        check_reduction(reduction)
+        self.check_inputs(tokens, labels, document_ids, positions, padding_mask)
         if positions is None:
             positions = default_positions(tokens, document_ids)
         cut = cut_sequence(tokens, self.cp), cut_sequence(positions, self.cp, dim=-1)
@@ -196,6 +198,7 @@ class GPTModel(nn.Module):
 
     def loss(self, x: Tensor, labels: Tensor, reduction: Literal["mean", "sum"]) -> Tensor:
         """Cross-entropy of this rank's hidden states with whole labels ``[batch, sequence]``."""
+        check_reduction(reduction)
         total: Tensor = self.head(x, cut_sequence(labels, self.cp), "sum")
         if reduction == "sum":
             return total
@@ -231,9 +234,17 @@ class GPTModel(nn.Module):
         return embedded
 
     def check_inputs(
-        self, tokens: Tensor, labels: Tensor | None, document_ids: Tensor | None
+        self,
+        tokens: Tensor,
+        labels: Tensor | None,
+        document_ids: Tensor | None,
+        positions: Tensor | None = None,
+        padding_mask: Tensor | None = None,
     ) -> None:
-        """Raise ValueError for shapes that do not fit, before they become an error in a kernel."""
+        """Raise ValueError for shapes that do not fit, before they become an error in a kernel.
+
+        Ids that do not exist and learned positions beyond the table are looked for on a CPU only.
+        """
         if tokens.ndim != 2:
             raise ValueError(f"tokens have shape {tuple(tokens.shape)}: need [batch, sequence]")
         limit = self.config.max_sequence_length
@@ -250,15 +261,32 @@ class GPTModel(nn.Module):
                 f"(remainder {rows * columns % size}), and sequence parallelism cuts them: pad the "
                 "batch, or set sequence_parallel=False"
             )
-        for name, other in (("labels", labels), ("document_ids", document_ids)):
+        whole = {"labels": labels, "document_ids": document_ids, "padding_mask": padding_mask}
+        for name, other in whole.items():
             if other is not None and other.shape != tokens.shape:
                 raise ValueError(
-                    f"{name} have shape {tuple(other.shape)}, tokens {tuple(tokens.shape)}: "
-                    "they must be equal"
+                    f"{name} {'has' if name == 'padding_mask' else 'have'} shape "
+                    f"{tuple(other.shape)}, tokens {tuple(tokens.shape)}: they must be equal"
                 )
+        if padding_mask is not None and padding_mask.dtype != torch.bool:
+            raise TypeError(f"padding_mask is {padding_mask.dtype}: it must be torch.bool")
+        if positions is not None:
+            self._check_positions(positions, tokens)
         check_ids("tokens", tokens, self.config.vocab_size)
         if labels is not None:
             check_ids("labels", labels, self.config.vocab_size, IGNORED)
+
+    def _check_positions(self, positions: Tensor, tokens: Tensor) -> None:
+        if positions.shape != tokens.shape and positions.shape != tokens.shape[1:]:
+            shape = tuple(tokens.shape)
+            raise ValueError(
+                f"positions have shape {tuple(positions.shape)}, tokens {shape}: they must have "
+                f"shape {shape} or {shape[1:]}"
+            )
+        if self.config.positions == "learned":
+            remedy = "raise max_sequence_length, which is the number of learned positions"
+            limit = self.config.max_sequence_length
+            check_ids("positions", positions, limit, remedy=remedy)
 
     @property
     def length_multiple(self) -> int:

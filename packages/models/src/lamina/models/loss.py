@@ -49,14 +49,10 @@ def vocab_parallel_cross_entropy(
         rank has gives NaN, in gradients too.
 
     Raises:
-        ValueError: shapes that do not fit; on a CPU labels that no rank has.
+        ValueError: shapes that do not fit, a chunk of no tokens; on a CPU labels that no rank has.
 
     """
-    if logits.shape[:-1] != labels.shape:
-        raise ValueError(
-            f"labels have shape {tuple(labels.shape)}, logits {tuple(logits.shape)}: labels need "
-            "the logits' shape without its last dimension"
-        )
+    _check("logits", logits, labels, chunk)
     axis = axis_of(mesh, "tp")
     check_ids("labels", labels, _total(logits.shape[-1], axis), ignore_index)
     losses: Tensor = _CrossEntropy.apply(  # type: ignore[no-untyped-call]
@@ -96,14 +92,23 @@ def linear_cross_entropy(
         does not exist makes it NaN, and the gradients too.
 
     Raises:
-        ValueError: on a CPU, labels that do not exist.
+        ValueError: shapes that do not fit, a chunk of no tokens, a ``vocab_size`` of more ids than
+            there are rows; on a CPU, labels that do not exist.
 
     """
+    if hidden.ndim != 2:
+        raise ValueError(f"hidden has shape {tuple(hidden.shape)}: need [tokens, hidden]")
+    _check("hidden", hidden, labels, chunk)
     axis = axis_of(mesh, "tp")
     hidden, weight, _ = under_autocast(hidden, weight)
     chunk = chunk or _tokens_at_a_time(weight.shape[0])
-    if vocab_size is None:
-        vocab_size = _total(weight.shape[0], axis)
+    rows = _total(weight.shape[0], axis)
+    vocab_size = rows if vocab_size is None else vocab_size
+    if not 1 <= vocab_size <= rows:
+        raise ValueError(
+            f"vocab_size is {vocab_size}, weight has {rows} rows over all ranks: it "
+            f"must be 1 to {rows}"
+        )
     check_ids("labels", labels, vocab_size, ignore_index)
     grad_enabled = torch.is_grad_enabled()
     needed = (grad_enabled and hidden.requires_grad, grad_enabled and weight.requires_grad)
@@ -111,6 +116,26 @@ def linear_cross_entropy(
         hidden, weight, labels, axis, vocab_size, chunk, ignore_index, needed
     )
     return total
+
+
+def check_reduction(reduction: str) -> None:
+    """Raise ValueError for a reduction that losses of models do not have."""
+    if reduction not in ("mean", "sum"):
+        raise ValueError(
+            f"reduction is {reduction!r}: it must be 'mean' or 'sum'; for a loss of each token "
+            "give the logits to vocab_parallel_cross_entropy"
+        )
+
+
+def _check(name: str, rows: Tensor, labels: Tensor, chunk: int | None) -> None:
+    """Refuse labels that are not one per row, and chunks of no tokens."""
+    if rows.ndim < 2 or rows.shape[:-1] != labels.shape:
+        raise ValueError(
+            f"labels have shape {tuple(labels.shape)}, {name} {tuple(rows.shape)}: labels need "
+            "that shape without its last dimension, and at least one of tokens"
+        )
+    if chunk is not None and chunk < 1:
+        raise ValueError(f"chunk is {chunk}: it must be at least 1, or None")
 
 
 def _total(columns: int, axis: MeshAxis | None) -> int:

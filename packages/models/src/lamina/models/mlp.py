@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lamina.models.axes import MeshLike, axis_of
-from lamina.models.config import Activation, TransformerConfig
+from lamina.models.config import Activation, TransformerConfig, require_one_of
 from lamina.models.linear import ColumnParallelLinear, RowParallelLinear
 
 
@@ -15,6 +17,7 @@ class ActivationFunction(nn.Module):
 
     def __init__(self, kind: Activation) -> None:
         super().__init__()
+        require_one_of("activation", kind, get_args(Activation))
         self.kind = kind
 
     def forward(self, x: Tensor) -> Tensor:

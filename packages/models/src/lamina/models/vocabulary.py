@@ -6,7 +6,14 @@ import torch
 from torch import Tensor
 
 
-def check_ids(name: str, ids: Tensor, vocab_size: int, ignored: int | None = None) -> None:
+def check_ids(
+    name: str,
+    ids: Tensor,
+    vocab_size: int,
+    ignored: int | None = None,
+    *,
+    remedy: str | None = None,
+) -> None:
     """Refuse ids outside of ``0 .. vocab_size - 1``, on a CPU; a GPU would have to be waited for.
 
     Args:
@@ -14,6 +21,7 @@ def check_ids(name: str, ids: Tensor, vocab_size: int, ignored: int | None = Non
         ids: integers of any shape. Not looked at on another device or while compiling.
         vocab_size: ids that exist.
         ignored: one more value that may occur.
+        remedy: what to do about others; by default a question about the tokenizer.
 
     Raises:
         TypeError: if they are no integers.
@@ -30,10 +38,11 @@ def check_ids(name: str, ids: Tensor, vocab_size: int, ignored: int | None = Non
     if not strange.any():
         return
     left_out = "" if ignored is None else f" or {ignored} (left out)"
+    if remedy is None:
+        remedy = f"is the tokenizer larger than vocab_size {vocab_size}, or should a label be -100?"
     raise ValueError(
         f"{name} hold {int(ids[strange][0])} (and {int(strange.sum())} ids in all that do not "
-        f"exist): they must be 0 to {vocab_size - 1}{left_out}; is the tokenizer larger than "
-        f"vocab_size {vocab_size}, or should a label be -100?"
+        f"exist): they must be 0 to {vocab_size - 1}{left_out}; {remedy}"
     )
 
 

@@ -60,11 +60,18 @@ class PipelineRunner(nn.Module):
         self._last = last
         self._cp = axis_of(mesh, "cp")
         self.wrapped = all(isinstance(module, HasGroups) for module in self.stages)
-        self.per_token = self.wrapped and all(
-            group.settings.scale is None
+        self.per_token = self.wrapped and self._counts_tokens()
+
+    def _counts_tokens(self) -> bool:
+        """Whether gradients are sums; the ranks agree, for one of frozen stages cannot know."""
+        scaled = any(
+            group.settings.scale is not None
             for group in self.parameter_groups()
             if group.gradients is not None
         )
+        found = torch.tensor([scaled], dtype=torch.int64, device=self._drivers[0].device)
+        all_reduce_small([found], self._axis.sibling("pipeline"), op="max")
+        return not int(found)
 
     def step(
         self,
@@ -187,7 +194,10 @@ class PipelineRunner(nn.Module):
         padding_mask: Tensor | None,
     ) -> list[Microbatch]:
         number = self.num_microbatches
-        _check_shapes(tokens, labels, positions, padding_mask, number)
+        _check_shapes(tokens, labels, number)
+        # Every rank refuses what one stage would refuse while the others wait for it.
+        check = self._drivers[0].stage.check_inputs
+        check(tokens, labels, document_ids, positions, padding_mask)
         parts = 1 if self._cp is None else self._cp.size
         factor: Tensor | float = 1.0
         if not self.per_token:
@@ -212,9 +222,8 @@ class PipelineRunner(nn.Module):
                 strict=True,
             )
         ]
-        # Every rank refuses what one stage would refuse while the others wait for it.
-        for each in batches:
-            self._drivers[0].stage.check_inputs(each.tokens, each.labels, each.document_ids)
+        for each in batches:  # their sizes need not fit where the whole batch's does
+            check(each.tokens, each.labels, each.document_ids)
         return batches
 
     def _run(self, batches: Sequence[Microbatch], labels: Tensor, *, training: bool) -> Tensor:
@@ -252,26 +261,9 @@ def _pieces(tensor: Tensor | None, number: int) -> Sequence[Tensor | None]:
     return [None] * number if tensor is None else tensor.tensor_split(number)
 
 
-def _check_shapes(
-    tokens: Tensor,
-    labels: Tensor,
-    positions: Tensor | None,
-    padding_mask: Tensor | None,
-    number: int,
-) -> None:
+def _check_shapes(tokens: Tensor, labels: Tensor, number: int) -> None:
     if tokens.ndim != 2 or labels.shape != tokens.shape or tokens.shape[0] < number:
         raise ValueError(
             f"tokens {tuple(tokens.shape)} and labels {tuple(labels.shape)}: both must be "
             f"[batch, sequence], with at least num_microbatches={number} sequences"
-        )
-    allowed = tuple(tokens.shape), tuple(tokens.shape[1:])
-    if positions is not None and tuple(positions.shape) not in allowed:
-        raise ValueError(
-            f"positions have shape {tuple(positions.shape)}, tokens {allowed[0]}: they must "
-            f"have shape {allowed[0]} or {allowed[1]}"
-        )
-    if padding_mask is not None and padding_mask.shape != tokens.shape:
-        raise ValueError(
-            f"padding_mask has shape {tuple(padding_mask.shape)}, tokens {allowed[0]}: they "
-            "must be equal"
         )

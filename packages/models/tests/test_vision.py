@@ -242,6 +242,11 @@ def test_frozen_parts_have_no_gradients_and_the_others_the_same(frozen):
             torch.testing.assert_close(one.grad, other.grad)
     model.freeze()
     assert all(parameter.requires_grad for parameter in model.parameters())
+    # What is trained is what requires gradients, whoever said so.
+    model.freeze("vision").vision.norm.requires_grad_(True)
+    model.zero_grad()
+    model(tokens, pictures, tokens.masked_fill(tokens == IMAGE, -100)).backward()
+    torch.testing.assert_close(model.vision.norm.weight.grad, free.vision.norm.weight.grad)
 
 
 def test_a_frozen_encoder_keeps_no_activations():

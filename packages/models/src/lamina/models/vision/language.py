@@ -58,7 +58,6 @@ class VisionLanguageModel(nn.Module):
             )
         self.image_token = image_token
         self.seed = draw_seed() if seed is None else seed
-        self.frozen: frozenset[str] = frozenset()
         device = torch.get_default_device()
         with torch.device("meta"):
             self.vision = VisionTransformer(vision, mesh)
@@ -102,14 +101,14 @@ class VisionLanguageModel(nn.Module):
         unknown = sorted(set(parts) - set(get_args(Part)))
         if unknown:
             raise ValueError(f"parts {unknown} do not exist: take of {get_args(Part)}")
-        self.frozen = frozenset(parts)
         for name in get_args(Part):
             self.get_submodule(name).requires_grad_(name not in parts)
         return self
 
     def encode(self, images: Images) -> Tensor:
         """Turn images into vectors of the text's stream: ``[vectors of all images, hidden]``."""
-        with torch.set_grad_enabled(torch.is_grad_enabled() and "vision" not in self.frozen):
+        trained = any(parameter.requires_grad for parameter in self.vision.parameters())
+        with torch.set_grad_enabled(torch.is_grad_enabled() and trained):
             patches = self.vision(images)
         projected: Tensor = self.projector(patches)
         return projected

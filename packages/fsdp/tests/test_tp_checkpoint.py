@@ -136,6 +136,21 @@ def test_saved_without_tp_loaded_on_2x2_and_a_whole_tensor_by_hand(ranks, tmp_pa
         assert torch.equal(found[name], value), name
 
 
+@pytest.mark.ranks(2)
+def test_whole_tensors_of_what_tp_has_cut_are_refused_by_name(ranks):
+    settings = {"dp_shard_dim": "dp", "preproc_state_dict_for_dcp_ckpt": False}
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+    torch_made = OddNet(width=6)
+    parallelize_module(torch_made.blocks[0], mesh["tp"], {"up": ColwiseParallel()})
+    for model in (Net(mesh_axis(mesh, "tp")), torch_made):
+        for _ in range(2):  # nothing has happened: the second time is the first
+            with pytest.raises(ValueError, match=r"ckpt=False: [\w.]+ of shape .* is cut"):
+                fully_shard(model, device_mesh=mesh, **settings)
+    no_tp = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp"))
+    model = fully_shard(Net(mesh_axis(no_tp, "tp")), device_mesh=no_tp, **settings)
+    assert {type(value) for value in model.state_dict().values()} == {torch.Tensor}
+
+
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("module_by_module", [False, True])
 def test_dtensors_are_saved_as_the_tensors_they_are_parts_of(module_by_module, ranks, tmp_path):

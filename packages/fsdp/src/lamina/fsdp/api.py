@@ -18,7 +18,7 @@ from lamina.fsdp.keywords import FullyShardSettings
 from lamina.fsdp.meshes import model_axes
 from lamina.fsdp.module import ShardedModule
 from lamina.fsdp.precision import MixedPrecisionPolicy
-from lamina.fsdp.regions import Regions, regions_of, show_parts
+from lamina.fsdp.regions import Regions, refuse_parts, regions_of, show_parts
 from lamina.fsdp.scalers import meet_scalers
 from lamina.fsdp.sharding import shard_model
 from lamina.fsdp.state import (
@@ -129,7 +129,8 @@ def fully_shard(
             parameters where there are some.
         preproc_state_dict_for_dcp_ckpt: `state_dict()` of model and optimizer hold what
             `torch.distributed.checkpoint` saves and loads on any number of ranks; if False, whole
-            plain tensors on every rank (collective), for `torch.save`.
+            plain tensors on every rank (collective), for `torch.save`; refused where tp or ep has cut
+            parameters.
         report_nan_in_param_grad: refuse gradients that are not finite before they are sent,
             naming parameter and rank (costs a pass over the gradients and a synchronisation).
         average_in_collective: average inside the collective. The ordered reduction does so either
@@ -198,7 +199,10 @@ def fully_shard(
     given = dict(locals())
     refuse_sharded(module)
     arguments = Arguments(module, optimizer, given)
-    sharded = shard_model(module, arguments.settings())
+    settings = arguments.settings()
+    if not preproc_state_dict_for_dcp_ckpt:
+        refuse_parts(module, model_axes(arguments.meshes))
+    sharded = shard_model(module, settings)
     sharded.set_model_auto_sync(sync_model_each_microbatch)
     if reshard_after_forward is not None:
         sharded.set_reshard_after_forward(reshard_after_forward)

@@ -13,12 +13,12 @@ import torch
 from torch import nn
 
 from lamina.buffers import Region, ShardedTensor, TensorPart
-from lamina.ddp import ParameterGroup, ParameterRef
+from lamina.ddp import ParameterGroup, ParameterRef, collect_parameters
 from lamina.fsdp.meshes import ModelAxes
-from lamina.fsdp.tensor_parallel import region_of_dtensor
+from lamina.fsdp.tensor_parallel import is_cut_dtensor, region_of_dtensor
 from lamina.mesh import MeshAxis
 
-__all__ = ["Regions", "regions_of", "show_parts"]
+__all__ = ["Regions", "refuse_parts", "regions_of", "show_parts"]
 
 _REGIONS = "_lamina_regions"
 
@@ -100,6 +100,23 @@ def show_parts(module: nn.Module, regions: Regions) -> None:
 
     module.register_state_dict_post_hook(after)  # type: ignore[no-untyped-call]
     module.register_load_state_dict_pre_hook(before)  # type: ignore[no-untyped-call]
+
+
+def refuse_parts(module: nn.Module, axes: ModelAxes) -> None:
+    """Raise ValueError if ranks along `axes` hold parts of a model that is not sharded yet.
+
+    Whole tensors are put together over data-parallel ranks only: every rank would save its part
+    under the name of the whole.
+    """
+    for ref in collect_parameters(module):
+        shape = tuple(ref.parameter.shape)
+        if is_cut_dtensor(ref.parameter) or _region(ref, shape, axes) is not None:
+            raise ValueError(
+                f"preproc_state_dict_for_dcp_ckpt=False: {ref.name} of shape {list(shape)} is cut "
+                "by tensor or expert parallelism, and state_dict() would hold this rank's part of "
+                "it under the name of the whole. Leave the argument out, and save with "
+                "torch.distributed.checkpoint"
+            )
 
 
 def regions_of(module: nn.Module) -> tuple[Regions, ...]:

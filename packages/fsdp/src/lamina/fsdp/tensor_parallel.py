@@ -24,6 +24,7 @@ from lamina.mesh import mark
 
 __all__ = [
     "hide_dtensors",
+    "is_cut_dtensor",
     "localise_dtensors",
     "point_at_localised",
     "region_of_dtensor",
@@ -108,6 +109,11 @@ def hide_dtensors(refs: Iterable[ParameterRef]) -> None:
             ref.install(ref.parameter)
 
 
+def is_cut_dtensor(parameter: torch.Tensor) -> bool:
+    """Whether a parameter is a DTensor that other ranks hold other parts of."""
+    return hasattr(parameter, "placements") and bool(_cut_dims(parameter))
+
+
 def region_of_dtensor(parameter: torch.Tensor) -> Region | None:
     """Where a localised parameter lies in the DTensor it was; None for another, or a whole one."""
     form: _Form | None = parameter.__dict__.get(_FORM)
@@ -122,6 +128,14 @@ def region_of_dtensor(parameter: torch.Tensor) -> Region | None:
     return Region(tuple(form.shape), runs)
 
 
+def _cut_dims(whole: Any) -> list[int]:
+    return [
+        placement.dim
+        for placement, size in zip(whole.placements, whole.device_mesh.shape, strict=True)
+        if not placement.is_replicate() and size > 1
+    ]
+
+
 def _local_of(ref: ParameterRef) -> nn.Parameter:
     whole: Any = ref.parameter
     if whole.is_meta:
@@ -130,11 +144,7 @@ def _local_of(ref: ParameterRef) -> nn.Parameter:
             "their own (fans and random numbers are those of the whole). Build the model with "
             "values before parallelize_module, or use Lamina's own tensor-parallel layers"
         )
-    cut = [
-        placement.dim
-        for placement, size in zip(whole.placements, whole.device_mesh.shape, strict=True)
-        if not placement.is_replicate() and size > 1
-    ]
+    cut = _cut_dims(whole)
     if len(cut) > 1 or any(not (p.is_shard() or p.is_replicate()) for p in whole.placements):
         raise ValueError(
             f"{ref.name} is a DTensor with placements {tuple(whole.placements)}: fully_shard takes "

@@ -33,6 +33,7 @@ from lamina.models import (
     TransformerConfig,
     apply_recompute,
     preset,
+    routing_statistics,
     tensor_parallel_plan,
     to_huggingface,
 )
@@ -349,6 +350,24 @@ def test_a_global_loss_over_ranks_that_the_model_does_not_know_is_refused(ranks)
                 finalize_grads(model, mesh)
         else:
             finalize_grads(model, mesh)
+
+
+@pytest.mark.ranks(2)
+def test_losses_are_averaged_over_the_microbatches_of_all_ranks(ranks):
+    mesh = ParallelLayout(cp=2, ep=2).build("cpu")  # two parts of one microbatch
+    apart = ParallelLayout().build("cpu")  # two ranks of other sequences
+    for where, counts in ((mesh, (2, 2)), (apart, (2, 1))):
+        layer = MoELayer(replace(CONFIG, moe=replace(MOE, z_loss=0.1)), where).double()
+        forwards = [draw(4, 16, seed=8 * ranks.rank + i) for i in range(counts[ranks.rank])]
+        for x in forwards:
+            layer(x)
+        with torch.no_grad():
+            scores = torch.cat(forwards) @ layer.router.weight.T
+        own = 0.1 * scores.logsumexp(-1).square().sum() / 4
+        torch.distributed.all_reduce(own)
+        own /= 4 if where is mesh else 3
+        found = routing_statistics(torch.nn.Sequential(layer), where)["0.router"]
+        assert found.losses["z"] == pytest.approx(own.item())
 
 
 @pytest.mark.ranks(2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import islice
@@ -76,15 +77,15 @@ def routing_statistics(model: nn.Module, mesh: MeshLike = None) -> dict[str, Lay
     if not routers:
         return {}
     totals = [router.latest for router in routers.values()]
-    rows = [torch.cat([_flat(t.chosen), *(_flat(v) for v in t.sums.values())]) for t in totals]
+    rows = [_row(t) for t in totals]
     packed = torch.cat(rows)
     axes = _axes_of(next(iter(routers.values())), mesh)
     for axis in axes.token_axes:
         all_reduce_small([packed], axis.sibling("tokens"))
-    replicas = 1 if axes.dp is None else axes.dp.size
+    shared_by = math.prod(axis.size for axis in axes.along_sequence)
     values = iter(packed.tolist())
     return {
-        name: _read(router.latest, list(islice(values, row.numel())), replicas)
+        name: _read(router.latest, list(islice(values, row.numel())), shared_by)
         for (name, router), row in zip(routers.items(), rows, strict=True)
     }
 
@@ -94,20 +95,27 @@ def _axes_of(router: nn.Module, mesh: MeshLike) -> ExpertAxes:
     return own if mesh is None else ExpertAxes.of(mesh, sequence_parallel=not own.replicated)
 
 
-def _flat(value: Tensor | None) -> Tensor:
-    if value is None:
+def _row(totals: RoutingTotals) -> Tensor:
+    """Counts, sums, and forwards: ranks may differ in those."""
+    chosen = totals.chosen
+    if chosen is None:
         raise ValueError("a router without counts")
-    return value.double().flatten()
+    sums = (value.double().flatten() for value in totals.sums.values())
+    # Not a tensor of the host's number: on CUDA its copy makes the host wait.
+    forwards = torch.full((1,), totals.forwards, dtype=torch.float64, device=chosen.device)
+    return torch.cat([chosen.double(), *sums, forwards])
 
 
-def _read(totals: RoutingTotals, values: list[float], replicas: int) -> LayerRouting:
+def _read(totals: RoutingTotals, values: list[float], shared_by: int) -> LayerRouting:
+    """Name the sums over all ranks; ``shared_by`` of them hold parts of each microbatch."""
+    *values, forwards = values
     experts = len(values) - len(totals.sums)
     sums = dict(zip(totals.sums, values[experts:], strict=True))
     copies = max(sum(values[:experts]), 1.0)
-    parts = totals.forwards * replicas
+    microbatches = forwards / shared_by
     return LayerRouting(
         load=tuple(value / copies for value in values[:experts]),
         entropy=sums.pop("entropy") / max(sums.pop("tokens"), 1.0),
         dropped=sums.pop("dropped") / copies,
-        losses={name: value / parts for name, value in sums.items()},
+        losses={name: value / microbatches for name, value in sums.items()},
     )

@@ -129,8 +129,8 @@ def fully_shard(
             parameters where there are some.
         preproc_state_dict_for_dcp_ckpt: `state_dict()` of model and optimizer hold what
             `torch.distributed.checkpoint` saves and loads on any number of ranks; if False, whole
-            plain tensors on every rank (collective), for `torch.save`; refused where tp or ep has cut
-            parameters.
+            plain tensors on every rank (collective), for `torch.save`; refused where tp or ep has
+            cut parameters.
         report_nan_in_param_grad: refuse gradients that are not finite before they are sent,
             naming parameter and rank (costs a pass over the gradients and a synchronisation).
         average_in_collective: average inside the collective. The ordered reduction does so either

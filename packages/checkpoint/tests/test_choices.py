@@ -231,6 +231,50 @@ def test_parts_are_loaded_by_pattern_and_the_optimizer_apart(tmp_path):
     assert fresh["optimizer"].param_groups[0]["lr"] == 0.1
 
 
+def test_a_pattern_that_matches_nothing_is_refused(tmp_path):
+    manager = CheckpointManager(tmp_path)
+    manager.save(1, two())
+    before = (state := two())["model"]["a"].weight.detach().clone()
+    for patterns in ({"include": ["modle"]}, {"exclude": ["optimizer", "model.c"]}):
+        with pytest.raises(CheckpointMismatchError, match=r"modle|model\.c"):
+            manager.restore(state, **patterns)
+    assert torch.equal(state["model"]["a"].weight, before)
+    larger = two(extra=True)
+    manager.restore(larger, exclude=["model.c", "optimizer"])  # here, if not in the checkpoint
+
+
+@pytest.mark.parametrize("rate", [0.5, torch.tensor(0.5)], ids=["number", "tensor"])
+@pytest.mark.parametrize(
+    "patterns",
+    [
+        {"include": ["model", "optimizer.state"]},
+        {"exclude": ["optimizer.param_groups"]},
+        {"exclude": ["optimizer.param_groups.*.lr"]},
+    ],
+)
+def test_hyperparameters_that_are_not_selected_stay(tmp_path, rate, patterns):
+    saved, other = two(), two()
+    for held, lr in ((saved, 0.1), (other, 0.5)):
+        group = held["optimizer"].param_groups[0]
+        group["lr"] = torch.tensor(lr) if isinstance(rate, torch.Tensor) else lr
+        group["eps"] = lr
+    manager = CheckpointManager(tmp_path)
+    manager.save(1, saved)
+    weight, stored = other["model"]["a"].weight, saved["model"]["a"].weight
+    other["optimizer"].state[weight]["exp_avg"].zero_()
+    manager.restore(other, **patterns)
+    assert other["optimizer"].param_groups[0]["lr"] == 0.5
+    assert other["optimizer"].param_groups[0]["eps"] == (0.1 if "lr" in str(patterns) else 0.5)
+    expected = saved["optimizer"].state[stored]["exp_avg"]
+    assert torch.equal(other["optimizer"].state[weight]["exp_avg"], expected)
+    halves = torch.optim.AdamW(
+        [{"params": [p]} for p in other["model"].parameters()], lr=0.5
+    )  # cut otherwise, which is all the same to the state
+    if "lr" not in str(patterns):
+        manager.restore({**other, "optimizer": halves}, **patterns)
+        assert torch.equal(halves.state[weight]["exp_avg"], expected)
+
+
 @pytest.mark.ranks(2)
 def test_every_rank_reports_what_any_rank_misses(tmp_path):
     import torch.distributed as dist
@@ -243,8 +287,22 @@ def test_every_rank_reports_what_any_rank_misses(tmp_path):
     rank = dist.get_rank()
     torch.manual_seed(0)
     manager = CheckpointManager(tmp_path)
+
+    def training(*rates: float) -> dict[str, object]:
+        model = Stage("ab"[rank])
+        groups = [{"params": [], "lr": rate} for rate in rates]
+        groups[0]["params"] = list(model.parameters())
+        return {"model": model, "optimizer": torch.optim.SGD(groups)}
+
+    for rates, message in (
+        ([(1.0, 2.0), (2.0, 3.0)], r"lr=1\.0 in parameter group 0 on rank 0 and 2\.0 on rank 1"),
+        ([(1.0, 2.0, 3.0), (1.0, 2.0)], r"3 parameter groups on rank 0 and 2 on rank 1"),
+    ):
+        with pytest.raises(CheckpointError, match=message):
+            manager.save(1, training(*rates[rank]))
+    manager.save(2, training(1.0, 2.0))
     manager.save(1, {"model": Stage("ab"[rank])})
-    manager.restore({"model": Stage(("a", "bc")[rank])}, strict=False)
+    manager.restore({"model": Stage(("a", "bc")[rank])}, step=1, strict=False)
     missing = ("model.layers.c.bias", "model.layers.c.weight")
     assert manager.last_restore.missing == missing
     assert manager.last_restore.unexpected == ()

@@ -19,7 +19,7 @@ from lamina.checkpoint.names import unwrapped
 from lamina.checkpoint.parts import NO_HINTS, Hints, Parts, as_part
 from lamina.checkpoint.per_rank import PerRank
 from lamina.checkpoint.state import Taken, is_stateful, owner_of, take_entry
-from lamina.checkpoint.trees import RANKS
+from lamina.checkpoint.trees import RANKS, names_in
 from lamina.checkpoint.values import Json, decode
 
 
@@ -44,9 +44,13 @@ class Selection:
         """Whether a tensor or entry is selected."""
 
         def matches(patterns: Sequence[str]) -> bool:
-            return any(fnmatchcase(name, p) or name.startswith(f"{p}.") for p in patterns)
+            return any(_matches(name, pattern) for pattern in patterns)
 
         return (not self.include or matches(self.include)) and not matches(self.exclude)
+
+
+def _matches(name: str, pattern: str) -> bool:
+    return fnmatchcase(name, pattern) or name.startswith(f"{pattern}.")
 
 
 @dataclass
@@ -99,6 +103,18 @@ class Plan:
         self.missing: list[str] = absent
         self.unexpected: list[str] = []
         self._entries = {e: self._plan_entry(e, v) for e, v in self._objects.items() if e in trees}
+        self._claim_patterns()
+
+    def _claim_patterns(self) -> None:
+        """Note which patterns match a name that is stored, or one that is here."""
+        patterns = self._selection.include + self._selection.exclude
+        if not patterns:
+            return
+        stored = (name for entry, tree in self._trees.items() for name in names_in(tree, entry))
+        here = (n for one in self._entries.values() if one.taken for n in one.taken.tensors)
+        names = [*self._state, *stored, *here]
+        for pattern in patterns:
+            self.claims[_PATTERN + pattern] = any(_matches(name, pattern) for name in names)
 
     def _plan_entry(self, entry: str, value: Any) -> _Entry:
         stored: list[str] = []
@@ -158,8 +174,11 @@ class Plan:
         if planned.taken is None or planned.taken.optimizer is None:
             return
         here = planned.taken.optimizer.groups()
-        there = [group["params"] for group in self._trees[entry]["param_groups"]]
+        groups = self._trees[entry]["param_groups"]
+        there = [group["params"] for group in groups]
         if len(here) != len(there):
+            if not any(self._chosen(entry, n, group) for n, group in enumerate(groups)):
+                return
             raise CheckpointMismatchError(
                 f"'{entry}' has {len(here)} parameter groups, the checkpoint has {len(there)}"
             )
@@ -169,6 +188,11 @@ class Plan:
             # another order in every process.
             self.claims.update({prefix + name: name in local for name in stored})
             planned.missing |= {prefix + name for name in local.difference(stored)}
+
+    def _chosen(self, entry: str, number: int, group: Mapping[str, Any]) -> set[str]:
+        """Return the hyperparameters of a stored group that are selected."""
+        prefix = f"{entry}.param_groups.{number}."
+        return {key for key in group if key != "params" and self._selection.takes(prefix + key)}
 
     def _fill(self, name: str, taken: Taken | None, owner: torch.Tensor | None) -> None:
         metadata = self._stored.get(name)
@@ -217,9 +241,17 @@ class Plan:
             claimed: like `claims`, true where any rank has a place.
 
         Raises:
-            CheckpointMismatchError: a name on one side only, and the selection is strict.
+            CheckpointMismatchError: a name on one side only, and the selection is strict; or a
+                pattern that matches nothing.
 
         """
+        idle = [n.removeprefix(_PATTERN) for n in claimed if n.startswith(_PATTERN)]
+        idle = [pattern for pattern in idle if not claimed[_PATTERN + pattern]]
+        if idle:
+            raise CheckpointMismatchError(
+                f"{shortened([repr(pattern) for pattern in idle])} of include and exclude matches "
+                f"no name; the checkpoint's begin with {shortened(sorted(self._trees))}"
+            )
         for entry, planned in self._entries.items():
             missing = sorted(planned.missing)
             unexpected = sorted(
@@ -292,12 +324,30 @@ class Plan:
                 loaded = {**own.get(name, {}), **loaded}
             if loaded:
                 state[name] = loaded
-        return {**stored, "state": state}
+        tree = {
+            **{k: v for k, v in taken.tree.items() if not self._selection.takes(f"{entry}.{k}")},
+            **{k: v for k, v in stored.items() if self._selection.takes(f"{entry}.{k}")},
+        }
+        groups = self._groups(entry, stored["param_groups"], taken.tree["param_groups"])
+        return {**tree, "state": state, "param_groups": groups}
+
+    def _groups(self, entry: str, stored: list[Any], own: list[Any]) -> list[dict[str, Any]]:
+        """The stored hyperparameters where they are selected, this optimizer's own elsewhere."""
+        chosen = [self._chosen(entry, number, group) for number, group in enumerate(stored)]
+        if not any(chosen):
+            return own
+        return [
+            {**ours, **{key: theirs[key] for key in keys}}
+            for ours, theirs, keys in zip(own, stored, chosen, strict=True)
+        ]
 
 
 def _is_module(value: Any) -> bool:
     return isinstance(value, torch.nn.Module)
 
+
+_PATTERN = "pattern "
+"""Before the patterns in `Plan.claims`, which are no names."""
 
 _LEFT = object()
 """Stands for a stored tensor that was not read: not selected, or another rank's."""

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from lamina.checkpoint.values import Json
+from lamina.checkpoint.errors import CheckpointError
+from lamina.checkpoint.values import Json, decode
 
 RANKS = "$ranks"
 
@@ -51,17 +52,44 @@ class Trees:
         Args:
             of_ranks: by rank, what `for_coordinator` gave there.
 
+        Raises:
+            CheckpointError: an optimizer's groups differ between ranks.
+
         """
         merged = dict(self._shared)
         own: dict[str, list[Json]] = {entry: [] for entry in self._own}
-        for text in of_ranks:
+        for rank, text in enumerate(of_ranks):
             parsed = {"joined": {}, "own": {}} if text is None else json.loads(text)
             for entry, tree in parsed["joined"].items():
+                _check_groups(entry, rank, merged[entry], tree)
                 merged[entry] = _join(merged.get(entry), tree)
             for entry, values in own.items():
                 values.append(parsed["own"].get(entry))
         merged.update({entry: {RANKS: values} for entry, values in own.items()})
         return json.dumps(merged, allow_nan=False).encode()
+
+
+def _check_groups(entry: str, rank: int, first: Any, other: Any) -> None:
+    """Refuse hyperparameters that differ: only the first rank's would be stored, for all ranks."""
+    if not isinstance(first, dict) or not isinstance(first.get("param_groups"), list):
+        return
+    groups = first["param_groups"], other.get("param_groups", [])
+    remedy = (
+        "one rank's are stored for all: give every rank the same groups in the same order, with "
+        "an empty one where a pipeline stage has none of its parameters"
+    )
+    if len(groups[0]) != len(groups[1]):
+        raise CheckpointError(
+            f"'{entry}' has {len(groups[0])} parameter groups on rank 0 and {len(groups[1])} on "
+            f"rank {rank}; {remedy}"
+        )
+    for number, (one, two) in enumerate(zip(*groups, strict=True)):
+        for key in sorted({*one, *two} - {"params"}):
+            if one.get(key) != two.get(key):
+                raise CheckpointError(
+                    f"'{entry}' has {key}={one.get(key)} in parameter group {number} on rank 0 and "
+                    f"{two.get(key)} on rank {rank}; {remedy}"
+                )
 
 
 def _join(first: Any, other: Any) -> Any:
@@ -78,3 +106,19 @@ def _join(first: Any, other: Any) -> Any:
         if len(first) == len(other):
             return [_join(a, b) for a, b in zip(first, other, strict=True)]
     return first
+
+
+def names_in(tree: Any, path: str) -> Iterator[str]:
+    """Yield the name of every place in a tree of `values.json`, `path` of the tree itself first."""
+    yield path
+    children: list[tuple[str, Any]] = []
+    if isinstance(tree, list):
+        children = [(str(number), item) for number, item in enumerate(tree)]
+    elif isinstance(tree, dict) and "$dict" in tree:
+        children = [(str(decode(key, str)), item) for key, item in tree["$dict"]]
+    elif isinstance(tree, dict):
+        children = [(key, item) for key, item in tree.items() if not key.startswith("$")]
+        for tag in ("$tuple", "$set"):
+            yield from list(names_in(tree.get(tag), path))[1:]
+    for key, item in children:
+        yield from names_in(item, f"{path}.{key}")

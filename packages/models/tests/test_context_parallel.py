@@ -23,7 +23,9 @@ from lamina.models import (
     join_sequence,
     pieces,
 )
-from lamina.models.context_parallel import places_of
+from lamina.models.context_parallel import Ring, places_of
+from lamina.models.patterns import Flex, Varlen
+from lamina.models.pieces import InPieces
 from lamina_testing import Meter
 
 WAYS = ("ring", "all_gather", "ulysses")
@@ -281,6 +283,15 @@ def test_what_cannot_be_is_refused():
     mesh = ParallelLayout(cp=2).build("cpu")
     with pytest.raises(ValueError, match="'ring' has no attention_dropout"):
         GPTModel(replace(LLAMA, attention_dropout=0.1), mesh)
+    model = replace(LLAMA, attention_dropout=0.1)
+    tokens, axis = torch.zeros(1, 8, dtype=torch.int64), mesh.axis("cp")
+    with pytest.raises(ValueError, match="'ring' has no attention_dropout"):
+        AttentionContext.build(model, tokens, torch.float32, training=True, mesh=mesh)
+    x = torch.zeros(1, 4, 2, 8)
+    starts = torch.zeros(2, dtype=torch.int32)
+    for pattern in (Ring(axis), InPieces(()), Varlen(starts, 4), Flex(None)):
+        with pytest.raises(ValueError, match=f"{type(pattern).__name__} has no attention_dropout"):
+            pattern(x, x, x, scale=1.0, dropout=0.1)
     for way in ("ring", "all_gather"):
         with pytest.raises(ValueError, match=f"attention_path 'sdpa' beside .* '{way}'"):
             GPTModel(replace(LLAMA, attention_path="sdpa", context_parallel=way), mesh)

@@ -7,8 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 
+from lamina.ddp import DistributedDataParallel, DistributedDataParallelConfig, full_gradients
+from lamina.fsdp import fully_shard
 from lamina.mesh import ParallelLayout
-from lamina.models import GPTModel, TransformerConfig, pipeline
+from lamina.models import GPTModel, MoEConfig, TransformerConfig, pipeline
 
 CONFIG = TransformerConfig(
     vocab_size=40, hidden_size=16, num_layers=4, num_heads=2, ffn_size=24, max_sequence_length=16,
@@ -38,9 +40,66 @@ def test_a_model_on_the_meta_device_starts_with_the_whole_models_weights(ranks):
 
 
 @pytest.mark.ranks(2)
-def test_stages_that_would_draw_from_different_seeds_are_refused(ranks):
+@pytest.mark.parametrize("axis", ["tp", "pp"])
+def test_parts_of_a_model_from_different_seeds_are_refused(axis, ranks):
+    mesh = ParallelLayout(**{axis: 2}).build("cpu")
+    torch.manual_seed(ranks.rank)
+    for device in ("cpu", "meta"):
+        with torch.device(device):
+            with pytest.raises(ValueError, match=f"ranks of {axis} would draw .* different seeds"):
+                GPTModel(CONFIG, mesh)
+            model = GPTModel(CONFIG, seed=ranks.rank)
+        if axis == "pp":
+            with pytest.raises(ValueError, match=r"ranks of pp would draw .* different seeds"):
+                pipeline(model, mesh, "1f1b", 2, device="cpu")
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("axis", ["cp", "tp", "ep"])
+def test_a_model_that_is_not_built_for_the_mesh_is_refused(axis, ranks):
+    sizes = {"dp_shard": 2, "ep": 2} if axis == "ep" else {axis: 2}
+    mesh, alone = (ParallelLayout(**s).build("cpu") for s in (sizes, {"dp_shard": 2}))
+    config = CONFIG
+    if axis == "ep":
+        config = replace(CONFIG, moe=MoEConfig(num_experts=4, top_k=2, ffn_size=8))
+    with pytest.raises(ValueError, match=f"built for {axis} 1, and the mesh has {axis} 2"):
+        pipeline(GPTModel(config, seed=0), mesh, wrap=lambda stage: stage)
+    with pytest.raises(ValueError, match=f"built for {axis} 2, and the mesh has {axis} 1"):
+        pipeline(GPTModel(config, mesh, seed=0), alone, wrap=lambda stage: stage)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(
+    ("schedule", "kind"),
+    [
+        ("1f1b", None),
+        ("1f1b", "ddp"),
+        ("zbv_zero_bubble", "fsdp"),
+        ("interleaved_zero_bubble", None),
+    ],
+)
+def test_a_first_stage_may_be_frozen(schedule, kind, ranks):
     mesh = ParallelLayout(pp=2).build("cpu")
-    with torch.device("meta"):
-        model = GPTModel(CONFIG, mesh, seed=ranks.rank)
-    with pytest.raises(ValueError, match="different seeds"):
-        pipeline(model, mesh, "1f1b", 2, device="cpu")
+    model, whole = (GPTModel(CONFIG, m, seed=1) for m in (mesh, None))
+    layout = [2, 2] if schedule == "1f1b" else [1, 1, 1, 1]
+    for each in (model, whole):
+        for module in (each.embedding, *each.blocks[: layout[0]]):
+            module.requires_grad_(False)
+    wraps = {
+        "fsdp": lambda stage: fully_shard(stage, device_mesh=mesh),
+        "ddp": lambda stage: DistributedDataParallel(stage, DistributedDataParallelConfig(), mesh),
+    }
+    runner = pipeline(model, mesh, schedule, 4, layout, wrap=wraps.get(kind))
+    tokens = torch.arange(32).view(4, 8)
+    for _ in range(2):
+        loss = whole(tokens, tokens)
+        loss.backward()
+        torch.testing.assert_close(runner.step(tokens, tokens), loss.detach())
+        found = {name: p.grad for name, p in runner.named_parameters() if p.grad is not None}
+        if kind is not None:
+            found = full_gradients(runner)
+        assert bool(found) == (ranks.rank == 1 or schedule != "1f1b")
+        for name, gradient in found.items():
+            torch.testing.assert_close(gradient, whole.get_parameter(name).grad, msg=name)
+        for stage in (whole, *runner.stages):
+            getattr(stage, "zero_grad_buffer", stage.zero_grad)()

@@ -26,6 +26,7 @@ from lamina.models.patterns import (
     choose_pattern,
     document_runs,
     flex_over,
+    refuse_dropout,
     repeat_heads,
 )
 from lamina.models.pieces import InPieces, Piece, add_each, to_one_width
@@ -57,6 +58,7 @@ class Ring:
         self, query: Tensor, key: Tensor, value: Tensor, *, scale: float, dropout: float
     ) -> Tensor:
         """See `AttentionPattern`; tokens are this rank's."""
+        refuse_dropout("Ring", dropout)
         padded = to_one_width(query, key, value)
         mixed: Tensor = _RingAttention.apply(*padded, self, scale)  # type: ignore[no-untyped-call]
         return mixed[..., : value.shape[-1]]
@@ -213,11 +215,8 @@ def check_context_parallel(config: TransformerConfig, cp: MeshAxis, tp_size: int
             f"attention_path {config.attention_path!r} beside context_parallel {way!r}, which has "
             "kernels of its own: set attention_path to 'auto', or context_parallel to 'ulysses'"
         )
-    if way == "ring" and config.attention_dropout:
-        raise ValueError(
-            f"context_parallel 'ring' has no attention_dropout (here {config.attention_dropout}): "
-            "set it to 0, or context_parallel to 'all_gather' or 'ulysses'"
-        )
+    if way == "ring":
+        _refuse_ring_dropout(config.attention_dropout)
     if way != "ulysses":
         return
     local, local_kv = heads // tp_size, kv_heads // tp_size
@@ -226,6 +225,14 @@ def check_context_parallel(config: TransformerConfig, cp: MeshAxis, tp_size: int
             f"context_parallel 'ulysses' gives each of {cp.size} ranks a share of the heads, but a "
             f"tp rank has {heads} / {tp_size} = {local} heads and {kv_heads} / {tp_size} = "
             f"{local_kv} key heads: choose 'ring' or 'all_gather', or another cp"
+        )
+
+
+def _refuse_ring_dropout(dropout: float) -> None:
+    if dropout:
+        raise ValueError(
+            f"context_parallel 'ring' has no attention_dropout (here {dropout}): set it to 0, or "
+            "context_parallel to 'all_gather' or 'ulysses'"
         )
 
 
@@ -256,6 +263,7 @@ def parallel_pattern(
         return Ulysses(axis, choose_pattern(config, tokens, dtype, document_ids, dropout))
     runs = None if document_ids is None else document_runs(document_ids)
     if config.context_parallel == "ring":
+        _refuse_ring_dropout(dropout)
         if tokens.is_cuda and (runs is not None or window is not None):
             raise ValueError(
                 "context_parallel 'ring' has neither documents nor a sliding window on a GPU, "

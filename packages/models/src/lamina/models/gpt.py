@@ -17,7 +17,7 @@ from lamina.models.context import AttentionContext, default_positions
 from lamina.models.context_parallel import check_context_parallel
 from lamina.models.dropout import Dropout
 from lamina.models.embedding import OutputHead, PositionEmbedding, VocabParallelEmbedding
-from lamina.models.initialise import assign_seeds, draw_seed
+from lamina.models.initialise import assign_seeds, check_same_seed, draw_seed
 from lamina.models.layer_pattern import make_block
 from lamina.models.loss import IGNORED, check_reduction
 from lamina.models.moe.axes import ExpertAxes
@@ -45,7 +45,8 @@ class GPTModel(nn.Module):
             generator, so ``torch.manual_seed`` (or ``lamina.mesh.seed_everything``) decides it.
 
     Raises:
-        ValueError: if heads, inner width or vocabulary are not divisible by the number of ranks.
+        ValueError: if heads, inner width or vocabulary are not divisible by the number of ranks, or
+            if ranks of ``tp`` or ``pp`` have different seeds.
 
     """
 
@@ -58,6 +59,7 @@ class GPTModel(nn.Module):
     ) -> None:
         super().__init__()
         self.seed = draw_seed() if seed is None else seed
+        check_same_seed(self.seed, axis_of(mesh, "tp"), axis_of(mesh, "pp"))
         self.cp = axis_of(mesh, "cp")
         self.expert_axes = ExpertAxes()
         if config.moe is not None:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
+from lamina.collectives import all_reduce_small
 from lamina.mesh import MeshAxis, derive_seed
 from lamina.models.cutting import cut_weight
 
@@ -20,6 +21,32 @@ from lamina.models.cutting import cut_weight
 def draw_seed() -> int:
     """Draw a model's seed from torch's CPU generator (so ``torch.manual_seed`` decides it)."""
     return int(torch.randint(0, 2**62, (), device="cpu"))
+
+
+def check_same_seed(seed: int, *axes: MeshAxis | None) -> None:
+    """Raise ValueError where ranks that make up one model have different seeds; collective.
+
+    Args:
+        seed: the model's, here.
+        axes: along which it must be the same; None is one rank.
+
+    """
+    for axis in axes:
+        if axis is None or axis.group is None:
+            continue
+        kinds = {device.type for device in axis.group._device_types}
+        device = torch.device("cpu" if "cpu" in kinds or not torch.cuda.is_available() else "cuda")
+        own = seed % 2**63
+        # The largest, and the smallest with its sign turned.
+        found = torch.tensor([own, -own], dtype=torch.int64, device=device)
+        all_reduce_small([found], axis.group, op="max")
+        highest, lowest = found.tolist()
+        if highest != -lowest:
+            raise ValueError(
+                f"ranks of {axis.name} would draw weights from different seeds (rank {axis.rank} "
+                f"of {axis.size}: {own}; in all {-lowest} to {highest}), and hold parts of one "
+                "model: build GPTModel(config, mesh, seed=...) with one seed on all ranks"
+            )
 
 
 def assign_seeds(model: nn.Module, seed: int) -> None:

@@ -34,6 +34,15 @@ def repeat_heads(x: Tensor, heads: int) -> Tensor:
     return x if x.shape[2] == heads else x.repeat_interleave(heads // x.shape[2], dim=2)
 
 
+def refuse_dropout(name: str, dropout: float) -> None:
+    """Raise ValueError for dropout of probabilities that a kernel never writes out."""
+    if dropout:
+        raise ValueError(
+            f"{name} has no attention_dropout (here {dropout}): set it to 0, or take a pattern of "
+            "scaled_dot_product_attention (Causal, Masked)"
+        )
+
+
 def _heads_second(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(x.transpose(1, 2) for x in tensors)
 
@@ -103,6 +112,7 @@ class Varlen:
         self, query: Tensor, key: Tensor, value: Tensor, *, scale: float, dropout: float
     ) -> Tensor:
         """See `AttentionPattern`."""
+        refuse_dropout("Varlen", dropout)
         from torch.nn.attention.varlen import varlen_attn
 
         grouped = key.shape[2] != query.shape[2]
@@ -135,6 +145,7 @@ class Flex:
         self, query: Tensor, key: Tensor, value: Tensor, *, scale: float, dropout: float
     ) -> Tensor:
         """See `AttentionPattern`."""
+        refuse_dropout("Flex", dropout)
         q, k, v = _heads_second(query, key, value)
         mixed: Tensor = _flex_kernel(query.is_cuda)(
             q, k, v, block_mask=self.mask, scale=scale, enable_gqa=k.shape[1] != q.shape[1]

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from lamina.models.attention_blocks import Block, merge
+from lamina.models.patterns import refuse_dropout
 
 
 @dataclass(frozen=True)
@@ -97,6 +98,7 @@ class InPieces:
         self, query: Tensor, key: Tensor, value: Tensor, *, scale: float, dropout: float
     ) -> Tensor:
         """See `lamina.models.patterns.AttentionPattern`; scales are the pieces' own."""
+        refuse_dropout("InPieces", dropout)
         padded = to_one_width(query, key, value)
         mixed: Tensor = _InPieces.apply(*padded, self.pieces)  # type: ignore[no-untyped-call]
         return mixed[..., : value.shape[-1]]

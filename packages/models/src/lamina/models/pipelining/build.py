@@ -8,11 +8,13 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from lamina.collectives import all_reduce_small, broadcast
+from lamina.collectives import broadcast
 from lamina.ddp import HasGroups, groups_of
 from lamina.mesh import MeshAxis, ParallelMesh, mesh_axis
+from lamina.models.axes import axis_of
 from lamina.models.config import TransformerConfig
 from lamina.models.gpt import GPTModel
+from lamina.models.initialise import check_same_seed
 from lamina.models.pipelining.cuts import Layout, cut_layers, resolve_layout
 from lamina.models.pipelining.module import GPTStage, materialise
 from lamina.models.pipelining.runner import PipelineRunner
@@ -45,7 +47,7 @@ def pipeline(
     ``model`` must not be used afterwards. Parameters keep the names they have in the whole model.
 
     Args:
-        model: the whole model, with the same weights or seed on every pipeline rank.
+        model: the whole model, built for this mesh, with the same seed on every pipeline rank.
         mesh: has an axis ``pp``. A model with tied embeddings needs a ParallelMesh.
         schedule: ``gpipe``, ``1f1b``, ``interleaved_1f1b``, ``looped_bfs``,
             ``interleaved_zero_bubble``, ``zbv_zero_bubble`` or ``dualpipev``.
@@ -107,13 +109,12 @@ def _layout(
     sequence: int | None,
 ) -> Layout:
     """Layers of each stage."""
-    length = None if layout is None else len(layout)
-    num_stages = number_of_stages(schedule, ranks, stages_per_rank, length)
+    wanted = None if layout is None else resolve_layout(layout, config.num_layers)
     if ranks == 1:  # nobody to share with: one stage, microbatch after microbatch
         return (tuple(range(config.num_layers)),)
-    if layout is None:
-        return cut_layers(config, num_stages, sequence)
-    return resolve_layout(layout, config.num_layers)
+    length = None if layout is None else len(layout)
+    num_stages = number_of_stages(schedule, ranks, stages_per_rank, length)
+    return cut_layers(config, num_stages, sequence) if wanted is None else wanted
 
 
 def _pipeline_axis(mesh: ParallelMesh | DeviceMesh) -> MeshAxis:
@@ -131,6 +132,7 @@ def _check(
     axis: MeshAxis,
     wrap: Callable[[GPTStage], nn.Module] | None,
 ) -> None:
+    _check_axes(model, mesh)
     if not isinstance(mesh, ParallelMesh):
         if model.head.tied and axis.size > 1:
             raise ValueError(
@@ -145,21 +147,27 @@ def _check(
             "None, so nobody would sum gradients over them: pass "
             "wrap=lambda stage: fully_shard(stage, device_mesh=mesh)"
         )
-    meta = any(parameter.is_meta for parameter in model.parameters())
-    if meta and axis.size > 1:
-        _same_seed(model.seed, axis, _device_of(mesh))
+    if axis.size > 1:
+        check_same_seed(model.seed, axis)
 
 
-def _same_seed(seed: int, axis: MeshAxis, device: torch.device) -> None:
-    """Stages that draw their own weights must draw those of one model."""
-    found = [torch.tensor([seed], dtype=torch.int64, device=device) for _ in range(2)]
-    all_reduce_small([found[0]], axis.sibling("pipeline"), op="max")
-    all_reduce_small([found[1]], axis.sibling("pipeline"), op="min")
-    if int(found[0]) != int(found[1]):
-        raise ValueError(
-            f"pipeline ranks would draw weights from different seeds (here {seed}, elsewhere "
-            f"{int(found[0])} and {int(found[1])}): build GPTModel(config, mesh, seed=...)"
-        )
+def _check_axes(model: GPTModel, mesh: ParallelMesh | DeviceMesh) -> None:
+    """Raise ValueError for a model that is cut over other ranks than the mesh has.
+
+    Nobody would sum its gradients over an axis that it knows nothing of, and each rank would count
+    the whole of what it takes for a part.
+    """
+    cuts = {"cp": model.cp, "tp": model.axis}
+    if model.config.moe is not None:
+        cuts["ep"] = model.expert_axes.ep
+    for name, cut in cuts.items():
+        there = axis_of(mesh, name)
+        sizes = [1 if axis is None else axis.size for axis in (cut, there)]
+        if sizes[0] != sizes[1]:
+            raise ValueError(
+                f"the model is built for {name} {sizes[0]}, and the mesh has {name} {sizes[1]} "
+                f"({mesh!r}): build it as GPTModel(config, mesh) with the mesh of pipeline()"
+            )
 
 
 def _make_modules(

@@ -185,7 +185,9 @@ class LaminaStage(_PipelineStageBase):
                 stack.enter_context(_no_sync(self.submod))
             if not full_backward:
                 self._late[chunk] = stack.enter_context(self.queue.collecting())
-            torch.autograd.backward(output, received)
+            if not isinstance(output, Tensor) or self.is_last or output.requires_grad:
+                torch.autograd.backward(output, received)
+            # Otherwise a first stage of frozen parameters alone, whose output has no graph.
         if x is not None:
             if x.grad is None:  # every parameter before the output is unused: zeros go on
                 x.grad = torch.zeros_like(x)

@@ -57,7 +57,7 @@ class MoEConfig:
             all ranks and adds up what returns, which is cheaper on few ranks with many experts
             per token.
         experts: ``grouped`` multiplies all experts in one kernel; ``loop`` one by one; ``auto``
-            takes the first that can.
+            takes the first that can, and one batched product where experts have equal loads.
 
     Raises:
         ValueError: for sizes that do not fit together.

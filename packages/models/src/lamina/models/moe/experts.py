@@ -37,7 +37,9 @@ class GroupedExperts(nn.Module):
         mesh: has the axes ``ep`` and ``expert_tp``; None is one process.
         init_std: standard deviation of the initial ``up``.
         output_std: of the initial ``down``.
-        path: ``grouped`` (``torch.nn.functional.grouped_mm``), ``loop`` or ``auto``.
+        path: ``grouped`` (``torch.nn.functional.grouped_mm``), ``loop``, or ``auto``: one batched
+            product where the host knows that experts have equally many rows, else the first of
+            the two that can.
 
     Raises:
         ValueError: if experts or inner width are not divisible by the number of ranks.
@@ -98,7 +100,8 @@ class GroupedExperts(nn.Module):
         rows, up, _ = under_autocast(arrived.rows, self.up)
         _, down, _ = under_autocast(rows, self.down)
         way: Way = "loop"
-        if arrived.on_host is not None and len(set(arrived.on_host)) == 1:
+        equal = arrived.on_host is not None and len(set(arrived.on_host)) == 1
+        if self.path == "auto" and equal:
             way = "batched"
         elif self._can_group(rows):
             way = "grouped"

@@ -10,6 +10,7 @@ from lamina.models import LatentAttention, Precision, RopeScaling, TransformerCo
 
 BASE = {"vocab_size": 10, "hidden_size": 48, "num_layers": 2, "num_heads": 6}
 MLA = LatentAttention(kv_lora_rank=4)
+LINEAR = RopeScaling(kind="linear", factor=2.0)
 
 
 @pytest.mark.parametrize(
@@ -29,6 +30,8 @@ MLA = LatentAttention(kv_lora_rank=4)
         ({"mla": MLA, "num_kv_heads": 2}, "num_kv_heads is 2 beside mla"),
         ({"mla": MLA, "qk_norm": True}, "qk_norm beside mla"),
         ({"mla": MLA, "positions": "none"}, "positions is 'none' beside mla"),
+        ({"rope_scaling": LINEAR, "positions": "learned"}, "rope_scaling .* positions 'learned'"),
+        ({"rope_scaling": LINEAR, "positions": "none"}, "rope_scaling .* positions 'none'"),
     ],
 )
 def test_sizes_that_do_not_fit_are_refused(change, message):
@@ -57,6 +60,15 @@ def test_rope_scaling_is_validated():
         RopeScaling(kind="ntk", factor=2.0)
     with pytest.raises(ValueError, match="must be above low_freq_factor"):
         RopeScaling(kind="llama3", factor=2.0, low_freq_factor=4.0, high_freq_factor=1.0)
+    with pytest.raises(ValueError, match="original_length is 0: it must be at least 1"):
+        RopeScaling(kind="yarn", factor=2.0, original_length=0)
+
+
+def test_latent_attention_is_validated():
+    with pytest.raises(ValueError, match="q_lora_rank is 0: it must be at least 1, or None"):
+        LatentAttention(kv_lora_rank=4, q_lora_rank=0)
+    with pytest.raises(ValueError, match=r"norm_eps is 0\.0: it must be positive"):
+        LatentAttention(kv_lora_rank=4, norm_eps=0.0)
 
 
 @pytest.mark.parametrize(

@@ -35,8 +35,8 @@ CONFIGS = {
     "llama-linear": TransformerConfig(**TINY, rope_scaling=RopeScaling(kind="linear", factor=3.0)),
     "llama-yarn": TransformerConfig(**TINY, rope_scaling=LONG, max_sequence_length=64,
                                     attention_bias=True, mlp_bias=True),
-    "deepseek": TransformerConfig(
-        **TINY, norm_eps=1e-6,
+    "deepseek": TransformerConfig(  # latents have DeepSeek's own eps
+        **TINY, norm_eps=1e-2,
         mla=LatentAttention(kv_lora_rank=16, q_lora_rank=24, qk_nope_head_dim=8,
                             qk_rope_head_dim=6, v_head_dim=10)),
     "deepseek-yarn": TransformerConfig(
@@ -142,6 +142,28 @@ def test_files_written_before_version_five_are_read():
     assert read.rope_scaling == config.rope_scaling
 
 
+def test_what_a_file_leaves_out_means_what_it_means_to_transformers():
+    def read_both(written):
+        theirs = transformers.AutoConfig.for_model(**written)
+        return config_from_huggingface(written), config_from_huggingface(theirs.to_dict())
+
+    for name in ("llama", "llama-yarn"):
+        written = huggingface_config(CONFIGS[name])
+        del written["rope_parameters"]["original_max_position_embeddings"]
+        ours, theirs = read_both(written)
+        assert ours.rope_scaling == theirs.rope_scaling
+        assert ours.rope_scaling.original_length == 64
+    window = {"use_sliding_window": True, "sliding_window": 5}
+    for name in ("qwen2", "qwen3"):
+        written = huggingface_config(CONFIGS[name]) | window
+        for full, expected in ((0, 5), (2, None), (28, None), (None, None)):
+            own = {} if full is None else {"max_window_layers": full}
+            for read in read_both(written | own):
+                assert read.sliding_window == expected
+        with pytest.raises(ValueError, match="max_window_layers is 1 of 2 layers"):
+            config_from_huggingface(written | {"max_window_layers": 1})
+
+
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_vocabulary_padding_stays_at_home(name):
     config = replace(CONFIGS[name], vocab_multiple=16)
@@ -159,6 +181,22 @@ def test_what_has_no_counterpart_is_refused():
         config_from_huggingface({"model_type": "bert"})
     with pytest.raises(ValueError, match="activation 'relu2'"):
         huggingface_config(replace(CONFIGS["llama"], activation="relu2"))
+    for name, change, message in (
+        ("llama", {"attention_scale": 1.0}, r"attention_scale is 1\.0: .* 0\.3535"),
+        ("gpt2", {"attention_scale": 1.0}, r"attention_scale is 1\.0"),
+        ("deepseek", {"attention_scale": 1.0}, r"attention_scale is 1\.0"),
+        ("deepseek", {"sliding_window": 5}, "sliding_window is 5 beside mla"),
+        ("deepseek", {"mla": replace(CONFIGS["deepseek"].mla, norm_eps=1e-5)}, "norm_eps of mla"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            huggingface_config(replace(CONFIGS[name], **change))
+    assert huggingface_config(replace(CONFIGS["llama"], attention_scale=8**-0.5))
+    for name, value, message in (
+        ("scale_attn_weights", False, "scale_attn_weights is False"),
+        ("embd_pdrop", 0.3, r"embd_pdrop is 0\.3, resid_pdrop 0\.1"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            config_from_huggingface(huggingface_config(CONFIGS["gpt2"]) | {name: value})
     written = huggingface_config(CONFIGS["deepseek"]) | {"first_k_dense_replace": 1}
     with pytest.raises(ValueError, match="1 of 2 layers: the others have experts"):
         config_from_huggingface(written)

@@ -65,6 +65,8 @@ class RopeScaling:
         require_one_of("kind", self.kind, get_args(RopeScalingKind))
         if self.factor < 1.0:
             raise ValueError(f"RoPE's factor is {self.factor}: it must be at least 1")
+        if self.original_length < 1:
+            raise ValueError(f"original_length is {self.original_length}: it must be at least 1")
         if self.high_freq_factor <= self.low_freq_factor:
             raise ValueError(
                 f"high_freq_factor {self.high_freq_factor} must be above "
@@ -91,6 +93,8 @@ class LatentAttention:
         qk_nope_head_dim: elements of a query or key head that carry no position.
         qk_rope_head_dim: elements of a query or key head turned by RoPE; keys share them.
         v_head_dim: elements of a value head.
+        norm_eps: added to the variance under the root where latents are normalised; DeepSeek's code
+            has 1e-6 there, whatever the model's own ``norm_eps``.
 
     """
 
@@ -99,11 +103,16 @@ class LatentAttention:
     qk_nope_head_dim: int = 128
     qk_rope_head_dim: int = 64
     v_head_dim: int = 128
+    norm_eps: float = 1e-6
 
     def __post_init__(self) -> None:
         for name in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}: it must be at least 1")
+        if self.q_lora_rank is not None and self.q_lora_rank < 1:
+            raise ValueError(f"q_lora_rank is {self.q_lora_rank}: it must be at least 1, or None")
+        if not self.norm_eps > 0.0:
+            raise ValueError(f"norm_eps is {self.norm_eps}: it must be positive")
         _divides("qk_rope_head_dim", self.qk_rope_head_dim, "2", 2, "RoPE turns pairs of elements")
 
 
@@ -257,6 +266,12 @@ class TransformerConfig:
         for name in ("norm_eps", "rope_theta", "init_std"):
             if not getattr(self, name) > 0.0:
                 raise ValueError(f"{name} is {getattr(self, name)}: it must be positive")
+
+        if self.rope_scaling is not None and self.positions != "rope":
+            raise ValueError(
+                f"rope_scaling is given beside positions {self.positions!r}, which have no RoPE: "
+                "leave it None, or set positions='rope'"
+            )
 
     def _check_heads(self) -> None:
         if self.mla is not None:

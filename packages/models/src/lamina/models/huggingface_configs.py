@@ -153,6 +153,14 @@ def _read_gpt2(source: Mapping[str, Any]) -> TransformerConfig:
     for name in ("scale_attn_by_inverse_layer_idx", "reorder_and_upcast_attn"):
         if source.get(name):
             raise ValueError(f"{name} is set, which TransformerConfig cannot express")
+    if not source.get("scale_attn_weights", True):
+        raise ValueError("scale_attn_weights is False: only scores that are scaled are known")
+    embedding, residual = (source.get(f"{name}_pdrop", 0.1) for name in ("embd", "resid"))
+    if embedding != residual:
+        raise ValueError(
+            f"embd_pdrop is {embedding}, resid_pdrop {residual}: TransformerConfig has one dropout "
+            "for both; write the same into config.json"
+        )
     activations: dict[str, Activation] = {"gelu_new": "gelu_tanh", "gelu": "gelu"}
     name = source.get("activation_function", "gelu_new")
     if name not in activations:
@@ -171,7 +179,7 @@ def _read_gpt2(source: Mapping[str, Any]) -> TransformerConfig:
         attention_bias=True,
         mlp_bias=True,
         tie_embeddings=source.get("tie_word_embeddings", True),
-        dropout=source.get("resid_pdrop", 0.1),
+        dropout=residual,
         attention_dropout=source.get("attn_pdrop", 0.1),
         init_std=source.get("initializer_range", 0.02),
     )
@@ -180,15 +188,6 @@ def _read_gpt2(source: Mapping[str, Any]) -> TransformerConfig:
 def _read_llama_like(kind: str, source: Mapping[str, Any]) -> TransformerConfig:
     if source.get("hidden_act", "silu") != "silu":
         raise ValueError(f"hidden_act is {source['hidden_act']!r}: only silu is known")
-    window = source.get("sliding_window")
-    if kind in ("qwen2", "qwen3", "qwen3_moe"):
-        layers = set(source.get("layer_types") or ())
-        if len(layers) > 1:
-            raise ValueError(f"layers of kinds {sorted(layers)}: TransformerConfig has one kind")
-        if not source.get("use_sliding_window") or layers == {"full_attention"}:
-            window = None
-    elif kind not in ("mistral", "mixtral"):
-        window = None
     bias = kind == "qwen2" or bool(source.get("attention_bias", False))
     rope = _rope_of(source)
     mla = _read_mla(source) if kind == "deepseek_v3" else None
@@ -204,7 +203,7 @@ def _read_llama_like(kind: str, source: Mapping[str, Any]) -> TransformerConfig:
         max_sequence_length=source["max_position_embeddings"],
         norm_eps=source.get("rms_norm_eps", 1e-6),
         rope_theta=rope.get("rope_theta", 10_000.0),
-        rope_scaling=_read_scaling(rope),
+        rope_scaling=_read_scaling(rope, source),
         mla=mla,
         moe=read_moe(kind, source),
         attention_scale=_read_scale(rope, mla),
@@ -214,9 +213,32 @@ def _read_llama_like(kind: str, source: Mapping[str, Any]) -> TransformerConfig:
         mlp_bias=bool(source.get("mlp_bias", False)),
         tie_embeddings=source.get("tie_word_embeddings", False),
         attention_dropout=source.get("attention_dropout") or 0.0,
-        sliding_window=window,
+        sliding_window=_read_window(kind, source),
         init_std=source.get("initializer_range", 0.02),
     )
+
+
+def _read_window(kind: str, source: Mapping[str, Any]) -> int | None:
+    window: int | None = source.get("sliding_window")
+    if kind in ("mistral", "mixtral"):
+        return window
+    if kind not in ("qwen2", "qwen3", "qwen3_moe"):
+        return None
+    layers, kinds = source["num_hidden_layers"], set(source.get("layer_types") or ())
+    if len(kinds) > 1:
+        raise ValueError(f"layers of kinds {sorted(kinds)}: TransformerConfig has one kind")
+    if not source.get("use_sliding_window") or kinds == {"full_attention"}:
+        return None
+    if kinds or kind == "qwen3_moe":
+        return window
+    # In files without layer_types the first layers see everything.
+    full = min(source.get("max_window_layers", 28), layers)
+    if window is not None and 0 < full < layers:
+        raise ValueError(
+            f"max_window_layers is {full} of {layers} layers: the others have a sliding window, "
+            "and TransformerConfig has one kind of layer"
+        )
+    return window if full == 0 else None
 
 
 def _rope_of(source: Mapping[str, Any]) -> dict[str, Any]:
@@ -226,20 +248,23 @@ def _rope_of(source: Mapping[str, Any]) -> dict[str, Any]:
     return rope
 
 
-def _read_scaling(rope: Mapping[str, Any]) -> RopeScaling | None:
+def _read_scaling(rope: Mapping[str, Any], source: Mapping[str, Any]) -> RopeScaling | None:
     kind = rope["rope_type"]
     if kind == "default":
         return None
     if kind not in ("linear", "llama3", "yarn"):
         raise ValueError(f"rope_type is {kind!r}: known are default, linear, llama3 and yarn")
+    original = "original_max_position_embeddings"
     names = {
-        "original_length": "original_max_position_embeddings",
         "low_freq_factor": "low_freq_factor",
         "high_freq_factor": "high_freq_factor",
         "beta_fast": "beta_fast",
         "beta_slow": "beta_slow",
     }
     found = {ours: rope[theirs] for ours, theirs in names.items() if rope.get(theirs) is not None}
+    if kind != "linear":
+        length = source.get(original) or rope.get(original) or source["max_position_embeddings"]
+        found["original_length"] = length
     return RopeScaling(
         kind=kind, factor=rope["factor"], attention_factor=_read_magnitude(rope), **found
     )

@@ -77,7 +77,7 @@ class LatentSelfAttention(nn.Module):
         )
 
     def _norm(self, width: int) -> RMSNorm:
-        return RMSNorm(width, self.config.norm_eps, partial=self.sequence_parallel)
+        return RMSNorm(width, self.sizes.norm_eps, partial=self.sequence_parallel)
 
     def _up(self, in_features: int, out_features: int) -> ColumnParallelLinear:
         return ColumnParallelLinear(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from lamina.models.config import TransformerConfig
@@ -20,6 +21,7 @@ def model_type(config: TransformerConfig) -> str:
     """
     if set(config.pattern) != {"T"}:
         return _stack_type(config)
+    _check_attention(config)
     rope = config.positions == "rope" and config.norm == "rmsnorm" and not config.post_norm
     modern = rope and config.activation == "swiglu"
     output_like_qkv = config.output_bias == config.attention_bias
@@ -65,6 +67,29 @@ def model_type(config: TransformerConfig) -> str:
         f"{config.output_bias}, {config.mlp_bias}; known are gpt2, llama, mistral, qwen2, qwen3 "
         "and deepseek_v3 (dense)"
     )
+
+
+def _check_attention(config: TransformerConfig) -> None:
+    """Refuse attention that has the weights of an architecture, and computes something else."""
+    default, scaling = 1.0 / math.sqrt(config.head_width), config.rope_scaling
+    stretched = scaling is not None and scaling.kind == "yarn" and scaling.factor > 1.0
+    own = config.mla is not None and stretched and config.score_scale > 0.0
+    if not own and not math.isclose(config.score_scale, default, rel_tol=1e-6):
+        raise ValueError(
+            f"attention_scale is {config.attention_scale}: Hugging Face's architectures known here "
+            f"scale by one over the root of a head's width, {default:.6g} (deepseek_v3 with yarn "
+            "apart): leave attention_scale None, and put the rest into the queries' weights"
+        )
+    if config.mla is not None and config.sliding_window is not None:
+        raise ValueError(
+            f"sliding_window is {config.sliding_window} beside mla: deepseek_v3 has no window, and "
+            "no other Hugging Face architecture known here has latent attention"
+        )
+    if config.mla is not None and config.mla.norm_eps != 1e-6:
+        raise ValueError(
+            f"norm_eps of mla is {config.mla.norm_eps}: deepseek_v3 has 1e-6, whatever its config "
+            "says"
+        )
 
 
 def _stack_type(config: TransformerConfig) -> str:

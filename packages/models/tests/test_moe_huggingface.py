@@ -124,6 +124,13 @@ def test_configs_survive_the_round_trip(name):
     assert again.moe == expected
 
 
+def test_experts_that_take_no_more_are_told_of():
+    config = CONFIGS["mixtral"]
+    with pytest.warns(UserWarning, match=r"capacity_factor is 0\.5: .* transformers drops none"):
+        written = huggingface_config(replace(config, moe=replace(config.moe, capacity_factor=0.5)))
+    assert written == huggingface_config(config)
+
+
 def test_a_balanced_switch_loss_is_transformers_over_top_k():
     from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 

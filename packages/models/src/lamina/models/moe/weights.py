@@ -6,6 +6,7 @@ stacks them, and Mixtral's names differ as well: links know both.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -94,7 +95,14 @@ def moe_links(
 
 
 def written_moe(config: TransformerConfig, moe: MoEConfig, kind: str) -> dict[str, Any]:
-    """Settings of experts in ``config.json``."""
+    """Settings of experts in ``config.json``; warns of a capacity, which it cannot say."""
+    if moe.capacity_factor is not None:
+        warnings.warn(
+            f"capacity_factor is {moe.capacity_factor}: experts drop copies here, in evaluation "
+            "too, and transformers drops none, so that logits differ where an expert is full; to "
+            "compare evaluate with capacity_factor=None",
+            stacklevel=4,
+        )
     inner = _inner(config, moe)
     if kind == "mixtral":
         return {

@@ -1,6 +1,11 @@
 """Data parallelism for PyTorch: parameter groups, gradient reduction, sharded optimizer steps."""
 
-from lamina.ddp.axes import DataParallelAxes, data_parallel_axes
+from lamina.ddp.axes import (
+    DataParallelAxes,
+    check_dimensions,
+    check_experts,
+    data_parallel_axes,
+)
 from lamina.ddp.config import DistributedDataParallelConfig
 from lamina.ddp.contract import DataParallel
 from lamina.ddp.decoupled import show_decoupled
@@ -82,6 +87,8 @@ __all__ = [
     "WeightsFactory",
     "WeightsState",
     "WholeWeights",
+    "check_dimensions",
+    "check_experts",
     "clip_grad_norm",
     "collect_parameters",
     "data_parallel_axes",

@@ -6,12 +6,15 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from lamina.collectives import all_reduce_small
+from lamina.ddp.group import ParameterGroup
 from lamina.ddp.inspection import HasGroups
 from lamina.ddp.measured import Measured, Ties, of_groups, of_parameters, whole_mesh
+from lamina.ddp.sinks import main_of
 from lamina.mesh import MeshAxis, ParallelMesh, role_of
 
 __all__ = ["clip_grad_norm"]
@@ -37,7 +40,8 @@ def clip_grad_norm(
             found by the way), this rank's pipeline stages, or parameters: those of the module, or
             the ones that its optimizer holds.
         max_norm: the limit; `inf` only measures.
-        mesh: the mesh, for pieces that lie over tp, ep and pp; None for data parallelism alone.
+        mesh: the mesh, for pieces that lie over tp, ep and pp; None for data parallelism alone
+            (parameters known to lie over others are refused).
         norm_type: order of the norm; `inf` for the largest magnitude.
         error_if_nonfinite: raise if the norm is not finite (synchronises the host, once). Without
             it such gradients are multiplied by NaN or zero, as torch does, unless `max_norm` is
@@ -47,11 +51,12 @@ def clip_grad_norm(
         The norm before clipping: fp32, no dimensions, equal on all ranks.
 
     Raises:
-        ValueError: for a negative `max_norm` or an order that is not positive.
+        ValueError: for a negative `max_norm` or NaN, an order that is not positive, and without a
+            mesh for parameters of which other ranks hold other parts.
         RuntimeError: with `error_if_nonfinite`, on every rank, naming parameters with non-finite
             gradients where they are.
     """
-    if max_norm < 0 or not norm_type > 0:
+    if not max_norm >= 0 or not norm_type > 0:
         raise ValueError(f"max_norm={max_norm} must be >= 0 and norm_type={norm_type} above 0")
     found = _measured(parameters_or_module, mesh)
     norm = _norm(found, norm_type, mesh).to(torch.float32)
@@ -77,6 +82,8 @@ def _measured(
     ties = Ties.among(role_of(p) for item in given for p in _parameters_of(item))
     for item in given:
         groups = list(item.parameter_groups()) if isinstance(item, HasGroups) else []
+        if mesh is None and dist.is_initialized() and dist.get_world_size() > 1:
+            _refuse_parts(groups, () if groups else _parameters_of(item))
         if groups:
             found += of_groups(groups, mesh, ties)
         elif isinstance(item, nn.Module):  # plain, or wrapped over another engine
@@ -84,6 +91,35 @@ def _measured(
     parameters = [item for item in given if isinstance(item, torch.Tensor)]
     names = ((f"parameter {index}", item) for index, item in enumerate(parameters))
     return found + of_parameters(names, mesh, ties)
+
+
+def _refuse_parts(groups: Iterable[ParameterGroup], parameters: Iterable[torch.Tensor]) -> None:
+    """Without a mesh: refuse what is known to lie over other than data-parallel ranks."""
+    for group in groups:
+        ref, axes = group.refs[0], group.axes
+        why = f"the mesh has {' and '.join(axes.apart)} ranks" if axes.apart else None
+        if ref.role.tp_shard_dim is not None:
+            why = f"{ref.name} is cut over tp"
+        elif ref.role.expert and axes.size < axes.divisor:
+            why = f"{ref.name} is an expert's, and other ranks hold other experts"
+        _refuse_because(why)
+    for index, parameter in enumerate(parameters):
+        role = role_of(main_of(parameter))
+        shape = tuple(parameter.shape)
+        for reason, holds in (
+            ("is cut over tp", role.tp_shard_dim is not None),
+            ("is an expert's", role.expert),
+            ("is tied across pipeline stages", role.tied is not None),
+        ):
+            _refuse_because(f"parameter {index} of shape {shape} {reason}" if holds else None)
+
+
+def _refuse_because(why: str | None) -> None:
+    if why is not None:
+        raise ValueError(
+            f"clip_grad_norm without a mesh adds over data-parallel ranks alone, and {why}: the "
+            "norm, and so the factor, would differ between ranks; pass mesh="
+        )
 
 
 def _parameters_of(item: nn.Module | torch.Tensor) -> Iterable[torch.Tensor]:

@@ -14,7 +14,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from lamina.buffers import Granularity
 from lamina.collectives import RegisteredPool, broadcast
 from lamina.ddp.adoption import adopt_model_weights
-from lamina.ddp.axes import DataParallelAxes, data_parallel_axes
+from lamina.ddp.axes import (
+    DataParallelAxes,
+    check_dimensions,
+    check_experts,
+    data_parallel_axes,
+)
 from lamina.ddp.buckets import plan_buckets
 from lamina.ddp.config import DistributedDataParallelConfig
 from lamina.ddp.contract import DataParallel
@@ -52,12 +57,13 @@ class DistributedDataParallel(DataParallel):
         module: the model, with the same architecture on every rank; its first data-parallel
             rank's values are taken.
         config: see `DistributedDataParallelConfig`.
-        mesh: a `ParallelMesh`, or a `DeviceMesh` with a dimension called `dp_shard` or `dp` (and
-            `dp_replicate`), or with one dimension.
+        mesh: a `ParallelMesh`, or a `DeviceMesh` with a dimension called `dp_shard` or `dp`, or
+            `dp_replicate`, or both, or with one dimension; beside them it may have `tp` and `pp`.
 
     Raises:
         TypeError: for something else in place of config or mesh.
-        ValueError: for a mesh that does not fit the config, or a model on the meta device.
+        ValueError: for a mesh that does not fit the config or the model's experts, or has
+            dimensions of another kind, and for a model on the meta device.
     """
 
     def __init__(
@@ -73,6 +79,10 @@ class DistributedDataParallel(DataParallel):
         self.module = module
         self.config = config
         dense, expert = _axes(mesh, config)
+        if isinstance(mesh, ParallelMesh):
+            tp, expert_tp, ep = (mesh.axis(name) for name in ("tp", "expert_tp", "ep"))
+            refs = collect_parameters(module)
+            check_experts(refs, dense, expert, tp=tp, expert_tp=expert_tp, ep=ep)
         transient = TransientBuffers(keep_on_cpu=True)
         settings = _settings(config, dense)
         with self._memory(dense, expert):
@@ -321,14 +331,7 @@ def _axes(
         if mesh.layout.ep * mesh.layout.expert_tp * mesh.layout.tp > 1:
             expert = data_parallel_axes(mesh, "expert_dp", "dp_replicate", dense.size)
     else:
-        names = mesh.mesh_dim_names or ()
-        known = [n for n in ("dp_shard", "dp") if n in names]
-        inner = known[0] if known else names[0] if len(names) == 1 else None
-        if inner is None:
-            raise ValueError(
-                f"the mesh has dimensions {names}: name the data-parallel one 'dp' or 'dp_shard'"
-            )
-        dense = data_parallel_axes(mesh, inner, "dp_replicate" if "dp_replicate" in names else None)
+        dense = _axes_of_device_mesh(mesh)
     instances = config.num_distributed_optimizer_instances
     if instances is not None and dense.outer.size != instances:
         raise ValueError(
@@ -337,3 +340,33 @@ def _axes(
             f"ParallelLayout(dp_replicate={instances}))"
         )
     return dense, expert
+
+
+def _axes_of_device_mesh(mesh: DeviceMesh) -> DataParallelAxes:
+    names = mesh.mesh_dim_names or ()
+    outer = "dp_replicate" if "dp_replicate" in names else None
+    known: list[str] = [name for name in ("dp_shard", "dp") if name in names]
+    if not known and outer is None:
+        if len(names) != 1:
+            raise ValueError(
+                f"the mesh has dimensions {names}: name the data-parallel one 'dp' or 'dp_shard'"
+            )
+        known = [names[0]]
+    inner = known[0] if known else None
+    for name, size in zip(names, mesh.shape, strict=True):
+        if name in ("ep", "expert_tp") and size > 1:
+            raise ValueError(
+                f"the mesh has {size} ranks along {name!r}, and only a ParallelMesh says which "
+                f"ranks hold copies of experts: use ParallelLayout({name}={size}, ...).build()"
+            )
+    axes = data_parallel_axes(mesh, inner, outer)
+    data = inner or outer
+    check_dimensions(
+        mesh,
+        axes,
+        ("tp", "pp"),
+        "If they train the same weights on other data, use ParallelLayout(...).build(), or flatten "
+        "the dimensions into one and pass that; if they hold other parts of the model, pass "
+        f"mesh[{data!r}]",
+    )
+    return axes

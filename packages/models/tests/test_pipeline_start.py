@@ -37,6 +37,10 @@ def test_a_model_on_the_meta_device_starts_with_the_whole_models_weights(ranks):
     runner.load_state_dict({name: value + 1 for name, value in state.items()})
     for name, value in runner.state_dict().items():
         assert torch.equal(value, state[name] + 1), name
+    # Positions that the table lacks are refused on every rank: one would wait for the other.
+    tokens = torch.zeros(2, 4, dtype=torch.int64)
+    with pytest.raises(ValueError, match=r"positions hold 16 .* must be 0 to 15"):
+        runner.evaluate(tokens, tokens, torch.arange(13, 17))
 
 
 @pytest.mark.ranks(2)

@@ -6,6 +6,7 @@ import math
 import sys
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from lamina.models import (
     RoutingContext,
     TopKRouter,
     TransformerConfig,
+    generate,
     matrix_parameters,
     routing_statistics,
 )
@@ -301,6 +303,17 @@ def test_attention_then_experts_is_a_block_of_both():
     for name, parameter in block.named_parameters():
         assert torch.equal(parameter.grad, same[name].grad), name
     assert matrix_parameters(block.config) == matrix_parameters(pair.config)
+
+
+def test_what_generation_appends_takes_no_experts_place():
+    model = GPTModel(replace(CONFIG, moe=replace(MOE, capacity_factor=0.5)), seed=1)
+    model.register_forward_pre_hook(lambda *call: seen.append(call[2]), with_kwargs=True)
+    for multiple, appended in ((8, 3), (1, 0)):
+        seen: list[dict[str, torch.Tensor]] = []
+        with mock.patch.object(GPTModel, "length_multiple", multiple):
+            generate(model, torch.ones(2, 5, dtype=torch.int64), 1)
+        masks = [call["padding_mask"].tolist() for call in seen if call]
+        assert masks == ([[[False] * 5 + [True] * 3] * 2] if appended else [])
 
 
 @pytest.mark.parametrize(

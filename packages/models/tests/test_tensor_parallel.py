@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lamina.collectives import Ledger
+from lamina.ddp import DistributedDataParallel, DistributedDataParallelConfig
 from lamina.mesh import ParallelLayout, role_of, seed_everything
 from lamina.models import (
     AttentionContext,
@@ -232,7 +233,9 @@ def test_generation_pads_to_what_ranks_can_share(axes):
     whole, model = GPTModel(config, seed=5), GPTModel(config, mesh, seed=5)
     prompt = batch(0)["tokens"][:, :5]
     expected = generate(whole, prompt, 6, temperature=0.0)
-    assert torch.equal(generate(model, prompt, 6, temperature=0.0), expected)
+    wrapped = DistributedDataParallel(model, DistributedDataParallelConfig(), mesh)
+    for each in (model, wrapped):
+        assert torch.equal(generate(each, prompt, 12, temperature=0.0)[:, :11], expected)
 
 
 @pytest.mark.ranks(2)

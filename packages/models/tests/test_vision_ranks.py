@@ -18,6 +18,7 @@ from lamina.models import (
     VisionConfig,
     VisionLanguageModel,
     cut_weight,
+    generate,
 )
 from lamina_testing import live_bytes
 
@@ -136,6 +137,18 @@ def test_images_reach_text_that_is_cut_over_ranks(axes, change):
             each.step()
             each.zero_grad()
     check(model, whole, roles, mesh.axis("tp"))
+
+
+@pytest.mark.ranks(2)
+def test_generation_appends_no_image_tokens(ranks):
+    mesh = ParallelLayout(cp=2).build("cpu")
+    prompt = torch.tensor([[5, 0, 0, 6, 7]])
+    inputs = {"images": [torch.rand(3, 4, 8, generator=torch.Generator().manual_seed(0))]}
+    found = []
+    for where in (None, mesh):
+        model = VisionLanguageModel(VISION, LANGUAGE, where, image_token=0, seed=1)
+        found.append(generate(model, prompt, 1, temperature=0.0, inputs=inputs))
+    assert torch.equal(*found)
 
 
 @pytest.mark.ranks(2)

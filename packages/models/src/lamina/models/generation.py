@@ -36,7 +36,7 @@ def generate(
         top_k: sample only among this many most likely tokens.
         top_p: sample only among the most likely tokens that together have this probability.
         context_length: tokens the model may look back; by default the config's
-            ``max_sequence_length`` where the model has one.
+            ``max_sequence_length`` where the model (in its wrappers) has one.
         generator: for sampling; by default torch's own.
         inputs: what else the model is called with, such as ``{"images": images}``.
 
@@ -44,24 +44,39 @@ def generate(
         int64 ``[batch, sequence + max_new_tokens]``.
 
     """
+    inner = _without_wrappers(model)
+    config = getattr(inner, "config", None)
     if context_length is None:
-        config = getattr(model, "config", None)
         context_length = getattr(config, "max_sequence_length", None)
     training = model.training
     model.eval()
     # Ranks that share a sequence need its length to be divisible; what is appended comes after all
-    # that is read.
-    multiple = int(getattr(model, "length_multiple", 1))
+    # that is read, is no image's place, and competes for no expert's capacity.
+    multiple = int(getattr(inner, "length_multiple", 1))
+    padding = 1 if getattr(inner, "image_token", None) == 0 else 0
+    limited = getattr(getattr(config, "moe", None), "capacity_factor", None) is not None
     if context_length is not None:
         context_length -= context_length % multiple
     for _ in range(max_new_tokens):
         window = tokens if context_length is None else tokens[:, -context_length:]
-        padded = F.pad(window, (0, -window.shape[1] % multiple))
-        logits = model(padded, **(inputs or {}))[:, window.shape[1] - 1].float()
+        end = window.shape[1]
+        padded = F.pad(window, (0, -end % multiple), value=padding)
+        options = dict(inputs or {})
+        if limited and padded.shape[1] > end:
+            places = torch.arange(padded.shape[1], device=padded.device)
+            options["padding_mask"] = (places >= end).expand_as(padded)
+        logits = model(padded, **options)[:, end - 1].float()
         following = sample(logits, temperature, top_k, top_p, generator)
         tokens = torch.cat((tokens, following[:, None]), dim=1)
     model.train(training)
     return tokens
+
+
+def _without_wrappers(model: nn.Module) -> nn.Module:
+    """The model that wrappers hold as ``module``: their own ``config`` is about something else."""
+    while isinstance(inner := getattr(model, "module", None), nn.Module):
+        model = inner
+    return model
 
 
 def sample(

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import parallelize_module
@@ -15,12 +16,15 @@ from lamina.mesh import ParallelLayout, role_of
 from lamina.models import (
     GPTModel,
     LatentAttention,
+    Precision,
     TransformerConfig,
+    apply_precision,
     apply_recompute,
     matrix_parameters,
     tensor_parallel_plan,
     training_flops_per_token,
 )
+from lamina.models.precision.backends import amax_exchanges
 
 CONFIG = TransformerConfig(
     vocab_size=64,
@@ -68,6 +72,47 @@ def test_parallelize_module_keeps_weights_that_were_trained():
     torch.testing.assert_close(model(TOKENS), expected)
     with pytest.raises(ValueError, match="cut over tp already"):
         tensor_parallel_plan(model)
+
+
+@pytest.mark.ranks(2)
+def test_parallelize_module_refuses_what_it_would_lose():
+    mesh, fp8 = (
+        init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)),
+        Precision(backend="torch-fp8"),
+    )
+    plain, eight = CONFIG, replace(CONFIG, precision=fp8)
+    changes = {
+        "recompute": (plain, lambda model: apply_recompute(model, "full")),
+        "selective": (plain, lambda model: apply_recompute(model, "selective")),
+        "FP8": (plain, lambda model: apply_precision(model, fp8)),
+        "no FP8": (eight, lambda model: apply_precision(model, Precision())),
+        "other FP8": (eight, lambda model: apply_precision(model, replace(fp8, amax="delayed"))),
+        "another layer": (plain, lambda model: setattr(model.blocks[1], "mlp", nn.Identity())),
+    }
+    for config, change in changes.values():
+        model = GPTModel(config, seed=3)
+        change(model)
+        before = model(TOKENS)
+        with pytest.raises(ValueError, match=r"blocks\..* is not as its config makes it"):
+            parallelize_module(model, mesh["tp"], tensor_parallel_plan(model))
+        assert model.axis is None
+        assert torch.equal(model(TOKENS), before)
+    # Nothing is lost that was put back, or is as the config says.
+    model = apply_precision(GPTModel(plain, seed=3), fp8)
+    apply_recompute(apply_recompute(apply_precision(model, Precision()), "full"), "none")
+    parallelize_module(model, mesh["tp"], tensor_parallel_plan(model))
+
+
+@pytest.mark.ranks(2)
+def test_parallelize_module_keeps_the_axes_of_delayed_scaling():
+    """Other numbers are seen by dp and cp ranks too; here all are the same two processes."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    precision = Precision(backend="torch-fp8", amax="delayed")
+    config = replace(CONFIG, ffn_size=64, precision=precision)
+    model = GPTModel(config, ParallelLayout(dp_shard=2).build("cpu"), seed=3)
+    parallelize_module(model, mesh["tp"], tensor_parallel_plan(model))
+    (exchange,) = amax_exchanges(model)
+    assert [axis.name for axis in exchange.axes] == ["dp_shard", "tp"]
 
 
 @pytest.mark.ranks(2)

@@ -111,9 +111,14 @@ def apply_recompute(
     return model
 
 
+def is_recomputed(module: nn.Module) -> bool:
+    """Whether `apply_recompute` has put another forward in this module's place."""
+    return isinstance(module.__dict__.get("forward"), _Replaced)
+
+
 def _restore(block: nn.Module) -> None:
     for module in block.modules():
-        if isinstance(module.__dict__.get("forward"), _Replaced):
+        if is_recomputed(module):
             del module.forward
 
 

@@ -12,7 +12,9 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from lamina.mesh import MeshAxis, copy_role, mesh_axis, role_of
 from lamina.models.cutting import cut_weight
 from lamina.models.gpt import GPTModel
-from lamina.models.precision.backends import apply_precision
+from lamina.models.precision.backends import amax_exchanges, apply_precision
+from lamina.models.precision.fp8_products import Float8Products
+from lamina.models.recompute import is_recomputed
 
 
 class CutOverRanks(ParallelStyle):
@@ -44,19 +46,41 @@ class CutOverRanks(ParallelStyle):
             raise ValueError(f"{device_mesh} must have one dimension with a name: pass mesh['tp']")
         axis = mesh_axis(device_mesh, names[0])
         config = module.config
+        _require_as_made(module)
         if self.sequence_parallel is not None:
             config = replace(config, sequence_parallel=self.sequence_parallel)
         wholes, buffers = dict(module.named_parameters()), dict(module.named_buffers())
         training = module.training
         with torch.device("meta"):
             module.build(config, axis if axis.size > 1 else None)
+            seen_by = [each for hook in amax_exchanges(module) for each in hook.axes]
             apply_precision(module, config.precision, axis if axis.size > 1 else None)
+        for hook in amax_exchanges(module):
+            hook.axes = [*seen_by, *hook.axes]
         for name, parameter in list(module.named_parameters()):
             _put(module, name, _piece(wholes[name], parameter, axis))
         for name, _ in list(module.named_buffers()):
             _put(module, name, buffers[name])
         module.tie_weights()
         return module.train(training)
+
+
+def _require_as_made(model: GPTModel) -> None:
+    """Raise ValueError for changes that modules made anew from the config would not have."""
+    with torch.device("meta"):
+        fresh = GPTModel(model.config, seed=model.seed)
+    have, made = dict(model.named_modules()), dict(fresh.named_modules())
+    for name in filter(None, have | made):
+        module, was = have.get(name), made.get(name)
+        same = type(module) is type(was) and (module is None or not is_recomputed(module))
+        if isinstance(module, Float8Products) and isinstance(was, Float8Products):
+            same &= module.precision == was.precision
+        if not same:
+            raise ValueError(
+                f"{name} of the {type(model).__name__} is not as its config makes it "
+                "(apply_recompute, apply_precision or a change of yours), and cutting makes all "
+                "modules anew: change the model after parallelize_module, or in TransformerConfig"
+            )
 
 
 def _piece(whole: nn.Parameter, place: nn.Parameter, axis: MeshAxis) -> nn.Parameter:

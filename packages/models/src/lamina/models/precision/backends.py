@@ -79,11 +79,15 @@ def _require_bare(model: nn.Module) -> None:
             )
 
 
+def amax_exchanges(model: nn.Module) -> list[AmaxExchange]:
+    """What moves the histories of a model's delayed scaling on: one hook, or none."""
+    return [hook for hook in model._forward_pre_hooks.values() if isinstance(hook, AmaxExchange)]
+
+
 def follow_histories(source: nn.Module, target: nn.Module) -> None:
     """Let a module made of another's blocks move their histories on, as that one would have."""
-    for hook in source._forward_pre_hooks.values():
-        if isinstance(hook, AmaxExchange):
-            target.register_forward_pre_hook(hook)
+    for hook in amax_exchanges(source):
+        target.register_forward_pre_hook(hook)
 
 
 def float8_weights(model: nn.Module) -> list[str]:

@@ -51,6 +51,7 @@ class Float8Products(nn.Module):
 
     def __init__(self, precision: Precision, axis: MeshAxis | None, cut: Cut) -> None:
         super().__init__()
+        self.precision = precision
         self.rowwise = precision.scaling == "rowwise"
         self.axis = axis
         self.cut = cut

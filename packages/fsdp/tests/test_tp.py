@@ -82,6 +82,11 @@ def test_tagged_layers_on_2x2_train_like_one_process(strategy, ranks):
     for step in range(STEPS):
         model(batch(dp.rank, step)).square().mean().backward()
         found = put_together(full_gradients(model), model, axis)
+        if strategy > 0:
+            with pytest.raises(
+                NotImplementedError, match=r"cut over tp too .*ddp\.clip_grad_norm,"
+            ):
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         norm = clip_grad_norm(model, 0.5, mesh)
         optimizer.step()
         optimizer.zero_grad()
@@ -149,6 +154,9 @@ def test_parallelize_module_on_2x2_trains_like_one_process(strategy, optimizer_f
     plain = sgd(reference)
     for step in range(STEPS):
         model(torch_batch(dp.rank, step)).square().mean().backward()
+        if strategy > 0:
+            with pytest.raises(NotImplementedError, match="cut over tp too"):
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         optimizer.step()
         optimizer.zero_grad()
         sum(reference(torch_batch(r, step)).square().mean() / 2 for r in range(2)).backward()

@@ -78,6 +78,21 @@ def _norms(operation: str, tensors: Sequence[ShardedTensor], order: float) -> li
     return list(partial.unbind())
 
 
+def _refuse_parts(operation: str, tensors: Sequence[ShardedTensor]) -> None:
+    """Many norms make one of a model, and these tensors are only this rank's part of theirs.
+
+    An axis may say so: its `apart` are the names of the other axes that have cut the model.
+    """
+    for spec in (tensor._spec for tensor in tensors):
+        names = [name for axis in spec.axes for name in getattr(axis, "apart", ())]
+        if names:
+            raise NotImplementedError(
+                f"{operation} over ShardedTensors ({spec.where()}) of a model that is cut over "
+                f"{' and '.join(dict.fromkeys(names))} too would be the norm of this rank's part: "
+                "use lamina.ddp.clip_grad_norm, which counts every parameter once on every mesh"
+            )
+
+
 def _all_reduce_norms(
     spec: SpanSpec, operation: str, partial: torch.Tensor, op: ReduceOp
 ) -> torch.Tensor:
@@ -139,6 +154,7 @@ def _foreach_norm(
     order = float(args[1] if len(args) > 1 else kwargs.get("ord", 2))
     dtype = args[2] if len(args) > 2 else kwargs.get("dtype")
     sharded = [tensor for tensor in tensors if isinstance(tensor, cls)]
+    _refuse_parts("torch._foreach_norm", sharded)
     norms = iter(_norms("torch._foreach_norm", sharded, order))
     return [
         _rounded(next(norms), tensor, dtype)

@@ -97,7 +97,8 @@ def fully_shard(
 
     The training loop stays plain PyTorch: `loss.backward(); optimizer.step();
     optimizer.zero_grad()`. Between steps, parameters and gradients are `ShardedTensor`s of global
-    shape where the strategy shards them; `torch.nn.utils.clip_grad_norm_` gives the global norm.
+    shape where the strategy shards them; `torch.nn.utils.clip_grad_norm_` gives the global norm
+    (with tp, ep or pp `lamina.ddp.clip_grad_norm` does).
 
     Args:
         module: the whole model; on the meta device it is materialised unit by unit.

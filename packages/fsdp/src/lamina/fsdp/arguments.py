@@ -11,12 +11,19 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lamina.buffers import Shard
-from lamina.ddp import DataParallelAxes, Strategy, resolve_reduction, resolve_strategy
+from lamina.ddp import (
+    DataParallelAxes,
+    Strategy,
+    collect_parameters,
+    resolve_reduction,
+    resolve_strategy,
+)
 from lamina.fsdp.casting import check_patterns
 from lamina.fsdp.limits import BufferArguments, UnavailableError
-from lamina.fsdp.meshes import MeshArguments, computing_device, resolve_meshes
+from lamina.fsdp.meshes import MeshArguments, computing_device, model_axes, resolve_meshes
 from lamina.fsdp.module import is_sharded
 from lamina.fsdp.offload import Offload, resolve_offload
+from lamina.fsdp.parts import beside_parts
 from lamina.fsdp.precision import MixedPrecisionPolicy, policy_from
 from lamina.fsdp.sharding import ShardingSettings
 from lamina.fsdp.whole_tensors import needs_whole_tensors
@@ -63,7 +70,7 @@ class Arguments:
             UnavailableError: for what this machine lacks.
         """
         given = self.given
-        dense, expert = resolve_meshes(self.meshes)
+        dense, expert = self._axes()
         strategy = resolve_strategy(given["zero_dp_strategy"], given["outer_dp_sharding_strategy"])
         name = "mixed_precision_policy"
         policy = policy_from(given[name], name) or MixedPrecisionPolicy()
@@ -81,6 +88,7 @@ class Arguments:
             strategy=strategy,
             dense=dense,
             expert=expert,
+            model=model_axes(self.meshes),
             precision=policy,
             unit_classes=given["fsdp_unit_modules"],
             overlap_reduce=given["overlap_grad_reduce"],
@@ -104,6 +112,12 @@ class Arguments:
             init_module=given["init_module"],
             check_order=given["check_order"],
         )
+
+    def _axes(self) -> tuple[DataParallelAxes, DataParallelAxes | None]:
+        dense, expert = resolve_meshes(self.meshes)
+        refs, model = collect_parameters(self.module), model_axes(self.meshes)
+        dense = beside_parts(dense, refs, model)
+        return dense, None if expert is None else beside_parts(expert, refs, model)
 
     def _place(
         self, dense: DataParallelAxes, strategy: Strategy

@@ -11,12 +11,15 @@ from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from lamina.ddp import DataParallelAxes, data_parallel_axes
+from lamina.ddp import DataParallelAxes, check_dimensions, data_parallel_axes
 from lamina.mesh import AxisError, MeshAxis, ParallelMesh, mesh_axis
 
 __all__ = ["MeshArguments", "ModelAxes", "computing_device", "model_axes", "resolve_meshes"]
 
 Names = str | Sequence[str]
+
+_PARTS, _EXPERT_PARTS = ("tp", "pp"), ("ep", "expert_tp")
+"""Dimensions along which ranks hold different parts of the model, and of its experts."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +61,8 @@ def resolve_meshes(arguments: MeshArguments) -> tuple[DataParallelAxes, DataPara
     """Dense and expert data-parallel axes; expert ones are None where the mesh has none.
 
     Raises:
-        ValueError: if it is not said which dimension shards, or a group has other ranks than the
+        ValueError: if it is not said which dimension shards, a dimension of a `DeviceMesh` is
+            neither data-parallel nor known to cut the model, or a group has other ranks than the
             axis it is for.
         AxisError: for a name the mesh does not have (from `mesh_axis`).
     """
@@ -66,12 +70,21 @@ def resolve_meshes(arguments: MeshArguments) -> tuple[DataParallelAxes, DataPara
     if arguments.tp_dim is not None:
         _check_tp(arguments, arguments.tp_dim)
     dense = data_parallel_axes(mesh, _shard_dim(arguments), _outer_dim(arguments))
+    if isinstance(mesh, DeviceMesh):
+        check_dimensions(mesh, dense, {*_PARTS, arguments.tp_dim}, _REMEDY)
     expert = _expert_axes(arguments, dense)
     _check_hybrid("hybrid_fsdp_group", arguments.hybrid_fsdp_group, dense)
     _check_hybrid("hybrid_fsdp_expt_group", arguments.hybrid_fsdp_expt_group, expert)
     dense = _with_gather("fsdp_group_ag", arguments.fsdp_group_ag, dense) or dense
     expert = _with_gather("expt_fsdp_group_ag", arguments.expt_fsdp_group_ag, expert)
     return dense, expert
+
+
+_REMEDY = (
+    "If they train the same weights on other data, name the dimension in dp_shard_dim= or "
+    "dp_outer_dim= (ep too, with expt_device_mesh= for the experts); if they hold other parts of "
+    "the model, in tp_dim=, or pass mesh['dp'] alone"
+)
 
 
 def computing_device(
@@ -153,13 +166,15 @@ def _expert_axes(arguments: MeshArguments, dense: DataParallelAxes) -> DataParal
     if isinstance(mesh, ParallelMesh):
         return data_parallel_axes(mesh, "expert_dp", "dp_replicate", dense.size)
     names = mesh.mesh_dim_names or ()
-    shard = _shard_dim(replace(arguments, expt_device_mesh=None))
-    if not set(_names(shard)) <= set(names) and "expert_dp" in names:
-        shard = "expert_dp"
+    shard = _names(_shard_dim(replace(arguments, expt_device_mesh=None)))
+    if not set(shard) <= set(names) and "expert_dp" in names:
+        shard = ("expert_dp",)
+    shard = tuple(name for name in shard if name not in _EXPERT_PARTS)
     outer = arguments.dp_outer_dim
-    return data_parallel_axes(
-        mesh, shard, outer if set(_names(outer)) <= set(names) else None, dense.size
-    )
+    outer = outer if set(_names(outer)) <= set(names) else None
+    axes = data_parallel_axes(mesh, shard or None, outer, dense.size)
+    check_dimensions(mesh, axes, {*_PARTS, *_EXPERT_PARTS, arguments.tp_dim}, _REMEDY)
+    return axes
 
 
 def _check_hybrid(argument: str, group: ProcessGroup | None, axes: DataParallelAxes | None) -> None:

@@ -42,9 +42,10 @@ from lamina.fsdp.meshes import (
 )
 from lamina.fsdp.module import ShardedModule, is_sharded
 from lamina.fsdp.offload import resolve_offload
+from lamina.fsdp.parts import beside_parts
 from lamina.fsdp.precision import MixedPrecisionPolicy, policy_from
 from lamina.fsdp.regions import Regions, show_parts
-from lamina.fsdp.sharding import ShardingSettings, check_gradient_dtypes, make_unit
+from lamina.fsdp.sharding import ShardingSettings, check_copies, check_gradient_dtypes, make_unit
 from lamina.fsdp.tensor_parallel import localise_dtensors
 from lamina.fsdp.unit import Unit
 from lamina.fsdp.units import UnitPlan, refuse_container
@@ -171,6 +172,7 @@ def shard_module(
     keep = _resharding(reshard_after_forward, settings)
     inner = tuple(m for m in around.modules() if isinstance(m, ModuleWithUnit))
     plan = UnitPlan("", around, tuple(_own(around, inner, ignored)), inner)
+    check_copies(plan, settings)
     check_gradient_dtypes(plan, settings)
     buffers = SharedBuffers()
     keep_modules(plan.own_modules(), plan.refs, settings.precision)
@@ -226,11 +228,16 @@ def _settings(
             )
         names = {"dp_shard_dim": dims[-1], "dp_outer_dim": dims[0] if len(dims) == 2 else None}
     dense, expert = resolve_meshes(MeshArguments(mesh, **names))
+    refs = collect_parameters(module)
+    known = model_axes(MeshArguments(mesh)) if isinstance(mesh, ParallelMesh) else ModelAxes()
+    dense = beside_parts(dense, refs, known)
+    expert = None if expert is None else beside_parts(expert, refs, known)
     place = computing_device(module, mesh, device)
     return ShardingSettings(
         strategy=resolve_strategy(3),
         dense=dense,
         expert=expert,
+        model=model_axes(MeshArguments(mesh)),
         precision=policy_from(mp_policy) or MixedPrecisionPolicy(main_params_dtype=None),
         offload=resolve_offload(offload_policy, place, dense),
         device=place,

@@ -26,6 +26,7 @@ from lamina.ddp import (
     TransientBuffers,
     Weights,
     WholeWeights,
+    check_experts,
     group_parameters,
     plan_layout,
 )
@@ -37,6 +38,7 @@ from lamina.fsdp.fine_grained import refine
 from lamina.fsdp.hooks import attach_hooks, rest_for_state_dicts
 from lamina.fsdp.limits import SlotMemory
 from lamina.fsdp.materialise import materialise_unit, refuse_uninitialised
+from lamina.fsdp.meshes import ModelAxes
 from lamina.fsdp.module import ShardedModule, adopt
 from lamina.fsdp.module_buffers import broadcast_buffers, move_buffers
 from lamina.fsdp.offload import Offload, OffloadedWeights, offloaded
@@ -47,7 +49,13 @@ from lamina.fsdp.unit import Unit
 from lamina.fsdp.units import UnitPlan, plan_units
 from lamina.fsdp.weights import ShardedWeights
 
-__all__ = ["ShardingSettings", "check_gradient_dtypes", "make_unit", "shard_model"]
+__all__ = [
+    "ShardingSettings",
+    "check_copies",
+    "check_gradient_dtypes",
+    "make_unit",
+    "shard_model",
+]
 
 
 @dataclass(frozen=True)
@@ -58,6 +66,7 @@ class ShardingSettings:
         strategy: placements and cadence.
         dense: data-parallel axes of ordinary parameters.
         expert: those of expert parameters; None where the mesh has none.
+        model: the axes along which ranks hold different parts of the model.
         precision: dtypes.
         unit_classes: which modules are units; None finds them.
         overlap_reduce: reduce gradients while backward goes on.
@@ -85,6 +94,7 @@ class ShardingSettings:
     strategy: Strategy
     dense: DataParallelAxes
     expert: DataParallelAxes | None = None
+    model: ModelAxes = field(default_factory=ModelAxes)
     precision: MixedPrecisionPolicy = field(default_factory=MixedPrecisionPolicy)
     unit_classes: Sequence[type[nn.Module] | str] | None = None
     overlap_reduce: bool = True
@@ -117,6 +127,7 @@ def shard_model(module: nn.Module, settings: ShardingSettings) -> ShardedModule:
         plans = refine(module, plans)
     _check_budgets(plans, settings)
     for plan in plans:
+        check_copies(plan, settings)
         check_gradient_dtypes(plan, settings)
     transient = TransientBuffers()
     memory = settings.slot_memory
@@ -199,6 +210,19 @@ def make_unit(
         for members, axes, dtypes, name in _groups_of(plan, settings)
     ]
     return Unit(plan.name, plan.module, groups)
+
+
+def check_copies(plan: UnitPlan, settings: ShardingSettings) -> None:
+    """Raise ValueError for experts that ranks hold different parts of and would take for copies."""
+    axes = settings.model
+    check_experts(
+        plan.refs,
+        settings.dense,
+        settings.expert,
+        tp=axes.tp,
+        expert_tp=axes.expert_tp,
+        ep=axes.ep,
+    )
 
 
 def check_gradient_dtypes(plan: UnitPlan, settings: ShardingSettings) -> None:

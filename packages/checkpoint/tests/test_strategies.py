@@ -95,6 +95,38 @@ def test_optimizers_of_whole_matrices_go_on_where_they_were(tmp_path, kind):
 
 
 @pytest.mark.ranks(2)
+def test_step_counts_that_differ_come_back_where_parameters_share_one(tmp_path):
+    """fully_shard gives spans that step as one flat run one tensor for their count."""
+
+    class Pair(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False)
+
+        def forward(self, names: str) -> torch.Tensor:
+            return sum(getattr(self, name)(torch.ones(3)).sum() for name in names)
+
+    def trained(*steps: str, shard: bool) -> dict[str, object]:
+        model = nn.Sequential(Pair())
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        if shard:
+            model, optimizer = fsdp.fully_shard(model, optimizer, fsdp_unit_modules=[Pair])
+        for names in steps:
+            model(names).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return {"model": model, "optimizer": optimizer}
+
+    torch.manual_seed(0)
+    manager = CheckpointManager(tmp_path)
+    manager.save(1, trained("ab", "ab", "a", shard=False))
+    warm = trained("ab", shard=True)
+    manager.restore(warm)
+    counts = [int(warm["optimizer"].state[p]["step"]) for p in warm["model"].parameters()]
+    assert counts == [3, 2]
+
+
+@pytest.mark.ranks(2)
 def test_a_sharded_checkpoint_loads_into_plain_modules(tmp_path):
     model, optimizer = build(3, seed=0)
     train(model, optimizer, range(3))

@@ -202,6 +202,10 @@ class Plan:
         in_place = taken is not None and name in taken.tensors and taken.tensors[name] is not owner
         if taken is not None and in_place:
             self._values[name], target = taken.tensors[name].detach(), taken.parts[name]
+            counts = taken.optimizer is not None and taken.paths[name][1] == "state"
+            if counts and target.ndim == 0 and type(target) is torch.Tensor:
+                # Parameters that step together share one tensor for their step count.
+                self._values[name] = target = target.detach().clone()
         else:
             self._values[name], target = self._empty(name, metadata, owner)
         if target.shape != metadata.size:

@@ -109,13 +109,15 @@ def fully_shard(
         fsdp_unit_modules: classes, or import strings, of the modules that are gathered and
             released as units; None finds repeated blocks and large embeddings by themselves.
         dp_shard_dim: name (or names, taken as one axis) of the mesh dimension to shard along; by
-            default `dp_shard_cp` of a ParallelMesh, or a DeviceMesh's only dimension.
+            default `dp_shard_cp` of a ParallelMesh, or a DeviceMesh's only dimension. Dimensions of
+            a DeviceMesh that are neither data-parallel nor `tp_dim`, `tp` or `pp` are refused.
         dp_outer_dim: name of the dimension of replicas (HSDP, HFSDP); by default `dp_replicate` of
             a ParallelMesh, else none.
         tp_dim: name of the tensor-parallel dimension: one that is left out when the sharding
             dimension is found by itself, and may not be a data-parallel one.
         expt_device_mesh: mesh of expert parameters, under the same dimension names (or
-            `expert_dp`); by default a ParallelMesh's own.
+            `expert_dp`); by default a ParallelMesh's own. Experts are not sharded along its
+            dimensions `ep` and `expert_tp`, so that it may be the `device_mesh`.
         zero_dp_strategy: 0 "no_shard", 1 "optim", 2 "optim_grads", 3 "optim_grads_params".
         outer_dp_sharding_strategy: 0 "no_shard" (HSDP) or 1 "optim" (HFSDP), which needs an outer
             dimension.

@@ -71,7 +71,7 @@ def resolve_meshes(arguments: MeshArguments) -> tuple[DataParallelAxes, DataPara
         _check_tp(arguments, arguments.tp_dim)
     dense = data_parallel_axes(mesh, _shard_dim(arguments), _outer_dim(arguments))
     if isinstance(mesh, DeviceMesh):
-        check_dimensions(mesh, dense, {*_PARTS, arguments.tp_dim}, _REMEDY)
+        check_dimensions(mesh, dense, {*_PARTS, *_names(arguments.tp_dim)}, _REMEDY)
     expert = _expert_axes(arguments, dense)
     _check_hybrid("hybrid_fsdp_group", arguments.hybrid_fsdp_group, dense)
     _check_hybrid("hybrid_fsdp_expt_group", arguments.hybrid_fsdp_expt_group, expert)
@@ -173,7 +173,7 @@ def _expert_axes(arguments: MeshArguments, dense: DataParallelAxes) -> DataParal
     outer = arguments.dp_outer_dim
     outer = outer if set(_names(outer)) <= set(names) else None
     axes = data_parallel_axes(mesh, shard or None, outer, dense.size)
-    check_dimensions(mesh, axes, {*_PARTS, *_EXPERT_PARTS, arguments.tp_dim}, _REMEDY)
+    check_dimensions(mesh, axes, {*_PARTS, *_EXPERT_PARTS, *_names(arguments.tp_dim)}, _REMEDY)
     return axes
 
 

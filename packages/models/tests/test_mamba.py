@@ -66,6 +66,22 @@ def test_packed_documents_compute_what_they_would_alone(config):
     torch.testing.assert_close(packed, alone, rtol=1e-9, atol=1e-9)
 
 
+def test_autocast_reaches_the_scan():
+    """Which decides by its input's dtype how it runs."""
+    model, seen = GPTModel(PURE, seed=1), []
+    for block in model.blocks:
+        block.mixer.scan.register_forward_pre_hook(lambda _, inputs: seen.extend(inputs[:4]))
+    tokens = torch.randint(61, (2, 20), generator=torch.Generator().manual_seed(0))
+    expected = model(tokens).detach()
+    seen.clear()
+    with torch.autocast("cpu", torch.bfloat16):
+        found = model(tokens)
+    found.sum().backward()
+    assert {tensor.dtype for tensor in seen} == {torch.bfloat16}
+    assert all(p.grad.dtype == torch.float32 for p in model.parameters())
+    assert (found - expected).norm() < 2e-2 * expected.norm()
+
+
 def test_a_later_token_changes_nothing_before_it():
     model = GPTModel(HYBRID, seed=1)
     tokens = torch.arange(20)[None]

@@ -87,6 +87,12 @@ def test_half_precision_sums_in_float32():
     half = [t.bfloat16() for t in (x, dt, rate, b, c)]
     y, state = chunked_scan(*half, chunk=16)
     assert y.dtype == state.dtype == torch.float32
+    with torch.autocast("cpu", torch.bfloat16):
+        assert all(map(torch.equal, chunked_scan(*half, chunk=16), (y, state)))
+        stepped = scan_step(*(t if t.ndim == 1 else t[:, 0] for t in half), state)
+    assert stepped[0].dtype == stepped[1].dtype == torch.float32
+    again = scan_step(*(t if t.ndim == 1 else t[:, 0] for t in half), state)
+    assert all(map(torch.equal, stepped, again))
     expected, _ = chunked_scan(*(t.double() for t in half), chunk=16)
     torch.testing.assert_close(y.double(), expected, rtol=1e-4, atol=1e-4)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 from torch import Tensor
 
@@ -18,3 +20,10 @@ def under_autocast(
         return x, weight, bias
     dtype = torch.get_autocast_dtype(kind)
     return x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+
+
+def without_autocast(device: torch.device) -> AbstractContextManager[object]:
+    """Keep matrix products in the dtype that their inputs were given."""
+    if not torch.amp.is_autocast_available(device.type):
+        return nullcontext()
+    return torch.autocast(device.type, enabled=False)

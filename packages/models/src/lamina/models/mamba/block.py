@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lamina.mesh import MeshAxis, derive_seed, mark
+from lamina.models.autocast import under_autocast
 from lamina.models.axes import MeshLike, axis_of
 from lamina.models.config import TransformerConfig
 from lamina.models.context import AttentionContext
@@ -59,16 +60,17 @@ class CausalConvolution(nn.Module):
 
     def forward(self, x: Tensor, runs: Tensor | None = None) -> Tensor:
         """``[batch, sequence, channels]`` to the same; a document's tokens see no other's."""
-        taps, length = self.weight.shape[-1], x.shape[1]
+        x, weight, bias = under_autocast(x, self.weight, self.bias)
+        taps, length = weight.shape[-1], x.shape[1]
         padded = F.pad(x, (0, 0, taps - 1, 0))
-        y = x * self.weight[:, 0, -1]
+        y = x * weight[:, 0, -1]
         for tap in range(taps - 1):
-            term = padded[:, tap : tap + length] * self.weight[:, 0, tap]
+            term = padded[:, tap : tap + length] * weight[:, 0, tap]
             if runs is not None:
                 before = F.pad(runs, (taps - 1 - tap, 0), value=-1)[:, :length]
                 term = term * (before == runs).unsqueeze(-1)
             y = y + term
-        return F.silu(y if self.bias is None else y + self.bias)
+        return F.silu(y if bias is None else y + bias)
 
     def step(self, x: Tensor, window: Tensor) -> tuple[Tensor, Tensor]:
         """One token ``[batch, channels]`` after those of ``window [batch, taps - 1, channels]``."""

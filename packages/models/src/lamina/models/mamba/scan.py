@@ -15,6 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lamina.models.autocast import without_autocast
+
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
     """At least float32: sums of decays lose everything in half precision."""
@@ -46,9 +48,23 @@ def chunked_scan(
 
     Returns:
         ``y`` like ``x``, and the state after the last token like ``state``, both in float32 or
-        wider.
+        wider, also under autocast.
 
     """
+    with without_autocast(x.device):
+        return _scan_chunks(x, dt, rate, b, c, chunk, runs, state)
+
+
+def _scan_chunks(
+    x: Tensor,
+    dt: Tensor,
+    rate: Tensor,
+    b: Tensor,
+    c: Tensor,
+    chunk: int,
+    runs: Tensor | None,
+    state: Tensor | None,
+) -> tuple[Tensor, Tensor]:
     length, groups, wide = x.shape[1], b.shape[2], wide_dtype(x.dtype)
     chunk = min(chunk, length)
     steps = dt.to(wide)
@@ -150,7 +166,7 @@ def scan_step(
         state: ``[batch, heads, head_dim, state_size]``.
 
     Returns:
-        ``y`` like ``x``, and the next state, both in float32 or wider.
+        ``y`` like ``x``, and the next state, both in float32 or wider, also under autocast.
 
     """
     wide = wide_dtype(x.dtype)
@@ -159,4 +175,5 @@ def scan_step(
     dt = dt.to(wide)
     kept = (dt * rate.to(wide)).exp()[..., None, None] * state.to(wide)
     state = kept + (x.to(wide) * dt.unsqueeze(-1)).unsqueeze(-1) * key.unsqueeze(-2)
-    return (state @ query.unsqueeze(-1)).squeeze(-1), state
+    with without_autocast(x.device):
+        return (state @ query.unsqueeze(-1)).squeeze(-1), state

@@ -151,7 +151,8 @@ class GPTModel(nn.Module):
             document_ids: integers ``[batch, sequence]``: a token attends only to its own document.
             reduction: of the loss: ``mean`` over the labels that count, or ``sum``.
             padding_mask: bool ``[batch, sequence]``, True for padding: such tokens go to no expert
-                and count in no auxiliary loss.
+                and count in no auxiliary loss. Nothing else: attention sees them (put them last, or
+                in a document of their own), and without experts it changes nothing.
             splice: vectors that take the place of some tokens' embeddings.
 
         Returns:

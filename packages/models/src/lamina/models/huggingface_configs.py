@@ -134,8 +134,9 @@ def config_from_huggingface(source: Mapping[str, Any]) -> TransformerConfig:
     """Read the contents of a ``config.json``.
 
     Args:
-        source: of a gpt2, llama, mistral, qwen2, qwen3, dense deepseek_v3 or mamba2 model; older
-            files (``rope_theta`` and ``rope_scaling`` beside each other) are read as well.
+        source: of a gpt2, llama, mistral, mixtral, qwen2, qwen3, qwen3_moe, deepseek_v3 or mamba2
+            model; older files (``rope_theta`` and ``rope_scaling`` beside each other) are read as
+            well.
 
     Raises:
         ValueError: for another architecture, or a feature that ``TransformerConfig`` lacks.

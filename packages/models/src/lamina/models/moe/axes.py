@@ -41,9 +41,9 @@ class ExpertAxes:
         """Find the axes of a mesh.
 
         A DeviceMesh says where experts are by dimensions called ``ep`` and ``expert_tp``. Without
-        them (and for a bare axis) experts are cut over ``tp`` like everything else. Wrappers have to
-        know as much: ``ParallelLayout(expert_tp=tp)`` for experts cut over ``tp``, and for a
-        DeviceMesh with ``ep`` the same mesh as ``expt_device_mesh`` of ``fully_shard``.
+        them (and for a bare axis) experts are cut over ``tp`` like everything else. Wrappers have
+        to know as much: give them ``ParallelLayout(expert_tp=tp)`` for experts cut over ``tp``,
+        and ``fully_shard`` a DeviceMesh with ``ep`` as ``expt_device_mesh`` too.
 
         Raises:
             LayoutError: tp beside experts on a mesh where that needs sequence parallelism.

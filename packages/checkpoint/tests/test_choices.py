@@ -380,6 +380,9 @@ def test_threads_write_a_file_each_and_a_bar_counts_what_passes(tmp_path, monkey
 @pytest.mark.ranks(2)
 def test_every_rank_gets_its_own_state_back(tmp_path):
     import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+
+    from lamina.mesh import mesh_axis
 
     rank = dist.get_rank()
     torch.manual_seed(rank)
@@ -395,6 +398,21 @@ def test_every_rank_gets_its_own_state_back(tmp_path):
     assert got["mine"].value["t"].numel() == rank
     with pytest.raises((CheckpointMismatchError, CheckpointError), match="PerRank"):
         manager.restore({"mine": 0})
+
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))  # on as many, in another layout
+    held = nn.Module()
+    held.axis = mesh_axis(mesh, "tp")
+    for options, others in (({"mesh": mesh}, {}), ({}, {"model": held})):
+        manager = CheckpointManager(tmp_path, **options)
+        with pytest.warns(UserWarning, match=rf"at no place .* at tp {rank} of 2"):
+            manager.restore({"mine": PerRank(None), **others}, strict=False)
+        expected = pytest.raises((CheckpointMismatchError, CheckpointError), match=r"tp|rank")
+        with expected:
+            manager.restore({"mine": PerRank(None, on_change="raise"), **others}, strict=False)
+    manager = CheckpointManager(tmp_path / "b")
+    manager.save(2, {"mine": PerRank(rank), "model": held})
+    manager.restore(got := {"mine": PerRank(None), "model": held})
+    assert got["mine"].value == rank
 
     alone = [dist.new_group([r]) for r in range(2)][rank]
     manager = CheckpointManager(tmp_path, group=alone)  # on another number of ranks

@@ -8,7 +8,7 @@ so itself, and what it says counts; bare and DDP-wrapped modules are done here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, is_dataclass
 from typing import Any
 
@@ -22,6 +22,7 @@ from lamina.checkpoint.names import parameters_of
 from lamina.mesh import MeshAxis, ParallelMesh, Role, mesh_axis, role_of
 
 _AXES = ("tp", "expert_tp", "ep")
+_LAYOUT = ("pp", "cp", "tp")  # with the number of ranks they say what a rank's number means
 Mesh = ParallelMesh | DeviceMesh | None
 
 
@@ -55,21 +56,41 @@ class Parts:
         self.rename, self._mesh = hints.rename, hints.mesh
         self._axes: dict[str, MeshAxis] = {}
         self._shown: dict[int, Region] = {}  # by id of the parameter
-        for value in state.values():
-            if isinstance(value, torch.nn.Module):
-                self._search(value)
+        self._modules = [one for one in state.values() if isinstance(one, torch.nn.Module)]
+        for module in self._modules:
+            self._search(module)
 
     def _search(self, module: torch.nn.Module) -> None:
         named = parameters_of(module)
         if not any(_may_be_cut(role_of(parameter)) for _, parameter in named):
             return
         for submodule in module.modules():
-            for axis in _axes_in(submodule):
+            for axis in _axes_in(submodule, _AXES):
                 self._axes.setdefault(axis.name, axis)
         tree = module.state_dict()
         for name, parameter in named:
             if isinstance(tree.get(name), TensorPart):
                 self._shown[id(parameter)] = tree[name].region
+
+    def place(self) -> dict[str, tuple[int, int]]:
+        """Return axis -> (this rank's place, size) of those beside data parallelism.
+
+        From the mesh or, without one, from the modules, as far as they hold axes.
+        """
+        held: dict[str, MeshAxis] = {}
+        for module in () if self._mesh is not None else self._modules:
+            for submodule in module.modules():
+                for axis in _axes_in(submodule, _LAYOUT):
+                    held.setdefault(axis.name, axis)
+        for name in _LAYOUT if self._mesh is not None else ():
+            if (found := self._on_mesh(name)) is not None:
+                held[name] = found
+        return {n: (held[n].rank, held[n].size) for n in _LAYOUT if n in held and held[n].size > 1}
+
+    def _on_mesh(self, axis: str) -> MeshAxis | None:
+        mesh = self._mesh
+        known = not isinstance(mesh, DeviceMesh) or axis in (mesh.mesh_dim_names or ())
+        return mesh_axis(mesh, axis) if mesh is not None and known else None
 
     def region(self, name: str, parameter: torch.Tensor) -> Region | None:
         """Return where this rank's parameter lies in the whole model's; None if it is whole.
@@ -104,10 +125,8 @@ class Parts:
     def _axis(self, axis: str, name: str | None) -> MeshAxis | None:
         """Find an axis of more than one rank; `name` of a parameter that must have it."""
         found = self._axes.get(axis)
-        mesh = self._mesh
-        if found is None and mesh is not None:
-            known = not isinstance(mesh, DeviceMesh) or axis in (mesh.mesh_dim_names or ())
-            found = mesh_axis(mesh, axis) if known else None
+        if found is None and self._mesh is not None:
+            found = self._on_mesh(axis)
         elif found is None and axis == "expert_tp" and "tp" in self._axes:
             found = self._axes["tp"]  # experts cut as dense layers are
         elif found is None and name and dist.is_initialized() and dist.get_world_size() > 1:
@@ -122,14 +141,14 @@ def _may_be_cut(role: Role) -> bool:
     return role.tp_shard_dim is not None or role.expert
 
 
-def _axes_in(module: torch.nn.Module) -> Iterator[MeshAxis]:
+def _axes_in(module: torch.nn.Module, names: Sequence[str]) -> Iterator[MeshAxis]:
     """Yield the axes that a module holds, by itself or in a dataclass of axes."""
     for value in vars(module).values():
         if isinstance(value, MeshAxis):
             held: list[Any] = [value]
         else:
             held = list(vars(value).values()) if is_dataclass(value) else []
-        yield from (axis for axis in held if isinstance(axis, MeshAxis) and axis.name in _AXES)
+        yield from (axis for axis in held if isinstance(axis, MeshAxis) and axis.name in names)
 
 
 def as_part(tensor: torch.Tensor, region: Region | None, held: torch.Tensor) -> torch.Tensor:

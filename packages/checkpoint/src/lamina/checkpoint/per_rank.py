@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -13,6 +13,9 @@ from lamina.checkpoint.errors import CheckpointMismatchError
 from lamina.checkpoint.streams import memory_of
 from lamina.checkpoint.values import Json, decode, encode
 from lamina.mesh import rng_state, set_rng_state
+
+Place = Mapping[str, Sequence[int]]
+"""Axis -> this rank's place on it, and its size, of axes of more than one rank."""
 
 
 class PerRank:
@@ -23,9 +26,10 @@ class PerRank:
 
     Args:
         value: an object with `state_dict` and `load_state_dict`, or a plain value.
-        on_change: what a restore does on another number of ranks, where "its own" has no meaning:
-            "keep" what each rank has (with a warning), give all ranks the "first" rank's, or
-            "raise".
+        on_change: what a restore does on another number of ranks, or where a rank has another place
+            along pp, cp or tp, so that "its own" has no meaning: "keep" what each rank has (with a
+            warning), give all ranks the "first" rank's, or "raise". Places are known from the
+            modules in the state, and for certain from ``CheckpointManager(mesh=...)``.
 
     """
 
@@ -35,25 +39,36 @@ class PerRank:
         self.value = value
         self.on_change = on_change
 
-    def encoded(self, entry: str) -> Json:
-        """Return this rank's state as JSON, its tensors included."""
+    def encoded(self, entry: str, place: Place) -> Json:
+        """Return this rank's state as JSON, its tensors and its place included."""
         stateful = hasattr(self.value, "state_dict") and hasattr(self.value, "load_state_dict")
         tensors: dict[tuple[str, ...], torch.Tensor] = {}
         tree = encode(self.value.state_dict() if stateful else self.value, (entry,), tensors)
-        return {"tree": tree, "tensors": {".".join(k): _inline(t) for k, t in tensors.items()}}
+        inlined = {".".join(k): _inline(t) for k, t in tensors.items()}
+        return {"tree": tree, "tensors": inlined, "place": {n: list(p) for n, p in place.items()}}
 
-    def load(self, entry: str, ranks: list[Json], rank: int, world_size: int) -> None:
+    def load(self, entry: str, ranks: list[Json], rank: int, world_size: int, place: Place) -> None:
         """Take this rank's state from those of all ranks.
 
         Raises:
-            CheckpointMismatchError: another number of ranks, and `on_change` is "raise".
+            CheckpointMismatchError: another number of ranks or another place of this one, and
+                `on_change` is "raise".
 
         """
+        message = None
         if len(ranks) != world_size:
             message = (
                 f"'{entry}' was saved by {len(ranks)} ranks, each with its own; here are "
                 f"{world_size}"
             )
+        else:
+            there = ranks[rank].get("place")  # older checkpoints have none
+            if there is not None and there != {name: list(at) for name, at in place.items()}:
+                message = (
+                    f"'{entry}' was saved by rank {rank} at {_said(there)}, and here it is at "
+                    f"{_said(place)}"
+                )
+        if message is not None:
             if self.on_change == "raise":
                 raise CheckpointMismatchError(f"{message}: on_change='keep' or 'first' allows it")
             if self.on_change == "keep":
@@ -79,6 +94,11 @@ class RngState:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Set them; those that this process does not have are left out."""
         set_rng_state(state, strict=False)
+
+
+def _said(place: Mapping[str, Sequence[int]]) -> str:
+    said = ", ".join(f"{name} {rank} of {size}" for name, (rank, size) in place.items())
+    return said or "no place along pp, cp or tp"
 
 
 def _inline(tensor: torch.Tensor) -> Json:

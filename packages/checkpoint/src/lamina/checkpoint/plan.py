@@ -284,7 +284,8 @@ class Plan:
             if not planned.selected:
                 continue
             if isinstance(value, PerRank):
-                value.load(entry, self._trees[entry][RANKS], rank, world_size)
+                of_ranks, place = self._trees[entry][RANKS], self._parts.place()
+                value.load(entry, of_ranks, rank, world_size, place)
             elif planned.taken is None:
                 self._state[entry] = self._decoded(entry)
             elif _is_module(value):

@@ -168,7 +168,7 @@ def take(
     parts = Parts(objects, hints)
     for entry, value in objects.items():
         if isinstance(value, PerRank):
-            shared[entry], own[entry] = None, value.encoded(entry)
+            shared[entry], own[entry] = None, value.encoded(entry, parts.place())
             continue
         taken = take_entry(entry, value, objects, parts)
         shared[entry] = taken.json

@@ -18,7 +18,7 @@ CASES = pytest.mark.parametrize(
     [
         (False, {}),
         (True, {}),
-        (True, {"overlap_grad_reduce": False}),
+        (True, {"overlap_grad_reduce": False, "zero_dp_strategy": 2}),
         (True, {"overlap_param_gather": True}),
         (False, {"reproducible": True}),
         (True, {"reproducible": True}),
@@ -129,7 +129,33 @@ def test_an_exception_in_backward_leaves_nothing_behind(sharded, config, ranks):
     loss(wrapped, ranks.rank, 1).backward()
     optimizer.step()
     optimizer.zero_grad()
-    check(wrapped, in_one_process([[{}], [{}]]))
+    failing, other = loss(wrapped, ranks.rank, 99, fail=True), loss(wrapped, ranks.rank, 2)
+    with pytest.raises(RuntimeError, match="on purpose"):
+        failing.backward()
+    other.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    check(wrapped, in_one_process([[{}], [{}], [{}]]))
+
+
+@pytest.mark.ranks(2)
+@CASES
+def test_an_exception_in_backward_over_earlier_microbatches_wants_them_dropped(
+    sharded, config, ranks
+):
+    wrapped, optimizer = wrap(sharded, config)
+    for zero in (optimizer.zero_grad, wrapped.zero_grad_buffer):
+        with wrapped.no_sync():
+            loss(wrapped, ranks.rank, 50).backward()
+        with pytest.raises(RuntimeError, match="on purpose"):
+            loss(wrapped, ranks.rank, 99, fail=True).backward()
+        for further in (optimizer.step, loss(wrapped, ranks.rank, 51).backward):
+            with pytest.raises(RuntimeError, match=r"raised half-way.*zero_grad_buffer\(\)"):
+                further()
+        zero()
+    loss(wrapped, ranks.rank, 0).backward()
+    optimizer.step()
+    check(wrapped, in_one_process([[{}]]))
 
 
 @pytest.mark.ranks(2)

@@ -141,15 +141,29 @@ def test_gradients_of_bf16_weights_are_combined_over_tp_in_fp32_and_together(sha
 
     mesh = ParallelLayout(tp=2).build("cpu")
     settings = {"use_distributed_optimizer": sharded, "bucket_size": 1}
+    settings["calculate_per_token_loss"] = True
     model = DistributedDataParallel(Several(), DistributedDataParallelConfig(**settings), mesh)
     model((256.0, 1.0)[ranks.rank]).backward()
+    ShardedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, mesh)
+    mains = [p for group in model.parameter_groups() for p in group.main_parameters]
+    for main in mains:
+        main.grad = main.grad * 2  # the user's own tensors are what is combined and divided
     with Ledger() as ledger:
-        finalize_grads(model, mesh)
+        finalize_grads(model, mesh, num_tokens=2)
     assert [record.op for record in ledger.records].count("all_reduce_fp32") == 2  # one a kind
     found = full_gradients(model)
     for index in range(4):  # bf16 has no 257 between 256 and 258
         wanted = torch.full((3,), 257.0 if index % 2 == 0 else 128.5)
         assert torch.equal(found[f"p{index}"], wanted), index
+    with pytest.raises(RuntimeError, match="summed or divided again"):
+        finalize_grads(model, mesh)
+    for main in mains:
+        assert float(main.grad.sum()) in (3 * 257.0, 3 * 128.5)
+        main.grad.zero_()
+    model((256.0, 1.0)[ranks.rank]).backward()
+    finalize_grads(model, mesh)
+    for name, value in full_gradients(model).items():
+        assert torch.equal(value, found[name]), name
 
 
 @pytest.mark.ranks(4)
@@ -259,6 +273,9 @@ def test_the_norm_sees_what_was_done_to_gradients_after_their_reduction(change, 
     torch.testing.assert_close(
         found, 3.0 * whole_norm(run.expected(), 2.0).float(), rtol=3e-7, atol=0
     )
+    clip_grad_norm(run.model, float(found) / 2, run.mesh)
+    clipped = clip_grad_norm(run.model, math.inf, run.mesh)
+    torch.testing.assert_close(clipped, found / 2, rtol=1e-6, atol=0)
 
 
 @pytest.mark.ranks(4)

@@ -12,6 +12,7 @@ from lamina.ddp import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
     ShardedOptimizer,
+    clip_grad_norm,
     full_gradients,
     full_parameters,
 )
@@ -111,6 +112,8 @@ def test_penalties_reach_parameters_that_the_forward_did_not(sharded, ranks):
 def test_an_optimizer_that_would_train_nothing_is_refused(sharded, dtype, ranks):
     wrapped, mesh = wrap(build(dtype=dtype), sharded)
     plain = sgd(wrapped)
+    with pytest.raises(ValueError, match=r"LBFGS.*another optimizer"):
+        ShardedOptimizer(torch.optim.LBFGS(wrapped.parameters()), wrapped, mesh)
     x = batch(ranks.rank).to(dtype)
     wrapped(x).square().mean().backward()
     plain.step()
@@ -124,6 +127,10 @@ def test_an_optimizer_that_would_train_nothing_is_refused(sharded, dtype, ranks)
     optimizer = ShardedOptimizer(plain, wrapped, mesh)
     optimizer.step()
     wrapped(x)
+    plain.add_param_group({"params": [wrapped.module.enter.weight]})
+    for step in (optimizer.step, plain.step):
+        with pytest.raises(RuntimeError, match=r"add_param_group|was added to SGD after"):
+            step()
 
 
 KINDS = pytest.mark.parametrize(
@@ -131,6 +138,7 @@ KINDS = pytest.mark.parametrize(
     [
         (False, {}),
         (True, {}),
+        (True, {"zero_dp_strategy": 2}),
         (True, {"reproducible": True}),
         (True, {"replicate": 2}),
     ],
@@ -141,11 +149,16 @@ FITS = pytest.mark.matrix(where=lambda ranks, config: ranks == 2 * config.get("r
 @FITS
 @pytest.mark.ranks(2, 4)
 @KINDS
-def test_scaling_reaches_microbatches_that_were_not_summed_yet(sharded, config, ranks):
+def test_gradients_inside_no_sync_are_scaled_and_neither_stepped_nor_clipped(
+    sharded, config, ranks
+):
     wrapped, mesh = wrap(build(), sharded, **config)
     optimizer = ShardedOptimizer(sgd(wrapped), wrapped, mesh)
     with wrapped.no_sync():
         wrapped(batch(ranks.rank, 0)).square().mean().backward()
+    for early in (optimizer.step, lambda: clip_grad_norm(wrapped, 1.0)):
+        with pytest.raises(RuntimeError, match=r"summed over ranks.*finish_grad_sync\(\)"):
+            early()
     wrapped.scale_gradients(3.0)
     with wrapped.no_sync():
         wrapped(batch(ranks.rank, 1)).square().mean().backward()
@@ -241,3 +254,36 @@ def test_parameters_of_a_wrapped_module_can_be_copied_and_pickled(ranks):
         assert torch.equal(weight, wrapped.module.enter.weight)
         nn.functional.linear(torch.ones(1, 5), weight).sum().backward()  # nobody's any more
         assert weight.grad is not None
+
+
+@pytest.mark.ranks(2)
+def test_lbfgs_under_strategy_0_is_lbfgs_in_one_process(ranks):
+    def train(model, optimizer, closure):
+        for _ in range(2):
+            optimizer.step(closure)
+        return [p.detach() for p in model.parameters()]
+
+    def make(model):
+        return torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3)
+
+    wrapped, mesh = wrap(build(), False)
+    optimizer = ShardedOptimizer(make(wrapped), wrapped, mesh)
+    model = build()
+    plain = make(model)
+
+    def closure():
+        wrapped.zero_grad()
+        loss = wrapped(batch(ranks.rank)).square().mean()
+        loss.backward()
+        return loss
+
+    def plain_closure():
+        plain.zero_grad()
+        loss = sum(model(batch(rank)).square().mean() for rank in range(2)) / 2
+        loss.backward()
+        return loss
+
+    found, wanted = train(wrapped, optimizer, closure), train(model, plain, plain_closure)
+    assert not torch.equal(wanted[0], next(build().parameters()))
+    for value, expected in zip(found, wanted, strict=True):
+        torch.testing.assert_close(value, expected, rtol=0, atol=1e-5)

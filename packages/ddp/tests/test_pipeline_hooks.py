@@ -66,6 +66,9 @@ def test_copies_of_a_tied_parameter_on_one_rank_are_summed_and_counted_once(wrap
     for scale, stage in enumerate(stages, start=1):
         wanted = 3.0 if ranks.rank == 0 else float(scale)
         assert torch.equal(stage.weight.grad, torch.full((2, 3), wanted))
+    if ranks.rank == 0:
+        with pytest.raises(RuntimeError, match="again"):
+            (finalize_grads if wrapped else finalize_plain_grads)(modules, mesh)
     norm = clip_grad_norm(modules, float("inf"), mesh)
     torch.testing.assert_close(norm, torch.tensor((6 * 9 + 6 * 1 + 6 * 4.0) ** 0.5))
 

@@ -1,5 +1,6 @@
 """Settings: what contradicts itself is refused, and checks name what they find."""
 
+import math
 import re
 from unittest import mock
 
@@ -12,6 +13,7 @@ from lamina.ddp import (
     DistributedDataParallelConfig,
     LargeGradientError,
     NonFiniteGradientError,
+    clip_grad_norm,
     collect_parameters,
 )
 from lamina.ddp.buckets import plan_buckets
@@ -51,6 +53,14 @@ def test_the_one_bad_gradient_is_named_with_its_rank_before_it_is_sent(ranks):
         wrapped(toy_input(0, 0)).mean().backward()
 
 
+@pytest.mark.ranks(1)
+def test_nan_is_above_every_limit_of_large_gradients(ranks):
+    wrapped, _ = wrap(build(), check_for_large_grads=1e3)
+    wrapped.module.leave.bias.register_hook(lambda gradient: gradient * float("nan"))
+    with pytest.raises(LargeGradientError, match=r"leave\.bias reaches nan"):
+        wrapped(toy_input(0, 0)).mean().backward()
+
+
 def test_settings_that_contradict_each_other_are_refused():
     with pytest.raises(ValueError, match="nothing to gather"):
         DistributedDataParallelConfig(overlap_param_gather=True)
@@ -62,8 +72,11 @@ def test_settings_that_contradict_each_other_are_refused():
         DistributedDataParallelConfig(align_param_gather=True, use_distributed_optimizer=True)
     with pytest.raises(ValueError, match="no sharded optimizer"):
         DistributedDataParallelConfig(num_distributed_optimizer_instances=2)
-    with pytest.raises(ValueError, match="is no limit"):
-        DistributedDataParallelConfig(check_for_large_grads=True)
+    for limit in (True, math.nan, -1.0):
+        with pytest.raises(ValueError, match="is no limit"):
+            DistributedDataParallelConfig(check_for_large_grads=limit)
+    with pytest.raises(ValueError, match="max_norm=nan must be"):
+        clip_grad_norm(build(), math.nan)
     with pytest.raises(ValueError, match="choose one"):
         DistributedDataParallelConfig(average_in_collective=True, calculate_per_token_loss=True)
     with pytest.raises(ValueError, match="fully_shard"):

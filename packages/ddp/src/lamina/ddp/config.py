@@ -95,9 +95,10 @@ class DistributedDataParallelConfig:
                 raise ValueError(f"{name}={value} must be at least 1")
         self._check_strategy()
         self._check_gathers()
-        if isinstance(self.check_for_large_grads, bool):
+        largest = self.check_for_large_grads
+        if isinstance(largest, bool) or (largest is not None and not largest > 0):
             raise ValueError(
-                f"check_for_large_grads={self.check_for_large_grads} is no limit: give the "
+                f"check_for_large_grads={largest} is no limit: give the "
                 "largest magnitude that is still right, such as 1e4, or None not to look"
             )
         self._check_reduction()

@@ -19,6 +19,7 @@ from lamina.ddp.group import ParameterGroup
 from lamina.ddp.inspection import groups_of
 from lamina.ddp.rank_sums import GradientState
 from lamina.ddp.ties import tied_axis
+from lamina.ddp.user_gradients import follow_user, holds_zeros
 from lamina.mesh import MeshAxis, ParallelMesh, mesh_axis
 
 __all__ = ["FinalizesStep", "finalize_grads"]
@@ -53,6 +54,7 @@ def finalize_grads(
         TypeError: for a module that was not wrapped by Lamina.
         ValueError: for a token count where gradients are means already, or for tied parameters
             whose copies are not on the first and the last stage (or both here).
+        RuntimeError: a second time for the same step, where that would sum or divide again.
     """
     stages = [modules] if isinstance(modules, nn.Module) else list(modules)
     for stage in stages:
@@ -62,6 +64,9 @@ def finalize_grads(
     groups = [
         group for stage in stages for group in groups_of(stage) if group.gradients is not None
     ]
+    for group in groups:
+        follow_user(group)
+        _refuse_twice(group, mesh, num_tokens)
     _combine_over_tp(groups, mesh)
     _sum_tied(groups, mesh)
     for stage in stages:
@@ -70,6 +75,28 @@ def finalize_grads(
                 module.finalize_step(mesh)
     if num_tokens is not None:
         _divide_by_tokens(groups, mesh, num_tokens)
+    for group in groups:
+        group.trained.finalised = group.trained.state is GradientState.FINAL
+
+
+def _refuse_twice(
+    group: ParameterGroup,
+    mesh: ParallelMesh | DeviceMesh,
+    num_tokens: torch.Tensor | int | None,
+) -> None:
+    """What was summed over tp or stages, or divided, must not be so again. A mean of means may."""
+    if not group.trained.finalised:
+        return
+    role = group.refs[0].role
+    summed = role.tp_grad == "sum" and _axis(mesh, "expert_tp" if role.expert else "tp")
+    again = num_tokens is not None or role.tied is not None or summed
+    if again and not holds_zeros(group):
+        raise RuntimeError(
+            f"finalize_grads(): the gradient of {group.refs[0].name} is final since an earlier "
+            "call (a pipeline's step() makes one), and would be summed or divided again: call it "
+            "once, after the step's last backward (accumulate with no_sync(), or with more "
+            "microbatches in a pipeline's step()), and zero_grad() before the next step"
+        )
 
 
 def _combine_over_tp(groups: Sequence[ParameterGroup], mesh: ParallelMesh | DeviceMesh) -> None:

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from lamina.ddp import blocked_adam, one_pass
 from lamina.ddp.group import ParameterGroup
-from lamina.ddp.user_gradients import follow_user
+from lamina.ddp.user_gradients import refuse_unsummed
 from lamina.ddp.whole_step import WholeStep
 
 __all__ = ["COUNTERS", "ELEMENTWISE", "FlatStep"]
@@ -74,6 +74,7 @@ class FlatStep:
         self.paused = False
         """Steps are made for their state alone: gradients are read from `.grad`, nobody is told."""
         self._place: dict[int, tuple[ParameterGroup, int]] = {}
+        self._computes: dict[int, str] = {}
         self._after_step: list[Callable[[], None]] = []
         self._add(list(groups), after_step)
         self._state: dict[tuple[int, str], torch.Tensor] = {}
@@ -108,16 +109,24 @@ class FlatStep:
             if group.main is not None
             for index, main in enumerate(group.main_parameters)
         )
+        self._computes.update(
+            (id(ref.parameter), ref.name)
+            for group in groups
+            for ref, main in zip(group.refs, group.main_parameters, strict=True)
+            if main is not ref.parameter
+        )
 
     def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         # A closure computes the gradients inside the step: what will have one is not known yet.
         # args[0] is the optimizer itself.
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        self._refuse_compute_parameters(optimizer)
+        if not self.paused and closure is None:
+            for group in self._trained():
+                refuse_unsummed(group, f"{type(optimizer).__name__}.step()")
         if self._whole is not None or self.paused or closure is not None:
             self._unshare_counts(optimizer)
             return
-        for group in {id(group): group for group, _ in self._place.values()}.values():
-            follow_user(group)
         self._held = [list(group["params"]) for group in optimizer.param_groups]
         self._runs = []
         for settings in optimizer.param_groups:
@@ -128,6 +137,19 @@ class FlatStep:
                 run.done = run.wrote_weights or _in_blocks(run, optimizer, settings)
             self._runs.extend(runs)
             settings["params"] = [run.parameter for run in runs if not run.done] + rest
+
+    def _trained(self) -> Iterable[ParameterGroup]:
+        return {id(group): group for group, _ in self._place.values()}.values()
+
+    def _refuse_compute_parameters(self, optimizer: Optimizer) -> None:
+        """A parameter that has a main one apart never has a gradient: a step would skip it."""
+        for parameter in (p for settings in optimizer.param_groups for p in settings["params"]):
+            if (name := self._computes.get(id(parameter))) is not None:
+                raise RuntimeError(
+                    f"{name} was added to {type(optimizer).__name__} after the "
+                    "model was wrapped, and its gradient is on a main parameter, so no step would "
+                    "change it: give the optimizer all parameters first"
+                )
 
     def _after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         for settings, held in zip(optimizer.param_groups, self._held, strict=False):

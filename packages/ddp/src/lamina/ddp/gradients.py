@@ -54,6 +54,10 @@ class GroupGradients:
         """Parameters whose gradient a layer wrote there itself, in the backward at hand."""
         self.seen = [False] * len(layout.specs)
         """Which parameters got a gradient since main grads were empty."""
+        self.at_risk = False
+        """A backward that has not ended may have added to gradients that were held before it."""
+        self.finalised = False
+        """`finalize_grads` has been over what main grads hold."""
         self.last_microbatch = False
         """Whether the backward at hand is the step's last one, as far as the reducer knows."""
         self.when_final: Callable[[torch.Tensor], None] | None = None
@@ -128,6 +132,7 @@ class GroupGradients:
         self._sum.forget()
         self._carried = None
         self.state = GradientState.EMPTY
+        self.at_risk = self.finalised = False
         self.seen = [False] * len(self.seen)
 
     def zero_if_empty(self) -> None:

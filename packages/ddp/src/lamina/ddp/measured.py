@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from lamina.buffers import Shard, ShardedTensor
 from lamina.ddp.group import ParameterGroup
 from lamina.ddp.sinks import main_of
-from lamina.ddp.user_gradients import follow_user
+from lamina.ddp.user_gradients import refuse_unsummed
 from lamina.mesh import MeshAxis, ParallelMesh, Role, mesh_axis, role_of
 
 __all__ = ["Measured", "Ties", "of_groups", "of_parameters", "whole_mesh"]
@@ -88,7 +88,7 @@ def of_groups(
         gradients = group.gradients
         if gradients is None:
             continue
-        follow_user(group)
+        refuse_unsummed(group, "clip_grad_norm()")
         if not any(gradients.seen):
             continue
         main = gradients.main

@@ -5,6 +5,7 @@ For meshes without data parallelism, where a wrapper would only copy.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -16,6 +17,9 @@ from lamina.ddp.ties import tied_axis
 from lamina.mesh import MeshAxis, ParallelMesh, role_of
 
 __all__ = ["finalize_plain_grads"]
+
+_SUMMED = "_lamina_summed"
+"""On a `.grad` that is a sum over tp or stages already."""
 
 
 def finalize_plain_grads(modules: nn.Module | Sequence[nn.Module], mesh: ParallelMesh) -> None:
@@ -32,6 +36,7 @@ def finalize_plain_grads(modules: nn.Module | Sequence[nn.Module], mesh: Paralle
     Raises:
         ValueError: if the mesh has data-parallel or context-parallel ranks: nobody would sum over
             them.
+        RuntimeError: a second time for gradients that it has summed over tp or stages.
     """
     data = mesh.axis("dp_cp")
     if data.size > 1:
@@ -49,11 +54,14 @@ def finalize_plain_grads(modules: nn.Module | Sequence[nn.Module], mesh: Paralle
             "and see different tokens, and the modules are not wrapped, so nobody sums the copies' "
             "gradients: wrap each in DistributedDataParallel or fully_shard"
         )
+    _refuse_twice(stages)
     for expert, axis in ((False, mesh.axis("tp")), (True, mesh.axis("expert_tp"))):
         own = [p for p in parameters if role_of(p).expert is expert]
         for kind in ("sum", "mean"):
             chosen = [p for p in own if role_of(p).tp_grad == kind]
             _combine(chosen, axis, 1.0 / axis.size if kind == "mean" else None)
+            if kind == "sum" and axis.size > 1:
+                _note_summed(chosen)
     copies: dict[str, list[torch.Tensor]] = {}
     for parameter in parameters:
         if (name := role_of(parameter).tied) is not None:
@@ -61,12 +69,50 @@ def finalize_plain_grads(modules: nn.Module | Sequence[nn.Module], mesh: Paralle
     for held in copies.values():  # V-shaped schedules: one rank holds both stages
         if len(held) > 1:
             _sum_here(held)
+            _note_summed(held)
     single = sorted(name for name, held in copies.items() if len(held) == 1)
     if (ends := tied_axis(single, mesh)) is not None:
         _combine([copies[name][0] for name in single], ends, None)
+        _note_summed([copies[name][0] for name in single])
     for module in (module for stage in stages for module in stage.modules()):
         if isinstance(module, FinalizesStep):
             module.finalize_step(mesh)
+
+
+def _refuse_twice(stages: Iterable[nn.Module]) -> None:
+    """Sums must not be summed again, with or without what later backwards have added."""
+    for name, parameter in (named for stage in stages for named in stage.named_parameters()):
+        grad = parameter.grad
+        if grad is not None and hasattr(grad, _SUMMED) and bool(grad.any()):
+            raise RuntimeError(
+                f"finalize_plain_grads(): the gradient of {name} is summed over tp ranks or "
+                "stages by an earlier call (a pipeline's step() makes one), and would be summed "
+                "again: call it once, after the step's last backward (accumulate with more "
+                "microbatches), and zero_grad() before the next step"
+            )
+
+
+def _note_summed(parameters: Iterable[torch.Tensor]) -> None:
+    for parameter in parameters:
+        if parameter.grad is not None and not hasattr(parameter.grad, _SUMMED):
+            setattr(parameter.grad, _SUMMED, True)
+            _forget_when_zeroed(parameter)
+
+
+def _forget_when_zeroed(parameter: torch.Tensor) -> None:
+    """Zeroed in place, a gradient begins anew: seen when the next one comes to be added."""
+    reference = weakref.ref(parameter)  # the parameter holds its hooks
+
+    def before(_: torch.Tensor) -> None:
+        held = reference()
+        summed = None if held is None else held.grad
+        if summed is None or not hasattr(summed, _SUMMED):
+            handle.remove()
+        elif not bool(summed.any()):
+            handle.remove()
+            delattr(summed, _SUMMED)
+
+    handle = parameter.register_hook(before)  # type: ignore[no-untyped-call]
 
 
 def _combine(parameters: Sequence[torch.Tensor], axis: MeshAxis, scale: float | None) -> None:

@@ -24,7 +24,7 @@ from lamina.ddp.rank_sums import GradientState
 from lamina.ddp.sinks import offer_sink
 from lamina.ddp.strategy import Cadence
 from lamina.ddp.transient import TransientBuffers
-from lamina.ddp.user_gradients import follow_user
+from lamina.ddp.user_gradients import follow_user, holds_zeros
 from lamina.ddp.weights import shares_storage
 
 __all__ = ["GradientReducer", "LargeGradientError", "NonFiniteGradientError", "Order"]
@@ -167,14 +167,14 @@ class GradientReducer:
         """Forget what the user zeroed, and take autograd's `.grad` slots for this backward.
 
         Raises:
-            RuntimeError: between `start` and `finish`.
+            RuntimeError: between `start` and `finish`, and after a backward that raised over
+                gradients of earlier microbatches.
         """
         if self._started:
             raise RuntimeError(
                 "a backward began between start_grad_sync() and finish_grad_sync(): gradients are "
                 "on their way from the buffers it would write to; call finish_grad_sync() first"
             )
-        self.in_backward = True
         self._in_flight.clear()
         self._ready.clear()
         self._started = False
@@ -183,13 +183,18 @@ class GradientReducer:
         self._waiting = deque(self.groups if self._order is Order.STATIC else ())
         for group in self.groups:
             follow_user(group)
-            group.trained.sunk.clear()
-            group.trained.last_microbatch = self.is_final
+        for group in self.groups:
+            gradients = group.trained
+            gradients.finalised = gradients.finalised and not holds_zeros(group)
+            gradients.at_risk = gradients.state is not GradientState.EMPTY or gradients.has_local
+            gradients.sunk.clear()
+            gradients.last_microbatch = self.is_final
             for parameter in group.compute_parameters:
                 parameter.grad = None
+        self.in_backward = True
 
     def abandon_backward(self) -> None:
-        """A backward died half-way: drop what it left, keep microbatches reduced before."""
+        """A backward died half-way: drop what it left, unless that is mixed with earlier ones'."""
         self.in_backward = False
         for _, handle, _ in self._in_flight:
             handle.wait()
@@ -197,7 +202,8 @@ class GradientReducer:
         self._ready.clear()
         self._waiting.clear()
         for group in self.groups:
-            group.trained.discard_local()
+            if not group.trained.at_risk:  # else it is refused, until the user drops all
+                group.trained.discard_local()
 
     def close(self, group: ParameterGroup) -> None:
         """A group's gradients of this microbatch are complete: reduce it when its turn comes."""
@@ -242,6 +248,7 @@ class GradientReducer:
         """After all reductions of a backward: agree on who has a gradient, and show it."""
         for group in self.groups:
             group.trained.sunk.clear()
+            group.trained.at_risk = False
         if self.is_final:
             self._exchange_seen()
             self._transient.clear()
@@ -295,14 +302,19 @@ class GradientReducer:
     def _announce(self, gradients: GroupGradients, gradient: torch.Tensor | None) -> None:
         """A gradient has come: the first of a backward that no output announced begins it."""
         begin = self._begin() if self._begin is not None else None
-        if begin is None or self.in_backward or self._late:
+        if begin is None or self._late:
+            return
+        if self.in_backward:
+            begin()  # nothing, unless that backward died
             return
         main = gradients.main
         added = gradient is not None and main.has_memory and shares_storage(gradient, main.data)
         if added or any(group.trained.sunk for group in self.groups):
             raise RuntimeError(
-                f"a gradient came to {gradients.layout.specs[0].name} or its neighbours from a "
-                "forward that the wrapper did not see: call the wrapper, not the module inside it"
+                f"a gradient came to {gradients.layout.specs[0].name} or its neighbours before the "
+                "backward reached an output of the wrapper: call the wrapper, not the module "
+                "inside it; add a term of the loss that depends on parameters alone (a penalty) in "
+                "the module's forward, or to the step's first microbatch"
             )
         begin()
 
@@ -368,7 +380,7 @@ def _refuse_large(group: ParameterGroup, limit: float) -> None:
     for index, written in enumerate(gradients.written):
         view = gradients.view(index)
         largest = float(view.abs().max()) if written and view.numel() else 0.0
-        if largest > limit:
+        if not largest <= limit:  # NaN too
             raise LargeGradientError(
                 f"gradient of {group.refs[index].name} reaches {largest:.3g} on {group.axes.here}, "
                 f"above check_for_large_grads={limit:.3g}: look at this rank's batch, clip, or "

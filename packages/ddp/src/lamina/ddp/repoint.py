@@ -24,7 +24,8 @@ def point_optimizer_at(optimizer: Optimizer, groups: Iterable[ParameterGroup]) -
         groups: the module's groups.
 
     Raises:
-        ValueError: if the optimizer holds none of the module's parameters.
+        ValueError: if the optimizer holds none of the module's parameters, or is an LBFGS (which
+            keeps a list of them to itself) and main parameters are others than the module's.
     """
     places: dict[int, tuple[ParameterGroup, int]] = {
         id(ref.parameter): (group, index)
@@ -38,6 +39,14 @@ def point_optimizer_at(optimizer: Optimizer, groups: Iterable[ParameterGroup]) -
             f"{type(optimizer).__name__} holds {len(held)} parameters and none of them is in the "
             "module: build it with optimizer = ...(model.parameters()) before (or after) sharding "
             "that same model"
+        )
+    apart = [p for p in held if id(p) in places and _main_of(p, places) is not p]
+    if isinstance(optimizer, torch.optim.LBFGS) and apart:
+        group, index = places[id(apart[0])]
+        raise ValueError(
+            f"LBFGS keeps its own list of parameters, and {group.refs[index].name} gets a main "
+            "parameter beside it (its weights are cut over ranks, or kept in fewer bits), so it "
+            "would train nothing: use strategy 0 with fp32 weights, or another optimizer"
         )
     for group, _ in places.values():
         group.has_optimizer = True

@@ -90,7 +90,18 @@ class ShardedOptimizer(Optimizer):
         self._flat_step = FlatStep(optimizer, groups, stepped)
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """One step of the wrapped optimizer; returns the closure's loss."""
+        """One step of the wrapped optimizer; returns the closure's loss.
+
+        Raises:
+            RuntimeError: while gradients wait to be summed over ranks, or if the wrapped optimizer
+                was given parameters since.
+        """
+        if len(self.optimizer.param_groups) != len(self.param_groups):
+            raise RuntimeError(
+                f"the wrapped {type(self.optimizer).__name__} has "
+                f"{len(self.optimizer.param_groups)} groups and had {len(self.param_groups)} when "
+                "it was wrapped: add_param_group() before ShardedOptimizer(optimizer, module, mesh)"
+            )
         if closure is None:
             return self.optimizer.step()
         if isinstance(self.optimizer, torch.optim.LBFGS):
@@ -152,13 +163,19 @@ class ShardedOptimizer(Optimizer):
             RuntimeError: to zero, between microbatches, a part of the parameters that share a
                 buffer.
         """
-        for group in () if set_to_none else self._groups:
-            self._zero(group)
+        for group in self._groups:
+            if not set_to_none:
+                self._zero(group)
+            elif group.gradients is not None and group.gradients.at_risk and all(self._mine(group)):
+                group.discard_gradients()  # a backward has raised and emptied `.grad` itself
         self.optimizer.zero_grad(set_to_none)
 
-    def _zero(self, group: ParameterGroup) -> None:
+    def _mine(self, group: ParameterGroup) -> list[bool]:
         held = {id(p) for settings in self.param_groups for p in settings["params"]}
-        gradients, mine = group.gradients, [id(p) in held for p in group.main_parameters]
+        return [id(p) in held for p in group.main_parameters]
+
+    def _zero(self, group: ParameterGroup) -> None:
+        gradients, mine = group.gradients, self._mine(group)
         if gradients is None or not any(mine):
             return
         if all(mine):

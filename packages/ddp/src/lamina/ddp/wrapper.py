@@ -23,6 +23,7 @@ from lamina.ddp.axes import (
 from lamina.ddp.buckets import plan_buckets
 from lamina.ddp.config import DistributedDataParallelConfig
 from lamina.ddp.contract import DataParallel
+from lamina.ddp.ending import BackwardEnd
 from lamina.ddp.group import GroupSettings, ParameterGroup
 from lamina.ddp.grouping import collect_parameters
 from lamina.ddp.memory import MemoryBudgets
@@ -83,6 +84,7 @@ class DistributedDataParallel(DataParallel):
             tp, expert_tp, ep = (mesh.axis(name) for name in ("tp", "expert_tp", "ep"))
             refs = collect_parameters(module)
             check_experts(refs, dense, expert, tp=tp, expert_tp=expert_tp, ep=ep)
+        self._ending = BackwardEnd()
         transient = TransientBuffers(keep_on_cpu=True)
         settings = _settings(config, dense)
         with self._memory(dense, expert):
@@ -257,9 +259,11 @@ class DistributedDataParallel(DataParallel):
 
     def _begin_backward(self) -> None:
         if self._reducer.in_backward:
-            return
+            if self._ending.will_come:
+                return
+            self._reducer.abandon_backward()  # another one raised, and this one's forward is old
         self._reducer.begin_backward()
-        torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+        self._ending.queue(self._end_backward)
 
     def _end_backward(self) -> None:
         self._reducer.end_backward()

@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from lamina.ddp import ShardedGradScaler, full_parameters
-from lamina.fsdp import fully_shard, fully_shard_optimizer
+from lamina.fsdp import MixedPrecisionPolicy, fully_shard, fully_shard_optimizer
 from lamina.mesh import ParallelLayout, mark
 from lamina_testing.toys import Block, OddNet, inputs
 
@@ -160,6 +160,27 @@ def test_one_overflow_anywhere_skips_the_step_everywhere(axis, fused, ranks):
             assert scaler.get_scale() == 2.0**9
             wanted = 1 - 0.01 * 0.01 - 0.01 if stepped else 1.0  # AdamW's first step, unscaled
             torch.testing.assert_close(full_parameters(model)["piece"], torch.full((64,), wanted))
+
+
+@pytest.mark.ranks(2)
+def test_an_optimizer_nobody_was_told_of_beside_one_that_was(ranks):
+    """It may be the only one to step."""
+    mesh = {"device_mesh": init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))}
+    bf16 = {"mixed_precision_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)}
+    for settings in ({"zero_dp_strategy": 1}, {"zero_dp_strategy": 2}, bf16):
+        model = build()
+        told = torch.optim.SGD(model.blocks[0].parameters(), lr=0.1)
+        model, told = fully_shard(model, told, fsdp_unit_modules=[Block], **mesh, **settings)
+        other = torch.optim.SGD([*model.blocks[1].parameters(), model.leave.bias], lr=0.1)
+        model(inputs(model, ranks.rank)).float().square().mean().backward()
+        other.step()
+        other.zero_grad()
+        fresh = build()
+        fresh.load_state_dict(full_parameters(model))
+        fresh = fully_shard(fresh, fsdp_unit_modules=[Block], **mesh, **settings)
+        with torch.no_grad():
+            x = inputs(model, 5)
+            assert torch.equal(model(x), fresh(x)), settings
 
 
 @pytest.mark.ranks(2)

@@ -257,7 +257,7 @@ def fully_shard_optimizer(optimizer: OptimizerT, module: nn.Module) -> Optimizer
 
     FlatStep.join(optimizer, groups, after_step)
     for engine in engines:
-        engine.follows_optimizer = True
+        engine.follow(optimizer)
     whole = any(map(gives_whole_tensors, parts))
     prepare_optimizer_state(optimizer, whole=whole, regions=regions)
     return optimizer

@@ -15,6 +15,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from enum import Enum, auto
 
 import torch
+from torch.optim import Optimizer
 
 from lamina.buffers import StaleStorageError, StoragePool
 from lamina.ddp import GradientReducer, ParameterGroup
@@ -70,9 +71,8 @@ class ShardingEngine:
         self.root = self.units[0]
         self.reducer = reducer
         self.phase = Phase.IDLE
-        self.follows_optimizer = False
-        """Whether an optimizer tells when it wrote main weights; otherwise every backward may be
-        followed by a step that nobody announces."""
+        self._told: set[int] = set()
+        """`id`s of main parameters that belong to an optimizer which tells when it wrote them."""
         self.slot_memory: SlotMemory | None = None
         """Registered memory that the slots lie in, to be let go of before the process group is."""
         self._overlap_gather = overlap_gather
@@ -279,8 +279,8 @@ class ShardingEngine:
         self.reducer.end_backward()
         self._rest()
         self._plan_slots()
-        if self.reducer.is_final and not self.follows_optimizer:
-            self.mark_weights_changed()
+        if self.reducer.is_final:
+            self.expect_step()
 
     def _abandon_backward(self) -> None:
         """The last backward raised: autograd never called `_end_backward`."""
@@ -318,6 +318,17 @@ class ShardingEngine:
         """Main weights were written: every unit installs them before it computes again."""
         for group in self.groups:
             group.weights.mark_changed()
+
+    def follow(self, optimizer: Optimizer) -> None:
+        """An optimizer will tell when it wrote the main weights it holds now."""
+        self._told.update(id(p) for settings in optimizer.param_groups for p in settings["params"])
+
+    def expect_step(self) -> None:
+        """Gradients are final: an optimizer that nobody was told of may write main weights."""
+        for group in self.groups:
+            trained = group.requires_grad or not self._told
+            if trained and not all(id(main) in self._told for main in group.main_parameters):
+                group.weights.mark_changed()
 
     def put_to_rest(self, units: Iterable[Unit], *, loading: bool = False) -> None:
         """Let a module hold what the optimizer updates, wherever a forward or backward has stopped.

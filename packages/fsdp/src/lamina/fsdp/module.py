@@ -88,10 +88,8 @@ class ShardedModule(UnitMethods, StepMethods, nn.Module):
 
     def finish_grad_sync(self) -> None:
         """Wait until gradients are summed and visible; harmless when they are."""
-        engine = self.sharding_engine
-        engine.reducer.finish()
-        if not engine.follows_optimizer:
-            engine.mark_weights_changed()  # a step that nobody announces may follow
+        self.sharding_engine.reducer.finish()
+        self.sharding_engine.expect_step()
 
     def scale_gradients(self, factor: float) -> None:
         """Multiply all gradients by `factor`, those of microbatches inside `no_sync` included."""

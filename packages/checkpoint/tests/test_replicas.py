@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lamina.checkpoint import CheckpointError, CheckpointManager, compare_checkpoints
+from lamina.checkpoint import CheckpointError, CheckpointManager, PerRank, compare_checkpoints
 from lamina.mesh import ParallelLayout, mark, mesh_axis
 
 
@@ -131,6 +131,25 @@ def test_buffers_may_differ_and_whole_tensors_among_plain_values_are_the_first_r
     state = {"plain": None}
     manager.restore(state)
     assert all(not tensor.any() for tensor in state["plain"].values())
+
+    class Average:  # of the weights: an object that is neither module nor optimizer
+        def __init__(self, **tensors: torch.Tensor) -> None:
+            self.tensors = tensors
+
+        def state_dict(self) -> dict[str, torch.Tensor]:
+            return self.tensors
+
+        def load_state_dict(self, tensors: dict[str, torch.Tensor]) -> None:
+            self.tensors = tensors
+
+    ours = torch.full((3,), float(rank))
+    for average in (Average(w=ours), Average(**{"ab"[rank]: ours})):
+        with pytest.raises(CheckpointError, match=r"average\.[wb]' on rank 1 .*PerRank"):
+            manager.save(2, {"average": average})
+    manager.save(2, {"average": Average(w=torch.ones(3)), "own": PerRank(Average(w=ours))})
+    own = {"own": PerRank(Average())}
+    manager.restore(own)
+    assert torch.equal(own["own"].value.tensors["w"], ours)
 
 
 @pytest.mark.parametrize("wrap", ["ddp", pytest.param("compile", marks=pytest.mark.slow)])

@@ -13,6 +13,7 @@ from __future__ import annotations
 import warnings
 import zlib
 from collections.abc import Mapping, Sequence
+from typing import Literal
 
 import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex
@@ -23,17 +24,21 @@ from lamina.checkpoint.streams import memory_of
 _BYTES = 4096
 """Of each tensor or box: enough to tell two that were trained apart, little beside copying them."""
 
-Digests = dict[str, tuple[int, bool]]
-"""Name -> checksum of shape, dtype and first bytes; and whether a difference loses what was
-trained (weights, optimizer state) or is usual (running statistics in buffers)."""
+Kind = Literal["trained", "usual", "first"]
+"""What a difference between ranks means. "trained": weights or optimizer state would be lost.
+"usual": buffers hold running statistics. "first": of objects that are neither modules nor
+optimizers the first rank's tensors are stored, and other ranks' would be lost."""
+
+Digests = dict[str, tuple[int, Kind]]
+"""Name -> checksum of shape, dtype and first bytes, and what a difference means."""
 
 
-def digests(whole: Mapping[str, torch.Tensor], trained: frozenset[str]) -> Digests:
+def digests(whole: Mapping[str, torch.Tensor], kinds: Mapping[str, Kind]) -> Digests:
     """Sum the beginnings of tensors, one copy per device.
 
     Args:
         whole: name -> tensor that this rank offers as all there is under that name (or box).
-        trained: names of those that must be equal.
+        kinds: name -> what a difference means.
 
     """
     found: Digests = {}
@@ -47,7 +52,7 @@ def digests(whole: Mapping[str, torch.Tensor], trained: frozenset[str]) -> Diges
         for name, head in heads.items():
             tensor, stop = whole[name], start + head.numel()
             kind = zlib.crc32(f"{tuple(tensor.shape)} {tensor.dtype}".encode())
-            found[name] = zlib.crc32(view[start:stop], kind), name in trained
+            found[name] = zlib.crc32(view[start:stop], kind), kinds[name]
             start = stop
     return found
 
@@ -78,7 +83,7 @@ def _beginning(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def compare(of_ranks: Sequence[Digests]) -> None:
-    """Refuse weights and optimizer state that differ; warn of buffers.
+    """Refuse weights, optimizer state and objects' tensors that differ; warn of buffers.
 
     Args:
         of_ranks: by rank, what `digests` gave there.
@@ -88,13 +93,23 @@ def compare(of_ranks: Sequence[Digests]) -> None:
 
     """
     first: dict[str, tuple[int, int]] = {}
-    lost: dict[str, tuple[int, int]] = {}
-    usual: dict[str, tuple[int, int]] = {}
+    found: dict[Kind, dict[str, tuple[int, int]]] = {"trained": {}, "usual": {}, "first": {}}
     for rank, mine in enumerate(of_ranks):
-        for name, (sum_, trained) in mine.items():
+        for name, (sum_, kind) in mine.items():
             other, expected = first.setdefault(name, (rank, sum_))
-            if sum_ != expected:
-                (lost if trained else usual).setdefault(name, (other, rank))
+            if sum_ != expected or (kind == "first" and other != 0):
+                found[kind].setdefault(name, (other, rank))
+    lost, usual = found["trained"], found["usual"]
+    if found["first"]:
+        name, (_, other) = next(iter(found["first"].items()))
+        raise CheckpointError(
+            f"'{name}' on rank {other} is another tensor than on rank 0, or rank 0 has none: of "
+            "objects that are neither modules nor optimizers the first rank's whole tensors are "
+            f"stored, and others would be lost ({len(found['first'])} names: "
+            f"{shortened(list(found['first']))}). PerRank(object) stores each rank's; a tensor "
+            "that is cut over ranks can say so (DTensor, lamina.buffers.TensorPart); "
+            "CheckpointManager(check_replicas=False) stores the first rank's"
+        )
     if lost:
         name, (one, other) = next(iter(lost.items()))
         raise CheckpointError(

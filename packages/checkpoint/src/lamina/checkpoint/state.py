@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +12,7 @@ from lamina.checkpoint.errors import CheckpointError
 from lamina.checkpoint.names import OptimizerNames, is_optimizer, parameters_of, unwrapped
 from lamina.checkpoint.parts import Hints, Parts, as_part
 from lamina.checkpoint.per_rank import PerRank
-from lamina.checkpoint.replicas import Digests, digests, first_box
+from lamina.checkpoint.replicas import Digests, Kind, digests, first_box
 from lamina.checkpoint.trees import Trees
 from lamina.checkpoint.values import Json, encode, join
 
@@ -163,7 +163,7 @@ def take(
     joined = set()
     seen: dict[str, Path] = {}
     compared: dict[str, torch.Tensor] = {}
-    trained: frozenset[str] = frozenset()
+    kinds: dict[str, Kind] = {}
     objects = {entry: unwrapped(value) for entry, value in state.items()}
     parts = Parts(objects, hints)
     for entry, value in objects.items():
@@ -175,8 +175,9 @@ def take(
         known = taken.optimizer is not None or isinstance(value, torch.nn.Module)
         if known:
             joined.add(entry)
-            more, equal = _compared(taken) if check else ({}, frozenset())
-            compared, trained = {**compared, **more}, trained | equal
+        if check and is_stateful(value):
+            for name, tensor, kind in _compared(taken, known):
+                compared[name], kinds[name] = tensor, kind
         for name, tensor in taken.parts.items():
             if not (known or first or _is_cut(tensor)):
                 continue
@@ -187,24 +188,27 @@ def take(
                 )
             _insert(nested, taken.paths[name], tensor)
     trees = Trees(shared, frozenset(joined), own)
-    return Offered(nested, trees, digests(compared, trained))
+    return Offered(nested, trees, digests(compared, kinds))
 
 
 def _is_cut(tensor: torch.Tensor) -> bool:
     return hasattr(tensor, "__create_chunk_list__")
 
 
-def _compared(taken: Taken) -> tuple[dict[str, torch.Tensor], frozenset[str]]:
-    """Return what other ranks may hold too, by name, and the names of what must be equal then."""
-    found: dict[str, torch.Tensor] = {}
-    equal = set(taken.trained)
+def _compared(taken: Taken, known: bool) -> Iterator[tuple[str, torch.Tensor, Kind]]:
+    """Yield what other ranks may hold too: name, tensor, and what a difference means.
+
+    Args:
+        taken: of an object.
+        known: it is a module or an optimizer; of others whole tensors are the first rank's.
+
+    """
     for name, tensor in taken.parts.items():
+        trained: Kind = "trained" if name in taken.trained else "usual"
         if not _is_cut(tensor):
-            found[name] = tensor
-        elif name in taken.trained and (box := first_box(name, tensor)):
-            found[box[0]] = box[1]
-            equal.add(box[0])
-    return found, frozenset(equal)
+            yield name, tensor, trained if known else "first"
+        elif trained == "trained" and (box := first_box(name, tensor)):
+            yield *box, trained
 
 
 def _insert(nested: dict[str, Any], path: Path, tensor: torch.Tensor) -> None:

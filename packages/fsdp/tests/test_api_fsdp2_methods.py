@@ -10,7 +10,13 @@ from torch import nn
 
 from lamina.collectives import Ledger
 from lamina.ddp import full_gradients
-from lamina.fsdp import UnavailableError, fully_shard, fully_shard_optimizer, shard_module
+from lamina.fsdp import (
+    UnavailableError,
+    fully_shard,
+    fully_shard_optimizer,
+    register_forward_method,
+    shard_module,
+)
 from lamina_testing.toys import Block, OddNet, inputs
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -148,6 +154,39 @@ def test_factor_and_hook_change_a_units_own_gradients(ranks):
     torch.testing.assert_close(
         full_gradients(model)["blocks.1.up.weight"], 3 * reference.blocks[1].up.weight.grad
     )
+
+
+class Mixer(Block):
+    def mix(self, x):
+        return self(x)
+
+
+class Encoder(OddNet):
+    """Called by a method, and its blocks by one of theirs."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Mixer(17) for _ in range(2))
+
+    def encode(self, x):
+        x = self.enter(x)
+        for block in self.blocks:
+            x = block.mix(x)
+        return self.leave(x) * self.temperature
+
+
+@pytest.mark.ranks(2)
+def test_methods_are_registered_before_the_first_call(ranks):
+    """In FSDP2's order: there is no engine yet."""
+    model, reference = build(Encoder), build(Encoder)
+    for block in model.blocks:
+        register_forward_method(shard_module(block, mesh_of(2)), "mix")
+    register_forward_method(shard_module(model, mesh_of(2)), "encode")
+    model.encode(inputs(model, ranks.rank)).square().mean().backward()
+    for rank in range(2):
+        (reference.encode(inputs(reference, rank)).square().mean() / 2).backward()
+    for name, found in full_gradients(model).items():
+        torch.testing.assert_close(found, reference.get_parameter(name).grad, msg=name)
 
 
 class Words(nn.Module):

@@ -16,9 +16,11 @@ from lamina.fsdp.tensor_parallel import hide_dtensors, show_dtensors
 from lamina.fsdp.trees import map_tensors
 from lamina.fsdp.unit import PendingBackward, Unit
 
-__all__ = ["attach_hooks", "register_forward_method", "rest_for_state_dicts", "unit_of"]
+__all__ = ["PART", "attach_hooks", "register_forward_method", "rest_for_state_dicts", "unit_of"]
 
 _HOOKS = "_lamina_unit_hooks"
+PART = "_lamina_part"
+"""Where `shard_module` keeps what it made of a module; hooks follow with the engine."""
 
 
 class _AfterBackward(torch.autograd.Function):
@@ -212,12 +214,11 @@ def register_forward_method(module: nn.Module, name: str) -> None:
         AttributeError: if the module has no such method.
         ValueError: if the module is not a unit's.
     """
-    hooks = module.__dict__.get(_HOOKS)
-    if not isinstance(hooks, _UnitHooks):
+    if _HOOKS not in module.__dict__ and PART not in module.__dict__:
         raise ValueError(
             f"{type(module).__name__} is not a unit of a sharded model, so nothing is gathered for "
             f"{name}(): register the method of the unit around it (or of the root), after "
-            "fully_shard; see lamina.fsdp.plan_units for what the units are"
+            "fully_shard or shard_module; see lamina.fsdp.plan_units for what the units are"
         )
     method = getattr(type(module), name, None)
     if not callable(method):
@@ -227,6 +228,7 @@ def register_forward_method(module: nn.Module, name: str) -> None:
     @functools.wraps(method)
     def gathered(*args: Any, **kwargs: Any) -> Any:
         self = owner()
+        hooks = _hooks_of(self)
         if hooks.in_method:
             return method(self, *args, **kwargs)
         hooks.in_method = True
@@ -237,6 +239,13 @@ def register_forward_method(module: nn.Module, name: str) -> None:
             hooks.in_method = False
 
     module.__dict__[name] = gathered
+
+
+def _hooks_of(module: Any) -> _UnitHooks:
+    if _HOOKS not in module.__dict__:
+        _ = module.sharding_engine  # `shard_module`: the first call of the outermost makes it
+    hooks: _UnitHooks = module.__dict__[_HOOKS]
+    return hooks
 
 
 def _mark_inputs(engine: ShardingEngine, unit: Unit, inputs: Any) -> Any:

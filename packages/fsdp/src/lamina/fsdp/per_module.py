@@ -29,7 +29,7 @@ from lamina.ddp import (
 )
 from lamina.fsdp.casting import cast_buffers, keep_modules
 from lamina.fsdp.engine import ShardingEngine
-from lamina.fsdp.hooks import attach_hooks, rest_for_state_dicts
+from lamina.fsdp.hooks import PART, attach_hooks, rest_for_state_dicts
 from lamina.fsdp.joining import SharedBuffers, rename
 from lamina.fsdp.keywords import ShardModuleSettings
 from lamina.fsdp.limits import UnavailableError
@@ -56,7 +56,6 @@ if TYPE_CHECKING:
 
 __all__ = ["ModuleWithUnit", "shard_module"]
 
-_PART = "_lamina_part"
 _ENGINE = "_lamina_engine"
 
 
@@ -280,7 +279,7 @@ def _own(
 def _adopt(module: nn.Module, part: _Part) -> ModuleWithUnit:
     cls = type(module)
     module.__class__ = type(f"Sharded{cls.__name__}", (ModuleWithUnit, cls), {})
-    module.__dict__[_PART] = part
+    module.__dict__[PART] = part
     return cast(ModuleWithUnit, module)
 
 
@@ -319,7 +318,7 @@ def _show_parts(modules: Sequence[ModuleWithUnit], mesh: ParallelMesh | DeviceMe
 
 
 def _part(module: nn.Module) -> _Part:
-    part: _Part = module.__dict__[_PART]
+    part: _Part = module.__dict__[PART]
     return part
 
 

@@ -289,7 +289,7 @@ class Plan:
             elif planned.taken is None:
                 self._state[entry] = self._decoded(entry)
             elif _is_module(value):
-                value.load_state_dict(self._module_tree(entry, planned.taken))
+                self._load_module(entry, value, planned.taken)
             elif planned.taken.optimizer is not None:
                 tree = self._optimizer_tree(entry, planned.taken)
                 value.load_state_dict(planned.taken.optimizer.numbered(tree))
@@ -299,8 +299,11 @@ class Plan:
     def _decoded(self, entry: str) -> Any:
         return decode(self._trees[entry], lambda name: self._values.get(name, _LEFT))
 
-    def _module_tree(self, entry: str, taken: Taken) -> dict[str, Any]:
-        """The module's own state, whose tensors are filled in place, with other stored values."""
+    def _load_module(self, entry: str, module: torch.nn.Module, taken: Taken) -> None:
+        """Hand a module what was loaded: tensors, filled in place, and other stored values.
+
+        And no more: a wrapper rounds main weights anew from the weights that it is given.
+        """
         stored = self._decoded(entry)
         values = {
             name: value
@@ -309,8 +312,20 @@ class Plan:
             and not isinstance(taken.tree[name], torch.Tensor)
             and self._selection.takes(f"{entry}.{name}")
         }
-        tree = {**taken.tree, **values}
-        return {taken.own_names.get(name, name): value for name, value in tree.items()}
+        left = {
+            name
+            for name, value in taken.tree.items()
+            if isinstance(value, torch.Tensor) and f"{entry}.{name}" not in self._values
+        }
+        tree = {
+            taken.own_names.get(name, name): value
+            for name, value in {**taken.tree, **values}.items()
+            if name not in left
+        }
+        if left:
+            module.load_state_dict(tree, strict=False)
+        else:
+            module.load_state_dict(tree)
 
     def _optimizer_tree(self, entry: str, taken: Taken) -> dict[str, Any]:
         """The stored state, and this optimizer's own where nothing is stored or selected."""

@@ -6,7 +6,12 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from lamina.ddp import full_gradients, full_parameters
-from lamina.fsdp import fully_shard, shard_module
+from lamina.fsdp import (
+    TorchFullyShardedDataParallel,
+    TorchFullyShardedDataParallelConfig,
+    fully_shard,
+    shard_module,
+)
 from lamina.mesh import ParallelLayout, mark
 from lamina.models import GPTModel, MoEConfig, TransformerConfig
 
@@ -25,6 +30,7 @@ def mesh_of(*names, shape=None):
 
 @pytest.mark.ranks(2)
 def test_dimensions_that_nobody_would_sum_over_are_refused_by_name(ranks):
+    fsdp2 = TorchFullyShardedDataParallelConfig()
     for mesh, settings, says in (
         (mesh_of("tp"), {}, "2 ranks along 'tp' hold different parts"),
         (mesh_of("dp", "tp"), {"dp_shard_dim": ("dp", "tp")}, "2 ranks along 'tp' hold different"),
@@ -36,6 +42,9 @@ def test_dimensions_that_nobody_would_sum_over_are_refused_by_name(ranks):
             fully_shard(build(), device_mesh=mesh, **settings)
     with pytest.raises(ValueError, match="2 ranks along 'tp' hold different parts"):
         shard_module(build(), mesh_of("dp", "tp"))
+    for part in ("tp", "pp", "ep"):
+        with pytest.raises(ValueError, match=f"2 ranks along '{part}' hold different parts"):
+            TorchFullyShardedDataParallel(build(), fsdp2, mesh_of("dp", part))
     # What is named, or of one rank, is fine; so is one dimension of any name.
     fully_shard(build(), device_mesh=mesh_of("dp", "cp", shape=(2, 1)), dp_shard_dim="dp")
     fully_shard(build(), device_mesh=mesh_of("dp", "model"), dp_shard_dim="dp", tp_dim="model")

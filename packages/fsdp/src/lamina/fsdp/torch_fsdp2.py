@@ -233,6 +233,12 @@ def _pieces(tensor: torch.Tensor) -> int:
 
 def _mesh_for_torch(mesh: ParallelMesh | DeviceMesh) -> DeviceMesh:
     if not isinstance(mesh, ParallelMesh):
+        for name, size in zip(mesh.mesh_dim_names or (), mesh.shape, strict=False):
+            if name in ("tp", "pp", "ep", "expert_tp") and size > 1:
+                raise ValueError(
+                    f"the {size} ranks along {name!r} hold different parts of the model, and "
+                    "torch's FSDP2 takes all of its mesh for data-parallel: pass mesh['dp'] alone"
+                )
         return mesh
     layout = mesh.layout
     if layout.tp * layout.ep * layout.expert_tp > 1:

@@ -13,6 +13,7 @@ from torch import nn
 
 from lamina.checkpoint import (
     CheckpointDamagedError,
+    CheckpointError,
     CheckpointMismatchError,
     HuggingFaceWeights,
     export_huggingface,
@@ -199,6 +200,13 @@ def test_what_only_one_rank_holds_is_exported_whatever_its_dtype(tmp_path):
     model.more = ("nobody's",)
     with pytest.raises(CheckpointMismatchError, match="no nobody's, on any rank"):
         export_huggingface(model, tmp_path)
+    model.more = ()
+    if dist.get_rank() == 0:
+        del stored["b"]  # of rank 1 alone
+        safetensors.save_file(stored, tmp_path / "model.safetensors")
+    dist.barrier()
+    with pytest.raises(CheckpointError, match=r"'b' is in none|rank 1 of the group"):
+        import_huggingface(model, tmp_path)
 
 
 def test_a_file_that_is_cut_off_or_lacks_a_tensor_is_named(tmp_path):

@@ -264,16 +264,22 @@ def _replace(path: Path, text: str) -> None:
 
 
 def import_huggingface(
-    model: nn.Module, path: str | os.PathLike[str], *, mesh: Mesh = None
+    model: nn.Module,
+    path: str | os.PathLike[str],
+    *,
+    mesh: Mesh = None,
+    group: dist.ProcessGroup | None = None,
 ) -> tuple[str, ...]:
     """Load weights from Hugging Face's files into a model that exists, sharded in any way.
 
-    Each rank reads what its own part needs, one tensor at a time; dtypes are converted.
+    Each rank reads what its own part needs, one tensor at a time; dtypes are converted. Collective
+    where the model is cut over ranks or stages: a rank that fails stops the others.
 
     Args:
         model: as for `export_huggingface`.
         path: a directory with `*.safetensors`, or one such file.
         mesh: see `CheckpointManager`.
+        group: the ranks that hold the model; None is all.
 
     Returns:
         Names in the files that the model has no use for.
@@ -283,25 +289,36 @@ def import_huggingface(
         ValueError: a URL.
         CheckpointMismatchError: a tensor is missing or has another shape, by name.
         CheckpointDamagedError: a file is cut off or no safetensors file.
+        CheckpointError: another rank failed.
 
     """
     model = unwrapped(model)
-    weights = weights_of(model)
+    links = weights_of(model).links
     tensors = _Tensors(model, mesh)
-    used: set[str] = set()
-    with Files(_directory(path)) as files:
-        for link in weights.links:
-            used.update(link.theirs)
-            part = tensors.part(link.ours)
-            if part is None:
-                continue  # another pipeline stage's
-            for name in link.theirs:
-                files.find(name)
-            for piece in pieces_of(link, tensors.shape(link.ours)):
-                _import_one(piece, part, files)
-        model.load_state_dict(tensors.tree)  # in place already; wrappers learn of it
-        short = {name.removeprefix("transformer.").removeprefix("model.") for name in used}
-        return tuple(sorted(set(files.names()) - used - short))
+
+    def read() -> tuple[str, ...]:
+        with Files(_directory(path)) as files:
+            for link in links:
+                _import_link(link, tensors, files)
+            used = {name for link in links for name in link.theirs}
+            short = {name.removeprefix("transformer.").removeprefix("model.") for name in used}
+            return tuple(sorted(set(files.names()) - used - short))
+
+    # Ranks with whole models all fail alike, or are alone.
+    cut = any(type(tensors.part(link.ours)) is not Tensor for link in links)
+    left = Ranks(group).together(read) if cut else read()
+    model.load_state_dict(tensors.tree)  # in place already; wrappers learn of it
+    return left
+
+
+def _import_link(link: WeightLink, tensors: _Tensors, files: Files) -> None:
+    part = tensors.part(link.ours)
+    if part is None:
+        return  # another pipeline stage's
+    for name in link.theirs:
+        files.find(name)
+    for piece in pieces_of(link, tensors.shape(link.ours)):
+        _import_one(piece, part, files)
 
 
 def _import_one(piece: Piece, part: Tensor, files: Files) -> None:

@@ -55,7 +55,7 @@ class GroupGradients:
         self.seen = [False] * len(layout.specs)
         """Which parameters got a gradient since main grads were empty."""
         self.at_risk = False
-        """A backward that has not ended may have added to gradients that were held before it."""
+        """A backward that has not ended has (or may have) added to gradients held before it."""
         self.finalised = False
         """`finalize_grads` has been over what main grads hold."""
         self.last_microbatch = False
@@ -63,6 +63,7 @@ class GroupGradients:
         self.when_final: Callable[[torch.Tensor], None] | None = None
         """Called with main grads (flat) that a step's last reduction has made, to change them."""
         self._cadence = cadence
+        self._held = False  # when the backward at hand began
         self._layers_write = False  # some layer has asked for its gradient's place
         self._sum = rank_sum
         self._transient: TransientBuffers = rank_sum.transient
@@ -110,6 +111,7 @@ class GroupGradients:
 
     def accumulate(self, index: int, gradient: torch.Tensor) -> None:
         """Add one parameter's gradient, as autograd produced it (one read, one write)."""
+        self.at_risk = self.at_risk or self._held
         if self.written[index]:
             self._widen()
             self.view(index).add_(gradient)
@@ -123,6 +125,7 @@ class GroupGradients:
     def place(self, index: int) -> torch.Tensor:
         """The same as `view`, for a layer that writes or adds its gradient there itself."""
         self._layers_write = True
+        self.at_risk = self.at_risk or self._held
         self._widen()
         return self.view(index)
 
@@ -132,7 +135,7 @@ class GroupGradients:
         self._sum.forget()
         self._carried = None
         self.state = GradientState.EMPTY
-        self.at_risk = self.finalised = False
+        self._held = self.at_risk = self.finalised = False
         self.seen = [False] * len(self.seen)
 
     def zero_if_empty(self) -> None:
@@ -180,9 +183,28 @@ class GroupGradients:
         self._sum.squares = None
         self._sum.scale_kept(factor)
 
-    def discard_local(self) -> None:
-        """Forget only what was not yet summed over ranks."""
-        self._close_local()
+    def begin_backward(self, last: bool, *, emptied: bool) -> None:
+        """A backward begins.
+
+        Args:
+            last: whether it is the step's last one.
+            emptied: whether `.grad` is emptied for it, which then shows no longer that somebody
+                has dropped the gradients.
+        """
+        self.sunk.clear()
+        self.last_microbatch = last
+        self._held = self.state is not GradientState.EMPTY or self.has_local
+        self.at_risk = self._held and emptied
+
+    def end_backward(self) -> None:
+        """It has ended, and all that it brought is where it belongs."""
+        self.sunk.clear()
+        self._held = self.at_risk = False
+
+    def abandon_backward(self) -> None:
+        """It has died: forget what it brought, unless that is mixed with what was held before."""
+        if not self._held:
+            self._close_local()
 
     @property
     def squares(self) -> Squares | None:
@@ -204,6 +226,7 @@ class GroupGradients:
             final: whether this is the step's last microbatch: then the outer axis is summed too
                 and the scale applied.
         """
+        self.at_risk = self.at_risk or self._held
         local = self._sealed_local()
         self.seen = [a or b for a, b in zip(self.seen, self.written, strict=True)]
         adds = final and self._sum.adds_to_final and self.when_final is None

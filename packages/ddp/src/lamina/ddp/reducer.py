@@ -186,9 +186,8 @@ class GradientReducer:
         for group in self.groups:
             gradients = group.trained
             gradients.finalised = gradients.finalised and not holds_zeros(group)
-            gradients.at_risk = gradients.state is not GradientState.EMPTY or gradients.has_local
-            gradients.sunk.clear()
-            gradients.last_microbatch = self.is_final
+            emptied = group.main_parameters[0] is group.compute_parameters[0]
+            gradients.begin_backward(self.is_final, emptied=emptied)
             for parameter in group.compute_parameters:
                 parameter.grad = None
         self.in_backward = True
@@ -202,8 +201,7 @@ class GradientReducer:
         self._ready.clear()
         self._waiting.clear()
         for group in self.groups:
-            if not group.trained.at_risk:  # else it is refused, until the user drops all
-                group.trained.discard_local()
+            group.trained.abandon_backward()
 
     def close(self, group: ParameterGroup) -> None:
         """A group's gradients of this microbatch are complete: reduce it when its turn comes."""
@@ -247,8 +245,7 @@ class GradientReducer:
     def _settle(self) -> None:
         """After all reductions of a backward: agree on who has a gradient, and show it."""
         for group in self.groups:
-            group.trained.sunk.clear()
-            group.trained.at_risk = False
+            group.trained.end_backward()
         if self.is_final:
             self._exchange_seen()
             self._transient.clear()

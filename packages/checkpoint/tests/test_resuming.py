@@ -52,6 +52,14 @@ def test_a_position_in_other_data_is_refused():
         DataPosition(7).load_state_dict(DataPosition(7, seed=1).state_dict())
 
 
+def test_batches_that_mean_nothing_are_refused():
+    with pytest.raises(ValueError, match="batch_size is 0"):
+        next(DataPosition(8).batches(0))
+    for rank in (-1, 2):
+        with pytest.raises(ValueError, match=f"rank is {rank} of 2"):
+            next(DataPosition(8).batches(4, rank, 2))
+
+
 @pytest.mark.ranks(2)
 def test_a_signal_to_one_rank_stops_all_after_the_same_step(tmp_path):
     before = signal.getsignal(signal.SIGUSR1)

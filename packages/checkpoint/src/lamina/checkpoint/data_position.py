@@ -19,7 +19,7 @@ class DataPosition:
         manager.restore(state, default=0)
         for indices in position.batches(batch_size, rank=dp.rank, ranks=dp.size):
             batch = dataset[indices]
-            ...                              # the step; position counts it when the loop goes on
+            ...                              # the step; position counted it when it was handed out
             manager.save(step, state)        # after the step, before the next batch
 
     Args:
@@ -60,7 +60,12 @@ class DataPosition:
             rank: place among the data-parallel ranks.
             ranks: how many there are.
 
+        Raises:
+            ValueError: a rank that is not among the ranks.
+
         """
+        if not 0 <= rank < ranks:
+            raise ValueError(f"rank is {rank} of {ranks}: it must be 0 to {ranks - 1}")
         first = self.samples + batch_size * rank // ranks
         last = self.samples + batch_size * (rank + 1) // ranks
         return [self.order(position) for position in range(first, last)]
@@ -72,9 +77,18 @@ class DataPosition:
     def batches(self, batch_size: int, rank: int = 0, ranks: int = 1) -> Iterator[list[int]]:
         """Yield one rank's indices of batch after batch, without end.
 
-        A batch is counted once it has been handed out: what is saved while it is worked on says
-        that it has been trained on, so save after the step.
+        A batch is counted as it is handed out: what is saved while it is worked on says that it has
+        been trained on, so save after the step. A loader that fetches ahead (torch's DataLoader
+        with workers) takes batches long before they are trained on: give it another position's,
+        which begins at this one's `state_dict()`, and `advance` this one, which is saved, at each
+        step.
+
+        Raises:
+            ValueError: a batch without samples, or a rank that is not among the ranks.
+
         """
+        if batch_size < 1:
+            raise ValueError(f"batch_size is {batch_size}: a batch must have at least 1 sample")
         while True:
             indices = self.indices(batch_size, rank, ranks)
             self.advance(batch_size)

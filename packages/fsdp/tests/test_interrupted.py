@@ -96,6 +96,32 @@ def test_state_is_what_the_optimizer_updates_wherever_a_step_has_stopped(strateg
 
 
 @pytest.mark.ranks(2)
+@pytest.mark.parametrize("strategy", [0, 3])
+def test_a_backward_that_raised_over_earlier_microbatches_is_not_gone_on_with(strategy, ranks):
+    """Without earlier ones nothing is left of it."""
+    mesh = {"device_mesh": init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))}
+    model = fully_shard(build(), fsdp_unit_modules=[Block], zero_dp_strategy=strategy, **mesh)
+    loss_of(model, ranks.rank).backward()
+    wanted = {name: value.clone() for name, value in full_gradients(model).items()}
+    for earlier in (0, 1):
+        model.zero_grad()
+        with model.no_sync():
+            for _ in range(earlier):
+                loss_of(model, 7).backward()
+        model.fail = True
+        with pytest.raises(RuntimeError, match="planted"):
+            loss_of(model, 8).backward()
+        model.fail = False
+        if earlier:
+            with pytest.raises(RuntimeError, match=r"held earlier.*Call zero_grad_buffer\(\)"):
+                loss_of(model, ranks.rank).backward()
+            model.zero_grad_buffer()
+        loss_of(model, ranks.rank).backward()
+        for name, value in full_gradients(model).items():
+            assert torch.equal(value, wanted[name]), name
+
+
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("modules", [False, True])
 def test_a_part_of_the_model_may_be_loaded_by_itself(modules, ranks):
     """A unit, its modules, and a child that is no unit: the next forward computes with it."""

@@ -104,8 +104,10 @@ class ShardingEngine:
             self._recording = []
             self._computing = []
             if self.phase is Phase.IDLE:
-                for group in self.groups:
-                    group.release_zeroed_gradients()
+                for group in self.reducer.groups:
+                    # A backward that raised has emptied `.grad` too, where that is the module's.
+                    if not group.trained.at_risk:
+                        group.release_zeroed_gradients()
             for other in self.units:
                 other.calls_without_grad = 0
                 other.called.clear()

@@ -18,6 +18,7 @@ import torch
 
 from lamina.collectives import Handle, all_reduce_small
 from lamina.ddp.arrivals import Weakly, gradient_mover
+from lamina.ddp.ending import BackwardEnd
 from lamina.ddp.gradients import GroupGradients
 from lamina.ddp.group import ParameterGroup
 from lamina.ddp.rank_sums import GradientState
@@ -94,6 +95,7 @@ class GradientReducer:
         self._largest = largest
         self.in_backward = False
         """Between `begin_backward` and the end of that backward."""
+        self.ending = BackwardEnd()
         self._begin = begin
         self._late = False
         self._unfinished = False

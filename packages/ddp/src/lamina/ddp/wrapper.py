@@ -23,7 +23,6 @@ from lamina.ddp.axes import (
 from lamina.ddp.buckets import plan_buckets
 from lamina.ddp.config import DistributedDataParallelConfig
 from lamina.ddp.contract import DataParallel
-from lamina.ddp.ending import BackwardEnd
 from lamina.ddp.group import GroupSettings, ParameterGroup
 from lamina.ddp.grouping import collect_parameters
 from lamina.ddp.memory import MemoryBudgets
@@ -84,7 +83,6 @@ class DistributedDataParallel(DataParallel):
             tp, expert_tp, ep = (mesh.axis(name) for name in ("tp", "expert_tp", "ep"))
             refs = collect_parameters(module)
             check_experts(refs, dense, expert, tp=tp, expert_tp=expert_tp, ep=ep)
-        self._ending = BackwardEnd()
         transient = TransientBuffers(keep_on_cpu=True)
         settings = _settings(config, dense)
         with self._memory(dense, expert):
@@ -259,11 +257,11 @@ class DistributedDataParallel(DataParallel):
 
     def _begin_backward(self) -> None:
         if self._reducer.in_backward:
-            if self._ending.will_come:
+            if self._reducer.ending.will_come:
                 return
             self._reducer.abandon_backward()  # another one raised, and this one's forward is old
         self._reducer.begin_backward()
-        self._ending.queue(self._end_backward)
+        self._reducer.ending.queue(self._end_backward)
 
     def _end_backward(self) -> None:
         self._reducer.end_backward()

@@ -58,6 +58,15 @@ def fsync_directory(path: Path) -> None:
         os.close(descriptor)
 
 
+def _make(root: Path) -> None:
+    """Make a directory, with those above it, so that a power cut leaves none of them nameless."""
+    made = [path for path in (root, *root.parents) if not path.exists()]
+    root.mkdir(parents=True, exist_ok=True)
+    for path in made:
+        with contextlib.suppress(PermissionError):  # one may write where one may not read
+            fsync_directory(path.parent)
+
+
 class WritingDirectory:
     """The coordinator's hold on one `.writing-` directory, from its making to its rename."""
 
@@ -65,7 +74,7 @@ class WritingDirectory:
         self.root = root
         self.step = step
         self._committed = False
-        root.mkdir(parents=True, exist_ok=True)
+        _make(root)
         self.path = _transient_path(root, "writing", step)
         self.path.mkdir()
         self._lock = os.open(self.path / _LOCK, os.O_CREAT | os.O_RDWR, 0o644)

@@ -330,7 +330,13 @@ def test_an_exception_in_backward_leaves_nothing_behind(strategy, ranks):
                 plain_loss(model, ranks.rank, 77).backward()
             model.fail = False
             optimizer.zero_grad()
-        plain_loss(model, ranks.rank, step).backward()
+        loss = plain_loss(model, ranks.rank, step)
+        if step == 2:  # another one raises after this one's forward
+            model.fail = True
+            with pytest.raises(RuntimeError, match="planted"):
+                plain_loss(model, ranks.rank, 78).backward()
+            model.fail = False
+        loss.backward()
         gradients = full_gradients(model)
         optimizer.step()
         optimizer.zero_grad()

@@ -231,6 +231,8 @@ class ShardingEngine:
         Raises:
             StaleStorageError: if slots have moved the unit since that forward.
         """
+        if self.phase is Phase.BACKWARD and not self.reducer.ending.will_come:
+            self._abandon_backward()  # another one raised, and this one's forward is old
         if self.phase is Phase.IDLE:
             self._begin_backward()
         unit.return_to(places)
@@ -271,7 +273,7 @@ class ShardingEngine:
         self._ran_backward = []
         self._recomputed = None
         self.reducer.begin_backward()
-        torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+        self.reducer.ending.queue(self._end_backward)
 
     def _end_backward(self) -> None:
         if self._order_check is not None:

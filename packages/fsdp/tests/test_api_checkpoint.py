@@ -3,6 +3,7 @@
 import copy
 import io
 import itertools
+import warnings
 
 import pytest
 import torch
@@ -158,3 +159,23 @@ def test_plain_tensors_on_request_go_through_torch_save(strategy, optimizer, ran
     for name, value in full_parameters(model).items():
         assert torch.equal(full_parameters(other)[name], value), name
         torch.testing.assert_close(plain.get_parameter(name).data, value, rtol=0, atol=1e-6)
+
+
+class OwnAdamW(torch.optim.AdamW):
+    """What its first step makes of a parameter is its own business."""
+
+
+@pytest.mark.ranks(1)
+def test_state_that_nothing_could_be_loaded_into_is_warned_of(ranks):
+    model = build()
+    settings = {"lr": 0.0, "weight_decay": 0.0}
+    model, stepper = fully_shard(model, OwnAdamW(model.parameters(), **settings))
+    count = len(list(model.parameters()))
+    with pytest.warns(UserWarning, match=rf"OwnAdamW.* no state of {count} .* zero gradients"):
+        assert not stepper.state_dict()["state"]
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    stepper.step()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert len(stepper.state_dict()["state"]) == count

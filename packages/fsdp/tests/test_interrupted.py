@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from lamina.buffers import StaleStorageError
@@ -196,6 +197,24 @@ def test_a_graph_that_slots_have_left_behind_is_refused_by_name(ranks):
     with pytest.raises(StaleStorageError, match=r"(root|blocks\.\d) has taken another place.*anew"):
         kept.backward()
     loss_of(model, ranks.rank).backward()
+
+
+class InPlace(Block):
+    def forward(self, x):
+        x += 1
+        return super().forward(x)
+
+
+@pytest.mark.ranks(1)
+def test_a_unit_that_changes_its_input_is_refused_by_autograd(ranks):
+    """docs/fsdp.md quotes the message; the mark is what its backward ends with."""
+    model = fully_shard(nn.Sequential(InPlace(8), InPlace(8)), fsdp_unit_modules=[InPlace])
+    with torch.no_grad():
+        model(torch.ones(2, 8))
+    with pytest.raises(
+        RuntimeError, match="_AfterBackward is a view and is being mod"
+    ):
+        model(torch.ones(2, 8))
 
 
 class Picky(OddNet):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -91,7 +92,10 @@ def prepare_optimizer_state(
 
     def after(held: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
         if whole or type(held) not in _REGULAR:
-            return {**state, "state": _whole_tree(state["state"])} if whole else state
+            if whole:
+                return {**state, "state": _whole_tree(state["state"])}
+            _warn_of_missing(held, state["state"])
+            return state
         return {**state, "state": _completed(held, state["state"])}
 
     def as_parts(held: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
@@ -106,6 +110,21 @@ def prepare_optimizer_state(
     if regions:
         optimizer.register_load_state_dict_pre_hook(as_tensors)
     optimizer.register_load_state_dict_pre_hook(_cut_whole)
+
+
+def _warn_of_missing(optimizer: Optimizer, state: dict[Any, Any]) -> None:
+    """Tell that DCP will restore nothing where an optimizer has no state yet."""
+    trained = [i for i, p in enumerate(_parameters(optimizer)) if p.requires_grad]
+    missing = [index for index in trained if index not in state]
+    if missing:
+        warnings.warn(
+            f"{type(optimizer).__name__}.state_dict() has no state of {len(missing)} of its "
+            f"{len(trained)} parameters, which were never stepped, and what a first step makes is "
+            "only known of torch's own elementwise classes: torch.distributed.checkpoint.load "
+            "would restore none of it. Before loading, step once with zero gradients, lr=0 and no "
+            "weight decay",
+            stacklevel=4,
+        )
 
 
 def _whole_tree(tree: Any) -> Any:

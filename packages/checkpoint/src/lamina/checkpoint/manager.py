@@ -61,7 +61,8 @@ class CheckpointManager:
             copy exists: of what this rank writes, in the first save of all that it holds.
         group: the ranks that save together; None is all.
         mesh: what the model was built on; needed only for parameters that are marked as cut
-            (`lamina.mesh.mark`) in modules that don't hold their axis themselves.
+            (`lamina.mesh.mark`) in modules that don't hold their axis themselves, and for `PerRank`
+            to know each rank's place along pp, cp and tp where no module in the state holds these.
         rename: gives the name in the whole model for a name that a module's parameter or buffer
             has on this rank. For experts that are modules of their own and numbered from 0 on
             every ep rank. They are saved and loaded under the new names; the modules keep theirs.

@@ -18,7 +18,8 @@ CASES = pytest.mark.parametrize(
     [
         (False, {}),
         (True, {}),
-        (True, {"overlap_grad_reduce": False, "zero_dp_strategy": 2}),
+        (True, {"overlap_grad_reduce": False}),
+        (True, {"zero_dp_strategy": 2}),
         (True, {"overlap_param_gather": True}),
         (False, {"reproducible": True}),
         (True, {"reproducible": True}),

@@ -127,8 +127,8 @@ def test_unequal_token_counts_on_the_last_stage_weigh_tokens_and_not_ranks(layou
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("sharded", [False, True])
-def test_gradients_of_bf16_weights_are_combined_over_tp_in_fp32_and_together(sharded, ranks):
+@pytest.mark.parametrize("strategy", [0, 1, 2])
+def test_gradients_of_bf16_weights_are_combined_over_tp_in_fp32_and_together(strategy, ranks):
     class Several(torch.nn.Module):
         def __init__(self):
             super().__init__()
@@ -140,8 +140,8 @@ def test_gradients_of_bf16_weights_are_combined_over_tp_in_fp32_and_together(sha
             return sum((parameter * factor).sum() for parameter in self.parameters())
 
     mesh = ParallelLayout(tp=2).build("cpu")
-    settings = {"use_distributed_optimizer": sharded, "bucket_size": 1}
-    settings["calculate_per_token_loss"] = True
+    settings = {"use_distributed_optimizer": strategy > 0, "zero_dp_strategy": strategy}
+    settings |= {"bucket_size": 1, "calculate_per_token_loss": True}
     model = DistributedDataParallel(Several(), DistributedDataParallelConfig(**settings), mesh)
     model((256.0, 1.0)[ranks.rank]).backward()
     ShardedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, mesh)

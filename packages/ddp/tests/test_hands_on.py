@@ -105,6 +105,15 @@ def test_penalties_reach_parameters_that_the_forward_did_not(sharded, ranks):
     wrapped, _ = wrap(build(Partial), sharded)
     loss(wrapped, ranks.rank).backward()
     check_gradients(wrapped, loss, make=Partial)
+    wrapped.zero_grad()
+    with wrapped.no_sync():
+        loss(wrapped, ranks.rank).backward()
+    if not sharded:  # autograd adds to what is held before anybody hears of it
+        with pytest.raises(RuntimeError, match=r"\(a penalty\) in the module's forward, or to the"):
+            loss(wrapped, ranks.rank).backward()
+        return
+    loss(wrapped, ranks.rank).backward()
+    check_gradients(wrapped, lambda model, rank: 2 * loss(model, rank), make=Partial)
 
 
 @pytest.mark.ranks(2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import weakref
 
 import pytest
 import torch
@@ -214,3 +215,23 @@ def test_garbage_from_before_is_not_memory_that_was_given_back():
         before = meter.live_bytes()
         gc.collect()
         assert meter.live_bytes() == before
+
+
+class Loop:
+    """Garbage as soon as nobody holds it, but not freed before the collector finds it."""
+
+    def __init__(self):
+        self.tensor, self.itself = fresh(), self
+
+
+def test_garbage_that_other_garbage_held_is_gone_too():
+    held = None
+    for _ in range(4):
+        loop = Loop()
+        weakref.finalize(loop, lambda inner: None, held)  # lets `held` go when `loop` has gone
+        held = loop
+    del held, loop
+    before = live_bytes()
+    for _ in range(5):
+        gc.collect()
+    assert live_bytes() == before

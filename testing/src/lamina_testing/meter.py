@@ -98,7 +98,7 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return sum(self.live_storages().values())
 
     def __enter__(self) -> Meter:
-        gc.collect()  # garbage that goes later would be taken for memory that this code gave back
+        _collect_garbage()
         for tensor in _python_tensors():
             self._track(tensor)
         self.peak_live_bytes = max(self.peak_live_bytes, self.live_bytes())
@@ -158,7 +158,7 @@ def live_storages() -> dict[int, int]:
     collector: whatever code made the tensors has no say in it. Tensors that only C++ holds, such
     as those an autograd graph has saved, are not found; a `Meter` sees them.
     """
-    gc.collect()
+    _collect_garbage()
     found: dict[int, int] = {}
     for tensor in _python_tensors():
         storage = _storage(tensor)
@@ -170,6 +170,16 @@ def live_storages() -> dict[int, int]:
 def live_bytes() -> int:
     """Return the sum of `live_storages`."""
     return sum(live_storages().values())
+
+
+def _collect_garbage() -> None:
+    """Leave none: what goes later would be taken for memory that the measured code gave back.
+
+    Once is not enough: what autograd's graphs hold is garbage only after their tensors have gone.
+    """
+    for _ in range(10):
+        if not gc.collect():
+            return
 
 
 def _python_tensors() -> Iterator[Tensor]:

@@ -15,6 +15,7 @@ import contextlib
 import fcntl
 import functools
 import hashlib
+import itertools
 import json
 import os
 import shutil
@@ -306,10 +307,8 @@ def slow(session: nox.Session) -> None:
 
 
 CELLS = [
-    nox.param(layer, backend, size, id=f"{layer}-{backend}-{size}")
-    for layer in LAYERS
-    for backend in ("gloo", "nccl")
-    for size in (1, 2, 4, 8)
+    nox.param(*cell, id="{}-{}-{}".format(*cell))
+    for cell in itertools.product(LAYERS, ("gloo", "nccl"), (1, 2, 4, 8))
 ]
 
 
@@ -336,14 +335,10 @@ def installed_layer(session: nox.Session) -> None:
     run(session, "python", "tests/clean_install.py", *session.posargs)
 
 
-if "--full" in sys.argv:
-    task(default=False, name="matrix")(whole_products)
-elif "--installed" in sys.argv:
-    task(default=False, name="matrix")(installed_layer)
-else:
-    task(default=False, name="matrix")(
-        nox.parametrize("layer, backend, world_size", CELLS)(one_cell)
-    )
+matrix = nox.parametrize("layer, backend, world_size", CELLS)(one_cell)
+if "--full" in sys.argv or "--installed" in sys.argv:
+    matrix = whole_products if "--full" in sys.argv else installed_layer
+task(default=False, name="matrix")(matrix)
 
 # ------------------------------------------------------------------------ checks
 
@@ -396,8 +391,7 @@ def bench(session: nox.Session) -> None:
     words = session.posargs or [""]
     chosen = [path for path in scripts if any(word in path.stem for word in words)]
     if not chosen:
-        known = ", ".join(path.stem for path in scripts)
-        session.error(f"no benchmarks/*.py matches {session.posargs}; there are {known}")
+        session.error(f"{words} matches none of {', '.join(path.stem for path in scripts)}")
     for path in chosen:
         if path.stem in ("gpu_step", "kernels") and not gpus():
             session.warn(f"{path.name} needs a GPU, and there is none: left out")

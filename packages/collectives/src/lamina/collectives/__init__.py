@@ -31,7 +31,7 @@ from .shaped import (
     start_all_to_all,
     start_reduce_scatter,
 )
-from .small import all_reduce_small, broadcast
+from .small import all_reduce_small, broadcast, host_device
 from .spans import SpanGroups
 from .transport import use_messages
 
@@ -56,6 +56,7 @@ __all__ = [
     "copy_to",
     "gather",
     "gather_from",
+    "host_device",
     "kept_bytes",
     "receive_operation",
     "reduce",

@@ -9,6 +9,7 @@ accumulation and statistics are applied to the result in fp32, as in the ordered
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -28,7 +29,7 @@ from .summation import sum_chunks
 from .transport import Rest, wait_all
 
 if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
+    from torch.distributed import ProcessGroup, Work
 
 __all__ = ["all_reduce_native", "reduce_scatter_native"]
 
@@ -73,13 +74,7 @@ def reduce_scatter_native(
         elif device.type != "meta":
             work = reduce_scatter_single(total, input, group, op=_BACKEND[op], async_op=True)
 
-        def finish() -> None:
-            wait_all(work)
-            if direct and factor is None and kept is None:
-                return
-            sum_chunks([total], output, factor, accumulate, kept)
-
-        return finish
+        return partial(_finish, work, total, output, factor, accumulate, kept)
 
     return launch_reduction(
         call,
@@ -129,13 +124,7 @@ def all_reduce_native(
         if group is not None and size > 1 and device.type != "meta":
             work = dist.all_reduce(total, op=_BACKEND[op], group=group, async_op=True)
 
-        def finish() -> None:
-            wait_all(work)
-            if direct and factor is None and kept is None:
-                return
-            sum_chunks([total], output, factor, accumulate, kept)
-
-        return finish
+        return partial(_finish, work, total, output, factor, accumulate, kept)
 
     return launch_reduction(
         call,
@@ -146,3 +135,19 @@ def all_reduce_native(
         async_op=async_op,
         keep=(output, input, total),
     )
+
+
+def _finish(
+    work: Work | None,
+    total: torch.Tensor,
+    output: torch.Tensor,
+    factor: float | None,
+    accumulate: bool,
+    kept: Statistics | None,
+) -> None:
+    """Wait for the backend's sum; bring it, scaled and measured, to where it was asked for."""
+    wait_all(work)
+    untouched = factor is None and kept is None and not accumulate
+    if total is output and untouched:
+        return
+    sum_chunks([total], output, factor, accumulate, kept)

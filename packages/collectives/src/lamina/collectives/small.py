@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -18,7 +18,7 @@ from .transport import Rest, nothing_left, wait_all
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["all_reduce_small", "broadcast"]
+__all__ = ["all_reduce_small", "broadcast", "host_device"]
 
 _ALIGNMENT = 16
 _COMBINE: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
@@ -124,6 +124,23 @@ def all_reduce_small(
         parts = [row[offset : offset + width].view(tensor.dtype) for row in rows]
         wide = [_widen(part) for part in parts]
         tensor.detach().copy_(_tree(wide, _COMBINE[op]).view(tensor.shape))
+
+
+def host_device(groups: Iterable[ProcessGroup | None], device: torch.device | str) -> torch.device:
+    """Where numbers that hosts agree on should lie: on the CPU, if the groups serve it.
+
+    To read them from a GPU the host would wait for all that is queued there.
+
+    Args:
+        groups: that the numbers will travel over; None is one rank alone.
+        device: where else, if one of the groups serves accelerators only.
+    """
+    served = all(
+        "cpu" in {kind.type for kind in group._device_types}
+        for group in groups
+        if group is not None
+    )
+    return torch.device("cpu" if served else device)
 
 
 def _pack(tensors: Sequence[torch.Tensor], device: torch.device) -> tuple[torch.Tensor, list[int]]:

@@ -16,6 +16,7 @@ from lamina.models import (
     LatentAttention,
     RopeScaling,
     SelfAttention,
+    TransformerBlock,
     TransformerConfig,
     apply_rotary,
     choose_pattern,
@@ -218,6 +219,27 @@ def test_a_path_that_cannot_is_refused():
     config = replace(CONFIG, attention_path="flex", attention_dropout=0.1)
     with pytest.raises(ValueError, match="attention_path 'flex' has no attention_dropout"):
         AttentionContext.build(config, TOKENS, torch.float32, training=True)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"sliding_window": 4}, "a block is made with sliding_window 4, and the model .* None"),
+        ({"rope_theta": 1e6}, r"rope_theta 1000000\.0, and the model .* 10000\.0"),
+        ({"rope_scaling": RopeScaling(kind="linear", factor=2.0)}, "rope_scaling RopeScaling"),
+        ({"positions": "none"}, "positions 'none', and the model .* 'rope'"),
+    ],
+)
+def test_a_block_that_wants_another_context_is_refused(change, message):
+    model = GPTModel(replace(CONFIG, num_layers=2), seed=0)
+    model.blocks[1] = TransformerBlock(replace(CONFIG, **change))
+    with pytest.raises(ValueError, match=message):
+        model(TOKENS)
+    # Its own width of the MLP, and rotations that nothing uses, are nobody's business.
+    plain = replace(CONFIG, num_layers=2, positions="learned")
+    model = GPTModel(plain, seed=0)
+    model.blocks[1] = TransformerBlock(replace(plain, ffn_size=8, rope_theta=1e6))
+    model(TOKENS)
 
 
 def test_attention_alone_needs_a_batch():

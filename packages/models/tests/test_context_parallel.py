@@ -17,6 +17,7 @@ from lamina.models import (
     GPTModel,
     LatentAttention,
     SelfAttention,
+    TransformerBlock,
     TransformerConfig,
     apply_recompute,
     cut_sequence,
@@ -302,3 +303,21 @@ def test_what_cannot_be_is_refused():
         )
     with pytest.raises(ValueError, match="sequence of 18 tokens is not divisible by 4, twice cp 2"):
         GPTModel(LLAMA, mesh)(torch.zeros(1, 18, dtype=torch.int64))
+    # By itself a block would attend within its own tokens.
+    for each in (mesh, mesh.mesh):
+        for config in (LLAMA, CONFIGS["latent"]):
+            with pytest.raises(ValueError, match=r"without a context .* cp 2 cuts the sequence"):
+                TransformerBlock(config, each)(torch.zeros(1, 4, 32))
+
+
+@pytest.mark.ranks(2)
+def test_a_layer_may_scale_its_scores_by_itself():
+    mesh = ParallelLayout(cp=2).build("cpu")
+    tokens = batch(0, False)["tokens"]
+    logits = {}
+    for way in (None, *WAYS):
+        config = replace(LLAMA, context_parallel=way or "ring", init_std=0.3)
+        model = GPTModel(config, None if way is None else mesh, seed=5).double()
+        model.blocks[1].attention.core.scale = 1.0
+        logits[way] = model(tokens)
+        torch.testing.assert_close(logits[way], logits[None])

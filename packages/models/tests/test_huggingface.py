@@ -186,6 +186,8 @@ def test_what_has_no_counterpart_is_refused():
         ("gpt2", {"attention_scale": 1.0}, r"attention_scale is 1\.0"),
         ("deepseek", {"attention_scale": 1.0}, r"attention_scale is 1\.0"),
         ("deepseek", {"sliding_window": 5}, "sliding_window is 5 beside mla"),
+        ("llama", {"attention_output_bias": True}, "biases False, True, False"),
+        ("qwen2", {"mlp_bias": True}, "biases True, False, True"),
         ("deepseek", {"mla": replace(CONFIGS["deepseek"].mla, norm_eps=1e-5)}, "norm_eps of mla"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -56,3 +56,24 @@ def test_each_rank_reads_its_pieces(tmp_path):
         model.named_parameters(), expected.parameters(), strict=True
     ):
         assert torch.equal(parameter, other), name
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model.norm.weight_scale_inv": torch.ones(1)}, r"tensor model\.norm\.weight_scale_inv"),
+        ({"model.norm.weight": torch.ones(32).to(torch.float8_e4m3fn)}, r"float8_e4m3fn, codes"),
+        ({"model.norm.weight": torch.ones(32, dtype=torch.int8)}, r"torch\.int8, codes"),
+        ({}, "quantization_config of config.json: {'quant_method': 'fp8'}"),
+    ],
+)
+def test_quantised_weights_are_refused(change, message, tmp_path):
+    save_file = pytest.importorskip("safetensors.torch").save_file
+    config = replace(LLAMA, num_layers=1)
+    save_file(to_huggingface(GPTModel(config, seed=4)) | change, tmp_path / "model.safetensors")
+    written = huggingface_config(config)
+    if not change:
+        written["quantization_config"] = {"quant_method": "fp8"}
+    (tmp_path / "config.json").write_text(json.dumps(written))
+    with pytest.raises(ValueError, match=message):
+        from_huggingface(tmp_path)

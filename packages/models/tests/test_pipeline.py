@@ -171,16 +171,14 @@ def test_wrapped_stages_train_like_one_process(case, ranks):
     each = settings.pop("each", False)
     config = replace(CONFIG, tie_embeddings=tied)
     mesh = ParallelLayout(**axes).build("cpu")
-    runner = pipeline(
-        build(config, mesh),
-        mesh,
-        schedule,
-        SCHEDULES[schedule],
-        wrap=wrapper(kind, mesh, **settings),
-        each_microbatch=each,
-    )
+    model, wrap = build(config, mesh), wrapper(kind, mesh, **settings)
+    number = SCHEDULES[schedule]
+    runner = pipeline(model, mesh, schedule, number, wrap=wrap, each_microbatch=each)
     per_token = "calculate_per_token_loss" in settings
     check_training(runner, mesh, config, kind, steps=2, per_token=per_token)
+    if "cp" in axes:  # on every rank: one stage would wait for the other
+        with pytest.raises(ValueError, match="10 tokens is not divisible by 4, twice cp 2"):
+            runner.step(*torch.zeros(2, 4, 10, dtype=torch.int64))
 
 
 @pytest.mark.ranks(2)
@@ -192,7 +190,7 @@ def test_documents_and_positions_are_cut_with_their_sequences(axes, kind, ranks)
     tokens, labels = batch(0, 5)
     ids = (torch.arange(8) > torch.arange(5)[:, None]).long()
     places = torch.arange(8) + torch.arange(5)[:, None]
-    for positions in (None, places, places[3]):
+    for positions in (None, places, places[3], places[3:4]):
         whole = build(CONFIG, None)
         loss = whole(tokens, labels, positions, ids)
         loss.backward()

@@ -37,10 +37,48 @@ def test_a_model_on_the_meta_device_starts_with_the_whole_models_weights(ranks):
     runner.load_state_dict({name: value + 1 for name, value in state.items()})
     for name, value in runner.state_dict().items():
         assert torch.equal(value, state[name] + 1), name
+    with pytest.raises(ValueError, match="assign=True"):
+        runner.load_state_dict(state, assign=True)
     # Positions that the table lacks are refused on every rank: one would wait for the other.
     tokens = torch.zeros(2, 4, dtype=torch.int64)
     with pytest.raises(ValueError, match=r"positions hold 16 .* must be 0 to 15"):
         runner.evaluate(tokens, tokens, torch.arange(13, 17))
+    # So is attention that the device cannot do.
+    model = GPTModel(replace(config, attention_path="flex"), mesh, seed=1)
+    model.blocks[1].eval()
+    runner = pipeline(model, mesh, "1f1b", 2)
+    with pytest.raises(ValueError, match="attention_path 'flex' has no backward on cpu"):
+        runner.step(tokens, tokens)
+    # What was in evaluation stays there.
+    modes = {n: m.training for stage in runner.stages for n, m in stage.named_modules() if n}
+    assert [n for n in modes if not modes[n]] == [n for n in modes if n.startswith("blocks.1")]
+
+
+@pytest.mark.ranks(1)
+def test_what_no_stage_would_have_is_refused(ranks):
+    class Own(GPTModel):
+        def embed(self, tokens, positions, splice=None):
+            return 2 * super().embed(tokens, positions, splice)
+
+    def hooked(model):
+        model.register_forward_hook(lambda *_: None)
+
+    mesh = ParallelLayout().build("cpu")
+    changes = {
+        r"modules of its own .*\(extra\)": lambda m: m.add_module("extra", torch.nn.Identity()),
+        r"parameters and buffers .*\(bias\)": lambda m: m.register_buffer("bias", torch.ones(1)),
+        "hooks of its own": hooked,
+        r"methods of its own .*\(forward\)": lambda m: setattr(m, "forward", print),
+        r"blocks of its own .*\(4\)": lambda m: m.blocks.append(torch.nn.Identity()),
+        "has 3 blocks, and num_layers .* is 4": lambda m: m.blocks.pop(1),
+    }
+    for message, change in changes.items():
+        model = GPTModel(CONFIG, seed=1)
+        change(model)
+        with pytest.raises(ValueError, match=message):
+            pipeline(model, mesh)
+    with pytest.raises(ValueError, match=r"the Own has methods of its own .*\(embed\)"):
+        pipeline(Own(CONFIG, seed=1), mesh)
 
 
 @pytest.mark.ranks(2)

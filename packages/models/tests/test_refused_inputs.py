@@ -73,7 +73,9 @@ def test_a_loss_is_a_mean_or_a_sum(reduction):
 def test_positions_and_padding_fit_the_tokens(kind):
     model = GPTModel(replace(CONFIG, positions=kind))
     tokens = torch.zeros(2, 5, dtype=torch.int64)
-    for positions in (torch.tensor([7]), torch.arange(5)[None], torch.arange(10).view(5, 2)):
+    one_row = model(tokens, positions=torch.arange(5)[None])
+    assert torch.equal(one_row, model(tokens, positions=torch.arange(5)))
+    for positions in (torch.tensor([7]), torch.arange(5)[:, None], torch.arange(10).view(5, 2)):
         with pytest.raises(ValueError, match=r"positions have shape .*, tokens \(2, 5\)"):
             model(tokens, positions=positions)
     with pytest.raises(ValueError, match=r"padding_mask has shape \(5, 2\), tokens \(2, 5\)"):

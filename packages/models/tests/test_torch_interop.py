@@ -68,8 +68,11 @@ def test_parallelize_module_keeps_weights_that_were_trained():
         for parameter in model.parameters():
             parameter.add_(0.01)
     expected = model(TOKENS)
+    model.blocks[0].eval()
+    modes = [module.training for module in model.modules()]
     parallelize_module(model, mesh["tp"], tensor_parallel_plan(model))
     torch.testing.assert_close(model(TOKENS), expected)
+    assert [module.training for module in model.modules()] == modes
     with pytest.raises(ValueError, match="cut over tp already"):
         tensor_parallel_plan(model)
 
@@ -88,11 +91,13 @@ def test_parallelize_module_refuses_what_it_would_lose():
         "no FP8": (eight, lambda model: apply_precision(model, Precision())),
         "other FP8": (eight, lambda model: apply_precision(model, replace(fp8, amax="delayed"))),
         "another layer": (plain, lambda model: setattr(model.blocks[1], "mlp", nn.Identity())),
+        "a hook": (plain, lambda model: model.blocks[1].register_forward_hook(lambda *_: None)),
+        "a rate": (plain, lambda model: setattr(model.blocks[1].dropout, "rate", 0.5)),
     }
     for config, change in changes.values():
         model = GPTModel(config, seed=3)
         change(model)
-        before = model(TOKENS)
+        before = model.eval()(TOKENS)
         with pytest.raises(ValueError, match=r"blocks\..* is not as its config makes it"):
             parallelize_module(model, mesh["tp"], tensor_parallel_plan(model))
         assert model.axis is None
@@ -101,6 +106,25 @@ def test_parallelize_module_refuses_what_it_would_lose():
     model = apply_precision(GPTModel(plain, seed=3), fp8)
     apply_recompute(apply_recompute(apply_precision(model, Precision()), "full"), "none")
     parallelize_module(model, mesh["tp"], tensor_parallel_plan(model))
+
+
+@pytest.mark.ranks(2)
+def test_parallelize_module_refuses_models_that_differ(ranks):
+    mesh, rank = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)), ranks.rank
+    one_off = GPTModel(CONFIG, seed=3)
+    with torch.no_grad():
+        one_off.blocks[1].mlp.up.weight[-1, -1] += rank
+    with torch.device("meta"):
+        late = GPTModel(CONFIG, seed=rank)
+    for model, message in (
+        (one_off, r"different models \(blocks\.1\.mlp\.up\.weight; 1 such in all\)"),
+        (GPTModel(CONFIG, seed=rank), r"different models \(embedding\.weight"),
+        (GPTModel(replace(CONFIG, rope_theta=1e4 + rank), seed=3), r"different models \(config"),
+        (late, "different seeds"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            parallelize_module(model, mesh["tp"], tensor_parallel_plan(model))
+        assert model.axis is None
 
 
 @pytest.mark.ranks(2)

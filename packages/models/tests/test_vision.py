@@ -17,6 +17,9 @@ from lamina.models import (
     VisionTransformer,
     cut_patches,
     generate,
+    pipeline,
+    tensor_parallel_plan,
+    to_huggingface,
 )
 
 VISION = VisionConfig(hidden_size=16, num_layers=2, num_heads=2, patch_size=4, max_grid=8)
@@ -279,3 +282,21 @@ def test_meta_start_and_generation():
         following = model(tokens, pictures)[:, -1].argmax(-1)
         tokens = torch.cat((tokens, following[:, None]), dim=1)
     assert torch.equal(found, tokens)
+    # Beyond the context the first tokens are forgotten, and images must not be among them.
+    late = torch.stack([text(1, 2, -4, 1)] * 2)
+    inputs = {"images": pictures}
+    assert generate(model, late, 4, context_length=8, inputs=inputs).shape == (2, 11)
+    with pytest.raises(ValueError, match=r"reach 3 beyond the context of 8, .* image tokens"):
+        generate(model, late, 5, context_length=8, inputs=inputs)
+
+
+def test_what_is_for_the_decoder_names_it():
+    model = model_of()
+    for what, call in {
+        r"to_huggingface\(\)": lambda: to_huggingface(model),
+        "tensor_parallel_plan": lambda: tensor_parallel_plan(model),
+        r"pipeline\(\)": lambda: pipeline(model, None),
+    }.items():
+        message = f"{what} is for a GPTModel, not for a VisionLanguageModel: give it model.language"
+        with pytest.raises(TypeError, match=message):
+            call()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from lamina.models.axes import MeshLike, axis_of
+from lamina.models.axes import MeshLike, axis_of, context_ranks
 from lamina.models.config import TransformerConfig
 from lamina.models.context import AttentionContext
 from lamina.models.cutting import require_divisible
@@ -59,7 +59,8 @@ class SelfAttention(nn.Module):
 
     Args:
         config: the shape.
-        mesh: has an axis ``tp``, or is that axis; None is one process.
+        mesh: has an axis ``tp``, or is that axis; None is one process. Over an axis ``cp`` it needs
+            a context.
 
     Raises:
         ValueError: if query or key heads are not divisible by the number of ranks.
@@ -70,6 +71,7 @@ class SelfAttention(nn.Module):
         super().__init__()
         axis = axis_of(mesh, "tp")
         self.config = config
+        self.cp = context_ranks(mesh)
         self.head_width = width = config.head_width
         sharded = axis is not None
         queries = require_divisible("num_heads", config.num_heads, axis)
@@ -113,7 +115,9 @@ class SelfAttention(nn.Module):
             The same shape as ``x``.
 
         """
-        context = context or AttentionContext.plain(self.config, x, training=self.training)
+        if context is None:
+            context = AttentionContext.plain(self.config, x, training=self.training, cp=self.cp)
+        context.check(self.config)
         heads = self.qkv(x).view(*context.shape, -1, self.head_width)
         query, key, value = heads.split(self.head_counts, dim=-2)
         if self.query_norm is not None and self.key_norm is not None:

@@ -26,3 +26,9 @@ def axis_of(mesh: MeshLike, name: str) -> MeshAxis | None:
         return None
     axis = mesh if isinstance(mesh, MeshAxis) else mesh_axis(mesh, name)
     return axis if axis.size > 1 else None
+
+
+def context_ranks(mesh: MeshLike) -> int:
+    """How many ranks share a sequence, as far as the mesh says: an axis is that of tp."""
+    axis = None if isinstance(mesh, MeshAxis) else axis_of(mesh, "cp")
+    return 1 if axis is None else axis.size

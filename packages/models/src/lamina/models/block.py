@@ -40,12 +40,12 @@ class TransformerBlock(nn.Module):
         super().__init__()
         axis = axis_of(mesh, "tp")
         partial = config.sequence_parallel and axis is not None
-        self.dropout = Dropout(config.dropout, sharded=partial)
+        self.dropout = Dropout(config.dropout, axis, sharded=partial)
         self.attention_norm = make_norm(config, partial=partial)
         if config.mla is None:
-            self.attention: nn.Module = SelfAttention(config, axis)
+            self.attention: nn.Module = SelfAttention(config, mesh)
         else:
-            self.attention = LatentSelfAttention(config, config.mla, axis)
+            self.attention = LatentSelfAttention(config, config.mla, mesh)
         self.attention_post_norm = make_norm(config, partial=partial) if config.post_norm else None
         self.mlp_norm = make_norm(config, partial=partial)
         self.mlp: nn.Module

@@ -28,6 +28,11 @@ def default_positions(tokens: Tensor, document_ids: Tensor | None = None) -> Ten
     return torch.arange(tokens.shape[1], device=tokens.device)
 
 
+def same_for_all(positions: Tensor) -> Tensor:
+    """Positions ``[1, sequence]`` as ``[sequence]``, which every row has; others as they are."""
+    return positions[0] if positions.ndim == 2 and positions.shape[0] == 1 else positions
+
+
 @dataclass(frozen=True)
 class AttentionContext:
     """What the attention of every block needs beside its input.
@@ -39,6 +44,7 @@ class AttentionContext:
         runs: int64 ``[batch, sequence]``: each token's document, where the config has layers that
             are no attention and must know; None without documents.
         routing: what routers of experts share, in a model that has them.
+        config: what it was built from; None is not known.
 
     """
 
@@ -47,6 +53,26 @@ class AttentionContext:
     rotary: tuple[Tensor, Tensor] | None = None
     runs: Tensor | None = None
     routing: RoutingContext | None = None
+    config: TransformerConfig | None = None
+
+    def check(self, config: TransformerConfig) -> None:
+        """Raise ValueError for an attention that wants another window or other positions.
+
+        The blocks of a forward share them, so that its own would be ignored.
+        """
+        if self.config is None or self.config is config:
+            return
+        names = ["positions", "sliding_window"]
+        if config.positions == "rope":
+            names += ["rope_theta", "rope_scaling"]
+        for name in names:
+            wanted, there = getattr(config, name), getattr(self.config, name)
+            if wanted != there:
+                raise ValueError(
+                    f"a block is made with {name} {wanted!r}, and the model whose context it is "
+                    f"given has {name} {there!r}: the blocks of a forward share them; make every "
+                    "block with the model's, or call it with an AttentionContext of its own"
+                )
 
     @staticmethod
     def build(
@@ -90,16 +116,31 @@ class AttentionContext:
         runs = None
         if document_ids is not None and config.mamba is not None:
             runs = document_runs(document_ids)
-        return AttentionContext((tokens.shape[0], local), pattern, rotary, runs)
+        shape = (tokens.shape[0], local)
+        return AttentionContext(shape, pattern, rotary, runs, config=config)
 
     @staticmethod
-    def plain(config: TransformerConfig, x: Tensor, *, training: bool) -> AttentionContext:
+    def plain(
+        config: TransformerConfig, x: Tensor, *, training: bool, cp: int = 1
+    ) -> AttentionContext:
         """Causal attention, positions from 0, for an attention that is used by itself.
 
+        Args:
+            config: the attention's.
+            x: its input.
+            training: whether attention dropout applies.
+            cp: ranks that share a sequence.
+
         Raises:
-            ValueError: if ``x`` is not ``[batch, sequence, hidden]``.
+            ValueError: if ``x`` is not ``[batch, sequence, hidden]``, or for more than one rank.
 
         """
+        if cp > 1:
+            raise ValueError(
+                f"without a context attention sees this rank's tokens only, and cp {cp} cuts the "
+                "sequence: pass AttentionContext.build(config, tokens, dtype, mesh=mesh) with the "
+                "whole tokens"
+            )
         if x.ndim != 3:
             raise ValueError(
                 f"x has shape {tuple(x.shape)}: without a context it must be [batch, sequence, "

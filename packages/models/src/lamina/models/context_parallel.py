@@ -23,6 +23,7 @@ from lamina.models.patterns import (
     AttentionPattern,
     Masked,
     allowed_pairs,
+    check_path,
     choose_pattern,
     document_runs,
     flex_over,
@@ -236,6 +237,30 @@ def _refuse_ring_dropout(dropout: float) -> None:
         )
 
 
+def check_pattern(
+    config: TransformerConfig,
+    axis: MeshAxis | None,
+    device: torch.device,
+    dtype: torch.dtype,
+    documents: bool,
+    dropout: float = 0.0,
+) -> None:
+    """Raise ValueError for attention that has no kernel here; arguments as of `parallel_pattern`.
+
+    An axis of None is one process.
+    """
+    if axis is None or config.context_parallel == "ulysses":
+        check_path(config, device, dtype, dropout)
+    elif config.context_parallel == "ring":
+        _refuse_ring_dropout(dropout)
+        if device.type == "cuda" and (documents or config.sliding_window is not None):
+            raise ValueError(
+                "context_parallel 'ring' has neither documents nor a sliding window on a GPU, "
+                "where no kernel takes a mask and returns what merging needs: set it to "
+                "'all_gather' or 'ulysses'"
+            )
+
+
 def parallel_pattern(
     config: TransformerConfig,
     axis: MeshAxis,
@@ -258,18 +283,12 @@ def parallel_pattern(
         ValueError: if the way cannot do the case.
 
     """
+    check_pattern(config, axis, tokens.device, dtype, document_ids is not None, dropout)
     window = config.sliding_window
     if config.context_parallel == "ulysses":
         return Ulysses(axis, choose_pattern(config, tokens, dtype, document_ids, dropout))
     runs = None if document_ids is None else document_runs(document_ids)
     if config.context_parallel == "ring":
-        _refuse_ring_dropout(dropout)
-        if tokens.is_cuda and (runs is not None or window is not None):
-            raise ValueError(
-                "context_parallel 'ring' has neither documents nor a sliding window on a GPU, "
-                "where no kernel takes a mask and returns what merging needs: set it to "
-                "'all_gather' or 'ulysses'"
-            )
         return Ring(axis, window, runs)
     sequence, device = tokens.shape[1], tokens.device
     if runs is None and window is None and not dropout and _merges(config, dtype, device):

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from lamina.collectives import broadcast
 
 
 @torch.no_grad()
@@ -26,7 +29,8 @@ def generate(
     """Sample a continuation, one token at a time.
 
     Nothing is cached between tokens, so that it works with any wrapper around the model; every rank
-    of a sharded model must call it, with generators in the same state.
+    of a sharded model must call it. Ranks of tp and cp, which share the sequences, take what the
+    first of them draws.
 
     Args:
         model: maps int64 ``[batch, sequence]`` to logits ``[batch, sequence, vocabulary]``.
@@ -43,33 +47,82 @@ def generate(
     Returns:
         int64 ``[batch, sequence + max_new_tokens]``.
 
+    Raises:
+        ValueError: for an empty prompt, a context that ranks cannot share, and images that would
+            not fit into it to the end.
+
     """
     inner = _without_wrappers(model)
     config = getattr(inner, "config", None)
     if context_length is None:
         context_length = getattr(config, "max_sequence_length", None)
-    training = model.training
-    model.eval()
     # Ranks that share a sequence need its length to be divisible; what is appended comes after all
     # that is read, is no image's place, and competes for no expert's capacity.
     multiple = int(getattr(inner, "length_multiple", 1))
     padding = 1 if getattr(inner, "image_token", None) == 0 else 0
     limited = getattr(getattr(config, "moe", None), "capacity_factor", None) is not None
     if context_length is not None:
-        context_length -= context_length % multiple
-    for _ in range(max_new_tokens):
-        window = tokens if context_length is None else tokens[:, -context_length:]
-        end = window.shape[1]
-        padded = F.pad(window, (0, -end % multiple), value=padding)
-        options = dict(inputs or {})
-        if limited and padded.shape[1] > end:
-            places = torch.arange(padded.shape[1], device=padded.device)
-            options["padding_mask"] = (places >= end).expand_as(padded)
-        logits = model(padded, **options)[:, end - 1].float()
-        following = sample(logits, temperature, top_k, top_p, generator)
-        tokens = torch.cat((tokens, following[:, None]), dim=1)
-    model.train(training)
+        context_length = _shared_length(context_length, multiple)
+    _check_prompt(inner, tokens, max_new_tokens, context_length)
+    with _evaluating(model):
+        for _ in range(max_new_tokens):
+            window = tokens if context_length is None else tokens[:, -context_length:]
+            end = window.shape[1]
+            padded = F.pad(window, (0, -end % multiple), value=padding)
+            options = dict(inputs or {})
+            if limited and padded.shape[1] > end:
+                places = torch.arange(padded.shape[1], device=padded.device)
+                options["padding_mask"] = (places >= end).expand_as(padded)
+            logits = model(padded, **options)[:, end - 1].float()
+            following = sample(logits, temperature, top_k, top_p, generator)
+            for axis in getattr(inner, "sequence_axes", ()):
+                broadcast(following, axis.group)
+            tokens = torch.cat((tokens, following[:, None]), dim=1)
     return tokens
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """Put every module into evaluation, and back into its own mode."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
+def _shared_length(length: int, multiple: int) -> int:
+    """The longest context that the ranks which share a sequence can cut."""
+    shared = length - length % multiple
+    if shared < 1:
+        raise ValueError(
+            f"context_length is {length}: it must be at least {multiple}"
+            + (", into which ranks of tp and cp cut a sequence" if multiple > 1 else "")
+        )
+    return shared
+
+
+def _check_prompt(
+    inner: nn.Module, tokens: Tensor, max_new_tokens: int, context_length: int | None
+) -> None:
+    """Refuse an empty prompt, and one whose images the context would leave behind."""
+    if tokens.ndim != 2 or tokens.shape[1] < 1:
+        raise ValueError(
+            f"tokens have shape {tuple(tokens.shape)}: they must be [batch, sequence], with at "
+            "least one token"
+        )
+    image_token = getattr(inner, "image_token", None)
+    if context_length is None or image_token is None:
+        return
+    left = tokens.shape[1] + max_new_tokens - 1 - context_length
+    if left > 0 and bool((tokens[:, :left] == image_token).any()):
+        raise ValueError(
+            f"{tokens.shape[1]} tokens and {max_new_tokens} new ones reach {left} beyond the "
+            f"context of {context_length}, which then begins after image tokens: lower "
+            "max_new_tokens, shorten the prompt, or raise max_sequence_length in TransformerConfig"
+        )
 
 
 def _without_wrappers(model: nn.Module) -> nn.Module:

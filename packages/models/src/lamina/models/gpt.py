@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Literal
 
@@ -10,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from lamina.collectives import scatter_to
-from lamina.mesh import MeshAxis, copy_role
+from lamina.mesh import MeshAxis
 from lamina.models.axes import MeshLike, axis_of
 from lamina.models.config import TransformerConfig
-from lamina.models.context import AttentionContext, default_positions
+from lamina.models.context import AttentionContext, default_positions, same_for_all
 from lamina.models.context_parallel import check_context_parallel
 from lamina.models.dropout import Dropout
 from lamina.models.embedding import OutputHead, PositionEmbedding, VocabParallelEmbedding
@@ -24,12 +23,16 @@ from lamina.models.moe.axes import ExpertAxes
 from lamina.models.moe.losses import RoutingContext
 from lamina.models.norms import make_norm
 from lamina.models.precision.backends import apply_precision
+from lamina.models.roles import KeepsRoles
 from lamina.models.vision.splice import Splice
 from lamina.models.vocabulary import check_ids
-from lamina.models.zigzag import cut_sequence, join_sequence
+from lamina.models.zigzag import check_divisible, cut_sequence, join_sequence
+
+# Where torch keeps what runs around a module's forward and backward.
+HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
-class GPTModel(nn.Module):
+class GPTModel(KeepsRoles):
     """Embedding, blocks, final norm and head.
 
     Built under ``torch.device("meta")`` it takes no memory; after ``to_empty(device=...)``,
@@ -98,7 +101,7 @@ class GPTModel(nn.Module):
                 partial=partial,
                 init_std=config.init_std,
             )
-        self.dropout = Dropout(config.dropout, sharded=partial)
+        self.dropout = Dropout(config.dropout, self.axis, sharded=partial)
         self.blocks = nn.ModuleList(
             make_block(config, index, self.axis, self.experts_beside(axis))
             for index in range(config.num_layers)
@@ -146,8 +149,8 @@ class GPTModel(nn.Module):
                 and ``cp``.
             labels: int64 ``[batch, sequence]``: ``labels[:, i]`` is what should follow
                 ``tokens[:, i]`` (the caller shifts); -100 is left out.
-            positions: int64 ``[sequence]`` or ``[batch, sequence]``; by default counted from 0,
-                anew in each document.
+            positions: int64 ``[sequence]``, ``[1, sequence]`` or ``[batch, sequence]``; by default
+                counted from 0, anew in each document.
             document_ids: integers ``[batch, sequence]``: a token attends only to its own document.
             reduction: of the loss: ``mean`` over the labels that count, or ``sum``.
             padding_mask: bool ``[batch, sequence]``, True for padding: such tokens go to no expert
@@ -171,6 +174,7 @@ class GPTModel(nn.Module):
         self.check_inputs(tokens, labels, document_ids, positions, padding_mask)
         if positions is None:
             positions = default_positions(tokens, document_ids)
+        positions = same_for_all(positions)
         cut = cut_sequence(tokens, self.cp), cut_sequence(positions, self.cp, dim=-1)
         x = self.embed(*cut, None if splice is None else splice.cut(self.cp))
         context = AttentionContext.build(
@@ -256,6 +260,7 @@ class GPTModel(nn.Module):
                 f"sequence of {tokens.shape[1]} tokens is longer than max_sequence_length {limit}: "
                 "cut it, or raise max_sequence_length in TransformerConfig"
             )
+        check_divisible(tokens.shape[1], self.cp)
         size = self.axis.size if self.axis is not None and self.sequence_parallel else 1
         rows, columns = tokens.shape[0], tokens.shape[1] // (1 if self.cp is None else self.cp.size)
         if rows * columns % size:
@@ -280,8 +285,8 @@ class GPTModel(nn.Module):
             check_ids("labels", labels, self.config.vocab_size, IGNORED)
 
     def _check_positions(self, positions: Tensor, tokens: Tensor) -> None:
-        if positions.shape != tokens.shape and positions.shape != tokens.shape[1:]:
-            shape = tuple(tokens.shape)
+        shape = tuple(tokens.shape)
+        if tuple(positions.shape) not in (shape, shape[1:], (1, *shape[1:])):
             raise ValueError(
                 f"positions have shape {tuple(positions.shape)}, tokens {shape}: they must have "
                 f"shape {shape} or {shape[1:]}"
@@ -297,6 +302,11 @@ class GPTModel(nn.Module):
         tp = self.axis.size if self.axis is not None and self.sequence_parallel else 1
         return tp * (1 if self.cp is None else 2 * self.cp.size)
 
+    @property
+    def sequence_axes(self) -> tuple[MeshAxis, ...]:
+        """Along which ranks work on the same sequences."""
+        return tuple(axis for axis in (self.axis, self.cp) if axis is not None)
+
     def num_parameters(self, *, embeddings: bool = True) -> int:
         """Count the parameters that this rank holds, tied ones once.
 
@@ -311,12 +321,11 @@ class GPTModel(nn.Module):
         tables = (self.embedding, self.position_embedding)
         return [table.weight for table in tables if table is not None]
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> GPTModel:
-        # torch replaces a parameter that leaves the meta device, once per module that holds it:
-        # that would silently untie the head from the embedding, and lose what was marked.
-        marked = dict(self.named_parameters())
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        self.tie_weights()
-        for name, parameter in self.named_parameters():
-            copy_role(marked[name], parameter)
-        return self
+
+def require_gpt(model: nn.Module, what: str) -> GPTModel:
+    """Return the model, or raise TypeError naming what ``what`` takes."""
+    if isinstance(model, GPTModel):
+        return model
+    inside = [name for name, child in model.named_children() if isinstance(child, GPTModel)]
+    hint = f": give it model.{inside[0]}" if inside else ""
+    raise TypeError(f"{what} is for a GPTModel, not for a {type(model).__name__}{hint}")

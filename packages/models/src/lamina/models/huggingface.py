@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,7 +15,7 @@ from lamina.collectives import start_all_gather
 from lamina.mesh import MeshAxis, role_of
 from lamina.models.axes import MeshLike
 from lamina.models.cutting import cut_weight, join_weight
-from lamina.models.gpt import GPTModel
+from lamina.models.gpt import GPTModel, require_gpt
 from lamina.models.huggingface_configs import config_from_huggingface
 from lamina.models.moe.axes import ExpertAxes
 from lamina.models.weight_maps import weight_map
@@ -40,9 +41,11 @@ def to_huggingface(
         ``huggingface_config(model.config)`` they make a checkpoint.
 
     Raises:
+        TypeError: for another model than a `GPTModel`.
         ValueError: if no architecture known here has the config's features.
 
     """
+    model = require_gpt(model, "to_huggingface()")
     held, buffers = dict(model.named_parameters()), dict(model.named_buffers())
     state = {**held, **buffers} if state is None else state
     exported: dict[str, Tensor] = {}
@@ -87,7 +90,7 @@ def from_huggingface(
         device: where the model is.
 
     Raises:
-        ValueError: for an architecture that is not known here.
+        ValueError: for an architecture that is not known here, and for quantised weights.
         FileNotFoundError: if the directory has no ``config.json`` or no weights.
         KeyError: if a tensor is missing.
         ImportError: for a directory, without ``safetensors`` installed.
@@ -95,8 +98,10 @@ def from_huggingface(
     """
     if isinstance(source, nn.Module):
         tensors = source.state_dict()
-        config = config_from_huggingface(source.config.to_dict())  # type: ignore[union-attr, operator]
-        read: Callable[[str], Tensor] = tensors.__getitem__
+        written: dict[str, Any] = source.config.to_dict()  # type: ignore[union-attr, operator]
+        _refuse_quantised(written, tensors, type(source).__name__)
+        config = config_from_huggingface(written)
+        read: Callable[[str], Tensor] = partial(_read_module, tensors)
     else:
         config, read = _open_directory(Path(source))
     with torch.device("meta"):
@@ -135,20 +140,45 @@ def _open_directory(path: Path) -> tuple[Any, Callable[[str], Tensor]]:
             f"{file} is missing: give a directory saved by save_pretrained() (names of the hub are "
             "not downloaded: huggingface_hub.snapshot_download(name) returns such a directory)"
         )
-    config = config_from_huggingface(json.loads(file.read_text()))
+    written = json.loads(file.read_text())
     opened: list[Any] = [
         safe_open(shard, framework="pt") for shard in sorted(path.glob("*.safetensors"))
     ]
     if not opened:
         raise FileNotFoundError(f"{path} has no *.safetensors: other formats are not read")
     where = {name: shard for shard in opened for name in shard.keys()}  # noqa: SIM118
+    _refuse_quantised(written, where, str(path))
+    config = config_from_huggingface(written)
 
     def read(name: str) -> Tensor:
         # The base model's own checkpoints leave out the prefix.
         for candidate in (name, name.removeprefix("transformer.").removeprefix("model.")):
             if candidate in where:
-                tensor: Tensor = where[candidate].get_tensor(candidate)
-                return tensor
+                return _as_written(candidate, where[candidate].get_tensor(candidate))
         raise KeyError(f"{name} is in none of the {len(opened)} files under {path}")
 
     return config, read
+
+
+# Scales and codes beside the weights: DeepSeek's and torchao's FP8, bitsandbytes, GPTQ and AWQ.
+_SCALES = ("_scale_inv", ".weight_scale", ".SCB", ".absmax", ".qweight", ".qzeros", ".scales")
+_REMEDY = "give a checkpoint of its weights in bfloat16 or float32 (dequantise it first)"
+
+
+def _refuse_quantised(written: Mapping[str, Any], names: Iterable[str], source: str) -> None:
+    """Raise ValueError for weights that are codes: without their scales they mean nothing."""
+    scales = sorted(name for name in names if name.endswith(_SCALES))
+    said = written.get("quantization_config")
+    if scales or said:
+        method = f"quantization_config of config.json: {said}" if said else f"tensor {scales[0]}"
+        raise ValueError(f"{source} holds quantised weights ({method}): {_REMEDY}")
+
+
+def _read_module(tensors: Mapping[str, Tensor], name: str) -> Tensor:
+    return _as_written(name, tensors[name])
+
+
+def _as_written(name: str, tensor: Tensor) -> Tensor:
+    if tensor.dtype not in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
+        raise ValueError(f"{name} is {tensor.dtype}, codes of quantised weights: {_REMEDY}")
+    return tensor

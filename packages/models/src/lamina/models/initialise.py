@@ -32,21 +32,35 @@ def check_same_seed(seed: int, *axes: MeshAxis | None) -> None:
 
     """
     for axis in axes:
-        if axis is None or axis.group is None:
+        if axis is None:
             continue
-        kinds = {device.type for device in axis.group._device_types}
-        device = torch.device("cpu" if "cpu" in kinds or not torch.cuda.is_available() else "cuda")
         own = seed % 2**63
-        # The largest, and the smallest with its sign turned.
-        found = torch.tensor([own, -own], dtype=torch.int64, device=device)
-        all_reduce_small([found], axis.group, op="max")
-        highest, lowest = found.tolist()
-        if highest != -lowest:
+        ((lowest, highest),) = extremes([own], axis)
+        if lowest != highest:
             raise ValueError(
                 f"ranks of {axis.name} would draw weights from different seeds (rank {axis.rank} "
-                f"of {axis.size}: {own}; in all {-lowest} to {highest}), and hold parts of one "
+                f"of {axis.size}: {own}; in all {lowest} to {highest}), and hold parts of one "
                 "model: build GPTModel(config, mesh, seed=...) with one seed on all ranks"
             )
+
+
+def extremes(values: Sequence[int], axis: MeshAxis) -> list[tuple[int, int]]:
+    """The lowest and the highest of each value over the ranks of an axis; collective.
+
+    Args:
+        values: above -2^63 and below 2^63, as many on every rank.
+        axis: the ranks.
+
+    """
+    if axis.group is None:
+        return [(value, value) for value in values]
+    kinds = {device.type for device in axis.group._device_types}
+    device = torch.device("cpu" if "cpu" in kinds or not torch.cuda.is_available() else "cuda")
+    # The largest, and the smallest with its sign turned.
+    found = torch.tensor([values, [-value for value in values]], dtype=torch.int64, device=device)
+    all_reduce_small([found], axis.group, op="max")
+    highest, lowest = found.tolist()
+    return [(-low, high) for low, high in zip(lowest, highest, strict=True)]
 
 
 def assign_seeds(model: nn.Module, seed: int) -> None:

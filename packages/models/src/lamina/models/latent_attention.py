@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from lamina.collectives import copy_to, gather_from
 from lamina.models.attention import AttentionCore
-from lamina.models.axes import MeshLike, axis_of
+from lamina.models.axes import MeshLike, axis_of, context_ranks
 from lamina.models.config import LatentAttention, TransformerConfig
 from lamina.models.context import AttentionContext
 from lamina.models.cutting import require_divisible
@@ -39,6 +39,7 @@ class LatentSelfAttention(nn.Module):
         super().__init__()
         self.config = config
         self.sizes = sizes
+        self.cp = context_ranks(mesh)
         self.axis = axis_of(mesh, "tp")
         self.sequence_parallel = config.sequence_parallel and self.axis is not None
         require_divisible("num_heads", config.num_heads, self.axis)
@@ -91,7 +92,9 @@ class LatentSelfAttention(nn.Module):
 
     def forward(self, x: Tensor, context: AttentionContext | None = None) -> Tensor:
         """Mix each sequence's tokens; see `SelfAttention.forward`."""
-        context = context or AttentionContext.plain(self.config, x, training=self.training)
+        if context is None:
+            context = AttentionContext.plain(self.config, x, training=self.training, cp=self.cp)
+        context.check(self.config)
         query = self.queries(x, context)
         key, value = self.keys_and_values(x, context)
         mixed = self.core(query, key, value, context)

@@ -35,11 +35,12 @@ class ResidualBlock(nn.Module):
 
     def __init__(self, config: TransformerConfig, mixer: nn.Module, mesh: MeshLike = None) -> None:
         super().__init__()
-        partial = config.sequence_parallel and axis_of(mesh, "tp") is not None
+        axis = axis_of(mesh, "tp")
+        partial = config.sequence_parallel and axis is not None
         self.norm = make_norm(config, partial=partial)
         self.mixer = mixer
         self.post_norm = make_norm(config, partial=partial) if config.post_norm else None
-        self.dropout = Dropout(config.dropout, sharded=partial)
+        self.dropout = Dropout(config.dropout, axis, sharded=partial)
 
     def forward(self, x: Tensor, context: AttentionContext | None = None) -> Tensor:
         """``[batch, sequence, hidden]`` to the same, or ``[tokens / tp, hidden]`` to the same."""

@@ -246,8 +246,7 @@ def choose_pattern(
             return Causal()
     if path == "sdpa" and window is None and document_ids is None:
         return Causal()
-    if path != "sdpa":
-        _require_able(path, config, device, dtype, dropout)
+    check_path(config, device, dtype, dropout)
     runs = None if document_ids is None else document_runs(document_ids)
     if path == "varlen":
         return _varlen(tokens, runs, window)
@@ -283,11 +282,13 @@ def _what_varlen_lacks(
     return None
 
 
-def _require_able(
-    path: str, config: TransformerConfig, device: torch.device, dtype: torch.dtype, dropout: float
+def check_path(
+    config: TransformerConfig, device: torch.device, dtype: torch.dtype, dropout: float
 ) -> None:
     """Raise ValueError for a path that the config names and that cannot do the case."""
-    lacks = None
+    path, lacks = config.attention_path, None
+    if path in ("auto", "sdpa"):
+        return
     if dropout:
         lacks = f"no attention_dropout (here {dropout})"
     elif path == "varlen":

@@ -7,7 +7,7 @@ when their keys arrive, is the business of context parallelism.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -97,10 +97,11 @@ class InPieces:
     def __call__(
         self, query: Tensor, key: Tensor, value: Tensor, *, scale: float, dropout: float
     ) -> Tensor:
-        """See `lamina.models.patterns.AttentionPattern`; scales are the pieces' own."""
+        """See `lamina.models.patterns.AttentionPattern`; ``scale`` is every piece's."""
         refuse_dropout("InPieces", dropout)
         padded = to_one_width(query, key, value)
-        mixed: Tensor = _InPieces.apply(*padded, self.pieces)  # type: ignore[no-untyped-call]
+        pieces = tuple(replace(p, block=replace(p.block, scale=scale)) for p in self.pieces)
+        mixed: Tensor = _InPieces.apply(*padded, pieces)  # type: ignore[no-untyped-call]
         return mixed[..., : value.shape[-1]]
 
 

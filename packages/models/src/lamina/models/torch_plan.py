@@ -9,9 +9,11 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from lamina.mesh import MeshAxis, copy_role, mesh_axis, role_of
+from lamina.mesh import MeshAxis, copy_role, derive_seed, mesh_axis, role_of
+from lamina.models.config import TransformerConfig
 from lamina.models.cutting import cut_weight
-from lamina.models.gpt import GPTModel
+from lamina.models.gpt import HOOKS, GPTModel, require_gpt
+from lamina.models.initialise import check_same_seed, extremes
 from lamina.models.precision.backends import amax_exchanges, apply_precision
 from lamina.models.precision.fp8_products import Float8Products
 from lamina.models.recompute import is_recomputed
@@ -34,11 +36,7 @@ class CutOverRanks(ParallelStyle):
         self.sequence_parallel = sequence_parallel
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        if not isinstance(module, GPTModel):
-            raise TypeError(
-                f"CutOverRanks is for a GPTModel, not for {type(module).__name__}: give it to "
-                "parallelize_module() with the model itself"
-            )
+        module = require_gpt(module, "CutOverRanks")
         if module.axis is not None:
             raise ValueError(f"the model is cut over {module.axis.name} already")
         names = device_mesh.mesh_dim_names
@@ -49,8 +47,9 @@ class CutOverRanks(ParallelStyle):
         _require_as_made(module)
         if self.sequence_parallel is not None:
             config = replace(config, sequence_parallel=self.sequence_parallel)
+        _require_same(module, config, axis)
         wholes, buffers = dict(module.named_parameters()), dict(module.named_buffers())
-        training = module.training
+        modes = {name: each.training for name, each in module.named_modules()}
         with torch.device("meta"):
             module.build(config, axis if axis.size > 1 else None)
             seen_by = [each for hook in amax_exchanges(module) for each in hook.axes]
@@ -62,7 +61,9 @@ class CutOverRanks(ParallelStyle):
         for name, _ in list(module.named_buffers()):
             _put(module, name, buffers[name])
         module.tie_weights()
-        return module.train(training)
+        for name, each in module.named_modules():
+            each.training = modes[name]
+        return module
 
 
 def _require_as_made(model: GPTModel) -> None:
@@ -72,15 +73,66 @@ def _require_as_made(model: GPTModel) -> None:
     have, made = dict(model.named_modules()), dict(fresh.named_modules())
     for name in filter(None, have | made):
         module, was = have.get(name), made.get(name)
-        same = type(module) is type(was) and (module is None or not is_recomputed(module))
-        if isinstance(module, Float8Products) and isinstance(was, Float8Products):
-            same &= module.precision == was.precision
-        if not same:
+        if module is None or was is None or type(module) is not type(was):
+            change = "another layer, or apply_precision"
+        elif is_recomputed(module):
+            change = "apply_recompute"
+        elif isinstance(module, Float8Products) and isinstance(was, Float8Products):
+            change = "" if module.precision == was.precision else "apply_precision"
+        else:
+            change = _difference(module, was)
+        if change:
             raise ValueError(
-                f"{name} of the {type(model).__name__} is not as its config makes it "
-                "(apply_recompute, apply_precision or a change of yours), and cutting makes all "
-                "modules anew: change the model after parallelize_module, or in TransformerConfig"
+                f"{name} of the {type(model).__name__} is not as its config makes it ({change}), "
+                "and cutting makes all modules anew: change the model after parallelize_module, or "
+                "in TransformerConfig"
             )
+
+
+def _difference(module: nn.Module, was: nn.Module) -> str:
+    """What somebody hung on a module or set in it; empty for nothing."""
+    for kind in HOOKS:
+        if len(getattr(module, kind)) > len(getattr(was, kind)):
+            return kind.strip("_").removesuffix("s").replace("_", " ")
+    for name, made in vars(was).items():
+        # Sizes show in the parameters' shapes; other attributes may be states of a run.
+        there = vars(module).get(name)
+        settings = isinstance(made, (float, str, TransformerConfig))
+        if settings and there != made:
+            return f"{name} {there!r} in place of {made!r}"
+    return ""
+
+
+def _require_same(model: GPTModel, config: TransformerConfig, axis: MeshAxis) -> None:
+    """Raise ValueError where the ranks hold different models, whose pieces would make none.
+
+    Weights are compared by the sums of their bytes, those on the meta device by the seed.
+    """
+    if any(parameter.is_meta for parameter in model.parameters()):
+        check_same_seed(model.seed, axis)
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    shapes = [(name, tensor.shape, tensor.dtype) for name, tensor in tensors.items()]
+    meta = [tensor.is_meta for tensor in tensors.values()]
+    differing = ["config, dtypes or devices"]
+    if _agree([derive_seed(0, config, shapes, meta)], axis) == [True]:
+        same = _agree([_sum_of_bytes(tensor) for tensor in tensors.values()], axis)
+        differing = [name for name, equal in zip(tensors, same, strict=True) if not equal]
+    if differing:
+        raise ValueError(
+            f"ranks of {axis.name} hold different models ({differing[0]}; {len(differing)} such in "
+            "all), and each would keep a piece of its own: build GPTModel(config, seed=...) with "
+            "one seed on all ranks, or load the same weights"
+        )
+
+
+def _agree(values: list[int], axis: MeshAxis) -> list[bool]:
+    return [lowest == highest for lowest, highest in extremes(values, axis)]
+
+
+def _sum_of_bytes(tensor: torch.Tensor) -> int:
+    if tensor.is_meta:
+        return 0
+    return int(tensor.detach().contiguous().view(-1).view(torch.uint8).sum(dtype=torch.int64))
 
 
 def _piece(whole: nn.Parameter, place: nn.Parameter, axis: MeshAxis) -> nn.Parameter:
@@ -106,13 +158,15 @@ def tensor_parallel_plan(
     """Make the plan with which ``parallelize_module(model, mesh["tp"], plan)`` cuts the model.
 
     Args:
-        model: a whole model, the same on all ranks (from one seed, or loaded).
+        model: a whole model, the same on all ranks (from one seed, or loaded), which is checked.
         sequence_parallel: also cut the tokens between the products; by default as in its config.
 
     Raises:
+        TypeError: for another model than a `GPTModel`.
         ValueError: if the model is cut already.
 
     """
+    model = require_gpt(model, "tensor_parallel_plan")
     if model.axis is not None:
         raise ValueError(f"the model is cut over {model.axis.name} already")
     return CutOverRanks(sequence_parallel=sequence_parallel)

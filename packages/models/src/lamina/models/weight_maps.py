@@ -56,9 +56,10 @@ def model_type(config: TransformerConfig) -> str:
             return "qwen3"
         if not config.qk_norm and config.sliding_window is None and output_like_qkv:
             return "llama"
-        if not config.qk_norm and config.attention_bias and not config.output_bias:
+        plain = not config.qk_norm and not config.output_bias and not config.mlp_bias
+        if plain and config.attention_bias:
             return "qwen2"
-        if not config.qk_norm and not config.attention_bias and not config.mlp_bias:
+        if plain:
             return "mistral"
     raise ValueError(
         "no Hugging Face architecture known here has these features together: positions "

@@ -11,12 +11,18 @@ import torch
 from torch import Tensor
 
 from lamina.collectives import gather_from
+from lamina.mesh import MeshAxis
 from lamina.models.axes import MeshLike, axis_of
 
 
-def chunk_order(size: int) -> list[int]:
-    """Which chunk lies where when the ranks' pieces are laid end to end."""
-    return [chunk for rank in range(size) for chunk in (rank, 2 * size - 1 - rank)]
+def check_divisible(length: int, axis: MeshAxis | None) -> None:
+    """Raise ValueError for a sequence that the ranks of an axis cannot cut into two chunks each."""
+    chunks = 1 if axis is None else 2 * axis.size
+    if axis is not None and length % chunks:
+        raise ValueError(
+            f"sequence of {length} tokens is not divisible by {chunks}, twice {axis.name} "
+            f"{axis.size} (remainder {length % chunks}): pad or cut the sequence"
+        )
 
 
 def cut_sequence(x: Tensor, mesh: MeshLike, dim: int = 1) -> Tensor:
@@ -34,28 +40,29 @@ def cut_sequence(x: Tensor, mesh: MeshLike, dim: int = 1) -> Tensor:
     axis = axis_of(mesh, "cp")
     if axis is None:
         return x
+    check_divisible(x.shape[dim], axis)
     chunks = 2 * axis.size
-    if x.shape[dim] % chunks:
-        raise ValueError(
-            f"sequence of {x.shape[dim]} tokens is not divisible by {chunks}, twice {axis.name} "
-            f"{axis.size} (remainder {x.shape[dim] % chunks}): pad or cut the sequence"
-        )
     parts = x.chunk(chunks, dim=dim)
     return torch.cat((parts[axis.rank], parts[chunks - 1 - axis.rank]), dim=dim)
 
 
 def in_order(x: Tensor, size: int, dim: int = 1) -> Tensor:
     """Put ranks' pieces laid end to end along ``dim`` back into the sequence's order."""
-    chunks = torch.unflatten(x, dim, (2 * size, -1))
-    places = torch.tensor(chunk_order(size), device=x.device).argsort()
-    return chunks.index_select(dim, places).flatten(dim, dim + 1)
+    # Computed on the device: a list of numbers would have the host wait for their copy.
+    chunk = torch.arange(2 * size, device=x.device)
+    return _take(x, torch.where(chunk < size, 2 * chunk, 4 * size - 1 - 2 * chunk), dim)
 
 
 def out_of_order(x: Tensor, size: int, dim: int = 1) -> Tensor:
     """Lay a whole sequence out as ranks' pieces end to end: the inverse of `in_order`."""
-    chunks = torch.unflatten(x, dim, (2 * size, -1))
-    places = torch.tensor(chunk_order(size), device=x.device)
-    return chunks.index_select(dim, places).flatten(dim, dim + 1)
+    place = torch.arange(2 * size, device=x.device)
+    return _take(x, torch.where(place % 2 == 0, place // 2, 2 * size - 1 - place // 2), dim)
+
+
+def _take(x: Tensor, chunks: Tensor, dim: int) -> Tensor:
+    """Put these of the equal chunks along ``dim`` one after another."""
+    cut = torch.unflatten(x, dim, (chunks.numel(), -1))
+    return cut.index_select(dim, chunks).flatten(dim, dim + 1)
 
 
 def join_sequence(x: Tensor, mesh: MeshLike, dim: int = 1) -> Tensor:

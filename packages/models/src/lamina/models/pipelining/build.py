@@ -13,8 +13,9 @@ from lamina.ddp import HasGroups, groups_of
 from lamina.mesh import MeshAxis, ParallelMesh, mesh_axis
 from lamina.models.axes import axis_of
 from lamina.models.config import TransformerConfig
-from lamina.models.gpt import GPTModel
+from lamina.models.gpt import HOOKS, GPTModel, require_gpt
 from lamina.models.initialise import check_same_seed
+from lamina.models.pipelining.contracts import OncePerStep
 from lamina.models.pipelining.cuts import Layout, cut_layers, resolve_layout
 from lamina.models.pipelining.module import GPTStage, materialise
 from lamina.models.pipelining.runner import PipelineRunner
@@ -24,7 +25,7 @@ from lamina.models.pipelining.schedule import (
     number_of_stages,
     schedule_kind,
 )
-from lamina.models.pipelining.stage import LaminaStage, OncePerStep
+from lamina.models.precision.backends import amax_exchanges
 
 
 def pipeline(
@@ -68,9 +69,12 @@ def pipeline(
         A runner: ``loss = runner.step(tokens, labels)``, then the optimizer.
 
     Raises:
-        ValueError: for a schedule, layout, number of microbatches or mesh that do not go together.
+        TypeError: for another model than a `GPTModel`.
+        ValueError: for a schedule, layout, number of microbatches or mesh that do not go together,
+            and for what was added to the model and no stage would have.
 
     """
+    model = require_gpt(model, "pipeline()")
     axis, kind = _pipeline_axis(mesh), schedule_kind(schedule)
     cut = _layout(model.config, schedule, axis.size, stages_per_rank, layout, sequence)
     mine = (0,) if axis.size == 1 else kind.stages_of(axis.rank, axis.size, len(cut))
@@ -85,6 +89,8 @@ def pipeline(
             module.reduce_once_per_step()
     place = _device_of(mesh)
     dtype = _activation_dtype(wrapped[0], modules[0], axis, dtype, place)
+    from lamina.models.pipelining.stage import LaminaStage  # imports torch._dynamo
+
     group, split = axis.sibling("pipeline"), kind.splits_backward
     stages = [
         LaminaStage(module, stage, at, len(cut), place, group, dtype, splits_backward=split)
@@ -132,6 +138,7 @@ def _check(
     axis: MeshAxis,
     wrap: Callable[[GPTStage], nn.Module] | None,
 ) -> None:
+    _check_additions(model)
     _check_axes(model, mesh)
     if not isinstance(mesh, ParallelMesh):
         if model.head.tied and axis.size > 1:
@@ -149,6 +156,45 @@ def _check(
         )
     if axis.size > 1:
         check_same_seed(model.seed, axis)
+
+
+_PARTS = ("embedding", "position_embedding", "dropout", "blocks", "final_norm", "head")
+
+
+def _check_additions(model: GPTModel) -> None:
+    """Raise ValueError for what stages would leave behind: they take blocks and ends, no more."""
+    exchanges = amax_exchanges(model)
+    hooks = [hook for kind in HOOKS for hook in getattr(model, kind).values()]
+    added = {
+        "modules": [name for name in model._modules if name not in _PARTS],
+        "parameters and buffers": [*model._parameters, *model._buffers],
+        "hooks": [getattr(h, "__name__", type(h).__name__) for h in hooks if h not in exchanges],
+        "methods": _changed_methods(model),
+        "blocks": [str(i) for i in range(model.config.num_layers, len(model.blocks))],
+    }
+    for kind, names in added.items():
+        if names:
+            raise ValueError(
+                f"the {type(model).__name__} has {kind} of its own that no stage would have "
+                f"({', '.join(names)}): put them into the blocks, the embedding or the head (and "
+                "count blocks in num_layers of TransformerConfig), or into wrap="
+            )
+    if len(model.blocks) < model.config.num_layers:
+        raise ValueError(
+            f"the model has {len(model.blocks)} blocks, and num_layers of its TransformerConfig is "
+            f"{model.config.num_layers}: they must be equal"
+        )
+
+
+def _changed_methods(model: GPTModel) -> list[str]:
+    """Methods that a subclass, or somebody on the instance, put in the place of GPTModel's."""
+    return [
+        name
+        for name, method in vars(GPTModel).items()
+        if not name.startswith("__")
+        and callable(method)
+        and (name in vars(model) or getattr(type(model), name) is not method)
+    ]
 
 
 def _check_axes(model: GPTModel, mesh: ParallelMesh | DeviceMesh) -> None:

@@ -11,9 +11,11 @@ from torch import Tensor, nn
 
 from lamina.mesh import copy_role, mark
 from lamina.models.context import AttentionContext, default_positions
+from lamina.models.context_parallel import check_pattern
 from lamina.models.gpt import GPTModel
 from lamina.models.moe.losses import RoutingContext
 from lamina.models.precision.backends import follow_histories
+from lamina.models.roles import KeepsRoles
 from lamina.models.zigzag import cut_sequence
 
 
@@ -67,7 +69,7 @@ class GPTStage(GPTModel):
         last: bool,
         copies: bool = False,
     ) -> None:
-        nn.Module.__init__(self)
+        KeepsRoles.__init__(self)
         self.config, self.seed = model.config, model.seed
         self.axis, self.cp = model.axis, model.cp
         self.sequence_parallel = model.sequence_parallel
@@ -90,7 +92,8 @@ class GPTStage(GPTModel):
         if tied and first is not last:
             mark(self.embedding.weight, tied="embedding")
         follow_histories(model, self)
-        self.train(model.training)
+        # The modules that moved here keep their own modes.
+        self.training = self.blocks.training = model.training
 
     def _copy_embedding(self) -> None:
         whole = self.embedding
@@ -145,6 +148,21 @@ class GPTStage(GPTModel):
             return x
         total: Tensor = self.head(self.final_norm(x), cut_sequence(batch.labels, self.cp), "sum")
         return total * batch.factor
+
+    def check_attention(
+        self, tokens: Tensor, dtype: torch.dtype, document_ids: Tensor | None
+    ) -> None:
+        """Raise ValueError for attention that the device cannot do, before a stage waits.
+
+        Args:
+            tokens: int64 ``[batch, sequence]``.
+            dtype: of activations.
+            document_ids: as of the microbatches.
+
+        """
+        dropout = self.config.attention_dropout if self.training else 0.0
+        documents = document_ids is not None
+        check_pattern(self.config, self.cp, tokens.device, dtype, documents, dropout)
 
     def activation_shape(self, batch: Microbatch) -> tuple[int, ...]:
         """Shape of what stages hand on for a microbatch."""

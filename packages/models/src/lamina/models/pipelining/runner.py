@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -19,11 +19,15 @@ from lamina.ddp import (
 )
 from lamina.mesh import ParallelMesh, mesh_axis
 from lamina.models.axes import axis_of
+from lamina.models.context import same_for_all
 from lamina.models.loss import IGNORED
+from lamina.models.pipelining.contracts import OncePerStep
 from lamina.models.pipelining.cuts import Layout
 from lamina.models.pipelining.module import Microbatch
-from lamina.models.pipelining.stage import LaminaStage, OncePerStep
 from lamina.models.zigzag import cut_sequence
+
+if TYPE_CHECKING:
+    from lamina.models.pipelining.stage import LaminaStage
 
 
 class PipelineRunner(nn.Module):
@@ -92,7 +96,7 @@ class PipelineRunner(nn.Module):
         Args:
             tokens: int64 ``[batch, sequence]``, at least ``num_microbatches`` sequences.
             labels: int64 ``[batch, sequence]``; -100 counts nothing.
-            positions: int64 ``[sequence]`` or ``[batch, sequence]``.
+            positions: int64 ``[sequence]``, ``[1, sequence]`` or ``[batch, sequence]``.
             document_ids: integers ``[batch, sequence]``.
             padding_mask: bool ``[batch, sequence]``, True for tokens that go to no expert.
 
@@ -101,9 +105,15 @@ class PipelineRunner(nn.Module):
 
         Raises:
             ValueError: for a batch of fewer sequences than microbatches, other shapes than these,
-                and (on a CPU) ids that the vocabulary does not have.
+                and (on a CPU) ids that the vocabulary does not have,
+                and in float16, whose gradients need a loss scale that this has not.
 
         """
+        if self._drivers[0].dtype == torch.float16:
+            raise ValueError(
+                "step in float16: gradients below 6e-8 would be zero without a loss scale, and step "
+                "has none; train in torch.bfloat16 or float32 (evaluate() works in float16)"
+            )
         batches = self._microbatches(tokens, labels, positions, document_ids, padding_mask)
         loss = self._run(batches, labels, training=True)
         if not self.wrapped:
@@ -169,12 +179,19 @@ class PipelineRunner(nn.Module):
 
         Raises:
             RuntimeError: with ``strict``, if a tensor of these stages is missing.
+            ValueError: for ``assign=True``.
 
         """
+        if assign:
+            raise ValueError(
+                "load_state_dict(assign=True) replaces parameters, and the optimizer and the "
+                "wrappers hold these: leave assign out, which copies (for stages on the meta "
+                "device, give pipeline() a device)"
+            )
         for stage in self.stages:
             wanted = stage.state_dict()
             mine = {name: value for name, value in state_dict.items() if name in wanted}
-            stage.load_state_dict(mine, strict=strict, assign=assign)
+            stage.load_state_dict(mine, strict=strict)
 
     def weights_written(self) -> None:
         """The optimizer has stepped (``ShardedOptimizer`` calls it)."""
@@ -198,6 +215,8 @@ class PipelineRunner(nn.Module):
         # Every rank refuses what one stage would refuse while the others wait for it.
         check = self._drivers[0].stage.check_inputs
         check(tokens, labels, document_ids, positions, padding_mask)
+        self._drivers[0].stage.check_attention(tokens, self._drivers[0].dtype, document_ids)
+        positions = None if positions is None else same_for_all(positions)
         parts = 1 if self._cp is None else self._cp.size
         factor: Tensor | float = 1.0
         if not self.per_token:

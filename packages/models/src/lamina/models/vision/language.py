@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Literal, get_args
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from lamina.mesh import copy_role, derive_seed
+from lamina.mesh import MeshAxis, derive_seed
 from lamina.models.axes import MeshLike
 from lamina.models.config import TransformerConfig
 from lamina.models.gpt import GPTModel
 from lamina.models.initialise import assign_seeds, draw_seed
+from lamina.models.roles import KeepsRoles
 from lamina.models.vision.patches import Images, VisionConfig
 from lamina.models.vision.splice import Splice, image_places
 from lamina.models.vision.transformer import Projector, VisionTransformer, blank_image
@@ -20,7 +20,7 @@ from lamina.models.vision.transformer import Projector, VisionTransformer, blank
 Part = Literal["vision", "projector", "language"]
 
 
-class VisionLanguageModel(nn.Module):
+class VisionLanguageModel(KeepsRoles):
     """Text with images in it (Liu et al., LLaVA, 2023).
 
     In the text an image is a run of one special token, as many times as the image has vectors
@@ -81,12 +81,21 @@ class VisionLanguageModel(nn.Module):
         """The decoder's."""
         return self.language.config
 
+    @property
+    def auxiliary_scale(self) -> float:
+        """The decoder's: what auxiliary losses weigh beside a loss that is made of its logits."""
+        return self.language.auxiliary_scale
+
+    @auxiliary_scale.setter
+    def auxiliary_scale(self, scale: float) -> None:
+        self.language.auxiliary_scale = scale
+
     def freeze(self, *parts: Part) -> VisionLanguageModel:
         """Train the other parts only; those named before are trained again if not named now.
 
         Call it before ``fully_shard`` and before the optimizer is made: what is frozen then has
         neither gradients nor optimizer state, and nothing of it is reduced. A frozen encoder keeps
-        no activations.
+        no activations; the biases of a frozen decoder's routers stay.
 
         Args:
             parts: of ``vision``, ``projector``, ``language``.
@@ -168,10 +177,7 @@ class VisionLanguageModel(nn.Module):
         """What a sequence's length must be divisible by, over the ranks that share it."""
         return self.language.length_multiple
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> VisionLanguageModel:
-        # What leaves the meta device is a new parameter, without what was marked.
-        marked = dict(self.named_parameters())
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        for name, parameter in self.named_parameters():
-            copy_role(marked[name], parameter)
-        return self
+    @property
+    def sequence_axes(self) -> tuple[MeshAxis, ...]:
+        """Along which ranks work on the same sequences."""
+        return self.language.sequence_axes

@@ -18,11 +18,13 @@ from lamina.checkpoint import (
     CheckpointError,
     CheckpointManager,
     CheckpointUnsafeError,
+    compare_checkpoints,
     import_dcp,
     verify_checkpoint,
 )
 from lamina.checkpoint.manifest import FileSum, Manifest
-from lamina.checkpoint.places import LocalPlace, write_whole
+from lamina.checkpoint.places import LocalPlace, RemotePlace, write_whole
+from lamina.checkpoint.reader import read_metadata
 
 STEP = "step-00000001"
 
@@ -210,3 +212,75 @@ def test_a_disk_that_returns_other_bytes_than_written_fails_the_save(tmp_path, m
         manager.save(1, {"model": nn.Linear(8, 8)})
     assert manager.latest() is None
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("outside", ["../away", "/tmp/away"])
+def test_metadata_that_points_outside_is_refused(saved, outside):
+    path = saved / STEP
+    metadata = pickle.loads((path / ".metadata").read_bytes())
+    for info in metadata.storage_data.values():
+        info.relative_path = outside
+    summed = write_whole(LocalPlace(path), ".metadata", pickle.dumps(metadata))
+    manifest = Manifest.read(path)
+    Manifest(1, 1, manifest.torch, {**manifest.files, ".metadata": summed}).write(path)
+    state = {"model": nn.Linear(64, 64)}
+    for load in (
+        lambda: import_dcp(state, path),
+        lambda: CheckpointManager(saved).restore(state),
+        lambda: compare_checkpoints(path, path),
+    ):
+        with pytest.raises(CheckpointDamagedError, match=rf"outside the checkpoint.*{outside}"):
+            load()
+    assert any("outside" in problem for problem in verify_checkpoint(path))
+
+
+_OF = b"\x80\x02ctorch.distributed.checkpoint.metadata\n"
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        _OF + b"Metadata\n",
+        b"\x80\x02ctorch.serialization\n_get_layout\n",
+        _OF + b"_MEM_FORMAT_ENCODING\nK\x00\x85R",
+    ],
+    ids=["class", "function", "enum"],
+)
+def test_metadata_that_would_change_what_later_loads_use_is_refused(saved, target):
+    text = target + b"(}U\x07plantedK\x01s}U\x07plantedK\x01stb."  # BUILD: __dict__ and slots
+    if b"_MEM_FORMAT" not in target:
+        text = text.replace(b"(}U\x07plantedK\x01s", b"(N")  # a class has no __dict__ to write to
+    with pytest.raises(CheckpointUnsafeError, match=r"sets attributes of .*nothing was changed"):
+        read_metadata(LocalPlace(saved / STEP), text)
+    changed = pickle.loads(text)  # it works on an open unpickler
+    assert changed.planted == 1
+    del changed.planted
+
+
+def test_what_is_fetched_a_second_time_is_checked_again(tmp_path, monkeypatch):
+    pytest.importorskip("fsspec")
+    url = f"memory://{tmp_path.name}/run"
+    manager = CheckpointManager(url)
+    manager.save(1, {"t": torch.ones(100)})
+
+    def no_room() -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("tempfile.TemporaryFile", no_room)
+    manager.restore(state := {"t": None})
+    assert torch.equal(state["t"], torch.ones(100))
+    honest, opened = RemotePlace.open, []
+
+    def altered(self, name, **options):
+        with honest(self, name, **options) as file:
+            data = bytearray(file.read())
+        if name.endswith(".distcp"):
+            opened.append(name)
+            if len(opened) > 1:
+                data[data.index(b"\x00\x00\x80\x3f" * 9)] = 1
+        return io.BytesIO(data)
+
+    monkeypatch.setattr(RemotePlace, "open", altered)
+    with pytest.raises(CheckpointDamagedError, match=r"distcp is damaged: 't'"):
+        manager.restore({"t": None})
+    assert len(opened) == 2

@@ -41,7 +41,9 @@ class Fetched:
 
     def _write(self, piece: bytes) -> None:
         try:
-            self._end += 0 if self._file is None else self._file.write(piece)
+            if self._file is not None:
+                self._end += self._file.write(piece)
+                self._file.flush()  # here, where an error means no room
         except OSError:  # no room
             self._file = None
 
@@ -54,7 +56,6 @@ class Fetched:
         if self._file is None:
             raise KeyError(name)
         if self._map is None:
-            self._file.flush()
             self._map = memoryview(mmap.mmap(self._file.fileno(), 0, access=mmap.ACCESS_COPY))
         start = self._places[name, offset]
         return self._map[start : start + length]

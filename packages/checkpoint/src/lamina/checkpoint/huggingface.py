@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,10 @@ from lamina.checkpoint.together import Ranks
 from lamina.checkpoint.weight_links import Piece, WeightLink, pieces_of, weights_of
 from lamina.collectives import all_reduce_small
 
+_SMALL = ("config.json", INDEX)
 _DIMENSIONS = 8  # the most that a tensor of a model has
+_FLOATING = {torch.float64, torch.float32, torch.float16, torch.bfloat16}
+"""What is converted from one to another."""
 
 
 class _Tensors:
@@ -121,7 +125,8 @@ def export_huggingface(
         model: a `transformers` model, one of `lamina.models`, or one with `huggingface_weights()`;
             sharded in any way, or not; or what `lamina.models.pipeline` returns, where each rank
             holds some of the layers.
-        directory: made if absent. Files of the same names are replaced, each at once.
+        directory: made if absent. An earlier export stays as it is until all of this one is written
+            (so there must be room for both), and is then replaced; `config.json` is the last.
         dtype: floating-point parameters are converted; None keeps them. Buffers keep theirs, as
             with transformers (the bias of DeepSeek-V3's routers stays fp32).
         max_file_bytes: a larger model is divided, with an index.
@@ -135,6 +140,7 @@ def export_huggingface(
         TypeError: the model does not say how Hugging Face stores it.
         ValueError: no architecture of Hugging Face's has the model's features; a URL.
         CheckpointMismatchError: its weight map names tensors that no rank has.
+        OSError: the first rank could not write; others raise CheckpointError.
 
     """
     path, ranks = _directory(directory), Ranks(group)
@@ -145,15 +151,15 @@ def export_huggingface(
     plan = [_Planned(link, *known[link.ours], dtype) for link in weights.links]
     files = divide([t for planned in plan for made in planned.made for t in made], max_file_bytes)
     writer = _Export(path, files) if ranks.is_first else None
-    ranks.together(lambda: writer.begin() if writer else None)
+    config = {**weights.config, "dtype": _dtype_name(files)}
     try:
+        ranks.together(lambda: writer.begin() if writer else None)
         for planned in plan:
             _export_one(planned, tensors.part(planned.whole.name), ranks, writer)
+        ranks.together(lambda: writer.finish(config) if writer else None)
     finally:
         if writer is not None:
-            writer.close()
-    config = {**weights.config, "dtype": _dtype_name(files)}
-    ranks.together(lambda: writer.finish(config) if writer else None)
+            writer.abandon()
     return path
 
 
@@ -215,11 +221,13 @@ class _Export:
     def __init__(self, path: Path, files: Mapping[str, Sequence[Described]]) -> None:
         self._path, self._files = path, files
         self._order = [(name, t) for name, held in files.items() for t in held]
-        self._open: tuple[str, FileWriter] | None = None
+        self._written: list[tuple[str, FileWriter]] = []  # the last one may be open
         self.failure: Exception | None = None
 
     def begin(self) -> None:
         self._path.mkdir(parents=True, exist_ok=True)
+        for left in self._path.glob(".model*.safetensors.writing"):  # by one that was killed
+            left.unlink()
 
     def add(self, link: WeightLink, whole: Tensor, planned: Sequence[Described]) -> None:
         """Write a link's tensors. A failure is kept: the other ranks are still gathering."""
@@ -233,34 +241,47 @@ class _Export:
             self.failure = error
 
     def _file(self, name: str) -> FileWriter:
-        if self._open is None or self._open[0] != name:
-            self.close()
-            self._open = name, FileWriter(self._path / name, self._files[name])
-        return self._open[1]
+        if not self._written or self._written[-1][0] != name:
+            self._close()
+            self._written.append((name, FileWriter(self._path / name, self._files[name])))
+        return self._written[-1][1]
 
-    def close(self) -> None:
-        if self._open is not None:
-            self._open[1].close()
-            self._open = None
+    def _close(self) -> None:
+        if self._written:
+            self._written[-1][1].close()
 
     def finish(self, config: Mapping[str, Any]) -> None:
-        """Write index and config, or raise what went wrong."""
+        """Put the files in the place of earlier ones, or raise what went wrong."""
         if self.failure is not None:
             raise self.failure
-        stale = {p.name for p in self._path.glob("model*.safetensors")} - self._files.keys()
-        for name in stale:  # of an earlier export that was divided otherwise
-            (self._path / name).unlink()
+        self._close()
+        small = {"config.json": json.dumps(config, indent=2, default=str)}
         if len(self._files) > 1:
-            _replace(self._path / INDEX, index_text(self._files))
-        else:
-            (self._path / INDEX).unlink(missing_ok=True)
-        _replace(self._path / "config.json", json.dumps(config, indent=2, default=str))
+            small = {INDEX: index_text(self._files), **small}
+        for name, text in small.items():
+            _unfinished(self._path / name).write_text(text + "\n")
+        # A kill from here on leaves files of two exports: without a config nothing opens them.
+        for name in _SMALL:
+            (self._path / name).unlink(missing_ok=True)
+        for _, writer in self._written:
+            writer.commit()
+        for path in self._path.glob("model*.safetensors"):
+            if path.name not in self._files:  # of an earlier export that was divided otherwise
+                path.unlink()
+        for name in small:
+            _unfinished(self._path / name).replace(self._path / name)
+
+    def abandon(self) -> None:
+        """Close and remove what has no place yet: nothing, after an export that went well."""
+        for _, writer in self._written:
+            writer.abandon()
+        for name in _SMALL:
+            with suppress(OSError):
+                _unfinished(self._path / name).unlink(missing_ok=True)
 
 
-def _replace(path: Path, text: str) -> None:
-    temporary = path.with_name(f".{path.name}.writing")
-    temporary.write_text(text + "\n")
-    temporary.replace(path)
+def _unfinished(path: Path) -> Path:
+    return path.with_name(f".{path.name}.writing")
 
 
 def import_huggingface(
@@ -287,7 +308,8 @@ def import_huggingface(
     Raises:
         FileNotFoundError: no such files.
         ValueError: a URL.
-        CheckpointMismatchError: a tensor is missing or has another shape, by name.
+        CheckpointMismatchError: a tensor is missing, has another shape, is quantised, or is on the
+            meta device here, by name.
         CheckpointDamagedError: a file is cut off or no safetensors file.
         CheckpointError: another rank failed.
 
@@ -298,6 +320,8 @@ def import_huggingface(
 
     def read() -> tuple[str, ...]:
         with Files(_directory(path)) as files:
+            for link in links:
+                _check_link(link, tensors, files)
             for link in links:
                 _import_link(link, tensors, files)
             used = {name for link in links for name in link.theirs}
@@ -311,12 +335,30 @@ def import_huggingface(
     return left
 
 
-def _import_link(link: WeightLink, tensors: _Tensors, files: Files) -> None:
+def _check_link(link: WeightLink, tensors: _Tensors, files: Files) -> None:
+    """Refuse, before anything changes, what the files lack or can't give."""
     part = tensors.part(link.ours)
     if part is None:
         return  # another pipeline stage's
+    if part.is_meta:
+        raise CheckpointMismatchError(
+            f"'{link.ours}' is on the meta device, where nothing can be loaded: give the model "
+            "memory first (model.to_empty(device=...))"
+        )
     for name in link.theirs:
-        files.find(name)
+        stored = files.dtype(name)
+        if stored != part.dtype and not {stored, part.dtype} <= _FLOATING:
+            raise CheckpointMismatchError(
+                f"'{name}' is {stored} in {files.path} and '{link.ours}' is {part.dtype} here: "
+                "such numbers mean something only with their scales, which are not applied (they "
+                "may be quantised, see quantization_config in config.json): convert the files first"
+            )
+
+
+def _import_link(link: WeightLink, tensors: _Tensors, files: Files) -> None:
+    part = tensors.part(link.ours)
+    if part is None:
+        return
     for piece in pieces_of(link, tensors.shape(link.ours)):
         _import_one(piece, part, files)
 

@@ -16,16 +16,18 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from lamina.checkpoint.errors import (
     CheckpointDamagedError,
     CheckpointError,
+    CheckpointMismatchError,
     CheckpointNotFoundError,
     shortened,
 )
 from lamina.checkpoint.manifest import METADATA, VALUES, Manifest
 from lamina.checkpoint.parts import Hints
 from lamina.checkpoint.places import Place
-from lamina.checkpoint.plan import Plan, Selection
+from lamina.checkpoint.plan import Plan
 from lamina.checkpoint.progress import Progress, RestoreReport
 from lamina.checkpoint.reader import Reader, read_metadata
 from lamina.checkpoint.saving import location
+from lamina.checkpoint.selection import Selection
 from lamina.checkpoint.stores import Store
 from lamina.checkpoint.together import Ranks, own_error
 from lamina.checkpoint.values import Json
@@ -71,6 +73,7 @@ def open_step(store: Store, step: int) -> tuple[Manifest, Metadata, dict[str, Js
 
     Raises:
         CheckpointNotFoundError: there is none.
+        CheckpointMismatchError: it is another step's.
 
     """
     if not store.has(step):
@@ -78,7 +81,13 @@ def open_step(store: Store, step: int) -> tuple[Manifest, Metadata, dict[str, Js
             f"no complete checkpoint of step {step} ({store.place(step)}); there are "
             f"{list(store.places()) or 'none'}"
         )
-    return open_checkpoint(store.place(step))
+    opened = open_checkpoint(store.place(step))
+    if opened[0].step != step:
+        raise CheckpointMismatchError(
+            f"{store.place(step)} holds step {opened[0].step}: copied or renamed by hand? Call it "
+            f"step-{opened[0].step:08d}, or move it elsewhere"
+        )
+    return opened
 
 
 def load_step(
@@ -125,7 +134,7 @@ def load(
     # All ranks read the same names, in the same order: who has a place for which?
     anywhere = ranks.any(list(plan.claims.values()))
     claimed = dict(zip(plan.claims, anywhere, strict=True))
-    ranks.together(lambda: plan.conclude(claimed))
+    ranks.together(lambda: plan.conclude(claimed, ranks.rank, ranks.size))
     read = 0
     if any(ranks.any([bool(plan.tensors)])):
         total = 0 if source.manifest is None else source.manifest.bytes // ranks.size

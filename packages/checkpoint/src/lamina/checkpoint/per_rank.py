@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 
 from lamina.checkpoint.errors import CheckpointMismatchError
-from lamina.checkpoint.streams import memory_of
+from lamina.checkpoint.streams import memory_of, own_memory
 from lamina.checkpoint.values import Json, decode, encode
 from lamina.mesh import rng_state, set_rng_state
 
@@ -47,8 +47,10 @@ class PerRank:
         inlined = {".".join(k): _inline(t) for k, t in tensors.items()}
         return {"tree": tree, "tensors": inlined, "place": {n: list(p) for n, p in place.items()}}
 
-    def load(self, entry: str, ranks: list[Json], rank: int, world_size: int, place: Place) -> None:
-        """Take this rank's state from those of all ranks.
+    def change(
+        self, entry: str, ranks: list[Json], rank: int, world_size: int, place: Place
+    ) -> str | None:
+        """Say why no rank's state is this rank's own; None where one is.
 
         Raises:
             CheckpointMismatchError: another number of ranks or another place of this one, and
@@ -68,9 +70,19 @@ class PerRank:
                     f"'{entry}' was saved by rank {rank} at {_said(there)}, and here it is at "
                     f"{_said(place)}"
                 )
+        if message is not None and self.on_change == "raise":
+            raise CheckpointMismatchError(f"{message}: on_change='keep' or 'first' allows it")
+        return message
+
+    def load(self, entry: str, ranks: list[Json], rank: int, world_size: int, place: Place) -> None:
+        """Take this rank's state from those of all ranks.
+
+        Raises:
+            CheckpointMismatchError: see `change`.
+
+        """
+        message = self.change(entry, ranks, rank, world_size, place)
         if message is not None:
-            if self.on_change == "raise":
-                raise CheckpointMismatchError(f"{message}: on_change='keep' or 'first' allows it")
             if self.on_change == "keep":
                 warnings.warn(f"{message}: every rank keeps what it has", stacklevel=2)
                 return
@@ -102,7 +114,7 @@ def _said(place: Mapping[str, Sequence[int]]) -> str:
 
 
 def _inline(tensor: torch.Tensor) -> Json:
-    tensor = tensor.detach().cpu().contiguous()
+    tensor = own_memory(tensor)
     raw = bytes(memory_of(tensor))
     dtype = str(tensor.dtype).removeprefix("torch.")
     return [dtype, list(tensor.shape), base64.b64encode(raw).decode("ascii")]

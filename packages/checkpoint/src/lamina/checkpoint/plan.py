@@ -6,9 +6,8 @@ does not fit before anything is read, and hands the tensors back after they have
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -18,39 +17,10 @@ from lamina.checkpoint.errors import CheckpointError, CheckpointMismatchError, s
 from lamina.checkpoint.names import unwrapped
 from lamina.checkpoint.parts import NO_HINTS, Hints, Parts, as_part
 from lamina.checkpoint.per_rank import PerRank
-from lamina.checkpoint.state import Taken, is_stateful, owner_of, take_entry
+from lamina.checkpoint.selection import Selection, matches
+from lamina.checkpoint.state import Taken, holds, is_stateful, take_entry
 from lamina.checkpoint.trees import RANKS, names_in
 from lamina.checkpoint.values import Json, decode
-
-
-@dataclass(frozen=True)
-class Selection:
-    """What a restore takes of a checkpoint.
-
-    Attributes:
-        strict: names on one side only are an error; without it they are left alone.
-        include: patterns of names (`fnmatch`; a name selects all beneath it); empty is all.
-        exclude: patterns that are left alone.
-        allow_cast: a tensor may be loaded into one of another dtype.
-
-    """
-
-    strict: bool = True
-    include: tuple[str, ...] = ()
-    exclude: tuple[str, ...] = ()
-    allow_cast: bool = False
-
-    def takes(self, name: str) -> bool:
-        """Whether a tensor or entry is selected."""
-
-        def matches(patterns: Sequence[str]) -> bool:
-            return any(_matches(name, pattern) for pattern in patterns)
-
-        return (not self.include or matches(self.include)) and not matches(self.exclude)
-
-
-def _matches(name: str, pattern: str) -> bool:
-    return fnmatchcase(name, pattern) or name.startswith(f"{pattern}.")
 
 
 @dataclass
@@ -114,7 +84,7 @@ class Plan:
         here = (n for one in self._entries.values() if one.taken for n in one.taken.tensors)
         names = [*self._state, *stored, *here]
         for pattern in patterns:
-            self.claims[_PATTERN + pattern] = any(_matches(name, pattern) for name in names)
+            self.claims[_PATTERN + pattern] = any(matches(name, pattern) for name in names)
 
     def _plan_entry(self, entry: str, value: Any) -> _Entry:
         stored: list[str] = []
@@ -136,8 +106,9 @@ class Plan:
         taken = take_entry(entry, value, self._objects, self._parts)
         planned = _Entry(taken)
         known = isinstance(value, torch.nn.Module) or taken.optimizer is not None
+        owners = self._owners(entry, taken)
         for name in selected if known else stored:  # of other objects all or nothing
-            owner = self._owner(entry, name, taken)
+            owner = owners.get(name)
             here = name in taken.tensors or owner is not None
             if known:
                 self.claims[name] = here
@@ -164,10 +135,16 @@ class Plan:
                 del taken.tensors[name]
         return taken
 
-    def _owner(self, entry: str, name: str, taken: Taken) -> torch.Tensor | None:
-        if taken.optimizer is None:
-            return None
-        return taken.optimizer.parameters.get(owner_of(entry, name))
+    def _owners(self, entry: str, taken: Taken) -> dict[str, torch.Tensor]:
+        """Return, of stored names of optimizer state at any depth, the parameter at hand."""
+        owners: dict[str, torch.Tensor] = {}
+        if taken.optimizer is not None:
+            for key, tree in self._trees[entry]["state"].items():
+                if key in taken.optimizer.parameters:
+                    names: list[str] = []
+                    decode(tree, names.append)
+                    owners |= dict.fromkeys(names, taken.optimizer.parameters[key])
+        return owners
 
     def _plan_groups(self, entry: str, planned: _Entry) -> None:
         """Claim the stored members of groups; note members that no stored group has."""
@@ -208,6 +185,12 @@ class Plan:
                 self._values[name] = target = target.detach().clone()
         else:
             self._values[name], target = self._empty(name, metadata, owner)
+        if self._values[name].is_meta:
+            raise CheckpointMismatchError(
+                f"'{name}' is on the meta device here, where nothing can be loaded: give the "
+                "module memory first (module.to_empty(device=...)), and make its optimizer "
+                "after that"
+            )
         if target.shape != metadata.size:
             raise CheckpointMismatchError(
                 f"'{name}' has shape {list(metadata.size)} in the checkpoint and "
@@ -238,17 +221,24 @@ class Plan:
         made = torch.empty(metadata.size, dtype=dtype)
         return made, made
 
-    def conclude(self, claimed: Mapping[str, bool]) -> None:
+    def conclude(self, claimed: Mapping[str, bool], rank: int, world_size: int) -> None:
         """Compare names, once it is known which names have a place on some rank.
 
         Args:
             claimed: like `claims`, true where any rank has a place.
+            rank: this one.
+            world_size: how many load.
 
         Raises:
-            CheckpointMismatchError: a name on one side only, and the selection is strict; or a
-                pattern that matches nothing.
+            CheckpointMismatchError: a name on one side only, and the selection is strict; a
+                pattern that matches nothing; or a `PerRank` that refuses another layout.
 
         """
+        for entry, planned in self._entries.items():
+            value = self._objects[entry]
+            if planned.selected and isinstance(value, PerRank):
+                of_ranks = self._trees[entry][RANKS]
+                value.change(entry, of_ranks, rank, world_size, self._parts.place())
         idle = [n.removeprefix(_PATTERN) for n in claimed if n.startswith(_PATTERN)]
         idle = [pattern for pattern in idle if not claimed[_PATTERN + pattern]]
         if idle:
@@ -311,6 +301,7 @@ class Plan:
             if name in taken.tree
             and not isinstance(taken.tree[name], torch.Tensor)
             and self._selection.takes(f"{entry}.{name}")
+            and not holds(value, _LEFT)
         }
         left = {
             name
@@ -339,14 +330,14 @@ class Plan:
             if name not in members or not self._selection.takes(f"{entry}.state.{name}")
         }
         for name, values in stored["state"].items():
-            loaded = {k: v for k, v in values.items() if v is not _LEFT}
-            if len(loaded) < len(values):
-                loaded = {**own.get(name, {}), **loaded}
-            if loaded:
+            loaded = _read_of(values, own.get(name))
+            if loaded is not None:
                 state[name] = loaded
+        loads = {k: self._selection.takes(f"{entry}.{k}") for k in (*taken.tree, *stored)}
+        loads |= {k: False for k, v in stored.items() if holds(v, _LEFT)}
         tree = {
-            **{k: v for k, v in taken.tree.items() if not self._selection.takes(f"{entry}.{k}")},
-            **{k: v for k, v in stored.items() if self._selection.takes(f"{entry}.{k}")},
+            **{k: v for k, v in taken.tree.items() if not loads[k]},
+            **{k: v for k, v in stored.items() if loads[k]},
         }
         groups = self._groups(entry, stored["param_groups"], taken.tree["param_groups"])
         return {**tree, "state": state, "param_groups": groups}
@@ -357,9 +348,18 @@ class Plan:
         if not any(chosen):
             return own
         return [
-            {**ours, **{key: theirs[key] for key in keys}}
+            {**ours, **{k: theirs[k] for k in keys if not holds(theirs[k], _LEFT)}}
             for ours, theirs, keys in zip(own, stored, chosen, strict=True)
         ]
+
+
+def _read_of(stored: Any, own: Any) -> Any:
+    """Return what was read of one stored state, and this optimizer's own for the rest."""
+    if not isinstance(stored, Mapping):  # an optimizer may keep other values among its states
+        return own if holds(stored, _LEFT) else stored
+    loaded = {key: value for key, value in stored.items() if not holds(value, _LEFT)}
+    whole = len(loaded) == len(stored)
+    return (loaded if whole else {**(own or {}), **loaded}) or None
 
 
 def _is_module(value: Any) -> bool:

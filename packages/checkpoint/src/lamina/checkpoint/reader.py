@@ -6,17 +6,24 @@ import io
 import mmap
 import os
 import pickle
+import zlib
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from itertools import groupby
-from typing import Any, BinaryIO, cast
+from pathlib import Path
+from typing import Any, BinaryIO, ClassVar, cast
 
 import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
     Metadata,
+    MetadataIndex,
     StorageMeta,
+    TensorProperties,
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
@@ -45,6 +52,20 @@ _ALLOWED = {
     ("builtins", "set"),
     ("builtins", "frozenset"),
 }
+# Whose instances have attributes to set.
+_RECORDS = frozenset(
+    {
+        Metadata,
+        MetadataIndex,
+        StorageMeta,
+        TensorStorageMetadata,
+        BytesStorageMetadata,
+        ChunkStorageMetadata,
+        TensorProperties,
+        _StorageInfo,
+        OrderedDict,
+    }
+)
 _PATHS = {
     ("pathlib", name)  # of a plain DCP checkpoint: where it was saved
     for name in ("PosixPath", "PurePosixPath", "Path", "WindowsPath", "PureWindowsPath")
@@ -60,7 +81,26 @@ def _path_text(*parts: object) -> str:
     return "/".join(map(str, parts))
 
 
-class _MetadataUnpickler(pickle.Unpickler):
+class _MetadataUnpickler(pickle._Unpickler):
+    """Pickle in Python, whose instructions can be refused: in C, BUILD sets attributes of a class.
+
+    A class, a function or an enum that was changed so would stay changed for the whole process.
+    """
+
+    dispatch: ClassVar[dict[int, Any]] = dict(pickle._Unpickler.dispatch)
+
+    def _build(self) -> None:
+        unpickler = cast(Any, self)  # its stubs leave out what is not public
+        target = unpickler.stack[-2]
+        if type(target) not in _RECORDS:
+            raise CheckpointUnsafeError(
+                f"the checkpoint's metadata sets attributes of {target!r}, which metadata never "
+                "does: it was forged; nothing was changed"
+            )
+        unpickler.load_build()
+
+    dispatch[pickle.BUILD[0]] = _build
+
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in _PATHS:
             return _path_text  # of a checkpoint that plain DCP wrote: only text, and not used
@@ -88,6 +128,7 @@ def read_metadata(place: Place, text: bytes | None = None) -> Metadata:
     try:
         text = place.read(METADATA) if text is None else text
         metadata = _MetadataUnpickler(io.BytesIO(text)).load()
+        _check_files(metadata)
     except CheckpointUnsafeError:
         raise
     except Exception as error:  # an altered pickle may raise nearly anything
@@ -95,6 +136,14 @@ def read_metadata(place: Place, text: bytes | None = None) -> Metadata:
     if not isinstance(metadata, Metadata):
         raise CheckpointDamagedError(f"{file} holds a {type(metadata).__name__}, not metadata")
     return metadata
+
+
+def _check_files(metadata: Any) -> None:
+    """Refuse places of chunks that are no plain names of files."""
+    infos = (getattr(metadata, "storage_data", None) or {}).values()
+    names = {info.relative_path for info in infos}
+    if outside := sorted(name for name in names if Path(name).name != name):
+        raise ValueError(f"it lists files outside the checkpoint: {outside}")
 
 
 @contextmanager
@@ -214,7 +263,7 @@ class Reader(StorageReader):
                 self._check_chunk(name, file, offset, item)
 
     def _check_chunk(self, name: str, file: BinaryIO, offset: int, item: ReadItem) -> None:
-        expected, length = self._sums.of(name, offset), self._info(item).length
+        length = self._info(item).length
         try:
             if self._fetched is None:
                 found = crc_of(file, offset, length)
@@ -223,6 +272,13 @@ class Reader(StorageReader):
         except OSError as error:
             where = f"{self._place}/{name}: '{item.storage_index.fqn}'"
             raise unreadable(where, error) from error
+        self._compare(item, found)
+
+    def _compare(self, item: ReadItem, found: int) -> None:
+        """Compare the CRC-32 of a chunk with the one that was written."""
+        info = self._info(item)
+        name, offset, length = info.relative_path, info.offset, info.length
+        expected = self._sums.of(name, offset)
         if expected is None or expected.crc32 != found or expected.bytes != length:
             index = item.storage_index
             raise CheckpointDamagedError(
@@ -257,7 +313,10 @@ class Reader(StorageReader):
         planner: LoadPlanner,
     ) -> None:
         info = self._info(items[0])
-        stored = self._tensor(read(info.offset, info.length), items[0])
+        chunk = read(info.offset, info.length)
+        if self._is_fetched_again(info):
+            self._compare(items[0], zlib.crc32(chunk))
+        stored = self._tensor(chunk, items[0])
         for item in items:
             piece = stored
             for dim, (offset, length) in enumerate(
@@ -269,6 +328,11 @@ class Reader(StorageReader):
             planner.commit_tensor(item, target)
         self.bytes_read += info.length
         self._read(info.length)
+
+    def _is_fetched_again(self, info: _StorageInfo) -> bool:
+        """Whether a chunk comes over a network a second time, after its check."""
+        kept, place = self._fetched, (info.relative_path, info.offset)
+        return kept is not None and not kept.holds(*place) and self._sums.of(*place) is not None
 
     def _tensor(self, chunk: memoryview, item: ReadItem) -> torch.Tensor:
         index = item.storage_index

@@ -12,6 +12,7 @@ import math
 import mmap
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -82,7 +83,7 @@ def index_text(files: Mapping[str, Sequence[Described]]) -> str:
 
 
 class FileWriter:
-    """Writes one file under a temporary name; it gets its own once all its tensors are in it."""
+    """Writes one file under a temporary name, which `commit` changes to its own."""
 
     def __init__(self, path: Path, tensors: Sequence[Described]) -> None:
         self._path, self._expected = path, list(tensors)
@@ -101,30 +102,51 @@ class FileWriter:
         text = json.dumps(header).encode()
         text += b" " * (-len(text) % 8)  # tensors begin at a multiple of eight bytes
         self._file = open(self._temporary, "wb", buffering=0)  # noqa: SIM115 (closed by close)
-        self._file.write(len(text).to_bytes(8, "little") + text)
+        try:
+            self._write(len(text).to_bytes(8, "little") + text)
+        except BaseException:
+            self.abandon()
+            raise
+
+    def _write(self, data: bytes | memoryview) -> None:
+        view = memoryview(data)
+        while view:
+            view = view[self._file.write(view) :]
 
     def add(self, tensor: torch.Tensor) -> None:
         """Write the next tensor."""
-        expected = self._expected.pop(0)
+        expected = self._expected[0]
         if tuple(tensor.shape) != expected.shape or tensor.dtype != expected.dtype:
             raise ValueError(
                 f"'{expected.name}' is {tensor.dtype} {list(tensor.shape)}, planned was "
                 f"{expected.dtype} {list(expected.shape)}"
             )
-        held = tensor.detach().cpu().contiguous()
-        view = memory_of(held)
-        while view:
-            view = view[self._file.write(view) :]
+        held = tensor.detach().cpu().resolve_neg().contiguous()
+        self._write(memory_of(held))
+        self._expected.pop(0)
 
     def close(self) -> None:
-        """Sync and rename; a file that lacks a tensor is removed."""
-        if not self._expected:
+        """Sync and close.
+
+        Raises:
+            RuntimeError: a tensor is missing.
+
+        """
+        with self._file:
+            if self._expected:
+                raise RuntimeError(f"{self._path} was closed without '{self._expected[0].name}'")
             os.fsync(self._file.fileno())
-        self._file.close()
-        if self._expected:
+
+    def commit(self) -> None:
+        """Give the closed file its name."""
+        self._temporary.replace(self._path)
+
+    def abandon(self) -> None:
+        """Remove what was written, if it has not been committed."""
+        with suppress(OSError):
+            self._file.close()
+        with suppress(OSError):
             self._temporary.unlink(missing_ok=True)
-        else:
-            self._temporary.replace(self._path)
 
 
 class Files:
@@ -154,12 +176,11 @@ class Files:
                 # Read in pages when touched: private to this process, never written.
                 whole = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY))
             length = int.from_bytes(whole[:8], "little")
-            header = json.loads(bytes(whole[8 : 8 + length]))
+            header = dict(json.loads(bytes(whole[8 : 8 + length])))
             header.pop("__metadata__", None)
             data = whole[8 + length :]
-            end = max((entry["data_offsets"][1] for entry in header.values()), default=0)
-            if end > len(data):
-                raise ValueError(f"it has {len(data)} bytes of tensors, its header says {end}")
+            for name, entry in header.items():
+                _check_entry(name, entry, len(data))
         except FileNotFoundError:
             raise CheckpointDamagedError(f"{path} is missing, the index names it") from None
         except (ValueError, KeyError, TypeError) as error:
@@ -186,11 +207,11 @@ class Files:
         """Return a tensor that shares the file's pages: what is not touched is not read.
 
         Raises:
-            CheckpointMismatchError: there is none of that name.
+            CheckpointMismatchError: there is none of that name, or of a dtype not known here.
 
         """
         data, entry = self._places[self.find(name)]
-        dtype, shape = _DTYPES[entry["dtype"]], entry["shape"]
+        dtype, shape = self.dtype(name), entry["shape"]
         start, count = entry["data_offsets"][0], math.prod(shape)
         if not count:
             return torch.empty(shape, dtype=dtype)
@@ -198,6 +219,20 @@ class Files:
             return torch.frombuffer(data, dtype=dtype, count=count, offset=start).view(shape)
         raw = bytearray(data[start : start + count * dtype.itemsize])
         return torch.frombuffer(raw, dtype=dtype).view(shape)
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Return the dtype that a tensor has in the files.
+
+        Raises:
+            CheckpointMismatchError: there is no such tensor, or its dtype is not known here.
+
+        """
+        code = self._places[self.find(name)][1]["dtype"]
+        if code not in _DTYPES:
+            raise CheckpointMismatchError(
+                f"'{name}' in {self.path} is {code}; known are {', '.join(_DTYPES)}"
+            )
+        return _DTYPES[code]
 
     def find(self, name: str) -> str:
         """Return the name that a tensor has in the files.
@@ -216,10 +251,25 @@ class Files:
         )
 
 
+def _check_entry(name: str, entry: Mapping[str, Any], length: int) -> None:
+    """Refuse a tensor that lies outside its file's data, or is larger than its place there."""
+    (start, stop), shape, dtype = entry["data_offsets"], entry["shape"], _DTYPES.get(entry["dtype"])
+    if not 0 <= start <= stop <= length:
+        raise ValueError(f"'{name}' is at {start} to {stop} of {length} bytes of tensors")
+    if any(size < 0 for size in shape):
+        raise ValueError(f"'{name}' has shape {shape}")
+    if dtype is not None and math.prod(shape) * dtype.itemsize != stop - start:
+        raise ValueError(f"'{name}' has {stop - start} bytes, which {dtype} {shape} has not")
+
+
 def _files_in(directory: Path) -> list[Path]:
     index = directory / INDEX
-    if index.is_file():
-        return [
-            directory / n for n in sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        ]
-    return sorted(directory.glob("*.safetensors"))
+    if not index.is_file():
+        return sorted(directory.glob("*.safetensors"))
+    try:
+        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        if outside := [name for name in names if Path(name).name != name]:
+            raise ValueError(f"it names files outside its directory: {outside}")
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointDamagedError(f"{index} can't be read: {error!r}") from error
+    return [directory / name for name in names]

@@ -67,7 +67,7 @@ def take_entry(entry: str, value: Any, state: Mapping[str, Any], parts: Parts) -
     if optimizer is not None:
         tree: Any = optimizer.named()
     elif isinstance(value, torch.nn.Module):
-        tree, own_names = _renamed(value.state_dict(), parts)
+        tree, own_names = _renamed(dict(value.state_dict()), parts)
     else:
         tree = value.state_dict() if is_stateful(value) else value
     found: dict[Path, torch.Tensor] = {}
@@ -80,7 +80,7 @@ def take_entry(entry: str, value: Any, state: Mapping[str, Any], parts: Parts) -
                 "one entry"
             )
     tensors = {join(path): tensor for path, tensor in found.items()}
-    owners = _owners(entry, value, tensors, optimizer, parts)
+    owners = _owners(entry, value, paths, optimizer, parts)
     shown = {name: tensor.detach() for name, tensor in tensors.items()}
     for name, held in owners.items():
         shown[name] = as_part(shown[name], parts.region(name, held), held)
@@ -101,26 +101,31 @@ def _renamed(tree: dict[str, Any], parts: Parts) -> tuple[dict[str, Any], dict[s
     return {name: tree[own] for name, own in own_names.items()}, own_names
 
 
+def holds(tree: Any, mark: object) -> bool:
+    """Whether a tree of plain values has `mark` at any depth."""
+    if isinstance(tree, Mapping):
+        return any(holds(value, mark) for value in tree.values())
+    if isinstance(tree, (list, tuple, set, frozenset)):
+        return any(holds(value, mark) for value in tree)
+    return tree is mark
+
+
 def _owners(
     entry: str,
     value: Any,
-    tensors: Mapping[str, torch.Tensor],
+    paths: Mapping[str, Path],
     optimizer: OptimizerNames | None,
     parts: Parts,
 ) -> dict[str, torch.Tensor]:
     """Return, of the names of parameters and of optimizer state, the parameter."""
     if optimizer is not None:
-        found = {name: optimizer.parameters.get(owner_of(entry, name)) for name in tensors}
-        return {name: owner for name, owner in found.items() if owner is not None}
+        keys = {name: path[2] for name, path in paths.items() if path[1] == "state"}
+        known = optimizer.parameters
+        return {name: known[key] for name, key in keys.items() if key in known}
     if isinstance(value, torch.nn.Module):
         named = {f"{entry}.{parts.rename(n)}": p for n, p in parameters_of(value)}
-        return {name: parameter for name, parameter in named.items() if name in tensors}
+        return {name: parameter for name, parameter in named.items() if name in paths}
     return {}
-
-
-def owner_of(entry: str, name: str) -> str:
-    """Return the parameter's name in the name of a tensor of optimizer state."""
-    return name.removeprefix(f"{entry}.state.").rpartition(".")[0]
 
 
 @dataclass(frozen=True)
@@ -171,6 +176,7 @@ def take(
             shared[entry], own[entry] = None, value.encoded(entry, parts.place())
             continue
         taken = take_entry(entry, value, objects, parts)
+        taken.parts = {name: _resolved(tensor) for name, tensor in taken.parts.items()}
         shared[entry] = taken.json
         known = taken.optimizer is not None or isinstance(value, torch.nn.Module)
         if known:
@@ -189,6 +195,13 @@ def take(
             _insert(nested, taken.paths[name], tensor)
     trees = Trees(shared, frozenset(joined), own)
     return Offered(nested, trees, digests(compared, kinds))
+
+
+def _resolved(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor whose memory has its values: a view may conjugate or negate what is there."""
+    if type(tensor) is torch.Tensor and tensor.layout is torch.strided:
+        return tensor.resolve_conj().resolve_neg()
+    return tensor
 
 
 def _is_cut(tensor: torch.Tensor) -> bool:

@@ -62,7 +62,7 @@ class SummingStream(io.RawIOBase):
 
 def own_memory(tensor: torch.Tensor) -> torch.Tensor:
     """Return a contiguous CPU tensor with storage of its own: torch.save writes whole storages."""
-    tensor = tensor.detach().to("cpu").contiguous()
+    tensor = tensor.detach().to("cpu").resolve_conj().resolve_neg().contiguous()
     if tensor.untyped_storage().nbytes() != tensor.nbytes:
         tensor = tensor.clone(memory_format=torch.contiguous_format)
     return tensor
@@ -70,6 +70,8 @@ def own_memory(tensor: torch.Tensor) -> torch.Tensor:
 
 def memory_of(tensor: torch.Tensor) -> memoryview:
     """Return the bytes of a contiguous CPU tensor, which must outlive the view; needs no NumPy."""
+    if tensor.is_conj() or tensor.is_neg():
+        raise ValueError("the memory of a conjugated or negated view has other values")
     if not tensor.numel():
         return memoryview(b"")
     held = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())

@@ -1,0 +1,168 @@
+"""Exports that fail halfway, and files that are quantised, altered or point elsewhere."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from lamina.checkpoint import (
+    CheckpointDamagedError,
+    CheckpointError,
+    CheckpointMismatchError,
+    HuggingFaceWeights,
+    export_huggingface,
+    import_huggingface,
+)
+from lamina.checkpoint.safetensors_files import INDEX, FileWriter
+from lamina.checkpoint.weight_links import Same
+
+safetensors = pytest.importorskip("safetensors.torch")
+
+
+class Model(nn.Module):
+    """Three tensors; as files of 40 bytes, three files."""
+
+    def __init__(self, value: float) -> None:
+        super().__init__()
+        self.a = nn.Parameter(torch.full((2, 5), value))
+        self.b = nn.Parameter(torch.full((5, 2), value))
+        self.head = nn.Parameter(torch.full((10,), value))
+
+    def huggingface_weights(self) -> HuggingFaceWeights:
+        return HuggingFaceWeights({"model_type": "mine"}, [Same(n) for n in ("a", "b", "head")])
+
+
+def contents(directory) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in directory.iterdir()}
+
+
+@pytest.mark.parametrize("limit", [40, 1000], ids=["files", "one file"])
+@pytest.mark.parametrize("failing", ["a", "head", "sync", "config"])
+def test_an_export_that_fails_leaves_the_earlier_one(tmp_path, monkeypatch, failing, limit):
+    export_huggingface(Model(1.0), tmp_path, max_file_bytes=limit)
+    before = contents(tmp_path)
+    full = OSError(errno.ENOSPC, "No space left on device")
+    honest = FileWriter._write
+
+    def write(self, data):
+        if isinstance(data, memoryview) and self._expected[0].name == failing:
+            honest(self, data[:20])
+            raise full
+        honest(self, data)
+
+    def fail(*_: object, **__: object) -> None:
+        raise full
+
+    with monkeypatch.context() as patched:
+        patched.setattr(FileWriter, "_write", write)
+        if failing == "sync":
+            patched.setattr(os, "fsync", fail)
+        if failing == "config":
+            patched.setattr("pathlib.Path.write_text", fail)
+        with pytest.raises(OSError, match="No space"):
+            export_huggingface(Model(2.0), tmp_path, max_file_bytes=limit)
+    assert contents(tmp_path) == before
+    (tmp_path / ".model-00009-of-00009.safetensors.writing").touch()  # of one that was killed
+    export_huggingface(Model(2.0), tmp_path, max_file_bytes=limit)
+    assert contents(tmp_path).keys() == before.keys()
+    import_huggingface(model := Model(0.0), tmp_path)
+    assert all((p == 2.0).all() for p in model.parameters())
+
+
+def test_a_kill_between_two_files_leaves_nothing_that_opens(tmp_path, monkeypatch):
+    export_huggingface(Model(1.0), tmp_path, max_file_bytes=40)
+    honest = FileWriter.commit
+
+    def killed(self) -> None:
+        if "00002" in self._path.name:
+            raise KeyboardInterrupt
+        honest(self)
+
+    monkeypatch.setattr(FileWriter, "commit", killed)
+    with pytest.raises(KeyboardInterrupt):
+        export_huggingface(Model(2.0), tmp_path, max_file_bytes=40)
+    assert not {"config.json", INDEX} & contents(tmp_path).keys()
+
+
+@pytest.mark.ranks(2)
+def test_a_first_rank_that_cannot_write_stops_the_others(tmp_path, monkeypatch):
+    def fail(_: object) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises((OSError, CheckpointError), match=r"Input/output|rank 0"):
+        export_huggingface(Model(float(dist.get_rank())), tmp_path)
+    dist.barrier()
+    assert contents(tmp_path) == {}
+
+
+@pytest.mark.parametrize("stored", [torch.float8_e4m3fn, torch.int8])
+def test_quantised_tensors_are_refused_before_anything_changes(tmp_path, stored):
+    export_huggingface(Model(1.0), tmp_path)
+    path = tmp_path / "model.safetensors"
+    tensors = safetensors.load_file(path)
+    tensors["head"] = tensors["head"].to(stored)
+    safetensors.save_file({**tensors, "head_scale_inv": torch.ones(1)}, path)
+    model = Model(0.0)
+    with pytest.raises(CheckpointMismatchError, match=rf"'head' is {stored}.*quantised"):
+        import_huggingface(model, tmp_path)
+    assert (model.a == 0).all()
+    model.head = nn.Parameter(torch.zeros(10).to(stored), requires_grad=False)
+    assert import_huggingface(model, tmp_path) == ("head_scale_inv",)  # as they are
+    assert torch.equal(model.head.float(), torch.ones(10))
+    half = Model(0.0).bfloat16()
+    half.head = model.head
+    import_huggingface(half, tmp_path)
+    assert (half.a == 1).all()
+
+
+def test_a_model_without_memory_is_refused(tmp_path):
+    export_huggingface(Model(1.0), tmp_path)
+    with pytest.raises(CheckpointMismatchError, match=r"'a' is on the meta device.*to_empty"):
+        import_huggingface(Model(0.0).to("meta"), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"shape": [3, 5]}, r"'a' has 40 bytes"),
+        ({"shape": [-2, -5]}, r"'a' has shape"),
+        ({"data_offsets": [-40, 0]}, r"'a' is at -40 to 0"),
+        ({"data_offsets": [200, 240]}, r"'a' is at 200 to 240 of 120"),
+        ({"data_offsets": 3}, "can't be read"),
+        ({"dtype": "U16"}, r"'a' in .* is U16; known are F64"),
+        ({"dtype": []}, "can't be read"),
+    ],
+)
+def test_an_altered_header_is_named(tmp_path, change, message):
+    export_huggingface(Model(1.0), tmp_path)
+    path = tmp_path / "model.safetensors"
+    data = path.read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + length])
+    header["a"] |= change
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + data[8 + length :])
+    model = Model(0.0)
+    with pytest.raises(CheckpointError, match=message):
+        import_huggingface(model, tmp_path)
+    assert (model.head == 0).all()
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"weight_map": {"a": 1}}', "outside", "absolute"])
+def test_an_index_that_is_none_or_points_elsewhere_is_refused(tmp_path, text):
+    inside = tmp_path / "inside"
+    export_huggingface(Model(1.0), tmp_path)
+    export_huggingface(Model(1.0), inside)
+    names = {"outside": "../model.safetensors", "absolute": str(tmp_path / "model.safetensors")}
+    if text in names:
+        text = json.dumps({"weight_map": dict.fromkeys(("a", "b", "head"), names[text])})
+    (inside / INDEX).write_text(text)
+    with pytest.raises(CheckpointDamagedError, match=r"index\.json can't be read"):
+        import_huggingface(Model(0.0), inside)

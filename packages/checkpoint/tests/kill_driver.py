@@ -64,18 +64,46 @@ class Touches:
             self.touch()
 
 
+def litter(root: Path | str) -> None:
+    """Leave beside the checkpoint of step 1 what kills leave."""
+    if isinstance(root, str):
+        for name in ("step-00000001-1", "step-00000003"):
+            half = Path(root.removeprefix("objects://")) / name
+            shutil.copytree(half.with_name("step-00000001"), half)
+            (half / "manifest.json").unlink()
+        return
+    whole = root / "step-00000001"
+    for name in (".writing-00000002-0a", ".deleting-00000003-0b", ".replaced-00000001-0c"):
+        shutil.copytree(whole, root / f"{name}000000")
+    whole.rename(root / ".replaced-00000001-0d000000")
+
+
 def attempt(
-    root: Path | str, number: int, step: int, keep_last: int | None, background: bool, kill: bool
+    root: Path | str,
+    number: int,
+    step: int | None,
+    keep_last: int | None,
+    background: bool,
+    kill: bool,
 ) -> str:
-    """Save in a child that is killed, or meets an error, at `number`; say what came of it."""
+    """Save, or start and restore, in a child that is killed or meets an error at `number`.
+
+    Returns:
+        What came of it.
+
+    """
     child = os.fork()
     if child == 0:
-        manager = CheckpointManager(root, keep_last=keep_last, async_save=background)
+        if step is not None:
+            manager = CheckpointManager(root, keep_last=keep_last, async_save=background)
         touches = Touches(number, root, kill=kill)
         end = "survived"
         try:
-            manager.save(step, {"t": tensors(step), "version": "new"}, overwrite=True)
-            manager.wait()
+            if step is None:
+                CheckpointManager(root).restore({"t": None, "version": None})
+            else:
+                manager.save(step, {"t": tensors(step), "version": "new"}, overwrite=True)
+                manager.wait()
         except (OSError, CheckpointError):
             end = "failed"
         os._exit(10 + ENDS.index(end if touches.seen > number else "lived"))
@@ -90,13 +118,15 @@ def check(root: Path | str, allowed: set[int]) -> tuple[int, str]:
     manager = CheckpointManager(root)
     latest = manager.latest()
     assert latest in allowed, (latest, allowed)
-    assert len(files_in(root)) == len(manager.list()), files_in(root)
+    if isinstance(root, Path):  # at a URL only a save deletes what kills leave
+        assert len(files_in(root)) == len(manager.list()), files_in(root)
     for step in manager.list():
         state = {"t": None, "version": None}
         manager.restore(state, step=step)
         for name, tensor in tensors(step).items():
             assert torch.equal(state["t"][name], tensor), (step, name)
     manager.save(1000, {"t": tensors(1000), "version": "after"})  # and life goes on
+    assert len(files_in(root)) == len(manager.list()), files_in(root)
     return latest, state["version"]
 
 
@@ -114,6 +144,8 @@ def sweep(base: Path, scenario: str) -> dict[str, object]:
         "retire, errors": (2, 1, {1, 2}),
         "retire, objects": (2, 1, {1, 2}),
         "replace, objects": (1, None, {1}),
+        "start in litter": (None, None, {1}),
+        "save in litter, objects": (2, None, {1, 2}),
     }[scenario]
     background, kill = scenario == "background", not scenario.endswith("errors")
     outcomes = []
@@ -122,11 +154,14 @@ def sweep(base: Path, scenario: str) -> dict[str, object]:
         if scenario.endswith("objects"):
             root = f"objects://{root}"
         CheckpointManager(root).save(1, {"t": tensors(1), "version": "old"})
+        if "litter" in scenario:
+            litter(root)
         end = attempt(root, number, step, keep_last, background, kill)
         assert end == "lived" or (end == "killed") == kill, end
         outcomes.append(check(root, allowed))
         if end in ("survived", "lived"):  # what is said to be saved is
-            assert outcomes[-1] == (step, "new"), (number, end, outcomes[-1])
+            saved = (1, "old") if step is None else (step, "new")
+            assert outcomes[-1] == saved, (number, end, outcomes[-1])
         shutil.rmtree(base / str(number))
         if end == "lived":
             break

@@ -76,13 +76,6 @@ class Objects(LocalFileSystem):
             return next(entry for entry in listed if entry["name"] == path)
         raise FileNotFoundError(path)
 
-    def exists(self, path: str, **_: Any) -> bool:
-        try:
-            self.info(path)
-        except FileNotFoundError:
-            return False
-        return True
-
     def invalidate_cache(self, path: str | None = None) -> None:
         self.dircache.clear()
 

@@ -132,6 +132,21 @@ def test_hyperparameters_that_are_not_selected_stay(tmp_path, rate, patterns):
         assert torch.equal(halves.state[weight]["exp_avg"], expected)
 
 
+@pytest.mark.parametrize(("left_out", "rate"), [("optimizer", 0.5), ("optimizer.state", 0.1)])
+def test_a_new_optimizer_begins_anew_where_its_state_is_left_out(tmp_path, left_out, rate):
+    saved, other = two(), two()
+    manager = CheckpointManager(tmp_path)
+    manager.save(1, saved)
+    other["optimizer"] = torch.optim.AdamW(other["model"].parameters(), lr=0.5)
+    manager.restore(other, exclude=[left_out])
+    assert torch.equal(other["model"]["a"].weight, saved["model"]["a"].weight)
+    assert other["optimizer"].param_groups[0]["lr"] == rate
+    assert not any(other["optimizer"].state.values())
+    other["model"]["a"](torch.ones(4)).sum().backward()
+    other["optimizer"].step()
+    assert other["optimizer"].state[other["model"]["a"].weight]["step"] == 1
+
+
 @pytest.mark.ranks(2)
 def test_every_rank_reports_what_any_rank_misses(tmp_path):
     import torch.distributed as dist
@@ -316,6 +331,8 @@ def test_in_an_object_store_only_a_manifest_makes_a_checkpoint(tmp_path):
     state = {"n": 0}
     CheckpointManager(url).restore(state)
     assert state["n"] == 2
+    assert fs.exists(f"/{tmp_path.name}/run/step-00000005")  # it may be at work
+    CheckpointManager(url).save(6, {"n": 6})
     assert not fs.exists(f"/{tmp_path.name}/run/step-00000005")
 
 

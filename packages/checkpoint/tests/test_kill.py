@@ -20,6 +20,8 @@ OUTCOMES = {
     "retire, errors": [[1, "old"], [2, "new"]],
     "retire, objects": [[1, "old"], [2, "new"]],  # at a URL, where the manifest is what counts
     "replace, objects": [[1, "new"], [1, "old"]],
+    "start in litter": [[1, "old"]],
+    "save in litter, objects": [[1, "old"], [2, "new"]],
 }
 
 
@@ -57,3 +59,43 @@ def test_a_writer_at_work_is_not_taken_for_a_leftover(tmp_path):
     os.close(alive._lock)  # what the kernel does when the writer is killed
     CheckpointManager(tmp_path)
     assert not alive.path.exists()
+
+
+def test_what_an_old_kill_left_does_not_come_back_as_a_deleted_checkpoint(tmp_path, monkeypatch):
+    import shutil
+
+    from lamina.checkpoint import CheckpointManager
+
+    manager = CheckpointManager(tmp_path)
+    manager.save(1, {"n": "old"})
+    monkeypatch.setattr(shutil, "rmtree", lambda *_, **__: None)  # killed before it
+    manager.save(1, {"n": "new"}, overwrite=True)
+    monkeypatch.undo()
+    shutil.rmtree(tmp_path / "step-00000001")  # by hand
+    assert CheckpointManager(tmp_path).list() == []
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_leftovers_that_may_not_be_touched_are_left_alone(tmp_path, monkeypatch):
+    from lamina.checkpoint import CheckpointManager
+    from lamina.checkpoint.directory import WritingDirectory
+
+    CheckpointManager(tmp_path).save(1, {"n": 1})
+    other = WritingDirectory(tmp_path, 2)
+    os.close(other._lock)
+    (tmp_path / "step-00000001").rename(tmp_path / ".replaced-00000001-00000000")
+    opened = os.open
+
+    def read_only(path: object, flags: int, *rest: object, **more: object) -> int:
+        if flags & (os.O_RDWR | os.O_WRONLY):
+            raise PermissionError(13, "Permission denied", str(path))
+        return opened(path, flags, *rest, **more)
+
+    def refused(*_: object) -> None:
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr(os, "open", read_only)
+    monkeypatch.setattr(Path, "rename", refused)
+    with pytest.warns(UserWarning, match=r"\.replaced-00000001.* should be step-00000001.*Read-o"):
+        CheckpointManager(tmp_path)
+    assert other.path.is_dir()

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
+from pathlib import Path
+
+import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -15,7 +19,8 @@ from lamina.checkpoint import (
 )
 from lamina.checkpoint.loading import open_checkpoint
 from lamina.checkpoint.places import LocalPlace
-from lamina.checkpoint.plan import Plan, Selection
+from lamina.checkpoint.plan import Plan
+from lamina.checkpoint.selection import Selection
 
 
 def make(seed: int = 0, width: int = 8, **adamw):
@@ -89,6 +94,60 @@ def test_optimizer_state_follows_names_not_positions(tmp_path):
     for name, parameter in state["model"].named_parameters():
         expected = state["optimizer"].state[parameter]["exp_avg"]
         assert torch.equal(backwards.state[names[name]]["exp_avg"], expected)
+
+
+def test_schedules_of_several_parts_go_on(tmp_path):
+    def with_schedule(seed: int) -> dict[str, object]:
+        state, rates = make(seed), torch.optim.lr_scheduler
+        parts = [
+            rates.LinearLR(state["optimizer"], total_iters=3),
+            rates.MultiStepLR(state["optimizer"], [1, 2]),  # a Counter
+        ]
+        state["scheduler"] = rates.SequentialLR(state["optimizer"], parts, [3])
+        return state
+
+    state = with_schedule(0)
+    train(state, 2)
+    CheckpointManager(tmp_path).save(2, state)
+    expected = train(state, 5, seed=2)
+    CheckpointManager(tmp_path).restore(other := with_schedule(9))
+    assert train(other, 5, seed=2) == expected
+
+
+def test_numbers_of_other_libraries_are_numbers(tmp_path):
+    manager = CheckpointManager(tmp_path, keep_best=1, async_save=True)
+    loss = torch.nn.Parameter(torch.tensor(0.5))
+    for step, metric in ((np.int64(1), loss), (torch.tensor(2), np.float32(1)), (True + 2, None)):
+        manager.save(step, {"n": np.float64(0.1)}, metric=metric)
+    manager.wait()
+    assert manager.list() == [1, 3]
+    manager.restore(state := {"n": 0})
+    assert type(state["n"]) is np.float64
+    for wrong, message in (({"step": 2.0}, "integer"), ({"metric": torch.ones(2)}, "no number")):
+        with pytest.raises(ValueError, match=message):
+            manager.save(**{"step": 5, "state": {}, **wrong})
+
+
+def test_a_directory_is_where_it_was_when_the_program_goes_elsewhere(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    manager = CheckpointManager("run")
+    manager.save(1, {"n": 1})
+    (tmp_path / "x").mkdir()
+    monkeypatch.chdir(tmp_path / "x")
+    manager.save(2, {"n": 2})
+    assert manager.list() == [1, 2]
+    assert manager.directory == tmp_path / "run"
+    assert list((tmp_path / "x").iterdir()) == []
+    with pytest.raises(ValueError, match="pass the URL as a string"):
+        CheckpointManager(Path("s3://bucket/run"))
+
+
+def test_a_copy_under_the_name_of_another_step_is_refused(tmp_path):
+    manager = CheckpointManager(tmp_path)
+    manager.save(1, {"n": 1})
+    shutil.copytree(tmp_path / "step-00000001", tmp_path / "step-00000002")
+    with pytest.raises(CheckpointMismatchError, match=r"step-00000002 holds step 1: "):
+        manager.restore({"n": 0})
 
 
 def test_plain_values_and_tensors_come_back(tmp_path):

@@ -102,6 +102,26 @@ def test_plain_values_come_from_the_first_rank_and_replicas_are_stored_once(tmp_
 
 
 @pytest.mark.ranks(2)
+def test_entries_that_only_some_ranks_have_are_named_on_all(tmp_path):
+    rank = dist.get_rank()
+    manager = CheckpointManager(tmp_path)
+    model = nn.Linear(2, 2)
+    manager.save(1, {"model": model, "n": 1})
+    average = nn.Linear(2, 2) if rank == 0 else None
+    head = {"head": nn.Linear(2, 2)} if rank == 1 else {}
+    for others, message in (
+        ({"ema": average}, "'ema' .* a module on rank 0 and a plain value on rank 1"),
+        (head, "'head' .* missing on rank 0 and a module on rank 1"),
+    ):
+        state = {"model": model, **others}
+        with pytest.raises(CheckpointError, match=message):
+            manager.save(2, state)
+        with pytest.raises(CheckpointError, match=message):
+            manager.restore(state)
+    assert manager.list() == [1]
+
+
+@pytest.mark.ranks(2)
 def test_a_sharded_tensor_among_plain_values_keeps_its_sharding(tmp_path):
     mesh = init_device_mesh("cpu", (2,))
     manager = CheckpointManager(tmp_path)

@@ -23,9 +23,11 @@ class Block(nn.Module):
         return x + self.linear(self.norm(x)).tanh()
 
 
-def build(strategy: int | None, seed: int):
+def build(strategy: int | None, seed: int, *, frozen: bool = False, **settings: object):
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(8, 24), Block(), Block(), nn.Linear(24, 3))
+    model[0].requires_grad_(not frozen)
+    model[1].norm.requires_grad_(not frozen)
     optimizer = torch.optim.AdamW(
         [
             {"params": [p for p in model.parameters() if p.ndim > 1], "weight_decay": 0.1},
@@ -35,7 +37,9 @@ def build(strategy: int | None, seed: int):
     )
     if strategy is None:
         return model, optimizer
-    return fsdp.fully_shard(model, optimizer, fsdp_unit_modules=[Block], zero_dp_strategy=strategy)
+    return fsdp.fully_shard(
+        model, optimizer, fsdp_unit_modules=[Block], zero_dp_strategy=strategy, **settings
+    )
 
 
 def train(model, optimizer, seeds: range) -> None:
@@ -65,6 +69,28 @@ def test_training_goes_on_bit_for_bit_under_another_strategy(tmp_path, saved, lo
     assert got.keys() == expected.keys()
     for name, tensor in expected.items():
         assert torch.equal(got[name], tensor), name
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(("saved", "loaded"), [(3, 1), (1, 3)])
+def test_mixed_precision_beside_frozen_parameters_goes_on_bit_for_bit(tmp_path, saved, loaded):
+    policy = fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+
+    def training(strategy: int, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+        return build(strategy, seed, frozen=True, mixed_precision_policy=policy)
+
+    model, optimizer = training(saved, 0)
+    train(model, optimizer, range(2))
+    CheckpointManager(tmp_path).save(2, {"model": model, "optimizer": optimizer})
+    train(model, optimizer, range(2, 5))
+    other, fresh = training(loaded, 9)
+    CheckpointManager(tmp_path).restore({"model": other, "optimizer": fresh})
+    train(other, fresh, range(2, 5))
+    expected = ddp.full_parameters(model)
+    for name, tensor in ddp.full_parameters(other).items():
+        assert torch.equal(tensor, expected[name]), name
+        frozen = name.startswith(("0.", "1.norm"))
+        assert tensor.dtype is (torch.bfloat16 if frozen else torch.float32)
 
 
 @pytest.mark.ranks(2)

@@ -112,6 +112,75 @@ def test_retention_reads_each_manifest_once(tmp_path, monkeypatch):
     assert manager.list() == [5, 6, 7]
 
 
+def test_only_a_save_deletes_what_has_no_manifest(tmp_path):
+    url, root = f"objects://{tmp_path}/run", tmp_path / "run"
+    CheckpointManager(url).save(1, {"n": 1})
+    (root / "step-00000002").mkdir()
+    (root / "step-00000002" / "__0_0.distcp").write_bytes(b"a save in progress, elsewhere")
+    reader = CheckpointManager(url, keep_last=1)
+    state = {"n": 0}
+    assert reader.restore(state) == 1
+    assert (root / "step-00000002" / "__0_0.distcp").exists()
+    reader.save(3, state)
+    assert {p.name for p in root.iterdir()} == {"step-00000003"}
+
+
+class Timeouts:
+    """Lets every question about a manifest fail."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.failing, honest = False, Objects.info
+
+        def info(fs: Objects, path: object, **options: object) -> dict[str, object]:
+            if self.failing and str(path).endswith("manifest.json"):
+                raise TimeoutError(110, "Connection timed out")
+            return honest(fs, path, **options)
+
+        monkeypatch.setattr(Objects, "info", info)
+
+
+def test_a_timeout_does_not_make_a_checkpoint_unfinished(tmp_path, monkeypatch):
+    url = f"objects://{tmp_path}/run"
+    CheckpointManager(url).save(1, {"n": 1})
+    timeouts, manager = Timeouts(monkeypatch), CheckpointManager(url)
+    timeouts.failing = True
+    calls = (manager.latest, lambda: manager.restore({"n": 0}, default=0), manager._store.clean)
+    for call in (*calls, lambda: manager.save(2, {"n": 2})):
+        with pytest.raises(TimeoutError):
+            call()
+    timeouts.failing = False
+    assert manager.restore({"n": 0}) == 1
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_a_save_is_complete_whatever_fails_after_its_manifest(tmp_path, monkeypatch, background):
+    url = f"objects://{tmp_path}/run"
+    timeouts = Timeouts(monkeypatch)
+    manager = CheckpointManager(url, async_save=background)
+    manager.save(1, {"n": 1})
+    manager.wait()
+    honest = Manifest.encoded
+
+    def encoded(manifest: Manifest) -> bytes:
+        timeouts.failing = True
+        return honest(manifest)
+
+    monkeypatch.setattr(Manifest, "encoded", encoded)
+
+    def save() -> None:
+        manager.save(1, {"n": 2}, overwrite=True)
+        manager.wait()
+
+    with pytest.warns(UserWarning, match="older attempts at .*step-00000001-1 are left"):
+        save()
+    timeouts.failing = False
+    assert manager.last_save is not None
+    assert manager.last_save.complete
+    assert manager.last_save.path == f"{url}/step-00000001-1"
+    manager.restore(state := {"n": 0})
+    assert state["n"] == 2
+
+
 PROGRAM = """
     import itertools, sys
     import torch
@@ -167,6 +236,7 @@ def test_ranks_that_are_killed_leave_whole_checkpoints_at_a_url(tmp_path):
             state = state_of(mesh, 99)
             manager.restore(state, step=step)
             assert torch.equal(state["cut"].to_local(), state_of(mesh, step)["cut"].to_local())
+        manager.save(latest + 1, state_of(mesh, latest + 1))  # deletes what was left
         assert {p.name for p in (tmp_path / "run").iterdir()} == {
             f"step-{step:08d}" for step in manager.list()
         }

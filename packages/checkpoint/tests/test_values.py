@@ -1,8 +1,11 @@
 from __future__ import annotations
 
+import enum
 import json
 import math
+from collections import Counter, OrderedDict, defaultdict, namedtuple
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -20,6 +23,10 @@ SCALARS = (
     | st.text()
     | st.binary()
     | st.sampled_from([torch.float32, torch.bfloat16, torch.int64])
+    | st.floats().map(np.float64)
+    | st.floats(width=32).map(np.float32)
+    | st.integers(-9, 9).map(np.int16)
+    | st.binary().map(bytearray)
 )
 KEYS = st.text() | st.integers() | st.booleans() | st.tuples(st.integers(), st.text())
 TREES = st.recursive(
@@ -28,7 +35,10 @@ TREES = st.recursive(
         st.lists(inner, max_size=4)
         | st.lists(inner, max_size=4).map(tuple)
         | st.dictionaries(KEYS, inner, max_size=4)
+        | st.dictionaries(KEYS, inner, max_size=4).map(OrderedDict)
+        | st.dictionaries(KEYS, st.integers(), max_size=4).map(Counter)
         | st.sets(st.integers() | st.text(), max_size=4)
+        | st.frozensets(st.integers(), max_size=4)
     ),
     max_leaves=20,
 )
@@ -44,7 +54,7 @@ def same(a: object, b: object) -> bool:
         )
     if isinstance(a, (list, tuple)):
         return len(a) == len(b) and all(same(x, y) for x, y in zip(a, b, strict=True))
-    if isinstance(a, float):
+    if isinstance(a, (float, np.floating)):
         return (math.isnan(a) and math.isnan(b)) or (
             a == b and math.copysign(1, a) == math.copysign(1, b)
         )
@@ -76,6 +86,20 @@ def test_tensors_leave_the_tree_and_come_back_to_their_places():
 def test_a_value_that_needs_pickle_is_refused_with_its_place():
     with pytest.raises(TypeError, match=r"'x\.a\.1' is a builtins\.object"):
         encode({"a": [0, object()]}, ("x",), {})
+
+
+class Kind(str, enum.Enum):
+    A = "a"
+
+
+@pytest.mark.parametrize(
+    "value", [Kind.A, enum.IntEnum("Two", "B").B, namedtuple("Pair", "x y")(1, 2), defaultdict(int)]
+)
+def test_what_would_come_back_as_a_plainer_class_is_refused_with_its_place(value):
+    with pytest.raises(TypeError, match=rf"'x\.1' is a .*\.{type(value).__name__}, .*plain"):
+        encode([0, value], ("x",), {})
+    with pytest.raises(TypeError, match=r"'x' has a tensor for a key"):
+        encode({torch.zeros(1): 1}, ("x",), {})
 
 
 def test_a_user_key_that_looks_like_a_tag_stays_a_key():

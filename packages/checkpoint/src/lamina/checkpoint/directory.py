@@ -116,7 +116,7 @@ class WritingDirectory:
         fsync_directory(self.root)
         self._release()
         if old is not None:
-            shutil.rmtree(old, ignore_errors=True)  # what is left goes at the next start
+            _discard(self.root, old, self.step)  # what is left goes at the next start
         return final
 
     def abandon(self) -> None:
@@ -140,9 +140,12 @@ class WritingDirectory:
 
 def _is_being_written(path: Path) -> bool:
     try:
+        # For writing, though nothing is written: NFS locks only what is open for that.
         descriptor = os.open(path / _LOCK, os.O_RDWR)
     except FileNotFoundError:
         return False  # killed before it made the lock
+    except OSError:
+        return True  # another user's, or of a file system to read from: not ours to remove
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -162,6 +165,8 @@ def _is_being_written(path: Path) -> bool:
 def clean(root: Path) -> list[str]:
     """Remove what killed writers left and finish a replacement they had begun.
 
+    What may not be removed (another user's, a file system to read from) is left alone.
+
     Returns:
         The names of the leftovers that were dealt with.
 
@@ -177,16 +182,34 @@ def clean(root: Path) -> list[str]:
         if kind == "writing" and _is_being_written(path):
             continue
         if kind == "replaced" and not final.exists():
-            path.rename(final)
+            try:
+                path.rename(final)
+            except OSError as error:
+                warnings.warn(f"{path} should be {final.name}, but {error}", stacklevel=2)
+                continue
             fsync_directory(root)
         else:
-            shutil.rmtree(path, ignore_errors=True)
+            _discard(root, path, int(match[2]))
         dealt_with.append(name)
     return dealt_with
 
 
+def _discard(root: Path, path: Path, step: int) -> None:
+    """Delete a directory, as far as that goes; what is left of it has a name of no meaning.
+
+    Under its own a `.replaced-` that is half deleted would be taken for the step's checkpoint once
+    somebody deletes that.
+    """
+    doomed = _transient_path(root, "deleting", step)
+    with contextlib.suppress(OSError):
+        path.rename(doomed)
+        fsync_directory(root)
+        shutil.rmtree(doomed, ignore_errors=True)
+
+
 def remove(root: Path, step: int) -> None:
-    """Delete a complete checkpoint so that no reader sees half of it."""
+    """Delete a complete checkpoint so that no reader sees half of it, not after a power cut."""
     doomed = _transient_path(root, "deleting", step)
     complete_path(root, step).rename(doomed)
+    fsync_directory(root)
     shutil.rmtree(doomed)

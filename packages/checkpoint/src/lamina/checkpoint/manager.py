@@ -15,15 +15,16 @@ from typing import Literal
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from lamina.checkpoint.entries import check_entries
 from lamina.checkpoint.errors import CheckpointDamagedError, CheckpointNotFoundError
 from lamina.checkpoint.loading import load_step
 from lamina.checkpoint.manifest import Manifest
 from lamina.checkpoint.parts import Hints
 from lamina.checkpoint.places import Place, is_url, local_path
-from lamina.checkpoint.plan import Selection
 from lamina.checkpoint.progress import RestoreReport, SaveReport
-from lamina.checkpoint.retention import Retention
+from lamina.checkpoint.retention import Retention, as_metric, as_step
 from lamina.checkpoint.saving import Save, Saver
+from lamina.checkpoint.selection import Selection
 from lamina.checkpoint.state import take
 from lamina.checkpoint.stores import store_of
 from lamina.checkpoint.together import Ranks
@@ -38,9 +39,10 @@ class CheckpointManager:
 
     A checkpoint is complete or absent: it is written under a temporary name, synced, read back
     and compared with checksums, and then renamed. Leftovers of killed writers are removed when a
-    manager is made. Tensors are stored by torch.distributed.checkpoint, of sharded tensors each
-    rank its part, so that any number of ranks and any sharding can load them; other values are
-    stored as JSON. Nothing in a checkpoint is ever executed.
+    manager is made (at a URL, before its first save). Tensors are stored by
+    torch.distributed.checkpoint, of sharded tensors each rank its part, so that any number of ranks
+    and any sharding can load them; other values are stored as JSON. Nothing in a checkpoint is ever
+    executed.
 
     `save`, `restore` and making a manager are collective: every rank calls them, with the same
     arguments. `latest` and `list` only look at the directory.
@@ -102,7 +104,8 @@ class CheckpointManager:
         self._retention = Retention(keep_last, keep_every, keep_best, best_is)
         if threads < 1:
             raise ValueError(f"threads is {threads}: it must be at least 1")
-        self.directory: Path | str = str(directory) if is_url(directory) else local_path(directory)
+        local = None if is_url(directory) else local_path(directory).absolute()
+        self.directory: Path | str = str(directory) if local is None else local
         self.async_save, self.verify, self.threads = async_save, verify, threads
         self.last_restore: RestoreReport | None = None
         self._progress, self._check_replicas = progress, check_replicas
@@ -111,7 +114,9 @@ class CheckpointManager:
         self._manifests: dict[str, Manifest] = {}  # of those that retention has kept, by place
         self._store = store_of(directory)
         self._ranks = Ranks(group)
-        self._ranks.together(self._clean)
+        self._cleaned = False
+        if self._store.has_locks:
+            self._ranks.together(self._clean)
         self._saver = Saver(
             self._store,
             self._ranks,
@@ -177,36 +182,43 @@ class CheckpointManager:
         staged, and being written.
 
         Args:
-            step: training step, 0 or more.
+            step: training step, 0 or more: an int, or what counts as one (NumPy's, a tensor).
             state: name -> object with state_dict and load_state_dict (model, optimizer, scheduler,
                 loader), or plain value: numbers, strings, bytes, tensors, and lists, tuples, sets
                 and dicts of them. Plain values are taken from the first rank; `PerRank` wraps what
                 differs from rank to rank.
-            metric: how good the state is, for `keep_best`; the first rank's counts.
+            metric: how good the state is, for `keep_best`: a number, or a tensor of one; the first
+                rank's counts.
             overwrite: replace a checkpoint of the same step.
 
         Returns:
             Path, size and times.
 
         Raises:
-            ValueError: a negative step.
+            ValueError: a negative step, or a metric that is no number.
             TypeError: something that can't be stored without pickle, by name.
             FileExistsError: the step has been saved (and overwrite is False). A checkpoint of the
                 step that is not whole, or that this manager found damaged, is replaced.
             CheckpointError: a rank could not write, or what it wrote did not read back, or ranks
-                hold different weights under one name; with `async_save`, in the save before.
+                hold different weights under one name, or other entries; with `async_save`, in the
+                save before.
 
         """
-        if step < 0:
-            raise ValueError(f"step is {step}: it must be 0 or more")
         started = time.perf_counter()
-        self._ranks.together(self.wait)
+
+        def ready() -> tuple[int, float | None]:
+            given = as_step(step), as_metric(metric)
+            self.wait()
+            self._clean()
+            return given
+
+        step, metric = self._ranks.together(ready)
+        check_entries(state, self._ranks)
         if not overwrite:
             overwrite = self._ranks.together(lambda: self._replaces(step))
         first, check = self._ranks.is_first, self._check_replicas
         offered = self._ranks.together(lambda: take(state, self._hints, first=first, check=check))
-        known = metric is not None and math.isfinite(metric)
-        rules = Rules(overwrite, self.verify, self.threads, metric if known else None)
+        rules = Rules(overwrite, self.verify, self.threads, metric)
         return self._saver.save(Save(step, offered, rules, started))
 
     def restore(
@@ -253,6 +265,7 @@ class CheckpointManager:
 
         """
         self._ranks.together(self.wait)
+        check_entries(state, self._ranks)
         selection = Selection(strict, tuple(include), tuple(exclude), allow_cast)
         chosen = self._agree_on_step(step)
         if chosen is None and default is not None:
@@ -309,8 +322,9 @@ class CheckpointManager:
         return None
 
     def _clean(self) -> None:
-        if self._ranks.is_first:
+        if self._ranks.is_first and not self._cleaned:
             self._store.clean()
+            self._cleaned = True
 
     def _replaces(self, step: int) -> bool:
         """Whether what is there of a step is no use: a run that went back comes by it again."""

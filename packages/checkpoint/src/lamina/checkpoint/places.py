@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import os
+import re
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Protocol, cast
 
 _CHUNK = 4 << 20  # bytes read at a time: large enough for the disk, small beside a tensor
+_SHORT_OF_A_SLASH = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/(?!/)")
 
 
 @dataclass(frozen=True)
@@ -145,8 +147,17 @@ def is_url(location: str | os.PathLike[str]) -> bool:
 
 
 def local_path(location: str | os.PathLike[str]) -> Path:
-    """Return the path of a local location; `file://` is taken off."""
+    """Return the path of a local location; `file://` is taken off.
+
+    Raises:
+        ValueError: a `Path` made from a URL, which has lost a slash.
+
+    """
     text = os.fspath(location)
+    if not isinstance(location, str) and _SHORT_OF_A_SLASH.match(text):
+        raise ValueError(
+            f"{location!r} was a URL: Path() takes one of its slashes; pass the URL as a string"
+        )
     for prefix in ("file://", "local://"):
         text = text.removeprefix(prefix)
     return Path(text)

@@ -9,14 +9,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from lamina.checkpoint.entries import check_entries
 from lamina.checkpoint.inspection import tensors_of
 from lamina.checkpoint.loading import Source, load
 from lamina.checkpoint.names import OptimizerNames, is_optimizer
 from lamina.checkpoint.parts import Hints, Mesh
 from lamina.checkpoint.places import place_of
-from lamina.checkpoint.plan import Selection
 from lamina.checkpoint.progress import RestoreReport
 from lamina.checkpoint.reader import read_metadata
+from lamina.checkpoint.selection import Selection
 from lamina.checkpoint.together import Ranks
 from lamina.checkpoint.values import Json
 
@@ -68,6 +69,7 @@ def import_dcp(
         trees = {entry: _tree(entry, value, names, state, hints) for entry, value in state.items()}
         return Source(place, None, metadata, trees)
 
+    check_entries(state, ranks)
     source = ranks.together(open_source)
     return load(source, state, selection, ranks, hints, progress=False)
 

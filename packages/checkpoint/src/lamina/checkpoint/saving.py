@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
@@ -15,7 +15,6 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from lamina.checkpoint.background import Background
-from lamina.checkpoint.errors import CheckpointDamagedError
 from lamina.checkpoint.manifest import Manifest
 from lamina.checkpoint.places import LocalPlace, Place
 from lamina.checkpoint.progress import Progress, SaveReport
@@ -110,7 +109,7 @@ class Saver:
             if changed:
                 stage.finished(offered, writer.assigned)
 
-        path = location(self._store.place(save.step))
+        path = location(self._store.expected(save.step))
         self.last = SaveReport(save.step, path, staged.bytes, blocked, blocked, complete=False)
         self._background.start(write, f"checkpoint-{save.step}")
         return self.last
@@ -133,7 +132,7 @@ class Saver:
             raise own_error(f"saving step {save.step}", error) from error
         finally:
             bar.close()
-        place = self._store.place(save.step)
+        place = cast(Place, writer.final)
         size = _size(place, metadata) if writer.manifest is None else writer.manifest.bytes
         if writer.manifest is not None:
             self._retire(writer.manifest)
@@ -185,11 +184,11 @@ def dcp_quietly(
 def _size(place: Place, metadata: Metadata) -> int:
     """Bytes of a complete checkpoint on a rank that did not commit it.
 
-    That rank may not see the manifest yet (a network file system's cache): then its tensors'.
+    That rank may not see the manifest (another machine's cache, a timeout): then its tensors'.
     """
     try:
         return Manifest.read(place).bytes
-    except (CheckpointDamagedError, OSError):
+    except Exception:  # the checkpoint is complete whatever this rank sees of it
         return sum(info.length for info in (metadata.storage_data or {}).values())
 
 

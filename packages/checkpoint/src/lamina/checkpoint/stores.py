@@ -7,8 +7,8 @@ checkpoint is complete once its manifest is there, which is written last.
     step-00000100/            an attempt; complete if it has manifest.json
     step-00000100-1/          the next attempt at the same step: the highest complete one counts
 
-An object store has no locks either, so a start cannot tell a writer at work from one that was
-killed: let one job at a time write to a URL.
+An object store has no locks either, so nobody can tell a writer at work from one that was killed: a
+manager cleans before its first save, not when it is made, and one job at a time may write to a URL.
 """
 
 from __future__ import annotations
@@ -41,6 +41,10 @@ class Attempt(Protocol):
     def place(self) -> Place:
         """Where to write; the checkpoint's own place once it is committed."""
 
+    @property
+    def final(self) -> Place:
+        """The checkpoint's own place, before it is committed too."""
+
     def commit(self, manifest: Manifest, *, overwrite: bool) -> None:
         """Make it complete; FileExistsError if the step is there and `overwrite` is False."""
 
@@ -49,13 +53,23 @@ class Attempt(Protocol):
 
 
 class Store(Protocol):
-    """A directory of checkpoints."""
+    """A directory of checkpoints.
+
+    Attributes:
+        has_locks: whether `clean` can tell a writer at work from one that was killed.
+
+    """
+
+    has_locks: bool
 
     def places(self) -> dict[int, Place]:
         """Return step -> place of all that have a complete name, steps ascending."""
 
     def place(self, step: int) -> Place:
         """Return where the complete checkpoint of a step is, or would be."""
+
+    def expected(self, step: int) -> Place:
+        """Return where a step that was never saved will be; looks at nothing."""
 
     def has(self, step: int) -> bool:
         """Whether a step has a complete name."""
@@ -78,6 +92,7 @@ def store_of(location: str | os.PathLike[str]) -> Store:
 class _LocalAttempt:
     def __init__(self, root: Path, step: int) -> None:
         self._writing = directory.WritingDirectory(root, step)
+        self.final: Place = LocalPlace(directory.complete_path(root, step))
 
     @property
     def place(self) -> LocalPlace:
@@ -94,8 +109,10 @@ class _LocalAttempt:
 class LocalStore:
     """A directory on a file system that every rank sees."""
 
+    has_locks = True
+
     def __init__(self, root: Path) -> None:
-        self.root = root
+        self.root = root.absolute()  # for the program may change its working directory
 
     def places(self) -> dict[int, Place]:
         """Return the directories that have a complete name, by step."""
@@ -104,6 +121,10 @@ class LocalStore:
     def place(self, step: int) -> LocalPlace:
         """Return the directory of a step."""
         return LocalPlace(directory.complete_path(self.root, step))
+
+    def expected(self, step: int) -> LocalPlace:
+        """Return the directory of a step."""
+        return self.place(step)
 
     def has(self, step: int) -> bool:
         """Whether the step's directory exists."""
@@ -127,6 +148,7 @@ class _RemoteAttempt:
         self._store, self._step, self._number = store, step, number
         self._committed = False
         self.place: Place = RemotePlace(f"{store.url}/{attempt_name(step, number)}")
+        self.final = self.place
 
     def commit(self, manifest: Manifest, *, overwrite: bool) -> None:
         if not overwrite and self._store.has(self._step):
@@ -139,7 +161,7 @@ class _RemoteAttempt:
             for number in self._store.attempts().get(self._step, {}):
                 if number < self._number:
                     self._store.delete(self._step, number)
-        except OSError as error:  # the higher number counts; the next start deletes the others
+        except Exception as error:  # the higher number counts; a later save deletes the others
             warnings.warn(f"older attempts at {self.place} are left: {error}", stacklevel=2)
 
     def abandon(self) -> None:
@@ -155,9 +177,19 @@ def attempt_name(step: int, number: int) -> str:
 class RemoteStore:
     """A prefix of an object store, by fsspec."""
 
+    has_locks = False
+
     def __init__(self, url: str) -> None:
         self.url = url.rstrip("/")
         self._fs, self._root = filesystem(self.url)
+
+    def _is_there(self, path: str) -> bool:
+        """Whether an object or prefix exists. fsspec's `exists` takes any error for a no."""
+        try:
+            self._fs.info(path)
+        except FileNotFoundError:
+            return False
+        return True
 
     def attempts(self) -> dict[int, dict[int, bool]]:
         """Return step -> attempt -> whether it has a manifest."""
@@ -170,7 +202,7 @@ class RemoteStore:
         for entry in entries:
             match = _ATTEMPT.fullmatch(str(entry).rstrip("/").rpartition("/")[2])
             if match:
-                there = bool(self._fs.exists(f"{str(entry).rstrip('/')}/{MANIFEST}"))
+                there = self._is_there(f"{str(entry).rstrip('/')}/{MANIFEST}")
                 found.setdefault(int(match[1]), {})[int(match[2] or 0)] = there
         return found
 
@@ -182,6 +214,10 @@ class RemoteStore:
     def place(self, step: int) -> RemotePlace:
         """Return the newest complete attempt's prefix."""
         return self._newest(step, self.attempts().get(step, {}))
+
+    def expected(self, step: int) -> RemotePlace:
+        """Return the first attempt's prefix."""
+        return self._newest(step, {})
 
     def _newest(self, step: int, attempts: dict[int, bool]) -> RemotePlace:
         complete = [number for number, there in attempts.items() if there]
@@ -205,13 +241,13 @@ class RemoteStore:
         path = f"{self._root}/{attempt_name(step, number)}"
         self._fs.invalidate_cache()
         try:
-            if self._fs.exists(f"{path}/{MANIFEST}"):
+            if self._is_there(f"{path}/{MANIFEST}"):
                 self._fs.rm_file(f"{path}/{MANIFEST}")
-            if self._fs.exists(path):
+            if self._is_there(path):
                 self._fs.rm(path, recursive=True)
         except FileNotFoundError:
             pass
-        except OSError as error:
+        except Exception as error:
             warnings.warn(f"{path} could not be deleted: {error}", stacklevel=2)
 
     def clean(self) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import secrets
+import zlib
 from collections.abc import Callable, Sequence
 from typing import TypeVar, cast
 
@@ -58,8 +59,15 @@ class Ranks:
         all_reduce_small([shared], self.group, op="max")
         return [bool(flag) for flag in shared.tolist()]
 
-    def union(self, names: Sequence[str]) -> list[str]:
-        """Return all names that any rank has, in the order of their alphabet (collective)."""
+    def agree(self, text: bytes) -> bool:
+        """Whether every rank has the same text, by its CRC-32 (collective)."""
+        sums = torch.zeros(self.size, dtype=torch.int64)
+        sums[self.rank] = zlib.crc32(text)
+        all_reduce_small([sums], self.group, op="max")
+        return bool((sums == sums[0]).all())
+
+    def lists(self, names: Sequence[str]) -> list[list[str]]:
+        """Return the names of each rank, by rank (collective)."""
         text = json.dumps(list(names)).encode()
         lengths = torch.zeros(self.size, dtype=torch.int64)
         lengths[self.rank] = len(text)
@@ -68,7 +76,11 @@ class Ranks:
         table[self.rank, : len(text)] = torch.tensor(list(text), dtype=torch.uint8)
         all_reduce_small([table], self.group, op="max")
         rows = zip(table.tolist(), lengths.tolist(), strict=True)
-        return sorted({name for row, length in rows for name in json.loads(bytes(row[:length]))})
+        return [json.loads(bytes(row[:length])) for row, length in rows]
+
+    def union(self, names: Sequence[str]) -> list[str]:
+        """Return all names that any rank has, in the order of their alphabet (collective)."""
+        return sorted({name for of_rank in self.lists(names) for name in of_rank})
 
     def together(self, work: Callable[[], T]) -> T:
         """Run `work`; if it fails on any rank, raise on every rank instead of letting some wait."""

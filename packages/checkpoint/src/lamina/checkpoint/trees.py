@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from lamina.checkpoint.errors import CheckpointError
-from lamina.checkpoint.values import Json, decode
+from lamina.checkpoint.values import PAIRS, Json, decode
 
 RANKS = "$ranks"
 
@@ -114,11 +114,11 @@ def names_in(tree: Any, path: str) -> Iterator[str]:
     children: list[tuple[str, Any]] = []
     if isinstance(tree, list):
         children = [(str(number), item) for number, item in enumerate(tree)]
-    elif isinstance(tree, dict) and "$dict" in tree:
-        children = [(str(decode(key, str)), item) for key, item in tree["$dict"]]
+    elif isinstance(tree, dict) and (pairs := next((tree[t] for t in PAIRS if t in tree), None)):
+        children = [(str(decode(key, str)), item) for key, item in pairs]
     elif isinstance(tree, dict):
         children = [(key, item) for key, item in tree.items() if not key.startswith("$")]
-        for tag in ("$tuple", "$set"):
+        for tag in ("$tuple", "$set", "$frozenset"):
             yield from list(names_in(tree.get(tag), path))[1:]
     for key, item in children:
         yield from names_in(item, f"{path}.{key}")

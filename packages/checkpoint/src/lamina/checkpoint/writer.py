@@ -55,9 +55,13 @@ class Rules:
 
 @dataclasses.dataclass
 class _Assignment:
-    """What the coordinator's plan tells a rank: where to write, and its trees' checksum."""
+    """What the coordinator's plan tells a rank: where to write, where that will be, and more.
+
+    `trees_crc` is the checksum of the coordinator's trees.
+    """
 
     place: str
+    final: str
     rank: int
     trees_crc: int
 
@@ -111,6 +115,8 @@ class Writer(StorageWriter):
         self.assigned: frozenset[MetadataIndex] = frozenset()
         #: the manifest of the finished checkpoint (coordinator)
         self.manifest: Manifest | None = None
+        #: where the checkpoint is once the save has ended well
+        self.final: Place | None = None
         self.bytes_written = 0
 
     @classmethod
@@ -141,16 +147,17 @@ class Writer(StorageWriter):
         """
         compare([cast(Digests, plan.storage_data) for plan in plans])
         self._attempt = self._store.begin(self._step)
-        place, crc = str(self._attempt.place), self._trees.crc32
+        place, final = str(self._attempt.place), str(self._attempt.final)
+        crc = self._trees.crc32
         return [
-            dataclasses.replace(plan, storage_data=_Assignment(place, rank, crc))
+            dataclasses.replace(plan, storage_data=_Assignment(place, final, rank, crc))
             for rank, plan in enumerate(plans)
         ]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's tensors durably, read them back."""
         assignment = cast(_Assignment, plan.storage_data)
-        self._place = place_of(assignment.place)
+        self._place, self.final = place_of(assignment.place), place_of(assignment.final)
         if not self._place.is_there():
             raise FileNotFoundError(
                 f"{self._place} was made by the coordinator but can't be seen from this rank: the "

@@ -166,3 +166,15 @@ def test_an_index_that_is_none_or_points_elsewhere_is_refused(tmp_path, text):
     (inside / INDEX).write_text(text)
     with pytest.raises(CheckpointDamagedError, match=r"index\.json can't be read"):
         import_huggingface(Model(0.0), inside)
+
+
+def test_an_export_converts_nothing_that_needs_scales(tmp_path):
+    with pytest.raises(ValueError, match=r"dtype is torch\.float8_e5m2: weights"):
+        export_huggingface(Model(1.0), tmp_path, dtype=torch.float8_e5m2)
+    model = Model(1.0)
+    model.head = nn.Parameter(torch.ones(10).to(torch.float8_e4m3fn), requires_grad=False)
+    with pytest.raises(TypeError, match=r"'head' is .*float8_e4m3fn, numbers without their scales"):
+        export_huggingface(model, tmp_path, dtype=torch.bfloat16)
+    assert contents(tmp_path) == {}
+    export_huggingface(model, tmp_path)
+    assert safetensors.load_file(tmp_path / "model.safetensors")["head"].dtype == model.head.dtype

@@ -158,3 +158,36 @@ def test_a_value_of_ranks_that_is_refused_changes_no_tensor(tmp_path):
     with pytest.raises(CheckpointMismatchError, match="saved by 2 ranks"):
         CheckpointManager(tmp_path).restore(other)
     assert torch.equal(other["model"][0].weight, before)
+
+
+class Counting(nn.Linear):
+    """Has a state of its own beside tensors, with a tensor in it."""
+
+    seen = torch.zeros(2)
+
+    def get_extra_state(self):
+        return {"seen": [self.seen], "n": 1}
+
+    def set_extra_state(self, state) -> None:
+        assert state["n"] == 1
+        (self.seen,) = state["seen"]
+
+
+def test_what_was_not_read_never_reaches_a_module(tmp_path):
+    saved, other = Counting(2, 2), Counting(2, 2)
+    saved.seen, other.seen = torch.ones(2), torch.full((2,), 2.0)
+    manager = CheckpointManager(tmp_path)
+    manager.save(1, {"model": saved})
+    manager.restore({"model": other}, exclude=["model._extra_state.seen"])
+    assert torch.equal(other.weight, saved.weight)
+    assert other.seen.tolist() == [2, 2]
+    manager.restore({"model": other})
+    assert other.seen.tolist() == [1, 1]
+
+
+def test_an_optimizer_takes_nothing_but_an_optimizers_state(tmp_path):
+    state = make(torch.optim.AdamW)
+    manager = CheckpointManager(tmp_path)
+    manager.save(1, {"optimizer": state["model"]})
+    with pytest.raises(CheckpointMismatchError, match="'optimizer' is an optimizer here, and none"):
+        manager.restore({"optimizer": state["optimizer"]})

@@ -40,7 +40,7 @@ from lamina.collectives import all_reduce_small
 
 _SMALL = ("config.json", INDEX)
 _DIMENSIONS = 8  # the most that a tensor of a model has
-_FLOATING = {torch.float64, torch.float32, torch.float16, torch.bfloat16}
+_FLOATING = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 """What is converted from one to another."""
 
 
@@ -137,12 +137,16 @@ def export_huggingface(
         The directory. `AutoModelForCausalLM.from_pretrained` opens it; tokenizers are not ours.
 
     Raises:
-        TypeError: the model does not say how Hugging Face stores it.
-        ValueError: no architecture of Hugging Face's has the model's features; a URL.
+        TypeError: the model does not say how Hugging Face stores it; `dtype` and float8 parameters.
+        ValueError: no architecture of Hugging Face's has the model's features; a URL; another
+            `dtype` than float64, float32, float16 or bfloat16.
         CheckpointMismatchError: its weight map names tensors that no rank has.
         OSError: the first rank could not write; others raise CheckpointError.
 
     """
+    if dtype is not None and dtype not in _FLOATING:
+        wide = ", ".join(map(str, _FLOATING))
+        raise ValueError(f"dtype is {dtype}: weights are converted to {wide}")
     path, ranks = _directory(directory), Ranks(group)
     model = unwrapped(model)
     weights = weights_of(model)
@@ -181,6 +185,11 @@ class _Planned:
         self.whole = whole
         self.pieces = pieces_of(link, whole.shape)
         converted = dtype is not None and whole.dtype.is_floating_point and parameter
+        if converted and whole.dtype not in _FLOATING:
+            raise TypeError(
+                f"'{whole.name}' is {whole.dtype}, numbers without their scales, which can't be "
+                f"converted to {dtype}: leave dtype out"
+            )
         kept = dtype if dtype is not None and converted else whole.dtype
         self.made = [_described(piece, whole.dtype, kept) for piece in self.pieces]
 
@@ -347,7 +356,7 @@ def _check_link(link: WeightLink, tensors: _Tensors, files: Files) -> None:
         )
     for name in link.theirs:
         stored = files.dtype(name)
-        if stored != part.dtype and not {stored, part.dtype} <= _FLOATING:
+        if stored != part.dtype and not {stored, part.dtype} <= {*_FLOATING}:
             raise CheckpointMismatchError(
                 f"'{name}' is {stored} in {files.path} and '{link.ours}' is {part.dtype} here: "
                 "such numbers mean something only with their scales, which are not applied (they "

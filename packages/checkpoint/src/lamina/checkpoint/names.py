@@ -145,5 +145,12 @@ class OptimizerNames:
         return key in self.tree["state"] and key not in self._names
 
 
-def _copied(values: Mapping[str, Any]) -> dict[str, Any]:
-    return {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in values.items()}
+def _copied(values: Any) -> Any:
+    """Copy the tensors of a state, at any depth."""
+    if isinstance(values, torch.Tensor):
+        return values.clone()
+    if isinstance(values, Mapping):
+        return {key: _copied(value) for key, value in values.items()}
+    if isinstance(values, (list, tuple)):
+        return type(values)(map(_copied, values))
+    return values

@@ -106,6 +106,11 @@ class Plan:
         taken = take_entry(entry, value, self._objects, self._parts)
         planned = _Entry(taken)
         known = isinstance(value, torch.nn.Module) or taken.optimizer is not None
+        tree = self._trees[entry]
+        if taken.optimizer is not None and not (isinstance(tree, dict) and "param_groups" in tree):
+            raise CheckpointMismatchError(
+                f"'{entry}' is an optimizer here, and none in the checkpoint"
+            )
         owners = self._owners(entry, taken)
         for name in selected if known else stored:  # of other objects all or nothing
             owner = owners.get(name)

@@ -1,5 +1,7 @@
 """ShardedOptimizer around every kind of optimizer, against the same optimizer in one process."""
 
+from unittest import mock
+
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -368,3 +370,22 @@ def test_the_callers_objects_are_left_alone(sharded, ranks):
     found = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
     assert found == groups
     assert {name: set(vars(child)) for name, child in model.named_modules()} == attributes
+
+
+@pytest.mark.ranks(2)
+def test_a_step_that_raised_leaves_the_groups_as_they_were(ranks):
+    def planted(*_, **__):
+        raise MemoryError("planted")
+
+    make = ELEMENTWISE["rmsprop"]
+    wrapped, optimizer = wrap(build(), make, True)
+    ids = lambda: [[id(p) for p in group["params"]] for group in optimizer.param_groups]  # noqa: E731
+    for step in range(3):
+        held = ids()
+        loss_of(wrapped, ranks.rank, step).backward()
+        with mock.patch("torch.optim.rmsprop.rmsprop", planted), pytest.raises(MemoryError):
+            optimizer.step()
+        assert ids() == held
+        optimizer.zero_grad()
+        train(wrapped, optimizer, ranks.rank, step + 1, first=step)
+    compare(wrapped, reference(make, 2, 3), atol=2e-5)

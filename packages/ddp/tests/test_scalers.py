@@ -16,12 +16,12 @@ from lamina.mesh import ParallelLayout, mark
 class OneOverflow(nn.Module):
     """One element of one rank's gradient overflows when told to."""
 
-    def __init__(self, tp):
+    def __init__(self, axis):
         super().__init__()
         self.piece = nn.Parameter(torch.ones(64))
         self.spare = nn.Parameter(torch.ones(64))  # with two buckets: of the other rank's shard
-        if tp:
-            mark(self.piece, tp_shard_dim=0)
+        if axis in ("tp", "expert_tp"):
+            mark(self.piece, tp_shard_dim=0, expert=axis == "expert_tp")
 
     def forward(self, factor):
         scales = torch.ones(64)
@@ -31,10 +31,10 @@ class OneOverflow(nn.Module):
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("sharded", [False, True])
-@pytest.mark.parametrize("axis", ["dp_shard", "tp", "pp"])
+@pytest.mark.parametrize("axis", ["dp_shard", "tp", "pp", "expert_tp"])
 def test_one_overflow_anywhere_skips_the_step_everywhere(axis, sharded, ranks):
-    mesh = ParallelLayout(**{axis: 2}).build("cpu")
-    model = OneOverflow(axis == "tp")
+    mesh = ParallelLayout(**{axis: 2}).build("cpu")  # with expert_tp, dp_shard is 2 as well
+    model = OneOverflow(axis)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     config = DistributedDataParallelConfig(use_distributed_optimizer=sharded, bucket_size=1)
     wrapped = DistributedDataParallel(model, config, mesh)

@@ -202,12 +202,27 @@ def test_main_grads_that_no_reduction_writes_are_refused_when_sharding(ranks):
     assert {p.grad.dtype for p in model.parameters()} == {BF16}
 
 
+class Widening(nn.RMSNorm):
+    """Computes in fp32 whatever it is given, and says so; its table is no longer one in bf16."""
+
+    casts_itself = True
+    full_precision_buffers = ("table",)
+
+    def __init__(self):
+        super().__init__(8)
+        self.register_buffer("table", torch.full((8,), 1 / 3))
+
+    def forward(self, x):
+        return super().forward(x.float()), x.dtype
+
+
 class Norms(nn.Module):
     """Does not know of mixed precision: an RMSNorm with fp32 weights gives fp32."""
 
     def __init__(self):
         super().__init__()
         self.norm = nn.RMSNorm(8)
+        self.widening = Widening()
         self.linear = nn.Linear(8, 8)
         self.register_buffer("table", torch.full((8,), 1 / 3))
         self.register_buffer("norm_table", torch.full((8,), 1 / 3))
@@ -217,13 +232,16 @@ class Norms(nn.Module):
     def forward(self, x):
         self.seen = {name: p.dtype for name, p in self.named_parameters()}
         self.norm_out = self.norm(x)
-        return self.linear(self.norm_out)
+        self.wide, self.given = self.widening(self.norm_out)
+        return self.linear(self.wide.to(x.dtype))
 
 
 @pytest.mark.ranks(2)
 def test_patterns_keep_parameters_in_full_precision(ranks):
     policy = MixedPrecisionPolicy(
-        param_dtype=BF16, buffer_dtype=BF16, keep_full_precision=["*norm*"]
+        param_dtype=BF16,
+        buffer_dtype=BF16,
+        keep_full_precision=["*norm*", "widening.weight"],
     )
     x = torch.randn(2, 8)
     wanted = nn.functional.rms_norm(x.to(BF16).float(), (8,)).to(BF16)
@@ -235,13 +253,16 @@ def test_patterns_keep_parameters_in_full_precision(ranks):
         model(x).sum().backward()
         assert {n: str(d) for n, d in model.seen.items()} == {
             "norm.weight": "torch.float32",
+            "widening.weight": "torch.float32",
             "linear.weight": "torch.bfloat16",
             "linear.bias": "torch.bfloat16",
         }
         assert torch.equal(model.norm_out, wanted), "the norm did not compute in fp32"
+        assert (model.wide.dtype, model.given) == (torch.float32, BF16)
         assert {n: str(b.dtype) for n, b in model.named_buffers(remove_duplicate=False)} == {
             "table": "torch.bfloat16",
             "norm_table": "torch.float32",
+            "widening.table": "torch.float32",
             "same": "torch.bfloat16",
             "counts": "torch.int64",
         }

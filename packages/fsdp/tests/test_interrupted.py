@@ -1,6 +1,8 @@
 """A step that stops half-way: the module's state is what the optimizer updates all the same."""
 
 import copy
+import operator
+from unittest import mock
 
 import pytest
 import torch
@@ -245,3 +247,56 @@ def test_a_unit_that_runs_on_some_ranks_only_is_named(warm, ranks):
             RankOrderError, match=rf"blocks\.{left_out} has run on ranks \[{ran}\].*\[{strays}\]"
         ):
             model(inputs(model, 0), without=left_out if stray else None).sum().backward()
+
+
+def refuse_memory(*_, **__):
+    raise MemoryError("planted")
+
+
+def train_with_steps_that_raise(name, module, then, failing, rank):
+    torch.manual_seed(3)
+    model = torch.nn.Sequential(*(torch.nn.Linear(16, 16, bias=False) for _ in range(2)))
+    optimizer = getattr(torch.optim, name)(model.parameters(), lr=0.01)
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    model, optimizer = fully_shard(model, optimizer, device_mesh=mesh)
+    held = list(optimizer.param_groups[0]["params"])
+
+    def backward(number):
+        x = torch.randn(4, 16, generator=torch.Generator().manual_seed(number + rank))
+        model(x).square().mean().backward()
+
+    for number in range(3):
+        backward(number)
+        if number in failing:
+            with mock.patch(f"torch.optim.{module}", refuse_memory), pytest.raises(MemoryError):
+                optimizer.step()
+            if then == "state_dict":
+                state = optimizer.state_dict()
+                assert state["param_groups"][0]["params"] == [0, 1]
+                assert set(state["state"]) <= {0, 1}
+            if then != "step":
+                optimizer.zero_grad()
+                assert all(p.grad is None for p in model.parameters())
+                assert all(map(operator.is_, optimizer.param_groups[0]["params"], held))
+                backward(number)
+        optimizer.step()
+        assert "zero_grad" not in vars(optimizer)
+        assert all(map(operator.is_, optimizer.param_groups[0]["params"], held))
+        optimizer.zero_grad()
+    return full_parameters(model)
+
+
+@pytest.mark.ranks(2)
+def test_a_step_that_raised_leaves_the_users_parameters_in_the_groups(ranks):
+    """Memory that runs out in a first step, when state is made, and in a later one."""
+    for name, module in (("RMSprop", "rmsprop.rmsprop"), ("Muon", "_muon.muon")):
+        wanted = train_with_steps_that_raise(name, module, "", (), ranks.rank)
+        for then in ("zero_grad", "state_dict", "step"):
+            found = train_with_steps_that_raise(name, module, then, (0, 2), ranks.rank)
+            for key, value in found.items():
+                assert torch.equal(value, wanted[key]), (name, then, key)
+    model = torch.nn.Linear(16, 16, bias=False)
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    _, muon = fully_shard(model, torch.optim.Muon(model.parameters()), device_mesh=mesh)
+    with pytest.raises(RuntimeError, match=r"Muon\.step\(closure\).*run the closure first"):
+        muon.step(lambda: model(torch.ones(1, 16)).sum().backward())

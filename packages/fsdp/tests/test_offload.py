@@ -161,6 +161,12 @@ def test_what_cannot_be_offloaded_is_named(ranks):
         fully_shard(build(), zero_dp_strategy=2, offload_policy=CPUOffloadPolicy(), **mesh)
     with pytest.raises(TypeError, match="offload_policy='cpu'"):
         fully_shard(build(), offload_policy="cpu", **mesh)
+
+    class Pinned(CPUOffloadPolicy):
+        """A policy of the user's own."""
+
+    model = fully_shard(build(), offload_policy=Pinned(), **mesh)
+    assert any(isinstance(g.weights, OffloadedWeights) for g in model.parameter_groups())
     model = fully_shard(build(), offload_policy=OffloadPolicy(), **mesh)
     assert not any(isinstance(g.weights, OffloadedWeights) for g in model.parameter_groups())
 

@@ -32,16 +32,6 @@ def test_allocator_settings_are_read(variable: str, text: str, expandable: bool)
     assert environment({variable: text}).expandable_segments is expandable
 
 
-def test_an_option_is_one_of_its_choices() -> None:
-    def chosen(**variables: str) -> str:
-        return environment(variables).option("collectives", default="auto", choices=["auto", "x"])
-
-    assert chosen() == "auto"
-    assert chosen(LAMINA_COLLECTIVES="x") == "x"
-    with pytest.raises(EnvironmentVariableError, match=r"LAMINA_COLLECTIVES='y': .* auto, x"):
-        chosen(LAMINA_COLLECTIVES="y")
-
-
 def test_a_flag_is_yes_or_no() -> None:
     with pytest.raises(EnvironmentVariableError, match="TRITON_INTERPRET='maybe'"):
         _ = environment({"TRITON_INTERPRET": "maybe"}).triton_interpret

@@ -233,7 +233,8 @@ class ShardedTensor(torch.Tensor):
         raise NotImplementedError(
             "a ShardedTensor is not pickled: torch.save would write this rank's span alone and "
             "nothing could put it back. Save it with torch.distributed.checkpoint (it is read on "
-            "any number of ranks), or save .full_tensor()"
+            "any number of ranks), or save .full_tensor(); fully_shard(..., "
+            "preproc_state_dict_for_dcp_ckpt=False) lets state_dict() hold whole tensors"
         )
 
     # -- torch.distributed.checkpoint's protocol: no collectives ----------------------------------

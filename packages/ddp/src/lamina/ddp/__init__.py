@@ -9,6 +9,7 @@ from lamina.ddp.axes import (
 from lamina.ddp.config import DistributedDataParallelConfig
 from lamina.ddp.contract import DataParallel
 from lamina.ddp.decoupled import show_decoupled
+from lamina.ddp.ending import BackwardEnd
 from lamina.ddp.finalize import FinalizesStep, finalize_grads
 from lamina.ddp.flat_step import ELEMENTWISE, FlatStep
 from lamina.ddp.grad_scaler import ShardedGradScaler
@@ -40,7 +41,7 @@ from lamina.ddp.reducer import (
     Order,
 )
 from lamina.ddp.reduction import ORDERED, Reduction, resolve_reduction
-from lamina.ddp.repoint import point_optimizer_at
+from lamina.ddp.repoint import point_optimizer_at, refuse_optimizer
 from lamina.ddp.sharded_optimizer import ShardedOptimizer
 from lamina.ddp.sinks import GradientSink, gradient_sink, has_gradient_sink, main_of
 from lamina.ddp.strategy import Cadence, Strategy, resolve_strategy
@@ -53,6 +54,7 @@ from lamina.ddp.wrapper import DistributedDataParallel
 __all__ = [
     "ELEMENTWISE",
     "ORDERED",
+    "BackwardEnd",
     "Cadence",
     "DataParallel",
     "DataParallelAxes",
@@ -104,6 +106,7 @@ __all__ = [
     "memory_plan",
     "plan_layout",
     "point_optimizer_at",
+    "refuse_optimizer",
     "resolve_dtypes",
     "resolve_reduction",
     "resolve_strategy",

@@ -18,9 +18,10 @@ from lamina.collectives import all_reduce_fp32, all_reduce_small, broadcast
 from lamina.ddp.group import ParameterGroup
 from lamina.ddp.inspection import groups_of
 from lamina.ddp.rank_sums import GradientState
+from lamina.ddp.seen import agree_on_seen
 from lamina.ddp.ties import tied_axis
 from lamina.ddp.user_gradients import follow_user, holds_zeros
-from lamina.mesh import MeshAxis, ParallelMesh, mesh_axis
+from lamina.mesh import MeshAxis, ParallelMesh, axis_if_there
 
 __all__ = ["FinalizesStep", "finalize_grads"]
 
@@ -117,7 +118,7 @@ def _combine_over_tp(groups: Sequence[ParameterGroup], mesh: ParallelMesh | Devi
 
 
 def _combine(chosen: Sequence[ParameterGroup], axis: MeshAxis) -> None:
-    _agree_on_seen(chosen, axis)
+    _zero_unseen(chosen, axis)
     for kind in ("sum", "mean"):
         members = [
             group.trained.main.data
@@ -129,14 +130,10 @@ def _combine(chosen: Sequence[ParameterGroup], axis: MeshAxis) -> None:
         group.show_gradients()
 
 
-def _agree_on_seen(groups: Sequence[ParameterGroup], axis: MeshAxis) -> None:
+def _zero_unseen(groups: Sequence[ParameterGroup], axis: MeshAxis) -> None:
     """A gradient that only some tp ranks have is zero on the others."""
-    seen = [flag for group in groups for flag in group.trained.seen]
-    flags = torch.tensor(seen, dtype=torch.int32, device=groups[0].device)
-    all_reduce_small([flags], axis.sibling("reduce"), op="max")
-    merged = iter(flags.tolist())
+    agree_on_seen(groups, [axis.sibling("reduce")])
     for group in groups:
-        group.trained.seen = [bool(next(merged)) for _ in group.refs]
         if any(group.trained.seen):
             group.trained.zero_if_empty()
 
@@ -157,7 +154,7 @@ def _sum_tied(groups: Iterable[ParameterGroup], mesh: ParallelMesh | DeviceMesh)
     axis = tied_axis([name for name, held in copies.items() if len(held) == 1], mesh)
     if axis is None:
         return
-    _agree_on_seen(tied, axis)
+    _zero_unseen(tied, axis)
     tied = [group for group in tied if any(group.trained.seen)]
     _all_reduce_together([g.trained.main.data for g in tied], axis, None)
     for group in tied:
@@ -234,7 +231,5 @@ def _divide_by_tokens(
 
 
 def _axis(mesh: ParallelMesh | DeviceMesh, name: str) -> MeshAxis | None:
-    if isinstance(mesh, DeviceMesh) and name not in (mesh.mesh_dim_names or ()):
-        return None
-    axis = mesh_axis(mesh, name)
-    return axis if axis.size > 1 else None
+    axis = axis_if_there(mesh, name)
+    return axis if axis is not None and axis.size > 1 else None

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from lamina.ddp import blocked_adam, one_pass
 from lamina.ddp.group import ParameterGroup
+from lamina.ddp.stand_ins import StandIns
 from lamina.ddp.user_gradients import refuse_unsummed
 from lamina.ddp.whole_step import WholeStep
 
@@ -54,7 +55,7 @@ class _Run:
         return [self.group.main_parameters[index] for index in self.indices]
 
 
-class FlatStep:
+class FlatStep(StandIns):
     """Makes an optimizer step over flat runs, and tells when it has stepped.
 
     Args:
@@ -80,10 +81,8 @@ class FlatStep:
         self._state: dict[tuple[int, str], torch.Tensor] = {}
         self._parameters: dict[tuple[int, int, int], nn.Parameter] = {}
         self._members: dict[tuple[int, str, int], torch.Tensor] = {}
-        self._held: list[list[nn.Parameter]] = []
         self._runs: list[_Run] = []
-        optimizer.register_step_pre_hook(self._before)
-        optimizer.register_step_post_hook(self._after)
+        super().__init__(optimizer)
 
     @staticmethod
     def join(
@@ -117,6 +116,7 @@ class FlatStep:
         )
 
     def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.restore(optimizer)
         # A closure computes the gradients inside the step: what will have one is not known yet.
         # args[0] is the optimizer itself.
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
@@ -127,15 +127,14 @@ class FlatStep:
         if self._whole is not None or self.paused or closure is not None:
             self._unshare_counts(optimizer)
             return
-        self._held = [list(group["params"]) for group in optimizer.param_groups]
-        self._runs = []
+        self._hold(optimizer)
         for settings in optimizer.param_groups:
             runs, rest = self._make_runs(settings["params"], optimizer)
+            self._runs.extend(runs)
             for run in runs:
                 optimizer.state[run.parameter] = self._gather_state(run, optimizer)
                 run.wrote_weights = self._in_one_pass(run, optimizer, settings)
                 run.done = run.wrote_weights or _in_blocks(run, optimizer, settings)
-            self._runs.extend(runs)
             settings["params"] = [run.parameter for run in runs if not run.done] + rest
 
     def _trained(self) -> Iterable[ParameterGroup]:
@@ -152,18 +151,23 @@ class FlatStep:
                 )
 
     def _after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        for settings, held in zip(optimizer.param_groups, self._held, strict=False):
-            settings["params"] = held
+        self._put_back(optimizer, stepped=True)
+        if not self.paused:
+            for tell in self._after_step:
+                tell()
+
+    def _put_back(self, optimizer: Optimizer, *, stepped: bool) -> None:
+        self._release(optimizer)
         for run in self._runs:
+            if not stepped and _only_made(optimizer.state.get(run.parameter, {})):
+                optimizer.state.pop(run.parameter, None)  # maybe not all of it: made anew
             self._spread_state(run, optimizer)
             run.parameter.grad = None
         for group in {id(run.group): run.group for run in self._runs}.values():
             runs = [run for run in self._runs if run.group is group]
-            group.weights.written_through(all(run.wrote_weights for run in runs))
-        self._held, self._runs = [], []
-        if not self.paused:
-            for tell in self._after_step:
-                tell()
+            through = stepped and all(run.wrote_weights for run in runs)
+            group.weights.written_through(through)
+        self._runs = []
 
     def _in_one_pass(self, run: _Run, optimizer: Optimizer, settings: dict[str, Any]) -> bool:
         """Step a run and write the module's weights at once, where a kernel can."""
@@ -298,6 +302,11 @@ def _in_blocks(run: _Run, optimizer: Optimizer, settings: dict[str, Any]) -> boo
         return False
     blocked_adam.launch(optimizer, settings, state, run.parameter.data, gradient)
     return True
+
+
+def _only_made(state: dict[str, Any]) -> bool:
+    """Whether a step has made state and not begun to use it."""
+    return "step" in state and float(state["step"]) == 0
 
 
 def _local(value: torch.Tensor) -> torch.Tensor:

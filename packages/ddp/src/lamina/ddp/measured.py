@@ -19,7 +19,15 @@ from lamina.buffers import Shard, ShardedTensor
 from lamina.ddp.group import ParameterGroup
 from lamina.ddp.sinks import main_of
 from lamina.ddp.user_gradients import refuse_unsummed
-from lamina.mesh import MeshAxis, ParallelMesh, Role, mesh_axis, role_of
+from lamina.mesh import (
+    MODEL_AXES,
+    MeshAxis,
+    ParallelMesh,
+    Role,
+    axis_if_there,
+    mesh_axis,
+    role_of,
+)
 
 __all__ = ["Measured", "Ties", "of_groups", "of_parameters", "whole_mesh"]
 
@@ -182,16 +190,14 @@ def _counted_once(role: Role, mesh: ParallelMesh | DeviceMesh | None, ties: Ties
         ties.counted.add(role.tied)
     if mesh is None:
         return True
-    staged = isinstance(mesh, ParallelMesh) or _has(mesh, "pp")
+    stages = axis_if_there(mesh, "pp")
     across = role.tied is not None and ties.copies[role.tied] < 2
-    if across and staged and mesh_axis(mesh, "pp").rank != 0:
+    if across and stages is not None and stages.rank != 0:
         return False  # tied across stages: the first rank that holds it counts
-    copied_over = None
-    if role.tp_shard_dim is None:
-        copied_over = "expert_tp" if role.expert else "tp"
-    if copied_over is None or (isinstance(mesh, DeviceMesh) and not _has(mesh, copied_over)):
+    if role.tp_shard_dim is not None:
         return True
-    return mesh_axis(mesh, copied_over).rank == 0
+    copies = axis_if_there(mesh, "expert_tp" if role.expert else "tp")
+    return copies is None or copies.rank == 0
 
 
 def _data_parallel(
@@ -203,12 +209,7 @@ def _data_parallel(
     if isinstance(mesh, ParallelMesh):
         names = ["dp_replicate", "expert_dp" if role.expert else "dp_shard_cp"]
     else:
-        model_parallel = ("pp", "tp", "ep", "expert_tp")
-        names = [name for name in mesh.mesh_dim_names or () if name not in model_parallel]
+        names = [name for name in mesh.mesh_dim_names or () if name not in MODEL_AXES]
     axes = [mesh_axis(mesh, name) for name in names]
     held = {axis.ranks for axis in cut}
     return [axis for axis in axes if axis.ranks not in held]
-
-
-def _has(mesh: DeviceMesh, name: str) -> bool:
-    return name in (mesh.mesh_dim_names or ())

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import nn
 
-from lamina.collectives import all_reduce_fp32, all_reduce_small
+from lamina.collectives import all_reduce_fp32, all_reduce_small, host_device
 from lamina.ddp.finalize import FinalizesStep
 from lamina.ddp.ties import tied_axis
 from lamina.mesh import MeshAxis, ParallelMesh, role_of
@@ -120,8 +120,8 @@ def _combine(parameters: Sequence[torch.Tensor], axis: MeshAxis, scale: float | 
     if axis.size == 1 or not parameters:
         return
     group = axis.sibling("reduce")
-    flags = torch.tensor([p.grad is not None for p in parameters], dtype=torch.int32)
-    flags = flags.to(parameters[0].device)
+    device = host_device([group], parameters[0].device)
+    flags = torch.tensor([p.grad is not None for p in parameters], dtype=torch.int32, device=device)
     all_reduce_small([flags], group, op="max")
     present = [p for p, seen in zip(parameters, flags.tolist(), strict=True) if seen]
     for dtype in sorted({p.dtype for p in present}, key=str):

@@ -16,12 +16,13 @@ from enum import Enum
 
 import torch
 
-from lamina.collectives import Handle, all_reduce_small
+from lamina.collectives import Handle
 from lamina.ddp.arrivals import Weakly, gradient_mover
 from lamina.ddp.ending import BackwardEnd
 from lamina.ddp.gradients import GroupGradients
 from lamina.ddp.group import ParameterGroup
 from lamina.ddp.rank_sums import GradientState
+from lamina.ddp.seen import agree_on_seen
 from lamina.ddp.sinks import offer_sink
 from lamina.ddp.strategy import Cadence
 from lamina.ddp.transient import TransientBuffers
@@ -354,16 +355,9 @@ class GradientReducer:
         """Agree over ranks on which parameters got a gradient anywhere (one small collective)."""
         by_axes: dict[tuple[int, int], list[ParameterGroup]] = {}
         for group in self.groups:
-            key = (id(group.axes.outer), id(group.axes.inner))
-            by_axes.setdefault(key, []).append(group)
+            by_axes.setdefault((id(group.axes.outer), id(group.axes.inner)), []).append(group)
         for groups in by_axes.values():
-            seen = [flag for group in groups for flag in group.trained.seen]
-            flags = torch.tensor(seen, dtype=torch.int32, device=groups[0].device)
-            for process_group in groups[0].axes.groups("reduce"):
-                all_reduce_small([flags], process_group, op="max")
-            merged = iter(flags.tolist())
-            for group in groups:
-                group.trained.seen = [bool(next(merged)) for _ in group.refs]
+            agree_on_seen(groups, groups[0].axes.groups("reduce"))
 
 
 def _closing(close: Weakly[Callable[[int], None]], place: int) -> Callable[[], None]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
 
 import torch
 from torch import nn
@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from lamina.ddp.group import ParameterGroup
 
-__all__ = ["cut_state", "point_optimizer_at"]
+__all__ = ["cut_state", "point_optimizer_at", "refuse_optimizer"]
 
 
 def point_optimizer_at(optimizer: Optimizer, groups: Iterable[ParameterGroup]) -> None:
@@ -24,30 +24,20 @@ def point_optimizer_at(optimizer: Optimizer, groups: Iterable[ParameterGroup]) -
         groups: the module's groups.
 
     Raises:
-        ValueError: if the optimizer holds none of the module's parameters, or is an LBFGS (which
-            keeps a list of them to itself) and main parameters are others than the module's.
+        ValueError: as `refuse_optimizer`.
     """
     places: dict[int, tuple[ParameterGroup, int]] = {
         id(ref.parameter): (group, index)
         for group in groups
         for index, ref in enumerate(group.refs)
     }
-    already = {id(main) for group, _ in places.values() for main in group.main_parameters}
-    held = [p for settings in optimizer.param_groups for p in settings["params"]]
-    if held and not any(id(p) in places or id(p) in already for p in held):
-        raise ValueError(
-            f"{type(optimizer).__name__} holds {len(held)} parameters and none of them is in the "
-            "module: build it with optimizer = ...(model.parameters()) before (or after) sharding "
-            "that same model"
-        )
-    apart = [p for p in held if id(p) in places and _main_of(p, places) is not p]
-    if isinstance(optimizer, torch.optim.LBFGS) and apart:
-        group, index = places[id(apart[0])]
-        raise ValueError(
-            f"LBFGS keeps its own list of parameters, and {group.refs[index].name} gets a main "
-            "parameter beside it (its weights are cut over ranks, or kept in fewer bits), so it "
-            "would train nothing: use strategy 0 with fp32 weights, or another optimizer"
-        )
+    mains = {id(main) for group, _ in places.values() for main in group.main_parameters}
+    apart = {
+        id(ref.parameter): ref.name
+        for group, index in places.values()
+        if group.main_parameters[index] is not (ref := group.refs[index]).parameter
+    }
+    refuse_optimizer(optimizer, mains | places.keys(), apart)
     for group, _ in places.values():
         group.has_optimizer = True
     for settings in optimizer.param_groups:
@@ -60,6 +50,36 @@ def point_optimizer_at(optimizer: Optimizer, groups: Iterable[ParameterGroup]) -
             optimizer.state[main] = {
                 name: cut_state(value, group, index) for name, value in state.items()
             }
+
+
+def refuse_optimizer(
+    optimizer: Optimizer, known: Collection[int], apart: Mapping[int, str]
+) -> None:
+    """Refuse an optimizer that cannot be pointed at main parameters.
+
+    Args:
+        optimizer: any.
+        known: `id`s of the module's parameters, and of main ones that stand for them.
+        apart: names, by `id`, of those that have (or will have) a main parameter beside them.
+
+    Raises:
+        ValueError: if the optimizer holds none of the module's parameters, or is an LBFGS (which
+            keeps a list of them to itself) and main parameters are others than the module's.
+    """
+    held = [id(p) for settings in optimizer.param_groups for p in settings["params"]]
+    if held and not any(one in known for one in held):
+        raise ValueError(
+            f"{type(optimizer).__name__} holds {len(held)} parameters and none of them is in the "
+            "module: build it with optimizer = ...(model.parameters()) before (or after) sharding "
+            "that same model"
+        )
+    missed = [apart[one] for one in held if one in apart]
+    if isinstance(optimizer, torch.optim.LBFGS) and missed:
+        raise ValueError(
+            f"LBFGS keeps its own list of parameters, and {missed[0]} gets a main "
+            "parameter beside it (its weights are cut over ranks, or kept in fewer bits), so it "
+            "would train nothing: use strategy 0 with fp32 weights, or another optimizer"
+        )
 
 
 def _main_of(

@@ -41,8 +41,9 @@ class ShardedOptimizer(Optimizer):
     Args:
         optimizer: made over the module's parameters.
         module: what the wrapper returned.
-        mesh: the mesh the module was wrapped over. With tp, pp or ep a plain `GradScaler` is
-            refused, whose ranks would decide each for themselves: use `ShardedGradScaler`.
+        mesh: the mesh the module was wrapped over. Where its ranks hold other parameters (tp, pp,
+            ep, expert_tp) a plain `GradScaler` is refused, whose ranks would decide each for
+            themselves: use `ShardedGradScaler`.
 
     Raises:
         TypeError: if the module was not wrapped by Lamina.
@@ -56,7 +57,8 @@ class ShardedOptimizer(Optimizer):
         point_optimizer_at(optimizer, groups)
         self.optimizer = optimizer
         self._groups = groups
-        self.overflow_agreed = not _cuts_models(mesh)
+        ranks = (mesh.mesh if isinstance(mesh, ParallelMesh) else mesh).size()
+        self.overflow_agreed = all(group.axes.size == ranks for group in groups)
         """Whether a gradient scaler's ranks see the same overflow (`ShardedGradScaler` says so)."""
         self._place = {
             id(main): (group, index)
@@ -102,6 +104,12 @@ class ShardedOptimizer(Optimizer):
                 f"{len(self.optimizer.param_groups)} groups and had {len(self.param_groups)} when "
                 "it was wrapped: add_param_group() before ShardedOptimizer(optimizer, module, mesh)"
             )
+        try:
+            return self._step(closure)
+        finally:
+            self._flat_step.restore(self.optimizer)
+
+    def _step(self, closure: Callable[[], float] | None) -> float | None:
         if closure is None:
             return self.optimizer.step()
         if isinstance(self.optimizer, torch.optim.LBFGS):
@@ -119,12 +127,12 @@ class ShardedOptimizer(Optimizer):
         """What a `GradScaler` asks before it steps: gradients are unscaled by it, not here.
 
         Raises:
-            RuntimeError: where the scaler would not see the overflows of other tp, pp or ep ranks.
+            RuntimeError: where the scaler would not see overflows of ranks with other parameters.
         """
         if not self.overflow_agreed:
             raise RuntimeError(
-                "torch's GradScaler looks at this rank's gradients, and ranks along tp, pp and ep "
-                "hold others, so some would skip a step that the rest make: use "
+                "torch's GradScaler looks at this rank's gradients, and ranks along tp, pp, ep and "
+                "expert_tp hold others, so some would skip a step that the rest make: use "
                 "lamina.ddp.ShardedGradScaler(mesh)"
             )
         return False
@@ -283,16 +291,6 @@ class ShardedOptimizer(Optimizer):
         if isinstance(value, ShardedTensor) or not isinstance(parameter, ShardedTensor):
             return value
         return cut_state(value, *self._place[id(parameter)])
-
-
-def _cuts_models(mesh: ParallelMesh | DeviceMesh) -> bool:
-    """Whether ranks hold other parameters, and not only other pieces of the same."""
-    device_mesh = mesh.mesh if isinstance(mesh, ParallelMesh) else mesh
-    names = device_mesh.mesh_dim_names or ()
-    sizes = dict(zip(names, device_mesh.shape, strict=False))
-    if isinstance(mesh, ParallelMesh) and mesh.layout.ep > 1:
-        return True
-    return any(sizes.get(name, 1) > 1 for name in ("tp", "pp", "ep"))
 
 
 def _refuse_cut_tensors(optimizer: Optimizer, groups: Iterable[ParameterGroup]) -> None:

@@ -8,8 +8,8 @@ from collections.abc import Iterable
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from lamina.collectives import all_reduce_small
-from lamina.mesh import MeshAxis, ParallelMesh, mesh_axis
+from lamina.collectives import all_reduce_small, host_device
+from lamina.mesh import MeshAxis, ParallelMesh, axis_if_there
 
 __all__ = ["tied_axis"]
 
@@ -30,7 +30,7 @@ def tied_axis(names: Iterable[str], mesh: ParallelMesh | DeviceMesh) -> MeshAxis
         ValueError: for a tie to a stage in between, or one that only one of the two stages knows.
     """
     held = sorted(names)
-    stages = _stages(mesh)
+    stages = axis_if_there(mesh, "pp")
     if stages is None or stages.size == 1:
         return None
     first_or_last = stages.rank in (0, stages.size - 1)
@@ -58,8 +58,10 @@ def tied_axis(names: Iterable[str], mesh: ParallelMesh | DeviceMesh) -> MeshAxis
 def _agree(held: list[str], axis: MeshAxis, device_type: str) -> None:
     """Raise ValueError on both stages if they hold other names."""
     number = zlib.crc32("\0".join(held).encode()) if held else 0
-    extremes = torch.tensor([number, -number], dtype=torch.int64, device=device_type)
-    all_reduce_small([extremes], axis.sibling("reduce"), op="max")
+    group = axis.sibling("reduce")
+    device = host_device([group], device_type)
+    extremes = torch.tensor([number, -number], dtype=torch.int64, device=device)
+    all_reduce_small([extremes], group, op="max")
     largest, negated = extremes.tolist()
     if largest != -negated:
         raise ValueError(
@@ -67,9 +69,3 @@ def _agree(held: list[str], axis: MeshAxis, device_type: str) -> None:
             f"{held or 'nothing'}, and the stage at the other end of the pipeline others: mark "
             "both copies of a tied parameter with the same name, and freeze both or none"
         )
-
-
-def _stages(mesh: ParallelMesh | DeviceMesh) -> MeshAxis | None:
-    if isinstance(mesh, DeviceMesh) and "pp" not in (mesh.mesh_dim_names or ()):
-        return None
-    return mesh_axis(mesh, "pp")

@@ -15,11 +15,12 @@ from torch.optim import Optimizer
 from lamina.buffers import ShardedTensor
 from lamina.ddp.decoupled import show_decoupled, shows_decoupled
 from lamina.ddp.group import ParameterGroup
+from lamina.ddp.stand_ins import StandIns
 
 __all__ = ["WholeStep"]
 
 
-class WholeStep:
+class WholeStep(StandIns):
     """Gives an optimizer plain parameters for the time of a step.
 
     Tensors that are cut all the same are left as `ShardedTensor`s, which do what is right on a
@@ -33,9 +34,7 @@ class WholeStep:
     def __init__(self, optimizer: Optimizer, groups: Iterable[ParameterGroup]) -> None:
         self._plain: dict[int, nn.Parameter | None] = {}
         self.add(groups)
-        self._held: list[list[nn.Parameter]] = []
-        optimizer.register_step_pre_hook(self._before)
-        optimizer.register_step_post_hook(self._after)
+        super().__init__(optimizer)
 
     def add(self, groups: Iterable[ParameterGroup]) -> None:
         """More groups whose main parameters the optimizer holds."""
@@ -49,9 +48,16 @@ class WholeStep:
                         self._plain[id(main)] = None
 
     def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.restore(optimizer)
         if not self._plain:
             return
-        self._held = [list(group["params"]) for group in optimizer.param_groups]
+        if kwargs.get("closure", args[1] if len(args) > 1 else None) is not None:
+            raise RuntimeError(
+                f"{type(optimizer).__name__}.step(closure): the whole tensors that it updates are "
+                "made before the closure runs, without the gradients that it will compute: run "
+                "the closure first, then step()"
+            )
+        self._hold(optimizer)
         for settings in optimizer.param_groups:
             settings["params"] = [
                 chosen
@@ -76,15 +82,15 @@ class WholeStep:
         return plain
 
     def _after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        for settings, held in zip(optimizer.param_groups, self._held, strict=False):
-            settings["params"] = held
-            for main in held:
-                plain = self._plain.get(id(main))
-                if plain is not None:
-                    plain.grad = None
-                    if plain in optimizer.state:
-                        optimizer.state[main] = optimizer.state.pop(plain)
-        self._held = []
+        self._put_back(optimizer, stepped=True)
+
+    def _put_back(self, optimizer: Optimizer, *, stepped: bool) -> None:
+        for main in (parameter for held in self._release(optimizer) for parameter in held):
+            plain = self._plain.get(id(main))
+            if plain is not None:
+                plain.grad = None
+                if plain in optimizer.state:
+                    optimizer.state[main] = optimizer.state.pop(plain)
 
 
 def _plain_state(state: dict[str, Any]) -> dict[str, Any]:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar, overload
+from typing import TYPE_CHECKING, TypeVar, overload
 
 import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy as TorchPolicy
+from torch.distributed.fsdp import OffloadPolicy
 from torch.optim import Optimizer
 
 from lamina.ddp import FlatStep, point_optimizer_at, show_decoupled, warn_of_unfinished_steps
@@ -85,7 +86,7 @@ def fully_shard(
     fsdp_db_use_persist_buf_on_alloc_fail: bool = False,
     reduction: str = "ordered",
     reproducible: bool = False,
-    offload_policy: Any = None,
+    offload_policy: OffloadPolicy | None = None,
     reshard_after_forward: bool | None = None,
     check_order: bool = False,
     init_module: Callable[[nn.Module], None] | None = None,
@@ -105,7 +106,7 @@ def fully_shard(
         optimizer: any torch optimizer over the module's parameters. The object stays the same one:
             its groups and schedulers stay attached, its parameters are re-pointed.
         device_mesh: a `ParallelMesh` or a torch `DeviceMesh` with named dimensions; None builds
-            one axis over the whole world.
+            one axis over the whole world, of GPUs if it runs NCCL and there are some.
         fsdp_unit_modules: classes, or import strings, of the modules that are gathered and
             released as units; None finds repeated blocks and large embeddings by themselves.
         dp_shard_dim: name (or names, taken as one axis) of the mesh dimension to shard along; by
@@ -154,8 +155,9 @@ def fully_shard(
         fsdp_group_ag: communicator for gathers, over the sharding dimension's ranks; by default
             one is made.
         expt_fsdp_group_ag: the same for expert parameters.
-        device: where the model computes: parameters and buffers are moved there; by default the
-            mesh's. Under a mesh of CPUs a model stays on the accelerator it is on.
+        device: where the model computes: parameters and buffers are moved there, and inputs have to
+            be there (`Runtime.device`); by default the mesh's. Under a mesh of CPUs a model stays
+            on the accelerator it is on.
         disable_bucketing: a buffer, and so a collective, for every parameter.
         disable_symmetric_registration: with `nccl_ub`, user buffers without symmetric windows.
         enable_fine_grained_param_gather: gather module by module instead of unit by unit. Modules
@@ -203,9 +205,11 @@ def fully_shard(
     refuse_sharded(module)
     arguments = Arguments(module, optimizer, given)
     settings = arguments.settings()
+    arguments.refuse_optimizer(settings)
     if not preproc_state_dict_for_dcp_ckpt:
         refuse_parts(module, model_axes(arguments.meshes))
     sharded = shard_model(module, settings)
+    arguments.keep_transposes()
     sharded.set_model_auto_sync(sync_model_each_microbatch)
     if reshard_after_forward is not None:
         sharded.set_reshard_after_forward(reshard_after_forward)

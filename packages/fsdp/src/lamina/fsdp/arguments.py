@@ -15,6 +15,7 @@ from lamina.ddp import (
     DataParallelAxes,
     Strategy,
     collect_parameters,
+    refuse_optimizer,
     resolve_reduction,
     resolve_strategy,
 )
@@ -25,13 +26,15 @@ from lamina.fsdp.module import is_sharded
 from lamina.fsdp.offload import Offload, resolve_offload
 from lamina.fsdp.parts import beside_parts
 from lamina.fsdp.precision import MixedPrecisionPolicy, policy_from
-from lamina.fsdp.sharding import ShardingSettings
+from lamina.fsdp.sharding import ShardingSettings, updated_apart
 from lamina.fsdp.whole_tensors import needs_whole_tensors
 from lamina.mesh import ParallelLayout, ParallelMesh, require_overlap
 
 __all__ = ["Arguments", "refuse_sharded"]
 
 T = TypeVar("T")
+
+_TRANSPOSES = "keep_fp8_transpose_cache"
 
 
 class Arguments:
@@ -55,12 +58,12 @@ class Arguments:
         _check_meta(module, given["init_model_with_meta_device"])
         _check_outer(given)
         if given["device_mesh"] is None:
-            kind = "cuda" if torch.cuda.is_available() else "cpu"
-            self.given["device_mesh"] = ParallelLayout().build(kind)
+            self.given["device_mesh"] = ParallelLayout().build()
         if given["overlap_grad_reduce"] or given["overlap_param_gather"]:
             require_overlap("fully_shard(overlap_grad_reduce=, overlap_param_gather=)")
         self.meshes = _those_of(MeshArguments, self.given)
         self.buffers = _those_of(BufferArguments, self.given)
+        self._transposing: list[nn.Module] = []
 
     def settings(self) -> ShardingSettings:
         """Everything resolved, and checked against this machine.
@@ -81,7 +84,7 @@ class Arguments:
         _check_order(given["check_order"], strategy)
         self.buffers.check(dense, device, gathers=_gathers(strategy))
         if given["keep_fp8_transpose_cache"]:
-            _keep_transposes(self.module)
+            self._transposing = _with_transposes(self.module)
         axes = [dense] if expert is None else [dense, expert]
         gathering = [one.inner.sibling("gather") for one in axes]
         return ShardingSettings(
@@ -112,6 +115,18 @@ class Arguments:
             init_module=given["init_module"],
             check_order=given["check_order"],
         )
+
+    def refuse_optimizer(self, settings: ShardingSettings) -> None:
+        """Raise ValueError if the optimizer could not be pointed at what it would update."""
+        if self.optimizer is not None:
+            refs = collect_parameters(self.module)
+            known = {id(ref.parameter) for ref in refs}
+            refuse_optimizer(self.optimizer, known, updated_apart(refs, settings))
+
+    def keep_transposes(self) -> None:
+        """Tell modules to keep transposes, if that was asked for; after the last refusal."""
+        for module in self._transposing:
+            setattr(module, _TRANSPOSES, True)
 
     def _axes(self) -> tuple[DataParallelAxes, DataParallelAxes | None]:
         dense, expert = resolve_meshes(self.meshes)
@@ -202,9 +217,9 @@ def _check_codec(policy: MixedPrecisionPolicy, strategy: Strategy, offload: Offl
         )
 
 
-def _keep_transposes(module: nn.Module) -> None:
-    """Tell the modules that multiply in FP8 to keep their transposed weights until backward."""
-    name = "keep_fp8_transpose_cache"
+def _with_transposes(module: nn.Module) -> list[nn.Module]:
+    """The modules that multiply in FP8 and can keep their transposed weights until backward."""
+    name = _TRANSPOSES
     found = [child for child in module.modules() if hasattr(child, name)]
     if not found:
         raise UnavailableError(
@@ -212,8 +227,7 @@ def _keep_transposes(module: nn.Module) -> None:
             f"attribute {name}), so there is no transpose to keep: use layers that do, such as "
             "lamina.models with Precision(backend='torch-fp8'), or leave it False"
         )
-    for child in found:
-        setattr(child, name, True)
+    return found
 
 
 def _check_meta(module: nn.Module, expected: bool) -> None:

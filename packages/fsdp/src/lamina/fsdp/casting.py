@@ -42,6 +42,8 @@ def check_patterns(module: nn.Module, policy: MixedPrecisionPolicy) -> None:
 def cast_buffers(modules: Iterable[tuple[str, nn.Module]], policy: MixedPrecisionPolicy) -> None:
     """Give floating buffers the policy's dtype; one that several modules hold stays one.
 
+    Buffers that a module names in an attribute `full_precision_buffers` stay as they are.
+
     Args:
         modules: with the names that patterns are about.
         policy: its `buffer_dtype`, and `keep_full_precision` for buffers to leave alone.
@@ -50,9 +52,12 @@ def cast_buffers(modules: Iterable[tuple[str, nn.Module]], policy: MixedPrecisio
         return
     made: dict[int, torch.Tensor] = {}
     for prefix, module in modules:
+        full = getattr(module, "full_precision_buffers", ())
         for name, buffer in module._buffers.items():
             path = f"{prefix}.{name}" if prefix else name
-            if buffer is None or not buffer.is_floating_point() or _kept(path, policy):
+            if buffer is None or not buffer.is_floating_point():
+                continue
+            if name in full or _kept(path, policy):
                 continue
             module._buffers[name] = made.setdefault(id(buffer), buffer.to(policy.buffer_dtype))
 
@@ -63,7 +68,8 @@ def keep_modules(
     """Let modules that are wholly kept in full precision take and give the compute dtype.
 
     Their inputs of `param_dtype` are cast to the dtype of their weights, and then their outputs
-    back. Modules that also hold (or contain) weights of `param_dtype` are left alone.
+    back. Left alone are modules that also hold (or contain) weights of `param_dtype`, and those
+    with an attribute `casts_itself = True`, which compute in full precision by themselves.
 
     Args:
         modules: where to look.
@@ -75,6 +81,8 @@ def keep_modules(
         return
     kept = {id(ref.parameter) for ref in refs if _kept(ref.name, policy)}
     for module in modules:
+        if getattr(module, "casts_itself", False):
+            continue
         own = [p for p in module._parameters.values() if p is not None]
         if own and all(id(parameter) in kept for parameter in module.parameters()):
             wide = own[0].dtype

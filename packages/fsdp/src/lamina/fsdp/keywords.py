@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy as TorchPolicy
+from torch.distributed.fsdp import OffloadPolicy
 
 from lamina.fsdp.precision import MixedPrecisionPolicy
 from lamina.mesh import ParallelMesh
@@ -54,7 +55,7 @@ class FullyShardSettings(TypedDict, total=False):
     fsdp_db_use_persist_buf_on_alloc_fail: bool
     reduction: str
     reproducible: bool
-    offload_policy: Any
+    offload_policy: OffloadPolicy | None
     reshard_after_forward: bool | None
     check_order: bool
     init_module: Callable[[nn.Module], None] | None
@@ -68,6 +69,6 @@ class ShardModuleSettings(TypedDict, total=False):
 
     reshard_after_forward: bool | int | None
     mp_policy: Any
-    offload_policy: Any
+    offload_policy: OffloadPolicy | None
     ignored_params: Iterable[nn.Parameter] | None
     device: torch.device | str | None

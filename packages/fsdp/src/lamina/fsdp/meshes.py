@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from lamina.ddp import DataParallelAxes, check_dimensions, data_parallel_axes
-from lamina.mesh import AxisError, MeshAxis, ParallelMesh, mesh_axis
+from lamina.mesh import AxisError, MeshAxis, ParallelMesh, axis_if_there, mesh_axis
 
 __all__ = ["MeshArguments", "ModelAxes", "computing_device", "model_axes", "resolve_meshes"]
 
@@ -107,15 +107,9 @@ def model_axes(arguments: MeshArguments) -> ModelAxes:
     """The tensor- and expert-parallel axes: `tp_dim`, or those named as a ParallelMesh has them."""
     mesh = arguments.device_mesh
     expert = arguments.expt_device_mesh or mesh
-    tp = _axis_if_there(mesh, arguments.tp_dim or "tp")
-    found = _axis_if_there(expert, "expert_tp"), _axis_if_there(expert, "ep")
+    tp = axis_if_there(mesh, arguments.tp_dim or "tp")
+    found = axis_if_there(expert, "expert_tp"), axis_if_there(expert, "ep")
     return ModelAxes(tp, *found)
-
-
-def _axis_if_there(mesh: ParallelMesh | DeviceMesh, name: str) -> MeshAxis | None:
-    if isinstance(mesh, DeviceMesh) and name not in (mesh.mesh_dim_names or ()):
-        return None
-    return mesh_axis(mesh, name)
 
 
 def _check_tp(arguments: MeshArguments, name: str) -> None:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
+from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 
 from lamina.buffers import FlatBuffer
 from lamina.collectives import Handle, all_gather_into
@@ -43,12 +44,16 @@ class Offload:
 
 
 def resolve_offload(
-    policy: Any, device: torch.device, axes: DataParallelAxes, *, gathers: bool = True
+    policy: OffloadPolicy | None,
+    device: torch.device,
+    axes: DataParallelAxes,
+    *,
+    gathers: bool = True,
 ) -> Offload | None:
     """What torch FSDP2's `OffloadPolicy` or `CPUOffloadPolicy` asks for; None for nothing.
 
     Args:
-        policy: torch's, or None.
+        policy: torch's (or of a class derived from one), or None.
         device: where the model computes.
         axes: data-parallel axes.
         gathers: whether the strategy gathers weights.
@@ -58,10 +63,9 @@ def resolve_offload(
         ValueError: for a strategy that keeps weights whole on the device.
         UnavailableError: if the process group cannot reach host memory.
     """
-    name = type(policy).__name__
-    if policy is None or name == "OffloadPolicy":
+    if policy is None or type(policy) is OffloadPolicy:
         return None
-    if name != "CPUOffloadPolicy":
+    if not isinstance(policy, CPUOffloadPolicy):
         raise TypeError(
             f"offload_policy={policy!r}: use torch.distributed.fsdp.CPUOffloadPolicy(), or "
             "OffloadPolicy() for none"
@@ -80,7 +84,7 @@ def resolve_offload(
                 "full_tensor() could not reach them: start the world with init_distributed(), or "
                 'backend="cpu:gloo,cuda:nccl"'
             )
-    return Offload(pinned=bool(policy.pin_memory) and device.type == "cuda")
+    return Offload(pinned=policy.pin_memory and device.type == "cuda")
 
 
 class SideStream:

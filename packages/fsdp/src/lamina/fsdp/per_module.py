@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import OffloadPolicy
 
 from lamina.buffers import StoragePool
 from lamina.ddp import (
@@ -123,7 +124,7 @@ def shard_module(
     *,
     reshard_after_forward: bool | int | None = None,
     mp_policy: Any = None,
-    offload_policy: Any = None,
+    offload_policy: OffloadPolicy | None = None,
     ignored_params: Iterable[nn.Parameter] | None = None,
     device: torch.device | str | None = None,
 ) -> ModuleWithUnit | list[ModuleWithUnit]:
@@ -166,7 +167,7 @@ def shard_module(
     for one in modules:
         localise_dtensors(one, ignored)
     if mesh is None:
-        mesh = ParallelLayout().build("cuda" if torch.cuda.is_available() else "cpu")
+        mesh = ParallelLayout().build()
     settings = _settings(around, mesh, mp_policy, offload_policy, device)
     keep = _resharding(reshard_after_forward, settings)
     inner = tuple(m for m in around.modules() if isinstance(m, ModuleWithUnit))
@@ -214,7 +215,7 @@ def _settings(
     module: nn.Module,
     mesh: ParallelMesh | DeviceMesh,
     mp_policy: Any,
-    offload_policy: Any,
+    offload_policy: OffloadPolicy | None,
     device: torch.device | str | None,
 ) -> ShardingSettings:
     names: dict[str, Any] = {}

@@ -31,7 +31,8 @@ class MixedPrecisionPolicy:
         keep_full_precision: names (`fnmatch` patterns over qualified names) of the parameters that
             are left out of `param_dtype`, and of the buffers that are left out of `buffer_dtype`,
             such as "*norm*". A module all of whose parameters are kept has its inputs of
-            `param_dtype` cast to theirs, and its outputs back.
+            `param_dtype` cast to theirs, and its outputs back, unless its attribute `casts_itself`
+            is True. Buffers named in a module's `full_precision_buffers` are always left out.
         weight_codec: keeps and gathers weights in another dtype with side data per block (see
             `WeightCodec`); needs `zero_dp_strategy=3`. Frozen parameters and those left out of
             `param_dtype` are encoded too.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import fnmatch
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -247,6 +247,20 @@ def check_gradient_dtypes(plan: UnitPlan, settings: ShardingSettings) -> None:
             f"{dtypes.wire}{over}, and their sum is kept in {kept}: use that{other}, or "
             "reproducible=True"
         )
+
+
+def updated_apart(refs: Iterable[ParameterRef], settings: ShardingSettings) -> dict[int, str]:
+    """Names, by `id`, of the parameters that will get a main parameter beside them."""
+    placements = settings.strategy.placements.optimizer_state
+    found: dict[int, str] = {}
+    for ref in refs:
+        axes = settings.expert if ref.role.expert and settings.expert else settings.dense
+        dtypes = settings.precision.dtypes(ref.parameter.dtype, keep=_kept(ref, settings.precision))
+        cut = any(isinstance(one, Shard) for one in axes.effective(placements))
+        encoded = _encoded(ref, settings.precision) or settings.offload is not None
+        if cut or encoded or dtypes.main != dtypes.weights:
+            found[id(ref.parameter)] = ref.name
+    return found
 
 
 def _check_budgets(plans: Sequence[UnitPlan], settings: ShardingSettings) -> None:

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from lamina.collectives import broadcast
 from lamina.ddp import DataParallel, MemoryPlan, ParameterGroup
 from lamina.fsdp.units import plan_units
-from lamina.mesh import ParallelMesh, mesh_axis, require_overlap, role_of
+from lamina.mesh import MODEL_AXES, ParallelMesh, mesh_axis, require_overlap, role_of
 
 __all__ = ["TorchFullyShardedDataParallel", "TorchFullyShardedDataParallelConfig"]
 
@@ -234,7 +234,7 @@ def _pieces(tensor: torch.Tensor) -> int:
 def _mesh_for_torch(mesh: ParallelMesh | DeviceMesh) -> DeviceMesh:
     if not isinstance(mesh, ParallelMesh):
         for name, size in zip(mesh.mesh_dim_names or (), mesh.shape, strict=False):
-            if name in ("tp", "pp", "ep", "expert_tp") and size > 1:
+            if name in MODEL_AXES and size > 1:
                 raise ValueError(
                     f"the {size} ranks along {name!r} hold different parts of the model, and "
                     "torch's FSDP2 takes all of its mesh for data-parallel: pass mesh['dp'] alone"

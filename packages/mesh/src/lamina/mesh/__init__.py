@@ -1,6 +1,6 @@
 """Process start-up, parallel layout, device meshes, rank RNG and environment checks."""
 
-from lamina.mesh.axis import MeshAxis, mesh_axis
+from lamina.mesh.axis import MeshAxis, axis_if_there, mesh_axis
 from lamina.mesh.checks import EnvironmentProblem, require_overlap
 from lamina.mesh.doctor import check_environment
 from lamina.mesh.errors import (
@@ -11,7 +11,13 @@ from lamina.mesh.errors import (
     OverlapError,
     RendezvousError,
 )
-from lamina.mesh.layout import DENSE_AXES, DERIVED_AXES, EXPERT_AXES, ParallelLayout
+from lamina.mesh.layout import (
+    DENSE_AXES,
+    DERIVED_AXES,
+    EXPERT_AXES,
+    MODEL_AXES,
+    ParallelLayout,
+)
 from lamina.mesh.machine import Machine
 from lamina.mesh.parallel_mesh import ParallelMesh
 from lamina.mesh.rng import (
@@ -31,6 +37,7 @@ __all__ = [
     "DENSE_AXES",
     "DERIVED_AXES",
     "EXPERT_AXES",
+    "MODEL_AXES",
     "AxisError",
     "Environment",
     "EnvironmentProblem",
@@ -47,6 +54,7 @@ __all__ = [
     "Role",
     "Runtime",
     "Seeded",
+    "axis_if_there",
     "check_environment",
     "copy_role",
     "copy_roles",

@@ -90,6 +90,21 @@ def mesh_axis(mesh: ParallelMesh | DeviceMesh, name: str | Sequence[str]) -> Mes
     return mesh.axis(name)
 
 
+def axis_if_there(mesh: ParallelMesh | DeviceMesh, name: str) -> MeshAxis | None:
+    """The axis `name` of any mesh; None of a DeviceMesh without a dimension of that name.
+
+    Args:
+        mesh: a ParallelMesh, or a torch DeviceMesh whose dimensions have names.
+        name: an axis' name.
+
+    Raises:
+        AxisError: a ParallelMesh has no such axis.
+    """
+    if isinstance(mesh, DeviceMesh) and name not in (mesh.mesh_dim_names or ()):
+        return None
+    return mesh_axis(mesh, name)
+
+
 def _device_mesh_axis(mesh: DeviceMesh, names: tuple[str, ...]) -> MeshAxis:
     mesh = _flattened_by_torch(mesh, names) or mesh
     dims = _dimensions(mesh, names)

@@ -21,6 +21,9 @@ DENSE_AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 EXPERT_AXES = ("pp", "dp_replicate", "expert_dp", "ep", "expert_tp")
 """Axes of expert parameters over the same ranks, outermost first."""
 
+MODEL_AXES = ("pp", "tp", "ep", "expert_tp")
+"""Axes along which ranks hold different parts of a model (of its experts: the last two)."""
+
 DERIVED_AXES: Mapping[str, tuple[str, ...]] = {
     "dp": ("dp_replicate", "dp_shard"),
     "dp_cp": ("dp_replicate", "dp_shard", "cp"),
@@ -121,7 +124,8 @@ class ParallelLayout:
         """The mesh of this layout over the ranks of the running job. Collective over all ranks.
 
         Args:
-            device_type: "cpu" or "cuda"; by default "cuda" if the job runs NCCL and "cpu" if not.
+            device_type: "cpu" or "cuda"; by default "cuda" if the job runs NCCL, and there is a
+                GPU, else "cpu".
 
         Raises:
             LayoutError: the layout does not fit the job's world size.

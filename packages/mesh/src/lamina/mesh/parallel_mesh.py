@@ -21,7 +21,8 @@ class ParallelMesh:
 
     Args:
         layout: an axis may still be -1.
-        device_type: "cpu" or "cuda"; by default "cuda" if the job runs NCCL and "cpu" if not.
+        device_type: "cpu" or "cuda"; by default "cuda" if the job runs NCCL, and there is a GPU,
+            else "cpu".
 
     The groups of the five dense axes are made here, so building is collective over all ranks;
     every other group (expert axes, axes taken as one, siblings, the embedding group) is made when
@@ -195,5 +196,7 @@ def _axis_name(parts: tuple[str, ...]) -> str:
 
 
 def _default_device_type() -> str:
-    # gloo and fake carry CUDA tensors too, so only NCCL says that the job is meant for GPUs.
-    return "cuda" if "nccl" in str(dist.get_backend_config()) else "cpu"
+    # gloo and fake carry CUDA tensors too, so only NCCL says that the job is meant for GPUs; torch
+    # names it for CUDA where there is none, too.
+    asked = "nccl" in str(dist.get_backend_config())
+    return "cuda" if asked and torch.cuda.is_available() else "cpu"

@@ -1,18 +1,16 @@
 """The one reader of environment variables: everything that Lamina's layers take from them.
 
-Layers above never read os.environ. They call `environment()` and read fields or options, so what
+Layers above never read os.environ. They call `environment()` and read its fields, so what
 a run depends on can be listed, and a test can pass a dictionary instead.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from lamina.mesh.errors import EnvironmentVariableError
-
-_PREFIX = "LAMINA_"
 
 
 @dataclass(frozen=True)
@@ -54,11 +52,6 @@ class Environment:
         """Ranks of this job on this machine, if the launcher says so."""
         return self.integer("LOCAL_WORLD_SIZE", minimum=1)
 
-    @property
-    def restart_count(self) -> int:
-        """How often torchrun's agent on this machine restarted its workers after a failure."""
-        return self.integer("TORCHELASTIC_RESTART_COUNT", minimum=0) or 0
-
     def flag(self, name: str) -> bool:
         """Whether `name` is set to something that means yes.
 
@@ -89,26 +82,6 @@ class Environment:
             ) from None
         if value < minimum:
             raise EnvironmentVariableError(f"{name}={value} is below its minimum, {minimum}.")
-        return value
-
-    def option(self, name: str, *, default: str, choices: Collection[str]) -> str:
-        """Lamina's own option `name`, which users set as LAMINA_<NAME> in capitals.
-
-        Args:
-            name: such as "collectives".
-            default: what holds where the variable is unset.
-            choices: the values there are.
-
-        Raises:
-            EnvironmentVariableError: the variable holds something else.
-        """
-        variable = _PREFIX + name.upper()
-        value = self.variables.get(variable, "").strip() or default
-        if value not in choices:
-            raise EnvironmentVariableError(
-                f"{variable}={value!r}: choose one of {', '.join(sorted(choices))}, "
-                f"or unset it for {default!r}."
-            )
         return value
 
 

@@ -92,6 +92,8 @@ class StateSpaceScan(nn.Module):
 
     """
 
+    casts_itself = True  # read by wrappers that cast the inputs of modules they keep in fp32
+
     def __init__(self, sizes: MambaConfig, heads: int, axis: MeshAxis | None) -> None:
         super().__init__()
         self.sizes = sizes

@@ -1,0 +1,37 @@
+"""Optimizers that cannot be pointed at shards: refused before anything is changed."""
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from lamina.fsdp import MixedPrecisionPolicy, fully_shard
+
+
+class Caching(nn.Linear):
+    keep_fp8_transpose_cache = False
+
+
+def build():
+    return nn.Sequential(Caching(8, 8), nn.Linear(8, 8))
+
+
+@pytest.mark.ranks(2)
+def test_a_model_whose_optimizer_is_refused_is_as_it_was(ranks):
+    mesh = {"device_mesh": init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))}
+    model = build()
+    before = dict(model.named_parameters())
+    bf16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    lbfgs = torch.optim.LBFGS(model.parameters())
+    for optimizer, says, settings in (
+        (torch.optim.SGD(build().parameters(), lr=0.1), "none of them is in the module", {}),
+        (lbfgs, r"LBFGS keeps its own list of parameters, and 0\.weight", {}),
+        (lbfgs, "LBFGS", {"zero_dp_strategy": 1}),
+        (lbfgs, "LBFGS", {"zero_dp_strategy": 0, "mixed_precision_policy": bf16}),
+    ):
+        with pytest.raises(ValueError, match=says):
+            fully_shard(model, optimizer, keep_fp8_transpose_cache=True, **settings, **mesh)
+        assert all(p is before[name] for name, p in model.named_parameters())
+        assert not model[0].keep_fp8_transpose_cache
+    fully_shard(model, lbfgs, keep_fp8_transpose_cache=True, zero_dp_strategy=0, **mesh)
+    assert model[0].keep_fp8_transpose_cache

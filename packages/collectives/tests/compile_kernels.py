@@ -11,46 +11,13 @@ from __future__ import annotations
 
 import itertools
 import re
-import subprocess
 import sys
-import tempfile
-from pathlib import Path
-
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 
 from lamina.collectives.triton_kernels import finish_kernel, sum_kernel
 from lamina.collectives.triton_sum import CONFIGS, LEAVES, Config
+from lamina_testing.triton_targets import compile_kernel, resources
 
-CUOBJDUMP = next(Path(triton.__file__).parent.rglob("cuobjdump"))
-ALIGNED = [["tt.divisibility", 16]]
 NARROW = {"fp32": 4, "bf16": 2, "fp16": 2}
-
-
-def compiled(kernel, types, constants, aligned, capability, warps):
-    """Compile `kernel` whose arguments before its constants have `types`."""
-    signature = {**types, **dict.fromkeys(constants, "constexpr")}
-    names = list(signature)
-    values = {(names.index(name),): value for name, value in constants.items()}
-    return triton.compile(
-        ASTSource(kernel, signature, values, dict.fromkeys(aligned, ALIGNED)),
-        target=GPUTarget("cuda", capability, 32),
-        options={"num_warps": warps, "enable_fp_fusion": False},
-    )
-
-
-def resources(kernel) -> tuple[int, int]:
-    """Registers per thread and bytes of stack, which only spills use."""
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(kernel.asm["cubin"])
-        file.flush()
-        usage = subprocess.run(
-            [CUOBJDUMP, "-res-usage", file.name], capture_output=True, text=True, check=True
-        )
-    found = re.search(r"REG:(\d+) STACK:(\d+)", usage.stdout)
-    assert found is not None, usage.stdout
-    return int(found[1]), int(found[2])
 
 
 def check_sum(ranks: int, wire: str, output: str, config: Config, capability: int) -> str:
@@ -65,7 +32,9 @@ def check_sum(ranks: int, wire: str, output: str, config: Config, capability: in
     constants = {"COUNT": ranks, "SCALED": True, "ACCUMULATE": True, "NORM": True}
     constants |= {"BLOCK": config.block, "BLOCKS": config.blocks}
     aligned = [(0, rank) for rank in range(ranks)] + [(1,), (2,), (3,)]
-    kernel = compiled(sum_kernel, types, constants, aligned, capability, config.warps)
+    kernel = compile_kernel(
+        sum_kernel, types, constants, aligned, capability, config.warps, enable_fp_fusion=False
+    )
     ptx = kernel.asm["ptx"]
     loads, wide = (len(re.findall(p, ptx)) for p in (r"ld\.global", r"ld\.global\S*\.v4"))
     registers, stack = resources(kernel)
@@ -104,7 +73,7 @@ def main() -> None:
         print(f"sm_{capability}", check_sum(*case, capability))
     types = {"partials": "*fp64", "squared_norm": "*fp64", "nonfinite": "*i8", "count": "i32"}
     for capability in capabilities:
-        finish = compiled(finish_kernel, types, {"BLOCK": 2048}, [(0,)], capability, 8)
+        finish = compile_kernel(finish_kernel, types, {"BLOCK": 2048}, [(0,)], capability, 8)
         registers, stack = resources(finish)
         assert stack == 0
         print(f"sm_{capability} finish: {registers} registers, {stack} B stack")

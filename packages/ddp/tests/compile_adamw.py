@@ -7,19 +7,12 @@ For each dtype of the weights: no stack (registers did not spill), and every loa
 """
 
 import re
-import subprocess
 import sys
-import tempfile
-from pathlib import Path
-
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 
 from lamina.ddp.adamw_kernel import adamw_kernel
 from lamina.ddp.fused_adamw import BLOCK, WARPS
+from lamina_testing.triton_targets import compile_kernel, resources
 
-CUOBJDUMP = next(Path(triton.__file__).parent.rglob("cuobjdump"))
 SCALARS = ("lr", "log_beta1", "log_beta2", "rest1", "beta2", "rest2", "eps", "decay")
 
 
@@ -30,25 +23,9 @@ def main():
             types |= {"weights": "*" + weights, "numel": "i32", "step": "*fp32"}
             types |= dict.fromkeys(SCALARS, "fp32")
             constants = {"SIGN": 1, "DECOUPLED": True, "BLOCK": BLOCK}
-            signature = {**types, **dict.fromkeys(constants, "constexpr")}
-            names = list(signature)
-            kernel = triton.compile(
-                ASTSource(
-                    adamw_kernel,
-                    signature,
-                    {(names.index(name),): value for name, value in constants.items()},
-                    {(place,): [["tt.divisibility", 16]] for place in range(6)},
-                ),
-                target=GPUTarget("cuda", capability, 32),
-                options={"num_warps": WARPS},
-            )
-            with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-                file.write(kernel.asm["cubin"])
-                file.flush()
-                usage = subprocess.run(
-                    [CUOBJDUMP, "-res-usage", file.name], capture_output=True, text=True, check=True
-                ).stdout
-            registers, stack = map(int, re.search(r"REG:(\d+) STACK:(\d+)", usage).groups())
+            aligned = [(place,) for place in range(6)]
+            kernel = compile_kernel(adamw_kernel, types, constants, aligned, capability, WARPS)
+            registers, stack = resources(kernel)
             wide = len(re.findall(r"ld\.global\S*\.v4", kernel.asm["ptx"]))
             expected = 4 * BLOCK // (32 * WARPS) // 4
             line = f"sm_{capability} {weights}: {registers} registers, {stack} B stack, "

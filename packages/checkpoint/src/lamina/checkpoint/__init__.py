@@ -20,7 +20,7 @@ from lamina.checkpoint.per_rank import PerRank, RngState
 from lamina.checkpoint.plain_dcp import import_dcp
 from lamina.checkpoint.preemption import RESUME_EXIT_CODE, Preemption
 from lamina.checkpoint.progress import RestoreReport, SaveReport
-from lamina.checkpoint.weight_links import HuggingFaceWeights, WeightLink
+from lamina.checkpoint.weight_links import HuggingFaceLink, HuggingFaceWeights
 
 __all__ = [
     "RESUME_EXIT_CODE",
@@ -32,6 +32,7 @@ __all__ = [
     "CheckpointUnsafeError",
     "DataPosition",
     "Difference",
+    "HuggingFaceLink",
     "HuggingFaceWeights",
     "JoinedOptimizers",
     "PerRank",
@@ -39,7 +40,6 @@ __all__ = [
     "RestoreReport",
     "RngState",
     "SaveReport",
-    "WeightLink",
     "compare_checkpoints",
     "export_huggingface",
     "import_dcp",

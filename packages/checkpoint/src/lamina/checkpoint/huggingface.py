@@ -35,7 +35,7 @@ from lamina.checkpoint.safetensors_files import (
     index_text,
 )
 from lamina.checkpoint.together import Ranks
-from lamina.checkpoint.weight_links import Piece, WeightLink, pieces_of, weights_of
+from lamina.checkpoint.weight_links import HuggingFaceLink, Piece, pieces_of, weights_of
 from lamina.collectives import all_reduce_small
 
 _SMALL = ("config.json", INDEX)
@@ -180,7 +180,7 @@ class _Planned:
     """One of our tensors, the pieces that it goes in, and what each piece is in the files."""
 
     def __init__(
-        self, link: WeightLink, whole: Whole, parameter: bool, dtype: torch.dtype | None
+        self, link: HuggingFaceLink, whole: Whole, parameter: bool, dtype: torch.dtype | None
     ) -> None:
         self.whole = whole
         self.pieces = pieces_of(link, whole.shape)
@@ -212,7 +212,7 @@ def _export_one(
 
 
 def _write(
-    link: WeightLink, tensor: Tensor, planned: Sequence[Described], writer: _Export | None
+    link: HuggingFaceLink, tensor: Tensor, planned: Sequence[Described], writer: _Export | None
 ) -> None:
     """Write one piece; a function, so that nothing is held while the next one is gathered."""
     if writer is not None:
@@ -238,7 +238,7 @@ class _Export:
         for left in self._path.glob(".model*.safetensors.writing"):  # by one that was killed
             left.unlink()
 
-    def add(self, link: WeightLink, whole: Tensor, planned: Sequence[Described]) -> None:
+    def add(self, link: HuggingFaceLink, whole: Tensor, planned: Sequence[Described]) -> None:
         """Write a link's tensors. A failure is kept: the other ranks are still gathering."""
         if self.failure is not None:
             return
@@ -344,7 +344,7 @@ def import_huggingface(
     return left
 
 
-def _check_link(link: WeightLink, tensors: _Tensors, files: Files) -> None:
+def _check_link(link: HuggingFaceLink, tensors: _Tensors, files: Files) -> None:
     """Refuse, before anything changes, what the files lack or can't give."""
     part = tensors.part(link.ours)
     if part is None:
@@ -364,7 +364,7 @@ def _check_link(link: WeightLink, tensors: _Tensors, files: Files) -> None:
             )
 
 
-def _import_link(link: WeightLink, tensors: _Tensors, files: Files) -> None:
+def _import_link(link: HuggingFaceLink, tensors: _Tensors, files: Files) -> None:
     part = tensors.part(link.ours)
     if part is None:
         return

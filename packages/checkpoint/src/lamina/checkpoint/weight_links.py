@@ -11,7 +11,7 @@ from typing import Any, Protocol, cast
 from torch import Tensor, nn
 
 
-class WeightLink(Protocol):
+class HuggingFaceLink(Protocol):
     """One of a model's tensors and the tensors that it is in Hugging Face's files.
 
     A link of a tensor that is several of theirs put together may have a method ``pieces()`` that
@@ -65,7 +65,7 @@ class HuggingFaceWeights:
     """
 
     config: Mapping[str, Any]
-    links: Sequence[WeightLink]
+    links: Sequence[HuggingFaceLink]
 
 
 @dataclass(frozen=True)
@@ -81,10 +81,10 @@ class Piece:
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
-    link: WeightLink
+    link: HuggingFaceLink
 
 
-def pieces_of(link: WeightLink, shape: Sequence[int]) -> list[Piece]:
+def pieces_of(link: HuggingFaceLink, shape: Sequence[int]) -> list[Piece]:
     """Cut a tensor of ours where its link says that it can be cut.
 
     Raises:
@@ -92,7 +92,7 @@ def pieces_of(link: WeightLink, shape: Sequence[int]) -> list[Piece]:
 
     """
     zeros, whole = (0,) * len(shape), tuple(shape)
-    cut: Iterator[tuple[tuple[slice, ...], WeightLink]] | None = None
+    cut: Iterator[tuple[tuple[slice, ...], HuggingFaceLink]] | None = None
     if hasattr(link, "pieces"):
         cut = link.pieces()
     if cut is None:

@@ -85,7 +85,7 @@ class LoopMoE(nn.Module):
             chosen.append(sorted(allowed, key=lambda e: -row[e])[: moe.top_k])
         return chosen
 
-    def forward(self, x):
+    def forward(self, x, *_):
         moe, flat = self.moe, x.flatten(0, -2)
         logits = flat @ self.router.t()
         scores = logits.softmax(-1) if moe.scores == "softmax" else logits.sigmoid()

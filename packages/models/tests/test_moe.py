@@ -193,23 +193,6 @@ def test_groups_are_chosen_by_their_best_scores():
     assert choose_experts(scores, moe, bias).tolist() == [[0, 1]]
 
 
-def test_the_users_loss_stays_plain_and_gradients_follow_its_scale():
-    tokens = torch.randint(0, 32, (2, 9), generator=torch.Generator().manual_seed(4))
-    losses, gradients = {}, {}
-    for name, (moe, scale) in {
-        "plain": ({}, 1.0),
-        "balanced": (LOSSES, 1.0),
-        "half": (LOSSES, 0.5),
-    }.items():
-        model = GPTModel(replace(CONFIG, moe=replace(MOE, **moe)), seed=3).double()
-        losses[name] = model(tokens[:, :-1], tokens[:, 1:])
-        (losses[name] * scale).backward()
-        gradients[name] = model.blocks[0].mlp.router.weight.grad
-    assert torch.equal(losses["plain"], losses["balanced"])
-    assert not torch.allclose(gradients["plain"], gradients["balanced"], rtol=1e-3)
-    torch.testing.assert_close(2 * gradients["half"], gradients["balanced"])
-
-
 def test_the_bias_keeps_its_bits_whatever_the_models_dtype():
     router = TopKRouter(16, replace(MOE, bias_rate=0.001))
     with torch.no_grad():
@@ -241,7 +224,11 @@ def test_routing_is_in_float32_under_autocast_and_bfloat16():
     expected = router(x).weights
     with torch.autocast("cpu", torch.bfloat16):
         assert torch.equal(router(x).weights, expected)
-    assert router.bfloat16()(x.bfloat16()).weights.dtype == torch.float32
+    found = router.bfloat16()(x.bfloat16()).weights
+    wide = TopKRouter(16, MOE)
+    with torch.no_grad():
+        wide.weight.copy_(router.weight)
+    assert torch.equal(found, wide(x.bfloat16().float()).weights)
 
 
 def test_jitter_is_for_training():

@@ -23,7 +23,7 @@ from lamina.ddp import (
     finalize_plain_grads,
 )
 from lamina.fsdp import fully_shard
-from lamina.mesh import LayoutError, ParallelLayout, seed_everything
+from lamina.mesh import LayoutError, ParallelLayout, role_of, seed_everything
 from lamina.models import (
     GPTModel,
     MoEConfig,
@@ -32,6 +32,7 @@ from lamina.models import (
     TopKRouter,
     TransformerConfig,
     apply_recompute,
+    cut_weight,
     preset,
     routing_statistics,
     tensor_parallel_plan,
@@ -53,9 +54,9 @@ def draw(*shape, seed=0):
     return torch.randn(*shape, dtype=torch.float64, generator=generator)
 
 
-def pair(mesh, **moe):
+def pair(mesh, sequence_parallel=False, **moe):
     """The same layer over ranks and whole."""
-    config = replace(CONFIG, moe=replace(MOE, **moe))
+    config = replace(CONFIG, sequence_parallel=sequence_parallel, moe=replace(MOE, **moe))
     made = []
     for where in (mesh, None):
         torch.manual_seed(1)
@@ -85,13 +86,13 @@ def force(layers, pieces, expert):
 
 
 @pytest.mark.ranks(2)
+@pytest.mark.parametrize("axes", [{"ep": 2}, {"tp": 2, "expert_tp": 2}], ids=["ep", "expert_tp"])
 @pytest.mark.parametrize("dispatcher", ["all_to_all", "all_gather"])
-def test_any_number_of_tokens_and_any_load_equals_one_process(dispatcher, ranks):
-    mesh = ParallelLayout(ep=2).build("cpu")
+def test_any_number_of_tokens_and_any_load_equals_one_process(dispatcher, axes, ranks):
+    mesh = ParallelLayout(**axes).build("cpu")
     for tokens, top_k, expert in LOADS.values():
-        layer, whole = pair(
-            mesh, dispatcher=dispatcher, num_experts=6, top_k=top_k, normalize_weights=top_k > 1
-        )
+        moe = {"dispatcher": dispatcher, "top_k": top_k, "normalize_weights": top_k > 1}
+        layer, whole = pair(mesh, "tp" in axes, num_experts=6, **moe)
         pieces = [draw(count, 16, seed=i) for i, count in enumerate(tokens)]
         if expert is not None:
             force((layer, whole), pieces, expert)
@@ -107,9 +108,11 @@ def test_any_number_of_tokens_and_any_load_equals_one_process(dispatcher, ranks)
         own = slice(0, tokens[0]) if ranks.rank == 0 else slice(tokens[0], None)
         torch.testing.assert_close(found, expected[own], rtol=1e-10, atol=1e-10)
         torch.testing.assert_close(mine.grad, everything.grad[own], rtol=1e-10, atol=1e-10)
-        held = slice(3 * ranks.rank, 3 * ranks.rank + 3)
         for one, both in ((layer.experts.up, oracle.up), (layer.experts.down, oracle.down)):
-            torch.testing.assert_close(one.grad, both.grad[held], rtol=1e-10, atol=1e-10)
+            role = role_of(one)
+            dim = role.tp_shard_dim or 0
+            expected = cut_weight(both.grad, dim, ranks.rank, 2, role.tp_blocks)
+            torch.testing.assert_close(one.grad, expected, rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.ranks(2)
@@ -238,6 +241,21 @@ def test_auxiliary_losses_weigh_the_same_beside_a_loss_of_the_users(ranks):
             (loss * scale).backward()
             found = [p.grad / scale for p in model.parameters()]
             torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.ranks(2)
+def test_a_layer_of_the_users_own_follows_a_loss_over_cp(ranks):
+    """Each rank has half of a sequence and the mean over it; ranks are averaged."""
+    layer, whole = pair(ParallelLayout(cp=2).build("cpu"), switch_loss=0.1, z_loss=0.1)
+    x = draw(1, 8, 16)
+    whole(x).sin().mean().backward()
+    context = RoutingContext()
+    loss = layer(x.chunk(2, 1)[ranks.rank], context).sin().mean()
+    context.scale.follow(loss, 2.0)
+    loss.backward()
+    for mine, expected in zip(layer.parameters(), whole.parameters(), strict=True):
+        torch.distributed.all_reduce(mine.grad)
+        torch.testing.assert_close(mine.grad / 2, expected.grad, rtol=1e-9, atol=1e-12)
 
 
 def kept_in(outputs):

@@ -13,6 +13,8 @@ from lamina.ddp import finalize_grads, full_parameters, memory_plan
 from lamina.fsdp import fully_shard
 from lamina.mesh import ParallelLayout, role_of
 from lamina.models import (
+    MoEConfig,
+    TopKRouter,
     TransformerBlock,
     TransformerConfig,
     VisionConfig,
@@ -72,11 +74,34 @@ def shard(model, strategy, mesh, optimizer=torch.optim.AdamW):
     )
 
 
-def check(model, whole, roles=None, axis=None):
+def train(whole, model, optimizer, mesh):
+    """By the sum over tokens: the ranks' rows differ in images (once none) and in labels."""
+    plain = torch.optim.AdamW(trainable(whole), 3e-3)
+    for step in range(3):
+        everything = batch(step, range(4))
+        # The second half's first row has no images; in the last step nor has its second.
+        rows = [[0, 3], [1, 2]] if step < 2 else [[0, 1, 3], [2]]
+        mine = batch(step, rows[mesh.axis("dp").rank])
+        count = (everything["labels"] != -100).sum()
+        (whole(**everything, reduction="sum") / count).backward()
+        model(**mine, reduction="sum").backward()
+        finalize_grads(model, mesh, num_tokens=(mine["labels"] != -100).sum())
+        for module in whole.modules():
+            if isinstance(module, TopKRouter):
+                module.finalize_step(None)
+        for each in (plain, optimizer):
+            each.step()
+            each.zero_grad()
+
+
+def check(model, whole, roles=None, mesh=None):
     found = full_parameters(model)
     for name, expected in whole.named_parameters():
         role = None if roles is None else roles[name]
-        if role is not None and role.tp_shard_dim is not None:
+        if role is not None and role.expert:
+            expected = expected.chunk(mesh.axis("ep").size)[mesh.axis("ep").rank]
+        elif role is not None and role.tp_shard_dim is not None:
+            axis = mesh.axis("tp")
             expected = cut_weight(expected, role.tp_shard_dim, axis.rank, axis.size, role.tp_blocks)
         torch.testing.assert_close(
             found[name], expected.detach(), rtol=1e-9, atol=1e-9, msg=lambda m, n=name: f"{n}: {m}"
@@ -86,27 +111,41 @@ def check(model, whole, roles=None, axis=None):
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("frozen", [(), ("vision",), ("language",)], ids=str)
 @pytest.mark.parametrize("strategy", [0, 2, 3])
-def test_training_equals_one_process_with_parts_frozen(strategy, frozen, ranks):
-    """By the sum over tokens: the ranks' rows differ in images (once none) and in labels."""
+def test_training_equals_one_process_with_parts_frozen(strategy, frozen):
     mesh = ParallelLayout().build("cpu")
     whole = build(frozen)
     model, optimizer = shard(build(frozen), strategy, mesh)
-    plain = torch.optim.AdamW(trainable(whole), 3e-3)
-    for step in range(3):
-        everything = batch(step, range(4))
-        # Rank 1's first row has no images; in the last step nor has its second.
-        rows = [0, 3] if ranks.rank == 0 else [1, 2]
-        if step == 2:
-            rows = [0, 1, 3] if ranks.rank == 0 else [2]
-        mine = batch(step, rows)
-        count = (everything["labels"] != -100).sum()
-        (whole(**everything, reduction="sum") / count).backward()
-        model(**mine, reduction="sum").backward()
-        finalize_grads(model, mesh, num_tokens=(mine["labels"] != -100).sum())
-        for each in (plain, optimizer):
-            each.step()
-            each.zero_grad()
+    train(whole, model, optimizer, mesh)
     check(model, whole)
+
+
+@pytest.mark.ranks(4)
+def test_a_frozen_encoder_cut_over_tp_and_in_pieces_trains_like_one_process():
+    mesh = ParallelLayout(dp_shard=2, tp=2).build("cpu")
+    language = replace(LANGUAGE, vocab_multiple=4, sequence_parallel=True)
+    whole, model = (build(("vision",), where, language) for where in (None, mesh))
+    roles = {name: role_of(parameter) for name, parameter in model.named_parameters()}
+    model, optimizer = shard(model, 3, mesh)
+    train(whole, model, optimizer, mesh)
+    check(model, whole, roles, mesh)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("frozen", [(), ("language",)], ids=str)
+@pytest.mark.parametrize("strategy", [0, 3])
+def test_a_decoder_with_experts_over_ranks_trains_like_one_process(strategy, frozen):
+    """Its routers' biases move like one process's, and if it is frozen not at all."""
+    mesh = ParallelLayout(ep=2).build("cpu")
+    moe = MoEConfig(num_experts=4, top_k=2, ffn_size=8, bias_rate=0.05)
+    language = replace(LANGUAGE, moe=moe, init_std=0.3)
+    whole, model = (build(frozen, where, language) for where in (None, mesh))
+    roles = {name: role_of(parameter) for name, parameter in model.named_parameters()}
+    model, optimizer = shard(model, strategy, mesh)
+    train(whole, model, optimizer, mesh)
+    check(model, whole, roles, mesh)
+    for name, expected in whole.named_buffers():
+        assert torch.equal(model.get_buffer(name), expected)
+        assert bool(expected.any()) is not bool(frozen)
 
 
 @pytest.mark.ranks(2)
@@ -136,7 +175,7 @@ def test_images_reach_text_that_is_cut_over_ranks(axes, change):
         for each in (plain, optimizer):
             each.step()
             each.zero_grad()
-    check(model, whole, roles, mesh.axis("tp"))
+    check(model, whole, roles, mesh)
 
 
 @pytest.mark.ranks(2)

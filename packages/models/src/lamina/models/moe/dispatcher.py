@@ -356,5 +356,5 @@ def sum_runs(rows: Tensor, runs: Sequence[int], times: int) -> Tensor:
     if times == 1:
         return rows
     parts = torch.split(rows, [size * times for size in runs])
-    summed = [p.view(times, size, -1).sum(0) for p, size in zip(parts, runs, strict=True)]
+    summed = [p.view(times, size, *p.shape[1:]).sum(0) for p, size in zip(parts, runs, strict=True)]
     return torch.cat(summed)

@@ -59,7 +59,10 @@ class MoELayer(nn.Module):
         self.dispatcher = TokenDispatcher(moe.num_experts, axes, moe.dispatcher)
         self.shared: MLP | None = None
         if moe.shared_ffn_size is not None:
-            shared = replace(config, ffn_size=moe.shared_ffn_size, moe=None)
+            # Of no stack: letters of experts are refused without `moe`.
+            shared = replace(
+                config, ffn_size=moe.shared_ffn_size, moe=None, layer_pattern=None, mamba=None
+            )
             self.shared = MLP(shared, axes.tp)
 
     def forward(

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo as one_graph_break
 from torch.autograd.function import once_differentiable
 
 from lamina.collectives import all_reduce_small, scatter_to
@@ -26,7 +27,9 @@ class AuxiliaryScale:
     """What auxiliary losses' gradients are multiplied by in one forward's backward.
 
     By default 1: right where every rank's loss is a mean and there is one microbatch. It
-    follows a loss once that is known (`follow`), because backward reaches the loss first.
+    follows a loss once that is known (`follow`), because backward reaches the loss first:
+    `GPTModel` lets it follow its own; who uses a `MoELayer` by itself passes it a
+    `RoutingContext` per forward and calls ``context.scale.follow(loss, 1.0)``.
     """
 
     def __init__(self, value: float | Tensor = 1.0) -> None:
@@ -54,8 +57,16 @@ class AuxiliaryScale:
             )
         return kept[0] if kept else None
 
+    @one_graph_break
     def follow(self, loss: Tensor, factor: float | Tensor) -> None:
-        """Take the gradient that ``loss`` is given, times ``factor``."""
+        """Take the gradient that ``loss`` is given, times ``factor``.
+
+        Args:
+            loss: what the forward ends in: a mean over this rank's tokens.
+            factor: the number of ranks that share the microbatch's sequences (``cp``); of a sum,
+                the number of labels.
+
+        """
         if not loss.requires_grad:
             return
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo as one_graph_break
 from torch.distributed.device_mesh import DeviceMesh
 
 from lamina.collectives import all_reduce_small
@@ -48,6 +49,8 @@ class TopKRouter(nn.Module):
     """
 
     expert_bias: Tensor | None
+    casts_itself = True  # read by wrappers that cast inputs and buffers
+    full_precision_buffers = ("expert_bias",)
 
     def __init__(
         self,
@@ -81,6 +84,9 @@ class TopKRouter(nn.Module):
         if self.expert_bias is not None:
             nn.init.zeros_(self.expert_bias)
 
+    # torch.compile would make constants of what is only known in backward (the scale of auxiliary
+    # losses), and compile again for every count of forwards.
+    @one_graph_break
     def forward(
         self,
         x: Tensor,
@@ -141,7 +147,7 @@ class TopKRouter(nn.Module):
         """End a step: move the bias by the load of all ranks, begin new statistics.
 
         Collective over the ranks that hold different tokens. One process without a wrapper calls
-        it with None.
+        it with None. The bias of a frozen router (its weight takes no gradient) stays.
 
         Raises:
             ValueError: if a global loss has not seen ranks of the mesh that hold other tokens.
@@ -155,7 +161,7 @@ class TopKRouter(nn.Module):
         self.loads_of_step = None
         if totals.forwards:
             self.finished = totals
-        if self.expert_bias is None or not self.moe.bias_rate:
+        if self.expert_bias is None or not self._moves_bias:
             return
         if totals.chosen is None:  # no forward here, and maybe one elsewhere
             loads = torch.zeros_like(self.expert_bias, dtype=torch.int64)
@@ -171,7 +177,12 @@ class TopKRouter(nn.Module):
     @property
     def needs_finalize(self) -> bool:
         """Whether tokens were counted whose step did not end, and something waits for its end."""
-        return self.totals.forwards > 0 and bool(self.moe.bias_rate or self.moe.global_loss)
+        waits = self._moves_bias or bool(self.moe.global_loss)
+        return self.totals.forwards > 0 and waits
+
+    @property
+    def _moves_bias(self) -> bool:
+        return bool(self.moe.bias_rate) and main_of(self.weight).requires_grad
 
     @property
     def latest(self) -> RoutingTotals:
@@ -268,7 +279,7 @@ class TopKRouter(nn.Module):
         say so by `step_watched`.
         """
         weight = main_of(self.weight)
-        if torch.compiler.is_compiling() or weight.is_inference():
+        if weight.is_inference():
             return
         written, self.weight_version = weight._version != self.weight_version, weight._version
         if not written or self.step_watched or not self.needs_finalize:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -168,3 +170,26 @@ def test_the_names_of_new_directories_are_synced_too(tmp_path, monkeypatch):
     synced.clear()
     manager.save(2, {"n": 2})
     assert tmp_path / "runs" not in synced
+
+
+def test_a_checkpoint_loses_its_name_on_the_disk_before_its_files(tmp_path, monkeypatch):
+    manager = CheckpointManager(tmp_path, keep_last=1)
+    manager.save(1, {"n": 1})
+    done = []
+    for owner, name in (
+        (Path, "rename"),
+        (directory_module, "fsync_directory"),
+        (shutil, "rmtree"),
+    ):
+        honest = getattr(owner, name)
+
+        def noted(path, *rest, honest=honest, name=name, **more):
+            done.append((name, path))
+            return honest(path, *rest, **more)
+
+        monkeypatch.setattr(owner, name, noted)
+    for save in (lambda: manager.save(2, {"n": 2}), lambda: manager.save(2, {}, overwrite=True)):
+        save()
+        assert [name for name, _ in done[-3:]] == ["rename", "fsync_directory", "rmtree"]
+        assert done[-2][1] == tmp_path
+        assert done[-1][1].name.startswith(".deleting-")

@@ -39,8 +39,14 @@ class StandIns(ABC):
             self._put_back(optimizer, stepped=False)
 
     @abstractmethod
-    def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Before a step: `restore`, then `_hold` and other parameters."""
+    def _before(
+        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Before a step: `restore`, then `_hold` and other parameters.
+
+        Returns:
+            Other arguments for the step, or None for those given.
+        """
 
     @abstractmethod
     def _after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -47,16 +48,31 @@ class WholeStep(StandIns):
                     elif local.numel() == 0:
                         self._plain[id(main)] = None
 
-    def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _before(
+        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         self.restore(optimizer)
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        if not self._plain or closure is None:
+            self._lend(optimizer)
+            return None
+
+        def first() -> Any:
+            # Gradients come from the closure, which may zero those there were: both concern the
+            # user's parameters.
+            self.restore(optimizer)
+            loss = closure()
+            self._lend(optimizer)
+            return loss
+
+        if "closure" in kwargs:
+            return args, {**kwargs, "closure": first}
+        return (args[0], first, *args[2:]), kwargs  # args[0] is the optimizer itself
+
+    @torch.no_grad()
+    def _lend(self, optimizer: Optimizer) -> None:
         if not self._plain:
             return
-        if kwargs.get("closure", args[1] if len(args) > 1 else None) is not None:
-            raise RuntimeError(
-                f"{type(optimizer).__name__}.step(closure): the whole tensors that it updates are "
-                "made before the closure runs, without the gradients that it will compute: run "
-                "the closure first, then step()"
-            )
         self._hold(optimizer)
         for settings in optimizer.param_groups:
             settings["params"] = [

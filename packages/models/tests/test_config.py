@@ -81,6 +81,11 @@ def test_latent_attention_is_validated():
         ({"backend": "torch-fp8", "history": 0}, "history is 0"),
         ({"num_layers_at_end_in_bf16": -1}, "num_layers_at_end_in_bf16 is -1"),
         ({"backend": "torch-fp8", "quantized_weights": True}, "only Transformer Engine"),
+        ({"amax": "delayed"}, "amax='delayed' with backend='torch', which multiplies"),
+        ({"num_layers_at_end_in_bf16": 1}, "num_layers_at_end_in_bf16=1 with backend='torch'"),
+        ({"keep_transpose": True, "history": 4}, "history=4, keep_transpose=True with backend"),
+        ({"backend": "torch-fp8", "history": 4}, "history=4, amax='current': only delayed"),
+        ({"backend": "transformer_engine", "keep_transpose": True}, "only torch-fp8 is told here"),
     ],
 )
 def test_precisions_that_do_not_exist_are_refused(options, message):

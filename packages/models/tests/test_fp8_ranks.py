@@ -60,6 +60,34 @@ def test_stages_train_in_fp8_like_one_process(name, schedule, ranks):
             optimizer.zero_grad()
 
 
+@pytest.mark.ranks(2)
+def test_delayed_scales_are_equal_on_all_ranks_and_resume_as_they_would_go_on(ranks):
+    mesh = ParallelLayout(dp_shard=2).build("cpu")
+    config = replace(CONFIG, num_layers=1, precision=PRECISIONS["delayed"])
+
+    def train(model, steps):
+        losses = []
+        for step in steps:
+            loss = model(**batch(10 * step + ranks.rank))
+            gradients = torch.autograd.grad(loss, list(model.parameters()))
+            with torch.no_grad():
+                for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+                    parameter -= gradient * 3.0 ** (step - 2)  # maxima fall and rise
+            losses.append(loss.detach())
+        return [*losses, *(value.clone() for value in model.state_dict().values())]
+
+    model, other = (GPTModel(config, mesh, seed=seed) for seed in (1, 2))
+    train(model, range(3))
+    for history in model.buffers():
+        both = [torch.empty_like(history) for _ in range(2)]
+        torch.distributed.all_gather(both, history)
+        assert torch.equal(*both)
+        assert history[1:].all()
+        assert not history[0].any()
+    other.load_state_dict(model.state_dict())
+    assert all(map(torch.equal, train(other, range(3, 5)), train(model, range(3, 5))))
+
+
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("name", ["tensorwise", "rowwise"])
 def test_cut_and_sharded_layers_train_in_fp8_like_one_process(name, ranks):

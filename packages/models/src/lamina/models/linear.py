@@ -74,7 +74,7 @@ class Linear(nn.Module):
 
 
 def _products(float8: Float8Products | None, queue: WeightGradientQueue | None) -> Products:
-    if float8 is not None:
+    if float8 is not None and float8.amax_history is not None:
         float8.remembers = torch.is_grad_enabled()
     products = PLAIN if float8 is None else float8
     return products if queue is None else queue.deferring(products)

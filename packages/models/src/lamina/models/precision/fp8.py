@@ -8,6 +8,7 @@ nothing overflows or falls among the subnormal numbers.
 from __future__ import annotations
 
 import functools
+import struct
 from typing import NamedTuple
 
 import torch
@@ -60,10 +61,10 @@ def scale_exponent(amax: Tensor, dtype: torch.dtype) -> Tensor:
         int32, of the same shape, between -120 and 120; for 0 it is 120.
 
     """
-    # Below 2^-100 there is no need to tell sizes apart, and the quotient stays finite.
-    quotient = torch.finfo(dtype).max / amax.clamp(min=2.0**-100)
-    exponent = torch.frexp(quotient).exponent - 1
-    return exponent.clamp(-120, 120)
+    # A float32's bits are its exponent above its fraction, so the difference of two numbers' bits
+    # borrows from the exponents' just where the quotient's mantissa is below one: an exact floor.
+    limit = struct.unpack("<i", struct.pack("<f", torch.finfo(dtype).max))[0]
+    return ((limit - amax.view(torch.int32)) >> 23).clamp(-120, 120)
 
 
 def power_of_two(exponent: Tensor) -> Tensor:

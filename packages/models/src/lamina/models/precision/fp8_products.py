@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lamina.collectives import all_reduce_small
+from lamina.ddp import BackwardEnd
 from lamina.mesh import MeshAxis
 from lamina.models.axes import MeshLike, axis_of
 from lamina.models.precision.fp8 import (
@@ -36,8 +37,8 @@ class Float8Products(nn.Module):
     them, so that numbers do not depend on how many there are.
 
     ``amax_history`` (delayed scaling only) is int32 ``[1 + history, 3]``: maxima of input, weight
-    and gradient, row 0 those since the last pass (a backward, and the forwards before it that keep
-    gradients: one per microbatch). They are the bits of non-negative float32
+    and gradient, row 0 those of the present pass (a backward, and the forwards before it that keep
+    gradients: one per microbatch), 0 after it. They are the bits of non-negative float32
     numbers, which compare as the numbers do; ``model.to(torch.bfloat16)`` would round floats.
 
     Args:
@@ -59,8 +60,9 @@ class Float8Products(nn.Module):
         # Set by the layer at each forward: where no gradient is wanted (validation) numbers must
         # not move the scales of training. Inside an autograd function grad mode is always off.
         self.remembers = True
-        self.backward_seen = False
-        self.looked_back = False
+        # Whether there is a history, as all ranks know without asking.
+        self.looks_back = False
+        self.passing: Pass | None = None
         # While a block that is recomputed runs: where its forward's maxima are put, and found.
         self.tape: AmaxTape | None = None
         history = None
@@ -72,6 +74,16 @@ class Float8Products(nn.Module):
         """Forget what was seen."""
         if self.amax_history is not None:
             self.amax_history.zero_()
+        self.looks_back = False
+
+    def _load_from_state_dict(self, *arguments: Any, **options: Any) -> None:
+        super()._load_from_state_dict(*arguments, **options)
+        if self.amax_history is not None and not self.amax_history.is_meta:
+            self.looks_back = bool(self.amax_history[1:].any())
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy begins its passes anew: autograd knows of this one's only."""
+        return {**self.__dict__, "passing": None}
 
     def output(
         self, x: Tensor, weight: Tensor, bias: Tensor | None
@@ -94,8 +106,8 @@ class Float8Products(nn.Module):
 
     def gradients(self, grad: Tensor, kept: Sequence[Tensor]) -> Gradients8:
         """See `lamina.models.products.Products`."""
-        if self.amax_history is not None:
-            self.backward_seen = True
+        if self.passing is not None:
+            self.passing.ends_with_backward()
         kind = RowwiseGradients if self.rowwise else TensorwiseGradients
         return kind(self, grad, kept)
 
@@ -120,29 +132,33 @@ class Float8Products(nn.Module):
         found = [magnitude(matrix, rows=self.rowwise) for matrix in matrices.values()]
         if self.amax_history is None:
             return self.over_ranks(found, cut)
-        return self.remembered(self.amax_history.view(torch.float32), found, list(matrices))
+        columns = slice(min(matrices), max(matrices) + 1)
+        return self.remembered(self.amax_history.view(torch.float32), found, columns)
 
-    def remembered(self, history: Tensor, found: list[Tensor], columns: list[int]) -> list[Tensor]:
+    def remembered(self, history: Tensor, found: list[Tensor], columns: slice) -> list[Tensor]:
         """The largest maxima of the past; before there is one, those found."""
         with torch.no_grad():
             now = torch.stack(found)
             sound = torch.isfinite(now)
             seen = torch.where(sound, now, 0.0)
-            if self.remembers or columns == [GRADIENT]:
+            if self.remembers or columns.start == GRADIENT:
                 history[0, columns] = torch.maximum(history[0, columns], seen)
-            if not self.looked_back:
+            if not self.looks_back:
                 seen = self.over_ranks([seen], True)[0]
             past = history[1:, columns].amax(dim=0)
             chosen = torch.where(past > 0, past, seen)
             return list(torch.where(sound, chosen, torch.nan).unbind())
 
-    def end_step(self) -> None:
-        """Move the history down by a row."""
-        if self.amax_history is not None:
+    def end_pass(self, begun: bool) -> None:
+        """Move the history down by a row; without a forward since, add to its newest row."""
+        if self.amax_history is None:
+            return
+        if begun:
             self.amax_history[1:] = self.amax_history[:-1].clone()
-            self.amax_history[0] = 0
-        self.looked_back = True
-        self.backward_seen = False
+        else:
+            torch.maximum(*self.amax_history[:2], out=self.amax_history[1])
+        self.amax_history[0] = 0
+        self.looks_back = True
 
 
 class AmaxTape:
@@ -286,10 +302,11 @@ class RowwiseGradients(Gradients8):
 
 
 class AmaxExchange:
-    """A root module's hook: before the first forward after a backward, histories move on.
+    """A root module's hook: histories move on at the end of each backward after a forward.
 
     Ranks that see other tokens, or other pieces, then agree on the maxima: one small message per
-    axis for all layers together.
+    axis for all layers together. So between two steps histories are equal on all ranks, and all
+    that a resumed run needs.
 
     Args:
         mesh: its data-parallel, ``cp`` and ``tp`` axes see different numbers. None is one process.
@@ -302,16 +319,36 @@ class AmaxExchange:
         self.axes = [axis for axis in found if axis is not None]
 
     def __call__(self, root: nn.Module, inputs: Any) -> None:
-        """End the pass of every layer below ``root``."""
+        """Begin a pass of every layer below ``root``."""
         if not torch.is_grad_enabled():
             return
         layers = [m for m in root.modules() if isinstance(m, Float8Products)]
-        if not any(layer.backward_seen for layer in layers):
-            return
-        now = [layer.amax_history[0].view(torch.float32) for layer in layers
-               if layer.amax_history is not None]  # fmt: skip
+        layers = [layer for layer in layers if layer.amax_history is not None]
+        begun = Pass(layers, self.axes)
+        for layer in layers:
+            layer.passing = begun
+
+
+class Pass:
+    """From a root's forward to the next: the backwards between end it."""
+
+    def __init__(self, layers: Sequence[Float8Products], axes: Sequence[MeshAxis]) -> None:
+        self._layers = layers
+        self._axes = axes
+        self._begun = True
+        self._ending = BackwardEnd()
+
+    def ends_with_backward(self) -> None:
+        """Called in a backward, by each layer: histories move on when it ends, once."""
+        if not self._ending.will_come:
+            self._ending.queue(self._end)
+
+    def _end(self) -> None:
+        histories = [layer.amax_history for layer in self._layers]
+        now = [history[0].view(torch.float32) for history in histories if history is not None]
         with torch.no_grad():
-            for axis in self.axes:
+            for axis in self._axes:
                 all_reduce_small(now, axis.group, op="max")
-            for layer in layers:
-                layer.end_step()
+            for layer in self._layers:
+                layer.end_pass(self._begun)
+        self._begun = False

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
 
 Backend = Literal["torch", "torch-fp8", "transformer_engine"]
@@ -35,15 +35,16 @@ class Precision:
             itself (``current``) or the largest of the last ``history`` forward-backward passes
             (``delayed``: tensorwise only). Forwards under ``torch.no_grad()`` are not remembered.
         history: passes that delayed scaling looks back; each microbatch of a step is one.
+            Only with ``amax="delayed"``.
         num_layers_at_start_in_bf16: blocks at the start that keep the model's own dtype.
         num_layers_at_end_in_bf16: the same at the end.
-        keep_transpose: keep the quantised, transposed weight from forward until backward, which
-            then need not quantise again: one byte per element.
+        keep_transpose: ``torch-fp8`` only: keep the quantised, transposed weight from forward until
+            backward, which then need not quantise again: one byte per element.
         quantized_weights: Transformer Engine only: parameters are quantised themselves
             (``quantized_model_init``), with their first values kept in high precision.
 
     Raises:
-        ValueError: for what the backend does not have.
+        ValueError: for what the backend does not have, or would not look at.
 
     """
 
@@ -77,6 +78,25 @@ class Precision:
                 "has parameters that are quantised themselves; fully_shard with a Float8Codec "
                 "keeps and gathers shards in FP8"
             )
+        self._refuse_what_is_not_looked_at()
+
+    def _refuse_what_is_not_looked_at(self) -> None:
+        changed = [f.name for f in fields(self) if getattr(self, f.name) != f.default]
+        if self.backend == "torch" and changed:
+            raise ValueError(
+                f"{_said(self, changed)} with backend='torch', which multiplies in the model's own "
+                "dtype and looks at none of it: name a backend, such as backend='torch-fp8'"
+            )
+        if self.history != 16 and self.amax != "delayed":
+            raise ValueError(
+                f"{_said(self, ['history', 'amax'])}: only delayed scaling looks back; set "
+                "amax='delayed', or leave history out"
+            )
+        if self.keep_transpose and self.backend != "torch-fp8":
+            raise ValueError(
+                f"keep_transpose=True with backend={self.backend!r}: only torch-fp8 is told here "
+                "what to keep (Transformer Engine decides by itself)"
+            )
 
     def check_blocks(self, number: int) -> None:
         """Raise ValueError unless blocks in bf16 leave some of ``number`` for this precision."""
@@ -87,6 +107,10 @@ class Precision:
                 f"{start + end} of {number} blocks: none is left for {self.backend}; lower them, "
                 "or use backend='torch'"
             )
+
+
+def _said(precision: Precision, names: list[str]) -> str:
+    return ", ".join(f"{name}={getattr(precision, name)!r}" for name in names)
 
 
 def _one_of(what: str, value: Any, choices: tuple[Any, ...]) -> None:

@@ -123,7 +123,8 @@ def test_saved_activations_leave_the_device_and_numbers_stay(kind, least, dtype)
     with torch.device("cuda"):
         model = GPTModel(replace(CONFIG, num_layers=8), seed=0).to(dtype)
     loss, grads, plain = step(model)
-    apply_recompute(model, RecomputePolicy(kind=kind, min_numel=1024))
+    options = {"min_numel": 1024} if kind == "offload" else {}
+    apply_recompute(model, RecomputePolicy(kind=kind, **options))
     step(model)
     found, ours, saved = step(model)
     assert torch.equal(found, loss)

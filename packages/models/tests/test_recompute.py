@@ -274,5 +274,50 @@ def test_mistakes_are_named():
         RecomputePolicy(kind="selective", operations=("matmul",))
     with pytest.raises(ValueError, match="every is 0"):
         RecomputePolicy(kind="full", every=0)
+    with pytest.raises(ValueError, match="operations is empty: name some of"):
+        RecomputePolicy(kind="selective", operations=())
+    with pytest.raises(ValueError, match=r"operations=\('norm',\) with kind='full'"):
+        RecomputePolicy(kind="full", operations=("norm",))
+    with pytest.raises(ValueError, match="min_numel=1 with kind='selective'"):
+        RecomputePolicy(kind="selective", min_numel=1)
     with pytest.raises(ValueError, match="Linear has no TransformerBlock"):
         apply_recompute(nn.Linear(2, 2), "full")
+
+
+@pytest.mark.parametrize(
+    ("policy", "whole"),
+    [
+        ("full", False),
+        ("selective", False),
+        *(pytest.param(*case, marks=pytest.mark.slow)
+          for case in (("full", True), ("selective", True), ("offload", False), ("offload", True))),
+    ],
+)  # fmt: skip
+def test_compiled_models_recompute_too(policy, whole):
+    model = GPTModel(replace(LLAMA, num_layers=2, dropout=0.2), seed=1)
+    expected, plain = step(model), saved_by_autograd(model)
+    apply_recompute(model, POLICIES[policy])
+    if whole:
+        model.compile(backend="aot_eager")
+    else:
+        for block in model.blocks:
+            block.compile(backend="aot_eager", fullgraph=policy == "full")
+    for found, wanted in zip(step(model), expected, strict=True):
+        torch.testing.assert_close(found, wanted)
+    if policy == "full":
+        assert saved_by_autograd(model) < 0.6 * plain
+
+
+def saved_by_autograd(model: nn.Module) -> int:
+    """Bytes of what a forward hands to autograd, compiled or not (a mode would stop compiling)."""
+    kept: dict[int, torch.UntypedStorage] = {}
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        kept[storage.data_ptr()] = storage
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        model(**batch(4, 64))
+    own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    return sum(storage.nbytes() for place, storage in kept.items() if place not in own)

@@ -14,17 +14,20 @@ from typing import Any, Literal, TypeVar, get_args
 
 import torch
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo as one_graph_break
 from torch.utils.checkpoint import checkpoint
 
 from lamina.mesh import recompute_contexts
 from lamina.models.attention import AttentionCore
 from lamina.models.block import TransformerBlock
+from lamina.models.dropout import Dropout
 from lamina.models.layer_pattern import ResidualBlock
 from lamina.models.mamba.block import CausalConvolution, GatedNorm, StateSpaceScan
 from lamina.models.mlp import ActivationFunction
+from lamina.models.moe.router import TopKRouter
 from lamina.models.norms import LayerNorm, RMSNorm
 from lamina.models.offload import Offloader
-from lamina.models.precision.fp8_products import replaying_scales
+from lamina.models.precision.fp8_products import Float8Products, replaying_scales
 from lamina.models.selective import Discarder
 
 Kind = Literal["none", "full", "selective", "offload"]
@@ -55,13 +58,14 @@ class RecomputePolicy:
         min_numel: for ``offload``: smaller tensors stay.
 
     Raises:
-        ValueError: for a kind or operation that does not exist, or ``every`` below 1.
+        ValueError: for a kind or operation that does not exist, no operation, ``every`` below 1,
+            or what the kind would not look at.
 
     """
 
     kind: Kind = "none"
     every: int = 1
-    operations: Sequence[Operation] = ("attention", "norm", "activation", "scan")
+    operations: Sequence[Operation] = get_args(Operation)
     min_numel: int = 1 << 16
 
     def __post_init__(self) -> None:
@@ -72,6 +76,15 @@ class RecomputePolicy:
             raise ValueError(f"operations {unknown} do not exist: take of {get_args(Operation)}")
         if self.every < 1:
             raise ValueError(f"every is {self.every}: it must be at least 1")
+        if self.kind == "selective" and not self.operations:
+            raise ValueError(f"operations is empty: name some of {get_args(Operation)}")
+        for name, kind in (("operations", "selective"), ("min_numel", "offload")):
+            given = getattr(self, name)
+            if self.kind != kind and given != getattr(RecomputePolicy, name):
+                raise ValueError(
+                    f"{name}={given!r} with kind={self.kind!r}, which does not look at it: only "
+                    f"kind={kind!r} does"
+                )
 
 
 def apply_recompute(
@@ -149,8 +162,29 @@ def _checkpointed(
 ) -> Any:
     if not torch.is_grad_enabled():
         return forward(*inputs, **options)
+    if torch.compiler.is_compiling():
+        if _replays(block):
+            return _outside_of_graphs(_checkpointed, block, forward, *inputs, **options)
+        # torch's compiler takes no contexts but its own, and draws the same numbers by itself.
+        return checkpoint(forward, *inputs, use_reentrant=False, **options)
     contexts = replaying_scales(block, recompute_contexts)
     return checkpoint(forward, *inputs, use_reentrant=False, context_fn=contexts, **options)
+
+
+def _replays(block: nn.Module) -> bool:
+    """Whether a block that runs again needs more than torch's generators as they were."""
+    return not isinstance(block, (TransformerBlock, ResidualBlock)) or any(
+        (isinstance(module, Float8Products) and module.amax_history is not None)
+        or (isinstance(module, (Dropout, AttentionCore)) and module.sharded and module.rate > 0.0)
+        or (isinstance(module, TopKRouter) and module.moe.jitter > 0.0)
+        for module in block.modules()
+    )
+
+
+@one_graph_break
+def _outside_of_graphs(run: Callable[..., Any], *inputs: Any, **options: Any) -> Any:
+    """Run uncompiled: what autograd saves in a compiled graph is the compiler's choice."""
+    return run(*inputs, **options)
 
 
 def _within(
@@ -161,5 +195,7 @@ def _within(
 ) -> Tensor:
     if not torch.is_grad_enabled():
         return forward(*inputs, **options)
+    if torch.compiler.is_compiling():
+        return _outside_of_graphs(_within, hooks, forward, *inputs, **options)
     with hooks():
         return forward(*inputs, **options)

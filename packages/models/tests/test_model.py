@@ -184,6 +184,15 @@ def test_labels_that_nobody_looks_at_make_the_loss_nan(bad, monkeypatch):
     assert logits.grad.isnan().any(dim=1).tolist() == losses.isnan().tolist()
 
 
+def test_the_loss_factor_is_not_rounded_to_the_dtype_of_activations():
+    torch.manual_seed(0)
+    hidden, weight = (torch.randn(n, 16, dtype=torch.bfloat16, requires_grad=True) for n in (6, 8))
+    loss = linear_cross_entropy(hidden, weight, torch.randint(0, 8, (6,)))
+    (plain,) = torch.autograd.grad(loss, hidden, retain_graph=True)
+    (scaled,) = torch.autograd.grad(loss * 3000.0**-1, hidden)
+    assert torch.equal(scaled, (plain.float() * 3000.0**-1).bfloat16())
+
+
 def test_padding_ids_get_no_probability():
     model = GPTModel(replace(CONFIG, vocab_multiple=64), seed=0)
     tokens = torch.randint(0, 50, (2, 9))

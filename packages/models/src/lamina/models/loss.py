@@ -155,10 +155,12 @@ class _Softmax(NamedTuple):
 
     losses: Tensor
     """``[tokens]``; of no meaning where the label does not count."""
-    probabilities: Tensor
-    """``[tokens, columns]``: this rank's."""
+    exponentials: Tensor
+    """``[tokens, columns]``: this rank's; by the total they are probabilities."""
+    total: Tensor
+    """``[tokens]``: their sum over all ranks' columns."""
     log_total: Tensor
-    """``[tokens]``: log of the sum of exponentials over all ranks' columns."""
+    """``[tokens]``: log of the sum over all ranks of the exponentials of the logits as given."""
     column: Tensor
     """int64 ``[tokens]``: which column the label is; any where it is not here."""
     here: Tensor
@@ -175,18 +177,18 @@ def _places(
 
 
 def _softmax(logits: Tensor, labels: Tensor, axis: MeshAxis | None, ignored: int) -> _Softmax:
-    """Turn wide logits ``[tokens, columns]`` into probabilities, in place."""
+    """Turn wide logits ``[tokens, columns]`` into exponentials, in place."""
     group = None if axis is None else axis.group
     column, here = _places(labels, logits.shape[1], axis, ignored)
     largest = logits.amax(dim=1)
     all_reduce_small([largest], group, op="max")
     logits -= largest[:, None]
     chosen = torch.where(here, logits.gather(1, column[:, None]).squeeze(1), 0.0)
-    probabilities = logits.exp_()
-    total = probabilities.sum(dim=1)
+    exponentials = logits.exp_()
+    total = exponentials.sum(dim=1)
     all_reduce_small([total, chosen], group)
-    probabilities /= total[:, None]
-    return _Softmax(total.log() - chosen, probabilities, largest + total.log(), column, here)
+    log = total.log()
+    return _Softmax(log - chosen, exponentials, total, largest + log, column, here)
 
 
 def _subtract_labels(probabilities: Tensor, column: Tensor, here: Tensor) -> Tensor:
@@ -256,9 +258,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
             logits[:, kept:] = -torch.inf
             soft = _softmax(logits, labels[rows], axis, ignored)
             total += torch.where(labels[rows] == ignored, 0.0, soft.losses * counts[rows]).sum()
-            grad = _subtract_labels(soft.probabilities, soft.column, soft.here)
-            grad *= counts[rows, None]
-            grad = grad.to(weight.dtype)
+            # By infinity where a label counts 0, by NaN where it does not exist.
+            grad = soft.exponentials.div_((soft.total / counts[rows])[:, None])
+            grad = _subtract_labels(grad, soft.column, soft.here).to(weight.dtype)
             if grad_hidden is not None:
                 torch.mm(grad, weight, out=grad_hidden[rows])
             if grad_weight is not None:
@@ -274,7 +276,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         grad_hidden, grad_weight = ctx.saved_tensors
         if grad_hidden is not None:
-            grad_hidden = grad_hidden * grad.to(grad_hidden.dtype)
+            # In the factor's dtype, rounded once: a scalar [] would be rounded to bf16 first.
+            factor = grad.view(1, 1)
+            grad_hidden = torch.mul(grad_hidden, factor, out=torch.empty_like(grad_hidden))
         if grad_weight is not None:
             grad_weight = _scaled(grad_weight, grad, ctx.parameter, ctx.weight_dtype)
         return grad_hidden, grad_weight, None, None, None, None, None, None

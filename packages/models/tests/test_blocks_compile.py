@@ -5,6 +5,8 @@ Whole models of other kinds are compiled in test_torch_interop.py and test_fp8.p
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
@@ -60,3 +62,10 @@ def test_norms_off_the_cpu_are_torch_s_own_operators(kind):
         norm(torch.empty(4, 32, device="meta"))
     names = {event.key for event in profile.key_averages()}
     assert names & {"aten::rms_norm", "aten::layer_norm"}
+
+
+def test_importing_costs_no_compiler():
+    program = "import sys, lamina.models; print(*sys.modules)"
+    found = subprocess.run([sys.executable, "-c", program], capture_output=True, check=True)
+    slow = {"torch._dynamo", "torch.distributed.tensor", "sympy"}  # seconds each
+    assert not slow & set(found.stdout.decode().split())

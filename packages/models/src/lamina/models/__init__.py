@@ -1,5 +1,7 @@
 """Transformer building blocks: a config, the blocks it describes, and a language model of them."""
 
+from typing import TYPE_CHECKING, Any
+
 from lamina.models.attention import AttentionCore, SelfAttention
 from lamina.models.block import TransformerBlock
 from lamina.models.config import LatentAttention, RopeScaling, TransformerConfig
@@ -54,13 +56,25 @@ from lamina.models.precision.transformer_engine import PrecisionUnavailableError
 from lamina.models.presets import preset, preset_names
 from lamina.models.recompute import RecomputePolicy, apply_recompute
 from lamina.models.rotary import apply_rotary, rotary_tables
-from lamina.models.torch_plan import CutOverRanks, tensor_parallel_plan
 from lamina.models.vision.language import VisionLanguageModel
 from lamina.models.vision.patches import Patches, VisionConfig, cut_patches
 from lamina.models.vision.splice import Splice, image_places
 from lamina.models.vision.transformer import Projector, VisionTransformer, WithinImages
 from lamina.models.weight_maps import WeightLink, weight_map
 from lamina.models.zigzag import cut_sequence, join_sequence
+
+if TYPE_CHECKING:
+    from lamina.models.torch_plan import CutOverRanks, tensor_parallel_plan
+else:
+
+    def __getattr__(name: str) -> Any:
+        """At its first use, for torch.distributed.tensor takes longer to import than the rest."""
+        if name not in ("CutOverRanks", "tensor_parallel_plan"):
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        from lamina.models import torch_plan
+
+        return getattr(torch_plan, name)
+
 
 __all__ = [
     "MLP",

@@ -111,8 +111,8 @@ class PipelineRunner(nn.Module):
         """
         if self._drivers[0].dtype == torch.float16:
             raise ValueError(
-                "step in float16: gradients below 6e-8 would be zero without a loss scale, and step "
-                "has none; train in torch.bfloat16 or float32 (evaluate() works in float16)"
+                "step in float16: gradients below 6e-8 would be zero without a loss scale, and "
+                "step has none; train in torch.bfloat16 or float32 (evaluate() works in float16)"
             )
         batches = self._microbatches(tokens, labels, positions, document_ids, padding_mask)
         loss = self._run(batches, labels, training=True)

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from torch import Tensor
-from torch.distributed.pipelining import schedules as torch_schedules
 
 Schedule = Literal[
     "gpipe",
@@ -114,6 +113,9 @@ def make_schedule(name: str, stages: Sequence[Any], num_microbatches: int) -> An
                 f"num_microbatches={num_microbatches} with schedule {name!r}: it must be at least "
                 f"the number of stages, {least}; use more microbatches, or 'gpipe'"
             )
+    # Here, for it imports torch._dynamo, which takes longer than all of Lamina.
+    from torch.distributed.pipelining import schedules as torch_schedules
+
     try:
         return getattr(torch_schedules, kind.torch_class)(
             stages[0] if single else list(stages),

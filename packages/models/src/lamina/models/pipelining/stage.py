@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from typing import Any, Protocol, cast, runtime_checkable
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -20,36 +20,9 @@ from torch.distributed import ProcessGroup
 from torch.distributed.pipelining.stage import _PipelineStageBase
 
 from lamina.collectives import Message, receive_operation, send_operation
+from lamina.models.pipelining.contracts import SumsGradients
 from lamina.models.pipelining.module import GPTStage, Microbatch
 from lamina.models.pipelining.weights import Late, WeightGradientQueue, attach_queue, deliver
-
-
-@runtime_checkable
-class SumsGradients(Protocol):
-    """What a data-parallel wrapper offers to a stage."""
-
-    def no_sync(self) -> AbstractContextManager[None]:
-        """Backwards inside are not the step's last."""
-
-    def late_gradients(self) -> AbstractContextManager[None]:
-        """Gradients that come inside belong to backwards that are over."""
-
-    def start_grad_sync(self) -> None:
-        """Begin to sum what was accumulated."""
-
-
-@runtime_checkable
-class OncePerStep(Protocol):
-    """What a wrapper that gathers weights offers to a schedule."""
-
-    def gather_once_per_step(self, once: bool = True) -> None:
-        """Units stay whole from their first use to the end of a step."""
-
-    def reduce_once_per_step(self, once: bool = True) -> None:
-        """Gradients are summed over ranks by final backwards only."""
-
-    def release_units(self) -> None:
-        """The step is over."""
 
 
 class LaminaStage(_PipelineStageBase):

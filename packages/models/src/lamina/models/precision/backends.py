@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from typing import TypeVar
 
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from lamina.ddp import has_gradient_sink
 from lamina.models.axes import MeshLike
@@ -72,7 +71,7 @@ def apply_precision(
 
 def _require_bare(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
-        if has_gradient_sink(parameter) or isinstance(parameter, DTensor):
+        if has_gradient_sink(parameter) or hasattr(parameter, "placements"):
             raise ValueError(
                 f"{name} belongs to a data-parallel wrapper (or is a DTensor) already: new layers "
                 "would lose its values and buffers; call apply_precision before the wrapper"

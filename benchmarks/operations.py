@@ -1,0 +1,120 @@
+"""What a kernel of ours would have to beat, operation by operation: for `blocks.py --kernels`."""
+
+from __future__ import annotations
+
+import shutil
+import statistics
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    first, second = x.chunk(2, dim=-1)
+    turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    return turned.to(x.dtype)
+
+
+def has_compiler(device: torch.device) -> bool:
+    return device.type == "cuda" or any(map(shutil.which, ("g++", "c++", "clang++")))
+
+
+def synchronise(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+class Operation(NamedTuple):
+    """An operation by several ways, and the least that its forward and backward move."""
+
+    ways: dict[str, Callable[[], Tensor]]
+    inputs: tuple[Tensor, ...]
+    keeps_inputs: bool = True
+
+    def bytes_moved(self, output: Tensor) -> int:
+        """Inputs read, output written; its gradient (and inputs) read, the inputs' written."""
+        inputs = sum(x.nbytes for x in self.inputs)
+        return (3 if self.keeps_inputs else 2) * inputs + 2 * output.nbytes
+
+
+def kernel_candidates(device: torch.device, dtype: torch.dtype) -> dict[str, Operation]:
+    """Each operation by torch's own operator, by plain operators, and compiled."""
+    rows, width, vocabulary = (8192, 4096, 32_000) if device.type == "cuda" else (512, 512, 2048)
+    x = torch.randn(rows, width, device=device, dtype=dtype, requires_grad=True)
+    weight = torch.ones(width, device=device, dtype=dtype, requires_grad=True)
+    angles = torch.randn(rows, 1, 64, device=device)
+    cos, sin = angles.cos(), angles.sin()
+    logits = torch.randn(rows // 8, vocabulary, device=device, dtype=dtype, requires_grad=True)
+    labels = torch.randint(vocabulary, (rows // 8,), device=device)
+
+    def norm() -> Tensor:
+        wide = x.float()
+        scaled = wide * torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + 1e-5)
+        return scaled.to(x.dtype) * weight
+
+    def rope() -> Tensor:
+        return turn(x.view(rows, -1, 128), cos, sin)
+
+    def swiglu() -> Tensor:
+        gate, up = x.chunk(2, dim=-1)
+        return F.silu(gate) * up
+
+    def loss() -> Tensor:
+        return F.cross_entropy(logits.float(), labels)
+
+    own: dict[str, Callable[[], Tensor]] = {
+        "rms_norm": lambda: F.rms_norm(x, (width,), weight, 1e-5)
+    }
+
+    def ways(name: str, plain: Callable[[], Tensor]) -> dict[str, Callable[[], Tensor]]:
+        found = {"operators": plain}
+        if has_compiler(device):
+            found["compiled"] = torch.compile(plain)
+        return found | ({"torch's own": own[name]} if name in own else {})
+
+    return {
+        "rms_norm": Operation(ways("rms_norm", norm), (x, weight)),
+        "rope": Operation(ways("rope", rope), (x,), keeps_inputs=False),
+        "swiglu": Operation(ways("swiglu", swiglu), (x,)),
+        "cross_entropy": Operation(ways("cross_entropy", loss), (logits,)),
+    }
+
+
+def compare_kernels(device: torch.device, dtype: torch.dtype, rounds: int) -> None:
+    """Forward plus backward of each operation, beside a copy of the bytes that it has to move."""
+    big = torch.empty(2**28 if device.type == "cuda" else 2**24, device=device)
+    rate = 2 * big.nbytes / timed(big.clone, device, rounds)
+    del big
+    print(f"copy: {rate / 1e9:.0f} GB/s")
+    print("| operation | by | MB | forward + backward, us | / a copy of these bytes |")
+    print("| --- | --- | --- | --- | --- |")
+    for name, operation in kernel_candidates(device, dtype).items():
+        for way, function in operation.ways.items():
+            output = function().detach()
+            grad, moved = torch.ones_like(output), operation.bytes_moved(output)
+
+            def both(function: Callable = function, grad: Tensor = grad) -> object:
+                return torch.autograd.grad(function(), operation.inputs, grad)  # noqa: B023
+
+            seconds = timed(both, device, rounds)
+            print(
+                f"| {name} | {way} | {moved / 1e6:.0f} | {1e6 * seconds:.0f} | "
+                f"{seconds * rate / moved:.2f} |"
+            )
+
+
+def timed(function: Callable[[], object], device: torch.device, rounds: int) -> float:
+    for _ in range(3):
+        function()
+    times = []
+    for _ in range(max(10, rounds)):
+        synchronise(device)
+        begin = time.perf_counter()
+        function()
+        synchronise(device)
+        times.append(time.perf_counter() - begin)
+    return statistics.median(times)

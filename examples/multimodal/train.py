@@ -43,7 +43,7 @@ HELD_OUT_SEED = 10**9  # training counts its seeds from 0
 def options() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--steps", type=int, default=330)
     parser.add_argument("--batch", type=int, default=48, help="pictures per rank and step")
     parser.add_argument("--lr", type=float, default=3e-3)
     parser.add_argument("--held-out", type=int, default=240, help="pictures to be described")

@@ -17,9 +17,14 @@ from lamina.ddp import (
 from lamina.fsdp import fully_shard, fully_shard_optimizer
 from lamina.mesh import ParallelLayout, ParallelMesh, mesh_axis
 from lamina.models import (
+    AttentionBlock,
     GPTModel,
+    MambaBlock,
+    MambaConfig,
+    MLPBlock,
     MoEConfig,
     PipelineRunner,
+    TopKRouter,
     TransformerBlock,
     TransformerConfig,
     pipeline,
@@ -39,7 +44,15 @@ CONFIGS = {
     "dense": _DENSE,
     "tied": replace(_DENSE, tie_embeddings=True, num_layers=4),
     "experts": replace(
-        _DENSE, sequence_parallel=True, moe=MoEConfig(num_experts=4, top_k=2, ffn_size=8)
+        _DENSE,
+        sequence_parallel=True,
+        moe=MoEConfig(num_experts=4, top_k=2, ffn_size=8, bias_rate=0.05, shared_ffn_size=8),
+    ),
+    "mamba": replace(
+        _DENSE,
+        num_layers=4,
+        layer_pattern="M*M-",
+        mamba=MambaConfig(state_size=8, head_dim=4, groups=2, chunk_size=8, bias=True),
     ),
 }
 BATCH, STEPS = 4, 2
@@ -61,6 +74,9 @@ class Layout:
 _PAIR = {"dp_shard": 2}
 _ZERO1 = {"use_distributed_optimizer": True}
 _EXPERTS = {"model": "experts"}
+_EP = {"dp_shard": 4, "ep": 2}
+_EP_TWICE = {"dp_replicate": 2, **_PAIR, "ep": 2}
+_UNITS = [TransformerBlock, MambaBlock, AttentionBlock, MLPBlock]
 LAYOUTS = {
     "bare": Layout(engine=BARE),
     "0": Layout({"dp_shard": 4}, settings={"zero_dp_strategy": 0}),
@@ -81,11 +97,18 @@ LAYOUTS = {
     "tp pp": Layout({"tp": 2, "pp": 2}),
     "experts bare": Layout(engine=BARE, **_EXPERTS),
     "experts 3": Layout({"dp_shard": 4}, **_EXPERTS),
-    "ep": Layout({"dp_shard": 4, "ep": 2}, **_EXPERTS),
-    "ep 0": Layout({"dp_shard": 4, "ep": 2}, settings={"zero_dp_strategy": 0}, **_EXPERTS),
+    "ep": Layout(_EP, **_EXPERTS),
+    "ep 0": Layout(_EP, settings={"zero_dp_strategy": 0}, **_EXPERTS),
+    "ep 1": Layout(_EP, settings={"zero_dp_strategy": 1}, **_EXPERTS),
+    "ep 2": Layout(_EP, settings={"zero_dp_strategy": 2}, **_EXPERTS),
+    "ep hsdp": Layout(_EP_TWICE, settings={"outer_dp_sharding_strategy": 0}, **_EXPERTS),
+    "ep hfsdp": Layout(_EP_TWICE, settings={"outer_dp_sharding_strategy": 1}, **_EXPERTS),
     "ep tp": Layout({"tp": 2, **_PAIR, "ep": 2, "expert_tp": 2}, **_EXPERTS),
     "ep pp": Layout({"pp": 2, **_PAIR, "ep": 2}, **_EXPERTS),
-    "ep ddp 1": Layout({"dp_shard": 4, "ep": 2}, DDP, _ZERO1, **_EXPERTS),
+    "ep ddp 0": Layout(_EP, DDP, **_EXPERTS),
+    "ep ddp 1": Layout(_EP, DDP, _ZERO1, **_EXPERTS),
+    "mamba bare": Layout(engine=BARE, model="mamba"),
+    "mamba tp": Layout({"tp": 2, **_PAIR}, model="mamba"),
     "tied bare": Layout(engine=BARE, model="tied"),
     "tied 3": Layout({"dp_shard": 4}, model="tied"),
     "tied pp": Layout({"pp": 2, **_PAIR}, model="tied"),
@@ -159,7 +182,7 @@ def wrapped(
         model,
         adamw(model),
         device_mesh=mesh,
-        fsdp_unit_modules=[TransformerBlock],
+        fsdp_unit_modules=_UNITS,
         **options,
         **layout.settings,
     )
@@ -194,6 +217,16 @@ def share_of(mesh: ParallelMesh) -> slice:
     return slice(dp.rank * share, (dp.rank + 1) * share)
 
 
+def end_step(job: Job) -> None:
+    """Reduce what only a mesh has, and move the biases of routers."""
+    if job.mesh is not None:
+        finalize_grads(job.model, job.mesh)
+        return
+    for module in job.model.modules():
+        if isinstance(module, TopKRouter):
+            module.finalize_step(None)
+
+
 def train(job: Job, first: int) -> None:
     for step in range(first, first + STEPS):
         generator = torch.Generator().manual_seed(step)
@@ -202,7 +235,6 @@ def train(job: Job, first: int) -> None:
             job.model.step(tokens[:, :-1], tokens[:, 1:])
         else:
             job.model(tokens[:, :-1], labels=tokens[:, 1:]).backward()
-            if job.mesh is not None:
-                finalize_grads(job.model, job.mesh)
+            end_step(job)
         job.optimizer.step()
         job.optimizer.zero_grad()

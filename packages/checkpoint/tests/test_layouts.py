@@ -33,8 +33,13 @@ PAIRS = [
     ("experts bare", "ep pp"),
     ("ep", "ep tp"),
     ("ep ddp 1", "experts 3"),
+    ("ep 0", "ep 2"),
+    ("ep 1", "ep hsdp"),
+    ("ep hfsdp", "ep ddp 0"),
     ("tied zbv", "tied 3"),
     ("tied pp", "tied zbv ddp"),
+    ("tied zbv one", "tied bare"),
+    ("mamba bare", "mamba tp"),
 ]
 
 
@@ -78,6 +83,10 @@ def assert_near(back: Job, alone: Job) -> None:
         assert state["step"] == wanted["step"] == 2 * STEPS
         for key in ("exp_avg", "exp_avg_sq"):
             torch.testing.assert_close(state[key], wanted[key], rtol=1e-9, atol=1e-9, msg=name)
+    for (name, buffer), wanted in zip(
+        back.model.named_buffers(), alone.model.buffers(), strict=True
+    ):
+        assert torch.equal(buffer, wanted), name
 
 
 def same_state(one: Path, other: Path) -> None:
@@ -131,6 +140,10 @@ def is_order_of_names(difference: Difference) -> bool:
 def members(directory: Path) -> list[set[str]]:
     values = json.loads((directory / f"step-{STEPS:08d}" / "values.json").read_text())
     return [set(group["params"]) for group in values["optimizer"]["param_groups"]]
+
+
+def test_each_layout_is_in_a_pair():
+    assert {name for pair in PAIRS for name in pair} == set(LAYOUTS)
 
 
 @pytest.mark.ranks(4)

@@ -204,7 +204,7 @@ PROGRAM = """
 
 
 @pytest.mark.slow
-@pytest.mark.ranks(1)
+@pytest.mark.ranks(1, timeout=240)
 def test_ranks_that_are_killed_leave_whole_checkpoints_at_a_url(tmp_path):
     mesh = init_device_mesh("cpu", (1,))
     url, newest = f"objects://{tmp_path}/run", 0

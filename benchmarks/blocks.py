@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import shutil
 import statistics
 import time
 from collections.abc import Callable
@@ -26,6 +25,7 @@ from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
+from operations import compare_kernels, has_compiler, synchronise, turn
 from torch import Tensor, nn
 
 from lamina.models import GPTModel, Precision, TransformerConfig, training_flops_per_token
@@ -77,12 +77,6 @@ class PlainBlock(nn.Module):
         x = x + self.output(mixed.transpose(1, 2).reshape(batch, length, -1))
         gate, up = self.up(self.norm2(x)).chunk(2, dim=-1)
         return x + self.down(F.silu(gate) * up)
-
-
-def turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    first, second = x.chunk(2, dim=-1)
-    turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
-    return turned.to(x.dtype)
 
 
 class PlainModel(nn.Module):
@@ -150,7 +144,7 @@ def contestants(
     config: TransformerConfig, device: torch.device, dtype: torch.dtype, chosen: list[str]
 ) -> dict[str, nn.Module]:
     """All models on the device, from the same weights."""
-    compiler = device.type == "cuda" or any(map(shutil.which, ("g++", "c++", "clang++")))
+    compiler = has_compiler(device)
     if not compiler:
         print("no C++ compiler found: what is compiled is left out")
     make: dict[str, Callable[[], nn.Module]] = {
@@ -195,11 +189,6 @@ def step(model: nn.Module, tokens: Tensor, labels: Tensor) -> Tensor:
     loss: Tensor = model(tokens, labels)
     loss.backward()
     return loss.detach()
-
-
-def synchronise(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
 
 
 def matrix_rate(device: torch.device, dtype: torch.dtype, clock: Clock) -> float:
@@ -264,71 +253,6 @@ def report(
             f"| {name} | {1e3 * seconds:.0f} | {count / seconds:.0f} | {' | '.join(ratios)} | "
             f"{flops / seconds / rate:.0%} |"
         )
-
-
-# What a kernel of ours would have to beat, operation by operation.
-
-
-def kernel_candidates(device: torch.device, dtype: torch.dtype) -> dict[str, dict[str, Callable]]:
-    """Forward of each operation by torch's own operator, by plain operators, and compiled."""
-    rows, width, vocabulary = (8192, 4096, 32_000) if device.type == "cuda" else (512, 512, 2048)
-    x = torch.randn(rows, width, device=device, dtype=dtype, requires_grad=True)
-    weight = torch.ones(width, device=device, dtype=dtype, requires_grad=True)
-    angles = torch.randn(rows, 1, 64, device=device)
-    cos, sin = angles.cos(), angles.sin()
-    logits = torch.randn(rows // 8, vocabulary, device=device, dtype=dtype, requires_grad=True)
-    labels = torch.randint(vocabulary, (rows // 8,), device=device)
-
-    def norm() -> Tensor:
-        wide = x.float()
-        scaled = wide * torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + 1e-5)
-        return scaled.to(x.dtype) * weight
-
-    def rope() -> Tensor:
-        return turn(x.view(rows, -1, 128), cos, sin)
-
-    def swiglu() -> Tensor:
-        gate, up = x.chunk(2, dim=-1)
-        return F.silu(gate) * up
-
-    def loss() -> Tensor:
-        return F.cross_entropy(logits.float(), labels)
-
-    own = {"rms_norm": lambda: F.rms_norm(x, (width,), weight, 1e-5)}
-    plain = {"rms_norm": norm, "rope": rope, "swiglu": swiglu, "cross_entropy": loss}
-    return {
-        name: {
-            "operators": function,
-            "compiled": torch.compile(function),
-            **({"torch's own": own[name]} if name in own else {}),
-        }
-        for name, function in plain.items()
-    }
-
-
-def compare_kernels(device: torch.device, dtype: torch.dtype, rounds: int) -> None:
-    """Forward plus backward of each operation, and the bandwidth of a copy to hold it against."""
-    big = torch.empty(2**28 if device.type == "cuda" else 2**24, device=device)
-    print(f"copy: {2 * big.nbytes / timed(lambda: big.clone(), device, rounds) / 1e9:.0f} GB/s")
-    print("| operation | by | forward + backward, us |")
-    print("| --- | --- | --- |")
-    for name, ways in kernel_candidates(device, dtype).items():
-        for way, function in ways.items():
-            seconds = timed(lambda f=function: f().float().sum().backward(), device, rounds)
-            print(f"| {name} | {way} | {1e6 * seconds:.0f} |")
-
-
-def timed(function: Callable[[], object], device: torch.device, rounds: int) -> float:
-    for _ in range(3):
-        function()
-    times = []
-    for _ in range(max(10, rounds)):
-        synchronise(device)
-        begin = time.perf_counter()
-        function()
-        synchronise(device)
-        times.append(time.perf_counter() - begin)
-    return statistics.median(times)
 
 
 def main() -> None:

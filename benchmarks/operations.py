@@ -28,6 +28,9 @@ def synchronise(device: torch.device) -> None:
         torch.cuda.synchronize()
 
 
+NAMES = ("rms_norm", "rope", "swiglu", "cross_entropy")
+
+
 class Operation(NamedTuple):
     """An operation by several ways, and the least that its forward and backward move."""
 
@@ -42,7 +45,7 @@ class Operation(NamedTuple):
 
 
 def kernel_candidates(device: torch.device, dtype: torch.dtype) -> dict[str, Operation]:
-    """Each operation by torch's own operator, by plain operators, and compiled."""
+    """Each operation by plain operators, compiled, by torch's own and by a kernel (on a GPU)."""
     rows, width, vocabulary = (8192, 4096, 32_000) if device.type == "cuda" else (512, 512, 2048)
     x = torch.randn(rows, width, device=device, dtype=dtype, requires_grad=True)
     weight = torch.ones(width, device=device, dtype=dtype, requires_grad=True)
@@ -66,15 +69,22 @@ def kernel_candidates(device: torch.device, dtype: torch.dtype) -> dict[str, Ope
     def loss() -> Tensor:
         return F.cross_entropy(logits.float(), labels)
 
-    own: dict[str, Callable[[], Tensor]] = {
-        "rms_norm": lambda: F.rms_norm(x, (width,), weight, 1e-5)
-    }
+    further: dict[str, dict[str, Callable[[], Tensor]]] = {name: {} for name in NAMES}
+    further["rms_norm"]["torch's own"] = lambda: F.rms_norm(x, (width,), weight, 1e-5)
+    if device.type == "cuda":
+        import candidate_kernels as ours
+
+        turned = cos[:, 0].contiguous(), sin[:, 0].contiguous()
+        further["rms_norm"]["Triton"] = lambda: ours.rms_norm(x, weight)
+        further["rope"]["Triton"] = lambda: ours.rope(x.view(rows, -1, 128), *turned)
+        further["swiglu"]["Triton"] = lambda: ours.swiglu(x)
+        further["cross_entropy"]["Triton"] = lambda: ours.cross_entropy(logits, labels).mean()
 
     def ways(name: str, plain: Callable[[], Tensor]) -> dict[str, Callable[[], Tensor]]:
         found = {"operators": plain}
         if has_compiler(device):
             found["compiled"] = torch.compile(plain)
-        return found | ({"torch's own": own[name]} if name in own else {})
+        return found | further[name]
 
     return {
         "rms_norm": Operation(ways("rms_norm", norm), (x, weight)),
@@ -86,9 +96,9 @@ def kernel_candidates(device: torch.device, dtype: torch.dtype) -> dict[str, Ope
 
 def compare_kernels(device: torch.device, dtype: torch.dtype, rounds: int) -> None:
     """Forward plus backward of each operation, beside a copy of the bytes that it has to move."""
-    big = torch.empty(2**28 if device.type == "cuda" else 2**24, device=device)
-    rate = 2 * big.nbytes / timed(big.clone, device, rounds)
-    del big
+    size = 2**28 if device.type == "cuda" else 2**24
+    big, other = (torch.zeros(size, device=device) for _ in range(2))
+    rate = 2 * big.nbytes / timed(lambda: other.copy_(big), device, rounds)
     print(f"copy: {rate / 1e9:.0f} GB/s")
     print("| operation | by | MB | forward + backward, us | / a copy of these bytes |")
     print("| --- | --- | --- | --- | --- |")

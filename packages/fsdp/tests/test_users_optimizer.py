@@ -201,12 +201,18 @@ def test_one_optimizer_steps_over_several_sharded_modules(ranks):
             optimizer.step()
             optimizer.zero_grad()
 
-    for make, together in ((sgd, False), (sgd, True), (muon, False)):
+    for make, together, sync in (
+        (sgd, False, True),
+        (sgd, False, False),
+        (sgd, True, False),
+        (muon, False, True),
+    ):
+        settings = {**mesh, "sync_model_each_microbatch": sync}  # False: the step ends both sums
         pair, whole = copy.deepcopy(plain), copy.deepcopy(plain)
         train(whole, make(whole), range(2))
         optimizer = make(pair)
         for part in pair:
-            fully_shard(part, None if together else optimizer, **mesh)
+            fully_shard(part, None if together else optimizer, **settings)
         if together:
             fully_shard_optimizer(optimizer, pair)
         train(pair, optimizer, [ranks.rank])

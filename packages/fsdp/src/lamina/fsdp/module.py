@@ -108,6 +108,14 @@ class ShardedModule(UnitMethods, StepMethods, nn.Module):
         """Main weights were changed by hand: install them before the next forward."""
         self.sharding_engine.mark_weights_changed()
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As of any module; after a backward that raised, what it has left goes too."""
+        for group in self.parameter_groups():
+            gradients = group.gradients
+            if gradients is not None and (set_to_none or gradients.at_risk):
+                group.discard_gradients()
+        super().zero_grad(set_to_none)
+
     def zero_grad_buffer(self) -> None:
         """Forget all gradients, those of microbatches inside `no_sync` included."""
         for group in self.parameter_groups():

@@ -44,12 +44,12 @@ class _Answer:
     def __init__(self, optimizer: Optimizer, *, own: bool) -> None:
         self._optimizer = weakref.ref(optimizer)
         self._own = own
-        self._engines: weakref.WeakSet[ShardingEngine] = weakref.WeakSet()
+        self._engines: list[weakref.ref[ShardingEngine]] = []  # in one order on all ranks
         self._ranks = self._alike = dist.get_world_size() if dist.is_initialized() else 1
 
     def add(self, engine: ShardingEngine, sizes: Iterable[int]) -> None:
         """One more model that the optimizer updates, with so many data-parallel ranks."""
-        self._engines.add(engine)
+        self._engines.append(weakref.ref(engine))
         self._alike = min([self._alike, *sizes])
 
     def __bool__(self) -> bool:
@@ -62,7 +62,7 @@ class _Answer:
                 "gradients, so some would skip a step that the rest make. Use "
                 "lamina.ddp.ShardedGradScaler(mesh) with the mesh of all of them"
             )
-        for engine in self._engines:
-            if not engine.reducer.is_final:
+        for reference in self._engines:
+            if (engine := reference()) is not None and not engine.reducer.is_final:
                 engine.reducer.finish()
         return self._own

@@ -26,6 +26,7 @@ __all__ = [
 ]
 
 _WHOLE = "_lamina_whole_state"
+_FINISHED = "_lamina_finished_engines"
 _REGULAR = ELEMENTWISE | {getattr(torch.optim, "Muon", torch.optim.SGD)}
 """Optimizers whose state is one tensor per name, of the parameter's shape, and counts."""
 
@@ -33,16 +34,24 @@ _REGULAR = ELEMENTWISE | {getattr(torch.optim, "Muon", torch.optim.SGD)}
 def finish_before_steps(optimizer: Optimizer, engine: ShardingEngine) -> None:
     """Before each step, sum gradients that no backward was told to be the last for.
 
-    A step with a closure whose backward would not be the last is refused (RuntimeError).
+    A step with a closure whose backward would not be the last is refused (RuntimeError). An
+    optimizer of several models has one hook for all: it comes before those that read gradients, and
+    finishes the models in one order on all ranks.
     """
-    reference = weakref.ref(engine)
+    engines: list[weakref.ref[ShardingEngine]] | None = optimizer.__dict__.get(_FINISHED)
+    if engines is not None:
+        engines.append(weakref.ref(engine))
+        return
+    engines = optimizer.__dict__[_FINISHED] = [weakref.ref(engine)]
 
     def before(held: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        closure = kwargs.get(
-            "closure", args[1] if len(args) > 1 else None
-        )  # args[0]: the optimizer
-        if (found := reference()) is None or found.reducer.is_final:
-            return
+        # args[0] is the optimizer
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        for reference in engines:
+            if (found := reference()) is not None and not found.reducer.is_final:
+                finish(held, found, closure)
+
+    def finish(held: Optimizer, found: ShardingEngine, closure: Any) -> None:
         if closure is not None:
             raise RuntimeError(
                 f"{type(held).__name__}.step(closure) where no backward is the step's last "

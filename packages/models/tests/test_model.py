@@ -147,6 +147,13 @@ def test_the_loss_never_holds_all_logits():
     assert meter.peak_live_bytes - before < 0.4 * tokens * vocabulary * 4
 
 
+def test_a_rank_without_tokens_has_a_gradient_of_zeros():
+    weight = torch.randn(8, 4, requires_grad=True)
+    labels = torch.empty(0, dtype=torch.int64)
+    linear_cross_entropy(torch.empty(0, 4), weight, labels, reduction="sum").backward()
+    assert weight.grad.tolist() == [[0.0] * 4] * 8
+
+
 @pytest.mark.parametrize("bad", [-1, 50, 63, 64])
 def test_ids_that_do_not_exist_are_refused_on_a_cpu(bad):
     model = GPTModel(replace(CONFIG, vocab_multiple=64), seed=0)

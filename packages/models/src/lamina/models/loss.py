@@ -251,7 +251,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         counts = label_weights(labels, vocab_size, ignored, wide)
         total = torch.zeros((), dtype=wide, device=hidden.device)
         grad_hidden = torch.empty_like(hidden) if needed[0] else None
-        grad_weight = torch.zeros_like(weight, dtype=wide) if needed[1] else None
+        grad_weight: Tensor | None = None
         for start in range(0, hidden.shape[0], chunk):
             rows = slice(start, start + chunk)
             logits = (hidden[rows] @ weight.t()).to(wide)
@@ -263,9 +263,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
             grad = _subtract_labels(grad, soft.column, soft.here).to(weight.dtype)
             if grad_hidden is not None:
                 torch.mm(grad, weight, out=grad_hidden[rows])
-            if grad_weight is not None:
-                add_product(grad_weight, grad.t(), hidden[rows])
+            if needed[1]:
+                grad_weight = plus_product(grad_weight, grad.t(), hidden[rows], wide)
             del logits, soft, grad  # or the next chunk's would lie beside this one's
+        if needed[1] and grad_weight is None:  # no tokens
+            grad_weight = torch.zeros_like(weight, dtype=wide)
         ctx.save_for_backward(grad_hidden, grad_weight)
         ctx.weight_dtype = weight.dtype
         ctx.parameter = weight if weight.is_leaf else None
@@ -299,11 +301,12 @@ def _scaled(
     return None
 
 
-def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """``total += left @ right``, in the dtype of ``total`` where the device can."""
-    if total.dtype == left.dtype:
-        total.addmm_(left, right)
-    elif left.is_cuda:
-        total += torch.mm(left, right, out_dtype=total.dtype)
+def plus_product(total: Tensor | None, left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
+    """``total + left @ right`` in place, in `dtype` where the device can; None is no sum so far."""
+    if total is not None and dtype == left.dtype:
+        return total.addmm_(left, right)
+    if left.is_cuda and dtype != left.dtype:
+        product = torch.mm(left, right, out_dtype=dtype)
     else:
-        total += left @ right
+        product = torch.mm(left, right).to(dtype)
+    return product if total is None else total.add_(product)

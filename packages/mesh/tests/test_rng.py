@@ -23,6 +23,7 @@ from lamina.mesh import (
     derive_seed,
     init_distributed,
     recompute_contexts,
+    require_stream,
     rng_state,
     rng_stream,
     seed_everything,
@@ -117,6 +118,9 @@ def test_a_stream_leaves_the_default_generators_alone() -> None:
     first = stream_draw("tp")
     assert stream_draw("tp") != first
     assert torch.equal(torch.rand(4), expected)
+    require_stream("tp")
+    with pytest.raises(KeyError, match=r"no random stream 'dp'"):
+        require_stream("dp")
     with pytest.raises(KeyError, match=r"no random stream 'dp': .* makes tp"):
         stream_draw("dp")
 

@@ -133,6 +133,19 @@ def derive_seed(seed: int, *parts: object) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
 
 
+def require_stream(name: str) -> None:
+    """Refuse a process that nobody seeded: its ranks may draw differently where they must not.
+
+    Raises:
+        KeyError: no such stream.
+    """
+    if name not in _streams:
+        raise KeyError(
+            f"no random stream '{name}': seed_everything() makes {_names(_streams) or '(none yet)'}"
+            "; call it first."
+        )
+
+
 @contextmanager
 def rng_stream(name: str) -> Iterator[None]:
     """Inside, torch's default generators draw from the named stream instead of their own.
@@ -144,11 +157,7 @@ def rng_stream(name: str) -> Iterator[None]:
     Raises:
         KeyError: no such stream.
     """
-    if name not in _streams:
-        raise KeyError(
-            f"no random stream '{name}': seed_everything() makes {_names(_streams) or '(none yet)'}"
-            "; call it first."
-        )
+    require_stream(name)
     stream = _streams[name]
     outside = _default_states()
     for device in outside:

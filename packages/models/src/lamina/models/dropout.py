@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lamina.mesh import MeshAxis, rng_stream
+from lamina.mesh import MeshAxis, require_stream, rng_stream
 from lamina.models.axes import MeshLike, axis_of
 
 
@@ -33,8 +33,7 @@ def dropout_stream(
     if rate > 0.0 and sharded:
         return rng_stream("tp")
     if rate > 0.0 and axis is not None and not torch.compiler.is_compiling():
-        with rng_stream("tp"):  # nothing is drawn: it raises where ranks may draw differently
-            pass
+        require_stream("tp")
     return nullcontext()
 
 

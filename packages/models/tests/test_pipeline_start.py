@@ -79,6 +79,10 @@ def test_what_no_stage_would_have_is_refused(ranks):
             pipeline(model, mesh)
     with pytest.raises(ValueError, match=r"the Own has methods of its own .*\(embed\)"):
         pipeline(Own(CONFIG, seed=1), mesh)
+    runner, tokens = pipeline(GPTModel(CONFIG, seed=1).half(), mesh), torch.zeros(1, 4).long()
+    with pytest.raises(ValueError, match=r"step in float16: .* without a loss scale"):
+        runner.step(tokens, tokens)
+    assert runner.evaluate(tokens, tokens).isfinite()
 
 
 @pytest.mark.ranks(2)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from lamina.mesh import seed_everything
+from lamina.mesh import ParallelLayout, seed_everything
 from lamina.models import (
     GPTModel,
     LatentAttention,
@@ -321,3 +321,18 @@ def saved_by_autograd(model: nn.Module) -> int:
         model(**batch(4, 64))
     own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     return sum(storage.nbytes() for place, storage in kept.items() if place not in own)
+
+
+@pytest.mark.ranks(2)
+def test_compiled_blocks_that_draw_from_a_named_stream_draw_the_same_again():
+    mesh = ParallelLayout(tp=2).build("cpu")
+    results = []
+    for compiles in (False, True):
+        config = replace(LLAMA, num_layers=1, dropout=0.3, sequence_parallel=True)
+        model = apply_recompute(GPTModel(config, mesh, seed=1), "full")
+        if compiles:
+            model.blocks[0].compile(backend="aot_eager")
+        seed_everything(3, mesh).begin_training()
+        model(**batch()).backward()
+        results.append([parameter.grad for parameter in model.parameters()])
+    assert all(map(torch.equal, *results))

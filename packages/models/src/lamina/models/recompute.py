@@ -196,6 +196,7 @@ def _within(
     if not torch.is_grad_enabled():
         return forward(*inputs, **options)
     if torch.compiler.is_compiling():
-        return _outside_of_graphs(_within, hooks, forward, *inputs, **options)
+        output: Tensor = _outside_of_graphs(_within, hooks, forward, *inputs, **options)
+        return output
     with hooks():
         return forward(*inputs, **options)

@@ -64,7 +64,8 @@ def scale_exponent(amax: Tensor, dtype: torch.dtype) -> Tensor:
     # A float32's bits are its exponent above its fraction, so the difference of two numbers' bits
     # borrows from the exponents' just where the quotient's mantissa is below one: an exact floor.
     limit = struct.unpack("<i", struct.pack("<f", torch.finfo(dtype).max))[0]
-    return ((limit - amax.view(torch.int32)) >> 23).clamp(-120, 120)
+    exponent: Tensor = (limit - amax.view(torch.int32)) >> 23
+    return exponent.clamp(-120, 120)
 
 
 def power_of_two(exponent: Tensor) -> Tensor:

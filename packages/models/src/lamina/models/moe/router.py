@@ -137,7 +137,7 @@ class TopKRouter(nn.Module):
         if self.training and self.moe.jitter:
             low, high = 1.0 - self.moe.jitter, 1.0 + self.moe.jitter
             split = self.axes.tp is not None and not self.axes.replicated
-            with dropout_stream(self.moe.jitter, split):
+            with dropout_stream(self.moe.jitter, split, self.axes.tp):
                 x = x * torch.empty_like(x).uniform_(low, high)
         with torch.autocast(x.device.type, enabled=False):
             logits = F.linear(x, self.weight.to(wide))

@@ -15,6 +15,7 @@ from lamina.ddp import (
     NonFiniteGradientError,
     clip_grad_norm,
     collect_parameters,
+    registration_refusal,
 )
 from lamina.ddp.buckets import plan_buckets
 from lamina.mesh import ParallelLayout
@@ -126,6 +127,12 @@ def test_what_the_mesh_or_the_machine_does_not_have_is_refused(ranks):
             DistributedDataParallel(build(), config, mesh)
     with pytest.raises(RegistrationError, match=r"nccl_ub=True: .* only NCCL registers memory"):
         wrap(build(), nccl_ub=True)
+    with mock.patch(
+        "lamina.ddp.registered.registration_problem",
+        lambda group, *_, **__: "no" if group == "experts" else None,
+    ):  # every group is looked at
+        found = registration_refusal(["dense", None, "experts"], torch.device("cuda"))
+        assert found == "nccl_ub=True: no; leave it out here"
     pool = mock.MagicMock()  # in the place of memory that only NCCL has
     with mock.patch("lamina.ddp.wrapper.registered_pool", return_value=pool) as made:
         wrapped, _ = wrap(build(), nccl_ub=True)

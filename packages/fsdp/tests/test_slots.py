@@ -258,7 +258,7 @@ def test_slots_are_allocated_in_one_block_of_registered_memory(ranks):
         return made[-1]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(limits, "registration_problem", lambda *_, **__: None)
+        patch.setattr(limits, "registration_refusal", lambda *_, **__: None)
         patch.setattr(limits, "register_pool", register)
         make = Places.make
 

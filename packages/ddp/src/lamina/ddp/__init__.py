@@ -41,6 +41,7 @@ from lamina.ddp.reducer import (
     Order,
 )
 from lamina.ddp.reduction import ORDERED, Reduction, resolve_reduction
+from lamina.ddp.registered import registration_refusal
 from lamina.ddp.repoint import point_optimizer_at, refuse_optimizer
 from lamina.ddp.sharded_optimizer import ShardedOptimizer
 from lamina.ddp.sinks import GradientSink, gradient_sink, has_gradient_sink, main_of
@@ -107,6 +108,7 @@ __all__ = [
     "plan_layout",
     "point_optimizer_at",
     "refuse_optimizer",
+    "registration_refusal",
     "resolve_dtypes",
     "resolve_reduction",
     "resolve_strategy",

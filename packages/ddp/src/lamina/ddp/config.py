@@ -142,15 +142,15 @@ class DistributedDataParallelConfig:
             )
 
     def _check_reduction(self) -> None:
-        resolve_reduction(self.reduction, self.reproducible)
+        resolve_reduction(
+            self.reduction,
+            self.reproducible,
+            self.average_in_collective,
+            per_token=self.calculate_per_token_loss,
+        )
         if self.reduction == "native" and self.reduce_scatter_with_fp32_accumulation:
             raise ValueError(
                 "reduction='native' adds in the wire dtype, whatever "
                 "reduce_scatter_with_fp32_accumulation asks for: use reduction='ordered', or send "
                 "fp32 with grad_reduce_in_fp32=True"
-            )
-        if self.average_in_collective and self.calculate_per_token_loss:
-            raise ValueError(
-                "average_in_collective=True averages over ranks and calculate_per_token_loss=True "
-                "leaves sums for finalize_grads(num_tokens=) to divide: choose one"
             )

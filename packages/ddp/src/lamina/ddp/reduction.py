@@ -79,9 +79,13 @@ _REPRODUCIBLE = Reduction("reproducible", ReproducibleSum, Cadence.EVERY_MICROBA
 
 
 def resolve_reduction(
-    reduction: str = "ordered", reproducible: bool = False, average: bool = False
+    reduction: str = "ordered",
+    reproducible: bool = False,
+    average: bool = False,
+    *,
+    per_token: bool = False,
 ) -> Reduction:
-    """The reduction that two settings ask for.
+    """The reduction that settings ask for.
 
     Args:
         reduction: "ordered", or "native" for the backend's own (tolerance only).
@@ -89,10 +93,17 @@ def resolve_reduction(
             number of ranks. Every microbatch is reduced.
         average: let the backend average instead of sum, where it is the backend that adds. The
             ordered sum is scaled in fp32 as it is stored, whatever this says.
+        per_token: sums are left for `finalize_grads` to divide.
 
     Raises:
-        ValueError: for an unknown name, or a native reduction that is to be reproducible.
+        ValueError: for an unknown name, a native reduction that is to be reproducible, or an
+            average of what is to be left a sum.
     """
+    if average and per_token:
+        raise ValueError(
+            "average_in_collective=True averages over ranks and calculate_per_token_loss=True "
+            "leaves sums for finalize_grads(num_tokens=) to divide: choose one"
+        )
     if reduction not in _REDUCTIONS:
         known = ", ".join(map(repr, _REDUCTIONS))
         raise ValueError(f"reduction={reduction!r} is not known; choose one of {known}")

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
+from torch.distributed import ProcessGroup
 
 from lamina.collectives import (
     RegisteredPool,
@@ -12,7 +15,7 @@ from lamina.collectives import (
 )
 from lamina.ddp.axes import DataParallelAxes
 
-__all__ = ["registered_pool"]
+__all__ = ["registered_pool", "registration_refusal"]
 
 
 def registered_pool(
@@ -27,20 +30,35 @@ def registered_pool(
     Raises:
         RegistrationError: where hardware, build or backend lack it, with the reason.
     """
-    purposes = ("gather", "reduce")
-    groups = {
-        id(group): group
+    found = [
+        group
         for kind in axes
         if kind is not None
-        for purpose in purposes
+        for purpose in ("gather", "reduce")
         for group in kind.groups(purpose)
-        if group is not None
-    }
+    ]
+    refusal = registration_refusal(found, device)
+    if refusal is not None:
+        raise RegistrationError(refusal)
+    return register_pool(list({id(one): one for one in found if one is not None}.values()), device)
+
+
+def registration_refusal(
+    groups: Iterable[ProcessGroup | None], device: torch.device, *, symmetric: bool = True
+) -> str | None:
+    """Why `nccl_ub` cannot be had, for an error; None if it can.
+
+    Args:
+        groups: the communicators that are to use registered memory; None for axes of one rank.
+        device: where that memory lies.
+        symmetric: whether it is to have symmetric windows.
+    """
     where = device if device.type == "cuda" else None
-    for group in groups.values() or [None]:
-        problem = registration_problem(group, where)
+    several: list[ProcessGroup | None] = [one for one in groups if one is not None]
+    for group in several or [None]:
+        problem = registration_problem(group, where, symmetric=symmetric)
         if problem is None and device.type != "cuda":
             problem = f"the model is on {device}, and NCCL registers only CUDA memory"
         if problem is not None:
-            raise RegistrationError(f"nccl_ub=True: {problem}; leave it out here")
-    return register_pool(list(groups.values()), device)
+            return f"nccl_ub=True: {problem}; leave it out here"
+    return None

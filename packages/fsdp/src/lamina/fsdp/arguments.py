@@ -82,11 +82,11 @@ class Arguments:
         _check_codec(policy, strategy, offload)
         _check_resharding(given["reshard_after_forward"], strategy)
         _check_order(given["check_order"], strategy)
-        self.buffers.check(dense, device, gathers=_gathers(strategy))
-        if given["keep_fp8_transpose_cache"]:
-            self._transposing = _with_transposes(self.module)
         axes = [dense] if expert is None else [dense, expert]
         gathering = [one.inner.sibling("gather") for one in axes]
+        self.buffers.check(gathering, device, gathers=_gathers(strategy))
+        if given["keep_fp8_transpose_cache"]:
+            self._transposing = _with_transposes(self.module)
         return ShardingSettings(
             strategy=strategy,
             dense=dense,
@@ -108,7 +108,10 @@ class Arguments:
             bucket_per_parameter=given["disable_bucketing"],
             whole=needs_whole_tensors(self.optimizer),
             reduction=resolve_reduction(
-                given["reduction"], given["reproducible"], given["average_in_collective"]
+                given["reduction"],
+                given["reproducible"],
+                given["average_in_collective"],
+                per_token=given["calculate_per_token_loss"],
             ),
             offload=offload,
             device=device,

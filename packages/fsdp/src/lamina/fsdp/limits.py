@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch.distributed import ProcessGroup
 
-from lamina.collectives import RegisteredPool, register_pool, registration_problem
-from lamina.ddp import DataParallelAxes
+from lamina.collectives import RegisteredPool, register_pool
+from lamina.ddp import registration_refusal
 
 __all__ = ["BufferArguments", "SlotMemory", "UnavailableError"]
 
@@ -23,9 +23,6 @@ class UnavailableError(NotImplementedError):
 class BufferArguments:
     """Arguments about memory and number formats, under `fully_shard`'s own names."""
 
-    average_in_collective: bool = False
-    calculate_per_token_loss: bool = False
-    keep_fp8_transpose_cache: bool = False
     nccl_ub: bool = False
     fsdp_double_buffer: bool = False
     disable_symmetric_registration: bool = False
@@ -34,11 +31,13 @@ class BufferArguments:
     fsdp_db_use_persist_buf_on_alloc_fail: bool = False
     gather_budget: int | None = None
 
-    def check(self, axes: DataParallelAxes, device: torch.device, *, gathers: bool) -> None:
+    def check(
+        self, gathering: Sequence[ProcessGroup | None], device: torch.device, *, gathers: bool
+    ) -> None:
         """Refuse what cannot work.
 
         Args:
-            axes: data-parallel axes of ordinary parameters.
+            gathering: the communicators of gathers; None for axes of one rank.
             device: where the model computes.
             gathers: whether the strategy gathers weights by units.
 
@@ -46,11 +45,6 @@ class BufferArguments:
             UnavailableError: for what the hardware, or Lamina, lacks.
             ValueError: for arguments that need another one.
         """
-        if self.average_in_collective and self.calculate_per_token_loss:
-            raise ValueError(
-                "average_in_collective=True averages over ranks and calculate_per_token_loss=True "
-                "leaves sums for finalize_grads(num_tokens=) to divide: choose one"
-            )
         self._check_double_buffer()
         if self.fsdp_double_buffer and not gathers:
             raise ValueError(
@@ -68,7 +62,7 @@ class BufferArguments:
                 f"cuda_graph_mode=True: the model is on {device}, and only CUDA has graphs"
             )
         if self.nccl_ub:
-            self._check_registration(axes, device)
+            self._check_registration(gathering, device)
 
     def _check_double_buffer(self) -> None:
         for name in (
@@ -87,14 +81,13 @@ class BufferArguments:
                 "registers, which is off: turn it on, or leave this one out"
             )
 
-    def _check_registration(self, axes: DataParallelAxes, device: torch.device) -> None:
-        problem = registration_problem(
-            axes.inner.sibling("gather"),
-            device if device.type == "cuda" else None,
-            symmetric=not self.disable_symmetric_registration,
-        )
-        if problem is not None:
-            raise UnavailableError(f"nccl_ub=True: {problem}")
+    def _check_registration(
+        self, gathering: Sequence[ProcessGroup | None], device: torch.device
+    ) -> None:
+        symmetric = not self.disable_symmetric_registration
+        refusal = registration_refusal(gathering, device, symmetric=symmetric)
+        if refusal is not None:
+            raise UnavailableError(refusal)
         if not self.fsdp_double_buffer:
             raise ValueError(
                 "nccl_ub=True registers the fixed buffers of fsdp_double_buffer=True, which is "

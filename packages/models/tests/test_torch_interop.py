@@ -116,7 +116,11 @@ def test_parallelize_module_refuses_models_that_differ(ranks):
         one_off.blocks[1].mlp.up.weight[-1, -1] += rank
     with torch.device("meta"):
         late = GPTModel(CONFIG, seed=rank)
+    hooked = GPTModel(CONFIG, seed=3)
+    if rank == 1:
+        hooked.blocks[0].register_forward_hook(lambda *_: None)
     for model, message in (
+        (hooked, "forward hook" if rank == 1 else "another rank of tp is not as its config"),
         (one_off, r"different models \(blocks\.1\.mlp\.up\.weight; 1 such in all\)"),
         (GPTModel(CONFIG, seed=rank), r"different models \(embedding\.weight"),
         (GPTModel(replace(CONFIG, rope_theta=1e4 + rank), seed=3), r"different models \(config"),

@@ -44,7 +44,7 @@ class CutOverRanks(ParallelStyle):
             raise ValueError(f"{device_mesh} must have one dimension with a name: pass mesh['tp']")
         axis = mesh_axis(device_mesh, names[0])
         config = module.config
-        _require_as_made(module)
+        _require_as_made(module, axis)
         if self.sequence_parallel is not None:
             config = replace(config, sequence_parallel=self.sequence_parallel)
         _require_same(module, config, axis)
@@ -66,8 +66,20 @@ class CutOverRanks(ParallelStyle):
         return module
 
 
-def _require_as_made(model: GPTModel) -> None:
-    """Raise ValueError for changes that modules made anew from the config would not have."""
+def _require_as_made(model: GPTModel, axis: MeshAxis) -> None:
+    """Raise ValueError, on every rank, for changes that modules made anew would not have."""
+    found = _change(model)
+    if _agree([int(bool(found))], axis) == [False]:
+        found = found or f"the model of another rank of {axis.name} is not as its config makes it"
+    if found:
+        raise ValueError(
+            f"{found}, and cutting makes all modules anew: change the model after "
+            "parallelize_module, or in TransformerConfig"
+        )
+
+
+def _change(model: GPTModel) -> str:
+    """The first module that is not as the config makes it, and why; empty for none."""
     with torch.device("meta"):
         fresh = GPTModel(model.config, seed=model.seed)
     have, made = dict(model.named_modules()), dict(fresh.named_modules())
@@ -82,11 +94,8 @@ def _require_as_made(model: GPTModel) -> None:
         else:
             change = _difference(module, was)
         if change:
-            raise ValueError(
-                f"{name} of the {type(model).__name__} is not as its config makes it ({change}), "
-                "and cutting makes all modules anew: change the model after parallelize_module, or "
-                "in TransformerConfig"
-            )
+            return f"{name} of the {type(model).__name__} is not as its config makes it ({change})"
+    return ""
 
 
 def _difference(module: nn.Module, was: nn.Module) -> str:

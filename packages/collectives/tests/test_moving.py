@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -12,6 +15,7 @@ from lamina.collectives import (
     all_reduce_small,
     all_to_all,
     broadcast,
+    host_device,
     use_messages,
 )
 from lamina.mesh import MeshAxis
@@ -241,3 +245,13 @@ def test_a_check_finds_ranks_that_call_different_things(messages):
     output = torch.empty(2)
     all_gather_into(output, torch.full((1,), float(rank)), group, check=True)
     assert output.tolist() == [0.0, 1.0]
+
+
+def test_numbers_for_hosts_travel_between_hosts_where_all_groups_serve_them() -> None:
+    def serving(*kinds: str) -> Any:
+        return SimpleNamespace(_device_types=[torch.device(kind) for kind in kinds])
+
+    both, nccl = serving("cpu", "cuda"), serving("cuda")
+    assert host_device([both, None, both], "cuda:1") == torch.device("cpu")
+    assert host_device([both, nccl], "cuda:1") == torch.device("cuda:1")
+    assert host_device([None], "cuda") == torch.device("cpu"), "one rank asks nobody"

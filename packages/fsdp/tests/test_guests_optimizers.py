@@ -192,3 +192,4 @@ def test_muon_over_tensor_parallel_pieces_is_refused_by_name(ranks):
         fully_shard(
             model, torch.optim.Muon(model.parameters()), device_mesh=mesh, dp_shard_dim="dp"
         )
+    assert type(model) is nn.Sequential, "half sharded"

@@ -27,7 +27,7 @@ from lamina.fsdp.offload import Offload, resolve_offload
 from lamina.fsdp.parts import beside_parts
 from lamina.fsdp.precision import MixedPrecisionPolicy, policy_from
 from lamina.fsdp.sharding import ShardingSettings, updated_apart
-from lamina.fsdp.whole_tensors import needs_whole_tensors
+from lamina.fsdp.whole_tensors import needs_whole_tensors, refuse_cut_by_model
 from lamina.mesh import ParallelLayout, ParallelMesh, require_overlap
 
 __all__ = ["Arguments", "refuse_sharded"]
@@ -125,6 +125,7 @@ class Arguments:
             refs = collect_parameters(self.module)
             known = {id(ref.parameter) for ref in refs}
             refuse_optimizer(self.optimizer, known, updated_apart(refs, settings))
+            refuse_cut_by_model(self.optimizer, refs, settings.model)
 
     def keep_transposes(self) -> None:
         """Tell modules to keep transposes, if that was asked for; after the last refusal."""

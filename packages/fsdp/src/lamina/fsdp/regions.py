@@ -6,7 +6,7 @@ A tp rank's parameter is a region of the model's. `state_dict()` says which (`Te
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from lamina.fsdp.meshes import ModelAxes
 from lamina.fsdp.tensor_parallel import is_cut_dtensor, region_of_dtensor
 from lamina.mesh import MeshAxis
 
-__all__ = ["Regions", "refuse_parts", "regions_of", "show_parts"]
+__all__ = ["Regions", "parts_among", "refuse_parts", "regions_of", "show_parts"]
 
 _REGIONS = "_lamina_regions"
 
@@ -108,15 +108,22 @@ def refuse_parts(module: nn.Module, axes: ModelAxes) -> None:
     Whole tensors are put together over data-parallel ranks only: every rank would save its part
     under the name of the whole.
     """
-    for ref in collect_parameters(module):
+    for ref in parts_among(collect_parameters(module), axes):
+        shape = list(ref.parameter.shape)
+        raise ValueError(
+            f"preproc_state_dict_for_dcp_ckpt=False: {ref.name} of shape {shape} is cut "
+            "by tensor or expert parallelism, and state_dict() would hold this rank's part of "
+            "it under the name of the whole. Leave the argument out, and save with "
+            "torch.distributed.checkpoint"
+        )
+
+
+def parts_among(refs: Iterable[ParameterRef], axes: ModelAxes) -> Iterator[ParameterRef]:
+    """The parameters of a model that is not sharded yet of which ranks along `axes` hold parts."""
+    for ref in refs:
         shape = tuple(ref.parameter.shape)
         if is_cut_dtensor(ref.parameter) or _region(ref, shape, axes) is not None:
-            raise ValueError(
-                f"preproc_state_dict_for_dcp_ckpt=False: {ref.name} of shape {list(shape)} is cut "
-                "by tensor or expert parallelism, and state_dict() would hold this rank's part of "
-                "it under the name of the whole. Leave the argument out, and save with "
-                "torch.distributed.checkpoint"
-            )
+            yield ref
 
 
 def regions_of(module: nn.Module) -> tuple[Regions, ...]:

@@ -284,10 +284,10 @@ def test_meta_start_and_generation():
     assert torch.equal(found, tokens)
     # Beyond the context the first tokens are forgotten, and images must not be among them.
     late = torch.stack([text(1, 2, -4, 1)] * 2)
-    inputs = {"images": pictures}
-    assert generate(model, late, 4, context_length=8, inputs=inputs).shape == (2, 11)
+    options = {"context_length": 8, "temperature": 0.0, "inputs": {"images": pictures}}
+    assert generate(model, late, 4, **options).shape == (2, 11)
     with pytest.raises(ValueError, match=r"reach 3 beyond the context of 8, .* image tokens"):
-        generate(model, late, 5, context_length=8, inputs=inputs)
+        generate(model, late, 5, **options)
 
 
 def test_what_is_for_the_decoder_names_it():

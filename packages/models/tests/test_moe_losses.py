@@ -4,13 +4,18 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 import torch
 
+from lamina.ddp import finalize_grads, full_gradients
+from lamina.fsdp import fully_shard
+from lamina.mesh import ParallelLayout
 from lamina.models import (
     GPTModel,
     MoEConfig,
     MoELayer,
     RoutingContext,
+    TransformerBlock,
     TransformerConfig,
     VisionConfig,
     VisionLanguageModel,
@@ -157,3 +162,34 @@ def test_a_compiled_model_with_experts_trains_as_it_does_uncompiled():
                 assert block.mlp.router.totals.forwards == 2
                 block.mlp.router.finalize_step(None)
             assert torch.equal(one.mlp.router.expert_bias, other.mlp.router.expert_bias)
+
+
+@pytest.mark.slow
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("blocks", [True, False], ids=["blocks", "whole"])
+@pytest.mark.parametrize(
+    "transport",
+    [{}, {"dispatcher": "all_gather"}, {"capacity_factor": 1.0, "pad_to_capacity": True}],
+    ids=str,
+)
+def test_experts_over_ranks_train_compiled_as_they_do_uncompiled(transport, blocks, ranks):
+    mesh = ParallelLayout(ep=2).build("cpu")
+    config = with_losses(bias_rate=0.1, shared_ffn_size=8, **transport)
+    tokens = TOKENS.roll(ranks.rank, 1)
+    found = []
+    for compiled in (False, True):
+        model = GPTModel(config, mesh, seed=3).double()
+        for block in model.blocks if compiled and blocks else ():
+            block.compile(backend="aot_eager")
+        model = fully_shard(model, device_mesh=mesh, fsdp_unit_modules=[TransformerBlock])
+        whole = compiled and not blocks
+        run = torch.compile(model, backend="aot_eager") if whole else model
+        with model.no_sync():
+            (run(tokens[:, :-1], tokens[:, 1:]) / 2).backward()
+        (run(tokens[:, :-1], tokens[:, 1:]) / 2).backward()
+        finalize_grads(model, mesh)
+        values = {**full_gradients(model), **dict(model.named_buffers())}
+        found.append({name: value.clone() for name, value in values.items()})
+    assert found[0].keys() == found[1].keys()
+    for name, expected in found[0].items():
+        torch.testing.assert_close(found[1][name], expected, rtol=1e-9, atol=1e-12)

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo as one_graph_break
 from torch.distributed import ProcessGroup
 
 from lamina.collectives import (
@@ -126,6 +127,7 @@ class TokenDispatcher:
         return _AllToAll(x, routing, way)
 
 
+@one_graph_break
 def _largest(capacity: int, group: ProcessGroup, device: torch.device) -> int:
     """The largest capacity of all ranks: messages of fixed size must have one size on all.
 

@@ -101,12 +101,14 @@ class Varlen:
             the end of the last.
         longest: tokens of the longest document.
         window: how many tokens, itself included, a token attends to; None is all before it.
+        grouped_heads: whether the kernel takes fewer heads of keys than of queries.
 
     """
 
     starts: Tensor
     longest: int
     window: int | None = None
+    grouped_heads: bool = False
 
     def __call__(
         self, query: Tensor, key: Tensor, value: Tensor, *, scale: float, dropout: float
@@ -117,7 +119,7 @@ class Varlen:
 
         grouped = key.shape[2] != query.shape[2]
         options: dict[str, Any] = {"scale": scale}
-        if grouped and "enable_gqa" in inspect.signature(varlen_attn).parameters:
+        if grouped and self.grouped_heads:
             options["enable_gqa"] = True
         elif grouped:
             key, value = repeat_heads(key, query.shape[2]), repeat_heads(value, query.shape[2])
@@ -302,15 +304,18 @@ def check_path(
 
 
 def _varlen(tokens: Tensor, runs: Tensor | None, window: int | None) -> Varlen:
+    from torch.nn.attention.varlen import varlen_attn
+
+    grouped = "enable_gqa" in inspect.signature(varlen_attn).parameters
     batch, sequence = tokens.shape[:2]
     if runs is None:
         starts = torch.arange(0, (batch + 1) * sequence, sequence, device=tokens.device)
-        return Varlen(starts.to(torch.int32), sequence, window)
+        return Varlen(starts.to(torch.int32), sequence, window, grouped)
     first = torch.ones_like(runs, dtype=torch.bool)
     first[:, 1:] = runs[:, 1:] != runs[:, :-1]
     # nonzero and max wait for the device: once per forward, not per block.
     starts = F.pad(first.flatten().nonzero().squeeze(1), (0, 1), value=batch * sequence)
-    return Varlen(starts.to(torch.int32), int(starts.diff().max()), window)
+    return Varlen(starts.to(torch.int32), int(starts.diff().max()), window, grouped)
 
 
 def flex_over(

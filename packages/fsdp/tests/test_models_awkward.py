@@ -1,81 +1,30 @@
 """Modules used in awkward ways. Each compares parameters with plain PyTorch in one process."""
 
 import dataclasses
+import sys
 import types
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 
-from lamina.ddp import full_parameters
-from lamina.fsdp import fully_shard, plan_units, register_forward_method, shard_module
+from lamina.fsdp import fully_shard, plan_units, shard_module
 from lamina_testing.toys import Block, OddNet, inputs
 
-STRATEGIES = pytest.mark.parametrize("strategy", [3, 1])
-STEPS = 3
-
-
-def sgd(model):
-    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, foreach=False)
-
-
-def build(make):
-    torch.manual_seed(3)
-    return make()
-
-
-def shard(make, strategy, units=(Block,), **settings):
-    model = build(make)
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
-    return fully_shard(
-        model,
-        sgd(model),
-        device_mesh=mesh,
-        fsdp_unit_modules=None if units is None else list(units),
-        zero_dp_strategy=strategy,
-        **settings,
-    )
-
-
-def one_process(make, loss, steps=STEPS):
-    model = build(make)
-    optimizer = sgd(model)
-    for step in range(steps):
-        optimizer.zero_grad()
-        sum(loss(model, rank, step) / 2 for rank in range(2)).backward()
-        optimizer.step()
-    return model
-
-
-def train(model, optimizer, loss, rank, steps=STEPS):
-    for step in range(steps):
-        loss(model, rank, step).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-def compare(model, reference):
-    found = {name.replace("_orig_mod.", ""): v for name, v in full_parameters(model).items()}
-    wanted = dict(reference.named_parameters())
-    assert found.keys() == wanted.keys()
-    for name, value in wanted.items():
-        if value.numel():
-            worst = float((found[name] - value.detach()).abs().max())
-            assert worst <= 3e-6, f"{name} is off by {worst}"
-
-
-def check(make, loss, ranks, strategy, units=(Block,), **settings):
-    model, optimizer = shard(make, strategy, units, **settings)
-    train(model, optimizer, loss, ranks.rank)
-    compare(model, one_process(make, loss))
-    return model
-
-
-def plain_loss(model, rank, step):
-    return model(inputs(model, 10 * step + rank)).square().mean()
-
+sys.path.insert(0, str(Path(__file__).parent))
+from module_parity import (
+    STEPS,
+    STRATEGIES,
+    build,
+    check,
+    compare,
+    one_process,
+    plain_loss,
+    shard,
+    train,
+)
 
 # -- what goes in and comes out ---------------------------------------------------------------
 
@@ -356,87 +305,6 @@ def test_evaluation_between_microbatches(mode, strategy, ranks):
         optimizer.zero_grad()
     both = lambda m, r, s: plain_loss(m, r, s + 50) + plain_loss(m, r, s)  # noqa: E731
     compare(model, one_process(AnyOrder, both))
-
-
-class Generating(OddNet):
-    """Methods that use weights outside of forward, with forwards inside them."""
-
-    def generate(self, x, steps=4):
-        tokens = []
-        for _ in range(steps):
-            y = self(x)
-            x = torch.nn.functional.linear(y, self.enter.weight.t()[:, :3])
-            tokens.append(x.argmax(dim=-1))
-        return torch.stack(tokens)
-
-    def score(self, x, *, power):
-        return (self(x) * self.temperature).abs().pow(power).mean()
-
-
-@pytest.mark.ranks(2)
-@STRATEGIES
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_generation_with_a_registered_method_equals_plain(mode, strategy, ranks):
-    model, optimizer = shard(Generating, strategy)
-    register_forward_method(model, "generate")
-    train(model, optimizer, plain_loss, ranks.rank)
-    reference = one_process(Generating, plain_loss)
-    with mode():
-        assert torch.equal(model.generate(inputs(model, 7)), reference.generate(inputs(model, 7)))
-    train(model, optimizer, plain_loss, ranks.rank)
-
-
-@pytest.mark.ranks(2)
-@STRATEGIES
-def test_training_through_a_registered_method(strategy, ranks):
-    def loss(model, rank, step):
-        return model.score(inputs(model, 10 * step + rank), power=2)
-
-    model, optimizer = shard(Generating, strategy)
-    register_forward_method(model, "score")
-    train(model, optimizer, loss, ranks.rank)
-    compare(model, one_process(Generating, loss))
-
-
-class BlockWithMethod(Block):
-    def forward(self, x):
-        return self.mix(x)
-
-    def mix(self, x):
-        return super().forward(x)
-
-
-class CallsMethods(OddNet):
-    """Calls a method of its blocks instead of the blocks."""
-
-    def __init__(self):
-        super().__init__()
-        self.blocks = nn.ModuleList(BlockWithMethod(17) for _ in range(3))
-
-    def forward(self, x):
-        x = self.enter(x)
-        for block in self.blocks:
-            x = block.mix(x)
-        return self.leave(x)
-
-
-@pytest.mark.ranks(2)
-@STRATEGIES
-def test_a_units_registered_method_is_a_forward_of_the_unit(strategy, ranks):
-    model, optimizer = shard(CallsMethods, strategy)
-    for block in model.blocks:
-        register_forward_method(block, "mix")
-    train(model, optimizer, plain_loss, ranks.rank)
-    compare(model, one_process(CallsMethods, plain_loss))
-
-
-@pytest.mark.ranks(1)
-def test_a_method_that_cannot_be_registered_is_named(ranks):
-    model = fully_shard(build(OddNet), fsdp_unit_modules=[Block])
-    with pytest.raises(ValueError, match="LayerNorm is not a unit"):
-        register_forward_method(model.blocks[0].norm, "forward")
-    with pytest.raises(AttributeError, match="no method 'decode'"):
-        register_forward_method(model, "decode")
 
 
 class Ends(nn.Module):

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import gc
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -21,8 +19,7 @@ from lamina.buffers import (
     conflict_graph,
 )
 
-sys.path.insert(0, str(Path(__file__).parent))
-from pools import pool_of, slotted
+from .pools import pool_of, slotted
 
 
 @pytest.mark.parametrize("make", [pool_of, slotted])

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 from torch import nn
@@ -18,8 +15,7 @@ from lamina.buffers import (
     conflict_graph,
 )
 
-sys.path.insert(0, str(Path(__file__).parent))
-from pools import slotted
+from .pools import slotted
 
 
 class Unit(nn.Module):

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 from torch import nn
 
 from lamina.buffers import ShardedTensor
 
-sys.path.insert(0, str(Path(__file__).parent))
-from cut_tensors import pasted, spans, values
+from .cut_tensors import pasted, spans, values
 
 MODES = {"loop": {"foreach": False}, "foreach": {"foreach": True}, "fused": {"fused": True}}
 OPTIMIZERS = {

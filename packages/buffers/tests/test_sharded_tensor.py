@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import copy
 import io
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -20,8 +18,7 @@ from lamina.buffers import (
     span_reductions,
 )
 
-sys.path.insert(0, str(Path(__file__).parent))
-from cut_tensors import SHAPES, WORLDS, pasted, spans, values
+from .cut_tensors import SHAPES, WORLDS, pasted, spans, values
 
 POINTWISE = {
     "arithmetic": lambda a, b: (a * 2 - b / 3 + 1.5).neg(),

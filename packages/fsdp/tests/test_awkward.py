@@ -1,16 +1,12 @@
 """Models that break wrappers silently. Parameters and gradients are compared with one process."""
 
-import sys
-from pathlib import Path
-
 import pytest
 from torch.utils.checkpoint import checkpoint
 
 from lamina.ddp import full_gradients
 from lamina_testing.toys import OddNet, TiedNet, inputs
 
-sys.path.insert(0, str(Path(__file__).parent))
-from one_process import (
+from .one_process import (
     STRATEGIES,
     Conditional,
     build,

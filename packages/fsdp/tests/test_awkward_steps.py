@@ -1,9 +1,7 @@
 """Steps that break wrappers silently. Parameters and gradients are compared with one process."""
 
 import gc
-import sys
 import weakref
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,8 +11,7 @@ from lamina.ddp import full_gradients, full_parameters
 from lamina.fsdp import fully_shard
 from lamina_testing.toys import Block, OddNet, inputs
 
-sys.path.insert(0, str(Path(__file__).parent))
-from one_process import STRATEGIES, Conditional, build, compare, expected, plain_loss, sgd, shard
+from .one_process import STRATEGIES, Conditional, build, compare, expected, plain_loss, sgd, shard
 
 
 @pytest.mark.ranks(2)

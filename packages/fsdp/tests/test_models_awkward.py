@@ -1,9 +1,7 @@
 """Modules used in awkward ways. Each compares parameters with plain PyTorch in one process."""
 
 import dataclasses
-import sys
 import types
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,8 +11,7 @@ from torch import nn
 from lamina.fsdp import fully_shard, plan_units, shard_module
 from lamina_testing.toys import Block, OddNet, inputs
 
-sys.path.insert(0, str(Path(__file__).parent))
-from module_parity import (
+from .module_parity import (
     STEPS,
     STRATEGIES,
     build,

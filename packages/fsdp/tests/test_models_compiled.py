@@ -7,7 +7,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from lamina.fsdp import fully_shard
 from lamina_testing.toys import Block, OddNet
 
-from .test_models_awkward import STRATEGIES, build, compare, one_process, plain_loss, sgd, train
+from .module_parity import STRATEGIES, build, compare, one_process, plain_loss, sgd, train
 
 
 def compiled(how, backend):

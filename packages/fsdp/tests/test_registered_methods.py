@@ -1,8 +1,5 @@
 """Methods other than forward that gather what they need, beside plain PyTorch in one process."""
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 from torch import nn
@@ -10,8 +7,7 @@ from torch import nn
 from lamina.fsdp import fully_shard, register_forward_method
 from lamina_testing.toys import Block, OddNet, inputs
 
-sys.path.insert(0, str(Path(__file__).parent))
-from module_parity import STRATEGIES, build, compare, one_process, plain_loss, shard, train
+from .module_parity import STRATEGIES, build, compare, one_process, plain_loss, shard, train
 
 
 class Generating(OddNet):

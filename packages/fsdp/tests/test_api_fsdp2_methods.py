@@ -87,10 +87,17 @@ def test_a_module_of_a_list_may_run_after_the_model(ranks):
     model = build(Headless)
     shard_module([model.blocks[2], model.leave], mesh_of(2))
     shard_module(model, mesh_of(2))
-    reference = build(Headless)
-    for _ in range(2):
-        model.zero_grad()
+    model.leave.zero_grad()
+    reference, before = build(Headless), {}
+    for forget in ([model], [model], [model.leave, model.blocks[2], model]):
+        for module in forget:
+            module.zero_grad()
+            if module is model.leave:  # the unit is that of blocks[2] as well
+                assert module.weight.grad is None
+                kept = full_gradients(model)["blocks.2.up.weight"]
+                assert torch.equal(kept, before["blocks.2.up.weight"])
         loss(model, ranks.rank).backward()
+        before = full_gradients(model)
     (sum(loss(reference, rank) for rank in range(2)) / 2).backward()
     found = full_gradients(model)
     for name, parameter in reference.named_parameters():

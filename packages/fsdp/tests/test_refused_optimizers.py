@@ -12,6 +12,11 @@ class Caching(nn.Linear):
     keep_fp8_transpose_cache = False
 
 
+class Mixed(nn.Sequential):
+    def forward(self, x):
+        return self[1](self[0](x.bfloat16()).float())
+
+
 def build():
     return nn.Sequential(Caching(8, 8), nn.Linear(8, 8))
 
@@ -35,3 +40,22 @@ def test_a_model_whose_optimizer_is_refused_is_as_it_was(ranks):
         assert not model[0].keep_fp8_transpose_cache
     fully_shard(model, lbfgs, keep_fp8_transpose_cache=True, zero_dp_strategy=0, **mesh)
     assert model[0].keep_fp8_transpose_cache
+
+
+@pytest.mark.ranks(2)
+def test_lbfgs_beside_frozen_parameters_that_are_kept_in_fewer_bits(ranks):
+    """They have no main weights, so it is no matter that LBFGS would not hold them."""
+    mesh = {"device_mesh": init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))}
+    model = Mixed(nn.Linear(8, 8).bfloat16().requires_grad_(False), nn.Linear(8, 8))
+    x, before = torch.ones(2, 8), model[1].weight.detach().clone()
+    lbfgs = torch.optim.LBFGS(model.parameters(), max_iter=1)
+    model, lbfgs = fully_shard(model, lbfgs, zero_dp_strategy=0, fsdp_unit_modules=[], **mesh)
+
+    def closure():
+        lbfgs.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        return loss
+
+    lbfgs.step(closure)
+    assert not torch.equal(model[1].weight, before)

@@ -225,6 +225,21 @@ def test_state_that_an_optimizer_has_of_dtensors_comes_along(ranks):
 
 
 @pytest.mark.ranks(2)
+def test_a_call_that_was_refused_can_be_made_again_with_dtensors(ranks):
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+    model = parallelized(mesh)
+    optimizer = sgd(model.blocks[0].up)
+    settings = {"device_mesh": mesh, "dp_shard_dim": "dp"}
+    with pytest.raises(ValueError, match="Net"):
+        fully_shard(model, optimizer, fsdp_unit_modules=[Net], **settings)
+    model, optimizer = fully_shard(model, optimizer, fsdp_unit_modules=[Block], **settings)
+    before = model.blocks[0].up.weight.detach().clone()
+    model(torch_batch(0, 0)).square().mean().backward()
+    optimizer.step()
+    assert not torch.equal(model.blocks[0].up.weight, before)
+
+
+@pytest.mark.ranks(2)
 def test_dtensors_that_cannot_be_cut_again_are_named(ranks):
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
     with torch.device("meta"):

@@ -27,6 +27,7 @@ from lamina.fsdp.offload import Offload, resolve_offload
 from lamina.fsdp.parts import beside_parts
 from lamina.fsdp.precision import MixedPrecisionPolicy, policy_from
 from lamina.fsdp.sharding import ShardingSettings, updated_apart
+from lamina.fsdp.tensor_parallel import point_at_localised
 from lamina.fsdp.whole_tensors import needs_whole_tensors, refuse_cut_by_model
 from lamina.mesh import ParallelLayout, ParallelMesh, require_overlap
 
@@ -73,6 +74,8 @@ class Arguments:
             UnavailableError: for what this machine lacks.
         """
         given = self.given
+        if self.optimizer is not None:  # an earlier call may have been refused half-way
+            point_at_localised(self.optimizer, self.module)
         dense, expert = self._axes()
         strategy = resolve_strategy(given["zero_dp_strategy"], given["outer_dp_sharding_strategy"])
         name = "mixed_precision_policy"

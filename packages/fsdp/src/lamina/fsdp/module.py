@@ -110,11 +110,20 @@ class ShardedModule(UnitMethods, StepMethods, nn.Module):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As of any module; after a backward that raised, what it has left goes too."""
-        for group in self.parameter_groups():
+        for group in self._groups_inside():
             gradients = group.gradients
             if gradients is not None and (set_to_none or gradients.at_risk):
                 group.discard_gradients()
         super().zero_grad(set_to_none)
+
+    def _groups_inside(self) -> Iterator[ParameterGroup]:
+        """Groups of which no other module holds a part (of a unit of several); none before use."""
+        if _ENGINE not in self.__dict__:
+            return
+        inside = set(self.modules())
+        for group in self.parameter_groups():
+            if all(any(owner() in inside for owner, _ in ref.owners) for ref in group.refs):
+                yield group
 
     def zero_grad_buffer(self) -> None:
         """Forget all gradients, those of microbatches inside `no_sync` included."""

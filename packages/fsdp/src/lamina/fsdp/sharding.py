@@ -251,14 +251,16 @@ def check_gradient_dtypes(plan: UnitPlan, settings: ShardingSettings) -> None:
 
 def updated_apart(refs: Iterable[ParameterRef], settings: ShardingSettings) -> dict[int, str]:
     """Names, by `id`, of the parameters that will get a main parameter beside them."""
-    placements = settings.strategy.placements.optimizer_state
+    placements = settings.strategy.placements
     found: dict[int, str] = {}
     for ref in refs:
         axes = settings.expert if ref.role.expert and settings.expert else settings.dense
         dtypes = settings.precision.dtypes(ref.parameter.dtype, keep=_kept(ref, settings.precision))
-        cut = any(isinstance(one, Shard) for one in axes.effective(placements))
+        trained = ref.parameter.requires_grad  # frozen ones have no other main weights
+        updated = placements.optimizer_state if trained else placements.model_weights
+        cut = any(isinstance(one, Shard) for one in axes.effective(updated))
         encoded = _encoded(ref, settings.precision) or settings.offload is not None
-        if cut or encoded or dtypes.main != dtypes.weights:
+        if cut or encoded or (trained and dtypes.main != dtypes.weights):
             found[id(ref.parameter)] = ref.name
     return found
 

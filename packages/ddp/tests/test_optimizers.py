@@ -373,19 +373,22 @@ def test_the_callers_objects_are_left_alone(sharded, ranks):
 
 
 @pytest.mark.ranks(2)
-def test_a_step_that_raised_leaves_the_groups_as_they_were(ranks):
+@pytest.mark.parametrize("name", ["rmsprop", "muon"])
+def test_a_step_that_raised_leaves_the_groups_as_they_were(name, ranks):
     def planted(*_, **__):
         raise MemoryError("planted")
 
-    make = ELEMENTWISE["rmsprop"]
-    wrapped, optimizer = wrap(build(), make, True)
+    make = {**ELEMENTWISE, **WHOLE}[name]
+    inner = {"rmsprop": "rmsprop.rmsprop", "muon": "_muon.muon"}[name]
+    wrapped, optimizer = wrap(build(), make, True, keep_tensors_whole=name in WHOLE)
     ids = lambda: [[id(p) for p in group["params"]] for group in optimizer.param_groups]  # noqa: E731
     for step in range(3):
         held = ids()
         loss_of(wrapped, ranks.rank, step).backward()
-        with mock.patch("torch.optim.rmsprop.rmsprop", planted), pytest.raises(MemoryError):
+        with mock.patch(f"torch.optim.{inner}", planted), pytest.raises(MemoryError):
             optimizer.step()
         assert ids() == held
+        optimizer.load_state_dict(optimizer.state_dict())
         optimizer.zero_grad()
         train(wrapped, optimizer, ranks.rank, step + 1, first=step)
     compare(wrapped, reference(make, 2, 3), atol=2e-5)

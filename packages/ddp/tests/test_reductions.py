@@ -1,5 +1,8 @@
 """`reproducible=True` gives one set of bits for any strategy and ranks; `native` is near it."""
 
+from types import SimpleNamespace
+from unittest import mock
+
 import pytest
 import torch
 
@@ -15,6 +18,7 @@ from lamina.ddp import (
     resolve_reduction,
 )
 from lamina.ddp.reproducible import PartialSums
+from lamina.ddp.seen import agree_on_seen
 from lamina.mesh import ParallelLayout
 from lamina_testing.oracles import bit_oracle, tree_sum
 from lamina_testing.toys import OddNet, inputs
@@ -154,3 +158,28 @@ def test_contradicting_reductions_are_refused():
         DistributedDataParallelConfig(
             reduction="native", reduce_scatter_with_fp32_accumulation=True
         )
+
+
+def test_flags_of_seen_gradients_lie_on_the_host_and_one_rank_asks_nobody():
+    groups = [
+        SimpleNamespace(refs=[1] * len(seen), device="cuda", trained=SimpleNamespace(seen=seen))
+        for seen in ([True, False], [False])
+    ]
+    group = object()
+
+    def combined(tensors, over, op):
+        assert (over, op, len(tensors)) == (group, "max", 1)
+        assert tensors[0].device.type == "cpu"
+        tensors[0][1] = 1
+
+    with (
+        mock.patch("lamina.ddp.seen.host_device", return_value=torch.device("cpu")) as place,
+        mock.patch("lamina.ddp.seen.all_reduce_small", side_effect=combined) as send,
+    ):
+        agree_on_seen(groups, [None])
+        assert not place.called
+        assert not send.called
+        agree_on_seen(groups, [None, group])
+        place.assert_called_once_with([group], "cuda")
+        assert send.call_count == 1
+    assert [one.trained.seen for one in groups] == [[True, True], [False]]

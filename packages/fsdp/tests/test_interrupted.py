@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from lamina.buffers import StaleStorageError
-from lamina.ddp import full_gradients, full_parameters
+from lamina.ddp import FlatStep, full_gradients, full_parameters
 from lamina.fsdp import (
     MixedPrecisionPolicy,
     RankOrderError,
@@ -107,8 +107,9 @@ def test_a_backward_that_raised_over_earlier_microbatches_is_not_gone_on_with(st
     model = fully_shard(build(), fsdp_unit_modules=[Block], zero_dp_strategy=strategy, **mesh)
     loss_of(model, ranks.rank).backward()
     wanted = {name: value.clone() for name, value in full_gradients(model).items()}
-    forget = {1: model.zero_grad_buffer, 2: model.zero_grad}
-    for earlier in (0, 1, 2):
+    zeros = functools.partial(model.zero_grad, set_to_none=False)
+    forget = {1: model.zero_grad_buffer, 2: model.zero_grad, 3: zeros}
+    for earlier in (0, 1, 2, 3):
         model.zero_grad()
         with model.no_sync():
             for _ in range(earlier):
@@ -251,7 +252,10 @@ def test_a_unit_that_runs_on_some_ranks_only_is_named(warm, ranks):
             model(inputs(model, 0), without=left_out if stray else None).sum().backward()
 
 
-def refuse_memory(*_, **__):
+def refuse_memory(*args, **__):
+    """In the middle of a step: Adam counts its steps first."""
+    for count in args[5] if len(args) > 5 else ():
+        count += 1
     raise MemoryError("planted")
 
 
@@ -276,8 +280,11 @@ def train_with_steps_that_raise(name, module, then, failing, rank):
             continue  # the next one's closure zeroes
         backward(number)
         if number in failing:
+            saved = copy.deepcopy(optimizer.state_dict())
             with mock.patch(f"torch.optim.{module}", refuse_memory), pytest.raises(MemoryError):
                 optimizer.step()
+            if then == "load_state_dict":
+                optimizer.load_state_dict(saved)
             if then == "state_dict":
                 state = optimizer.state_dict()
                 assert state["param_groups"][0]["params"] == [0, 1]
@@ -297,9 +304,27 @@ def train_with_steps_that_raise(name, module, then, failing, rank):
 @pytest.mark.ranks(2)
 def test_a_step_that_raised_leaves_the_users_parameters_in_the_groups(ranks):
     """Memory that runs out in a first step, when state is made, and in a later one."""
-    for name, module in (("RMSprop", "rmsprop.rmsprop"), ("Muon", "_muon.muon")):
+    for name, module, failing in (
+        ("RMSprop", "rmsprop.rmsprop", (0, 2)),
+        ("Muon", "_muon.muon", (0, 2)),
+        ("AdamW", "adam.adam", (0,)),  # later steps are blocked_adam's
+    ):
         wanted = train_with_steps_that_raise(name, module, "", (), ranks.rank)
-        for then in ("zero_grad", "state_dict", "step", "closure"):
-            found = train_with_steps_that_raise(name, module, then, (0, 2), ranks.rank)
+        for then in ("zero_grad", "state_dict", "load_state_dict", "step", "closure"):
+            found = train_with_steps_that_raise(name, module, then, failing, ranks.rank)
             for key, value in found.items():
                 assert torch.equal(value, wanted[key]), (name, then, key)
+
+
+@pytest.mark.ranks(1)
+def test_memory_that_runs_out_as_a_step_ends_leaves_no_state_of_others(ranks):
+    model = build()
+    model, optimizer = fully_shard(model, torch.optim.AdamW(model.parameters()))
+    held = set(optimizer.param_groups[0]["params"])
+    for _ in range(2):
+        loss_of(model, 0).backward()
+        with mock.patch.object(FlatStep, "_flat_state", refuse_memory), pytest.raises(MemoryError):
+            optimizer.step()
+        assert set(optimizer.state) <= held
+    optimizer.step()
+    assert optimizer.state

@@ -98,6 +98,12 @@ class FlatStep(StandIns):
         else:
             held._add(list(groups), after_step)
 
+    def restore_all(self, optimizer: Optimizer) -> None:
+        """`restore`, and what `WholeStep` has put there (whose own hooks do so before a step)."""
+        self.restore(optimizer)
+        if self._whole is not None:
+            self._whole.restore(optimizer)
+
     def _add(self, groups: Sequence[ParameterGroup], after_step: Callable[[], None]) -> None:
         if self._whole is not None:
             self._whole.add(groups)
@@ -158,16 +164,20 @@ class FlatStep(StandIns):
 
     def _put_back(self, optimizer: Optimizer, *, stepped: bool) -> None:
         self._release(optimizer)
-        for run in self._runs:
-            if not stepped and _only_made(optimizer.state.get(run.parameter, {})):
-                optimizer.state.pop(run.parameter, None)  # maybe not all of it: made anew
-            self._spread_state(run, optimizer)
-            run.parameter.grad = None
-        for group in {id(run.group): run.group for run in self._runs}.values():
-            runs = [run for run in self._runs if run.group is group]
-            through = stepped and all(run.wrote_weights for run in runs)
+        runs, self._runs = self._runs, []
+        try:
+            for run in runs:
+                # What a step that raised has begun to make is made anew: it may not be all there,
+                # and to spread it takes memory that may have run out.
+                if stepped or optimizer.state.get(run.mains[0]):
+                    self._spread_state(run, optimizer)
+        finally:
+            for run in runs:
+                optimizer.state.pop(run.parameter, None)
+                run.parameter.grad = None
+        for group in {id(run.group): run.group for run in runs}.values():
+            through = stepped and all(run.wrote_weights for run in runs if run.group is group)
             group.weights.written_through(through)
-        self._runs = []
 
     def _in_one_pass(self, run: _Run, optimizer: Optimizer, settings: dict[str, Any]) -> bool:
         """Step a run and write the module's weights at once, where a kernel can."""
@@ -267,9 +277,14 @@ class FlatStep(StandIns):
         state = optimizer.state.pop(run.parameter, None)
         if not state:
             return
+        # All memory first: a parameter must never be left with a part of its state.
+        flats = {
+            name: self._flat_state(run.group, name, value.dtype)
+            for name, value in state.items()
+            if name not in COUNTERS and isinstance(value, torch.Tensor)
+        }
         for name, value in state.items():
-            if name not in COUNTERS and isinstance(value, torch.Tensor):
-                flat = self._flat_state(run.group, name, value.dtype)
+            if (flat := flats.get(name)) is not None:
                 if value.numel() and value.data_ptr() != flat[run.start : run.stop].data_ptr():
                     flat[run.start : run.stop].copy_(value)
                 for index, main in zip(run.indices, run.mains, strict=True):
@@ -302,11 +317,6 @@ def _in_blocks(run: _Run, optimizer: Optimizer, settings: dict[str, Any]) -> boo
         return False
     blocked_adam.launch(optimizer, settings, state, run.parameter.data, gradient)
     return True
-
-
-def _only_made(state: dict[str, Any]) -> bool:
-    """Whether a step has made state and not begun to use it."""
-    return "step" in state and float(state["step"]) == 0
 
 
 def _local(value: torch.Tensor) -> torch.Tensor:

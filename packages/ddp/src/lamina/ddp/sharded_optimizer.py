@@ -107,7 +107,7 @@ class ShardedOptimizer(Optimizer):
         try:
             return self._step(closure)
         finally:
-            self._flat_step.restore(self.optimizer)
+            self._flat_step.restore_all(self.optimizer)
 
     def _step(self, closure: Callable[[], float] | None) -> float | None:
         if closure is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter, OrderedDict
 
 import pytest
 import torch
@@ -119,6 +120,72 @@ def test_entries_that_only_some_ranks_have_are_named_on_all(tmp_path):
         with pytest.raises(CheckpointError, match=message):
             manager.restore(state)
     assert manager.list() == [1]
+
+
+class Loader:
+    """An object that is neither module nor optimizer."""
+
+    def __init__(self, position: int) -> None:
+        self.position = position
+
+    def state_dict(self) -> dict[str, int]:
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.position = state["position"]
+
+
+@pytest.mark.ranks(2)
+def test_an_object_may_be_on_the_first_rank_alone(tmp_path):
+    rank = dist.get_rank()
+    manager = CheckpointManager(tmp_path)
+    manager.save(1, {"loader": Loader(7) if rank == 0 else None})
+    state = {"loader": Loader(0) if rank == 0 else None}
+    manager.restore(state)
+    assert rank == 1 or state["loader"].position == 7
+    with pytest.raises(CheckpointError, match=r"a plain value on rank 0 .*give rank 0 the object"):
+        manager.save(2, {"loader": Loader(7) if rank == 1 else None})
+
+
+class Extra(nn.Linear):
+    """A module with state of its own."""
+
+    def __init__(self, extra: object) -> None:
+        super().__init__(1, 1)
+        self.extra = extra
+
+    def get_extra_state(self) -> object:
+        return self.extra
+
+    def set_extra_state(self, extra: object) -> None:
+        self.extra = extra
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(
+    ("of_ranks", "loaded"),
+    [
+        (
+            [OrderedDict(device="cuda:0"), OrderedDict(device="cuda:1")],
+            OrderedDict(device="cuda:0"),
+        ),
+        ([OrderedDict(a=[1]), OrderedDict(b=(2,), a=[3])], OrderedDict(a=[1], b=(2,))),
+        ([{0: "a", (1, 2): {}}, {1: "b", 0: "c"}], {0: "a", (1, 2): {}, 1: "b"}),
+        ([{"a": 1}, {0: 2}], {"a": 1, 0: 2}),
+        ([{}, Counter(a=1)], {}),
+        ([("a",), ("b",)], ("a",)),
+        ([1j, 2 + 1j], 1j),
+    ],
+)
+def test_values_of_a_module_that_differ_between_ranks_are_joined_by_keys(
+    tmp_path, of_ranks, loaded
+):
+    torch.manual_seed(0)
+    manager = CheckpointManager(tmp_path)
+    manager.save(1, {"model": Extra(of_ranks[dist.get_rank()])})
+    manager.restore({"model": (model := Extra(None))})
+    assert type(model.extra) is type(loaded)
+    assert model.extra == loaded
 
 
 @pytest.mark.ranks(2)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+
 import pytest
 import torch
 from torch import nn
@@ -102,6 +104,24 @@ def test_what_was_not_read_never_reaches_an_optimizer(tmp_path):
     stored = state["optimizer"].state[state["model"][0].weight]["GG"]
     assert torch.equal(matrices[0], stored[0])
     assert torch.equal(matrices[1], kept)
+
+
+def test_an_object_is_restored_whatever_its_state_of_now_holds(tmp_path):
+    class Schedule:
+        def __init__(self, **state):
+            self.state = state
+
+        def state_dict(self):
+            return self.state
+
+        def load_state_dict(self, state):
+            self.state = state
+
+    CheckpointManager(tmp_path).save(1, {"schedule": Schedule(seen={"a": 1}, best=torch.ones(2))})
+    schedule = Schedule(seen=defaultdict(int), best=torch.zeros(2))
+    CheckpointManager(tmp_path).restore({"schedule": schedule})
+    assert schedule.state["seen"] == {"a": 1}
+    assert torch.equal(schedule.state["best"], torch.ones(2))
 
 
 def test_views_that_conjugate_or_negate_are_stored_with_their_values(tmp_path):

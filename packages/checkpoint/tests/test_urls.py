@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -123,6 +124,19 @@ def test_only_a_save_deletes_what_has_no_manifest(tmp_path):
     assert (root / "step-00000002" / "__0_0.distcp").exists()
     reader.save(3, state)
     assert {p.name for p in root.iterdir()} == {"step-00000003"}
+
+
+def test_a_second_manager_leaves_a_save_of_the_first_alone(tmp_path):
+    url, root = f"objects://{tmp_path}/run", tmp_path / "run"
+    manager = CheckpointManager(url)
+    (root / "step-00000001").mkdir(parents=True)
+    (root / "step-00000001" / "__0_0.distcp").write_bytes(b"another's, still being written")
+    later = CheckpointManager(url)
+    manager.save(3, {"n": 3})
+    assert (root / "step-00000001" / "__0_0.distcp").exists()
+    shutil.copytree(root / "step-00000003", root / "step-00000001", dirs_exist_ok=True)
+    later.save(4, {"n": 4})  # it was unfinished when this one was made, and is complete now
+    assert later.list() == [1, 3, 4]
 
 
 class Timeouts:

@@ -102,6 +102,14 @@ def test_what_would_come_back_as_a_plainer_class_is_refused_with_its_place(value
         encode({torch.zeros(1): 1}, ("x",), {})
 
 
+def test_a_string_of_another_class_is_stored_as_what_it_says():
+    text = encode({"torch": torch.__version__, np.str_("a"): np.str_("b")}, ("x",), {})
+    assert same(
+        decode(json.loads(json.dumps(text)), pytest.fail),
+        {"torch": f"{torch.__version__}", "a": "b"},
+    )
+
+
 def test_a_user_key_that_looks_like_a_tag_stays_a_key():
     value = {"$tensor": "x.a"}
     assert decode(encode(value, ("x",), {}), pytest.fail) == value

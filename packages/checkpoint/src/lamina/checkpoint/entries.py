@@ -14,12 +14,16 @@ from lamina.checkpoint.per_rank import PerRank
 from lamina.checkpoint.state import is_stateful
 from lamina.checkpoint.together import Ranks
 
+_OBJECT = "an object with state_dict"
+_PLAIN = "a plain value"
+
 
 def check_entries(state: Mapping[str, Any], ranks: Ranks) -> None:
     """Compare names and kinds of entries between ranks (collective).
 
     What only some ranks hold would be lost: of plain values and of objects that are neither modules
-    nor optimizers the first rank's are stored.
+    nor optimizers the first rank's are stored. So an object such as a loader may be there on the
+    first rank alone, with a plain value (None) in its place on others.
 
     Raises:
         CheckpointError: they differ, the same on every rank.
@@ -33,11 +37,15 @@ def check_entries(state: Mapping[str, Any], ranks: Ranks) -> None:
     of_ranks = [dict(text.rsplit("\n", 1) for text in of) for of in ranks.lists(own)]
     for entry in sorted({entry for of in of_ranks for entry in of}):
         kinds = [of.get(entry, "missing") for of in of_ranks]
-        other = next((rank for rank, kind in enumerate(kinds) if kind != kinds[0]), None)
+        same = {kinds[0], _PLAIN} if kinds[0] == _OBJECT else {kinds[0]}  # only rank 0's is stored
+        other = next((rank for rank, kind in enumerate(kinds) if kind not in same), None)
         if other is not None:
+            remedy = "give every rank the same entries, and wrap in PerRank what differs"
+            if (kinds[0], kinds[other]) == (_PLAIN, _OBJECT):
+                remedy = "rank 0's state is what is stored: give rank 0 the object"
             raise CheckpointError(
                 f"entry '{entry}' of the state is {kinds[0]} on rank 0 and {kinds[other]} on rank "
-                f"{other}: give every rank the same entries, and wrap in PerRank what differs"
+                f"{other}: {remedy}"
             )
 
 
@@ -48,4 +56,4 @@ def _kind(value: Any) -> str:
         return "a module"
     if is_optimizer(value):
         return "an optimizer"
-    return "an object with state_dict" if is_stateful(value) else "a plain value"
+    return _OBJECT if is_stateful(value) else _PLAIN

@@ -115,8 +115,7 @@ class CheckpointManager:
         self._store = store_of(directory)
         self._ranks = Ranks(group)
         self._cleaned = False
-        if self._store.has_locks:
-            self._ranks.together(self._clean)
+        self._ranks.together(self._clean if self._store.has_locks else self._note)
         self._saver = Saver(
             self._store,
             self._ranks,
@@ -320,6 +319,10 @@ class CheckpointManager:
             return error
         self.last_restore = replace(report, skipped=skipped)
         return None
+
+    def _note(self) -> None:
+        if self._ranks.is_first:
+            self._store.note_unfinished()
 
     def _clean(self) -> None:
         if self._ranks.is_first and not self._cleaned:

@@ -14,7 +14,7 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from lamina.checkpoint.errors import CheckpointError, CheckpointMismatchError, shortened
-from lamina.checkpoint.names import unwrapped
+from lamina.checkpoint.names import is_optimizer, unwrapped
 from lamina.checkpoint.parts import NO_HINTS, Hints, Parts, as_part
 from lamina.checkpoint.per_rank import PerRank
 from lamina.checkpoint.selection import Selection, matches
@@ -103,7 +103,11 @@ class Plan:
             for name in stored:
                 self._fill(name, kept, None)
             return _Entry(None)
-        taken = take_entry(entry, value, self._objects, self._parts)
+        taken = self._taken(entry, value)
+        if taken is None:
+            for name in stored:
+                self._fill(name, None, None)
+            return _Entry(None)
         planned = _Entry(taken)
         known = isinstance(value, torch.nn.Module) or taken.optimizer is not None
         tree = self._trees[entry]
@@ -129,12 +133,23 @@ class Plan:
             self._plan_groups(entry, planned)
         return planned
 
+    def _taken(self, entry: str, value: Any) -> Taken | None:
+        """Take what is at hand apart; None for what a checkpoint could not hold, but may replace.
+
+        That is a placeholder, or an object whose state of now has other values than the stored one.
+        """
+        try:
+            return take_entry(entry, value, self._objects, self._parts)
+        except (TypeError, CheckpointError):
+            if _is_module(value) or is_optimizer(value):
+                raise
+            return None
+
     def _sharded(self, entry: str, value: Any) -> Taken | None:
         """Find sharded tensors in a plain value: they keep their sharding and are filled."""
-        try:
-            taken = take_entry(entry, value, self._objects, self._parts)
-        except (TypeError, CheckpointError):
-            return None  # a placeholder for what is loaded
+        taken = self._taken(entry, value)
+        if taken is None:
+            return None
         for name, tensor in list(taken.tensors.items()):
             if not hasattr(tensor, "__create_chunk_list__"):
                 del taken.tensors[name]
@@ -281,11 +296,11 @@ class Plan:
             if isinstance(value, PerRank):
                 of_ranks, place = self._trees[entry][RANKS], self._parts.place()
                 value.load(entry, of_ranks, rank, world_size, place)
-            elif planned.taken is None:
+            elif not is_stateful(value):
                 self._state[entry] = self._decoded(entry)
-            elif _is_module(value):
+            elif planned.taken is not None and _is_module(value):
                 self._load_module(entry, value, planned.taken)
-            elif planned.taken.optimizer is not None:
+            elif planned.taken is not None and planned.taken.optimizer is not None:
                 tree = self._optimizer_tree(entry, planned.taken)
                 value.load_state_dict(planned.taken.optimizer.numbered(tree))
             else:

@@ -8,7 +8,8 @@ checkpoint is complete once its manifest is there, which is written last.
     step-00000100-1/          the next attempt at the same step: the highest complete one counts
 
 An object store has no locks either, so nobody can tell a writer at work from one that was killed: a
-manager cleans before its first save, not when it is made, and one job at a time may write to a URL.
+manager notes what is unfinished when it is made and deletes that before its first save, if it still
+is; and one job at a time may write to a URL.
 """
 
 from __future__ import annotations
@@ -80,6 +81,9 @@ class Store(Protocol):
     def remove(self, step: int) -> None:
         """Delete a checkpoint so that no reader sees half of it."""
 
+    def note_unfinished(self) -> None:
+        """Note what is unfinished before this program writes anything."""
+
     def clean(self) -> list[str]:
         """Remove what killed writers left; return the names dealt with."""
 
@@ -138,6 +142,9 @@ class LocalStore:
         """Rename, then delete."""
         directory.remove(self.root, step)
 
+    def note_unfinished(self) -> None:
+        """Do nothing: locks tell who is at work."""
+
     def clean(self) -> list[str]:
         """Remove leftovers and finish a replacement that was begun."""
         return directory.clean(self.root)
@@ -182,6 +189,7 @@ class RemoteStore:
     def __init__(self, url: str) -> None:
         self.url = url.rstrip("/")
         self._fs, self._root = filesystem(self.url)
+        self._unfinished: set[tuple[int, int]] = set()  # attempts of earlier programs
 
     def _is_there(self, path: str) -> bool:
         """Whether an object or prefix exists. fsspec's `exists` takes any error for a no."""
@@ -250,13 +258,19 @@ class RemoteStore:
         except Exception as error:
             warnings.warn(f"{path} could not be deleted: {error}", stacklevel=2)
 
+    def note_unfinished(self) -> None:
+        """Note the attempts without a manifest: later ones may be another manager's, at work."""
+        found = self.attempts().items()
+        self._unfinished = {(step, n) for step, of in found for n, there in of.items() if not there}
+
     def clean(self) -> list[str]:
-        """Delete attempts without a manifest, and those that a later one has replaced."""
+        """Delete noted attempts still without a manifest, and those that a later one replaced."""
         dealt_with = []
         for step, of in self.attempts().items():
             newest = max((n for n, there in of.items() if there), default=None)
             for number, there in of.items():
-                if not there or (newest is not None and number < newest):
+                replaced = there and newest is not None and number < newest
+                if replaced or (not there and (step, number) in self._unfinished):
                     self.delete(step, number)
                     dealt_with.append(attempt_name(step, number))
         return dealt_with

@@ -97,8 +97,7 @@ def _join(first: Any, other: Any) -> Any:
     if first is None:
         return other
     if isinstance(first, dict) and isinstance(other, dict):
-        keys = [*first, *(key for key in other if key not in first)]
-        return {key: _join(first.get(key), other.get(key)) for key in keys}
+        return _join_mappings(first, other)
     if isinstance(first, list) and isinstance(other, list):
         if all(isinstance(item, str) for item in (*first, *other)):
             known = set(first)
@@ -106,6 +105,24 @@ def _join(first: Any, other: Any) -> Any:
         if len(first) == len(other):
             return [_join(a, b) for a, b in zip(first, other, strict=True)]
     return first
+
+
+def _join_mappings(first: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+    """Join by keys what are mappings of one class; of anything else the first is stored."""
+    (tag, pairs), (other_tag, other_pairs) = _pairs(first), _pairs(other)
+    if tag != other_tag or tag not in PAIRS:
+        return first
+    left = {json.dumps(key): item for key, item in other_pairs}
+    joined = [[key, _join(item, left.pop(json.dumps(key), None))] for key, item in pairs]
+    joined += [[json.loads(key), item] for key, item in left.items()]
+    plain = tag not in first and tag not in other
+    return dict(joined) if plain else {tag: joined}
+
+
+def _pairs(tree: dict[str, Any]) -> tuple[str, Any]:
+    """Return the tag of an object in `values.json`, and what stands under it."""
+    tag = next(iter(tree), "")
+    return (tag, tree[tag]) if tag.startswith("$") else ("$dict", list(tree.items()))
 
 
 def names_in(tree: Any, path: str) -> Iterator[str]:

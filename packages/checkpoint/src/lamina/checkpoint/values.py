@@ -5,7 +5,7 @@ JSON, because reading JSON can't run code, as reading a pickle can. JSON knows n
 keys that are not strings nor NaN, so these are written as an object with one `$` key, and every
 value comes back with the type and the bits it had. Classes that are made from plain ones (enums
 that are strings, named tuples, default dictionaries) would come back without what makes them
-different, so they are refused.
+different, so they are refused; but for strings, which are stored as what they say.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import base64
 import math
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
+from enum import Enum
 from typing import Any
 
 import numpy as np
@@ -95,6 +96,8 @@ def _encode_mapping(
 
 
 def _encode_rare(value: Any, path: tuple[str, ...]) -> Json:
+    if isinstance(value, str) and not isinstance(value, Enum):
+        return str.__str__(value)  # torch.__version__ is of a class of its own
     if isinstance(value, np.generic) and value.dtype.kind in "biufc":
         number = value.item()
         if not isinstance(number, np.generic):  # longdouble has no other form

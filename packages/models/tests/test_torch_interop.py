@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import parallelize_module
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lamina.mesh import ParallelLayout, role_of
 from lamina.models import (
@@ -22,6 +23,7 @@ from lamina.models import (
     apply_recompute,
     matrix_parameters,
     tensor_parallel_plan,
+    torch_plan,
     training_flops_per_token,
 )
 from lamina.models.precision.backends import amax_exchanges
@@ -129,6 +131,27 @@ def test_parallelize_module_refuses_models_that_differ(ranks):
         with pytest.raises(ValueError, match=message):
             parallelize_module(model, mesh["tp"], tensor_parallel_plan(model))
         assert model.axis is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool])
+def test_weights_are_compared_in_little_memory(dtype, monkeypatch):
+    monkeypatch.setattr(torch_plan, "_BYTES_AT_ONCE", 1000)
+    weights = (torch.arange(100_000).view(-1, 4) % 7).to(dtype).t()
+    expected = sum(weights.contiguous().view(torch.uint8).flatten().tolist())
+    summed = []
+
+    class Summed(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            if function.overloadpacket is torch.ops.aten.sum:
+                summed.append(args[0].numel())
+            return function(*args, **(kwargs or {}))
+
+    with Summed():
+        assert torch_plan._sum_of_bytes(weights) == expected
+    # A sum copies what it adds to int64 first.
+    assert max(summed) == 1000
+    assert torch_plan._sum_of_bytes(torch.ones((), dtype=dtype)) > 0
+    assert torch_plan._sum_of_bytes(torch.ones(0, dtype=dtype)) == 0
 
 
 @pytest.mark.ranks(2)

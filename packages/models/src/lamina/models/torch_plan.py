@@ -18,6 +18,8 @@ from lamina.models.precision.backends import amax_exchanges, apply_precision
 from lamina.models.precision.fp8_products import Float8Products
 from lamina.models.recompute import is_recomputed
 
+_BYTES_AT_ONCE = 1 << 24
+
 
 class CutOverRanks(ParallelStyle):
     """Cut a whole `GPTModel`, the same on all ranks, over the ranks of a mesh, in place.
@@ -141,7 +143,11 @@ def _agree(values: list[int], axis: MeshAxis) -> list[bool]:
 def _sum_of_bytes(tensor: torch.Tensor) -> int:
     if tensor.is_meta:
         return 0
-    return int(tensor.detach().contiguous().view(-1).view(torch.uint8).sum(dtype=torch.int64))
+    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    # In pieces: sum() first copies them to its dtype, eight times as large as they are.
+    for piece in tensor.detach().contiguous().view(-1).view(torch.uint8).split(_BYTES_AT_ONCE):
+        total += piece.sum(dtype=torch.int64)
+    return int(total)
 
 
 def _piece(whole: nn.Parameter, place: nn.Parameter, axis: MeshAxis) -> nn.Parameter:

@@ -28,6 +28,8 @@ def synchronise(device: torch.device) -> None:
         torch.cuda.synchronize()
 
 
+# Of the larger of a number and its tensor's mean: a few roundings of each way.
+TOLERANCES = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 NAMES = ("rms_norm", "rope", "swiglu", "cross_entropy")
 
 
@@ -46,7 +48,8 @@ class Operation(NamedTuple):
 
 def kernel_candidates(device: torch.device, dtype: torch.dtype) -> dict[str, Operation]:
     """Each operation by plain operators, compiled, by torch's own and by a kernel (on a GPU)."""
-    rows, width, vocabulary = (8192, 4096, 32_000) if device.type == "cuda" else (512, 512, 2048)
+    # On a GPU large enough that none of them waits for the host, which takes some 0.1 ms for each.
+    rows, width, vocabulary = (65_536, 4096, 32_000) if device.type == "cuda" else (512, 512, 2048)
     x = torch.randn(rows, width, device=device, dtype=dtype, requires_grad=True)
     weight = torch.ones(width, device=device, dtype=dtype, requires_grad=True)
     angles = torch.randn(rows, 1, 64, device=device)
@@ -103,6 +106,7 @@ def compare_kernels(device: torch.device, dtype: torch.dtype, rounds: int) -> No
     print("| operation | by | MB | forward + backward, us | / a copy of these bytes |")
     print("| --- | --- | --- | --- | --- |")
     for name, operation in kernel_candidates(device, dtype).items():
+        require_equal(name, operation)
         for way, function in operation.ways.items():
             output = function().detach()
             grad, moved = torch.ones_like(output), operation.bytes_moved(output)
@@ -117,14 +121,44 @@ def compare_kernels(device: torch.device, dtype: torch.dtype, rounds: int) -> No
             )
 
 
+def require_equal(name: str, operation: Operation) -> None:
+    """Raise AssertionError for a way whose output or gradients are not those of the operators."""
+    expected = operation.ways["operators"]()
+    grad = torch.randn_like(expected)
+    wanted = (expected.detach(), *torch.autograd.grad(expected, operation.inputs, grad))
+    for way, function in operation.ways.items():
+        output = function()
+        found = (output.detach(), *torch.autograd.grad(output, operation.inputs, grad))
+        for ours, theirs in zip(found, wanted, strict=True):
+            tolerance = TOLERANCES[theirs.dtype]
+            torch.testing.assert_close(
+                ours,
+                theirs,
+                rtol=tolerance,
+                atol=tolerance * theirs.abs().mean(dtype=torch.float32).item(),
+                msg=lambda text, way=way: f"{name} by {way}: {text}",
+            )
+
+
 def timed(function: Callable[[], object], device: torch.device, rounds: int) -> float:
+    """Median seconds of a call; on a GPU those of the device, which is never left to wait."""
     for _ in range(3):
         function()
-    times = []
-    for _ in range(max(10, rounds)):
-        synchronise(device)
-        begin = time.perf_counter()
+    sample = on_device if device.type == "cuda" else on_host
+    return statistics.median(sample(function) for _ in range(max(10, rounds)))
+
+
+def on_host(function: Callable[[], object]) -> float:
+    begin = time.perf_counter()
+    function()
+    return time.perf_counter() - begin
+
+
+def on_device(function: Callable[[], object], calls: int = 10) -> float:
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    for _ in range(calls):
         function()
-        synchronise(device)
-        times.append(time.perf_counter() - begin)
-    return statistics.median(times)
+    end.record()
+    end.synchronize()
+    return 1e-3 * begin.elapsed_time(end) / calls

@@ -15,12 +15,13 @@ import torch.nn.functional as F
 pytest.importorskip("triton")
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 import candidate_kernels as kernels
+import operations
 
 # Interpreted, both sides of a `where` are computed, also the one that is not taken.
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-ROUNDING = {torch.float32: 2e-6, torch.float16: 2e-3}
+ROUNDING = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 
 
 def normal(*shape, dtype=torch.float32, scale=1.0, seed=0):
@@ -98,6 +99,16 @@ def test_a_not_a_number_among_the_logits_is_not_lost():
     logits[1, 7] = float("nan")
     losses = kernels.cross_entropy(logits, torch.zeros(2, dtype=torch.int64, device=DEVICE))
     assert losses.isnan().tolist() == [False, True]
+
+
+def test_what_computes_something_else_does_not_race():
+    x = normal(8, 16).requires_grad_()
+    ways = {"operators": lambda: x.sin(), "compiled": lambda: x.sin() * (1 + 1e-6)}
+    operations.require_equal("sine", operations.Operation(ways, (x,)))
+    wrong = {"output": lambda: x.sin() + 1e-3, "gradient": lambda: x.sin() + (x - x.detach()) / 99}
+    for what, way in wrong.items():
+        with pytest.raises(AssertionError, match=f"sine by {what}: "):
+            operations.require_equal("sine", operations.Operation(ways | {what: way}, (x,)))
 
 
 def test_they_compile_for_real_targets_without_spills():

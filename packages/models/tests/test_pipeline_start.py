@@ -60,6 +60,17 @@ def test_what_no_stage_would_have_is_refused(ranks):
         def embed(self, tokens, positions, splice=None):
             return 2 * super().embed(tokens, positions, splice)
 
+    class Started(GPTModel):
+        def build(self, config, axis):
+            super().build(config, axis)
+
+        def init_weights(self):
+            super().init_weights()
+            torch.nn.init.zeros_(self.final_norm.weight)
+
+        def num_parameters(self, *, embeddings=True):
+            return 2 * super().num_parameters(embeddings=embeddings)
+
     def hooked(model):
         model.register_forward_hook(lambda *_: None)
 
@@ -79,6 +90,14 @@ def test_what_no_stage_would_have_is_refused(ranks):
             pipeline(model, mesh)
     with pytest.raises(ValueError, match=r"the Own has methods of its own .*\(embed\)"):
         pipeline(Own(CONFIG, seed=1), mesh)
+    # What has been called already, or no step calls, is not lost.
+    started = Started(CONFIG, seed=1)
+    assert not started.final_norm.weight.any()
+    assert not pipeline(started, mesh).stages[0].final_norm.weight.any()
+    with torch.device("meta"):
+        late = Started(CONFIG, seed=1)
+    with pytest.raises(ValueError, match=r"methods of its own .*\(init_weights\)"):
+        pipeline(late, mesh, device="cpu")
     runner, tokens = pipeline(GPTModel(CONFIG, seed=1).half(), mesh), torch.zeros(1, 4).long()
     with pytest.raises(ValueError, match=r"step in float16: .* without a loss scale"):
         runner.step(tokens, tokens)

@@ -159,6 +159,16 @@ def _check(
 
 
 _PARTS = ("embedding", "position_embedding", "dropout", "blocks", "final_norm", "head")
+# What makes a step of a whole model, and stages have of GPTModel or of their own.
+_CALLED = (
+    "forward",
+    "embed",
+    "loss",
+    "auxiliary_weight",
+    "check_inputs",
+    "_check_positions",
+    "tie_weights",
+)
 
 
 def _check_additions(model: GPTModel) -> None:
@@ -187,13 +197,14 @@ def _check_additions(model: GPTModel) -> None:
 
 
 def _changed_methods(model: GPTModel) -> list[str]:
-    """Methods that a subclass, or somebody on the instance, put in the place of GPTModel's."""
+    """Methods of a subclass, or of the instance, in whose place stages would call GPTModel's."""
+    names = list(_CALLED)
+    if any(parameter.is_meta for parameter in model.parameters()):
+        names.append("init_weights")
     return [
         name
-        for name, method in vars(GPTModel).items()
-        if not name.startswith("__")
-        and callable(method)
-        and (name in vars(model) or getattr(type(model), name) is not method)
+        for name in names
+        if name in vars(model) or getattr(type(model), name) is not getattr(GPTModel, name)
     ]
 
 

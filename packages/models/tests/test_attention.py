@@ -238,8 +238,9 @@ def test_a_block_that_wants_another_context_is_refused(change, message):
     # Its own width of the MLP, and rotations that nothing uses, are nobody's business.
     plain = replace(CONFIG, num_layers=2, positions="learned")
     model = GPTModel(plain, seed=0)
-    model.blocks[1] = TransformerBlock(replace(plain, ffn_size=8, rope_theta=1e6))
-    model(TOKENS)
+    for own in (replace(plain, ffn_size=8, rope_theta=1e6), replace(plain, positions="none")):
+        model.blocks[1] = TransformerBlock(own)
+        model(TOKENS)
 
 
 def test_attention_alone_needs_a_batch():

@@ -14,8 +14,10 @@ import torch
 
 from lamina.models import (
     AttentionContext,
+    GPTModel,
     LatentAttention,
     LayerNorm,
+    Precision,
     RMSNorm,
     TransformerBlock,
     TransformerConfig,
@@ -52,6 +54,30 @@ def test_a_block_is_one_graph(name):
         outputs.append(function(x, context))
     torch.testing.assert_close(*outputs)
     assert len(graphs) == 1
+
+
+@pytest.mark.parametrize("whole", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_delayed_scales_move_compiled_as_they_do_uncompiled(whole):
+    precision = Precision(backend="torch-fp8", amax="delayed", history=2)
+    config = replace(LLAMA, num_layers=1, precision=precision)
+    tokens = torch.arange(32).view(2, 16)
+    runs = []
+    for compiles in (False, True):
+        model = GPTModel(config, seed=1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        if compiles:
+            (model if whole else model.blocks[0].mlp).compile(backend="aot_eager")
+        seen = []
+        for step in range(2):
+            loss = model(tokens + step, tokens)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            seen += [loss.detach(), *(buffer.clone() for buffer in model.buffers())]
+        runs.append(seen)
+    for found, expected in zip(*runs, strict=True):
+        torch.testing.assert_close(found, expected)
+    assert runs[0][1].any()
 
 
 @pytest.mark.parametrize("kind", [RMSNorm, LayerNorm])

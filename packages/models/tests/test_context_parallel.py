@@ -308,6 +308,8 @@ def test_what_cannot_be_is_refused():
         for config in (LLAMA, CONFIGS["latent"]):
             with pytest.raises(ValueError, match=r"without a context .* cp 2 cuts the sequence"):
                 TransformerBlock(config, each)(torch.zeros(1, 4, 32))
+            with pytest.raises(ValueError, match=r"without a context .* cp 2 cuts the sequence"):
+                GPTModel(config, each).blocks[0](torch.zeros(1, 4, 32))
 
 
 @pytest.mark.ranks(2)

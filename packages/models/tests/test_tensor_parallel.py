@@ -346,6 +346,8 @@ def test_dropout_is_equal_on_whole_activations_and_independent_on_pieces():
             model = GPTModel(config, mesh, seed=1)
             with pytest.raises(KeyError, match=r"seed_everything\(\)"):
                 model(torch.zeros(2, 16, dtype=torch.int64))
+            with pytest.raises(KeyError, match=r"seed_everything\(\)"):
+                torch.compile(model, backend="eager")(torch.zeros(2, 16, dtype=torch.int64))
             model.eval()(torch.zeros(2, 16, dtype=torch.int64))
         with seed_everything(3, mesh):
             model = GPTModel(config, mesh)

@@ -282,6 +282,11 @@ def test_meta_start_and_generation():
         following = model(tokens, pictures)[:, -1].argmax(-1)
         tokens = torch.cat((tokens, following[:, None]), dim=1)
     assert torch.equal(found, tokens)
+    # It writes no places of images, however likely they are.
+    with torch.no_grad():
+        model.language.head.weight[IMAGE] = 9 * model.language.head.weight[found[0, -1]]
+    found = generate(model, prompt, 3, temperature=0.0, inputs={"images": pictures})
+    assert not (found[:, 5:] == IMAGE).any()
     # Beyond the context the first tokens are forgotten, and images must not be among them.
     late = torch.stack([text(1, 2, -4, 1)] * 2)
     options = {"context_length": 8, "temperature": 0.0, "inputs": {"images": pictures}}

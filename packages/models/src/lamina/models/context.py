@@ -62,8 +62,11 @@ class AttentionContext:
         """
         if self.config is None or self.config is config:
             return
-        names = ["positions", "sliding_window"]
-        if config.positions == "rope":
+        turns = config.positions == "rope"
+        names = ["sliding_window"]
+        if turns != (self.config.positions == "rope"):  # none and learned are one to attention
+            names = ["positions"]
+        elif turns:
             names += ["rope_theta", "rope_scaling"]
         for name in names:
             wanted, there = getattr(config, name), getattr(self.config, name)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo as one_graph_break
 
 from lamina.mesh import MeshAxis, require_stream, rng_stream
 from lamina.models.axes import MeshLike, axis_of
@@ -32,9 +32,14 @@ def dropout_stream(
     """
     if rate > 0.0 and sharded:
         return rng_stream("tp")
-    if rate > 0.0 and axis is not None and not torch.compiler.is_compiling():
-        require_stream("tp")
+    if rate > 0.0 and axis is not None:
+        _require_stream("tp")
     return nullcontext()
+
+
+# Uncompiled: what streams there are is not the compiler's to remember. Collectives of the axis
+# break the graph, too.
+_require_stream = one_graph_break(require_stream)
 
 
 class Dropout(nn.Module):

@@ -30,7 +30,7 @@ def generate(
 
     Nothing is cached between tokens, so that it works with any wrapper around the model; every rank
     of a sharded model must call it. Ranks of tp and cp, which share the sequences, take what the
-    first of them draws.
+    first of them draws. A `VisionLanguageModel` writes text: its image token is never drawn.
 
     Args:
         model: maps int64 ``[batch, sequence]`` to logits ``[batch, sequence, vocabulary]``.
@@ -59,7 +59,8 @@ def generate(
     # Ranks that share a sequence need its length to be divisible; what is appended comes after all
     # that is read, is no image's place, and competes for no expert's capacity.
     multiple = int(getattr(inner, "length_multiple", 1))
-    padding = 1 if getattr(inner, "image_token", None) == 0 else 0
+    image_token = getattr(inner, "image_token", None)
+    padding = 1 if image_token == 0 else 0
     limited = getattr(getattr(config, "moe", None), "capacity_factor", None) is not None
     if context_length is not None:
         context_length = _shared_length(context_length, multiple)
@@ -74,6 +75,8 @@ def generate(
                 places = torch.arange(padded.shape[1], device=padded.device)
                 options["padding_mask"] = (places >= end).expand_as(padded)
             logits = model(padded, **options)[:, end - 1].float()
+            if image_token is not None:  # text alone: a place without an image would be refused
+                logits[:, image_token] = -torch.inf
             following = sample(logits, temperature, top_k, top_p, generator)
             for axis in getattr(inner, "sequence_axes", ()):
                 broadcast(following, axis.group)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from lamina.collectives import scatter_to
 from lamina.mesh import MeshAxis
+from lamina.models.attention import SelfAttention
 from lamina.models.axes import MeshLike, axis_of
 from lamina.models.config import TransformerConfig
 from lamina.models.context import AttentionContext, default_positions, same_for_all
@@ -17,6 +18,7 @@ from lamina.models.context_parallel import check_context_parallel
 from lamina.models.dropout import Dropout
 from lamina.models.embedding import OutputHead, PositionEmbedding, VocabParallelEmbedding
 from lamina.models.initialise import assign_seeds, check_same_seed, draw_seed
+from lamina.models.latent_attention import LatentSelfAttention
 from lamina.models.layer_pattern import make_block
 from lamina.models.loss import IGNORED, check_reduction
 from lamina.models.moe.axes import ExpertAxes
@@ -106,6 +108,9 @@ class GPTModel(KeepsRoles):
             make_block(config, index, self.axis, self.experts_beside(axis))
             for index in range(config.num_layers)
         )
+        for module in self.blocks.modules():
+            if self.cp is not None and isinstance(module, SelfAttention | LatentSelfAttention):
+                module.cp = self.cp.size  # blocks know the axis of tp only
         self.final_norm = make_norm(config, partial=partial)
         self.head = OutputHead(
             config, self.axis, tied=self.embedding.weight if config.tie_embeddings else None

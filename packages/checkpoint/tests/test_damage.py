@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import io
 import json
 import os
 import pickle
+import sys
 import zlib
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 
 from lamina.checkpoint import (
     CheckpointDamagedError,
@@ -24,7 +27,7 @@ from lamina.checkpoint import (
 )
 from lamina.checkpoint.manifest import FileSum, Manifest
 from lamina.checkpoint.places import LocalPlace, RemotePlace, write_whole
-from lamina.checkpoint.reader import read_metadata
+from lamina.checkpoint.reader import _KNOWN, read_metadata
 
 STEP = "step-00000001"
 
@@ -214,7 +217,7 @@ def test_a_disk_that_returns_other_bytes_than_written_fails_the_save(tmp_path, m
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("outside", ["../away", "/tmp/away"])
+@pytest.mark.parametrize("outside", ["../away", "/tmp/away", "of/../../away"])
 def test_metadata_that_points_outside_is_refused(saved, outside):
     path = saved / STEP
     metadata = pickle.loads((path / ".metadata").read_bytes())
@@ -241,20 +244,35 @@ _OF = b"\x80\x02ctorch.distributed.checkpoint.metadata\n"
     "target",
     [
         _OF + b"Metadata\n",
+        _OF + b"TensorProperties\n",
+        _OF + b"_MEM_FORMAT_ENCODING\n",
         b"\x80\x02ctorch.serialization\n_get_layout\n",
         _OF + b"_MEM_FORMAT_ENCODING\nK\x00\x85R",
     ],
-    ids=["class", "function", "enum"],
+    ids=["class", "class with __setstate__", "class of enum", "function", "enum"],
 )
-def test_metadata_that_would_change_what_later_loads_use_is_refused(saved, target):
-    text = target + b"(}U\x07plantedK\x01s}U\x07plantedK\x01stb."  # BUILD: __dict__ and slots
-    if b"_MEM_FORMAT" not in target:
-        text = text.replace(b"(}U\x07plantedK\x01s", b"(N")  # a class has no __dict__ to write to
+@pytest.mark.parametrize("slots", [False, True])
+def test_metadata_that_would_change_what_later_loads_use_is_refused(saved, target, slots):
+    # BUILD, with what goes to __dict__ or what is set as slots are.
+    text = target + (b"(N}U\x07plantedK\x01stb." if slots else b"}U\x07plantedK\x01sb.")
     with pytest.raises(CheckpointUnsafeError, match=r"sets attributes of .*nothing was changed"):
         read_metadata(LocalPlace(saved / STEP), text)
-    changed = pickle.loads(text)  # it works on an open unpickler
-    assert changed.planted == 1
-    del changed.planted
+    if slots and b"TensorProp" not in target:
+        changed = pickle.loads(text)  # it works on an open unpickler
+        assert changed.planted == 1
+        del changed.planted
+
+
+def test_nothing_that_metadata_may_name_can_be_changed(tmp_path):
+    for module, name in sorted(_KNOWN):
+        named = f"\x80\x02c{module}\n{name}\n".encode("latin1")
+        for given in (b"", b")R", b"K\x00\x85R", b")\x81", b"U\x07strided\x85R"):
+            for state in (b"(N}U\x07plantedK\x01stb.", b"}U\x07plantedK\x01sb."):
+                with contextlib.suppress(CheckpointError):
+                    read_metadata(LocalPlace(tmp_path), named + given + state)
+        real = getattr(sys.modules.get(module), name, None)  # not every Python has pathlib._local
+        shared = [real, _KNOWN[module, name], torch.strided, *_MEM_FORMAT_ENCODING]
+        assert not any(hasattr(one, "planted") for one in shared)
 
 
 def test_what_is_fetched_a_second_time_is_checked_again(tmp_path, monkeypatch):

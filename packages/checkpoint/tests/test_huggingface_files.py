@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -64,7 +65,7 @@ def test_an_export_that_fails_leaves_the_earlier_one(tmp_path, monkeypatch, fail
         if failing == "sync":
             patched.setattr(os, "fsync", fail)
         if failing == "config":
-            patched.setattr("pathlib.Path.write_text", fail)
+            patched.setattr("lamina.checkpoint.huggingface._write_synced", fail)
         with pytest.raises(OSError, match="No space"):
             export_huggingface(Model(2.0), tmp_path, max_file_bytes=limit)
     assert contents(tmp_path) == before
@@ -88,6 +89,35 @@ def test_a_kill_between_two_files_leaves_nothing_that_opens(tmp_path, monkeypatc
     with pytest.raises(KeyboardInterrupt):
         export_huggingface(Model(2.0), tmp_path, max_file_bytes=40)
     assert not {"config.json", INDEX} & contents(tmp_path).keys()
+
+
+def test_an_export_reaches_the_disk_in_an_order_that_a_power_failure_may_cut(tmp_path, monkeypatch):
+    export_huggingface(Model(1.0), tmp_path, max_file_bytes=40)
+    events = []
+
+    def noted(kind, honest):
+        def call(first, *others, **options):
+            path = os.readlink(f"/proc/self/fd/{first}") if kind == "sync" else first
+            events.append((kind, Path(path).name))
+            return honest(first, *others, **options)
+
+        return call
+
+    monkeypatch.setattr(os, "fsync", noted("sync", os.fsync))
+    monkeypatch.setattr(Path, "unlink", noted("unlink", Path.unlink))
+    monkeypatch.setattr(Path, "replace", noted("replace", Path.replace))
+    export_huggingface(Model(2.0), tmp_path, max_file_bytes=40)
+    whole, gone = ("sync", tmp_path.name), ("unlink", "config.json")
+    small = [("sync", f".{name}.writing") for name in ("config.json", INDEX)]
+    before = events[: events.index(gone)]
+    assert {*small, whole} <= {*before}
+    assert before[-1] == whole
+    places = [n for n, event in enumerate(events) if event == whole]
+    tensors = [n for n, (kind, name) in enumerate(events) if kind == "replace" and "model-" in name]
+    named = [n for n, e in enumerate(events) if e == ("replace", ".config.json.writing")]
+    # Between each two steps one sync: gone, tensors, config.
+    assert places[0] < events.index(gone) < places[1] < tensors[0]
+    assert tensors[-1] < places[2] < named[0] < places[3]
 
 
 @pytest.mark.ranks(2)
@@ -120,6 +150,18 @@ def test_quantised_tensors_are_refused_before_anything_changes(tmp_path, stored)
     half.head = model.head
     import_huggingface(half, tmp_path)
     assert (half.a == 1).all()
+
+
+@pytest.mark.parametrize(
+    ("stored", "here"), [(torch.int32, torch.int64), (torch.bool, torch.uint8)]
+)
+def test_whole_numbers_are_converted(tmp_path, stored, here):
+    model = Model(1.0)
+    model.head = nn.Parameter(torch.ones(10).to(stored), requires_grad=False)
+    export_huggingface(model, tmp_path)
+    model.head = nn.Parameter(torch.zeros(10).to(here), requires_grad=False)
+    import_huggingface(model, tmp_path)
+    assert torch.equal(model.head, torch.ones(10).to(here))
 
 
 def test_a_model_without_memory_is_refused(tmp_path):

@@ -123,7 +123,11 @@ def test_numbers_of_other_libraries_are_numbers(tmp_path):
     assert manager.list() == [1, 3]
     manager.restore(state := {"n": 0})
     assert type(state["n"]) is np.float64
-    for wrong, message in (({"step": 2.0}, "integer"), ({"metric": torch.ones(2)}, "no number")):
+    for wrong, message in (
+        ({"step": 2.0}, "integer"),
+        ({"metric": torch.ones(2)}, "no float"),
+        ({"metric": 10**400}, "no float"),
+    ):
         with pytest.raises(ValueError, match=message):
             manager.save(**{"step": 5, "state": {}, **wrong})
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import re
 import subprocess
 import sys
@@ -155,3 +156,28 @@ def test_names_are_those_that_rename_gives(tmp_path):
         assert torch.equal(weight, whole["experts"][other].weight)
         expected = moments[f"experts.{other}.weight"]["momentum_buffer"]
         assert torch.equal(optimizer.state[weight]["momentum_buffer"], expected)
+
+
+def test_nested_state_of_an_optimizer_and_files_in_directories(tmp_path):
+    weight = torch.randn(2, 3)
+    inner = {"GG": [torch.eye(2), 2 * torch.eye(3)], "counts": {"steps": torch.ones(())}}
+    state = {"model": {"0.weight": weight}, "optimizer": {"state": {"0.weight": inner}}}
+    dcp.save(state, checkpoint_id=tmp_path, no_dist=True)
+    (tmp_path / "of").mkdir()
+    (tmp_path / "__0_0.distcp").rename(tmp_path / "of" / "__0_0.distcp")
+    metadata = pickle.loads((tmp_path / ".metadata").read_bytes())
+    for info in metadata.storage_data.values():
+        info.relative_path = f"of/{info.relative_path}"
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
+    model = nn.Sequential(nn.Linear(3, 2, bias=False))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    import_dcp({"model": model, "optimizer": optimizer}, tmp_path)
+    assert torch.equal(model[0].weight, weight)
+    loaded = optimizer.state[model[0].weight]
+    assert isinstance(loaded["GG"], list)
+    assert all(torch.equal(a, b) for a, b in zip(loaded["GG"], inner["GG"], strict=True))
+    assert loaded["counts"]["steps"] == 1
+    inner["GG"][0] = 7
+    dcp.save(state, checkpoint_id=tmp_path / "mixed", no_dist=True)
+    with pytest.raises(CheckpointMismatchError, match=r"'0\.weight\.GG' is a list of tensors and"):
+        import_dcp({"model": model, "optimizer": optimizer}, tmp_path / "mixed")

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lamina.buffers import Region
+from lamina.checkpoint.directory import fsync_directory
 from lamina.checkpoint.errors import CheckpointMismatchError, shortened
 from lamina.checkpoint.gathering import Whole, boxes_of, fill, gathered, meet
 from lamina.checkpoint.names import parameters_of, unwrapped
@@ -264,21 +265,25 @@ class _Export:
         if self.failure is not None:
             raise self.failure
         self._close()
-        small = {"config.json": json.dumps(config, indent=2, default=str)}
-        if len(self._files) > 1:
-            small = {INDEX: index_text(self._files), **small}
+        small = {INDEX: index_text(self._files)} if len(self._files) > 1 else {}
+        small["config.json"] = json.dumps(config, indent=2, default=str)
         for name, text in small.items():
-            _unfinished(self._path / name).write_text(text + "\n")
-        # A kill from here on leaves files of two exports: without a config nothing opens them.
+            _write_synced(_unfinished(self._path / name), text + "\n")
+        # A kill, or a power failure, from here on leaves files of two exports: without a config
+        # nothing opens them.
+        fsync_directory(self._path)
         for name in _SMALL:
             (self._path / name).unlink(missing_ok=True)
+        fsync_directory(self._path)
         for _, writer in self._written:
             writer.commit()
         for path in self._path.glob("model*.safetensors"):
             if path.name not in self._files:  # of an earlier export that was divided otherwise
                 path.unlink()
+        fsync_directory(self._path)
         for name in small:
             _unfinished(self._path / name).replace(self._path / name)
+        fsync_directory(self._path)
 
     def abandon(self) -> None:
         """Close and remove what has no place yet: nothing, after an export that went well."""
@@ -287,6 +292,13 @@ class _Export:
         for name in _SMALL:
             with suppress(OSError):
                 _unfinished(self._path / name).unlink(missing_ok=True)
+
+
+def _write_synced(path: Path, text: str) -> None:
+    with open(path, "wb") as file:
+        file.write(text.encode())
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def _unfinished(path: Path) -> Path:
@@ -356,7 +368,9 @@ def _check_link(link: HuggingFaceLink, tensors: _Tensors, files: Files) -> None:
         )
     for name in link.theirs:
         stored = files.dtype(name)
-        if stored != part.dtype and not {stored, part.dtype} <= {*_FLOATING}:
+        both = {stored, part.dtype}
+        whole = not any(dtype.is_floating_point or dtype.is_complex for dtype in both)
+        if len(both) == 2 and not whole and not both <= {*_FLOATING}:
             raise CheckpointMismatchError(
                 f"'{name}' is {stored} in {files.path} and '{link.ours}' is {part.dtype} here: "
                 "such numbers mean something only with their scales, which are not applied (they "

@@ -22,10 +22,11 @@ from lamina.checkpoint.manifest import Manifest
 from lamina.checkpoint.parts import Hints
 from lamina.checkpoint.places import Place, is_url, local_path
 from lamina.checkpoint.progress import RestoreReport, SaveReport
-from lamina.checkpoint.retention import Retention, as_metric, as_step
+from lamina.checkpoint.retention import Retention
 from lamina.checkpoint.saving import Save, Saver
 from lamina.checkpoint.selection import Selection
 from lamina.checkpoint.state import take
+from lamina.checkpoint.step_and_metric import as_metric, as_step
 from lamina.checkpoint.stores import store_of
 from lamina.checkpoint.together import Ranks
 from lamina.checkpoint.writer import Rules

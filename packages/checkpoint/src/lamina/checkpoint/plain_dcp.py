@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from lamina.checkpoint.entries import check_entries
+from lamina.checkpoint.errors import CheckpointMismatchError
 from lamina.checkpoint.inspection import tensors_of
 from lamina.checkpoint.loading import Source, load
 from lamina.checkpoint.names import OptimizerNames, is_optimizer
@@ -66,7 +67,8 @@ def import_dcp(
         place = place_of(path)
         metadata = read_metadata(place)
         names = list(tensors_of(metadata))
-        trees = {entry: _tree(entry, value, names, state, hints) for entry, value in state.items()}
+        paths = {name: _path(name, metadata.planner_data) for name in names}
+        trees = {entry: _tree(entry, value, paths, state, hints) for entry, value in state.items()}
         return Source(place, None, metadata, trees)
 
     check_entries(state, ranks)
@@ -75,21 +77,52 @@ def import_dcp(
 
 
 def _tree(
-    entry: str, value: Any, names: list[str], state: MutableMapping[str, Any], hints: Hints
+    entry: str,
+    value: Any,
+    paths: Mapping[str, tuple[Any, ...]],
+    state: MutableMapping[str, Any],
+    hints: Hints,
 ) -> Json:
     """Make what `values.json` would say of an entry."""
     if is_optimizer(value):
         prefix = f"{entry}.state."
-        states: dict[str, Json] = {}
-        for name in names:
-            if name.startswith(prefix):
-                parameter, _, key = name.removeprefix(prefix).rpartition(".")
-                states.setdefault(parameter, {})[key] = {"$tensor": name}
-        return {**OptimizerNames(value, state, hints.rename).named(), "state": states}
+        states: dict[Any, Any] = {}
+        for name, path in paths.items():
+            if not name.startswith(prefix):
+                continue
+            parameter, _, key = name.removeprefix(prefix).rpartition(".")
+            keys = path[2:] if path[:2] == (entry, "state") else (parameter, key)
+            inner = states
+            for key in keys[:-1]:
+                inner = inner.setdefault(key, {})
+            inner[keys[-1]] = {"$tensor": name}
+        named = OptimizerNames(value, state, hints.rename).named()
+        return {**named, "state": {key: _with_lists(tree, key) for key, tree in states.items()}}
     if isinstance(value, torch.nn.Module):
         prefix = f"{entry}."
-        return {n.removeprefix(prefix): {"$tensor": n} for n in names if n.startswith(prefix)}
+        return {n.removeprefix(prefix): {"$tensor": n} for n in paths if n.startswith(prefix)}
     raise TypeError(
         f"'{entry}' is a {type(value).__name__}: modules and optimizers can be loaded from plain "
         "DCP checkpoints"
     )
+
+
+def _path(name: str, planner_data: Any) -> tuple[Any, ...]:
+    """Return the keys that DCP joined to a name: numbers are places in lists."""
+    path = planner_data.get(name) if isinstance(planner_data, dict) else None
+    return path if isinstance(path, tuple) else ()
+
+
+def _with_lists(tree: Any, name: str) -> Json:
+    """Turn mappings from numbers back into the lists that they were."""
+    if not isinstance(tree, dict) or "$tensor" in tree:
+        return tree
+    items = {key: _with_lists(value, f"{name}.{key}") for key, value in tree.items()}
+    if not any(isinstance(key, int) for key in items):
+        return items
+    if set(items) != set(range(len(items))):
+        raise CheckpointMismatchError(
+            f"optimizer state '{name}' is a list of tensors and other values, which are pickles "
+            "and not opened: load it with plain DCP"
+        )
+    return [items[number] for number in range(len(items))]

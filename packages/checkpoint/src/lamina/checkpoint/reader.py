@@ -12,12 +12,13 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from itertools import groupby
-from pathlib import Path
-from typing import Any, BinaryIO, ClassVar, cast
+from pathlib import PurePath
+from typing import Any, BinaryIO, NoReturn, cast
 
 import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
+    _MEM_FORMAT_ENCODING,
     BytesStorageMetadata,
     ChunkStorageMetadata,
     Metadata,
@@ -29,6 +30,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
+from torch.serialization import _get_layout
 
 from lamina.checkpoint.errors import CheckpointDamagedError, CheckpointUnsafeError
 from lamina.checkpoint.fetched import Fetched
@@ -36,35 +38,22 @@ from lamina.checkpoint.manifest import METADATA, ChunkSums, Manifest, unreadable
 from lamina.checkpoint.places import LocalPlace, Place, crc_of
 from lamina.checkpoint.streams import safely_loaded, tensor_in
 
-_METADATA = "torch.distributed.checkpoint.metadata"
-_FILES = "torch.distributed.checkpoint.filesystem"
-
-# What DCP's metadata is made of: records and constants, whose making runs no code of the file's.
-_ALLOWED = {
-    *((_METADATA, name) for name in ("Metadata", "MetadataIndex", "StorageMeta")),
-    *((_METADATA, name) for name in ("TensorStorageMetadata", "BytesStorageMetadata")),
-    *((_METADATA, name) for name in ("ChunkStorageMetadata", "TensorProperties")),
-    (_METADATA, "_MEM_FORMAT_ENCODING"),
-    (_FILES, "_StorageInfo"),
-    ("torch", "Size"),
-    ("torch.serialization", "_get_layout"),
-    ("collections", "OrderedDict"),
-    ("builtins", "set"),
-    ("builtins", "frozenset"),
+# Whose making runs no code of the file's, and which nobody can set attributes of.
+_BUILT_IN = {
+    ("torch", "Size"): torch.Size,
+    ("collections", "OrderedDict"): OrderedDict,
+    ("builtins", "set"): set,
+    ("builtins", "frozenset"): frozenset,
 }
-# Whose instances have attributes to set.
-_RECORDS = frozenset(
-    {
-        Metadata,
-        MetadataIndex,
-        StorageMeta,
-        TensorStorageMetadata,
-        BytesStorageMetadata,
-        ChunkStorageMetadata,
-        TensorProperties,
-        _StorageInfo,
-        OrderedDict,
-    }
+_RECORDS = (
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorStorageMetadata,
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    TensorProperties,
+    _StorageInfo,
 )
 _PATHS = {
     ("pathlib", name)  # of a plain DCP checkpoint: where it was saved
@@ -77,35 +66,72 @@ _DTYPES = frozenset(
 )
 
 
-def _path_text(*parts: object) -> str:
+def _refuse(target: object) -> NoReturn:
+    raise CheckpointUnsafeError(
+        f"the checkpoint's metadata sets attributes of {target!r}, which metadata never does: it "
+        "was forged; nothing was changed"
+    )
+
+
+class _Unchanging(type):
+    """A class as a pickle sees it: pickle asks for `__setstate__` before it sets attributes."""
+
+    def __setstate__(cls, _: object) -> None:
+        _refuse(cls)
+
+
+class _MemoryFormat:
+    """Stands for a member of DCP's enum, which is one for the whole process."""
+
+    __slots__ = ("_member",)
+
+    def __init__(self, number: int) -> None:
+        self._member = _MEM_FORMAT_ENCODING(number)
+
+    def __eq__(self, other: object) -> bool:
+        return self._member is other
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __setstate__(self, _: object) -> None:
+        _refuse(self._member)
+
+
+def _stand_in(name: str, make: Callable[..., Any]) -> type:
+    """Return a class that makes something else: what a pickle gets to see of classes and functions.
+
+    Pickle's instruction BUILD sets attributes of whatever it is given; a class, a function or an
+    enum that was changed so would stay changed for the whole process.
+    """
+    return _Unchanging(name, (), {"__new__": lambda _, *given: make(*given)})
+
+
+def _path_text(*parts: object) -> str:  # of a checkpoint that plain DCP wrote; not used
     return "/".join(map(str, parts))
 
 
-class _MetadataUnpickler(pickle._Unpickler):
-    """Pickle in Python, whose instructions can be refused: in C, BUILD sets attributes of a class.
+# What DCP's metadata is made of.
+_KNOWN: dict[tuple[str, str], Any] = {
+    **_BUILT_IN,
+    **{
+        (k.__module__, k.__name__): _stand_in(k.__name__, partial(object.__new__, k))
+        for k in _RECORDS
+    },
+    **{path: _stand_in(path[1], _path_text) for path in _PATHS},
+    (_MEM_FORMAT_ENCODING.__module__, "_MEM_FORMAT_ENCODING"): _stand_in(
+        "_MEM_FORMAT_ENCODING", _MemoryFormat
+    ),
+    ("torch.serialization", "_get_layout"): _stand_in("_get_layout", _get_layout),
+    **{("torch", name): getattr(torch, name) for name in _DTYPES if hasattr(torch, name)},
+}
 
-    A class, a function or an enum that was changed so would stay changed for the whole process.
-    """
 
-    dispatch: ClassVar[dict[int, Any]] = dict(pickle._Unpickler.dispatch)
-
-    def _build(self) -> None:
-        unpickler = cast(Any, self)  # its stubs leave out what is not public
-        target = unpickler.stack[-2]
-        if type(target) not in _RECORDS:
-            raise CheckpointUnsafeError(
-                f"the checkpoint's metadata sets attributes of {target!r}, which metadata never "
-                "does: it was forged; nothing was changed"
-            )
-        unpickler.load_build()
-
-    dispatch[pickle.BUILD[0]] = _build
+class _MetadataUnpickler(pickle.Unpickler):
+    """Knows metadata's classes and no others."""
 
     def find_class(self, module: str, name: str) -> Any:
-        if (module, name) in _PATHS:
-            return _path_text  # of a checkpoint that plain DCP wrote: only text, and not used
-        if (module, name) in _ALLOWED or (module == "torch" and name in _DTYPES):
-            return super().find_class(module, name)
+        if (module, name) in _KNOWN:
+            return _KNOWN[module, name]
         raise CheckpointUnsafeError(
             f"the checkpoint's metadata asks for {module}.{name}, which metadata never needs: "
             "it was forged or comes from another version of torch; nothing of it was executed"
@@ -139,11 +165,15 @@ def read_metadata(place: Place, text: bytes | None = None) -> Metadata:
 
 
 def _check_files(metadata: Any) -> None:
-    """Refuse places of chunks that are no plain names of files."""
+    """Refuse places of chunks outside the checkpoint; below it, plain DCP may have directories."""
     infos = (getattr(metadata, "storage_data", None) or {}).values()
     names = {info.relative_path for info in infos}
-    if outside := sorted(name for name in names if Path(name).name != name):
+    if outside := sorted(name for name in names if _is_outside(PurePath(name))):
         raise ValueError(f"it lists files outside the checkpoint: {outside}")
+
+
+def _is_outside(path: PurePath) -> bool:
+    return path.is_absolute() or ".." in path.parts
 
 
 @contextmanager

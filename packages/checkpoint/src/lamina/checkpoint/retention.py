@@ -1,14 +1,11 @@
-"""Which checkpoints to keep; and the numbers, step and metric, that this goes by."""
+"""Which checkpoints to keep."""
 
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
-
-import torch
+from typing import Literal
 
 
 @dataclass(frozen=True)
@@ -73,35 +70,3 @@ class Retention:
             ]
             kept |= {-step for _, step in sorted(measured)[: self.best]}
         return [step for step in steps if step not in kept]
-
-
-def as_step(step: Any) -> int:
-    """Return a training step as an int.
-
-    Raises:
-        ValueError: it is no integer, or negative.
-
-    """
-    try:
-        number = int(operator.index(step))
-    except TypeError:
-        raise ValueError(f"step is {step!r}: it must be an integer") from None
-    if number < 0:
-        raise ValueError(f"step is {number}: it must be 0 or more")
-    return number
-
-
-def as_metric(metric: Any) -> float | None:
-    """Return a metric as a float, None where there is nothing to compare by (NaN, infinity).
-
-    Raises:
-        ValueError: it is no number.
-
-    """
-    if metric is None:
-        return None
-    try:
-        number = float(metric.detach() if isinstance(metric, torch.Tensor) else metric)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise ValueError(f"metric is {metric!r}, which is no number: {error}") from None
-    return number if math.isfinite(number) else None

@@ -145,7 +145,8 @@ def _sum_of_bytes(tensor: torch.Tensor) -> int:
         return 0
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
     # In pieces: sum() first copies them to its dtype, eight times as large as they are.
-    for piece in tensor.detach().contiguous().view(-1).view(torch.uint8).split(_BYTES_AT_ONCE):
+    flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
+    for piece in torch.split(flat, _BYTES_AT_ONCE):
         total += piece.sum(dtype=torch.int64)
     return int(total)
 

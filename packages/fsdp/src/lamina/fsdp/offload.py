@@ -17,7 +17,7 @@ import torch
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 
 from lamina.buffers import FlatBuffer
-from lamina.collectives import Handle, all_gather_into
+from lamina.collectives import Handle, all_gather_into, host_device
 from lamina.ddp import DataParallelAxes, GradientState, RankSum, Reduction, TransientBuffers
 from lamina.fsdp.limits import UnavailableError
 from lamina.fsdp.weights import ShardedWeights
@@ -53,7 +53,8 @@ def resolve_offload(
     """What torch FSDP2's `OffloadPolicy` or `CPUOffloadPolicy` asks for; None for nothing.
 
     Args:
-        policy: torch's (or of a class derived from one), or None.
+        policy: torch's `CPUOffloadPolicy` (or of a class derived from it), its `OffloadPolicy`
+            itself, or None.
         device: where the model computes.
         axes: data-parallel axes.
         gathers: whether the strategy gathers weights.
@@ -76,11 +77,10 @@ def resolve_offload(
             "them whole on the device: use zero_dp_strategy=3"
         )
     for group in axes.groups("gather") if device.type != "cpu" else ():
-        kinds = {kind.type for kind in group._device_types} if group is not None else {"cpu"}
-        if "cpu" not in kinds:
+        if host_device([group], device).type != "cpu":
             raise UnavailableError(
                 f"offload_policy=CPUOffloadPolicy(): shards lie on the host, and group "
-                f"'{group.group_desc if group else ''}' serves {sorted(kinds)} only, so norms and "
+                f"'{group.group_desc if group else ''}' serves no CPU tensors, so norms and "
                 "full_tensor() could not reach them: start the world with init_distributed(), or "
                 'backend="cpu:gloo,cuda:nccl"'
             )

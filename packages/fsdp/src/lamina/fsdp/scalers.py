@@ -30,7 +30,8 @@ def meet_scalers(
         optimizer: the user's own.
         engine: sums the gradients; finished before a scaler looks at them.
         groups: what the optimizer updates. Ranks beyond their data-parallel ones hold other
-            parameters (tp, pp, ep), which a plain scaler does not see: it is refused when it steps.
+            parameters (tp, pp, ep, expert_tp), which a plain scaler does not see: it is refused
+            when it steps.
     """
     answer = getattr(optimizer, _QUESTION, False)
     if not isinstance(answer, _Answer):
@@ -58,8 +59,8 @@ class _Answer:
         if self._alike < self._ranks and not agreed:
             raise RuntimeError(
                 f"torch's GradScaler looks at this rank's gradients, and {self._alike} of the "
-                f"{self._ranks} ranks share them: the others, along tp, pp or ep, hold other "
-                "gradients, so some would skip a step that the rest make. Use "
+                f"{self._ranks} ranks share them: the others, along tp, pp, ep or expert_tp, "
+                "hold other gradients, so some would skip a step that the rest make. Use "
                 "lamina.ddp.ShardedGradScaler(mesh) with the mesh of all of them"
             )
         for reference in self._engines:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
-from lamina.collectives import all_reduce_small
+from lamina.collectives import all_reduce_small, host_device
 from lamina.mesh import MeshAxis, derive_seed
 from lamina.models.cutting import cut_weight
 
@@ -54,8 +54,7 @@ def extremes(values: Sequence[int], axis: MeshAxis) -> list[tuple[int, int]]:
     """
     if axis.group is None:
         return [(value, value) for value in values]
-    kinds = {device.type for device in axis.group._device_types}
-    device = torch.device("cpu" if "cpu" in kinds or not torch.cuda.is_available() else "cuda")
+    device = host_device([axis.group], "cuda" if torch.cuda.is_available() else "cpu")
     # The largest, and the smallest with its sign turned.
     found = torch.tensor([values, [-value for value in values]], dtype=torch.int64, device=device)
     all_reduce_small([found], axis.group, op="max")

@@ -20,6 +20,7 @@ from torch.distributed import ProcessGroup
 from lamina.collectives import (
     all_reduce_small,
     copy_to,
+    host_device,
     reduce_from,
     start_all_gather,
     start_all_to_all,
@@ -134,9 +135,7 @@ def _largest(capacity: int, group: ProcessGroup, device: torch.device) -> int:
     A rank with fewer tokens has a smaller one. The hosts ask each other where the group lets them,
     so that none waits for its device.
     """
-    if "cpu" in {kind.type for kind in group._device_types}:
-        device = torch.device("cpu")
-    found = torch.full((1,), capacity, device=device)
+    found = torch.full((1,), capacity, device=host_device([group], device))
     all_reduce_small([found], group, op="max")
     return int(found)
 

@@ -162,30 +162,25 @@ class Extra(nn.Linear):
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize(
-    ("of_ranks", "loaded"),
-    [
-        (
-            [OrderedDict(device="cuda:0"), OrderedDict(device="cuda:1")],
-            OrderedDict(device="cuda:0"),
-        ),
-        ([OrderedDict(a=[1]), OrderedDict(b=(2,), a=[3])], OrderedDict(a=[1], b=(2,))),
-        ([{0: "a", (1, 2): {}}, {1: "b", 0: "c"}], {0: "a", (1, 2): {}, 1: "b"}),
-        ([{"a": 1}, {0: 2}], {"a": 1, 0: 2}),
-        ([{}, Counter(a=1)], {}),
-        ([("a",), ("b",)], ("a",)),
-        ([1j, 2 + 1j], 1j),
-    ],
-)
-def test_values_of_a_module_that_differ_between_ranks_are_joined_by_keys(
-    tmp_path, of_ranks, loaded
-):
+def test_values_of_a_module_that_differ_between_ranks_are_joined_by_keys(tmp_path):
     torch.manual_seed(0)
     manager = CheckpointManager(tmp_path)
-    manager.save(1, {"model": Extra(of_ranks[dist.get_rank()])})
-    manager.restore({"model": (model := Extra(None))})
-    assert type(model.extra) is type(loaded)
-    assert model.extra == loaded
+    devices = OrderedDict(device="cuda:0"), OrderedDict(device="cuda:1")
+    for step, (*of_ranks, loaded) in enumerate(
+        (
+            (*devices, devices[0]),
+            (OrderedDict(a=[1]), OrderedDict(b=(2,), a=[3]), OrderedDict(a=[1], b=(2,))),
+            ({0: "a", (1, 2): {}}, {1: "b", 0: "c"}, {0: "a", (1, 2): {}, 1: "b"}),
+            ({"a": 1}, {0: 2}, {"a": 1, 0: 2}),
+            ({}, Counter(a=1), {}),
+            (("a",), ("b",), ("a",)),
+            (1j, 2 + 1j, 1j),
+        )
+    ):
+        manager.save(step, {"model": Extra(of_ranks[dist.get_rank()])})
+        manager.restore({"model": (model := Extra(None))})
+        assert type(model.extra) is type(loaded)
+        assert model.extra == loaded
 
 
 @pytest.mark.ranks(2)

@@ -1,8 +1,6 @@
 """finalize_grads and clip_grad_norm on real meshes equal one process over all tokens."""
 
 import math
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -19,8 +17,7 @@ from lamina.ddp import (
 )
 from lamina.mesh import ParallelLayout, mark
 
-sys.path.insert(0, str(Path(__file__).parent))
-import meshes
+from . import meshes
 
 LAYOUTS = {
     "tp2": {"tp": 2},

@@ -1,8 +1,5 @@
 """What torch FSDP2 has besides, on `shard_module`: lists of modules, factors, hooks, embeddings."""
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -19,8 +16,7 @@ from lamina.fsdp import (
 )
 from lamina_testing.toys import Block, OddNet, inputs
 
-sys.path.insert(0, str(Path(__file__).parent))
-from module_models import assert_same, build, loss_of, mesh_of, one_line, run, sgd
+from .module_models import assert_same, build, loss_of, mesh_of, one_line, run, sgd
 
 
 def ends_as_one(mesh, **settings):

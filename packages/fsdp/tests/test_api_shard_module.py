@@ -1,9 +1,7 @@
 """`shard_module`, used as torch FSDP2's `fully_shard` is: one call per block, then the root."""
 
 import gc
-import sys
 import weakref
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,8 +13,7 @@ from lamina.ddp import full_gradients, full_parameters
 from lamina.fsdp import UnavailableError, fully_shard, fully_shard_optimizer, shard_module
 from lamina_testing.toys import Block, OddNet, TiedNet, inputs
 
-sys.path.insert(0, str(Path(__file__).parent))
-from module_models import assert_same, build, loss_of, mesh_of, one_line, run, sgd, sharded
+from .module_models import assert_same, build, loss_of, mesh_of, one_line, run, sgd, sharded
 
 
 @pytest.mark.ranks(1, 2)

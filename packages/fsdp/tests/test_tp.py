@@ -1,8 +1,6 @@
 """Cut over tp, cut again over data parallelism, put together: the same bits, and right training."""
 
 import copy
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -22,8 +20,7 @@ from lamina.fsdp import fully_shard
 from lamina.mesh import ParallelLayout, mark, mesh_axis, role_of
 from lamina_testing.toys import Block
 
-sys.path.insert(0, str(Path(__file__).parent))
-from tp_models import (
+from .tp_models import (
     WIDTH,
     Net,
     batch,

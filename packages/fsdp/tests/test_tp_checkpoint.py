@@ -1,8 +1,5 @@
 """Parameters that tp has cut go through DCP as the model's own tensors, to any mesh and none."""
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -15,8 +12,7 @@ from lamina.fsdp import fully_shard, fully_shard_optimizer, shard_module
 from lamina.mesh import ParallelLayout, mark, mesh_axis
 from lamina_testing.toys import Block, OddNet, inputs
 
-sys.path.insert(0, str(Path(__file__).parent))
-from tp_models import (
+from .tp_models import (
     Net,
     batch,
     make_whole,

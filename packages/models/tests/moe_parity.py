@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-import sys
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -33,8 +31,7 @@ from lamina.models import (
     routing_statistics,
 )
 
-sys.path.insert(0, str(Path(__file__).parent))
-import moe_oracle
+from . import moe_oracle
 
 STEPS, BATCH, LENGTH = 4, 4, 8
 MOE = MoEConfig(num_experts=4, top_k=2, ffn_size=8)

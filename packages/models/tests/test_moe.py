@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-import sys
 from dataclasses import replace
-from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -28,8 +26,7 @@ from lamina.models import (
 from lamina.models.moe.permutation import copies_to_rows, rows_to_tokens
 from lamina.models.moe.routing import choose_experts, rows_by_expert, rows_to_capacity
 
-sys.path.insert(0, str(Path(__file__).parent))
-import moe_oracle
+from . import moe_oracle
 
 MOE = MoEConfig(num_experts=4, top_k=2, ffn_size=8)
 CONFIG = TransformerConfig(

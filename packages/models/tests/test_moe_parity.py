@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import math
-import sys
-from pathlib import Path
 
 import pytest
 
 from lamina.models import MambaConfig
 
-sys.path.insert(0, str(Path(__file__).parent))
-from moe_parity import Case, check
+from .moe_parity import Case, check
 
 GROUPS = {"num_experts": 8, "num_groups": 4, "groups_kept": 2, "scores": "sigmoid"}
 BALANCED = {"bias_rate": 0.05, "weight_scale": 1.7, "shared_ffn_size": 8}

@@ -40,8 +40,7 @@ from lamina.models import (
 )
 from lamina_testing import delayed_collectives
 
-sys.path.insert(0, str(Path(__file__).parent))
-import moe_oracle
+from . import moe_oracle
 
 MOE = MoEConfig(num_experts=4, top_k=2, ffn_size=8)
 CONFIG = TransformerConfig(

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,8 +12,7 @@ from lamina.fsdp import fully_shard
 from lamina.mesh import ParallelLayout
 from lamina.models import GPTModel, MoEConfig, TransformerConfig, pipeline
 
-sys.path.insert(0, str(Path(__file__).parent))
-import moe_oracle
+from . import moe_oracle
 
 MOE = MoEConfig(num_experts=4, top_k=2, ffn_size=8)
 CONFIG = TransformerConfig(

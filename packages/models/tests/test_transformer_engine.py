@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -20,8 +19,7 @@ from lamina.models import (
 )
 from lamina.models.precision.transformer_engine import make_recipe
 
-sys.path.insert(0, str(Path(__file__).parent))
-from transformer_engine_sources import KEPT, RECIPES, signatures, stand_in, wheel
+from .transformer_engine_sources import KEPT, RECIPES, signatures, stand_in, wheel
 
 CONFIG = TransformerConfig(
     vocab_size=48, hidden_size=32, num_layers=3, num_heads=2, ffn_size=48, max_sequence_length=32,

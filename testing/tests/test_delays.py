@@ -113,7 +113,7 @@ def backward_with_buckets(overlap, log):
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("overlap", [True, False])
 def test_overlap_shows_in_the_log_and_its_absence_too(overlap):
-    with delayed_collectives(0.05) as log:
+    with delayed_collectives(0.2) as log:
         backward_with_buckets(overlap, log)
     end = log.marked("backward of layer 0")
     assert len(log.in_flight_at(end)) == (2 if overlap else 0), log.table()

@@ -81,7 +81,7 @@ def test_a_bucket_is_reduced_while_the_layer_before_it_computes(strategy, overla
         layer.register_full_backward_pre_hook(noting(times, ("begin", index)))
         layer.register_full_backward_hook(noting(times, ("end", index)))
     loss = model(torch.randn(4, WIDTH).requires_grad_()).square().mean()
-    with delayed_collectives(0.05), Ledger() as ledger:
+    with delayed_collectives(0.2 if overlap else 0.05), Ledger() as ledger:
         loss.backward()
     op = "all_reduce_fp32" if strategy == 0 else "reduce_scatter_fp32"
     reductions = [record for record in ledger.records if record.op == op]

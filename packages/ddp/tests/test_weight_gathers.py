@@ -103,7 +103,7 @@ def test_weights_that_a_parent_reads_are_there_before_it_runs(ranks):
         block.watch = lambda group=group: group.weights.ready
     model = build(Reader)
     plain = sgd(model.parameters())
-    with delayed_collectives(0.01) as log:
+    with delayed_collectives(0.1) as log:
         for step in range(3):
             wrapped.module.enter.register_forward_hook(lambda *_, s=step: log.mark(f"step {s}"))
             step_of(wrapped, optimizer, ranks.rank, step)

@@ -121,7 +121,7 @@ def test_shared_experts_compute_while_tokens_travel(fixed, ranks):
     layer, _ = pair(mesh, shared_ffn_size=8, **fixed)
     x = draw(4, 16).requires_grad_()
     layer(x).sum().backward()  # makes the groups
-    with delayed_collectives(0.02) as log:
+    with delayed_collectives(0.2) as log:
         layer.shared.up.register_forward_hook(lambda *_: log.mark("up"))
         layer.shared.down.register_forward_hook(lambda *_: log.mark("down"))
         layer.shared.down.register_full_backward_hook(lambda *_: log.mark("down backward"))

@@ -147,6 +147,22 @@ def test_the_loss_never_holds_all_logits():
     assert meter.peak_live_bytes - before < 0.4 * tokens * vocabulary * 4
 
 
+def test_backward_gives_away_the_heads_gradient_and_copies_none():
+    """Unless the graph is kept: then the next backward gives the same."""
+    hidden, weight = (torch.randn(n, 64, requires_grad=True) for n in (4, 4096))
+    labels = torch.randint(0, 4096, (4,))
+    with Meter() as meter:
+        before = meter.live_bytes()
+        (linear_cross_entropy(hidden, weight, labels) * 0.5).backward()
+        rise = meter.peak_live_bytes - before
+    assert rise < 1.5 * weight.nbytes
+    loss = linear_cross_entropy(hidden, weight, labels) * 0.5
+    for _ in range(2):
+        once = torch.autograd.grad(loss, (hidden, weight), retain_graph=True)
+        assert torch.equal(once[0], hidden.grad)
+        assert torch.equal(once[1], weight.grad)
+
+
 def test_a_rank_without_tokens_has_a_gradient_of_zeros():
     weight = torch.randn(8, 4, requires_grad=True)
     labels = torch.empty(0, dtype=torch.int64)

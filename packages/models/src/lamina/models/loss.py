@@ -277,22 +277,26 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         grad_hidden, grad_weight = ctx.saved_tensors
+        # Another backward through this graph reads them again; otherwise they may be written to,
+        # and whoever gets them may keep them.
+        kept = torch._C._autograd._get_current_graph_task_keep_graph()  # type: ignore[attr-defined, unused-ignore]
+        ctx.maybe_clear_saved_tensors()  # nothing if the graph is kept
         if grad_hidden is not None:
             # In the factor's dtype, rounded once: a scalar [] would be rounded to bf16 first.
-            factor = grad.view(1, 1)
-            grad_hidden = torch.mul(grad_hidden, factor, out=torch.empty_like(grad_hidden))
+            into = torch.empty_like(grad_hidden) if kept else grad_hidden
+            grad_hidden = torch.mul(grad_hidden, grad.view(1, 1), out=into)
         if grad_weight is not None:
-            grad_weight = _scaled(grad_weight, grad, ctx.parameter, ctx.weight_dtype)
+            grad_weight = _scaled(grad_weight, grad, ctx.parameter, ctx.weight_dtype, kept)
         return grad_hidden, grad_weight, None, None, None, None, None, None
 
 
 def _scaled(
-    gradient: Tensor, factor: Tensor, parameter: Tensor | None, dtype: torch.dtype
+    gradient: Tensor, factor: Tensor, parameter: Tensor | None, dtype: torch.dtype, kept: bool
 ) -> Tensor | None:
     """The head's gradient, or None where it went straight to the wrapper of the parameter."""
     sink = None if parameter is None else gradient_sink(parameter)
     if sink is None or sink.view.dtype != gradient.dtype:
-        return (gradient * factor).to(dtype)
+        return (gradient * factor if kept else gradient.mul_(factor)).to(dtype)
     if sink.accumulate:
         sink.view.addcmul_(gradient, factor)
     else:

@@ -278,9 +278,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         grad_hidden, grad_weight = ctx.saved_tensors
         # Another backward through this graph reads them again; otherwise they may be written to,
-        # and whoever gets them may keep them.
-        kept = torch._C._autograd._get_current_graph_task_keep_graph()  # type: ignore[attr-defined, unused-ignore]
-        ctx.maybe_clear_saved_tensors()  # nothing if the graph is kept
+        # and whoever gets them may keep them. Compiled, that is the compiler's to decide.
+        kept = torch.compiler.is_compiling() or _graph_is_kept()
+        if not kept:
+            ctx.maybe_clear_saved_tensors()
         if grad_hidden is not None:
             # In the factor's dtype, rounded once: a scalar [] would be rounded to bf16 first.
             into = torch.empty_like(grad_hidden) if kept else grad_hidden
@@ -288,6 +289,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
         if grad_weight is not None:
             grad_weight = _scaled(grad_weight, grad, ctx.parameter, ctx.weight_dtype, kept)
         return grad_hidden, grad_weight, None, None, None, None, None, None
+
+
+def _graph_is_kept() -> bool:
+    """Whether the backward that runs was asked to keep its graph."""
+    kept: bool = torch._C._autograd._get_current_graph_task_keep_graph()  # type: ignore[attr-defined, unused-ignore]
+    return kept
 
 
 def _scaled(

@@ -57,16 +57,22 @@ def expected(make, loss_of_rank, world, steps=3, prepare=lambda model: None):
     return dict(model.named_parameters()), mean
 
 
+def train(model, optimizer, loss_of_rank, rank, steps=3):
+    """Steps of one microbatch; returns the last one's gradients."""
+    gradients = {}
+    for step in range(steps):
+        loss_of_rank(model, rank, step).backward()
+        gradients = full_gradients(model)
+        optimizer.step()
+        optimizer.zero_grad()
+    return gradients
+
+
 def check(make, loss_of_rank, ranks, strategy, steps=3, prepare=lambda model: None, **settings):
     model = build(make)
     prepare(model)
     model, optimizer = shard(model, sgd(model.parameters()), ranks.world_size, strategy, **settings)
-    gradients = {}
-    for step in range(steps):
-        loss_of_rank(model, ranks.rank, step).backward()
-        gradients = full_gradients(model)
-        optimizer.step()
-        optimizer.zero_grad()
+    gradients = train(model, optimizer, loss_of_rank, ranks.rank, steps)
     compare(model, gradients, expected(make, loss_of_rank, ranks.world_size, steps, prepare))
 
 
@@ -99,3 +105,23 @@ class Conditional(OddNet):
             x = block(x)
         x = self.leave(x)
         return x * self.temperature if use_temperature else x
+
+
+class Failing(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        raise RuntimeError("planted")
+
+
+class FailingNet(OddNet):
+    fail = False
+
+    def forward(self, x):
+        x = self.blocks[0](self.enter(x))
+        if self.fail:
+            x = Failing.apply(x)
+        return self.leave(self.blocks[2](self.blocks[1](x))) * self.temperature + self.empty.sum()

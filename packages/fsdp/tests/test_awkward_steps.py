@@ -11,7 +11,18 @@ from lamina.ddp import full_gradients, full_parameters
 from lamina.fsdp import fully_shard
 from lamina_testing.toys import Block, OddNet, inputs
 
-from .one_process import STRATEGIES, Conditional, build, compare, expected, plain_loss, sgd, shard
+from .one_process import (
+    STRATEGIES,
+    Conditional,
+    FailingNet,
+    build,
+    compare,
+    expected,
+    plain_loss,
+    sgd,
+    shard,
+    train,
+)
 
 
 @pytest.mark.ranks(2)
@@ -52,26 +63,6 @@ def test_gradient_only_in_the_first_microbatch(strategy, ranks):
         return first + model(inputs(model, 10 * step + rank + 5), use_last=False).mean()
 
     compare(model, gradients, expected(Conditional, both, 2))
-
-
-class Failing(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        raise RuntimeError("planted")
-
-
-class FailingNet(OddNet):
-    fail = False
-
-    def forward(self, x):
-        x = self.blocks[0](self.enter(x))
-        if self.fail:
-            x = Failing.apply(x)
-        return self.leave(self.blocks[2](self.blocks[1](x))) * self.temperature + self.empty.sum()
 
 
 @pytest.mark.ranks(2)
@@ -131,11 +122,7 @@ def test_an_optimizer_nobody_was_told_of_still_takes_effect(strategy, ranks):
         build(), device_mesh=mesh, zero_dp_strategy=strategy, fsdp_unit_modules=[Block]
     )
     optimizer = sgd(model.parameters())
-    for step in range(3):
-        plain_loss(model, ranks.rank, step).backward()
-        gradients = full_gradients(model)
-        optimizer.step()
-        optimizer.zero_grad()
+    gradients = train(model, optimizer, plain_loss, ranks.rank)
     compare(model, gradients, expected(OddNet, plain_loss, 2))
 
 
@@ -161,11 +148,7 @@ def test_ranks_that_start_from_different_weights_train_the_first_ranks(strategy,
     torch.manual_seed(3 if ranks.rank == 0 else 99)
     model = OddNet()
     model, optimizer = shard(model, sgd(model.parameters()), 2, strategy)
-    for step in range(3):
-        plain_loss(model, ranks.rank, step).backward()
-        gradients = full_gradients(model)
-        optimizer.step()
-        optimizer.zero_grad()
+    gradients = train(model, optimizer, plain_loss, ranks.rank)
     compare(model, gradients, expected(OddNet, plain_loss, 2))
 
 

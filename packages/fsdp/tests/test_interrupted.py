@@ -21,25 +21,7 @@ from lamina.fsdp import (
 )
 from lamina_testing.toys import Block, OddNet, inputs
 
-
-class Failing(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        raise RuntimeError("planted")
-
-
-class FailingNet(OddNet):
-    fail = False
-
-    def forward(self, x):
-        x = self.blocks[0](self.enter(x))
-        if self.fail:
-            x = Failing.apply(x)
-        return self.leave(self.blocks[2](self.blocks[1](x))) * self.temperature
+from .one_process import FailingNet
 
 
 def build():

@@ -39,7 +39,8 @@ from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
-from lamina.collectives import Ledger, use_messages
+from lamina.collectives import Ledger
+from lamina.collectives.engine import use_messages
 from lamina.ddp import DistributedDataParallel, DistributedDataParallelConfig, ShardedOptimizer
 from lamina.mesh import ParallelLayout
 

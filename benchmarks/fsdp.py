@@ -38,7 +38,8 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lamina.collectives import Ledger, use_messages
+from lamina.collectives import Ledger
+from lamina.collectives.engine import use_messages
 from lamina.fsdp import MixedPrecisionPolicy, fully_shard
 from lamina.mesh import ParallelLayout, ParallelMesh, init_distributed
 from lamina.models import GPTModel, TransformerBlock, TransformerConfig

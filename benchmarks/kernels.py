@@ -15,10 +15,10 @@ import sys
 
 import torch
 import triton
+from lamina.collectives.reduce import triton_sum
 from triton.testing import do_bench
 
-from lamina.collectives import triton_sum
-from lamina.collectives.reference import reference_sum
+from lamina.collectives.reduction.reference import reference_sum
 
 LEAST_SHARE = 0.85
 CASES = [

@@ -9,7 +9,8 @@ from lamina.checkpoint import CheckpointManager
 from lamina.ddp import finalize_grads, full_parameters
 from lamina.fsdp import fully_shard
 from lamina.mesh import ParallelLayout, role_of
-from lamina.models import GPTModel, MoEConfig, TransformerConfig, cut_weight
+from lamina.models import GPTModel, MoEConfig, TransformerConfig
+from lamina.models.engine import cut_weight
 
 CONFIG = TransformerConfig(
     vocab_size=32,

@@ -12,7 +12,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from lamina.buffers import BufferLayout, FlatBuffer, Replicate, collect_specs
+from lamina.buffers import BufferLayout, FlatBuffer, Replicate
+from lamina.buffers.engine import collect_specs
 from lamina.collectives import all_gather_into, reduce_scatter_fp32
 from lamina.mesh import ParallelMesh
 

@@ -7,8 +7,9 @@ from config import Config
 from data import Corpus, Windows, held_out_batches
 from engines import Sharded
 
-from lamina.collectives import all_reduce_small
-from lamina.mesh import MeshAxis, Runtime
+from lamina.collectives.engine import all_reduce_small
+from lamina.mesh import Runtime
+from lamina.mesh.engine import MeshAxis
 from lamina.models import generate
 
 

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from config import Config
 
-from lamina.collectives import broadcast
+from lamina.collectives.engine import broadcast
 from lamina.mesh import Runtime
 
 RUNS = Path("runs")

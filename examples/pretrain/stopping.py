@@ -11,8 +11,8 @@ import torch
 from config import Config
 
 from lamina.checkpoint import Preemption
-from lamina.collectives import all_reduce_small
-from lamina.mesh import MeshAxis
+from lamina.collectives.engine import all_reduce_small
+from lamina.mesh.engine import MeshAxis
 
 
 class Stop(enum.Enum):

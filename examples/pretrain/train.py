@@ -23,7 +23,8 @@ from stopping import Stop, Stopping
 from torch.distributed.tensor import DTensor
 
 from lamina.checkpoint import RESUME_EXIT_CODE, CheckpointManager
-from lamina.mesh import MeshAxis, ParallelLayout, Runtime, derive_seed, init_distributed
+from lamina.mesh import ParallelLayout, Runtime, derive_seed, init_distributed
+from lamina.mesh.engine import MeshAxis
 
 
 def main() -> None:

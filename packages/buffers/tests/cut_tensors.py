@@ -6,7 +6,8 @@ import itertools
 
 import torch
 
-from lamina.buffers import BufferLayout, FlatBuffer, PlainAxis, Shard, TensorSpec
+from lamina.buffers import BufferLayout, FlatBuffer, Shard, TensorSpec
+from lamina.buffers.engine import PlainAxis
 
 SHAPES = {"matrix": (13, 8), "scalar": (), "empty": (0, 3), "vector": (17,), "cube": (5, 3, 4)}
 WORLDS = (1, 3)

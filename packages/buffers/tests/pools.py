@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from lamina.buffers import StoragePool, conflict_graph
+from lamina.buffers import StoragePool
+from lamina.buffers.engine import conflict_graph
 
 
 def pool_of(keys="abcd", numel=100, **options):

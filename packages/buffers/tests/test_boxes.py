@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lamina.buffers import boxes_of_span
+from lamina.buffers.engine import boxes_of_span
 
 
 @st.composite

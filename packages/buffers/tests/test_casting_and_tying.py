@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lamina.buffers import Granularity, cast_in_place, casting, collect_specs
+from lamina.buffers import Granularity, casting
+from lamina.buffers.engine import cast_in_place, collect_specs
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn]
 

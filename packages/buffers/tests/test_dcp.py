@@ -13,15 +13,8 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from lamina.buffers import (
-    BufferLayout,
-    FlatBuffer,
-    Granularity,
-    PlainAxis,
-    Replicate,
-    Shard,
-    TensorSpec,
-)
+from lamina.buffers import BufferLayout, FlatBuffer, Granularity, Replicate, Shard, TensorSpec
+from lamina.buffers.engine import PlainAxis
 
 SHAPES = {
     "matrix": (13, 8),

@@ -16,12 +16,13 @@ from lamina.buffers import (
     Granularity,
     Partial,
     Placements,
-    PlainAxis,
     Replicate,
     Shard,
     TensorSpec,
 )
-from lamina.mesh import ParallelLayout, mesh_axis
+from lamina.buffers.engine import PlainAxis
+from lamina.mesh import ParallelLayout
+from lamina.mesh.engine import mesh_axis
 from lamina_testing import live_bytes
 
 SHAPES = st.one_of(

@@ -10,13 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lamina.buffers import (
-    BufferLayout,
-    Granularity,
-    TensorSpec,
-    padding_report,
-    split_by_row,
-)
+from lamina.buffers import BufferLayout, Granularity, TensorSpec, padding_report
+from lamina.buffers.engine import split_by_row
 
 SHAPES = st.one_of(
     st.just(()),

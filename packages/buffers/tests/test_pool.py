@@ -10,14 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from lamina.buffers import (
-    BufferLayout,
-    PoolExhaustedError,
-    StaleStorageError,
-    StoragePool,
-    TensorSpec,
-    conflict_graph,
-)
+from lamina.buffers import BufferLayout, StaleStorageError, StoragePool, TensorSpec
+from lamina.buffers.engine import PoolExhaustedError, conflict_graph
 
 from .pools import pool_of, slotted
 

@@ -6,14 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from lamina.buffers import (
-    BufferLayout,
-    SavedTensorGuard,
-    StaleStorageError,
-    StoragePool,
-    TensorSpec,
-    conflict_graph,
-)
+from lamina.buffers import BufferLayout, StaleStorageError, StoragePool, TensorSpec
+from lamina.buffers.engine import SavedTensorGuard, conflict_graph
 
 from .pools import slotted
 

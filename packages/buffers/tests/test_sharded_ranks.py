@@ -17,12 +17,12 @@ from lamina.buffers import (
     BufferLayout,
     FlatBuffer,
     Granularity,
-    PlainAxis,
     Replicate,
     Shard,
     ShardedTensor,
     TensorSpec,
 )
+from lamina.buffers.engine import PlainAxis
 
 SHAPES = {"matrix": (13, 8), "scalar": (), "empty": (0, 3), "vector": (17,), "cube": (5, 3, 4)}
 OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}

@@ -12,11 +12,9 @@ import pytest
 import torch
 from torch import nn
 
-from lamina.buffers import (
-    PlainAxis,
-    ShardedTensor,
-    span_reductions,
-)
+from lamina.buffers import ShardedTensor
+from lamina.buffers.engine import PlainAxis
+from lamina.buffers.tensors import span_reductions
 
 from .cut_tensors import SHAPES, WORLDS, pasted, spans, values
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lamina.buffers import color_slots, conflict_graph
+from lamina.buffers.engine import color_slots, conflict_graph
 
 
 @st.composite

@@ -11,15 +11,8 @@ import torch.distributed.checkpoint as dcp
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lamina.buffers import (
-    BufferLayout,
-    FlatBuffer,
-    PlainAxis,
-    Region,
-    Shard,
-    TensorPart,
-    TensorSpec,
-)
+from lamina.buffers import BufferLayout, FlatBuffer, Shard, TensorSpec
+from lamina.buffers.engine import PlainAxis, Region, TensorPart
 
 
 def tp_piece(whole, dim, rank, size, blocks=None):

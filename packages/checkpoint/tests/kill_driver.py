@@ -19,7 +19,7 @@ from pathlib import Path
 import object_store  # noqa: F401 (objects:// is a URL from here on)
 import torch
 
-import lamina.checkpoint.streams as streams_module
+import lamina.checkpoint.storage.streams as streams_module
 from lamina.checkpoint import CheckpointError, CheckpointManager
 
 ENDS = ["lived", "failed", "survived"]  # by the child's exit code, from 10

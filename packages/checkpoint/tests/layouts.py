@@ -15,7 +15,8 @@ from lamina.ddp import (
     finalize_grads,
 )
 from lamina.fsdp import fully_shard, fully_shard_optimizer
-from lamina.mesh import ParallelLayout, ParallelMesh, mesh_axis
+from lamina.mesh import ParallelLayout, ParallelMesh
+from lamina.mesh.engine import mesh_axis
 from lamina.models import (
     AttentionBlock,
     GPTModel,

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-import lamina.checkpoint.writer as writer_module
+import lamina.checkpoint.save.writer as writer_module
 from lamina.checkpoint import CheckpointError, CheckpointManager
 
 

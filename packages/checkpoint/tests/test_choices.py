@@ -254,7 +254,7 @@ def test_every_rank_gets_its_own_state_back(tmp_path):
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
 
-    from lamina.mesh import mesh_axis
+    from lamina.mesh.engine import mesh_axis
 
     rank = dist.get_rank()
     torch.manual_seed(rank)

@@ -12,8 +12,8 @@ from torch import nn
 
 from lamina.checkpoint import CheckpointManager
 from lamina.checkpoint.__main__ import main
-from lamina.checkpoint.manifest import Manifest
-from lamina.checkpoint.places import LocalPlace, write_whole
+from lamina.checkpoint.storage.locations import LocalPlace, write_whole
+from lamina.checkpoint.storage.manifest import Manifest
 
 
 @pytest.fixture

@@ -25,9 +25,9 @@ from lamina.checkpoint import (
     import_dcp,
     verify_checkpoint,
 )
-from lamina.checkpoint.manifest import FileSum, Manifest
-from lamina.checkpoint.places import LocalPlace, RemotePlace, write_whole
-from lamina.checkpoint.reader import _KNOWN, read_metadata
+from lamina.checkpoint.load.reader import _KNOWN, read_metadata
+from lamina.checkpoint.storage.locations import LocalPlace, RemotePlace, write_whole
+from lamina.checkpoint.storage.manifest import FileSum, Manifest
 
 STEP = "step-00000001"
 
@@ -200,7 +200,7 @@ def test_a_manifest_that_points_outside_is_refused(saved):
 
 
 def test_a_disk_that_returns_other_bytes_than_written_fails_the_save(tmp_path, monkeypatch):
-    import lamina.checkpoint.writer as writer
+    import lamina.checkpoint.save.writer as writer
 
     honest = writer.sum_of
 

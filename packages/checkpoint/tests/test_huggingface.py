@@ -15,10 +15,10 @@ from lamina.checkpoint import (
     CheckpointDamagedError,
     CheckpointError,
     CheckpointMismatchError,
-    HuggingFaceWeights,
     export_huggingface,
     import_huggingface,
 )
+from lamina.checkpoint.engine import HuggingFaceWeights
 from lamina.mesh import ParallelLayout
 from lamina_testing import Meter
 
@@ -84,7 +84,7 @@ def test_transformers_opens_an_export_and_gives_the_same_logits(tmp_path, name):
 
 
 def test_every_preset_has_a_weight_map_that_fits_its_tensors():
-    from lamina.checkpoint.weight_links import pieces_of, weights_of
+    from lamina.checkpoint.huggingface.weight_links import pieces_of, weights_of
 
     for name in models.preset_names():
         moe = models.preset(name).moe
@@ -163,7 +163,7 @@ def test_any_model_can_say_how_it_is_stored(tmp_path):
 
 @pytest.mark.ranks(2)
 def test_what_only_one_rank_holds_is_exported_whatever_its_dtype(tmp_path):
-    from lamina.checkpoint.weight_links import Same
+    from lamina.checkpoint.huggingface.weight_links import Same
 
     whole = {
         "a": torch.randn(3, 4),

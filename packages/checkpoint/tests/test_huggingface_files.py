@@ -16,12 +16,12 @@ from lamina.checkpoint import (
     CheckpointDamagedError,
     CheckpointError,
     CheckpointMismatchError,
-    HuggingFaceWeights,
     export_huggingface,
     import_huggingface,
 )
-from lamina.checkpoint.safetensors_files import INDEX, FileWriter
-from lamina.checkpoint.weight_links import Same
+from lamina.checkpoint.engine import HuggingFaceWeights
+from lamina.checkpoint.huggingface.files import INDEX, FileWriter
+from lamina.checkpoint.huggingface.weight_links import Same
 
 safetensors = pytest.importorskip("safetensors.torch")
 
@@ -65,7 +65,7 @@ def test_an_export_that_fails_leaves_the_earlier_one(tmp_path, monkeypatch, fail
         if failing == "sync":
             patched.setattr(os, "fsync", fail)
         if failing == "config":
-            patched.setattr("lamina.checkpoint.huggingface._write_synced", fail)
+            patched.setattr("lamina.checkpoint.huggingface.huggingface._write_synced", fail)
         with pytest.raises(OSError, match="No space"):
             export_huggingface(Model(2.0), tmp_path, max_file_bytes=limit)
     assert contents(tmp_path) == before

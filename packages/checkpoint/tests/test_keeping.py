@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-import lamina.checkpoint.directory as directory_module
+import lamina.checkpoint.storage.directory as directory_module
 from lamina.checkpoint import (
     CheckpointDamagedError,
     CheckpointError,

@@ -17,10 +17,10 @@ from lamina.checkpoint import (
     CheckpointMismatchError,
     CheckpointNotFoundError,
 )
-from lamina.checkpoint.loading import open_checkpoint
-from lamina.checkpoint.places import LocalPlace
-from lamina.checkpoint.plan import Plan
-from lamina.checkpoint.selection import Selection
+from lamina.checkpoint.load.loading import open_checkpoint
+from lamina.checkpoint.load.plan import Plan
+from lamina.checkpoint.load.selection import Selection
+from lamina.checkpoint.storage.locations import LocalPlace
 
 
 def make(seed: int = 0, width: int = 8, **adamw):
@@ -206,7 +206,7 @@ def test_keep_last_keeps_the_newest(tmp_path):
 
 
 def test_a_save_is_complete_though_older_checkpoints_cannot_be_deleted(tmp_path, monkeypatch):
-    import lamina.checkpoint.directory as directory_module
+    import lamina.checkpoint.storage.directory as directory_module
 
     manager = CheckpointManager(tmp_path, keep_last=1)
     manager.save(0, {"n": 0})

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-import lamina.checkpoint.writer as writer_module
+import lamina.checkpoint.save.writer as writer_module
 from lamina.checkpoint import CheckpointDamagedError, CheckpointError, CheckpointManager
 
 PLACEMENTS = {"rows": Shard(0), "columns": Shard(1), "whole": Replicate()}
@@ -255,7 +255,7 @@ def test_a_rank_that_does_not_see_the_directory_is_told_so(tmp_path):
                 plan.storage_data.place += "-on-another-machine"
             return super().write_data(plan, planner)
 
-    import lamina.checkpoint.saving as saving_module
+    import lamina.checkpoint.save.saving as saving_module
 
     saving_module.Writer = Elsewhere
     with pytest.raises(CheckpointError, match=r"rank 1.* share"):

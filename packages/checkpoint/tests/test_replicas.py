@@ -10,7 +10,8 @@ import torch.distributed as dist
 from torch import nn
 
 from lamina.checkpoint import CheckpointError, CheckpointManager, PerRank, compare_checkpoints
-from lamina.mesh import ParallelLayout, mark, mesh_axis
+from lamina.mesh import ParallelLayout, mark
+from lamina.mesh.engine import mesh_axis
 
 
 def experts(seed: int) -> nn.Module:

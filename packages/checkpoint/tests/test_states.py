@@ -15,8 +15,8 @@ from lamina.checkpoint import (
     import_dcp,
     verify_checkpoint,
 )
-from lamina.checkpoint.manifest import VALUES, Manifest
-from lamina.checkpoint.places import LocalPlace, write_whole
+from lamina.checkpoint.storage.locations import LocalPlace, write_whole
+from lamina.checkpoint.storage.manifest import VALUES, Manifest
 
 
 class Preconditioned(torch.optim.Optimizer):

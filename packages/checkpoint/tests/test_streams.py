@@ -10,8 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import lamina.checkpoint.streams as streams
-from lamina.checkpoint.crc import combine
+import lamina.checkpoint.storage.streams as streams
+from lamina.checkpoint.storage.streams import combine
 
 
 @settings(deadline=None)

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from lamina.checkpoint import CheckpointDamagedError, CheckpointError, CheckpointManager
 from lamina.checkpoint.__main__ import main
-from lamina.checkpoint.manifest import Manifest
+from lamina.checkpoint.storage.manifest import Manifest
 
 pytest.importorskip("fsspec")
 sys.path.insert(0, str(Path(__file__).parent))

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lamina.checkpoint import CheckpointError
-from lamina.checkpoint.values import decode, encode
+from lamina.checkpoint.state.json_values import decode, encode
 
 SCALARS = (
     st.none()

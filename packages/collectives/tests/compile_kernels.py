@@ -13,8 +13,8 @@ import itertools
 import re
 import sys
 
-from lamina.collectives.triton_kernels import finish_kernel, sum_kernel
-from lamina.collectives.triton_sum import CONFIGS, LEAVES, Config
+from lamina.collectives.reduction.triton_kernels import finish_kernel, sum_kernel
+from lamina.collectives.reduction.triton_sum import CONFIGS, LEAVES, Config
 from lamina_testing.triton_targets import compile_kernel, resources
 
 NARROW = {"fp32": 4, "bf16": 2, "fp16": 2}

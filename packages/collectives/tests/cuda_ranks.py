@@ -21,11 +21,13 @@ from lamina.collectives import (
     Ledger,
     all_gather_into,
     all_reduce_fp32,
+    all_to_all,
+    reduce_scatter_fp32,
+)
+from lamina.collectives.engine import (
     all_reduce_native,
     all_reduce_small,
-    all_to_all,
     broadcast,
-    reduce_scatter_fp32,
     reduce_scatter_native,
 )
 

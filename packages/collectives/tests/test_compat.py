@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lamina.collectives import compat
+from lamina.collectives.transport import compat
 
 
 def torch_with(*names: str) -> types.SimpleNamespace:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from lamina.collectives import all_gather_into, all_reduce_fp32, reduce_scatter_fp32
-from lamina.collectives.lanes import Lane, lane_of
+from lamina.collectives.transport.lanes import Lane, lane_of
 
 LONG = 1 << 20
 

@@ -18,7 +18,6 @@ from lamina.collectives import (
     all_reduce_fp32,
     all_to_all,
     all_to_all_tokens,
-    broadcast,
     copy_to,
     gather_from,
     reduce_from,
@@ -26,9 +25,9 @@ from lamina.collectives import (
     reduce_scatter_to,
     scatter_to,
     send_recv,
-    start_all_reduce,
 )
-from lamina.collectives.record import Call
+from lamina.collectives.call.record import Call
+from lamina.collectives.engine import broadcast, start_all_reduce
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64]
 

@@ -9,16 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lamina.collectives import (
-    Ledger,
-    all_gather_into,
-    all_reduce_small,
-    all_to_all,
-    broadcast,
-    host_device,
-    use_messages,
-)
-from lamina.mesh import MeshAxis
+from lamina.collectives import Ledger, all_gather_into, all_to_all
+from lamina.collectives.engine import all_reduce_small, broadcast, host_device, use_messages
+from lamina.mesh.engine import MeshAxis
 
 DTYPES = [torch.float32, torch.bfloat16, torch.uint8, torch.bool, torch.float8_e4m3fn]
 LONG = (1 << 19) + 1  # elements that are worth reading from a neighbour's memory

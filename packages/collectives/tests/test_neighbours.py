@@ -11,10 +11,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lamina.collectives import all_gather_into, reduce_scatter_fp32, use_messages
-from lamina.collectives import neighbours as module
-from lamina.collectives.lanes import lane_of
-from lamina.collectives.neighbours import Neighbour
+from lamina.collectives import all_gather_into, reduce_scatter_fp32
+from lamina.collectives.engine import use_messages
+from lamina.collectives.transport import shared_host as module
+from lamina.collectives.transport.lanes import lane_of
+from lamina.collectives.transport.shared_host import Neighbour
 from lamina_testing import netns
 
 LONG = 1 << 20
@@ -156,7 +157,7 @@ import os
 import torch
 import torch.distributed as dist
 from lamina.collectives import all_gather_into
-from lamina.collectives.lanes import lane_of
+from lamina.collectives.transport.lanes import lane_of
 
 dist.init_process_group("gloo", init_method="env://")
 rank, numel = dist.get_rank(), 1 << 18

@@ -8,14 +8,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lamina.collectives import (
-    all_gather_into,
-    all_reduce_fp32,
-    kept_bytes,
-    reduce_scatter_fp32,
-    use_messages,
-)
-from lamina.collectives.streamed import AHEAD, PART
+from lamina.collectives import all_gather_into, all_reduce_fp32, reduce_scatter_fp32
+from lamina.collectives.engine import kept_bytes, use_messages
+from lamina.collectives.transport.chunked_messages import AHEAD, PART
 from lamina.mesh import ParallelLayout
 
 PIECE = 1009  # prime: no block or vector width divides it

@@ -8,14 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lamina.collectives import (
-    Ledger,
-    reduce_from,
-    send_recv,
-    start_all_gather,
-    start_all_reduce,
-    start_reduce_scatter,
-)
+from lamina.collectives import Ledger, reduce_from, send_recv
+from lamina.collectives.engine import start_all_gather, start_all_reduce, start_reduce_scatter
 from lamina.mesh import ParallelLayout
 
 

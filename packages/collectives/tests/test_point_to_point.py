@@ -4,7 +4,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lamina.collectives import Ledger, receive_operation, send_operation
+from lamina.collectives import Ledger
+from lamina.collectives.engine import receive_operation, send_operation
 
 
 @pytest.mark.ranks(2)

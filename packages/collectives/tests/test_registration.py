@@ -13,7 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lamina.collectives import RegistrationError, register_pool, registration_problem
+from lamina.collectives import RegistrationError, register_pool
+from lamina.collectives.engine import registration_problem
 
 CUDA = torch.device("cuda", 0)
 

@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from lamina.collectives import Ledger, ring, send_recv
+from lamina.collectives import Ledger, send_recv
+from lamina.collectives.engine import ring
 
 SIZES = (1, 2, 3, 4, 5, 8)
 

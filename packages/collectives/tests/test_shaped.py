@@ -10,9 +10,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from lamina.collectives import (
-    Ledger,
-    copy_to,
+from lamina.collectives import Ledger, copy_to
+from lamina.collectives.engine import (
     start_all_gather,
     start_all_reduce,
     start_all_to_all,

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from lamina.collectives.fused_cpu import fused_sum
-from lamina.collectives.reference import reference_sum
+from lamina.collectives.reduction.cpu_sum import fused_sum
+from lamina.collectives.reduction.reference import reference_sum
 
 WIRES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 
@@ -109,8 +109,8 @@ def test_an_infinity_or_nan_is_found_wherever_it_is():
 
 INTERPRETED = """
 import itertools, torch
-from lamina.collectives.reference import reference_sum
-from lamina.collectives.triton_sum import Config, LEAVES, fused_sum
+from lamina.collectives.reduction.reference import reference_sum
+from lamina.collectives.reduction.triton_sum import Config, LEAVES, fused_sum
 
 def statistics():
     return torch.empty((), dtype=torch.float64), torch.empty((), dtype=torch.bool)

@@ -20,7 +20,8 @@ from lamina.collectives import (
     reduce_scatter_to,
     scatter_to,
 )
-from lamina.mesh import ParallelLayout, mesh_axis
+from lamina.mesh import ParallelLayout
+from lamina.mesh.engine import mesh_axis
 
 
 def seeded(salt: int, *shape: int) -> torch.Tensor:

@@ -9,8 +9,7 @@ For each dtype of the weights: no stack (registers did not spill), and every loa
 import re
 import sys
 
-from lamina.ddp.adamw_kernel import adamw_kernel
-from lamina.ddp.fused_adamw import BLOCK, WARPS
+from lamina.ddp.optimizer.adamw_cuda import BLOCK, WARPS, adamw_kernel
 from lamina_testing.triton_targets import compile_kernel, resources
 
 SCALARS = ("lr", "log_beta1", "log_beta2", "rest1", "beta2", "rest2", "eps", "decay")

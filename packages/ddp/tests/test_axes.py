@@ -9,9 +9,9 @@ from lamina.ddp import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
     clip_grad_norm,
-    data_parallel_axes,
     full_gradients,
 )
+from lamina.ddp.engine import data_parallel_axes
 from lamina.mesh import ParallelLayout, mark
 
 

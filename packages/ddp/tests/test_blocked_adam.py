@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lamina.ddp import blocked_adam
+from lamina.ddp.optimizer import adam_cpu as blocked_adam
 
 
 @pytest.mark.parametrize("foreach", [None, True])

@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from lamina.collectives import Ledger, kept_bytes
+from lamina.collectives import Ledger
+from lamina.collectives.engine import kept_bytes
 from lamina.ddp import (
     DistributedDataParallel,
     DistributedDataParallelConfig,

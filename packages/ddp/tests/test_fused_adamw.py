@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 COMPILED = Path(__file__).with_name("compile_adamw.py")
 PROGRAM = """
 import torch
-from lamina.ddp.fused_adamw import fused_adamw
+from lamina.ddp.optimizer.adamw_cuda import fused_adamw
 
 for decoupled in (True, False):
     for maximize in (False, True):
@@ -47,7 +47,7 @@ from torch import nn
 from lamina.ddp import (
     DistributedDataParallel, DistributedDataParallelConfig, ShardedOptimizer, full_parameters,
 )
-from lamina.ddp import one_pass
+from lamina.ddp.optimizer import one_pass
 from lamina.mesh import ParallelLayout, init_distributed
 
 one_pass.DEVICES = ("cpu",)  # where Triton is interpreted
@@ -116,7 +116,7 @@ def test_compiled_it_does_not_spill_and_loads_16_bytes_at_a_time():
 
 
 def test_tensors_that_do_not_fit_are_refused():
-    from lamina.ddp.fused_adamw import fused_adamw
+    from lamina.ddp.optimizer.adamw_cuda import fused_adamw
 
     flat = torch.zeros(8)
     with pytest.raises(ValueError, match="flat contiguous"):

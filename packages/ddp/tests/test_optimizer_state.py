@@ -11,7 +11,7 @@ from lamina.ddp import (
     ShardedOptimizer,
     full_parameters,
 )
-from lamina.ddp.loaded_groups import match_groups
+from lamina.ddp.optimizer.sharded_optimizer import match_groups
 from lamina.mesh import ParallelLayout
 from lamina_testing.toys import OddNet
 

@@ -10,9 +10,9 @@ from lamina.ddp import (
     DistributedDataParallelConfig,
     clip_grad_norm,
     finalize_grads,
-    finalize_plain_grads,
     full_gradients,
 )
+from lamina.ddp.engine import finalize_plain_grads
 from lamina.mesh import ParallelLayout, mark
 
 

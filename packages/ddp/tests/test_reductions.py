@@ -11,14 +11,13 @@ from lamina.ddp import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
     ShardedOptimizer,
-    TransientBuffers,
     finalize_grads,
     full_gradients,
     full_parameters,
-    resolve_reduction,
 )
-from lamina.ddp.reproducible import PartialSums
-from lamina.ddp.seen import agree_on_seen
+from lamina.ddp.backward.reducer import agree_on_seen
+from lamina.ddp.engine import TransientBuffers, resolve_reduction
+from lamina.ddp.gradients.reproducible import PartialSums
 from lamina.mesh import ParallelLayout
 from lamina_testing.oracles import bit_oracle, tree_sum
 from lamina_testing.toys import OddNet, inputs
@@ -173,8 +172,10 @@ def test_flags_of_seen_gradients_lie_on_the_host_and_one_rank_asks_nobody():
         tensors[0][1] = 1
 
     with (
-        mock.patch("lamina.ddp.seen.host_device", return_value=torch.device("cpu")) as place,
-        mock.patch("lamina.ddp.seen.all_reduce_small", side_effect=combined) as send,
+        mock.patch(
+            "lamina.ddp.backward.reducer.host_device", return_value=torch.device("cpu")
+        ) as place,
+        mock.patch("lamina.ddp.backward.reducer.all_reduce_small", side_effect=combined) as send,
     ):
         agree_on_seen(groups, [None])
         assert not place.called

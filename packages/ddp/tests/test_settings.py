@@ -14,10 +14,9 @@ from lamina.ddp import (
     LargeGradientError,
     NonFiniteGradientError,
     clip_grad_norm,
-    collect_parameters,
-    registration_refusal,
 )
-from lamina.ddp.buckets import plan_buckets
+from lamina.ddp.engine import collect_parameters, registration_refusal
+from lamina.ddp.wrapper.wrapper import plan_buckets
 from lamina.mesh import ParallelLayout
 from lamina_testing.toys import OddNet
 
@@ -128,13 +127,13 @@ def test_what_the_mesh_or_the_machine_does_not_have_is_refused(ranks):
     with pytest.raises(RegistrationError, match=r"nccl_ub=True: .* only NCCL registers memory"):
         wrap(build(), nccl_ub=True)
     with mock.patch(
-        "lamina.ddp.registered.registration_problem",
+        "lamina.ddp.wrapper.param_gathers.registration_problem",
         lambda group, *_, **__: "no" if group == "experts" else None,
     ):  # every group is looked at
         found = registration_refusal(["dense", None, "experts"], torch.device("cuda"))
         assert found == "nccl_ub=True: no; leave it out here"
     pool = mock.MagicMock()  # in the place of memory that only NCCL has
-    with mock.patch("lamina.ddp.wrapper.registered_pool", return_value=pool) as made:
+    with mock.patch("lamina.ddp.wrapper.wrapper.registered_pool", return_value=pool) as made:
         wrapped, _ = wrap(build(), nccl_ub=True)
     assert made.call_args.args[1] == torch.device("cpu")
     assert [call[0] for call in pool.mock_calls] == ["__enter__", "__exit__"]

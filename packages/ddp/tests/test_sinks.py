@@ -14,8 +14,8 @@ from lamina.ddp import (
     ShardedOptimizer,
     full_gradients,
     full_parameters,
-    gradient_sink,
 )
+from lamina.ddp.engine import gradient_sink
 from lamina.mesh import ParallelLayout
 from lamina_testing import Meter
 

@@ -13,7 +13,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import nn
-from lamina.collectives import Ledger, use_messages
+from lamina.collectives import Ledger
+from lamina.collectives.engine import use_messages
 from lamina.ddp import DistributedDataParallel, DistributedDataParallelConfig, ShardedOptimizer
 from lamina.mesh import ParallelLayout
 

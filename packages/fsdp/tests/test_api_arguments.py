@@ -9,10 +9,11 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from lamina.collectives import Ledger
-from lamina.ddp import full_gradients, full_parameters, resolve_strategy
+from lamina.ddp import full_gradients, full_parameters
+from lamina.ddp.engine import resolve_strategy
 from lamina.fsdp import MixedPrecisionPolicy, UnavailableError, fully_shard
-from lamina.fsdp.keywords import FullyShardSettings
-from lamina.fsdp.units import resolve_unit_classes
+from lamina.fsdp.api.keywords import FullyShardSettings
+from lamina.fsdp.units.plan import resolve_unit_classes
 from lamina.mesh import ParallelLayout, mark
 from lamina_testing.toys import Block, OddNet, inputs
 

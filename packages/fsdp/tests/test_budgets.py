@@ -8,7 +8,8 @@ from torch.utils.checkpoint import checkpoint
 
 from lamina.collectives import Ledger
 from lamina.ddp import full_parameters, memory_plan
-from lamina.fsdp import fully_shard, weights
+from lamina.fsdp import fully_shard
+from lamina.fsdp.weights import sharded as weights
 from lamina_testing.toys import Block
 
 WIDTH, DEPTH = 16, 5

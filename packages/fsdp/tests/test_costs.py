@@ -8,7 +8,8 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from lamina.collectives import Ledger, kept_bytes
+from lamina.collectives import Ledger
+from lamina.collectives.engine import kept_bytes
 from lamina.ddp import memory_plan
 from lamina.fsdp import fully_shard
 from lamina_testing import Meter, delayed_collectives, live_bytes

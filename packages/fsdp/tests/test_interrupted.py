@@ -11,7 +11,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from lamina.buffers import StaleStorageError
-from lamina.ddp import FlatStep, full_gradients, full_parameters
+from lamina.ddp import full_gradients, full_parameters
+from lamina.ddp.engine import FlatStep
 from lamina.fsdp import (
     MixedPrecisionPolicy,
     RankOrderError,

@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy
 
-from lamina.collectives import kept_bytes, release_kept
+from lamina.collectives.engine import kept_bytes, release_kept
 from lamina.ddp import memory_plan
 from lamina.fsdp import MixedPrecisionPolicy, fully_shard
 from lamina_testing import Meter, live_bytes

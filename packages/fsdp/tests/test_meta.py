@@ -10,8 +10,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from lamina.ddp import full_parameters
 from lamina.fsdp import fully_shard, shard_module
-from lamina.fsdp.meshes import computing_device
-from lamina.fsdp.module_buffers import move_buffers
+from lamina.fsdp.settings.meshes import computing_device
+from lamina.fsdp.units.materialise import move_buffers
 from lamina.mesh import mark, role_of
 from lamina.models import GPTModel, TransformerConfig
 from lamina_testing import Meter

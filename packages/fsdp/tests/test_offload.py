@@ -14,7 +14,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 
 from lamina.ddp import clip_grad_norm, full_gradients, full_parameters
 from lamina.fsdp import MixedPrecisionPolicy, fully_shard, fully_shard_optimizer, shard_module
-from lamina.fsdp.offload import OffloadedSum, OffloadedWeights, SideStream
+from lamina.fsdp.weights.offloaded import OffloadedSum, OffloadedWeights, SideStream
 from lamina_testing.toys import Block, OddNet, inputs
 
 STEPS = 3

@@ -6,11 +6,13 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from lamina.buffers import StaleStorageError
-from lamina.buffers.places import Places
-from lamina.ddp import FlatStep, full_parameters, point_optimizer_at, resolve_strategy
-from lamina.fsdp import fully_shard, limits
-from lamina.fsdp.meshes import MeshArguments, resolve_meshes
-from lamina.fsdp.sharding import ShardingSettings, shard_model
+from lamina.buffers.pool.memory_blocks import Places
+from lamina.ddp import full_parameters
+from lamina.ddp.engine import FlatStep, point_optimizer_at, resolve_strategy
+from lamina.fsdp import fully_shard
+from lamina.fsdp.api.build import ShardingSettings, shard_model
+from lamina.fsdp.settings import hardware_limits as limits
+from lamina.fsdp.settings.meshes import MeshArguments, resolve_meshes
 from lamina.mesh import ParallelLayout
 from lamina_testing.toys import Block, OddNet, inputs
 

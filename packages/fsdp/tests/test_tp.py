@@ -17,7 +17,8 @@ from torch.distributed.tensor.parallel import (
 
 from lamina.ddp import clip_grad_norm, full_gradients, full_parameters
 from lamina.fsdp import fully_shard
-from lamina.mesh import ParallelLayout, mark, mesh_axis, role_of
+from lamina.mesh import ParallelLayout, mark, role_of
+from lamina.mesh.engine import mesh_axis
 from lamina_testing.toys import Block
 
 from .tp_models import (

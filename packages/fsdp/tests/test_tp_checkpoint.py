@@ -9,7 +9,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from lamina.ddp import full_parameters
 from lamina.fsdp import fully_shard, fully_shard_optimizer, shard_module
-from lamina.mesh import ParallelLayout, mark, mesh_axis
+from lamina.mesh import ParallelLayout, mark
+from lamina.mesh.engine import mesh_axis
 from lamina_testing.toys import Block, OddNet, inputs
 
 from .tp_models import (

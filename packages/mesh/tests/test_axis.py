@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from lamina.mesh import AxisError, ParallelLayout, mesh_axis
+from lamina.mesh import AxisError, ParallelLayout
+from lamina.mesh.engine import mesh_axis
 
 
 def total(group) -> float:

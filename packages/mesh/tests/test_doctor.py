@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
-from lamina.mesh import Machine, check_environment, environment
+from lamina.mesh import check_environment
 from lamina.mesh.doctor import main, report
+from lamina.mesh.engine import Machine, environment
 
 CPU = Machine(
     torch_version="2.13.0+cpu",

@@ -6,7 +6,8 @@ import os
 
 import pytest
 
-from lamina.mesh import EnvironmentVariableError, OverlapError, environment, require_overlap
+from lamina.mesh import OverlapError
+from lamina.mesh.engine import EnvironmentVariableError, environment, require_overlap
 
 
 def test_a_snapshot_does_not_change_with_the_process(monkeypatch: pytest.MonkeyPatch) -> None:

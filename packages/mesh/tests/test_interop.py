@@ -15,7 +15,8 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from lamina.mesh import DENSE_AXES, ParallelLayout
+from lamina.mesh import ParallelLayout
+from lamina.mesh.engine import DENSE_AXES
 
 
 @pytest.mark.ranks(4)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lamina.mesh import EnvironmentVariableError, environment
+from lamina.mesh.engine import EnvironmentVariableError, environment
 from lamina.mesh.launch import Launch, first_host, read_launch
 
 TORCHRUN = {

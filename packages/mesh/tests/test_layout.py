@@ -11,7 +11,8 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from lamina.mesh import DENSE_AXES, DERIVED_AXES, EXPERT_AXES, LayoutError, ParallelLayout
+from lamina.mesh import LayoutError, ParallelLayout
+from lamina.mesh.engine import DENSE_AXES, DERIVED_AXES, EXPERT_AXES
 
 LAYOUT = r"`ParallelLayout\(([^)]*)\)` on 16 ranks"
 SIZE = st.sampled_from([1, 1, 2, 3, 4])

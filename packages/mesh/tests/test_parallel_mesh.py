@@ -13,16 +13,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from lamina.mesh import (
-    DENSE_AXES,
-    DERIVED_AXES,
-    EXPERT_AXES,
-    AxisError,
-    GroupCreationError,
-    ParallelLayout,
-    init_distributed,
-    mesh_axis,
-)
+from lamina.mesh import AxisError, ParallelLayout, init_distributed
+from lamina.mesh.engine import DENSE_AXES, DERIVED_AXES, EXPERT_AXES, GroupCreationError, mesh_axis
 from lamina.mesh.groups import current_world, group_of
 
 ALL_AXES = [*dict.fromkeys([*DENSE_AXES, *EXPERT_AXES, *DERIVED_AXES])]

@@ -22,13 +22,12 @@ from lamina.mesh import (
     ParallelLayout,
     derive_seed,
     init_distributed,
-    recompute_contexts,
-    require_stream,
     rng_state,
     rng_stream,
     seed_everything,
     set_rng_state,
 )
+from lamina.mesh.engine import recompute_contexts, require_stream
 
 
 def stream_draw(name: str) -> list[float]:

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from lamina.mesh import Role, copy_role, copy_roles, mark, role_of
+from lamina.mesh import Role, mark, role_of
+from lamina.mesh.engine import copy_role, copy_roles
 
 
 def weight(*shape: int) -> nn.Parameter:

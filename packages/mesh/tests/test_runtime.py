@@ -12,12 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lamina.mesh import (
-    EnvironmentVariableError,
-    HarmfulSettingWarning,
-    ParallelLayout,
-    init_distributed,
-)
+from lamina.mesh import HarmfulSettingWarning, ParallelLayout, init_distributed
+from lamina.mesh.engine import EnvironmentVariableError
 
 LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "SLURM_PROCID")
 

@@ -26,10 +26,10 @@ from lamina.models import (
     TopKRouter,
     TransformerConfig,
     apply_recompute,
-    cut_weight,
     pipeline,
     routing_statistics,
 )
+from lamina.models.engine import cut_weight
 
 from . import moe_oracle
 

@@ -18,12 +18,9 @@ from lamina.models import (
     SelfAttention,
     TransformerBlock,
     TransformerConfig,
-    apply_rotary,
-    choose_pattern,
-    document_positions,
-    patterns,
-    rotary_tables,
 )
+from lamina.models.attention import apply_rotary, choose_pattern, document_positions, rotary_tables
+from lamina.models.attention import kernels as patterns
 
 CONFIG = TransformerConfig(
     vocab_size=50, hidden_size=32, num_layers=2, num_heads=4, num_kv_heads=2, max_sequence_length=64

@@ -10,7 +10,8 @@ import torch
 from lamina.ddp import finalize_grads, full_parameters
 from lamina.fsdp import fully_shard
 from lamina.mesh import ParallelLayout, role_of
-from lamina.models import GPTModel, TransformerConfig, apply_recompute, cut_weight
+from lamina.models import GPTModel, TransformerConfig, apply_recompute
+from lamina.models.engine import cut_weight
 
 CONFIG = TransformerConfig(
     vocab_size=64,

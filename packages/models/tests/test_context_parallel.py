@@ -20,13 +20,12 @@ from lamina.models import (
     TransformerBlock,
     TransformerConfig,
     apply_recompute,
-    cut_sequence,
-    join_sequence,
-    pieces,
 )
-from lamina.models.context_parallel import Ring, places_of
-from lamina.models.patterns import Flex, Varlen
-from lamina.models.pieces import InPieces
+from lamina.models.attention import cut_sequence, join_sequence
+from lamina.models.attention import pieced as pieces
+from lamina.models.attention.context_parallel import Ring, places_of
+from lamina.models.attention.kernels import Flex, Varlen
+from lamina.models.attention.pieced import InPieces
 from lamina_testing import Meter
 
 WAYS = ("ring", "all_gather", "ulysses")

@@ -10,7 +10,8 @@ import torch
 from lamina.ddp import finalize_grads, full_gradients
 from lamina.fsdp import fully_shard
 from lamina.mesh import ParallelLayout, role_of
-from lamina.models import GPTModel, Precision, TransformerConfig, cut_weight, pipeline
+from lamina.models import GPTModel, Precision, TransformerConfig, pipeline
+from lamina.models.engine import cut_weight
 
 CONFIG = TransformerConfig(
     vocab_size=48, hidden_size=32, num_layers=4, num_heads=2, ffn_size=64, max_sequence_length=64,

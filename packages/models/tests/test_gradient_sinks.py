@@ -27,11 +27,11 @@ from lamina.models import (
     TransformerConfig,
     apply_precision,
     apply_recompute,
-    cut_weight,
     pipeline,
 )
-from lamina.models import recompute as recompute_module
-from lamina.models.offload import Offloader
+from lamina.models.activation_memory import recompute as recompute_module
+from lamina.models.activation_memory.offload import Offloader
+from lamina.models.engine import cut_weight
 from lamina_testing import Meter
 
 CONFIG = TransformerConfig(

@@ -9,7 +9,8 @@ from torch import nn
 from lamina.ddp import finalize_grads
 from lamina.fsdp import MixedPrecisionPolicy, fully_shard, shard_module
 from lamina.mesh import ParallelLayout
-from lamina.models import MambaConfig, MambaMixer, MoEConfig, MoELayer, TransformerConfig
+from lamina.models import MambaConfig, MoEConfig, MoELayer, TransformerConfig
+from lamina.models.mamba import MambaMixer
 
 BF16 = torch.bfloat16
 SIZES = {"vocab_size": 32, "hidden_size": 16, "num_layers": 1, "num_heads": 2}

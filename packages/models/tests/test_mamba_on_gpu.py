@@ -13,8 +13,8 @@ from lamina.models import (
     TransformerConfig,
     VisionConfig,
     VisionLanguageModel,
-    chunked_scan,
 )
+from lamina.models.mamba import chunked_scan
 from lamina.models.mamba.kernels import fused_scan, kernel_scan
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")

@@ -24,8 +24,8 @@ from lamina.models import (
     MLPBlock,
     TransformerConfig,
     apply_recompute,
-    join_weight,
 )
+from lamina.models.engine import join_weight
 
 CONFIG = TransformerConfig(
     vocab_size=64,

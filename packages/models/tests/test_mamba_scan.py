@@ -8,7 +8,7 @@ import types
 import pytest
 import torch
 
-from lamina.models import chunked_scan, scan_step
+from lamina.models.mamba import chunked_scan, scan_step
 from lamina.models.mamba.kernels import choose_path, kernel_scan
 
 

@@ -15,7 +15,9 @@ import torch.distributed as dist
 from lamina.ddp import clip_grad_norm, finalize_grads, full_parameters
 from lamina.fsdp import fully_shard, fully_shard_optimizer
 from lamina.mesh import ParallelLayout, role_of
-from lamina.models import GPTModel, TransformerConfig, cut_sequence, cut_weight, pipeline
+from lamina.models import GPTModel, TransformerConfig, pipeline
+from lamina.models.attention import cut_sequence
+from lamina.models.engine import cut_weight
 
 STEPS, ROWS, LENGTH, VOCABULARY = 4, 16, 8, 40
 CONFIG = TransformerConfig(

@@ -16,9 +16,9 @@ from lamina.models import (
     TransformerConfig,
     generate,
     linear_cross_entropy,
-    sample,
     vocab_parallel_cross_entropy,
 )
+from lamina.models.engine import sample
 from lamina_testing import Meter
 
 CONFIG = TransformerConfig(
@@ -192,7 +192,7 @@ def test_ids_that_do_not_exist_are_refused_on_a_cpu(bad):
 @pytest.mark.parametrize("bad", [-1, 50, 63, 64])
 def test_labels_that_nobody_looks_at_make_the_loss_nan(bad, monkeypatch):
     """What a GPU computes, where looking at ids would mean waiting for them."""
-    monkeypatch.setattr("lamina.models.loss.check_ids", lambda *_: None)
+    monkeypatch.setattr("lamina.models.layers.loss.check_ids", lambda *_: None)
     hidden, weight = torch.randn(6, 4, requires_grad=True), torch.randn(64, 4, requires_grad=True)
     labels = torch.tensor([3, -100, bad, 7, 49, 0])
     loss = linear_cross_entropy(hidden, weight, labels, vocab_size=50, chunk=4)

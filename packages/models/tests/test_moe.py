@@ -11,7 +11,6 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from lamina.models import (
-    ExpertRows,
     GPTModel,
     GroupedExperts,
     MoEConfig,
@@ -23,6 +22,7 @@ from lamina.models import (
     matrix_parameters,
     routing_statistics,
 )
+from lamina.models.moe import ExpertRows
 from lamina.models.moe.permutation import copies_to_rows, rows_to_tokens
 from lamina.models.moe.routing import choose_experts, rows_by_expert, rows_to_capacity
 

@@ -9,14 +9,8 @@ import pytest
 import torch
 
 from lamina.mesh import ParallelLayout
-from lamina.models import (
-    ExpertRows,
-    GPTModel,
-    GroupedExperts,
-    MoEConfig,
-    MoELayer,
-    TransformerConfig,
-)
+from lamina.models import GPTModel, GroupedExperts, MoEConfig, MoELayer, TransformerConfig
+from lamina.models.moe import ExpertRows
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 

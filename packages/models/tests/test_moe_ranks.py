@@ -20,8 +20,8 @@ from lamina.ddp import (
     DistributedDataParallelConfig,
     ShardedOptimizer,
     finalize_grads,
-    finalize_plain_grads,
 )
+from lamina.ddp.engine import finalize_plain_grads
 from lamina.fsdp import fully_shard
 from lamina.mesh import LayoutError, ParallelLayout, role_of, seed_everything
 from lamina.models import (
@@ -32,12 +32,12 @@ from lamina.models import (
     TopKRouter,
     TransformerConfig,
     apply_recompute,
-    cut_weight,
     preset,
     routing_statistics,
     tensor_parallel_plan,
     to_huggingface,
 )
+from lamina.models.engine import cut_weight
 from lamina_testing import delayed_collectives
 
 from . import moe_oracle

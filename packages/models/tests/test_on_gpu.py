@@ -13,13 +13,13 @@ from lamina.models import (
     RecomputePolicy,
     TransformerConfig,
     apply_recompute,
-    choose_pattern,
     linear_cross_entropy,
 )
-from lamina.models.attention_blocks import Block, merge
-from lamina.models.patterns import Flex, Masked, Varlen
+from lamina.models.attention import choose_pattern
+from lamina.models.attention.kernels import Flex, Masked, Varlen
+from lamina.models.attention.partial_softmax import Block, merge
+from lamina.models.layers.matmul_products import write_product
 from lamina.models.precision import fp8
-from lamina.models.products import write_product
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 

@@ -7,7 +7,8 @@ from itertools import combinations_with_replacement, pairwise
 
 import pytest
 
-from lamina.models import TransformerConfig, cut_layers, preset
+from lamina.models import TransformerConfig, preset
+from lamina.models.engine import cut_layers
 from lamina.models.pipelining.build import _layout
 from lamina.models.pipelining.cuts import part_costs, resolve_layout
 from lamina.models.pipelining.schedule import SCHEDULES, number_of_stages, schedule_kind

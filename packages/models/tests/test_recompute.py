@@ -18,9 +18,9 @@ from lamina.models import (
     RecomputePolicy,
     TransformerConfig,
     apply_recompute,
-    recompute,
 )
-from lamina.models.offload import Offloader, OnHost
+from lamina.models.activation_memory import recompute
+from lamina.models.activation_memory.offload import Offloader, OnHost
 from lamina_testing import Meter
 
 LLAMA = TransformerConfig(

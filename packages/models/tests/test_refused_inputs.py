@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from lamina.models import (
-    ActivationFunction,
     GPTModel,
     OutputHead,
     TransformerConfig,
@@ -16,6 +15,7 @@ from lamina.models import (
     linear_cross_entropy,
     vocab_parallel_cross_entropy,
 )
+from lamina.models.engine import ActivationFunction
 
 CONFIG = TransformerConfig(
     vocab_size=20, hidden_size=16, num_layers=1, num_heads=2, max_sequence_length=8

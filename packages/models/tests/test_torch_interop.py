@@ -26,7 +26,7 @@ from lamina.models import (
     torch_plan,
     training_flops_per_token,
 )
-from lamina.models.precision.backends import amax_exchanges
+from lamina.models.decoder.precision_backends import amax_exchanges
 
 CONFIG = TransformerConfig(
     vocab_size=64,

@@ -17,7 +17,7 @@ from lamina.models import (
     TransformerConfig,
     apply_recompute,
 )
-from lamina.models.precision.transformer_engine import make_recipe
+from lamina.models.decoder.transformer_engine import make_recipe
 
 from .transformer_engine_sources import KEPT, RECIPES, signatures, stand_in, wheel
 

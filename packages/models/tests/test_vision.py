@@ -14,13 +14,12 @@ from lamina.models import (
     TransformerConfig,
     VisionConfig,
     VisionLanguageModel,
-    VisionTransformer,
-    cut_patches,
     generate,
     pipeline,
     tensor_parallel_plan,
     to_huggingface,
 )
+from lamina.models.vision import VisionTransformer, cut_patches
 
 VISION = VisionConfig(hidden_size=16, num_layers=2, num_heads=2, patch_size=4, max_grid=8)
 LANGUAGE = TransformerConfig(

@@ -8,7 +8,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from lamina.collectives import Ledger, kept_bytes
+from lamina.collectives import Ledger
+from lamina.collectives.engine import kept_bytes
 from lamina.ddp import finalize_grads, full_parameters, memory_plan
 from lamina.fsdp import fully_shard
 from lamina.mesh import ParallelLayout, role_of
@@ -19,9 +20,9 @@ from lamina.models import (
     TransformerConfig,
     VisionConfig,
     VisionLanguageModel,
-    cut_weight,
     generate,
 )
+from lamina.models.engine import cut_weight
 from lamina_testing import live_bytes
 
 VISION = VisionConfig(hidden_size=16, num_layers=2, num_heads=2, patch_size=4, max_grid=8)

@@ -56,11 +56,11 @@ Kind = Literal["issue", "finish", "mark"]
 class Event:
     """One entry of the log.
 
-    ``kind``: "issue" of a collective, "finish" (the first wait for it has returned) or "mark" (made
-    by the test). ``name`` is the collective's ("allreduce"), or the mark's. ``number`` counts
-    collectives from 0 in order of issue; -1 for marks. ``group`` is the process group's
-    description, ``size`` the bytes of the tensors handed over, ``time`` in seconds
-    (``time.perf_counter``).
+    `kind`: "issue" of a collective, "finish" (the first wait for it has returned) or "mark" (made
+    by the test). `name` is the collective's ("allreduce"), or the mark's. `number` counts
+    collectives from 0 in order of issue; -1 for marks. `group` is the process group's
+    description, `size` the bytes of the tensors handed over, `time` in seconds
+    (`time.perf_counter`).
     """
 
     kind: Kind
@@ -102,11 +102,11 @@ class EventLog:
         raise LookupError(f"no mark {name!r}; there are {marks}")
 
     def in_order(self, first: Event, second: Event) -> bool:
-        """Whether ``first`` happened before ``second``."""
+        """Whether `first` happened before `second`."""
         return self.events.index(first) < self.events.index(second)
 
     def in_flight_at(self, event: Event) -> list[Event]:
-        """Return the collectives issued before ``event`` and not finished by then."""
+        """Return the collectives issued before `event` and not finished by then."""
         before = self.events[: self.events.index(event)]
         finished = {e.number for e in before if e.kind == "finish"}
         return [e for e in before if e.kind == "issue" and e.number not in finished]
@@ -127,15 +127,15 @@ class EventLog:
 
 @contextlib.contextmanager
 def delayed_collectives(seconds: float) -> Iterator[EventLog]:
-    """Delay the completion of every collective by ``seconds`` from its issue; log both.
+    """Delay the completion of every collective by `seconds` from its issue; log both.
 
-    Inside the block ``Work.wait`` and ``Work.synchronize`` of a collective return, and its
-    ``is_completed`` turns true, no earlier than ``seconds`` after the collective was issued;
+    Inside the block `Work.wait` and `Work.synchronize` of a collective return, and its
+    `is_completed` turns true, no earlier than `seconds` after the collective was issued;
     blocking calls wait like that too. Issuing takes no longer than before, so a program that
-    overlaps loses little and one that doesn't loses ``seconds`` a collective. Delays run side by
+    overlaps loses little and one that doesn't loses `seconds` a collective. Delays run side by
     side, whatever the group.
 
-    Not delayed, and not logged: futures (``Work.get_future``), functional collectives (DTensor's
+    Not delayed, and not logged: futures (`Work.get_future`), functional collectives (DTensor's
     own redistribution) and batches of point-to-point work inside one coalesced NCCL launch.
     """
     log = EventLog()
@@ -151,7 +151,7 @@ def delayed_collectives(seconds: float) -> Iterator[EventLog]:
             stack.enter_context(mock.patch.object(Work, name, replacement))
         replacement = delayer.asking(Work.is_completed)
         stack.enter_context(mock.patch.object(Work, "is_completed", replacement))
-        swap = sys.modules.get("lamina.collectives.swap")
+        swap = sys.modules.get("lamina.collectives.transport.gloo_exchange")
         if swap is not None:  # ranks of one host read each other's memory, which no group sees
             stack.enter_context(mock.patch.object(swap, "READ_FROM", sys.maxsize))
         yield log
@@ -159,7 +159,7 @@ def delayed_collectives(seconds: float) -> Iterator[EventLog]:
 
 @dataclass
 class _Flight:
-    """A collective under way. Holding ``work`` keeps its id from being used again."""
+    """A collective under way. Holding `work` keeps its id from being used again."""
 
     work: Work
     number: int

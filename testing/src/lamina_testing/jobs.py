@@ -21,9 +21,9 @@ _LENGTH = struct.Struct("!Q")
 
 @dataclass(frozen=True)
 class Argument:
-    """One argument of a body: pickled, or the place of its value in a ``parametrize`` mark.
+    """One argument of a body: pickled, or the place of its value in a `parametrize` mark.
 
-    Values such as lambdas cannot be pickled; the rank then takes ``position`` of the argument
+    Values such as lambdas cannot be pickled; the rank then takes `position` of the argument
     values of the mark that names the argument, in the module it has imported itself.
     """
 
@@ -35,7 +35,7 @@ class Argument:
 class Job:
     """One test body to be run on every rank of one world.
 
-    ``reuse`` lets the ranks and their process group outlive the job, for the next one of the same
+    `reuse` lets the ranks and their process group outlive the job, for the next one of the same
     world: starting CUDA and NCCL takes seconds.
     """
 
@@ -102,7 +102,7 @@ class RankWarning:
 class RankOutcome:
     """How one rank ended.
 
-    ``time`` is when, on the machine's monotonic clock in seconds; ``summary`` one line; ``text``
+    `time` is when, on the machine's monotonic clock in seconds; `summary` one line; `text`
     the formatted traceback or the stack of a rank that had to be killed.
     """
 

@@ -1,13 +1,13 @@
 """Counts copies and live memory from outside, by watching every operator that PyTorch runs.
 
 `Meter` is a dispatch mode: it sees operators after autograd and composite ones have been taken
-apart (``contiguous`` and ``reshape`` arrive as ``clone``, ``.to`` as ``_to_copy``), in forward, in
+apart (`contiguous` and `reshape` arrive as `clone`, `.to` as `_to_copy`), in forward, in
 backward, in optimizers and inside tensor subclasses such as DTensor.
 
 It does not see: what happens within one operator or hand-written kernel (their temporaries and
 copies); work of threads that the program starts itself; what a collective does inside its backend.
 On the CPU, backward runs on the calling thread. For CUDA tensors autograd runs backward on threads
-of its own, and hands them the modes of the thread that called ``backward``.
+of its own, and hands them the modes of the thread that called `backward`.
 """
 
 from __future__ import annotations
@@ -48,17 +48,17 @@ _COPIES = frozenset(
 class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts copied bytes and live storages while it is active.
 
-    ``by_op`` maps an operator's name ("copy_", "cat") to the bytes it has written, over all calls
-    that wrote ``min_numel`` elements or more (to one tensor, or to a list of them in one call);
-    ``bytes_copied`` is their sum. Counted are ``copy_``, ``clone``, ``_to_copy`` (every change of
-    dtype, device or layout), ``cat``, ``stack``, ``_chunk_cat``, ``repeat``, ``constant_pad_nd``,
-    the ``..._copy`` forms of views, out-of-place ``add`` and ``_foreach_add`` (with ``out=``, when
+    `by_op` maps an operator's name ("copy_", "cat") to the bytes it has written, over all calls
+    that wrote `min_numel` elements or more (to one tensor, or to a list of them in one call);
+    `bytes_copied` is their sum. Counted are `copy_`, `clone`, `_to_copy` (every change of
+    dtype, device or layout), `cat`, `stack`, `_chunk_cat`, `repeat`, `constant_pad_nd`,
+    the `..._copy` forms of views, out-of-place `add` and `_foreach_add` (with `out=`, when
     it is none of the terms), the foreach forms, and the copies of torch's own FSDP2. In-place adds,
     fills and arithmetic other than addition are not copies.
 
-    ``live_storages()``, ``live_bytes()`` and ``peak_live_bytes`` cover every storage that existed
+    `live_storages()`, `live_bytes()` and `peak_live_bytes` cover every storage that existed
     as a Python tensor on entry or was an operator's input or output since. A storage counts once
-    however many views it has, with the bytes it holds now: 0 after ``resize_(0)``. The peak is
+    however many views it has, with the bytes it holds now: 0 after `resize_(0)`. The peak is
     taken after each operator that allocates, before its inputs are let go; a storage that is
     resized counts from the first operator that touches it.
     """
@@ -152,7 +152,7 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def live_storages() -> dict[int, int]:
-    """Return the bytes of every storage that a Python tensor (or its ``.grad``) refers to.
+    """Return the bytes of every storage that a Python tensor (or its `.grad`) refers to.
 
     Keys are addresses of memory; views of one storage count once. Found through the garbage
     collector: whatever code made the tensors has no say in it. Tensors that only C++ holds, such

@@ -41,7 +41,7 @@ class ModuleLoader:
         return code
 
     def load(self, name: str, path: str) -> types.ModuleType:
-        """Execute the module of file ``path`` under ``name`` and enter it in ``sys.modules``."""
+        """Execute the module of file `path` under `name` and enter it in `sys.modules`."""
         code = self.compile(path)
         _enter_parents(name, Path(path))
         spec = importlib.util.spec_from_file_location(name, path)

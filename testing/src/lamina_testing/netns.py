@@ -58,10 +58,10 @@ class Link:
         environment: Mapping[str, str] | None = None,
         timeout: float = 120.0,
     ) -> list[str]:
-        """Run ``program`` as every rank, each with torchrun's variables; return their stdouts.
+        """Run `program` as every rank, each with torchrun's variables; return their stdouts.
 
         Ranks are numbered namespace by namespace, each namespace being a node. When one fails the
-        others are killed. ``timeout`` is in seconds. Raises RankProgramError.
+        others are killed. `timeout` is in seconds. Raises RankProgramError.
         """
         processes = [
             self._start(program, rank, ranks_per_namespace, environment or {})
@@ -124,7 +124,7 @@ def unavailable() -> str | None:
 
 @contextlib.contextmanager
 def shaped_link(*, bits_per_second: int) -> Iterator[Link]:
-    """Make two namespaces joined by a veth whose both ends send at ``bits_per_second``.
+    """Make two namespaces joined by a veth whose both ends send at `bits_per_second`.
 
     Everything is removed at the end; what a killed process has left is removed by the next one.
     Raises subprocess.CalledProcessError where the kernel or a missing right refuses.

@@ -6,8 +6,8 @@ equal it bit for bit in fp32. The *whole-batch oracle* trains on the concatenate
 must equal it within a tolerance. Neither shares code with Lamina; both are meant to be read.
 
 The loop that is to be compared with them computes, on every rank and for every microbatch,
-``(loss_fn(model, batch) / M).backward()``, where ``loss_fn`` is a mean over its batch (with
-``per_token``: a sum, not divided by M), on as many threads as the oracle.
+`(loss_fn(model, batch) / M).backward()`, where `loss_fn` is a mean over its batch (with
+`per_token`: a sum, not divided by M), on as many threads as the oracle.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ Gradients = dict[str, "Tensor | None"]
 class OracleStep:
     """One optimizer step.
 
-    ``losses`` has one 0-dimensional tensor per local batch, rank by rank (one in all for the
-    whole-batch oracle), as ``loss_fn`` gave it. ``gradients`` by name are final but not clipped;
-    ``clipped_gradients`` are what the optimizer read. None: no gradient on any rank. ``norm`` is
-    the global norm before clipping, None without ``max_norm``. ``parameters`` are copies of the
+    `losses` has one 0-dimensional tensor per local batch, rank by rank (one in all for the
+    whole-batch oracle), as `loss_fn` gave it. `gradients` by name are final but not clipped;
+    `clipped_gradients` are what the optimizer read. None: no gradient on any rank. `norm` is
+    the global norm before clipping, None without `max_norm`. `parameters` are copies of the
     main weights after the step. Tied parameters appear once, under their first name.
     """
 
@@ -49,12 +49,12 @@ class OracleStep:
 class Arithmetic:
     """In which order and precision the bit oracle adds gradients.
 
-    ``cadence``: "once" adds a rank's microbatches in order, then sums over ranks (strategies 0 and
+    `cadence`: "once" adds a rank's microbatches in order, then sums over ranks (strategies 0 and
     1); "every" sums each microbatch over ranks, then adds those sums in order (strategies 2 and 3);
-    "reproducible" is one tree over microbatch * D + rank. ``axes`` are the sizes of the
+    "reproducible" is one tree over microbatch * D + rank. `axes` are the sizes of the
     data-parallel axes, outer first: the innermost follows the cadence, outer ones are summed last,
-    once per step. ``wire_dtype``: a gradient is rounded to it before its sum over the innermost
-    axis. ``compute_dtype``: forward and backward run in it, on weights rounded from main ones.
+    once per step. `wire_dtype`: a gradient is rounded to it before its sum over the innermost
+    axis. `compute_dtype`: forward and backward run in it, on weights rounded from main ones.
     """
 
     cadence: Cadence = "once"
@@ -63,7 +63,7 @@ class Arithmetic:
     compute_dtype: torch.dtype | None = None
 
     def reduce(self, local: list[list[Tensor | None]]) -> Tensor | None:
-        """Sum the gradients of one parameter, ``local[rank][microbatch]``, over both."""
+        """Sum the gradients of one parameter, `local[rank][microbatch]`, over both."""
         ranks, microbatches = len(local), len(local[0])
         if self.cadence == "reproducible":
             return tree_sum(
@@ -145,17 +145,17 @@ def bit_oracle(
 ) -> list[OracleStep]:
     """Train as D data-parallel ranks with M microbatches would, one local batch after the other.
 
-    ``batches[rank][microbatch]`` (the same at every step), or a function of the step that gives
-    such lists. ``build_optimizer(model)`` is called once, with the main weights; its groups are set
-    to ``foreach=False``. The sum is multiplied by fp32(1/D); with ``per_token`` it is divided by
-    the global count instead, and ``loss_fn`` returns (sum of losses, number of tokens).
-    ``max_norm`` multiplies all gradients by min(1, max_norm / (norm + 1e-6)), in fp32.
+    `batches[rank][microbatch]` (the same at every step), or a function of the step that gives
+    such lists. `build_optimizer(model)` is called once, with the main weights; its groups are set
+    to `foreach=False`. The sum is multiplied by fp32(1/D); with `per_token` it is divided by
+    the global count instead, and `loss_fn` returns (sum of losses, number of tokens).
+    `max_norm` multiplies all gradients by min(1, max_norm / (norm + 1e-6)), in fp32.
     `Arithmetic` explains the other options.
 
     Sums are in the dtype of the main weights (fp32, or fp64 for a model built so). Nothing random
     (dropout) and no state in buffers may make a forward depend on those before it.
 
-    Raises ValueError if ranks have different numbers of microbatches or ``axes`` don't multiply
+    Raises ValueError if ranks have different numbers of microbatches or `axes` don't multiply
     to D.
     """
     arithmetic = Arithmetic(cadence, tuple(axes) if axes else None, wire_dtype, compute_dtype)
@@ -188,7 +188,7 @@ def whole_batch_oracle(
 
     Arguments as in `bit_oracle`. Batches are tensors, or tuples, lists and dicts of them, joined
     along dimension 0; local batches must be equally large, or the mean over them is not the mean
-    of their means (with ``per_token`` they need not be). Raises ValueError if they are not.
+    of their means (with `per_token` they need not be). Raises ValueError if they are not.
     """
     model = build_model()
     optimizer = _without_foreach(build_optimizer(model))

@@ -1,4 +1,4 @@
-"""Reads pytest's ``parametrize`` marks."""
+"""Reads pytest's `parametrize` marks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 
 def parametrization(mark: pytest.Mark) -> tuple[list[str], list[tuple[Any, ...]]]:
-    """Split a ``parametrize`` mark into argument names and a tuple of values per case."""
+    """Split a `parametrize` mark into argument names and a tuple of values per case."""
     parameters = dict(zip(("argnames", "argvalues"), mark.args, strict=False)) | dict(mark.kwargs)
     names = parameters["argnames"]
     if isinstance(names, str):

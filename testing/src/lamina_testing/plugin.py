@@ -1,4 +1,4 @@
-"""The pytest plugin: ``@pytest.mark.ranks(2)`` makes a test body the program of every rank.
+"""The pytest plugin: `@pytest.mark.ranks(2)` makes a test body the program of every rank.
 
 Imports no torch: the fork server does, while pytest collects. See testing/README.md.
 """
@@ -47,7 +47,7 @@ class State:
 
 @dataclass(frozen=True)
 class Marker:
-    """The validated arguments of ``@pytest.mark.ranks``."""
+    """The validated arguments of `@pytest.mark.ranks`."""
 
     world_sizes: tuple[int, ...]
     backend: str | None
@@ -143,7 +143,7 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 @pytest.fixture
 def ranks(request: pytest.FixtureRequest) -> int:
-    """Give a body its rank's `lamina_testing.Ranks`, in bodies marked ``@pytest.mark.ranks``."""
+    """Give a body its rank's `lamina_testing.Ranks`, in bodies marked `@pytest.mark.ranks`."""
     if request.node.get_closest_marker("ranks") is None:
         raise pytest.UsageError(
             f"{request.node.nodeid} uses the fixture `ranks` without @pytest.mark.ranks(N)"

@@ -57,7 +57,7 @@ class RankProcess:
         self._stack_file: IO[str] | None = None
 
     def serve(self, server: int) -> NoReturn:
-        """Run assignments until told to leave; ``server`` is the parent's process id."""
+        """Run assignments until told to leave; `server` is the parent's process id."""
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != server:  # it ended before it could be noticed
             os._exit(1)

@@ -11,10 +11,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Ranks:
-    """The value of the ``ranks`` fixture inside a body marked ``@pytest.mark.ranks``.
+    """The value of the `ranks` fixture inside a body marked `@pytest.mark.ranks`.
 
-    ``rank`` and ``world_size`` are those of the default process group, ``backend`` is the name the
-    marker or ``--backend`` gave ("gloo", "nccl" or "fake"), ``device`` is where this rank's
+    `rank` and `world_size` are those of the default process group, `backend` is the name the
+    marker or `--backend` gave ("gloo", "nccl" or "fake"), `device` is where this rank's
     tensors belong: the CPU, or one GPU per rank.
     """
 

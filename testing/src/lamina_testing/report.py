@@ -24,7 +24,7 @@ class RanksFailed(Exception):  # noqa: N818 - an outcome, as pytest names them
 
 
 class RanksReport:
-    """One failed body: ``headline`` for the summary, ``text`` from the first failure on."""
+    """One failed body: `headline` for the summary, `text` from the first failure on."""
 
     def __init__(self, job: Job, outcomes: list[RankOutcome]) -> None:
         first, others = _order(outcomes)

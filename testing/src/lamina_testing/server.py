@@ -1,6 +1,6 @@
 """The fork server: imports torch and the lamina layers once, then forks ranks for every job.
 
-Started by the plugin as ``python -m lamina_testing.server FD DIRECTORY``. It stays single-threaded
+Started by the plugin as `python -m lamina_testing.server FD DIRECTORY`. It stays single-threaded
 (a fork copies one thread only) and never touches CUDA (a forked child could not use it). It ends,
 with every rank, when its control socket closes: when pytest does, however pytest ends.
 """
@@ -55,7 +55,7 @@ _PRELOADED = (
 
 @dataclass
 class Server:
-    """Runs jobs one after another; ``pools`` holds ranks that outlive their job (NCCL)."""
+    """Runs jobs one after another; `pools` holds ranks that outlive their job (NCCL)."""
 
     control: socket.socket
     directory: Path

@@ -58,10 +58,10 @@ def run_snippet(
     environment: Mapping[str, str] | None = None,
     timeout: float = 120.0,
 ) -> str:
-    """Run a snippet with ``interpreter`` and return what it printed to stdout.
+    """Run a snippet with `interpreter` and return what it printed to stdout.
 
-    It runs in ``directory`` (left out: an empty temporary one) with this process's environment,
-    less what torchrun, SLURM and PYTHONPATH would tell it, updated by ``environment``. ``timeout``
+    It runs in `directory` (left out: an empty temporary one) with this process's environment,
+    less what torchrun, SLURM and PYTHONPATH would tell it, updated by `environment`. `timeout`
     is in seconds. Raises SnippetFailedError, or subprocess.TimeoutExpired.
     """
     with tempfile.TemporaryDirectory(prefix="lamina-snippet-") as scratch:

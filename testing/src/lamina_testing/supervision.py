@@ -40,7 +40,7 @@ class Member:
             send(self.connection, message)
 
     def end(self, patience: float) -> int:
-        """Reap the process; after ``patience`` seconds, kill it. Returns its exit code.
+        """Reap the process; after `patience` seconds, kill it. Returns its exit code.
 
         Processes that it has started are killed in any case. A negative code is a signal's.
         """

@@ -21,17 +21,16 @@ def compile_kernel(
     warps: int,
     **options: Any,
 ) -> Any:
-    """Compile `kernel` for ``sm_<capability>``; its ``asm`` has "ptx" and "cubin".
+    """Compile `kernel` for `sm_<capability>`; its `asm` has "ptx" and "cubin".
 
     Args:
-        kernel: a function under ``triton.jit``, of a process that does not interpret.
+        kernel: a function under `triton.jit`, of a process that does not interpret.
         types: of the arguments that are no constants, in order, as Triton writes them: "*bf16".
-        constants: values of the arguments that are ``tl.constexpr``.
+        constants: values of the arguments that are `tl.constexpr`.
         aligned: places of arguments (in tuples: place, place within) that 16 divides.
         capability: 80, 90, 100.
         warps: per program.
-        options: Triton's, like ``enable_fp_fusion``.
-
+        options: Triton's, like `enable_fp_fusion`.
     """
     import triton
     from triton.backends.compiler import GPUTarget
@@ -50,7 +49,7 @@ def compile_kernel(
 
 
 def resources(kernel: Any) -> tuple[int, int]:
-    """Registers per thread and bytes of stack, which only spills use, by ``cuobjdump``."""
+    """Registers per thread and bytes of stack, which only spills use, by `cuobjdump`."""
     import triton
 
     program = next(Path(triton.__file__).parent.rglob("cuobjdump"))

@@ -8,14 +8,15 @@ from typing import Protocol, TypeAlias, runtime_checkable
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from lamina.mesh import ParallelMesh, mesh_axis
+from lamina.mesh import ParallelMesh
+from lamina.mesh.engine import mesh_axis
 
 __all__ = ["Axis", "MeshLike", "PlainAxis", "resolve_axes"]
 
 
 @runtime_checkable
 class Axis(Protocol):
-    """One mesh axis as buffers see it; `lamina.mesh.MeshAxis` is one."""
+    """One mesh axis as buffers see it; `lamina.mesh.engine.MeshAxis` is one."""
 
     @property
     def name(self) -> str:
@@ -47,7 +48,7 @@ def resolve_axes(mesh: MeshLike | None, count: int) -> tuple[Axis, ...]:
 
     Args:
         mesh: one axis, several (outer first), a torch DeviceMesh with `count` dimensions, a
-            ParallelMesh (one axis: ``dp_cp``; two: ``dp_replicate`` and ``dp_shard_cp``), or None
+            ParallelMesh (one axis: `dp_cp`; two: `dp_replicate` and `dp_shard_cp`), or None
             for a world of one.
         count: how many axes the placement names.
 

@@ -7,13 +7,13 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from .axes import Axis, MeshLike, resolve_axes
-from .casting import cast_in_place
-from .layout import BufferLayout
-from .placement import Cut, Partial, Placement, Replicate, Shard, as_placements
-from .sharded_tensor import ShardedTensor
-from .span_moves import copy_span
-from .span_spec import SpanCommunicator
+from lamina.buffers.axes import Axis, MeshLike, resolve_axes
+from lamina.buffers.casting import cast_in_place
+from lamina.buffers.layout.layout import BufferLayout
+from lamina.buffers.placement import Cut, Partial, Placement, Replicate, Shard, as_placements
+from lamina.buffers.tensors.sharded_tensor import ShardedTensor
+from lamina.buffers.tensors.span_moves import copy_span
+from lamina.buffers.tensors.span_spec import SpanCommunicator
 
 __all__ = ["FlatBuffer"]
 
@@ -22,10 +22,10 @@ class FlatBuffer:
     """Storage of one state, laid out by a `BufferLayout` and placed along data-parallel axes.
 
     With several Shard axes the innermost cuts first: rank (o, i) of O x I holds piece
-    ``i * O + o``.
+    `i * O + o`.
 
     Args:
-        layout: where the tensors lie; its ``num_shards`` is a multiple of the number of pieces.
+        layout: where the tensors lie; its `num_shards` is a multiple of the number of pieces.
         placement: one placement, or one per axis, outer axis first.
         dtype: element type.
         device: where the storage lies.
@@ -119,7 +119,7 @@ class FlatBuffer:
 
     @property
     def range(self) -> tuple[int, int]:
-        """Elements ``(start, stop)`` of the layout that `data` holds."""
+        """Elements `(start, stop)` of the layout that `data` holds."""
         return self._range
 
     @property
@@ -157,7 +157,7 @@ class FlatBuffer:
     def shard(self) -> torch.Tensor:
         """This rank's piece when the buffer is cut into all of the layout's shards: a view.
 
-        The inner axes whose sizes multiply to ``layout.num_shards`` cut: a reduce-scatter's output
+        The inner axes whose sizes multiply to `layout.num_shards` cut: a reduce-scatter's output
         inside a whole buffer, or an all-gather's input.
 
         Raises:
@@ -194,7 +194,7 @@ class FlatBuffer:
         }
 
     def span(self, name: str) -> tuple[int, int]:
-        """Elements ``(start, stop)`` of a flattened tensor that this rank holds."""
+        """Elements `(start, stop)` of a flattened tensor that this rank holds."""
         return self.layout.within(name, *self._range)
 
     def span_view(self, name: str) -> torch.Tensor:

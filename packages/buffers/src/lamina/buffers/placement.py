@@ -77,7 +77,7 @@ class Cut:
     """How some axes of given sizes cut one flat buffer.
 
     The innermost axis cuts first and an outer one cuts what the inner left, because gradients are
-    reduce-scattered over the inner axis first: rank (o, i) of O x I holds piece ``i * O + o``.
+    reduce-scattered over the inner axis first: rank (o, i) of O x I holds piece `i * O + o`.
 
     Attributes:
         sizes: size of each axis, outer first.
@@ -105,7 +105,7 @@ class Cut:
         return index
 
     def range(self, size: int, coordinate: Sequence[int]) -> tuple[int, int]:
-        """Elements ``(start, stop)`` of a buffer of `size` that the rank holds.
+        """Elements `(start, stop)` of a buffer of `size` that the rank holds.
 
         Raises:
             ValueError: `size` is not a multiple of the number of pieces.

@@ -1,6 +1,5 @@
 """Atomic, verified, reshardable distributed checkpoints for PyTorch."""
 
-from lamina.checkpoint.data_position import DataPosition, shuffled
 from lamina.checkpoint.errors import (
     CheckpointDamagedError,
     CheckpointError,
@@ -8,19 +7,15 @@ from lamina.checkpoint.errors import (
     CheckpointNotFoundError,
     CheckpointUnsafeError,
 )
-from lamina.checkpoint.huggingface import export_huggingface, import_huggingface
-from lamina.checkpoint.inspection import (
-    Difference,
-    compare_checkpoints,
-    verify_checkpoint,
-)
-from lamina.checkpoint.joined import JoinedOptimizers
+from lamina.checkpoint.huggingface.huggingface import export_huggingface, import_huggingface
+from lamina.checkpoint.inspection import Difference, compare_checkpoints, verify_checkpoint
 from lamina.checkpoint.manager import CheckpointManager
-from lamina.checkpoint.per_rank import PerRank, RngState
 from lamina.checkpoint.plain_dcp import import_dcp
 from lamina.checkpoint.preemption import RESUME_EXIT_CODE, Preemption
 from lamina.checkpoint.progress import RestoreReport, SaveReport
-from lamina.checkpoint.weight_links import HuggingFaceLink, HuggingFaceWeights
+from lamina.checkpoint.state.data_position import DataPosition, shuffled
+from lamina.checkpoint.state.joined_optimizers import JoinedOptimizers
+from lamina.checkpoint.state.per_rank import PerRank, RngState
 
 __all__ = [
     "RESUME_EXIT_CODE",
@@ -32,8 +27,6 @@ __all__ = [
     "CheckpointUnsafeError",
     "DataPosition",
     "Difference",
-    "HuggingFaceLink",
-    "HuggingFaceWeights",
     "JoinedOptimizers",
     "PerRank",
     "Preemption",

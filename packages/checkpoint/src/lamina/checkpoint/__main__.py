@@ -14,10 +14,10 @@ from lamina.checkpoint.inspection import (
     flat_values,
     verify_checkpoint,
 )
-from lamina.checkpoint.manifest import MANIFEST
-from lamina.checkpoint.places import is_url, local_path, place_of
-from lamina.checkpoint.saving import location
-from lamina.checkpoint.stores import store_of
+from lamina.checkpoint.save.saving import location
+from lamina.checkpoint.storage.locations import is_url, local_path, place_of
+from lamina.checkpoint.storage.manifest import MANIFEST
+from lamina.checkpoint.storage.stores import store_of
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

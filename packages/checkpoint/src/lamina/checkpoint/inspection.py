@@ -15,12 +15,24 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from lamina.checkpoint.errors import CheckpointDamagedError, CheckpointError
-from lamina.checkpoint.loading import open_checkpoint
-from lamina.checkpoint.manifest import CHUNKS, METADATA, VALUES, ChunkSums, Manifest
-from lamina.checkpoint.places import Place, place_of
-from lamina.checkpoint.reader import opened, read_metadata
-from lamina.checkpoint.streams import tensor_in
-from lamina.checkpoint.values import Json
+from lamina.checkpoint.load.loading import open_checkpoint
+from lamina.checkpoint.load.reader import opened, read_metadata
+from lamina.checkpoint.state.json_values import Json
+from lamina.checkpoint.storage.locations import Place, place_of
+from lamina.checkpoint.storage.manifest import CHUNKS, METADATA, VALUES, ChunkSums, Manifest
+from lamina.checkpoint.storage.streams import tensor_in
+
+__all__ = [
+    "Chunk",
+    "Difference",
+    "Opened",
+    "check_chunk",
+    "chunks_of",
+    "compare_checkpoints",
+    "flat_values",
+    "tensors_of",
+    "verify_checkpoint",
+]
 
 
 class Opened:
@@ -32,7 +44,6 @@ class Opened:
     Raises:
         CheckpointDamagedError: one of its small files is missing or altered.
         CheckpointUnsafeError: its metadata names code.
-
     """
 
     manifest: Manifest
@@ -52,7 +63,6 @@ class Opened:
 
         Raises:
             CheckpointDamagedError: one of its chunks is altered.
-
         """
         described = self.tensors()[name]
         whole = torch.empty(described.size, dtype=described.properties.dtype)
@@ -150,7 +160,6 @@ def verify_checkpoint(location: str | os.PathLike[str]) -> list[str]:
 
     Returns:
         What is wrong, each with file, tensor and rank; empty for an undamaged checkpoint.
-
     """
     place = place_of(location)
     try:

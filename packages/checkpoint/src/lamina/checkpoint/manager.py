@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 import os
 import time
 import warnings
@@ -10,27 +11,29 @@ from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Literal
+from typing import Any, Literal
 
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from lamina.checkpoint.entries import check_entries
 from lamina.checkpoint.errors import CheckpointDamagedError, CheckpointNotFoundError
-from lamina.checkpoint.loading import load_step
-from lamina.checkpoint.manifest import Manifest
-from lamina.checkpoint.parts import Hints
-from lamina.checkpoint.places import Place, is_url, local_path
+from lamina.checkpoint.load.loading import load_step
+from lamina.checkpoint.load.selection import Selection
 from lamina.checkpoint.progress import RestoreReport, SaveReport
-from lamina.checkpoint.retention import Retention
-from lamina.checkpoint.saving import Save, Saver
-from lamina.checkpoint.selection import Selection
-from lamina.checkpoint.state import take
-from lamina.checkpoint.step_and_metric import as_metric, as_step
-from lamina.checkpoint.stores import store_of
+from lamina.checkpoint.save.saving import Save, Saver
+from lamina.checkpoint.save.writer import Rules
+from lamina.checkpoint.state.cut_tensors import Hints
+from lamina.checkpoint.state.entries import check_entries
+from lamina.checkpoint.state.state import take
+from lamina.checkpoint.storage.locations import Place, is_url, local_path
+from lamina.checkpoint.storage.manifest import Manifest
+from lamina.checkpoint.storage.retention import Retention
+from lamina.checkpoint.storage.stores import store_of
 from lamina.checkpoint.together import Ranks
-from lamina.checkpoint.writer import Rules
 from lamina.mesh import ParallelMesh
+
+__all__ = []
 
 _NONE = -1  # a step never is
 
@@ -82,7 +85,6 @@ class CheckpointManager:
 
     Raises:
         ValueError: a number below 1.
-
     """
 
     def __init__(
@@ -160,7 +162,6 @@ class CheckpointManager:
 
         Raises:
             CheckpointError: the save in the background failed; raised once.
-
         """
         self._saver.wait()
 
@@ -202,7 +203,6 @@ class CheckpointManager:
             CheckpointError: a rank could not write, or what it wrote did not read back, or ranks
                 hold different weights under one name, or other entries; with `async_save`, in the
                 save before.
-
         """
         started = time.perf_counter()
 
@@ -262,7 +262,6 @@ class CheckpointManager:
             CheckpointDamagedError: a file is missing or altered, by name.
             CheckpointUnsafeError: the checkpoint names code.
             CheckpointMismatchError: names, shapes or dtypes that don't fit, by name.
-
         """
         self._ranks.together(self.wait)
         check_entries(state, self._ranks)
@@ -387,7 +386,6 @@ def _whole(place: Place, known: Manifest | None = None) -> Manifest | None:
     Args:
         place: of the checkpoint.
         known: its manifest, if it was read before.
-
     """
     try:
         manifest = Manifest.read(place) if known is None else known
@@ -395,3 +393,33 @@ def _whole(place: Place, known: Manifest | None = None) -> Manifest | None:
     except CheckpointDamagedError:
         return None
     return manifest
+
+
+def as_step(step: Any) -> int:
+    """Return a training step as an int.
+
+    Raises:
+        ValueError: it is no integer, or negative.
+    """
+    try:
+        number = int(operator.index(step))
+    except TypeError:
+        raise ValueError(f"step is {step!r}: it must be an integer") from None
+    if number < 0:
+        raise ValueError(f"step is {number}: it must be 0 or more")
+    return number
+
+
+def as_metric(metric: Any) -> float | None:
+    """Return a metric as a float, None where there is nothing to compare by (NaN, infinity).
+
+    Raises:
+        ValueError: it is no number.
+    """
+    if metric is None:
+        return None
+    try:
+        number = float(metric.detach() if isinstance(metric, torch.Tensor) else metric)
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+        raise ValueError(f"metric is {metric!r:.80}, which is no float: {error}") from None
+    return number if math.isfinite(number) else None

@@ -9,18 +9,20 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lamina.checkpoint.entries import check_entries
 from lamina.checkpoint.errors import CheckpointMismatchError
 from lamina.checkpoint.inspection import tensors_of
-from lamina.checkpoint.loading import Source, load
-from lamina.checkpoint.names import OptimizerNames, is_optimizer
-from lamina.checkpoint.parts import Hints, Mesh
-from lamina.checkpoint.places import place_of
+from lamina.checkpoint.load.loading import Source, load
+from lamina.checkpoint.load.reader import read_metadata
+from lamina.checkpoint.load.selection import Selection
 from lamina.checkpoint.progress import RestoreReport
-from lamina.checkpoint.reader import read_metadata
-from lamina.checkpoint.selection import Selection
+from lamina.checkpoint.state.cut_tensors import Hints, Mesh
+from lamina.checkpoint.state.entries import check_entries
+from lamina.checkpoint.state.json_values import Json
+from lamina.checkpoint.state.optimizer_names import OptimizerNames, is_optimizer
+from lamina.checkpoint.storage.locations import place_of
 from lamina.checkpoint.together import Ranks
-from lamina.checkpoint.values import Json
+
+__all__ = ["import_dcp"]
 
 
 def import_dcp(
@@ -37,7 +39,7 @@ def import_dcp(
 ) -> RestoreReport:
     """Load tensors of a plain DCP checkpoint (collective).
 
-    For what ``dcp.save({"model": ..., "optimizer": ...})`` wrote, where the optimizer's part came
+    For what `dcp.save({"model": ..., "optimizer": ...})` wrote, where the optimizer's part came
     from torch's `get_optimizer_state_dict`, which names parameters. Only tensors are taken: plain
     values are pickles there, which are not opened; hyperparameters stay as they are. Such a
     checkpoint has no checksums, so damage goes unnoticed.
@@ -58,7 +60,6 @@ def import_dcp(
         CheckpointMismatchError: names, shapes or dtypes that don't fit.
         CheckpointUnsafeError: the metadata names code.
         CheckpointDamagedError: the metadata can't be read.
-
     """
     ranks, hints = Ranks(group), Hints(mesh, rename)
     selection = Selection(strict, tuple(include), tuple(exclude), allow_cast)

@@ -12,7 +12,10 @@ import torch
 import torch.distributed as dist
 
 from lamina.checkpoint.together import Ranks
-from lamina.collectives import all_reduce_small
+from lamina.collectives.engine import all_reduce_small
+
+__all__ = ["RESUME_EXIT_CODE", "Preemption"]
+
 
 RESUME_EXIT_CODE = 75
 """EX_TEMPFAIL of sysexits.h: "try again". Not 0, so torchrun restarts; a script that starts ranks
@@ -36,9 +39,9 @@ class Preemption:
 
     Args:
         signals: what to listen to. SIGTERM is what torchrun and clouds send, SIGUSR1 what
-            ``sbatch --signal=USR1@120`` sends to the processes of a step two minutes before the
+            `sbatch --signal=USR1@120` sends to the processes of a step two minutes before the
             end. A torchrun there has to be told to pass it on:
-            ``--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1``.
+            `--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1`.
         group: the ranks that must agree; None is all.
 
     Attributes:
@@ -46,7 +49,6 @@ class Preemption:
 
     Raises:
         ValueError: not in the main thread, where alone Python lets signals be handled.
-
     """
 
     exit_code = RESUME_EXIT_CODE

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+__all__ = ["Progress", "RestoreReport", "SaveReport"]
+
 
 @dataclass(frozen=True)
 class SaveReport:
@@ -20,7 +22,6 @@ class SaveReport:
         seconds: from the call until the checkpoint was complete; until now, if it is not yet.
         blocked_seconds: that the training loop waited.
         complete: whether the checkpoint is complete and on the disk.
-
     """
 
     step: int
@@ -48,7 +49,6 @@ class RestoreReport:
         missing: names at hand that the checkpoint does not have (`strict=False`).
         unexpected: names that only the checkpoint has (`strict=False`).
         skipped: damaged checkpoints that were passed over (`fallback=True`): step -> why.
-
     """
 
     step: int
@@ -72,7 +72,6 @@ class Progress:
         what: the word in front.
         total: bytes to come.
         shown: whether this rank shows it at all.
-
     """
 
     def __init__(self, what: str, total: int, shown: bool) -> None:

@@ -13,8 +13,11 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from lamina.checkpoint.errors import CheckpointDamagedError, CheckpointError
-from lamina.collectives import all_reduce_small, broadcast
-from lamina.mesh import MeshAxis
+from lamina.collectives.engine import all_reduce_small, broadcast
+from lamina.mesh.engine import MeshAxis
+
+__all__ = ["Ranks", "own_error"]
+
 
 T = TypeVar("T")
 _FINE, _FAILED, _DAMAGED = 0, 1, 2
@@ -25,7 +28,6 @@ class Ranks:
 
     Args:
         group: None is all, or this process alone if torch.distributed has not been started.
-
     """
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:

@@ -20,6 +20,8 @@ from lamina.mesh.groups import group_of
 if TYPE_CHECKING:
     from lamina.mesh.parallel_mesh import ParallelMesh
 
+__all__ = ["MeshAxis", "axis_if_there", "check_axis_names", "mesh_axis"]
+
 
 @dataclass(frozen=True)
 class MeshAxis:

@@ -8,6 +8,9 @@ from typing import Literal
 from lamina.mesh.errors import OverlapError
 from lamina.mesh.variables import Environment, environment
 
+__all__ = ["EnvironmentProblem", "Severity", "require_overlap"]
+
+
 Severity = Literal["error", "warning", "note"]
 
 

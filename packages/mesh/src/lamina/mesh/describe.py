@@ -10,6 +10,8 @@ from lamina.mesh.layout import DENSE_AXES, EXPERT_AXES, ParallelLayout
 if TYPE_CHECKING:
     from lamina.mesh.parallel_mesh import ParallelMesh
 
+__all__ = ["describe_mesh"]
+
 
 def describe_mesh(mesh: ParallelMesh, max_ranks: int) -> str:
     """The axes with their sizes, then the ranks with their places.

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
+__all__ = ["bind_device", "choose_device", "default_backend"]
+
 
 def choose_device(
     local_rank: int, backend: str | None, device: torch.device | str | None

@@ -15,6 +15,9 @@ from lamina.mesh.machine import MACHINE_CHECKS, Machine
 from lamina.mesh.settings import settings_problems
 from lamina.mesh.variables import Environment, environment
 
+__all__ = ["check_environment", "main", "report"]
+
+
 _ORDER = {"error": 0, "warning": 1, "note": 2}
 
 

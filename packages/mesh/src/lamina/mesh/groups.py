@@ -28,6 +28,8 @@ from torch.distributed import distributed_c10d as c10d
 
 from lamina.mesh.errors import GroupCreationError
 
+__all__ = ["World", "current_world", "group_of"]
+
 
 @dataclass
 class World:

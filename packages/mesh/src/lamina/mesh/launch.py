@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from lamina.mesh.errors import EnvironmentVariableError
 from lamina.mesh.variables import Environment
 
+__all__ = ["Launch", "first_host", "read_launch"]
+
 
 @dataclass(frozen=True)
 class Launch:

@@ -15,6 +15,9 @@ from lamina.mesh.errors import LayoutError
 if TYPE_CHECKING:
     from lamina.mesh.parallel_mesh import ParallelMesh
 
+__all__ = ["DENSE_AXES", "DERIVED_AXES", "EXPERT_AXES", "MODEL_AXES", "ParallelLayout"]
+
+
 DENSE_AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 """Axes of dense parameters, outermost first: neighbours in rank order share a tp group."""
 

@@ -16,6 +16,9 @@ import torch.distributed as dist
 from lamina.mesh.checks import EnvironmentProblem
 from lamina.mesh.variables import Environment
 
+__all__ = ["MACHINE_CHECKS", "TORCH_SUPPORTED", "Check", "Machine"]
+
+
 TORCH_SUPPORTED = ((2, 11), (2, 14))
 """First supported version of torch, and the first one above that isn't tested."""
 

@@ -15,6 +15,8 @@ from lamina.mesh.errors import AxisError
 from lamina.mesh.groups import current_world, group_of
 from lamina.mesh.layout import DENSE_AXES, DERIVED_AXES, EXPERT_AXES, ParallelLayout
 
+__all__ = ["ParallelMesh"]
+
 
 class ParallelMesh:
     """A layout over the ranks of the running job. Build it with `ParallelLayout.build`.

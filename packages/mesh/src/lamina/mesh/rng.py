@@ -23,6 +23,18 @@ from torch.distributed.device_mesh import DeviceMesh
 if TYPE_CHECKING:
     from lamina.mesh.parallel_mesh import ParallelMesh
 
+__all__ = [
+    "Seeded",
+    "derive_seed",
+    "recompute_contexts",
+    "require_stream",
+    "rng_state",
+    "rng_stream",
+    "seed_everything",
+    "set_rng_state",
+]
+
+
 _TENSOR_AXES = ("tp", "expert_tp")
 
 

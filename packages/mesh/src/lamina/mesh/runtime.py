@@ -20,6 +20,9 @@ from lamina.mesh.rendezvous import open_store
 from lamina.mesh.settings import settings_problems
 from lamina.mesh.variables import Environment, environment
 
+__all__ = ["DEFAULT_TIMEOUT", "HarmfulSettingWarning", "Runtime", "init_distributed"]
+
+
 DEFAULT_TIMEOUT = timedelta(minutes=10)
 
 

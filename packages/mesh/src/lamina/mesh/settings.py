@@ -8,6 +8,9 @@ from dataclasses import dataclass
 from lamina.mesh.checks import EnvironmentProblem, Severity
 from lamina.mesh.variables import Environment
 
+__all__ = ["settings_problems"]
+
+
 _TRUE = frozenset({"1", "true", "yes", "on", "y", "t"})
 
 

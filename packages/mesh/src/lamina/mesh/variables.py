@@ -12,6 +12,8 @@ from dataclasses import dataclass
 
 from lamina.mesh.errors import EnvironmentVariableError
 
+__all__ = ["Environment", "environment"]
+
 
 @dataclass(frozen=True)
 class Environment:

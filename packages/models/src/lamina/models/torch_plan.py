@@ -1,4 +1,4 @@
-"""Tensor parallelism for a model that exists already, by torch's ``parallelize_module``."""
+"""Tensor parallelism for a model that exists already, by torch's `parallelize_module`."""
 
 from __future__ import annotations
 
@@ -9,14 +9,18 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from lamina.mesh import MeshAxis, copy_role, derive_seed, mesh_axis, role_of
-from lamina.models.config import TransformerConfig
-from lamina.models.cutting import cut_weight
-from lamina.models.gpt import HOOKS, GPTModel, require_gpt
-from lamina.models.initialise import check_same_seed, extremes
-from lamina.models.precision.backends import amax_exchanges, apply_precision
+from lamina.mesh import derive_seed, role_of
+from lamina.mesh.engine import MeshAxis, copy_role, mesh_axis
+from lamina.models.activation_memory.recompute import is_recomputed
+from lamina.models.base.config import TransformerConfig
+from lamina.models.base.cut_weights import cut_weight
+from lamina.models.base.initialise import check_same_seed, extremes
+from lamina.models.decoder.gpt import HOOKS, GPTModel, require_gpt
+from lamina.models.decoder.precision_backends import amax_exchanges, apply_precision
 from lamina.models.precision.fp8_products import Float8Products
-from lamina.models.recompute import is_recomputed
+
+__all__ = ["CutOverRanks", "tensor_parallel_plan"]
+
 
 _BYTES_AT_ONCE = 1 << 24
 
@@ -30,7 +34,6 @@ class CutOverRanks(ParallelStyle):
     Args:
         sequence_parallel: also cut the tokens of what lies between the products; by default as in
             the model's config.
-
     """
 
     def __init__(self, *, sequence_parallel: bool | None = None) -> None:
@@ -171,7 +174,7 @@ def _put(model: nn.Module, name: str, tensor: torch.Tensor) -> None:
 def tensor_parallel_plan(
     model: GPTModel, *, sequence_parallel: bool | None = None
 ) -> ParallelStyle:
-    """Make the plan with which ``parallelize_module(model, mesh["tp"], plan)`` cuts the model.
+    """Make the plan with which `parallelize_module(model, mesh["tp"], plan)` cuts the model.
 
     Args:
         model: a whole model, the same on all ranks (from one seed, or loaded), which is checked.
@@ -180,7 +183,6 @@ def tensor_parallel_plan(
     Raises:
         TypeError: for another model than a `GPTModel`.
         ValueError: if the model is cut already.
-
     """
     model = require_gpt(model, "tensor_parallel_plan")
     if model.axis is not None:

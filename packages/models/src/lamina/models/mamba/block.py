@@ -9,30 +9,32 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lamina.mesh import MeshAxis, derive_seed, mark
-from lamina.models.autocast import under_autocast
-from lamina.models.axes import MeshLike, axis_of
-from lamina.models.config import TransformerConfig
-from lamina.models.context import AttentionContext
-from lamina.models.cutting import require_divisible
-from lamina.models.initialise import fill_uniform
-from lamina.models.linear import ColumnParallelLinear, RowParallelLinear
-from lamina.models.mamba.config import MambaConfig
+from lamina.mesh import derive_seed, mark
+from lamina.mesh.engine import MeshAxis
+from lamina.models.attention.context import AttentionContext
+from lamina.models.base.config import TransformerConfig
+from lamina.models.base.configs.mamba import MambaConfig
+from lamina.models.base.cut_weights import require_divisible
+from lamina.models.base.initialise import fill_uniform
+from lamina.models.base.mesh_axes import MeshLike, axis_of
+from lamina.models.layers.autocast import under_autocast
+from lamina.models.layers.linear import ColumnParallelLinear, RowParallelLinear
 from lamina.models.mamba.kernels import choose_path, kernel_scan
 from lamina.models.mamba.scan import chunked_scan, scan_step, wide_dtype
+
+__all__ = ["CausalConvolution", "GatedNorm", "MambaMixer", "MambaState", "StateSpaceScan"]
 
 
 class CausalConvolution(nn.Module):
     """A convolution of each channel over the last few tokens, then SiLU.
 
-    ``weight`` is ``[channels, 1, taps]`` as ``nn.Conv1d`` has it; the last tap is the token's own.
+    `weight` is `[channels, 1, taps]` as `nn.Conv1d` has it; the last tap is the token's own.
 
     Args:
         blocks: channels, over all ranks, of what is fused in them (x, B, C); each is cut by itself.
         taps: how many tokens are seen, the own included.
         axis: the ranks that hold runs of the channels.
         bias: whether there is a bias (it starts at zero).
-
     """
 
     def __init__(
@@ -48,7 +50,7 @@ class CausalConvolution(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw the weight as ``nn.Conv1d`` does, set the bias to zero; mark their roles."""
+        """Draw the weight as `nn.Conv1d` does, set the bias to zero; mark their roles."""
         if self.axis is not None:
             for parameter in (self.weight, self.bias):
                 if parameter is not None:
@@ -59,7 +61,7 @@ class CausalConvolution(nn.Module):
             nn.init.zeros_(self.bias)
 
     def forward(self, x: Tensor, runs: Tensor | None = None) -> Tensor:
-        """``[batch, sequence, channels]`` to the same; a document's tokens see no other's."""
+        """`[batch, sequence, channels]` to the same; a document's tokens see no other's."""
         x, weight, bias = under_autocast(x, self.weight, self.bias)
         taps, length = weight.shape[-1], x.shape[1]
         padded = F.pad(x, (0, 0, taps - 1, 0))
@@ -73,7 +75,7 @@ class CausalConvolution(nn.Module):
         return F.silu(y if bias is None else y + bias)
 
     def step(self, x: Tensor, window: Tensor) -> tuple[Tensor, Tensor]:
-        """One token ``[batch, channels]`` after those of ``window [batch, taps - 1, channels]``."""
+        """One token `[batch, channels]` after those of `window [batch, taps - 1, channels]`."""
         seen = torch.cat((window, x.unsqueeze(1)), dim=1)
         y = (seen * self.weight[:, 0].t()).sum(dim=1)
         return F.silu(y if self.bias is None else y + self.bias), seen[:, 1:]
@@ -82,14 +84,13 @@ class CausalConvolution(nn.Module):
 class StateSpaceScan(nn.Module):
     """The recurrence and its parameters: decay rates, steps' biases, and the skip, one per head.
 
-    Names are those of the paper and of checkpoints: ``A = -exp(A_log)``,
-    ``dt = softplus(dt + dt_bias)``, ``y += D x``.
+    Names are those of the paper and of checkpoints: `A = -exp(A_log)`,
+    `dt = softplus(dt + dt_bias)`, `y += D x`.
 
     Args:
         sizes: of the layer.
         heads: over all ranks.
         axis: the ranks that hold runs of the heads.
-
     """
 
     casts_itself = True  # read by wrappers that cast the inputs of modules they keep in fp32
@@ -120,14 +121,14 @@ class StateSpaceScan(nn.Module):
         nn.init.ones_(self.D)
 
     def steps(self, dt: Tensor) -> Tensor:
-        """Step sizes ``[..., heads]`` in float32 or wider."""
+        """Step sizes `[..., heads]` in float32 or wider."""
         wide = wide_dtype(dt.dtype)
         dt = F.softplus(dt.to(wide) + self.dt_bias.to(wide))
         return dt if self.sizes.dt_limit == (0.0, math.inf) else dt.clamp(*self.sizes.dt_limit)
 
     @property
     def rate(self) -> Tensor:
-        """A: negative, ``[heads]``, in float32 or wider."""
+        """A: negative, `[heads]`, in float32 or wider."""
         return -self.A_log.to(wide_dtype(self.A_log.dtype)).exp()
 
     def forward(
@@ -152,13 +153,13 @@ class StateSpaceScan(nn.Module):
 
 
 def _before_softplus(log_dt: Tensor) -> Tensor:
-    """The bias whose softplus is ``exp(log_dt)``."""
+    """The bias whose softplus is `exp(log_dt)`."""
     dt = log_dt.exp()
     return dt + torch.log(-torch.expm1(-dt))
 
 
 class GatedNorm(nn.Module):
-    """RMSNorm of ``x * silu(gate)`` over each group of channels by itself.
+    """RMSNorm of `x * silu(gate)` over each group of channels by itself.
 
     Groups lie whole on one rank, so that tensor parallelism needs no statistics of others.
 
@@ -167,7 +168,6 @@ class GatedNorm(nn.Module):
         groups: over all ranks.
         eps: added to the mean square under the root.
         axis: the ranks that hold runs of the groups.
-
     """
 
     def __init__(self, channels: int, groups: int, eps: float, axis: MeshAxis | None) -> None:
@@ -185,7 +185,7 @@ class GatedNorm(nn.Module):
         nn.init.ones_(self.weight)
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:
-        """``[..., channels]`` to the same, with statistics in float32 or wider."""
+        """`[..., channels]` to the same, with statistics in float32 or wider."""
         wide = wide_dtype(x.dtype)
         gated = torch.unflatten(x.to(wide) * F.silu(gate.to(wide)), -1, (-1, self.width))
         scale = (gated.square().mean(dim=-1, keepdim=True) + self.eps).rsqrt()
@@ -198,9 +198,8 @@ class MambaState:
     """What a Mamba layer remembers between tokens: its size does not grow with their number.
 
     Attributes:
-        window: what the convolution saw last: ``[batch, conv_kernel - 1, channels]``.
-        state: ``[batch, heads, head_dim, state_size]``, float32 or wider.
-
+        window: what the convolution saw last: `[batch, conv_kernel - 1, channels]`.
+        state: `[batch, heads, head_dim, state_size]`, float32 or wider.
     """
 
     window: Tensor
@@ -208,20 +207,19 @@ class MambaState:
 
 
 class MambaMixer(nn.Module):
-    """Mamba-2 (Dao and Gu, 2024) in place of attention, over ``[batch, sequence, hidden]``.
+    """Mamba-2 (Dao and Gu, 2024) in place of attention, over `[batch, sequence, hidden]`.
 
-    ``input.weight`` fuses, in this order, the rows of gate, x, B, C and dt. Over tensor-parallel
+    `input.weight` fuses, in this order, the rows of gate, x, B, C and dt. Over tensor-parallel
     ranks each holds a run of the heads and of the groups that serve them: nothing is sent between
     the two projections.
 
     Args:
-        config: the shape; its ``mamba`` has the layer's own sizes.
-        mesh: has an axis ``tp``, or is that axis; None is one process.
+        config: the shape; its `mamba` has the layer's own sizes.
+        mesh: has an axis `tp`, or is that axis; None is one process.
 
     Raises:
-        ValueError: if the config has no ``mamba``, or heads or groups are not divisible by the
+        ValueError: if the config has no `mamba`, or heads or groups are not divisible by the
             number of ranks.
-
     """
 
     def __init__(self, config: TransformerConfig, mesh: MeshLike = None) -> None:
@@ -264,13 +262,12 @@ class MambaMixer(nn.Module):
         """Mix each sequence's tokens, every one with those before it.
 
         Args:
-            x: ``[batch, sequence, hidden]``, or under sequence parallelism
-                ``[tokens / tp, hidden]``, which needs a context.
+            x: `[batch, sequence, hidden]`, or under sequence parallelism
+                `[tokens / tp, hidden]`, which needs a context.
             context: knows the batch's shape and documents; by default one document per row.
 
         Returns:
-            The same shape as ``x``.
-
+            The same shape as `x`.
         """
         shape = x.shape[:2] if context is None else context.shape
         runs = None if context is None else context.runs
@@ -301,15 +298,14 @@ class MambaMixer(nn.Module):
         """One token: what `forward` gives at its place, at a cost that never grows.
 
         Args:
-            x: ``[batch, hidden]``.
+            x: `[batch, hidden]`.
             state: after the token before.
 
         Returns:
-            ``[batch, hidden]``, and the next state.
+            `[batch, hidden]`, and the next state.
 
         Raises:
             ValueError: under sequence parallelism, which has no single token to cut.
-
         """
         if self.input.sequence_parallel:
             raise ValueError(

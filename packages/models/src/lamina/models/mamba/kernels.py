@@ -11,7 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lamina.models.mamba.config import MambaPath
+from lamina.models.base.configs.mamba import MambaPath
+
+__all__ = ["choose_path", "fused_scan", "kernel_scan"]
+
 
 _LOGGER = logging.getLogger(__name__)
 _HALF = (torch.float16, torch.bfloat16)
@@ -19,7 +22,7 @@ _HALF = (torch.float16, torch.bfloat16)
 
 @functools.cache
 def fused_scan() -> Any:
-    """Find ``chunk_simple_gla`` of flash-linear-attention (Yang et al., 2024); None without it."""
+    """Find `chunk_simple_gla` of flash-linear-attention (Yang et al., 2024); None without it."""
     try:
         return importlib.import_module("fla.ops.simple_gla").chunk_simple_gla
     except ImportError:
@@ -29,19 +32,18 @@ def fused_scan() -> Any:
 def choose_path(wanted: MambaPath, device: torch.device, dtype: torch.dtype) -> str:
     """Decide how the scan runs, and say so once per process in the log of this module.
 
-    Kernels multiply float32 as TF32, which is no float32: ``auto`` leaves that to torch.
+    Kernels multiply float32 as TF32, which is no float32: `auto` leaves that to torch.
 
     Args:
-        wanted: ``auto``, ``torch`` or ``fla``.
+        wanted: `auto`, `torch` or `fla`.
         device: of the activations.
         dtype: of the activations.
 
     Returns:
-        ``torch`` or ``fla``.
+        `torch` or `fla`.
 
     Raises:
-        RuntimeError: if ``fla`` is insisted on and cannot run.
-
+        RuntimeError: if `fla` is insisted on and cannot run.
     """
     if wanted == "torch" or (wanted == "auto" and device.type != "cuda"):
         return "torch"
@@ -86,7 +88,6 @@ def kernel_scan(
 
     Raises:
         ValueError: for documents together with a state.
-
     """
     heads = x.shape[2]
     query, key = (part.repeat_interleave(heads // b.shape[2], dim=2).to(x.dtype) for part in (c, b))
@@ -107,7 +108,7 @@ def kernel_scan(
 
 
 def _document_starts(runs: Tensor) -> Tensor:
-    """Where each document of the flattened batch starts, and its end: int64 ``[documents + 1]``."""
+    """Where each document of the flattened batch starts, and its end: int64 `[documents + 1]`."""
     first = torch.ones_like(runs, dtype=torch.bool)
     first[:, 1:] = runs[:, 1:] != runs[:, :-1]
     # nonzero waits for the device, as attention over documents does.

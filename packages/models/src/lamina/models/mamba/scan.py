@@ -1,11 +1,11 @@
 """The selective scan of Mamba-2 as matrix products over chunks (state-space duality).
 
-A head's state is a matrix ``[head_dim, state_size]`` that decays and takes in one outer product per
+A head's state is a matrix `[head_dim, state_size]` that decays and takes in one outer product per
 token:
 
     state_t = exp(dt_t A) state_{t-1} + dt_t x_t B_t^T        y_t = state_t C_t
 
-Unrolled over a chunk this is attention without a softmax, whose scores ``C_t . B_s`` are weighed by
+Unrolled over a chunk this is attention without a softmax, whose scores `C_t . B_s` are weighed by
 the decay between s and t; between chunks only the state travels (Dao and Gu, 2024, section 6).
 """
 
@@ -15,7 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lamina.models.autocast import without_autocast
+from lamina.models.layers.autocast import without_autocast
+
+__all__ = ["chunked_scan", "scan_step", "wide_dtype"]
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -37,19 +39,18 @@ def chunked_scan(
     """Run the recurrence a chunk of tokens at a time.
 
     Args:
-        x: inputs ``[batch, sequence, heads, head_dim]``.
-        dt: steps, at least 0, ``[batch, sequence, heads]``.
-        rate: A, negative, ``[heads]``.
-        b: ``[batch, sequence, groups, state_size]``; group g serves the g-th run of heads.
-        c: as ``b``.
+        x: inputs `[batch, sequence, heads, head_dim]`.
+        dt: steps, at least 0, `[batch, sequence, heads]`.
+        rate: A, negative, `[heads]`.
+        b: `[batch, sequence, groups, state_size]`; group g serves the g-th run of heads.
+        c: as `b`.
         chunk: tokens per chunk; results do not depend on it.
-        runs: int64 ``[batch, sequence]``: each token's document; the state starts anew with each.
-        state: ``[batch, heads, head_dim, state_size]`` before the first token; zeros if None.
+        runs: int64 `[batch, sequence]`: each token's document; the state starts anew with each.
+        state: `[batch, heads, head_dim, state_size]` before the first token; zeros if None.
 
     Returns:
-        ``y`` like ``x``, and the state after the last token like ``state``, both in float32 or
+        `y` like `x`, and the state after the last token like `state`, both in float32 or
         wider, also under autocast.
-
     """
     with without_autocast(x.device):
         return _scan_chunks(x, dt, rate, b, c, chunk, runs, state)
@@ -99,7 +100,7 @@ def _scan_chunks(
 
 
 def _cut(tensor: Tensor, chunk: int, groups: int) -> Tensor:
-    """``[batch, sequence, n, width]`` to ``[batch, groups, n / groups, chunks, chunk, width]``."""
+    """`[batch, sequence, n, width]` to `[batch, groups, n / groups, chunks, chunk, width]`."""
     tensor = F.pad(tensor, (0, 0, 0, 0, 0, -tensor.shape[1] % chunk))
     tensor = torch.unflatten(torch.unflatten(tensor, 2, (groups, -1)), 1, (-1, chunk))
     return tensor.permute(0, 3, 4, 1, 2, 5)
@@ -120,8 +121,7 @@ def _across_chunks(added: Tensor, through: Tensor, state: Tensor | None) -> tupl
     """Carry the state from chunk to chunk.
 
     Returns:
-        The state before each chunk, shaped like ``added``, and the state after the last.
-
+        The state before each chunk, shaped like `added`, and the state after the last.
     """
     groups, per, chunks = added.shape[1:4]
     if state is None:
@@ -158,16 +158,15 @@ def scan_step(
     """Advance the recurrence by one token.
 
     Args:
-        x: ``[batch, heads, head_dim]``.
-        dt: ``[batch, heads]``.
-        rate: A, negative, ``[heads]``.
-        b: ``[batch, groups, state_size]``.
-        c: as ``b``.
-        state: ``[batch, heads, head_dim, state_size]``.
+        x: `[batch, heads, head_dim]`.
+        dt: `[batch, heads]`.
+        rate: A, negative, `[heads]`.
+        b: `[batch, groups, state_size]`.
+        c: as `b`.
+        state: `[batch, heads, head_dim, state_size]`.
 
     Returns:
-        ``y`` like ``x``, and the next state, both in float32 or wider, also under autocast.
-
+        `y` like `x`, and the next state, both in float32 or wider, also under autocast.
     """
     wide = wide_dtype(x.dtype)
     heads = x.shape[1]

@@ -6,8 +6,12 @@ from dataclasses import dataclass
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from lamina.mesh import MeshAxis, ParallelMesh, mesh_axis
-from lamina.models.axes import MeshLike, axis_of
+from lamina.mesh import ParallelMesh
+from lamina.mesh.engine import MeshAxis, mesh_axis
+from lamina.models.base.mesh_axes import MeshLike, axis_of
+
+__all__ = ["ExpertAxes"]
+
 
 _NOT_DATA = ("pp", "tp", "cp")
 
@@ -23,9 +27,8 @@ class ExpertAxes:
         tp: of the dense layers around.
         cp: each rank holds other parts of the sequences.
         dp: each rank holds other sequences.
-        replicated: ranks of ``tp`` hold the same tokens (no sequence parallelism). Experts are then
-            cut over ``tp`` as dense layers are, and no token is sent.
-
+        replicated: ranks of `tp` hold the same tokens (no sequence parallelism). Experts are then
+            cut over `tp` as dense layers are, and no token is sent.
     """
 
     ep: MeshAxis | None = None
@@ -40,15 +43,14 @@ class ExpertAxes:
     def of(mesh: MeshLike, *, sequence_parallel: bool = False) -> ExpertAxes:
         """Find the axes of a mesh.
 
-        A DeviceMesh says where experts are by dimensions called ``ep`` and ``expert_tp``. Without
-        them (and for a bare axis) experts are cut over ``tp`` like everything else. Wrappers have
-        to know as much: give them ``ParallelLayout(expert_tp=tp)`` for experts cut over ``tp``,
-        and ``fully_shard`` a DeviceMesh with ``ep`` as ``expt_device_mesh`` too.
+        A DeviceMesh says where experts are by dimensions called `ep` and `expert_tp`. Without
+        them (and for a bare axis) experts are cut over `tp` like everything else. Wrappers have
+        to know as much: give them `ParallelLayout(expert_tp=tp)` for experts cut over `tp`,
+        and `fully_shard` a DeviceMesh with `ep` as `expt_device_mesh` too.
 
         Raises:
             LayoutError: tp beside experts on a mesh where that needs sequence parallelism.
             ValueError: the same on a DeviceMesh.
-
         """
         if mesh is None:
             return ExpertAxes()

@@ -17,20 +17,21 @@ from torch import Tensor
 from torch._compile import _disable_dynamo as one_graph_break
 from torch.distributed import ProcessGroup
 
-from lamina.collectives import (
+from lamina.collectives import copy_to, reduce_from
+from lamina.collectives.engine import (
     all_reduce_small,
-    copy_to,
     host_device,
-    reduce_from,
     start_all_gather,
     start_all_to_all,
 )
-from lamina.mesh import MeshAxis
+from lamina.mesh.engine import MeshAxis
+from lamina.models.base.configs.moe import Dispatcher
 from lamina.models.moe.axes import ExpertAxes
-from lamina.models.moe.config import Dispatcher
 from lamina.models.moe.exchange import RowExchange, gather_rows, reduce_rows
 from lamina.models.moe.permutation import copies_to_rows, rows_to_tokens
 from lamina.models.moe.routing import Routing, rows_by_expert, rows_to_capacity
+
+__all__ = ["Dispatch", "ExpertRows", "TokenDispatcher", "regroup", "repeat_runs", "sum_runs"]
 
 
 @dataclass(frozen=True)
@@ -38,10 +39,9 @@ class ExpertRows:
     """Rows for the experts of this rank.
 
     Attributes:
-        rows: ``[rows, hidden]``, those of the first expert first.
-        counts: int64 ``[experts]``: rows of each, on the rows' device.
+        rows: `[rows, hidden]`, those of the first expert first.
+        counts: int64 `[experts]`: rows of each, on the rows' device.
         on_host: the same as numbers, where the host knows them anyway.
-
     """
 
     rows: Tensor
@@ -66,7 +66,7 @@ class Dispatch(ABC):
 
     @abstractmethod
     def combine(self) -> Tensor:
-        """Wait for results and add up each token's: ``[tokens, hidden]``."""
+        """Wait for results and add up each token's: `[tokens, hidden]`."""
 
 
 class TokenDispatcher:
@@ -75,11 +75,10 @@ class TokenDispatcher:
     Args:
         num_experts: over all ranks.
         mesh: what the mesh says of experts.
-        kind: ``all_to_all`` or ``all_gather``; see `MoEConfig`.
+        kind: `all_to_all` or `all_gather`; see `MoEConfig`.
 
     Raises:
-        ValueError: if the experts are not divisible by the ranks of ``ep``.
-
+        ValueError: if the experts are not divisible by the ranks of `ep`.
     """
 
     def __init__(self, num_experts: int, mesh: ExpertAxes, kind: Dispatcher = "all_to_all") -> None:
@@ -102,11 +101,10 @@ class TokenDispatcher:
         """Send tokens off.
 
         Args:
-            x: ``[tokens, hidden]``: this rank's, any number.
+            x: `[tokens, hidden]`: this rank's, any number.
             routing: where they go.
             capacities: of this forward, see `RoutingContext`; by default the ranks of a
                 fixed capacity are asked.
-
         """
         axes = self.axes
         if axes.replicated and axes.tp is not None:
@@ -142,7 +140,7 @@ def _largest(capacity: int, group: ProcessGroup, device: torch.device) -> int:
 
 @dataclass(frozen=True)
 class _Way:
-    """Where experts are. Ranks of ``axis`` are (ep, expert_tp), the latter innermost."""
+    """Where experts are. Ranks of `axis` are (ep, expert_tp), the latter innermost."""
 
     axis: MeshAxis
     group: ProcessGroup

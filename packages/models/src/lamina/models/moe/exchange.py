@@ -1,6 +1,6 @@
 """Rows that travel between ranks while the caller computes, forward and backward.
 
-The regions of ``lamina.collectives`` finish before they return. Here sending and receiving are two
+The regions of `lamina.collectives` finish before they return. Here sending and receiving are two
 nodes of the graph: what the caller computes between them runs while rows travel, and since
 backward visits nodes in the reverse order, its backward runs while gradients travel back.
 """
@@ -15,24 +15,20 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
-from lamina.collectives import (
-    Pending,
-    all_to_all_tokens,
-    gather_from,
-    reduce_scatter_to,
-    start_all_to_all,
-)
+from lamina.collectives import all_to_all_tokens, gather_from, reduce_scatter_to
+from lamina.collectives.engine import Pending, start_all_to_all
+
+__all__ = ["RowExchange", "gather_rows", "reduce_rows"]
 
 
 class RowExchange:
     """One all-to-all of rows, in flight from construction until `wait`.
 
     Args:
-        rows: ``[sum(sends), hidden]``.
+        rows: `[sum(sends), hidden]`.
         group: the ranks.
         sends: rows for each rank.
         receives: rows from each rank.
-
     """
 
     def __init__(
@@ -45,7 +41,7 @@ class RowExchange:
         self._ticket: Tensor | None = _Send.apply(rows, self)  # type: ignore[no-untyped-call]
 
     def wait(self) -> Tensor:
-        """Rows received: ``[sum(receives), hidden]``, in the order of the sending ranks."""
+        """Rows received: `[sum(receives), hidden]`, in the order of the sending ranks."""
         # The ticket's node holds this exchange: let go of it, or the two keep each other alive.
         ticket, self._ticket = self._ticket, None
         rows: Tensor = _Receive.apply(ticket, self)  # type: ignore[no-untyped-call]
@@ -98,10 +94,9 @@ def gather_rows(x: Tensor, group: ProcessGroup, sizes: Sequence[int]) -> Tensor:
     """Rows of all ranks, in rank order; gradients are summed over the ranks.
 
     Args:
-        x: ``[rows, ...]``, as many as ``sizes`` says of this rank.
+        x: `[rows, ...]`, as many as `sizes` says of this rank.
         group: the ranks.
         sizes: rows of each rank.
-
     """
     if len(set(sizes)) == 1:
         return gather_from(x, group, grad="reduce_scatter")
@@ -114,11 +109,10 @@ def reduce_rows(x: Tensor, group: ProcessGroup, sizes: Sequence[int], rank: int)
     """Sum over ranks; each keeps its rows. The inverse of `gather_rows` and its dual.
 
     Args:
-        x: ``[sum(sizes), ...]``.
+        x: `[sum(sizes), ...]`.
         group: the ranks.
         sizes: rows of each rank.
         rank: this rank's place.
-
     """
     if len(set(sizes)) == 1:
         return reduce_scatter_to(x, group)

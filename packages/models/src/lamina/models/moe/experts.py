@@ -6,17 +6,20 @@ import torch
 from torch import Tensor, nn
 
 from lamina.mesh import derive_seed, mark
-from lamina.models.autocast import under_autocast
-from lamina.models.axes import MeshLike
-from lamina.models.config import Activation
-from lamina.models.cutting import require_divisible
-from lamina.models.initialise import draw_seed, fill_normal_stack
-from lamina.models.mlp import ActivationFunction
+from lamina.models.base.config import Activation
+from lamina.models.base.configs.moe import ExpertsPath
+from lamina.models.base.cut_weights import require_divisible
+from lamina.models.base.initialise import draw_seed, fill_normal_stack
+from lamina.models.base.mesh_axes import MeshLike
+from lamina.models.layers.autocast import under_autocast
+from lamina.models.layers.mlp import ActivationFunction
 from lamina.models.moe.axes import ExpertAxes
-from lamina.models.moe.config import ExpertsPath
 from lamina.models.moe.dispatcher import ExpertRows
 from lamina.models.moe.products import ExpertRuns, Way, expert_product
 from lamina.models.moe.router import axes_from
+
+__all__ = ["GroupedExperts"]
+
 
 _GROUPED = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -24,9 +27,9 @@ _GROUPED = (torch.float32, torch.bfloat16, torch.float16)
 class GroupedExperts(nn.Module):
     """Up, an activation, down, for each expert with weights of its own and no biases.
 
-    ``up`` is ``[experts, ffn, hidden]``, with SwiGLU ``[experts, 2 * ffn, hidden]`` with the gate's
-    rows first; ``down`` is ``[experts, hidden, ffn]``. A rank holds the experts of its place on
-    ``ep`` and of each the run of the inner width of its place on ``expert_tp``. An expert starts
+    `up` is `[experts, ffn, hidden]`, with SwiGLU `[experts, 2 * ffn, hidden]` with the gate's
+    rows first; `down` is `[experts, hidden, ffn]`. A rank holds the experts of its place on
+    `ep` and of each the run of the inner width of its place on `expert_tp`. An expert starts
     from the same weights for every number of ranks.
 
     Args:
@@ -34,16 +37,15 @@ class GroupedExperts(nn.Module):
         hidden_size: width of a row.
         ffn_size: inner width of an expert, over all ranks.
         activation: between the projections.
-        mesh: has the axes ``ep`` and ``expert_tp``; None is one process.
-        init_std: standard deviation of the initial ``up``.
-        output_std: of the initial ``down``.
-        path: ``grouped`` (``torch.nn.functional.grouped_mm``), ``loop``, or ``auto``: one batched
+        mesh: has the axes `ep` and `expert_tp`; None is one process.
+        init_std: standard deviation of the initial `up`.
+        output_std: of the initial `down`.
+        path: `grouped` (`torch.nn.functional.grouped_mm`), `loop`, or `auto`: one batched
             product where the host knows that experts have equally many rows, else the first of
             the two that can.
 
     Raises:
         ValueError: if experts or inner width are not divisible by the number of ranks.
-
     """
 
     def __init__(
@@ -93,9 +95,9 @@ class GroupedExperts(nn.Module):
         fill_normal_stack(self.down, self.output_std, downs, cut, dim=1)
 
     def forward(self, arrived: ExpertRows) -> Tensor:
-        """Rows by expert, ``[rows, hidden]``, to results in the same order.
+        """Rows by expert, `[rows, hidden]`, to results in the same order.
 
-        With ``expert_tp`` results are partial: their sum over its ranks is the expert's.
+        With `expert_tp` results are partial: their sum over its ranks is the expert's.
         """
         rows, up, _ = under_autocast(arrived.rows, self.up)
         _, down, _ = under_autocast(rows, self.down)

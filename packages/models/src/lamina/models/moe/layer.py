@@ -6,14 +6,16 @@ from dataclasses import replace
 
 from torch import Tensor, nn
 
-from lamina.models.axes import MeshLike
-from lamina.models.config import TransformerConfig
-from lamina.models.mlp import MLP
+from lamina.models.base.config import TransformerConfig
+from lamina.models.base.mesh_axes import MeshLike
+from lamina.models.layers.mlp import MLP
 from lamina.models.moe.axes import ExpertAxes
 from lamina.models.moe.dispatcher import TokenDispatcher
 from lamina.models.moe.experts import GroupedExperts
 from lamina.models.moe.losses import RoutingContext
 from lamina.models.moe.router import TopKRouter, axes_from
+
+__all__ = ["MoELayer"]
 
 
 class MoELayer(nn.Module):
@@ -23,13 +25,12 @@ class MoELayer(nn.Module):
     second half on the way back, and in backward likewise.
 
     Args:
-        config: the shape; ``config.moe`` says what the layer is made of.
-        mesh: the model's mesh (axes ``ep``, ``expert_tp``, ``tp``, ``cp`` and the data-parallel
+        config: the shape; `config.moe` says what the layer is made of.
+        mesh: the model's mesh (axes `ep`, `expert_tp`, `tp`, `cp` and the data-parallel
             ones), or what it says of experts; None is one process.
 
     Raises:
-        ValueError: if the config has no ``moe``, or sizes are not divisible by the ranks.
-
+        ValueError: if the config has no `moe`, or sizes are not divisible by the ranks.
     """
 
     def __init__(self, config: TransformerConfig, mesh: MeshLike | ExpertAxes = None) -> None:
@@ -74,14 +75,13 @@ class MoELayer(nn.Module):
         """Send tokens through their experts.
 
         Args:
-            x: ``[batch, sequence, hidden]``, or under sequence parallelism ``[tokens, hidden]``.
+            x: `[batch, sequence, hidden]`, or under sequence parallelism `[tokens, hidden]`.
                 Any number of tokens, on each rank its own.
             context: padding, and the scale of auxiliary losses, of this forward.
-            shape: sequences in the microbatch and tokens of each here; by default read from ``x``.
+            shape: sequences in the microbatch and tokens of each here; by default read from `x`.
 
         Returns:
-            As ``x``.
-
+            As `x`.
         """
         context = context or RoutingContext()
         tokens = x.reshape(-1, x.shape[-1])

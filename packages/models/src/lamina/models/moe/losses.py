@@ -1,6 +1,6 @@
 """Auxiliary losses of routers, and how their gradients get in without touching the user's loss.
 
-A load-balancing loss is ``E * sum_i f_i * P_i`` over a set of tokens: f_i is the share of the set's
+A load-balancing loss is `E * sum_i f_i * P_i` over a set of tokens: f_i is the share of the set's
 copies that go to expert i, P_i its mean score. f has no gradient, so ranks that share a set
 need only agree on its counts, and each adds the part of the sum over its own tokens.
 """
@@ -15,12 +15,22 @@ from torch import Tensor
 from torch._compile import _disable_dynamo as one_graph_break
 from torch.autograd.function import once_differentiable
 
-from lamina.collectives import all_reduce_small, scatter_to
-from lamina.mesh import MeshAxis
+from lamina.collectives import scatter_to
+from lamina.collectives.engine import all_reduce_small
+from lamina.mesh.engine import MeshAxis
+from lamina.models.base.configs.moe import MoEConfig
+from lamina.models.layers.zigzag import cut_sequence
 from lamina.models.moe.axes import ExpertAxes
-from lamina.models.moe.config import MoEConfig
 from lamina.models.moe.routing import count_copies
-from lamina.models.zigzag import cut_sequence
+
+__all__ = [
+    "AuxiliaryScale",
+    "RoutingContext",
+    "Scored",
+    "auxiliary_losses",
+    "inject",
+    "load_by_sequence",
+]
 
 
 class AuxiliaryScale:
@@ -29,7 +39,7 @@ class AuxiliaryScale:
     By default 1: right where every rank's loss is a mean and there is one microbatch. It
     follows a loss once that is known (`follow`), because backward reaches the loss first:
     `GPTModel` lets it follow its own; who uses a `MoELayer` by itself passes it a
-    `RoutingContext` per forward and calls ``context.scale.follow(loss, 1.0)``.
+    `RoutingContext` per forward and calls `context.scale.follow(loss, 1.0)`.
     """
 
     def __init__(self, value: float | Tensor = 1.0) -> None:
@@ -45,7 +55,6 @@ class AuxiliaryScale:
 
         Raises:
             ValueError: if the router was called several times: nothing says which call it is.
-
         """
         kept = self._loads.get(router, [])
         if len(kept) > 1:
@@ -59,13 +68,12 @@ class AuxiliaryScale:
 
     @one_graph_break
     def follow(self, loss: Tensor, factor: float | Tensor) -> None:
-        """Take the gradient that ``loss`` is given, times ``factor``.
+        """Take the gradient that `loss` is given, times `factor`.
 
         Args:
             loss: what the forward ends in: a mean over this rank's tokens.
-            factor: the number of ranks that share the microbatch's sequences (``cp``); of a sum,
+            factor: the number of ranks that share the microbatch's sequences (`cp`); of a sum,
                 the number of labels.
-
         """
         if not loss.requires_grad:
             return
@@ -82,12 +90,11 @@ class RoutingContext:
 
     Attributes:
         scale: of auxiliary losses.
-        padding: bool ``[tokens]`` of this rank: True for tokens that go to no expert and count in
+        padding: bool `[tokens]` of this rank: True for tokens that go to no expert and count in
             no loss; None where all count.
         capacities: the largest that the ranks of a group have, by their numbers, for
-            ``pad_to_capacity``: found out by the first layer.
+            `pad_to_capacity`: found out by the first layer.
         told: what the user was warned of in this forward.
-
     """
 
     scale: AuxiliaryScale = field(default_factory=AuxiliaryScale)
@@ -102,10 +109,9 @@ class RoutingContext:
         """Cut a mask as the model cuts its tokens.
 
         Args:
-            padding_mask: bool ``[batch, sequence]``, True for padding; None for none.
+            padding_mask: bool `[batch, sequence]`, True for padding; None for none.
             axes: of the model.
             scale: of auxiliary losses until it follows a loss.
-
         """
         padding = None
         if padding_mask is not None:
@@ -120,13 +126,12 @@ class Scored:
     """What a router made of its tokens.
 
     Attributes:
-        logits: ``[tokens, num_experts]``.
-        probabilities: ``[tokens, num_experts]``, each token's sum to one.
-        experts: int64 ``[tokens, top_k]``, ``num_experts`` for padding.
-        counted: bool ``[tokens]``: which are no padding; None for all.
-        sequence: int64 ``[tokens]``: which sequence each belongs to; None for one.
+        logits: `[tokens, num_experts]`.
+        probabilities: `[tokens, num_experts]`, each token's sum to one.
+        experts: int64 `[tokens, top_k]`, `num_experts` for padding.
+        counted: bool `[tokens]`: which are no padding; None for all.
+        sequence: int64 `[tokens]`: which sequence each belongs to; None for one.
         sequences: how many there are.
-
     """
 
     logits: Tensor
@@ -141,8 +146,7 @@ def load_by_sequence(scored: Scored, num_experts: int, axes: tuple[MeshAxis, ...
     """Copies of each sequence to each expert over all ranks that share the microbatch.
 
     Returns:
-        int64 ``[sequences, num_experts]``, or ``[1, num_experts]`` without sequences.
-
+        int64 `[sequences, num_experts]`, or `[1, num_experts]` without sequences.
     """
     if scored.sequence is None:
         loads = count_copies(scored.experts, num_experts).unsqueeze(0)
@@ -165,12 +169,11 @@ def auxiliary_losses(
         scored: this rank's tokens.
         moe: coefficients.
         loads: from `load_by_sequence`.
-        everywhere: int64 ``[num_experts]``: loads over all ranks, for ``global_loss``.
+        everywhere: int64 `[num_experts]`: loads over all ranks, for `global_loss`.
 
     Returns:
         Scalars by name. Added up over the ranks of a microbatch and averaged over microbatches
         and data-parallel ranks they are the losses.
-
     """
     wide = scored.probabilities.dtype
     tokens = (loads.sum() / moe.top_k).clamp(min=1).to(wide)
@@ -193,7 +196,7 @@ def auxiliary_losses(
 
 
 def _balance(loads: Tensor, probabilities: Tensor, tokens: Tensor) -> Tensor:
-    """``E * sum_i f_i * P_i``, the part of these tokens."""
+    """`E * sum_i f_i * P_i`, the part of these tokens."""
     share = loads.to(probabilities.dtype) / loads.sum().clamp(min=1)
     return loads.numel() * (share * probabilities.sum(0)).sum() / tokens
 
@@ -217,7 +220,6 @@ def inject(carrier: Tensor, loss: Tensor, scale: AuxiliaryScale) -> Tensor:
         carrier: any shape; returned as it is.
         loss: a scalar.
         scale: what its gradient is, when backward comes by.
-
     """
     tied: Tensor = _Inject.apply(carrier, loss, scale)  # type: ignore[no-untyped-call]
     return tied

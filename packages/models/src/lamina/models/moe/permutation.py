@@ -1,6 +1,6 @@
 """Copies of tokens into rows and back, with gathers in both directions.
 
-``source`` says which copy each row is and ``place`` which row each copy is, so neither forward nor
+`source` says which copy each row is and `place` which row each copy is, so neither forward nor
 backward scatters: no atomics, one order of summation, the same bits every time.
 """
 
@@ -12,20 +12,21 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+__all__ = ["copies_to_rows", "rows_to_tokens"]
+
 
 def copies_to_rows(x: Tensor, source: Tensor, place: Tensor, top_k: int, holes: bool) -> Tensor:
     """Copy tokens into rows.
 
     Args:
-        x: ``[tokens, hidden]``.
-        source: int64 ``[rows]``: the copy in each row, ``tokens * top_k`` for a row of zeros.
-        place: int64 ``[tokens * top_k]``: the row of each copy, ``rows`` for none.
+        x: `[tokens, hidden]`.
+        source: int64 `[rows]`: the copy in each row, `tokens * top_k` for a row of zeros.
+        place: int64 `[tokens * top_k]`: the row of each copy, `rows` for none.
         top_k: copies per token.
         holes: whether such rows or copies may occur.
 
     Returns:
-        ``[rows, hidden]``.
-
+        `[rows, hidden]`.
     """
     rows: Tensor = _CopiesToRows.apply(x, source, place, top_k, holes)  # type: ignore[no-untyped-call]
     return rows
@@ -37,22 +38,21 @@ def rows_to_tokens(
     """Add up each token's rows, weighted.
 
     Args:
-        rows: ``[rows, hidden]``.
-        weights: ``[tokens, top_k]``, in float32 or wider.
+        rows: `[rows, hidden]`.
+        weights: `[tokens, top_k]`, in float32 or wider.
         source: as of `copies_to_rows`.
         place: as of `copies_to_rows`.
         holes: as of `copies_to_rows`.
 
     Returns:
-        ``[tokens, hidden]`` in the rows' dtype; summed in the weights', best expert first.
-
+        `[tokens, hidden]` in the rows' dtype; summed in the weights', best expert first.
     """
     tokens: Tensor = _RowsToTokens.apply(rows, weights, source, place, holes)  # type: ignore[no-untyped-call]
     return tokens
 
 
 def _take(rows: Tensor, index: Tensor, holes: bool) -> Tensor:
-    """``rows[index]``, zero where the index is the number of rows."""
+    """`rows[index]`, zero where the index is the number of rows."""
     if not holes:
         return rows.index_select(0, index)
     count = rows.shape[0]

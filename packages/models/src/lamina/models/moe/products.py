@@ -1,6 +1,6 @@
 """The products of rows with their experts' weights, behind one face.
 
-Three ways to multiply are in ``ExpertRuns``; where a wrapper has a place for the weights' gradient
+Three ways to multiply are in `ExpertRuns`; where a wrapper has a place for the weights' gradient
 it is written there, as linear layers do.
 """
 
@@ -14,7 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from lamina.models.products import may_sink, weight_gradient, write_product
+from lamina.models.layers.matmul_products import may_sink, weight_gradient, write_product
+
+__all__ = ["ExpertGradients", "ExpertRuns", "Way", "expert_product"]
+
 
 Way = Literal["batched", "grouped", "loop"]
 
@@ -24,11 +27,10 @@ class ExpertRuns:
     """How rows lie by expert, and how they are multiplied.
 
     Attributes:
-        counts: int64 ``[experts]``: rows of each, on the rows' device.
+        counts: int64 `[experts]`: rows of each, on the rows' device.
         on_host: the same as numbers, where the host knows them.
-        way: ``batched`` where all experts have as many rows, ``grouped`` by
-            ``torch.nn.functional.grouped_mm``, ``loop`` one expert after the other.
-
+        way: `batched` where all experts have as many rows, `grouped` by
+            `torch.nn.functional.grouped_mm`, `loop` one expert after the other.
     """
 
     counts: Tensor
@@ -42,11 +44,11 @@ class ExpertRuns:
 
     @property
     def ends(self) -> Tensor:
-        """Where each expert's rows end, int32 ``[experts]``."""
+        """Where each expert's rows end, int32 `[experts]`."""
         return self.counts.cumsum(0).to(torch.int32)
 
     def multiply(self, rows: Tensor, stack: Tensor) -> Tensor:
-        """``[rows, in]`` with each expert's matrix of ``[experts, in, out]``: ``[rows, out]``."""
+        """`[rows, in]` with each expert's matrix of `[experts, in, out]`: `[rows, out]`."""
         if self.way == "batched":
             return torch.bmm(self.batched(rows), stack).flatten(0, 1)
         if self.way == "grouped":
@@ -56,18 +58,17 @@ class ExpertRuns:
         return torch.cat([part @ matrix for part, matrix in parts])
 
     def batched(self, rows: Tensor) -> Tensor:
-        """``[experts, rows of each, width]``."""
+        """`[experts, rows of each, width]`."""
         return rows.view(self.counts.shape[0], -1, rows.shape[1])
 
 
 def expert_product(rows: Tensor, weight: Tensor, runs: ExpertRuns) -> Tensor:
-    """``rows @ weight[e].T`` for the rows of each expert e.
+    """`rows @ weight[e].T` for the rows of each expert e.
 
     Args:
-        rows: ``[rows, in]``.
-        weight: ``[experts, out, in]``.
+        rows: `[rows, in]`.
+        weight: `[experts, out, in]`.
         runs: which rows are whose.
-
     """
     if may_sink(weight):
         sunk: Tensor = _ExpertProduct.apply(rows, weight, runs)  # type: ignore[no-untyped-call]
@@ -80,18 +81,18 @@ def expert_product(rows: Tensor, weight: Tensor, runs: ExpertRuns) -> Tensor:
 
 
 class ExpertGradients:
-    """The two products of a backward, made from the results' gradient ``[rows, out]``."""
+    """The two products of a backward, made from the results' gradient `[rows, out]`."""
 
     def __init__(self, grad: Tensor, runs: ExpertRuns) -> None:
         self.grad = grad.contiguous()
         self.runs = runs
 
     def by_input(self, weight: Tensor) -> Tensor:
-        """``[rows, in]``."""
+        """`[rows, in]`."""
         return self.runs.multiply(self.grad, weight)
 
     def by_weight(self, x: Tensor) -> Tensor:
-        """``[experts, out, in]``."""
+        """`[experts, out, in]`."""
         runs, grad = self.runs, self.grad
         if runs.way == "batched":
             return torch.bmm(runs.batched(grad).transpose(1, 2), runs.batched(x))
@@ -101,7 +102,7 @@ class ExpertGradients:
         return torch.stack([each.t() @ rows for each, rows in parts])
 
     def add_by_weight(self, x: Tensor, total: Tensor, accumulate: bool) -> None:
-        """Write the weight's gradient into ``total`` ``[experts, out, in]``, or add it."""
+        """Write the weight's gradient into `total` `[experts, out, in]`, or add it."""
         runs, grad = self.runs, self.grad
         if runs.way == "batched" and total.dtype == x.dtype:
             sides = runs.batched(grad).transpose(1, 2), runs.batched(x)

@@ -12,14 +12,14 @@ from torch import Tensor, nn
 from torch._compile import _disable_dynamo as one_graph_break
 from torch.distributed.device_mesh import DeviceMesh
 
-from lamina.collectives import all_reduce_small
-from lamina.ddp import main_of
+from lamina.collectives.engine import all_reduce_small
+from lamina.ddp.engine import main_of
 from lamina.mesh import ParallelMesh, mark
-from lamina.models.axes import MeshLike
-from lamina.models.dropout import dropout_stream
-from lamina.models.initialise import fill_normal
+from lamina.models.base.configs.moe import MoEConfig
+from lamina.models.base.initialise import fill_normal
+from lamina.models.base.mesh_axes import MeshLike
+from lamina.models.layers.dropout import dropout_stream
 from lamina.models.moe.axes import ExpertAxes
-from lamina.models.moe.config import MoEConfig
 from lamina.models.moe.losses import (
     AuxiliaryScale,
     RoutingContext,
@@ -31,13 +31,15 @@ from lamina.models.moe.losses import (
 from lamina.models.moe.routing import Routing, choose_experts, count_copies, within_capacity
 from lamina.models.moe.statistics import RoutingTotals
 
+__all__ = ["TopKRouter", "axes_from"]
+
 
 class TopKRouter(nn.Module):
     """Scores tokens against experts in float32 (float64 for float64 models) and takes the best.
 
-    ``weight`` is ``[num_experts, hidden]``, whole on every rank. With ``moe.bias_rate`` there is a
-    buffer ``expert_bias``, float32 ``[num_experts]`` whatever the model's dtype, that
-    ``finalize_step`` moves; `lamina.ddp.finalize_grads` calls it once a step.
+    `weight` is `[num_experts, hidden]`, whole on every rank. With `moe.bias_rate` there is a
+    buffer `expert_bias`, float32 `[num_experts]` whatever the model's dtype, that
+    `finalize_step` moves; `lamina.ddp.finalize_grads` calls it once a step.
 
     Args:
         hidden_size: width of a token.
@@ -45,7 +47,6 @@ class TopKRouter(nn.Module):
         mesh: the model's mesh, or what it says of experts; None is one process.
         sequence_parallel: each tensor-parallel rank sees other tokens.
         init_std: standard deviation of the initial weight.
-
     """
 
     expert_bias: Tensor | None
@@ -93,17 +94,16 @@ class TopKRouter(nn.Module):
         context: RoutingContext | None = None,
         shape: tuple[int, int] | None = None,
     ) -> Routing:
-        """Route ``[tokens, hidden]``.
+        """Route `[tokens, hidden]`.
 
         Args:
             x: this rank's tokens.
             context: padding, and the scale of auxiliary losses.
             shape: sequences in the microbatch and this context-parallel rank's tokens of each;
-                for ``sequence_loss``.
+                for `sequence_loss`.
 
         Raises:
-            ValueError: ``sequence_loss`` without a shape.
-
+            ValueError: `sequence_loss` without a shape.
         """
         context = context or RoutingContext()
         moe, padding = self.moe, context.padding
@@ -131,7 +131,7 @@ class TopKRouter(nn.Module):
         return routing
 
     def score(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Logits and scores ``[tokens, num_experts]`` of ``[tokens, hidden]``, jittered."""
+        """Logits and scores `[tokens, num_experts]` of `[tokens, hidden]`, jittered."""
         wide = torch.promote_types(x.dtype, torch.float32)
         x = x.to(wide)
         if self.training and self.moe.jitter:
@@ -151,7 +151,6 @@ class TopKRouter(nn.Module):
 
         Raises:
             ValueError: if a global loss has not seen ranks of the mesh that hold other tokens.
-
         """
         axes = self.axes
         if mesh is not None:
@@ -237,7 +236,7 @@ class TopKRouter(nn.Module):
         return auxiliary_losses(scored, self.moe, again[:-1], again[-1])
 
     def _everywhere(self, loads: Tensor) -> Tensor:
-        """Loads over data-parallel ranks and the step's microbatches, for ``global_loss``."""
+        """Loads over data-parallel ranks and the step's microbatches, for `global_loss`."""
         total = loads.sum(0)
         if not self.moe.global_loss:
             return total

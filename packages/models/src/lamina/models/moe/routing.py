@@ -7,7 +7,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lamina.models.moe.config import Drop, MoEConfig
+from lamina.models.base.configs.moe import Drop, MoEConfig
+
+__all__ = [
+    "Routing",
+    "choose_experts",
+    "count_copies",
+    "rows_by_expert",
+    "rows_to_capacity",
+    "within_capacity",
+]
 
 
 @dataclass(frozen=True)
@@ -15,13 +24,12 @@ class Routing:
     """Where the tokens of a rank go.
 
     Attributes:
-        experts: int64 ``[tokens, top_k]``; ``num_experts`` for a copy that goes nowhere.
-        weights: ``[tokens, top_k]`` in float32 or wider, 0 for a copy that goes nowhere.
-        counts: int64 ``[num_experts]``: copies that go to each expert.
+        experts: int64 `[tokens, top_k]`; `num_experts` for a copy that goes nowhere.
+        weights: `[tokens, top_k]` in float32 or wider, 0 for a copy that goes nowhere.
+        counts: int64 `[num_experts]`: copies that go to each expert.
         holes: whether copies may go nowhere. Known without looking at the device.
         capacity: send every expert exactly this many rows, or as many as the rank with the largest
             capacity; None sends what there is.
-
     """
 
     experts: Tensor
@@ -35,15 +43,14 @@ def choose_experts(scores: Tensor, moe: MoEConfig, bias: Tensor | None = None) -
     """Take each token's best experts, of its best groups if there are groups.
 
     Args:
-        scores: ``[tokens, num_experts]``.
+        scores: `[tokens, num_experts]`.
         moe: how many, of how many groups.
-        bias: ``[num_experts]``, added to the scores here only.
+        bias: `[num_experts]`, added to the scores here only.
 
     Returns:
-        int64 ``[tokens, top_k]``, best first.
+        int64 `[tokens, top_k]`, best first.
 
     Source: DeepSeek-V3, arXiv:2412.19437, section 2.1.2 (groups and bias).
-
     """
     ranking = scores.detach() if bias is None else scores.detach() + bias
     if moe.num_groups > 1:
@@ -57,7 +64,7 @@ def choose_experts(scores: Tensor, moe: MoEConfig, bias: Tensor | None = None) -
 
 
 def count_copies(experts: Tensor, num_experts: int) -> Tensor:
-    """Copies per expert, int64 ``[num_experts]``; ids of ``num_experts`` and above don't count."""
+    """Copies per expert, int64 `[num_experts]`; ids of `num_experts` and above don't count."""
     flat = experts.flatten().clamp(max=num_experts)
     # Not bincount: on CUDA it makes the host wait.
     counts = torch.zeros(num_experts + 1, dtype=torch.int64, device=experts.device)
@@ -65,14 +72,13 @@ def count_copies(experts: Tensor, num_experts: int) -> Tensor:
 
 
 def within_capacity(experts: Tensor, weights: Tensor, capacity: int, drop: Drop) -> Tensor:
-    """Say which copies their experts take: bool ``[tokens, top_k]``.
+    """Say which copies their experts take: bool `[tokens, top_k]`.
 
     Args:
-        experts: int64 ``[tokens, top_k]``.
-        weights: ``[tokens, top_k]``.
+        experts: int64 `[tokens, top_k]`.
+        weights: `[tokens, top_k]`.
         capacity: copies that an expert takes.
-        drop: ``weight`` keeps the heaviest, ``position`` the first tokens. Ties go to the first.
-
+        drop: `weight` keeps the heaviest, `position` the first tokens. Ties go to the first.
     """
     flat = experts.flatten()
     if drop == "weight":
@@ -99,13 +105,12 @@ def rows_by_expert(experts: Tensor, rows: int | None = None) -> tuple[Tensor, Te
     """Lay copies out by expert, those of one expert in token order.
 
     Args:
-        experts: int64 ``[tokens, top_k]``; larger ids lie behind.
+        experts: int64 `[tokens, top_k]`; larger ids lie behind.
         rows: how many rows are kept, from the first; all if None.
 
     Returns:
-        ``source``: int64 ``[rows]``, which copy each row is; ``place``: int64
-        ``[tokens * top_k]``, which row each copy is, ``rows`` if none.
-
+        `source`: int64 `[rows]`, which copy each row is; `place`: int64
+        `[tokens * top_k]`, which row each copy is, `rows` if none.
     """
     flat = experts.flatten()
     source = flat.argsort(stable=True)
@@ -118,9 +123,9 @@ def rows_by_expert(experts: Tensor, rows: int | None = None) -> tuple[Tensor, Te
 
 
 def rows_to_capacity(experts: Tensor, num_experts: int, capacity: int) -> tuple[Tensor, Tensor]:
-    """Lay copies out by expert with ``capacity`` rows for each; see `rows_by_expert`.
+    """Lay copies out by expert with `capacity` rows for each; see `rows_by_expert`.
 
-    A row without a copy has source ``tokens * top_k``. No expert may have more copies than rows.
+    A row without a copy has source `tokens * top_k`. No expert may have more copies than rows.
     """
     flat = experts.flatten()
     order = flat.argsort(stable=True)

@@ -10,9 +10,11 @@ from itertools import islice
 import torch
 from torch import Tensor, nn
 
-from lamina.collectives import all_reduce_small
-from lamina.models.axes import MeshLike
+from lamina.collectives.engine import all_reduce_small
+from lamina.models.base.mesh_axes import MeshLike
 from lamina.models.moe.axes import ExpertAxes
+
+__all__ = ["LayerRouting", "RoutingTotals", "routing_statistics"]
 
 
 class RoutingTotals:
@@ -24,7 +26,7 @@ class RoutingTotals:
         self.sums: dict[str, Tensor] = {}
 
     def add(self, chosen: Tensor, sums: Mapping[str, Tensor]) -> None:
-        """Add one forward's int64 ``[num_experts]`` counts and named scalars."""
+        """Add one forward's int64 `[num_experts]` counts and named scalars."""
         self.forwards += 1
         self.chosen = chosen.clone() if self.chosen is None else self.chosen + chosen
         for name, value in sums.items():
@@ -38,10 +40,9 @@ class LayerRouting:
 
     Attributes:
         load: each expert's share of the copies, before any were dropped; they sum to one.
-        entropy: of a token's scores in nats, averaged; ``log(num_experts)`` if it knows nothing.
+        entropy: of a token's scores in nats, averaged; `log(num_experts)` if it knows nothing.
         dropped: share of the copies that found no place.
         losses: auxiliary losses by name, with their coefficients.
-
     """
 
     load: tuple[float, ...]
@@ -58,14 +59,13 @@ class LayerRouting:
 def routing_statistics(model: nn.Module, mesh: MeshLike = None) -> dict[str, LayerRouting]:
     """What the routers of a model did in the last training step, by the router's name.
 
-    The last step is what came before the last ``finalize_step`` (that ``finalize_grads`` calls), or
+    The last step is what came before the last `finalize_step` (that `finalize_grads` calls), or
     all there was if it was never called. Collective over the ranks that hold different tokens;
     the host waits once.
 
     Args:
         model: holds routers, at any depth; the same on all ranks of the mesh.
         mesh: the mesh; None for one process.
-
     """
     from lamina.models.moe.router import TopKRouter  # it needs this module
 
@@ -107,7 +107,7 @@ def _row(totals: RoutingTotals) -> Tensor:
 
 
 def _read(totals: RoutingTotals, values: list[float], shared_by: int) -> LayerRouting:
-    """Name the sums over all ranks; ``shared_by`` of them hold parts of each microbatch."""
+    """Name the sums over all ranks; `shared_by` of them hold parts of each microbatch."""
     *values, forwards = values
     experts = len(values) - len(totals.sums)
     sums = dict(zip(totals.sums, values[experts:], strict=True))

@@ -1,1 +1,1 @@
-"""Pipeline parallelism."""
+"""Pipeline stages, their schedules and the runner."""

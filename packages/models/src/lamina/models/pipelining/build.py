@@ -1,4 +1,4 @@
-"""``pipeline``: a model cut into stages over the ranks of ``pp``, run by torch's schedules."""
+"""`pipeline`: a model cut into stages over the ranks of `pp`, run by torch's schedules."""
 
 from __future__ import annotations
 
@@ -8,13 +8,15 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from lamina.collectives import broadcast
-from lamina.ddp import HasGroups, groups_of
-from lamina.mesh import MeshAxis, ParallelMesh, mesh_axis
-from lamina.models.axes import axis_of
-from lamina.models.config import TransformerConfig
-from lamina.models.gpt import HOOKS, GPTModel, require_gpt
-from lamina.models.initialise import check_same_seed
+from lamina.collectives.engine import broadcast
+from lamina.ddp.engine import HasGroups, groups_of
+from lamina.mesh import ParallelMesh
+from lamina.mesh.engine import MeshAxis, mesh_axis
+from lamina.models.base.config import TransformerConfig
+from lamina.models.base.initialise import check_same_seed
+from lamina.models.base.mesh_axes import axis_of
+from lamina.models.decoder.gpt import HOOKS, GPTModel, require_gpt
+from lamina.models.decoder.precision_backends import amax_exchanges
 from lamina.models.pipelining.contracts import OncePerStep
 from lamina.models.pipelining.cuts import Layout, cut_layers, resolve_layout
 from lamina.models.pipelining.module import GPTStage, materialise
@@ -25,7 +27,8 @@ from lamina.models.pipelining.schedule import (
     number_of_stages,
     schedule_kind,
 )
-from lamina.models.precision.backends import amax_exchanges
+
+__all__ = ["pipeline"]
 
 
 def pipeline(
@@ -45,34 +48,33 @@ def pipeline(
     """Cut a model into pipeline stages and make what trains them.
 
     Every rank builds the whole model (on the meta device where it is large) and keeps its stages;
-    ``model`` must not be used afterwards. Parameters keep the names they have in the whole model.
+    `model` must not be used afterwards. Parameters keep the names they have in the whole model.
 
     Args:
         model: the whole model, built for this mesh, with the same seed on every pipeline rank.
-        mesh: has an axis ``pp``. A model with tied embeddings needs a ParallelMesh.
-        schedule: ``gpipe``, ``1f1b``, ``interleaved_1f1b``, ``looped_bfs``,
-            ``interleaved_zero_bubble``, ``zbv_zero_bubble`` or ``dualpipev``.
+        mesh: has an axis `pp`. A model with tied embeddings needs a ParallelMesh.
+        schedule: `gpipe`, `1f1b`, `interleaved_1f1b`, `looped_bfs`,
+            `interleaved_zero_bubble`, `zbv_zero_bubble` or `dualpipev`.
         num_microbatches: how many pieces a batch is cut into; they need not be equal.
-        layout: layers per stage (``[3, 5, 5, 3]``), or the layers of each stage; by default cut by
+        layout: layers per stage (`[3, 5, 5, 3]`), or the layers of each stage; by default cut by
             cost, embedding and head counted.
         stages_per_rank: for interleaved and breadth-first schedules, 2 or more (default 2).
-        wrap: makes a stage data-parallel: ``lambda stage: fully_shard(stage, device_mesh=mesh)`` or
-            ``lambda stage: DistributedDataParallel(stage, config, mesh)``. None leaves stages bare.
-        device: where stages on the meta device are made before ``wrap``; None leaves that to it.
+        wrap: makes a stage data-parallel: `lambda stage: fully_shard(stage, device_mesh=mesh)` or
+            `lambda stage: DistributedDataParallel(stage, config, mesh)`. None leaves stages bare.
+        device: where stages on the meta device are made before `wrap`; None leaves that to it.
         dtype: of activations between stages; by default that of the weights computed with.
-        each_microbatch: gather units of ``fully_shard`` and sum their gradients at every microbatch
+        each_microbatch: gather units of `fully_shard` and sum their gradients at every microbatch
             (less memory, more traffic) instead of once per step.
         sequence: tokens per sequence that it will train on, which decide what attention costs
-            beside the head where layers are cut by cost; by default ``max_sequence_length``.
+            beside the head where layers are cut by cost; by default `max_sequence_length`.
 
     Returns:
-        A runner: ``loss = runner.step(tokens, labels)``, then the optimizer.
+        A runner: `loss = runner.step(tokens, labels)`, then the optimizer.
 
     Raises:
         TypeError: for another model than a `GPTModel`.
         ValueError: for a schedule, layout, number of microbatches or mesh that do not go together,
             and for what was added to the model and no stage would have.
-
     """
     model = require_gpt(model, "pipeline()")
     axis, kind = _pipeline_axis(mesh), schedule_kind(schedule)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from contextlib import AbstractContextManager
 from typing import Protocol, runtime_checkable
 
+__all__ = ["OncePerStep", "SumsGradients"]
+
 
 @runtime_checkable
 class SumsGradients(Protocol):

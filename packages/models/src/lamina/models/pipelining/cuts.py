@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from lamina.models.config import TransformerConfig
-from lamina.models.cost import training_flops_per_token
-from lamina.models.precision.settings import Precision
+from lamina.models.base.config import TransformerConfig
+from lamina.models.base.configs.precision import Precision
+from lamina.models.base.cost import training_flops_per_token
+
+__all__ = ["LOOKUP_COST", "Layout", "cut_layers", "part_costs", "resolve_layout"]
+
 
 Layout = tuple[tuple[int, ...], ...]
 """Layers of each stage, in order."""
@@ -29,7 +32,6 @@ def part_costs(config: TransformerConfig, sequence: int) -> tuple[float, list[fl
 
     Returns:
         Costs of the embedding, of each layer, and of the head.
-
     """
     head = 6.0 * config.padded_vocab_size * config.hidden_size
     kinds = [(letter, config.has_experts(at)) for at, letter in enumerate(config.pattern)]
@@ -65,7 +67,6 @@ def cut_layers(config: TransformerConfig, num_stages: int, sequence: int | None 
 
     Raises:
         ValueError: if there are fewer layers than stages need.
-
     """
     needed = max(num_stages - 2, 1)
     if num_stages < 1 or config.num_layers < needed:
@@ -116,7 +117,6 @@ def resolve_layout(layout: Sequence[int] | Sequence[Sequence[int]], num_layers: 
 
     Raises:
         ValueError: unless every layer is in it once, in order, and no inner stage is empty.
-
     """
     runs: list[tuple[int, ...]] = []
     start = 0

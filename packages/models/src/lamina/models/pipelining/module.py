@@ -9,14 +9,17 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from lamina.mesh import copy_role, mark
-from lamina.models.context import AttentionContext, default_positions
-from lamina.models.context_parallel import check_pattern
-from lamina.models.gpt import GPTModel
+from lamina.mesh import mark
+from lamina.mesh.engine import copy_role
+from lamina.models.attention.context import AttentionContext, default_positions
+from lamina.models.attention.context_parallel import check_pattern
+from lamina.models.base.roles import KeepsRoles
+from lamina.models.decoder.gpt import GPTModel
+from lamina.models.decoder.precision_backends import follow_histories
+from lamina.models.layers.zigzag import cut_sequence
 from lamina.models.moe.losses import RoutingContext
-from lamina.models.precision.backends import follow_histories
-from lamina.models.roles import KeepsRoles
-from lamina.models.zigzag import cut_sequence
+
+__all__ = ["GPTStage", "Microbatch", "materialise"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,14 +27,13 @@ class Microbatch:
     """What every stage is given of a microbatch.
 
     Attributes:
-        tokens: int64 ``[batch, sequence]``.
-        labels: int64 ``[batch, sequence]``; only the last stage reads them.
-        positions: int64 ``[sequence]`` or ``[batch, sequence]``, or None.
-        document_ids: integers ``[batch, sequence]``, or None.
+        tokens: int64 `[batch, sequence]`.
+        labels: int64 `[batch, sequence]`; only the last stage reads them.
+        positions: int64 `[sequence]` or `[batch, sequence]`, or None.
+        document_ids: integers `[batch, sequence]`, or None.
         factor: what the sum of the tokens' losses is multiplied by.
         auxiliary: what auxiliary losses of the microbatch weigh beside that.
-        padding_mask: bool ``[batch, sequence]``, True for tokens that go to no expert, or None.
-
+        padding_mask: bool `[batch, sequence]`, True for tokens that go to no expert, or None.
     """
 
     tokens: Tensor
@@ -46,9 +48,9 @@ class Microbatch:
 class GPTStage(GPTModel):
     """Some consecutive blocks of a `GPTModel`, with the ends that belong to them.
 
-    Parameters have the names that they have in the whole model: layer 5 is ``blocks.5`` in
-    whichever stage, and where embeddings are tied the last stage's copy is ``embedding.weight``
-    (and ``head.weight`` in ``state_dict()``, as in the whole model).
+    Parameters have the names that they have in the whole model: layer 5 is `blocks.5` in
+    whichever stage, and where embeddings are tied the last stage's copy is `embedding.weight`
+    (and `head.weight` in `state_dict()`, as in the whole model).
 
     Args:
         model: the whole model, possibly on the meta device; its modules move here.
@@ -57,7 +59,6 @@ class GPTStage(GPTModel):
         last: whether this stage computes the loss.
         copies: make an embedding of its own for a tied head, because the first stage on this rank
             has the model's.
-
     """
 
     def __init__(
@@ -116,9 +117,8 @@ class GPTStage(GPTModel):
             batch: the microbatch; the same on every stage.
 
         Returns:
-            Activations ``[batch, sequence / cp, hidden]`` (``[tokens / cp / tp, hidden]`` under
-            sequence parallelism), or in the last stage the loss times ``batch.factor``, a scalar.
-
+            Activations `[batch, sequence / cp, hidden]` (`[tokens / cp / tp, hidden]` under
+            sequence parallelism), or in the last stage the loss times `batch.factor`, a scalar.
         """
         positions = batch.positions
         if positions is None:
@@ -155,10 +155,9 @@ class GPTStage(GPTModel):
         """Raise ValueError for attention that the device cannot do, before a stage waits.
 
         Args:
-            tokens: int64 ``[batch, sequence]``.
+            tokens: int64 `[batch, sequence]`.
             dtype: of activations.
             document_ids: as of the microbatches.
-
         """
         dropout = self.config.attention_dropout if self.training else 0.0
         documents = document_ids is not None

@@ -9,38 +9,35 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from lamina.collectives import all_reduce_small, broadcast
-from lamina.ddp import (
-    HasGroups,
-    ParameterGroup,
-    finalize_grads,
-    finalize_plain_grads,
-    groups_of,
-)
-from lamina.mesh import ParallelMesh, mesh_axis
-from lamina.models.axes import axis_of
-from lamina.models.context import same_for_all
-from lamina.models.loss import IGNORED
+from lamina.collectives.engine import all_reduce_small, broadcast
+from lamina.ddp import finalize_grads
+from lamina.ddp.engine import HasGroups, ParameterGroup, finalize_plain_grads, groups_of
+from lamina.mesh import ParallelMesh
+from lamina.mesh.engine import mesh_axis
+from lamina.models.attention.context import same_for_all
+from lamina.models.base.mesh_axes import axis_of
+from lamina.models.layers.loss import IGNORED
+from lamina.models.layers.zigzag import cut_sequence
 from lamina.models.pipelining.contracts import OncePerStep
 from lamina.models.pipelining.cuts import Layout
 from lamina.models.pipelining.module import Microbatch
-from lamina.models.zigzag import cut_sequence
 
 if TYPE_CHECKING:
     from lamina.models.pipelining.stage import LaminaStage
+
+__all__ = ["PipelineRunner"]
 
 
 class PipelineRunner(nn.Module):
     """This rank's stages of a pipeline; made by `pipeline`.
 
-    Parameters, ``state_dict()`` and groups have the names of the whole model.
+    Parameters, `state_dict()` and groups have the names of the whole model.
 
     Attributes:
-        stages: this rank's stages in order, as ``wrap`` returned them (give them to
-            ``fully_shard_optimizer``, ``clip_grad_norm``, ``memory_plan``).
+        stages: this rank's stages in order, as `wrap` returned them (give them to
+            `fully_shard_optimizer`, `clip_grad_norm`, `memory_plan`).
         layout: layers of every stage of the pipeline.
         num_microbatches: how many pieces a batch is cut into.
-
     """
 
     def __init__(
@@ -90,15 +87,15 @@ class PipelineRunner(nn.Module):
 
         Every pipeline rank is given the same batch. Each label counts the same, however
         microbatches are cut: gradients are those of the mean over the batch's labels, averaged over
-        data-parallel ranks; or, where stages were wrapped with ``calculate_per_token_loss=True``,
-        of the mean over all ranks' labels. ``finalize_grads`` is part of this.
+        data-parallel ranks; or, where stages were wrapped with `calculate_per_token_loss=True`,
+        of the mean over all ranks' labels. `finalize_grads` is part of this.
 
         Args:
-            tokens: int64 ``[batch, sequence]``, at least ``num_microbatches`` sequences.
-            labels: int64 ``[batch, sequence]``; -100 counts nothing.
-            positions: int64 ``[sequence]``, ``[1, sequence]`` or ``[batch, sequence]``.
-            document_ids: integers ``[batch, sequence]``.
-            padding_mask: bool ``[batch, sequence]``, True for tokens that go to no expert.
+            tokens: int64 `[batch, sequence]`, at least `num_microbatches` sequences.
+            labels: int64 `[batch, sequence]`; -100 counts nothing.
+            positions: int64 `[sequence]`, `[1, sequence]` or `[batch, sequence]`.
+            document_ids: integers `[batch, sequence]`.
+            padding_mask: bool `[batch, sequence]`, True for tokens that go to no expert.
 
         Returns:
             The batch's mean loss, on every pipeline rank: a scalar without gradient.
@@ -107,7 +104,6 @@ class PipelineRunner(nn.Module):
             ValueError: for a batch of fewer sequences than microbatches, other shapes than these,
                 and (on a CPU) ids that the vocabulary does not have,
                 and in float16, whose gradients need a loss scale that this has not.
-
         """
         if self._drivers[0].dtype == torch.float16:
             raise ValueError(
@@ -160,13 +156,12 @@ class PipelineRunner(nn.Module):
 
         Raises:
             TypeError: if the stages are bare.
-
         """
         for stage in self.stages:
             yield from groups_of(stage)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
-        """What this rank holds of the whole model's ``state_dict()``."""
+        """What this rank holds of the whole model's `state_dict()`."""
         state: dict[str, Any] = {}
         for stage in self.stages:
             state.update(stage.state_dict(*args, **kwargs))
@@ -175,12 +170,11 @@ class PipelineRunner(nn.Module):
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
-        """Take this rank's part of a whole model's (or these stages') ``state_dict()``.
+        """Take this rank's part of a whole model's (or these stages') `state_dict()`.
 
         Raises:
-            RuntimeError: with ``strict``, if a tensor of these stages is missing.
-            ValueError: for ``assign=True``.
-
+            RuntimeError: with `strict`, if a tensor of these stages is missing.
+            ValueError: for `assign=True`.
         """
         if assign:
             raise ValueError(
@@ -194,7 +188,7 @@ class PipelineRunner(nn.Module):
             stage.load_state_dict(mine, strict=strict)
 
     def weights_written(self) -> None:
-        """The optimizer has stepped (``ShardedOptimizer`` calls it)."""
+        """The optimizer has stepped (`ShardedOptimizer` calls it)."""
         for stage in self.stages:
             written = getattr(stage, "weights_written", None)
             if written is not None:

@@ -8,6 +8,16 @@ from typing import Any, Literal
 
 from torch import Tensor
 
+__all__ = [
+    "SCHEDULES",
+    "Schedule",
+    "ScheduleKind",
+    "make_schedule",
+    "number_of_stages",
+    "schedule_kind",
+]
+
+
 Schedule = Literal[
     "gpipe",
     "1f1b",
@@ -24,11 +34,10 @@ class ScheduleKind:
     """What is to know of a schedule before its stages are made.
 
     Attributes:
-        torch_class: its name in ``torch.distributed.pipelining.schedules``.
+        torch_class: its name in `torch.distributed.pipelining.schedules`.
         stages_per_rank: how many stages each rank holds; None is the caller's choice, 2 or more.
         v_shape: rank r of R holds stages r and 2 R - 1 - r (so the first rank has the loss).
         splits_backward: gradients of weights are computed apart from those of inputs.
-
     """
 
     torch_class: str
@@ -75,7 +84,6 @@ def number_of_stages(name: str, ranks: int, given: int | None, layout_length: in
 
     Raises:
         ValueError: if layout, stages per rank and schedule do not go together.
-
     """
     fixed = schedule_kind(name).stages_per_rank
     per_rank = given if given is not None else fixed
@@ -99,7 +107,6 @@ def make_schedule(name: str, stages: Sequence[Any], num_microbatches: int) -> An
 
     Raises:
         ValueError: if the schedule cannot run this number of microbatches.
-
     """
     if stages[0].group is None:
         return _OneStage(stages[0], num_microbatches)

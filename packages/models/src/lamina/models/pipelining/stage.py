@@ -19,14 +19,16 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.distributed import ProcessGroup
 from torch.distributed.pipelining.stage import _PipelineStageBase
 
-from lamina.collectives import Message, receive_operation, send_operation
+from lamina.collectives.engine import Message, receive_operation, send_operation
+from lamina.models.layers.weight_queue import Late, WeightGradientQueue, attach_queue, deliver
 from lamina.models.pipelining.contracts import SumsGradients
 from lamina.models.pipelining.module import GPTStage, Microbatch
-from lamina.models.pipelining.weights import Late, WeightGradientQueue, attach_queue, deliver
+
+__all__ = ["LaminaStage"]
 
 
 class LaminaStage(_PipelineStageBase):
-    """A `GPTStage`, wrapped or not, for the schedules of ``torch.distributed.pipelining``.
+    """A `GPTStage`, wrapped or not, for the schedules of `torch.distributed.pipelining`.
 
     Args:
         module: the stage's module, or the wrapper around it.
@@ -37,7 +39,6 @@ class LaminaStage(_PipelineStageBase):
         group: the pipeline ranks; None where there is one.
         dtype: of activations and their gradients between stages.
         splits_backward: whether the schedule asks for gradients of weights apart.
-
     """
 
     def __init__(

@@ -1,1 +1,1 @@
-"""FP8 products and weights, and the backends that make them."""
+"""Products in FP8."""

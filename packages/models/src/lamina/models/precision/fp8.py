@@ -15,6 +15,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+__all__ = [
+    "BACKWARD",
+    "FORWARD",
+    "MULTIPLE",
+    "Coded",
+    "encode",
+    "magnitude",
+    "power_of_two",
+    "require_float8",
+    "scale_exponent",
+    "scaled_product",
+    "write_scaled_product",
+]
+
+
 FORWARD = torch.float8_e4m3fn
 """Of activations and weights: three bits of fraction, up to 448."""
 BACKWARD = torch.float8_e5m2
@@ -31,17 +46,17 @@ class Coded(NamedTuple):
     """A matrix in eight bits."""
 
     codes: Tensor
-    """``[rows, columns]``, contiguous, float8."""
+    """`[rows, columns]`, contiguous, float8."""
     decode: Tensor
-    """float32, what codes are multiplied by: ``[]`` for all or ``[rows, 1]``."""
+    """float32, what codes are multiplied by: `[]` for all or `[rows, 1]`."""
 
     def transposed(self) -> Coded:
-        """Copy to ``[columns, rows]``; only where all codes share a scale."""
+        """Copy to `[columns, rows]`; only where all codes share a scale."""
         return Coded(self.codes.t().contiguous(), self.decode)
 
 
 def magnitude(x: Tensor, *, rows: bool = False) -> Tensor:
-    """Largest absolute value in float32: ``[]``, or ``[rows, 1]`` of each row."""
+    """Largest absolute value in float32: `[]`, or `[rows, 1]` of each row."""
     infinity = float("inf")
     if rows:
         largest: Tensor = torch.linalg.vector_norm(x, ord=infinity, dim=1, keepdim=True)
@@ -51,7 +66,7 @@ def magnitude(x: Tensor, *, rows: bool = False) -> Tensor:
 
 
 def scale_exponent(amax: Tensor, dtype: torch.dtype) -> Tensor:
-    """Exponent of the largest power of two that amax can be multiplied by within ``dtype``.
+    """Exponent of the largest power of two that amax can be multiplied by within `dtype`.
 
     Args:
         amax: float32, 0 or above, any shape.
@@ -59,7 +74,6 @@ def scale_exponent(amax: Tensor, dtype: torch.dtype) -> Tensor:
 
     Returns:
         int32, of the same shape, between -120 and 120; for 0 it is 120.
-
     """
     # A float32's bits are its exponent above its fraction, so the difference of two numbers' bits
     # borrows from the exponents' just where the quotient's mantissa is below one: an exact floor.
@@ -69,7 +83,7 @@ def scale_exponent(amax: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def power_of_two(exponent: Tensor) -> Tensor:
-    """``2 ** exponent`` in float32 for exponents -126 to 127; exact, as pow need not be."""
+    """`2 ** exponent` in float32 for exponents -126 to 127; exact, as pow need not be."""
     return ((exponent + 127) << 23).view(torch.float32)
 
 
@@ -77,13 +91,12 @@ def encode(x: Tensor, amax: Tensor, dtype: torch.dtype, *, saturate: bool = Fals
     """Quantise a matrix, rounding to nearest even.
 
     Args:
-        x: ``[rows, columns]``.
-        amax: float32 ``[]`` or ``[rows, 1]``: decides the scale. Where it is infinite or NaN so is
+        x: `[rows, columns]`.
+        amax: float32 `[]` or `[rows, 1]`: decides the scale. Where it is infinite or NaN so is
             what is decoded: an overflow must show.
         dtype: float8.
-        saturate: ``amax`` may be less than what is in ``x`` (delayed scaling): what is too large
+        saturate: `amax` may be less than what is in `x` (delayed scaling): what is too large
             becomes the largest code.
-
     """
     exponent = scale_exponent(amax, dtype)
     scale = power_of_two(exponent)
@@ -105,22 +118,21 @@ def scaled_product(
     fast_accumulation: bool = False,
     into: Tensor | None = None,
 ) -> Tensor:
-    """``left @ right.T`` of decoded numbers, accumulated in float32.
+    """`left @ right.T` of decoded numbers, accumulated in float32.
 
     Args:
-        left: ``[rows, inner]``.
-        right: ``[columns, inner]``, with as many scales per row as ``left``: one or all.
+        left: `[rows, inner]`.
+        right: `[columns, inner]`, with as many scales per row as `left`: one or all.
         dtype: of the result.
         fast_accumulation: let Hopper's tensor cores keep fewer digits of partial sums.
-        into: ``[rows, columns]`` in ``dtype``, what to write to; the kernel itself does where it
+        into: `[rows, columns]` in `dtype`, what to write to; the kernel itself does where it
             can.
 
     Returns:
-        ``[rows, columns]`` in ``dtype``, or ``into``.
+        `[rows, columns]` in `dtype`, or `into`.
 
     Raises:
         RuntimeError: on a GPU without FP8.
-
     """
     if not torch.compiler.is_compiling():
         require_float8(left.codes.device)
@@ -152,7 +164,7 @@ def _older_product(
 
 
 def _written(left: Coded, right: Coded, kind: F.ScalingType, into: Tensor) -> Tensor:
-    """``F.scaled_mm`` has no ``out``; the operator behind it has."""
+    """`F.scaled_mm` has no `out`; the operator behind it has."""
     if _OLDER_ON_CPU and not left.codes.is_cuda:
         return _older_product(left, right, into.dtype, into)
     recipe = [kind.value]
@@ -164,7 +176,7 @@ def _written(left: Coded, right: Coded, kind: F.ScalingType, into: Tensor) -> Te
 
 
 def write_scaled_product(left: Coded, right: Coded, total: Tensor, accumulate: bool) -> None:
-    """``total = left @ right.T``, or ``total += left @ right.T``.
+    """`total = left @ right.T`, or `total += left @ right.T`.
 
     The kernels add to nothing, so a sum takes a temporary.
     """

@@ -1,4 +1,4 @@
-"""Weights that ``fully_shard`` keeps and gathers in FP8."""
+"""Weights that `fully_shard` keeps and gathers in FP8."""
 
 from __future__ import annotations
 
@@ -9,21 +9,23 @@ from torch import Tensor
 
 from lamina.models.precision.fp8 import FORWARD, magnitude, power_of_two, scale_exponent
 
+__all__ = ["Float8Codec"]
+
+
 _BIAS = 127
 _NAN = 255
 
 
 @dataclass(frozen=True)
 class Float8Codec:
-    """A ``lamina.fsdp.WeightCodec``: e4m3 codes, and a power of two per block of elements.
+    """A `lamina.fsdp.WeightCodec`: e4m3 codes, and a power of two per block of elements.
 
     A block's exponent is one byte, as in the OCP microscaling format's e8m0, so a weight travels in
-    ``1 + 1/block`` bytes. What is decoded is exact in bf16, and an FP8 product quantises it again
+    `1 + 1/block` bytes. What is decoded is exact in bf16, and an FP8 product quantises it again
     without rounding, unless it is less than 2^-13 of its tensor's largest.
 
     Args:
         block: elements that share a scale; a divisor of 128.
-
     """
 
     block: int = 128
@@ -35,7 +37,7 @@ class Float8Codec:
             raise ValueError(f"block is {self.block}: it must be a divisor of 128")
 
     def encode(self, weights: Tensor, codes: Tensor, side: Tensor) -> None:
-        """Write codes ``[blocks, block]`` and exponents uint8 ``[blocks]`` of weights."""
+        """Write codes `[blocks, block]` and exponents uint8 `[blocks]` of weights."""
         amax = magnitude(weights, rows=True)
         exponent = scale_exponent(amax, self.dtype)
         codes.copy_(weights * power_of_two(exponent))
@@ -43,7 +45,7 @@ class Float8Codec:
         side.copy_(biased.squeeze(1))
 
     def decode(self, codes: Tensor, side: Tensor, weights: Tensor) -> None:
-        """Write weights ``[blocks, block]`` from codes and exponents."""
+        """Write weights `[blocks, block]` from codes and exponents."""
         exponent = side.to(torch.int32) - _BIAS
         scale = torch.where(side == _NAN, torch.nan, power_of_two(exponent))
         # Both factors have few digits and bf16 has float32's exponents: exact in either.

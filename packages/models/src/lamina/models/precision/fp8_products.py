@@ -11,10 +11,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from lamina.collectives import all_reduce_small
-from lamina.ddp import BackwardEnd
-from lamina.mesh import MeshAxis
-from lamina.models.axes import MeshLike, axis_of
+from lamina.collectives.engine import all_reduce_small
+from lamina.ddp.engine import BackwardEnd
+from lamina.mesh.engine import MeshAxis
+from lamina.models.base.configs.precision import Precision
+from lamina.models.base.mesh_axes import MeshLike, axis_of
 from lamina.models.precision.fp8 import (
     BACKWARD,
     FORWARD,
@@ -24,7 +25,20 @@ from lamina.models.precision.fp8 import (
     scaled_product,
     write_scaled_product,
 )
-from lamina.models.precision.settings import Precision
+
+__all__ = [
+    "AmaxExchange",
+    "AmaxTape",
+    "Contexts",
+    "Cut",
+    "Float8Products",
+    "Gradients8",
+    "Pass",
+    "RowwiseGradients",
+    "TensorwiseGradients",
+    "replaying_scales",
+]
+
 
 Cut = Literal["output", "input"]
 INPUT, WEIGHT, GRADIENT = range(3)
@@ -36,16 +50,15 @@ class Float8Products(nn.Module):
     Scales of a matrix that is cut over tensor-parallel ranks come from the maximum over all of
     them, so that numbers do not depend on how many there are.
 
-    ``amax_history`` (delayed scaling only) is int32 ``[1 + history, 3]``: maxima of input, weight
+    `amax_history` (delayed scaling only) is int32 `[1 + history, 3]`: maxima of input, weight
     and gradient, row 0 those of the present pass (a backward, and the forwards before it that keep
     gradients: one per microbatch), 0 after it. They are the bits of non-negative float32
-    numbers, which compare as the numbers do; ``model.to(torch.bfloat16)`` would round floats.
+    numbers, which compare as the numbers do; `model.to(torch.bfloat16)` would round floats.
 
     Args:
         precision: what scales come from.
         axis: ranks that hold pieces of the layer; None is one process.
         cut: which side of the weight they cut.
-
     """
 
     amax_history: Tensor | None
@@ -88,7 +101,7 @@ class Float8Products(nn.Module):
     def output(
         self, x: Tensor, weight: Tensor, bias: Tensor | None
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """See `lamina.models.products.Products`."""
+        """See `lamina.models.layers.matmul_products.Products`."""
         flat = x.flatten(0, -2)
         # Of a whole tensor each rank saw a part, whichever side is cut; a row may be whole.
         cut = not self.rowwise or self.cut == "input"
@@ -105,7 +118,7 @@ class Float8Products(nn.Module):
         return y.view(*x.shape[:-1], -1), kept
 
     def gradients(self, grad: Tensor, kept: Sequence[Tensor]) -> Gradients8:
-        """See `lamina.models.products.Products`."""
+        """See `lamina.models.layers.matmul_products.Products`."""
         if self.passing is not None:
             self.passing.ends_with_backward()
         kind = RowwiseGradients if self.rowwise else TensorwiseGradients
@@ -205,12 +218,11 @@ Contexts = Callable[[], tuple[AbstractContextManager[None], AbstractContextManag
 
 
 def replaying_scales(block: nn.Module, contexts: Contexts) -> Contexts:
-    """A ``context_fn`` of ``torch.utils.checkpoint`` under which scales are those of forward.
+    """A `context_fn` of `torch.utils.checkpoint` under which scales are those of forward.
 
     Args:
         block: what is recomputed; may have no layer in FP8.
-        contexts: another ``context_fn``, which goes on doing what it does.
-
+        contexts: another `context_fn`, which goes on doing what it does.
     """
     layers = [m for m in block.modules() if isinstance(m, Float8Products)]
     layers = [layer for layer in layers if layer.amax_history is not None]
@@ -233,29 +245,29 @@ class Gradients8(ABC):
         self.kept = kept
 
     def by_input(self, weight: Tensor) -> Tensor:
-        """See `lamina.models.products.Gradients`."""
+        """See `lamina.models.layers.matmul_products.Gradients`."""
         product = scaled_product(self.row_codes(), self.turned(weight), self.grad.dtype)
         return product.view(*self.shape[:-1], -1)
 
     def by_weight(self, x: Tensor) -> Tensor:
-        """See `lamina.models.products.Gradients`."""
+        """See `lamina.models.layers.matmul_products.Gradients`."""
         return scaled_product(*self.column_codes(x.flatten(0, -2)), self.grad.dtype)
 
     def add_by_weight(self, x: Tensor, total: Tensor, accumulate: bool) -> None:
-        """See `lamina.models.products.Gradients`."""
+        """See `lamina.models.layers.matmul_products.Gradients`."""
         write_scaled_product(*self.column_codes(x.flatten(0, -2)), total, accumulate)
 
     @abstractmethod
     def row_codes(self) -> Coded:
-        """The gradient ``[tokens, out]``."""
+        """The gradient `[tokens, out]`."""
 
     @abstractmethod
     def column_codes(self, x: Tensor) -> tuple[Coded, Coded]:
-        """The gradient ``[out, tokens]`` and the input ``[in, tokens]``."""
+        """The gradient `[out, tokens]` and the input `[in, tokens]`."""
 
     @abstractmethod
     def turned(self, weight: Tensor) -> Coded:
-        """The weight ``[in, out]``."""
+        """The weight `[in, out]`."""
 
 
 class TensorwiseGradients(Gradients8):
@@ -309,8 +321,7 @@ class AmaxExchange:
     that a resumed run needs.
 
     Args:
-        mesh: its data-parallel, ``cp`` and ``tp`` axes see different numbers. None is one process.
-
+        mesh: its data-parallel, `cp` and `tp` axes see different numbers. None is one process.
     """
 
     def __init__(self, mesh: MeshLike = None) -> None:
@@ -319,7 +330,7 @@ class AmaxExchange:
         self.axes = [axis for axis in found if axis is not None]
 
     def __call__(self, root: nn.Module, inputs: Any) -> None:
-        """Begin a pass of every layer below ``root``."""
+        """Begin a pass of every layer below `root`."""
         if not torch.is_grad_enabled():
             return
         layers = [m for m in root.modules() if isinstance(m, Float8Products)]

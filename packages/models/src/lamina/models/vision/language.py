@@ -7,15 +7,19 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from lamina.mesh import MeshAxis, derive_seed
-from lamina.models.axes import MeshLike
-from lamina.models.config import TransformerConfig
-from lamina.models.gpt import GPTModel
-from lamina.models.initialise import assign_seeds, draw_seed
-from lamina.models.roles import KeepsRoles
+from lamina.mesh import derive_seed
+from lamina.mesh.engine import MeshAxis
+from lamina.models.base.config import TransformerConfig
+from lamina.models.base.initialise import assign_seeds, draw_seed
+from lamina.models.base.mesh_axes import MeshLike
+from lamina.models.base.roles import KeepsRoles
+from lamina.models.decoder.gpt import GPTModel
+from lamina.models.decoder.splice import Splice, image_places
 from lamina.models.vision.patches import Images, VisionConfig
-from lamina.models.vision.splice import Splice, image_places
 from lamina.models.vision.transformer import Projector, VisionTransformer, blank_image
+
+__all__ = ["Part", "VisionLanguageModel"]
+
 
 Part = Literal["vision", "projector", "language"]
 
@@ -24,21 +28,20 @@ class VisionLanguageModel(KeepsRoles):
     """Text with images in it (Liu et al., LLaVA, 2023).
 
     In the text an image is a run of one special token, as many times as the image has vectors
-    (``model.vision.config.tokens_of(image)``); their embeddings are replaced by the image's
+    (`model.vision.config.tokens_of(image)`); their embeddings are replaced by the image's
     vectors. A sequence may hold any number of images.
 
     Args:
         vision: shape of the encoder.
         language: shape of the decoder.
-        mesh: as of `GPTModel`: its axis ``tp`` cuts encoder, projector and decoder, its axis
-            ``cp`` the text's sequences; None is one process.
-        image_token: the id of the special token, in ``0 .. vocab_size - 1``.
+        mesh: as of `GPTModel`: its axis `tp` cuts encoder, projector and decoder, its axis
+            `cp` the text's sequences; None is one process.
+        image_token: the id of the special token, in `0 .. vocab_size - 1`.
         seed: of the initial weights, the same on all ranks; by default drawn from torch's
             generator.
 
     Raises:
-        ValueError: if ``image_token`` is no id, or for what the parts refuse.
-
+        ValueError: if `image_token` is no id, or for what the parts refuse.
     """
 
     def __init__(
@@ -70,7 +73,7 @@ class VisionLanguageModel(KeepsRoles):
             self.init_weights()
 
     def init_weights(self) -> None:
-        """Call ``reset_parameters`` of every submodule that owns parameters."""
+        """Call `reset_parameters` of every submodule that owns parameters."""
         for module in self.modules():
             reset = getattr(module, "reset_parameters", None)
             if reset is not None:
@@ -93,19 +96,18 @@ class VisionLanguageModel(KeepsRoles):
     def freeze(self, *parts: Part) -> VisionLanguageModel:
         """Train the other parts only; those named before are trained again if not named now.
 
-        Call it before ``fully_shard`` and before the optimizer is made: what is frozen then has
+        Call it before `fully_shard` and before the optimizer is made: what is frozen then has
         neither gradients nor optimizer state, and nothing of it is reduced. A frozen encoder keeps
         no activations; the biases of a frozen decoder's routers stay.
 
         Args:
-            parts: of ``vision``, ``projector``, ``language``.
+            parts: of `vision`, `projector`, `language`.
 
         Returns:
             The model.
 
         Raises:
             ValueError: for another part.
-
         """
         unknown = sorted(set(parts) - set(get_args(Part)))
         if unknown:
@@ -115,7 +117,7 @@ class VisionLanguageModel(KeepsRoles):
         return self
 
     def encode(self, images: Images) -> Tensor:
-        """Turn images into vectors of the text's stream: ``[vectors of all images, hidden]``."""
+        """Turn images into vectors of the text's stream: `[vectors of all images, hidden]`."""
         trained = any(parameter.requires_grad for parameter in self.vision.parameters())
         with torch.set_grad_enabled(torch.is_grad_enabled() and trained):
             patches = self.vision(images)
@@ -136,8 +138,8 @@ class VisionLanguageModel(KeepsRoles):
         """Predict the next token at every position.
 
         Args:
-            tokens: int64 ``[batch, sequence]``, with the image token where images are.
-            images: ``[images, channels, height, width]``, or one ``[channels, height, width]``
+            tokens: int64 `[batch, sequence]`, with the image token where images are.
+            images: `[images, channels, height, width]`, or one `[channels, height, width]`
                 each, of any sizes; in the order of the text, first sequence first. None or empty
                 where the text has none: then the encoder reads a blank image whose vectors are not
                 used, because ranks that share it must all run it.
@@ -152,7 +154,6 @@ class VisionLanguageModel(KeepsRoles):
 
         Raises:
             ValueError: if the text keeps another number of places than the images fill.
-
         """
         shape = self.vision.config
         counts: list[int] = []

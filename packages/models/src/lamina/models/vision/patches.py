@@ -10,7 +10,10 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from lamina.models.config import TransformerConfig
+from lamina.models.base.config import TransformerConfig
+
+__all__ = ["Images", "Patches", "VisionConfig", "cut_patches"]
+
 
 Images: TypeAlias = Tensor | Sequence[Tensor]
 
@@ -25,8 +28,8 @@ class VisionConfig:
         num_heads: attention heads.
         patch_size: height and width of a patch in pixels.
         channels: of an image.
-        ffn_size: inner width of the MLP, by default ``4 * hidden_size``.
-        merge: ``merge x merge`` neighbouring patches become one token of the text.
+        ffn_size: inner width of the MLP, by default `4 * hidden_size`.
+        merge: `merge x merge` neighbouring patches become one token of the text.
         max_grid: the most patches in a row or a column.
         dropout: as of `TransformerConfig`.
         norm_eps: added to the variance under the root.
@@ -34,7 +37,6 @@ class VisionConfig:
 
     Raises:
         ValueError: for sizes below 1, and what `TransformerConfig` refuses.
-
     """
 
     hidden_size: int
@@ -79,12 +81,11 @@ class VisionConfig:
         return self.channels * self.patch_size**2
 
     def grid(self, image: Tensor) -> tuple[int, int]:
-        """Rows and columns of patches of an image ``[channels, height, width]``.
+        """Rows and columns of patches of an image `[channels, height, width]`.
 
         Raises:
             ValueError: if the image has another number of channels, or a side is no multiple of
-                ``patch_size * merge``, or too long.
-
+                `patch_size * merge`, or too long.
         """
         shape = tuple(image.shape)
         if len(shape) != 3 or shape[0] != self.channels:
@@ -102,7 +103,7 @@ class VisionConfig:
         return shape[1] // self.patch_size, shape[2] // self.patch_size
 
     def tokens_of(self, image: Tensor) -> int:
-        """How many tokens of the text an image ``[channels, height, width]`` takes."""
+        """How many tokens of the text an image `[channels, height, width]` takes."""
         rows, columns = self.grid(image)
         return rows * columns // self.merge**2
 
@@ -114,13 +115,12 @@ class Patches:
     Patches that become one token are neighbours, tokens are in reading order.
 
     Attributes:
-        pixels: ``[images, patches, channels * patch_size^2]``.
-        rows: int64 ``[images, patches]``: which row of its image's grid a patch is in.
-        columns: int64 ``[images, patches]``.
-        valid: bool ``[images, patches]``, False for padding; None where there is none.
-        kept: int64: which of the ``images * patches`` places are no padding, in order; None where
+        pixels: `[images, patches, channels * patch_size^2]`.
+        rows: int64 `[images, patches]`: which row of its image's grid a patch is in.
+        columns: int64 `[images, patches]`.
+        valid: bool `[images, patches]`, False for padding; None where there is none.
+        kept: int64: which of the `images * patches` places are no padding, in order; None where
             all are.
-
     """
 
     pixels: Tensor
@@ -134,12 +134,11 @@ def cut_patches(images: Images, config: VisionConfig) -> Patches:
     """Cut images into patches.
 
     Args:
-        images: ``[images, channels, height, width]``, or one ``[channels, height, width]`` each.
+        images: `[images, channels, height, width]`, or one `[channels, height, width]` each.
         config: the patches' size.
 
     Raises:
         ValueError: without images, or for one that `VisionConfig.grid` refuses.
-
     """
     if len(images) == 0:
         raise ValueError("no images: there is nothing to encode")
@@ -165,7 +164,7 @@ def cut_patches(images: Images, config: VisionConfig) -> Patches:
 
 
 def _cut(images: Tensor, config: VisionConfig) -> tuple[Tensor, Tensor, Tensor]:
-    """Patches ``[images, patches, width]`` of images of one size, and their rows and columns."""
+    """Patches `[images, patches, width]` of images of one size, and their rows and columns."""
     height, width = config.grid(images[0])
     side, merge = config.patch_size, config.merge
     blocks = images.reshape(

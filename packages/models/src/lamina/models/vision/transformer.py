@@ -8,15 +8,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lamina.models.axes import MeshLike, axis_of
-from lamina.models.block import TransformerBlock
-from lamina.models.context import AttentionContext
-from lamina.models.embedding import PositionEmbedding
-from lamina.models.linear import ColumnParallelLinear, Linear, RowParallelLinear
-from lamina.models.mlp import ActivationFunction
-from lamina.models.norms import LayerNorm
-from lamina.models.patterns import repeat_heads
+from lamina.models.attention.context import AttentionContext
+from lamina.models.attention.kernels import repeat_heads
+from lamina.models.base.mesh_axes import MeshLike, axis_of
+from lamina.models.decoder.block import TransformerBlock
+from lamina.models.layers.embedding import PositionEmbedding
+from lamina.models.layers.linear import ColumnParallelLinear, Linear, RowParallelLinear
+from lamina.models.layers.mlp import ActivationFunction
+from lamina.models.layers.norms import LayerNorm
 from lamina.models.vision.patches import Images, VisionConfig, cut_patches
+
+__all__ = ["Projector", "VisionTransformer", "WithinImages", "blank_image"]
 
 
 @dataclass(frozen=True)
@@ -24,8 +26,7 @@ class WithinImages:
     """Every patch attends to every patch of its image: an attention pattern.
 
     Attributes:
-        mask: bool ``[images, 1, 1, patches]``, False for padding; None where there is none.
-
+        mask: bool `[images, 1, 1, patches]`, False for padding; None where there is none.
     """
 
     mask: Tensor | None
@@ -50,8 +51,7 @@ class VisionTransformer(nn.Module):
 
     Args:
         config: the shape.
-        mesh: its axis ``tp``, if it has one, cuts the blocks' weights; None is one process.
-
+        mesh: its axis `tp`, if it has one, cuts the blocks' weights; None is one process.
     """
 
     def __init__(self, config: VisionConfig, mesh: MeshLike = None) -> None:
@@ -70,16 +70,15 @@ class VisionTransformer(nn.Module):
         """Encode images.
 
         Args:
-            images: ``[images, channels, height, width]``, or one ``[channels, height, width]``
+            images: `[images, channels, height, width]`, or one `[channels, height, width]`
                 each; any floating-point dtype.
 
         Returns:
-            ``[patches of all images, hidden]``: image after image, in each the patches that become
+            `[patches of all images, hidden]`: image after image, in each the patches that become
             one token together.
 
         Raises:
             ValueError: without images, or for one whose size does not fit the patches.
-
         """
         patches = cut_patches(images, self.config)
         x: Tensor = self.patch(patches.pixels.to(self.patch.weight.dtype))
@@ -95,13 +94,12 @@ class VisionTransformer(nn.Module):
 class Projector(nn.Module):
     """Vectors of patches to vectors of tokens: a two-layer MLP (Liu et al., LLaVA 1.5, 2023).
 
-    With ``merge`` above 1 the vectors of ``merge x merge`` neighbours are joined first.
+    With `merge` above 1 the vectors of `merge x merge` neighbours are joined first.
 
     Args:
         vision: what the vectors come from.
         hidden_size: of the language model.
-        mesh: its axis ``tp``, if it has one, cuts the weights; None is one process.
-
+        mesh: its axis `tp`, if it has one, cuts the weights; None is one process.
     """
 
     def __init__(self, vision: VisionConfig, hidden_size: int, mesh: MeshLike = None) -> None:
@@ -114,12 +112,12 @@ class Projector(nn.Module):
         self.down = RowParallelLinear(hidden_size, hidden_size, axis, bias=True, init_std=std)
 
     def forward(self, x: Tensor) -> Tensor:
-        """``[patches, vision hidden]`` to ``[patches / merge^2, hidden]``."""
+        """`[patches, vision hidden]` to `[patches / merge^2, hidden]`."""
         projected: Tensor = self.down(self.activation(self.up(x.reshape(-1, self.joined))))
         return projected
 
 
 def blank_image(config: VisionConfig, device: torch.device) -> Tensor:
-    """The smallest image there is, in black: ``[1, channels, side, side]``."""
+    """The smallest image there is, in black: `[1, channels, side, side]`."""
     side = config.patch_size * config.merge
     return torch.zeros(1, config.channels, side, side, device=device)

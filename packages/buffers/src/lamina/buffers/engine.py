@@ -1,0 +1,41 @@
+"""What the layers above build on: axes, spans, regions and the pieces of a storage pool."""
+
+from lamina.buffers.axes import Axis, PlainAxis, resolve_axes
+from lamina.buffers.casting import cast_in_place
+from lamina.buffers.layout.boxes import Box, boxes_of_span
+from lamina.buffers.layout.layout import Span
+from lamina.buffers.layout.padding import PaddingReport, split_by_row
+from lamina.buffers.layout.tying import CollectedSpecs, collect_specs
+from lamina.buffers.placement import Placement
+from lamina.buffers.pool.guard import SavedTensorGuard
+from lamina.buffers.pool.pool import PoolExhaustedError
+from lamina.buffers.pool.slots import SlotPlan, color_slots, conflict_graph
+from lamina.buffers.tensors.span_spec import SpanCommunicator, SpanSpec
+from lamina.buffers.tensors.tensor_part import TensorPart
+from lamina.buffers.tensors.tensor_region import Region, RegionBox, Run
+
+__all__ = [
+    "Axis",
+    "Box",
+    "CollectedSpecs",
+    "PaddingReport",
+    "Placement",
+    "PlainAxis",
+    "PoolExhaustedError",
+    "Region",
+    "RegionBox",
+    "Run",
+    "SavedTensorGuard",
+    "SlotPlan",
+    "Span",
+    "SpanCommunicator",
+    "SpanSpec",
+    "TensorPart",
+    "boxes_of_span",
+    "cast_in_place",
+    "collect_specs",
+    "color_slots",
+    "conflict_graph",
+    "resolve_axes",
+    "split_by_row",
+]

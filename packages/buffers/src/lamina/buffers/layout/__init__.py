@@ -1,0 +1,1 @@
+"""Where each tensor lies in a buffer: integers only."""

@@ -1,0 +1,258 @@
+"""Where every tensor of a flat buffer lies, and how equal shards cut it: integers, no torch."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from typing import NamedTuple
+
+from lamina.buffers.layout.granularity import TensorSpec
+from lamina.buffers.layout.planning import Item, place
+
+__all__ = ["BufferLayout", "Span"]
+
+
+class Span(NamedTuple):
+    """Elements `start..stop` of a flattened tensor lie in `shard`, `offset` elements into it."""
+
+    shard: int
+    start: int
+    stop: int
+    offset: int
+
+
+@dataclass(frozen=True)
+class BufferLayout:
+    """Offsets of tensors in one flat buffer that is cut into equal shards.
+
+    Make one with `BufferLayout.plan`. All numbers are elements. Two layouts planned from equal
+    arguments are equal, on every rank and in every run.
+
+    Attributes:
+        specs: the tensors, in the order they were given.
+        num_shards: number of equal pieces.
+        shard_size: elements of a piece, padding included.
+        offsets: where each of `specs` starts.
+        alignment: every tensor and every shard starts at a multiple of it.
+        reordered: True where a granularity made the planner leave the given order.
+    """
+
+    specs: tuple[TensorSpec, ...]
+    num_shards: int
+    shard_size: int
+    offsets: tuple[int, ...]
+    alignment: int = 128
+    reordered: bool = False
+
+    @classmethod
+    def plan(
+        cls,
+        specs: Iterable[TensorSpec],
+        num_shards: int,
+        alignment: int = 128,
+        shard_multiple: int = 1,
+    ) -> BufferLayout:
+        """Lay `specs` out so that equal shards cut no granule, with little padding.
+
+        Tensors keep the order given unless a coarser granularity packs better in another (then
+        `reordered` is True).
+
+        Args:
+            specs: the tensors. Names must differ.
+            num_shards: number of equal shards.
+            alignment: elements; every tensor and every shard starts at a multiple of it.
+            shard_multiple: shard sizes are also a multiple of this many elements (`2**16` gives
+                NCCL its best bus bandwidth, for padding that only large buffers can afford).
+
+        Raises:
+            ValueError: two tensors of one name, or a number below one.
+        """
+        chosen = tuple(specs)
+        for label, value in (
+            ("num_shards", num_shards),
+            ("alignment", alignment),
+            ("shard_multiple", shard_multiple),
+        ):
+            if value < 1:
+                raise ValueError(f"BufferLayout.plan: {label} is {value}; it must be at least 1")
+        _refuse_duplicates(chosen)
+        items = [Item(spec.numel, spec.granule) for spec in chosen]
+        placed = place(items, num_shards, alignment, math.lcm(alignment, shard_multiple))
+        return cls(
+            chosen, num_shards, placed.shard_size, placed.offsets, alignment, placed.reordered
+        )
+
+    @property
+    def size(self) -> int:
+        """Elements of the whole buffer, padding included: `num_shards * shard_size`."""
+        return self.num_shards * self.shard_size
+
+    @cached_property
+    def numel(self) -> int:
+        """Elements of the tensors alone."""
+        return sum(spec.numel for spec in self.specs)
+
+    @property
+    def padding(self) -> int:
+        """Elements that belong to no tensor."""
+        return self.size - self.numel
+
+    @property
+    def padding_fraction(self) -> float:
+        """Padding per element of the tensors: 0.01 means one element in a hundred more."""
+        return self.padding / self.numel if self.numel else 0.0
+
+    @cached_property
+    def _index(self) -> dict[str, int]:
+        return {spec.name: position for position, spec in enumerate(self.specs)}
+
+    @cached_property
+    def _by_offset(self) -> tuple[list[int], list[int]]:
+        """Offsets of the tensors that hold elements, ascending, and their positions in `specs`."""
+        order = sorted(
+            (position for position, spec in enumerate(self.specs) if spec.numel),
+            key=lambda position: self.offsets[position],
+        )
+        return [self.offsets[position] for position in order], order
+
+    def _position(self, name: str) -> int:
+        try:
+            return self._index[name]
+        except KeyError:
+            few = ", ".join(list(self._index)[:4])
+            raise KeyError(
+                f"no tensor {name!r} in this layout of {len(self.specs)} tensors ({few}, ...)"
+            ) from None
+
+    def names(self) -> tuple[str, ...]:
+        """Names in the order given to `plan`."""
+        return tuple(self._index)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._index
+
+    def spec(self, name: str) -> TensorSpec:
+        """The spec of a tensor. Raises KeyError."""
+        return self.specs[self._position(name)]
+
+    def offset(self, name: str) -> int:
+        """Element of the buffer where a tensor starts. Raises KeyError."""
+        return self.offsets[self._position(name)]
+
+    def span(self, name: str, shard: int) -> Span | None:
+        """The run of a tensor that `shard` holds, or None where it holds none of it.
+
+        Raises:
+            KeyError: no such tensor.
+            IndexError: no such shard.
+        """
+        if not 0 <= shard < self.num_shards:
+            raise IndexError(f"shard {shard} of {self.num_shards}: use 0..{self.num_shards - 1}")
+        low = shard * self.shard_size
+        start, stop = self.within(name, low, low + self.shard_size)
+        if start == stop:
+            return None
+        return Span(shard, start, stop, self.offset(name) + start - low)
+
+    def spans(self, name: str) -> tuple[Span, ...]:
+        """Which shard holds which elements of a tensor, in element order; () for an empty one."""
+        numel = self.spec(name).numel
+        if not numel:
+            return ()
+        offset = self.offset(name)
+        first = offset // self.shard_size
+        last = (offset + numel - 1) // self.shard_size
+        found = (self.span(name, shard) for shard in range(first, last + 1))
+        return tuple(span for span in found if span is not None)
+
+    def within(self, name: str, start: int, stop: int) -> tuple[int, int]:
+        """Elements `(first, last + 1)` of a tensor that lie in `start..stop` of the buffer.
+
+        Equal numbers mean none; they are then clamped to the nearer end of the tensor, so pieces in
+        buffer order always meet.
+        """
+        position = self._position(name)
+        offset, numel = self.offsets[position], self.specs[position].numel
+        low = min(max(start - offset, 0), numel)
+        return low, max(min(stop - offset, numel), low)
+
+    def overlapping(self, start: int, stop: int) -> tuple[tuple[str, int, int], ...]:
+        """Tensors with elements in `start..stop` of the buffer, in buffer order.
+
+        Returns:
+            (name, first, last + 1) in elements of the flattened tensor.
+        """
+        offsets, order = self._by_offset
+        found = []
+        at = max(bisect_right(offsets, start) - 1, 0)
+        while at < len(offsets) and offsets[at] < stop:
+            name = self.specs[order[at]].name
+            low, high = self.within(name, start, stop)
+            if low < high:
+                found.append((name, low, high))
+            at += 1
+        return tuple(found)
+
+    def padding_ranges(self) -> tuple[tuple[int, int], ...]:
+        """Runs `(start, stop)` of the buffer that belong to no tensor, ascending."""
+        offsets, order = self._by_offset
+        ends = [self.offsets[position] + self.specs[position].numel for position in order]
+        gaps = zip([0, *ends], [*offsets, self.size], strict=True)
+        return tuple((start, stop) for start, stop in gaps if start < stop)
+
+    def check(self) -> None:
+        """Verify every promise of a layout; `plan` always meets them, hand-made ones may not.
+
+        Raises:
+            ValueError: tensors overlap, leave the buffer, lie unaligned, or a boundary cuts a
+                granule. Names the tensor.
+        """
+        for spec, offset in zip(self.specs, self.offsets, strict=True):
+            if offset % self.alignment or offset < 0 or offset + spec.numel > self.size:
+                raise ValueError(
+                    f"{spec.name}: offset {offset} is not a multiple of {self.alignment} with "
+                    f"{spec.numel} elements inside a buffer of {self.size}"
+                )
+            for span in self.spans(spec.name)[1:]:
+                if span.start % spec.granule:
+                    raise ValueError(
+                        f"{spec.name}: shard {span.shard} starts at element {span.start}, inside a "
+                        f"{spec.granularity.kind} of {spec.granule} elements"
+                    )
+        offsets, order = self._by_offset
+        for left, right in pairwise(range(len(order))):
+            if offsets[left] + self.specs[order[left]].numel > offsets[right]:
+                raise ValueError(
+                    f"{self.specs[order[left]].name} and {self.specs[order[right]].name} overlap"
+                )
+
+    def describe(self) -> str:
+        """A table of the tensors: offset, elements, first and last shard, granularity."""
+        lines = [
+            f"{len(self.specs)} tensors, {self.num_shards} shards of {self.shard_size} elements, "
+            f"padding {self.padding} ({self.padding_fraction:.3%})"
+            + (", reordered" if self.reordered else "")
+        ]
+        for spec, offset in zip(self.specs, self.offsets, strict=True):
+            spans = self.spans(spec.name)
+            shards = f"{spans[0].shard}..{spans[-1].shard}" if spans else "-"
+            lines.append(
+                f"  {offset:>14}  {spec.numel:>14}  shards {shards:<12} "
+                f"{spec.granularity.kind:<8} {spec.name} {list(spec.shape)}"
+            )
+        return "\n".join(lines)
+
+
+def _refuse_duplicates(specs: Sequence[TensorSpec]) -> None:
+    seen: set[str] = set()
+    for spec in specs:
+        if spec.name in seen:
+            raise ValueError(
+                f"two tensors are named {spec.name!r}: names must differ (tied parameters share "
+                "one spec: see lamina.buffers.engine.collect_specs)"
+            )
+        seen.add(spec.name)

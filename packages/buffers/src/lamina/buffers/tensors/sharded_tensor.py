@@ -1,0 +1,291 @@
+"""`ShardedTensor`: a tensor of global shape of which this rank holds one contiguous span."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+from torch._C import _disabled_torch_function_impl
+
+from lamina.buffers.axes import Axis
+from lamina.buffers.tensors import checkpoint_protocol
+from lamina.buffers.tensors.span_ops import dispatch
+from lamina.buffers.tensors.span_spec import Extents, SpanCommunicator, SpanSpec
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor.placement_types import Placement
+
+__all__ = ["ShardedTensor"]
+
+
+class ShardedTensor(torch.Tensor):
+    """A tensor cut into contiguous runs of its flattened elements, one per rank.
+
+    `shape`, `numel()` and `stride()` are those of the whole; `to_local` is this rank's span.
+    Pointwise operations, `torch._foreach_*` and fused optimizer kernels work on spans alone.
+    Sums, norms and `full_tensor` need the other ranks and go through the communicator. Whatever
+    can't be right on a span raises NotImplementedError with what to call instead.
+
+    Args:
+        local: flat, contiguous, this rank's elements; may be empty. Not copied.
+        shape: global shape.
+        start: which element of the flattened whole is `local[0]`.
+        axis: the mesh axis (or axes, outer first) that cut it; None where `local` is the whole.
+        communicator: reaches the other ranks, for reductions and `full_tensor`.
+        extents: a callable that gives every rank's `(start, stop)` in the communicator's order;
+            without it they are gathered when first needed.
+        requires_grad: as for any tensor.
+
+    Raises:
+        TypeError: `local` is no plain tensor.
+        ValueError: `local` is not flat or does not fit in `shape` at `start`.
+    """
+
+    _local: torch.Tensor
+    _spec: SpanSpec
+    __slots__ = ("_local", "_spec")
+    __torch_function__ = _disabled_torch_function_impl  # type: ignore[assignment]
+
+    @staticmethod
+    def __new__(  # noqa: D102 - documented by the class
+        cls,
+        local: torch.Tensor,
+        shape: Sequence[int],
+        start: int = 0,
+        axis: Axis | Sequence[Axis] | None = None,
+        *,
+        communicator: SpanCommunicator | None = None,
+        extents: Extents | None = None,
+        requires_grad: bool = False,
+    ) -> ShardedTensor:
+        # Not isinstance(axis, Axis): a protocol takes longer to check than all the rest, and every
+        # parameter's gradient is made anew each step.
+        axes = () if axis is None else tuple(axis) if isinstance(axis, Sequence) else (axis,)
+        size = torch.Size(shape)
+        spec = SpanSpec(size, start, start + local.numel(), axes, communicator, extents)
+        _check(local, spec)
+        return cls._wrap(local.detach(), spec, requires_grad)
+
+    @classmethod
+    def _wrap(
+        cls, local: torch.Tensor, spec: SpanSpec, requires_grad: bool = False
+    ) -> ShardedTensor:
+        wrapper: ShardedTensor = torch.Tensor._make_wrapper_subclass(
+            cls,
+            spec.shape,
+            strides=spec.strides,
+            dtype=local.dtype,
+            device=local.device,
+            requires_grad=requires_grad,
+        )
+        wrapper._local = local
+        wrapper._spec = spec
+        return wrapper
+
+    def to_local(self) -> torch.Tensor:
+        """This rank's span: flat, contiguous, maybe empty. Shares memory with this tensor."""
+        return self._local
+
+    @property
+    def spec(self) -> SpanSpec:
+        """Where the span lies in the whole, and how other ranks are reached."""
+        return self._spec
+
+    @property
+    def start(self) -> int:
+        """Element of the flattened whole at which the span starts."""
+        return self._spec.start
+
+    @property
+    def stop(self) -> int:
+        """Element of the flattened whole at which the span ends."""
+        return self._spec.stop
+
+    def full_tensor(self) -> torch.Tensor:
+        """The whole as a plain tensor, on every rank. Collective where the tensor is cut.
+
+        Raises:
+            RuntimeError: the tensor is cut and has no communicator.
+        """
+        spec = self._spec
+        local = self._local
+        if not spec.is_cut:
+            return local.clone().view(spec.shape)
+        communicator = spec.reach("full_tensor()")
+        extents = self.extents()
+        numels = [stop - start for start, stop in extents]
+        flat = communicator.all_gather(local.contiguous(), numels)
+        if all(one[1] == other[0] for one, other in pairwise(extents)):
+            return flat.view(spec.shape)  # ranks in element order: gathered straight into place
+        whole = torch.empty(spec.numel, dtype=local.dtype, device=local.device)
+        at = 0
+        for (start, stop), numel in zip(extents, numels, strict=True):
+            whole[start:stop].copy_(flat[at : at + numel])
+            at += numel
+        return whole.view(spec.shape)
+
+    def extents(self) -> tuple[tuple[int, int], ...]:
+        """`(start, stop)` of every rank's span, in the communicator's order.
+
+        Collective where the tensor was made without `extents` (one small gather).
+        """
+        spec = self._spec
+        if not spec.is_cut:
+            return ((spec.start, spec.stop),)
+        if spec.extents is not None:
+            return tuple(spec.extents())
+        communicator = spec.reach("extents()")
+        mine = torch.tensor([spec.start, spec.stop], dtype=torch.int64, device=self._local.device)
+        pairs = communicator.all_gather(mine, [2] * communicator.size).view(-1, 2).tolist()
+        return tuple((start, stop) for start, stop in pairs)
+
+    def to_dtensor(self, mesh: DeviceMesh, tp_placements: Sequence[Placement] = ()) -> DTensor:
+        """This tensor as a torch DTensor, without a copy, where the cut is `torch.chunk`'s.
+
+        Args:
+            mesh: the axes that cut this tensor, outer first, then tensor-parallel dimensions.
+            tp_placements: torch's placements along the latter.
+
+        Raises:
+            NotImplementedError: the rows of some rank are not torch.chunk's: a DTensor of them
+                would be silently wrong.
+        """
+        # DTensor takes long to import and few need it.
+        from lamina.buffers.tensors.dtensor_view import to_dtensor
+
+        return to_dtensor(self._local, self._spec, mesh, tp_placements)
+
+    # -- torch's hooks for tensor subclasses ------------------------------------------------------
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls,
+        func: torch._ops.OpOverload,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        result = dispatch(cls, func, args, kwargs or {})
+        if "_foreach_" in func._schema.name and func._schema.is_mutable:
+            # torch counts writes through lists where it unpacks them, which is beneath this class.
+            torch.autograd.graph.increment_version([t for t in args[0] if isinstance(t, cls)])
+        return result
+
+    def __tensor_flatten__(self) -> tuple[list[str], SpanSpec]:
+        return ["_local"], self._spec
+
+    @staticmethod
+    def __tensor_unflatten__(
+        inner: dict[str, torch.Tensor],
+        spec: SpanSpec,
+        outer_size: Sequence[int],
+        outer_stride: Sequence[int],
+    ) -> ShardedTensor:
+        return ShardedTensor._wrap(inner["_local"], spec)
+
+    # The C++ setter of .data swaps the outer tensor's sizes and leaves the span behind.
+    @property
+    def data(self) -> torch.Tensor:
+        """The same span without its autograd history, as for any tensor."""
+        return self.detach()
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> NoReturn:
+        raise NotImplementedError(
+            "assigning .data of a ShardedTensor would leave its span behind: use .copy_(), "
+            "torch.utils.swap_tensors, or make a new parameter"
+        )
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        spec = self._spec
+        grad = ", requires_grad=True" if self.requires_grad else ""
+        return (
+            f"ShardedTensor(shape={list(spec.shape)}, span={spec.start}..{spec.stop} of "
+            f"{spec.numel}, {spec.where()}, local={self._local}{grad})"
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        if id(self) in memo:
+            found: torch.Tensor = memo[id(self)]
+            return found
+        if not self.is_leaf:
+            raise RuntimeError(
+                "only ShardedTensors made by the user (leaves) can be deep-copied: detach() first"
+            )
+        made: torch.Tensor = self._wrap(self._local.detach().clone(), self._spec)
+        if isinstance(self, torch.nn.Parameter):
+            made = torch.nn.Parameter(made, requires_grad=self.requires_grad)
+        else:
+            made.requires_grad_(self.requires_grad)
+        memo[id(self)] = made
+        made.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        if self.grad is not None:
+            made.grad = copy.deepcopy(self.grad, memo)
+        return made
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise NotImplementedError(
+            "a ShardedTensor is not pickled: torch.save would write this rank's span alone and "
+            "nothing could put it back. Save it with torch.distributed.checkpoint (it is read on "
+            "any number of ranks), or save .full_tensor(); fully_shard(..., "
+            "preproc_state_dict_for_dcp_ckpt=False) lets state_dict() hold whole tensors"
+        )
+
+    # -- torch.distributed.checkpoint's protocol: no collectives ----------------------------------
+
+    def __create_write_items__(self, fqn: str, object: Any) -> list[Any]:
+        return checkpoint_protocol.write_items(fqn, self._local, self._spec)
+
+    def __create_chunk_list__(self) -> list[Any]:
+        return checkpoint_protocol.chunk_list(self._spec)
+
+    def __get_tensor_shard__(self, index: Any) -> torch.Tensor:
+        return checkpoint_protocol.tensor_shard(index, self._local, self._spec)
+
+
+def _check(local: torch.Tensor, spec: SpanSpec) -> None:
+    if isinstance(local, ShardedTensor) or hasattr(local, "device_mesh"):
+        raise TypeError(
+            f"the span of a ShardedTensor is a plain tensor, got {type(local).__name__}: pass "
+            ".to_local()"
+        )
+    if local.dim() != 1 or not local.is_contiguous():
+        raise ValueError(
+            f"the span of a ShardedTensor is flat and contiguous, got shape {list(local.shape)} "
+            f"and strides {local.stride()}: pass local.reshape(-1)"
+        )
+    numel = math.prod(spec.shape)
+    if spec.start < 0 or spec.stop > numel:
+        raise ValueError(
+            f"span {spec.start}..{spec.stop} is not inside a tensor of shape {list(spec.shape)} "
+            f"({numel} elements)"
+        )
+    if not spec.is_cut and spec.local_numel != numel:
+        raise ValueError(
+            f"{spec.local_numel} of {numel} elements are given but no axis of more than one rank "
+            "that the rest could lie on: pass axis="
+        )
+
+
+def register_foreach() -> None:
+    """Let torch's optimizers and clip_grad_norm_ choose their foreach paths for this class.
+
+    They decide by exact type; DTensor enters itself in the same two lists. Only tensors of this
+    class are affected.
+    """
+    from torch.optim import optimizer
+    from torch.utils import _foreach_utils
+
+    for module in (optimizer, _foreach_utils):
+        supported: list[type] = getattr(module, "_foreach_supported_types", [])
+        if ShardedTensor not in supported:
+            supported.append(ShardedTensor)
+
+
+register_foreach()

@@ -1,0 +1,258 @@
+"""Sums, extremes and truth values over the whole of a ShardedTensor.
+
+Each rank reduces its span in fp64 (integers in int64), the communicator reduces the small result,
+and it is rounded once to the result's dtype. All of them are collective where the tensor is cut.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from lamina.buffers.tensors.handlers import HandlerTable
+from lamina.buffers.tensors.span_spec import ReduceOp, SpanSpec
+
+if TYPE_CHECKING:
+    from lamina.buffers.tensors.sharded_tensor import ShardedTensor
+
+__all__ = ["HANDLERS", "pieces", "reduce_over_ranks", "refuse_dims", "rest"]
+
+HANDLERS = HandlerTable()
+aten = torch.ops.aten
+
+# torch converts a tensor to fp64 before it sums it in fp64: piece by piece, the copy stays small.
+_CHUNK = 1 << 22
+
+
+def reduce_over_ranks(
+    spec: SpanSpec, operation: str, value: torch.Tensor, op: ReduceOp
+) -> torch.Tensor:
+    """Reduce a small tensor where the tensor is cut; `operation` is for the error without a way."""
+    if not spec.is_cut:
+        return value
+    return spec.reach(operation).all_reduce(value, op)
+
+
+def rest(args: tuple[Any, ...], *defaults: Any) -> tuple[Any, ...]:
+    """Positional arguments completed by the schema's defaults, which torch leaves out."""
+    return args + defaults[len(args) :]
+
+
+def refuse_dims(func: torch._ops.OpOverload, tensor: ShardedTensor, dim: Any, keep: bool) -> None:
+    """Only reductions over all dimensions are right on a span."""
+    dims = [] if dim is None else [dim] if isinstance(dim, int) else list(dim)
+    ndim = tensor.dim()
+    if keep or (dims and len({one % max(ndim, 1) for one in dims}) < ndim):
+        raise NotImplementedError(
+            f"{func} over dimensions {dims} (keepdim={keep}) of a ShardedTensor of shape "
+            f"{list(tensor.shape)}: a span holds parts of rows. Reduce over all dimensions, or use "
+            ".full_tensor()"
+        )
+
+
+def pieces(local: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Runs of a span that are small enough to be converted to fp64 one after the other."""
+    for at in range(0, local.numel(), _CHUNK):
+        yield local[at : at + _CHUNK]
+
+
+def _partial_sum(local: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Sum of a span in `dtype`, a 0-d tensor."""
+    total = torch.zeros((), dtype=dtype, device=local.device)
+    for piece in pieces(local):
+        total += piece.sum(dtype=dtype)
+    return total
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    if dtype.is_complex:
+        raise NotImplementedError(
+            f"reductions of {dtype} ShardedTensors: use torch.view_as_real on .full_tensor()"
+        )
+    return torch.float64 if dtype.is_floating_point else torch.int64
+
+
+@HANDLERS.handles(aten.sum.default, aten.sum.dim_IntList)
+def _sum(
+    cls: type[ShardedTensor],
+    func: torch._ops.OpOverload,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> torch.Tensor:
+    tensor: ShardedTensor = args[0]
+    if func is aten.sum.dim_IntList:
+        dim, keep = rest(args, None, None, False)[1:]
+        refuse_dims(func, tensor, dim, bool(kwargs.get("keepdim", keep)))
+    dtype = kwargs.get("dtype") or (tensor.dtype if tensor.dtype.is_floating_point else torch.int64)
+    local = tensor._local.to(dtype) if dtype != tensor.dtype else tensor._local
+    total = _partial_sum(local, _wide(dtype))
+    return reduce_over_ranks(tensor._spec, "sum()", total, "sum").to(dtype)
+
+
+@HANDLERS.handles(aten.mean.default)
+def _mean(
+    cls: type[ShardedTensor],
+    func: torch._ops.OpOverload,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> torch.Tensor:
+    tensor: ShardedTensor = args[0]
+    dtype = kwargs.get("dtype") or tensor.dtype
+    if not dtype.is_floating_point:
+        raise RuntimeError(f"mean() needs a floating dtype, got {dtype}: pass dtype=")
+    total = reduce_over_ranks(
+        tensor._spec, "mean()", _partial_sum(tensor._local, torch.float64), "sum"
+    )
+    return (total / tensor._spec.numel).to(dtype)
+
+
+@HANDLERS.handles(aten.var.correction, aten.std.correction)
+def _variance(
+    cls: type[ShardedTensor],
+    func: torch._ops.OpOverload,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> torch.Tensor:
+    """Two passes, as differences of large sums lose digits."""
+    tensor, dim = rest(args, None, None)
+    refuse_dims(func, tensor, dim, bool(kwargs.get("keepdim", False)))
+    correction = kwargs.get("correction")
+    spec, local = tensor._spec, tensor._local
+    mean = (
+        reduce_over_ranks(spec, str(func), _partial_sum(local, torch.float64), "sum") / spec.numel
+    )
+    squares = torch.zeros((), dtype=torch.float64, device=local.device)
+    for piece in pieces(local):
+        squares += (piece.double() - mean).square().sum()
+    total = reduce_over_ranks(spec, str(func), squares, "sum")
+    variance = total / max(spec.numel - (1 if correction is None else correction), 0)
+    result = variance.sqrt() if func is aten.std.correction else variance
+    rounded: torch.Tensor = result.to(tensor.dtype)
+    return rounded
+
+
+@HANDLERS.handles(aten.dot.default, aten.vdot.default)
+def _dot(
+    cls: type[ShardedTensor],
+    func: torch._ops.OpOverload,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> torch.Tensor:
+    left, right = args
+    if not (isinstance(left, cls) and isinstance(right, cls) and left._spec.matches(right._spec)):
+        raise ValueError(f"{func}: both operands must be ShardedTensors cut alike")
+    total = torch.zeros((), dtype=_wide(left.dtype), device=left.device)
+    for a, b in zip(pieces(left._local), pieces(right._local), strict=True):
+        total += (a.to(total.dtype) * b.to(total.dtype)).sum()
+    return reduce_over_ranks(left._spec, "dot()", total, "sum").to(left.dtype)
+
+
+@HANDLERS.handles(aten.count_nonzero.default)
+def _count_nonzero(
+    cls: type[ShardedTensor],
+    func: torch._ops.OpOverload,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> torch.Tensor:
+    tensor: ShardedTensor = args[0]
+    return reduce_over_ranks(
+        tensor._spec, "count_nonzero()", torch.count_nonzero(tensor._local), "sum"
+    )
+
+
+@HANDLERS.handles(aten.all.default, aten.any.default)
+def _truth(
+    cls: type[ShardedTensor],
+    func: torch._ops.OpOverload,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> torch.Tensor:
+    tensor: ShardedTensor = args[0]
+    op: ReduceOp = "min" if func is aten.all.default else "max"
+    mine = func(tensor._local).to(torch.int64)
+    return reduce_over_ranks(tensor._spec, f"{func}", mine, op).to(torch.bool)
+
+
+@HANDLERS.handles(aten.equal.default)
+def _equal(
+    cls: type[ShardedTensor],
+    func: torch._ops.OpOverload,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> bool:
+    left, right = args
+    if not (isinstance(left, cls) and isinstance(right, cls)):
+        raise NotImplementedError(
+            "torch.equal of a ShardedTensor and a plain tensor: compare .full_tensor()"
+        )
+    if left.shape != right.shape:
+        return False
+    if not left._spec.matches(right._spec):
+        raise ValueError("torch.equal: operands are cut differently: compare .full_tensor()")
+    mine = torch.tensor(int(torch.equal(left._local, right._local)), device=left.device)
+    return bool(reduce_over_ranks(left._spec, "torch.equal", mine, "min").item())
+
+
+@HANDLERS.handles(aten.allclose.default)
+def _allclose(
+    cls: type[ShardedTensor],
+    func: torch._ops.OpOverload,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> bool:
+    return bool(torch.isclose(*args, **kwargs).all().item())
+
+
+@HANDLERS.handles(aten.max.default, aten.min.default, aten.amax.default, aten.amin.default)
+def _extreme(
+    cls: type[ShardedTensor],
+    func: torch._ops.OpOverload,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> torch.Tensor:
+    tensor: ShardedTensor = args[0]
+    if func in (aten.amax.default, aten.amin.default):
+        dim, keep = rest(args, None, (), False)[1:]
+        refuse_dims(func, tensor, kwargs.get("dim", dim), bool(kwargs.get("keepdim", keep)))
+    if not tensor._spec.numel:
+        raise RuntimeError(f"{func} of an empty tensor of shape {list(tensor.shape)}")
+    op: ReduceOp = "max" if func in (aten.max.default, aten.amax.default) else "min"
+    return _extremes(tensor._spec, str(func), tensor._local, op).to(tensor.dtype)
+
+
+def _extremes(spec: SpanSpec, name: str, local: torch.Tensor, op: ReduceOp) -> torch.Tensor:
+    """The largest or smallest element of the whole; NaN wins, as in torch."""
+    wide = _wide(local.dtype)
+    if wide is torch.int64:
+        info = torch.iinfo(torch.int64)
+        bound: float | int = info.min if op == "max" else info.max
+    else:
+        bound = -math.inf if op == "max" else math.inf
+    mine = torch.full((2,), bound, dtype=wide, device=local.device)
+    if local.numel():
+        mine[0] = (local.max() if op == "max" else local.min()).to(wide)
+    # Backends differ in what max(1, NaN) is: send the flag beside a number.
+    is_nan = torch.isnan(mine[0])
+    mine[0] = torch.where(is_nan, torch.full_like(mine[0], bound), mine[0])
+    mine[1] = is_nan.to(wide) if op == "max" else -is_nan.to(wide)
+    value, flag = reduce_over_ranks(spec, name, mine, op).unbind()
+    return torch.where(flag != 0, math.nan, value) if wide is torch.float64 else value
+
+
+@HANDLERS.handles(aten._local_scalar_dense.default)
+def _item(
+    cls: type[ShardedTensor],
+    func: torch._ops.OpOverload,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    tensor: ShardedTensor = args[0]
+    if tensor._spec.numel != 1:
+        raise RuntimeError(f"a tensor of {tensor._spec.numel} elements is no Python scalar")
+    # Exactly one rank holds the element, the others add nothing.
+    total = _partial_sum(tensor._local, _wide(tensor.dtype))
+    value = reduce_over_ranks(tensor._spec, "item()", total, "sum").item()
+    return bool(value) if tensor.dtype is torch.bool else value

@@ -1,0 +1,225 @@
+"""`TensorPart`: one rank's share of a tensor that tp or ep has cut, for checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+from torch._C import _disabled_torch_function_impl
+
+from lamina.buffers.tensors.handlers import HandlerTable
+from lamina.buffers.tensors.sharded_tensor import ShardedTensor
+from lamina.buffers.tensors.span_spec import SpanSpec
+from lamina.buffers.tensors.tensor_region import Region, RegionBox
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+    from torch.distributed.checkpoint.planner import WriteItem
+
+__all__ = ["TensorPart"]
+
+_HANDLERS = HandlerTable()
+aten = torch.ops.aten
+
+
+class TensorPart(torch.Tensor):
+    """The elements a rank holds of a tensor that tp or ep has cut and data parallelism cut again.
+
+    Its shape is that of the whole model's tensor, so that torch.distributed.checkpoint writes and
+    reads one tensor whatever the mesh. It can be copied, staged, saved and loaded; to compute, use
+    the parameter it was made from, whose memory it shares.
+
+    Args:
+        tensor: what this rank holds of its tp rank's tensor; a plain tensor is taken as all of it.
+        region: where the tp rank's tensor lies in the whole.
+
+    Raises:
+        ValueError: the region is of another shape than the tensor, or a plain tensor is not
+            contiguous.
+    """
+
+    _local: torch.Tensor
+    _spec: SpanSpec
+    _region: Region
+    __slots__ = ("_local", "_region", "_spec")
+    __torch_function__ = _disabled_torch_function_impl  # type: ignore[assignment]
+
+    @staticmethod
+    def __new__(  # noqa: D102 - documented by the class
+        cls, tensor: ShardedTensor | torch.Tensor, region: Region
+    ) -> TensorPart:
+        if tuple(tensor.shape) != region.part_shape:
+            raise ValueError(
+                f"a tensor of shape {list(tensor.shape)} is not the part {region.part_shape} of "
+                f"{region.shape}"
+            )
+        if not isinstance(tensor, ShardedTensor):
+            if not tensor.is_contiguous():
+                raise ValueError(f"strides {tensor.stride()}: pass a contiguous tensor")
+            tensor = ShardedTensor(tensor.detach().view(-1), tensor.shape)
+        return cls._wrap(tensor.to_local(), tensor.spec, region)
+
+    @classmethod
+    def _wrap(cls, local: torch.Tensor, spec: SpanSpec, region: Region) -> TensorPart:
+        strides = torch.empty(region.shape, device="meta").stride()
+        part: TensorPart = torch.Tensor._make_wrapper_subclass(
+            cls, torch.Size(region.shape), strides=strides, dtype=local.dtype, device=local.device
+        )
+        part._local, part._spec, part._region = local, spec, region
+        return part
+
+    @property
+    def region(self) -> Region:
+        """Where the tp rank's tensor lies in the whole."""
+        return self._region
+
+    def to_local(self) -> torch.Tensor:
+        """This rank's elements, flat: the memory of the parameter."""
+        return self._local
+
+    def tensor(self) -> ShardedTensor | torch.Tensor:
+        """What the tp rank's tensor is here: cut over data-parallel ranks, or plain if it is not.
+
+        Shares this part's memory.
+        """
+        if self._spec.is_cut:
+            return ShardedTensor._wrap(self._local, self._spec)
+        return self._local.view(self._region.part_shape)
+
+    def boxes(self) -> tuple[RegionBox, ...]:
+        """This rank's elements as boxes of the whole."""
+        return self._region.boxes(self._spec.start, self._spec.stop)
+
+    def view_of(self, box: RegionBox) -> torch.Tensor:
+        """One of `boxes` as a view of this rank's elements."""
+        start = box.box.start
+        return self._local[start : start + box.box.numel].view(box.box.sizes)[box.inner]
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls,
+        func: torch._ops.OpOverload,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        handler = _HANDLERS.get(func)
+        if handler is None:
+            raise NotImplementedError(
+                f"{func} of a TensorPart: it is for checkpoints; compute with the parameter it was "
+                "made from, or on .to_local()"
+            )
+        return handler(cls, func, args, kwargs or {})
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> TensorPart:
+        return self._wrap(self._local.clone(), self._spec, self._region)
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise NotImplementedError(
+            "a TensorPart is not pickled: save it with torch.distributed.checkpoint"
+        )
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return (
+            f"TensorPart(shape={list(self.shape)}, span={self._spec.start}..{self._spec.stop} of "
+            f"{self._region.part_shape}, {self._spec.where()}, local={self._local})"
+        )
+
+    # -- torch.distributed.checkpoint's protocol --------------------------------------------------
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+
+        return [
+            ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
+            for box in self.boxes()
+        ]
+
+    def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:
+        from lamina.buffers.tensors.checkpoint_protocol import items_of_chunks
+
+        return items_of_chunks(fqn, self.__create_chunk_list__(), self._local, self.shape)
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
+        for box in self.boxes():
+            if index.offset is None or torch.Size(box.offsets) == index.offset:
+                return self.view_of(box)
+        raise ValueError(f"{index.fqn}: no box of {self!r} starts at {index.offset}")
+
+
+@_HANDLERS.handles(
+    aten.detach.default,
+    aten.alias.default,
+    aten.clone.default,
+    aten._to_copy.default,
+    aten._pin_memory.default,
+    aten.empty_like.default,
+    aten.zeros_like.default,
+)
+def _same_part(
+    cls: type[TensorPart],
+    func: torch._ops.OpOverload,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> TensorPart:
+    source: TensorPart = args[0]
+    keywords = {key: value for key, value in kwargs.items() if key != "memory_format"}
+    local = func(source._local, *args[1:], **keywords)
+    return cls._wrap(local, source._spec, source._region)
+
+
+@_HANDLERS.handles(aten.is_pinned.default)
+def _on_elements(
+    cls: type[TensorPart],
+    func: torch._ops.OpOverload,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    return func(args[0]._local, *args[1:], **kwargs)
+
+
+@_HANDLERS.handles(aten.new_empty.default)
+def _staging(
+    cls: type[TensorPart],
+    func: torch._ops.OpOverload,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> torch.Tensor:
+    """DCP stages into `new_empty` of the tensor's own size."""
+    source, size, *rest = args
+    if tuple(size) != tuple(source.shape):
+        plain: torch.Tensor = func(source._local, size, *rest, **kwargs)
+        return plain
+    local = func(source._local, [source._local.numel()], *rest, **kwargs)
+    return cls._wrap(local, source._spec, source._region)
+
+
+@_HANDLERS.handles(aten.copy_.default)
+def _copy(
+    cls: type[TensorPart],
+    func: torch._ops.OpOverload,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> TensorPart:
+    """From a part of the same place, or from the whole as a plain tensor."""
+    target, source = args[0], args[1]
+    if not isinstance(target, cls):
+        raise NotImplementedError("copy_ of a TensorPart into another kind of tensor")
+    if isinstance(source, cls):
+        same = source._region == target._region and source._spec.matches(target._spec)
+        if not same:
+            raise ValueError(f"copy_: {source!r} is another part than {target!r}")
+        target._local.copy_(source._local)
+        return target
+    if isinstance(source, ShardedTensor) or source.shape != target.shape:
+        raise ValueError(
+            f"copy_: a {type(source).__name__} of shape {list(source.shape)} is not the whole of "
+            f"shape {list(target.shape)}"
+        )
+    for box in target.boxes():
+        piece = source
+        for dim, (offset, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
+            piece = piece.narrow(dim, offset, size)
+        target.view_of(box).copy_(piece)
+    return target

@@ -1,0 +1,1 @@
+"""Loading: plan what this rank needs, read it, check it."""

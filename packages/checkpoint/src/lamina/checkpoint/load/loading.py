@@ -1,0 +1,169 @@
+"""One restore: open, compare, check, read, hand over."""
+
+from __future__ import annotations
+
+import json
+import time
+import warnings
+from collections.abc import Mapping, MutableMapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+
+from lamina.checkpoint.errors import (
+    CheckpointDamagedError,
+    CheckpointError,
+    CheckpointMismatchError,
+    CheckpointNotFoundError,
+    shortened,
+)
+from lamina.checkpoint.load.plan import Plan
+from lamina.checkpoint.load.reader import Reader, read_metadata
+from lamina.checkpoint.load.selection import Selection
+from lamina.checkpoint.progress import Progress, RestoreReport
+from lamina.checkpoint.save.saving import location
+from lamina.checkpoint.state.cut_tensors import Hints
+from lamina.checkpoint.state.json_values import Json
+from lamina.checkpoint.storage.locations import Place
+from lamina.checkpoint.storage.manifest import METADATA, VALUES, Manifest
+from lamina.checkpoint.storage.stores import Store
+from lamina.checkpoint.together import Ranks, own_error
+
+__all__ = ["Source", "load", "load_step", "open_checkpoint", "open_step"]
+
+
+def open_checkpoint(place: Place) -> tuple[Manifest, Metadata, dict[str, Json]]:
+    """Read and check the small files of a checkpoint.
+
+    Raises:
+        CheckpointDamagedError: a file is missing or altered.
+        CheckpointUnsafeError: the metadata names code.
+    """
+    manifest = Manifest.read(place)
+    if (damaged := manifest.wrong_size(place)) is not None:
+        name, found, message = damaged
+        raise CheckpointDamagedError(message + _lost(place, manifest, name, found))
+    metadata = read_metadata(place, manifest.read_file(place, METADATA))
+    trees = json.loads(manifest.read_file(place, VALUES))
+    return manifest, metadata, trees
+
+
+def _lost(place: Place, manifest: Manifest, file: str, found: int) -> str:
+    """Say which tensors a data file of `found` bytes lacks, and which rank wrote it."""
+    try:
+        text = manifest.read_file(place, METADATA)
+        storage = read_metadata(place, text).storage_data or {}
+    except (CheckpointError, OSError):
+        return ""
+    names = {
+        index.fqn: None
+        for index, info in storage.items()
+        if info.relative_path == file and info.offset + info.length > found
+    }
+    if not names:
+        return ""
+    rank = file.lstrip("_").partition("_")[0]
+    return f" (written by rank {rank}; gone with it: {shortened(list(names))})"
+
+
+def open_step(store: Store, step: int) -> tuple[Manifest, Metadata, dict[str, Json]]:
+    """Open the checkpoint of a step.
+
+    Raises:
+        CheckpointNotFoundError: there is none.
+        CheckpointMismatchError: it is another step's.
+    """
+    if not store.has(step):
+        raise CheckpointNotFoundError(
+            f"no complete checkpoint of step {step} ({store.place(step)}); there are "
+            f"{list(store.places()) or 'none'}"
+        )
+    opened = open_checkpoint(store.place(step))
+    if opened[0].step != step:
+        raise CheckpointMismatchError(
+            f"{store.place(step)} holds step {opened[0].step}: copied or renamed by hand? Call it "
+            f"step-{opened[0].step:08d}, or move it elsewhere"
+        )
+    return opened
+
+
+def load_step(
+    store: Store,
+    step: int,
+    state: MutableMapping[str, Any],
+    selection: Selection,
+    ranks: Ranks,
+    hints: Hints,
+    *,
+    progress: bool,
+) -> RestoreReport:
+    """Load one checkpoint into `state` (collective). Nothing changes if any rank can't."""
+    opened = ranks.together(lambda: Source(store.place(step), *open_step(store, step)))
+    return load(opened, state, selection, ranks, hints, progress=progress)
+
+
+@dataclass(frozen=True)
+class Source:
+    """A checkpoint that is open: where it is, and what its small files say.
+
+    `manifest` is None for a checkpoint of plain DCP.
+    """
+
+    place: Place
+    manifest: Manifest | None
+    metadata: Metadata
+    trees: Mapping[str, Json]
+
+
+def load(
+    source: Source,
+    state: MutableMapping[str, Any],
+    selection: Selection,
+    ranks: Ranks,
+    hints: Hints,
+    *,
+    progress: bool,
+) -> RestoreReport:
+    """Load an open checkpoint into `state` (collective)."""
+    started = time.perf_counter()
+    step = -1 if source.manifest is None else source.manifest.step
+    plan = ranks.together(lambda: Plan(state, source.trees, source.metadata, selection, hints))
+    # All ranks read the same names, in the same order: who has a place for which?
+    anywhere = ranks.any(list(plan.claims.values()))
+    claimed = dict(zip(plan.claims, anywhere, strict=True))
+    ranks.together(lambda: plan.conclude(claimed, ranks.rank, ranks.size))
+    read = 0
+    if any(ranks.any([bool(plan.tensors)])):
+        total = 0 if source.manifest is None else source.manifest.bytes // ranks.size
+        bar = Progress(f"loading {source.place}", total, progress and ranks.is_first)
+        reader = ranks.together(
+            lambda: Reader(source.place, source.metadata, source.manifest, bar.advance)
+        )
+        try:
+            _dcp_load(plan.tensors, reader, ranks)
+        except BaseException as error:
+            raise own_error(f"restoring {source.place}", error) from error
+        finally:
+            bar.close()
+        read = reader.bytes_read
+    ranks.together(lambda: plan.apply(ranks.rank, ranks.size))
+    seconds = time.perf_counter() - started
+    # With pipeline stages each rank knows of its own names only.
+    missing = tuple(plan.missing if selection.strict else ranks.union(plan.missing))
+    unexpected = tuple(plan.unexpected)
+    return RestoreReport(step, location(source.place), read, seconds, missing, unexpected)
+
+
+def _dcp_load(tensors: dict[str, Any], reader: Reader, ranks: Ranks) -> None:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        dcp_load(
+            dict(tensors),
+            storage_reader=reader,
+            planner=DefaultLoadPlanner(flatten_state_dict=False),
+            process_group=ranks.group,
+            no_dist=ranks.group is None,
+        )

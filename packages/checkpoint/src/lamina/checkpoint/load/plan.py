@@ -1,0 +1,396 @@
+"""One restore: which stored tensor goes into which tensor at hand.
+
+`Plan` compares what a checkpoint holds with what the objects at hand expect, says by name what
+does not fit before anything is read, and hands the tensors back after they have been filled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, MutableMapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+from lamina.checkpoint.errors import CheckpointError, CheckpointMismatchError, shortened
+from lamina.checkpoint.load.selection import Selection, matches
+from lamina.checkpoint.state.cut_tensors import NO_HINTS, Hints, Parts, as_part
+from lamina.checkpoint.state.json_values import Json, decode
+from lamina.checkpoint.state.merge_ranks import RANKS, names_in
+from lamina.checkpoint.state.optimizer_names import is_optimizer, unwrapped
+from lamina.checkpoint.state.per_rank import PerRank
+from lamina.checkpoint.state.state import Taken, holds, is_stateful, take_entry
+
+__all__ = ["Plan"]
+
+
+@dataclass
+class _Entry:
+    """One entry's share of the plan."""
+
+    taken: Taken | None
+    missing: set[str] = field(default_factory=set)
+    selected: bool = True
+
+
+class Plan:
+    """Compares a state at hand with a checkpoint.
+
+    Args:
+        state: what to load into.
+        trees: the parsed `values.json`.
+        metadata: DCP's.
+        selection: what to take.
+        hints: what the state does not say.
+
+    Raises:
+        CheckpointMismatchError: entries, shapes or dtypes that don't fit, by name.
+    """
+
+    def __init__(
+        self,
+        state: MutableMapping[str, Any],
+        trees: Mapping[str, Json],
+        metadata: Metadata,
+        selection: Selection,
+        hints: Hints = NO_HINTS,
+    ) -> None:
+        self._state, self._trees, self._selection = state, trees, selection
+        self._objects = {entry: unwrapped(value) for entry, value in state.items()}
+        self._stored = metadata.state_dict_metadata
+        self._parts = Parts(self._objects, hints)
+        absent = sorted(set(state) - set(trees))
+        if absent and selection.strict:
+            raise CheckpointMismatchError(
+                f"the checkpoint has no entry {shortened(absent)}; "
+                f"it has {shortened(sorted(trees))}"
+            )
+        #: name -> tensor that is filled
+        self.tensors: dict[str, torch.Tensor] = {}
+        self._values: dict[str, torch.Tensor] = {}  # the same, as load_state_dict takes them
+        #: stored names that should have a place on some rank -> whether they have one on this rank
+        self.claims: dict[str, bool] = {}
+        self.missing: list[str] = absent
+        self.unexpected: list[str] = []
+        self._entries = {e: self._plan_entry(e, v) for e, v in self._objects.items() if e in trees}
+        self._claim_patterns()
+
+    def _claim_patterns(self) -> None:
+        """Note which patterns match a name that is stored, or one that is here."""
+        patterns = self._selection.include + self._selection.exclude
+        if not patterns:
+            return
+        stored = (name for entry, tree in self._trees.items() for name in names_in(tree, entry))
+        here = (n for one in self._entries.values() if one.taken for n in one.taken.tensors)
+        names = [*self._state, *stored, *here]
+        for pattern in patterns:
+            self.claims[_PATTERN + pattern] = any(matches(name, pattern) for name in names)
+
+    def _plan_entry(self, entry: str, value: Any) -> _Entry:
+        stored: list[str] = []
+        decode(self._trees[entry], stored.append)
+        selected = [name for name in stored if self._selection.takes(name)]
+        if not selected and not self._selection.takes(entry):
+            return _Entry(None, selected=False)
+        of_ranks = isinstance(self._trees[entry], dict) and RANKS in self._trees[entry]
+        if of_ranks != isinstance(value, PerRank):
+            raise CheckpointMismatchError(
+                f"'{entry}' is {'' if of_ranks else 'not '}PerRank in the checkpoint and "
+                f"{'not ' if of_ranks else ''}here"
+            )
+        if of_ranks or not is_stateful(value):
+            kept = None if of_ranks else self._sharded(entry, value)
+            for name in stored:
+                self._fill(name, kept, None)
+            return _Entry(None)
+        taken = self._taken(entry, value)
+        if taken is None:
+            for name in stored:
+                self._fill(name, None, None)
+            return _Entry(None)
+        planned = _Entry(taken)
+        known = isinstance(value, torch.nn.Module) or taken.optimizer is not None
+        tree = self._trees[entry]
+        if taken.optimizer is not None and not (isinstance(tree, dict) and "param_groups" in tree):
+            raise CheckpointMismatchError(
+                f"'{entry}' is an optimizer here, and none in the checkpoint"
+            )
+        owners = self._owners(entry, taken)
+        for name in selected if known else stored:  # of other objects all or nothing
+            owner = owners.get(name)
+            here = name in taken.tensors or owner is not None
+            if known:
+                self.claims[name] = here
+            if owner is not None and name not in taken.tensors and name.endswith(_MAIN_WEIGHTS):
+                continue  # this optimizer's weights are the model's own
+            if here or not known:
+                self._fill(name, taken, owner)
+        if isinstance(value, torch.nn.Module):
+            planned.missing = {
+                name for name in set(taken.tensors) - set(stored) if self._selection.takes(name)
+            }
+        if taken.optimizer is not None:
+            self._plan_groups(entry, planned)
+        return planned
+
+    def _taken(self, entry: str, value: Any) -> Taken | None:
+        """Take what is at hand apart; None for what a checkpoint could not hold, but may replace.
+
+        That is a placeholder, or an object whose state of now has other values than the stored one.
+        """
+        try:
+            return take_entry(entry, value, self._objects, self._parts)
+        except (TypeError, CheckpointError):
+            if _is_module(value) or is_optimizer(value):
+                raise
+            return None
+
+    def _sharded(self, entry: str, value: Any) -> Taken | None:
+        """Find sharded tensors in a plain value: they keep their sharding and are filled."""
+        taken = self._taken(entry, value)
+        if taken is None:
+            return None
+        for name, tensor in list(taken.tensors.items()):
+            if not hasattr(tensor, "__create_chunk_list__"):
+                del taken.tensors[name]
+        return taken
+
+    def _owners(self, entry: str, taken: Taken) -> dict[str, torch.Tensor]:
+        """Return, of stored names of optimizer state at any depth, the parameter at hand."""
+        owners: dict[str, torch.Tensor] = {}
+        if taken.optimizer is not None:
+            for key, tree in self._trees[entry]["state"].items():
+                if key in taken.optimizer.parameters:
+                    names: list[str] = []
+                    decode(tree, names.append)
+                    owners |= dict.fromkeys(names, taken.optimizer.parameters[key])
+        return owners
+
+    def _plan_groups(self, entry: str, planned: _Entry) -> None:
+        """Claim the stored members of groups; note members that no stored group has."""
+        if planned.taken is None or planned.taken.optimizer is None:
+            return
+        here = planned.taken.optimizer.groups()
+        groups = self._trees[entry]["param_groups"]
+        there = [group["params"] for group in groups]
+        if len(here) != len(there):
+            if not any(self._chosen(entry, n, group) for n, group in enumerate(groups)):
+                return
+            raise CheckpointMismatchError(
+                f"'{entry}' has {len(here)} parameter groups, the checkpoint has {len(there)}"
+            )
+        for number, (local, stored) in enumerate(zip(here, there, strict=True)):
+            prefix = f"{entry}.param_groups.{number}: "
+            # In the stored order: ranks compare claims by position, and sets of strings have
+            # another order in every process.
+            self.claims.update({prefix + name: name in local for name in stored})
+            planned.missing |= {prefix + name for name in local.difference(stored)}
+
+    def _chosen(self, entry: str, number: int, group: Mapping[str, Any]) -> set[str]:
+        """Return the hyperparameters of a stored group that are selected."""
+        prefix = f"{entry}.param_groups.{number}."
+        return {key for key in group if key != "params" and self._selection.takes(prefix + key)}
+
+    def _fill(self, name: str, taken: Taken | None, owner: torch.Tensor | None) -> None:
+        metadata = self._stored.get(name)
+        if not isinstance(metadata, TensorStorageMetadata):
+            raise CheckpointMismatchError(f"tensor '{name}' is not in the checkpoint's metadata")
+        # Main weights are read beside themselves: a model that is loaded overwrites them.
+        in_place = taken is not None and name in taken.tensors and taken.tensors[name] is not owner
+        if taken is not None and in_place:
+            self._values[name], target = taken.tensors[name].detach(), taken.parts[name]
+            counts = taken.optimizer is not None and taken.paths[name][1] == "state"
+            if counts and target.ndim == 0 and type(target) is torch.Tensor:
+                # Parameters that step together share one tensor for their step count.
+                self._values[name] = target = target.detach().clone()
+        else:
+            self._values[name], target = self._empty(name, metadata, owner)
+        if self._values[name].is_meta:
+            raise CheckpointMismatchError(
+                f"'{name}' is on the meta device here, where nothing can be loaded: give the "
+                "module memory first (module.to_empty(device=...)), and make its optimizer "
+                "after that"
+            )
+        if target.shape != metadata.size:
+            raise CheckpointMismatchError(
+                f"'{name}' has shape {list(metadata.size)} in the checkpoint and "
+                f"{list(target.shape)} here"
+            )
+        if target.dtype != metadata.properties.dtype and not self._selection.allow_cast:
+            raise CheckpointMismatchError(
+                f"'{name}' is {metadata.properties.dtype} in the checkpoint and {target.dtype} "
+                "here: pass allow_cast=True to convert it"
+            )
+        self.tensors[name] = target
+
+    def _empty(
+        self, name: str, metadata: TensorStorageMetadata, owner: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Make the tensor for state that does not exist yet, and show it as a part.
+
+        An optimizer that has not stepped has no state. What has its parameter's shape is cut as
+        the parameter is (empty_like keeps a sharded tensor's placement); the rest is whole and on
+        the CPU.
+        """
+        dtype = metadata.properties.dtype
+        if owner is not None and owner.ndim > 0:
+            region = self._parts.region(name, owner)
+            if metadata.size == (owner.shape if region is None else torch.Size(region.shape)):
+                made = torch.empty_like(owner.detach(), dtype=dtype)
+                return made, as_part(made, region, owner)
+        made = torch.empty(metadata.size, dtype=dtype)
+        return made, made
+
+    def conclude(self, claimed: Mapping[str, bool], rank: int, world_size: int) -> None:
+        """Compare names, once it is known which names have a place on some rank.
+
+        Args:
+            claimed: like `claims`, true where any rank has a place.
+            rank: this one.
+            world_size: how many load.
+
+        Raises:
+            CheckpointMismatchError: a name on one side only, and the selection is strict; a
+                pattern that matches nothing; or a `PerRank` that refuses another layout.
+        """
+        for entry, planned in self._entries.items():
+            value = self._objects[entry]
+            if planned.selected and isinstance(value, PerRank):
+                of_ranks = self._trees[entry][RANKS]
+                value.change(entry, of_ranks, rank, world_size, self._parts.place())
+        idle = [n.removeprefix(_PATTERN) for n in claimed if n.startswith(_PATTERN)]
+        idle = [pattern for pattern in idle if not claimed[_PATTERN + pattern]]
+        if idle:
+            raise CheckpointMismatchError(
+                f"{shortened([repr(pattern) for pattern in idle])} of include and exclude matches "
+                f"no name; the checkpoint's begin with {shortened(sorted(self._trees))}"
+            )
+        for entry, planned in self._entries.items():
+            missing = sorted(planned.missing)
+            unexpected = sorted(
+                name
+                for name, anywhere in claimed.items()
+                if not anywhere and name.startswith(f"{entry}.")
+            )
+            if self._selection.strict and (missing or unexpected):
+                raise CheckpointMismatchError(
+                    f"'{entry}' does not fit the checkpoint: not in the checkpoint: "
+                    f"{shortened(missing) or 'none'}; only in the checkpoint: "
+                    f"{shortened(unexpected) or 'none'}; strict=False loads what fits"
+                )
+            self.missing += missing
+            self.unexpected += unexpected
+
+    def apply(self, rank: int, world_size: int) -> None:
+        """Give every object its loaded state, and put loaded plain values into the dict."""
+        # Modules first: a wrapper whose model weights are loaded rounds its main weights from
+        # them, and the optimizer has these as they were.
+        modules_first = sorted(
+            self._entries.items(), key=lambda item: not _is_module(self._objects[item[0]])
+        )
+        for entry, planned in modules_first:
+            value = self._objects[entry]
+            if not planned.selected:
+                continue
+            if isinstance(value, PerRank):
+                of_ranks, place = self._trees[entry][RANKS], self._parts.place()
+                value.load(entry, of_ranks, rank, world_size, place)
+            elif not is_stateful(value):
+                self._state[entry] = self._decoded(entry)
+            elif planned.taken is not None and _is_module(value):
+                self._load_module(entry, value, planned.taken)
+            elif planned.taken is not None and planned.taken.optimizer is not None:
+                tree = self._optimizer_tree(entry, planned.taken)
+                value.load_state_dict(planned.taken.optimizer.numbered(tree))
+            else:
+                value.load_state_dict(self._decoded(entry))
+
+    def _decoded(self, entry: str) -> Any:
+        return decode(self._trees[entry], lambda name: self._values.get(name, _LEFT))
+
+    def _load_module(self, entry: str, module: torch.nn.Module, taken: Taken) -> None:
+        """Hand a module what was loaded: tensors, filled in place, and other stored values.
+
+        And no more: a wrapper rounds main weights anew from the weights that it is given.
+        """
+        stored = self._decoded(entry)
+        values = {
+            name: value
+            for name, value in stored.items()
+            if name in taken.tree
+            and not isinstance(taken.tree[name], torch.Tensor)
+            and self._selection.takes(f"{entry}.{name}")
+            and not holds(value, _LEFT)
+        }
+        left = {
+            name
+            for name, value in taken.tree.items()
+            if isinstance(value, torch.Tensor) and f"{entry}.{name}" not in self._values
+        }
+        tree = {
+            taken.own_names.get(name, name): value
+            for name, value in {**taken.tree, **values}.items()
+            if name not in left
+        }
+        if left:
+            module.load_state_dict(tree, strict=False)
+        else:
+            module.load_state_dict(tree)
+
+    def _optimizer_tree(self, entry: str, taken: Taken) -> dict[str, Any]:
+        """The stored state, and this optimizer's own where nothing is stored or selected."""
+        stored: dict[str, Any] = self._decoded(entry)
+        own = taken.tree["state"]
+        members = {name for group in stored["param_groups"] for name in group["params"]}
+        state = {
+            name: value
+            for name, value in own.items()
+            # A parameter that the checkpoint knows and has no state of loses what it has here.
+            if name not in members or not self._selection.takes(f"{entry}.state.{name}")
+        }
+        for name, values in stored["state"].items():
+            loaded = _read_of(values, own.get(name))
+            if loaded is not None:
+                state[name] = loaded
+        loads = {k: self._selection.takes(f"{entry}.{k}") for k in (*taken.tree, *stored)}
+        loads |= {k: False for k, v in stored.items() if holds(v, _LEFT)}
+        tree = {
+            **{k: v for k, v in taken.tree.items() if not loads[k]},
+            **{k: v for k, v in stored.items() if loads[k]},
+        }
+        groups = self._groups(entry, stored["param_groups"], taken.tree["param_groups"])
+        return {**tree, "state": state, "param_groups": groups}
+
+    def _groups(self, entry: str, stored: list[Any], own: list[Any]) -> list[dict[str, Any]]:
+        """The stored hyperparameters where they are selected, this optimizer's own elsewhere."""
+        chosen = [self._chosen(entry, number, group) for number, group in enumerate(stored)]
+        if not any(chosen):
+            return own
+        return [
+            {**ours, **{k: theirs[k] for k in keys if not holds(theirs[k], _LEFT)}}
+            for ours, theirs, keys in zip(own, stored, chosen, strict=True)
+        ]
+
+
+def _read_of(stored: Any, own: Any) -> Any:
+    """Return what was read of one stored state, and this optimizer's own for the rest."""
+    if not isinstance(stored, Mapping):  # an optimizer may keep other values among its states
+        return own if holds(stored, _LEFT) else stored
+    loaded = {key: value for key, value in stored.items() if not holds(value, _LEFT)}
+    whole = len(loaded) == len(stored)
+    return (loaded if whole else {**(own or {}), **loaded}) or None
+
+
+def _is_module(value: Any) -> bool:
+    return isinstance(value, torch.nn.Module)
+
+
+_PATTERN = "pattern "
+"""Before the patterns in `Plan.claims`, which are no names."""
+
+_LEFT = object()
+"""Stands for a stored tensor that was not read: not selected, or another rank's."""
+
+_MAIN_WEIGHTS = ".main_weights"
+"""What `lamina.ddp.ShardedOptimizer` calls weights that its model holds in fewer bits."""

@@ -1,0 +1,430 @@
+"""Reading: nothing in a checkpoint is executed, nothing is loaded before its checksum fits."""
+
+from __future__ import annotations
+
+import io
+import mmap
+import os
+import pickle
+import tempfile
+import zlib
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from itertools import groupby
+from pathlib import PurePath
+from typing import Any, BinaryIO, NoReturn, cast
+
+import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    _MEM_FORMAT_ENCODING,
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.storage import StorageReader
+from torch.futures import Future
+from torch.serialization import _get_layout
+
+from lamina.checkpoint.errors import CheckpointDamagedError, CheckpointUnsafeError
+from lamina.checkpoint.storage.locations import LocalPlace, Place, crc_of, pieces_of
+from lamina.checkpoint.storage.manifest import METADATA, ChunkSums, Manifest, unreadable
+from lamina.checkpoint.storage.streams import safely_loaded, tensor_in
+
+__all__ = []
+
+# Whose making runs no code of the file's, and which nobody can set attributes of.
+_BUILT_IN = {
+    ("torch", "Size"): torch.Size,
+    ("collections", "OrderedDict"): OrderedDict,
+    ("builtins", "set"): set,
+    ("builtins", "frozenset"): frozenset,
+}
+_RECORDS = (
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorStorageMetadata,
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    TensorProperties,
+    _StorageInfo,
+)
+_PATHS = {
+    ("pathlib", name)  # of a plain DCP checkpoint: where it was saved
+    for name in ("PosixPath", "PurePosixPath", "Path", "WindowsPath", "PureWindowsPath")
+} | {("pathlib._local", name) for name in ("PosixPath", "Path", "WindowsPath")}
+_DTYPES = frozenset(
+    "float64 float32 float16 bfloat16 int64 int32 int16 int8 uint64 uint32 uint16 uint8 bool "
+    "complex128 complex64 complex32 float8_e4m3fn float8_e4m3fnuz float8_e5m2 float8_e5m2fnuz "
+    "float8_e8m0fnu float4_e2m1fn_x2".split()
+)
+
+
+def _refuse(target: object) -> NoReturn:
+    raise CheckpointUnsafeError(
+        f"the checkpoint's metadata sets attributes of {target!r}, which metadata never does: it "
+        "was forged; nothing was changed"
+    )
+
+
+class _Unchanging(type):
+    """A class as a pickle sees it: pickle asks for `__setstate__` before it sets attributes."""
+
+    def __setstate__(cls, _: object) -> None:
+        _refuse(cls)
+
+
+class _MemoryFormat:
+    """Stands for a member of DCP's enum, which is one for the whole process."""
+
+    __slots__ = ("_member",)
+
+    def __init__(self, number: int) -> None:
+        self._member = _MEM_FORMAT_ENCODING(number)
+
+    def __eq__(self, other: object) -> bool:
+        return self._member is other
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __setstate__(self, _: object) -> None:
+        _refuse(self._member)
+
+
+def _stand_in(name: str, make: Callable[..., Any]) -> type:
+    """Return a class that makes something else: what a pickle gets to see of classes and functions.
+
+    Pickle's instruction BUILD sets attributes of whatever it is given; a class, a function or an
+    enum that was changed so would stay changed for the whole process.
+    """
+    return _Unchanging(name, (), {"__new__": lambda _, *given: make(*given)})
+
+
+def _path_text(*parts: object) -> str:  # of a checkpoint that plain DCP wrote; not used
+    return "/".join(map(str, parts))
+
+
+# What DCP's metadata is made of.
+_KNOWN: dict[tuple[str, str], Any] = {
+    **_BUILT_IN,
+    **{
+        (k.__module__, k.__name__): _stand_in(k.__name__, partial(object.__new__, k))
+        for k in _RECORDS
+    },
+    **{path: _stand_in(path[1], _path_text) for path in _PATHS},
+    (_MEM_FORMAT_ENCODING.__module__, "_MEM_FORMAT_ENCODING"): _stand_in(
+        "_MEM_FORMAT_ENCODING", _MemoryFormat
+    ),
+    ("torch.serialization", "_get_layout"): _stand_in("_get_layout", _get_layout),
+    **{("torch", name): getattr(torch, name) for name in _DTYPES if hasattr(torch, name)},
+}
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    """Knows metadata's classes and no others."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) in _KNOWN:
+            return _KNOWN[module, name]
+        raise CheckpointUnsafeError(
+            f"the checkpoint's metadata asks for {module}.{name}, which metadata never needs: "
+            "it was forged or comes from another version of torch; nothing of it was executed"
+        )
+
+
+def read_metadata(place: Place, text: bytes | None = None) -> Metadata:
+    """Read DCP's `.metadata`, a pickle, without executing any of it.
+
+    Args:
+        place: of the checkpoint.
+        text: of the file, if it was read before.
+
+    Raises:
+        CheckpointUnsafeError: it names anything but metadata's own classes.
+        CheckpointDamagedError: it is no metadata.
+    """
+    file = f"{place}/{METADATA}"
+    try:
+        text = place.read(METADATA) if text is None else text
+        metadata = _MetadataUnpickler(io.BytesIO(text)).load()
+        _check_files(metadata)
+    except CheckpointUnsafeError:
+        raise
+    except Exception as error:  # an altered pickle may raise nearly anything
+        raise CheckpointDamagedError(f"{file} can't be read: {error}") from error
+    if not isinstance(metadata, Metadata):
+        raise CheckpointDamagedError(f"{file} holds a {type(metadata).__name__}, not metadata")
+    return metadata
+
+
+def _check_files(metadata: Any) -> None:
+    """Refuse places of chunks outside the checkpoint; below it, plain DCP may have directories."""
+    infos = (getattr(metadata, "storage_data", None) or {}).values()
+    names = {info.relative_path for info in infos}
+    if outside := sorted(name for name in names if _is_outside(PurePath(name))):
+        raise ValueError(f"it lists files outside the checkpoint: {outside}")
+
+
+def _is_outside(path: PurePath) -> bool:
+    return path.is_absolute() or ".." in path.parts
+
+
+@contextmanager
+def opened(
+    place: Place, name: str, *, mapped: bool = True
+) -> Iterator[Callable[[int, int], memoryview]]:
+    """Open a file and give a function (offset, length) -> bytes, without copies where possible.
+
+    Args:
+        place: of the file.
+        name: of the file.
+        mapped: map a local file into memory. A bad sector then kills the process (SIGBUS); without
+            it, reading raises OSError.
+    """
+    with place.open(name) as file:
+        if mapped and isinstance(place, LocalPlace) and os.fstat(file.fileno()).st_size:
+            # Not closed by hand: tensors made of it may still be alive.
+            whole = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY))
+            yield lambda offset, length: whole[offset : offset + length]
+            return
+
+        def read(offset: int, length: int) -> memoryview:
+            file.seek(offset)
+            return memoryview(bytearray(file.read(length)))
+
+        yield read
+
+
+class Reader(StorageReader):
+    """Reads what a plan asks for, after checking every chunk that the plan touches.
+
+    The check runs while DCP plans, before it writes into any tensor; a failure on one rank reaches
+    all ranks by DCP's own exchange of plans.
+
+    Args:
+        place: the checkpoint.
+        metadata: DCP's, read before.
+        manifest: None for a checkpoint of plain DCP, which has no sums to check.
+        read: called with the bytes of each chunk read.
+    """
+
+    def __init__(
+        self,
+        place: Place,
+        metadata: Metadata,
+        manifest: Manifest | None,
+        read: Callable[[int], None] = lambda _: None,
+    ) -> None:
+        super().__init__()
+        self._place, self._metadata, self._manifest, self._read = place, metadata, manifest, read
+        self._sums = ChunkSums({}) if manifest is None else ChunkSums.read(manifest, place)
+        # A local file is read twice, the second time from memory; others come over a network.
+        near = manifest is None or isinstance(place, LocalPlace)
+        self._fetched = None if near else Fetched()
+        self.bytes_read = 0
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Return False: a Reader is made with its place."""
+        return False
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Keep everything: a Reader serves one load."""
+
+    def read_metadata(self) -> Metadata:
+        """Return the metadata read before."""
+        # Its signature must not have **kwargs, or DCP takes an error for an older file layout.
+        if getattr(self._metadata, "storage_meta", None) is None:
+            self._metadata.storage_meta = StorageMeta()
+        return self._metadata
+
+    def set_up_storage_reader(self, metadata: Metadata, *_: object, **__: object) -> None:
+        """Do nothing: all is known."""
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """Check what this rank is about to read."""
+        if any(item.type == LoadItemType.BYTE_IO for item in plan.items):
+            raise CheckpointUnsafeError(f"{self._place} holds pickled objects, tensors are wanted")
+        if self._manifest is not None:
+            for name, items in self._by_file(plan.items):
+                self._check(self._manifest, name, items)
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """Leave the plans as they are."""
+        return plans
+
+    def _info(self, item: ReadItem) -> _StorageInfo:
+        info: _StorageInfo = self._metadata.storage_data[item.storage_index]
+        if info.transform_descriptors:
+            raise CheckpointUnsafeError(
+                f"{item.storage_index.fqn} was written through {info.transform_descriptors}, which "
+                "this layer does not undo: read the checkpoint with plain DCP"
+            )
+        return info
+
+    def _by_file(self, items: list[ReadItem]) -> list[tuple[str, list[ReadItem]]]:
+        """Group items by file, in the order of their places."""
+        ordered = sorted(
+            items, key=lambda item: (self._info(item).relative_path, self._info(item).offset)
+        )
+        by_file = groupby(ordered, key=lambda item: self._info(item).relative_path)
+        return [(name, list(of_file)) for name, of_file in by_file]
+
+    def _check(self, manifest: Manifest, name: str, items: list[ReadItem]) -> None:
+        if name not in manifest.files:
+            raise CheckpointDamagedError(f"{self._place}/{name} is used but not in the manifest")
+        chunks = {self._info(item).offset: item for item in items}
+        if any(self._sums.of(name, offset) is None for offset in chunks):
+            manifest.check_file(self._place, name)
+            return
+        # Read, not mapped: a bad sector is then an error, which every rank hears of.
+        with self._place.open(name) as file:
+            for offset, item in chunks.items():
+                self._check_chunk(name, file, offset, item)
+
+    def _check_chunk(self, name: str, file: BinaryIO, offset: int, item: ReadItem) -> None:
+        length = self._info(item).length
+        try:
+            if self._fetched is None:
+                found = crc_of(file, offset, length)
+            else:
+                found = self._fetched.keep(name, file, offset, length)
+        except OSError as error:
+            where = f"{self._place}/{name}: '{item.storage_index.fqn}'"
+            raise unreadable(where, error) from error
+        self._compare(item, found)
+
+    def _compare(self, item: ReadItem, found: int) -> None:
+        """Compare the CRC-32 of a chunk with the one that was written."""
+        info = self._info(item)
+        name, offset, length = info.relative_path, info.offset, info.length
+        expected = self._sums.of(name, offset)
+        if expected is None or expected.crc32 != found or expected.bytes != length:
+            index = item.storage_index
+            raise CheckpointDamagedError(
+                f"{self._place}/{name} is damaged: '{index.fqn}' from {list(index.offset or ())} "
+                f"(bytes {offset} to {offset + length}) has CRC-32 {found:08x}, written was "
+                f"{expected.crc32 if expected else 0:08x}"
+            )
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Read each chunk once, and copy from it all that is wanted of it."""
+        for name, items in self._by_file(plan.items):
+            with self._opened(name, items) as read:
+                for _, of_chunk in groupby(items, key=lambda item: self._info(item).offset):
+                    self._read_chunk(read, list(of_chunk), planner)
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
+
+    def _opened(
+        self, name: str, items: list[ReadItem]
+    ) -> AbstractContextManager[Callable[[int, int], memoryview]]:
+        """Open a file, or what was kept of it when it was checked."""
+        kept = self._fetched
+        if kept is not None and all(kept.holds(name, self._info(item).offset) for item in items):
+            return nullcontext(partial(kept.read, name))
+        return opened(self._place, name)
+
+    def _read_chunk(
+        self,
+        read: Callable[[int, int], memoryview],
+        items: list[ReadItem],
+        planner: LoadPlanner,
+    ) -> None:
+        info = self._info(items[0])
+        chunk = read(info.offset, info.length)
+        if self._is_fetched_again(info):
+            self._compare(items[0], zlib.crc32(chunk))
+        stored = self._tensor(chunk, items[0])
+        for item in items:
+            piece = stored
+            for dim, (offset, length) in enumerate(
+                zip(item.storage_offsets, item.lengths, strict=True)
+            ):
+                piece = piece.narrow(dim, offset, length)
+            target = planner.resolve_tensor(item).detach()
+            target.copy_(piece)
+            planner.commit_tensor(item, target)
+        self.bytes_read += info.length
+        self._read(info.length)
+
+    def _is_fetched_again(self, info: _StorageInfo) -> bool:
+        """Whether a chunk comes over a network a second time, after its check."""
+        kept, place = self._fetched, (info.relative_path, info.offset)
+        return kept is not None and not kept.holds(*place) and self._sums.of(*place) is not None
+
+    def _tensor(self, chunk: memoryview, item: ReadItem) -> torch.Tensor:
+        index = item.storage_index
+        if self._manifest is None:  # another writer's: strides are its own affair
+            return safely_loaded(io.BytesIO(chunk))
+        described = self._metadata.state_dict_metadata[index.fqn]
+        if not isinstance(described, TensorStorageMetadata):
+            raise CheckpointDamagedError(f"'{index.fqn}' is no tensor in the metadata")
+        boxes, hint = described.chunks, index.index
+        if hint is None or boxes[hint].offsets != index.offset:
+            hint = [box.offsets for box in boxes].index(cast(torch.Size, index.offset))
+        dtype, sizes = described.properties.dtype, boxes[hint].sizes
+        stored = tensor_in(chunk, dtype, sizes)
+        if stored.dtype != dtype or stored.shape != sizes:
+            raise CheckpointDamagedError(
+                f"'{index.fqn}' from {list(index.offset or ())} in {self._place} is {stored.dtype} "
+                f"{list(stored.shape)}, its metadata says {dtype} {list(sizes)}"
+            )
+        return stored
+
+
+class Fetched:
+    """Keeps chunks in a nameless file in Python's temporary directory (`TMPDIR`).
+
+    It grows to what this rank reads. Where there is no room, nothing is kept: `holds` is then
+    False, and chunks are read again from where they came.
+    """
+
+    def __init__(self) -> None:
+        self._places: dict[tuple[str, int], int] = {}
+        self._end = 0
+        self._map: memoryview | None = None
+        try:
+            self._file: BinaryIO | None = tempfile.TemporaryFile()  # noqa: SIM115
+        except OSError:
+            self._file = None
+
+    def keep(self, name: str, file: BinaryIO, offset: int, length: int) -> int:
+        """Read a chunk of a file, keep it, and return its CRC-32."""
+        start, crc = self._end, 0
+        for piece in pieces_of(file, offset, length):
+            crc = zlib.crc32(piece, crc)
+            self._write(piece)
+        self._places[name, offset] = start
+        return crc
+
+    def _write(self, piece: bytes) -> None:
+        try:
+            if self._file is not None:
+                self._end += self._file.write(piece)
+                self._file.flush()  # here, where an error means no room
+        except OSError:  # no room
+            self._file = None
+
+    def holds(self, name: str, offset: int) -> bool:
+        """Whether a chunk is here."""
+        return self._file is not None and (name, offset) in self._places
+
+    def read(self, name: str, offset: int, length: int) -> memoryview:
+        """Return a chunk that `holds`; it shares the file's pages."""
+        if self._file is None:
+            raise KeyError(name)
+        if self._map is None:
+            self._map = memoryview(mmap.mmap(self._file.fileno(), 0, access=mmap.ACCESS_COPY))
+        start = self._places[name, offset]
+        return self._map[start : start + length]

@@ -1,0 +1,1 @@
+"""Saving: stage, write, commit, in the foreground or the background."""

@@ -1,0 +1,256 @@
+"""One save from plan to commit, in the training loop's thread or beside it."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+import warnings
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, cast
+
+import torch.distributed as dist
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
+
+from lamina.checkpoint.progress import Progress, SaveReport
+from lamina.checkpoint.save.staging import Stage, Staged, StagedPlanner, signature
+from lamina.checkpoint.save.writer import Rules, Writer
+from lamina.checkpoint.state.state import Offered
+from lamina.checkpoint.storage.locations import LocalPlace, Place
+from lamina.checkpoint.storage.manifest import Manifest
+from lamina.checkpoint.storage.stores import Store
+from lamina.checkpoint.together import Ranks, own_error
+
+__all__ = []
+
+
+@dataclass(frozen=True)
+class Save:
+    """One save.
+
+    Attributes:
+        step: training step.
+        offered: what this rank offers to write.
+        rules: how to write.
+        started: `time.perf_counter()` when the caller asked for it.
+    """
+
+    step: int
+    offered: Offered
+    rules: Rules
+    started: float
+
+
+class Saver:
+    """Writes saves, one at a time.
+
+    Args:
+        store: the directory of checkpoints.
+        ranks: who saves.
+        in_background: write in a thread, over a process group of its own.
+        committed: called on the first rank after each commit, with what was committed.
+        progress: show a bar on the first rank.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        ranks: Ranks,
+        *,
+        in_background: bool,
+        committed: Callable[[Manifest], None],
+        progress: bool,
+    ) -> None:
+        self._store, self._ranks, self._committed = store, ranks, committed
+        self._progress = progress
+        self._stage = Stage() if in_background else None
+        self._group = ranks.second_group() if in_background else ranks.group
+        self._background = Background()
+        self.last: SaveReport | None = None
+
+    @property
+    def staged_bytes(self) -> int:
+        """Bytes of memory that this rank keeps for staging."""
+        return 0 if self._stage is None else self._stage.bytes
+
+    def wait(self) -> None:
+        """Wait for the save in the background, and raise what it raised."""
+        self._background.wait()
+
+    def close(self) -> None:
+        """Wait, and let go of the memory for staging."""
+        try:
+            self.wait()
+        finally:
+            if self._stage is not None:
+                self._stage.release()
+
+    def save(self, save: Save) -> SaveReport:
+        """Write, or stage and begin to write."""
+        if self._stage is None:
+            return self._write(save, save.offered.tensors, DefaultSavePlanner(), blocked=None)[1]
+        return self._begin(save, self._stage)
+
+    def _begin(self, save: Save, stage: Stage) -> SaveReport:
+        ranks = self._ranks
+        offer = ranks.together(lambda: stage.plan(save.offered.tensors, ranks.is_first))
+        (changed,) = ranks.any([not stage.is_known(offer)])
+        staged: Staged = ranks.together(lambda: stage.copy(offer, known=not changed))
+        blocked = time.perf_counter() - save.started
+        # The thread holds copies only: what was made for this save may go before it is written.
+        held = replace(save, offered=replace(save.offered, tensors={}))
+        offered = signature(offer.plan)
+
+        def write() -> None:
+            writer, _ = self._write(held, {}, StagedPlanner(staged), blocked=blocked)
+            if changed:
+                stage.finished(offered, writer.assigned)
+
+        path = location(self._store.expected(save.step))
+        self.last = SaveReport(save.step, path, staged.bytes, blocked, blocked, complete=False)
+        self._background.start(write, f"checkpoint-{save.step}")
+        return self.last
+
+    def _write(
+        self,
+        save: Save,
+        tensors: dict[str, Any],
+        planner: DefaultSavePlanner,
+        blocked: float | None,
+    ) -> tuple[Writer, SaveReport]:
+        shown = self._progress and self._ranks.is_first and blocked is None
+        bar = Progress(f"saving step {save.step}", _bytes(tensors) if shown else 0, shown)
+        trees, digests = save.offered.trees, save.offered.digests
+        writer = Writer(self._store, save.step, trees, save.rules, digests, bar.advance)
+        try:
+            metadata = dcp_quietly(dcp_save, tensors, writer, planner, self._group)
+        except BaseException as error:
+            writer.abandon()
+            raise own_error(f"saving step {save.step}", error) from error
+        finally:
+            bar.close()
+        place = cast(Place, writer.final)
+        size = _size(place, metadata) if writer.manifest is None else writer.manifest.bytes
+        if writer.manifest is not None:
+            self._retire(writer.manifest)
+        seconds = time.perf_counter() - save.started
+        report = SaveReport(
+            save.step,
+            location(place),
+            size,
+            seconds,
+            seconds if blocked is None else blocked,
+            complete=True,
+        )
+        self.last = report
+        return writer, report
+
+    def _retire(self, saved: Manifest) -> None:
+        """Delete what is no longer kept. The save is complete: no failure of this is its own."""
+        try:
+            self._committed(saved)
+        except Exception as error:
+            warnings.warn(
+                f"step {saved.step} is saved, but older checkpoints could not be deleted: "
+                f"{type(error).__name__}: {error}",
+                stacklevel=2,
+            )
+
+
+def dcp_quietly(
+    save: Callable[..., Metadata],
+    tensors: dict[str, Any],
+    writer: Writer,
+    planner: DefaultSavePlanner,
+    group: dist.ProcessGroup | None,
+) -> Metadata:
+    """Call DCP; it warns that a world of one has no process group, which here is a choice."""
+    arguments: dict[str, Any] = {
+        "storage_writer": writer,
+        "planner": planner,
+        "process_group": group,
+        "no_dist": group is None,
+    }
+    if group is not None:
+        return save(tensors, **arguments)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        return save(tensors, **arguments)
+
+
+def _size(place: Place, metadata: Metadata) -> int:
+    """Bytes of a complete checkpoint on a rank that did not commit it.
+
+    That rank may not see the manifest (another machine's cache, a timeout): then its tensors'.
+    """
+    try:
+        return Manifest.read(place).bytes
+    except Exception:  # the checkpoint is complete whatever this rank sees of it
+        return sum(info.length for info in (metadata.storage_data or {}).values())
+
+
+def location(place: Place) -> Path | str:
+    """Return a place as users name it."""
+    return place.path if isinstance(place, LocalPlace) else str(place)
+
+
+def _bytes(tensors: Any) -> int:
+    if isinstance(tensors, dict):
+        return sum(_bytes(value) for value in tensors.values())
+    local = tensors.to_local() if hasattr(tensors, "to_local") else tensors
+    return int(local.numel() * local.element_size())
+
+
+class Background:
+    """Runs one task at a time in a thread of its own.
+
+    The thread is not a daemon: a program that ends without waiting still finishes its save, and a
+    failure that nobody has collected by then is printed.
+    """
+
+    def __init__(self) -> None:
+        self._thread: threading.Thread | None = None
+        self._failure: list[BaseException] = []
+        self._last_words = weakref.finalize(self, _tell, self._failure)
+
+    @property
+    def busy(self) -> bool:
+        """Whether a task is running."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def start(self, task: Callable[[], object], name: str) -> None:
+        """Run a task.
+
+        Raises:
+            RuntimeError: another one runs.
+        """
+        if self.busy:
+            raise RuntimeError("a task is running: wait() first")
+        failure = self._failure
+
+        def run() -> None:
+            try:
+                task()
+            except BaseException as error:
+                failure.append(error)
+
+        self._thread = threading.Thread(target=run, name=name, daemon=False)
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Wait for the task, and raise what it raised; each failure is raised once."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        if self._failure:
+            raise self._failure.pop()
+
+
+def _tell(failure: list[BaseException]) -> None:
+    for error in failure:
+        print(f"lamina.checkpoint: a save in the background failed: {error}", file=sys.stderr)

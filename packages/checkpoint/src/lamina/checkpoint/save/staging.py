@@ -1,0 +1,161 @@
+"""Staging: copies of what a rank will write, so that training may go on changing the originals.
+
+Copies lie in buffers that are kept from save to save: making memory anew costs more than copying
+into it. On a GPU they are pinned, and the copies are queued on the current stream: work that is
+queued there later cannot change what is copied, so nobody waits but the writer.
+
+Of a tensor that several ranks hold (the weights under strategies 0 to 2) only one rank writes
+each box. Who does is known once DCP has planned a first save; as long as no rank's plan changes,
+the others don't stage it again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem
+
+__all__ = ["Signature", "Stage", "Staged", "StagedPlanner", "signature"]
+
+
+Signature = tuple[tuple[Any, ...], ...]
+
+
+class Staged:
+    """One save's copies, complete once `ready()` has returned.
+
+    Attributes:
+        plan: what this rank offers to write.
+        tensors: the copies.
+        bytes: of all of them.
+    """
+
+    def __init__(
+        self,
+        plan: SavePlan,
+        tensors: dict[MetadataIndex, torch.Tensor],
+        copied: torch.cuda.Event | None,
+    ) -> None:
+        self.plan, self.tensors, self._copied = plan, tensors, copied
+        self.bytes = sum(tensor.nbytes for tensor in tensors.values())
+
+    def ready(self) -> None:
+        """Wait for copies from a GPU."""
+        if self._copied is not None:
+            self._copied.synchronize()
+
+
+class Stage:
+    """The buffers, from save to save."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[MetadataIndex, torch.Tensor] = {}
+        self._signature: Signature | None = None
+        self._assigned: frozenset[MetadataIndex] = frozenset()
+
+    @property
+    def bytes(self) -> int:
+        """Bytes that the buffers hold."""
+        return sum(buffer.nbytes for buffer in self._buffers.values())
+
+    def plan(self, tensors: dict[str, Any], coordinator: bool) -> _Offer:
+        """Ask DCP what of a state this rank could write."""
+        planner = DefaultSavePlanner()
+        planner.set_up_planner(tensors, None, coordinator)
+        return _Offer(planner, planner.create_local_plan())
+
+    def is_known(self, offer: _Offer) -> bool:
+        """Whether this rank's offer is the one that the last finished save answered."""
+        return self._signature == signature(offer.plan)
+
+    def copy(self, offer: _Offer, *, known: bool) -> Staged:
+        """Copy what this rank may have to write.
+
+        Args:
+            offer: of `plan`.
+            known: all ranks offer what they offered before: copy only what fell to this one.
+        """
+        plan = offer.plan
+        if known:
+            items = [item for item in plan.items if item.index in self._assigned]
+            plan = dataclasses.replace(plan, items=items)
+        self._buffers = {item.index: self._buffer(item) for item in plan.items}
+        on_gpu: torch.device | None = None
+        for item in plan.items:
+            source = offer.planner.resolve_data(item)
+            if not isinstance(source, torch.Tensor):
+                raise TypeError(f"{item.index.fqn} is no tensor")
+            self._buffers[item.index].copy_(source.detach(), non_blocking=True)
+            on_gpu = source.device if source.is_cuda else on_gpu
+        copied = None
+        if on_gpu is not None:
+            copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            copied.record(torch.cuda.current_stream(on_gpu))
+        return Staged(plan, dict(self._buffers), copied)
+
+    def _buffer(self, item: WriteItem) -> torch.Tensor:
+        data = item.tensor_data
+        if data is None:
+            raise TypeError(f"{item.index.fqn} is no tensor")
+        sizes, dtype = data.chunk.sizes, data.properties.dtype
+        old = self._buffers.get(item.index)
+        if old is not None and old.shape == sizes and old.dtype == dtype:
+            return old
+        return torch.empty(sizes, dtype=dtype, pin_memory=torch.cuda.is_available())
+
+    def finished(self, offered: Signature, assigned: frozenset[MetadataIndex]) -> None:
+        """Remember what fell to this rank, and let go of buffers for the rest."""
+        self._signature, self._assigned = offered, assigned
+        self._buffers = {k: v for k, v in self._buffers.items() if k in assigned}
+
+    def release(self) -> None:
+        """Let go of all buffers; the next save makes its own."""
+        self._buffers = {}
+
+
+@dataclasses.dataclass(frozen=True)
+class _Offer:
+    """What a rank could write: DCP's planner, and its plan."""
+
+    planner: DefaultSavePlanner
+    plan: SavePlan
+
+
+def signature(plan: SavePlan) -> Signature:
+    """Return what two plans must agree on to be answered alike."""
+    return tuple(
+        (item.index, item.tensor_data.chunk.sizes, item.tensor_data.properties.dtype)
+        for item in plan.items
+        if item.tensor_data is not None
+    )
+
+
+class StagedPlanner(DefaultSavePlanner):
+    """Gives DCP a plan that was made before, and the copies in place of the tensors."""
+
+    def __init__(self, staged: Staged) -> None:
+        super().__init__()
+        self._staged = staged
+        self.mappings = staged.plan.planner_data
+
+    def set_up_planner(
+        self,
+        state_dict: dict[str, Any],
+        storage_meta: StorageMeta | None = None,
+        is_coordinator: bool = False,
+    ) -> None:
+        """Keep the plan."""
+        self.is_coordinator = is_coordinator
+
+    def create_local_plan(self) -> SavePlan:
+        """Return the plan made before, once the copies are complete."""
+        self._staged.ready()
+        return self._staged.plan
+
+    def resolve_data(self, write_item: WriteItem) -> torch.Tensor:
+        """Return the copy."""
+        return self._staged.tensors[write_item.index]

@@ -1,0 +1,261 @@
+"""Writing: DCP's own file format, with checksums taken as the bytes pass and a commit at the end.
+
+torch.distributed.checkpoint plans who writes what and gathers the results on the coordinator. The
+writer here rides on that: the coordinator's plan carries the name of the place to the ranks,
+the ranks' results carry checksums back, and `finish`, which the coordinator runs while the others
+wait for its word, writes the manifest and commits. So a save needs no collective of its own, and
+on every rank it ends only once the checkpoint is complete.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import pickle
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import BinaryIO, cast
+
+import torch
+from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
+from torch.futures import Future
+
+from lamina.checkpoint.errors import CheckpointDamagedError
+from lamina.checkpoint.state.merge_ranks import Trees
+from lamina.checkpoint.state.replicas import Digests, compare
+from lamina.checkpoint.storage.locations import FileSum, Place, place_of, sum_of, write_whole
+from lamina.checkpoint.storage.manifest import CHUNKS, METADATA, VALUES, Manifest
+from lamina.checkpoint.storage.stores import Attempt, Store
+from lamina.checkpoint.storage.streams import SummingStream, own_memory
+
+__all__ = ["Rules", "Writer"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Rules:
+    """How to write one checkpoint.
+
+    Attributes:
+        overwrite: replace a complete checkpoint of the same step.
+        verify: read every file back and compare before committing.
+        threads: files, and threads writing them, per rank.
+        metric: for the manifest.
+    """
+
+    overwrite: bool
+    verify: bool
+    threads: int
+    metric: float | None
+
+
+@dataclasses.dataclass
+class _Assignment:
+    """What the coordinator's plan tells a rank: where to write, where that will be, and more.
+
+    `trees_crc` is the checksum of the coordinator's trees.
+    """
+
+    place: str
+    final: str
+    rank: int
+    trees_crc: int
+
+
+@dataclasses.dataclass
+class _File:
+    """A file that was written: its checksum, and those of its chunks."""
+
+    sum: FileSum
+    chunks: list[list[int]]
+
+
+class _Results(list[WriteResult]):
+    """DCP's results of one rank, with what else the coordinator needs of it."""
+
+    def __init__(
+        self, results: list[WriteResult], files: dict[str, _File], rank: int, trees: bytes | None
+    ) -> None:
+        super().__init__(results)
+        self.files, self.rank, self.trees = files, rank, trees
+
+
+class Writer(StorageWriter):
+    """One save: makes the place, writes, verifies, commits.
+
+    Args:
+        store: the directory of checkpoints.
+        step: training step.
+        trees: this rank's values that are no tensors.
+        rules: how to write.
+        digests: of what this rank offers as whole.
+        wrote: called with the bytes of each chunk written.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        step: int,
+        trees: Trees,
+        rules: Rules,
+        digests: Digests,
+        wrote: Callable[[int], None] = lambda _: None,
+    ) -> None:
+        super().__init__()
+        self._store, self._step, self._trees, self._rules = store, step, trees, rules
+        self._wrote, self._digests = wrote, digests
+        self._attempt: Attempt | None = None
+        self._place: Place | None = None
+        #: what this rank was given to write, once DCP has planned
+        self.assigned: frozenset[MetadataIndex] = frozenset()
+        #: the manifest of the finished checkpoint (coordinator)
+        self.manifest: Manifest | None = None
+        #: where the checkpoint is once the save has ended well
+        self.final: Place | None = None
+        self.bytes_written = 0
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Return False: a Writer is made with its store."""
+        return False
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Keep everything: a Writer serves one save (DCP calls this before each)."""
+
+    def storage_meta(self) -> StorageMeta | None:
+        """Return nothing: it would hold a temporary path."""
+        return None
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: object, **kwargs: object) -> None:
+        """Do nothing: the coordinator is who runs prepare_global_plan."""
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Tell the coordinator what is offered as whole; only it makes the place."""
+        return dataclasses.replace(plan, storage_data=self._digests)
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Make the place (coordinator) and tell every rank its name.
+
+        Raises:
+            CheckpointError: the ranks offer different tensors under one name.
+        """
+        compare([cast(Digests, plan.storage_data) for plan in plans])
+        self._attempt = self._store.begin(self._step)
+        place, final = str(self._attempt.place), str(self._attempt.final)
+        crc = self._trees.crc32
+        return [
+            dataclasses.replace(plan, storage_data=_Assignment(place, final, rank, crc))
+            for rank, plan in enumerate(plans)
+        ]
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write this rank's tensors durably, read them back."""
+        assignment = cast(_Assignment, plan.storage_data)
+        self._place, self.final = place_of(assignment.place), place_of(assignment.final)
+        if not self._place.is_there():
+            raise FileNotFoundError(
+                f"{self._place} was made by the coordinator but can't be seen from this rank: the "
+                "directory of checkpoints must be on a file system that all ranks share"
+            )
+        self.assigned = frozenset(item.index for item in plan.items)
+        shares = _shares(plan.items, self._rules.threads)
+        names = [f"__{assignment.rank}_{number}.distcp" for number in range(len(shares))]
+        if len(shares) > 1:
+            with ThreadPoolExecutor(len(shares)) as pool:
+                written = list(pool.map(self._write_file, names, shares, [planner] * len(shares)))
+        else:
+            written = [
+                self._write_file(n, share, planner) for n, share in zip(names, shares, strict=True)
+            ]
+        files = {name: file for name, (file, _) in zip(names, written, strict=True)}
+        self.bytes_written = sum(file.sum.bytes for file in files.values())
+        results = [result for _, of_file in written for result in of_file]
+        differs = assignment.trees_crc != self._trees.crc32
+        trees = self._trees.for_coordinator(differs)
+        future: Future[list[WriteResult]] = Future()
+        future.set_result(_Results(results, files, assignment.rank, trees))
+        return future
+
+    def _write_file(
+        self, name: str, items: list[WriteItem], planner: SavePlanner
+    ) -> tuple[_File, list[WriteResult]]:
+        place = cast(Place, self._place)
+        results = []
+        with place.create(name) as raw:
+            stream = SummingStream(raw)
+            for item in items:
+                offset = stream.tell()
+                torch.save(
+                    own_memory(cast(torch.Tensor, planner.resolve_data(item))),
+                    cast(BinaryIO, stream),
+                )
+                length = stream.end_chunk()
+                info = _StorageInfo(name, offset, length)
+                results.append(WriteResult(item.index, length, info))
+                self._wrote(length)
+        if self._rules.verify:
+            _verify_written(place, name, stream.sum)
+        return _File(stream.sum, stream.chunks), results
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Write metadata, values and manifest, and commit (coordinator)."""
+        if self._attempt is None:
+            raise RuntimeError("finish() ran before prepare_global_plan()")
+        place = self._attempt.place
+        ranks = sorted(cast(list[_Results], results), key=lambda of_rank: of_rank.rank)
+        files = {name: file.sum for of_rank in ranks for name, file in of_rank.files.items()}
+        chunks = {name: file.chunks for of_rank in ranks for name, file in of_rank.files.items()}
+        metadata.version = CURRENT_DCP_VERSION
+        metadata.storage_data = {r.index: r.storage_data for of_rank in ranks for r in of_rank}
+        metadata.storage_meta = None
+        small: Mapping[str, bytes] = {
+            CHUNKS: json.dumps(chunks).encode(),
+            METADATA: pickle.dumps(metadata),
+            VALUES: self._trees.merged([of_rank.trees for of_rank in ranks]),
+        }
+        for name, data in small.items():
+            files[name] = write_whole(place, name, data)
+            if self._rules.verify:
+                _verify_written(place, name, files[name])
+        manifest = Manifest(
+            self._step, len(ranks), torch.__version__, files, metric=self._rules.metric
+        )
+        manifest.check_sizes(place)  # sees that every rank wrote where the coordinator looks
+        self._attempt.commit(manifest, overwrite=self._rules.overwrite)
+        self.manifest = manifest
+
+    def abandon(self) -> None:
+        """Remove what a failed save wrote (does something on the coordinator only)."""
+        if self._attempt is not None and self.manifest is None:
+            self._attempt.abandon()
+
+
+def _bytes_of(item: WriteItem) -> int:
+    data = item.tensor_data
+    return 0 if data is None else data.chunk.sizes.numel() * data.properties.dtype.itemsize
+
+
+def _shares(items: list[WriteItem], number: int) -> list[list[WriteItem]]:
+    """Divide items among at most `number` files of about equal size; none without items."""
+    shares: list[list[WriteItem]] = [[] for _ in range(min(number, len(items)))]
+    if len(shares) == 1:
+        return [items]
+    sizes = [0] * len(shares)
+    for item in sorted(items, key=_bytes_of, reverse=True):
+        smallest = sizes.index(min(sizes))
+        shares[smallest].append(item)
+        sizes[smallest] += _bytes_of(item)
+    return shares
+
+
+def _verify_written(place: Place, name: str, written: FileSum) -> None:
+    found = sum_of(place, name, from_disk=True)
+    if found != written:
+        raise CheckpointDamagedError(
+            f"{place}/{name} reads back as {found.bytes} bytes with CRC-32 {found.crc32:08x}, "
+            f"written were {written.bytes} bytes with {written.crc32:08x}: the disk or its "
+            "connection is faulty"
+        )

@@ -1,0 +1,1 @@
+"""What a state dict holds: tensors, values, optimizers, positions."""

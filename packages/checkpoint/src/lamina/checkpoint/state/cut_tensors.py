@@ -1,0 +1,169 @@
+"""Tensors that tensor or expert parallelism has cut, as parts of the whole model's.
+
+A tp rank's parameter is an ordinary tensor with a shape of its own. Under one name the ranks would
+store different tensors, and a restore on another number of tp ranks could not work. So such a
+tensor is shown to DCP as the part of the whole that it is. `lamina.fsdp` shows its models' tensors
+so itself, and what it says counts; bare and DDP-wrapped modules are done here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, is_dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from lamina.buffers import ShardedTensor
+from lamina.buffers.engine import Region, TensorPart
+from lamina.checkpoint.errors import CheckpointError
+from lamina.checkpoint.state.optimizer_names import parameters_of
+from lamina.mesh import ParallelMesh, Role, role_of
+from lamina.mesh.engine import MeshAxis, mesh_axis
+
+__all__ = ["NO_HINTS", "Hints", "Mesh", "Parts", "as_part"]
+
+
+_AXES = ("tp", "expert_tp", "ep")
+_LAYOUT = ("pp", "cp", "tp")  # with the number of ranks they say what a rank's number means
+Mesh = ParallelMesh | DeviceMesh | None
+
+
+@dataclass(frozen=True)
+class Hints:
+    """What the caller says of the models at hand.
+
+    Attributes:
+        mesh: names the axes where modules don't.
+        rename: from a name that this rank's module has to the name in the whole model.
+    """
+
+    mesh: Mesh = None
+    rename: Callable[[str], str] = str
+
+
+NO_HINTS = Hints()
+
+
+class Parts:
+    """Knows which parameters are parts.
+
+    Args:
+        state: the modules in it are searched for regions, and for the axes that they were built on.
+        hints: what the modules don't say.
+    """
+
+    def __init__(self, state: Mapping[str, Any], hints: Hints) -> None:
+        self.rename, self._mesh = hints.rename, hints.mesh
+        self._axes: dict[str, MeshAxis] = {}
+        self._shown: dict[int, Region] = {}  # by id of the parameter
+        self._modules = [one for one in state.values() if isinstance(one, torch.nn.Module)]
+        for module in self._modules:
+            self._search(module)
+
+    def _search(self, module: torch.nn.Module) -> None:
+        named = parameters_of(module)
+        if not any(_may_be_cut(role_of(parameter)) for _, parameter in named):
+            return
+        for submodule in module.modules():
+            for axis in _axes_in(submodule, _AXES):
+                self._axes.setdefault(axis.name, axis)
+        tree = module.state_dict()
+        for name, parameter in named:
+            if isinstance(tree.get(name), TensorPart):
+                self._shown[id(parameter)] = tree[name].region
+
+    def place(self) -> dict[str, tuple[int, int]]:
+        """Return axis -> (this rank's place, size) of those beside data parallelism.
+
+        From the mesh or, without one, from the modules, as far as they hold axes.
+        """
+        held: dict[str, MeshAxis] = {}
+        for module in () if self._mesh is not None else self._modules:
+            for submodule in module.modules():
+                for axis in _axes_in(submodule, _LAYOUT):
+                    held.setdefault(axis.name, axis)
+        for name in _LAYOUT if self._mesh is not None else ():
+            if (found := self._on_mesh(name)) is not None:
+                held[name] = found
+        return {n: (held[n].rank, held[n].size) for n in _LAYOUT if n in held and held[n].size > 1}
+
+    def _on_mesh(self, axis: str) -> MeshAxis | None:
+        mesh = self._mesh
+        known = not isinstance(mesh, DeviceMesh) or axis in (mesh.mesh_dim_names or ())
+        return mesh_axis(mesh, axis) if mesh is not None and known else None
+
+    def region(self, name: str, parameter: torch.Tensor) -> Region | None:
+        """Return where this rank's parameter lies in the whole model's; None if it is whole.
+
+        Raises:
+            CheckpointError: it is marked as cut and nothing says over which ranks.
+        """
+        role = role_of(parameter)
+        if not _may_be_cut(role) or hasattr(parameter, "placements"):
+            return None
+        if id(parameter) in self._shown:
+            return self._shown[id(parameter)]
+        cuts: list[tuple[int, MeshAxis, tuple[int, ...] | None]] = []
+        if role.tp_shard_dim is not None:
+            tensor = self._axis("expert_tp" if role.expert else "tp", name)
+            if tensor is not None:
+                cuts.append((role.tp_shard_dim, tensor, role.tp_blocks))
+        # Stacked experts [experts, rows, columns]; those with modules of their own differ in name.
+        if role.expert and parameter.ndim == 3 and role.tp_shard_dim != 0:
+            experts = self._axis("ep", None)
+            if experts is not None:
+                cuts.append((0, experts, None))
+        shape = list(parameter.shape)
+        for dim, axis, _ in cuts:
+            shape[dim] *= axis.size
+        region = Region.whole(shape)
+        for dim, axis, blocks in cuts:
+            region = region.cut(dim, axis.rank, axis.size, blocks)
+        return region if cuts else None
+
+    def _axis(self, axis: str, name: str | None) -> MeshAxis | None:
+        """Find an axis of more than one rank; `name` of a parameter that must have it."""
+        found = self._axes.get(axis)
+        if found is None and self._mesh is not None:
+            found = self._on_mesh(axis)
+        elif found is None and axis == "expert_tp" and "tp" in self._axes:
+            found = self._axes["tp"]  # experts cut as dense layers are
+        elif found is None and name and dist.is_initialized() and dist.get_world_size() > 1:
+            raise CheckpointError(
+                f"'{name}' is marked as cut over the axis {axis}, but neither its module nor the "
+                "CheckpointManager knows that axis: pass mesh= to CheckpointManager"
+            )
+        return None if found is None or found.size == 1 else found
+
+
+def _may_be_cut(role: Role) -> bool:
+    return role.tp_shard_dim is not None or role.expert
+
+
+def _axes_in(module: torch.nn.Module, names: Sequence[str]) -> Iterator[MeshAxis]:
+    """Yield the axes that a module holds, by itself or in a dataclass of axes."""
+    for value in vars(module).values():
+        if isinstance(value, MeshAxis):
+            held: list[Any] = [value]
+        else:
+            held = list(vars(value).values()) if is_dataclass(value) else []
+        yield from (axis for axis in held if isinstance(axis, MeshAxis) and axis.name in names)
+
+
+def as_part(tensor: torch.Tensor, region: Region | None, held: torch.Tensor) -> torch.Tensor:
+    """Show a tensor of the parameter's shape as the part that the parameter is.
+
+    Args:
+        tensor: the parameter as a state_dict holds it, or a state of the same shape, which is the
+            same part; others (step counts) are left alone.
+        region: of the parameter.
+        held: the parameter.
+    """
+    if region is None or tensor.shape != held.shape or isinstance(tensor, TensorPart):
+        return tensor
+    if not isinstance(tensor, ShardedTensor) and hasattr(tensor, "placements"):
+        return tensor
+    return TensorPart(tensor.detach(), region)

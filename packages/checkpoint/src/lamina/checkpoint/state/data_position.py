@@ -1,0 +1,138 @@
+"""Where in the data a run is, in samples of the whole job: no rank occurs in it.
+
+The order of samples is a function of seed and position; ranks take contiguous slices of each batch.
+So a run may go on with another number of ranks, and no sample is repeated or skipped.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+__all__ = ["DataPosition", "shuffled"]
+
+
+class DataPosition:
+    """Hands out samples, and remembers how many the job has had.
+
+        position = DataPosition(size=len(dataset), seed=1)
+        state = {"model": model, "optimizer": optimizer, "data": position}
+        manager.restore(state, default=0)
+        for indices in position.batches(batch_size, rank=dp.rank, ranks=dp.size):
+            batch = dataset[indices]
+            ...                              # the step; position counted it when it was handed out
+            manager.save(step, state)        # after the step, before the next batch
+
+    Args:
+        size: samples in the dataset.
+        seed: of the order; None is the dataset's own order.
+
+    Attributes:
+        samples: that the job has trained on; sample k of the job is
+            `order(k)`, in epoch `k // size`.
+
+    Raises:
+        ValueError: a size below 1.
+    """
+
+    def __init__(self, size: int, seed: int | None = None) -> None:
+        if size < 1:
+            raise ValueError(f"size is {size}: a dataset must have at least 1 sample")
+        self.size, self.seed = size, seed
+        self.samples = 0
+
+    @property
+    def epoch(self) -> int:
+        """How often the whole dataset has been gone through."""
+        return self.samples // self.size
+
+    def order(self, position: int) -> int:
+        """Return the index in the dataset of the job's sample at a position."""
+        if self.seed is None:
+            return position % self.size
+        return shuffled(position, self.size, self.seed)
+
+    def indices(self, batch_size: int, rank: int = 0, ranks: int = 1) -> list[int]:
+        """Return one rank's indices of the next batch, without advancing.
+
+        Args:
+            batch_size: samples over all ranks; shares differ by at most one.
+            rank: place among the data-parallel ranks.
+            ranks: how many there are.
+
+        Raises:
+            ValueError: a rank that is not among the ranks.
+        """
+        if not 0 <= rank < ranks:
+            raise ValueError(f"rank is {rank} of {ranks}: it must be 0 to {ranks - 1}")
+        first = self.samples + batch_size * rank // ranks
+        last = self.samples + batch_size * (rank + 1) // ranks
+        return [self.order(position) for position in range(first, last)]
+
+    def advance(self, batch_size: int) -> None:
+        """Count a batch that has been trained on (on every rank alike)."""
+        self.samples += batch_size
+
+    def batches(self, batch_size: int, rank: int = 0, ranks: int = 1) -> Iterator[list[int]]:
+        """Yield one rank's indices of batch after batch, without end.
+
+        A batch is counted as it is handed out: what is saved while it is worked on says that it has
+        been trained on, so save after the step. A loader that fetches ahead (torch's DataLoader
+        with workers) takes batches long before they are trained on: give it another position's,
+        which begins at this one's `state_dict()`, and `advance` this one, which is saved, at each
+        step.
+
+        Raises:
+            ValueError: a batch without samples, or a rank that is not among the ranks.
+        """
+        if batch_size < 1:
+            raise ValueError(f"batch_size is {batch_size}: a batch must have at least 1 sample")
+        while True:
+            indices = self.indices(batch_size, rank, ranks)
+            self.advance(batch_size)
+            yield indices
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return samples, size and seed."""
+        return {"samples": self.samples, "size": self.size, "seed": self.seed}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where another run was.
+
+        Raises:
+            ValueError: that run had another dataset or another order.
+        """
+        for name in ("size", "seed"):
+            if state[name] != getattr(self, name):
+                raise ValueError(
+                    f"the checkpoint's data has {name} {state[name]}, here it is "
+                    f"{getattr(self, name)}: samples would be repeated and skipped; to begin anew, "
+                    "leave the data position out of the restored state"
+                )
+        self.samples = int(state["samples"])
+
+
+def shuffled(position: int, size: int, seed: int) -> int:
+    """Return the sample at a position of an endless sequence that shuffles anew every epoch.
+
+    Position p is in epoch p // size; each epoch is a permutation of 0..size-1. It is computed, not
+    stored: a Feistel network of four rounds permutes the numbers below a power of four, and numbers
+    that fall outside `size` go through it again until they fall inside (cycle walking; Black and
+    Rogaway, 2002).
+    """
+    epoch, value = divmod(position, size)
+    half = max(1, ((size - 1).bit_length() + 1) // 2)
+    mask = (1 << half) - 1
+    while True:
+        left, right = value >> half, value & mask
+        for number in range(4):
+            left, right = right, left ^ (_mix(right, seed, epoch, number) & mask)
+        value = (left << half) | right
+        if value < size:
+            return value
+
+
+def _mix(value: int, seed: int, epoch: int, number: int) -> int:
+    text = f"{value},{seed},{epoch},{number}".encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")

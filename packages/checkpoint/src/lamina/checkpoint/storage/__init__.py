@@ -1,0 +1,1 @@
+"""Where checkpoints lie: directories, stores, manifests, checksums."""

@@ -1,0 +1,223 @@
+"""The directory of checkpoints: names, the commit by rename, what a kill leaves behind.
+
+    step-00000100/           complete: it got this name only after everything in it was verified
+    .writing-00000200-ab12/  being written, or left by a killed writer
+    .replaced-00000100-cd34/ the old checkpoint of a step while a new one takes its name
+    .deleting-00000050-ef56/ on its way out
+
+A rename within a directory is atomic, so a reader sees a whole checkpoint or none. A live writer
+holds a lock on a file in its `.writing-` directory; the kernel drops the lock of a killed one, and
+that is how the next start tells a leftover from a write in progress.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import re
+import secrets
+import shutil
+import warnings
+from pathlib import Path
+
+__all__ = [
+    "WritingDirectory",
+    "clean",
+    "complete_path",
+    "complete_steps",
+    "fsync_directory",
+    "remove",
+]
+
+
+_COMPLETE = re.compile(r"step-(\d{8,})")
+_TRANSIENT = re.compile(r"\.(writing|replaced|deleting)-(\d{8,})-[0-9a-f]{8}")
+_LOCK = ".lock"
+
+
+def complete_path(root: Path, step: int) -> Path:
+    """Return the name that the complete checkpoint of `step` has."""
+    return root / f"step-{step:08d}"
+
+
+def _transient_path(root: Path, kind: str, step: int) -> Path:
+    return root / f".{kind}-{step:08d}-{secrets.token_hex(4)}"
+
+
+def complete_steps(root: Path) -> list[int]:
+    """Return the steps that have a complete name in `root`, ascending."""
+    try:
+        names = os.listdir(root)
+    except FileNotFoundError:
+        return []
+    return sorted(int(match[1]) for name in names if (match := _COMPLETE.fullmatch(name)))
+
+
+def fsync_directory(path: Path) -> None:
+    """Make the names in a directory durable: a rename is only in memory until then."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        # Some network file systems refuse to sync a directory; their renames are synchronous.
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EBADF):
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def _make(root: Path) -> None:
+    """Make a directory, with those above it, so that a power cut leaves none of them nameless."""
+    made = [path for path in (root, *root.parents) if not path.exists()]
+    root.mkdir(parents=True, exist_ok=True)
+    for path in made:
+        with contextlib.suppress(PermissionError):  # one may write where one may not read
+            fsync_directory(path.parent)
+
+
+class WritingDirectory:
+    """The coordinator's hold on one `.writing-` directory, from its making to its rename."""
+
+    def __init__(self, root: Path, step: int) -> None:
+        self.root = root
+        self.step = step
+        self._committed = False
+        _make(root)
+        self.path = _transient_path(root, "writing", step)
+        self.path.mkdir()
+        self._lock = os.open(self.path / _LOCK, os.O_CREAT | os.O_RDWR, 0o644)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX)
+        except OSError as error:
+            warnings.warn(
+                f"{self.path} is on a file system without locks ({error}): don't start a second "
+                "CheckpointManager on this directory while one writes",
+                stacklevel=2,
+            )
+
+    def commit(self, overwrite: bool) -> Path:
+        """Give the directory its complete name, durably.
+
+        Raises:
+            FileExistsError: the step is there already and `overwrite` is False.
+        """
+        final = complete_path(self.root, self.step)
+        fsync_directory(self.path)
+        old: Path | None = None
+        if final.exists():
+            if not overwrite:
+                raise FileExistsError(
+                    f"{final} exists: save with overwrite=True to replace it, or delete it first"
+                )
+            # Two renames, since a rename can't replace a directory that is not empty. A kill
+            # between them leaves `.replaced-` without a `step-`: the next start renames it back.
+            old = _transient_path(self.root, "replaced", self.step)
+            final.rename(old)
+        try:
+            self.path.rename(final)
+        except OSError:
+            if old is not None:
+                old.rename(final)
+            raise
+        self.path, self._committed = final, True
+        fsync_directory(self.root)
+        self._release()
+        if old is not None:
+            _discard(self.root, old, self.step)  # what is left goes at the next start
+        return final
+
+    def abandon(self) -> None:
+        """Remove the directory after a failed save; nothing once it has its complete name.
+
+        What fails after the rename (a sync, the deletion of what was replaced) must not take the
+        new checkpoint away, which may be the only one.
+        """
+        if not self._committed:
+            shutil.rmtree(self.path, ignore_errors=True)
+        self._release()
+
+    def _release(self) -> None:
+        if self._lock >= 0:
+            # Unlinked only now: without it a live writer would look like a killed one.
+            with contextlib.suppress(OSError):
+                (self.path / _LOCK).unlink(missing_ok=True)
+            os.close(self._lock)
+            self._lock = -1
+
+
+def _is_being_written(path: Path) -> bool:
+    try:
+        # For writing, though nothing is written: NFS locks only what is open for that.
+        descriptor = os.open(path / _LOCK, os.O_RDWR)
+    except FileNotFoundError:
+        return False  # killed before it made the lock
+    except OSError:
+        return True  # another user's, or of a file system to read from: not ours to remove
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        warnings.warn(
+            f"{path} may be left from a killed writer, but its file system has no locks to tell: "
+            "delete it by hand if nothing is writing",
+            stacklevel=2,
+        )
+        return True
+    finally:
+        os.close(descriptor)
+    return False
+
+
+def clean(root: Path) -> list[str]:
+    """Remove what killed writers left and finish a replacement they had begun.
+
+    What may not be removed (another user's, a file system to read from) is left alone.
+
+    Returns:
+        The names of the leftovers that were dealt with.
+    """
+    if not root.is_dir():
+        return []
+    dealt_with = []
+    for name in sorted(os.listdir(root)):
+        match = _TRANSIENT.fullmatch(name)
+        if match is None:
+            continue
+        path, kind, final = root / name, match[1], complete_path(root, int(match[2]))
+        if kind == "writing" and _is_being_written(path):
+            continue
+        if kind == "replaced" and not final.exists():
+            try:
+                path.rename(final)
+            except OSError as error:
+                warnings.warn(f"{path} should be {final.name}, but {error}", stacklevel=2)
+                continue
+            fsync_directory(root)
+        else:
+            _discard(root, path, int(match[2]))
+        dealt_with.append(name)
+    return dealt_with
+
+
+def _discard(root: Path, path: Path, step: int) -> None:
+    """Delete a directory, as far as that goes; what is left of it has a name of no meaning.
+
+    Under its own a `.replaced-` that is half deleted would be taken for the step's checkpoint once
+    somebody deletes that.
+    """
+    doomed = _transient_path(root, "deleting", step)
+    with contextlib.suppress(OSError):
+        path.rename(doomed)
+        fsync_directory(root)
+        shutil.rmtree(doomed, ignore_errors=True)
+
+
+def remove(root: Path, step: int) -> None:
+    """Delete a complete checkpoint so that no reader sees half of it, not after a power cut."""
+    doomed = _transient_path(root, "deleting", step)
+    complete_path(root, step).rename(doomed)
+    fsync_directory(root)
+    shutil.rmtree(doomed)

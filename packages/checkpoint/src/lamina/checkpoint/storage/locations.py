@@ -1,0 +1,215 @@
+"""Where the files of one checkpoint lie: a local directory, or a prefix in an object store.
+
+A `Place` can read and write files by name, and no more; how a checkpoint becomes complete is the
+business of `stores`.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, Protocol, cast
+
+__all__ = [
+    "FileSum",
+    "LocalPlace",
+    "Place",
+    "RemotePlace",
+    "crc_of",
+    "filesystem",
+    "is_url",
+    "local_path",
+    "pieces_of",
+    "place_of",
+    "sum_of",
+    "write_whole",
+]
+
+
+_CHUNK = 4 << 20  # bytes read at a time: large enough for the disk, small beside a tensor
+_SHORT_OF_A_SLASH = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/(?!/)")
+
+
+@dataclass(frozen=True)
+class FileSum:
+    """The length of a file in bytes and its CRC-32."""
+
+    bytes: int
+    crc32: int
+
+
+class Place(Protocol):
+    """The files of one checkpoint. `str()` of it is enough to open it in another process."""
+
+    def read(self, name: str) -> bytes:
+        """Return a small file's contents."""
+
+    def size(self, name: str) -> int:
+        """Return a file's length in bytes; FileNotFoundError if it is not there."""
+
+    def open(self, name: str, *, from_disk: bool = False) -> BinaryIO:
+        """Open a file for reading and seeking; `from_disk` drops cached pages first."""
+
+    def create(self, name: str) -> BinaryIO:
+        """Open a new file for writing. It is durable once closed."""
+
+    def is_there(self) -> bool:
+        """Whether this process can see the place."""
+
+
+class _SyncedFile(io.BufferedWriter):
+    """A file that is on the disk once it is closed."""
+
+    def close(self) -> None:
+        if not self.closed:
+            try:
+                self.flush()
+                os.fsync(self.fileno())
+            finally:
+                super().close()
+
+
+class LocalPlace:
+    """A directory."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __str__(self) -> str:
+        return str(self.path)
+
+    def read(self, name: str) -> bytes:
+        """Return a file's contents."""
+        return (self.path / name).read_bytes()
+
+    def size(self, name: str) -> int:
+        """Return a file's length in bytes."""
+        return os.stat(self.path / name).st_size
+
+    def open(self, name: str, *, from_disk: bool = False) -> BinaryIO:
+        """Open a file for reading."""
+        file = open(self.path / name, "rb", buffering=0)  # noqa: SIM115 (the caller closes it)
+        if from_disk and hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        return cast(BinaryIO, file)
+
+    def create(self, name: str) -> BinaryIO:
+        """Open a new file that is synced when it is closed."""
+        # Buffered, for tensors are written through torch.save in small pieces.
+        return cast(BinaryIO, _SyncedFile(io.FileIO(self.path / name, "wb"), 1 << 20))
+
+    def is_there(self) -> bool:
+        """Whether the directory exists."""
+        return self.path.is_dir()
+
+
+class RemotePlace:
+    """A prefix of any file system that fsspec knows."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url.rstrip("/")
+        self.fs, self._root = filesystem(self.url)
+
+    def __str__(self) -> str:
+        return self.url
+
+    def read(self, name: str) -> bytes:
+        """Return an object's contents."""
+        return bytes(self.fs.cat_file(f"{self._root}/{name}"))
+
+    def size(self, name: str) -> int:
+        """Return an object's length in bytes."""
+        return int(self.fs.info(f"{self._root}/{name}")["size"])
+
+    def open(self, name: str, *, from_disk: bool = False) -> BinaryIO:
+        """Open an object for reading."""
+        return cast(BinaryIO, self.fs.open(f"{self._root}/{name}", "rb"))
+
+    def create(self, name: str) -> BinaryIO:
+        """Open a new object; object stores show it only once it is closed."""
+        return cast(BinaryIO, self.fs.open(f"{self._root}/{name}", "wb"))
+
+    def is_there(self) -> bool:
+        """Prefixes have no existence of their own."""
+        return True
+
+
+def filesystem(url: str) -> tuple[Any, str]:
+    """Return fsspec's file system for a URL, and the path in it.
+
+    Raises:
+        ImportError: without fsspec.
+    """
+    try:
+        from fsspec.core import url_to_fs
+    except ImportError as error:
+        raise ImportError(
+            f"{url} is a URL: it needs fsspec (pip install 'lamina-checkpoint[remote]') and the "
+            "package of its protocol, such as s3fs or gcsfs"
+        ) from error
+    fs, path = url_to_fs(url)
+    return fs, str(path).rstrip("/")
+
+
+def is_url(location: str | os.PathLike[str]) -> bool:
+    """Whether a location is a URL (of anything but local files)."""
+    return "://" in str(location) and not str(location).startswith(("file://", "local://"))
+
+
+def local_path(location: str | os.PathLike[str]) -> Path:
+    """Return the path of a local location; `file://` is taken off.
+
+    Raises:
+        ValueError: a `Path` made from a URL, which has lost a slash.
+    """
+    text = os.fspath(location)
+    if not isinstance(location, str) and _SHORT_OF_A_SLASH.match(text):
+        raise ValueError(
+            f"{location!r} was a URL: Path() takes one of its slashes; pass the URL as a string"
+        )
+    for prefix in ("file://", "local://"):
+        text = text.removeprefix(prefix)
+    return Path(text)
+
+
+def place_of(location: str | os.PathLike[str]) -> Place:
+    """Return the place that a path or URL names."""
+    return RemotePlace(str(location)) if is_url(location) else LocalPlace(local_path(location))
+
+
+def sum_of(place: Place, name: str, *, from_disk: bool = False) -> FileSum:
+    """Read a file and sum it."""
+    crc, length = 0, 0
+    with place.open(name, from_disk=from_disk) as file:
+        while chunk := file.read(_CHUNK):
+            crc = zlib.crc32(chunk, crc)
+            length += len(chunk)
+    return FileSum(length, crc)
+
+
+def pieces_of(file: BinaryIO, offset: int, length: int) -> Iterator[bytes]:
+    """Read a stretch of an open file, a piece at a time; a shorter file ends the stretch."""
+    file.seek(offset)
+    while length > 0 and (piece := file.read(min(length, _CHUNK))):
+        yield piece
+        length -= len(piece)
+
+
+def crc_of(file: BinaryIO, offset: int, length: int) -> int:
+    """Sum a stretch of an open file."""
+    crc = 0
+    for piece in pieces_of(file, offset, length):
+        crc = zlib.crc32(piece, crc)
+    return crc
+
+
+def write_whole(place: Place, name: str, data: bytes) -> FileSum:
+    """Write a small file durably and return its sum."""
+    with place.create(name) as file:
+        file.write(data)
+    return FileSum(len(data), zlib.crc32(data))

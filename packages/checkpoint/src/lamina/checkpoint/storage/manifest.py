@@ -1,0 +1,221 @@
+"""The manifest: which files a checkpoint has, how long they are and what they sum to.
+
+CRC-32 finds every flipped byte and truncation (a random change slips through once in four
+thousand million); it is no defence against someone who forges files on purpose.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from lamina.checkpoint.errors import CheckpointDamagedError, CheckpointError
+from lamina.checkpoint.storage.locations import FileSum, LocalPlace, Place, sum_of, write_whole
+
+__all__ = [
+    "CHUNKS",
+    "FORMAT",
+    "MANIFEST",
+    "METADATA",
+    "VALUES",
+    "ChunkSums",
+    "Manifest",
+    "unreadable",
+]
+
+
+MANIFEST = "manifest.json"
+METADATA = ".metadata"
+VALUES = "values.json"
+CHUNKS = "chunks.json"
+FORMAT = 2
+_Text = bytes  # the classes below have properties of that name
+_READ = (1, 2)  # format 1 had no sums per chunk
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a complete checkpoint says about itself.
+
+    Attributes:
+        step: the training step it was saved at.
+        world_size: ranks that wrote it.
+        torch: the version of torch that wrote it.
+        files: by name relative to the checkpoint, every file but the manifest.
+        metric: what `save` was given, for `keep_best`.
+    """
+
+    step: int
+    world_size: int
+    torch: str
+    files: dict[str, FileSum]
+    metric: float | None = None
+
+    @property
+    def bytes(self) -> int:
+        """Total length of the files, in bytes."""
+        return sum(file.bytes for file in self.files.values())
+
+    def encoded(self) -> _Text:
+        """Return the text of `manifest.json`."""
+        body = json.dumps({"format": FORMAT, **asdict(self)}, sort_keys=True)
+        text = json.dumps({"crc32": zlib.crc32(body.encode()), "body": json.loads(body)}, indent=1)
+        return text.encode()
+
+    def write(self, place: Place | Path) -> None:
+        """Write `manifest.json` durably."""
+        write_whole(_place(place), MANIFEST, self.encoded())
+
+    @classmethod
+    def read(cls, place: Place | Path) -> Manifest:
+        """Read `manifest.json`.
+
+        Raises:
+            CheckpointDamagedError: it is missing or altered.
+            CheckpointError: a newer lamina-checkpoint wrote it.
+        """
+        place = _place(place)
+        where = f"{place}/{MANIFEST}"
+        try:
+            parsed = json.loads(place.read(MANIFEST))
+            body = parsed["body"]
+            if zlib.crc32(json.dumps(body, sort_keys=True).encode()) != parsed["crc32"]:
+                raise ValueError("its checksum does not fit its text")
+            if body["format"] not in _READ:  # no damage: nothing may pass over or replace it
+                raise CheckpointError(
+                    f"{where} has format {body['format']}, this lamina-checkpoint reads "
+                    f"{_READ}: install a newer one"
+                )
+            files = {name: FileSum(**entry) for name, entry in body["files"].items()}
+            if outside := [name for name in files if Path(name).name != name]:
+                raise ValueError(f"it lists files outside the checkpoint: {outside}")
+            return cls(body["step"], body["world_size"], body["torch"], files, body.get("metric"))
+        except FileNotFoundError:
+            raise CheckpointDamagedError(
+                f"{where} is missing: not a checkpoint of lamina, or an incomplete copy of one"
+            ) from None
+        except OSError as error:
+            raise unreadable(where, error) from error
+        except (ValueError, KeyError, TypeError) as error:
+            raise CheckpointDamagedError(f"{where} can't be read: {error}") from error
+
+    def check_sizes(self, place: Place | Path) -> None:
+        """Check that every file is there and as long as it was (cheap: reads no data).
+
+        Raises:
+            CheckpointDamagedError: naming the first that is not.
+        """
+        damaged = self.wrong_size(place)
+        if damaged is not None:
+            raise CheckpointDamagedError(damaged[2])
+
+    def wrong_size(self, place: Place | Path) -> tuple[str, int, str] | None:
+        """Return the first file that is missing or of another length.
+
+        Returns:
+            Its name, the bytes that are there, and what to say of it.
+
+        Raises:
+            CheckpointDamagedError: the disk is faulty at one.
+        """
+        place = _place(place)
+        for name, expected in self.files.items():
+            try:
+                found = place.size(name)
+            except FileNotFoundError:
+                message = f"{place}/{name} is missing; it should have {expected.bytes} bytes"
+                return name, 0, message
+            except OSError as error:
+                raise unreadable(f"{place}/{name}", error) from error
+            if found != expected.bytes:
+                message = f"{place}/{name} has {found} bytes, the manifest says {expected.bytes}"
+                return name, found, message
+        return None
+
+    def check_file(self, place: Place | Path, name: str) -> None:
+        """Read a whole file and compare its checksum.
+
+        Raises:
+            CheckpointDamagedError: it differs, is missing, or is not in the manifest.
+        """
+        place = _place(place)
+        with self._reading(place, name):
+            found = sum_of(place, name)
+        self._compare(place, name, found)
+
+    def read_file(self, place: Place, name: str) -> _Text:
+        """Read a small file and compare its checksum.
+
+        Raises:
+            CheckpointDamagedError: it differs, is missing, or is not in the manifest.
+        """
+        with self._reading(place, name):
+            data = place.read(name)  # once: over a network it may not be the same twice
+        self._compare(place, name, FileSum(len(data), zlib.crc32(data)))
+        return data
+
+    @contextmanager
+    def _reading(self, place: Place, name: str) -> Iterator[None]:
+        if name not in self.files:
+            raise CheckpointDamagedError(f"{place}/{name} is used but not in {MANIFEST}")
+        try:
+            yield
+        except FileNotFoundError:
+            raise CheckpointDamagedError(f"{place}/{name} is missing") from None
+        except OSError as error:
+            raise unreadable(f"{place}/{name}", error) from error
+
+    def _compare(self, place: Place, name: str, found: FileSum) -> None:
+        expected = self.files[name]
+        if found != expected:
+            raise CheckpointDamagedError(
+                f"{place}/{name} is damaged: {found.bytes} bytes with CRC-32 "
+                f"{found.crc32:08x}, written were {expected.bytes} bytes with {expected.crc32:08x}"
+            )
+
+
+def unreadable(where: str, error: OSError) -> Exception:
+    """Return what to raise: a bad sector is damage of the file; a lost connection is none."""
+    if error.errno != errno.EIO:
+        return error
+    return CheckpointDamagedError(f"{where} can't be read: {error}: the disk is faulty there")
+
+
+def _place(place: Place | Path) -> Place:
+    return LocalPlace(place) if isinstance(place, Path) else place
+
+
+class ChunkSums:
+    """Checksums of the chunks that a checkpoint's data files are rows of.
+
+    Each chunk is one box of one tensor. `chunks.json` holds, per file, `[length, CRC-32]` of its
+    chunks in order; offsets follow.
+    """
+
+    def __init__(self, files: dict[str, list[list[int]]]) -> None:
+        self._sums = {}
+        for name, chunks in files.items():
+            offset = 0
+            for length, crc in chunks:
+                self._sums[name, offset] = FileSum(length, crc)
+                offset += length
+
+    @classmethod
+    def read(cls, manifest: Manifest, place: Place) -> ChunkSums:
+        """Read `chunks.json`; a checkpoint of format 1 has none.
+
+        Raises:
+            CheckpointDamagedError: it is altered.
+        """
+        if CHUNKS not in manifest.files:
+            return cls({})
+        return cls(json.loads(manifest.read_file(place, CHUNKS)))
+
+    def of(self, name: str, offset: int) -> FileSum | None:
+        """Return length and CRC-32 of the chunk at a place, or None if none begins there."""
+        return self._sums.get((name, offset))

@@ -1,0 +1,278 @@
+"""The two kinds of directory of checkpoints, and how a checkpoint becomes complete in each.
+
+On a file system a rename is atomic: a checkpoint is written under another name (`directory.py`).
+In an object store nothing can be renamed, but one object appears whole or not at all: there a
+checkpoint is complete once its manifest is there, which is written last.
+
+    step-00000100/            an attempt; complete if it has manifest.json
+    step-00000100-1/          the next attempt at the same step: the highest complete one counts
+
+An object store has no locks either, so nobody can tell a writer at work from one that was killed: a
+manager notes what is unfinished when it is made and deletes that before its first save, if it still
+is; and one job at a time may write to a URL.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import warnings
+from pathlib import Path
+from typing import Protocol
+
+from lamina.checkpoint.storage import directory
+from lamina.checkpoint.storage.locations import (
+    LocalPlace,
+    Place,
+    RemotePlace,
+    filesystem,
+    is_url,
+    local_path,
+    write_whole,
+)
+from lamina.checkpoint.storage.manifest import MANIFEST, Manifest
+
+__all__ = ["Attempt", "LocalStore", "RemoteStore", "Store", "attempt_name", "store_of"]
+
+
+_ATTEMPT = re.compile(r"step-(\d{8,})(?:-(\d+))?")
+
+
+class Attempt(Protocol):
+    """A save in progress, held by the coordinator."""
+
+    @property
+    def place(self) -> Place:
+        """Where to write; the checkpoint's own place once it is committed."""
+
+    @property
+    def final(self) -> Place:
+        """The checkpoint's own place, before it is committed too."""
+
+    def commit(self, manifest: Manifest, *, overwrite: bool) -> None:
+        """Make it complete; FileExistsError if the step is there and `overwrite` is False."""
+
+    def abandon(self) -> None:
+        """Remove what was written."""
+
+
+class Store(Protocol):
+    """A directory of checkpoints.
+
+    Attributes:
+        has_locks: whether `clean` can tell a writer at work from one that was killed.
+    """
+
+    has_locks: bool
+
+    def places(self) -> dict[int, Place]:
+        """Return step -> place of all that have a complete name, steps ascending."""
+
+    def place(self, step: int) -> Place:
+        """Return where the complete checkpoint of a step is, or would be."""
+
+    def expected(self, step: int) -> Place:
+        """Return where a step that was never saved will be; looks at nothing."""
+
+    def has(self, step: int) -> bool:
+        """Whether a step has a complete name."""
+
+    def begin(self, step: int) -> Attempt:
+        """Make the place for a save."""
+
+    def remove(self, step: int) -> None:
+        """Delete a checkpoint so that no reader sees half of it."""
+
+    def note_unfinished(self) -> None:
+        """Note what is unfinished before this program writes anything."""
+
+    def clean(self) -> list[str]:
+        """Remove what killed writers left; return the names dealt with."""
+
+
+def store_of(location: str | os.PathLike[str]) -> Store:
+    """Return the store at a path or URL."""
+    return RemoteStore(str(location)) if is_url(location) else LocalStore(local_path(location))
+
+
+class _LocalAttempt:
+    def __init__(self, root: Path, step: int) -> None:
+        self._writing = directory.WritingDirectory(root, step)
+        self.final: Place = LocalPlace(directory.complete_path(root, step))
+
+    @property
+    def place(self) -> LocalPlace:
+        return LocalPlace(self._writing.path)
+
+    def commit(self, manifest: Manifest, *, overwrite: bool) -> None:
+        manifest.write(self.place)
+        self._writing.commit(overwrite)
+
+    def abandon(self) -> None:
+        self._writing.abandon()
+
+
+class LocalStore:
+    """A directory on a file system that every rank sees."""
+
+    has_locks = True
+
+    def __init__(self, root: Path) -> None:
+        self.root = root.absolute()  # for the program may change its working directory
+
+    def places(self) -> dict[int, Place]:
+        """Return the directories that have a complete name, by step."""
+        return {step: self.place(step) for step in directory.complete_steps(self.root)}
+
+    def place(self, step: int) -> LocalPlace:
+        """Return the directory of a step."""
+        return LocalPlace(directory.complete_path(self.root, step))
+
+    def expected(self, step: int) -> LocalPlace:
+        """Return the directory of a step."""
+        return self.place(step)
+
+    def has(self, step: int) -> bool:
+        """Whether the step's directory exists."""
+        return directory.complete_path(self.root, step).is_dir()
+
+    def begin(self, step: int) -> Attempt:
+        """Make a directory with a temporary name."""
+        return _LocalAttempt(self.root, step)
+
+    def remove(self, step: int) -> None:
+        """Rename, then delete."""
+        directory.remove(self.root, step)
+
+    def note_unfinished(self) -> None:
+        """Do nothing: locks tell who is at work."""
+
+    def clean(self) -> list[str]:
+        """Remove leftovers and finish a replacement that was begun."""
+        return directory.clean(self.root)
+
+
+class _RemoteAttempt:
+    def __init__(self, store: RemoteStore, step: int, number: int) -> None:
+        self._store, self._step, self._number = store, step, number
+        self._committed = False
+        self.place: Place = RemotePlace(f"{store.url}/{attempt_name(step, number)}")
+        self.final = self.place
+
+    def commit(self, manifest: Manifest, *, overwrite: bool) -> None:
+        if not overwrite and self._store.has(self._step):
+            raise FileExistsError(
+                f"{self._store.place(self._step)} exists: save with overwrite=True to replace it"
+            )
+        write_whole(self.place, MANIFEST, manifest.encoded())
+        self._committed = True
+        try:
+            for number in self._store.attempts().get(self._step, {}):
+                if number < self._number:
+                    self._store.delete(self._step, number)
+        except Exception as error:  # the higher number counts; a later save deletes the others
+            warnings.warn(f"older attempts at {self.place} are left: {error}", stacklevel=2)
+
+    def abandon(self) -> None:
+        if not self._committed:
+            self._store.delete(self._step, self._number)
+
+
+def attempt_name(step: int, number: int) -> str:
+    """Return the name of the number-th attempt at a step."""
+    return f"step-{step:08d}" + (f"-{number}" if number else "")
+
+
+class RemoteStore:
+    """A prefix of an object store, by fsspec."""
+
+    has_locks = False
+
+    def __init__(self, url: str) -> None:
+        self.url = url.rstrip("/")
+        self._fs, self._root = filesystem(self.url)
+        self._unfinished: set[tuple[int, int]] = set()  # attempts of earlier programs
+
+    def _is_there(self, path: str) -> bool:
+        """Whether an object or prefix exists. fsspec's `exists` takes any error for a no."""
+        try:
+            self._fs.info(path)
+        except FileNotFoundError:
+            return False
+        return True
+
+    def attempts(self) -> dict[int, dict[int, bool]]:
+        """Return step -> attempt -> whether it has a manifest."""
+        self._fs.invalidate_cache()
+        found: dict[int, dict[int, bool]] = {}
+        try:
+            entries = self._fs.ls(self._root, detail=False)
+        except FileNotFoundError:
+            return {}
+        for entry in entries:
+            match = _ATTEMPT.fullmatch(str(entry).rstrip("/").rpartition("/")[2])
+            if match:
+                there = self._is_there(f"{str(entry).rstrip('/')}/{MANIFEST}")
+                found.setdefault(int(match[1]), {})[int(match[2] or 0)] = there
+        return found
+
+    def places(self) -> dict[int, Place]:
+        """Return the newest complete attempt's prefix of each step that has one."""
+        found = sorted(self.attempts().items())
+        return {step: self._newest(step, of) for step, of in found if any(of.values())}
+
+    def place(self, step: int) -> RemotePlace:
+        """Return the newest complete attempt's prefix."""
+        return self._newest(step, self.attempts().get(step, {}))
+
+    def expected(self, step: int) -> RemotePlace:
+        """Return the first attempt's prefix."""
+        return self._newest(step, {})
+
+    def _newest(self, step: int, attempts: dict[int, bool]) -> RemotePlace:
+        complete = [number for number, there in attempts.items() if there]
+        return RemotePlace(f"{self.url}/{attempt_name(step, max(complete, default=0))}")
+
+    def has(self, step: int) -> bool:
+        """Whether the step has a manifest."""
+        return any(self.attempts().get(step, {}).values())
+
+    def begin(self, step: int) -> Attempt:
+        """Choose a prefix that was never used."""
+        return _RemoteAttempt(self, step, max(self.attempts().get(step, {}), default=-1) + 1)
+
+    def remove(self, step: int) -> None:
+        """Delete the manifests first: without them nothing else counts."""
+        for number in sorted(self.attempts().get(step, {})):
+            self.delete(step, number)
+
+    def delete(self, step: int, number: int) -> None:
+        """Delete one attempt, its manifest first."""
+        path = f"{self._root}/{attempt_name(step, number)}"
+        self._fs.invalidate_cache()
+        try:
+            if self._is_there(f"{path}/{MANIFEST}"):
+                self._fs.rm_file(f"{path}/{MANIFEST}")
+            if self._is_there(path):
+                self._fs.rm(path, recursive=True)
+        except FileNotFoundError:
+            pass
+        except Exception as error:
+            warnings.warn(f"{path} could not be deleted: {error}", stacklevel=2)
+
+    def note_unfinished(self) -> None:
+        """Note the attempts without a manifest: later ones may be another manager's, at work."""
+        found = self.attempts().items()
+        self._unfinished = {(step, n) for step, of in found for n, there in of.items() if not there}
+
+    def clean(self) -> list[str]:
+        """Delete noted attempts still without a manifest, and those that a later one replaced."""
+        dealt_with = []
+        for step, of in self.attempts().items():
+            newest = max((n for n, there in of.items() if there), default=None)
+            for number, there in of.items():
+                replaced = there and newest is not None and number < newest
+                if replaced or (not there and (step, number) in self._unfinished):
+                    self.delete(step, number)
+                    dealt_with.append(attempt_name(step, number))
+        return dealt_with

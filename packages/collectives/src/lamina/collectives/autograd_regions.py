@@ -1,0 +1,349 @@
+"""Autograd regions: what tensor, sequence, context and expert parallelism do at their borders.
+
+A region is a collective (or nothing) in the forward and its dual in the backward:
+
+===================  ========================  =================================
+region               forward                   backward
+===================  ========================  =================================
+copy_to              nothing                   sum over the ranks
+reduce_from          sum over the ranks        nothing
+scatter_to           keep this rank's piece    gather the pieces
+gather_from          gather the pieces         keep this rank's piece, or
+                                               sum and keep (`reduce_scatter`)
+reduce_scatter_to    sum, keep the own piece   gather the pieces
+all_to_all_tokens    exchange rows             exchange them back
+===================  ========================  =================================
+
+The convention, Megatron-LM's: a replicated tensor is one value that every rank holds, and its
+gradient is one value too; a loss that every rank computes counts once. Each backward is itself a
+region (the table read from right to left), so derivatives of any order are right.
+
+Sums travel in the tensor's dtype and are made in fp32 in one fixed order (fp64 for fp64), so they
+have the same bits run after run and on every rank; `reduction="native"` leaves them to the backend
+(in-switch sums, fewer messages) and claims a tolerance instead. Under torch.compile each region is
+one graph break: the compiler neither traces nor reorders it.
+
+Backwards are collective: a rank whose loss does not depend on a region's output skips the backward
+that the others wait in. Let every rank's loss depend on it, with weight zero if need be.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Literal, cast
+
+import torch
+from torch._compile import _disable_dynamo as one_graph_break
+
+from lamina.collectives.call.checks import group_rank, group_size
+from lamina.collectives.move.shaped import (
+    Reduction,
+    dimension,
+    require_divisible,
+    require_reduction,
+    row_splits,
+    start_all_gather,
+    start_all_reduce,
+    start_all_to_all,
+    start_reduce_scatter,
+)
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+__all__ = [
+    "all_to_all_tokens",
+    "copy_to",
+    "gather_from",
+    "reduce_from",
+    "reduce_scatter_to",
+    "scatter_to",
+]
+
+
+@one_graph_break
+def copy_to(
+    tensor: torch.Tensor, group: ProcessGroup | None, *, reduction: Reduction = "ordered"
+) -> torch.Tensor:
+    """Enter a parallel region with a replicated tensor: its gradients are summed over the ranks.
+
+    Args:
+        tensor: any shape, equal on all ranks; its gradient's dtype is the wire dtype (float32,
+            bfloat16, float16 or float64).
+        group: the ranks, or None for a group of one.
+        reduction: who sums, "ordered" or "native".
+
+    Returns:
+        The same values.
+
+    Raises:
+        ValueError: an unknown `reduction`.
+
+    Source: "f" of Shoeybi et al., Megatron-LM, arXiv:1909.08053, section 3.
+    """
+    require_reduction(reduction)
+    if group_size(group) == 1:
+        return tensor
+    return _apply(_CopyTo, tensor, group, reduction)
+
+
+@one_graph_break
+def reduce_from(
+    tensor: torch.Tensor, group: ProcessGroup | None, *, reduction: Reduction = "ordered"
+) -> torch.Tensor:
+    """Leave a parallel region: sum the ranks' partial results; gradients pass unchanged.
+
+    Args:
+        tensor: any shape, the same on all ranks; float32, bfloat16, float16 or float64.
+        group: the ranks, or None for a group of one.
+        reduction: who sums, "ordered" or "native".
+
+    Returns:
+        The sum, of the same shape and dtype; if ordered, bit-identical on all ranks.
+
+    Raises:
+        ValueError: a dtype that can't be summed, or an unknown `reduction`.
+
+    Source: "g" of Shoeybi et al., Megatron-LM, arXiv:1909.08053, section 3.
+    """
+    require_reduction(reduction)
+    if group_size(group) == 1:
+        return tensor
+    return _apply(_ReduceFrom, tensor, group, reduction)
+
+
+@one_graph_break
+def scatter_to(tensor: torch.Tensor, group: ProcessGroup | None, dim: int = 0) -> torch.Tensor:
+    """Keep this rank's piece of a replicated tensor; gradients are gathered.
+
+    Args:
+        tensor: [..., N*n, ...], equal on all ranks.
+        group: the N ranks, or None for a group of one.
+        dim: dimension to cut; counts from the end if negative.
+
+    Returns:
+        [..., n, ...], contiguous.
+
+    Raises:
+        IndexError: no such dimension.
+        ValueError: its size is not divisible by N.
+    """
+    dim = dimension("scatter_to", tensor, dim)
+    if group_size(group) == 1:
+        return tensor
+    require_divisible("scatter_to", tensor, dim, group)
+    return _apply(_ScatterTo, tensor, group, dim)
+
+
+@one_graph_break
+def gather_from(
+    tensor: torch.Tensor,
+    group: ProcessGroup | None,
+    dim: int = 0,
+    *,
+    grad: Literal["split", "reduce_scatter"] = "split",
+    reduction: Reduction = "ordered",
+) -> torch.Tensor:
+    """Concatenate the ranks' tensors along `dim`.
+
+    Args:
+        tensor: [..., n, ...], the same shape and dtype on all ranks.
+        group: the N ranks, or None for a group of one.
+        dim: dimension to concatenate along; counts from the end if negative.
+        grad: what the ranks do with the result. "split": all of them the same (the result is
+            replicated, so each has the whole gradient, of which it keeps its piece).
+            "reduce_scatter": each something else (the gradients are partial; they are summed).
+            The wrong one gives gradients that are N times too large, or incomplete.
+        reduction: who sums in a "reduce_scatter", "ordered" or "native".
+
+    Returns:
+        [..., N*n, ...].
+
+    Raises:
+        IndexError: no such dimension.
+        ValueError: an unknown `grad` or `reduction`.
+
+    Source: "g-bar" of Korthikanti et al., Reducing Activation Recomputation, arXiv:2205.05198,
+    section 4.2 ("reduce_scatter").
+    """
+    if grad not in ("split", "reduce_scatter"):
+        raise ValueError(f"gather_from: grad must be 'split' or 'reduce_scatter', not {grad!r}")
+    require_reduction(reduction)
+    dim = dimension("gather_from", tensor, dim)
+    if group_size(group) == 1:
+        return tensor
+    if grad == "split":
+        return _apply(_GatherFrom, tensor, group, dim)
+    return _apply(_GatherFromPartial, tensor, group, dim, reduction)
+
+
+@one_graph_break
+def reduce_scatter_to(
+    tensor: torch.Tensor,
+    group: ProcessGroup | None,
+    dim: int = 0,
+    *,
+    reduction: Reduction = "ordered",
+) -> torch.Tensor:
+    """Sum the ranks' partial results and keep this rank's piece; gradients are gathered.
+
+    Args:
+        tensor: [..., N*n, ...], the same shape on all ranks; float32, bfloat16, float16 or float64.
+        group: the N ranks, or None for a group of one.
+        dim: dimension to cut; counts from the end if negative.
+        reduction: who sums, "ordered" or "native".
+
+    Returns:
+        [..., n, ...], contiguous.
+
+    Raises:
+        IndexError: no such dimension.
+        ValueError: its size is not divisible by N, the dtype can't be summed, or an unknown
+            `reduction`.
+
+    Source: Korthikanti et al., Reducing Activation Recomputation, arXiv:2205.05198, section 4.2.
+    """
+    require_reduction(reduction)
+    dim = dimension("reduce_scatter_to", tensor, dim)
+    if group_size(group) == 1:
+        return tensor
+    require_divisible("reduce_scatter_to", tensor, dim, group)
+    return _apply(_ReduceScatterTo, tensor, group, dim, reduction)
+
+
+@one_graph_break
+def all_to_all_tokens(
+    tensor: torch.Tensor,
+    group: ProcessGroup | None,
+    *,
+    output_splits: Sequence[int] | None = None,
+    input_splits: Sequence[int] | None = None,
+) -> torch.Tensor:
+    """Send rows to the ranks that want them; their gradients come back the same way.
+
+    Args:
+        tensor: [rows, ...], any number of rows, 0 included; equal in all else on all ranks.
+        group: the N ranks, or None for a group of one.
+        output_splits: N row counts, what comes from each rank. None: rows/N from each.
+        input_splits: N row counts, what goes to each rank; they sum to `rows`. None: rows/N.
+
+    Returns:
+        [sum(output_splits), ...]: the rows received, in the order of the sending ranks.
+
+    Raises:
+        ValueError: splits that don't fit (see `start_all_to_all`).
+
+    Source: Lepikhin et al., GShard, arXiv:2006.16668, section 3.
+    """
+    receives = row_splits("output_splits", output_splits, tensor, group)
+    sends = row_splits("input_splits", input_splits, tensor, group)
+    if group_size(group) == 1:
+        return start_all_to_all(
+            tensor, group, output_splits=receives, input_splits=sends, async_op=False
+        ).wait()
+    return _apply(_AllToAllTokens, tensor, group, receives, sends)
+
+
+def _apply(function: type[torch.autograd.Function], *arguments: Any) -> torch.Tensor:
+    return cast("torch.Tensor", function.apply(*arguments))  # type: ignore[no-untyped-call]
+
+
+class _CopyTo(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, tensor: torch.Tensor, group: ProcessGroup, reduction: Reduction
+    ) -> torch.Tensor:
+        ctx.group, ctx.reduction = group, reduction
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return _apply(_ReduceFrom, gradient, ctx.group, ctx.reduction), None, None
+
+
+class _ReduceFrom(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, tensor: torch.Tensor, group: ProcessGroup, reduction: Reduction
+    ) -> torch.Tensor:
+        ctx.group, ctx.reduction = group, reduction
+        return start_all_reduce(tensor, group, reduction=reduction, async_op=False).wait()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return _apply(_CopyTo, gradient, ctx.group, ctx.reduction), None, None
+
+
+class _ScatterTo(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, group: ProcessGroup, dim: int) -> torch.Tensor:
+        ctx.group, ctx.dim = group, dim
+        # A copy, not a view: a view would keep the whole tensor alive for as long as the piece.
+        length = tensor.shape[dim] // group_size(group)
+        piece = tensor.narrow(dim, group_rank(group) * length, length)
+        return piece.clone(memory_format=torch.contiguous_format)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return _apply(_GatherFrom, gradient, ctx.group, ctx.dim), None, None
+
+
+class _GatherFrom(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, group: ProcessGroup, dim: int) -> torch.Tensor:
+        ctx.group, ctx.dim = group, dim
+        return start_all_gather(tensor, group, dim=dim, async_op=False).wait()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return _apply(_ScatterTo, gradient, ctx.group, ctx.dim), None, None
+
+
+class _GatherFromPartial(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, tensor: torch.Tensor, group: ProcessGroup, dim: int, reduction: Reduction
+    ) -> torch.Tensor:
+        ctx.group, ctx.dim, ctx.reduction = group, dim, reduction
+        return start_all_gather(tensor, group, dim=dim, async_op=False).wait()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        back = _apply(_ReduceScatterTo, gradient, ctx.group, ctx.dim, ctx.reduction)
+        return back, None, None, None
+
+
+class _ReduceScatterTo(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, tensor: torch.Tensor, group: ProcessGroup, dim: int, reduction: Reduction
+    ) -> torch.Tensor:
+        ctx.group, ctx.dim, ctx.reduction = group, dim, reduction
+        return start_reduce_scatter(
+            tensor, group, dim=dim, reduction=reduction, async_op=False
+        ).wait()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        back = _apply(_GatherFromPartial, gradient, ctx.group, ctx.dim, ctx.reduction)
+        return back, None, None, None
+
+
+class _AllToAllTokens(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        tensor: torch.Tensor,
+        group: ProcessGroup,
+        receives: list[int],
+        sends: list[int],
+    ) -> torch.Tensor:
+        ctx.group, ctx.receives, ctx.sends = group, receives, sends
+        return start_all_to_all(
+            tensor, group, output_splits=receives, input_splits=sends, async_op=False
+        ).wait()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        back = _apply(_AllToAllTokens, gradient, ctx.group, ctx.sends, ctx.receives)
+        return back, None, None, None

@@ -1,0 +1,1 @@
+"""What every call shares: checks, handles, the ledger, registered memory."""

@@ -1,0 +1,308 @@
+"""The ledger: what went over the wire, along which axis, and whether compute hid it.
+
+A `Ledger` watches; it changes nothing. It sees every collective that this thread issues
+while the ledger is open, and those of the backwards this thread starts (`record` says how that
+reaches autograd's worker threads). Ledgers nest, and an outer one sees what an inner one sees.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from lamina.collectives.call.record import Call, install, remove
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+__all__ = ["Ledger", "Record"]
+
+_HIDDEN_ENOUGH = 0.5
+
+
+@dataclass(frozen=True)
+class Record:
+    """One collective of this rank.
+
+    Times are seconds on the clock of `time.perf_counter`, so records of several ledgers compare.
+
+    - On CPU, `issued` is when the caller handed the collective over, `finished` when the transport
+      and the sum that belongs to it were done (noted by the thread that did them), `waited` when
+      the caller first asked for the result.
+    - On CUDA, the three are the moments at which the *device* reached the collective's start and
+      end on its stream, and the wait on the compute stream, from timing events, moved to the
+      host's clock. The host itself never waits, so its times would say nothing.
+
+    Attributes:
+        axis: name of the mesh axis (a group's description without its ":purpose").
+        communicator: the group's whole description ("dp_shard:gather").
+        op: the public function ("all_gather_into", "send_recv", ...).
+        dtype: what travelled.
+        bytes: what this rank sent (docs/collectives.md has the formulas).
+        group_size: ranks in the group.
+        asynchronous: whether the caller got a handle back before the end.
+        issued, finished, waited: see above; None where it has not happened (yet).
+    """
+
+    axis: str
+    communicator: str
+    op: str
+    dtype: torch.dtype
+    bytes: int
+    group_size: int
+    asynchronous: bool
+    issued: float
+    finished: float | None
+    waited: float | None
+
+    @property
+    def duration(self) -> float:
+        """Seconds from issue to finish; 0 while in flight."""
+        return 0.0 if self.finished is None else max(0.0, self.finished - self.issued)
+
+    @property
+    def exposed(self) -> float:
+        """Seconds of `duration` in which the caller (the compute stream) stood still for it."""
+        if self.finished is None:
+            return 0.0
+        if not self.asynchronous:
+            return self.duration
+        if self.waited is None:
+            return 0.0
+        return min(self.duration, max(0.0, self.finished - self.waited))
+
+    @property
+    def overlapped(self) -> bool:
+        """Whether the caller was free to compute for at least half of the duration.
+
+        That is a statement about the gap between issue and wait; whether something useful ran in
+        it is the caller's doing. Never true of a synchronous collective or of one in flight.
+        """
+        if self.finished is None or not self.asynchronous:
+            return False
+        return self.exposed <= (1.0 - _HIDDEN_ENOUGH) * self.duration
+
+
+class Ledger:
+    """Context manager that records every collective issued inside it.
+
+        with Ledger() as ledger:
+            loss = model(batch)
+        print(ledger.bytes(axis="tp", op="all_gather_into"))
+
+    Raises:
+        RuntimeError: entered while it is open, or left on another thread than it was entered on.
+    """
+
+    def __init__(self) -> None:
+        self._calls: list[Call] = []
+        self._open = False
+
+    def __enter__(self) -> Ledger:
+        if self._open:
+            raise RuntimeError(
+                "this Ledger is already open: nest a second Ledger() instead, or leave it first"
+            )
+        install(self)
+        self._open = True
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        try:
+            remove(self)
+        except ValueError:
+            raise RuntimeError(
+                "this Ledger was entered on another thread; a ledger belongs to the thread that "
+                "enters it (autograd's workers are seen from there), so leave it there"
+            ) from None
+        self._open = False
+
+    def issued(self, call: Call) -> None:
+        """Take note of a call (from `record`; any thread)."""
+        if call.group_size > 1:  # a group of one moves nothing
+            self._calls.append(call)
+
+    @property
+    def records(self) -> list[Record]:
+        """All records so far, in the order of issue.
+
+        On CUDA this synchronises with the events of the collectives that were waited for.
+        """
+        clock = _DeviceClock()
+        return [_record(call, clock) for call in tuple(self._calls)]
+
+    def bytes(self, axis: str | None = None, op: str | None = None) -> int:
+        """Bytes that this rank sent, in all or along one axis or by one function.
+
+        Args:
+            axis: "tp"; a full description with its purpose ("tp:gather") picks that communicator.
+            op: name of a public function.
+        """
+        return sum(
+            call.nbytes
+            for call in tuple(self._calls)
+            if axis in (None, _axis(call.axis), call.axis) and op in (None, call.op)
+        )
+
+    def table(self) -> str:
+        """Return a table: a row per axis, function and dtype, with bytes and times, and a total."""
+        groups: dict[tuple[str, str, str], list[Record]] = {}
+        for record in self.records:
+            key = (record.axis, record.op, _dtype_name(record.dtype))
+            groups.setdefault(key, []).append(record)
+        rows = [_row(key, members) for key, members in groups.items()]
+        everything = [record for members in groups.values() for record in members]
+        rows.append(_row(("total", "", ""), everything))
+        return _align([_HEADINGS, *rows])
+
+    def trace(self, path: str | Path) -> Path:
+        """Write the records as Chrome trace JSON, for ui.perfetto.dev or chrome://tracing.
+
+        One process per rank, one track per communicator; `ts` is Unix time in microseconds, so
+        that the `traceEvents` of several ranks' files can be put into one list.
+
+        Args:
+            path: file to write; its directory must exist.
+
+        Returns:
+            The path.
+        """
+        rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+        offset = time.time() - time.perf_counter()
+        events = _events(self.records, rank, lambda seconds: round((seconds + offset) * 1e6, 3))
+        target = Path(path)
+        target.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
+        return target
+
+
+class _DeviceClock:
+    """Moves the times of CUDA events to the host's clock.
+
+    Made anew for every reading of records: it sets one event per device now, after all that it
+    is asked about, so the recording itself needs no synchronisation and no anchor of its own.
+    """
+
+    def __init__(self) -> None:
+        self._anchors: dict[torch.device, tuple[float, torch.cuda.Event]] = {}
+
+    def host_time(self, event: torch.cuda.Event) -> float:
+        """Host time in seconds of an event, once the device has got there."""
+        event.synchronize()
+        device = event.device
+        if device not in self._anchors:
+            with torch.cuda.device(device):
+                anchor = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+                anchor.record()
+            anchor.synchronize()
+            self._anchors[device] = (time.perf_counter(), anchor)
+        seconds, anchor = self._anchors[device]
+        return seconds - float(event.elapsed_time(anchor)) * 1e-3
+
+
+def _record(call: Call, clock: _DeviceClock) -> Record:
+    issued = call.issued_ns * 1e-9
+    finished = None if call.finished_ns is None else call.finished_ns * 1e-9
+    waited = None if call.waited_ns is None else call.waited_ns * 1e-9
+    if call.device_events is not None and finished is not None:
+        start, end = call.device_events
+        issued, finished = clock.host_time(start), clock.host_time(end)
+        if call.device_waited is not None:
+            waited = clock.host_time(call.device_waited)
+    return Record(
+        axis=_axis(call.axis),
+        communicator=call.axis,
+        op=call.op,
+        dtype=call.dtype,
+        bytes=call.nbytes,
+        group_size=call.group_size,
+        asynchronous=call.async_op,
+        issued=issued,
+        finished=finished,
+        waited=waited,
+    )
+
+
+def _axis(description: str) -> str:
+    """Axis of a group's description; torch calls the groups of its own meshes "mesh_<name>"."""
+    return description.split(":", 1)[0].removeprefix("mesh_")
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+_HEADINGS = ["axis", "op", "dtype", "calls", "bytes sent", "time ms", "exposed ms", "overlapped"]
+_LEFT_ALIGNED = 3
+
+
+def _row(key: tuple[str, str, str], members: Iterable[Record]) -> list[str]:
+    records = list(members)
+    return [
+        *key,
+        f"{len(records)}",
+        f"{sum(record.bytes for record in records):,}",
+        f"{1e3 * sum(record.duration for record in records):.2f}",
+        f"{1e3 * sum(record.exposed for record in records):.2f}",
+        f"{sum(record.overlapped for record in records)}/{len(records)}",
+    ]
+
+
+def _align(rows: list[list[str]]) -> str:
+    widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
+    lines = []
+    for row in rows:
+        cells = [
+            cell.ljust(width) if place < _LEFT_ALIGNED else cell.rjust(width)
+            for place, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)
+
+
+def _events(
+    records: list[Record], rank: int, stamp: Callable[[float], float]
+) -> list[dict[str, Any]]:
+    tracks = {
+        name: place for place, name in enumerate(dict.fromkeys(r.communicator for r in records))
+    }
+    events: list[dict[str, Any]] = [
+        {"ph": "M", "pid": rank, "name": "process_name", "args": {"name": f"rank {rank}"}}
+    ]
+    events += [
+        {"ph": "M", "pid": rank, "tid": tid, "name": "thread_name", "args": {"name": name}}
+        for name, tid in tracks.items()
+    ]
+    for number, record in enumerate(records):
+        if record.finished is None:
+            continue
+        # Collectives of one communicator may overlap in time without nesting, which complete
+        # ("X") events can't show; asynchronous pairs can, told apart by their id.
+        common = {
+            "pid": rank,
+            "tid": tracks[record.communicator],
+            "cat": record.communicator,
+            "id": f"{rank}.{number}",
+            "name": record.op,
+        }
+        arguments = {
+            "bytes": record.bytes,
+            "dtype": _dtype_name(record.dtype),
+            "ranks": record.group_size,
+            "overlapped": record.overlapped,
+            "exposed_us": round(record.exposed * 1e6, 3),
+        }
+        events.append({"ph": "b", "ts": stamp(record.issued), "args": arguments, **common})
+        events.append({"ph": "e", "ts": stamp(record.finished), **common})
+    return events

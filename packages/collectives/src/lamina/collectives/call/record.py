@@ -1,0 +1,168 @@
+"""The one place every collective passes, so that a ledger can see all of them.
+
+A collective calls `issue` when it is launched and gets a `Call`; whoever knows that
+the transport is done calls `Call.finish` (a worker thread, a device event, or, at the latest,
+the handle's `wait`), and `wait` calls `Call.wait_begins`. Functions that are made of
+other collectives record themselves once and call the unrecorded parts.
+
+The list of active recorders belongs to the thread that installed them, so two models trained by
+two threads of one process do not see each other's calls. It is kept in torch's own thread-local
+object table and not in a context variable, because autograd carries that table from the thread that
+calls `backward` to its worker threads (CUDA device threads, deep re-entrant backwards), which
+inherit no context, and gradients are reduced there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol, cast
+
+import torch
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+__all__ = ["Call", "Recorder", "install", "issue", "recording", "remove"]
+
+
+class Recorder(Protocol):
+    """What a ledger implements. Calls arrive from any thread."""
+
+    def issued(self, call: Call) -> None:
+        """A collective was launched; its times other than `issued_ns` are still None."""
+
+
+@dataclass(eq=False)
+class Call:
+    """One collective, from its launch to its end.
+
+    Attributes:
+        op: name of the public function ("reduce_scatter_fp32", "all_gather_into", ...).
+        axis: the group's description (the mesh axis), or "self" for a group of one.
+        group_size: number of ranks.
+        dtype: wire dtype.
+        nbytes: bytes this rank sends to the other ranks, where every byte that another rank needs
+            is counted once and sent by its owner: no ring, tree or chunking of the transport
+            changes it (docs/collectives.md has the table).
+        async_op: whether the caller got a handle to wait on.
+        issued_ns, finished_ns, waited_ns: `time.perf_counter_ns` of the launch, of the end of the
+            transport (None until known) and of the first `wait` (None where nobody waited).
+        device_events: on CUDA, the pair of timing events around the collective on its stream, for
+            recorders that want the device's times; None elsewhere.
+        device_waited: on CUDA, the timing event of the moment the compute stream reached the first
+            `wait`; made by `wait_begins` where `device_events` is there.
+    """
+
+    op: str
+    axis: str
+    group_size: int
+    dtype: torch.dtype
+    nbytes: int
+    async_op: bool
+    issued_ns: int
+    finished_ns: int | None = None
+    waited_ns: int | None = None
+    device_events: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
+    device_waited: torch.cuda.Event | None = None
+    _recorders: tuple[Recorder, ...] = ()
+    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
+
+    @property
+    def recorded(self) -> bool:
+        """True if anyone looks (so that device timing events are worth making).
+
+        False while a CUDA graph is captured: a captured event has no time of its own.
+        """
+        if not self._recorders:
+            return False
+        return not (_cuda_in_use() and torch.cuda.is_current_stream_capturing())
+
+    def finish(self) -> None:
+        """Note the end of the transport; only the first call counts."""
+        with self._lock:
+            if self.finished_ns is not None:
+                return
+            self.finished_ns = time.perf_counter_ns()
+
+    def wait_begins(self) -> None:
+        """Note that someone now waits for the result; only the first call counts."""
+        if self.waited_ns is None:
+            self.waited_ns = time.perf_counter_ns()
+            if self.device_events is not None:
+                self.device_waited = _timing_event()
+
+
+def _cuda_in_use() -> bool:
+    return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
+
+
+def _timing_event() -> torch.cuda.Event:
+    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    event.record()
+    return event
+
+
+_KEY = "lamina.collectives.recorders"
+
+
+def _installed() -> tuple[Recorder, ...]:
+    if not torch._C._is_key_in_tls(_KEY):
+        return ()
+    return cast("tuple[Recorder, ...]", torch._C._get_obj_in_tls(_KEY))
+
+
+def _store(recorders: tuple[Recorder, ...]) -> None:
+    if recorders or not hasattr(torch._C, "_remove_obj_from_tls"):
+        torch._C._stash_obj_in_tls(_KEY, recorders)
+    else:  # torch 2.13: a thread that ends with an entry has to take the GIL for it; leave none
+        torch._C._remove_obj_from_tls(_KEY)
+
+
+def install(recorder: Recorder) -> None:
+    """Let `recorder` see every collective of this thread, and of the backwards it starts."""
+    _store((*_installed(), recorder))
+
+
+def remove(recorder: Recorder) -> None:
+    """Undo one `install` of this thread; calls in flight still note their end."""
+    recorders = _installed()
+    index = len(recorders) - 1 - recorders[::-1].index(recorder)
+    _store(recorders[:index] + recorders[index + 1 :])
+
+
+def issue(
+    op: str,
+    group: ProcessGroup | None,
+    dtype: torch.dtype,
+    nbytes: int,
+    *,
+    async_op: bool = False,
+) -> Call:
+    """Record the launch of a collective and return its `Call`."""
+    recorders = _installed()
+    if group is None:
+        axis, size = "self", 1
+    else:
+        axis, size = group.group_desc, group.size()
+    call = Call(op, axis, size, dtype, nbytes, async_op, time.perf_counter_ns())
+    call._recorders = recorders
+    for recorder in recorders:
+        recorder.issued(call)
+    return call
+
+
+@contextlib.contextmanager
+def recording(
+    op: str, group: ProcessGroup | None, dtype: torch.dtype, nbytes: int
+) -> Iterator[Call]:
+    """Record a collective that is synchronous: it is finished when the block ends."""
+    call = issue(op, group, dtype, nbytes)
+    call.wait_begins()
+    try:
+        yield call
+    finally:
+        call.finish()

@@ -1,0 +1,41 @@
+"""What the layers above build on: native reductions, small messages, rings, shaped collectives."""
+
+from lamina.collectives.call.registration import RegisteredPool, registration_problem
+from lamina.collectives.move.point_to_point import Message, receive_operation, send_operation
+from lamina.collectives.move.rings import RingHandle, ring
+from lamina.collectives.move.shaped import (
+    Pending,
+    start_all_gather,
+    start_all_reduce,
+    start_all_to_all,
+    start_reduce_scatter,
+)
+from lamina.collectives.move.small import all_reduce_small, broadcast, host_device
+from lamina.collectives.move.span_groups import SpanGroups
+from lamina.collectives.reduction.native import all_reduce_native, reduce_scatter_native
+from lamina.collectives.transport.lanes import kept_bytes, release_kept
+from lamina.collectives.transport.transport import use_messages
+
+__all__ = [
+    "Message",
+    "Pending",
+    "RegisteredPool",
+    "RingHandle",
+    "SpanGroups",
+    "all_reduce_native",
+    "all_reduce_small",
+    "broadcast",
+    "host_device",
+    "kept_bytes",
+    "receive_operation",
+    "reduce_scatter_native",
+    "registration_problem",
+    "release_kept",
+    "ring",
+    "send_operation",
+    "start_all_gather",
+    "start_all_reduce",
+    "start_all_to_all",
+    "start_reduce_scatter",
+    "use_messages",
+]

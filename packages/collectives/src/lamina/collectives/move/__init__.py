@@ -1,0 +1,1 @@
+"""Collectives that move data: gathers, exchanges, rings, point-to-point messages."""

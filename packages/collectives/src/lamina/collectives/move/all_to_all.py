@@ -1,0 +1,126 @@
+"""All-to-all with even or uneven splits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from lamina.collectives.call.agreement import require_agreement, require_matching_splits
+from lamina.collectives.call.checks import (
+    group_rank,
+    group_size,
+    require_disjoint,
+    require_same_device,
+    where,
+)
+from lamina.collectives.call.handles import Handle, launch
+from lamina.collectives.call.record import issue
+from lamina.collectives.transport.transport import Rest, exchange, nothing_left
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+__all__ = ["all_to_all"]
+
+
+def all_to_all(
+    output: torch.Tensor,
+    input: torch.Tensor,
+    group: ProcessGroup | None,
+    *,
+    output_splits: Sequence[int] | None = None,
+    input_splits: Sequence[int] | None = None,
+    async_op: bool = False,
+    check: bool = False,
+) -> Handle:
+    """Send run i of the rows of `input` to rank i; what rank i sends becomes run i of `output`.
+
+    Args:
+        output: contiguous [R, ...], any dtype.
+        input: contiguous [S, ...], same trailing shape and dtype as `output`; unchanged until the
+            handle's `wait`.
+        group: the ranks, or None for a group of one.
+        output_splits: rows that each rank sends here, N numbers adding up to R; equal if None.
+        input_splits: rows for each rank, N numbers adding up to S; equal if None.
+        async_op: return at once.
+        check: compare this call over the ranks first (for debugging; on all ranks or on none).
+
+    Raises:
+        ValueError: splits, shapes, dtypes, devices, strides or shared memory that don't fit.
+    """
+    name = "all_to_all"
+    size, rank = group_size(group), group_rank(group)
+    device = require_same_device(name, group, output=output, input=input)
+    _check_tensors(output, input, group)
+    receives = torch.split(output.detach(), _splits("output", output, output_splits, group, size))
+    sends = torch.split(input.detach(), _splits("input", input, input_splits, group, size))
+    if receives[rank].shape != sends[rank].shape:
+        raise ValueError(
+            f"{name} {where(group)}: this rank sends itself {len(sends[rank])} rows but expects "
+            f"{len(receives[rank])} from itself; the splits of the two ends must agree"
+        )
+    if check:
+        row = tuple(input.shape[1:])
+        require_agreement(name, group, device, dtype=input.dtype, row=row)
+        require_matching_splits(
+            name, group, device, [len(rows) for rows in sends], [len(rows) for rows in receives]
+        )
+    sent = (input.numel() - sends[rank].numel()) * input.element_size()
+    call = issue(name, group, input.dtype, sent, async_op=async_op)
+
+    def start() -> Rest:
+        rest = None
+        if group is not None and size > 1:
+            rest = exchange(receives, sends, group, device)
+        receives[rank].copy_(sends[rank])
+        return rest or nothing_left
+
+    return launch(
+        call,
+        group,
+        device,
+        start,
+        async_op=async_op,
+        keep=(output, input),
+    )
+
+
+def _check_tensors(output: torch.Tensor, input: torch.Tensor, group: ProcessGroup | None) -> None:
+    place = f"all_to_all {where(group)}"
+    for label, tensor in (("output", output), ("input", input)):
+        if tensor.dim() == 0 or not tensor.is_contiguous():
+            raise ValueError(
+                f"{place}: `{label}` must be contiguous with at least one dimension, but has shape "
+                f"{tuple(tensor.shape)} and strides {tensor.stride()}"
+            )
+    if output.dtype != input.dtype or output.shape[1:] != input.shape[1:]:
+        raise ValueError(
+            f"{place}: `output` {output.dtype} {tuple(output.shape)} and `input` {input.dtype} "
+            f"{tuple(input.shape)} must agree in dtype and in all dimensions but the first"
+        )
+    require_disjoint("all_to_all", group, ("output", output), ("input", input))
+
+
+def _splits(
+    label: str,
+    tensor: torch.Tensor,
+    splits: Sequence[int] | None,
+    group: ProcessGroup | None,
+    size: int,
+) -> list[int]:
+    rows = tensor.shape[0]
+    if splits is None:
+        if rows % size:
+            raise ValueError(
+                f"all_to_all {where(group)}: `{label}` has {rows} rows, which {size} ranks cannot "
+                f"share equally; pass {label}_splits"
+            )
+        return [rows // size] * size
+    if len(splits) != size or sum(splits) != rows or min(splits) < 0:
+        raise ValueError(
+            f"all_to_all {where(group)}: {label}_splits={list(splits)} must be {size} numbers, "
+            f"none negative, that add up to the {rows} rows of `{label}`"
+        )
+    return list(splits)

@@ -1,0 +1,153 @@
+"""Gather and reduce for flat buffers: the placements say which collective it is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from lamina.buffers import FlatBuffer, Partial, Shard
+from lamina.collectives.call.checks import group_rank, group_size, where
+from lamina.collectives.call.handles import Handle, ReduceHandle
+from lamina.collectives.move.all_gather import all_gather_into
+from lamina.collectives.reduction.native import all_reduce_native, reduce_scatter_native
+from lamina.collectives.reduction.ordered import all_reduce_fp32, reduce_scatter_fp32
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+    from lamina.collectives.move.shaped import Reduction
+    from lamina.collectives.reduction.reduce_checks import SumOp
+
+__all__ = ["gather", "reduce"]
+
+
+def gather(
+    buffer: FlatBuffer,
+    destination: FlatBuffer | torch.Tensor,
+    group: ProcessGroup | Sequence[ProcessGroup | None] | None,
+    *,
+    async_op: bool = False,
+) -> Handle:
+    """Gather a sharded buffer straight into `destination`.
+
+    Args:
+        buffer: placed with Shard along one or more axes.
+        destination: the whole: a buffer of the same layout that holds all of it, or a flat tensor
+            of `buffer.layout.size` elements; of `buffer`'s dtype. `buffer` may be a view of this
+            rank's piece of it, which is then not copied.
+        group: the ranks of the Shard axis; with several such axes a sequence of groups, outer axis
+            first (gathered in this order, and only the last one is asynchronous).
+        async_op: return at once.
+
+    Raises:
+        ValueError: the buffer is not sharded along that many axes, a group has another size than
+            its axis, or the destination doesn't fit.
+    """
+    groups = [group] if group is None or not isinstance(group, Sequence) else list(group)
+    pairs = zip(buffer.axes, buffer.placement, strict=True)
+    axes = [axis for axis, placement in pairs if isinstance(placement, Shard)]
+    if len(axes) != len(groups):
+        raise ValueError(
+            f"gather: the buffer is sharded along {len(axes)} axes {[axis.name for axis in axes]}, "
+            f"but {len(groups)} groups are given; give one group per such axis, outer first"
+        )
+    if not groups:
+        raise ValueError(
+            f"gather: this rank holds all {buffer.numel} elements already, as no placement of "
+            f"{buffer.placement} is Shard; use `buffer.data`"
+        )
+    for axis, ranks in zip(axes, groups, strict=True):
+        _require_axis("gather", axis.name, (axis.size, axis.rank), ranks)
+    whole = _flat(destination)
+    if whole.numel() != buffer.layout.size:
+        raise ValueError(
+            f"gather: the destination has {whole.numel()} elements, but the layout has "
+            f"{buffer.layout.size}; give a buffer that is replicated along the gathered axes"
+        )
+    # Rank (o, i) holds piece i * O + o, so the outer axis fills a contiguous run of the inner one.
+    held, handle = buffer.data, None
+    for position, ranks in enumerate(groups):
+        last = position == len(groups) - 1
+        length = held.numel() * group_size(ranks)
+        inner = _rank_over(groups[position + 1 :])
+        run = whole[inner * length : (inner + 1) * length]
+        handle = all_gather_into(run, held, ranks, async_op=async_op and last)
+        held = run
+    assert handle is not None  # noqa: S101 - there is at least one group
+    return handle
+
+
+def reduce(
+    buffer: FlatBuffer,
+    destination: FlatBuffer | torch.Tensor,
+    group: ProcessGroup | None,
+    *,
+    op: SumOp = "sum",
+    scale: float | None = None,
+    accumulate: bool = False,
+    reduction: Reduction = "ordered",
+    async_op: bool = False,
+) -> ReduceHandle:
+    """Sum a buffer that is Partial along one axis: keep this rank's piece, or all of it.
+
+    Args:
+        buffer: placed with Partial along `group`'s axis.
+        destination: takes the sum: of as many elements as `buffer` (an all-reduce) or of a
+            `group.size()`-th of them (a reduce-scatter); float32 or `buffer`'s dtype.
+        group: the ranks of the Partial axis. For two axes call twice, inner axis first.
+        op: "sum" or "avg".
+        scale: a factor of the sum.
+        accumulate: add to the destination.
+        reduction: "ordered" (fp32, one order of summation) or "native" (the backend's).
+        async_op: return at once.
+
+    Raises:
+        ValueError: no Partial axis of the group's size and rank, an unknown reduction, or a
+            destination that doesn't fit.
+    """
+    _require_partial(buffer, group)
+    if reduction not in ("ordered", "native"):
+        raise ValueError(f"reduce: reduction must be 'ordered' or 'native', not {reduction!r}")
+    source, target = buffer.data, _flat(destination)
+    scatter = group_size(group) > 1 and source.numel() == group_size(group) * target.numel()
+    if reduction == "native":
+        function = reduce_scatter_native if scatter else all_reduce_native
+    else:
+        function = reduce_scatter_fp32 if scatter else all_reduce_fp32
+    return function(
+        target, source, group, op=op, scale=scale, accumulate=accumulate, async_op=async_op
+    )
+
+
+def _flat(destination: FlatBuffer | torch.Tensor) -> torch.Tensor:
+    return destination.data if isinstance(destination, FlatBuffer) else destination
+
+
+def _rank_over(groups: Sequence[ProcessGroup | None]) -> int:
+    """Place of this rank in the product of `groups`; the last one cuts first."""
+    place = 0
+    for ranks in reversed(groups):
+        place = place * group_size(ranks) + group_rank(ranks)
+    return place
+
+
+def _require_axis(name: str, axis: str, place: tuple[int, int], group: ProcessGroup | None) -> None:
+    if place != (group_size(group), group_rank(group)):
+        raise ValueError(
+            f"{name} {where(group)}: axis {axis} has {place[0]} ranks, of which this is number "
+            f"{place[1]}; pass that axis' group"
+        )
+
+
+def _require_partial(buffer: FlatBuffer, group: ProcessGroup | None) -> None:
+    pairs = zip(buffer.axes, buffer.placement, strict=True)
+    partial = {axis.name: axis for axis, placement in pairs if isinstance(placement, Partial)}
+    place = (group_size(group), group_rank(group))
+    if not any((axis.size, axis.rank) == place for axis in partial.values()):
+        raise ValueError(
+            f"reduce {where(group)}: the buffer is Partial along "
+            f"{[f'{name} (rank {axis.rank} of {axis.size})' for name, axis in partial.items()]}, "
+            f"and this group is none of these; what is not Partial must not be summed again"
+        )

@@ -1,0 +1,234 @@
+"""Rings: every rank hands tensors to its neighbour, for context parallelism.
+
+`send_recv` is one step. `ring` is the whole way round with two sets of buffers: while
+the caller works on what it holds, that is already on its way to the next rank and the previous
+rank's is arriving.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch._compile import _disable_dynamo as one_graph_break
+
+from lamina.collectives.call.checks import (
+    group_rank,
+    group_size,
+    require_disjoint,
+    require_same_device,
+    where,
+)
+from lamina.collectives.call.handles import Handle, launch
+from lamina.collectives.call.record import issue
+from lamina.collectives.transport.compat import backend_name
+from lamina.collectives.transport.transport import Rest, exchange, wait_all
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+__all__ = ["RingHandle", "ring", "send_recv"]
+
+
+class RingHandle:
+    """One step of a ring in flight; it holds the tensors sent and received until `wait`."""
+
+    def __init__(self, handle: Handle | None, received: tuple[torch.Tensor, ...]) -> None:
+        self._handle = handle
+        self._received = received
+
+    def wait(self) -> tuple[torch.Tensor, ...]:
+        """Return the tensors received, once they are here and one's own have left.
+
+        On CUDA the current stream waits, not the host.
+
+        Raises:
+            RuntimeError: what the transport raised (a peer that died, a timeout).
+        """
+        if self._handle is not None:
+            self._handle.wait()
+            self._handle = None
+        return self._received
+
+
+@one_graph_break
+def send_recv(
+    tensors: Sequence[torch.Tensor],
+    group: ProcessGroup | None,
+    shift: int = 1,
+    *,
+    out: Sequence[torch.Tensor] | None = None,
+) -> RingHandle:
+    """Send `tensors` to the rank `shift` places on and receive as many from `shift` places back.
+
+    Point to point and never blocking, so rings of any size and any shift, odd or even, cannot
+    deadlock, as long as all ranks of the group take their steps in the same order.
+
+    Args:
+        tensors: any shapes and dtypes on one device; unchanged until `wait`. The receiver's `out`
+            has to match in sizes and dtypes, which is not checked between ranks.
+        group: the ranks, or None for a group of one.
+        shift: places to send by; negative sends backwards. A multiple of the group's size copies.
+        out: contiguous tensors to receive into, apart from `tensors`; allocated like `tensors`
+            if None, which is right where all ranks send the same shapes.
+
+    Returns:
+        A handle whose `wait` gives the tensors received.
+
+    Raises:
+        TypeError: one tensor in place of a sequence.
+        ValueError: no tensors, several devices, or an `out` that doesn't fit.
+    """
+    size, rank = group_size(group), group_rank(group)
+    sends = _sources(tensors, group)
+    received = _destinations(sends, out, group)
+    device = require_same_device(
+        "send_recv", group, **{f"tensors[{place}]": tensor for place, tensor in enumerate(sends)}
+    )
+    if group is None or shift % size == 0:
+        for copy, tensor in zip(received, sends, strict=True):
+            copy.copy_(tensor)
+        return RingHandle(None, received)
+    ring_group, target, source = group, (rank + shift) % size, (rank - shift) % size
+    dtypes = {tensor.dtype for tensor in sends}
+    call = issue(
+        "send_recv",
+        group,
+        dtypes.pop() if len(dtypes) == 1 else torch.uint8,
+        sum(tensor.numel() * tensor.element_size() for tensor in sends),
+        async_op=True,
+    )
+    outgoing, incoming = _payloads(sends), _payloads(received)
+
+    def start() -> Rest:
+        return _post(outgoing, incoming, target, source, ring_group, device)
+
+    handle: Handle = launch(
+        call,
+        group,
+        device,
+        start,
+        async_op=True,
+        keep=(*sends, *received),
+    )
+    return RingHandle(handle, received)
+
+
+def ring(
+    tensors: Sequence[torch.Tensor], group: ProcessGroup | None, shift: int = 1
+) -> Iterator[tuple[int, tuple[torch.Tensor, ...]]]:
+    """Pass the ranks' tensors once round the ring and yield each rank's in turn.
+
+    The next step is under way while the caller has a set in hands. Two sets of buffers take turns,
+    so a set is overwritten after the second next one: use it (on CUDA: enqueue its use on the
+    current stream) before asking for the next. All ranks have to go all the way round.
+
+    Args:
+        tensors: this rank's, contiguous or not; the same shapes and dtypes on all ranks.
+        group: the N ranks, or None for a group of one.
+        shift: places to send by, without a common divisor with N.
+
+    Yields:
+        N times: the rank within the group that the tensors come from, this rank first, and the
+        tensors (the first time `tensors` themselves).
+
+    Raises:
+        ValueError: a `shift` that would not reach all ranks, and what `send_recv` refuses.
+    """
+    size, rank = group_size(group), group_rank(group)
+    if math.gcd(shift, size) != 1:
+        raise ValueError(
+            f"ring {where(group)}: shift={shift} has the divisor {math.gcd(shift, size)} in common "
+            f"with the {size} ranks, so tensors would not reach all of them; use 1 or -1"
+        )
+    held = tuple(tensors)
+    buffers: list[tuple[torch.Tensor, ...] | None] = [None, None]
+    for step in range(size):
+        passing = None
+        if step + 1 < size:
+            passing = send_recv(held, group, shift, out=buffers[step % 2])
+        yield (rank - step * shift) % size, held
+        if passing is not None:
+            held = buffers[step % 2] = passing.wait()
+
+
+def _sources(
+    tensors: Sequence[torch.Tensor], group: ProcessGroup | None
+) -> tuple[torch.Tensor, ...]:
+    if isinstance(tensors, torch.Tensor):
+        raise TypeError(
+            f"send_recv {where(group)}: `tensors` must be a sequence of tensors, not one tensor of "
+            f"shape {tuple(tensors.shape)}; write [tensor]"
+        )
+    if not tensors:
+        raise ValueError(f"send_recv {where(group)}: `tensors` is empty; there is nothing to send")
+    return tuple(tensor.detach().contiguous() for tensor in tensors)
+
+
+def _destinations(
+    sends: tuple[torch.Tensor, ...],
+    out: Sequence[torch.Tensor] | None,
+    group: ProcessGroup | None,
+) -> tuple[torch.Tensor, ...]:
+    if out is None:
+        return tuple(torch.empty_like(tensor) for tensor in sends)
+    if len(out) != len(sends):
+        raise ValueError(
+            f"send_recv {where(group)}: `out` has {len(out)} tensors, but {len(sends)} are sent"
+        )
+    for place, (target, source) in enumerate(zip(out, sends, strict=True)):
+        if target.dtype != source.dtype or not target.is_contiguous():
+            raise ValueError(
+                f"send_recv {where(group)}: out[{place}] must be contiguous and {source.dtype}, as "
+                f"what is sent, but is {target.dtype} with shape {tuple(target.shape)} and strides "
+                f"{target.stride()}"
+            )
+        for other, sent in enumerate(sends):
+            require_disjoint(
+                "send_recv", group, (f"out[{place}]", target), (f"tensors[{other}]", sent)
+            )
+    return tuple(out)
+
+
+def _payloads(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The tensors as flat bytes: backends know few dtypes (gloo neither fp8 nor uint16)."""
+    return [tensor.detach().view(-1).view(torch.uint8) for tensor in tensors]
+
+
+def _post(
+    outgoing: list[torch.Tensor],
+    incoming: list[torch.Tensor],
+    target: int,
+    source: int,
+    group: ProcessGroup,
+    device: torch.device,
+) -> Rest:
+    if backend_name(group, device) == "gloo":
+        rests = []
+        for send, receive in zip(outgoing, incoming, strict=True):
+            sends: list[torch.Tensor | None] = [None] * group.size()
+            receives = sends.copy()
+            sends[target], receives[source] = send, receive
+            rests.append(exchange(receives, sends, group, device))
+
+        def finish() -> None:
+            for rest in rests:
+                rest()
+
+        return finish
+    # In one batch: with NCCL, sends and receives posted one by one would wait for each other.
+    operations = [
+        dist.P2POp(dist.isend, tensor, group=group, group_peer=target)
+        for tensor in outgoing
+        if tensor.numel()
+    ]
+    operations += [
+        dist.P2POp(dist.irecv, tensor, group=group, group_peer=source)
+        for tensor in incoming
+        if tensor.numel()
+    ]
+    works = dist.batch_isend_irecv(operations) if operations else []
+    return lambda: wait_all(*works)

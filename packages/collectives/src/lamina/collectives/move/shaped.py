@@ -1,0 +1,297 @@
+"""Collectives on tensors of any shape along any dimension, in flight beside the caller's compute.
+
+These are the forms that a hand-written backward needs: start the all-reduce of the input gradient,
+run the weight-gradient GEMM, then take the result. They know nothing of autograd; `regions` puts
+derivatives on top. Each returns a `Pending`, whose `wait` gives the result.
+
+torch.compile breaks the graph at each of them, once, and looks no further: `one_graph_break` is
+`torch.compiler.disable` without its import of torch._dynamo at the time of decoration, which takes
+longer than importing the rest of torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Literal, Protocol
+
+import torch
+from torch._compile import _disable_dynamo as one_graph_break
+
+from lamina.collectives.call.checks import group_size, where
+from lamina.collectives.move.all_gather import all_gather_into
+from lamina.collectives.move.all_to_all import all_to_all
+from lamina.collectives.reduction.native import all_reduce_native, reduce_scatter_native
+from lamina.collectives.reduction.ordered import all_reduce_fp32, reduce_scatter_fp32
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+__all__ = [
+    "Pending",
+    "start_all_gather",
+    "start_all_reduce",
+    "start_all_to_all",
+    "start_reduce_scatter",
+]
+
+
+Reduction = Literal["ordered", "native"]
+
+_REDUCE_SCATTER = {"ordered": reduce_scatter_fp32, "native": reduce_scatter_native}
+_ALL_REDUCE = {"ordered": all_reduce_fp32, "native": all_reduce_native}
+
+
+class _Waitable(Protocol):
+    def wait(self) -> None: ...
+
+
+class Pending:
+    """The result of a collective in flight.
+
+    It holds the tensors the collective reads and writes, so the caller may drop theirs. Dropping
+    a Pending without waiting is safe, and loses the result.
+    """
+
+    def __init__(self, handle: _Waitable | None, result: Callable[[], torch.Tensor]) -> None:
+        self._handle = handle
+        self._result: Callable[[], torch.Tensor] | None = result
+        self._value: torch.Tensor | None = None
+
+    def wait(self) -> torch.Tensor:
+        """Return the result, waiting for it if need be; further calls return the same tensor.
+
+        On CUDA the current stream waits, not the host.
+
+        Raises:
+            RuntimeError: what the transport raised (a peer that died, a timeout).
+        """
+        if self._handle is not None:
+            self._handle.wait()
+            self._handle = None
+        if self._result is not None:
+            self._value = self._result()
+            self._result = None
+        assert self._value is not None  # noqa: S101 - a bug in this class
+        return self._value
+
+
+@one_graph_break
+def start_all_gather(
+    tensor: torch.Tensor, group: ProcessGroup | None, *, dim: int = 0, async_op: bool = True
+) -> Pending:
+    """Concatenate the ranks' tensors along `dim`, in rank order.
+
+    Along the first dimension (of size above one) the pieces arrive where they belong; along
+    another one, `wait` makes one copy to put them there.
+
+    Args:
+        tensor: [..., n, ...]; the same shape and dtype (any) on every rank.
+        group: the N ranks, or None for a group of one (the result is then `tensor` itself).
+        dim: dimension to concatenate along; its size becomes N*n.
+        async_op: False to complete before returning.
+
+    Raises:
+        IndexError: no such dimension.
+    """
+    size, dim = group_size(group), dimension("all-gather", tensor, dim)
+    if size == 1:
+        return Pending(None, lambda: tensor)
+    source = tensor.detach().contiguous()
+    gathered = source.new_empty((size, *source.shape))
+    handle = all_gather_into(gathered.view(-1), source.view(-1), group, async_op=async_op)
+    return Pending(handle, lambda: gathered.movedim(0, dim).flatten(dim, dim + 1))
+
+
+@one_graph_break
+def start_reduce_scatter(
+    tensor: torch.Tensor,
+    group: ProcessGroup | None,
+    *,
+    dim: int = 0,
+    reduction: Reduction = "ordered",
+    async_op: bool = True,
+) -> Pending:
+    """Sum over the ranks and keep this rank's piece along `dim`.
+
+    Sent in the tensor's dtype, summed in fp32 (fp64 for fp64) in the fixed tree of
+    `reduce_scatter_fp32`, rounded once to the tensor's dtype.
+
+    Args:
+        tensor: [..., N*n, ...]; float32, bfloat16, float16 or float64, unchanged until `wait`.
+            Along any but the first dimension (of size above one) it is copied once.
+        group: the N ranks, or None for a group of one (the result is then `tensor` itself).
+        dim: dimension to cut; its size becomes n.
+        reduction: "native" leaves the sum to the backend, with the tolerance of
+            `reduce_scatter_native` in place of fixed bits.
+        async_op: False to complete before returning.
+
+    Raises:
+        IndexError: no such dimension.
+        ValueError: the dimension is not divisible by N, the dtype can't be summed, or an unknown
+            `reduction`.
+    """
+    require_reduction(reduction)
+    size, dim = group_size(group), dimension("reduce-scatter", tensor, dim)
+    if size == 1:
+        return Pending(None, lambda: tensor)
+    require_divisible("reduce-scatter", tensor, dim, group)
+    cut = (*tensor.shape[:dim], size, tensor.shape[dim] // size, *tensor.shape[dim + 1 :])
+    pieces = tensor.detach().view(cut).movedim(dim, 0).contiguous()
+    output = pieces.new_empty(pieces.shape[1:])
+    reduce_scatter = _REDUCE_SCATTER[reduction]
+    handle = reduce_scatter(output.view(-1), pieces.view(-1), group, async_op=async_op)
+    return Pending(handle, lambda: output)
+
+
+@one_graph_break
+def start_all_reduce(
+    tensor: torch.Tensor,
+    group: ProcessGroup | None,
+    *,
+    in_place: bool = False,
+    reduction: Reduction = "ordered",
+    async_op: bool = True,
+) -> Pending:
+    """Sum over the ranks; every rank gets the whole sum, with the same bits.
+
+    Sent in the tensor's dtype, summed in fp32 (fp64 for fp64) in the fixed tree, rounded once.
+
+    Args:
+        tensor: any shape; float32, bfloat16, float16 or float64, unchanged until `wait`.
+        group: the ranks, or None for a group of one (the result is then `tensor` itself).
+        in_place: write the sum into `tensor`, which must be contiguous, and return it.
+        reduction: "native" leaves the sum to the backend, with the tolerance of
+            `all_reduce_native` in place of fixed bits.
+        async_op: False to complete before returning.
+
+    Raises:
+        ValueError: the dtype can't be summed, `in_place` with strides, or an unknown `reduction`.
+    """
+    require_reduction(reduction)
+    if group_size(group) == 1:
+        return Pending(None, lambda: tensor)
+    if in_place and not tensor.is_contiguous():
+        raise ValueError(
+            f"all-reduce {where(group)}: in_place needs a contiguous tensor, but shape "
+            f"{tuple(tensor.shape)} has strides {tensor.stride()}; leave in_place off"
+        )
+    source = tensor.detach().contiguous()
+    output = source if in_place else torch.empty_like(source)
+    all_reduce = _ALL_REDUCE[reduction]
+    handle = all_reduce(output.view(-1), source.view(-1), group, async_op=async_op)
+    return Pending(handle, lambda: output)
+
+
+@one_graph_break
+def start_all_to_all(
+    tensor: torch.Tensor,
+    group: ProcessGroup | None,
+    *,
+    output_splits: Sequence[int] | None = None,
+    input_splits: Sequence[int] | None = None,
+    async_op: bool = True,
+) -> Pending:
+    """Send `input_splits[r]` rows to every rank r and receive `output_splits[r]` rows from it.
+
+    Args:
+        tensor: [rows, ...], any dtype; equal on all ranks but for the number of rows.
+        group: the N ranks, or None for a group of one (the result is then `tensor` itself).
+        output_splits: rows that come from each rank, in rank order; any may be 0. None: the same
+            number from each, which then has to be rows/N.
+        input_splits: rows that go to each rank; they sum to `rows`. None: equal.
+        async_op: False to complete before returning.
+
+    Returns:
+        The rows received: [sum(output_splits), ...].
+
+    Raises:
+        ValueError: splits that are not one count >= 0 per rank, that don't sum to the rows, or
+            rows that don't divide equally where splits are left out.
+    """
+    if tensor.dim() == 0:
+        raise ValueError(
+            f"all-to-all {where(group)}: the tensor needs a dimension of rows, got a 0-d tensor"
+        )
+    sends = row_splits("input_splits", input_splits, tensor, group)
+    receives = row_splits("output_splits", output_splits, tensor, group)
+    _require_rows("input_splits", sends, tensor.shape[0], group)
+    if group_size(group) == 1:
+        _require_rows("output_splits", receives, tensor.shape[0], group)
+        return Pending(None, lambda: tensor)
+    source = tensor.detach().contiguous()
+    output = source.new_empty((sum(receives), *source.shape[1:]))
+    handle = all_to_all(
+        output,
+        source,
+        group,
+        output_splits=receives,
+        input_splits=sends,
+        async_op=async_op,
+    )
+    return Pending(handle, lambda: output)
+
+
+def row_splits(
+    name: str, splits: Sequence[int] | None, tensor: torch.Tensor, group: ProcessGroup | None
+) -> list[int]:
+    """Rows per rank: `splits` after checks, or equal ones.
+
+    Raises:
+        ValueError: see `start_all_to_all`.
+    """
+    size = group_size(group)
+    if splits is None:
+        require_divisible("all-to-all", tensor, 0, group)
+        return [tensor.shape[0] // size] * size
+    counts = [int(count) for count in splits]
+    if len(counts) != size or min(counts) < 0:
+        raise ValueError(
+            f"all-to-all {where(group)}: {name}={counts} must be {size} row counts >= 0, one per "
+            f"rank of the group"
+        )
+    return counts
+
+
+def _require_rows(name: str, counts: list[int], rows: int, group: ProcessGroup | None) -> None:
+    if sum(counts) != rows:
+        raise ValueError(
+            f"all-to-all {where(group)}: {name}={counts} sum to {sum(counts)}, but the tensor has "
+            f"{rows} rows; every row goes to exactly one rank"
+        )
+
+
+def require_divisible(
+    what: str, tensor: torch.Tensor, dim: int, group: ProcessGroup | None
+) -> None:
+    """Refuse a dimension that can't be cut into equal pieces.
+
+    Raises:
+        ValueError: names the shape, the dimension and the size of the group.
+    """
+    size = group_size(group)
+    if tensor.shape[dim] % size:
+        raise ValueError(
+            f"{what} {where(group)}: dimension {dim} of shape {tuple(tensor.shape)} has size "
+            f"{tensor.shape[dim]}, which is not divisible by the group's {size} ranks; pad it to "
+            f"{-(-tensor.shape[dim] // size) * size} or choose another dimension"
+        )
+
+
+def require_reduction(reduction: str) -> None:
+    """Refuse a reduction that there is not.
+
+    Raises:
+        ValueError: neither "ordered" nor "native".
+    """
+    if reduction not in _ALL_REDUCE:
+        raise ValueError(f"reduction must be 'ordered' or 'native', not {reduction!r}")
+
+
+def dimension(what: str, tensor: torch.Tensor, dim: int) -> int:
+    """Return `dim` counted from the front."""
+    if not -tensor.dim() <= dim < tensor.dim():
+        raise IndexError(
+            f"{what}: dim={dim} is out of range for a tensor of shape {tuple(tensor.shape)} "
+            f"({tensor.dim()} dimensions)"
+        )
+    return dim % tensor.dim()

@@ -1,0 +1,168 @@
+"""The sum on CUDA: one Triton kernel for the tree, the factor, the addition, the cast and the norm.
+
+Bits equal the reference's: products and sums are compiled without contraction to fused
+multiply-adds, and bfloat16 is rounded to nearest even. The squared norm is summed in float64; the
+order within a block, and so its last bits, depend on the configuration that autotuning chose.
+"""
+
+from __future__ import annotations
+
+import statistics as stats
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import triton
+
+from lamina.collectives.reduction.triton_kernels import finish_kernel, sum_kernel
+
+__all__ = ["CONFIGS", "LEAVES", "Config", "fused_sum", "measured_choices"]
+
+LEAVES = 32  # chunks that one launch adds up; more go through float32 partial sums
+
+
+@dataclass(frozen=True)
+class Config:
+    """How a launch is cut: elements per block, blocks per program, warps per program."""
+
+    block: int
+    blocks: int
+    warps: int
+
+    @property
+    def span(self) -> int:
+        """Elements per program."""
+        return self.block * self.blocks
+
+
+CONFIGS = (
+    Config(1024, 1, 4),
+    Config(1024, 4, 4),
+    Config(2048, 1, 4),
+    Config(2048, 4, 8),
+    Config(4096, 1, 8),
+)
+_DEFAULT = CONFIGS[0]
+_TUNE_FROM = 1 << 20  # elements; smaller sums take microseconds, whatever the configuration
+_TUNE_ON = 1 << 24  # elements: more than a cache holds, little enough to be a passing allocation
+_choices: dict[tuple[Any, ...], Config] = {}
+
+
+def fused_sum(
+    chunks: Sequence[torch.Tensor],
+    output: torch.Tensor,
+    factor: float | None = None,
+    accumulate: bool = False,
+    statistics: tuple[torch.Tensor, torch.Tensor] | None = None,
+    config: Config | None = None,
+) -> None:
+    """Sum `chunks` in the fixed tree into `output` on the current stream.
+
+    Args:
+        chunks: one per rank, in rank order: flat [n]; float32, bfloat16 or float16. One of them
+            may be `output` itself.
+        output: flat [n]; float32, bfloat16 or float16.
+        factor: multiplies the sum; a float32 value.
+        accumulate: add to `output`.
+        statistics: filled with the squared norm (float64) and the non-finite flag (bool) of the
+            stored output, both without dimensions; None leaves them out.
+        config: left out, the fastest of CONFIGS is measured once per kind of sum, on a part of
+            the data and beside the caller's buffers (never while a CUDA graph is captured).
+    """
+    chunks = list(chunks)
+    while len(chunks) > LEAVES:
+        # An aligned run of LEAVES chunks (a power of two) is a subtree of the whole tree.
+        runs = [chunks[first : first + LEAVES] for first in range(0, len(chunks), LEAVES)]
+        partial_sums = [torch.empty_like(output, dtype=torch.float32) for _ in runs]
+        for run, partial_sum in zip(runs, partial_sums, strict=True):
+            _launch(run, partial_sum, None, False, None, config)
+        chunks = partial_sums
+    if statistics is None:
+        _launch(chunks, output, factor, accumulate, None, config)
+        return
+    smallest = min(each.span for each in CONFIGS)
+    partials = torch.empty(
+        triton.cdiv(output.numel(), smallest), dtype=torch.float64, device=output.device
+    )
+    span = _launch(chunks, output, factor, accumulate, partials, config)
+    squared_norm, nonfinite = statistics
+    finish_kernel[(1,)](
+        partials,
+        squared_norm,
+        nonfinite.view(torch.int8),
+        triton.cdiv(output.numel(), span),
+        BLOCK=2048,
+        num_warps=8,
+    )
+
+
+def measured_choices() -> dict[tuple[Any, ...], Config]:
+    """What autotuning chose so far: by device, ranks, wire and output dtype, accumulate, norm."""
+    return dict(_choices)
+
+
+def _launch(
+    chunks: Sequence[torch.Tensor],
+    output: torch.Tensor,
+    factor: float | None,
+    accumulate: bool,
+    partials: torch.Tensor | None,
+    config: Config | None,
+) -> int:
+    """Launch the kernel; return how many elements each of its programs took."""
+    config = config or _choose(chunks, output, accumulate, partials is not None)
+    if output.numel():
+        sum_kernel[(triton.cdiv(output.numel(), config.span),)](
+            tuple(chunks),
+            output,
+            output if partials is None else partials,
+            output.numel(),
+            1.0 if factor is None else factor,
+            COUNT=len(chunks),
+            SCALED=factor is not None,
+            ACCUMULATE=accumulate,
+            NORM=partials is not None,
+            BLOCK=config.block,
+            BLOCKS=config.blocks,
+            num_warps=config.warps,
+            enable_fp_fusion=False,
+        )
+    return config.span
+
+
+def _choose(
+    chunks: Sequence[torch.Tensor], output: torch.Tensor, accumulate: bool, norm: bool
+) -> Config:
+    kind = (output.device, len(chunks), chunks[0].dtype, output.dtype, accumulate, norm)
+    if kind in _choices:
+        return _choices[kind]
+    if output.numel() < _TUNE_FROM or not output.is_cuda:
+        return _DEFAULT
+    if torch.cuda.is_current_stream_capturing():
+        return _DEFAULT
+    length = min(output.numel(), _TUNE_ON)
+    inputs, target = [chunk[:length] for chunk in chunks], torch.zeros_like(output[:length])
+    partials = torch.empty(length, dtype=torch.float64, device=output.device) if norm else None
+    times = {
+        config: _time(partial(_launch, inputs, target, None, accumulate, partials, config))
+        for config in CONFIGS
+    }
+    _choices[kind] = min(times, key=times.__getitem__)
+    return _choices[kind]
+
+
+def _time(run: Callable[[], object], repeats: int = 5) -> float:
+    """Median milliseconds on the current stream, after a first run that compiles."""
+    run()
+    spans: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+    for _ in range(repeats):
+        begin = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        begin.record()
+        run()
+        end.record()
+        spans.append((begin, end))
+    torch.cuda.current_stream().synchronize()
+    return stats.median(float(begin.elapsed_time(end)) for begin, end in spans)

@@ -1,0 +1,1 @@
+"""From autograd's hooks to reductions in one order on all ranks."""

@@ -1,0 +1,94 @@
+"""What wrappers build on: parameter groups, weights, gradients, the reducer and the flat step."""
+
+from lamina.ddp.backward.gradient_hooks import (
+    GradientSink,
+    gradient_sink,
+    has_gradient_sink,
+    main_of,
+)
+from lamina.ddp.backward.reducer import BackwardEnd, GradientReducer, Order
+from lamina.ddp.finalize.finalize import warn_of_unfinished_steps
+from lamina.ddp.finalize.plain_gradients import finalize_plain_grads
+from lamina.ddp.gradients.group_gradients import GroupGradients
+from lamina.ddp.gradients.reduction import ORDERED, Reduction, resolve_reduction
+from lamina.ddp.gradients.scratch import TransientBuffers
+from lamina.ddp.gradients.sums import GradientState, RankSum, Squares
+from lamina.ddp.group.group import (
+    GroupSettings,
+    ParameterGroup,
+    WeightsFactory,
+    plan_layout,
+    whole_weights,
+)
+from lamina.ddp.group.weights import Weights, WeightsState, WholeWeights
+from lamina.ddp.inspect.inspection import HasGroups, InspectsItself, groups_of
+from lamina.ddp.inspect.memory import MemoryBudgets
+from lamina.ddp.optimizer.adopt_parameters import point_optimizer_at, refuse_optimizer
+from lamina.ddp.optimizer.flat_step import ELEMENTWISE, FlatStep
+from lamina.ddp.optimizer.whole_step import show_decoupled
+from lamina.ddp.parameters.axes import (
+    DataParallelAxes,
+    check_dimensions,
+    check_experts,
+    data_parallel_axes,
+)
+from lamina.ddp.parameters.dtypes import GroupDtypes, resolve_dtypes
+from lamina.ddp.parameters.parameters import (
+    GroupKey,
+    ParameterRef,
+    collect_parameters,
+    group_parameters,
+)
+from lamina.ddp.parameters.strategy import resolve_strategy
+from lamina.ddp.parameters.tensor_trees import tensors_in
+from lamina.ddp.wrapper.param_gathers import registration_refusal
+
+__all__ = [
+    "ELEMENTWISE",
+    "ORDERED",
+    "BackwardEnd",
+    "DataParallelAxes",
+    "FlatStep",
+    "GradientReducer",
+    "GradientSink",
+    "GradientState",
+    "GroupDtypes",
+    "GroupGradients",
+    "GroupKey",
+    "GroupSettings",
+    "HasGroups",
+    "InspectsItself",
+    "MemoryBudgets",
+    "Order",
+    "ParameterGroup",
+    "ParameterRef",
+    "RankSum",
+    "Reduction",
+    "Squares",
+    "TransientBuffers",
+    "Weights",
+    "WeightsFactory",
+    "WeightsState",
+    "WholeWeights",
+    "check_dimensions",
+    "check_experts",
+    "collect_parameters",
+    "data_parallel_axes",
+    "finalize_plain_grads",
+    "gradient_sink",
+    "group_parameters",
+    "groups_of",
+    "has_gradient_sink",
+    "main_of",
+    "plan_layout",
+    "point_optimizer_at",
+    "refuse_optimizer",
+    "registration_refusal",
+    "resolve_dtypes",
+    "resolve_reduction",
+    "resolve_strategy",
+    "show_decoupled",
+    "tensors_in",
+    "warn_of_unfinished_steps",
+    "whole_weights",
+]

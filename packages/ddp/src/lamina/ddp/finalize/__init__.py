@@ -1,0 +1,1 @@
+"""The end of a step: every reduction that data parallelism does not do."""

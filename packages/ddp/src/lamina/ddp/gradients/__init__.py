@@ -1,0 +1,1 @@
+"""Gradients of one group: accumulated, summed over ranks, ready for the optimizer."""

@@ -1,0 +1,114 @@
+"""Ways to sum gradients over ranks, as data: what `reduction=` and `reproducible=` choose."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from lamina.buffers import FlatBuffer
+from lamina.collectives import all_reduce_fp32, reduce_scatter_fp32
+from lamina.collectives.engine import all_reduce_native, reduce_scatter_native
+from lamina.ddp.gradients.reproducible import ReproducibleSum
+from lamina.ddp.gradients.scratch import TransientBuffers
+from lamina.ddp.gradients.sums import AxisSum, Collectives, RankSum, TwoAxisSum
+from lamina.ddp.parameters.axes import DataParallelAxes
+from lamina.ddp.parameters.strategy import Cadence
+
+__all__ = ["ORDERED", "Reduction", "resolve_reduction"]
+
+RankSumFactory = Callable[[FlatBuffer, DataParallelAxes, float | None, TransientBuffers], RankSum]
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """One way to sum gradients over ranks.
+
+    Attributes:
+        name: for messages.
+        make: makes the sum of one group.
+        cadence: the cadence it needs whatever the strategy's; None leaves that to the strategy.
+    """
+
+    name: str
+    make: RankSumFactory
+    cadence: Cadence | None = None
+
+
+def _by(collectives: Collectives, *, averages: bool = False) -> RankSumFactory:
+    """A factory of sums over axes; with `averages` the collectives divide by the ranks already."""
+
+    def make(
+        main: FlatBuffer, axes: DataParallelAxes, scale: float | None, transient: TransientBuffers
+    ) -> RankSum:
+        kind = AxisSum if axes.outer.size == 1 else TwoAxisSum
+        if averages:
+            rest = (1.0 if scale is None else scale) * axes.size
+            scale = None if rest == 1.0 else rest
+        return kind(collectives, main, axes, scale, transient)
+
+    return make
+
+
+ORDERED = Reduction("ordered", _by(Collectives(reduce_scatter_fp32, all_reduce_fp32, True)))
+"""Sums in fp32 in one fixed order over ranks (law 2)."""
+
+_REDUCTIONS = {
+    "ordered": ORDERED,
+    "native": Reduction(
+        "native", _by(Collectives(reduce_scatter_native, all_reduce_native, False))
+    ),
+}
+_NATIVE_AVERAGE = Reduction(
+    "native",
+    _by(
+        Collectives(
+            functools.partial(reduce_scatter_native, op="avg"),
+            functools.partial(all_reduce_native, op="avg"),
+            False,
+        ),
+        averages=True,
+    ),
+)
+"""The backend divides by the number of ranks: sums in fp16 do not overflow."""
+_REPRODUCIBLE = Reduction("reproducible", ReproducibleSum, Cadence.EVERY_MICROBATCH)
+
+
+def resolve_reduction(
+    reduction: str = "ordered",
+    reproducible: bool = False,
+    average: bool = False,
+    *,
+    per_token: bool = False,
+) -> Reduction:
+    """The reduction that settings ask for.
+
+    Args:
+        reduction: "ordered", or "native" for the backend's own (tolerance only).
+        reproducible: one tree over microbatches and ranks: the same bits for every strategy and
+            number of ranks. Every microbatch is reduced.
+        average: let the backend average instead of sum, where it is the backend that adds. The
+            ordered sum is scaled in fp32 as it is stored, whatever this says.
+        per_token: sums are left for `finalize_grads` to divide.
+
+    Raises:
+        ValueError: for an unknown name, a native reduction that is to be reproducible, or an
+            average of what is to be left a sum.
+    """
+    if average and per_token:
+        raise ValueError(
+            "average_in_collective=True averages over ranks and calculate_per_token_loss=True "
+            "leaves sums for finalize_grads(num_tokens=) to divide: choose one"
+        )
+    if reduction not in _REDUCTIONS:
+        known = ", ".join(map(repr, _REDUCTIONS))
+        raise ValueError(f"reduction={reduction!r} is not known; choose one of {known}")
+    if not reproducible:
+        native_average = average and reduction == "native"
+        return _NATIVE_AVERAGE if native_average else _REDUCTIONS[reduction]
+    if reduction != "ordered":
+        raise ValueError(
+            f"reduction={reduction!r} leaves the order of the sum to the backend, which "
+            "reproducible=True fixes: use reduction='ordered'"
+        )
+    return _REPRODUCIBLE

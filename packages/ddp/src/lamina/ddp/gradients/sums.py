@@ -1,0 +1,228 @@
+"""Sums over one or two data-parallel axes, in the placement of the main grads.
+
+`RankSum` is what a group's gradients need of a reduction; `AxisSum` and `TwoAxisSum` do it with a
+pair of collectives (the ordered ones, or the backend's own), `reproducible` does it leaf by leaf.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from enum import Enum, auto
+
+import torch
+
+from lamina.buffers import FlatBuffer, Shard
+from lamina.collectives import Handle, ReduceHandle, all_gather_into
+from lamina.ddp.gradients.scratch import TransientBuffers
+from lamina.ddp.parameters.axes import DataParallelAxes
+
+__all__ = ["AxisSum", "Collectives", "GradientState", "RankSum", "Squares", "TwoAxisSum"]
+
+
+class GradientState(Enum):
+    """What main grads hold."""
+
+    EMPTY = auto()
+    """Nothing (their bytes mean nothing)."""
+    PARTIAL = auto()
+    """Sums of some microbatches, not yet scaled nor summed over the outer axis."""
+    FINAL = auto()
+    """The gradient that the optimizer reads."""
+
+
+@dataclass(frozen=True)
+class Squares:
+    """The sum of squares that a reduction found in what it stored.
+
+    Attributes:
+        value: fp64, no dimensions.
+        pieces: whether the ranks along (outer, inner) found it in different pieces; where not,
+            all of them found the same.
+    """
+
+    value: torch.Tensor
+    pieces: tuple[bool, bool]
+
+
+@dataclass(frozen=True)
+class Collectives:
+    """A reduce-scatter and an all-reduce that belong together.
+
+    Attributes:
+        reduce_scatter: with the arguments of `lamina.collectives.reduce_scatter_fp32`.
+        all_reduce: likewise.
+        piecewise: the all-reduce's statistics are of this rank's piece, not of the whole.
+    """
+
+    reduce_scatter: Callable[..., ReduceHandle]
+    all_reduce: Callable[..., ReduceHandle]
+    piecewise: bool
+
+
+class RankSum(ABC):
+    """Sums one group's gradients over ranks into its main grads.
+
+    Args:
+        main: buffer of main grads.
+        axes: data-parallel axes.
+        scale: factor of the whole sum, applied once to it; None for none.
+        transient: where intermediate buffers come from.
+    """
+
+    sums_in_main = False
+    """Whether sums of microbatches are in main grads before the last one."""
+    adds_to_final = False
+    """Whether a reduction may add to main grads that are final already."""
+
+    def __init__(
+        self,
+        main: FlatBuffer,
+        axes: DataParallelAxes,
+        scale: float | None,
+        transient: TransientBuffers,
+    ) -> None:
+        self.main = main
+        self.axes = axes
+        self.scale = scale
+        self.transient = transient
+        self.squares: Squares | None = None
+        """Of the newest final reduction, where it came for free."""
+        self.finds_squares = False
+        """Whether reductions look for them: a little time, for who clips by the norm."""
+        self.outer_sharded = isinstance(main.placement[0], Shard)
+        self.inner_sharded = isinstance(main.placement[1], Shard)
+
+    @property
+    def device(self) -> torch.device:
+        """Where a rank's own gradients lie: that of main grads, unless those are kept elsewhere."""
+        return self.main.device
+
+    @abstractmethod
+    def run(self, wire: torch.Tensor, before: GradientState, final: bool) -> Iterator[Handle]:
+        """Sum `wire` (flat, the whole group) over ranks: yields handles to be waited for.
+
+        Args:
+            wire: this rank's gradients; unchanged until the generator ends.
+            before: what main grads hold; FINAL only where `adds_to_final`.
+            final: whether this is the step's last microbatch.
+        """
+
+    @abstractmethod
+    def skip(self, final: bool) -> None:
+        """A microbatch in which no rank had gradients for this group."""
+
+    @abstractmethod
+    def forget(self) -> None:
+        """Drop sums of microbatches that are kept outside main grads."""
+
+    @abstractmethod
+    def scale_kept(self, factor: float) -> None:
+        """Multiply sums of microbatches that are kept outside main grads."""
+
+
+class AxisSum(RankSum):
+    """Only the inner axis: one collective, with the scale in it where the sum is complete."""
+
+    sums_in_main = True
+    adds_to_final = True
+
+    def __init__(self, collectives: Collectives, *state: object) -> None:
+        super().__init__(*state)  # type: ignore[arg-type]
+        self._collectives = collectives
+
+    def run(self, wire: torch.Tensor, before: GradientState, final: bool) -> Iterator[Handle]:
+        """One reduce-scatter, or one all-reduce where main grads are whole."""
+        # With sums of earlier microbatches in main grads, the scale has to wait until the last
+        # one is added: law 2 scales the whole sum once.
+        fused = final and before is not GradientState.PARTIAL
+        chosen, finds = self._collectives, self.finds_squares
+        handle = (chosen.reduce_scatter if self.inner_sharded else chosen.all_reduce)(
+            self.main.data,
+            wire,
+            self.axes.inner.sibling("reduce"),
+            scale=self.scale if fused else None,
+            accumulate=before is not GradientState.EMPTY,
+            async_op=True,
+            statistics=finds,
+        )
+        yield handle
+        self.squares = None
+        if final and not fused and self.scale is not None:
+            self.main.data.mul_(self.scale)
+        elif final and finds:
+            piece = self.inner_sharded or chosen.piecewise
+            self.squares = Squares(handle.squared_norm, (False, piece))
+
+    def skip(self, final: bool) -> None:
+        """Nothing is added."""
+
+    def forget(self) -> None:
+        """Everything is in main grads."""
+
+    def scale_kept(self, factor: float) -> None:
+        """Everything is in main grads."""
+
+
+class TwoAxisSum(RankSum):
+    """The inner axis at every call, into a buffer apart; the outer one in fp32 at the last."""
+
+    def __init__(self, collectives: Collectives, *state: object) -> None:
+        super().__init__(*state)  # type: ignore[arg-type]
+        self._collectives = collectives
+        self._partial: torch.Tensor | None = None  # sums over the inner axis only
+
+    def run(self, wire: torch.Tensor, before: GradientState, final: bool) -> Iterator[Handle]:
+        """Reduce-scatter along the inner axis, then the outer one where the main grads lie."""
+        chosen = self._collectives
+        whole_inner = self.outer_sharded and not self.inner_sharded
+        if self._partial is None:
+            pieces = 1 if whole_inner else self.axes.inner.size
+            dtype = torch.promote_types(wire.dtype, torch.float32)
+            self._partial = self.transient.take(wire.numel() // pieces, dtype, wire.device)
+        partial = self._partial
+        yield (chosen.all_reduce if whole_inner else chosen.reduce_scatter)(
+            partial,
+            wire,
+            self.axes.inner.sibling("reduce"),
+            accumulate=before is GradientState.PARTIAL,
+            async_op=True,
+            statistics=False,
+        )
+        if final:
+            yield from self._over_outer(partial, whole_inner)
+            self.forget()
+
+    def _over_outer(self, partial: torch.Tensor, whole_inner: bool) -> Iterator[Handle]:
+        chosen = self._collectives
+        outer, inner = self.axes.groups("reduce")
+        main = own = self.main.data
+        if not self.inner_sharded and not self.outer_sharded:
+            piece = partial.numel()
+            own = main[self.axes.inner.rank * piece : (self.axes.inner.rank + 1) * piece]
+        finds = self.finds_squares
+        handle = (chosen.reduce_scatter if self.outer_sharded else chosen.all_reduce)(
+            own, partial, outer, scale=self.scale, async_op=True, statistics=finds
+        )
+        yield handle
+        outer_piece = self.outer_sharded or chosen.piecewise
+        self.squares = (
+            Squares(handle.squared_norm, (outer_piece, not whole_inner)) if finds else None
+        )
+        if own is not main:
+            yield all_gather_into(main, own, inner, async_op=True)
+
+    def skip(self, final: bool) -> None:
+        """Nothing is added."""
+
+    def forget(self) -> None:
+        """Give the buffer of inner sums back."""
+        if self._partial is not None:
+            self.transient.give(self._partial)
+        self._partial = None
+
+    def scale_kept(self, factor: float) -> None:
+        """Multiply the inner sums."""
+        if self._partial is not None:
+            self._partial.mul_(factor)

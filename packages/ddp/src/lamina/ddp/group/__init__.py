@@ -1,0 +1,1 @@
+"""One group of parameters: its weights, its main weights, its gradients."""

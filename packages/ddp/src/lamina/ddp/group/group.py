@@ -1,0 +1,412 @@
+"""A group of parameters: one layout, and the three states (weights, main weights, main grads)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from lamina.buffers import BufferLayout, FlatBuffer, Granularity, Replicate, Shard, ShardedTensor
+from lamina.buffers.engine import Placement
+from lamina.collectives.engine import SpanGroups, broadcast
+from lamina.ddp.gradients.group_gradients import GroupGradients
+from lamina.ddp.gradients.reduction import ORDERED, Reduction
+from lamina.ddp.gradients.scratch import TransientBuffers
+from lamina.ddp.gradients.sums import GradientState, Squares
+from lamina.ddp.group.weights import Weights, WholeWeights
+from lamina.ddp.parameters.axes import DataParallelAxes
+from lamina.ddp.parameters.dtypes import GroupDtypes
+from lamina.ddp.parameters.parameters import ParameterRef, read_parameters, spec_of
+from lamina.ddp.parameters.strategy import Cadence, Strategy
+from lamina.mesh.engine import copy_role
+
+__all__ = [
+    "GroupSettings",
+    "ParameterGroup",
+    "WeightsFactory",
+    "plan_layout",
+    "refuse_changed",
+    "whole_weights",
+]
+
+WeightsFactory = Callable[[BufferLayout, FlatBuffer, DataParallelAxes], Weights]
+"""Makes the weights of a group from its layout, the buffer a rank keeps, and the axes."""
+
+
+def whole_weights(layout: BufferLayout, local: FlatBuffer, axes: DataParallelAxes) -> Weights:
+    """The factory of strategies that keep weights whole."""
+    return WholeWeights(local, axes)
+
+
+@dataclass(frozen=True)
+class GroupSettings:
+    """What the groups of one model have in common.
+
+    Attributes:
+        strategy: placements and cadence.
+        alignment: start of every tensor, in elements.
+        granularity: what a shard boundary may not cut, unless a parameter's role says.
+        scale: factor of gradients after the outermost sum; None for sums (per-token loss).
+        broadcast: start from the first data-parallel rank's values, as torch's DDP does, so that
+            ranks seeded differently do not train a mixture.
+        shard_multiple: shard sizes are a multiple of this many elements (2^16 for NCCL's best bus
+            bandwidth).
+        reduction: how gradients are summed over ranks; see `resolve_reduction`.
+        device: where whole weights and gradients are computed with; None is the parameters' own.
+        kept_on: where what a rank keeps lies (its weights, main weights, main grads, and so the
+            optimizer's state); None is `device`. Host memory needs weights and a reduction that
+            bring it to the device and back.
+        pinned: whether that is page-locked memory.
+        release_gradients: give the memory of zeroed main grads back until the next reduction, as
+            autograd does with `.grad`; otherwise it is kept, which saves the page faults of new
+            memory on a CPU.
+    """
+
+    strategy: Strategy
+    alignment: int = 128
+    granularity: Granularity | None = None
+    scale: float | None = None
+    broadcast: bool = True
+    shard_multiple: int = 1
+    reduction: Reduction = ORDERED
+    device: torch.device | None = None
+    kept_on: torch.device | None = None
+    pinned: bool = False
+    release_gradients: bool = False
+
+    @property
+    def cadence(self) -> Cadence:
+        """The strategy's, unless the reduction needs one of its own."""
+        return self.reduction.cadence or self.strategy.cadence
+
+
+def plan_layout(
+    refs: Sequence[ParameterRef], axes: DataParallelAxes, settings: GroupSettings
+) -> BufferLayout:
+    """Where each parameter of a group will lie; refs may be on the meta device."""
+    return BufferLayout.plan(
+        [spec_of(ref, settings.granularity) for ref in refs],
+        axes.size,
+        settings.alignment,
+        settings.shard_multiple,
+    )
+
+
+class ParameterGroup:
+    """Parameters that share a buffer, from what the user made to what the optimizer updates.
+
+    The user's `nn.Parameter` objects stay and become views of the whole weights ("compute
+    parameters"). `main_parameters` are what the optimizer updates: the same objects where main
+    weights are the whole model weights, else new parameters over this rank's span.
+
+    Args:
+        refs: the parameters, in order of registration; materialised, on `device`.
+        axes: data-parallel axes.
+        dtypes: dtypes of the group.
+        settings: what the model's groups share.
+        transient: pool of short-lived gradient buffers.
+        factory: makes the weights (whole, or gathered by units).
+    """
+
+    def __init__(
+        self,
+        refs: Sequence[ParameterRef],
+        axes: DataParallelAxes,
+        dtypes: GroupDtypes,
+        settings: GroupSettings,
+        transient: TransientBuffers,
+        factory: WeightsFactory = whole_weights,
+    ) -> None:
+        self.refs = tuple(refs)
+        self.axes = axes.ranks_inside()
+        self.dtypes = dtypes
+        self.settings = settings
+        self.requires_grad = self.refs[0].parameter.requires_grad
+        self.has_optimizer = False
+        """Whether somebody steps the main parameters, as far as this package knows."""
+        self._reduced: tuple[int, int] | None = None
+        self._gradient_views: dict[int, torch.Tensor] = {}
+        self.device = settings.device or self.refs[0].parameter.device
+        self.layout = plan_layout(self.refs, axes, settings)
+        states = settings.strategy.placements
+        self._weights_at = self._placed(states.model_weights, axes)
+        self._grads_at = self._placed(states.main_grads, axes)
+        self._optimizer_at = self._placed(states.optimizer_state, axes)
+        whole = self._read_parameters()
+        local = self._buffer(self._weights_at, self.dtypes.weights, whole)
+        self.main = self._make_main(local, whole) if self.requires_grad else None
+        # What the parameters were made in goes before their place in the weights comes: a model
+        # that starts on the meta device must never need two whole units at once.
+        del whole
+        self._let_go_of_parameters()
+        self.weights = factory(self.layout, local, self.axes)
+        if self.main is not None:
+            self.weights.attach(self.main)
+        self.gradients = self._make_gradients(transient) if self.main is not None else None
+        self._point_parameters_at_weights()
+        self.main_parameters = self._make_main_parameters()
+        if self.requires_grad and self.dtypes.grads != self.dtypes.main:
+            for main in self.main_parameters:
+                main.grad_dtype = self.dtypes.grads  # torch takes no other dtype in `.grad`
+
+    @property
+    def compute_parameters(self) -> list[nn.Parameter]:
+        """The user's parameters: views of the whole weights."""
+        return [ref.parameter for ref in self.refs]
+
+    @property
+    def trained(self) -> GroupGradients:
+        """The gradients of a group that has some.
+
+        Raises:
+            ValueError: if the group is frozen.
+        """
+        if self.gradients is None:
+            raise ValueError(
+                f"{self.refs[0].name} and the {len(self.refs) - 1} others of its group are frozen: "
+                "they have no gradients"
+            )
+        return self.gradients
+
+    def install_compute_parameters(self) -> None:
+        """Make the module hold the compute parameters (before its forward).
+
+        They take over `requires_grad` from main parameters. Raises like `refuse_changed`.
+        """
+        for ref, main in zip(self.refs, self.main_parameters, strict=True):
+            if main is not ref.parameter:
+                if ref.parameter.requires_grad is not main.requires_grad:
+                    ref.parameter.requires_grad_(main.requires_grad)
+                ref.install(ref.parameter)
+        refuse_changed(self)
+
+    def install_main_parameters(self) -> None:
+        """Make the module hold what the optimizer updates (at rest)."""
+        for ref, main in zip(self.refs, self.main_parameters, strict=True):
+            if main is not ref.parameter:
+                ref.install(main)
+
+    # -- what the optimizer works on ----------------------------------------------------------
+
+    @property
+    def rest(self) -> FlatBuffer:
+        """What main parameters are spans of: main weights; of frozen groups the model weights."""
+        return self.main if self.main is not None else self.weights.local
+
+    def span_in_rest(self, index: int) -> tuple[int, int]:
+        """Elements (start, stop) of `rest.data` that hold a parameter; start == stop for none."""
+        spec = self.layout.specs[index]
+        begin, end = self.rest.range
+        first, last = self.layout.within(spec.name, begin, end)
+        offset = self.layout.offset(spec.name) - begin
+        return (offset + first, offset + last) if last > first else (0, 0)
+
+    def gradients_of_rest(self) -> torch.Tensor:
+        """Flat main grads of the elements that `rest` holds. Raises ValueError if frozen."""
+        begin, end = self.rest.range
+        main = self.trained.main
+        return main.data[begin - main.range[0] : end - main.range[0]]
+
+    def member_of(self, flat: torch.Tensor, index: int) -> torch.Tensor:
+        """One parameter's part of a flat tensor laid out like `rest`, typed like its parameter."""
+        spec = self.layout.specs[index]
+        start, stop = self.span_in_rest(index)
+        if not self._cuts_rest:
+            return flat[start:stop].view(spec.shape)
+        first, _ = self.layout.within(spec.name, *self.rest.range)
+        axes = [
+            axis
+            for placement, axis in zip(
+                self.rest.placement, (self.axes.outer, self.axes.inner), strict=True
+            )
+            if isinstance(placement, Shard)
+        ]
+        return ShardedTensor(
+            flat[start:stop],
+            spec.shape,
+            first,
+            axes,
+            communicator=SpanGroups([axis.sibling("gather") for axis in axes]),
+        )
+
+    def gradient_of(self, index: int) -> torch.Tensor:
+        """Main grads of one parameter, typed like its main parameter (one object for good)."""
+        if index not in self._gradient_views:
+            self._gradient_views[index] = self.member_of(self.gradients_of_rest(), index)
+        return self._gradient_views[index]
+
+    def discard_gradients(self) -> None:
+        """Forget all gradients, reduced or not."""
+        if self.gradients is not None:
+            self.gradients.discard()
+        for main in self.main_parameters:
+            main.grad = None
+
+    def release_zeroed_gradients(self) -> None:
+        """Give main grads' memory back if the user has zeroed them (before a step's forward)."""
+        gradients = self.gradients
+        if gradients is None or not self.settings.release_gradients:
+            return
+        if gradients.main.has_memory and all(p.grad is None for p in self.main_parameters):
+            gradients.discard()
+            gradients.main.release()
+            self._gradient_views.clear()
+
+    def show_gradients(self, *, final: bool = True) -> None:
+        """Set `.grad` of the main parameters: the gradient, or its place while it is unfinished.
+
+        The place is shown early so that a `zero_grad` between microbatches is noticed.
+        """
+        gradients = self.trained
+        if not final:
+            gradients.clear_place()
+        started = gradients.state is not GradientState.EMPTY or gradients.has_local
+        for index, main in enumerate(self.main_parameters):
+            shown = gradients.seen[index] if final else started
+            main.grad = self.gradient_of(index) if shown else None
+
+    def note_reduced(self) -> None:
+        """The gradients are as the engine left them: `squares` holds until they change."""
+        self._reduced = self._gradient_versions()
+
+    @property
+    def written_since(self) -> bool:
+        """Whether anything has written to the gradients since `note_reduced` (see `squares`)."""
+        return self._reduced != self._gradient_versions()
+
+    @property
+    def squares(self) -> Squares | None:
+        """Sum of squares from the reduction; None once anything has written to the gradients.
+
+        Writes are seen by version counters. `ShardedTensor`s count all of them; plain tensors do
+        not count what `GradScaler.unscale_` does, so whole gradients are always measured anew.
+        `.grad.data` has a counter of its own and hides writes.
+        """
+        return self.trained.squares if self._cuts_rest and not self.written_since else None
+
+    def _gradient_versions(self) -> tuple[int, int]:
+        # A ShardedTensor counts writes by itself, and its flat memory does not.
+        grads = [main.grad for main in self.main_parameters]
+        count = sum(grad._version for grad in grads if grad is not None)
+        main = self.trained.main
+        return main.data._version if main.has_memory else -1, count
+
+    @property
+    def _cuts_rest(self) -> bool:
+        return any(isinstance(placement, Shard) for placement in self.rest.placement)
+
+    # -- construction -------------------------------------------------------------------------
+
+    def _read_parameters(self) -> torch.Tensor:
+        """All parameters as one flat tensor in the main dtype, equal on all ranks."""
+        whole = read_parameters(self.refs, self.layout, self.dtypes.main, self.device)
+        if self.settings.broadcast:
+            for group in self.axes.groups("gather"):
+                broadcast(whole, group, src=0).wait()
+        return whole
+
+    def _let_go_of_parameters(self) -> None:
+        for ref in self.refs:
+            parameter = ref.parameter
+            parameter.data = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
+
+    def _make_main(self, local: FlatBuffer, whole: torch.Tensor) -> FlatBuffer:
+        """Main weights: part of the model weights' storage where the dtypes agree."""
+        if self.dtypes.main != self.dtypes.weights:
+            return self._buffer(self._optimizer_at, self.dtypes.main, whole)
+        storage = local.piece(self._optimizer_at)
+        return self._buffer(self._optimizer_at, self.dtypes.main, storage=storage)
+
+    def _make_gradients(self, transient: TransientBuffers) -> GroupGradients:
+        lazy = self.settings.release_gradients
+        main = self._buffer(self._grads_at, self.dtypes.grads, lazy=lazy)
+        rank_sum = self.settings.reduction.make(main, self.axes, self.settings.scale, transient)
+        return GroupGradients(self.layout, rank_sum, self.dtypes, self.settings.cadence)
+
+    def _buffer(
+        self,
+        placements: tuple[Placement, Placement],
+        dtype: torch.dtype,
+        whole: torch.Tensor | None = None,
+        storage: torch.Tensor | None = None,
+        lazy: bool = False,
+    ) -> FlatBuffer:
+        """A buffer in given storage, or filled from its part of `whole`."""
+        axes = (self.axes.outer, self.axes.inner)
+        device = self.settings.kept_on or self.device
+        buffer = FlatBuffer(
+            self.layout, placements, dtype, device, axes, storage=storage, lazy=lazy
+        )
+        if storage is None and self.settings.pinned:
+            locked = buffer.data.pin_memory()
+            buffer = FlatBuffer(self.layout, placements, dtype, device, axes, storage=locked)
+        if whole is not None:
+            start, stop = buffer.range
+            buffer.data.copy_(whole[start:stop])
+        return buffer
+
+    def _placed(
+        self, placements: tuple[Placement, ...], given: DataParallelAxes
+    ) -> tuple[Placement, Placement]:
+        """Placements over (outer, inner), with axes of one rank replicated."""
+        outer, inner = placements
+        if given is not self.axes:
+            # Only the outer axis has ranks, and it became the inner one: its placement goes along.
+            outer, inner = Replicate(), outer
+        return self.axes.effective((outer, inner))
+
+    def _point_parameters_at_weights(self) -> None:
+        """Make the user's parameters views of the whole weights, wherever those will be."""
+        self.weights.start()
+        self.weights.wait()
+        full = self.weights.full
+        for ref, spec in zip(self.refs, self.layout.specs, strict=True):
+            offset = self.layout.offset(spec.name)
+            ref.parameter.grad = None
+            ref.parameter.data = full[offset : offset + spec.numel].view(spec.shape)
+        self.weights.release()
+
+    def _make_main_parameters(self) -> list[nn.Parameter]:
+        """The compute parameters themselves where they are what the optimizer updates."""
+        if self.rest.data.data_ptr() == self.weights.full.data_ptr() and not self._cuts_rest:
+            return self.compute_parameters
+        made = []
+        for index, ref in enumerate(self.refs):
+            parameter = nn.Parameter(
+                self.member_of(self.rest.data, index), requires_grad=self.requires_grad
+            )
+            parameter.__dict__.update(
+                ref.parameter.__dict__
+            )  # users' own marks, such as "no_decay"
+            copy_role(ref.parameter, parameter)
+            made.append(parameter)
+        return made
+
+
+def refuse_changed(group: ParameterGroup) -> None:
+    """Raise if somebody has converted, moved or unfrozen a group's parameters since it was made.
+
+    Raises:
+        RuntimeError: after `.half()` or `.to()`, which took them out of their buffers.
+        ValueError: if the group has no gradients, and a parameter wants some by now.
+    """
+    ref, main, rest = group.refs[0], group.main_parameters[0], group.rest.data
+    for parameter, dtype, device in (
+        (ref.parameter, group.dtypes.weights, group.device),
+        (main, rest.dtype, rest.device),
+    ):
+        if parameter.dtype != dtype or parameter.device != device:
+            raise RuntimeError(
+                f"{ref.name} is {parameter.dtype} on {parameter.device}, and was {dtype} on "
+                f"{device} in its buffer, which nobody would update now: convert or move a model "
+                "before it is wrapped or sharded"
+            )
+    for ref in () if group.requires_grad else group.refs:
+        if ref.parameter.requires_grad:
+            raise ValueError(
+                f"{ref.name} was frozen when the model was wrapped and requires_grad now: it "
+                "has no gradient buffer, so no rank would sum its gradient. Wrap the model "
+                "with requires_grad=True and freeze parameters afterwards"
+            )

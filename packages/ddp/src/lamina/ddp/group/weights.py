@@ -1,0 +1,190 @@
+"""Model weights of a group: what a rank keeps, and how the whole comes back before compute.
+
+`Weights` holds the part that does not depend on where the weights live: installing what the
+optimizer wrote, and the state machine of one gather. `WholeWeights` keeps them whole on every
+rank (strategies 0 to 2); `lamina.fsdp` adds the class that gathers and releases.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from enum import Enum, auto
+
+import torch
+
+from lamina.buffers import FlatBuffer, Shard
+from lamina.collectives import Handle, all_gather_into
+from lamina.ddp.parameters.axes import DataParallelAxes
+
+__all__ = ["Weights", "WeightsState", "WholeWeights", "shares_storage"]
+
+
+class WeightsState(Enum):
+    """Where a group's whole weights are."""
+
+    RELEASED = auto()
+    """Not there: views of them must not be read."""
+    GATHERING = auto()
+    """On their way into their storage."""
+    READY = auto()
+    """There, and as the optimizer last left them."""
+
+
+class Weights(ABC):
+    """Model weights of one group.
+
+    Args:
+        local: what this rank keeps at rest, in the compute dtype.
+        axes: data-parallel axes of the group.
+    """
+
+    def __init__(self, local: FlatBuffer, axes: DataParallelAxes) -> None:
+        self.local = local
+        self.axes = axes
+        self.state = WeightsState.RELEASED
+        self.kept_for_step = False
+        """Whether they stay gathered from their first use in a step until its end."""
+        self._main: FlatBuffer | None = None
+        self._pending: list[Handle] = []
+        self._changed = False
+        self._written_through = False
+
+    @property
+    def ready(self) -> bool:
+        """Whether the whole weights are there and up to date."""
+        return self.state is WeightsState.READY
+
+    @property
+    @abstractmethod
+    def full(self) -> torch.Tensor:
+        """The flat tensor whose views are the parameters; its storage may be released."""
+
+    @abstractmethod
+    def _gather(self) -> Handle | None:
+        """Start bringing the whole weights into `full`; None where nothing has to move."""
+
+    @abstractmethod
+    def release(self) -> None:
+        """Give the whole weights' storage back, where it is not what the rank keeps anyway."""
+
+    @abstractmethod
+    def _invalidate(self) -> None:
+        """Forget whole weights that no longer are what the main weights say."""
+
+    def attach(self, main: FlatBuffer) -> None:
+        """Say which buffer the optimizer updates."""
+        self._main = main
+
+    def mark_changed(self) -> None:
+        """The optimizer (or a load) wrote main weights: the next `start` installs them."""
+        self._changed = True
+        self._invalidate()
+
+    def written_through(self, everything: bool) -> None:
+        """A step has written main weights, and (`everything`) these weights in the same pass."""
+        self._written_through = everything and (self._written_through or not self._changed)
+
+    def start(self) -> None:
+        """Begin making the whole weights ready; collective, and harmless when they are."""
+        if self.state is not WeightsState.RELEASED:
+            return
+        if self._changed:
+            self._install()
+            self._changed = self._written_through = False
+        handle = self._gather()
+        self._pending = [] if handle is None else [handle]
+        self.state = WeightsState.GATHERING
+
+    def wait(self) -> None:
+        """Wait for what `start` began (on a GPU: make the current stream wait)."""
+        if self.state is WeightsState.GATHERING:
+            for handle in self._pending:
+                handle.wait()
+            self._pending = []
+            self.state = WeightsState.READY
+
+    @property
+    def _must_install(self) -> bool:
+        """Main weights have storage of their own, so an update has to be copied (and cast)."""
+        main = self._main
+        return main is not None and not shares_storage(main.data, self.local.data)
+
+    @property
+    def _spreads(self) -> bool:
+        """Main weights are cut along an axis along which `local` is not."""
+        return self._main is not None and any(
+            isinstance(main, Shard) and not isinstance(local, Shard)
+            for main, local in zip(self._main.placement, self.local.placement, strict=True)
+        )
+
+    def _install(self) -> None:
+        """Write main weights into this rank's copy and spread it along the outer axis."""
+        main = self._main
+        if main is None:
+            return
+        if self._must_install and not self._written_through:
+            start, stop = self._within_local(main.range)
+            with torch.no_grad():
+                self.local.data[start:stop].copy_(main.data)
+        outer_main, inner_main = main.placement
+        if isinstance(outer_main, Shard) and not isinstance(self.local.placement[0], Shard):
+            # The outer axis cuts what the inner one left, so the ranks of an outer group hold
+            # neighbouring pieces: one gather in place.
+            region = self.local.data
+            if isinstance(inner_main, Shard) and not isinstance(self.local.placement[1], Shard):
+                length = self.local.layout.size // self.axes.inner.size
+                begin = self.axes.inner.rank * length
+                region = region[begin : begin + length]
+            piece = region.numel() // self.axes.outer.size
+            own = region[self.axes.outer.rank * piece : (self.axes.outer.rank + 1) * piece]
+            all_gather_into(region, own, self.axes.outer.sibling("gather")).wait()
+
+    def place_of_main(self) -> torch.Tensor | None:
+        """The elements of `local` that main weights are copied to; None where they are the same."""
+        if self._main is None or not self._must_install:
+            return None
+        start, stop = self._within_local(self._main.range)
+        return self.local.data[start:stop]
+
+    def _within_local(self, span: tuple[int, int]) -> tuple[int, int]:
+        offset = self.local.range[0]
+        return span[0] - offset, span[1] - offset
+
+
+class WholeWeights(Weights):
+    """Weights that every rank keeps whole; after a sharded update they are gathered in place."""
+
+    def __init__(self, local: FlatBuffer, axes: DataParallelAxes) -> None:
+        super().__init__(local, axes)
+        self._spread_inner = False
+
+    @property
+    def full(self) -> torch.Tensor:
+        """The rank's own buffer."""
+        return self.local.data
+
+    def release(self) -> None:
+        """Nothing to give back."""
+
+    def _invalidate(self) -> None:
+        if self._must_install or self._spreads:
+            self.wait()
+            self.state = WeightsState.RELEASED
+
+    def _install(self) -> None:
+        super()._install()
+        self._spread_inner = self._main is not None and isinstance(self._main.placement[1], Shard)
+
+    def _gather(self) -> Handle | None:
+        if not self._spread_inner:
+            return None
+        self._spread_inner = False
+        whole = self.local.data
+        piece = whole.numel() // self.axes.inner.size
+        own = whole[self.axes.inner.rank * piece : (self.axes.inner.rank + 1) * piece]
+        return all_gather_into(whole, own, self.axes.inner.sibling("gather"), async_op=True)
+
+
+def shares_storage(first: torch.Tensor, second: torch.Tensor) -> bool:
+    """Whether two tensors lie in the same memory."""
+    return first.untyped_storage().data_ptr() == second.untyped_storage().data_ptr()

@@ -1,0 +1,1 @@
+"""What a wrapper holds: parameters, gradients, bytes."""

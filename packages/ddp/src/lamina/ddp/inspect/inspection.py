@@ -1,0 +1,125 @@
+"""Looking at a wrapped model from outside: whole parameters and whole gradients, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import nn
+
+from lamina.buffers import FlatBuffer, Shard
+from lamina.collectives import all_gather_into
+from lamina.ddp.group.group import ParameterGroup
+from lamina.ddp.parameters.axes import DataParallelAxes
+
+__all__ = [
+    "HasGroups",
+    "InspectsItself",
+    "full_gradients",
+    "full_parameters",
+    "groups_of",
+    "whole_of",
+]
+
+
+@runtime_checkable
+class HasGroups(Protocol):
+    """What every wrapper offers to inspection, clipping and checkpointing."""
+
+    def parameter_groups(self) -> Iterator[ParameterGroup]:
+        """All groups, in an order that is the same on every rank."""
+        ...
+
+
+@runtime_checkable
+class InspectsItself(Protocol):
+    """What a wrapper over another engine, which has no groups of ours, offers instead."""
+
+    def full_parameters(self) -> dict[str, torch.Tensor]:
+        """Whole parameters by qualified name (collective)."""
+        ...
+
+    def full_gradients(self) -> dict[str, torch.Tensor]:
+        """Whole gradients by qualified name (collective)."""
+        ...
+
+    def memory_plan(self) -> Any:
+        """Its `MemoryPlan`."""
+        ...
+
+
+def groups_of(module: nn.Module) -> list[ParameterGroup]:
+    """The groups of a wrapped module.
+
+    Raises:
+        TypeError: if the module was not wrapped by Lamina.
+    """
+    if not isinstance(module, HasGroups):
+        raise TypeError(
+            f"{type(module).__name__} is not wrapped by Lamina: pass what "
+            "DistributedDataParallel(...) or fully_shard(...) returned, not the module inside it "
+            "nor a part of it"
+        )
+    return list(module.parameter_groups())
+
+
+def full_parameters(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Whole main weights by qualified name, on every rank (frozen ones in the compute dtype).
+
+    Collective over the data-parallel ranks; makes one whole group at a time besides the result.
+    For inspection and tests: it holds the whole model.
+
+    Returns:
+        Copies, in the parameters' shapes, in the order of `named_parameters`' groups.
+    """
+    if isinstance(module, InspectsItself):
+        return module.full_parameters()
+    return _collect(groups_of(module), lambda group: group.main or group.weights.local, None)
+
+
+def full_gradients(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Whole main grads by qualified name, on every rank; collective like `full_parameters`.
+
+    Parameters that have no gradient (frozen, or used on no rank) are left out.
+    """
+    if isinstance(module, InspectsItself):
+        return module.full_gradients()
+
+    def grads(group: ParameterGroup) -> FlatBuffer | None:
+        return None if group.gradients is None else group.gradients.main
+
+    return _collect(groups_of(module), grads, lambda group, i: group.gradients.seen[i])  # type: ignore[union-attr]
+
+
+def whole_of(buffer: FlatBuffer, axes: DataParallelAxes) -> torch.Tensor:
+    """A buffer's whole content as a new flat tensor; collective over the axes it is cut along."""
+    outer, inner = buffer.placement
+    piece = buffer.data
+    # The outer axis cuts what the inner one left: put the pieces together in the reverse order.
+    for placement, axis in ((outer, axes.outer), (inner, axes.inner)):
+        if isinstance(placement, Shard) and axis.size > 1:
+            whole = torch.empty(piece.numel() * axis.size, dtype=piece.dtype, device=piece.device)
+            all_gather_into(whole, piece, axis.sibling("gather")).wait()
+            piece = whole
+    return piece.clone() if piece is buffer.data else piece
+
+
+def _collect(
+    groups: list[ParameterGroup],
+    buffer_of: Callable[[ParameterGroup], FlatBuffer | None],
+    wanted: Callable[[ParameterGroup, int], bool] | None,
+) -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = {}
+    with torch.no_grad():
+        for group in groups:
+            buffer = buffer_of(group)
+            if buffer is None:
+                continue
+            whole = whole_of(buffer, group.axes)
+            for index, spec in enumerate(group.layout.specs):
+                if wanted is None or wanted(group, index):
+                    offset = group.layout.offset(spec.name)
+                    piece = whole[offset : offset + spec.numel]
+                    found[spec.name] = piece.view(spec.shape).clone()
+    return found

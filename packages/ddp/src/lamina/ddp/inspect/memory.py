@@ -1,0 +1,202 @@
+"""Memory as a formula: what a wrapped model holds at rest and at its peak, from its layouts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+import torch
+from torch import nn
+
+from lamina.buffers import Shard
+from lamina.ddp.group.group import ParameterGroup
+from lamina.ddp.inspect.inspection import InspectsItself, groups_of
+from lamina.ddp.parameters.strategy import Cadence
+
+__all__ = ["MemoryBudgets", "MemoryPlan", "memory_plan"]
+
+
+@dataclass(frozen=True)
+class MemoryBudgets:
+    """Limits in bytes per rank that a wrapper keeps; None where it keeps another.
+
+    Attributes:
+        gathers: whole weights that are live.
+        reductions: gradients on the wire.
+        buffers: without that, how many gradient buffers are held at once, filled or on the wire.
+        keeps_buffers: those that a step used stay with the wrapper until the next one.
+    """
+
+    gathers: int | None = None
+    reductions: int | None = None
+    buffers: int = 2
+    keeps_buffers: bool = False
+
+
+@runtime_checkable
+class _HasBudgets(Protocol):
+    @property
+    def memory_budgets(self) -> MemoryBudgets: ...
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Bytes per rank of one wrapped model, without activations and optimizer state.
+
+    Attributes:
+        weights: model weights at rest.
+        main_weights: main weights that do not share the model weights' memory.
+        main_grads: reduced gradients (kept, or from the first reduction until the forward after
+            they were zeroed: `GroupSettings.release_gradients`).
+        local_grads: gradients of a whole step before their reduction (strategies 0 and 1 where
+            they can't share the main grads' memory), and sums over the inner axis that wait for the
+            outer one (strategies 2 and 3). At most: a step of one microbatch keeps them in the wire
+            dtype. Without the partial sums of `reproducible=True`.
+        gathered: whole weights of the two largest units, for strategies that gather, and of all
+            units that stay gathered for a step (pipeline schedules use them every microbatch).
+            With a budget, that many bytes instead of two units.
+        in_flight: gradient buffers of the two largest units (of the largest buckets, as many as
+            may be held at once), and what their reduction receives (with offloading, its sum on
+            the device as well); with a budget, that many bytes, what they receive, and the largest
+            buffer being filled.
+        padding: the part of `weights` that belongs to no parameter.
+        kept_buffers: gradient buffers of a step that are kept for the next one, at most
+            (`DistributedDataParallel` on a CPU); part of what `local_grads` and `in_flight` count.
+    """
+
+    weights: int
+    main_weights: int
+    main_grads: int
+    local_grads: int
+    gathered: int
+    in_flight: int
+    padding: int
+    kept_buffers: int = 0
+
+    @property
+    def resident(self) -> int:
+        """Bytes held between steps."""
+        return self.weights + self.main_weights + self.main_grads + self.kept_buffers
+
+    @property
+    def peak(self) -> int:
+        """Bytes held at most during a step, without activations and optimizer state."""
+        used = self.resident - self.kept_buffers + self.gathered
+        return used + max(self.kept_buffers, self.local_grads + self.in_flight)
+
+    def __str__(self) -> str:
+        rows = [
+            ("model weights", self.weights),
+            ("main weights", self.main_weights),
+            ("main grads", self.main_grads),
+            ("buffers kept", self.kept_buffers),
+            ("at rest", self.resident),
+            ("local gradients of a step", self.local_grads),
+            ("gathered units", self.gathered),
+            ("reductions in flight", self.in_flight),
+            ("peak", self.peak),
+            ("of it padding at rest", self.padding),
+        ]
+        return "\n".join(f"{label:<28}{size / 2**20:12.2f} MiB" for label, size in rows)
+
+
+def memory_plan(module: nn.Module) -> MemoryPlan:
+    """The plan of a wrapped module, from layouts and placements alone (no measuring).
+
+    Raises:
+        TypeError: if the module was not wrapped by Lamina.
+    """
+    if isinstance(module, InspectsItself):
+        plan: MemoryPlan = module.memory_plan()
+        return plan
+    groups = groups_of(module)
+    trained = [group for group in groups if group.gradients is not None]
+    gathering = [group for group in groups if not group.weights.local.is_whole]
+    kept = [group for group in gathering if group.weights.kept_for_step]
+    coming = [group for group in gathering if not group.weights.kept_for_step]
+    budgets = module.memory_budgets if isinstance(module, _HasBudgets) else MemoryBudgets()
+    local = sum(_local(group) for group in trained)
+    sent = _largest([_sent(group) for group in trained], budgets.buffers)
+    received = _largest([_received(group) for group in trained], budgets.buffers)
+    return MemoryPlan(
+        weights=sum(_bytes(g, g.weights.local.data.numel(), "weights") for g in groups),
+        main_weights=sum(
+            _bytes(g, g.rest.data.numel(), "main")
+            for g in trained
+            if g.dtypes.main != g.dtypes.weights
+        ),
+        main_grads=sum(_bytes(g, g.trained.main.numel, "grads") for g in trained),
+        local_grads=local,
+        gathered=_gathered([_bytes(g, g.layout.size, "weights") for g in coming], budgets.gathers)
+        + sum(_bytes(g, g.layout.size, "weights") for g in kept),
+        in_flight=sent + received
+        if budgets.reductions is None
+        else _within(trained, budgets.reductions),
+        padding=sum(_padding(group) for group in groups),
+        kept_buffers=local + sent if budgets.keeps_buffers else 0,
+    )
+
+
+def _bytes(group: ParameterGroup, numel: int, copy: str) -> int:
+    return int(numel * getattr(group.dtypes, copy).itemsize)
+
+
+def _local(group: ParameterGroup) -> int:
+    """Gradients that a rank holds from a step's first backward to its last reduction."""
+    gradients, dtypes = group.trained, group.dtypes
+    if gradients.cadence is Cadence.EVERY_MICROBATCH:
+        return _inner_sums(group)
+    if not gradients.main.is_whole:
+        return _bytes(group, group.layout.size, "grads")
+    narrow = dtypes.wire.itemsize < dtypes.grads.itemsize
+    return _bytes(group, group.layout.size, "wire") if narrow else 0
+
+
+def _sent(group: ParameterGroup) -> int:
+    """What a reduction sends from, along either axis, where it is none of those of `_local`."""
+    gradients, dtypes = group.trained, group.dtypes
+    wire = _bytes(group, group.layout.size, "wire")
+    if gradients.cadence is Cadence.EVERY_MICROBATCH:
+        return wire
+    shared = dtypes.wire == dtypes.grads or gradients.main.is_whole
+    return (0 if shared else wire) + _inner_sums(group)
+
+
+def _inner_sums(group: ParameterGroup) -> int:
+    """Sums over the inner axis that the outer one adds up, in fp32."""
+    if group.axes.outer.size == 1 or group.settings.reduction.cadence is not None:
+        return 0
+    outer, inner = group.trained.main.placement
+    whole = isinstance(outer, Shard) and not isinstance(inner, Shard)
+    numel = group.layout.size // (1 if whole else group.axes.inner.size)
+    return numel * torch.promote_types(group.dtypes.wire, torch.float32).itemsize
+
+
+def _received(group: ParameterGroup) -> int:
+    """The pieces that a reduction receives, and their sum where main grads are kept elsewhere."""
+    received = group.layout.size - group.layout.size // max(1, group.axes.inner.size)
+    away = group.settings.kept_on is not None
+    staged = _bytes(group, group.trained.main.numel, "grads") if away else 0
+    return _bytes(group, received, "wire") + staged
+
+
+def _padding(group: ParameterGroup) -> int:
+    """Bytes of padding in an average shard."""
+    held = group.weights.local.data.numel()
+    return _bytes(group, held, "weights") * group.layout.padding // max(1, group.layout.size)
+
+
+def _gathered(sizes: list[int], budget: int | None) -> int:
+    return _largest(sizes, 2) if budget is None else min(budget, sum(sizes))
+
+
+def _within(groups: list[ParameterGroup], budget: int) -> int:
+    """Bytes on the wire, what they bring, and one buffer being filled."""
+    sizes = [group.trained.wire_bytes for group in groups]
+    ranks = max((group.axes.inner.size for group in groups), default=1)
+    sent = min(budget, sum(sizes))
+    return sent + sent * (ranks - 1) // ranks + max(sizes, default=0)
+
+
+def _largest(sizes: list[int], count: int) -> int:
+    return sum(sorted(sizes, reverse=True)[:count])

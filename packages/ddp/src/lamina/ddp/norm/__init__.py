@@ -1,0 +1,1 @@
+"""Norms of gradients over ranks, each parameter counted once."""

@@ -1,0 +1,1 @@
+"""Optimizer steps over flat shards: the sharded optimizer, fused kernels, the gradient scaler."""

@@ -1,0 +1,375 @@
+"""`ShardedOptimizer`: any torch optimizer over the main weights of a wrapped module."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
+
+from lamina.buffers import ShardedTensor
+from lamina.ddp.backward.grad_attribute import zero_gradients
+from lamina.ddp.finalize.finalize import warn_of_unfinished_steps
+from lamina.ddp.gradients.sums import GradientState
+from lamina.ddp.group.group import ParameterGroup
+from lamina.ddp.inspect.inspection import groups_of
+from lamina.ddp.optimizer.adopt_parameters import cut_state, point_optimizer_at
+from lamina.ddp.optimizer.flat_step import COUNTERS, ELEMENTWISE, FlatStep
+from lamina.mesh import ParallelMesh
+
+__all__ = ["ShardedOptimizer", "match_groups"]
+
+_MAIN_WEIGHTS = "main_weights"
+
+
+@runtime_checkable
+class _HearsOfSteps(Protocol):
+    def weights_written(self) -> None: ...
+
+
+class ShardedOptimizer(Optimizer):
+    """Steps an optimizer over this rank's main weights, and brings the update to the module.
+
+    Elementwise optimizers step over flat runs of neighbouring parameters; others get one
+    `ShardedTensor` (or, under strategy 0, one whole tensor) per parameter. The wrapped optimizer's
+    groups and hyperparameters are these ones: a scheduler on either changes both.
+
+    Args:
+        optimizer: made over the module's parameters.
+        module: what the wrapper returned.
+        mesh: the mesh the module was wrapped over. Where its ranks hold other parameters (tp, pp,
+            ep, expert_tp) a plain `GradScaler` is refused, whose ranks would decide each for
+            themselves: use `ShardedGradScaler`.
+
+    Raises:
+        TypeError: if the module was not wrapped by Lamina.
+        ValueError: if the optimizer holds none of its parameters.
+    """
+
+    def __init__(
+        self, optimizer: Optimizer, module: nn.Module, mesh: ParallelMesh | DeviceMesh
+    ) -> None:
+        groups = groups_of(module)
+        point_optimizer_at(optimizer, groups)
+        self.optimizer = optimizer
+        self._groups = groups
+        ranks = (mesh.mesh if isinstance(mesh, ParallelMesh) else mesh).size()
+        self.overflow_agreed = all(group.axes.size == ranks for group in groups)
+        """Whether a gradient scaler's ranks see the same overflow (`ShardedGradScaler` says so)."""
+        self._place = {
+            id(main): (group, index)
+            for group in groups
+            for index, main in enumerate(group.main_parameters)
+            if group.main is not None
+        }
+        self._names = {
+            id(main): ref.name
+            for group in groups
+            for ref, main in zip(group.refs, group.main_parameters, strict=True)
+        }
+        self._apart = {
+            id(main)
+            for group in groups
+            for main in group.main_parameters
+            if group.main is not None and group.dtypes.main != group.dtypes.weights
+        }
+        self._ready = False
+        # The same dictionaries, not copies: what one of the two changes, the other reads.
+        super().__init__(optimizer.param_groups, optimizer.defaults)
+        self.state = optimizer.state
+        self._ready = True
+
+        def stepped() -> None:
+            if isinstance(module, _HearsOfSteps):
+                module.weights_written()
+
+        warn_of_unfinished_steps(optimizer, module)
+        _refuse_cut_tensors(optimizer, groups)
+        self._flat_step = FlatStep(optimizer, groups, stepped)
+
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """One step of the wrapped optimizer; returns the closure's loss.
+
+        Raises:
+            RuntimeError: while gradients wait to be summed over ranks, or if the wrapped optimizer
+                was given parameters since.
+        """
+        if len(self.optimizer.param_groups) != len(self.param_groups):
+            raise RuntimeError(
+                f"the wrapped {type(self.optimizer).__name__} has "
+                f"{len(self.optimizer.param_groups)} groups and had {len(self.param_groups)} when "
+                "it was wrapped: add_param_group() before ShardedOptimizer(optimizer, module, mesh)"
+            )
+        try:
+            return self._step(closure)
+        finally:
+            self._flat_step.restore_all(self.optimizer)
+
+    def _step(self, closure: Callable[[], float] | None) -> float | None:
+        if closure is None:
+            return self.optimizer.step()
+        if isinstance(self.optimizer, torch.optim.LBFGS):
+            stepped: float = self.optimizer.step(closure)  # type: ignore[no-untyped-call]
+            return stepped  # it calls the closure as often as it likes
+        # All others call it once, first. Here, so that the gradients are known before the step
+        # lays out its runs.
+        with torch.enable_grad():
+            loss = closure()
+        self.optimizer.step()
+        return loss
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """What a `GradScaler` asks before it steps: gradients are unscaled by it, not here.
+
+        Raises:
+            RuntimeError: where the scaler would not see overflows of ranks with other parameters.
+        """
+        if not self.overflow_agreed:
+            raise RuntimeError(
+                "torch's GradScaler looks at this rank's gradients, and ranks along tp, pp, ep and "
+                "expert_tp hold others, so some would skip a step that the rest make: use "
+                "lamina.ddp.ShardedGradScaler(mesh)"
+            )
+        return False
+
+    def prepare_state(self) -> None:
+        """Make the state that a first step would make, for a load to fill.
+
+        A loader that writes in place (torch.distributed.checkpoint) needs tensors to write to.
+        Their values mean nothing until then. Weights and gradients stay as they are; parameters
+        that have state already keep it.
+        """
+        mains = [p for group in self.param_groups for p in group["params"]]
+        held = {id(p): (p.grad, p.detach().clone()) for p in mains}
+        rates = [group["lr"] for group in self.param_groups]
+        with torch.no_grad():
+            for parameter in mains:
+                fresh = not self.state.get(parameter) and parameter.requires_grad
+                parameter.grad = torch.zeros_like(parameter) if fresh else None
+            for group in self.param_groups:
+                group["lr"] = 0.0
+            self._flat_step.paused = True
+            try:
+                self.optimizer.step()
+            finally:
+                self._flat_step.paused = False
+                for group, rate in zip(self.param_groups, rates, strict=True):
+                    group["lr"] = rate
+            for parameter in mains:
+                parameter.grad, before = held[id(parameter)]
+                parameter.copy_(before)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop (or zero) the gradients of the main parameters, those not yet summed included.
+
+        Raises:
+            RuntimeError: to zero, between microbatches, a part of the parameters that share a
+                buffer.
+        """
+        for group in self._groups:
+            if not set_to_none:
+                self._zero(group)
+            elif group.gradients is not None and group.gradients.at_risk and all(self._mine(group)):
+                group.discard_gradients()  # a backward has raised and emptied `.grad` itself
+        self.optimizer.zero_grad(set_to_none)
+
+    def _mine(self, group: ParameterGroup) -> list[bool]:
+        held = {id(p) for settings in self.param_groups for p in settings["params"]}
+        return [id(p) in held for p in group.main_parameters]
+
+    def _zero(self, group: ParameterGroup) -> None:
+        gradients, mine = group.gradients, self._mine(group)
+        if gradients is None or not any(mine):
+            return
+        if all(mine):
+            zero_gradients(group)
+        elif gradients.has_local or gradients.state is GradientState.PARTIAL:
+            other = group.refs[mine.index(False)].name
+            raise RuntimeError(
+                f"zero_grad(set_to_none=False) between microbatches: {other} is in a buffer with "
+                "parameters of this optimizer and not in the optimizer: call zero_grad() of the "
+                "wrapped module, which drops all gradients"
+            )
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refused after construction: the new parameters would have no buffers.
+
+        Raises:
+            RuntimeError: always, once the optimizer is built.
+        """
+        if self._ready:
+            raise RuntimeError(
+                "add_param_group: parameters get their buffers when the module is wrapped; give "
+                "the optimizer all groups before ShardedOptimizer(optimizer, module, mesh)"
+            )
+        super().add_param_group(param_group)
+
+    def state_dict(self) -> dict[str, Any]:
+        """State by parameter name, and the groups with names in place of parameters.
+
+        Main weights that the model holds in fewer bits are in it, as `main_weights`: the model's
+        state_dict has them rounded only.
+        """
+        states: dict[str, dict[str, Any]] = {
+            self._names.get(id(parameter), "?"): _unshared(state)
+            for parameter, state in self.state.items()
+        }
+        for parameter in [p for group in self.param_groups for p in group["params"]]:
+            if id(parameter) in self._apart:
+                states.setdefault(self._names[id(parameter)], {})[_MAIN_WEIGHTS] = parameter
+        return {
+            "state": states,
+            "param_groups": [
+                {**group, "params": [self._names.get(id(p), "?") for p in group["params"]]}
+                for group in self.param_groups
+            ],
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take state by parameter name; hyperparameters of the groups come along.
+
+        `main_weights` are taken where they are apart from the model's: load the model first, which
+        rounds them. A parameter that the state does not name has none from here on, like one that
+        was never stepped. Saved groups are told apart by the names in them.
+
+        Raises:
+            KeyError: if the state names unknown parameters.
+            ValueError: if the parameters were grouped otherwise.
+        """
+        by_name: dict[str, list[nn.Parameter]] = {}  # two stages may hold a tied one each
+        for parameter in [p for g in self.param_groups for p in g["params"]]:
+            if (known := self._names.get(id(parameter))) is not None:
+                by_name.setdefault(known, []).append(parameter)
+        unknown = sorted(set(state_dict["state"]) - set(by_name))
+        if unknown:
+            raise KeyError(
+                f"optimizer state names {unknown[:3]} ({len(unknown)} in all), which this "
+                "optimizer does not hold: was it saved from another model?"
+            )
+        own = [
+            [name for p in g["params"] if (name := self._names.get(id(p))) is not None]
+            for g in self.param_groups
+        ]
+        saved = [[name for name in g["params"] if name != "?"] for g in state_dict["param_groups"]]
+        for group, place in zip(self.param_groups, match_groups(own, saved), strict=True):
+            chosen = {} if place is None else state_dict["param_groups"][place]
+            group.update({key: value for key, value in chosen.items() if key != "params"})
+        mine = [p for parameters in by_name.values() for p in parameters]
+        before = {id(p): self.state.pop(p, {}) for p in mine}
+        for name, values in state_dict["state"].items():
+            for parameter in by_name[name]:
+                self._take(parameter, values, before[id(parameter)])
+
+    def _take(self, parameter: nn.Parameter, values: dict[str, Any], held: dict[str, Any]) -> None:
+        """One parameter's state, and its main weights where they are apart from the model's."""
+        if id(parameter) in self._apart and _MAIN_WEIGHTS in values:
+            with torch.no_grad():
+                parameter.copy_(self._cut_weights(parameter, values[_MAIN_WEIGHTS]))
+        taken = {
+            key: _taken(self._cut(parameter, value), None if key in COUNTERS else held.get(key))
+            for key, value in values.items()
+            if key != _MAIN_WEIGHTS
+        }
+        if taken:
+            self.state[parameter] = taken
+
+    def _cut(self, parameter: nn.Parameter, value: Any) -> Any:
+        """This rank's part of a whole state tensor (saved by another strategy, or one process)."""
+        whole = isinstance(value, torch.Tensor) and not isinstance(value, ShardedTensor)
+        elementwise = type(self.optimizer) in ELEMENTWISE
+        if whole and elementwise and isinstance(parameter, ShardedTensor):
+            return cut_state(value, *self._place[id(parameter)])
+        return value
+
+    def _cut_weights(self, parameter: nn.Parameter, value: Any) -> Any:
+        """This rank's part of main weights that another strategy saved whole."""
+        if isinstance(value, ShardedTensor) or not isinstance(parameter, ShardedTensor):
+            return value
+        return cut_state(value, *self._place[id(parameter)])
+
+
+def _refuse_cut_tensors(optimizer: Optimizer, groups: Iterable[ParameterGroup]) -> None:
+    """Optimizers that look at whole matrices need them whole."""
+    if not isinstance(optimizer, (torch.optim.Adafactor, torch.optim.Muon)):
+        return
+    mains = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    for group in groups:
+        for ref, main in zip(group.refs, group.main_parameters, strict=True):
+            if id(main) not in mains or not isinstance(main, ShardedTensor):
+                continue
+            if main.to_local().numel() not in (0, main.numel()):
+                raise ValueError(
+                    f"{type(optimizer).__name__} looks at whole tensors, and {ref.name} is cut "
+                    f"over ranks ({group.axes.describe()}): wrap the model with "
+                    "keep_tensors_whole=True, or without use_distributed_optimizer"
+                )
+
+
+def _unshared(state: dict[str, Any]) -> dict[str, Any]:
+    """State with counters of its own: parameters that step together share theirs, and a loader
+    that writes in place would give all of them the last one's.
+    """
+    return {
+        name: value.clone() if name in COUNTERS and isinstance(value, torch.Tensor) else value
+        for name, value in state.items()
+    }
+
+
+def _taken(value: Any, held: Any) -> Any:
+    """A loaded value, written into the tensor that is there where shapes agree."""
+    if isinstance(value, torch.Tensor):
+        if isinstance(held, torch.Tensor) and held.shape == value.shape:
+            with torch.no_grad():
+                if held is not value:
+                    held.copy_(value)
+            return held
+        return value.clone()
+    return value
+
+
+def match_groups(own: Sequence[Sequence[str]], saved: Sequence[Sequence[str]]) -> list[int | None]:
+    """For each of an optimizer's groups the place of the saved one with its parameters.
+
+    Args:
+        own: names of the parameters in each group.
+        saved: the same of the saved groups.
+
+    Returns:
+        Places in `saved`; None for a group without parameters.
+
+    Raises:
+        ValueError: if the parameters are not grouped alike.
+    """
+    place = {name: at for at, names in enumerate(saved) for name in names}
+    taken: dict[int, str] = {}
+    matched: list[int | None] = []
+    for names in own:
+        found = {place[name]: name for name in names if name in place}
+        if len(found) > 1:
+            (first, one), (second, other) = list(found.items())[:2]
+            raise _differ(f"{one} was in group {first} and {other} in group {second}, here in one")
+        if not found:
+            if names:
+                raise _differ(f"no saved group holds {names[0]}")
+            matched.append(None)
+            continue
+        (at, name), *_ = found.items()
+        if at in taken:
+            raise _differ(f"{taken[at]} and {name} were in one group, here in two")
+        taken[at] = name
+        matched.append(at)
+    for at, names in enumerate(saved):
+        if names and at not in taken:
+            raise _differ(f"saved group {at} holds {names[0]}, which no group here does")
+    return matched
+
+
+def _differ(how: str) -> ValueError:
+    return ValueError(
+        f"the saved optimizer groups its parameters otherwise: {how}. Learning rates and weight "
+        "decay are kept by group: build the optimizer with the groups it was saved with"
+    )

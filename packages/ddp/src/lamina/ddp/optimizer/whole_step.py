@@ -1,0 +1,151 @@
+"""A step over whole tensors, for optimizers that look at more than one element at a time.
+
+Where the layout cuts no tensor, each lies whole on one rank. That rank steps a plain parameter
+over it; the others have nothing to do. State stays under the main parameter, on the owner.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from lamina.buffers import ShardedTensor
+from lamina.ddp.group.group import ParameterGroup
+from lamina.ddp.optimizer.borrowed_groups import StandIns
+
+__all__ = ["WholeStep", "show_decoupled", "shows_decoupled"]
+
+
+class WholeStep(StandIns):
+    """Gives an optimizer plain parameters for the time of a step.
+
+    Tensors that are cut all the same are left as `ShardedTensor`s, which do what is right on a
+    span and refuse the rest.
+
+    Args:
+        optimizer: any optimizer.
+        groups: the groups whose main parameters it holds.
+    """
+
+    def __init__(self, optimizer: Optimizer, groups: Iterable[ParameterGroup]) -> None:
+        self._plain: dict[int, nn.Parameter | None] = {}
+        self.add(groups)
+        super().__init__(optimizer)
+
+    def add(self, groups: Iterable[ParameterGroup]) -> None:
+        """More groups whose main parameters the optimizer holds."""
+        for group in groups:
+            for main in group.main_parameters:
+                if isinstance(main, ShardedTensor):
+                    local = main.to_local()
+                    if local.numel() == main.numel():
+                        self._plain[id(main)] = nn.Parameter(local.view(main.shape))
+                    elif local.numel() == 0:
+                        self._plain[id(main)] = None
+
+    def _before(
+        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        self.restore(optimizer)
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        if not self._plain or closure is None:
+            self._lend(optimizer)
+            return None
+
+        def first() -> Any:
+            # Gradients come from the closure, which may zero those there were: both concern the
+            # user's parameters.
+            self.restore(optimizer)
+            loss = closure()
+            self._lend(optimizer)
+            return loss
+
+        if "closure" in kwargs:
+            return args, {**kwargs, "closure": first}
+        return (args[0], first, *args[2:]), kwargs  # args[0] is the optimizer itself
+
+    @torch.no_grad()
+    def _lend(self, optimizer: Optimizer) -> None:
+        if not self._plain:
+            return
+        self._hold(optimizer)
+        for settings in optimizer.param_groups:
+            settings["params"] = [
+                chosen
+                for main in settings["params"]
+                if (chosen := self._stand_in(main, optimizer)) is not None
+            ]
+
+    def _stand_in(self, main: nn.Parameter, optimizer: Optimizer) -> nn.Parameter | None:
+        plain = self._plain.get(id(main), main)
+        if plain is None or plain is main:
+            return plain
+        gradient = main.grad
+        plain.grad = None
+        if shows_decoupled(main):
+            show_decoupled([plain])
+        if isinstance(gradient, ShardedTensor):
+            if gradient.dtype != plain.dtype:
+                plain.grad_dtype = gradient.dtype  # torch takes no other dtype in `.grad`
+            plain.grad = gradient.to_local().view(main.shape)
+        if main in optimizer.state:
+            optimizer.state[plain] = _plain_state(optimizer.state.pop(main))
+        return plain
+
+    def _after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._put_back(optimizer, stepped=True)
+
+    def _put_back(self, optimizer: Optimizer, *, stepped: bool) -> None:
+        for main in (parameter for held in self._release(optimizer) for parameter in held):
+            plain = self._plain.get(id(main))
+            if plain is not None:
+                plain.grad = None
+                if plain in optimizer.state:
+                    optimizer.state[main] = optimizer.state.pop(plain)
+
+
+def _plain_state(state: dict[str, Any]) -> dict[str, Any]:
+    """State without `ShardedTensor`s, which a load into an optimizer that had none has left."""
+    for name, value in state.items():
+        if isinstance(value, ShardedTensor):
+            local = value.to_local()
+            if local.numel() == value.numel():
+                state[name] = local.view(value.shape)
+    return state
+
+
+class _Decoupled:
+    """Mixin of parameters that have a `decoupled_grad`."""
+
+    grad: torch.Tensor | None
+
+    @property
+    def decoupled_grad(self) -> torch.Tensor | None:
+        """The gradient; another name of `.grad`."""
+        return self.grad
+
+    @decoupled_grad.setter
+    def decoupled_grad(self, value: torch.Tensor | None) -> None:
+        self.grad = value
+
+
+def show_decoupled(parameters: Iterable[torch.Tensor]) -> None:
+    """Let parameters have a `decoupled_grad` beside `.grad`."""
+    for parameter in parameters:
+        if not isinstance(parameter, _Decoupled):
+            parameter.__class__ = _decoupled(type(parameter))
+
+
+def shows_decoupled(parameter: torch.Tensor) -> bool:
+    """Whether `show_decoupled` was called for a parameter."""
+    return isinstance(parameter, _Decoupled)
+
+
+@functools.cache
+def _decoupled(cls: Any) -> Any:
+    return type(cls)(f"Decoupled{cls.__name__}", (_Decoupled, cls), {})

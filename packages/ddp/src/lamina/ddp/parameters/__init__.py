@@ -1,0 +1,1 @@
+"""Parameters before they are grouped: axes, strategy, dtypes, keys."""

@@ -1,0 +1,218 @@
+"""The data-parallel axes of a group of parameters, with a communicator for each direction.
+
+Gathers and reductions get communicators of their own: two collectives on one NCCL communicator
+run one after the other even on two streams, so a prefetch would wait for a reduction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+
+from lamina.buffers import Replicate
+from lamina.buffers.engine import Placement
+from lamina.ddp.parameters.parameters import ParameterRef
+from lamina.mesh import ParallelMesh
+from lamina.mesh.engine import MeshAxis, mesh_axis
+
+__all__ = ["DataParallelAxes", "check_dimensions", "check_experts", "data_parallel_axes"]
+
+
+@dataclass(frozen=True)
+class DataParallelAxes:
+    """The outer (replicating) and the inner (sharding) data-parallel axis of one kind of parameter.
+
+    Attributes:
+        outer: axis of replicas; of size 1 where there are none.
+        inner: axis along which ZeRO shards.
+        divisor: D, the ranks whose losses are averaged. For expert parameters it is the dense D,
+            not the size of the expert axes (docs/ddp.md, "One factor").
+        at: this rank's coordinates in the whole mesh, for messages.
+        apart: the mesh's tensor- and pipeline-parallel axes of more than one rank.
+    """
+
+    outer: MeshAxis
+    inner: MeshAxis
+    divisor: int
+    at: str = ""
+    apart: tuple[str, ...] = ()
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """(outer size, inner size)."""
+        return (self.outer.size, self.inner.size)
+
+    @property
+    def coordinates(self) -> tuple[int, int]:
+        """This rank's place along (outer, inner)."""
+        return (self.outer.rank, self.inner.rank)
+
+    @property
+    def size(self) -> int:
+        """Ranks that hold copies or pieces of the same parameter."""
+        return self.outer.size * self.inner.size
+
+    def groups(self, purpose: str) -> tuple[ProcessGroup | None, ProcessGroup | None]:
+        """Communicators of (outer, inner) kept for one purpose: "gather" or "reduce"."""
+        return (self.outer.sibling(purpose), self.inner.sibling(purpose))
+
+    def effective(self, placements: Sequence[Placement]) -> tuple[Placement, Placement]:
+        """The placements with axes of size 1 replicated: one piece of one is the whole."""
+        outer, inner = placements
+        return (
+            outer if self.outer.size > 1 else Replicate(),
+            inner if self.inner.size > 1 else Replicate(),
+        )
+
+    def ranks_inside(self) -> DataParallelAxes:
+        """With ranks along the outer axis alone, it is the inner one: one collective, not two."""
+        if self.inner.size > 1 or self.outer.size == 1:
+            return self
+        return replace(self, outer=self.inner, inner=self.outer)
+
+    @property
+    def here(self) -> str:
+        """This rank, for messages: its number in the world and its place in the whole mesh."""
+        return f"rank {self.inner.ranks[self.inner.rank]}" + (f" ({self.at})" if self.at else "")
+
+    def describe(self) -> str:
+        """This rank's data-parallel coordinates, for messages."""
+        return (
+            f"{self.outer.name}={self.outer.rank}/{self.outer.size}, "
+            f"{self.inner.name}={self.inner.rank}/{self.inner.size}"
+        )
+
+
+def data_parallel_axes(
+    mesh: ParallelMesh | DeviceMesh,
+    inner: str | Sequence[str] | None,
+    outer: str | Sequence[str] | None = None,
+    divisor: int | None = None,
+) -> DataParallelAxes:
+    """The axes called `inner` and `outer` of a mesh.
+
+    Args:
+        mesh: a `ParallelMesh`, or any `DeviceMesh` with named dimensions.
+        inner: name (or names, flattened in that order) of the sharding axis; None where nothing is
+            to be sharded.
+        outer: name of the replicating axis; None where there is none.
+        divisor: D; by default outer size x inner size.
+
+    Raises:
+        AxisError: for a name the mesh does not have (from `mesh_axis`).
+        ValueError: for axes that share ranks.
+    """
+    alone = MeshAxis("none", 1, 0, (_rank(mesh),), None)
+    inner_axis = mesh_axis(mesh, inner) if inner else alone
+    outer_axis = mesh_axis(mesh, outer) if outer else alone
+    if len(set(inner_axis.ranks) & set(outer_axis.ranks)) > 1:
+        raise ValueError(
+            f"{inner!r} shards and {outer!r} replicates, and both have ranks "
+            f"{sorted(set(inner_axis.ranks) & set(outer_axis.ranks))}, whose gradients would be "
+            "counted twice: name two different dimensions"
+        )
+    divisor = divisor or outer_axis.size * inner_axis.size
+    return DataParallelAxes(outer_axis, inner_axis, divisor, _coordinates(mesh), _apart(mesh))
+
+
+def check_dimensions(
+    mesh: DeviceMesh, axes: DataParallelAxes, apart: Collection[str], remedy: str
+) -> None:
+    """Refuse a mesh of which some dimension is neither data-parallel nor known to cut the model.
+
+    Args:
+        mesh: the mesh that `axes` are of.
+        axes: the data-parallel axes.
+        apart: dimensions along which ranks hold different parts of the model.
+        remedy: what to do about one that is neither.
+
+    Raises:
+        ValueError: for a dimension of several ranks that is both or neither.
+    """
+    for name, size in zip(mesh.mesh_dim_names or (), mesh.shape, strict=True):
+        if size == 1:
+            continue
+        ranks = set(mesh_axis(mesh, name).ranks)
+        data = ranks <= set(axes.inner.ranks) or ranks <= set(axes.outer.ranks)
+        if data and name in apart:
+            raise ValueError(
+                f"the {size} ranks along {name!r} hold different parts of the model, and would be "
+                f"taken for copies ({axes.describe()}): the first one's parameters would overwrite "
+                "the others'. Name the data-parallel dimension, or call this one 'dp'"
+            )
+        if not data and name not in apart:
+            raise ValueError(
+                f"the mesh has {size} ranks along {name!r}, which is no data-parallel dimension "
+                f"here ({axes.describe()}): nobody would sum gradients over them, and their "
+                f"weights would diverge. {remedy}"
+            )
+
+
+def check_experts(
+    refs: Iterable[ParameterRef],
+    dense: DataParallelAxes,
+    expert: DataParallelAxes | None,
+    *,
+    tp: MeshAxis | None,
+    expert_tp: MeshAxis | None,
+    ep: MeshAxis | None,
+) -> None:
+    """Refuse expert parameters that ranks hold different parts of and would take for copies.
+
+    Args:
+        refs: a model's parameters.
+        dense: the data-parallel axes of dense ones.
+        expert: those of experts; None if they have the dense ones.
+        tp: axis that cuts dense parameters, if the mesh has one.
+        expert_tp: axis that cuts experts, if the mesh has one.
+        ep: axis that experts are spread over, if the mesh has one.
+
+    Raises:
+        ValueError: naming the first such parameter.
+    """
+    copies = dense if expert is None else expert
+    same = (copies.outer.ranks, copies.inner.ranks) == (dense.outer.ranks, dense.inner.ranks)
+    held = (set(copies.outer.ranks), set(copies.inner.ranks))
+    apart = [
+        axis for axis in (ep, expert_tp) if axis and any(len(h & set(axis.ranks)) > 1 for h in held)
+    ]
+    over_tp = tp is not None and tp.size > 1 and (expert_tp is None or expert_tp.size == 1)
+    for ref in refs:
+        if not ref.role.expert:
+            continue
+        if apart:
+            raise ValueError(
+                f"{ref.name} is an expert's, ranks along {apart[0].name!r} hold different experts "
+                f"or parts of them, and they would be taken for copies ({copies.describe()}): use "
+                "ParallelLayout(ep=, expert_tp=).build(), or say which mesh is the experts' "
+                "(expt_device_mesh= of fully_shard; it may be the same mesh)"
+            )
+        if over_tp and not same and tp is not None and ref.role.tp_shard_dim is not None:
+            raise ValueError(
+                f"{ref.name} is an expert's and cut over the {tp.size} ranks of tp, and the mesh "
+                f"says that experts are not (expert_tp=1): its copies would be sought along "
+                f"{copies.describe()}. Use ParallelLayout(expert_tp={tp.size}), or build the model "
+                "with the whole mesh, which keeps experts uncut"
+            )
+
+
+def _rank(mesh: ParallelMesh | DeviceMesh) -> int:
+    return int((mesh.mesh if isinstance(mesh, ParallelMesh) else mesh).get_rank())
+
+
+def _apart(mesh: ParallelMesh | DeviceMesh) -> tuple[str, ...]:
+    torch_mesh = mesh.mesh if isinstance(mesh, ParallelMesh) else mesh
+    sizes = zip(torch_mesh.mesh_dim_names or (), torch_mesh.shape, strict=False)
+    return tuple(name for name, size in sizes if size > 1 and name in ("pp", "tp"))
+
+
+def _coordinates(mesh: ParallelMesh | DeviceMesh) -> str:
+    if isinstance(mesh, ParallelMesh):
+        sizes = zip(mesh.mesh.mesh_dim_names or (), mesh.mesh.shape, strict=True)
+        found = {name: mesh.coordinate[name] for name, size in sizes if size > 1}
+    else:
+        found = dict(zip(mesh.mesh_dim_names or (), mesh.get_coordinate() or (), strict=False))
+    return ", ".join(f"{name}={place}" for name, place in found.items())

@@ -1,0 +1,159 @@
+"""Which parameters share a buffer: finding a module's parameters and sorting them into groups."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+
+from lamina.buffers import BufferLayout, Granularity, TensorSpec
+from lamina.mesh import Role, role_of
+
+__all__ = [
+    "GroupKey",
+    "ParameterRef",
+    "collect_parameters",
+    "group_parameters",
+    "read_parameters",
+    "spec_of",
+]
+
+
+@dataclass(frozen=True)
+class ParameterRef:
+    """One parameter and every place that holds it (tied parameters have several).
+
+    Attributes:
+        name: its first qualified name in the root module.
+        parameter: the parameter itself.
+        owners: (module, attribute) of each place, in order of registration. The modules are weak
+            references: a module holds its engine through its hooks, and must not be held by it.
+        role: what it is to the mesh.
+    """
+
+    name: str
+    parameter: nn.Parameter
+    owners: tuple[tuple[weakref.ref[nn.Module], str], ...]
+    role: Role
+
+    def install(self, parameter: nn.Parameter) -> None:
+        """Put `parameter` in every place that holds this one."""
+        for reference, attribute in self.owners:
+            module = reference()
+            # Not setattr: nn.Module's checks cost more than the swap, which happens every forward.
+            if module is not None:
+                module._parameters[attribute] = parameter
+
+
+@dataclass(frozen=True)
+class GroupKey:
+    """What parameters must agree on to share a buffer (docs/index.md, "group")."""
+
+    dtype: torch.dtype
+    requires_grad: bool
+    expert: bool
+    tp_sharded: bool
+    tp_grad: str | None
+    tied: str | None
+    """Parameters tied across pipeline stages get a group each, so that both stages cut it alike."""
+    copy: int = 0
+    """Which of the parameters with one `tied` name it is: copies are summed, so cut alike."""
+
+
+def collect_parameters(module: nn.Module) -> list[ParameterRef]:
+    """Every parameter of a module once, in order of registration, with all places that hold it."""
+    names: dict[int, str] = {}
+    parameters: dict[int, nn.Parameter] = {}
+    owners: dict[int, list[tuple[weakref.ref[nn.Module], str]]] = {}
+    for prefix, child in module.named_modules():
+        for attribute, parameter in child._parameters.items():
+            if parameter is None:
+                continue
+            key = id(parameter)
+            names.setdefault(key, f"{prefix}.{attribute}" if prefix else attribute)
+            parameters.setdefault(key, parameter)
+            owners.setdefault(key, []).append((weakref.ref(child), attribute))
+    return [
+        ParameterRef(names[key], parameter, tuple(owners[key]), role_of(parameter))
+        for key, parameter in parameters.items()
+    ]
+
+
+def group_parameters(refs: Iterable[ParameterRef]) -> Iterator[tuple[GroupKey, list[ParameterRef]]]:
+    """Sort parameters into groups, each in order of registration."""
+    groups: dict[GroupKey, list[ParameterRef]] = {}
+    for ref in refs:
+        role = ref.role
+        key = GroupKey(
+            ref.parameter.dtype,
+            ref.parameter.requires_grad,
+            role.expert,
+            role.tp_shard_dim is not None,
+            role.tp_grad,
+            role.tied,
+        )
+        while key.tied is not None and key in groups:
+            key = replace(key, copy=key.copy + 1)
+        groups.setdefault(key, []).append(ref)
+    yield from groups.items()
+
+
+def spec_of(ref: ParameterRef, granularity: Granularity | None = None) -> TensorSpec:
+    """The layout's view of a parameter: a role's `block_rows` wins over the default granularity."""
+    if ref.role.block_rows is not None:
+        granularity = Granularity.block(ref.role.block_rows)
+    return TensorSpec(ref.name, tuple(ref.parameter.shape), granularity or Granularity.element())
+
+
+def read_parameters(
+    refs: Sequence[ParameterRef], layout: BufferLayout, dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    """All parameters as one flat tensor, laid out; their own memory where they lie like that.
+
+    Args:
+        refs: materialised parameters, in the layout's order.
+        layout: where each lies.
+        dtype: of the result.
+        device: of the result.
+    """
+    whole = _laid_out_already(refs, layout, dtype, device)
+    if whole is None:
+        whole = torch.zeros(layout.size, dtype=dtype, device=device)
+        with torch.no_grad():
+            for ref, spec in zip(refs, layout.specs, strict=True):
+                offset = layout.offset(spec.name)
+                whole[offset : offset + spec.numel].view(spec.shape).copy_(ref.parameter)
+    return whole
+
+
+def _laid_out_already(
+    refs: Sequence[ParameterRef], layout: BufferLayout, dtype: torch.dtype, device: torch.device
+) -> torch.Tensor | None:
+    """The parameters' own memory, where somebody made them as the layout has them."""
+    sizes = zip(refs, layout.specs, strict=True)
+    held = [(ref.parameter, spec) for ref, spec in sizes if spec.numel]
+    if not held:
+        return None
+    first, spec = held[0]
+    storage = first.untyped_storage()
+    base = first.storage_offset() - layout.offset(spec.name)
+    end = (base + layout.size) * first.element_size()
+    if base < 0 or end > storage.nbytes() or first.dtype != dtype or first.device != device:
+        return None
+    for parameter, spec in held:
+        if (
+            parameter.untyped_storage().data_ptr() != storage.data_ptr()
+            or parameter.storage_offset() - base != layout.offset(spec.name)
+            or parameter.dtype != first.dtype
+            or not parameter.is_contiguous()
+        ):
+            return None
+    whole = torch.empty(0, dtype=dtype, device=device)
+    with torch.no_grad():
+        whole.set_(storage, base, (layout.size,), (1,))
+        for start, stop in layout.padding_ranges():
+            whole[start:stop].zero_()
+    return whole

@@ -1,0 +1,1 @@
+"""The wrapper, its configuration, and the contract that every wrapper meets."""

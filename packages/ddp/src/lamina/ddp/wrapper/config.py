@@ -1,0 +1,156 @@
+"""Settings of `DistributedDataParallel`, under the names Megatron-Core documents them by."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from lamina.ddp.gradients.reduction import resolve_reduction
+from lamina.ddp.parameters.strategy import STRATEGIES, strategy_number
+
+__all__ = ["DistributedDataParallelConfig"]
+
+
+@dataclass(frozen=True)
+class DistributedDataParallelConfig:
+    """How gradients are kept and summed, and how updated weights come back.
+
+    Raises:
+        ValueError: for settings that contradict each other, or that would do nothing.
+
+    Attributes:
+        grad_reduce_in_fp32: send gradients in fp32 whatever the parameters' dtype; otherwise in
+            the parameters' dtype. They are kept in fp32 either way, and summed in fp32 too unless
+            `reduction="native"`, whose backend adds in the dtype that it sends.
+        overlap_grad_reduce: reduce a bucket as soon as its gradients are complete; otherwise all
+            buckets are reduced one after another at the end of the backward.
+        overlap_param_gather: gather updated weights bucket by bucket under the next forward;
+            otherwise right after the optimizer's step. Needs `use_distributed_optimizer`.
+        align_param_gather: start the gathers of all buckets when the forward starts, so that
+            pipeline stages gather at the same time; otherwise a few are on their way at a time.
+            Needs `overlap_param_gather`.
+        use_distributed_optimizer: shard optimizer state and main weights (ZeRO-1).
+        zero_dp_strategy: 0, 1, 2 or a name: "no_shard", "optim", "optim_grads". 2 sums every
+            microbatch over ranks, so that no rank keeps a whole gradient from one to the next. None
+            is 1 with `use_distributed_optimizer` and 0 without; a value must agree with it.
+        num_distributed_optimizer_instances: copies of the sharded optimizer (HSDP): the size that
+            the mesh's `dp_replicate` must have. None takes the mesh's.
+        check_for_nan_in_grad: refuse non-finite gradients before they are sent, naming parameter
+            and rank.
+        check_for_large_grads: refuse gradients whose largest magnitude exceeds this number (not a
+            bool, as Megatron-Core has it: it has no limit of its own); None does not look.
+        bucket_size: elements of a bucket; None means max(40M, 1M x data-parallel ranks).
+        num_buckets: cut into about this many equal buckets instead; not together with
+            `bucket_size`.
+        pad_buckets_for_high_nccl_busbw: make shard sizes a multiple of 2^16 elements.
+        reduce_scatter_with_fp32_accumulation: sums in fp32 over a narrower wire. The ordered
+            reduction always does, so both settings give the same bits; the native one cannot and
+            is refused with it.
+        average_in_collective: apply 1/D inside the collective. The ordered reduction always
+            applies it there, once, to the fp32 sum, so both settings give the same bits; the
+            native one lets the backend average in the wire dtype.
+        nccl_ub: keep weights and main grads in memory that NCCL has registered, so that it needs
+            no buffers of its own (docs/collectives-nccl.md). Refused where hardware or build lack
+            it, with the reason.
+        reduction: "ordered" sums in fp32 in one fixed order (the same bits on any transport);
+            "native" leaves the sum to the backend (SHARP, user buffers) and claims a tolerance.
+        reproducible: one order of summation over microbatches and ranks: the same bits for every
+            strategy and number of ranks. Every microbatch is reduced, so M microbatches send M
+            times the bytes.
+        calculate_per_token_loss: leave sums over ranks instead of means; `finalize_grads(...,
+            num_tokens=)` divides by the global token count. The loss is then a sum over tokens.
+        keep_tensors_whole: no shard boundary cuts a parameter, for optimizers that look at whole
+            matrices (Muon, Adafactor); shards are then less even.
+    """
+
+    grad_reduce_in_fp32: bool = False
+    overlap_grad_reduce: bool = False
+    overlap_param_gather: bool = False
+    align_param_gather: bool = False
+    use_distributed_optimizer: bool = False
+    zero_dp_strategy: int | str | None = None
+    num_distributed_optimizer_instances: int | None = None
+    check_for_nan_in_grad: bool = False
+    check_for_large_grads: float | None = None
+    bucket_size: int | None = None
+    num_buckets: int | None = None
+    pad_buckets_for_high_nccl_busbw: bool = False
+    reduce_scatter_with_fp32_accumulation: bool = False
+    average_in_collective: bool = False
+    nccl_ub: bool = False
+    reduction: Literal["ordered", "native"] = "ordered"
+    reproducible: bool = False
+    calculate_per_token_loss: bool = False
+    keep_tensors_whole: bool = False
+
+    def __post_init__(self) -> None:
+        if self.bucket_size is not None and self.num_buckets is not None:
+            raise ValueError(
+                f"bucket_size={self.bucket_size} and num_buckets={self.num_buckets} both say how "
+                "large a bucket is: give one"
+            )
+        for name in ("bucket_size", "num_buckets", "num_distributed_optimizer_instances"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name}={value} must be at least 1")
+        self._check_strategy()
+        self._check_gathers()
+        largest = self.check_for_large_grads
+        if isinstance(largest, bool) or (largest is not None and not largest > 0):
+            raise ValueError(
+                f"check_for_large_grads={largest} is no limit: give the "
+                "largest magnitude that is still right, such as 1e4, or None not to look"
+            )
+        self._check_reduction()
+
+    @property
+    def strategy(self) -> int:
+        """The ZeRO strategy: 0, 1 or 2."""
+        if self.zero_dp_strategy is None:
+            return 1 if self.use_distributed_optimizer else 0
+        return strategy_number(self.zero_dp_strategy)
+
+    def _check_strategy(self) -> None:
+        if self.strategy > 2:
+            raise ValueError(
+                f"zero_dp_strategy={self.zero_dp_strategy!r} cuts weights: use "
+                "lamina.fsdp.fully_shard; DistributedDataParallel keeps them whole (0, 1, 2)"
+            )
+        if (self.strategy > 0) is not self.use_distributed_optimizer:
+            raise ValueError(
+                f"zero_dp_strategy={self.zero_dp_strategy!r} ({STRATEGIES[self.strategy]}) "
+                f"contradicts use_distributed_optimizer={self.use_distributed_optimizer}: 0 keeps "
+                "the optimizer whole, 1 and 2 shard it"
+            )
+        instances = self.num_distributed_optimizer_instances
+        if instances is not None and instances > 1 and self.strategy == 0:
+            raise ValueError(
+                f"num_distributed_optimizer_instances={instances} has no sharded optimizer to "
+                "make copies of without use_distributed_optimizer=True: leave it out"
+            )
+
+    def _check_gathers(self) -> None:
+        if self.overlap_param_gather and not self.use_distributed_optimizer:
+            raise ValueError(
+                "overlap_param_gather=True has nothing to gather without "
+                "use_distributed_optimizer=True: every rank updates whole weights"
+            )
+        if self.align_param_gather and not self.overlap_param_gather:
+            raise ValueError(
+                "align_param_gather=True is about the gathers that overlap_param_gather=True puts "
+                "under the forward, which is off: turn it on, or leave this one out"
+            )
+
+    def _check_reduction(self) -> None:
+        resolve_reduction(
+            self.reduction,
+            self.reproducible,
+            self.average_in_collective,
+            per_token=self.calculate_per_token_loss,
+        )
+        if self.reduction == "native" and self.reduce_scatter_with_fp32_accumulation:
+            raise ValueError(
+                "reduction='native' adds in the wire dtype, whatever "
+                "reduce_scatter_with_fp32_accumulation asks for: use reduction='ordered', or send "
+                "fp32 with grad_reduce_in_fp32=True"
+            )

@@ -1,0 +1,414 @@
+"""`DistributedDataParallel`: whole parameters, bucketed gradients, optional sharded optimizer."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from lamina.buffers import Granularity
+from lamina.collectives.engine import RegisteredPool, broadcast
+from lamina.ddp.backward.grad_attribute import zero_gradients
+from lamina.ddp.backward.reducer import GradientReducer
+from lamina.ddp.gradients.reduction import resolve_reduction
+from lamina.ddp.gradients.scratch import TransientBuffers
+from lamina.ddp.gradients.sums import GradientState
+from lamina.ddp.group.group import GroupSettings, ParameterGroup, refuse_changed
+from lamina.ddp.inspect.memory import MemoryBudgets
+from lamina.ddp.parameters.axes import (
+    DataParallelAxes,
+    check_dimensions,
+    check_experts,
+    data_parallel_axes,
+)
+from lamina.ddp.parameters.dtypes import resolve_dtypes
+from lamina.ddp.parameters.parameters import (
+    GroupKey,
+    ParameterRef,
+    collect_parameters,
+    group_parameters,
+)
+from lamina.ddp.parameters.strategy import resolve_strategy
+from lamina.ddp.parameters.tensor_trees import tensors_in
+from lamina.ddp.wrapper.config import DistributedDataParallelConfig
+from lamina.ddp.wrapper.contract import DataParallel
+from lamina.ddp.wrapper.param_gathers import WeightGathers, adopt_model_weights, registered_pool
+from lamina.mesh import ParallelMesh
+from lamina.mesh.engine import require_overlap
+
+__all__ = ["DistributedDataParallel", "plan_buckets"]
+
+_IN_FLIGHT = 4
+"""Reductions that are not waited for yet."""
+
+
+class DistributedDataParallel(DataParallel):
+    """Data parallelism over buckets of contiguous gradients (ZeRO 0; 1 and 2 with its optimizer).
+
+    The module's parameters stay the user's, whole, and become views of the buckets' weight
+    buffers. Gradients are averaged over the data-parallel ranks at the end of every backward that
+    is not inside `no_sync`. Wrap the optimizer in `ShardedOptimizer`: with a sharded strategy, or
+    with bf16 or fp16 weights, gradients lie on its parameters and not on the module's.
+
+    Args:
+        module: the model, with the same architecture on every rank; its first data-parallel
+            rank's values are taken.
+        config: see `DistributedDataParallelConfig`.
+        mesh: a `ParallelMesh`, or a `DeviceMesh` with a dimension called `dp_shard` or `dp`, or
+            `dp_replicate`, or both, or with one dimension; beside them it may have `tp` and `pp`.
+
+    Raises:
+        TypeError: for something else in place of config or mesh.
+        ValueError: for a mesh that does not fit the config or the model's experts, or has
+            dimensions of another kind, and for a model on the meta device.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        config: DistributedDataParallelConfig,
+        mesh: ParallelMesh | DeviceMesh,
+    ) -> None:
+        super().__init__()
+        _check_kinds(config, mesh)
+        if config.overlap_grad_reduce or config.overlap_param_gather:
+            require_overlap("DistributedDataParallel with overlap")
+        self.module = module
+        self.config = config
+        dense, expert = _axes(mesh, config)
+        if isinstance(mesh, ParallelMesh):
+            tp, expert_tp, ep = (mesh.axis(name) for name in ("tp", "expert_tp", "ep"))
+            refs = collect_parameters(module)
+            check_experts(refs, dense, expert, tp=tp, expert_tp=expert_tp, ep=ep)
+        transient = TransientBuffers(keep_on_cpu=True)
+        settings = _settings(config, dense)
+        with self._memory(dense, expert):
+            self._groups = _make_groups(module, config, settings, dense, expert, transient)
+        self._reducer = GradientReducer(
+            [group for group in self._groups if group.requires_grad],
+            settings.cadence,
+            transient,
+            overlap=config.overlap_grad_reduce,
+            max_in_flight=_IN_FLIGHT,
+            close_when_complete=config.overlap_grad_reduce,
+            check_finite=config.check_for_nan_in_grad,
+            largest=config.check_for_large_grads,
+            begin=weakref.WeakMethod(self._begin_backward),
+        )
+        self._gathers = WeightGathers(
+            module,
+            self._groups[::-1],
+            aligned=config.align_param_gather,
+            hooks=config.overlap_param_gather,
+        )
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The wrapped module's forward; updated weights are waited for where they are used."""
+        if self._reducer.in_backward and torch._C._current_graph_task_id() == -1:
+            self._reducer.abandon_backward()  # the last backward raised
+        if torch.is_grad_enabled():
+            self._refuse_what_never_trains()
+        self._gathers.begin(overlapped=self.training and torch.is_grad_enabled())
+        output = self.module(*args, **kwargs)
+        self._gathers.begin_all()  # those of modules that ran on other ranks only
+        if torch.is_grad_enabled():
+            begin = weakref.WeakMethod(self._begin_backward)
+            for tensor in tensors_in(output):
+                if tensor.requires_grad:
+                    tensor.register_hook(_starting(begin))  # type: ignore[no-untyped-call]
+        return output
+
+    def _refuse_what_never_trains(self) -> None:
+        """Gradients that nobody will step, and parameters whose gradients nobody would sum."""
+        for group in self._groups:
+            refuse_changed(group)
+            gradients = group.gradients
+            if gradients is None or gradients.state is not GradientState.FINAL:
+                continue
+            apart = group.main_parameters[0] is not group.refs[0].parameter
+            if apart and not group.has_optimizer:
+                raise RuntimeError(
+                    f"the gradient of {group.refs[0].name} is on a main parameter that no "
+                    "optimizer holds, so an optimizer over model.parameters() trains nothing: wrap "
+                    "it in ShardedOptimizer(optimizer, model, mesh), or call zero_grad() first if "
+                    "gradients are all you want"
+                )
+
+    def parameter_groups(self) -> Iterator[ParameterGroup]:
+        """All buckets, in the order in which they are reduced."""
+        yield from self._groups
+
+    @property
+    def memory_budgets(self) -> MemoryBudgets:
+        """Which gradient buffers are held at once: for `memory_plan`."""
+        trained = [group for group in self._groups if group.requires_grad]
+        return MemoryBudgets(
+            # One is filled meanwhile. Without overlap all are, until the backward ends.
+            buffers=_IN_FLIGHT + 1 if self.config.overlap_grad_reduce else len(trained),
+            keeps_buffers=any(group.device.type == "cpu" for group in trained),
+        )
+
+    def deregister_memory(self) -> None:
+        """With `nccl_ub`: deregister, on all ranks, before the process group is destroyed."""
+        if self._pool is not None:
+            self._pool.close()
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Backwards inside are not the step's last microbatch."""
+        return self._reducer.no_sync()
+
+    def late_gradients(self) -> AbstractContextManager[None]:
+        """Gradients that arrive inside belong to backwards that are over (split backwards)."""
+        return self._reducer.late_gradients()
+
+    def start_grad_sync(self) -> None:
+        """Begin to sum what `no_sync` accumulated; nothing where nothing waits to be summed."""
+        self._reducer.start()
+
+    def finish_grad_sync(self) -> None:
+        """Sum what was accumulated and not yet summed, and wait for it."""
+        self._reducer.finish()
+
+    def scale_gradients(self, factor: float) -> None:
+        """Multiply all gradients by `factor`, those of microbatches inside `no_sync` included."""
+        self._reducer.scale(factor)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget all gradients, or make those that are shown zeros, wherever they are kept."""
+        for group in self._groups:
+            if set_to_none:
+                group.discard_gradients()
+            else:
+                zero_gradients(group)
+
+    def zero_grad_buffer(self) -> None:
+        """Forget all gradients, those of microbatches inside `no_sync` included."""
+        for group in self._groups:
+            group.discard_gradients()
+
+    def broadcast_params(self) -> None:
+        """Take the first data-parallel rank's weights (collective over the data-parallel ranks)."""
+        self._gathers.finish()
+        for group in self._groups:
+            for process_group in group.axes.groups("gather"):
+                broadcast(group.weights.full, process_group, src=0)
+            adopt_model_weights(group)
+
+    def start_param_sync(self) -> None:
+        """Begin to bring main weights into the module's: somebody wrote those (collective)."""
+        for group in self._groups:
+            group.has_optimizer = True  # the caller's own hands
+        self._gathers.changed()
+        self._gathers.begin_all()
+
+    def weights_written(self) -> None:
+        """The optimizer has stepped (called by `ShardedOptimizer`)."""
+        self._gathers.changed()
+        if not self.config.overlap_param_gather:
+            self._gathers.finish()
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """The wrapped module's, under its own names (no "module." prefix).
+
+        After a step under `overlap_param_gather` this is collective over the data-parallel ranks,
+        as the step's weights are still to be gathered: call it on all of them, save on one.
+        """
+        self._gathers.finish()
+        return self.module.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Load into the wrapped module, and into main weights where those are apart.
+
+        Collective where `state_dict` is. Parameters that the state leaves out (`strict=False`) keep
+        their main weights.
+
+        Raises:
+            ValueError: for `assign=True`, which would put tensors in the parameters' places that no
+                bucket knows.
+        """
+        if kwargs.get("assign", len(args) > 2 and args[2]):
+            raise ValueError(
+                "load_state_dict(assign=True) replaces parameters, and the buckets hold the ones "
+                "that were wrapped: leave assign out, which copies"
+            )
+        self._gathers.finish()
+        before = [[p._version for p in group.compute_parameters] for group in self._groups]
+        result = self.module.load_state_dict(*args, **kwargs)
+        for group, versions in zip(self._groups, before, strict=True):
+            pairs = enumerate(zip(group.compute_parameters, versions, strict=True))
+            adopt_model_weights(group, (i for i, (p, old) in pairs if p._version != old))
+        return result
+
+    def _memory(
+        self, dense: DataParallelAxes, expert: DataParallelAxes | None
+    ) -> AbstractContextManager[object]:
+        """Where weights and main grads are allocated."""
+        self._pool: RegisteredPool | None = None
+        first = next(self.module.parameters(), None)
+        if not self.config.nccl_ub or first is None:
+            return nullcontext()
+        self._pool = registered_pool((dense, expert), first.device)
+        return self._pool
+
+    # -- backward -----------------------------------------------------------------------------
+
+    def _begin_backward(self) -> None:
+        if self._reducer.in_backward:
+            if self._reducer.ending.will_come:
+                return
+            self._reducer.abandon_backward()  # another one raised, and this one's forward is old
+        self._reducer.begin_backward()
+        self._reducer.ending.queue(self._end_backward)
+
+    def _end_backward(self) -> None:
+        self._reducer.end_backward()
+
+
+def _check_kinds(config: object, mesh: object) -> None:
+    for name, given, kinds in (
+        ("config", config, (DistributedDataParallelConfig,)),
+        ("mesh", mesh, (ParallelMesh, DeviceMesh)),
+    ):
+        if not isinstance(given, kinds):
+            wanted = " or ".join(kind.__name__ for kind in kinds)
+            raise TypeError(
+                f"{name} is a {type(given).__name__}, not a {wanted}: call "
+                "DistributedDataParallel(module, config, mesh)"
+            )
+
+
+def _starting(begin: weakref.WeakMethod[Callable[[], None]]) -> Callable[[Any], None]:
+    def hook(_: torch.Tensor) -> None:
+        if (method := begin()) is not None:
+            method()
+
+    return hook
+
+
+def _settings(config: DistributedDataParallelConfig, dense: DataParallelAxes) -> GroupSettings:
+    return GroupSettings(
+        resolve_strategy(config.strategy),
+        granularity=Granularity.tensor() if config.keep_tensors_whole else None,
+        scale=None if config.calculate_per_token_loss else 1.0 / dense.divisor,
+        shard_multiple=1 << 16 if config.pad_buckets_for_high_nccl_busbw else 1,
+        reduction=resolve_reduction(
+            config.reduction, config.reproducible, config.average_in_collective
+        ),
+    )
+
+
+def _make_groups(
+    module: nn.Module,
+    config: DistributedDataParallelConfig,
+    settings: GroupSettings,
+    dense: DataParallelAxes,
+    expert: DataParallelAxes | None,
+    transient: TransientBuffers,
+) -> list[ParameterGroup]:
+    refs = collect_parameters(module)
+    meta = [ref.name for ref in refs if ref.parameter.is_meta]
+    if meta:
+        raise ValueError(
+            f"{meta[0]} and {len(meta) - 1} others are on the meta device: give them values "
+            "before wrapping, or use lamina.fsdp.fully_shard, which materialises unit by unit"
+        )
+    groups = []
+    for key, members in plan_buckets(refs, config, dense.size):
+        wide = torch.promote_types(key.dtype, torch.float32)
+        dtypes = resolve_dtypes(key.dtype, wire=wide if config.grad_reduce_in_fp32 else None)
+        axes = expert if key.expert and expert is not None else dense
+        groups.append(ParameterGroup(members, axes, dtypes, settings, transient))
+    return groups
+
+
+def _axes(
+    mesh: ParallelMesh | DeviceMesh, config: DistributedDataParallelConfig
+) -> tuple[DataParallelAxes, DataParallelAxes | None]:
+    expert = None
+    if isinstance(mesh, ParallelMesh):
+        dense = data_parallel_axes(mesh, "dp_shard_cp", "dp_replicate")
+        if mesh.layout.ep * mesh.layout.expert_tp * mesh.layout.tp > 1:
+            expert = data_parallel_axes(mesh, "expert_dp", "dp_replicate", dense.size)
+    else:
+        dense = _axes_of_device_mesh(mesh)
+    instances = config.num_distributed_optimizer_instances
+    if instances is not None and dense.outer.size != instances:
+        raise ValueError(
+            f"num_distributed_optimizer_instances={instances} needs a mesh with "
+            f"dp_replicate={instances}; this one has {dense.outer.size} (build it with "
+            f"ParallelLayout(dp_replicate={instances}))"
+        )
+    return dense, expert
+
+
+def _axes_of_device_mesh(mesh: DeviceMesh) -> DataParallelAxes:
+    names = mesh.mesh_dim_names or ()
+    outer = "dp_replicate" if "dp_replicate" in names else None
+    known: list[str] = [name for name in ("dp_shard", "dp") if name in names]
+    if not known and outer is None:
+        if len(names) != 1:
+            raise ValueError(
+                f"the mesh has dimensions {names}: name the data-parallel one 'dp' or 'dp_shard'"
+            )
+        known = [names[0]]
+    inner = known[0] if known else None
+    for name, size in zip(names, mesh.shape, strict=True):
+        if name in ("ep", "expert_tp") and size > 1:
+            raise ValueError(
+                f"the mesh has {size} ranks along {name!r}, and only a ParallelMesh says which "
+                f"ranks hold copies of experts: use ParallelLayout({name}={size}, ...).build()"
+            )
+    axes = data_parallel_axes(mesh, inner, outer)
+    data = inner or outer
+    check_dimensions(
+        mesh,
+        axes,
+        ("tp", "pp"),
+        "If they train the same weights on other data, use ParallelLayout(...).build(), or flatten "
+        "the dimensions into one and pass that; if they hold other parts of the model, pass "
+        f"mesh[{data!r}]",
+    )
+    return axes
+
+
+_LEAST, _PER_RANK = 40_000_000, 1_000_000
+
+
+def plan_buckets(
+    refs: Sequence[ParameterRef], config: DistributedDataParallelConfig, ranks: int
+) -> list[tuple[GroupKey, list[ParameterRef]]]:
+    """Buckets in the order in which backward is expected to complete them.
+
+    Parameters are taken in reverse order of registration, since the last layers' gradients are
+    there first. A bucket closes with the parameter that fills it, so none is cut. Buckets hold
+    parameters that agree on dtype, role and requires_grad.
+
+    Args:
+        refs: all parameters, in order of registration.
+        config: gives `bucket_size` or `num_buckets`.
+        ranks: data-parallel ranks.
+    """
+    limit = config.bucket_size or max(_LEAST, _PER_RANK * ranks)
+    if config.num_buckets is not None:
+        total = sum(ref.parameter.numel() for ref in refs)
+        limit = max(1, -(-total // config.num_buckets))
+    buckets: list[tuple[GroupKey, list[ParameterRef]]] = []
+    for key, members in group_parameters(reversed(refs)):
+        bucket: list[ParameterRef] = []
+        held = 0
+        for ref in members:
+            bucket.append(ref)
+            held += ref.parameter.numel()
+            if held >= limit:
+                buckets.append((key, bucket))
+                bucket, held = [], 0
+        if bucket:
+            buckets.append((key, bucket))
+    place = {ref.name: index for index, ref in enumerate(reversed(refs))}
+    # A bucket is complete when the last of its parameters is: order the kinds by that.
+    return sorted(buckets, key=lambda bucket: place[bucket[1][-1].name])

@@ -1,0 +1,251 @@
+"""Does a model train under `fully_shard` as it does in one process? Ask before a long run.
+
+    python -m lamina.fsdp.api.check my.module:build --ranks 2
+
+`build()` returns (model, loss, batch): the model with its values; `loss(model, batch)`, a scalar;
+and `batch(step, rank)`, what a rank trains on in a step. The model is sharded and trained beside a
+copy that every rank trains alone on all ranks' batches, in plain PyTorch. The first loss, gradient
+or parameter that differs is named, with its step and rank.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import importlib
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from lamina.collectives.engine import all_reduce_small, broadcast
+from lamina.ddp import full_gradients, full_parameters
+from lamina.fsdp.api.fully_shard import fully_shard
+from lamina.fsdp.module.sharded_module import ShardedModule
+from lamina.mesh import ParallelLayout, init_distributed
+from lamina.mesh.engine import MeshAxis
+
+__all__ = ["Difference", "check_model"]
+
+Build = Callable[[], tuple[nn.Module, Callable[[nn.Module, Any], torch.Tensor], Any]]
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The first thing that differs from one process.
+
+    Attributes:
+        step: from 0.
+        rank: whose loss it is, or who holds the worst element at rest.
+        what: "loss", or "gradient of NAME", or "parameter NAME".
+        worst: largest magnitude of the difference; infinite where one side has no value.
+        limit: what was allowed.
+    """
+
+    step: int
+    rank: int
+    what: str
+    worst: float
+    limit: float
+
+    def __str__(self) -> str:
+        return (
+            f"step {self.step}, rank {self.rank}: {self.what} is off by {self.worst:.3g} "
+            f"(limit {self.limit:.3g})"
+        )
+
+
+def check_model(
+    build: Build, *, steps: int = 3, tolerance: float = 1e-5, **settings: Any
+) -> Difference | None:
+    """Train a model sharded and alone, and compare; collective over the world.
+
+    Args:
+        build: see the module's text. Called once per rank; the first rank's values are used.
+        steps: optimizer steps (SGD with momentum).
+        tolerance: of a difference, relative to the tensor's largest magnitude (for gradients:
+            at least a thousandth of the largest one's).
+        settings: of `fully_shard`, such as `zero_dp_strategy`.
+
+    Returns:
+        None where nothing differs. The same on every rank.
+
+    Raises:
+        ValueError: for a model on the meta device.
+    """
+    axis = ParallelLayout().build().axis("dp")
+    model, loss, batch = build()
+    alone = _copy_of_first(model, axis)
+    sharded = fully_shard(model, **settings)
+    steppers = [
+        torch.optim.SGD(one.parameters(), lr=0.01, momentum=0.9) for one in (sharded, alone)
+    ]
+    buffers = [{n: b.clone() for n, b in alone.named_buffers()} for _ in axis.ranks]
+    for step in range(steps):
+        found = _losses(sharded, loss, batch, step, axis)
+        wanted = _train_alone(alone, loss, batch, step, buffers)
+        difference = _compare(sharded, alone, step, tolerance, found, wanted, steppers)
+        if difference is not None:
+            return difference
+    return None
+
+
+def _copy_of_first(model: nn.Module, axis: MeshAxis) -> nn.Module:
+    meta = [name for name, p in model.named_parameters() if p.is_meta]
+    if meta:
+        raise ValueError(f"{meta[0]} is on the meta device: build() has to give values to compare")
+    alone = copy.deepcopy(model)
+    for tensor in (*alone.parameters(), *alone.buffers()):
+        broadcast(tensor.detach(), axis.group, src=0).wait()
+    return alone
+
+
+def _losses(
+    sharded: ShardedModule, loss: Any, batch: Any, step: int, axis: MeshAxis
+) -> torch.Tensor:
+    """One backward of the sharded model; every rank's loss, on every rank."""
+    torch.manual_seed(_seed(step, axis.rank))
+    value = loss(sharded, batch(step, axis.rank))
+    value.backward()
+    losses = torch.zeros(axis.size, dtype=torch.float64, device=value.device)
+    losses[axis.rank] = value.detach().double()
+    all_reduce_small([losses], axis.group)
+    return losses
+
+
+def _train_alone(
+    alone: nn.Module,
+    loss: Any,
+    batch: Any,
+    step: int,
+    buffers: Sequence[dict[str, torch.Tensor]],
+) -> torch.Tensor:
+    """All ranks' backwards in plain PyTorch; gradients are their mean."""
+    losses = []
+    for rank, held in enumerate(buffers):
+        for name, buffer in alone.named_buffers():
+            buffer.copy_(held[name])
+        torch.manual_seed(_seed(step, rank))
+        value = loss(alone, batch(step, rank))
+        (value / len(buffers)).backward()
+        losses.append(value.detach().double())
+        for name, buffer in alone.named_buffers():
+            held[name].copy_(buffer)
+    return torch.stack(losses)
+
+
+def _compare(
+    sharded: ShardedModule,
+    alone: nn.Module,
+    step: int,
+    tolerance: float,
+    found: torch.Tensor,
+    wanted: torch.Tensor,
+    steppers: Sequence[torch.optim.Optimizer],
+) -> Difference | None:
+    limit = tolerance * max(float(wanted.abs().max()), 1e-3)
+    for rank, worst in enumerate((found - wanted).abs().tolist()):
+        if not worst <= limit:
+            return Difference(step, rank, "loss", worst, limit)
+    gradients = {n: p.grad for n, p in alone.named_parameters() if p.grad is not None}
+    floor = 1e-3 * max((float(g.abs().max()) for g in gradients.values() if g.numel()), default=0.0)
+    difference = _first_of(
+        sharded, step, "gradient of", full_gradients(sharded), gradients, tolerance, floor
+    )
+    if difference is not None:
+        return difference
+    for stepper in steppers:
+        stepper.step()
+        stepper.zero_grad()
+    parameters = {name: p.detach() for name, p in alone.named_parameters()}
+    return _first_of(
+        sharded, step, "parameter", full_parameters(sharded), parameters, tolerance, 1e-3
+    )
+
+
+def _first_of(
+    sharded: ShardedModule,
+    step: int,
+    kind: str,
+    found: dict[str, torch.Tensor],
+    wanted: dict[str, torch.Tensor],
+    tolerance: float,
+    floor: float,
+) -> Difference | None:
+    for name in [*wanted, *(name for name in found if name not in wanted)]:
+        if (name in found) is not (name in wanted):
+            return Difference(step, 0, f"{kind} {name} (one side has none)", float("inf"), 0.0)
+        off = (found[name].double() - wanted[name].double()).abs().reshape(-1)
+        if not off.numel():
+            continue
+        worst = float(off.max())
+        limit = tolerance * max(float(wanted[name].abs().max()), floor)
+        if not worst <= limit:  # NaN differs too
+            rank = _holder(sharded, name, int(off.nan_to_num(torch.inf).argmax()))
+            return Difference(step, rank, f"{kind} {name}", worst, limit)
+    return None
+
+
+def _holder(sharded: ShardedModule, name: str, element: int) -> int:
+    """The rank that holds an element of a parameter at rest; rank 0 where all do."""
+    for group in sharded.parameter_groups():
+        for index, ref in enumerate(group.refs):
+            if ref.name == name and not group.rest.is_whole:
+                for span in group.layout.spans(group.layout.specs[index].name):
+                    if span.start <= element < span.stop:
+                        return group.axes.inner.ranks[span.shard % group.axes.inner.size]
+    return 0
+
+
+def _seed(step: int, rank: int) -> int:
+    return 1_000_003 * step + rank
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """The command line; returns the exit status: 1 where something differs."""
+    parser = argparse.ArgumentParser(prog="python -m lamina.fsdp.api.check", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("build", help="my.module:function")
+    parser.add_argument("--ranks", type=int, default=2, help="processes on this machine")
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--strategy", default="3", help="zero_dp_strategy: 0..3 or a name")
+    parser.add_argument("--tolerance", type=float, default=1e-5)
+    parser.add_argument("--as-rank", action="store_true", help=argparse.SUPPRESS)
+    given = parser.parse_args(words)
+    if not given.as_rank:
+        launcher = ["-m", "torch.distributed.run", "--standalone"]
+        launcher += [f"--nproc-per-node={given.ranks}", "-m", "lamina.fsdp.api.check", "--as-rank"]
+        rest = list(sys.argv[1:] if words is None else words)
+        return subprocess.run([sys.executable, *launcher, *rest], check=False).returncode
+    with init_distributed() as runtime:
+        difference = check_model(
+            _imported(given.build),
+            steps=given.steps,
+            tolerance=given.tolerance,
+            zero_dp_strategy=given.strategy,
+        )
+        if runtime.is_main:
+            ranks = f"{runtime.world_size} ranks"
+            same = f"{given.build}: {given.steps} steps on {ranks} equal one process"
+            print(same if difference is None else f"{given.build} differs: {difference}")
+        return 0 if difference is None else 1
+
+
+def _imported(path: str) -> Build:
+    module, _, name = path.partition(":")
+    try:
+        found: Build = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise SystemExit(
+            f"{path!r} cannot be imported ({error}): give module:function, with the module on "
+            "PYTHONPATH or in this directory"
+        ) from error
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(main())

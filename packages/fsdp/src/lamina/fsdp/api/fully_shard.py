@@ -1,0 +1,288 @@
+"""`fully_shard`: one line between a plain PyTorch loop and a sharded one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, TypeVar, overload
+
+import torch
+from torch import nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy as TorchPolicy
+from torch.distributed.fsdp import OffloadPolicy
+from torch.optim import Optimizer
+
+from lamina.ddp.engine import FlatStep, point_optimizer_at, show_decoupled, warn_of_unfinished_steps
+from lamina.fsdp.api.arguments import Arguments, refuse_sharded
+from lamina.fsdp.api.build import shard_model
+from lamina.fsdp.api.keywords import FullyShardSettings
+from lamina.fsdp.api.scalers import meet_scalers
+from lamina.fsdp.module.sharded_module import ShardedModule
+from lamina.fsdp.settings.meshes import model_axes
+from lamina.fsdp.settings.precision import MixedPrecisionPolicy
+from lamina.fsdp.state.cut_regions import Regions, refuse_parts, regions_of, show_parts
+from lamina.fsdp.state.state_dicts import (
+    finish_before_steps,
+    give_whole_tensors,
+    gives_whole_tensors,
+    prepare_optimizer_state,
+)
+from lamina.fsdp.state.whole_tensors import refuse_cut_tensors
+from lamina.fsdp.units.dtensors import point_at_localised
+from lamina.mesh import ParallelMesh
+
+if TYPE_CHECKING:
+    from typing import Unpack  # Python 3.11
+
+__all__ = ["fully_shard", "fully_shard_model", "fully_shard_optimizer"]
+
+OptimizerT = TypeVar("OptimizerT", bound=Optimizer)
+
+
+@overload
+def fully_shard(
+    module: nn.Module, optimizer: None = None, **settings: Unpack[FullyShardSettings]
+) -> ShardedModule: ...
+@overload
+def fully_shard(
+    module: nn.Module, optimizer: OptimizerT, **settings: Unpack[FullyShardSettings]
+) -> tuple[ShardedModule, OptimizerT]: ...
+def fully_shard(
+    module: nn.Module,
+    optimizer: OptimizerT | None = None,
+    *,
+    device_mesh: ParallelMesh | DeviceMesh | None = None,
+    fsdp_unit_modules: Sequence[type[nn.Module] | str] | None = None,
+    dp_shard_dim: str | Sequence[str] | None = None,
+    dp_outer_dim: str | Sequence[str] | None = None,
+    tp_dim: str | None = None,
+    expt_device_mesh: ParallelMesh | DeviceMesh | None = None,
+    zero_dp_strategy: int | str = 3,
+    outer_dp_sharding_strategy: int | str = 0,
+    mixed_precision_policy: MixedPrecisionPolicy | TorchPolicy | None = None,
+    overlap_grad_reduce: bool = True,
+    overlap_param_gather: bool = True,
+    sync_model_each_microbatch: bool = True,
+    init_model_with_meta_device: bool = False,
+    preproc_state_dict_for_dcp_ckpt: bool = True,
+    report_nan_in_param_grad: bool = False,
+    average_in_collective: bool = False,
+    calculate_per_token_loss: bool = False,
+    keep_fp8_transpose_cache: bool = False,
+    nccl_ub: bool = False,
+    fsdp_double_buffer: bool = False,
+    hybrid_fsdp_group: ProcessGroup | None = None,
+    hybrid_fsdp_expt_group: ProcessGroup | None = None,
+    fsdp_group_ag: ProcessGroup | None = None,
+    expt_fsdp_group_ag: ProcessGroup | None = None,
+    device: torch.device | str | None = None,
+    disable_bucketing: bool = False,
+    disable_symmetric_registration: bool = False,
+    enable_fine_grained_param_gather: bool = False,
+    use_decoupled_grad: bool = False,
+    cuda_graph_mode: bool = False,
+    maxpool_double_buffer: bool = False,
+    fsdp_db_use_persist_buf_on_alloc_fail: bool = False,
+    reduction: str = "ordered",
+    reproducible: bool = False,
+    offload_policy: OffloadPolicy | None = None,
+    reshard_after_forward: bool | None = None,
+    check_order: bool = False,
+    init_module: Callable[[nn.Module], None] | None = None,
+    sync_module_states: bool = True,
+    gather_budget: int | None = None,
+    reduce_budget: int | None = None,
+) -> ShardedModule | tuple[ShardedModule, OptimizerT]:
+    """Shard a model (and its optimizer) over the data-parallel ranks, in place.
+
+    The training loop stays plain PyTorch: `loss.backward(); optimizer.step();
+    optimizer.zero_grad()`. Between steps, parameters and gradients are `ShardedTensor`s of global
+    shape where the strategy shards them; `torch.nn.utils.clip_grad_norm_` gives the global norm
+    (with tp, ep or pp `lamina.ddp.clip_grad_norm` does).
+
+    Args:
+        module: the whole model; on the meta device it is materialised unit by unit.
+        optimizer: any torch optimizer over the module's parameters. The object stays the same one:
+            its groups and schedulers stay attached, its parameters are re-pointed.
+        device_mesh: a `ParallelMesh` or a torch `DeviceMesh` with named dimensions; None builds
+            one axis over the whole world, of GPUs if it runs NCCL and there are some.
+        fsdp_unit_modules: classes, or import strings, of the modules that are gathered and
+            released as units; None finds repeated blocks and large embeddings by themselves.
+        dp_shard_dim: name (or names, taken as one axis) of the mesh dimension to shard along; by
+            default `dp_shard_cp` of a ParallelMesh, or a DeviceMesh's only dimension. Dimensions of
+            a DeviceMesh that are neither data-parallel nor `tp_dim`, `tp` or `pp` are refused.
+        dp_outer_dim: name of the dimension of replicas (HSDP, HFSDP); by default `dp_replicate` of
+            a ParallelMesh, else none.
+        tp_dim: name of the tensor-parallel dimension: one that is left out when the sharding
+            dimension is found by itself, and may not be a data-parallel one.
+        expt_device_mesh: mesh of expert parameters, under the same dimension names (or
+            `expert_dp`); by default a ParallelMesh's own. Experts are not sharded along its
+            dimensions `ep` and `expert_tp`, so that it may be the `device_mesh`.
+        zero_dp_strategy: 0 "no_shard", 1 "optim", 2 "optim_grads", 3 "optim_grads_params".
+        outer_dp_sharding_strategy: 0 "no_shard" (HSDP) or 1 "optim" (HFSDP), which needs an outer
+            dimension.
+        mixed_precision_policy: dtypes of the copies of weights and gradients, as Lamina's policy or
+            torch's (whose parameters keep their own dtype as main weights).
+        overlap_grad_reduce: reduce a unit's gradients while earlier units' backward runs.
+        overlap_param_gather: gather the next unit's weights while one computes.
+        sync_model_each_microbatch: every backward ends with summed gradients. If False, every
+            backward is as inside `no_sync` until `model.finish_grad_sync()`, or the step of the
+            optimizer that was given, ends the accumulation.
+        init_model_with_meta_device: the model has to be on the meta device; False takes meta
+            parameters where there are some.
+        preproc_state_dict_for_dcp_ckpt: `state_dict()` of model and optimizer hold what
+            `torch.distributed.checkpoint` saves and loads on any number of ranks; if False, whole
+            plain tensors on every rank (collective), for `torch.save`; refused where tp or ep has
+            cut parameters.
+        report_nan_in_param_grad: refuse gradients that are not finite before they are sent,
+            naming parameter and rank (costs a pass over the gradients and a synchronisation).
+        average_in_collective: average inside the collective. The ordered reduction does so either
+            way, on the fp32 sum: both settings give the same bits. With `reduction="native"` the
+            backend averages, in the wire dtype.
+        calculate_per_token_loss: sum gradients instead of averaging them over ranks
+            (`lamina.ddp.finalize_grads` divides by the global token count).
+        keep_fp8_transpose_cache: modules that multiply in FP8 keep the codes of their transposed
+            weights from forward until backward, one byte per element, instead of quantising the
+            gathered weights again. Refused where no module has that attribute.
+        nccl_ub: gather into memory that NCCL has registered; needs `fsdp_double_buffer`, and is
+            refused where NCCL cannot register memory, with the reason. Call
+            `model.deregister_memory()` on all ranks before the process group is destroyed.
+        fsdp_double_buffer: gather into fixed memory that units which never live together share.
+        hybrid_fsdp_group: a group over outer and sharding dimension; its ranks are checked, and
+            nothing is sent over it, as sums and gathers go axis by axis.
+        hybrid_fsdp_expt_group: the same for expert parameters.
+        fsdp_group_ag: communicator for gathers, over the sharding dimension's ranks; by default
+            one is made.
+        expt_fsdp_group_ag: the same for expert parameters.
+        device: where the model computes: parameters and buffers are moved there, and inputs have to
+            be there (`Runtime.device`); by default the mesh's. Under a mesh of CPUs a model stays
+            on the accelerator it is on.
+        disable_bucketing: a buffer, and so a collective, for every parameter.
+        disable_symmetric_registration: with `nccl_ub`, user buffers without symmetric windows.
+        enable_fine_grained_param_gather: gather module by module instead of unit by unit. Modules
+            that read the weights of modules inside them need weights of their own (see
+            docs/fsdp.md).
+        use_decoupled_grad: parameters have their gradient as `.decoupled_grad` too, for optimizers
+            that read it there. It is another name of `.grad`, whose dtype may differ from the
+            parameter's (`MixedPrecisionPolicy(main_grads_dtype=)`).
+        cuda_graph_mode: after the first step no unit's weights ever move, so that graphs of
+            blocks (`torch.cuda.make_graphed_callables`) stay right; a unit whose place is taken is
+            gathered later instead. Needs CUDA and `fsdp_double_buffer`.
+        maxpool_double_buffer: with `fsdp_double_buffer`, which always makes a slot as large as the
+            largest unit in it.
+        fsdp_db_use_persist_buf_on_alloc_fail: with `fsdp_double_buffer`, which always gives a unit
+            that can share with none fixed memory of its own.
+        reduction: "ordered" (one order of summation on any transport) or "native" (the backend's).
+        reproducible: the same bits for every strategy and number of ranks.
+        offload_policy: torch FSDP2's `CPUOffloadPolicy()`: weights, main grads and optimizer state
+            lie in host memory, and the optimizer steps there; needs `zero_dp_strategy=3`. The
+            model may be built on the host: it computes on `device`, by default the mesh's.
+        reshard_after_forward: with `zero_dp_strategy=3`, give whole weights back after forward
+            (True), or keep them for backward (False). None gives back all but the root's. The unit
+            whose backward comes first keeps them either way. For one unit:
+            `model.unit_of(block).set_reshard_after_forward(...)`.
+        check_order: with `zero_dp_strategy=3`, tell other ranks before each gather which unit it
+            is: a unit that runs on some ranks only is named (`RankOrderError`) instead of hanging
+            the others. For debugging: a small collective and a synchronisation each time.
+        init_module: initialises one meta module's own tensors; None calls `reset_parameters()`.
+        sync_module_states: start from the first data-parallel rank's values.
+        gather_budget: bytes of whole weights per rank that may be live at once: as many units as
+            fit are gathered ahead. None gathers one ahead. Needs `zero_dp_strategy=3`.
+        reduce_budget: bytes of gradients per rank that may be on the wire at once. None allows two
+            reductions.
+
+    Returns:
+        `module`, whose class now also is a `ShardedModule`; with an optimizer, both.
+
+    Raises:
+        ValueError: for unknown strategies, units or mesh dimensions, and arguments that exclude
+            or need each other.
+        UnavailableError: for what this machine lacks.
+        RuntimeError: if the module, or part of it, is sharded already.
+    """
+    given = dict(locals())
+    refuse_sharded(module)
+    arguments = Arguments(module, optimizer, given)
+    settings = arguments.settings()
+    arguments.refuse_optimizer(settings)
+    if not preproc_state_dict_for_dcp_ckpt:
+        refuse_parts(module, model_axes(arguments.meshes))
+    sharded = shard_model(module, settings)
+    arguments.keep_transposes()
+    sharded.set_model_auto_sync(sync_model_each_microbatch)
+    if reshard_after_forward is not None:
+        sharded.set_reshard_after_forward(reshard_after_forward)
+    if use_decoupled_grad:
+        show_decoupled(p for group in sharded.parameter_groups() for p in group.main_parameters)
+    if preproc_state_dict_for_dcp_ckpt:
+        show_parts(sharded, Regions(sharded.parameter_groups(), model_axes(arguments.meshes)))
+    else:
+        give_whole_tensors(sharded)
+    return sharded if optimizer is None else (sharded, fully_shard_optimizer(optimizer, sharded))
+
+
+def fully_shard_model(module: nn.Module, **settings: Unpack[FullyShardSettings]) -> ShardedModule:
+    """Shard a model's parameters and gradients, in place; settings as of `fully_shard`."""
+    return fully_shard(module, None, **settings)
+
+
+def fully_shard_optimizer(optimizer: OptimizerT, module: nn.Module) -> OptimizerT:
+    """Let an optimizer update a sharded module's shards; the same object comes back.
+
+    Elementwise torch optimizers step over flat runs of the shards (kernels grow with units, not
+    parameters); others see one `ShardedTensor` per parameter.
+
+    Args:
+        optimizer: made over the module's parameters, before or after `fully_shard_model`.
+        module: what `fully_shard_model` returned, or a module of several such and no other
+            parameters: the runner of a pipeline whose ranks hold several stages.
+
+    Raises:
+        TypeError: if the module is not sharded.
+        ValueError: if the optimizer holds none of its parameters, or needs whole tensors and the
+            module's are cut.
+    """
+    parts = _sharded_parts(module)
+    groups = [group for part in parts for group in part.parameter_groups()]
+    regions = regions_of(module)
+    point_at_localised(optimizer, module)
+    refuse_cut_tensors(optimizer, groups, regions)
+    point_optimizer_at(optimizer, groups)
+    warn_of_unfinished_steps(optimizer, module)
+    engines = [part.sharding_engine for part in parts]
+    for part, engine in zip(parts, engines, strict=True):
+        finish_before_steps(optimizer, engine)
+        meet_scalers(optimizer, engine, part.parameter_groups())
+
+    def after_step() -> None:
+        for engine in engines:
+            engine.mark_weights_changed()
+
+    FlatStep.join(optimizer, groups, after_step)
+    for engine in engines:
+        engine.follow(optimizer)
+    whole = any(map(gives_whole_tensors, parts))
+    prepare_optimizer_state(optimizer, whole=whole, regions=regions)
+    return optimizer
+
+
+def _sharded_parts(module: nn.Module) -> list[ShardedModule]:
+    """The module, or the outermost sharded modules in it, which hold all its parameters."""
+    if isinstance(module, ShardedModule):
+        return [module]
+    found: list[ShardedModule] = []
+    inside: set[nn.Module] = set()
+    for each in module.modules():  # outer ones first
+        if isinstance(each, ShardedModule) and each not in inside:
+            found.append(each)
+            inside.update(each.modules())
+    held = {id(parameter) for part in found for parameter in part.parameters()}
+    bare = [name for name, p in module.named_parameters() if id(p) not in held]
+    if not found or bare:
+        missing = f" ({bare[0]} belongs to no sharded module in it)" if found and bare else ""
+        raise TypeError(
+            f"{type(module).__name__} is not sharded{missing}: call fully_shard_model(module, ...) "
+            "first, or fully_shard(module, optimizer, ...) for both"
+        )
+    return found

@@ -1,0 +1,1 @@
+"""A step as units see it: gather, compute, release, reduce."""

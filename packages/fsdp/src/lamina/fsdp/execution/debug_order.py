@@ -1,0 +1,98 @@
+"""`check_order=True`: a unit that runs on some ranks only is named, where it would hang the others.
+
+Under strategy 3 a unit's gather needs all ranks, so it runs on all of them or on none. Replicas
+(HSDP, HFSDP) gather apart and reduce together, in the order in which each ran: a unit that only
+some of them run would be summed with another. Before every gather, and at the end of every forward
+and backward, ranks tell each other where they are: a small collective per axis and a
+synchronisation each time, on communicators of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from lamina.collectives import all_gather_into
+from lamina.ddp.engine import DataParallelAxes
+from lamina.fsdp.execution.unit import Unit
+
+__all__ = ["OrderCheck", "RankOrderError"]
+
+_REMEDY = (
+    "Under zero_dp_strategy=3 a unit runs on all ranks or on none: call it everywhere (on a dummy "
+    "batch, times zero), or use zero_dp_strategy=2, which keeps weights whole"
+)
+
+
+class RankOrderError(RuntimeError):
+    """Ranks run different units."""
+
+
+class OrderCheck:
+    """Compares over ranks which unit comes next.
+
+    Args:
+        axes: the sharding axis, and that of replicas.
+        units: the model's units.
+        device: where the messages lie.
+    """
+
+    def __init__(self, axes: DataParallelAxes, units: Sequence[Unit], device: torch.device) -> None:
+        compared = [axis for axis in (axes.inner, axes.outer) if axis.size > 1]
+        self._name = " and ".join(repr(axis.name) for axis in compared)
+        self._me = axes.inner.ranks[axes.inner.rank]
+        self._groups = [axis.sibling("check") for axis in compared]
+        self._sizes = [axis.size for axis in compared]
+        self._names = [unit.name or "the root" for unit in units]
+        self._places = {id(unit): place for place, unit in enumerate(units)}
+        self._device = device
+        self._stops = ["the end of a forward", "the end of a backward"]
+
+    def gather(self, unit: Unit, ran: Sequence[Unit]) -> None:
+        """A unit is about to be gathered, after these have begun to run.
+
+        Raises:
+            RankOrderError: if another rank gathers another, or has come to an end.
+        """
+        self._meet(self._places[id(unit)], ran)
+
+    def end(self, ran: Sequence[Unit], *, backward: bool) -> None:
+        """A forward or a backward has ended in which these units ran.
+
+        Raises:
+            RankOrderError: if they did not on another rank.
+        """
+        self._meet(len(self._names) + backward, ran)
+
+    def _meet(self, place: int, ran: Sequence[Unit]) -> None:
+        flags = [0] * len(self._names)
+        for unit in ran:
+            flags[self._places[id(unit)]] = 1
+        found = self._everybodys([self._me, place, *flags])
+        where = [*self._names, *self._stops]
+        at = "; ".join(
+            f"at {where[one]} on ranks {_ranks(found, 1, one)}"
+            for one in dict.fromkeys(message[1] for message in found)
+        )
+        for index, name in enumerate(self._names, start=2):
+            on, off = _ranks(found, index, 1), _ranks(found, index, 0)
+            if on and off:
+                ran_on = f"{name} has run on ranks {on} of {self._name} and not on {off}"
+                raise RankOrderError(f"{ran_on} ({at}). {_REMEDY}")
+        if len({message[1] for message in found}) > 1:
+            raise RankOrderError(f"ranks of {self._name} differ: {at}. {_REMEDY}")
+
+    def _everybodys(self, mine: list[int]) -> list[list[int]]:
+        """The messages of all ranks, in their order: gathered along one axis after the other."""
+        messages = torch.tensor(mine, device=self._device)
+        for group, size in zip(self._groups, self._sizes, strict=True):
+            everybody = messages.new_empty(size * messages.numel())
+            all_gather_into(everybody, messages, group).wait()
+            messages = everybody
+        found: list[list[int]] = messages.view(-1, len(mine)).tolist()
+        return sorted(found)
+
+
+def _ranks(found: Sequence[Sequence[int]], index: int, value: int) -> list[int]:
+    return [message[0] for message in found if message[index] == value]

@@ -1,0 +1,387 @@
+"""The engine of one sharded model: when units are gathered, released and reduced.
+
+A forward walks units in some order; the engine records it and gathers the next unit while one
+computes. A backward walks it the other way. What starts a backward is the first gradient that
+reaches any unit's output, what ends it is autograd's own callback, and both are told apart from
+recomputation, which runs forwards inside a backward.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from enum import Enum, auto
+
+import torch
+from torch.optim import Optimizer
+
+from lamina.buffers import StaleStorageError, StoragePool
+from lamina.ddp.engine import GradientReducer, ParameterGroup
+from lamina.fsdp.execution.budgets import GatherBudget
+from lamina.fsdp.execution.debug_order import OrderCheck
+from lamina.fsdp.execution.unit import PendingBackward, Unit
+from lamina.fsdp.settings.hardware_limits import SlotMemory, UnavailableError
+from lamina.fsdp.units.dtensors import hide_dtensors
+
+__all__ = ["Phase", "ShardingEngine"]
+
+
+class Phase(Enum):
+    """Where the model is in its step."""
+
+    IDLE = auto()
+    BACKWARD = auto()
+
+
+class ShardingEngine:
+    """Gathers, releases and reduces the units of one model.
+
+    Args:
+        units: the root first, then in order of registration.
+        reducer: sums gradients over ranks.
+        pool: storage of whole weights, if its places are to be planned as slots once the first
+            step has shown which units live together.
+        overlap_gather: start the next unit's gather before the current unit computes.
+        fixed_addresses: once places are planned no unit ever moves: CUDA graphs hold addresses.
+        gather_budget: gather as many units ahead as fit into so many bytes of whole weights; None
+            is the next one.
+        order_check: compares over ranks which units run.
+    """
+
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        reducer: GradientReducer,
+        *,
+        pool: StoragePool | None = None,
+        overlap_gather: bool = True,
+        fixed_addresses: bool = False,
+        gather_budget: int | None = None,
+        order_check: OrderCheck | None = None,
+    ) -> None:
+        self.units = tuple(units)
+        self._order_check = order_check
+        if order_check is not None:
+            engine = weakref.ref(self)  # the engine holds its units, and not the other way round
+            for unit in self.units:
+                unit.before_gather = functools.partial(_before_gather, engine)
+        self.gather_budget = GatherBudget(self.units, gather_budget)
+        self.root = self.units[0]
+        self.reducer = reducer
+        self.phase = Phase.IDLE
+        self._told: set[int] = set()
+        """`id`s of main parameters that belong to an optimizer which tells when it wrote them."""
+        self.slot_memory: SlotMemory | None = None
+        """Registered memory that the slots lie in, to be let go of before the process group is."""
+        self._overlap_gather = overlap_gather
+        self._pool = pool
+        self._planned = False
+        self._fixed_addresses = fixed_addresses
+        self._order: list[Unit] = []
+        self._recording: list[Unit] = []
+        self._computing: list[Unit] = []
+        self._ran_backward: list[Unit] = []
+        self._recomputed: Unit | None = None
+        self._all_whole = False
+        self._graph_kept = False  # by the newest backward: another may come to the same places
+
+    @property
+    def groups(self) -> Iterator[ParameterGroup]:
+        """All groups of all units, frozen ones included."""
+        for unit in self.units:
+            yield from unit.groups
+
+    # -- forward ------------------------------------------------------------------------------
+
+    def before_forward(self, unit: Unit) -> None:
+        """A unit's module is about to run."""
+        if self.phase is Phase.BACKWARD and torch._C._current_graph_task_id() == -1:
+            self._abandon_backward()
+        recomputing = self.phase is Phase.BACKWARD
+        if unit is self.root and not recomputing:
+            self._recording = []
+            self._computing = []
+            if self.phase is Phase.IDLE:
+                for group in self.reducer.groups:
+                    # A backward that raised has emptied `.grad` too, where that is the module's.
+                    if not group.trained.at_risk:
+                        group.release_zeroed_gradients()
+            for other in self.units:
+                other.calls_without_grad = 0
+                other.called.clear()
+        if not recomputing and not torch.is_grad_enabled():
+            unit.calls_without_grad += 1
+        first = unit not in self._recording
+        if not recomputing and first:
+            self._recording.append(unit)
+        self._computing.append(unit)
+        self._start(unit)
+        if not recomputing and (first or unit.members == 1):
+            self._prefetch(unit, step=1)
+        unit.unshard()
+        if torch.is_grad_enabled() and not recomputing:
+            for weights in unit.gathered:
+                weights.remember_place()
+
+    def after_forward(self, unit: Unit, member: int = 0) -> None:
+        """A unit's module has run: release it, unless backward or others of its own need it first.
+
+        Args:
+            unit: the unit.
+            member: which of the unit's modules.
+        """
+        if unit in self._computing:
+            self._computing.remove(unit)
+        if self.phase is Phase.BACKWARD:
+            self._after_recomputation(unit)
+            return
+        training = torch.is_grad_enabled()
+        complete = unit.has_run(member)
+        if unit is self.root:
+            self._end_forward(training)
+            if unit.explicit_reshard and unit.reshard_after_forward:
+                unit.reshard()
+            return
+        last = bool(self._order) and unit is self._order[-1]
+        if not complete:
+            return
+        if not training or (unit.reshard_after_forward and not last):
+            unit.reshard()
+
+    def _end_forward(self, training: bool) -> None:
+        self._order = self._recording
+        if self._order_check is not None:
+            self._order_check.end(self._order, backward=False)
+        used = set(map(id, self._order))
+        for unit in self.units:
+            if not training or id(unit) not in used:  # gathered ahead and then not called
+                unit.reshard()
+
+    def _after_recomputation(self, unit: Unit) -> None:
+        if unit.in_backward:
+            return
+        # Keep only the newest: with reentrant checkpointing its backward comes next; when a
+        # segment of several units is recomputed, the others are gathered again in their turn.
+        if self._recomputed is not None and not self._recomputed.in_backward:
+            self._recomputed.reshard()
+        self._recomputed = unit
+
+    def _prefetch(self, unit: Unit, step: int) -> None:
+        """Start the gather of the unit that came after (or before) this one last time."""
+        for other in self._ahead(unit, step):
+            if step < 0 and not other.unshard_in_backward:
+                continue
+            if not self.gather_budget.fits(other):
+                return
+            # Its place may be taken for now: it is gathered when its turn comes.
+            with suppress(StaleStorageError):
+                other.start_unshard()
+
+    def _ahead(self, unit: Unit, step: int) -> Iterable[Unit]:
+        """Units to gather while this one computes, the nearest first."""
+        if step in unit.prefetch:
+            return unit.prefetch[step]
+        if not self._overlap_gather or unit not in self._order:
+            return ()
+        place = self._order.index(unit)
+        ahead = self._order[place + 1 :] if step > 0 else self._order[:place][::-1]
+        return ahead[:1] if self.gather_budget.limit is None else ahead
+
+    def compare_order(self, unit: Unit) -> None:
+        """Before a gather, with `check_order`: whether all ranks gather this unit now."""
+        if self._order_check is not None:
+            forward = self.phase is Phase.IDLE
+            self._order_check.gather(unit, self._recording if forward else self._ran_backward)
+
+    def _start(self, unit: Unit) -> None:
+        """Begin a unit's gathers; whoever sits in its place without need makes room."""
+        self.gather_budget.make_room(unit, self._order, self._computing)
+        try:
+            unit.start_unshard()
+        except StaleStorageError:
+            for other in self.units:
+                if other is not unit and other is not self.root and not other.in_backward:
+                    other.reshard()
+            try:
+                unit.start_unshard()
+            except StaleStorageError as error:
+                raise StaleStorageError(
+                    f"{unit.name or 'the root'} shares its place with a unit that computes at the "
+                    "same time, which it did not do in the first step: with units whose order "
+                    "changes that much use fsdp_double_buffer=False"
+                ) from error
+
+    # -- backward -----------------------------------------------------------------------------
+
+    def expect_backward(self, unit: Unit, member: int) -> None:
+        """Gradients may come to outputs of a unit's module (not if it only runs again)."""
+        if unit.members > 1 and self.phase is Phase.IDLE:
+            unit.to_come.add(member)
+
+    def before_backward(self, unit: Unit, places: Sequence[int], member: int = 0) -> None:
+        """The first gradient has reached one of the unit's outputs.
+
+        Args:
+            unit: the unit.
+            places: where its weights lay in that forward.
+            member: which of the unit's modules.
+
+        Raises:
+            StaleStorageError: if slots have moved the unit since that forward.
+        """
+        if self.phase is Phase.BACKWARD and not self.reducer.ending.will_come:
+            self._abandon_backward()  # another one raised, and this one's forward is old
+        if self.phase is Phase.IDLE:
+            self._begin_backward()
+        unit.return_to(places)
+        unit.to_come.discard(member)
+        if not unit.in_backward:
+            unit.in_backward = True
+            self._ran_backward.append(unit)
+        if unit.unshard_in_backward:
+            self._start(unit)
+        self._prefetch(unit, step=-1)
+        if unit.unshard_in_backward:
+            unit.unshard()
+
+    def after_backward(self, unit: Unit, pending: PendingBackward) -> None:
+        """Gradients of the unit's inputs are there, so those of its parameters are complete."""
+        pending.done = True
+        if self.phase is not Phase.BACKWARD or unit.expects_more or unit.to_come:
+            return  # another forward of this unit is still to come back; or the end closes it
+        self._close(unit)
+        if unit is not self.root:
+            unit.in_backward = False
+            unit.reshard()
+
+    def _close(self, unit: Unit) -> None:
+        for group in unit.groups:
+            if group.gradients is not None:
+                self.reducer.close(group)
+
+    def _begin_backward(self) -> None:
+        if torch.is_grad_enabled() and any(unit.gathered for unit in self.units):
+            raise UnavailableError(
+                "a backward with create_graph=True: its graph would read weights that are given "
+                "back before a second backward comes to them. Use zero_dp_strategy=2 (or less), "
+                "which keeps weights whole"
+            )
+        self.phase = Phase.BACKWARD
+        self._graph_kept = torch._C._autograd._get_current_graph_task_keep_graph()  # type: ignore[attr-defined, unused-ignore]
+        self._ran_backward = []
+        self._recomputed = None
+        self.reducer.begin_backward()
+        self.reducer.ending.queue(self._end_backward)
+
+    def _end_backward(self) -> None:
+        if self._order_check is not None:
+            self._order_check.end(self._ran_backward, backward=True)
+        for unit in self._ran_backward:
+            self._close(unit)
+        self.reducer.end_backward()
+        self._rest()
+        self._plan_slots()
+        if self.reducer.is_final:
+            self.expect_step()
+
+    def _abandon_backward(self) -> None:
+        """The last backward raised: autograd never called `_end_backward`."""
+        self.reducer.abandon_backward()
+        self._rest()
+
+    def _rest(self) -> None:
+        self.phase = Phase.IDLE
+        self._ran_backward = []
+        self._recomputed = None
+        for unit in self.units:
+            unit.in_backward = False
+            unit.to_come.clear()
+            unit.reshard()
+            if not (unit.expects_more or self._graph_kept):
+                for weights in unit.gathered:
+                    weights.forget_place()
+
+    def _plan_slots(self) -> None:
+        """Give units that never live together common places, once a whole step was observed."""
+        if self._pool is None or self._planned or self._graph_kept or not self._order:
+            return
+        if any(unit.expects_more for unit in self.units):
+            return
+        self._planned = True
+        self._pool.plan_slots(dedicated=True)
+        for unit in self.units:
+            for weights in unit.gathered:
+                weights.follow()
+                weights.stays = self._fixed_addresses
+
+    # -- between steps ------------------------------------------------------------------------
+
+    def mark_weights_changed(self) -> None:
+        """Main weights were written: every unit installs them before it computes again."""
+        for group in self.groups:
+            group.weights.mark_changed()
+
+    def follow(self, optimizer: Optimizer) -> None:
+        """An optimizer will tell when it wrote the main weights it holds now."""
+        self._told.update(id(p) for settings in optimizer.param_groups for p in settings["params"])
+
+    def expect_step(self) -> None:
+        """Gradients are final: an optimizer that nobody was told of may write main weights."""
+        for group in self.groups:
+            trained = group.requires_grad or not self._told
+            if trained and not all(id(main) in self._told for main in group.main_parameters):
+                group.weights.mark_changed()
+
+    def put_to_rest(self, units: Iterable[Unit], *, loading: bool = False) -> None:
+        """Let a module hold what the optimizer updates, wherever a forward or backward has stopped.
+
+        A backward that is still to come gathers what it needs again. Inside `unsharded` whole
+        weights were asked for, and stay.
+
+        Args:
+            units: the units of the module.
+            loading: whether what the module holds is about to be written.
+
+        Raises:
+            RuntimeError: while a backward runs, or when loading inside `unsharded`.
+        """
+        if self._all_whole:
+            if loading:
+                raise RuntimeError(
+                    "load_state_dict() inside unsharded() would write to copies that are given "
+                    "back at its end: load before or after it"
+                )
+            return
+        if self.phase is Phase.BACKWARD:
+            if torch._C._current_graph_task_id() != -1:
+                raise RuntimeError(
+                    "state_dict() or load_state_dict() while a backward runs, which computes with "
+                    "the whole weights: call it after the backward"
+                )
+            self._abandon_backward()
+        for one in units:
+            for group in one.groups:
+                hide_dtensors(group.refs)  # a forward that raised has left them there
+            one.reshard(even_if_kept=True)
+
+    @contextmanager
+    def unsharded(self) -> Iterator[None]:
+        """All units whole for the time being (collective)."""
+        with ExitStack() as stack:
+            stack.callback(setattr, self, "_all_whole", self._all_whole)
+            self._all_whole = True
+            if self._pool is not None:  # as no step needs them: slots are not planned for this
+                stack.enter_context(self._pool.out_of_turn())
+            for unit in self.units:
+                stack.callback(unit.reshard)
+                for weights in unit.gathered:
+                    stack.enter_context(weights.moving())
+                unit.unshard()
+            yield
+
+
+def _before_gather(reference: weakref.ref[ShardingEngine], unit: Unit) -> None:
+    if (engine := reference()) is not None:
+        engine.compare_order(unit)

@@ -1,0 +1,285 @@
+"""What ties the engine to modules: forward hooks, and marks on the autograd graph."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from lamina.ddp.engine import tensors_in
+from lamina.fsdp.execution.engine import ShardingEngine
+from lamina.fsdp.execution.unit import PendingBackward, Unit
+from lamina.fsdp.settings.trees import map_tensors
+from lamina.fsdp.units.dtensors import hide_dtensors, show_dtensors
+
+__all__ = ["PART", "attach_hooks", "register_forward_method", "rest_for_state_dicts", "unit_of"]
+
+_HOOKS = "_lamina_unit_hooks"
+PART = "_lamina_part"
+"""Where `shard_module` keeps what it made of a module; hooks follow with the engine."""
+
+
+class _AfterBackward(torch.autograd.Function):
+    """Identity on a unit's inputs whose backward runs when the unit's own has ended."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        engine: ShardingEngine,
+        unit: Unit,
+        pending: PendingBackward,
+        *inputs: torch.Tensor,
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.engine, ctx.unit, ctx.pending = engine, unit, pending
+        return inputs
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        ctx.engine.after_backward(ctx.unit, ctx.pending)
+        return (None, None, None, *gradients)
+
+
+class _UnitHooks:
+    """What happens before and after a unit computes, whichever of its methods computes.
+
+    It must not hold the module: the module holds it.
+    """
+
+    def __init__(
+        self,
+        engine: ShardingEngine,
+        unit: Unit,
+        input_dtype: torch.dtype | None,
+        output_dtype: torch.dtype | None,
+        member: int,
+    ) -> None:
+        self._engine = engine
+        self.unit = unit
+        self._member = member
+        self._input_dtype = input_dtype
+        self._output_dtype = output_dtype
+        self.in_method = False
+        """Inside a registered method: calls of `forward` from there find the unit gathered, and
+        must not release it under the method's feet."""
+
+    def before(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Gather, and mark the inputs that gradients will come back through."""
+        self._engine.before_forward(self.unit)
+        for group in self.unit.groups:
+            show_dtensors(group.refs)
+        if self._input_dtype is not None:
+            args, kwargs = _cast((args, kwargs), self._input_dtype)
+        if torch.is_grad_enabled():
+            args, kwargs = _mark_inputs(self._engine, self.unit, (args, kwargs))
+        return args, kwargs
+
+    def after(self, output: Any) -> Any:
+        """Watch for gradients of the outputs, and release."""
+        if torch.is_grad_enabled():
+            come_back = functools.partial(
+                self._engine.before_backward, self.unit, self.unit.places(), self._member
+            )
+            if _mark_outputs(output, come_back):
+                self._engine.expect_backward(self.unit, self._member)
+        for group in self.unit.groups:
+            hide_dtensors(group.refs)
+        self._engine.after_forward(self.unit, self._member)
+        return output if self._output_dtype is None else _cast(output, self._output_dtype)
+
+
+def attach_hooks(
+    module: nn.Module,
+    engine: ShardingEngine,
+    unit: Unit,
+    *,
+    input_dtype: torch.dtype | None = None,
+    output_dtype: torch.dtype | None = None,
+    member: int = 0,
+) -> None:
+    """Let a unit's module tell the engine when it runs.
+
+    Args:
+        module: the unit's module.
+        engine: the model's engine.
+        unit: the unit.
+        input_dtype: cast floating inputs to this dtype first.
+        output_dtype: cast floating outputs to this dtype.
+        member: the module's number, where several are one unit.
+    """
+    hooks = _UnitHooks(engine, unit, input_dtype, output_dtype, member)
+    module.__dict__[_HOOKS] = hooks
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def before(_: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        return None if hooks.in_method else hooks.before(args, kwargs)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def after(_: nn.Module, args: Any, output: Any) -> Any:
+        return None if hooks.in_method else hooks.after(output)
+
+    module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
+    module.register_forward_hook(after)
+
+
+def unit_of(module: nn.Module) -> Unit | None:
+    """The unit whose module this is; None for a module that is no unit's."""
+    hooks = module.__dict__.get(_HOOKS)
+    return hooks.unit if isinstance(hooks, _UnitHooks) else None
+
+
+def rest_for_state_dicts(
+    modules: Sequence[nn.Module], unit: Unit, engine: Callable[[], ShardingEngine | None]
+) -> None:
+    """Let modules hold what the optimizer updates when their state is saved or loaded.
+
+    A forward without a backward, or one that raised, leaves compute weights in them. After a load
+    these are made anew from what was loaded. All of it goes for each part of the model that is
+    saved or loaded by itself (`model.head.load_state_dict`): modules that hold some of the unit's
+    parameters have the same hooks, and containers of them hold nothing.
+
+    Args:
+        modules: the unit's module, or those that are one unit.
+        unit: the unit.
+        engine: the model's engine, as soon as there is one.
+    """
+    holders: dict[nn.Module, list[tuple[str, nn.Parameter]]] = {one: [] for one in modules}
+    for group in unit.groups:
+        for ref, main in zip(group.refs, group.main_parameters, strict=True):
+            for reference, attribute in ref.owners:
+                if (owner := reference()) is not None:
+                    holders.setdefault(owner, []).append((attribute, main))
+    for module, held in holders.items():
+        _hook_state_dicts(module, unit, engine, None if module in modules else held)
+
+
+def _hook_state_dicts(
+    module: nn.Module,
+    unit: Unit,
+    engine: Callable[[], ShardingEngine | None],
+    held: list[tuple[str, nn.Parameter]] | None,
+) -> None:
+    """The hooks of one module; `held` are its main parameters where it is not the unit's own."""
+
+    def rest(module: nn.Module, *, loading: bool) -> None:
+        found = engine()
+        units: Sequence[Unit] = (unit,)
+        if held is not None:  # mostly the unit around it is at rest already
+            units = () if all(module._parameters.get(n) is p for n, p in held) else units
+        elif found is not None and unit is found.root:
+            units = found.units
+        if found is not None:
+            found.put_to_rest(units, loading=loading)
+        else:
+            for one in units:
+                one.reshard()
+
+    def before_save(module: nn.Module, *_: Any) -> None:
+        rest(module, loading=False)
+
+    def before_load(
+        module: nn.Module, _: Any, prefix: str, metadata: dict[str, Any], *__: Any
+    ) -> None:
+        if metadata.get("assign_to_params_buffers"):
+            raise ValueError(
+                f"load_state_dict(assign=True) of {prefix[:-1] or type(module).__name__} replaces "
+                "parameters, and the shards hold the ones that were sharded: leave assign out, "
+                "which copies"
+            )
+        rest(module, loading=True)
+
+    def after_load(*_: Any) -> None:
+        for group in unit.groups:
+            group.weights.mark_changed()
+
+    module.register_state_dict_pre_hook(before_save)  # type: ignore[no-untyped-call]
+    module.register_load_state_dict_pre_hook(before_load)  # type: ignore[no-untyped-call]
+    module.register_load_state_dict_post_hook(after_load)  # type: ignore[no-untyped-call]
+
+
+def register_forward_method(module: nn.Module, name: str) -> None:
+    """Let a method other than `forward` gather its unit's parameters, and be trained through.
+
+    Without it, a method that is called from outside (`model.encode(x)`, a `generate` that uses
+    weights between forwards) finds this rank's shards. Calling `forward` inside the method is fine.
+
+    Args:
+        module: the root of a sharded model, or the module of one of its units.
+        name: the method's name.
+
+    Raises:
+        AttributeError: if the module has no such method.
+        ValueError: if the module is not a unit's.
+    """
+    if _HOOKS not in module.__dict__ and PART not in module.__dict__:
+        raise ValueError(
+            f"{type(module).__name__} is not a unit of a sharded model, so nothing is gathered for "
+            f"{name}(): register the method of the unit around it (or of the root), after "
+            "fully_shard or shard_module; see lamina.fsdp.plan_units for what the units are"
+        )
+    method = getattr(type(module), name, None)
+    if not callable(method):
+        raise AttributeError(f"{type(module).__name__} has no method {name!r} to register")
+    owner = weakref.ref(module)
+
+    @functools.wraps(method)
+    def gathered(*args: Any, **kwargs: Any) -> Any:
+        self = owner()
+        hooks = _hooks_of(self)
+        if hooks.in_method:
+            return method(self, *args, **kwargs)
+        hooks.in_method = True
+        try:
+            args, kwargs = hooks.before(args, kwargs)
+            return hooks.after(method(self, *args, **kwargs))
+        finally:
+            hooks.in_method = False
+
+    module.__dict__[name] = gathered
+
+
+def _hooks_of(module: Any) -> _UnitHooks:
+    if _HOOKS not in module.__dict__:
+        _ = module.sharding_engine  # `shard_module`: the first call of the outermost makes it
+    hooks: _UnitHooks = module.__dict__[_HOOKS]
+    return hooks
+
+
+def _mark_inputs(engine: ShardingEngine, unit: Unit, inputs: Any) -> Any:
+    """The inputs, with those that need gradients passed through one node of the graph."""
+    found: dict[int, torch.Tensor] = {}
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.requires_grad:
+            found.setdefault(id(tensor), tensor)
+        return tensor
+
+    map_tensors(inputs, note)
+    if not found:
+        return inputs
+    marked = _AfterBackward.apply(  # type: ignore[no-untyped-call]
+        engine, unit, unit.expect_backward(), *found.values()
+    )
+    replaced = dict(zip(found, marked, strict=True))
+    return map_tensors(inputs, lambda tensor: replaced.get(id(tensor), tensor))
+
+
+def _mark_outputs(output: Any, before_backward: Callable[[], None]) -> bool:
+    """Whether there are outputs that gradients may come to, which announce them from now on."""
+
+    def hook(gradient: torch.Tensor) -> torch.Tensor:
+        before_backward()
+        return gradient
+
+    # a hook on a leaf would stay for good
+    marked = [tensor for tensor in tensors_in(output) if tensor.grad_fn is not None]
+    for tensor in marked:
+        tensor.register_hook(hook)  # type: ignore[no-untyped-call]
+    return bool(marked)
+
+
+def _cast(tree: Any, dtype: torch.dtype) -> Any:
+    return map_tensors(tree, lambda t: t.to(dtype) if torch.is_floating_point(t) else t)

@@ -1,0 +1,1 @@
+"""The methods that a sharded module offers."""

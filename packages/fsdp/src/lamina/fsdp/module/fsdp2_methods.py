@@ -1,0 +1,190 @@
+"""The methods of torch's `FSDPModule`, for sharded modules."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import nn
+
+from lamina.fsdp.execution.engine import ShardingEngine
+from lamina.fsdp.execution.hooks import unit_of
+from lamina.fsdp.execution.unit import Unit
+from lamina.fsdp.settings.hardware_limits import UnavailableError
+
+__all__ = ["UnitMethods", "UnshardHandle"]
+
+_FLAGS = "_lamina_final_flags"
+
+
+class UnshardHandle:
+    """An `unshard(async_op=True)` under way."""
+
+    def __init__(self, unit: Unit) -> None:
+        self._unit: Unit | None = unit
+
+    def wait(self) -> None:
+        """Make the whole weights ready; nothing if a call of the module has done so meanwhile."""
+        if self._unit is not None and self._unit.awaited:
+            self._unit.unshard()
+        self._unit = None
+
+
+class UnitMethods:
+    """What torch's FSDP2 offers on its modules, under the same names."""
+
+    @property
+    @abstractmethod
+    def sharding_engine(self) -> ShardingEngine:
+        """The model's engine."""
+
+    @property
+    @abstractmethod
+    def sharding_unit(self) -> Unit:
+        """The module's own unit."""
+
+    @abstractmethod
+    def sharding_units(self, recurse: bool = True) -> Iterator[Unit]:
+        """The module's own unit and (`recurse`) those inside it."""
+
+    def unshard(self, async_op: bool = False) -> UnshardHandle | None:
+        """Gather this module's own whole weights (collective, not recursive).
+
+        Args:
+            async_op: begin, and return a handle whose `wait()` (or the module's forward) ends it.
+        """
+        self.sharding_unit.start_unshard()
+        handle = UnshardHandle(self.sharding_unit)
+        if async_op:
+            return handle
+        handle.wait()
+        return None
+
+    def reshard(self) -> None:
+        """Give this module's own whole weights back (not recursive)."""
+        self.sharding_unit.reshard()
+
+    def set_requires_gradient_sync(self, requires: bool, *, recurse: bool = True) -> None:
+        """Whether the next backwards end the accumulation: `no_sync` as a switch.
+
+        Gradients of a microbatch are summed over the sharding dimension at once either way: no
+        rank keeps a whole gradient.
+
+        Raises:
+            UnavailableError: for a part of the model: its gradients belong to one step.
+        """
+        self._set_final("gradient_sync", requires, recurse, "set_requires_gradient_sync")
+
+    def set_requires_all_reduce(self, requires: bool, *, recurse: bool = True) -> None:
+        """Whether the next backwards sum over the outer dimension of replicas too (HSDP).
+
+        Raises:
+            UnavailableError: for a part of the model.
+        """
+        self._set_final("all_reduce", requires, recurse, "set_requires_all_reduce")
+
+    def set_is_last_backward(self, is_last_backward: bool) -> None:
+        """Whether the next backward is the step's last one: gradients are final after it.
+
+        Raises:
+            UnavailableError: for a part of the model.
+        """
+        self._set_final("last_backward", is_last_backward, True, "set_is_last_backward")
+
+    def _set_final(self, name: str, value: bool, recurse: bool, asked: str) -> None:
+        engine = self.sharding_engine
+        whole = self.sharding_unit is engine.root
+        if not whole or not (recurse or len(engine.units) == 1):
+            raise UnavailableError(
+                f"{asked} on {self.sharding_unit.name or 'the root with recurse=False'}: the "
+                "gradients of one step become final together; call it on the outermost module "
+                "with recurse=True"
+            )
+        flags: dict[str, bool] = self.__dict__.setdefault(_FLAGS, {})
+        flags[name] = value
+        engine.reducer.is_final = all(flags.values())
+
+    def set_reshard_after_forward(self, reshard: bool, recurse: bool = True) -> None:
+        """Whether whole weights are given back between forward and backward.
+
+        Raises:
+            ValueError: if it is not a bool.
+        """
+        if not isinstance(reshard, bool):
+            raise ValueError(f"set_reshard_after_forward({reshard!r}): True or False")
+        for unit in self.sharding_units(recurse):
+            unit.set_reshard_after_forward(reshard)
+
+    def set_reshard_after_backward(self, reshard: bool, *, recurse: bool = True) -> None:
+        """Whole weights are always given back after backward.
+
+        Raises:
+            UnavailableError: for False.
+        """
+        if not reshard:
+            raise UnavailableError(
+                "set_reshard_after_backward(False): between backwards the module holds what the "
+                "optimizer updates; use fully_shard(zero_dp_strategy=2), which keeps weights whole"
+            )
+
+    def set_gradient_divide_factor(self, factor: float) -> None:
+        """Divide this module's own summed gradients by `factor` instead of the number of ranks.
+
+        Raises:
+            ValueError: if it is not positive.
+            RuntimeError: while gradients are accumulated.
+        """
+        self.sharding_unit.set_gradient_divide_factor(factor)
+
+    def set_all_reduce_hook(
+        self, hook: Callable[[torch.Tensor], None] | None, *, stream: None = None
+    ) -> None:
+        """Call `hook(gradients)` when a step's gradients of this module's own are summed.
+
+        torch calls it after each microbatch's reduction, before the factor; here it comes once per
+        step and group of parameters, and sees the gradient as the optimizer will.
+
+        Args:
+            hook: changes them in place (flat, this rank's part), and may communicate.
+            stream: None; the hook runs on the stream that backward is called on.
+
+        Raises:
+            UnavailableError: for another stream.
+        """
+        if stream is not None:
+            raise UnavailableError(
+                "set_all_reduce_hook(stream=): the hook runs where backward is called; enter a "
+                "stream of your own inside it, and let the current one wait for it"
+            )
+        self.sharding_unit.set_all_reduce_hook(hook)
+
+    def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
+        """Whether this module's own weights are gathered for backward; an embedding's need not be.
+
+        Raises:
+            UnavailableError: for False on a module that holds other weights than embeddings', whose
+                backward would read released memory.
+        """
+        self.sharding_unit.set_unshard_in_backward(unshard_in_backward)
+
+    def set_modules_to_forward_prefetch(self, modules: Sequence[nn.Module]) -> None:
+        """Gather these modules' weights when this one's forward begins, instead of the next's."""
+        self.sharding_unit.prefetch[1] = _units_of(modules)
+
+    def set_modules_to_backward_prefetch(self, modules: Sequence[nn.Module]) -> None:
+        """Gather these modules' weights when this one's backward begins, instead of the next's."""
+        self.sharding_unit.prefetch[-1] = _units_of(modules)
+
+
+def _units_of(modules: Sequence[nn.Module]) -> tuple[Unit, ...]:
+    units = []
+    for module in modules:
+        unit = module.sharding_unit if isinstance(module, UnitMethods) else unit_of(module)
+        if unit is None:
+            raise ValueError(
+                f"{type(module).__name__} has no weights of its own to prefetch: name units' "
+                "modules (those that shard_module was applied to, or that plan_units shows)"
+            )
+        units.append(unit)
+    return tuple(units)

@@ -1,0 +1,212 @@
+"""What a sharded module can do beside what its own class can."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, cast
+
+from torch import nn
+
+from lamina.buffers import Replicate
+from lamina.collectives.engine import broadcast
+from lamina.ddp import Cadence, DataParallel
+from lamina.ddp.engine import MemoryBudgets, ParameterGroup
+from lamina.fsdp.execution.engine import ShardingEngine
+from lamina.fsdp.execution.hooks import unit_of
+from lamina.fsdp.execution.unit import Unit
+from lamina.fsdp.module.fsdp2_methods import UnitMethods
+
+__all__ = ["ShardedModule", "StepMethods", "adopt", "is_sharded"]
+
+_ENGINE = "_lamina_engine"
+
+
+class StepMethods:
+    """Mixin of sharded modules."""
+
+    @property
+    @abstractmethod
+    def sharding_engine(self) -> ShardingEngine:
+        """The model's engine."""
+
+    def gather_once_per_step(self, once: bool = True) -> None:
+        """Whether units that were gathered stay whole until `release_units`."""
+        for unit in self.sharding_engine.units:
+            unit.stays_whole = once
+            for weights in unit.gathered:
+                weights.kept_for_step = once
+        if not once:
+            self.release_units()
+
+    def reduce_once_per_step(self, once: bool = True) -> None:
+        """Whether gradients are summed over ranks by final backwards only, under any strategy.
+
+        Strategies 2 and 3 otherwise sum every microbatch's, inside `no_sync` too.
+
+        Raises:
+            RuntimeError: while gradients are accumulated.
+        """
+        reducer = self.sharding_engine.reducer
+        for group in reducer.groups[:1]:
+            settings = group.settings
+            reducer.set_cadence(
+                Cadence.ONCE if once and settings.reduction.cadence is None else settings.cadence
+            )
+
+    def release_units(self) -> None:
+        """Give whole weights back (the end of a step)."""
+        for unit in self.sharding_engine.units:
+            unit.reshard(even_if_kept=True)
+
+    def late_gradients(self) -> AbstractContextManager[None]:
+        """Gradients that arrive inside belong to backwards that are over (split backwards)."""
+        return self.sharding_engine.reducer.late_gradients()
+
+
+class ShardedModule(UnitMethods, StepMethods, nn.Module):
+    """Mixin that `fully_shard` adds to the root module's class; `forward` stays the user's."""
+
+    @property
+    def sharding_engine(self) -> ShardingEngine:
+        """The engine that gathers, releases and reduces."""
+        engine: ShardingEngine = self.__dict__[_ENGINE]
+        return engine
+
+    @property
+    def sharding_unit(self) -> Unit:
+        """The unit of what no other unit holds."""
+        return self.sharding_engine.root
+
+    def sharding_units(self, recurse: bool = True) -> Iterator[Unit]:
+        """The model's units, the root's first; without `recurse` the root's alone."""
+        yield from self.sharding_engine.units if recurse else (self.sharding_engine.root,)
+
+    def unit_of(self, module: nn.Module | str) -> Unit:
+        """The unit of one of the model's modules, to gather, release or set up by itself.
+
+        It has `unshard()`, `reshard()` and `set_reshard_after_forward(...)`; its `prefetch` holds
+        the units to gather when its forward (1) or backward (-1) begins.
+
+        Args:
+            module: a unit's module, or its qualified name.
+
+        Raises:
+            ValueError: for a module that is no unit's.
+        """
+        found = unit_of(self.get_submodule(module) if isinstance(module, str) else module)
+        if found is None or found not in self.sharding_engine.units:
+            names = [unit.name or "the root" for unit in self.sharding_engine.units]
+            raise ValueError(
+                f"{module if isinstance(module, str) else type(module).__name__} is no unit of "
+                f"this model, whose units are {', '.join(names)}"
+            )
+        return found
+
+    @property
+    def memory_budgets(self) -> MemoryBudgets:
+        """Limits in bytes that `memory_plan` reads."""
+        engine = self.sharding_engine
+        return MemoryBudgets(engine.gather_budget.limit, engine.reducer.max_bytes_in_flight)
+
+    def parameter_groups(self) -> Iterator[ParameterGroup]:
+        """All groups of parameters, frozen ones included, in the same order on every rank."""
+        yield from self.sharding_engine.groups
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Backwards inside are not the step's last microbatch (gradient accumulation)."""
+        return self.sharding_engine.reducer.no_sync()
+
+    def set_model_auto_sync(self, sync: bool = True) -> None:
+        """Whether backwards outside `no_sync` end the accumulation (Megatron-FSDP's name).
+
+        With False, `finish_grad_sync` or the optimizer's step ends it.
+        """
+        self.sharding_engine.reducer.is_final = sync
+
+    def start_grad_sync(self) -> None:
+        """Begin to sum what was accumulated and not yet summed over ranks."""
+        self.sharding_engine.reducer.start()
+
+    def finish_grad_sync(self) -> None:
+        """Wait until gradients are summed and visible; harmless when they are."""
+        self.sharding_engine.reducer.finish()
+        self.sharding_engine.expect_step()
+
+    def scale_gradients(self, factor: float) -> None:
+        """Multiply all gradients by `factor`, those of microbatches inside `no_sync` included."""
+        self.sharding_engine.reducer.scale(factor)
+
+    def broadcast_params(self) -> None:
+        """Take the first rank's main weights along the axes that hold copies (collective)."""
+        for group in self.parameter_groups():
+            axes = (group.axes.outer, group.axes.inner)
+            for placement, axis in zip(group.rest.placement, axes, strict=True):
+                if isinstance(placement, Replicate):
+                    broadcast(group.rest.data, axis.sibling("gather"), src=0).wait()
+        self.start_param_sync()
+
+    def start_param_sync(self) -> None:
+        """Main weights were changed by hand: install them before the next forward."""
+        self.sharding_engine.mark_weights_changed()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As of any module; after a backward that raised, what it has left goes too."""
+        for group in self._groups_inside():
+            gradients = group.gradients
+            if gradients is not None and (set_to_none or gradients.at_risk):
+                group.discard_gradients()
+        super().zero_grad(set_to_none)
+
+    def _groups_inside(self) -> Iterator[ParameterGroup]:
+        """Groups of which no other module holds a part (of a unit of several); none before use."""
+        if _ENGINE not in self.__dict__:
+            return
+        inside = set(self.modules())
+        for group in self.parameter_groups():
+            if all(any(owner() in inside for owner, _ in ref.owners) for ref in group.refs):
+                yield group
+
+    def zero_grad_buffer(self) -> None:
+        """Forget all gradients, those of microbatches inside `no_sync` included."""
+        for group in self.parameter_groups():
+            group.discard_gradients()
+
+    @contextmanager
+    def unsharded(self) -> Iterator[None]:
+        """Whole parameters for the time being (collective): for generation or inspection.
+
+        What is written to them inside is lost when a unit is released.
+        """
+        with self.sharding_engine.unsharded():
+            yield
+
+    def deregister_memory(self) -> None:
+        """With `nccl_ub`: deregister, on all ranks, before the process group is destroyed."""
+        memory = self.sharding_engine.slot_memory
+        if memory is not None:
+            memory.close()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        raise NotImplementedError(
+            f"{type(self).__name__} is sharded and cannot be copied: copy the model before "
+            "fully_shard, or build a second one and load_state_dict(model.state_dict())"
+        )
+
+
+# It meets the contract; a base class would bring an abstract forward in front of the user's.
+DataParallel.register(ShardedModule)
+
+
+def adopt(module: nn.Module, engine: ShardingEngine) -> ShardedModule:
+    """Give a module the methods of `ShardedModule`, and its engine."""
+    cls = type(module)
+    module.__class__ = type(f"FullySharded{cls.__name__}", (ShardedModule, cls), {})
+    module.__dict__[_ENGINE] = engine
+    return cast(ShardedModule, module)
+
+
+def is_sharded(module: nn.Module) -> bool:
+    """Whether `fully_shard` or `shard_module` has been applied to exactly this module."""
+    return isinstance(module, ShardedModule)

@@ -1,0 +1,1 @@
+"""Choices that users make: meshes, precision, and what this machine allows."""

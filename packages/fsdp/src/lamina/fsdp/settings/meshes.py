@@ -1,0 +1,219 @@
+"""From the mesh arguments of `fully_shard` to data-parallel axes, with the caller's own groups."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+
+from lamina.ddp.engine import DataParallelAxes, check_dimensions, data_parallel_axes
+from lamina.mesh import AxisError, ParallelMesh
+from lamina.mesh.engine import MeshAxis, axis_if_there, mesh_axis
+
+__all__ = ["MeshArguments", "ModelAxes", "computing_device", "model_axes", "resolve_meshes"]
+
+Names = str | Sequence[str]
+
+_PARTS, _EXPERT_PARTS = ("tp", "pp"), ("ep", "expert_tp")
+"""Dimensions along which ranks hold different parts of the model, and of its experts."""
+
+
+@dataclass(frozen=True)
+class MeshArguments:
+    """What `fully_shard` was told about meshes and groups, under its own argument names."""
+
+    device_mesh: ParallelMesh | DeviceMesh
+    dp_shard_dim: Names | None = None
+    dp_outer_dim: Names | None = None
+    tp_dim: str | None = None
+    expt_device_mesh: ParallelMesh | DeviceMesh | None = None
+    hybrid_fsdp_group: ProcessGroup | None = None
+    hybrid_fsdp_expt_group: ProcessGroup | None = None
+    fsdp_group_ag: ProcessGroup | None = None
+    expt_fsdp_group_ag: ProcessGroup | None = None
+
+
+@dataclass(frozen=True)
+class ModelAxes:
+    """Axes along which ranks hold different parts of the model; None where the mesh has none."""
+
+    tp: MeshAxis | None = None
+    expert_tp: MeshAxis | None = None
+    ep: MeshAxis | None = None
+
+
+@dataclass(frozen=True)
+class _WithGatherGroup(MeshAxis):
+    """An axis whose gathers go over a communicator that the caller made."""
+
+    gather: ProcessGroup | None = None
+
+    def sibling(self, purpose: str) -> ProcessGroup | None:
+        """The caller's group for gathers, otherwise as any axis."""
+        return self.gather if purpose == "gather" else super().sibling(purpose)
+
+
+def resolve_meshes(arguments: MeshArguments) -> tuple[DataParallelAxes, DataParallelAxes | None]:
+    """Dense and expert data-parallel axes; expert ones are None where the mesh has none.
+
+    Raises:
+        ValueError: if it is not said which dimension shards, a dimension of a `DeviceMesh` is
+            neither data-parallel nor known to cut the model, or a group has other ranks than the
+            axis it is for.
+        AxisError: for a name the mesh does not have (from `mesh_axis`).
+    """
+    mesh = arguments.device_mesh
+    if arguments.tp_dim is not None:
+        _check_tp(arguments, arguments.tp_dim)
+    dense = data_parallel_axes(mesh, _shard_dim(arguments), _outer_dim(arguments))
+    if isinstance(mesh, DeviceMesh):
+        check_dimensions(mesh, dense, {*_PARTS, *_names(arguments.tp_dim)}, _REMEDY)
+    expert = _expert_axes(arguments, dense)
+    _check_hybrid("hybrid_fsdp_group", arguments.hybrid_fsdp_group, dense)
+    _check_hybrid("hybrid_fsdp_expt_group", arguments.hybrid_fsdp_expt_group, expert)
+    dense = _with_gather("fsdp_group_ag", arguments.fsdp_group_ag, dense) or dense
+    expert = _with_gather("expt_fsdp_group_ag", arguments.expt_fsdp_group_ag, expert)
+    return dense, expert
+
+
+_REMEDY = (
+    "If they train the same weights on other data, name the dimension in dp_shard_dim= or "
+    "dp_outer_dim= (ep too, with expt_device_mesh= for the experts); if they hold other parts of "
+    "the model, in tp_dim=, or pass mesh['dp'] alone"
+)
+
+
+def computing_device(
+    module: nn.Module, mesh: ParallelMesh | DeviceMesh, asked: torch.device | str | None
+) -> torch.device:
+    """Where a model computes: where it was asked to, else on the mesh's kind of device.
+
+    A model that is on an accelerator stays there under a mesh of CPUs (gloo serves both).
+    """
+    device = torch.device(asked or mesh.device_type)
+    for parameter in module.parameters() if asked is None else ():
+        if not parameter.is_meta and device.type in ("cpu", parameter.device.type):
+            return parameter.device
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
+
+
+def model_axes(arguments: MeshArguments) -> ModelAxes:
+    """The tensor- and expert-parallel axes: `tp_dim`, or those named as a ParallelMesh has them."""
+    mesh = arguments.device_mesh
+    expert = arguments.expt_device_mesh or mesh
+    tp = axis_if_there(mesh, arguments.tp_dim or "tp")
+    found = axis_if_there(expert, "expert_tp"), axis_if_there(expert, "ep")
+    return ModelAxes(tp, *found)
+
+
+def _check_tp(arguments: MeshArguments, name: str) -> None:
+    try:
+        mesh_axis(arguments.device_mesh, name)
+    except AxisError as error:
+        raise ValueError(f"tp_dim={name!r}: {error}") from error
+    data = [*_names(arguments.dp_shard_dim), *_names(arguments.dp_outer_dim)]
+    if name in data:
+        raise ValueError(
+            f"tp_dim={name!r} is a data-parallel dimension too (dp_shard_dim and dp_outer_dim are "
+            f"{data}): ranks along it hold different parts of a weight, not copies"
+        )
+
+
+def _shard_dim(arguments: MeshArguments) -> Names:
+    if arguments.dp_shard_dim is not None:
+        return arguments.dp_shard_dim
+    mesh = arguments.device_mesh
+    if isinstance(mesh, ParallelMesh):
+        return "dp_shard_cp"
+    taken = {arguments.tp_dim, *_names(arguments.dp_outer_dim)}
+    names = mesh.mesh_dim_names or ()
+    free = [name for name in names if name not in taken]
+    if len(free) != 1:
+        raise ValueError(
+            f"the mesh has dimensions {names}: say which one shards with dp_shard_dim=, which "
+            "replicates with dp_outer_dim=, and which is tensor-parallel with tp_dim="
+        )
+    return free[0]
+
+
+def _outer_dim(arguments: MeshArguments) -> Names | None:
+    if arguments.dp_outer_dim is None and isinstance(arguments.device_mesh, ParallelMesh):
+        return "dp_replicate"
+    return arguments.dp_outer_dim
+
+
+def _expert_axes(arguments: MeshArguments, dense: DataParallelAxes) -> DataParallelAxes | None:
+    """Axes of expert parameters; gradients are averaged over the dense ranks (docs/ddp.md)."""
+    mesh = arguments.expt_device_mesh
+    if mesh is None:
+        mesh = arguments.device_mesh
+        if not isinstance(mesh, ParallelMesh):
+            return None
+        if mesh.layout.ep == mesh.layout.expert_tp == mesh.layout.tp == 1:
+            return None
+    if isinstance(mesh, ParallelMesh):
+        return data_parallel_axes(mesh, "expert_dp", "dp_replicate", dense.size)
+    names = mesh.mesh_dim_names or ()
+    shard = _names(_shard_dim(replace(arguments, expt_device_mesh=None)))
+    if not set(shard) <= set(names) and "expert_dp" in names:
+        shard = ("expert_dp",)
+    shard = tuple(name for name in shard if name not in _EXPERT_PARTS)
+    outer = arguments.dp_outer_dim
+    outer = outer if set(_names(outer)) <= set(names) else None
+    axes = data_parallel_axes(mesh, shard or None, outer, dense.size)
+    check_dimensions(mesh, axes, {*_PARTS, *_EXPERT_PARTS, *_names(arguments.tp_dim)}, _REMEDY)
+    return axes
+
+
+def _check_hybrid(argument: str, group: ProcessGroup | None, axes: DataParallelAxes | None) -> None:
+    """The engine sums and gathers axis by axis; a group over both only has to agree with them."""
+    if group is None:
+        return
+    if axes is None:
+        raise ValueError(
+            f"{argument} is given, and the mesh has no expert axes: pass expt_device_mesh"
+        )
+    members = tuple(dist.get_process_group_ranks(group))
+    mine = {*axes.outer.ranks, *axes.inner.ranks}
+    if len(members) != axes.size or not mine <= set(members):
+        raise ValueError(
+            f"{argument} has ranks {members}, and the mesh says {axes.size} ranks with at least "
+            f"{sorted(mine)} among them ({axes.describe()}): flatten dp_outer_dim and dp_shard_dim "
+            "of the same mesh"
+        )
+
+
+def _with_gather(
+    argument: str, group: ProcessGroup | None, axes: DataParallelAxes | None
+) -> DataParallelAxes | None:
+    if group is None:
+        return axes
+    if axes is None:
+        raise ValueError(
+            f"{argument} is given, and the mesh has no expert axes: pass expt_device_mesh"
+        )
+    members = tuple(dist.get_process_group_ranks(group))
+    inner = axes.inner
+    if members != inner.ranks:
+        raise ValueError(
+            f"{argument} has ranks {members} and the sharding axis {inner.name!r} has "
+            f"{inner.ranks}: pieces would be gathered in the wrong places; make the group over "
+            "the axis' ranks in the same order"
+        )
+    return replace(
+        axes,
+        inner=_WithGatherGroup(inner.name, inner.size, inner.rank, inner.ranks, inner.group, group),
+    )
+
+
+def _names(given: Names | None) -> tuple[str, ...]:
+    if given is None:
+        return ()
+    return (given,) if isinstance(given, str) else tuple(given)

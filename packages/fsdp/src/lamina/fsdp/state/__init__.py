@@ -1,0 +1,1 @@
+"""State dicts of a sharded model, and how they meet tensor parallelism."""

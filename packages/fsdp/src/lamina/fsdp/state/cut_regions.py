@@ -1,0 +1,216 @@
+"""Checkpoints of parameters that tensor parallelism has cut: one tensor, whatever the mesh.
+
+A tp rank's parameter is a region of the model's. `state_dict()` says which (`TensorPart`), so that
+`torch.distributed.checkpoint` writes and reads the model's tensor, and loads take the region back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed import ProcessGroup
+
+from lamina.buffers import ShardedTensor
+from lamina.buffers.engine import Region, TensorPart
+from lamina.ddp.engine import DataParallelAxes, ParameterGroup, ParameterRef, collect_parameters
+from lamina.fsdp.settings.meshes import ModelAxes
+from lamina.fsdp.units.dtensors import is_cut_dtensor, region_of_dtensor
+from lamina.mesh.engine import MeshAxis
+
+__all__ = ["Regions", "beside_parts", "parts_among", "refuse_parts", "regions_of", "show_parts"]
+
+_REGIONS = "_lamina_regions"
+
+
+class Regions:
+    """Which region of the model's tensor each main parameter is, where it is not all of it.
+
+    Args:
+        groups: groups of parameters.
+        axes: the axes that may have cut them.
+
+    Raises:
+        ValueError: if a parameter cannot be the piece that its mark and the mesh say.
+    """
+
+    def __init__(self, groups: Iterable[ParameterGroup], axes: ModelAxes) -> None:
+        self._found: dict[int, tuple[torch.Tensor, Region]] = {}
+        for group in groups:
+            for ref, spec, main in zip(
+                group.refs, group.layout.specs, group.main_parameters, strict=True
+            ):
+                region = _region(ref, spec.shape, axes)
+                if region is not None:
+                    self._found[id(main)] = main, region
+
+    def __bool__(self) -> bool:
+        return bool(self._found)
+
+    def of(self, parameter: torch.Tensor) -> Region | None:
+        """The region that a main parameter is; None for a whole one."""
+        found, region = self._found.get(id(parameter), (None, None))
+        return region if found is parameter else None
+
+    def part(self, parameter: torch.Tensor, value: Any) -> Any:
+        """A tensor of a main parameter's shape, as the part of the model's tensor that it is."""
+        region = self.of(parameter)
+        alike = isinstance(value, torch.Tensor) and value.shape == parameter.shape
+        if region is None or not alike or not value.dim():
+            return value
+        return TensorPart(value.detach(), region)
+
+    def taken(self, parameter: torch.Tensor, value: Any) -> Any:
+        """The inverse of `part`; of a plain tensor that is the model's, this rank's part."""
+        if isinstance(value, TensorPart):
+            return value.tensor()
+        region = self.of(parameter)
+        if (
+            region is None
+            or not isinstance(value, torch.Tensor)
+            or isinstance(value, ShardedTensor)
+            or tuple(value.shape) != region.shape
+        ):
+            return value
+        with torch.no_grad():
+            part = TensorPart(torch.empty_like(parameter.detach(), dtype=value.dtype), region)
+            return part.copy_(value).tensor()  # type: ignore[attr-defined]
+
+
+def show_parts(module: nn.Module, regions: Regions) -> None:
+    """Let a module's `state_dict()` hold `TensorPart`s, and `load_state_dict` take them.
+
+    Args:
+        module: whose parameters (its submodules' too) may be parts.
+        regions: of its main parameters.
+    """
+    module.__dict__[_REGIONS] = regions
+    if not regions:
+        return
+
+    def after(held: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+        for key, parameter in _named(held, prefix):
+            if key in state:
+                state[key] = regions.part(parameter, state[key])
+
+    def before(held: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+        for key, parameter in _named(held, prefix):
+            if key in state:
+                state[key] = regions.taken(parameter, state[key])
+
+    module.register_state_dict_post_hook(after)  # type: ignore[no-untyped-call]
+    module.register_load_state_dict_pre_hook(before)  # type: ignore[no-untyped-call]
+
+
+def refuse_parts(module: nn.Module, axes: ModelAxes) -> None:
+    """Raise ValueError if ranks along `axes` hold parts of a model that is not sharded yet.
+
+    Whole tensors are put together over data-parallel ranks only: every rank would save its part
+    under the name of the whole.
+    """
+    for ref in parts_among(collect_parameters(module), axes):
+        shape = list(ref.parameter.shape)
+        raise ValueError(
+            f"preproc_state_dict_for_dcp_ckpt=False: {ref.name} of shape {shape} is cut "
+            "by tensor or expert parallelism, and state_dict() would hold this rank's part of "
+            "it under the name of the whole. Leave the argument out, and save with "
+            "torch.distributed.checkpoint"
+        )
+
+
+def parts_among(refs: Iterable[ParameterRef], axes: ModelAxes) -> Iterator[ParameterRef]:
+    """The parameters of a model that is not sharded yet of which ranks along `axes` hold parts."""
+    for ref in refs:
+        shape = tuple(ref.parameter.shape)
+        if is_cut_dtensor(ref.parameter) or _region(ref, shape, axes) is not None:
+            yield ref
+
+
+def regions_of(module: nn.Module) -> tuple[Regions, ...]:
+    """What `show_parts` was given for a module and those inside it."""
+    held = (child.__dict__.get(_REGIONS) for child in module.modules())
+    return tuple(dict.fromkeys(regions for regions in held if regions))
+
+
+def _named(module: nn.Module, prefix: str) -> list[tuple[str, nn.Parameter]]:
+    return [(prefix + n, p) for n, p in module.named_parameters(remove_duplicate=False)]
+
+
+def _region(ref: ParameterRef, shape: tuple[int, ...], axes: ModelAxes) -> Region | None:
+    region = region_of_dtensor(ref.parameter)
+    if region is not None:
+        return region
+    role, size = ref.role, list(shape)
+    cuts: list[tuple[int, MeshAxis, tuple[int, ...] | None]] = []
+    tensor = axes.expert_tp if role.expert else axes.tp
+    if role.tp_shard_dim is not None and tensor is not None and tensor.size > 1:
+        cuts.append((role.tp_shard_dim, tensor, role.tp_blocks))
+    # Stacked experts [experts, rows, columns]; those with modules of their own differ in name.
+    stacked = role.expert and len(shape) == 3 and role.tp_shard_dim != 0
+    if stacked and axes.ep is not None and axes.ep.size > 1:
+        cuts.append((0, axes.ep, None))
+    if not cuts:
+        return None
+    for dim, axis, _ in cuts:
+        size[dim] *= axis.size
+    region = Region.whole(size)
+    try:
+        for dim, axis, blocks in cuts:
+            region = region.cut(dim, axis.rank, axis.size, blocks)
+    except ValueError as error:
+        where = ", ".join(f"{axis.size} ranks of {axis.name!r}" for _, axis, _ in cuts)
+        raise ValueError(
+            f"{ref.name} is marked {role} and lies on {where}: {error}. Say which axis has cut it "
+            "with tp_dim="
+        ) from error
+    return region
+
+
+@dataclass(frozen=True)
+class _BesideParts(MeshAxis):
+    """A data-parallel axis of a model that is cut along others as well.
+
+    `lamina.buffers` reads `apart`, their names, when it is asked for a norm of many tensors.
+    """
+
+    apart: tuple[str, ...] = ()
+    plain: MeshAxis | None = field(default=None, repr=False, compare=False)
+
+    def sibling(self, purpose: str) -> ProcessGroup | None:
+        """As of the axis itself."""
+        return super().sibling(purpose) if self.plain is None else self.plain.sibling(purpose)
+
+
+def beside_parts(
+    axes: DataParallelAxes, refs: Iterable[ParameterRef], model: ModelAxes
+) -> DataParallelAxes:
+    """The same axes, and which others cut the model whose parameters these are.
+
+    Args:
+        axes: data-parallel axes.
+        refs: the model's parameters.
+        model: the axes that may have cut them.
+    """
+    apart = tuple(dict.fromkeys(_apart(axes, refs, model)))
+    if not apart:
+        return axes
+    return replace(axes, outer=_marked(axes.outer, apart), inner=_marked(axes.inner, apart))
+
+
+def _apart(axes: DataParallelAxes, refs: Iterable[ParameterRef], model: ModelAxes) -> Iterable[str]:
+    yield from (name for name in axes.apart if name == "pp")
+    for ref in refs:
+        if is_cut_dtensor(ref.parameter) or region_of_dtensor(ref.parameter) is not None:
+            yield "tp" if model.tp is None else model.tp.name
+        cuts = [model.ep] if ref.role.expert else []
+        if ref.role.tp_shard_dim is not None:
+            cuts.append(model.expert_tp if ref.role.expert else model.tp)
+        yield from (axis.name for axis in cuts if axis is not None and axis.size > 1)
+
+
+def _marked(axis: MeshAxis, apart: tuple[str, ...]) -> MeshAxis:
+    own = {each.name: getattr(axis, each.name) for each in fields(MeshAxis)}
+    return _BesideParts(**own, apart=apart, plain=axis)

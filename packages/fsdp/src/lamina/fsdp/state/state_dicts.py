@@ -1,0 +1,229 @@
+"""What `state_dict()` of a sharded model and its optimizer hold, for DCP or as plain tensors."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
+
+from lamina.buffers import ShardedTensor
+from lamina.ddp.engine import ELEMENTWISE
+from lamina.fsdp.execution.engine import ShardingEngine
+from lamina.fsdp.state.cut_regions import Regions
+
+__all__ = [
+    "finish_before_steps",
+    "give_whole_tensors",
+    "gives_whole_tensors",
+    "prepare_optimizer_state",
+]
+
+_WHOLE = "_lamina_whole_state"
+_FINISHED = "_lamina_finished_engines"
+_REGULAR = ELEMENTWISE | {getattr(torch.optim, "Muon", torch.optim.SGD)}
+"""Optimizers whose state is one tensor per name, of the parameter's shape, and counts."""
+
+
+def finish_before_steps(optimizer: Optimizer, engine: ShardingEngine) -> None:
+    """Before each step, sum gradients that no backward was told to be the last for.
+
+    A step with a closure whose backward would not be the last is refused (RuntimeError). An
+    optimizer of several models has one hook for all: it comes before those that read gradients, and
+    finishes the models in one order on all ranks.
+    """
+    engines: list[weakref.ref[ShardingEngine]] | None = optimizer.__dict__.get(_FINISHED)
+    if engines is not None:
+        engines.append(weakref.ref(engine))
+        return
+    engines = optimizer.__dict__[_FINISHED] = [weakref.ref(engine)]
+
+    def before(held: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        # args[0] is the optimizer
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        for reference in engines:
+            if (found := reference()) is not None and not found.reducer.is_final:
+                finish(held, found, closure)
+
+    def finish(held: Optimizer, found: ShardingEngine, closure: Any) -> None:
+        if closure is not None:
+            raise RuntimeError(
+                f"{type(held).__name__}.step(closure) where no backward is the step's last "
+                "(sync_model_each_microbatch=False, or inside no_sync()): the gradients that the "
+                "closure computes would never be summed over ranks. Call "
+                "model.set_model_auto_sync(True) first, or step() without a closure"
+            )
+        found.reducer.finish()
+
+    optimizer.register_step_pre_hook(before)
+
+
+def give_whole_tensors(module: nn.Module) -> None:
+    """Let `module.state_dict()` hold whole plain tensors on every rank (collective).
+
+    `load_state_dict` takes whole tensors under every strategy, and needs nothing.
+    """
+
+    def after(_: nn.Module, state: dict[str, Any], prefix: str, __: Any) -> None:
+        for name, value in state.items():
+            if name.startswith(prefix) and isinstance(value, ShardedTensor):
+                state[name] = value.full_tensor()
+
+    module.register_state_dict_post_hook(after)  # type: ignore[no-untyped-call]
+    module.__dict__[_WHOLE] = True
+
+
+def gives_whole_tensors(module: nn.Module) -> bool:
+    """Whether `give_whole_tensors` was called for this module."""
+    return bool(module.__dict__.get(_WHOLE, False))
+
+
+def prepare_optimizer_state(
+    optimizer: Optimizer, *, whole: bool, regions: Sequence[Regions] = ()
+) -> None:
+    """Make `optimizer.state_dict()` ready for DCP, which loads only into tensors that are there.
+
+    A parameter that has not been stepped yet has no state. In the dictionary (not in the
+    optimizer) it gets that of a first step with nothing done: the step count 0, and its other
+    state as a zero gradient leaves it.
+
+    Args:
+        optimizer: whose state dictionaries to complete.
+        whole: hold whole plain tensors instead of `ShardedTensor`s (collective).
+        regions: of parameters that tensor parallelism has cut: their state is cut alike.
+    """
+
+    def after(held: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+        if whole or type(held) not in _REGULAR:
+            if whole:
+                return {**state, "state": _whole_tree(state["state"])}
+            _warn_of_missing(held, state["state"])
+            return state
+        return {**state, "state": _completed(held, state["state"])}
+
+    def as_parts(held: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+        return _mapped(held, state, regions, Regions.part)
+
+    def as_tensors(held: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+        return _mapped(held, state, regions, Regions.taken)
+
+    optimizer.register_state_dict_post_hook(after)
+    if regions and not whole:
+        optimizer.register_state_dict_post_hook(as_parts)
+    if regions:
+        optimizer.register_load_state_dict_pre_hook(as_tensors)
+    optimizer.register_load_state_dict_pre_hook(_cut_whole)
+
+
+def _warn_of_missing(optimizer: Optimizer, state: dict[Any, Any]) -> None:
+    """Tell that DCP will restore nothing where an optimizer has no state yet."""
+    trained = [i for i, p in enumerate(_parameters(optimizer)) if p.requires_grad]
+    missing = [index for index in trained if index not in state]
+    if missing:
+        warnings.warn(
+            f"{type(optimizer).__name__}.state_dict() has no state of {len(missing)} of its "
+            f"{len(trained)} parameters, which were never stepped, and what a first step makes is "
+            "only known of torch's own elementwise classes: torch.distributed.checkpoint.load "
+            "would restore none of it. Before loading, step once with zero gradients, lr=0 and no "
+            "weight decay",
+            stacklevel=4,
+        )
+
+
+def _whole_tree(tree: Any) -> Any:
+    """Whole copies. Parameters that step together share a step count here, and nowhere else."""
+    return tree_map_only(
+        torch.Tensor,
+        lambda t: t.full_tensor() if isinstance(t, ShardedTensor) else t.clone(),
+        tree,
+    )
+
+
+def _completed(optimizer: Optimizer, state: dict[Any, Any]) -> dict[Any, Any]:
+    result = dict(state)
+    index = 0
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if index not in result and parameter.requires_grad:
+                result[index] = _unstepped(optimizer, group, parameter)
+            index += 1
+    return result
+
+
+def _unstepped(
+    optimizer: Optimizer, group: dict[str, Any], parameter: torch.Tensor
+) -> dict[str, Any]:
+    """State that the optimizer would make for a parameter, from one step of a tiny other one."""
+    tiny = nn.Parameter(torch.zeros(2, 2, dtype=parameter.dtype, device=parameter.device))
+    tiny.grad = torch.zeros_like(tiny)
+    settings = {key: value for key, value in group.items() if key != "params"}
+    other = type(optimizer)([{**settings, "params": [tiny]}], **_constructor(optimizer))
+    other.step()
+    made: dict[str, Any] = {}
+    for name, value in other.state[tiny].items():
+        if isinstance(value, torch.Tensor) and value.shape == tiny.shape:
+            made[name] = torch.full_like(parameter, value[0, 0].item(), dtype=value.dtype)
+        elif name == "step":
+            made[name] = torch.zeros_like(value) if isinstance(value, torch.Tensor) else 0
+        else:
+            made[name] = value
+    return made
+
+
+def _constructor(optimizer: Optimizer) -> dict[str, Any]:
+    """Defaults that the optimizer's constructor takes: an optimizer may keep more of them."""
+    known = inspect.signature(type(optimizer).__init__).parameters
+    return {name: value for name, value in optimizer.defaults.items() if name in known}
+
+
+def _mapped(
+    optimizer: Optimizer,
+    state: dict[str, Any],
+    regions: Sequence[Regions],
+    change: Callable[[Regions, torch.Tensor, Any], Any],
+) -> dict[str, Any]:
+    """A state dictionary with the state of parameters that are regions changed."""
+    mapped = dict(state["state"])
+    for index, parameter in enumerate(_parameters(optimizer)):
+        for one in regions:
+            if index in mapped and one.of(parameter) is not None:
+                mapped[index] = {
+                    name: value if name == "step" else change(one, parameter, value)
+                    for name, value in mapped[index].items()
+                }
+    return {**state, "state": mapped}
+
+
+def _parameters(optimizer: Optimizer) -> list[torch.Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def _cut_whole(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+    """Whole tensors of a state dictionary as this rank's part of them."""
+    parameters = _parameters(optimizer)
+    cut = {
+        key: {name: _like(name, one, parameters[key]) for name, one in value.items()}
+        if isinstance(key, int) and key < len(parameters)
+        else value
+        for key, value in state["state"].items()
+    }
+    return {**state, "state": cut}
+
+
+def _like(name: str, value: Any, parameter: torch.Tensor) -> Any:
+    if (
+        not isinstance(value, torch.Tensor)
+        or isinstance(value, ShardedTensor)
+        or not isinstance(parameter, ShardedTensor)
+        or value.shape != parameter.shape
+        or name == "step"
+    ):
+        return value
+    with torch.no_grad():
+        return torch.empty_like(parameter, dtype=value.dtype).copy_(value)

@@ -1,0 +1,1 @@
+"""Which modules make a unit, and how their parameters come to be."""

@@ -1,0 +1,122 @@
+"""What a precision policy says beside the dtypes of groups: buffers, and modules that are kept."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from lamina.ddp.engine import ParameterRef
+from lamina.fsdp.settings.precision import MixedPrecisionPolicy
+from lamina.fsdp.settings.trees import map_tensors
+
+__all__ = ["cast_buffers", "check_patterns", "keep_modules"]
+
+
+def check_patterns(module: nn.Module, policy: MixedPrecisionPolicy) -> None:
+    """Refuse patterns that nothing in the model matches.
+
+    Raises:
+        ValueError: naming the field and the pattern.
+    """
+    parameters = [name for name, _ in module.named_parameters(remove_duplicate=False)]
+    buffers = [name for name, _ in module.named_buffers(remove_duplicate=False)]
+    wanted = [
+        ("keep_full_precision", one, parameters + buffers) for one in policy.keep_full_precision
+    ]
+    if policy.weight_codec is not None:
+        wanted += [("encoded", one, parameters) for one in policy.encoded]
+    for field, pattern, names in wanted:
+        if not fnmatch.filter(names, pattern):
+            some = ", ".join(names[:3]) or "none"
+            raise ValueError(
+                f"MixedPrecisionPolicy({field}=[{pattern!r}]) matches nothing in "
+                f"{type(module).__name__}, whose names are such as {some}: correct the pattern, or "
+                "leave it out"
+            )
+
+
+def cast_buffers(modules: Iterable[tuple[str, nn.Module]], policy: MixedPrecisionPolicy) -> None:
+    """Give floating buffers the policy's dtype; one that several modules hold stays one.
+
+    Buffers that a module names in an attribute `full_precision_buffers` stay as they are.
+
+    Args:
+        modules: with the names that patterns are about.
+        policy: its `buffer_dtype`, and `keep_full_precision` for buffers to leave alone.
+    """
+    if policy.buffer_dtype is None:
+        return
+    made: dict[int, torch.Tensor] = {}
+    for prefix, module in modules:
+        full = getattr(module, "full_precision_buffers", ())
+        for name, buffer in module._buffers.items():
+            path = f"{prefix}.{name}" if prefix else name
+            if buffer is None or not buffer.is_floating_point():
+                continue
+            if name in full or _kept(path, policy):
+                continue
+            module._buffers[name] = made.setdefault(id(buffer), buffer.to(policy.buffer_dtype))
+
+
+def keep_modules(
+    modules: Iterable[nn.Module], refs: Iterable[ParameterRef], policy: MixedPrecisionPolicy
+) -> None:
+    """Let modules that are wholly kept in full precision take and give the compute dtype.
+
+    Their inputs of `param_dtype` are cast to the dtype of their weights, and then their outputs
+    back. Left alone are modules that also hold (or contain) weights of `param_dtype`, and those
+    with an attribute `casts_itself = True`, which compute in full precision by themselves.
+
+    Args:
+        modules: where to look.
+        refs: the parameters, before they are sharded.
+        policy: its `keep_full_precision`.
+    """
+    narrow = policy.param_dtype
+    if narrow is None or not policy.keep_full_precision:
+        return
+    kept = {id(ref.parameter) for ref in refs if _kept(ref.name, policy)}
+    for module in modules:
+        if getattr(module, "casts_itself", False):
+            continue
+        own = [p for p in module._parameters.values() if p is not None]
+        if own and all(id(parameter) in kept for parameter in module.parameters()):
+            wide = own[0].dtype
+            if wide.is_floating_point and wide != narrow:
+                hooks = _Cast(narrow, wide)
+                module.register_forward_pre_hook(hooks.before, with_kwargs=True)
+                module.register_forward_hook(hooks.after)
+
+
+class _Cast:
+    """Hooks that cast inputs from one dtype to another, and outputs back."""
+
+    def __init__(self, narrow: torch.dtype, wide: torch.dtype) -> None:
+        self._narrow = narrow
+        self._wide = wide
+        self._changed = False
+
+    def before(self, _: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        self._changed = False
+        args, kwargs = map_tensors((args, kwargs), self._widen)
+        return args, kwargs
+
+    def after(self, _: nn.Module, __: Any, output: Any) -> Any:
+        return map_tensors(output, self._narrowed) if self._changed else output
+
+    def _widen(self, tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.dtype != self._narrow:
+            return tensor
+        self._changed = True
+        return tensor.to(self._wide)
+
+    def _narrowed(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(self._narrow) if tensor.dtype == self._wide else tensor
+
+
+def _kept(name: str, policy: MixedPrecisionPolicy) -> bool:
+    return any(fnmatch.fnmatch(name, pattern) for pattern in policy.keep_full_precision)

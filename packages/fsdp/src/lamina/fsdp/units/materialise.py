@@ -1,0 +1,270 @@
+"""Giving a model that was built on the meta device its first values, unit by unit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from lamina.buffers import BufferLayout
+from lamina.collectives.engine import broadcast
+from lamina.ddp.engine import DataParallelAxes, ParameterRef
+from lamina.fsdp.units.plan import UnitPlan
+from lamina.mesh import role_of
+
+__all__ = ["broadcast_buffers", "materialise_unit", "move_buffers", "refuse_uninitialised"]
+
+_UNWRITTEN = 0xA5
+_LOOK_AT = 4096  # bytes of a tensor that tell whether anybody wrote to it
+
+
+def materialise_unit(
+    plan: UnitPlan,
+    device: torch.device,
+    init: Callable[[nn.Module], None] | None = None,
+    layouts: Iterable[tuple[Sequence[ParameterRef], BufferLayout]] = (),
+) -> None:
+    """Allocate a unit's meta parameters and buffers and run its modules' own initialisation.
+
+    Modules are initialised children first, as construction would do it. A parameter that several
+    modules hold gets its value from the first. Nothing that has values already is touched: while
+    the initialisation runs, modules hold meta tensors in place of those.
+
+    Parameters keep their identity (and roles), so optimizers and ties made before still hold.
+
+    Args:
+        plan: the unit.
+        device: where its tensors go.
+        init: initialises one module, as given to `nn.Module.apply` (for a model of `transformers`
+            its own `_init_weights`); None calls the module's `reset_parameters()`.
+        layouts: parameters that are made in one flat tensor, as the buffer will have them, so
+            that it need not be copied from them.
+
+    Raises:
+        ValueError: for a module with meta tensors that nothing has initialised.
+    """
+    places = _places(layouts, device)
+    new = (*_new_parameters(plan, device, places), *_new_buffers(plan, device))
+    fresh = {id(tensor): tensor for tensor in new}
+    if not fresh:
+        return
+    with torch.no_grad(), _only(fresh, plan.module):
+        for module in _children_first(plan):
+            if init is not None:
+                init(module)
+            elif (reset := _own_initialisation(module)) is not None:
+                reset()
+    _refuse_unwritten(plan, fresh)
+
+
+def _places(
+    layouts: Iterable[tuple[Sequence[ParameterRef], BufferLayout]], device: torch.device
+) -> dict[int, torch.Tensor]:
+    """Where in a flat tensor each parameter goes, for groups that are wholly on meta."""
+    places: dict[int, torch.Tensor] = {}
+    for refs, layout in layouts:
+        if not all(ref.parameter.is_meta and ref.parameter.is_contiguous() for ref in refs):
+            continue
+        flat = torch.empty(layout.size, dtype=refs[0].parameter.dtype, device=device)
+        for ref, spec in zip(refs, layout.specs, strict=True):
+            offset = layout.offset(spec.name)
+            places[id(ref.parameter)] = flat[offset : offset + spec.numel].view(spec.shape)
+    return places
+
+
+def _new_parameters(
+    plan: UnitPlan, device: torch.device, places: dict[int, torch.Tensor]
+) -> Iterator[torch.Tensor]:
+    for ref in plan.refs:
+        meta = ref.parameter
+        if not meta.is_meta:
+            continue
+        made = places.get(id(meta))
+        if made is None:
+            made = torch.empty_like(meta, device=device, requires_grad=False)
+        _first_bytes(made).fill_(_UNWRITTEN)
+        real = nn.Parameter(made, requires_grad=meta.requires_grad)
+        real.__dict__.update(meta.__dict__)
+        torch.utils.swap_tensors(meta, real)  # type: ignore[no-untyped-call]
+        yield meta
+
+
+def _new_buffers(plan: UnitPlan, device: torch.device) -> Iterator[torch.Tensor]:
+    made: dict[int, torch.Tensor] = {}  # a buffer that several modules hold stays one
+    for module in plan.own_modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_meta:
+                if id(buffer) not in made:
+                    made[id(buffer)] = torch.empty_like(buffer, device=device)
+                    _first_bytes(made[id(buffer)]).fill_(_UNWRITTEN)
+                module._buffers[name] = made[id(buffer)]
+    yield from made.values()
+
+
+def _first_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor's own first bytes in memory (of a dense tensor, whatever its strides)."""
+    size = tensor.element_size()
+    flat = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    length = min(_LOOK_AT, tensor.numel() * size)
+    with torch.no_grad():
+        return flat.set_(tensor.untyped_storage(), tensor.storage_offset() * size, (length,), (1,))
+
+
+@contextmanager
+def _only(fresh: dict[int, torch.Tensor], root: nn.Module) -> Iterator[None]:
+    """For the time being, modules hold each fresh tensor once, and meta tensors for all others."""
+    held: list[tuple[dict[str, torch.Tensor | None], str, torch.Tensor]] = []
+    seen: set[int] = set()
+    for module in root.modules():
+        for tensors in (module._parameters, module._buffers):
+            for name, tensor in tensors.items():
+                if tensor is None or tensor.is_meta:
+                    continue
+                if id(tensor) in fresh and id(tensor) not in seen:
+                    seen.add(id(tensor))
+                    continue
+                held.append((tensors, name, tensor))  # type: ignore[arg-type]
+    try:
+        for tensors, name, tensor in held:
+            shape = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+            parameter = isinstance(tensor, nn.Parameter)
+            tensors[name] = nn.Parameter(shape, tensor.requires_grad) if parameter else shape
+        yield
+    finally:
+        for tensors, name, tensor in held:
+            tensors[name] = tensor
+
+
+def _children_first(plan: UnitPlan) -> list[nn.Module]:
+    """The unit's modules in the order of `nn.Module.apply`."""
+    own = {id(module) for module in plan.own_modules()}
+    ordered: dict[int, nn.Module] = {}
+
+    def visit(module: nn.Module) -> None:
+        for child in module.children():
+            if id(child) in own and id(child) not in ordered:
+                visit(child)
+        ordered.setdefault(id(module), module)
+
+    visit(plan.module)
+    return list(ordered.values())
+
+
+def _own_initialisation(module: nn.Module) -> Callable[[], object] | None:
+    for name in ("reset_parameters", "_reset_parameters"):  # the latter: nn.MultiheadAttention
+        reset = getattr(module, name, None)
+        if callable(reset):
+            return reset  # type: ignore[no-any-return]
+    return None
+
+
+def _refuse_unwritten(plan: UnitPlan, fresh: dict[int, torch.Tensor]) -> None:
+    left = {
+        key for key, t in fresh.items() if t.numel() and bool((_first_bytes(t) == _UNWRITTEN).all())
+    }
+    for path, module in plan.module.named_modules():
+        tensors = {**module._parameters, **module._buffers}
+        names = [name for name, tensor in tensors.items() if id(tensor) in left]
+        if not names:
+            continue
+        where = ".".join(part for part in (plan.name, path) if part) or "the root"
+        raise ValueError(
+            f"{_uninitialised(module, where, names)}. Units before it are sharded already: build "
+            "the model anew"
+        )
+
+
+def refuse_uninitialised(root: nn.Module, init: Callable[[nn.Module], None] | None) -> None:
+    """Raise ValueError for a meta tensor that nothing will write, before any unit is sharded.
+
+    A module above may write its children's tensors, and of a tied one any holder: what is in
+    doubt is left for `materialise_unit` to find out.
+
+    Args:
+        root: the model.
+        init: as of `materialise_unit`.
+    """
+    if init is not None:
+        return
+    able = [module for module in root.modules() if _own_initialisation(module) is not None]
+    covered = {id(below): below for module in able for below in module.modules()}
+    written = {id(t) for module in covered.values() for t in _held(module).values()}
+    for path, module in root.named_modules():
+        names = [
+            name
+            for name, tensor in _held(module).items()
+            if tensor.is_meta and tensor.numel() and id(tensor) not in written
+        ]
+        if names:
+            raise ValueError(_uninitialised(module, path or "the root", names))
+
+
+def _held(module: nn.Module) -> dict[str, torch.Tensor]:
+    tensors = {**module._parameters, **module._buffers}
+    return {name: tensor for name, tensor in tensors.items() if tensor is not None}
+
+
+def _uninitialised(module: nn.Module, where: str, names: Sequence[str]) -> str:
+    why = (
+        "its reset_parameters() left them alone"
+        if _own_initialisation(module) is not None
+        else "it has no reset_parameters()"
+    )
+    return (
+        f"{type(module).__name__} at {where} was built on the meta device and nothing gave "
+        f"{', '.join(names)} first values: {why}. Write them there (buffers too), or pass "
+        "init_module=function(module), which is called for every module of a unit; for a "
+        "model of transformers, init_module=model._init_weights"
+    )
+
+
+def move_buffers(modules: Iterable[nn.Module], device: torch.device) -> None:
+    """Put buffers where the model computes, which need not be where it was built.
+
+    Args:
+        modules: whose own buffers to move.
+        device: where to.
+    """
+    moved: dict[int, torch.Tensor] = {}  # a buffer that several modules hold stays one
+    for module in modules:
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.device != device:
+                module._buffers[name] = moved.setdefault(id(buffer), buffer.to(device))
+
+
+def broadcast_buffers(
+    plan: UnitPlan, dense: DataParallelAxes, expert: DataParallelAxes | None
+) -> None:
+    """Take the first rank's buffers, as parameters do, once (collective).
+
+    Random features or codebooks would else differ where ranks are seeded differently. Buffers of
+    experts go over the experts' axes: ranks along ep hold different ones.
+
+    Args:
+        plan: the unit whose own modules' buffers they are.
+        dense: data-parallel axes of ordinary parameters.
+        expert: those of expert parameters; None where the mesh has none.
+    """
+    experts = set(_of_experts(plan.module)) if expert is not None else set()
+    for module in plan.own_modules():
+        axes = expert if expert is not None and id(module) in experts else dense
+        for buffer in module._buffers.values():
+            if buffer is None or not buffer.numel():
+                continue
+            sent = buffer.detach().contiguous()
+            as_bytes = sent.reshape(-1).view(torch.uint8)  # backends do not know all dtypes
+            for group in axes.groups("gather"):
+                broadcast(as_bytes, group, src=0).wait()
+            if sent.data_ptr() != buffer.data_ptr():
+                with torch.no_grad():
+                    buffer.copy_(sent)
+
+
+def _of_experts(root: nn.Module) -> Iterator[int]:
+    """`id`s of the modules at and below which all parameters, one at least, are experts'."""
+    for module in root.modules():
+        roles = [role_of(parameter).expert for parameter in module.parameters()]
+        if roles and all(roles):
+            yield from (id(below) for below in module.modules())

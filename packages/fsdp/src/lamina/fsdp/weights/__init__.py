@@ -1,0 +1,1 @@
+"""Weights that are sharded at rest: gathered, encoded or offloaded."""

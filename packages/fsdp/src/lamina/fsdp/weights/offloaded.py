@@ -1,0 +1,244 @@
+"""What a rank keeps lies in host memory; the device sees it only around a gather and a reduction.
+
+The optimizer's step then runs on the host, over shards there. A gather copies the shard to its
+place in the unit's whole weights and gathers in place, so offloading adds no copy that the gather
+did not make. A reduction receives into a short-lived buffer on the device, which is copied to the
+host's main grads. Both run on streams of their own, beside the compute.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import torch
+from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
+
+from lamina.buffers import FlatBuffer
+from lamina.collectives import Handle, all_gather_into
+from lamina.collectives.engine import host_device
+from lamina.ddp.engine import DataParallelAxes, GradientState, RankSum, Reduction, TransientBuffers
+from lamina.fsdp.settings.hardware_limits import UnavailableError
+from lamina.fsdp.weights.sharded import ShardedWeights
+
+__all__ = [
+    "Offload",
+    "OffloadedSum",
+    "OffloadedWeights",
+    "SideStream",
+    "offloaded",
+    "resolve_offload",
+]
+
+
+@dataclass(frozen=True)
+class Offload:
+    """Keep shards in host memory.
+
+    Attributes:
+        pinned: page-locked, so that copies run beside the compute (CUDA only).
+    """
+
+    pinned: bool
+
+
+def resolve_offload(
+    policy: OffloadPolicy | None,
+    device: torch.device,
+    axes: DataParallelAxes,
+    *,
+    gathers: bool = True,
+) -> Offload | None:
+    """What torch FSDP2's `OffloadPolicy` or `CPUOffloadPolicy` asks for; None for nothing.
+
+    Args:
+        policy: torch's `CPUOffloadPolicy` (or of a class derived from it), its `OffloadPolicy`
+            itself, or None.
+        device: where the model computes.
+        axes: data-parallel axes.
+        gathers: whether the strategy gathers weights.
+
+    Raises:
+        TypeError: for something that is no policy.
+        ValueError: for a strategy that keeps weights whole on the device.
+        UnavailableError: if the process group cannot reach host memory.
+    """
+    if policy is None or type(policy) is OffloadPolicy:
+        return None
+    if not isinstance(policy, CPUOffloadPolicy):
+        raise TypeError(
+            f"offload_policy={policy!r}: use torch.distributed.fsdp.CPUOffloadPolicy(), or "
+            "OffloadPolicy() for none"
+        )
+    if not gathers:
+        raise ValueError(
+            "offload_policy=CPUOffloadPolicy() keeps weights on the host, and this strategy keeps "
+            "them whole on the device: use zero_dp_strategy=3"
+        )
+    for group in axes.groups("gather") if device.type != "cpu" else ():
+        if host_device([group], device).type != "cpu":
+            raise UnavailableError(
+                f"offload_policy=CPUOffloadPolicy(): shards lie on the host, and group "
+                f"'{group.group_desc if group else ''}' serves no CPU tensors, so norms and "
+                "full_tensor() could not reach them: start the world with init_distributed(), or "
+                'backend="cpu:gloo,cuda:nccl"'
+            )
+    return Offload(pinned=policy.pin_memory and device.type == "cuda")
+
+
+class SideStream:
+    """A stream for copies between host and device beside the compute; on a CPU, nothing.
+
+    Args:
+        device: where the model computes.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream: torch.cuda.Stream | None = None
+
+    def follow(self) -> None:
+        """What is run here from now on comes after what was queued on the current stream."""
+        if self._device.type != "cuda":
+            return
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+
+    @contextmanager
+    def use(self) -> Iterator[None]:
+        """Queue work here."""
+        if self._stream is None:
+            yield
+            return
+        with torch.cuda.stream(self._stream):
+            yield
+
+    def mark(self) -> torch.cuda.Event | None:
+        """An event after what was queued here; None where work is done once it is called."""
+        return None if self._stream is None else self._stream.record_event()
+
+
+class OffloadedWeights(ShardedWeights):
+    """Sharded weights whose shard lies on the host."""
+
+    _copied: torch.cuda.Event | None = None
+    _side: SideStream | None = None
+
+    def _gather(self) -> Handle | None:
+        self._pool.acquire(self._key, epoch=self._epoch)
+        self.follow()
+        whole = self._pool.destination(self._key)
+        start, stop = self.local.range
+        if self._side is None:
+            self._side = SideStream(whole.device)
+        # The place may be one that a unit before has just left: its last use is queued already.
+        self._side.follow()
+        with self._side.use():
+            own = whole[start:stop]
+            own.copy_(self.local.data, non_blocking=True)
+            self._copied = self._side.mark()
+            return all_gather_into(whole, own, self.axes.inner.sibling("gather"), async_op=True)
+
+    def release(self) -> None:
+        """Give the whole weights back, once the host's shard may be written again."""
+        if self._copied is not None:
+            self._copied.synchronize()
+            self._copied = None
+        super().release()
+
+
+class OffloadedSum(RankSum):
+    """Sums on the device, for main grads on the host.
+
+    What was reduced before is brought to the device first where a reduction adds to it, so the
+    bits are those of main grads that never left.
+
+    Args:
+        make: makes the sum that works on the device.
+        device: the device.
+        state: as of `RankSum`.
+    """
+
+    def __init__(
+        self, make: Callable[..., RankSum], device: torch.device, main: FlatBuffer, *state: Any
+    ) -> None:
+        super().__init__(main, *state)
+        self._device = device
+        self._described = FlatBuffer(main.layout, main.placement, main.dtype, "meta", main.axes)
+        self._inner = make(self._described, *state)
+        self.adds_to_final = self._inner.adds_to_final
+        self.sums_in_main = self._inner.sums_in_main
+        # Two, because two reductions may be under way: the first one's copy to the host must not
+        # wait for what the second one waits for.
+        self._sides = [SideStream(device), SideStream(device)]
+
+    @property
+    def device(self) -> torch.device:
+        """Where gradients are computed."""
+        return self._device
+
+    def run(self, wire: torch.Tensor, before: GradientState, final: bool) -> Iterator[Handle]:
+        """As the sum inside; main grads are on the host when the generator has ended."""
+        kept = self.main.data
+        staging = self.transient.take(kept.numel(), kept.dtype, self._device)
+        main = self.main
+        self._inner.main = FlatBuffer(
+            main.layout, main.placement, main.dtype, self._device, main.axes, storage=staging
+        )
+        side = self._sides[0]
+        self._sides.reverse()
+        side.follow()
+        with side.use():
+            if before is not GradientState.EMPTY:
+                staging.copy_(kept, non_blocking=True)
+            steps = self._inner.run(wire, before, final)
+            handle = next(steps, None)
+        while handle is not None:
+            yield cast(Handle, _Beside(handle, side))
+            with side.use():
+                handle = next(steps, None)
+        with side.use():
+            kept.copy_(staging, non_blocking=True)
+            done = side.mark()
+        if done is not None:
+            done.synchronize()
+        self._inner.main = self._described  # or the device would keep the staging for good
+        self.transient.give(staging)
+
+    def skip(self, final: bool) -> None:
+        """As the sum inside."""
+        self._inner.skip(final)
+
+    def forget(self) -> None:
+        """As the sum inside."""
+        self._inner.forget()
+
+    def scale_kept(self, factor: float) -> None:
+        """As the sum inside."""
+        self._inner.scale_kept(factor)
+
+
+class _Beside:
+    """A handle whose `wait` lets the side stream wait, and not the compute."""
+
+    def __init__(self, handle: Handle, side: SideStream) -> None:
+        self._handle = handle
+        self._side = side
+
+    def wait(self) -> None:
+        with self._side.use():
+            self._handle.wait()
+
+
+def offloaded(reduction: Reduction, device: torch.device) -> Reduction:
+    """The same reduction for main grads on the host."""
+
+    def make(
+        main: FlatBuffer, axes: DataParallelAxes, scale: float | None, transient: TransientBuffers
+    ) -> RankSum:
+        return OffloadedSum(reduction.make, device, main, axes, scale, transient)
+
+    return replace(reduction, make=make)

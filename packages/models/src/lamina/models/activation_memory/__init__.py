@@ -1,0 +1,1 @@
+"""Less activation memory: recomputation and offload."""

@@ -1,0 +1,203 @@
+"""Trading saved activations for computation, or for host memory.
+
+`apply_recompute` changes what a model's blocks keep for backward, never what they compute. It
+replaces the `forward` of chosen modules on the instance: names, parameters and hooks stay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal, TypeVar, get_args
+
+import torch
+from torch import Tensor, nn
+from torch._compile import _disable_dynamo as one_graph_break
+from torch.utils.checkpoint import checkpoint
+
+from lamina.mesh.engine import recompute_contexts
+from lamina.models.activation_memory.offload import Offloader
+from lamina.models.activation_memory.selective import Discarder
+from lamina.models.attention.attention import AttentionCore
+from lamina.models.decoder.block import TransformerBlock
+from lamina.models.decoder.layer_stack import ResidualBlock
+from lamina.models.layers.dropout import Dropout
+from lamina.models.layers.mlp import ActivationFunction
+from lamina.models.layers.norms import LayerNorm, RMSNorm
+from lamina.models.mamba.block import CausalConvolution, GatedNorm, StateSpaceScan
+from lamina.models.moe.router import TopKRouter
+from lamina.models.precision.fp8_products import Float8Products, replaying_scales
+
+__all__ = ["Kind", "ModuleT", "Operation", "RecomputePolicy", "apply_recompute", "is_recomputed"]
+
+
+Kind = Literal["none", "full", "selective", "offload"]
+Operation = Literal["attention", "norm", "activation", "scan"]
+ModuleT = TypeVar("ModuleT", bound=nn.Module)
+
+_MODULES: dict[str, tuple[type[nn.Module], ...]] = {
+    "attention": (AttentionCore,),
+    "norm": (RMSNorm, LayerNorm, GatedNorm),
+    "activation": (ActivationFunction,),
+    "scan": (CausalConvolution, StateSpaceScan),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecomputePolicy:
+    """What blocks keep for backward.
+
+    Args:
+        kind: `none`; `full` keeps a block's input and runs the block again; `selective` drops
+            what the named operations return, and recomputes it when backward asks for it;
+            `offload` moves what would be saved to host memory (nothing to do on a CPU), and
+            brings it back while the block after it is in its backward.
+        every: apply it to every n-th block, from the first.
+        operations: for `selective`: `attention` (scores, softmax, mixing), `norm`,
+            `activation`, `scan` (Mamba's convolution, decays and states). None of them
+            contains a matrix product with a weight.
+        min_numel: for `offload`: smaller tensors stay.
+
+    Raises:
+        ValueError: for a kind or operation that does not exist, no operation, `every` below 1,
+            or what the kind would not look at.
+    """
+
+    kind: Kind = "none"
+    every: int = 1
+    operations: Sequence[Operation] = get_args(Operation)
+    min_numel: int = 1 << 16
+
+    def __post_init__(self) -> None:
+        if self.kind not in get_args(Kind):
+            raise ValueError(f"kind is {self.kind!r}: it must be one of {get_args(Kind)}")
+        unknown = sorted(set(self.operations) - set(get_args(Operation)))
+        if unknown:
+            raise ValueError(f"operations {unknown} do not exist: take of {get_args(Operation)}")
+        if self.every < 1:
+            raise ValueError(f"every is {self.every}: it must be at least 1")
+        if self.kind == "selective" and not self.operations:
+            raise ValueError(f"operations is empty: name some of {get_args(Operation)}")
+        for name, kind in (("operations", "selective"), ("min_numel", "offload")):
+            given = getattr(self, name)
+            if self.kind != kind and given != getattr(RecomputePolicy, name):
+                raise ValueError(
+                    f"{name}={given!r} with kind={self.kind!r}, which does not look at it: only "
+                    f"kind={kind!r} does"
+                )
+
+
+def apply_recompute(
+    model: ModuleT,
+    policy: RecomputePolicy | Kind,
+    *,
+    blocks: tuple[type[nn.Module], ...] = (TransformerBlock, ResidualBlock),
+) -> ModuleT:
+    """Make a model's blocks keep what the policy says; losses and gradients keep their bits.
+
+    A second call replaces the first. Dropout draws the same numbers when it runs again, inside
+    `lamina.mesh.rng_stream` too.
+
+    Args:
+        model: holds the blocks, at any depth. Changed in place.
+        policy: a policy, or the name of a kind.
+        blocks: classes of modules that are blocks.
+
+    Returns:
+        `model`.
+
+    Raises:
+        ValueError: if the model has no such block.
+    """
+    if isinstance(policy, str):
+        policy = RecomputePolicy(kind=policy)
+    found = [module for module in model.modules() if isinstance(module, blocks)]
+    if not found:
+        names = ", ".join(block.__name__ for block in blocks)
+        raise ValueError(f"{type(model).__name__} has no {names}: pass your blocks' classes")
+    offloader = Offloader()
+    for index, block in enumerate(found):
+        _restore(block)
+        if index % policy.every == 0:
+            _apply(block, policy, offloader, index // policy.every)
+    return model
+
+
+def is_recomputed(module: nn.Module) -> bool:
+    """Whether `apply_recompute` has put another forward in this module's place."""
+    return isinstance(module.__dict__.get("forward"), _Replaced)
+
+
+def _restore(block: nn.Module) -> None:
+    for module in block.modules():
+        if is_recomputed(module):
+            del module.forward
+
+
+def _apply(block: nn.Module, policy: RecomputePolicy, offloader: Offloader, index: int) -> None:
+    if policy.kind == "full":
+        block.forward = _Replaced(_checkpointed, block, block.forward)
+    elif policy.kind == "offload":
+        hooks = partial(offloader.hooks, block, index, policy.min_numel)
+        block.forward = _Replaced(_within, hooks, block.forward)
+    elif policy.kind == "selective":
+        chosen = tuple(kind for name in policy.operations for kind in _MODULES[name])
+        discarder = Discarder()
+        for module in block.modules():
+            if isinstance(module, chosen):
+                module.forward = _Replaced(discarder.run, module, module.forward)
+        block.forward = _Replaced(_within, discarder.hooks, block.forward)
+
+
+class _Replaced(partial[Any]):
+    """A forward that was put in a module's place; a class of its own so that it can be found.
+
+    A partial over bound methods, unlike a closure, follows the module through deepcopy and pickle.
+    """
+
+
+def _checkpointed(
+    block: nn.Module, forward: Callable[..., Any], *inputs: Any, **options: Any
+) -> Any:
+    if not torch.is_grad_enabled():
+        return forward(*inputs, **options)
+    if torch.compiler.is_compiling():
+        if _replays(block):
+            return _outside_of_graphs(_checkpointed, block, forward, *inputs, **options)
+        # torch's compiler takes no contexts but its own, and draws the same numbers by itself.
+        return checkpoint(forward, *inputs, use_reentrant=False, **options)
+    contexts = replaying_scales(block, recompute_contexts)
+    return checkpoint(forward, *inputs, use_reentrant=False, context_fn=contexts, **options)
+
+
+def _replays(block: nn.Module) -> bool:
+    """Whether a block that runs again needs more than torch's generators as they were."""
+    return not isinstance(block, (TransformerBlock, ResidualBlock)) or any(
+        (isinstance(module, Float8Products) and module.amax_history is not None)
+        or (isinstance(module, (Dropout, AttentionCore)) and module.sharded and module.rate > 0.0)
+        or (isinstance(module, TopKRouter) and module.moe.jitter > 0.0)
+        for module in block.modules()
+    )
+
+
+@one_graph_break
+def _outside_of_graphs(run: Callable[..., Any], *inputs: Any, **options: Any) -> Any:
+    """Run uncompiled: what autograd saves in a compiled graph is the compiler's choice."""
+    return run(*inputs, **options)
+
+
+def _within(
+    hooks: Callable[[], AbstractContextManager[Any]],
+    forward: Callable[..., Tensor],
+    *inputs: Any,
+    **options: Any,
+) -> Tensor:
+    if not torch.is_grad_enabled():
+        return forward(*inputs, **options)
+    if torch.compiler.is_compiling():
+        output: Tensor = _outside_of_graphs(_within, hooks, forward, *inputs, **options)
+        return output
+    with hooks():
+        return forward(*inputs, **options)

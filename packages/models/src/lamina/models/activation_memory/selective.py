@@ -1,0 +1,178 @@
+"""Outputs that are not kept for backward but computed again when it asks for them.
+
+An operation's output is usually saved twice over: by the operation, and by the product that reads
+it. Here the operation's inputs are kept instead, and whoever saves its output gets a recipe in
+place of the tensor. In backward the first who needs the output runs the operation again, once, with
+autograd recording, and the operation's own backward uses that same run.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from lamina.mesh.engine import recompute_contexts
+
+__all__ = ["Discarder"]
+
+
+class Discarder:
+    """Remembers, while a block's forward runs, which storages hold outputs not to be kept."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[StorageWeakRef, int, _Recipe]] = {}
+
+    @contextmanager
+    def hooks(self) -> Iterator[None]:
+        """Inside, a remembered output that autograd saves becomes a recipe."""
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack):
+                yield
+        finally:
+            self._known.clear()
+
+    def run(self, module: nn.Module, forward: Callable[..., Tensor], *inputs: Any) -> Tensor:
+        """Call `forward`, keeping its inputs rather than its output.
+
+        Args:
+            module: owns the parameters that `forward` uses.
+            forward: returns one tensor.
+            inputs: of `forward`; tensors among them may require gradients.
+        """
+        if not torch.is_grad_enabled():
+            return forward(*inputs)
+        recipe = _Recipe(module, forward, inputs)
+        tensors = [x for x in inputs if isinstance(x, Tensor)]
+        output: Tensor = _Recomputed.apply(recipe, len(tensors), *tensors, *module.parameters())  # type: ignore[no-untyped-call]
+        if output.requires_grad:
+            storage = output.untyped_storage()
+            self._known[storage._cdata] = StorageWeakRef(storage), output._version, recipe  # type: ignore[no-untyped-call]
+        return output
+
+    def _pack(self, tensor: Tensor) -> Tensor | _Place:
+        found = self._known.get(tensor.untyped_storage()._cdata)
+        if found is None:
+            return tensor
+        storage, version, recipe = found
+        # A freed storage's address may be somebody else's by now, and an output that was written
+        # to since cannot be computed again: such tensors are saved as usual.
+        if storage.expired() or tensor._version != version:  # type: ignore[no-untyped-call]
+            return tensor
+        return _Place(recipe, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
+
+
+class _Place(NamedTuple):
+    """A view of a recipe's output."""
+
+    recipe: _Recipe
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+
+def _unpack(packed: Tensor | _Place) -> Tensor:
+    if isinstance(packed, Tensor):
+        return packed
+    output = packed.recipe.rerun().output.detach()
+    return output.as_strided(packed.size, packed.stride, packed.offset)
+
+
+class _Run(NamedTuple):
+    """An operation run again: the inputs as leaves of its own graph, and the output."""
+
+    leaves: list[Tensor]
+    output: Tensor
+
+
+class _Recipe:
+    """How to compute an output again, and that run between its first use and its last.
+
+    Generators are kept for modules with a dropout `rate` only: their state is 5 KB a time.
+    """
+
+    def __init__(
+        self, module: nn.Module, forward: Callable[..., Tensor], inputs: tuple[Any, ...]
+    ) -> None:
+        self.module = module
+        self.forward = forward
+        self.others = [None if isinstance(x, Tensor) else x for x in inputs]
+        self.places = [i for i, x in enumerate(inputs) if isinstance(x, Tensor)]
+        self.random: _RandomState | None = None
+        rate = getattr(module, "rate", 0.0)  # of a scan it is a tensor, and no probability
+        if isinstance(rate, float) and rate > 0.0 and module.training:
+            self.random = _RandomState([inputs[i] for i in self.places])
+        self.node: Callable[[], Any] = lambda: None
+        self.kept: _Run | None = None
+
+    def call(self, tensors: list[Tensor]) -> Tensor:
+        """Run the operation on these tensors and the other inputs as they were."""
+        inputs = list(self.others)
+        for place, tensor in zip(self.places, tensors, strict=True):
+            inputs[place] = tensor
+        return self.forward(*inputs)
+
+    def rerun(self) -> _Run:
+        """Run again, unless that was done already."""
+        if self.kept is None:
+            # The node is alive: whoever asks comes before it in the same backward.
+            saved, wanted = self.node().saved_tensors, self.node().needs_input_grad[2:]
+            leaves = [
+                x.detach().requires_grad_(needed) for x, needed in zip(saved, wanted, strict=False)
+            ]
+            random = nullcontext() if self.random is None else self.random.replayed()
+            with torch.enable_grad(), random:
+                self.kept = _Run(leaves, self.call(leaves))
+        return self.kept
+
+
+class _Recomputed(torch.autograd.Function):
+    """An operation that keeps its inputs only."""
+
+    @staticmethod
+    def forward(ctx: Any, recipe: _Recipe, count: int, *tensors: Tensor) -> Tensor:
+        """Run `recipe` on the first `count` tensors; the others are its parameters."""
+        ctx.save_for_backward(*tensors[:count])
+        ctx.recipe = recipe
+        # Weak, for the node holds the recipe already.
+        recipe.node = weakref.ref(ctx)
+        return recipe.call(list(tensors[:count]))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """Gradients of the inputs and parameters, through the operation run again."""
+        recipe: _Recipe = ctx.recipe
+        run = recipe.rerun()
+        recipe.kept = None
+        sources = [*run.leaves, *recipe.module.parameters()]
+        wanted = [x for x in sources if x.requires_grad]
+        grads = iter(torch.autograd.grad(run.output, wanted, grad, allow_unused=True))
+        return None, None, *(next(grads) if x.requires_grad else None for x in sources)
+
+
+class _RandomState:
+    """The generators as they were before an operation ran."""
+
+    def __init__(self, tensors: list[Tensor]) -> None:
+        self.cpu = torch.get_rng_state()
+        self.devices = sorted({x.get_device() for x in tensors if x.is_cuda})
+        self.cuda = [torch.cuda.get_rng_state(device) for device in self.devices]
+        self.streams = recompute_contexts()[1]
+
+    def replayed(self) -> AbstractContextManager[Any]:
+        """Inside, generators draw as they did then; afterwards they go on as if nothing was."""
+        stack = ExitStack()
+        with stack:
+            stack.enter_context(torch.random.fork_rng(self.devices))
+            torch.set_rng_state(self.cpu)
+            for device, state in zip(self.devices, self.cuda, strict=True):
+                torch.cuda.set_rng_state(state, device)
+            stack.enter_context(self.streams)
+            return stack.pop_all()

@@ -1,0 +1,151 @@
+"""What every block of a forward shares: made once, passed to each."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lamina.models.attention.context_parallel import parallel_pattern
+from lamina.models.attention.kernels import (
+    AttentionPattern,
+    choose_pattern,
+    document_positions,
+    document_runs,
+)
+from lamina.models.attention.rotary import rotary_tables
+from lamina.models.base.config import TransformerConfig
+from lamina.models.base.mesh_axes import MeshLike, axis_of
+from lamina.models.layers.zigzag import cut_sequence
+from lamina.models.moe.losses import RoutingContext
+
+__all__ = ["AttentionContext", "default_positions", "same_for_all"]
+
+
+def default_positions(tokens: Tensor, document_ids: Tensor | None = None) -> Tensor:
+    """Count from 0, per document where there are documents: int64 `[(batch,) sequence]`."""
+    if document_ids is not None:
+        return document_positions(document_ids)
+    return torch.arange(tokens.shape[1], device=tokens.device)
+
+
+def same_for_all(positions: Tensor) -> Tensor:
+    """Positions `[1, sequence]` as `[sequence]`, which every row has; others as they are."""
+    return positions[0] if positions.ndim == 2 and positions.shape[0] == 1 else positions
+
+
+@dataclass(frozen=True)
+class AttentionContext:
+    """What the attention of every block needs beside its input.
+
+    Attributes:
+        shape: sequences in the batch, and tokens of each that attention sees.
+        pattern: computes the attention: which tokens, by which kernel.
+        rotary: cosines and sines from `rotary_tables`, or None without RoPE.
+        runs: int64 `[batch, sequence]`: each token's document, where the config has layers that
+            are no attention and must know; None without documents.
+        routing: what routers of experts share, in a model that has them.
+        config: what it was built from; None is not known.
+    """
+
+    shape: tuple[int, int]
+    pattern: AttentionPattern
+    rotary: tuple[Tensor, Tensor] | None = None
+    runs: Tensor | None = None
+    routing: RoutingContext | None = None
+    config: TransformerConfig | None = None
+
+    def check(self, config: TransformerConfig) -> None:
+        """Raise ValueError for an attention that wants another window or other positions.
+
+        The blocks of a forward share them, so that its own would be ignored.
+        """
+        if self.config is None or self.config is config:
+            return
+        turns = config.positions == "rope"
+        names = ["sliding_window"]
+        if turns != (self.config.positions == "rope"):  # none and learned are one to attention
+            names = ["positions"]
+        elif turns:
+            names += ["rope_theta", "rope_scaling"]
+        for name in names:
+            wanted, there = getattr(config, name), getattr(self.config, name)
+            if wanted != there:
+                raise ValueError(
+                    f"a block is made with {name} {wanted!r}, and the model whose context it is "
+                    f"given has {name} {there!r}: the blocks of a forward share them; make every "
+                    "block with the model's, or call it with an AttentionContext of its own"
+                )
+
+    @staticmethod
+    def build(
+        config: TransformerConfig,
+        tokens: Tensor,
+        dtype: torch.dtype,
+        positions: Tensor | None = None,
+        document_ids: Tensor | None = None,
+        *,
+        training: bool = False,
+        mesh: MeshLike = None,
+    ) -> AttentionContext:
+        """Prepare tables and pattern.
+
+        Args:
+            config: the model's.
+            tokens: any tensor `[batch, sequence, ...]` on the device of the activations, whole
+                sequences.
+            dtype: of the activations.
+            positions: int64 `[sequence]` or `[batch, sequence]`; counted from 0 when None,
+                anew in each document where `document_ids` are given.
+            document_ids: integers `[batch, sequence]`; a token attends only within its document,
+                a run of equal ids.
+            training: whether attention dropout applies.
+            mesh: its axis `cp` (or the axis itself) cuts the sequences: then attention's input is
+                this rank's part.
+        """
+        cp = axis_of(mesh, "cp")
+        rotary = None
+        if config.positions == "rope":
+            if positions is None:
+                positions = default_positions(tokens, document_ids)
+            rotary = rotary_tables(config, cut_sequence(positions, cp, dim=-1))
+        dropout = config.attention_dropout if training else 0.0
+        if cp is None:
+            pattern = choose_pattern(config, tokens, dtype, document_ids, dropout)
+        else:
+            pattern = parallel_pattern(config, cp, tokens, dtype, document_ids, dropout)
+        local = tokens.shape[1] // (1 if cp is None else cp.size)
+        runs = None
+        if document_ids is not None and config.mamba is not None:
+            runs = document_runs(document_ids)
+        shape = (tokens.shape[0], local)
+        return AttentionContext(shape, pattern, rotary, runs, config=config)
+
+    @staticmethod
+    def plain(
+        config: TransformerConfig, x: Tensor, *, training: bool, cp: int = 1
+    ) -> AttentionContext:
+        """Causal attention, positions from 0, for an attention that is used by itself.
+
+        Args:
+            config: the attention's.
+            x: its input.
+            training: whether attention dropout applies.
+            cp: ranks that share a sequence.
+
+        Raises:
+            ValueError: if `x` is not `[batch, sequence, hidden]`, or for more than one rank.
+        """
+        if cp > 1:
+            raise ValueError(
+                f"without a context attention sees this rank's tokens only, and cp {cp} cuts the "
+                "sequence: pass AttentionContext.build(config, tokens, dtype, mesh=mesh) with the "
+                "whole tokens"
+            )
+        if x.ndim != 3:
+            raise ValueError(
+                f"x has shape {tuple(x.shape)}: without a context it must be [batch, sequence, "
+                "hidden]; under sequence parallelism pass AttentionContext.build(...)"
+            )
+        return AttentionContext.build(config, x, x.dtype, training=training)

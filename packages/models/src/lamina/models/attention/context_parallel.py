@@ -1,0 +1,327 @@
+"""Three ways to attend over a sequence that is cut over ranks.
+
+`ring`: keys and values pass round, point to point, while each rank attends to those it has (Liu
+et al., 2023). `all_gather`: every rank gathers all keys and values (Llama 3, 2024). `ulysses`:
+ranks trade the sequence for heads and back, by all-to-all (Jacobs et al., 2023). Each is an
+attention pattern like those of one process; sequences are cut in zigzag order.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from lamina.collectives import all_to_all_tokens, gather_from, send_recv
+from lamina.collectives.engine import ring
+from lamina.mesh.engine import MeshAxis
+from lamina.models.attention.kernels import (
+    AttentionPattern,
+    Masked,
+    allowed_pairs,
+    check_path,
+    choose_pattern,
+    document_runs,
+    flex_over,
+    refuse_dropout,
+    repeat_heads,
+)
+from lamina.models.attention.partial_softmax import Block
+from lamina.models.attention.pieced import InPieces, Piece, add_each, to_one_width
+from lamina.models.base.config import TransformerConfig
+from lamina.models.layers.zigzag import cut_sequence, in_order, out_of_order
+
+__all__ = [
+    "GatheredKeys",
+    "Ring",
+    "Ulysses",
+    "causal_pieces",
+    "check_context_parallel",
+    "check_pattern",
+    "parallel_pattern",
+    "places_of",
+]
+
+
+def places_of(rank: int, size: int, sequence: int, device: torch.device) -> Tensor:
+    """Where in the whole sequence a rank's tokens are: int64 `[sequence / size]`."""
+    chunks = torch.arange(sequence, device=device).chunk(2 * size)
+    return torch.cat((chunks[rank], chunks[2 * size - 1 - rank]))
+
+
+@dataclass(frozen=True)
+class Ring:
+    """Keys and values go round; pieces of attention are merged in float32.
+
+    Attributes:
+        axis: the ranks.
+        window: how many tokens, itself included, a token attends to; None is all before it.
+        runs: each token's document, of the whole sequence: int64 `[batch, sequence]`.
+    """
+
+    axis: MeshAxis
+    window: int | None = None
+    runs: Tensor | None = None
+
+    def __call__(
+        self, query: Tensor, key: Tensor, value: Tensor, *, scale: float, dropout: float
+    ) -> Tensor:
+        """See `AttentionPattern`; tokens are this rank's."""
+        refuse_dropout("Ring", dropout)
+        padded = to_one_width(query, key, value)
+        mixed: Tensor = _RingAttention.apply(*padded, self, scale)  # type: ignore[no-untyped-call]
+        return mixed[..., : value.shape[-1]]
+
+    def piece(self, source: int, tokens: int, scale: float, device: torch.device) -> Piece | None:
+        """What this rank's queries have to do with another rank's keys."""
+        rank, half = self.axis.rank, tokens // 2
+        everything = slice(0, tokens)
+        if self.window is not None or self.runs is not None:
+            mask = self._mask(source, tokens * self.axis.size, device)
+            if not mask.any():
+                return None
+            return Piece(everything, everything, Block(scale, mask=mask))
+        if source == rank:
+            return Piece(everything, everything, Block(scale, causal=True))
+        if source < rank:
+            # Its early chunk comes before both of ours, its late one after both.
+            return Piece(everything, slice(0, half), Block(scale))
+        return Piece(slice(half, tokens), everything, Block(scale))
+
+    def _mask(self, source: int, sequence: int, device: torch.device) -> Tensor:
+        mine = places_of(self.axis.rank, self.axis.size, sequence, device)
+        theirs = places_of(source, self.axis.size, sequence, device)
+        if self.runs is None:
+            return allowed_pairs(mine, theirs, self.window)
+        runs = self.runs[:, mine], self.runs[:, theirs]
+        return allowed_pairs(mine, theirs, self.window, *runs)
+
+
+class _RingAttention(torch.autograd.Function):
+    """Tensors are `[batch, tokens, heads, width]`, as they travel; kernels see heads first."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, pattern: Ring, scale: float
+    ) -> Tensor:
+        wide = torch.promote_types(query.dtype, torch.float32)
+        q = query.transpose(1, 2)
+        total = torch.zeros_like(query, dtype=wide)
+        out = total.transpose(1, 2)
+        logs = torch.full(q.shape[:3], -torch.inf, dtype=wide, device=q.device)
+        for source, (k, v) in ring((key, value), pattern.axis.group):
+            piece = pattern.piece(source, q.shape[2], scale, q.device)
+            if piece is not None:
+                piece.add_values(out, logs, (q, k, v))
+        mixed = total.to(query.dtype)
+        ctx.save_for_backward(query, key, value, mixed, logs)
+        ctx.pattern, ctx.scale = pattern, scale
+        return mixed
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, mixed, logs = ctx.saved_tensors
+        pattern: Ring = ctx.pattern
+        q, out, g = (x.transpose(1, 2) for x in (query, mixed, grad))
+        grad_query = torch.zeros_like(query, dtype=logs.dtype)
+        group = pattern.axis.group
+        travelling = None
+        for source, (k, v) in ring((key, value), group):
+            sums = [torch.zeros_like(x, dtype=logs.dtype) for x in (k, v)]
+            piece = pattern.piece(source, q.shape[2], ctx.scale, q.device)
+            if piece is not None:
+                piece.add_gradients(grad_query, sums, (q, k, v), (g, out, logs))
+            # A block's gradients follow it round, one step behind, and end where it started.
+            if travelling is not None:
+                add_each(sums, travelling.wait())
+            travelling = send_recv(sums, group)
+        home = travelling.wait() if travelling is not None else ()
+        grads = zip((grad_query, *home), (query, key, value), strict=True)
+        return *(wide.to(x.dtype) for wide, x in grads), None, None
+
+
+@dataclass(frozen=True)
+class GatheredKeys:
+    """Every rank gathers all keys and values, in order, and attends to them.
+
+    Attributes:
+        axis: the ranks.
+        inner: attention of this rank's queries to all keys.
+    """
+
+    axis: MeshAxis
+    inner: AttentionPattern
+
+    def __call__(
+        self, query: Tensor, key: Tensor, value: Tensor, *, scale: float, dropout: float
+    ) -> Tensor:
+        """See `AttentionPattern`; tokens are this rank's."""
+        both = torch.cat((key, value), dim=-1)
+        gathered = gather_from(both, self.axis.group, dim=1, grad="reduce_scatter")
+        widths = [key.shape[-1], value.shape[-1]]
+        keys, values = torch.split(in_order(gathered, self.axis.size), widths, dim=-1)
+        return self.inner(query, keys, values, scale=scale, dropout=dropout)
+
+
+@dataclass(frozen=True)
+class Ulysses:
+    """Ranks trade tokens for heads: each attends over the whole sequence for some heads.
+
+    Attributes:
+        axis: the ranks.
+        inner: attention over the whole sequence.
+    """
+
+    axis: MeshAxis
+    inner: AttentionPattern
+
+    def __call__(
+        self, query: Tensor, key: Tensor, value: Tensor, *, scale: float, dropout: float
+    ) -> Tensor:
+        """See `AttentionPattern`; tokens are this rank's."""
+        size = self.axis.size
+        if key.shape[2] % size:
+            # Fewer key heads than ranks: ranks that share one each get a copy.
+            key, value = repeat_heads(key, size), repeat_heads(value, size)
+        widths = [x.shape[2] // size for x in (query, key, value)]
+        if value.shape[-1] == query.shape[-1]:
+            parts = [torch.unflatten(x, 2, (size, -1)) for x in (query, key, value)]
+            whole = self._to_heads(torch.cat(parts, dim=3))
+            query, key, value = torch.split(whole, widths, dim=2)
+        else:
+            query, key, value = (
+                self._to_heads(torch.unflatten(x, 2, (size, -1))) for x in (query, key, value)
+            )
+        return self._to_tokens(self.inner(query, key, value, scale=scale, dropout=dropout))
+
+    def _to_heads(self, x: Tensor) -> Tensor:
+        """`[batch, tokens, size, heads, width]` to `[batch, sequence, heads, width]`."""
+        received = all_to_all_tokens(x.movedim(2, 0), self.axis.group)
+        laid = received.movedim(0, 1).flatten(1, 2)
+        return in_order(laid, self.axis.size)
+
+    def _to_tokens(self, x: Tensor) -> Tensor:
+        """`[batch, sequence, heads, width]` to `[batch, tokens, size * heads, width]`."""
+        size = self.axis.size
+        laid = torch.unflatten(out_of_order(x, size), 1, (size, -1))
+        received = all_to_all_tokens(laid.movedim(1, 0), self.axis.group)
+        return received.movedim(0, 2).flatten(2, 3)
+
+
+def check_context_parallel(config: TransformerConfig, cp: MeshAxis, tp_size: int) -> None:
+    """Raise ValueError for a config that the chosen way cannot do, with a remedy."""
+    way, heads, kv_heads = config.context_parallel, config.num_heads, config.kv_heads
+    if config.mamba is not None:
+        raise ValueError(
+            f"layer_pattern {config.pattern!r} has Mamba layers, whose state runs through the "
+            f"whole sequence, and cp {cp.size} cuts it: take cp 1, and dp_shard or tp instead"
+        )
+    if way != "ulysses" and config.attention_path != "auto":
+        raise ValueError(
+            f"attention_path {config.attention_path!r} beside context_parallel {way!r}, which has "
+            "kernels of its own: set attention_path to 'auto', or context_parallel to 'ulysses'"
+        )
+    if way == "ring":
+        _refuse_ring_dropout(config.attention_dropout)
+    if way != "ulysses":
+        return
+    local, local_kv = heads // tp_size, kv_heads // tp_size
+    if local % cp.size or (local_kv % cp.size and cp.size % local_kv):
+        raise ValueError(
+            f"context_parallel 'ulysses' gives each of {cp.size} ranks a share of the heads, but a "
+            f"tp rank has {heads} / {tp_size} = {local} heads and {kv_heads} / {tp_size} = "
+            f"{local_kv} key heads: choose 'ring' or 'all_gather', or another cp"
+        )
+
+
+def _refuse_ring_dropout(dropout: float) -> None:
+    if dropout:
+        raise ValueError(
+            f"context_parallel 'ring' has no attention_dropout (here {dropout}): set it to 0, or "
+            "context_parallel to 'all_gather' or 'ulysses'"
+        )
+
+
+def check_pattern(
+    config: TransformerConfig,
+    axis: MeshAxis | None,
+    device: torch.device,
+    dtype: torch.dtype,
+    documents: bool,
+    dropout: float = 0.0,
+) -> None:
+    """Raise ValueError for attention that has no kernel here; arguments as of `parallel_pattern`.
+
+    An axis of None is one process.
+    """
+    if axis is None or config.context_parallel == "ulysses":
+        check_path(config, device, dtype, dropout)
+    elif config.context_parallel == "ring":
+        _refuse_ring_dropout(dropout)
+        if device.type == "cuda" and (documents or config.sliding_window is not None):
+            raise ValueError(
+                "context_parallel 'ring' has neither documents nor a sliding window on a GPU, "
+                "where no kernel takes a mask and returns what merging needs: set it to "
+                "'all_gather' or 'ulysses'"
+            )
+
+
+def parallel_pattern(
+    config: TransformerConfig,
+    axis: MeshAxis,
+    tokens: Tensor,
+    dtype: torch.dtype,
+    document_ids: Tensor | None,
+    dropout: float = 0.0,
+) -> AttentionPattern:
+    """Build the pattern that the config names.
+
+    Args:
+        config: names the way and the window.
+        axis: context-parallel ranks.
+        tokens: any tensor `[batch, sequence, ...]` of whole sequences.
+        dtype: of queries, keys and values.
+        document_ids: integers `[batch, sequence]` of whole sequences, or None.
+        dropout: of attention probabilities.
+
+    Raises:
+        ValueError: if the way cannot do the case.
+    """
+    check_pattern(config, axis, tokens.device, dtype, document_ids is not None, dropout)
+    window = config.sliding_window
+    if config.context_parallel == "ulysses":
+        return Ulysses(axis, choose_pattern(config, tokens, dtype, document_ids, dropout))
+    runs = None if document_ids is None else document_runs(document_ids)
+    if config.context_parallel == "ring":
+        return Ring(axis, window, runs)
+    sequence, device = tokens.shape[1], tokens.device
+    if runs is None and window is None and not dropout and _merges(config, dtype, device):
+        return GatheredKeys(axis, InPieces(causal_pieces(axis, sequence, config.score_scale)))
+    mine = places_of(axis.rank, axis.size, sequence, device)
+    keys = torch.arange(sequence, device=device)
+    if tokens.is_cuda and not dropout:
+        return GatheredKeys(axis, flex_over(mine, keys, window, runs))
+    my_runs = None if runs is None else cut_sequence(runs, axis)
+    return GatheredKeys(axis, Masked(allowed_pairs(mine, keys, window, my_runs, runs)))
+
+
+def _merges(config: TransformerConfig, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether a kernel that writes out no scores gives what merging needs."""
+    half = dtype in (torch.float16, torch.bfloat16)
+    return device.type == "cpu" or (half and max(config.head_width, config.value_width) <= 256)
+
+
+def causal_pieces(axis: MeshAxis, sequence: int, scale: float) -> tuple[Piece, ...]:
+    """This rank's two chunks over whole sequences: each sees all before it, and itself causally."""
+    chunk = sequence // (2 * axis.size)
+    pieces = []
+    for place, number in enumerate((axis.rank, 2 * axis.size - 1 - axis.rank)):
+        rows, first = slice(place * chunk, (place + 1) * chunk), number * chunk
+        if first:
+            pieces.append(Piece(rows, slice(0, first), Block(scale)))
+        pieces.append(Piece(rows, slice(first, first + chunk), Block(scale, causal=True)))
+    return tuple(pieces)

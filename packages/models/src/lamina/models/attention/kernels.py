@@ -1,0 +1,357 @@
+"""Who attends to whom, and by which of torch's kernels.
+
+Each class is one way to compute the same attention; a forward makes one of them and every block
+calls it. All take queries `[batch, sequence, heads, width]` and keys and values with `kv_heads`
+heads, and return `[batch, sequence, heads, value_width]`.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+
+from lamina.models.base.config import TransformerConfig
+
+__all__ = [
+    "AttentionPattern",
+    "Causal",
+    "Flex",
+    "Masked",
+    "Varlen",
+    "allowed_pairs",
+    "check_path",
+    "choose_pattern",
+    "document_positions",
+    "document_runs",
+    "flex_over",
+    "refuse_dropout",
+    "repeat_heads",
+]
+
+
+class AttentionPattern(Protocol):
+    """One way to attend."""
+
+    def __call__(
+        self, query: Tensor, key: Tensor, value: Tensor, *, scale: float, dropout: float
+    ) -> Tensor:
+        """Mix values by softmax(scale * query . key)."""
+
+
+def repeat_heads(x: Tensor, heads: int) -> Tensor:
+    """Repeat each key or value head of `[batch, sequence, kv_heads, width]` for its queries."""
+    return x if x.shape[2] == heads else x.repeat_interleave(heads // x.shape[2], dim=2)
+
+
+def refuse_dropout(name: str, dropout: float) -> None:
+    """Raise ValueError for dropout of probabilities that a kernel never writes out."""
+    if dropout:
+        raise ValueError(
+            f"{name} has no attention_dropout (here {dropout}): set it to 0, or take a pattern of "
+            "scaled_dot_product_attention (Causal, Masked)"
+        )
+
+
+def _heads_second(*tensors: Tensor) -> tuple[Tensor, ...]:
+    return tuple(x.transpose(1, 2) for x in tensors)
+
+
+@dataclass(frozen=True)
+class Causal:
+    """Plain causal attention: nothing to write out, the fastest kernel everywhere."""
+
+    def __call__(
+        self, query: Tensor, key: Tensor, value: Tensor, *, scale: float, dropout: float
+    ) -> Tensor:
+        """See `AttentionPattern`."""
+        # On CUDA only the half-precision kernels know grouped heads; the others would silently
+        # fall back to writing out all scores.
+        grouped = not query.is_cuda or query.dtype in (torch.float16, torch.bfloat16)
+        if not grouped:
+            key, value = repeat_heads(key, query.shape[2]), repeat_heads(value, query.shape[2])
+        q, k, v = _heads_second(query, key, value)
+        mixed = F.scaled_dot_product_attention(
+            q, k, v, dropout_p=dropout, is_causal=True, scale=scale,
+            enable_gqa=k.shape[1] != q.shape[1],
+        )  # fmt: skip
+        return mixed.transpose(1, 2)
+
+
+@dataclass(frozen=True)
+class Masked:
+    """Attention with the mask written out: runs anywhere, costs sequence^2 bools per batch row.
+
+    Attributes:
+        mask: bool `[batch or 1, 1, sequence, sequence]`, True where the query (rows) may attend
+            to the key (columns).
+    """
+
+    mask: Tensor
+
+    def __call__(
+        self, query: Tensor, key: Tensor, value: Tensor, *, scale: float, dropout: float
+    ) -> Tensor:
+        """See `AttentionPattern`."""
+        key, value = repeat_heads(key, query.shape[2]), repeat_heads(value, query.shape[2])
+        q, k, v = _heads_second(query, key, value)
+        mixed = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=self.mask, dropout_p=dropout, scale=scale
+        )
+        return mixed.transpose(1, 2)
+
+
+@dataclass(frozen=True)
+class Varlen:
+    """Documents laid end to end, by torch's variable-length flash kernel (CUDA, fp16 and bf16).
+
+    Attributes:
+        starts: int32 `[documents + 1]`: where each document of the flattened batch starts, and
+            the end of the last.
+        longest: tokens of the longest document.
+        window: how many tokens, itself included, a token attends to; None is all before it.
+        grouped_heads: whether the kernel takes fewer heads of keys than of queries.
+    """
+
+    starts: Tensor
+    longest: int
+    window: int | None = None
+    grouped_heads: bool = False
+
+    def __call__(
+        self, query: Tensor, key: Tensor, value: Tensor, *, scale: float, dropout: float
+    ) -> Tensor:
+        """See `AttentionPattern`."""
+        refuse_dropout("Varlen", dropout)
+        from torch.nn.attention.varlen import varlen_attn
+
+        grouped = key.shape[2] != query.shape[2]
+        options: dict[str, Any] = {"scale": scale}
+        if grouped and self.grouped_heads:
+            options["enable_gqa"] = True
+        elif grouped:
+            key, value = repeat_heads(key, query.shape[2]), repeat_heads(value, query.shape[2])
+        options["window_size"] = (-1 if self.window is None else self.window - 1, 0)
+        mixed: Any = varlen_attn(
+            query.flatten(0, 1), key.flatten(0, 1), value.flatten(0, 1),
+            self.starts, self.starts, self.longest, self.longest, **options,
+        )  # fmt: skip
+        whole: Tensor = mixed.view(*query.shape[:2], *mixed.shape[1:])
+        return whole
+
+
+@dataclass(frozen=True)
+class Flex:
+    """Attention by torch's `flex_attention` with a block mask (trains on CUDA only).
+
+    Attributes:
+        mask: the block mask; blocks without an allowed pair are skipped.
+    """
+
+    mask: BlockMask
+
+    def __call__(
+        self, query: Tensor, key: Tensor, value: Tensor, *, scale: float, dropout: float
+    ) -> Tensor:
+        """See `AttentionPattern`."""
+        refuse_dropout("Flex", dropout)
+        q, k, v = _heads_second(query, key, value)
+        mixed: Tensor = _flex_kernel(query.is_cuda)(
+            q, k, v, block_mask=self.mask, scale=scale, enable_gqa=k.shape[1] != q.shape[1]
+        )
+        return mixed.transpose(1, 2)
+
+
+@functools.cache
+def _flex_kernel(compiled: bool) -> Any:
+    # Uncompiled, flex_attention writes out all scores. Compiling is lazy and costs seconds once.
+    return torch.compile(flex_attention, dynamic=False) if compiled else flex_attention
+
+
+def document_runs(document_ids: Tensor) -> Tensor:
+    """Number the runs of equal ids in each row: int64 `[batch, sequence]`.
+
+    A document is a run: an id that comes back later names another document, on every path.
+    """
+    changes = torch.zeros_like(document_ids, dtype=torch.int64)
+    changes[:, 1:] = document_ids[:, 1:] != document_ids[:, :-1]
+    return changes.cumsum(dim=1)
+
+
+def document_positions(document_ids: Tensor) -> Tensor:
+    """Positions that start at 0 at the first token of each run of equal ids.
+
+    Args:
+        document_ids: integers `[batch, sequence]`.
+
+    Returns:
+        int64 `[batch, sequence]`.
+    """
+    index = torch.arange(document_ids.shape[1], device=document_ids.device).expand_as(document_ids)
+    starts = torch.ones_like(document_ids, dtype=torch.bool)
+    starts[:, 1:] = document_ids[:, 1:] != document_ids[:, :-1]
+    return index - torch.where(starts, index, 0).cummax(dim=1).values
+
+
+def allowed_pairs(
+    queries: Tensor,
+    keys: Tensor,
+    window: int | None,
+    query_runs: Tensor | None = None,
+    key_runs: Tensor | None = None,
+) -> Tensor:
+    """Write out which query may attend to which key.
+
+    Args:
+        queries: int64 `[q]`: places of the queries in the sequence.
+        keys: int64 `[k]`: places of the keys.
+        window: how many tokens, itself included, a token attends to.
+        query_runs: int64 `[batch, q]`: each query's document.
+        key_runs: int64 `[batch, k]`.
+
+    Returns:
+        bool `[batch or 1, 1, q, k]`.
+    """
+    distance = queries[:, None] - keys[None, :]
+    allowed = distance >= 0
+    if window is not None:
+        allowed &= distance < window
+    allowed = allowed[None]
+    if query_runs is not None and key_runs is not None:
+        allowed = allowed & (query_runs[:, :, None] == key_runs[:, None, :])
+    return allowed[:, None]
+
+
+def choose_pattern(
+    config: TransformerConfig,
+    tokens: Tensor,
+    dtype: torch.dtype,
+    document_ids: Tensor | None,
+    dropout: float = 0.0,
+) -> AttentionPattern:
+    """Take the path that the config names, or the best that the case and the device offer.
+
+    Args:
+        config: names the path and the window.
+        tokens: any tensor `[batch, sequence, ...]` on the device of the activations.
+        dtype: of queries, keys and values.
+        document_ids: integers `[batch, sequence]` or None.
+        dropout: of attention probabilities.
+
+    Raises:
+        ValueError: if the named path cannot do the case.
+    """
+    sequence, device = tokens.shape[1], tokens.device
+    window = config.sliding_window
+    if window is not None and window >= sequence:
+        window = None
+    path: str = config.attention_path
+    if path == "auto":
+        path = _best_path(config, device, dtype, dropout)
+        if window is None and document_ids is None:
+            return Causal()
+    if path == "sdpa" and window is None and document_ids is None:
+        return Causal()
+    check_path(config, device, dtype, dropout)
+    runs = None if document_ids is None else document_runs(document_ids)
+    if path == "varlen":
+        return _varlen(tokens, runs, window)
+    index = torch.arange(sequence, device=device)
+    if path == "flex":
+        return flex_over(index, index, window, runs)
+    return Masked(allowed_pairs(index, index, window, runs, runs))
+
+
+def _best_path(
+    config: TransformerConfig, device: torch.device, dtype: torch.dtype, dropout: float
+) -> str:
+    if device.type != "cuda" or dropout:
+        return "sdpa"
+    return "varlen" if _what_varlen_lacks(config, device, dtype) is None else "flex"
+
+
+def _what_varlen_lacks(
+    config: TransformerConfig, device: torch.device, dtype: torch.dtype
+) -> str | None:
+    if device.type != "cuda":
+        return f"no kernel on {device.type}"
+    if dtype not in (torch.float16, torch.bfloat16):
+        return f"no kernel for {dtype} (only for float16 and bfloat16)"
+    if not config.value_width == config.head_width <= 256:
+        return (
+            f"no kernel for query heads of {config.head_width} and value heads of "
+            f"{config.value_width} elements (only for equal widths up to 256)"
+        )
+    # The variable-length kernel is FlashAttention's, which begins with Ampere.
+    if torch.cuda.get_device_capability(device) < (8, 0):
+        return "no kernel for this GPU (compute capability 8.0 or above)"
+    return None
+
+
+def check_path(
+    config: TransformerConfig, device: torch.device, dtype: torch.dtype, dropout: float
+) -> None:
+    """Raise ValueError for a path that the config names and that cannot do the case."""
+    path, lacks = config.attention_path, None
+    if path in ("auto", "sdpa"):
+        return
+    if dropout:
+        lacks = f"no attention_dropout (here {dropout})"
+    elif path == "varlen":
+        lacks = _what_varlen_lacks(config, device, dtype)
+    elif device.type != "cuda" and torch.is_grad_enabled():
+        lacks = f"no backward on {device.type} (it runs under torch.no_grad())"
+    if lacks is not None:
+        raise ValueError(
+            f"attention_path {path!r} has {lacks}: set attention_path to 'auto' or 'sdpa'"
+        )
+
+
+def _varlen(tokens: Tensor, runs: Tensor | None, window: int | None) -> Varlen:
+    from torch.nn.attention.varlen import varlen_attn
+
+    grouped = "enable_gqa" in inspect.signature(varlen_attn).parameters
+    batch, sequence = tokens.shape[:2]
+    if runs is None:
+        starts = torch.arange(0, (batch + 1) * sequence, sequence, device=tokens.device)
+        return Varlen(starts.to(torch.int32), sequence, window, grouped)
+    first = torch.ones_like(runs, dtype=torch.bool)
+    first[:, 1:] = runs[:, 1:] != runs[:, :-1]
+    # nonzero and max wait for the device: once per forward, not per block.
+    starts = F.pad(first.flatten().nonzero().squeeze(1), (0, 1), value=batch * sequence)
+    return Varlen(starts.to(torch.int32), int(starts.diff().max()), window, grouped)
+
+
+def flex_over(
+    queries: Tensor, keys: Tensor, window: int | None, runs: Tensor | None = None
+) -> Flex:
+    """Make the flex pattern of some places' queries and keys; see `allowed_pairs`.
+
+    `runs` are of the whole sequence.
+    """
+
+    def mask_mod(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        query, key = queries[q], keys[k]
+        allowed = query >= key
+        if window is not None:
+            allowed = allowed & (query - key < window)
+        if runs is not None:
+            allowed = allowed & (runs[b, query] == runs[b, key])
+        return allowed
+
+    rows = None if runs is None else runs.shape[0]
+    lengths = queries.numel(), keys.numel()
+    make = _block_mask_maker(queries.is_cuda)
+    return Flex(make(mask_mod, rows, None, *lengths, device=queries.device))
+
+
+@functools.cache
+def _block_mask_maker(compiled: bool) -> Any:
+    # Uncompiled, create_block_mask writes out every pair before it looks at blocks.
+    return torch.compile(create_block_mask) if compiled else create_block_mask

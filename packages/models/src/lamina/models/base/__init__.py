@@ -1,0 +1,1 @@
+"""What models are made from: configurations, roles, initialisation, mesh axes."""

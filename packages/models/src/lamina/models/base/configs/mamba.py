@@ -1,0 +1,126 @@
+"""Sizes of Mamba-2 layers, and the letters that say which layers a hybrid stack is made of."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+__all__ = ["LETTERS", "MambaConfig", "MambaPath", "check_pattern"]
+
+
+MambaPath = Literal["auto", "torch", "fla"]
+
+LETTERS = {
+    "M": "a Mamba-2 layer",
+    "*": "an attention layer",
+    "-": "an MLP layer",
+    "E": "a layer of experts",
+    "T": "attention, then an MLP: a Transformer block",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class MambaConfig:
+    """Sizes of a Mamba-2 layer (Dao and Gu, 2024), by the paper's names.
+
+    Args:
+        state_size: elements of state per element of a head (N).
+        head_dim: elements of a head (P).
+        num_heads: heads (H); by default `expand * hidden_size / head_dim`.
+        expand: inner width over hidden size, where `num_heads` is not given.
+        groups: how many heads share an input and an output projection of the state (B and C):
+            `num_heads / groups`. Over tensor-parallel ranks each holds a run of the groups.
+        conv_kernel: taps of the causal convolution before the scan.
+        conv_bias: whether the convolution has a bias.
+        bias: whether the two projections have biases.
+        chunk_size: tokens that are multiplied as a matrix; results do not depend on it.
+        dt_min: the smallest initial step.
+        dt_max: the largest initial step; they are drawn evenly on a log scale.
+        dt_limit: bounds of the step in every forward.
+        decay_range: bounds of the initial decay rates (-A), drawn evenly.
+        path: `auto` takes the Triton kernels of flash-linear-attention for fp16 and bf16 on CUDA
+            where it is installed, and torch otherwise; `torch` and `fla` insist.
+
+    Raises:
+        ValueError: for sizes below 1, ranges that are empty, or an unknown path.
+    """
+
+    state_size: int = 128
+    head_dim: int = 64
+    num_heads: int | None = None
+    expand: int = 2
+    groups: int = 1
+    conv_kernel: int = 4
+    conv_bias: bool = True
+    bias: bool = False
+    chunk_size: int = 128
+    dt_min: float = 0.001
+    dt_max: float = 0.1
+    dt_limit: tuple[float, float] = (0.0, math.inf)
+    decay_range: tuple[float, float] = (1.0, 16.0)
+    path: MambaPath = "auto"
+
+    def __post_init__(self) -> None:
+        names = ("state_size", "head_dim", "expand", "groups", "conv_kernel", "chunk_size")
+        for name in (*names, *(("num_heads",) if self.num_heads is not None else ())):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}: it must be at least 1")
+        for name, (low, high) in {
+            "dt_min and dt_max": (self.dt_min, self.dt_max),
+            "decay_range": self.decay_range,
+        }.items():
+            if not 0.0 < low <= high:
+                raise ValueError(f"{name} are {low} and {high}: they must be positive and in order")
+        if not 0.0 <= self.dt_limit[0] < self.dt_limit[1]:
+            raise ValueError(f"dt_limit is {self.dt_limit}: it must be in order, from 0 up")
+        if self.path not in get_args(MambaPath):
+            raise ValueError(f"path is {self.path!r}: it must be one of {get_args(MambaPath)}")
+
+    def heads(self, hidden_size: int) -> int:
+        """Count the heads of a layer in a stream of this width.
+
+        Raises:
+            ValueError: if the inner width is not a multiple of `head_dim`, or the heads not of
+                `groups`.
+        """
+        inner = self.expand * hidden_size
+        heads = self.num_heads or inner // self.head_dim
+        if self.num_heads is None and inner % self.head_dim:
+            raise ValueError(
+                f"expand {self.expand} x hidden_size {hidden_size} = {inner} is not divisible by "
+                f"head_dim {self.head_dim} (remainder {inner % self.head_dim}): change one, or "
+                "give num_heads"
+            )
+        if heads % self.groups:
+            raise ValueError(
+                f"{heads} heads are not divisible by groups {self.groups} (remainder "
+                f"{heads % self.groups}): every group serves the same number of heads"
+            )
+        return heads
+
+
+def check_pattern(pattern: str | None, num_layers: int, mamba: MambaConfig | None) -> None:
+    """Raise ValueError unless the pattern's letters are known and fit the other fields."""
+    if pattern is None:
+        if mamba is not None:
+            raise ValueError(
+                "mamba is given without layer_pattern: say which layers are Mamba's, such as "
+                f"layer_pattern={'M' * num_layers!r}"
+            )
+        return
+    unknown = sorted(set(pattern) - set(LETTERS))
+    if unknown:
+        known = "; ".join(f"{letter!r} is {what}" for letter, what in LETTERS.items())
+        raise ValueError(f"layer_pattern {pattern!r} has {unknown}, which mean nothing: {known}")
+    if len(pattern) != num_layers:
+        raise ValueError(
+            f"layer_pattern {pattern!r} has {len(pattern)} letters, num_layers is {num_layers}: "
+            "each letter is one layer"
+        )
+    if ("M" in pattern) != (mamba is not None):
+        told = "no mamba is given" if mamba is None else "mamba is given"
+        raise ValueError(
+            f"layer_pattern {pattern!r} has {pattern.count('M')} Mamba layers (letter 'M'), and "
+            f"{told}: give both or neither"
+        )

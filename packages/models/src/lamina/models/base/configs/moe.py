@@ -1,0 +1,180 @@
+"""What the mixture-of-experts layers of a Transformer are made of."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+__all__ = ["Dispatcher", "Drop", "ExpertsPath", "MoEConfig", "Scores"]
+
+
+Scores = Literal["softmax", "sigmoid"]
+Drop = Literal["weight", "position"]
+Dispatcher = Literal["all_to_all", "all_gather"]
+ExpertsPath = Literal["auto", "grouped", "loop"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MoEConfig:
+    """Mixture of experts in place of the MLP: sizes, routing, balance and transport.
+
+    Sizes are in elements. A *copy* is one token on its way to one of its `top_k` experts.
+
+    Args:
+        num_experts: experts of a layer, over all ranks.
+        top_k: experts per token.
+        ffn_size: inner width of an expert; the model's `ffn_width` if None.
+        shared_ffn_size: inner width of an expert that sees every token (several shared experts
+            are one that is as wide as all of them); None has none.
+        first_dense: how many layers, from the first, have an MLP instead.
+        every: of the others every n-th layer has experts, the n-th being the first.
+        scores: `softmax` over the experts, or `sigmoid` of each (DeepSeek-V3).
+        normalize_weights: the weights of a token's experts sum to one. It must be False with a
+            `top_k` of 1: the one weight would always be 1, and the router would learn nothing.
+        weight_scale: multiplies the weights (DeepSeek's routed scaling factor).
+        num_groups: groups of neighbouring experts; above 1, a token goes to experts of
+            `groups_kept` groups only (DeepSeek-V2 and -V3: nodes that a token visits).
+        groups_kept: groups that a token may go to.
+        group_best: a group is as good as the sum of its best this many scores.
+        bias_rate: step of the bias per expert that is added to scores when experts are chosen,
+            and to nothing else (Wang et al., 2024: balance without an auxiliary loss). Each step
+            it grows for experts with less than the mean load and shrinks for those with more. 0
+            keeps the bias as it was loaded; None has no bias.
+        jitter: in training the router sees its input times noise from `[1 - jitter, 1 + jitter]`
+            (Fedus et al., 2021).
+        capacity_factor: an expert takes at most `ceil(factor * top_k * tokens / num_experts)` of
+            the copies that one rank sends, and the others are dropped: they add nothing to their
+            token (Lepikhin et al., 2020). None drops nothing.
+        drop: which are dropped: those with the least `weight`, or the last by `position`.
+        pad_to_capacity: in training every rank sends every expert as many rows, the capacity of the
+            rank with the most tokens, filled up with zeros: fixed shapes, and the host never waits
+            for the device to count.
+        switch_loss: coefficient of the load-balancing loss over the tokens of a data-parallel
+            rank's microbatch (Fedus et al., 2021); 1 when balanced, times the coefficient.
+        sequence_loss: the same over each sequence, averaged (DeepSeek-V3, 2024).
+        global_loss: the same with the load of all ranks and of the step's microbatches so far
+            (Qiu et al., 2025).
+        z_loss: coefficient of the mean square of the log of the sum of exponentials of the router's
+            logits (Zoph et al., 2022).
+        dispatcher: `all_to_all` sends each copy to its expert; `all_gather` sends all tokens to
+            all ranks and adds up what returns, which is cheaper on few ranks with many experts
+            per token.
+        experts: `grouped` multiplies all experts in one kernel; `loop` one by one; `auto`
+            takes the first that can, and one batched product where experts have equal loads.
+
+    Raises:
+        ValueError: for sizes that do not fit together.
+    """
+
+    num_experts: int
+    top_k: int
+    ffn_size: int | None = None
+    shared_ffn_size: int | None = None
+    first_dense: int = 0
+    every: int = 1
+    scores: Scores = "softmax"
+    normalize_weights: bool = True
+    weight_scale: float = 1.0
+    num_groups: int = 1
+    groups_kept: int = 1
+    group_best: int = 2
+    bias_rate: float | None = None
+    jitter: float = 0.0
+    capacity_factor: float | None = None
+    drop: Drop = "weight"
+    pad_to_capacity: bool = False
+    switch_loss: float = 0.0
+    sequence_loss: float = 0.0
+    global_loss: float = 0.0
+    z_loss: float = 0.0
+    dispatcher: Dispatcher = "all_to_all"
+    experts: ExpertsPath = "auto"
+
+    def __post_init__(self) -> None:
+        _one_of("scores", self.scores, get_args(Scores))
+        _one_of("drop", self.drop, get_args(Drop))
+        _one_of("dispatcher", self.dispatcher, get_args(Dispatcher))
+        _one_of("experts", self.experts, get_args(ExpertsPath))
+        self._check_sizes()
+        self._check_groups()
+        self._check_capacity()
+
+    def _check_sizes(self) -> None:
+        for name in ("num_experts", "top_k", "every", "num_groups", "groups_kept", "group_best"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}: it must be at least 1")
+        for name in ("ffn_size", "shared_ffn_size"):
+            if getattr(self, name) is not None and getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}: it must be at least 1, or None")
+        if self.first_dense < 0:
+            raise ValueError(f"first_dense is {self.first_dense}: it must be at least 0")
+        if self.top_k > self.num_experts:
+            raise ValueError(
+                f"top_k {self.top_k} is above num_experts {self.num_experts}: a token goes to an "
+                "expert once"
+            )
+        if self.top_k == 1 < self.num_experts and self.normalize_weights:
+            raise ValueError(
+                "top_k 1 with normalize_weights=True: a token's one weight would always be 1, and "
+                "the router would learn nothing from the loss; set normalize_weights=False"
+            )
+        if not 0.0 <= self.jitter < 1.0:
+            raise ValueError(f"jitter is {self.jitter}: it must be in [0, 1)")
+        for name in ("switch_loss", "sequence_loss", "global_loss", "z_loss"):
+            if getattr(self, name) < 0.0:
+                raise ValueError(f"{name} is {getattr(self, name)}: it must be at least 0")
+        if self.bias_rate is not None and self.bias_rate < 0.0:
+            raise ValueError(f"bias_rate is {self.bias_rate}: it must be at least 0, or None")
+
+    def _check_groups(self) -> None:
+        if self.num_experts % self.num_groups:
+            raise ValueError(
+                f"num_experts {self.num_experts} is not divisible by num_groups {self.num_groups} "
+                f"(remainder {self.num_experts % self.num_groups}): groups are equally large"
+            )
+        if self.groups_kept > self.num_groups:
+            raise ValueError(
+                f"groups_kept {self.groups_kept} is above num_groups {self.num_groups}"
+            )
+        within = self.groups_kept * self.num_experts // self.num_groups
+        if self.num_groups > 1 and self.top_k > within:
+            raise ValueError(
+                f"top_k {self.top_k} is above {within}, the experts in {self.groups_kept} of "
+                f"{self.num_groups} groups: keep more groups"
+            )
+
+    def _check_capacity(self) -> None:
+        if self.capacity_factor is not None and not self.capacity_factor > 0.0:
+            raise ValueError(
+                f"capacity_factor is {self.capacity_factor}: it must be positive, or None"
+            )
+        if self.pad_to_capacity and self.capacity_factor is None:
+            raise ValueError("pad_to_capacity without a capacity_factor: there is none to pad to")
+        if self.pad_to_capacity and self.dispatcher != "all_to_all":
+            raise ValueError(
+                f"pad_to_capacity with dispatcher {self.dispatcher!r}: gathered tokens need no "
+                "padding; use 'all_to_all'"
+            )
+
+    def at(self, layer: int) -> bool:
+        """Whether a layer, counted from 0, has experts."""
+        return layer >= self.first_dense and (layer - self.first_dense + 1) % self.every == 0
+
+    def capacity(self, tokens: int) -> int | None:
+        """Copies that an expert takes from a rank with this many tokens; None takes all."""
+        if self.capacity_factor is None:
+            return None
+        exact = self.capacity_factor * self.top_k * tokens / self.num_experts
+        # An expert that takes nothing from anybody could never be trained.
+        return max(1, -int(-exact // 1))
+
+    @property
+    def has_losses(self) -> bool:
+        """Whether there is any auxiliary loss."""
+        losses = (self.switch_loss, self.sequence_loss, self.global_loss, self.z_loss)
+        return any(value > 0.0 for value in losses)
+
+
+def _one_of(what: str, value: Any, choices: tuple[Any, ...]) -> None:
+    if value not in choices:
+        raise ValueError(f"{what} is {value!r}: it must be one of {', '.join(map(repr, choices))}")

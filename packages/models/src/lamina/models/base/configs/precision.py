@@ -1,0 +1,120 @@
+"""Which numbers a model's matrix products are made of: one frozen, validated description."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any, Literal, get_args
+
+__all__ = ["Amax", "Backend", "Precision", "Scaling"]
+
+
+Backend = Literal["torch", "torch-fp8", "transformer_engine"]
+Scaling = Literal["tensorwise", "rowwise", "block", "mxfp8", "nvfp4"]
+Amax = Literal["current", "delayed"]
+
+_SCALINGS: dict[str, tuple[str, ...]] = {
+    "torch": ("tensorwise",),
+    "torch-fp8": ("tensorwise", "rowwise"),
+    "transformer_engine": ("tensorwise", "block", "mxfp8", "nvfp4"),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Precision:
+    """How the projections of a model's blocks multiply.
+
+    Everything else (norms, attention's core, embeddings, head, residual stream) keeps the model's
+    own dtype: fp32, bf16 or fp16, as `model.to(dtype)` or a wrapper's policy makes it.
+
+    Args:
+        backend: `torch` multiplies in the model's own dtype. `torch-fp8` quantises both sides
+            of each product (e4m3 forward, e5m2 for gradients; Micikevicius et al., 2022) and
+            multiplies by `torch.nn.functional.scaled_mm`. `transformer_engine` puts
+            `transformer_engine.pytorch.Linear` in the projections' place.
+        scaling: what shares a scale: the tensor, each row of it, or (Transformer Engine only)
+            blocks as its recipes `Float8BlockScaling`, `MXFP8BlockScaling` and
+            `NVFP4BlockScaling` cut them.
+        amax: a tensor's largest magnitude, from which its scale follows, is that of the tensor
+            itself (`current`) or the largest of the last `history` forward-backward passes
+            (`delayed`: tensorwise only). Forwards under `torch.no_grad()` are not remembered.
+        history: passes that delayed scaling looks back; each microbatch of a step is one.
+            Only with `amax="delayed"`.
+        num_layers_at_start_in_bf16: blocks at the start that keep the model's own dtype.
+        num_layers_at_end_in_bf16: the same at the end.
+        keep_transpose: `torch-fp8` only: keep the quantised, transposed weight from forward until
+            backward, which then need not quantise again: one byte per element.
+        quantized_weights: Transformer Engine only: parameters are quantised themselves
+            (`quantized_model_init`), with their first values kept in high precision.
+
+    Raises:
+        ValueError: for what the backend does not have, or would not look at.
+    """
+
+    backend: Backend = "torch"
+    scaling: Scaling = "tensorwise"
+    amax: Amax = "current"
+    history: int = 16
+    num_layers_at_start_in_bf16: int = 0
+    num_layers_at_end_in_bf16: int = 0
+    keep_transpose: bool = False
+    quantized_weights: bool = False
+
+    def __post_init__(self) -> None:
+        for name, kinds in (("backend", Backend), ("scaling", Scaling), ("amax", Amax)):
+            _one_of(name, getattr(self, name), get_args(kinds))
+        _one_of(f"scaling of backend {self.backend!r}", self.scaling, _SCALINGS[self.backend])
+        if self.amax == "delayed" and self.scaling != "tensorwise":
+            raise ValueError(
+                f"amax='delayed' with scaling={self.scaling!r}: a history remembers one number per "
+                "tensor, and rows are other tokens each time; use scaling='tensorwise' or "
+                "amax='current'"
+            )
+        if self.history < 1:
+            raise ValueError(f"history is {self.history}: it must be at least 1")
+        for name in ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} is {getattr(self, name)}: it must be at least 0")
+        if self.quantized_weights and self.backend != "transformer_engine":
+            raise ValueError(
+                f"quantized_weights=True with backend={self.backend!r}: only Transformer Engine "
+                "has parameters that are quantised themselves; fully_shard with a Float8Codec "
+                "keeps and gathers shards in FP8"
+            )
+        self._refuse_what_is_not_looked_at()
+
+    def _refuse_what_is_not_looked_at(self) -> None:
+        changed = [f.name for f in fields(self) if getattr(self, f.name) != f.default]
+        if self.backend == "torch" and changed:
+            raise ValueError(
+                f"{_said(self, changed)} with backend='torch', which multiplies in the model's own "
+                "dtype and looks at none of it: name a backend, such as backend='torch-fp8'"
+            )
+        if self.history != 16 and self.amax != "delayed":
+            raise ValueError(
+                f"{_said(self, ['history', 'amax'])}: only delayed scaling looks back; set "
+                "amax='delayed', or leave history out"
+            )
+        if self.keep_transpose and self.backend != "torch-fp8":
+            raise ValueError(
+                f"keep_transpose=True with backend={self.backend!r}: only torch-fp8 is told here "
+                "what to keep (Transformer Engine decides by itself)"
+            )
+
+    def check_blocks(self, number: int) -> None:
+        """Raise ValueError unless blocks in bf16 leave some of `number` for this precision."""
+        start, end = self.num_layers_at_start_in_bf16, self.num_layers_at_end_in_bf16
+        if self.backend != "torch" and start + end >= number:
+            raise ValueError(
+                f"num_layers_at_start_in_bf16 {start} + num_layers_at_end_in_bf16 {end} = "
+                f"{start + end} of {number} blocks: none is left for {self.backend}; lower them, "
+                "or use backend='torch'"
+            )
+
+
+def _said(precision: Precision, names: list[str]) -> str:
+    return ", ".join(f"{name}={getattr(precision, name)!r}" for name in names)
+
+
+def _one_of(what: str, value: Any, choices: tuple[Any, ...]) -> None:
+    if value not in choices:
+        raise ValueError(f"{what} is {value!r}: it must be one of {', '.join(map(repr, choices))}")

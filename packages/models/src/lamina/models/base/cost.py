@@ -1,0 +1,75 @@
+"""What a model costs: parameters and floating-point operations, from its config alone."""
+
+from __future__ import annotations
+
+from lamina.models.base.config import TransformerConfig
+
+__all__ = ["matrix_parameters", "training_flops_per_token"]
+
+
+def matrix_parameters(config: TransformerConfig) -> int:
+    """Count the weights that a token is multiplied with: projections and the head.
+
+    Of experts, those that it goes to.
+    """
+    attention, products = _attention_parameters(config), 3 if config.activation == "swiglu" else 2
+    mlp = products * config.hidden_size * config.ffn_width
+    instead = 0
+    if config.moe is not None:
+        moe = config.moe
+        inner = moe.top_k * (moe.ffn_size or config.ffn_width) + (moe.shared_ffn_size or 0)
+        layers = sum(map(config.has_experts, range(config.num_layers)))
+        each = config.hidden_size * (products * inner + moe.num_experts)
+        instead = layers * (each - mlp)
+    mamba = 0
+    if config.mamba is not None:
+        heads = config.mamba.heads(config.hidden_size)
+        inner = heads * config.mamba.head_dim
+        shared = config.mamba.groups * config.mamba.state_size
+        mamba = config.hidden_size * (3 * inner + 2 * shared + heads)
+        mamba += config.mamba.conv_kernel * (inner + 2 * shared)
+    per_letter = {"T": attention + mlp, "*": attention, "-": mlp, "E": mlp, "M": mamba}
+    blocks = sum(per_letter[letter] for letter in config.pattern) + instead
+    return blocks + config.padded_vocab_size * config.hidden_size
+
+
+def _attention_parameters(config: TransformerConfig) -> int:
+    hidden, heads = config.hidden_size, config.num_heads
+    if config.mla is None:
+        width = config.head_width
+        attention = hidden * width * (2 * heads + 2 * config.kv_heads)
+    else:
+        sizes = config.mla
+        query = heads * config.head_width
+        if sizes.q_lora_rank is None:
+            attention = hidden * query
+        else:
+            attention = sizes.q_lora_rank * (hidden + query)
+        attention += hidden * (sizes.kv_lora_rank + sizes.qk_rope_head_dim)
+        attention += sizes.kv_lora_rank * heads * (sizes.qk_nope_head_dim + sizes.v_head_dim)
+        attention += heads * sizes.v_head_dim * hidden
+    return attention
+
+
+def training_flops_per_token(config: TransformerConfig, sequence: int) -> float:
+    """Floating-point operations of forward and backward, per token (Chowdhery et al., 2022).
+
+    Two per weight and token forward, four backward; attention counts the pairs that a causal mask
+    (and the window) leaves. Recomputation is not counted, as for model FLOP utilisation.
+
+    Args:
+        config: the model's.
+        sequence: tokens per sequence.
+    """
+    window = min(config.sliding_window or sequence, sequence)
+    # The first `window` tokens see 1, 2, ..., the others `window` each.
+    pairs = (window * (window + 1) / 2 + (sequence - window) * window) / sequence
+    per_pair = config.num_heads * (config.head_width + config.value_width)
+    layers = sum(config.pattern.count(letter) for letter in "T*")
+    mixing = layers * pairs * per_pair
+    if config.mamba is not None:
+        # What the recurrence needs: the state takes in a product, and gives one out.
+        state = config.mamba.head_dim * config.mamba.state_size
+        per_token = 2 * state * config.mamba.heads(config.hidden_size)
+        mixing += config.pattern.count("M") * per_token
+    return 6.0 * (matrix_parameters(config) + mixing)

@@ -1,0 +1,209 @@
+"""Initial weights that depend on a seed and a parameter's name, on nothing else.
+
+A parameter that draws from the process's generator gets other numbers whenever the order of
+construction changes: a pipeline stage, a unit materialised late, a weight cut over ranks. Here each
+parameter has its own generator, seeded from the model's seed and the parameter's full name, and a
+rank that holds a piece draws the whole weight and keeps its piece.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from lamina.collectives.engine import all_reduce_small, host_device
+from lamina.mesh import derive_seed
+from lamina.mesh.engine import MeshAxis
+from lamina.models.base.cut_weights import cut_weight
+
+__all__ = [
+    "assign_seeds",
+    "check_same_seed",
+    "draw_seed",
+    "extremes",
+    "fill_normal",
+    "fill_normal_stack",
+    "fill_uniform",
+]
+
+
+def draw_seed() -> int:
+    """Draw a model's seed from torch's CPU generator (so `torch.manual_seed` decides it)."""
+    return int(torch.randint(0, 2**62, (), device="cpu"))
+
+
+def check_same_seed(seed: int, *axes: MeshAxis | None) -> None:
+    """Raise ValueError where ranks that make up one model have different seeds; collective.
+
+    Args:
+        seed: the model's, here.
+        axes: along which it must be the same; None is one rank.
+    """
+    for axis in axes:
+        if axis is None:
+            continue
+        own = seed % 2**63
+        ((lowest, highest),) = extremes([own], axis)
+        if lowest != highest:
+            raise ValueError(
+                f"ranks of {axis.name} would draw weights from different seeds (rank {axis.rank} "
+                f"of {axis.size}: {own}; in all {lowest} to {highest}), and hold parts of one "
+                "model: build GPTModel(config, mesh, seed=...) with one seed on all ranks"
+            )
+
+
+def extremes(values: Sequence[int], axis: MeshAxis) -> list[tuple[int, int]]:
+    """The lowest and the highest of each value over the ranks of an axis; collective.
+
+    Args:
+        values: above -2^63 and below 2^63, as many on every rank.
+        axis: the ranks.
+    """
+    if axis.group is None:
+        return [(value, value) for value in values]
+    device = host_device([axis.group], "cuda" if torch.cuda.is_available() else "cpu")
+    # The largest, and the smallest with its sign turned.
+    found = torch.tensor([values, [-value for value in values]], dtype=torch.int64, device=device)
+    all_reduce_small([found], axis.group, op="max")
+    highest, lowest = found.tolist()
+    return [(-low, high) for low, high in zip(lowest, highest, strict=True)]
+
+
+def assign_seeds(model: nn.Module, seed: int) -> None:
+    """Give every submodule that initialises itself the seed that belongs to its full name."""
+    for name, module in model.named_modules():
+        if hasattr(module, "init_seed"):
+            module.init_seed = derive_seed(seed, name)
+
+
+@torch.no_grad()
+def fill_normal(
+    parameter: Tensor,
+    std: float,
+    seed: int | None,
+    axis: MeshAxis | None = None,
+    *,
+    dim: int = 0,
+    blocks: Sequence[int] | None = None,
+) -> None:
+    """Fill a parameter, or a rank's piece of one, from N(0, std^2); nothing on the meta device.
+
+    Args:
+        parameter: what this rank holds.
+        std: standard deviation.
+        seed: decides the numbers, together with the device's type; None draws from the device's
+            default generator.
+        axis: the ranks that hold pieces; None holds the whole.
+        dim: the dimension that is cut.
+        blocks: lengths, over all ranks, of what is fused along `dim`.
+    """
+    if not parameter.is_meta:
+        whole, generator = _whole(parameter, seed, axis, dim)
+        whole.normal_(0.0, std, generator=generator)
+        _keep_piece(parameter, whole, axis, dim, blocks)
+
+
+@torch.no_grad()
+def fill_uniform(
+    parameter: Tensor,
+    low: float,
+    high: float,
+    seed: int | None,
+    axis: MeshAxis | None = None,
+    *,
+    blocks: Sequence[int] | None = None,
+    then: Callable[[Tensor], Tensor] | None = None,
+) -> None:
+    """Fill a parameter, or a rank's rows of one, evenly from [low, high); as `fill_normal`.
+
+    Args:
+        parameter: what this rank holds.
+        low: the lowest value.
+        high: the highest.
+        seed: decides the numbers; None draws from the device's default generator.
+        axis: the ranks that hold rows; None holds the whole.
+        blocks: lengths, over all ranks, of what is fused along the rows.
+        then: applied to the whole before it is cut.
+    """
+    if not parameter.is_meta:
+        whole, generator = _whole(parameter, seed, axis, 0)
+        whole.uniform_(low, high, generator=generator)
+        whole = whole if then is None else then(whole)
+        _keep_piece(parameter, whole, axis, 0, blocks)
+
+
+@torch.no_grad()
+def fill_normal_stack(
+    parameter: Tensor,
+    std: float,
+    seeds: Sequence[int],
+    axis: MeshAxis | None = None,
+    *,
+    dim: int = 0,
+    blocks: Sequence[int] | None = None,
+) -> None:
+    """Fill each tensor of a stack from a seed of its own: see `fill_normal`.
+
+    Args:
+        parameter: `[tensors, ...]`, what this rank holds.
+        std: standard deviation.
+        seeds: one for each tensor.
+        axis: the ranks that hold pieces of each; None holds the whole.
+        dim: the dimension of each that is cut.
+        blocks: lengths, over all ranks, of what is fused along `dim`.
+    """
+    if parameter.is_meta:
+        return
+    elsewhere = hasattr(parameter, "device_mesh")
+    stack = parameter
+    if elsewhere:
+        stack = torch.empty(parameter.shape, dtype=torch.float32, device=parameter.device)
+    for tensor, seed in zip(stack, seeds, strict=True):
+        fill_normal(tensor, std, seed, axis, dim=dim, blocks=blocks)
+    if elsewhere:
+        _fill_dtensor(parameter, stack)
+
+
+def _whole(
+    parameter: Tensor, seed: int | None, axis: MeshAxis | None, dim: int
+) -> tuple[Tensor, torch.Generator | None]:
+    """Room for the whole weight, and the generator that fills it."""
+    generator = None
+    if seed is not None:
+        generator = torch.Generator(device=parameter.device)
+        generator.manual_seed(seed)
+    shape = list(parameter.shape)
+    shape[dim] *= 1 if axis is None else axis.size
+    # In float32 whatever the parameter's dtype, so that a bf16 model starts from the rounded
+    # weights of the fp32 one.
+    return torch.empty(shape, dtype=torch.float32, device=parameter.device), generator
+
+
+def _keep_piece(
+    parameter: Tensor,
+    whole: Tensor,
+    axis: MeshAxis | None,
+    dim: int,
+    blocks: Sequence[int] | None,
+) -> None:
+    if axis is not None:
+        whole = cut_weight(whole, dim, axis.rank, axis.size, blocks)
+    if hasattr(parameter, "device_mesh"):
+        _fill_dtensor(parameter, whole)
+    else:
+        parameter.copy_(whole)
+
+
+def _fill_dtensor(parameter: Tensor, whole: Tensor) -> None:
+    """Keep the piece that this rank holds of torch FSDP2's or its own tensor parallelism's cut."""
+    from torch.distributed.tensor import DTensor, distribute_tensor
+
+    if not isinstance(parameter, DTensor):
+        raise TypeError(f"cannot initialise a {type(parameter).__name__}")
+    # Every rank drew the same whole: nothing has to be sent.
+    pieces = distribute_tensor(
+        whole, parameter.device_mesh, parameter.placements, src_data_rank=None
+    )
+    parameter.to_local().copy_(pieces.to_local())

@@ -1,0 +1,37 @@
+"""Which ranks a layer is divided over, whatever kind of mesh says so."""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+from torch.distributed.device_mesh import DeviceMesh
+
+from lamina.mesh import ParallelMesh
+from lamina.mesh.engine import MeshAxis, mesh_axis
+
+__all__ = ["MeshLike", "axis_of", "context_ranks"]
+
+
+MeshLike: TypeAlias = ParallelMesh | DeviceMesh | MeshAxis | None
+
+
+def axis_of(mesh: MeshLike, name: str) -> MeshAxis | None:
+    """Find the axis of a mesh that has this name and more than one rank.
+
+    Args:
+        mesh: a ParallelMesh, a torch DeviceMesh with named dimensions, the axis itself, or None for
+            one process.
+        name: `tp` or `cp`. A DeviceMesh without it is one process along it.
+    """
+    if mesh is None:
+        return None
+    if isinstance(mesh, DeviceMesh) and name not in (mesh.mesh_dim_names or ()):
+        return None
+    axis = mesh if isinstance(mesh, MeshAxis) else mesh_axis(mesh, name)
+    return axis if axis.size > 1 else None
+
+
+def context_ranks(mesh: MeshLike) -> int:
+    """How many ranks share a sequence, as far as the mesh says: an axis is that of tp."""
+    axis = None if isinstance(mesh, MeshAxis) else axis_of(mesh, "cp")
+    return 1 if axis is None else axis.size

@@ -1,0 +1,174 @@
+"""Public architectures by name."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from difflib import get_close_matches
+from typing import Any
+
+from lamina.models.base.config import LatentAttention, RopeScaling, TransformerConfig
+from lamina.models.base.configs.moe import MoEConfig
+
+__all__ = ["preset", "preset_names"]
+
+
+def _gpt2(hidden_size: int, num_layers: int, num_heads: int) -> TransformerConfig:
+    """GPT-2 (Radford et al., 2019), by the released checkpoints."""
+    return TransformerConfig(
+        vocab_size=50257,
+        hidden_size=hidden_size,
+        num_layers=num_layers,
+        num_heads=num_heads,
+        max_sequence_length=1024,
+        activation="gelu_tanh",
+        norm="layernorm",
+        positions="learned",
+        attention_bias=True,
+        mlp_bias=True,
+        tie_embeddings=True,
+        dropout=0.1,
+        attention_dropout=0.1,
+    )
+
+
+def _llama3(
+    hidden_size: int, num_layers: int, num_heads: int, ffn_size: int, factor: float | None = None
+) -> TransformerConfig:
+    """Llama 3 (8,192 tokens), or with a factor 3.1 and 3.2 (131,072 tokens); Meta, 2024."""
+    return TransformerConfig(
+        vocab_size=128256,
+        hidden_size=hidden_size,
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=8,
+        ffn_size=ffn_size,
+        max_sequence_length=8192 if factor is None else 131072,
+        rope_theta=500_000.0,
+        rope_scaling=None if factor is None else RopeScaling(kind="llama3", factor=factor),
+    )
+
+
+def _qwen3(
+    hidden_size: int, num_layers: int, num_heads: int, ffn_size: int, *, tied: bool
+) -> TransformerConfig:
+    """Qwen 3, dense (Qwen team, 2025)."""
+    return TransformerConfig(
+        vocab_size=151936,
+        hidden_size=hidden_size,
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=8,
+        head_dim=128,
+        ffn_size=ffn_size,
+        max_sequence_length=40960,
+        norm_eps=1e-6,
+        rope_theta=1_000_000.0,
+        qk_norm=True,
+        tie_embeddings=tied,
+    )
+
+
+def _mixtral() -> TransformerConfig:
+    """Mixtral 8x7B (Jiang et al., 2024)."""
+    return TransformerConfig(
+        vocab_size=32000,
+        hidden_size=4096,
+        num_layers=32,
+        num_heads=32,
+        num_kv_heads=8,
+        ffn_size=14336,
+        max_sequence_length=32768,
+        rope_theta=1_000_000.0,
+        moe=MoEConfig(num_experts=8, top_k=2, ffn_size=14336, switch_loss=0.02),
+    )
+
+
+def _qwen3_moe(hidden_size: int, num_layers: int, num_heads: int, inner: int) -> TransformerConfig:
+    """Qwen 3 with experts (Qwen team, 2025)."""
+    return replace(
+        _qwen3(hidden_size, num_layers, num_heads, 3 * hidden_size, tied=False),
+        num_kv_heads=4,
+        moe=MoEConfig(num_experts=128, top_k=8, ffn_size=inner, global_loss=1e-3),
+    )
+
+
+def _deepseek_v3() -> TransformerConfig:
+    """DeepSeek-V3 (2024) without its module that predicts further tokens."""
+    factor = 40.0
+    return TransformerConfig(
+        vocab_size=129280,
+        hidden_size=7168,
+        num_layers=61,
+        num_heads=128,
+        ffn_size=18432,
+        max_sequence_length=163840,
+        norm_eps=1e-6,
+        rope_scaling=RopeScaling(
+            kind="yarn", factor=factor, original_length=4096, attention_factor=1.0
+        ),
+        attention_scale=(0.1 * math.log(factor) + 1.0) ** 2 / math.sqrt(192),
+        mla=LatentAttention(kv_lora_rank=512, q_lora_rank=1536),
+        moe=MoEConfig(
+            num_experts=256,
+            top_k=8,
+            ffn_size=2048,
+            shared_ffn_size=2048,
+            first_dense=3,
+            scores="sigmoid",
+            weight_scale=2.5,
+            num_groups=8,
+            groups_kept=4,
+            bias_rate=1e-3,
+            sequence_loss=1e-4,
+        ),
+    )
+
+
+_PRESETS: dict[str, TransformerConfig] = {
+    "gpt2": _gpt2(768, 12, 12),
+    "gpt2-medium": _gpt2(1024, 24, 16),
+    "gpt2-large": _gpt2(1280, 36, 20),
+    "gpt2-xl": _gpt2(1600, 48, 25),
+    "llama3-8b": _llama3(4096, 32, 32, 14336),
+    "llama3-70b": _llama3(8192, 80, 64, 28672),
+    "llama3.1-8b": _llama3(4096, 32, 32, 14336, factor=8.0),
+    "llama3.1-70b": _llama3(8192, 80, 64, 28672, factor=8.0),
+    "llama3.1-405b": _llama3(16384, 126, 128, 53248, factor=8.0),
+    "llama3-405b": _llama3(16384, 126, 128, 53248, factor=8.0),
+    "llama3.2-1b": replace(_llama3(2048, 16, 32, 8192, factor=32.0), tie_embeddings=True),
+    "llama3.2-3b": replace(_llama3(3072, 28, 24, 8192, factor=32.0), tie_embeddings=True),
+    "qwen3-0.6b": _qwen3(1024, 28, 16, 3072, tied=True),
+    "qwen3-1.7b": _qwen3(2048, 28, 16, 6144, tied=True),
+    "qwen3-4b": _qwen3(2560, 36, 32, 9728, tied=True),
+    "qwen3-8b": _qwen3(4096, 36, 32, 12288, tied=False),
+    "qwen3-14b": _qwen3(5120, 40, 40, 17408, tied=False),
+    "qwen3-32b": _qwen3(5120, 64, 64, 25600, tied=False),
+    "mixtral-8x7b": _mixtral(),
+    "qwen3-30b-a3b": _qwen3_moe(2048, 48, 32, 768),
+    "qwen3-235b-a22b": _qwen3_moe(4096, 94, 64, 1536),
+    "deepseek-v3": _deepseek_v3(),
+}
+
+
+def preset_names() -> tuple[str, ...]:
+    """Names that `preset` knows."""
+    return tuple(_PRESETS)
+
+
+def preset(name: str, **changes: Any) -> TransformerConfig:
+    """Look up a public architecture.
+
+    Args:
+        name: one of `preset_names`. The 405B model exists as Llama 3.1 only; both names give
+            it.
+        changes: fields to set otherwise.
+
+    Raises:
+        ValueError: for a name that does not exist, with the nearest that do.
+        TypeError: for a field that does not exist.
+    """
+    if name not in _PRESETS:
+        near = get_close_matches(name, _PRESETS, n=3) or preset_names()
+        raise ValueError(f"no preset {name!r}: did you mean {', '.join(near)}?")
+    return replace(_PRESETS[name], **changes)

@@ -1,0 +1,69 @@
+"""Parameters that are replaced keep their roles and ties: on other devices, in copies, by loads."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from lamina.mesh.engine import copy_role, copy_roles
+
+__all__ = ["KeepsRoles", "ModuleT"]
+
+
+ModuleT = TypeVar("ModuleT", bound="KeepsRoles")
+
+
+class KeepsRoles(nn.Module):
+    """A module below which new parameters take over what those in their places were marked as.
+
+    A role is an attribute of the tensor (`lamina.mesh.mark`). Without it a norm's gradient is not
+    summed over tp, a cut weight counts as whole, and nothing says so. torch makes new parameters
+    when a module leaves the meta device, in `copy.deepcopy` (so in `AveragedModel`), and in
+    `load_state_dict(assign=True)`, also of a module around this one.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._before_load: dict[str, Tensor] = {}
+        self.register_load_state_dict_post_hook(_take_over)  # type: ignore[no-untyped-call]
+
+    def tie_weights(self) -> None:
+        """Make one parameter again of those that are tied."""
+
+    def _apply(self: ModuleT, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ModuleT:
+        marked = dict(self.named_parameters(remove_duplicate=False))
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        # torch replaced a tied parameter once for each module that holds it.
+        self.tie_weights()
+        for name, parameter in self.named_parameters():
+            copy_role(marked[name], parameter)
+        return self
+
+    def __deepcopy__(self: ModuleT, memo: dict[int, Any]) -> ModuleT:
+        made = type(self).__new__(type(self))
+        memo[id(self)] = made
+        made.__setstate__(copy.deepcopy(self.__dict__, memo))  # type: ignore[no-untyped-call]
+        copy_roles(self, made)
+        return made
+
+    def _load_from_state_dict(
+        self, state_dict: Any, prefix: str, local_metadata: dict[str, Any], *rest: Any
+    ) -> None:
+        # The modules below load after this one, and then come the hooks.
+        if local_metadata.get("assign_to_params_buffers"):
+            for name, parameter in self.named_parameters(remove_duplicate=False):
+                # Empty, for the role alone: the weights that are replaced can be freed.
+                copy_role(parameter, self._before_load.setdefault(name, torch.empty(0)))
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
+
+
+def _take_over(module: nn.Module, _: Any) -> None:
+    if isinstance(module, KeepsRoles) and module._before_load:
+        before, module._before_load = module._before_load, {}
+        module.tie_weights()
+        for name, parameter in module.named_parameters():
+            copy_role(before[name], parameter)

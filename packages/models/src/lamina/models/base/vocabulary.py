@@ -1,0 +1,54 @@
+"""Ids that a vocabulary does not have: an error where looking costs nothing, else NaN."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+__all__ = ["check_ids", "label_weights"]
+
+
+def check_ids(
+    name: str,
+    ids: Tensor,
+    vocab_size: int,
+    ignored: int | None = None,
+    *,
+    remedy: str | None = None,
+) -> None:
+    """Refuse ids outside of `0 .. vocab_size - 1`, on a CPU; a GPU would have to be waited for.
+
+    Args:
+        name: what they are, for the error.
+        ids: integers of any shape. Not looked at on another device or while compiling.
+        vocab_size: ids that exist.
+        ignored: one more value that may occur.
+        remedy: what to do about others; by default a question about the tokenizer.
+
+    Raises:
+        TypeError: if they are no integers.
+        ValueError: with the first id that does not exist, and how many do not.
+    """
+    if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
+        raise TypeError(f"{name} are {ids.dtype}: ids are integers, such as torch.int64")
+    if ids.device.type != "cpu" or torch.compiler.is_compiling() or type(ids) is not Tensor:
+        return  # subclasses (fake tensors among them) may have no values
+    strange = (ids < 0) | (ids >= vocab_size)
+    if ignored is not None:
+        strange &= ids != ignored
+    if not strange.any():
+        return
+    left_out = "" if ignored is None else f" or {ignored} (left out)"
+    if remedy is None:
+        remedy = f"is the tokenizer larger than vocab_size {vocab_size}, or should a label be -100?"
+    raise ValueError(
+        f"{name} hold {int(ids[strange][0])} (and {int(strange.sum())} ids in all that do not "
+        f"exist): they must be 0 to {vocab_size - 1}{left_out}; {remedy}"
+    )
+
+
+def label_weights(labels: Tensor, vocab_size: int, ignored: int, dtype: torch.dtype) -> Tensor:
+    """What each label counts: 1, 0 where it is left out, NaN where there is no such id."""
+    exists = (labels >= 0) & (labels < vocab_size)
+    weights = torch.where(exists, 1.0, torch.nan).to(dtype)
+    return torch.where(labels == ignored, 0.0, weights)

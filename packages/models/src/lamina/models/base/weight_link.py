@@ -1,0 +1,98 @@
+"""One parameter of ours, and the tensors that it is in a Hugging Face checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+__all__ = ["WeightLink"]
+
+
+@dataclass(frozen=True)
+class WeightLink:
+    """One of our parameters and the tensors that it is in a Hugging Face checkpoint.
+
+    Attributes:
+        ours: name of the parameter.
+        theirs: names of the tensors that are its rows, in order.
+        rows: how many rows each of them has; None where there is one.
+        transposed: theirs is `[in, out]` (GPT-2's Conv1D).
+        order: which of their rows each of ours is; None keeps the order.
+        rows_added: rows of ours, at the end, that theirs does not have (vocabulary padding).
+        stack: ours is this many matrices `[stack, rows, ...]`; None is one matrix.
+        in_memory: name of the one tensor, of our shape, that it is in a `transformers` model
+            in memory, where that is not as in files.
+    """
+
+    ours: str
+    theirs: tuple[str, ...]
+    rows: tuple[int, ...] | None = None
+    transposed: bool = False
+    order: tuple[int, ...] | None = None
+    rows_added: int = 0
+    stack: int | None = None
+    in_memory: str | None = None
+
+    def to_theirs(self, tensor: Tensor) -> tuple[Tensor, ...]:
+        """Make their tensors from our whole one."""
+        if self.rows_added:
+            tensor = tensor[: -self.rows_added]
+        if self.stack is not None:
+            tensor = tensor.flatten(0, 1)
+        if self.order is not None:
+            inverse = torch.empty(len(self.order), dtype=torch.int64)
+            inverse[list(self.order)] = torch.arange(len(self.order))
+            tensor = tensor[inverse.to(tensor.device)]
+        parts = (tensor,) if self.rows is None else torch.split(tensor, list(self.rows))
+        return tuple((part.t() if self.transposed else part).contiguous() for part in parts)
+
+    def to_ours(self, tensors: Sequence[Tensor]) -> Tensor:
+        """Make our whole tensor from theirs."""
+        parts = [tensor.t() if self.transposed else tensor for tensor in tensors]
+        whole = parts[0] if len(parts) == 1 else torch.cat(parts)
+        if self.order is not None:
+            whole = whole[torch.tensor(self.order, device=whole.device)]
+        if self.stack is not None:
+            whole = whole.view(self.stack, -1, *whole.shape[1:])
+        if self.rows_added:
+            padding = whole.new_zeros(self.rows_added, *whole.shape[1:])
+            whole = torch.cat((whole, padding))
+        return whole
+
+    def pieces(self) -> Iterator[tuple[tuple[slice, ...], WeightLink]]:
+        """Cut ours where one of theirs ends and the next begins.
+
+        Yields:
+            Slices of our first dimensions, and a link of what is in there to one of theirs.
+        """
+        rows, each = self.rows or (), len(self.theirs) // (self.stack or 1)
+        matrices = [rows[at : at + each] for at in range(0, len(rows), each)]
+        alike = all(matrix == matrices[0] for matrix in matrices)
+        if len(rows) < 2 or not alike or self.order is not None or self.rows_added:
+            yield (), self
+            return
+        stack = None if self.stack is None else 1
+        for number, matrix in enumerate(matrices):
+            start = 0
+            for name, length in zip(self.theirs[number * each :], matrix, strict=False):
+                inner = slice(start, start + length)
+                slices = (inner,) if stack is None else (slice(number, number + 1), inner)
+                one = (name,)
+                yield slices, replace(self, theirs=one, rows=None, stack=stack, in_memory=None)
+                start += length
+
+    def read(self, tensor: Callable[[str], Tensor]) -> Tensor:
+        """Make our whole tensor from a source of theirs by name, files or a model in memory.
+
+        Raises:
+            KeyError: if the source has it under neither name.
+        """
+        try:
+            return self.to_ours([tensor(name) for name in self.theirs])
+        except KeyError:
+            if self.in_memory is None:
+                raise
+        return tensor(self.in_memory)

@@ -1,0 +1,1 @@
+"""Decoder stacks: the block, the layer stack, the language model, generation."""

@@ -1,0 +1,159 @@
+"""Sampling text from a language model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lamina.collectives.engine import broadcast
+
+__all__ = ["generate", "sample"]
+
+
+@torch.no_grad()
+def generate(
+    model: nn.Module,
+    tokens: Tensor,
+    max_new_tokens: int,
+    *,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    context_length: int | None = None,
+    generator: torch.Generator | None = None,
+    inputs: Mapping[str, Any] | None = None,
+) -> Tensor:
+    """Sample a continuation, one token at a time.
+
+    Nothing is cached between tokens, so that it works with any wrapper around the model; every rank
+    of a sharded model must call it. Ranks of tp and cp, which share the sequences, take what the
+    first of them draws. A `VisionLanguageModel` writes text: its image token is never drawn.
+
+    Args:
+        model: maps int64 `[batch, sequence]` to logits `[batch, sequence, vocabulary]`.
+        tokens: int64 `[batch, sequence]`, the prompt, at least one token.
+        max_new_tokens: how many tokens to add.
+        temperature: divides the logits; 0 takes the most likely token.
+        top_k: sample only among this many most likely tokens.
+        top_p: sample only among the most likely tokens that together have this probability.
+        context_length: tokens the model may look back; by default the config's
+            `max_sequence_length` where the model (in its wrappers) has one.
+        generator: for sampling; by default torch's own.
+        inputs: what else the model is called with, such as `{"images": images}`.
+
+    Returns:
+        int64 `[batch, sequence + max_new_tokens]`.
+
+    Raises:
+        ValueError: for an empty prompt, a context that ranks cannot share, and images that would
+            not fit into it to the end.
+    """
+    inner = _without_wrappers(model)
+    config = getattr(inner, "config", None)
+    if context_length is None:
+        context_length = getattr(config, "max_sequence_length", None)
+    # Ranks that share a sequence need its length to be divisible; what is appended comes after all
+    # that is read, is no image's place, and competes for no expert's capacity.
+    multiple = int(getattr(inner, "length_multiple", 1))
+    image_token = getattr(inner, "image_token", None)
+    padding = 1 if image_token == 0 else 0
+    limited = getattr(getattr(config, "moe", None), "capacity_factor", None) is not None
+    if context_length is not None:
+        context_length = _shared_length(context_length, multiple)
+    _check_prompt(inner, tokens, max_new_tokens, context_length)
+    with _evaluating(model):
+        for _ in range(max_new_tokens):
+            window = tokens if context_length is None else tokens[:, -context_length:]
+            end = window.shape[1]
+            padded = F.pad(window, (0, -end % multiple), value=padding)
+            options = dict(inputs or {})
+            if limited and padded.shape[1] > end:
+                places = torch.arange(padded.shape[1], device=padded.device)
+                options["padding_mask"] = (places >= end).expand_as(padded)
+            logits = model(padded, **options)[:, end - 1].float()
+            if image_token is not None:  # text alone: a place without an image would be refused
+                logits[:, image_token] = -torch.inf
+            following = sample(logits, temperature, top_k, top_p, generator)
+            for axis in getattr(inner, "sequence_axes", ()):
+                broadcast(following, axis.group)
+            tokens = torch.cat((tokens, following[:, None]), dim=1)
+    return tokens
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """Put every module into evaluation, and back into its own mode."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
+def _shared_length(length: int, multiple: int) -> int:
+    """The longest context that the ranks which share a sequence can cut."""
+    shared = length - length % multiple
+    if shared < 1:
+        raise ValueError(
+            f"context_length is {length}: it must be at least {multiple}"
+            + (", into which ranks of tp and cp cut a sequence" if multiple > 1 else "")
+        )
+    return shared
+
+
+def _check_prompt(
+    inner: nn.Module, tokens: Tensor, max_new_tokens: int, context_length: int | None
+) -> None:
+    """Refuse an empty prompt, and one whose images the context would leave behind."""
+    if tokens.ndim != 2 or tokens.shape[1] < 1:
+        raise ValueError(
+            f"tokens have shape {tuple(tokens.shape)}: they must be [batch, sequence], with at "
+            "least one token"
+        )
+    image_token = getattr(inner, "image_token", None)
+    if context_length is None or image_token is None:
+        return
+    left = tokens.shape[1] + max_new_tokens - 1 - context_length
+    if left > 0 and bool((tokens[:, :left] == image_token).any()):
+        raise ValueError(
+            f"{tokens.shape[1]} tokens and {max_new_tokens} new ones reach {left} beyond the "
+            f"context of {context_length}, which then begins after image tokens: lower "
+            "max_new_tokens, shorten the prompt, or raise max_sequence_length in TransformerConfig"
+        )
+
+
+def _without_wrappers(model: nn.Module) -> nn.Module:
+    """The model that wrappers hold as `module`: their own `config` is about something else."""
+    while isinstance(inner := getattr(model, "module", None), nn.Module):
+        model = inner
+    return model
+
+
+def sample(
+    logits: Tensor,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    generator: torch.Generator | None = None,
+) -> Tensor:
+    """Draw one id per row of logits `[batch, vocabulary]`: int64 `[batch]`."""
+    if temperature == 0.0:
+        return logits.argmax(dim=-1)
+    logits = logits / temperature
+    if top_k is not None:
+        kth = logits.topk(min(top_k, logits.shape[-1]), dim=-1).values[:, -1:]
+        logits = logits.masked_fill(logits < kth, -torch.inf)
+    if top_p is not None:
+        ordered, order = logits.sort(dim=-1, descending=True)
+        before = ordered.softmax(dim=-1).cumsum(dim=-1) - ordered.softmax(dim=-1)
+        # The most likely token always stays: nothing comes before it.
+        dropped = (before >= top_p).scatter(-1, order, before >= top_p)
+        logits = logits.masked_fill(dropped, -torch.inf)
+    return torch.multinomial(logits.softmax(dim=-1), 1, generator=generator).squeeze(-1)

@@ -1,0 +1,335 @@
+"""The decoder-only language model."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from lamina.collectives import scatter_to
+from lamina.mesh.engine import MeshAxis
+from lamina.models.attention.attention import SelfAttention
+from lamina.models.attention.context import AttentionContext, default_positions, same_for_all
+from lamina.models.attention.context_parallel import check_context_parallel
+from lamina.models.attention.latent_attention import LatentSelfAttention
+from lamina.models.base.config import TransformerConfig
+from lamina.models.base.initialise import assign_seeds, check_same_seed, draw_seed
+from lamina.models.base.mesh_axes import MeshLike, axis_of
+from lamina.models.base.roles import KeepsRoles
+from lamina.models.base.vocabulary import check_ids
+from lamina.models.decoder.layer_stack import make_block
+from lamina.models.decoder.precision_backends import apply_precision
+from lamina.models.decoder.splice import Splice
+from lamina.models.layers.dropout import Dropout
+from lamina.models.layers.embedding import OutputHead, PositionEmbedding, VocabParallelEmbedding
+from lamina.models.layers.loss import IGNORED, check_reduction
+from lamina.models.layers.norms import make_norm
+from lamina.models.layers.zigzag import check_divisible, cut_sequence, join_sequence
+from lamina.models.moe.axes import ExpertAxes
+from lamina.models.moe.losses import RoutingContext
+
+__all__ = ["HOOKS", "GPTModel", "require_gpt"]
+
+
+# Where torch keeps what runs around a module's forward and backward.
+HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+
+
+class GPTModel(KeepsRoles):
+    """Embedding, blocks, final norm and head.
+
+    Built under `torch.device("meta")` it takes no memory; after `to_empty(device=...)`,
+    `init_weights()` (or `reset_parameters()` of each submodule, in any order) gives the same
+    weights as a model built in place with the same seed.
+
+    Args:
+        config: the shape.
+        mesh: the ranks to divide the work over: its axis `tp`, if it has one, cuts the weights,
+            its axis `cp` the sequences; experts are spread over `ep` and `expert_tp`. None is
+            one process.
+        seed: seed of the initial weights, the same on all ranks; by default drawn from torch's
+            generator, so `torch.manual_seed` (or `lamina.mesh.seed_everything`) decides it.
+
+    Raises:
+        ValueError: if heads, inner width or vocabulary are not divisible by the number of ranks, or
+            if ranks of `tp` or `pp` have different seeds.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        mesh: MeshLike = None,
+        *,
+        seed: int | None = None,
+    ) -> None:
+        super().__init__()
+        self.seed = draw_seed() if seed is None else seed
+        check_same_seed(self.seed, axis_of(mesh, "tp"), axis_of(mesh, "pp"))
+        self.cp = axis_of(mesh, "cp")
+        self.expert_axes = ExpertAxes()
+        if config.moe is not None:
+            self.expert_axes = ExpertAxes.of(mesh, sequence_parallel=config.sequence_parallel)
+        self.auxiliary_scale = 1.0
+        device = torch.get_default_device()
+        with torch.device("meta"):
+            # Weights are drawn once, below, when every module knows its name.
+            self.build(config, axis_of(mesh, "tp"))
+            apply_precision(self, config.precision, mesh)
+        if device.type != "meta":
+            self.to_empty(device=device)
+            self.init_weights()
+
+    def build(self, config: TransformerConfig, axis: MeshAxis | None) -> None:
+        """Make the modules, for the ranks of a tensor-parallel axis; None is one process."""
+        self.config = config
+        self.axis = axis
+        if self.cp is not None:
+            check_context_parallel(config, self.cp, 1 if axis is None else axis.size)
+        partial = self.sequence_parallel = config.sequence_parallel and axis is not None
+        self.embedding = VocabParallelEmbedding(
+            config.padded_vocab_size,
+            config.hidden_size,
+            self.axis,
+            sequence_parallel=partial,
+            init_std=config.init_std,
+            vocab_size=config.vocab_size,
+            reduction=config.tp_reduction,
+        )
+        self.position_embedding = None
+        if config.positions == "learned":
+            self.position_embedding = PositionEmbedding(
+                config.max_sequence_length,
+                config.hidden_size,
+                partial=partial,
+                init_std=config.init_std,
+            )
+        self.dropout = Dropout(config.dropout, self.axis, sharded=partial)
+        self.blocks = nn.ModuleList(
+            make_block(config, index, self.axis, self.experts_beside(axis))
+            for index in range(config.num_layers)
+        )
+        for module in self.blocks.modules():
+            if self.cp is not None and isinstance(module, SelfAttention | LatentSelfAttention):
+                module.cp = self.cp.size  # blocks know the axis of tp only
+        self.final_norm = make_norm(config, partial=partial)
+        self.head = OutputHead(
+            config, self.axis, tied=self.embedding.weight if config.tie_embeddings else None
+        )
+        assign_seeds(self, self.seed)
+
+    def experts_beside(self, axis: MeshAxis | None) -> ExpertAxes:
+        """Where experts are: where the mesh says, or cut over `axis` as the other weights."""
+        if self.config.moe is not None and axis is not None and self.expert_axes.tp is None:
+            sequence_parallel = self.config.sequence_parallel
+            self.expert_axes = ExpertAxes.of(axis, sequence_parallel=sequence_parallel)
+        return self.expert_axes
+
+    def init_weights(self) -> None:
+        """Call `reset_parameters` of every submodule that owns parameters."""
+        for module in self.modules():
+            reset = getattr(module, "reset_parameters", None)
+            if reset is not None:
+                reset()
+
+    def tie_weights(self) -> None:
+        """Make the head use the embedding's weight, where the config ties them."""
+        if self.head.tied:
+            self.head.weight = self.embedding.weight
+
+    def forward(
+        self,
+        tokens: Tensor,
+        labels: Tensor | None = None,
+        positions: Tensor | None = None,
+        document_ids: Tensor | None = None,
+        *,
+        reduction: Literal["mean", "sum"] = "mean",
+        padding_mask: Tensor | None = None,
+        splice: Splice | None = None,
+    ) -> Tensor:
+        """Predict the next token at every position.
+
+        Args:
+            tokens: int64 `[batch, sequence]`: whole sequences, the same on all ranks of `tp`
+                and `cp`.
+            labels: int64 `[batch, sequence]`: `labels[:, i]` is what should follow
+                `tokens[:, i]` (the caller shifts); -100 is left out.
+            positions: int64 `[sequence]`, `[1, sequence]` or `[batch, sequence]`; by default
+                counted from 0, anew in each document.
+            document_ids: integers `[batch, sequence]`: a token attends only to its own document.
+            reduction: of the loss: `mean` over the labels that count, or `sum`.
+            padding_mask: bool `[batch, sequence]`, True for padding: such tokens go to no expert
+                and count in no auxiliary loss. Nothing else: attention sees them (put them last, or
+                in a document of their own), and without experts it changes nothing.
+            splice: vectors that take the place of some tokens' embeddings.
+
+        Returns:
+            Logits `[batch, sequence, vocabulary]`, or with labels the scalar loss in float32
+            (nats; float64 for a float64 model). Over `cp` ranks each has the loss of its own
+            tokens, so weighted that their mean is the loss (with `sum`, that their sum is), as
+            data-parallel ranks have theirs.
+
+        Raises:
+            ValueError: if the sequence is longer than `config.max_sequence_length`, for shapes
+                that do not fit and another reduction; on a CPU, for ids that the vocabulary does
+                not have (on a GPU they make the result NaN).
+        """
+        check_reduction(reduction)
+        self.check_inputs(tokens, labels, document_ids, positions, padding_mask)
+        if positions is None:
+            positions = default_positions(tokens, document_ids)
+        positions = same_for_all(positions)
+        cut = cut_sequence(tokens, self.cp), cut_sequence(positions, self.cp, dim=-1)
+        x = self.embed(*cut, None if splice is None else splice.cut(self.cp))
+        context = AttentionContext.build(
+            self.config,
+            tokens,
+            x.dtype,
+            positions,
+            document_ids,
+            training=self.training,
+            mesh=self.cp,
+        )
+        if self.config.moe is not None:
+            # Each rank of cp has a part of an auxiliary loss, and an equal share in what a user
+            # makes of the whole logits.
+            scale = self.auxiliary_scale * (1 if self.cp is None else self.cp.size)
+            routing = RoutingContext.build(padding_mask, self.expert_axes, scale)
+            context = replace(context, routing=routing)
+        for block in self.blocks:
+            x = block(x, context)
+        x = self.final_norm(x)
+        if labels is not None:
+            loss = self.loss(x, labels, reduction)
+            if context.routing is not None:
+                context.routing.scale.follow(loss, self.auxiliary_weight(labels, reduction))
+            return loss
+        logits: Tensor = self.head(x)
+        return join_sequence(logits.view(tokens.shape[0], -1, logits.shape[-1]), self.cp)
+
+    def loss(self, x: Tensor, labels: Tensor, reduction: Literal["mean", "sum"]) -> Tensor:
+        """Cross-entropy of this rank's hidden states with whole labels `[batch, sequence]`."""
+        check_reduction(reduction)
+        total: Tensor = self.head(x, cut_sequence(labels, self.cp), "sum")
+        if reduction == "sum":
+            return total
+        parts = 1 if self.cp is None else self.cp.size
+        return total * parts / (labels != IGNORED).sum().clamp(min=1)
+
+    def auxiliary_weight(self, labels: Tensor, reduction: Literal["mean", "sum"]) -> float | Tensor:
+        """What auxiliary losses weigh beside a loss of this reduction.
+
+        A mean is averaged over the ranks of `cp`, which each have a part of an auxiliary loss; a
+        sum is divided by the number of labels later.
+        """
+        if reduction == "sum":
+            return (labels != IGNORED).sum()
+        return 1.0 if self.cp is None else float(self.cp.size)
+
+    def embed(self, tokens: Tensor, positions: Tensor, splice: Splice | None = None) -> Tensor:
+        """Embed tokens, and positions where they are learned; put in what is spliced.
+
+        Returns:
+            `[batch, sequence, hidden]`, or under sequence parallelism this rank's run of the
+            tokens, `[tokens / tp, hidden]`.
+        """
+        x: Tensor = self.embedding(tokens)
+        if splice is not None:
+            x = splice.into(x, self.axis if self.sequence_parallel else None)
+        if self.position_embedding is not None:
+            if self.axis is not None and self.sequence_parallel:
+                positions = scatter_to(positions.expand_as(tokens).flatten(), self.axis.group)
+            x = x + self.position_embedding(positions)
+        embedded: Tensor = self.dropout(x)
+        return embedded
+
+    def check_inputs(
+        self,
+        tokens: Tensor,
+        labels: Tensor | None,
+        document_ids: Tensor | None,
+        positions: Tensor | None = None,
+        padding_mask: Tensor | None = None,
+    ) -> None:
+        """Raise ValueError for shapes that do not fit, before they become an error in a kernel.
+
+        Ids that do not exist and learned positions beyond the table are looked for on a CPU only.
+        """
+        if tokens.ndim != 2:
+            raise ValueError(f"tokens have shape {tuple(tokens.shape)}: need [batch, sequence]")
+        limit = self.config.max_sequence_length
+        if tokens.shape[1] > limit:
+            raise ValueError(
+                f"sequence of {tokens.shape[1]} tokens is longer than max_sequence_length {limit}: "
+                "cut it, or raise max_sequence_length in TransformerConfig"
+            )
+        check_divisible(tokens.shape[1], self.cp)
+        size = self.axis.size if self.axis is not None and self.sequence_parallel else 1
+        rows, columns = tokens.shape[0], tokens.shape[1] // (1 if self.cp is None else self.cp.size)
+        if rows * columns % size:
+            raise ValueError(
+                f"{rows} x {columns} = {rows * columns} tokens are not divisible by tp {size} "
+                f"(remainder {rows * columns % size}), and sequence parallelism cuts them: pad the "
+                "batch, or set sequence_parallel=False"
+            )
+        whole = {"labels": labels, "document_ids": document_ids, "padding_mask": padding_mask}
+        for name, other in whole.items():
+            if other is not None and other.shape != tokens.shape:
+                raise ValueError(
+                    f"{name} {'has' if name == 'padding_mask' else 'have'} shape "
+                    f"{tuple(other.shape)}, tokens {tuple(tokens.shape)}: they must be equal"
+                )
+        if padding_mask is not None and padding_mask.dtype != torch.bool:
+            raise TypeError(f"padding_mask is {padding_mask.dtype}: it must be torch.bool")
+        if positions is not None:
+            self._check_positions(positions, tokens)
+        check_ids("tokens", tokens, self.config.vocab_size)
+        if labels is not None:
+            check_ids("labels", labels, self.config.vocab_size, IGNORED)
+
+    def _check_positions(self, positions: Tensor, tokens: Tensor) -> None:
+        shape = tuple(tokens.shape)
+        if tuple(positions.shape) not in (shape, shape[1:], (1, *shape[1:])):
+            raise ValueError(
+                f"positions have shape {tuple(positions.shape)}, tokens {shape}: they must have "
+                f"shape {shape} or {shape[1:]}"
+            )
+        if self.config.positions == "learned":
+            remedy = "raise max_sequence_length, which is the number of learned positions"
+            limit = self.config.max_sequence_length
+            check_ids("positions", positions, limit, remedy=remedy)
+
+    @property
+    def length_multiple(self) -> int:
+        """What a sequence's length must be divisible by, over the ranks that share it."""
+        tp = self.axis.size if self.axis is not None and self.sequence_parallel else 1
+        return tp * (1 if self.cp is None else 2 * self.cp.size)
+
+    @property
+    def sequence_axes(self) -> tuple[MeshAxis, ...]:
+        """Along which ranks work on the same sequences."""
+        return tuple(axis for axis in (self.axis, self.cp) if axis is not None)
+
+    def num_parameters(self, *, embeddings: bool = True) -> int:
+        """Count the parameters that this rank holds, tied ones once.
+
+        Args:
+            embeddings: False leaves out embeddings and head.
+        """
+        skip = set() if embeddings else {self.head.weight, *self._embedding_weights()}
+        return sum(p.numel() for p in self.parameters() if p not in skip)
+
+    def _embedding_weights(self) -> list[nn.Parameter]:
+        tables = (self.embedding, self.position_embedding)
+        return [table.weight for table in tables if table is not None]
+
+
+def require_gpt(model: nn.Module, what: str) -> GPTModel:
+    """Return the model, or raise TypeError naming what `what` takes."""
+    if isinstance(model, GPTModel):
+        return model
+    inside = [name for name, child in model.named_children() if isinstance(child, GPTModel)]
+    hint = f": give it model.{inside[0]}" if inside else ""
+    raise TypeError(f"{what} is for a GPTModel, not for a {type(model).__name__}{hint}")

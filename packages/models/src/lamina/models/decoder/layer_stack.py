@@ -1,0 +1,155 @@
+"""Blocks that hold one mixer each, and the stack that a pattern of letters spells.
+
+`"M*M-"` is four layers: Mamba, attention, Mamba, MLP, each `x + mixer(norm(x))`. Letters are in
+`LETTERS` of `mamba/config.py`.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from lamina.models.attention.attention import SelfAttention
+from lamina.models.attention.context import AttentionContext
+from lamina.models.attention.latent_attention import LatentSelfAttention
+from lamina.models.base.config import TransformerConfig
+from lamina.models.base.mesh_axes import MeshLike, axis_of
+from lamina.models.decoder.block import TransformerBlock
+from lamina.models.layers.dropout import Dropout
+from lamina.models.layers.mlp import MLP
+from lamina.models.layers.norms import make_norm
+from lamina.models.mamba.block import MambaMixer, MambaState
+from lamina.models.moe.axes import ExpertAxes
+from lamina.models.moe.layer import MoELayer
+
+__all__ = ["AttentionBlock", "ExpertBlock", "MLPBlock", "MambaBlock", "ResidualBlock", "make_block"]
+
+
+class ResidualBlock(nn.Module):
+    """`x + mixer(norm(x))`; with `config.post_norm` the mixer's result is normalised too.
+
+    Args:
+        config: the shape.
+        mixer: of activations `[batch, sequence, hidden]` (`[tokens / tp, hidden]` under
+            sequence parallelism).
+        mesh: has an axis `tp`, or is that axis; None is one process.
+    """
+
+    def __init__(self, config: TransformerConfig, mixer: nn.Module, mesh: MeshLike = None) -> None:
+        super().__init__()
+        axis = axis_of(mesh, "tp")
+        partial = config.sequence_parallel and axis is not None
+        self.norm = make_norm(config, partial=partial)
+        self.mixer = mixer
+        self.post_norm = make_norm(config, partial=partial) if config.post_norm else None
+        self.dropout = Dropout(config.dropout, axis, sharded=partial)
+
+    def forward(self, x: Tensor, context: AttentionContext | None = None) -> Tensor:
+        """`[batch, sequence, hidden]` to the same, or `[tokens / tp, hidden]` to the same."""
+        return self.add(x, self.mixer(self.norm(x), context))
+
+    def add(self, x: Tensor, update: Tensor) -> Tensor:
+        """Add an update to the residual stream, after post-norm and dropout."""
+        if self.post_norm is not None:
+            update = self.post_norm(update)
+        dropped: Tensor = self.dropout(update)
+        return x + dropped
+
+
+class MambaBlock(ResidualBlock):
+    """A Mamba-2 layer: `x + mamba(norm(x))` (letter `M`).
+
+    Args:
+        config: the shape; its `mamba` has the layer's own sizes.
+        mesh: has an axis `tp`, or is that axis; None is one process.
+    """
+
+    mixer: MambaMixer
+
+    def __init__(self, config: TransformerConfig, mesh: MeshLike = None) -> None:
+        super().__init__(config, MambaMixer(config, mesh), mesh)
+
+    def initial_state(self, batch: int) -> MambaState:
+        """What the layer remembers before the first token."""
+        return self.mixer.initial_state(batch)
+
+    def step(self, x: Tensor, state: MambaState) -> tuple[Tensor, MambaState]:
+        """One token `[batch, hidden]` after those that `state` remembers."""
+        update, state = self.mixer.step(self.norm(x), state)
+        return self.add(x, update), state
+
+
+class AttentionBlock(ResidualBlock):
+    """An attention layer: `x + attention(norm(x))` (letter `*`)."""
+
+    def __init__(self, config: TransformerConfig, mesh: MeshLike = None) -> None:
+        if config.mla is None:
+            super().__init__(config, SelfAttention(config, mesh), mesh)
+        else:
+            super().__init__(config, LatentSelfAttention(config, config.mla, mesh), mesh)
+
+
+class MLPBlock(ResidualBlock):
+    """An MLP layer: `x + mlp(norm(x))` (letter `-`)."""
+
+    def __init__(self, config: TransformerConfig, mesh: MeshLike = None) -> None:
+        super().__init__(config, MLP(config, mesh), mesh)
+
+    def forward(self, x: Tensor, context: AttentionContext | None = None) -> Tensor:
+        """`[batch, sequence, hidden]` to the same, or `[tokens / tp, hidden]` to the same."""
+        return self.add(x, self.mixer(self.norm(x)))
+
+
+class ExpertBlock(ResidualBlock):
+    """A layer of experts: `x + experts(norm(x))` (letter `E`).
+
+    Args:
+        config: the shape; its `moe` has the layer's own sizes.
+        mesh: has an axis `tp`, or is that axis; None is one process.
+        experts: where experts are; by default what `mesh` says.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        mesh: MeshLike = None,
+        experts: ExpertAxes | None = None,
+    ) -> None:
+        super().__init__(config, MoELayer(config, mesh if experts is None else experts), mesh)
+
+    def forward(self, x: Tensor, context: AttentionContext | None = None) -> Tensor:
+        """`[batch, sequence, hidden]` to the same, or `[tokens / tp, hidden]` to the same."""
+        normed = self.norm(x)
+        if context is None:
+            return self.add(x, self.mixer(normed))
+        return self.add(x, self.mixer(normed, context.routing, context.shape))
+
+
+_BLOCKS: dict[str, type[nn.Module]] = {
+    "M": MambaBlock,
+    "*": AttentionBlock,
+    "-": MLPBlock,
+    "E": ExpertBlock,
+    "T": TransformerBlock,
+}
+
+
+def make_block(
+    config: TransformerConfig,
+    index: int,
+    mesh: MeshLike = None,
+    experts: ExpertAxes | None = None,
+) -> nn.Module:
+    """Build layer `index` of the stack that the config describes.
+
+    Args:
+        config: its `pattern` has one letter per layer.
+        index: `0 <= index < config.num_layers`.
+        mesh: has an axis `tp`, or is that axis; None is one process.
+        experts: where experts are; by default what `mesh` says.
+    """
+    kind = _BLOCKS[config.pattern[index]]
+    if kind is TransformerBlock:
+        return TransformerBlock(config, mesh, layer=index, experts=experts)
+    if kind is ExpertBlock:
+        return ExpertBlock(config, mesh, experts)
+    return kind(config, mesh)

@@ -1,0 +1,1 @@
+"""Weights and configurations in Hugging Face form."""

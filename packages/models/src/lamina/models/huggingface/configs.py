@@ -1,0 +1,304 @@
+"""Hugging Face's `config.json` to `TransformerConfig` and back."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from lamina.models.base.config import Activation, LatentAttention, RopeScaling, TransformerConfig
+from lamina.models.huggingface.mamba import read_mamba2, write_mamba2
+from lamina.models.huggingface.moe import read_moe, written_moe
+from lamina.models.huggingface.weight_maps import model_type
+
+__all__ = ["config_from_huggingface", "huggingface_config"]
+
+
+_ARCHITECTURES = {
+    "gpt2": "GPT2LMHeadModel",
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "mixtral": "MixtralForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+    "deepseek_v3": "DeepseekV3ForCausalLM",
+    "mamba2": "Mamba2ForCausalLM",
+}
+
+
+def huggingface_config(config: TransformerConfig) -> dict[str, Any]:
+    """Write the `config.json` of the Hugging Face model that has the config's weights.
+
+    Raises:
+        ValueError: if no architecture known here has the config's features.
+    """
+    kind = model_type(config)
+    common = {
+        "architectures": [_ARCHITECTURES[kind]],
+        "model_type": kind,
+        "vocab_size": config.vocab_size,
+        "tie_word_embeddings": config.tie_embeddings,
+        "initializer_range": config.init_std,
+    }
+    if kind == "mamba2":
+        return common | write_mamba2(config)
+    return common | (_written_gpt2(config) if kind == "gpt2" else _written_llama(kind, config))
+
+
+def _written_gpt2(config: TransformerConfig) -> dict[str, Any]:
+    return {
+        "n_embd": config.hidden_size,
+        "n_layer": config.num_layers,
+        "n_head": config.num_heads,
+        "n_inner": config.ffn_width,
+        "n_positions": config.max_sequence_length,
+        "activation_function": "gelu_new",
+        "layer_norm_epsilon": config.norm_eps,
+        "embd_pdrop": config.dropout,
+        "resid_pdrop": config.dropout,
+        "attn_pdrop": config.attention_dropout,
+    }
+
+
+def _written_llama(kind: str, config: TransformerConfig) -> dict[str, Any]:
+    written: dict[str, Any] = {
+        "hidden_size": config.hidden_size,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.kv_heads,
+        "head_dim": config.head_width,
+        "intermediate_size": config.ffn_width,
+        "max_position_embeddings": config.max_sequence_length,
+        "hidden_act": "silu",
+        "rms_norm_eps": config.norm_eps,
+        "rope_parameters": _written_rope(config),
+        "attention_bias": config.attention_bias,
+        "mlp_bias": config.mlp_bias,
+        "attention_dropout": config.attention_dropout,
+    }
+    if config.sliding_window is not None:
+        window = {"use_sliding_window": True, "max_window_layers": 0}
+        written |= {"sliding_window": config.sliding_window} | (
+            window if kind in ("qwen2", "qwen3", "qwen3_moe") else {}
+        )
+    elif kind == "mistral":
+        written["sliding_window"] = None
+    if config.mla is not None:
+        written |= _written_mla(config, config.mla)
+    if config.moe is not None:
+        written |= written_moe(config, config.moe, kind)
+    return written
+
+
+def _written_rope(config: TransformerConfig) -> dict[str, Any]:
+    scaling = config.rope_scaling
+    written: dict[str, Any] = {"rope_type": "default", "rope_theta": config.rope_theta}
+    if scaling is None:
+        return written
+    written |= {"rope_type": scaling.kind, "factor": scaling.factor}
+    if scaling.kind == "llama3":
+        written |= {
+            "original_max_position_embeddings": scaling.original_length,
+            "low_freq_factor": scaling.low_freq_factor,
+            "high_freq_factor": scaling.high_freq_factor,
+        }
+    if scaling.kind == "yarn":
+        written |= {
+            "original_max_position_embeddings": scaling.original_length,
+            "beta_fast": scaling.beta_fast,
+            "beta_slow": scaling.beta_slow,
+            "attention_factor": scaling.magnitude,
+        }
+        if config.attention_scale is not None:
+            # DeepSeek folds a factor into the softmax scale: solve for what it is written as.
+            ratio = math.sqrt(config.attention_scale * math.sqrt(config.head_width))
+            written["mscale_all_dim"] = (ratio - 1.0) / (0.1 * math.log(scaling.factor))
+    return written
+
+
+def _written_mla(config: TransformerConfig, sizes: LatentAttention) -> dict[str, Any]:
+    return {
+        "q_lora_rank": sizes.q_lora_rank,
+        "kv_lora_rank": sizes.kv_lora_rank,
+        "qk_nope_head_dim": sizes.qk_nope_head_dim,
+        "qk_rope_head_dim": sizes.qk_rope_head_dim,
+        "v_head_dim": sizes.v_head_dim,
+        "rope_interleave": True,
+        "head_dim": sizes.qk_rope_head_dim,
+        # No experts: all layers are dense.
+        "first_k_dense_replace": config.num_layers,
+        "num_nextn_predict_layers": 0,
+    }
+
+
+def config_from_huggingface(source: Mapping[str, Any]) -> TransformerConfig:
+    """Read the contents of a `config.json`.
+
+    Args:
+        source: of a gpt2, llama, mistral, mixtral, qwen2, qwen3, qwen3_moe, deepseek_v3 or mamba2
+            model; older files (`rope_theta` and `rope_scaling` beside each other) are read as
+            well.
+
+    Raises:
+        ValueError: for another architecture, or a feature that `TransformerConfig` lacks.
+    """
+    kind = source.get("model_type")
+    if kind not in _ARCHITECTURES:
+        raise ValueError(f"model_type is {kind!r}: known are {', '.join(_ARCHITECTURES)}")
+    if kind == "mamba2":
+        return read_mamba2(source)
+    return _read_gpt2(source) if kind == "gpt2" else _read_llama_like(kind, source)
+
+
+def _read_gpt2(source: Mapping[str, Any]) -> TransformerConfig:
+    for name in ("scale_attn_by_inverse_layer_idx", "reorder_and_upcast_attn"):
+        if source.get(name):
+            raise ValueError(f"{name} is set, which TransformerConfig cannot express")
+    if not source.get("scale_attn_weights", True):
+        raise ValueError("scale_attn_weights is False: only scores that are scaled are known")
+    embedding, residual = (source.get(f"{name}_pdrop", 0.1) for name in ("embd", "resid"))
+    if embedding != residual:
+        raise ValueError(
+            f"embd_pdrop is {embedding}, resid_pdrop {residual}: TransformerConfig has one dropout "
+            "for both; write the same into config.json"
+        )
+    activations: dict[str, Activation] = {"gelu_new": "gelu_tanh", "gelu": "gelu"}
+    name = source.get("activation_function", "gelu_new")
+    if name not in activations:
+        raise ValueError(f"activation_function is {name!r}: known are {', '.join(activations)}")
+    return TransformerConfig(
+        vocab_size=source["vocab_size"],
+        hidden_size=source["n_embd"],
+        num_layers=source["n_layer"],
+        num_heads=source["n_head"],
+        ffn_size=source.get("n_inner"),
+        max_sequence_length=source["n_positions"],
+        activation=activations[name],
+        norm="layernorm",
+        norm_eps=source.get("layer_norm_epsilon", 1e-5),
+        positions="learned",
+        attention_bias=True,
+        mlp_bias=True,
+        tie_embeddings=source.get("tie_word_embeddings", True),
+        dropout=residual,
+        attention_dropout=source.get("attn_pdrop", 0.1),
+        init_std=source.get("initializer_range", 0.02),
+    )
+
+
+def _read_llama_like(kind: str, source: Mapping[str, Any]) -> TransformerConfig:
+    if source.get("hidden_act", "silu") != "silu":
+        raise ValueError(f"hidden_act is {source['hidden_act']!r}: only silu is known")
+    bias = kind == "qwen2" or bool(source.get("attention_bias", False))
+    rope = _rope_of(source)
+    mla = _read_mla(source) if kind == "deepseek_v3" else None
+    heads = source["num_attention_heads"]
+    return TransformerConfig(
+        vocab_size=source["vocab_size"],
+        hidden_size=source["hidden_size"],
+        num_layers=source["num_hidden_layers"],
+        num_heads=heads,
+        num_kv_heads=None if mla else source.get("num_key_value_heads") or heads,
+        head_dim=None if mla else source.get("head_dim") or source["hidden_size"] // heads,
+        ffn_size=source["intermediate_size"],
+        max_sequence_length=source["max_position_embeddings"],
+        norm_eps=source.get("rms_norm_eps", 1e-6),
+        rope_theta=rope.get("rope_theta", 10_000.0),
+        rope_scaling=_read_scaling(rope, source),
+        mla=mla,
+        moe=read_moe(kind, source),
+        attention_scale=_read_scale(rope, mla),
+        qk_norm=kind in ("qwen3", "qwen3_moe"),
+        attention_bias=bias,
+        attention_output_bias=False if kind == "qwen2" else None,
+        mlp_bias=bool(source.get("mlp_bias", False)),
+        tie_embeddings=source.get("tie_word_embeddings", False),
+        attention_dropout=source.get("attention_dropout") or 0.0,
+        sliding_window=_read_window(kind, source),
+        init_std=source.get("initializer_range", 0.02),
+    )
+
+
+def _read_window(kind: str, source: Mapping[str, Any]) -> int | None:
+    window: int | None = source.get("sliding_window")
+    if kind in ("mistral", "mixtral"):
+        return window
+    if kind not in ("qwen2", "qwen3", "qwen3_moe"):
+        return None
+    layers, kinds = source["num_hidden_layers"], set(source.get("layer_types") or ())
+    if len(kinds) > 1:
+        raise ValueError(f"layers of kinds {sorted(kinds)}: TransformerConfig has one kind")
+    if not source.get("use_sliding_window") or kinds == {"full_attention"}:
+        return None
+    if kinds or kind == "qwen3_moe":
+        return window
+    # In files without layer_types the first layers see everything.
+    full = min(source.get("max_window_layers", 28), layers)
+    if window is not None and 0 < full < layers:
+        raise ValueError(
+            f"max_window_layers is {full} of {layers} layers: the others have a sliding window, "
+            "and TransformerConfig has one kind of layer"
+        )
+    return window if full == 0 else None
+
+
+def _rope_of(source: Mapping[str, Any]) -> dict[str, Any]:
+    rope = dict(source.get("rope_parameters") or source.get("rope_scaling") or {})
+    rope.setdefault("rope_theta", source.get("rope_theta", 10_000.0))
+    rope.setdefault("rope_type", rope.pop("type", "default"))
+    return rope
+
+
+def _read_scaling(rope: Mapping[str, Any], source: Mapping[str, Any]) -> RopeScaling | None:
+    kind = rope["rope_type"]
+    if kind == "default":
+        return None
+    if kind not in ("linear", "llama3", "yarn"):
+        raise ValueError(f"rope_type is {kind!r}: known are default, linear, llama3 and yarn")
+    original = "original_max_position_embeddings"
+    names = {
+        "low_freq_factor": "low_freq_factor",
+        "high_freq_factor": "high_freq_factor",
+        "beta_fast": "beta_fast",
+        "beta_slow": "beta_slow",
+    }
+    found = {ours: rope[theirs] for ours, theirs in names.items() if rope.get(theirs) is not None}
+    if kind != "linear":
+        length = source.get(original) or rope.get(original) or source["max_position_embeddings"]
+        found["original_length"] = length
+    return RopeScaling(
+        kind=kind, factor=rope["factor"], attention_factor=_read_magnitude(rope), **found
+    )
+
+
+def _read_magnitude(rope: Mapping[str, Any]) -> float | None:
+    if rope["rope_type"] != "yarn" or rope.get("attention_factor") is not None:
+        return rope.get("attention_factor")
+    if rope.get("mscale") and rope.get("mscale_all_dim"):
+        factor = rope["factor"]
+        return _mscale(factor, rope["mscale"]) / _mscale(factor, rope["mscale_all_dim"])
+    return None
+
+
+def _mscale(factor: float, weight: float) -> float:
+    return 0.1 * weight * math.log(factor) + 1.0
+
+
+def _read_scale(rope: Mapping[str, Any], mla: LatentAttention | None) -> float | None:
+    if mla is None or rope["rope_type"] == "default" or not rope.get("mscale_all_dim"):
+        return None
+    width = mla.qk_nope_head_dim + mla.qk_rope_head_dim
+    return _mscale(rope["factor"], rope["mscale_all_dim"]) ** 2 / math.sqrt(width)
+
+
+def _read_mla(source: Mapping[str, Any]) -> LatentAttention:
+    if not source.get("rope_interleave", True):
+        raise ValueError("rope_interleave is False: only DeepSeek's own order is known")
+    return LatentAttention(
+        q_lora_rank=source.get("q_lora_rank"),
+        kv_lora_rank=source["kv_lora_rank"],
+        qk_nope_head_dim=source["qk_nope_head_dim"],
+        qk_rope_head_dim=source["qk_rope_head_dim"],
+        v_head_dim=source["v_head_dim"],
+    )

@@ -1,0 +1,99 @@
+"""Mamba-2 in Hugging Face's words: `config.json` of model_type mamba2."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from lamina.models.base.config import TransformerConfig
+from lamina.models.base.configs.mamba import MambaConfig
+
+__all__ = ["read_mamba2", "write_mamba2"]
+
+
+def write_mamba2(config: TransformerConfig) -> dict[str, Any]:
+    """The fields of `config.json` that are Mamba-2's own.
+
+    Raises:
+        ValueError: if the inner width is no whole multiple of the hidden size.
+    """
+    sizes = config.mamba
+    if sizes is None:
+        raise ValueError("the config has no mamba")
+    heads = sizes.heads(config.hidden_size)
+    expand, remainder = divmod(heads * sizes.head_dim, config.hidden_size)
+    if remainder:
+        raise ValueError(
+            f"{heads} heads of {sizes.head_dim} make an inner width of {heads * sizes.head_dim}, "
+            f"no multiple of hidden_size {config.hidden_size}: mamba2 has expand instead"
+        )
+    written: dict[str, Any] = {
+        "hidden_size": config.hidden_size,
+        "num_hidden_layers": config.num_layers,
+        "layer_norm_epsilon": config.norm_eps,
+        "state_size": sizes.state_size,
+        "head_dim": sizes.head_dim,
+        "num_heads": heads,
+        "expand": expand,
+        "n_groups": sizes.groups,
+        "conv_kernel": sizes.conv_kernel,
+        "use_conv_bias": sizes.conv_bias,
+        "use_bias": sizes.bias,
+        "chunk_size": sizes.chunk_size,
+        "time_step_min": sizes.dt_min,
+        "time_step_max": sizes.dt_max,
+        "hidden_act": "silu",
+        "residual_in_fp32": True,
+    }
+    if sizes.dt_limit != (0.0, math.inf):  # the default; JSON has no infinity
+        written["time_step_limit"] = list(map(_written_bound, sizes.dt_limit))
+    return written
+
+
+def _written_bound(bound: float) -> float | dict[str, str]:
+    # As transformers writes it.
+    return {"__float__": "Infinity"} if bound == math.inf else bound
+
+
+def _read_bound(bound: float | Mapping[str, str]) -> float:
+    return float(bound["__float__"] if isinstance(bound, Mapping) else bound)
+
+
+def read_mamba2(source: Mapping[str, Any]) -> TransformerConfig:
+    """A stack of Mamba-2 layers from the contents of its `config.json`.
+
+    Raises:
+        ValueError: for an activation other than SiLU.
+    """
+    if source.get("hidden_act", "silu") != "silu":
+        raise ValueError(f"hidden_act is {source['hidden_act']!r}: only silu is known")
+    layers = source["num_hidden_layers"]
+    limit = source.get("time_step_limit") or (0.0, math.inf)
+    return TransformerConfig(
+        vocab_size=source["vocab_size"],
+        hidden_size=source["hidden_size"],
+        num_layers=layers,
+        num_heads=1,  # of attention, which there is none of
+        # No positions: nothing limits a sequence's length, or is allocated for it.
+        max_sequence_length=1 << 20,
+        positions="none",
+        norm_eps=source.get("layer_norm_epsilon", 1e-5),
+        layer_pattern="M" * layers,
+        mamba=MambaConfig(
+            state_size=source["state_size"],
+            head_dim=source["head_dim"],
+            num_heads=source["num_heads"],
+            expand=source.get("expand", 2),
+            groups=source["n_groups"],
+            conv_kernel=source["conv_kernel"],
+            conv_bias=source.get("use_conv_bias", True),
+            bias=source.get("use_bias", False),
+            chunk_size=source["chunk_size"],
+            dt_min=source.get("time_step_min", 0.001),
+            dt_max=source.get("time_step_max", 0.1),
+            dt_limit=(_read_bound(limit[0]), _read_bound(limit[1])),
+        ),
+        tie_embeddings=source.get("tie_word_embeddings", False),
+        init_std=source.get("initializer_range", 0.1),
+    )

@@ -1,0 +1,229 @@
+"""Which of our parameters is which of Hugging Face's, and how one is made from the other."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from lamina.models.base.config import TransformerConfig
+from lamina.models.base.weight_link import WeightLink
+from lamina.models.huggingface.moe import moe_links, moe_model_type
+
+__all__ = ["WeightLink", "model_type", "weight_map"]
+
+
+def model_type(config: TransformerConfig) -> str:
+    """Name the Hugging Face architecture that has the config's features.
+
+    Raises:
+        ValueError: if none has all of them.
+    """
+    if set(config.pattern) != {"T"}:
+        return _stack_type(config)
+    _check_attention(config)
+    rope = config.positions == "rope" and config.norm == "rmsnorm" and not config.post_norm
+    modern = rope and config.activation == "swiglu"
+    output_like_qkv = config.output_bias == config.attention_bias
+    gpt2 = (
+        config.positions == "learned"
+        and config.norm == "layernorm"
+        and config.activation == "gelu_tanh"
+        and config.attention_bias
+        and config.output_bias
+        and config.mlp_bias
+        and config.tie_embeddings
+        and config.kv_heads == config.num_heads
+        and config.head_width * config.num_heads == config.hidden_size
+        and not config.qk_norm
+        and not config.post_norm
+        and config.sliding_window is None
+    )
+    if config.moe is not None:
+        kind = moe_model_type(config, config.moe) if modern and output_like_qkv else None
+        if kind is None:
+            raise ValueError(
+                "no Hugging Face architecture known here has these experts and features together; "
+                f"known are mixtral, qwen3_moe and deepseek_v3: {config.moe}"
+            )
+        return kind
+    if gpt2:
+        return "gpt2"
+    if modern and config.mla is not None and not config.mlp_bias and output_like_qkv:
+        return "deepseek_v3"
+    if modern and config.mla is None:
+        if config.qk_norm and not config.mlp_bias and output_like_qkv:
+            return "qwen3"
+        if not config.qk_norm and config.sliding_window is None and output_like_qkv:
+            return "llama"
+        plain = not config.qk_norm and not config.output_bias and not config.mlp_bias
+        if plain and config.attention_bias:
+            return "qwen2"
+        if plain:
+            return "mistral"
+    raise ValueError(
+        "no Hugging Face architecture known here has these features together: positions "
+        f"{config.positions!r}, norm {config.norm!r}, activation {config.activation!r}, qk_norm "
+        f"{config.qk_norm}, post_norm {config.post_norm}, biases {config.attention_bias}, "
+        f"{config.output_bias}, {config.mlp_bias}; known are gpt2, llama, mistral, qwen2, qwen3 "
+        "and deepseek_v3 (dense)"
+    )
+
+
+def _check_attention(config: TransformerConfig) -> None:
+    """Refuse attention that has the weights of an architecture, and computes something else."""
+    default, scaling = 1.0 / math.sqrt(config.head_width), config.rope_scaling
+    stretched = scaling is not None and scaling.kind == "yarn" and scaling.factor > 1.0
+    own = config.mla is not None and stretched and config.score_scale > 0.0
+    if not own and not math.isclose(config.score_scale, default, rel_tol=1e-6):
+        raise ValueError(
+            f"attention_scale is {config.attention_scale}: Hugging Face's architectures known here "
+            f"scale by one over the root of a head's width, {default:.6g} (deepseek_v3 with yarn "
+            "apart): leave attention_scale None, and put the rest into the queries' weights"
+        )
+    if config.mla is not None and config.sliding_window is not None:
+        raise ValueError(
+            f"sliding_window is {config.sliding_window} beside mla: deepseek_v3 has no window, and "
+            "no other Hugging Face architecture known here has latent attention"
+        )
+    if config.mla is not None and config.mla.norm_eps != 1e-6:
+        raise ValueError(
+            f"norm_eps of mla is {config.mla.norm_eps}: deepseek_v3 has 1e-6, whatever its config "
+            "says"
+        )
+
+
+def _stack_type(config: TransformerConfig) -> str:
+    plain = config.positions == "none" and config.norm == "rmsnorm" and not config.post_norm
+    if set(config.pattern) == {"M"} and plain:
+        return "mamba2"
+    raise ValueError(
+        f"no Hugging Face architecture known here has layer_pattern {config.pattern!r} with "
+        f"positions {config.positions!r}, norm {config.norm!r} and post_norm {config.post_norm}: "
+        "mamba2 has 'M' only, positions 'none' and norm 'rmsnorm'"
+    )
+
+
+def weight_map(config: TransformerConfig) -> tuple[WeightLink, ...]:
+    """Link each parameter of a model with this config to Hugging Face's tensors.
+
+    Raises:
+        ValueError: if no architecture known here has the config's features.
+    """
+    links = {"gpt2": _gpt2, "mamba2": _mamba2}.get(model_type(config), _llama_like)
+    return tuple(links(config))
+
+
+def _gpt2(config: TransformerConfig) -> Iterator[WeightLink]:
+    added = config.padded_vocab_size - config.vocab_size
+    yield WeightLink("embedding.weight", ("transformer.wte.weight",), rows_added=added)
+    yield WeightLink("position_embedding.weight", ("transformer.wpe.weight",))
+    modules = {
+        "attention_norm": "ln_1",
+        "attention.qkv": "attn.c_attn",
+        "attention.output": "attn.c_proj",
+        "mlp_norm": "ln_2",
+        "mlp.up": "mlp.c_fc",
+        "mlp.down": "mlp.c_proj",
+    }
+    for i in range(config.num_layers):
+        for ours, theirs in modules.items():
+            for kind in ("weight", "bias"):
+                yield WeightLink(
+                    f"blocks.{i}.{ours}.{kind}",
+                    (f"transformer.h.{i}.{theirs}.{kind}",),
+                    transposed=kind == "weight" and "norm" not in ours,
+                )
+    for kind in ("weight", "bias"):
+        yield WeightLink(f"final_norm.{kind}", (f"transformer.ln_f.{kind}",))
+
+
+def _llama_like(config: TransformerConfig) -> Iterator[WeightLink]:
+    added = config.padded_vocab_size - config.vocab_size
+    yield WeightLink("embedding.weight", ("model.embed_tokens.weight",), rows_added=added)
+    for i in range(config.num_layers):
+        ours, theirs = f"blocks.{i}", f"model.layers.{i}"
+        yield WeightLink(f"{ours}.attention_norm.weight", (f"{theirs}.input_layernorm.weight",))
+        yield WeightLink(f"{ours}.mlp_norm.weight", (f"{theirs}.post_attention_layernorm.weight",))
+        attention = _attention if config.mla is None else _latent_attention
+        yield from attention(config, f"{ours}.attention", f"{theirs}.self_attn")
+        if config.moe is not None and config.has_experts(i):
+            kind = model_type(config)
+            yield from moe_links(config, config.moe, kind, f"{ours}.mlp", theirs)
+            continue
+        for kind in ("weight", "bias") if config.mlp_bias else ("weight",):
+            yield WeightLink(
+                f"{ours}.mlp.up.{kind}",
+                (f"{theirs}.mlp.gate_proj.{kind}", f"{theirs}.mlp.up_proj.{kind}"),
+                rows=(config.ffn_width, config.ffn_width),
+            )
+            yield WeightLink(f"{ours}.mlp.down.{kind}", (f"{theirs}.mlp.down_proj.{kind}",))
+    yield WeightLink("final_norm.weight", ("model.norm.weight",))
+    if not config.tie_embeddings:
+        yield WeightLink("head.weight", ("lm_head.weight",), rows_added=added)
+
+
+def _mamba2(config: TransformerConfig) -> Iterator[WeightLink]:
+    added = config.padded_vocab_size - config.vocab_size
+    yield WeightLink("embedding.weight", ("backbone.embeddings.weight",), rows_added=added)
+    sizes = config.mamba
+    if sizes is None:
+        raise ValueError("the config has no mamba")
+    projections = ("weight", "bias") if sizes.bias else ("weight",)
+    kinds = {
+        "input": ("in_proj", projections),
+        "conv": ("conv1d", ("weight", "bias") if sizes.conv_bias else ("weight",)),
+        "scan": ("", ("A_log", "D", "dt_bias")),
+        "norm": ("norm", ("weight",)),
+        "output": ("out_proj", projections),
+    }
+    for i in range(config.num_layers):
+        yield WeightLink(f"blocks.{i}.norm.weight", (f"backbone.layers.{i}.norm.weight",))
+        for ours, (theirs, names) in kinds.items():
+            for name in names:
+                path = ".".join(filter(None, (f"backbone.layers.{i}.mixer", theirs, name)))
+                yield WeightLink(f"blocks.{i}.mixer.{ours}.{name}", (path,))
+    yield WeightLink("final_norm.weight", ("backbone.norm_f.weight",))
+    if not config.tie_embeddings:
+        yield WeightLink("head.weight", ("lm_head.weight",), rows_added=added)
+
+
+def _attention(config: TransformerConfig, ours: str, theirs: str) -> Iterator[WeightLink]:
+    width = config.head_width
+    rows = (config.num_heads * width, config.kv_heads * width, config.kv_heads * width)
+    for kind in ("weight", "bias") if config.attention_bias else ("weight",):
+        names = tuple(f"{theirs}.{part}_proj.{kind}" for part in "qkv")
+        yield WeightLink(f"{ours}.qkv.{kind}", names, rows=rows)
+    for kind in ("weight", "bias") if config.output_bias else ("weight",):
+        yield WeightLink(f"{ours}.output.{kind}", (f"{theirs}.o_proj.{kind}",))
+    if config.qk_norm:
+        yield WeightLink(f"{ours}.query_norm.weight", (f"{theirs}.q_norm.weight",))
+        yield WeightLink(f"{ours}.key_norm.weight", (f"{theirs}.k_norm.weight",))
+
+
+def _latent_attention(config: TransformerConfig, ours: str, theirs: str) -> Iterator[WeightLink]:
+    sizes = config.mla
+    if sizes is None:
+        raise ValueError("the config has no mla")
+    kinds = ("weight", "bias") if config.attention_bias else ("weight",)
+    # DeepSeek turns neighbouring elements, Lamina elements half a head apart: the rows that make
+    # them trade places, and scores are the same.
+    turned = [2 * i for i in range(sizes.qk_rope_head_dim // 2)]
+    turned += [i + 1 for i in turned]
+    head = list(range(sizes.qk_nope_head_dim)) + [sizes.qk_nope_head_dim + i for i in turned]
+    query = [h * len(head) + i for h in range(config.num_heads) for i in head]
+    shared = list(range(sizes.kv_lora_rank)) + [sizes.kv_lora_rank + i for i in turned]
+    if sizes.q_lora_rank is None:
+        names = (f"{theirs}.q_proj.weight",)
+    else:
+        names = (f"{theirs}.q_b_proj.weight",)
+        yield WeightLink(f"{ours}.query_norm.weight", (f"{theirs}.q_a_layernorm.weight",))
+        for kind in kinds:
+            yield WeightLink(f"{ours}.query_down.{kind}", (f"{theirs}.q_a_proj.{kind}",))
+    yield WeightLink(f"{ours}.query_up.weight", names, order=tuple(query))
+    for kind in kinds:
+        name = f"{theirs}.kv_a_proj_with_mqa.{kind}"
+        yield WeightLink(f"{ours}.kv_down.{kind}", (name,), order=tuple(shared))
+    yield WeightLink(f"{ours}.kv_norm.weight", (f"{theirs}.kv_a_layernorm.weight",))
+    yield WeightLink(f"{ours}.kv_up.weight", (f"{theirs}.kv_b_proj.weight",))
+    for kind in ("weight", "bias") if config.output_bias else ("weight",):
+        yield WeightLink(f"{ours}.output.{kind}", (f"{theirs}.o_proj.{kind}",))

@@ -1,0 +1,1 @@
+"""Layers that tensor parallelism knows: linear, embedding, norms, loss."""

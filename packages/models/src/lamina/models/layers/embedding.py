@@ -1,0 +1,248 @@
+"""Embeddings of tokens and positions, and the head that turns hidden states into logits."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from lamina.collectives import copy_to, gather_from, reduce_from, reduce_scatter_to
+from lamina.ddp.engine import gradient_sink
+from lamina.mesh import mark
+from lamina.models.base.config import Reduction, TransformerConfig
+from lamina.models.base.cut_weights import require_divisible
+from lamina.models.base.initialise import fill_normal
+from lamina.models.base.mesh_axes import MeshLike, axis_of
+from lamina.models.base.vocabulary import check_ids
+from lamina.models.layers.loss import IGNORED, check_reduction, linear_cross_entropy
+from lamina.models.layers.matmul_products import may_sink
+
+__all__ = ["OutputHead", "PositionEmbedding", "VocabParallelEmbedding", "look_up"]
+
+
+def look_up(weight: Tensor, ids: Tensor) -> Tensor:
+    """Rows `[..., width]` of a table, for int64 ids `[...]`."""
+    # On CUDA torch's own backward sorts the ids, so that sums have one order; ours would not.
+    if weight.is_cuda or not may_sink(weight):
+        return F.embedding(ids, weight)
+    rows: Tensor = _LookUp.apply(weight, ids)  # type: ignore[no-untyped-call]
+    return rows
+
+
+class _LookUp(torch.autograd.Function):
+    """`F.embedding` whose gradient is added where the wrapper of the table keeps it."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, ids: Tensor) -> Tensor:
+        ctx.parameter, ctx.rows = weight, weight.shape[0]
+        ctx.save_for_backward(ids)
+        return F.embedding(ids, weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None]:
+        (ids,) = ctx.saved_tensors
+        sink = gradient_sink(ctx.parameter)
+        if sink is None:
+            return torch.ops.aten.embedding_dense_backward(grad, ids, ctx.rows, -1, False), None
+        if not sink.accumulate:
+            sink.view.zero_()
+        sink.view.index_add_(0, ids.flatten(), grad.flatten(0, -2).to(sink.view.dtype))
+        sink.written()
+        return None, None
+
+
+class VocabParallelEmbedding(nn.Module):
+    """A table of vectors whose rows are cut over ranks (Shoeybi et al., 2019).
+
+    Args:
+        rows: number of ids.
+        width: of a vector.
+        mesh: has an axis `tp`, or is that axis; None is one process.
+        sequence_parallel: return this rank's tokens only, `[tokens / size, width]`.
+        init_std: standard deviation of the initial weight.
+        vocab_size: ids that exist; rows from there on are padding. None: all rows are ids.
+        reduction: who sums over the ranks, see `TransformerConfig.tp_reduction`.
+
+    Raises:
+        ValueError: if `rows` is not divisible by the number of ranks, or fewer than the ids.
+    """
+
+    def __init__(
+        self,
+        rows: int,
+        width: int,
+        mesh: MeshLike = None,
+        *,
+        sequence_parallel: bool = False,
+        init_std: float = 0.02,
+        vocab_size: int | None = None,
+        reduction: Reduction = "ordered",
+    ) -> None:
+        super().__init__()
+        self.reduction = reduction
+        self.axis = axis_of(mesh, "tp")
+        self.rows = rows
+        self.vocab_size = rows if vocab_size is None else vocab_size
+        if not 1 <= self.vocab_size <= rows:
+            raise ValueError(
+                f"vocab_size is {self.vocab_size}, the table has {rows} rows: "
+                f"it must be 1 to {rows}"
+            )
+        self.sequence_parallel = sequence_parallel and self.axis is not None
+        self.init_std = init_std
+        self.init_seed: int | None = None
+        self.weight = nn.Parameter(torch.empty(require_divisible("rows", rows, self.axis), width))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Cut the weight from a whole one drawn from N(0, init_std^2); mark its role."""
+        if self.axis is not None:
+            mark(self.weight, tp_shard_dim=0)
+        fill_normal(self.weight, self.init_std, self.init_seed, self.axis, dim=0)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Look up int64 ids `[batch, sequence]`: `[batch, sequence, width]`.
+
+        Raises:
+            ValueError: on a CPU, ids that do not exist. On a GPU their vectors are NaN where the
+                table is cut; where it is whole the device's own check ends the program.
+        """
+        check_ids("tokens", ids, self.vocab_size)
+        if self.axis is None:
+            if self.vocab_size < self.rows:  # torch would look the padding up
+                ids = torch.where(ids < self.vocab_size, ids, self.rows)
+            return look_up(self.weight, ids)
+        row = ids - self.axis.rank * self.weight.shape[0]
+        elsewhere = (row < 0) | (row >= self.weight.shape[0])
+        strange = (ids < 0) | (ids >= self.vocab_size)
+        found = look_up(self.weight, row.masked_fill(elsewhere, 0))
+        # All ranks but one add zeros, so the sum is exact in any dtype.
+        filler = torch.where(strange, torch.nan, 0.0).to(found.dtype)
+        found = torch.where((elsewhere | strange)[..., None], filler[..., None], found)
+        if self.sequence_parallel:
+            return reduce_scatter_to(found.flatten(0, 1), self.axis.group, reduction=self.reduction)
+        return reduce_from(found, self.axis.group, reduction=self.reduction)
+
+    def extra_repr(self) -> str:
+        """Sizes, for printing."""
+        size = 1 if self.axis is None else self.axis.size
+        return f"{self.weight.shape[0] * size} x {self.weight.shape[1]}, cut by {size}"
+
+
+class PositionEmbedding(nn.Module):
+    """A table of learned vectors, one per position, whole on every rank.
+
+    Args:
+        rows: number of positions.
+        width: of a vector.
+        partial: each tensor-parallel rank sees other tokens, so that gradients are summed.
+        init_std: standard deviation of the initial weight.
+    """
+
+    def __init__(
+        self, rows: int, width: int, *, partial: bool = False, init_std: float = 0.02
+    ) -> None:
+        super().__init__()
+        self.partial = partial
+        self.init_std = init_std
+        self.init_seed: int | None = None
+        self.weight = nn.Parameter(torch.empty(rows, width))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw the weight from N(0, init_std^2); mark its role."""
+        mark(self.weight, tp_grad="sum" if self.partial else None)
+        fill_normal(self.weight, self.init_std, self.init_seed)
+
+    def forward(self, positions: Tensor) -> Tensor:
+        """Look up int64 positions `[...]`: `[..., width]`."""
+        return look_up(self.weight, positions)
+
+    def extra_repr(self) -> str:
+        """Sizes, for printing."""
+        return f"{self.weight.shape[0]} x {self.weight.shape[1]}, partial={self.partial}"
+
+
+class OutputHead(nn.Module):
+    """Hidden states to logits, or to the loss where labels are given.
+
+    Args:
+        config: gives the sizes.
+        mesh: its axis `tp` (or the axis itself) cuts the vocabulary; None is one process.
+        tied: the weight of an embedding to use instead of an own one.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        mesh: MeshLike = None,
+        tied: nn.Parameter | None = None,
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.axis = axis_of(mesh, "tp")
+        self.sequence_parallel = config.sequence_parallel and self.axis is not None
+        self.init_seed: int | None = None
+        self.tied = tied is not None
+        if tied is None:
+            rows = require_divisible("padded vocabulary", config.padded_vocab_size, self.axis)
+            tied = nn.Parameter(torch.empty(rows, config.hidden_size))
+        self.weight = tied
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Cut the weight from a whole one drawn from N(0, init_std^2); mark its role.
+
+        A tied weight is the embedding's to draw.
+        """
+        if self.tied:
+            return
+        if self.axis is not None:
+            mark(self.weight, tp_shard_dim=0)
+        fill_normal(self.weight, self.config.init_std, self.init_seed, self.axis, dim=0)
+
+    def forward(
+        self,
+        hidden: Tensor,
+        labels: Tensor | None = None,
+        reduction: Literal["mean", "sum"] = "mean",
+    ) -> Tensor:
+        """Compute logits `[..., vocabulary]`, or with labels the cross-entropy.
+
+        Args:
+            hidden: `[..., hidden]`; `[tokens / size, hidden]` under sequence parallelism, which
+                gives logits of all tokens.
+            labels: int64 of all tokens, in the same order; -100 is left out.
+            reduction: `mean` over the labels that count, or `sum`.
+
+        Returns:
+            Logits, equal on every rank, or the loss: a scalar in float32 (float64 for float64).
+
+        Raises:
+            ValueError: for another reduction, and where labels are not one per token.
+        """
+        check_reduction(reduction)
+        if self.axis is not None and self.sequence_parallel:
+            hidden = gather_from(
+                hidden, self.axis.group, grad="reduce_scatter", reduction=self.config.tp_reduction
+            )
+        elif self.axis is not None:
+            hidden = copy_to(hidden, self.axis.group, reduction=self.config.tp_reduction)
+        if labels is None:
+            logits = F.linear(hidden, self.weight)
+            if self.axis is not None:
+                logits = gather_from(logits, self.axis.group, dim=-1)
+            return logits[..., : self.config.vocab_size]
+        total = linear_cross_entropy(
+            hidden.flatten(0, -2),
+            self.weight,
+            labels.flatten(),
+            self.axis,
+            vocab_size=self.config.vocab_size,
+            chunk=self.config.loss_chunk,
+        )
+        return total / (labels != IGNORED).sum().clamp(min=1) if reduction == "mean" else total

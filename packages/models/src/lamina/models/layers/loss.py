@@ -1,0 +1,330 @@
+"""Cross-entropy without full logits: cut over ranks, and a chunk of tokens at a time.
+
+Per token the loss is `ln(sum(exp(logits))) - logits[label]`. Over ranks that each hold some
+columns of the logits, three numbers per token have to travel: the largest logit, the sum of
+exponentials, and the label's logit.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from lamina.collectives.engine import all_reduce_small
+from lamina.ddp.engine import gradient_sink
+from lamina.mesh.engine import MeshAxis
+from lamina.models.base.mesh_axes import MeshLike, axis_of
+from lamina.models.base.vocabulary import check_ids, label_weights
+from lamina.models.layers.autocast import under_autocast
+
+__all__ = [
+    "IGNORED",
+    "check_reduction",
+    "linear_cross_entropy",
+    "plus_product",
+    "vocab_parallel_cross_entropy",
+]
+
+
+IGNORED = -100
+"""The label of tokens that do not count, as in torch."""
+
+
+def vocab_parallel_cross_entropy(
+    logits: Tensor,
+    labels: Tensor,
+    mesh: MeshLike = None,
+    *,
+    ignore_index: int = IGNORED,
+    chunk: int | None = None,
+) -> Tensor:
+    """Cross-entropy of each token from logits whose vocabulary is cut over ranks.
+
+    Exponentials live in float32 for a chunk of tokens only: for logits in bf16 the peak is the
+    logits and their gradient, not twice as much again.
+
+    Args:
+        logits: `[..., vocabulary / size]`: this rank's run of columns, in rank order.
+        labels: int64 `[...]`, ids of the whole vocabulary, the same on every rank.
+        mesh: has an axis `tp`, or is that axis; None where this process holds all columns.
+        ignore_index: tokens with this label have loss 0 and no gradient.
+        chunk: tokens at a time; by default at least 1,024, more for small vocabularies.
+
+    Returns:
+        Losses `[...]` in nats, float32 (float64 for float64 logits). On a GPU a label that no
+        rank has gives NaN, in gradients too.
+
+    Raises:
+        ValueError: shapes that do not fit, a chunk of no tokens; on a CPU labels that no rank has.
+    """
+    _check("logits", logits, labels, chunk)
+    axis = axis_of(mesh, "tp")
+    check_ids("labels", labels, _total(logits.shape[-1], axis), ignore_index)
+    losses: Tensor = _CrossEntropy.apply(  # type: ignore[no-untyped-call]
+        logits, labels, axis, ignore_index, chunk or _tokens_at_a_time(logits.shape[-1])
+    )
+    return losses
+
+
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    mesh: MeshLike = None,
+    *,
+    vocab_size: int | None = None,
+    chunk: int | None = None,
+    ignore_index: int = IGNORED,
+) -> Tensor:
+    """Sum of cross-entropies of `hidden @ weight.T`, a chunk of tokens at a time.
+
+    Logits live for one chunk only. Where gradients are wanted they are computed along the way, so
+    that nothing has to be computed again: what is kept for backward is as large as `hidden` and
+    `weight`.
+
+    Args:
+        hidden: `[tokens, hidden]`, the same on every rank. Its gradient is the part
+            of this rank's columns: enter with `copy_to`, or a gather that sums in backward.
+        weight: `[vocabulary / size, hidden]`: this rank's rows.
+        labels: int64 `[tokens]`, ids of the whole vocabulary.
+        mesh: has an axis `tp`, or is that axis; None where this process holds all rows.
+        vocab_size: ids that exist; rows from there on are padding and get no probability.
+        chunk: tokens at a time; by default at least 1,024, more for small vocabularies.
+        ignore_index: tokens with this label count nothing.
+
+    Returns:
+        The sum in nats, a scalar in float32 (float64 for float64 weights). On a GPU a label that
+        does not exist makes it NaN, and the gradients too.
+
+    Raises:
+        ValueError: shapes that do not fit, a chunk of no tokens, a `vocab_size` of more ids than
+            there are rows; on a CPU, labels that do not exist.
+    """
+    if hidden.ndim != 2:
+        raise ValueError(f"hidden has shape {tuple(hidden.shape)}: need [tokens, hidden]")
+    _check("hidden", hidden, labels, chunk)
+    axis = axis_of(mesh, "tp")
+    hidden, weight, _ = under_autocast(hidden, weight)
+    chunk = chunk or _tokens_at_a_time(weight.shape[0])
+    rows = _total(weight.shape[0], axis)
+    vocab_size = rows if vocab_size is None else vocab_size
+    if not 1 <= vocab_size <= rows:
+        raise ValueError(
+            f"vocab_size is {vocab_size}, weight has {rows} rows over all ranks: it "
+            f"must be 1 to {rows}"
+        )
+    check_ids("labels", labels, vocab_size, ignore_index)
+    grad_enabled = torch.is_grad_enabled()
+    needed = (grad_enabled and hidden.requires_grad, grad_enabled and weight.requires_grad)
+    total: Tensor = _LinearCrossEntropy.apply(  # type: ignore[no-untyped-call]
+        hidden, weight, labels, axis, vocab_size, chunk, ignore_index, needed
+    )
+    return total
+
+
+def check_reduction(reduction: str) -> None:
+    """Raise ValueError for a reduction that losses of models do not have."""
+    if reduction not in ("mean", "sum"):
+        raise ValueError(
+            f"reduction is {reduction!r}: it must be 'mean' or 'sum'; for a loss of each token "
+            "give the logits to vocab_parallel_cross_entropy"
+        )
+
+
+def _check(name: str, rows: Tensor, labels: Tensor, chunk: int | None) -> None:
+    """Refuse labels that are not one per row, and chunks of no tokens."""
+    if rows.ndim < 2 or rows.shape[:-1] != labels.shape:
+        raise ValueError(
+            f"labels have shape {tuple(labels.shape)}, {name} {tuple(rows.shape)}: labels need "
+            "that shape without its last dimension, and at least one of tokens"
+        )
+    if chunk is not None and chunk < 1:
+        raise ValueError(f"chunk is {chunk}: it must be at least 1, or None")
+
+
+def _total(columns: int, axis: MeshAxis | None) -> int:
+    return columns * (1 if axis is None else axis.size)
+
+
+def _tokens_at_a_time(columns: int) -> int:
+    return int(max(1024, 2**22 // max(columns, 1)))
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
+
+
+class _Softmax(NamedTuple):
+    """What one pass over a chunk of logits gives."""
+
+    losses: Tensor
+    """`[tokens]`; of no meaning where the label does not count."""
+    exponentials: Tensor
+    """`[tokens, columns]`: this rank's; by the total they are probabilities."""
+    total: Tensor
+    """`[tokens]`: their sum over all ranks' columns."""
+    log_total: Tensor
+    """`[tokens]`: log of the sum over all ranks of the exponentials of the logits as given."""
+    column: Tensor
+    """int64 `[tokens]`: which column the label is; any where it is not here."""
+    here: Tensor
+    """bool `[tokens]`: whether the label counts and is one of this rank's columns."""
+
+
+def _places(
+    labels: Tensor, columns: int, axis: MeshAxis | None, ignored: int
+) -> tuple[Tensor, Tensor]:
+    """Which of this rank's columns each label is, and whether it is one; see `_Softmax`."""
+    column = labels - (0 if axis is None else axis.rank * columns)
+    here = (column >= 0) & (column < columns) & (labels != ignored)
+    return torch.where(here, column, 0), here
+
+
+def _softmax(logits: Tensor, labels: Tensor, axis: MeshAxis | None, ignored: int) -> _Softmax:
+    """Turn wide logits `[tokens, columns]` into exponentials, in place."""
+    group = None if axis is None else axis.group
+    column, here = _places(labels, logits.shape[1], axis, ignored)
+    largest = logits.amax(dim=1)
+    all_reduce_small([largest], group, op="max")
+    logits -= largest[:, None]
+    chosen = torch.where(here, logits.gather(1, column[:, None]).squeeze(1), 0.0)
+    exponentials = logits.exp_()
+    total = exponentials.sum(dim=1)
+    all_reduce_small([total, chosen], group)
+    log = total.log()
+    return _Softmax(log - chosen, exponentials, total, largest + log, column, here)
+
+
+def _subtract_labels(probabilities: Tensor, column: Tensor, here: Tensor) -> Tensor:
+    """Subtract one at each label, in place: the loss' gradient by the logits."""
+    ones = -here[:, None].to(probabilities.dtype)
+    return probabilities.scatter_add_(1, column[:, None], ones)
+
+
+class _CrossEntropy(torch.autograd.Function):
+    """Keeps the logits as they came and, per token, the log of the sum of exponentials."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits: Tensor, labels: Tensor, axis: MeshAxis | None, ignored: int, chunk: int
+    ) -> Tensor:
+        flat, names, wide = logits.flatten(0, -2), labels.flatten(), _wide(logits.dtype)
+        losses = torch.empty(names.shape, dtype=wide, device=logits.device)
+        log_total = torch.empty_like(losses)
+        for start in range(0, flat.shape[0], chunk):
+            rows = slice(start, start + chunk)
+            soft = _softmax(flat[rows].to(wide, copy=True), names[rows], axis, ignored)
+            losses[rows], log_total[rows] = soft.losses, soft.log_total
+        counts = label_weights(names, _total(flat.shape[1], axis), ignored, wide)
+        ctx.save_for_backward(logits, names, log_total, counts)
+        ctx.axis, ctx.ignored, ctx.chunk = axis, ignored, chunk
+        return torch.where(names == ignored, 0.0, losses * counts).view(labels.shape)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        logits, names, log_total, counts = ctx.saved_tensors
+        flat, factor = logits.flatten(0, -2), grad.flatten() * counts
+        grad_logits = torch.empty_like(flat)
+        for start in range(0, flat.shape[0], ctx.chunk):
+            rows = slice(start, start + ctx.chunk)
+            wide = flat[rows].to(log_total.dtype) - log_total[rows, None]
+            places = _places(names[rows], flat.shape[1], ctx.axis, ctx.ignored)
+            grad_logits[rows] = _subtract_labels(wide.exp_(), *places).mul_(factor[rows, None])
+        return grad_logits.view(logits.shape), None, None, None, None
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    """Computes both gradients in forward, for a loss whose own gradient is one."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        axis: MeshAxis | None,
+        vocab_size: int,
+        chunk: int,
+        ignored: int,
+        needed: tuple[bool, bool],
+    ) -> Tensor:
+        wide = _wide(weight.dtype)
+        first = 0 if axis is None else axis.rank * weight.shape[0]
+        kept = max(vocab_size - first, 0)
+        counts = label_weights(labels, vocab_size, ignored, wide)
+        total = torch.zeros((), dtype=wide, device=hidden.device)
+        grad_hidden = torch.empty_like(hidden) if needed[0] else None
+        grad_weight: Tensor | None = None
+        for start in range(0, hidden.shape[0], chunk):
+            rows = slice(start, start + chunk)
+            logits = (hidden[rows] @ weight.t()).to(wide)
+            logits[:, kept:] = -torch.inf
+            soft = _softmax(logits, labels[rows], axis, ignored)
+            total += torch.where(labels[rows] == ignored, 0.0, soft.losses * counts[rows]).sum()
+            # By infinity where a label counts 0, by NaN where it does not exist.
+            grad = soft.exponentials.div_((soft.total / counts[rows])[:, None])
+            grad = _subtract_labels(grad, soft.column, soft.here).to(weight.dtype)
+            if grad_hidden is not None:
+                torch.mm(grad, weight, out=grad_hidden[rows])
+            if needed[1]:
+                grad_weight = plus_product(grad_weight, grad.t(), hidden[rows], wide)
+            del logits, soft, grad  # or the next chunk's would lie beside this one's
+        if needed[1] and grad_weight is None:  # no tokens
+            grad_weight = torch.zeros_like(weight, dtype=wide)
+        ctx.save_for_backward(grad_hidden, grad_weight)
+        ctx.weight_dtype = weight.dtype
+        ctx.parameter = weight if weight.is_leaf else None
+        return total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        grad_hidden, grad_weight = ctx.saved_tensors
+        # Another backward through this graph reads them again; otherwise they may be written to,
+        # and whoever gets them may keep them. Compiled, that is the compiler's to decide.
+        kept = torch.compiler.is_compiling() or _graph_is_kept()
+        if not kept:
+            ctx.maybe_clear_saved_tensors()
+        if grad_hidden is not None:
+            # In the factor's dtype, rounded once: a scalar [] would be rounded to bf16 first.
+            into = torch.empty_like(grad_hidden) if kept else grad_hidden
+            grad_hidden = torch.mul(grad_hidden, grad.view(1, 1), out=into)
+        if grad_weight is not None:
+            grad_weight = _scaled(grad_weight, grad, ctx.parameter, ctx.weight_dtype, kept)
+        return grad_hidden, grad_weight, None, None, None, None, None, None
+
+
+def _graph_is_kept() -> bool:
+    """Whether the backward that runs was asked to keep its graph."""
+    kept: bool = torch._C._autograd._get_current_graph_task_keep_graph()  # type: ignore[attr-defined, unused-ignore]
+    return kept
+
+
+def _scaled(
+    gradient: Tensor, factor: Tensor, parameter: Tensor | None, dtype: torch.dtype, kept: bool
+) -> Tensor | None:
+    """The head's gradient, or None where it went straight to the wrapper of the parameter."""
+    sink = None if parameter is None else gradient_sink(parameter)
+    if sink is None or sink.view.dtype != gradient.dtype:
+        return (gradient * factor if kept else gradient.mul_(factor)).to(dtype)
+    if sink.accumulate:
+        sink.view.addcmul_(gradient, factor)
+    else:
+        torch.mul(gradient, factor, out=sink.view)
+    sink.written()
+    return None
+
+
+def plus_product(total: Tensor | None, left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
+    """`total + left @ right` in place, in `dtype` where the device can; None is no sum so far."""
+    if total is not None and dtype == left.dtype:
+        return total.addmm_(left, right)
+    if left.is_cuda and dtype != left.dtype:
+        product = torch.mm(left, right, out_dtype=dtype)
+    else:
+        product = torch.mm(left, right).to(dtype)
+    return product if total is None else total.add_(product)

@@ -1,0 +1,75 @@
+"""The feed-forward half of a block."""
+
+from __future__ import annotations
+
+from typing import get_args
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lamina.models.base.config import Activation, TransformerConfig, require_one_of
+from lamina.models.base.mesh_axes import MeshLike, axis_of
+from lamina.models.layers.linear import ColumnParallelLinear, RowParallelLinear
+
+__all__ = ["MLP", "ActivationFunction"]
+
+
+class ActivationFunction(nn.Module):
+    """GELU, SwiGLU or squared ReLU; a module of its own so that recomputation can name it."""
+
+    def __init__(self, kind: Activation) -> None:
+        super().__init__()
+        require_one_of("activation", kind, get_args(Activation))
+        self.kind = kind
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`[..., ffn]` to the same; SwiGLU takes `[..., 2 * ffn]`, the gate first."""
+        if self.kind == "swiglu":
+            gate, up = x.chunk(2, dim=-1)
+            return F.silu(gate) * up
+        if self.kind == "relu2":
+            return F.relu(x).square()
+        return F.gelu(x, approximate="tanh" if self.kind == "gelu_tanh" else "none")
+
+
+class MLP(nn.Module):
+    """Up, an activation, down; with SwiGLU the gate and up projections are one weight.
+
+    `up.weight` is `[ffn, hidden]`, or `[2 * ffn, hidden]` with SwiGLU: gate rows first. Over
+    tensor-parallel ranks each holds a run of the inner width, of gate and up alike.
+
+    Args:
+        config: the shape.
+        mesh: has an axis `tp`, or is that axis; None is one process.
+    """
+
+    def __init__(self, config: TransformerConfig, mesh: MeshLike = None) -> None:
+        super().__init__()
+        axis = axis_of(mesh, "tp")
+        hidden, ffn = config.hidden_size, config.ffn_width
+        blocks = (ffn, ffn) if config.activation == "swiglu" else (ffn,)
+        self.up = ColumnParallelLinear(
+            hidden,
+            sum(blocks),
+            axis,
+            bias=config.mlp_bias,
+            blocks=blocks,
+            sequence_parallel=config.sequence_parallel,
+            init_std=config.init_std,
+            reduction=config.tp_reduction,
+        )
+        self.activation = ActivationFunction(config.activation)
+        self.down = RowParallelLinear(
+            ffn,
+            hidden,
+            axis,
+            bias=config.mlp_bias,
+            sequence_parallel=config.sequence_parallel,
+            init_std=config.residual_init_std,
+            reduction=config.tp_reduction,
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`[..., hidden]` to `[..., hidden]`."""
+        down: Tensor = self.down(self.activation(self.up(x)))
+        return down

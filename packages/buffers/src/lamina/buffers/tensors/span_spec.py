@@ -122,7 +122,7 @@ class SpanSpec:
                 f"{operation} of a ShardedTensor of shape {list(self.shape)} ({self.where()}) "
                 "needs the other ranks' spans, and it was made without a communicator: pass "
                 "communicator=SpanGroups(...), from lamina.collectives.engine, to the FlatBuffer "
-                "or ShardedTensor, use .to_local() for this rank's span, or lamina.ddp's full_parameters, "
-                "full_gradients and clip_grad_norm"
+                "or ShardedTensor, use .to_local() for this rank's span, or lamina.ddp's "
+                "full_parameters, full_gradients and clip_grad_norm"
             )
         return self.communicator

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -29,9 +29,25 @@ from lamina.models.moe.losses import (
     load_by_sequence,
 )
 from lamina.models.moe.routing import Routing, choose_experts, count_copies, within_capacity
-from lamina.models.moe.statistics import RoutingTotals
 
-__all__ = ["TopKRouter", "axes_from"]
+__all__ = ["RoutingTotals", "TopKRouter", "axes_from"]
+
+
+class RoutingTotals:
+    """Sums over the microbatches of a step, on the device: nothing here makes the host wait."""
+
+    def __init__(self) -> None:
+        self.forwards = 0
+        self.chosen: Tensor | None = None
+        self.sums: dict[str, Tensor] = {}
+
+    def add(self, chosen: Tensor, sums: Mapping[str, Tensor]) -> None:
+        """Add one forward's int64 `[num_experts]` counts and named scalars."""
+        self.forwards += 1
+        self.chosen = chosen.clone() if self.chosen is None else self.chosen + chosen
+        for name, value in sums.items():
+            before = self.sums.get(name)
+            self.sums[name] = value.detach().double() + (0.0 if before is None else before)
 
 
 class TopKRouter(nn.Module):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import islice
 
@@ -13,25 +12,9 @@ from torch import Tensor, nn
 from lamina.collectives.engine import all_reduce_small
 from lamina.models.base.mesh_axes import MeshLike
 from lamina.models.moe.axes import ExpertAxes
+from lamina.models.moe.router import RoutingTotals, TopKRouter
 
-__all__ = ["LayerRouting", "RoutingTotals", "routing_statistics"]
-
-
-class RoutingTotals:
-    """Sums over the microbatches of a step, on the device: nothing here makes the host wait."""
-
-    def __init__(self) -> None:
-        self.forwards = 0
-        self.chosen: Tensor | None = None
-        self.sums: dict[str, Tensor] = {}
-
-    def add(self, chosen: Tensor, sums: Mapping[str, Tensor]) -> None:
-        """Add one forward's int64 `[num_experts]` counts and named scalars."""
-        self.forwards += 1
-        self.chosen = chosen.clone() if self.chosen is None else self.chosen + chosen
-        for name, value in sums.items():
-            before = self.sums.get(name)
-            self.sums[name] = value.detach().double() + (0.0 if before is None else before)
+__all__ = ["LayerRouting", "routing_statistics"]
 
 
 @dataclass(frozen=True)
@@ -67,8 +50,6 @@ def routing_statistics(model: nn.Module, mesh: MeshLike = None) -> dict[str, Lay
         model: holds routers, at any depth; the same on all ranks of the mesh.
         mesh: the mesh; None for one process.
     """
-    from lamina.models.moe.router import TopKRouter  # it needs this module
-
     routers = {
         name: module
         for name, module in model.named_modules()
@@ -79,7 +60,9 @@ def routing_statistics(model: nn.Module, mesh: MeshLike = None) -> dict[str, Lay
     totals = [router.latest for router in routers.values()]
     rows = [_row(t) for t in totals]
     packed = torch.cat(rows)
-    axes = _axes_of(next(iter(routers.values())), mesh)
+    axes = next(iter(routers.values())).axes
+    if mesh is not None:
+        axes = ExpertAxes.of(mesh, sequence_parallel=not axes.replicated)
     for axis in axes.token_axes:
         all_reduce_small([packed], axis.sibling("tokens"))
     shared_by = math.prod(axis.size for axis in axes.along_sequence)
@@ -88,11 +71,6 @@ def routing_statistics(model: nn.Module, mesh: MeshLike = None) -> dict[str, Lay
         name: _read(router.latest, list(islice(values, row.numel())), shared_by)
         for (name, router), row in zip(routers.items(), rows, strict=True)
     }
-
-
-def _axes_of(router: nn.Module, mesh: MeshLike) -> ExpertAxes:
-    own: ExpertAxes = router.axes  # type: ignore[assignment]
-    return own if mesh is None else ExpertAxes.of(mesh, sequence_parallel=not own.replicated)
 
 
 def _row(totals: RoutingTotals) -> Tensor:

@@ -15,9 +15,9 @@ import sys
 
 import torch
 import triton
-from lamina.collectives.reduce import triton_sum
 from triton.testing import do_bench
 
+from lamina.collectives.reduction import triton_sum
 from lamina.collectives.reduction.reference import reference_sum
 
 LEAST_SHARE = 0.85

@@ -7,10 +7,10 @@ import math
 import pytest
 import torch
 import torch.distributed as dist
-from lamina.collectives.reduce import native as native_module
 
 from lamina.collectives import all_reduce_fp32, reduce_scatter_fp32
 from lamina.collectives.engine import all_reduce_native, reduce_scatter_native
+from lamina.collectives.reduction import native as native_module
 
 REDUCE_SCATTERS = [reduce_scatter_fp32, reduce_scatter_native]
 ALL_REDUCES = [all_reduce_fp32, all_reduce_native]

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from lamina.collectives.transport import compat
+from lamina.collectives.transport.groups import backend_name
 
 
 def torch_with(*names: str) -> types.SimpleNamespace:
@@ -54,6 +55,6 @@ def test_torchs_own_collectives_are_reached_without_warnings():
 
 @pytest.mark.ranks(2)
 def test_a_device_that_a_group_does_not_serve_is_named():
-    assert compat.backend_name(dist.group.WORLD, torch.device("cpu")) == "gloo"
+    assert backend_name(dist.group.WORLD, torch.device("cpu")) == "gloo"
     with pytest.raises(ValueError, match=r"has no backend for xpu tensors.*init_distributed"):
-        compat.backend_name(dist.group.WORLD, torch.device("xpu"))
+        backend_name(dist.group.WORLD, torch.device("xpu"))

@@ -130,11 +130,11 @@ def test_a_lane_belongs_to_a_group_and_dies_with_it():
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("acquainted", [False, True])
-def test_a_peer_that_does_not_come_is_an_error_at_the_groups_timeout(acquainted):
+@pytest.mark.parametrize("used_before", [False, True])
+def test_a_peer_that_does_not_come_is_an_error_at_the_groups_timeout(used_before):
     group = dist.new_group(timeout=timedelta(seconds=0.5))
     output = torch.empty(LONG)
-    if acquainted:
+    if used_before:
         reduce_scatter_fp32(output, torch.ones(2 * LONG), group)
     if dist.get_rank() == 0:
         with pytest.raises(RuntimeError, match=r"[Tt]imed out"):

@@ -68,7 +68,7 @@ def test_an_all_reduce_has_the_same_bits_for_any_number_of_elements(wire):
 
 
 @pytest.mark.ranks(3)
-def test_messages_and_reads_of_a_neighbours_memory_give_the_same_bits():
+def test_messages_and_reads_of_a_peers_memory_give_the_same_bits():
     world, rank = dist.get_world_size(), dist.get_rank()
     by_messages = dist.new_group()
     use_messages(by_messages)

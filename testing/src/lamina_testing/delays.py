@@ -151,9 +151,9 @@ def delayed_collectives(seconds: float) -> Iterator[EventLog]:
             stack.enter_context(mock.patch.object(Work, name, replacement))
         replacement = delayer.asking(Work.is_completed)
         stack.enter_context(mock.patch.object(Work, "is_completed", replacement))
-        swap = sys.modules.get("lamina.collectives.transport.gloo_exchange")
-        if swap is not None:  # ranks of one host read each other's memory, which no group sees
-            stack.enter_context(mock.patch.object(swap, "READ_FROM", sys.maxsize))
+        exchange = sys.modules.get("lamina.collectives.transport.gloo_exchange")
+        if exchange is not None:  # ranks of one host read each other's memory, which no group sees
+            stack.enter_context(mock.patch.object(exchange, "READ_FROM", sys.maxsize))
         yield log
 
 

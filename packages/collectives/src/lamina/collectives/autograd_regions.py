@@ -35,7 +35,6 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 import torch
 from torch._compile import _disable_dynamo as one_graph_break
 
-from lamina.collectives.call.checks import group_rank, group_size
 from lamina.collectives.move.shaped import (
     Reduction,
     dimension,
@@ -47,6 +46,7 @@ from lamina.collectives.move.shaped import (
     start_all_to_all,
     start_reduce_scatter,
 )
+from lamina.collectives.transport.groups import group_rank, group_size
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from lamina.collectives.call.checks import where
+from lamina.collectives.transport.groups import where
 from lamina.collectives.transport.transport import exchange
 
 if TYPE_CHECKING:

@@ -10,58 +10,20 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from lamina.collectives.transport.groups import where
+
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 __all__ = [
     "WIRE_DTYPES",
-    "group_rank",
-    "group_size",
+    "overlap",
     "require_disjoint",
     "require_flat",
     "require_same_device",
-    "where",
 ]
 
 WIRE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-
-
-def group_size(group: ProcessGroup | None) -> int:
-    """Number of ranks in `group`; None is a group of one.
-
-    Raises:
-        TypeError: it is no process group.
-    """
-    try:
-        return 1 if group is None else group.size()
-    except (AttributeError, TypeError):
-        raise _no_group(group) from None
-
-
-def group_rank(group: ProcessGroup | None) -> int:
-    """Place of this rank in `group`.
-
-    Raises:
-        TypeError: it is no process group.
-    """
-    try:
-        return 0 if group is None else group.rank()
-    except (AttributeError, TypeError):
-        raise _no_group(group) from None
-
-
-def _no_group(given: object) -> TypeError:
-    return TypeError(
-        f"{given!r} is no process group: pass axis.group or axis.sibling(purpose) of a MeshAxis, "
-        "mesh.group(name) of a ParallelMesh, or None for a group of one"
-    )
-
-
-def where(group: ProcessGroup | None) -> str:
-    """Name this rank's place for an error message."""
-    if group is None:
-        return "(group of one)"
-    return f"(rank {group.rank()} of {group.size()} in group '{group.group_desc}')"
 
 
 def require_flat(op: str, name: str, tensor: torch.Tensor, group: ProcessGroup | None) -> None:

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lamina.collectives.call.record import Call
+from lamina.collectives.transport.groups import served_by_gloo
 from lamina.collectives.transport.lanes import Lane, Ticket, lane_of
-from lamina.collectives.transport.transport import host_bound
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -223,7 +223,9 @@ def _run_on_cuda(
         job()
         return {}
     ticket = None
-    if host_bound(group, device):  # the rest blocks the host (gloo); for NCCL a stream is enough
+    if served_by_gloo(
+        group, device
+    ):  # the rest blocks the host (gloo); for NCCL a stream is enough
         ticket = lane.submit(_finishing(job, call))
     else:
         job()

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from lamina.collectives.call.record import recording
-from lamina.collectives.transport.compat import backend_name
+from lamina.collectives.transport.groups import backend_name
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager

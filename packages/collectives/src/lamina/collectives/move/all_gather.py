@@ -5,16 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from lamina.collectives.call.agreement import require_agreement
-from lamina.collectives.call.checks import (
-    group_rank,
-    group_size,
-    require_disjoint,
-    require_flat,
-    require_same_device,
-    where,
-)
+from lamina.collectives.call.checks import require_disjoint, require_flat, require_same_device
 from lamina.collectives.call.handles import Handle, launch
 from lamina.collectives.call.record import issue
+from lamina.collectives.transport.groups import group_rank, group_size, where
 from lamina.collectives.transport.transport import Rest, gather_pieces, nothing_left
 
 if TYPE_CHECKING:

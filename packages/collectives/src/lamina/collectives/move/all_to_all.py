@@ -8,15 +8,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from lamina.collectives.call.agreement import require_agreement, require_matching_splits
-from lamina.collectives.call.checks import (
-    group_rank,
-    group_size,
-    require_disjoint,
-    require_same_device,
-    where,
-)
+from lamina.collectives.call.checks import require_disjoint, require_same_device
 from lamina.collectives.call.handles import Handle, launch
 from lamina.collectives.call.record import issue
+from lamina.collectives.transport.groups import group_rank, group_size, where
 from lamina.collectives.transport.transport import Rest, exchange, nothing_left
 
 if TYPE_CHECKING:

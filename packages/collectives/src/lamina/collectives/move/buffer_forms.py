@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from lamina.buffers import FlatBuffer, Partial, Shard
-from lamina.collectives.call.checks import group_rank, group_size, where
 from lamina.collectives.call.handles import Handle, ReduceHandle
 from lamina.collectives.move.all_gather import all_gather_into
 from lamina.collectives.reduction.native import all_reduce_native, reduce_scatter_native
 from lamina.collectives.reduction.ordered import all_reduce_fp32, reduce_scatter_fp32
+from lamina.collectives.transport.groups import group_rank, group_size, where
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

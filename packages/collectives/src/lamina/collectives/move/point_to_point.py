@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, TypeAlias
 import torch
 import torch.distributed as dist
 
-from lamina.collectives.call.checks import group_size, where
 from lamina.collectives.call.record import issue
+from lamina.collectives.transport.groups import group_size, where
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -1,4 +1,4 @@
-"""Rings: every rank hands tensors to its neighbour, for context parallelism.
+"""Rings: every rank hands tensors to its peer, for context parallelism.
 
 `send_recv` is one step. `ring` is the whole way round with two sets of buffers: while
 the caller works on what it holds, that is already on its way to the next rank and the previous
@@ -15,16 +15,10 @@ import torch
 import torch.distributed as dist
 from torch._compile import _disable_dynamo as one_graph_break
 
-from lamina.collectives.call.checks import (
-    group_rank,
-    group_size,
-    require_disjoint,
-    require_same_device,
-    where,
-)
+from lamina.collectives.call.checks import require_disjoint, require_same_device
 from lamina.collectives.call.handles import Handle, launch
 from lamina.collectives.call.record import issue
-from lamina.collectives.transport.compat import backend_name
+from lamina.collectives.transport.groups import backend_name, group_rank, group_size, where
 from lamina.collectives.transport.transport import Rest, exchange, wait_all
 
 if TYPE_CHECKING:

@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Literal, Protocol
 import torch
 from torch._compile import _disable_dynamo as one_graph_break
 
-from lamina.collectives.call.checks import group_size, where
 from lamina.collectives.move.all_gather import all_gather_into
 from lamina.collectives.move.all_to_all import all_to_all
 from lamina.collectives.reduction.native import all_reduce_native, reduce_scatter_native
 from lamina.collectives.reduction.ordered import all_reduce_fp32, reduce_scatter_fp32
+from lamina.collectives.transport.groups import group_size, where
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

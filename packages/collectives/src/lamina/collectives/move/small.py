@@ -9,10 +9,11 @@ import torch
 import torch.distributed as dist
 
 from lamina.collectives.call.agreement import require_agreement
-from lamina.collectives.call.checks import group_rank, group_size, require_same_device, where
+from lamina.collectives.call.checks import require_same_device
 from lamina.collectives.call.handles import Handle, launch
 from lamina.collectives.call.record import issue
 from lamina.collectives.move.all_gather import all_gather_into
+from lamina.collectives.transport.groups import group_rank, group_size, where
 from lamina.collectives.transport.transport import Rest, nothing_left, wait_all
 
 if TYPE_CHECKING:

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
-from lamina.collectives.call.checks import group_size
 from lamina.collectives.move.all_gather import all_gather_into
 from lamina.collectives.move.small import all_reduce_small
+from lamina.collectives.transport.groups import group_size
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -14,10 +14,11 @@ from collections.abc import Sequence
 import torch
 
 from lamina.collectives.reduction.reference import sum_dtype
-from lamina.collectives.transport.chunked_messages import MessageRun
-from lamina.collectives.transport.shared_host import Chunk, RemoteRun
+from lamina.collectives.transport.chunked_messages import ChunkedMessage
+from lamina.collectives.transport.gloo_exchange import Chunk
+from lamina.collectives.transport.scratch_pool import SumBuffers
 
-__all__ = ["Workspace", "fused_sum", "lasting"]
+__all__ = ["fused_sum"]
 
 _BLOCK = 1 << 17  # elements per thread: larger blocks leave the cache, smaller ones cost calls
 _MOST_THREADS = 16  # bounds the workspace: 16 MiB for the squares, 8 MiB per level of the tree
@@ -30,18 +31,17 @@ def fused_sum(
     factor: float | None = None,
     accumulate: bool = False,
     statistics: bool = True,
-    workspace: Workspace | None = None,
+    buffers: SumBuffers | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
     """Sum `chunks` in the fixed tree into `output`; arguments as in `reference_sum`.
 
-    A chunk may be `output` itself, or lie in a neighbour's memory, whence each block is read just
-    before it is summed. `statistics=False` leaves out the norm and returns None. A `workspace`
-    kept from an earlier sum saves the page faults of a new one.
+    A chunk may be `output` itself, or lie in the memory of another process of this host, from
+    which each block is read just before it is summed. `statistics=False` leaves out the norm and
+    returns None. `buffers` kept from an earlier sum save the page faults of new ones.
     """
     block = _block(chunks)
     numel = output.numel()
-    work = workspace or Workspace()
-    work.open(chunks, min(block, numel))
+    work = _BlockSum(chunks, min(block, numel), buffers or SumBuffers())
     squares = torch.zeros(-(-numel // _ROW) if statistics else 0, dtype=torch.float64, device="cpu")
     direct = not accumulate and output.dtype == work.dtype and not _among(output, chunks)
     for start in range(0, numel, block):
@@ -56,7 +56,6 @@ def fused_sum(
             target.copy_(total)
         if statistics:
             work.squares(target, squares[start // _ROW :])
-    work.close()
     if not statistics:
         return None
     squared_norm = squares.sum()
@@ -70,8 +69,8 @@ def fused_sum(
 def _block(chunks: Sequence[Chunk]) -> int:
     block = _BLOCK * min(torch.get_num_threads(), _MOST_THREADS)
     for chunk in chunks:
-        if isinstance(chunk, MessageRun):  # no block may straddle two of its parts
-            block = min(1 << block.bit_length() - 1, chunk.granule)
+        if isinstance(chunk, ChunkedMessage):  # no block may lie across two of its parts
+            block = min(1 << block.bit_length() - 1, chunk.part_numel)
     return block
 
 
@@ -89,95 +88,57 @@ def _accumulate(target: torch.Tensor, total: torch.Tensor) -> None:
         target.copy_(total.add_(target.to(total.dtype)))
 
 
-def lasting(numel: int, dtype: torch.dtype) -> torch.Tensor:
-    """Host memory that outlives a call. No inference tensor: later calls could not write to it."""
-    with torch.inference_mode(False):
-        return torch.empty(numel, dtype=dtype, device="cpu")
+class _BlockSum:
+    """A sum of chunks, block by block; `start` and `width` say which elements are at hand."""
 
-
-class Workspace:
-    """Buffers of a block's size: one per level of the tree, one for squares, one for raw chunks.
-
-    Used by one sum at a time; a sum at hand works on the `width` elements from `start`.
-    """
-
-    def __init__(self) -> None:
-        self.start = self.width = self._length = 0
-        self.dtype = self._wire = torch.float32
-        self._chunks: Sequence[Chunk] = ()
-        self._levels: list[torch.Tensor] = []
-        self._raw: torch.Tensor | None = None
-        self._squares: torch.Tensor | None = None
-
-    def open(self, chunks: Sequence[Chunk], length: int) -> None:
-        """Get ready to sum `chunks` in blocks of at most `length` elements."""
-        wire = chunks[0].dtype
-        if length > self._length or wire != self._wire:
-            self._length, self._wire, self.dtype = length, wire, sum_dtype(wire)
-            self._levels, self._raw, self._squares = [], None, None
-        self._chunks = chunks
-
-    def close(self) -> None:
-        """Let go of the chunks."""
-        self._chunks = ()
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of its buffers."""
-        buffers = (*self._levels, self._raw, self._squares)
-        return sum(buffer.nbytes for buffer in buffers if buffer is not None)
+    def __init__(self, chunks: Sequence[Chunk], length: int, buffers: SumBuffers) -> None:
+        self.start = self.width = 0
+        self.dtype = sum_dtype(chunks[0].dtype)
+        self._chunks, self._buffers = chunks, buffers
+        buffers.fit(length, chunks[0].dtype, self.dtype)
 
     def level(self, index: int) -> torch.Tensor:
-        """Buffer of one level of the tree."""
-        while len(self._levels) <= index:
-            self._levels.append(lasting(self._length, self.dtype))
-        return self._levels[index][: self.width]
+        """The block's buffer on one level of the tree."""
+        return self._buffers.level(index)[: self.width]
 
     def tree(self, ranks: range, into: torch.Tensor, depth: int = 1) -> torch.Tensor:
         """Write the sum of the chunks of `ranks` to `into`; levels below `depth` are taken."""
         if len(ranks) == 1:
-            self._load(ranks[0], into)
-            return into
+            block = self._leaf(ranks[0], into, depth)
+            return into if block is into else into.copy_(block)
         split = 1 << (len(ranks) - 1).bit_length() - 1
         first = self._part(ranks[:split], into, depth)
         second = self._part(ranks[split:], None, depth)
         return torch.add(first, second, out=into)
 
     def _part(self, ranks: range, into: torch.Tensor | None, depth: int) -> torch.Tensor:
-        """Sum of a subtree: in `into`, in a level, or the chunk itself if it needs no cast."""
-        chunk = self._chunks[ranks[0]]
-        if len(ranks) == 1 and not isinstance(chunk, RemoteRun) and chunk.dtype == self.dtype:
-            return self._here(chunk)
-        if into is not None:
-            return self.tree(ranks, into, depth)
-        return self.tree(ranks, self.level(depth), depth + 1)
+        """The sum of a subtree: in `into`, in a level, or the chunk itself if it needs no cast."""
+        if len(ranks) == 1:
+            return self._leaf(ranks[0], into, depth)
+        if into is None:
+            return self.tree(ranks, self.level(depth), depth + 1)
+        return self.tree(ranks, into, depth)
 
-    def _load(self, rank: int, into: torch.Tensor) -> None:
-        """Put one chunk's block into `into`, in the dtype of the sum."""
+    def _leaf(self, rank: int, into: torch.Tensor | None, depth: int) -> torch.Tensor:
+        """One chunk's block in the dtype of the sum: where it lies, in `into`, or in a level."""
         chunk = self._chunks[rank]
-        if not isinstance(chunk, RemoteRun):
-            into.copy_(self._here(chunk))
-        elif chunk.dtype == self.dtype:
-            chunk.read(self.start, into)
+        needs_cast = chunk.dtype != self.dtype
+        if isinstance(chunk, torch.Tensor):
+            block = chunk[self.start : self.start + self.width]
+        elif isinstance(chunk, ChunkedMessage):
+            block = chunk.window(self.start, self.width)
         else:
-            if self._raw is None:
-                self._raw = lasting(self._length, self._wire)
-            raw = self._raw[: into.numel()]
-            chunk.read(self.start, raw)
-            into.copy_(raw)
+            block = self._buffers.raw()[: self.width] if needs_cast else self._target(into, depth)
+            chunk.read(self.start, block)
+        return self._target(into, depth).copy_(block) if needs_cast else block
 
-    def _here(self, chunk: torch.Tensor | MessageRun) -> torch.Tensor:
-        if isinstance(chunk, MessageRun):
-            return chunk.window(self.start, self.width)
-        return chunk[self.start : self.start + self.width]
+    def _target(self, into: torch.Tensor | None, depth: int) -> torch.Tensor:
+        return self.level(depth) if into is None else into
 
     def squares(self, block: torch.Tensor, rows: torch.Tensor) -> None:
         """Write the sums of squares of each row of `block` to the beginning of `rows`."""
-        if self._squares is None:
-            padded = -(-self._length // _ROW) * _ROW
-            self._squares = lasting(padded, torch.float64)
         count = -(-block.numel() // _ROW)
-        wide = self._squares[: count * _ROW]
+        wide = self._buffers.squares(_ROW)[: count * _ROW]
         wide[: block.numel()].copy_(block)
         wide[block.numel() :].zero_()
         wide.mul_(wide)

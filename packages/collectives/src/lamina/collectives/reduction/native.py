@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from lamina.collectives.call.checks import group_rank, group_size
 from lamina.collectives.call.handles import ReduceHandle, Statistics, launch_reduction
 from lamina.collectives.call.record import issue
 from lamina.collectives.reduction.reduce_checks import (
@@ -26,6 +25,7 @@ from lamina.collectives.reduction.reduce_checks import (
 )
 from lamina.collectives.reduction.summation import sum_chunks
 from lamina.collectives.transport.compat import reduce_scatter_single
+from lamina.collectives.transport.groups import group_rank, group_size
 from lamina.collectives.transport.transport import Rest, wait_all
 
 if TYPE_CHECKING:

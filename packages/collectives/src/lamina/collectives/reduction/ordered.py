@@ -13,10 +13,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from lamina.collectives.call.agreement import require_agreement
-from lamina.collectives.call.checks import group_rank, group_size
 from lamina.collectives.call.handles import ReduceHandle, Statistics, launch_reduction
 from lamina.collectives.call.record import issue
-from lamina.collectives.reduction.arriving_chunks import Collection
+from lamina.collectives.reduction.arriving_chunks import ArrivingChunks
 from lamina.collectives.reduction.reduce_checks import (
     SumOp,
     check_all_reduce,
@@ -26,8 +25,9 @@ from lamina.collectives.reduction.reduce_checks import (
 )
 from lamina.collectives.reduction.reference import sum_dtype
 from lamina.collectives.reduction.summation import sum_chunks
+from lamina.collectives.transport.groups import group_rank, group_size, served_by_gloo
 from lamina.collectives.transport.lanes import lane_of
-from lamina.collectives.transport.transport import Rest, gather_pieces, host_bound
+from lamina.collectives.transport.transport import Rest, gather_pieces
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -88,7 +88,7 @@ def reduce_scatter_fp32(
     def start() -> Rest:
         if group is None or size == 1:
             return lambda: sum_chunks([input], output, factor, accumulate, kept)
-        collection = Collection(pieces, group, device, scratch)
+        collection = ArrivingChunks(pieces, group, device, scratch)
 
         return lambda: collection.sum_into(output, factor, accumulate, kept)
 
@@ -158,7 +158,7 @@ def all_reduce_fp32(
     def start() -> Rest:
         if group is None or size == 1:
             return lambda: sum_chunks([input], output, factor, accumulate, kept)
-        collection = Collection(sends, group, device, scratch)
+        collection = ArrivingChunks(sends, group, device, scratch)
         second = lane_of(group).next_tag()  # now, not in `finish`: see `transport.exchange`
 
         def finish() -> None:
@@ -197,7 +197,7 @@ def _room(
     """
     if group is None or group.size() == 1:
         return input, output
-    if host_bound(group, input.device):
+    if served_by_gloo(group, input.device):
         padded = input.numel()
     source, target = input, output
     if input.numel() != padded:

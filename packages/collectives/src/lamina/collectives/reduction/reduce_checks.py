@@ -9,15 +9,12 @@ import torch
 
 from lamina.collectives.call.checks import (
     WIRE_DTYPES,
-    group_rank,
-    group_size,
     overlap,
     require_disjoint,
     require_flat,
     require_same_device,
-    where,
 )
-from lamina.collectives.transport.transport import host_bound
+from lamina.collectives.transport.groups import group_rank, group_size, served_by_gloo, where
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -158,7 +155,7 @@ def scratch_for(
 ) -> torch.Tensor | None:
     """Scratch for `numel` received elements; None where the transport finds its own (CPU)."""
     if given is None:
-        on_cpu = input.device.type == "cpu" and host_bound(group, input.device)
+        on_cpu = input.device.type == "cpu" and served_by_gloo(group, input.device)
         return None if on_cpu else torch.empty(numel, dtype=input.dtype, device=input.device)
     require_flat(name, "scratch", given, group)
     require_same_device(name, group, input=input, scratch=given)

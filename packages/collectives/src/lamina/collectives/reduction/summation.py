@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from lamina.collectives.reduction.cpu_sum import Workspace, fused_sum
+from lamina.collectives.reduction.cpu_sum import fused_sum
 from lamina.collectives.reduction.reference import reference_sum, sum_dtype
 
 if TYPE_CHECKING:
     from lamina.collectives.call.handles import Statistics
-    from lamina.collectives.transport.shared_host import Chunk
+    from lamina.collectives.transport.gloo_exchange import Chunk
+    from lamina.collectives.transport.scratch_pool import SumBuffers
 
 __all__ = ["sum_chunks"]
 
@@ -23,17 +24,17 @@ def sum_chunks(
     factor: float | None,
     accumulate: bool,
     statistics: Statistics | None = None,
-    workspace: Workspace | None = None,
+    buffers: SumBuffers | None = None,
 ) -> None:
     """Sum `chunks` into `output` in the fixed tree and fill in `statistics`.
 
     All implementations give the same bits: Triton on CUDA, blocks of torch operations on CPU,
-    which may use a `workspace` kept from an earlier sum.
+    which may use `buffers` kept from an earlier sum.
     """
     if output.device.type == "meta":
         return
     if output.device.type == "cpu":
-        found = fused_sum(chunks, output, factor, accumulate, statistics is not None, workspace)
+        found = fused_sum(chunks, output, factor, accumulate, statistics is not None, buffers)
         if statistics is not None and found is not None:
             statistics.squared_norm.copy_(found[0])
             statistics.nonfinite.copy_(found[1])

@@ -15,15 +15,15 @@ import torch.distributed as dist
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup, Work
 
-    from lamina.collectives.transport.scratch_pool import Spares
+    from lamina.collectives.transport.scratch_pool import ScratchPool
 
-__all__ = ["MessageRun", "cut_in_parts", "in_parts"]
+__all__ = ["ChunkedMessage", "comes_in_parts", "cut_in_parts"]
 
 PART = 1 << 20  # bytes; a power of two, so that blocks of a sum never straddle two parts
 AHEAD = 3  # parts on their way or being summed: a 2 gbit link may go unattended for 12 ms
 
 
-def in_parts(nbytes: int) -> bool:
+def comes_in_parts(nbytes: int) -> bool:
     """Whether a message of `nbytes` is cut. Both ends ask; both get the same answer."""
     return nbytes > AHEAD * PART
 
@@ -33,7 +33,7 @@ def cut_in_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return torch.split(tensor, PART // tensor.element_size())
 
 
-class MessageRun:
+class ChunkedMessage:
     """What one rank sends, received part by part; read once, in order, by `window`.
 
     Args:
@@ -42,7 +42,7 @@ class MessageRun:
         dtype: their dtype.
         group: sender and receiver.
         tag: tag of the exchange; parts share it, as messages of one pair and tag keep their order.
-        spares: lends the parts' memory.
+        scratch_pool: lends the parts' memory.
         whole: flat [numel], to receive everything at once where the caller brought the memory.
     """
 
@@ -53,19 +53,19 @@ class MessageRun:
         dtype: torch.dtype,
         group: ProcessGroup,
         tag: int,
-        spares: Spares,
+        scratch_pool: ScratchPool,
         whole: torch.Tensor | None = None,
     ) -> None:
         self.numel, self.dtype = numel, dtype
         self._source, self._group, self._tag = source, group, tag
-        self._spares = spares
+        self._scratch_pool = scratch_pool
         self._borrowed: list[torch.Tensor] = []
         self._works: dict[int, Work] = {}
-        self.granule = PART // dtype.itemsize
+        self.part_numel = PART // dtype.itemsize
         if whole is not None:
             self._rooms = list(cut_in_parts(whole))
         else:
-            self._borrowed = [spares.borrow(PART) for _ in range(AHEAD)]
+            self._borrowed = [scratch_pool.borrow(PART) for _ in range(AHEAD)]
             self._rooms = [room[:PART].view(dtype) for room in self._borrowed]
         self._current = 0
 
@@ -79,7 +79,7 @@ class MessageRun:
 
         The tensor holds until a window of a later part is asked for.
         """
-        part = start // self.granule
+        part = start // self.part_numel
         while self._current < part:  # its room is free: the sum has gone past it
             following = self._current + len(self._rooms)
             if following < self._count:
@@ -88,21 +88,21 @@ class MessageRun:
         work = self._works.pop(part, None)
         if work is not None:
             work.wait()
-        offset = start - part * self.granule
+        offset = start - part * self.part_numel
         return self._room(part)[offset : offset + width]
 
     def close(self) -> None:
         """Give the memory back."""
         for room in self._borrowed:
-            self._spares.give_back(room)
+            self._scratch_pool.give_back(room)
         self._borrowed, self._rooms = [], []
 
     @property
     def _count(self) -> int:
-        return -(-self.numel // self.granule)
+        return -(-self.numel // self.part_numel)
 
     def _room(self, part: int) -> torch.Tensor:
-        width = min(self.granule, self.numel - part * self.granule)
+        width = min(self.part_numel, self.numel - part * self.part_numel)
         return self._rooms[part % len(self._rooms)][:width]
 
     def _receive(self, part: int) -> None:

@@ -1,8 +1,9 @@
-"""A line between two ranks of one host: notes of 24 bytes, straight from thread to thread.
+"""A socket between two ranks of one host: records of 24 bytes, straight from thread to thread.
 
-gloo's messages pass two threads of its own on their way, which costs more than the note is worth.
-A line is a Unix socket: who waits is woken by who sends, within microseconds, and learns at once
-when the other process is gone. It carries no data, only where data lie and that they were read.
+gloo's messages pass two threads of its own on their way, which costs more than such a record is
+worth. On a Unix socket the sender wakes the receiver within microseconds, and a rank learns at
+once when the other process is gone. The socket carries no tensor data. It says where data lie and
+that they were read.
 """
 
 from __future__ import annotations
@@ -13,13 +14,13 @@ import threading
 import time
 from contextlib import closing
 
-__all__ = ["Line", "Listener"]
+__all__ = ["HostSocket", "HostSocketListener"]
 
-_NOTE = struct.Struct("<QQQ")  # key, and two numbers
-_GREETING = struct.Struct("<QQ")  # rank of who calls, secret of who is called
+_RECORD = struct.Struct("<QQQ")  # key, and two numbers
+_GREETING = struct.Struct("<QQ")  # rank of the caller, secret of the rank that is called
 
 
-class Line:
+class HostSocket:
     """One end of the connection to one rank; safe for several threads.
 
     Args:
@@ -44,14 +45,15 @@ class Line:
         """
         try:
             with self._send_lock:
-                self._socket.send(_NOTE.pack(key, first, second))
+                self._socket.send(_RECORD.pack(key, first, second))
         except OSError as error:
             raise self._broken(error) from error
 
     def take(self, key: int) -> tuple[int, int]:
         """Wait for the numbers that the other end sends under `key`.
 
-        Threads that wait at the same time take turns in reading, and sort what comes.
+        Threads that wait at the same time take turns in reading. A record for another thread's key
+        is kept until that thread takes it.
 
         Raises:
             RuntimeError: nothing came in time, or the other process is gone.
@@ -66,23 +68,23 @@ class Line:
                 self._reading = True
                 self._arrived.release()
                 try:
-                    note = self._read()
+                    record = self._read()
                 finally:
                     self._arrived.acquire()
                     self._reading = False
                     self._arrived.notify_all()
-                found, *numbers = _NOTE.unpack(note)
+                found, *numbers = _RECORD.unpack(record)
                 self._inbox[found] = (numbers[0], numbers[1])
             return self._inbox.pop(key)
 
     def _read(self) -> bytes:
         try:
-            note = self._socket.recv(_NOTE.size)
+            record = self._socket.recv(_RECORD.size)
         except OSError as error:
             raise self._broken(error) from error
-        if len(note) < _NOTE.size:
+        if len(record) < _RECORD.size:
             raise self._broken(None)
-        return note
+        return record
 
     def _broken(self, error: OSError | None) -> RuntimeError:
         if isinstance(error, TimeoutError):
@@ -96,8 +98,8 @@ class Line:
         )
 
 
-class Listener:
-    """Where this rank's neighbours can call: an abstract address, known by its number.
+class HostSocketListener:
+    """An abstract address, known by its number, at which other ranks of the host can connect.
 
     Abstract addresses need no file and are seen only within one network namespace.
     """
@@ -107,32 +109,32 @@ class Listener:
         self._socket.bind(_address(number))
         self._socket.listen(4096)
 
-    def call(self, number: int, rank: int, secret: int, peer: int, timeout: float) -> Line:
+    def connect(self, number: int, rank: int, secret: int, peer: int, timeout: float) -> HostSocket:
         """Connect to the listener `number` of `peer`, as `rank`, showing the peer's secret."""
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         connection.settimeout(timeout)
         connection.connect(_address(number))
         connection.send(_GREETING.pack(rank, secret))
-        return Line(connection, peer, timeout)
+        return HostSocket(connection, peer, timeout)
 
-    def answer(self, callers: set[int], secret: int, timeout: float) -> dict[int, Line]:
-        """Wait for calls of the ranks `callers`; hang up on whoever lacks this rank's secret."""
-        lines: dict[int, Line] = {}
+    def accept(self, callers: set[int], secret: int, timeout: float) -> dict[int, HostSocket]:
+        """Wait for the ranks `callers`; hang up on whoever does not show this rank's secret."""
+        sockets: dict[int, HostSocket] = {}
         self._socket.settimeout(timeout)
-        while callers - lines.keys():
+        while callers - sockets.keys():
             connection, _ = self._socket.accept()
             connection.settimeout(timeout)
             greeting = connection.recv(_GREETING.size)
             if len(greeting) == _GREETING.size:
                 rank, shown = _GREETING.unpack(greeting)
                 if shown == secret and rank in callers:
-                    lines[rank] = Line(connection, rank, timeout)
+                    sockets[rank] = HostSocket(connection, rank, timeout)
                     continue
             connection.close()
-        return lines
+        return sockets
 
     def close(self) -> None:
-        """Take no more calls; the lines stay."""
+        """Accept no more connections; those that are open stay."""
         with closing(self._socket):
             pass
 

@@ -1,4 +1,4 @@
-"""What a process group needs between calls: tags, a worker thread, a CUDA stream, spare memory.
+"""What a process group needs between calls: tags, a worker thread, a CUDA stream, scratch memory.
 
 A lane is to the CPU what a communication stream is to a GPU: work handed to it runs in the order
 it was handed in, beside the caller. Every group has a lane of its own, because work in a lane waits
@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from lamina.collectives.transport.scratch_pool import Spares
-from lamina.collectives.transport.shared_host import Neighbour, meet
+from lamina.collectives.transport.scratch_pool import ScratchPool
+from lamina.collectives.transport.shared_host import HostPeer, find_host_peers
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -57,10 +57,10 @@ class Lane:
         self._running = False
         self._tag = 0
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
-        self._meeting = threading.Lock()
+        self._finding = threading.Lock()
         self._willing = True
-        self._neighbours: tuple[Neighbour | None, ...] | None = None
-        self.spares = Spares()
+        self._host_peers: tuple[HostPeer | None, ...] | None = None
+        self.scratch_pool = ScratchPool()
 
     def next_tag(self) -> int:
         """Tag for the messages of one collective.
@@ -109,30 +109,30 @@ class Lane:
             del ticket, failure
 
     @property
-    def acquainted(self) -> bool:
-        """Whether `meet` has been called."""
-        return self._neighbours is not None
+    def knows_host_peers(self) -> bool:
+        """Whether `find_host_peers` has been called."""
+        return self._host_peers is not None
 
     @property
-    def neighbours(self) -> tuple[Neighbour | None, ...]:
-        """Per rank, the neighbour whose memory can be read; known after `meet`."""
-        assert self._neighbours is not None  # noqa: S101 - the caller has met them
-        return self._neighbours
+    def host_peers(self) -> tuple[HostPeer | None, ...]:
+        """Per rank, the peer whose memory can be read; known after `find_host_peers`."""
+        assert self._host_peers is not None  # noqa: S101 - the caller has found them
+        return self._host_peers
 
-    def meet(self, group: ProcessGroup) -> None:
-        """Get to know the neighbours, with all ranks of `group`; only the first call does."""
-        with self._meeting:
-            if self._neighbours is None:
-                self._neighbours = meet(group, willing=self._willing)
+    def find_host_peers(self, group: ProcessGroup) -> None:
+        """Find the host peers, with all ranks of `group`; only the first call does."""
+        with self._finding:
+            if self._host_peers is None:
+                self._host_peers = find_host_peers(group, willing=self._willing)
 
     def keep_to_messages(self) -> None:
-        """Never read a neighbour's memory; before the first exchange.
+        """Never read a peer's memory; before the first exchange.
 
         Raises:
             RuntimeError: the ranks have already agreed otherwise.
         """
-        with self._meeting:
-            if self._neighbours is not None and any(self._neighbours):
+        with self._finding:
+            if self._host_peers is not None and any(self._host_peers):
                 raise RuntimeError(
                     "this group's ranks already read each other's memory; call use_messages() "
                     "right after the group is made, before its first collective"
@@ -169,7 +169,7 @@ def kept_bytes() -> int:
     """
     with _lanes_lock:
         lanes = list(_lanes.values())
-    return sum(lane.spares.nbytes for lane in lanes)
+    return sum(lane.scratch_pool.nbytes for lane in lanes)
 
 
 def release_kept() -> None:
@@ -180,4 +180,4 @@ def release_kept() -> None:
     with _lanes_lock:
         lanes = list(_lanes.values())
     for lane in lanes:
-        lane.spares.clear()
+        lane.scratch_pool.clear()

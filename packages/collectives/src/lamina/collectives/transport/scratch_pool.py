@@ -6,60 +6,109 @@ import threading
 
 import torch
 
-from lamina.collectives.reduction.cpu_sum import Workspace, lasting
-
-__all__ = ["Spares"]
+__all__ = ["ScratchPool", "SumBuffers"]
 
 _MOST_BYTES = 64 << 20
 
 
-class Spares:
-    """Scratch and workspaces of one group, lent to one collective at a time.
+def _host_memory(numel: int, dtype: torch.dtype) -> torch.Tensor:
+    """Host memory that outlives a call. No inference tensor: later calls could not write to it."""
+    with torch.inference_mode(False):
+        return torch.empty(numel, dtype=dtype, device="cpu")
 
-    Kept between calls: as many workspaces as sums ran at once (a few MiB each, see `fused_cpu`),
-    and at most 64 MiB of scratch, which only ranks that exchange messages need.
+
+class SumBuffers:
+    """Buffers of one block's size, for one sum at a time.
+
+    There is one per level of the tree, one for a block as it came over the wire, and one for
+    squares. Each is made when it is first asked for and kept for the next sum.
+    """
+
+    def __init__(self) -> None:
+        self._length = 0
+        self._wire = self._dtype = torch.float32
+        self._levels: list[torch.Tensor] = []
+        self._raw: torch.Tensor | None = None
+        self._squares: torch.Tensor | None = None
+
+    def fit(self, length: int, wire: torch.dtype, dtype: torch.dtype) -> None:
+        """Serve blocks of at most `length` elements, of a wire dtype, summed in `dtype`."""
+        if length > self._length or wire != self._wire:
+            self._length, self._wire, self._dtype = length, wire, dtype
+            self._levels, self._raw, self._squares = [], None, None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the buffers that were made."""
+        buffers = (*self._levels, self._raw, self._squares)
+        return sum(buffer.nbytes for buffer in buffers if buffer is not None)
+
+    def level(self, index: int) -> torch.Tensor:
+        """The buffer of one level of the tree."""
+        while len(self._levels) <= index:
+            self._levels.append(_host_memory(self._length, self._dtype))
+        return self._levels[index]
+
+    def raw(self) -> torch.Tensor:
+        """The buffer of a block in the wire dtype."""
+        if self._raw is None:
+            self._raw = _host_memory(self._length, self._wire)
+        return self._raw
+
+    def squares(self, row: int) -> torch.Tensor:
+        """The buffer of a block's squares: float64, whole rows of `row` elements."""
+        if self._squares is None:
+            self._squares = _host_memory(-(-self._length // row) * row, torch.float64)
+        return self._squares
+
+
+class ScratchPool:
+    """Scratch and sum buffers of one group, lent to one collective at a time.
+
+    Kept between calls: as many sets of sum buffers as sums ran at once (a few MiB each, see
+    `cpu_sum`), and at most 64 MiB of scratch, which only ranks that exchange messages need.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._scratch: list[torch.Tensor] = []
-        self._workspaces: list[Workspace] = []
+        self._sum_buffers: list[SumBuffers] = []
 
     def borrow(self, nbytes: int) -> torch.Tensor:
         """CPU scratch: uint8, at least `nbytes`, uninitialised."""
         with self._lock:
-            fitting = [i for i, spare in enumerate(self._scratch) if spare.numel() >= nbytes]
+            fitting = [i for i, kept in enumerate(self._scratch) if kept.numel() >= nbytes]
             best = min(fitting, key=lambda i: self._scratch[i].numel(), default=None)
             if best is not None:
                 return self._scratch.pop(best)
-        return lasting(nbytes, torch.uint8)
+        return _host_memory(nbytes, torch.uint8)
 
     def give_back(self, scratch: torch.Tensor) -> None:
-        """Return what was borrowed; the oldest is let go of when there is too much."""
+        """Return what was borrowed. Where too much is kept, the oldest is freed."""
         with self._lock:
             self._scratch.append(scratch)
-            while sum(spare.numel() for spare in self._scratch) > _MOST_BYTES:
+            while sum(kept.numel() for kept in self._scratch) > _MOST_BYTES:
                 self._scratch.pop(0)
 
     @property
     def nbytes(self) -> int:
         """Bytes kept now (lent ones not counted)."""
         with self._lock:
-            scratch = sum(spare.nbytes for spare in self._scratch)
-            return scratch + sum(workspace.nbytes for workspace in self._workspaces)
+            scratch = sum(kept.nbytes for kept in self._scratch)
+            return scratch + sum(buffers.nbytes for buffers in self._sum_buffers)
 
     def clear(self) -> None:
         """Give what is kept back to the allocator; what is lent comes back as usual."""
         with self._lock:
             self._scratch.clear()
-            self._workspaces.clear()
+            self._sum_buffers.clear()
 
-    def borrow_workspace(self) -> Workspace:
+    def borrow_sum_buffers(self) -> SumBuffers:
         """Buffers for one sum."""
         with self._lock:
-            return self._workspaces.pop() if self._workspaces else Workspace()
+            return self._sum_buffers.pop() if self._sum_buffers else SumBuffers()
 
-    def give_back_workspace(self, workspace: Workspace) -> None:
-        """Return a workspace for the next sum."""
+    def give_back_sum_buffers(self, buffers: SumBuffers) -> None:
+        """Return them for the next sum."""
         with self._lock:
-            self._workspaces.append(workspace)
+            self._sum_buffers.append(buffers)

@@ -17,25 +17,24 @@ import secrets
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias, cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 import torch.distributed as dist
 
-from lamina.collectives.transport.compat import timeout_of
-from lamina.collectives.transport.host_socket import Line, Listener
+from lamina.collectives.transport.groups import timeout_of
+from lamina.collectives.transport.host_socket import HostSocket, HostSocketListener
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup, Work
 
-    from lamina.collectives.transport.chunked_messages import MessageRun
-
-__all__ = ["Chunk", "Neighbour", "RemoteRun", "meet"]
+__all__ = ["HostPeer", "RemoteMemory", "find_host_peers"]
 
 _HELLO_TAG = (1 << 24) - 2
 _VERDICT_TAG = (1 << 24) - 1
-_PLACE = 3
-_WORDS = _PLACE + 5  # of a hello: place, process, address of the secret, secret, listener, willing
+_HOST_WORDS = 3
+# Of a hello: the host's words, process, address of the secret, secret, listener, willing.
+_WORDS = _HOST_WORDS + 5
 
 
 class _Extent(ctypes.Structure):
@@ -45,33 +44,33 @@ class _Extent(ctypes.Structure):
 
 
 @dataclass(frozen=True)
-class Neighbour:
-    """Another rank of the group whose memory this one can read, and the line to it."""
+class HostPeer:
+    """Another rank of the group whose memory this one can read, and the socket to it."""
 
     rank: int
     process: int
-    line: Line | None = field(default=None, compare=False)
+    socket: HostSocket | None = field(default=None, compare=False)
 
-    def note(self, tag: int, address: int, nbytes: int) -> None:
-        """Tell the neighbour where the bytes of an exchange lie."""
-        self._line.send(2 * tag, address, nbytes)
+    def announce(self, tag: int, address: int, nbytes: int) -> None:
+        """Tell the peer where the bytes that it shall read in an exchange lie."""
+        self._connected.send(2 * tag, address, nbytes)
 
-    def take_note(self, tag: int) -> tuple[int, int]:
-        """Wait for the neighbour's note: address and number of bytes."""
-        return self._line.take(2 * tag)
+    def take_announcement(self, tag: int) -> tuple[int, int]:
+        """Wait until the peer says where its bytes lie: address and number of bytes."""
+        return self._connected.take(2 * tag)
 
-    def receipt(self, tag: int, nbytes: int) -> None:
-        """Tell the neighbour that its bytes were read (or how many were expected)."""
-        self._line.send(2 * tag + 1, nbytes, 0)
+    def acknowledge(self, tag: int, nbytes: int) -> None:
+        """Tell the peer that its bytes were read (or how many were expected)."""
+        self._connected.send(2 * tag + 1, nbytes, 0)
 
-    def take_receipt(self, tag: int) -> int:
-        """Wait for the neighbour's receipt: the number of bytes it read, or expected."""
-        return self._line.take(2 * tag + 1)[0]
+    def take_acknowledgement(self, tag: int) -> int:
+        """Wait until the peer has read: the number of bytes it read, or expected."""
+        return self._connected.take(2 * tag + 1)[0]
 
     @property
-    def _line(self) -> Line:
-        assert self.line is not None  # noqa: S101 - only `_believe` makes one without
-        return self.line
+    def _connected(self) -> HostSocket:
+        assert self.socket is not None  # noqa: S101 - only `_believe` makes one without
+        return self.socket
 
     def read(self, address: int, into: torch.Tensor) -> None:
         """Copy `into.numel()` elements at `address` of the other process to the CPU tensor `into`.
@@ -94,10 +93,10 @@ class Neighbour:
 
 
 @dataclass(frozen=True)
-class RemoteRun:
-    """A contiguous run of elements in a neighbour's memory, to be read in pieces."""
+class RemoteMemory:
+    """A contiguous run of elements in another process's memory, to be read in pieces."""
 
-    owner: Neighbour
+    owner: HostPeer
     address: int
     numel: int
     dtype: torch.dtype
@@ -105,10 +104,6 @@ class RemoteRun:
     def read(self, start: int, into: torch.Tensor) -> None:
         """Read elements start .. start + into.numel()."""
         self.owner.read(self.address + start * into.element_size(), into)
-
-
-Chunk: TypeAlias = "torch.Tensor | RemoteRun | MessageRun"
-"""What one rank contributes to a sum: here, in a neighbour's memory, or on its way."""
 
 
 @functools.cache
@@ -121,7 +116,7 @@ def _process_vm_readv() -> Callable[..., int]:
     return cast("Callable[..., int]", function)
 
 
-def _place() -> tuple[int, ...]:
+def _host_words() -> tuple[int, ...]:
     """Words that are equal for processes of one boot, process and network namespace."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip().replace("-", "")
     spaces = [Path(f"/proc/self/ns/{name}").stat().st_ino for name in ("pid", "net")]
@@ -130,91 +125,85 @@ def _place() -> tuple[int, ...]:
 
 def _hello(secret: torch.Tensor, listener: int, willing: bool) -> torch.Tensor:
     try:
-        place = _place()
+        host = _host_words()
     except OSError:  # no /proc: not Linux, or hidden
         return torch.zeros(_WORDS, dtype=torch.int64, device="cpu")
-    words = [*place, os.getpid(), secret.data_ptr(), int(secret), listener, int(willing)]
+    words = [*host, os.getpid(), secret.data_ptr(), int(secret), listener, int(willing)]
     return torch.tensor(words, dtype=torch.int64, device="cpu")
 
 
-def _believe(rank: int, mine: torch.Tensor, theirs: torch.Tensor) -> Neighbour | None:
+def _believe(rank: int, mine: torch.Tensor, theirs: torch.Tensor) -> HostPeer | None:
     """Return the peer that said `theirs` if its secret can be read where it says."""
-    if not (mine[-1] and theirs[-1] and torch.equal(mine[:_PLACE], theirs[:_PLACE])):
+    if not (mine[-1] and theirs[-1] and torch.equal(mine[:_HOST_WORDS], theirs[:_HOST_WORDS])):
         return None
-    peer = Neighbour(rank, int(theirs[_PLACE]))
+    process, address, secret = theirs[_HOST_WORDS : _HOST_WORDS + 3].tolist()
+    peer = HostPeer(rank, process)
     found = torch.zeros(1, dtype=torch.int64, device="cpu")
     try:
-        peer.read(int(theirs[_PLACE + 1]), found)
+        peer.read(address, found)
     except (RuntimeError, AttributeError):  # forbidden by the kernel, or no such call in libc
         return None
-    return peer if found.item() == theirs[_PLACE + 2].item() else None
+    return peer if found.item() == secret else None
 
 
-def meet(group: ProcessGroup, *, willing: bool) -> tuple[Neighbour | None, ...]:
+def find_host_peers(group: ProcessGroup, *, willing: bool) -> tuple[HostPeer | None, ...]:
     """Find out, with all ranks of `group`, which of them can read each other's memory.
 
     Collective. Both ends of a pair come to the same answer.
 
     Returns:
-        Per rank of the group the neighbour, or None (also for this rank itself).
+        Per rank of the group the peer, or None (also for this rank itself).
     """
     secret = torch.tensor([secrets.randbits(62)], dtype=torch.int64, device="cpu")
     number, listener = secrets.randbits(62), None
     if willing:
         try:
-            listener = Listener(number)
+            listener = HostSocketListener(number)
         except (OSError, AttributeError):  # no such sockets here
             willing = False
     size, rank = group.size(), group.rank()
     mine = _hello(secret, number, willing)
-    hellos = _swap(group, mine.expand(size, _WORDS).contiguous(), _HELLO_TAG)
-    peers = [
-        None if place == rank else _believe(place, mine, hellos[place]) for place in range(size)
-    ]
-    verdicts = torch.tensor([[int(peer is not None)] for peer in peers], device="cpu")
-    mutual = _swap(group, verdicts, _VERDICT_TAG)
+    hellos = _exchange_rows(group, mine.expand(size, _WORDS).contiguous(), _HELLO_TAG)
+    believed = [None if at == rank else _believe(at, mine, hellos[at]) for at in range(size)]
+    verdicts = torch.tensor([[int(peer is not None)] for peer in believed], device="cpu")
     # The verdicts also say that everyone is done with this rank's secret.
-    believed = {
-        peer.rank: peer
-        for peer, said in zip(peers, mutual.view(-1).tolist(), strict=True)
-        if peer is not None and said
-    }
+    mutual = _exchange_rows(group, verdicts, _VERDICT_TAG).view(-1).tolist()
     if listener is None:
         return (None,) * size
-    lines = _connect(listener, rank, int(secret), believed, hellos, timeout_of(group))
+    peers = {peer.rank: peer for peer, said in zip(believed, mutual, strict=True) if peer and said}
+    sockets = _connect(listener, rank, int(secret), set(peers), hellos, timeout_of(group))
     return tuple(
-        Neighbour(place, believed[place].process, lines[place]) if place in believed else None
-        for place in range(size)
+        HostPeer(at, peers[at].process, sockets[at]) if at in peers else None for at in range(size)
     )
 
 
 def _connect(
-    listener: Listener,
+    listener: HostSocketListener,
     rank: int,
     secret: int,
-    peers: dict[int, Neighbour],
+    peers: set[int],
     hellos: torch.Tensor,
     timeout: float,
-) -> dict[int, Line]:
-    """Lower ranks call higher ones. A call needs no answer to go through, so none waits."""
-    lines = {}
+) -> dict[int, HostSocket]:
+    """Lower ranks connect to higher ones. Connecting needs no answer, so no rank waits."""
+    sockets = {}
     for peer in sorted(peers):
         if peer > rank:
-            shown, number = (int(hellos[peer][_PLACE + word]) for word in (2, 3))
-            lines[peer] = listener.call(number, rank, shown, peer, timeout)
-    lines |= listener.answer({peer for peer in peers if peer < rank}, secret, timeout)
+            shown, number = hellos[peer][_HOST_WORDS + 2 : _HOST_WORDS + 4].tolist()
+            sockets[peer] = listener.connect(number, rank, shown, peer, timeout)
+    sockets |= listener.accept({peer for peer in peers if peer < rank}, secret, timeout)
     listener.close()
-    return lines
+    return sockets
 
 
-def _swap(group: ProcessGroup, rows: torch.Tensor, tag: int) -> torch.Tensor:
+def _exchange_rows(group: ProcessGroup, rows: torch.Tensor, tag: int) -> torch.Tensor:
     """Send row r to rank r; return what each rank sent here."""
     received = torch.zeros_like(rows)
     works: list[Work | None] = []
-    for place in range(group.size()):
-        if place != group.rank():
-            works.append(dist.irecv(received[place], group=group, group_src=place, tag=tag))
-            works.append(dist.isend(rows[place], group=group, group_dst=place, tag=tag))
+    for peer in range(group.size()):
+        if peer != group.rank():
+            works.append(dist.irecv(received[peer], group=group, group_src=peer, tag=tag))
+            works.append(dist.isend(rows[peer], group=group, group_dst=peer, tag=tag))
     for work in works:
         if work is not None:
             work.wait()

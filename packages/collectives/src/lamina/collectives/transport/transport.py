@@ -2,8 +2,8 @@
 
 The choice is by the backend that serves the tensor's device:
 
-- gloo: pair by pair, straight from the source buffer into the destination (`swap.py`). torch's
-  own collectives on gloo copy through staging buffers and take two to three times as long.
+- gloo: pair by pair, straight from the source buffer into the destination (`gloo_exchange`).
+  torch's own collectives on gloo copy through staging buffers and take two to three times as long.
 - gloo with CUDA tensors: messages through host memory, as gloo moves only that.
 - anything else (NCCL, fake): the backend's all-to-all over lists of tensors.
 - meta tensors: nothing moves; plans can be made and recorded without data.
@@ -17,15 +17,16 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from lamina.collectives.transport.compat import all_gather_single, backend_name
-from lamina.collectives.transport.gloo_exchange import Swap
+from lamina.collectives.transport.compat import all_gather_single
+from lamina.collectives.transport.gloo_exchange import GlooExchange
+from lamina.collectives.transport.groups import served_by_gloo
 from lamina.collectives.transport.lanes import lane_of
-from lamina.collectives.transport.shared_host import RemoteRun
+from lamina.collectives.transport.shared_host import RemoteMemory
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup, Work
 
-__all__ = ["exchange", "gather_pieces", "host_bound", "nothing_left", "use_messages", "wait_all"]
+__all__ = ["exchange", "gather_pieces", "nothing_left", "use_messages", "wait_all"]
 
 Rest = Callable[[], None]
 """What is left to do of an exchange once its messages are under way."""
@@ -47,11 +48,6 @@ def use_messages(group: ProcessGroup | None) -> None:
     """
     if group is not None:
         lane_of(group).keep_to_messages()
-
-
-def host_bound(group: ProcessGroup | None, device: torch.device) -> bool:
-    """Whether the host itself has to wait for messages on `device` (gloo)."""
-    return group is not None and device.type != "meta" and backend_name(group, device) == "gloo"
 
 
 def exchange(
@@ -80,46 +76,46 @@ def exchange(
     lane = lane_of(group)
     if tag is None:
         tag = lane.next_tag()
-    if not host_bound(group, device):
+    if not served_by_gloo(group, device):
         return _all_to_all_lists(receives, sends, group, device)
     if device.type != "cpu":
         return _staged(receives, sends, group, tag)
-    swap = _swap(receives, sends, group, tag, direct=True)
-    posted = lane.acquainted
+    gloo = _gloo_exchange(receives, sends, group, tag, direct=True)
+    posted = lane.knows_host_peers
     if posted:
-        swap.post()
+        gloo.post()
 
     def rest() -> None:
-        if not posted:  # the first exchange of a group: getting to know the neighbours blocks
-            swap.post()
-        _fill(swap, receives)
+        if not posted:  # the first exchange of a group blocks, to find host peers
+            gloo.post()
+        _fill(gloo, receives)
 
     return rest
 
 
-def _swap(
+def _gloo_exchange(
     receives: Sequence[torch.Tensor | None],
     sends: Sequence[torch.Tensor | None],
     group: ProcessGroup,
     tag: int,
     *,
     direct: bool,
-) -> Swap:
-    def room(place: int, _: bool) -> torch.Tensor | None:
-        return receives[place]
+) -> GlooExchange:
+    def memory(rank: int, _: bool) -> torch.Tensor | None:
+        return receives[rank]
 
     expects = [0 if tensor is None else tensor.numel() for tensor in receives]
     dtype = next((tensor.dtype for tensor in receives if tensor is not None), torch.uint8)
-    return Swap(sends, expects, dtype, room, group, tag, direct=direct)
+    return GlooExchange(sends, expects, dtype, memory, group, tag, direct=direct)
 
 
-def _fill(swap: Swap, receives: Sequence[torch.Tensor | None]) -> None:
-    for source in swap.sources():
-        chunk, target = swap.fetch(source), receives[source]
-        if isinstance(chunk, RemoteRun) and target is not None:
+def _fill(gloo: GlooExchange, receives: Sequence[torch.Tensor | None]) -> None:
+    for source in gloo.sources():
+        chunk, target = gloo.fetch(source), receives[source]
+        if isinstance(chunk, RemoteMemory) and target is not None:
             chunk.read(0, target)
-            swap.receipt(source)
-    swap.close()
+            gloo.acknowledge(source)
+    gloo.close()
 
 
 def gather_pieces(
@@ -139,7 +135,7 @@ def gather_pieces(
         tag: see `exchange`.
     """
     even = all(piece.numel() == own.numel() for piece in pieces)
-    if host_bound(group, device) or device.type == "meta" or not even:
+    if served_by_gloo(group, device) or device.type == "meta" or not even:
         rest = exchange(pieces, [own] * len(pieces), group, device, tag)
         kept = pieces[group.rank()]
         if kept.data_ptr() != own.data_ptr():
@@ -175,12 +171,12 @@ def _staged(
     ]
     copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
     copied.record()
-    swap = _swap(host_receives, host_sends, group, tag, direct=False)
+    gloo = _gloo_exchange(host_receives, host_sends, group, tag, direct=False)
 
     def rest() -> None:
         copied.synchronize()
-        swap.post()
-        _fill(swap, host_receives)
+        gloo.post()
+        _fill(gloo, host_receives)
         for target, source in zip(receives, host_receives, strict=True):
             if target is not None and source is not None:
                 target.copy_(source)

@@ -15,7 +15,7 @@ from lamina.collectives import all_gather_into, reduce_scatter_fp32
 from lamina.collectives.engine import use_messages
 from lamina.collectives.transport import shared_host as module
 from lamina.collectives.transport.lanes import lane_of
-from lamina.collectives.transport.shared_host import Neighbour
+from lamina.collectives.transport.shared_host import HostPeer
 from lamina_testing import netns
 
 LONG = 1 << 20
@@ -27,7 +27,7 @@ def secret_of(process: int) -> torch.Tensor:
 
 def reads_of(action) -> int:
     """How many times `action` reads another process's memory."""
-    with mock.patch.object(Neighbour, "read", autospec=True, side_effect=Neighbour.read) as read:
+    with mock.patch.object(HostPeer, "read", autospec=True, side_effect=HostPeer.read) as read:
         action()
     return read.call_count
 
@@ -43,7 +43,7 @@ def can_read_children() -> bool:
         os._exit(0)
     found = torch.zeros_like(value)
     try:
-        Neighbour(1, child).read(value.data_ptr(), found)
+        HostPeer(1, child).read(value.data_ptr(), found)
     except RuntimeError:
         return False
     finally:
@@ -79,7 +79,7 @@ def test_one_rank_is_enough_to_keep_a_group_to_messages():
     output = torch.empty(2 * LONG)
     assert reads_of(lambda: all_gather_into(output, torch.ones(LONG), group)) == 0
     assert torch.equal(output, torch.ones(2 * LONG))
-    assert lane_of(group).neighbours == (None, None)
+    assert lane_of(group).host_peers == (None, None)
 
 
 @allowed
@@ -92,7 +92,7 @@ def test_messages_cannot_be_asked_for_when_it_is_too_late():
 
 @allowed
 @pytest.mark.ranks(2)
-def test_neighbours_that_disagree_about_a_size_are_told_on_both_sides():
+def test_ranks_of_one_host_that_disagree_about_a_size_are_told_on_both_sides():
     group, rank = dist.group.WORLD, dist.get_rank()
     numel = LONG + rank
     with pytest.raises(ValueError, match=r"rank [01] of 2.*bytes.*expects 41943\d\d"):
@@ -100,23 +100,23 @@ def test_neighbours_that_disagree_about_a_size_are_told_on_both_sides():
 
 
 @allowed
-def test_a_neighbour_that_is_gone_is_named():
+def test_a_host_peer_that_is_gone_is_named():
     child = subprocess.Popen([sys.executable, "-c", "pass"])
     child.wait()
     with pytest.raises(RuntimeError, match=rf"rank 3 .*process {child.pid}.*died"):
-        Neighbour(3, child.pid).read(4096, torch.empty(1))
+        HostPeer(3, child.pid).read(4096, torch.empty(1))
 
 
 @allowed
 def test_memory_that_is_gone_is_an_error():
     with pytest.raises(RuntimeError, match="Bad address"):
-        Neighbour(0, os.getpid()).read(4096, torch.empty(1))
+        HostPeer(0, os.getpid()).read(4096, torch.empty(1))
 
 
 @allowed
 def test_a_read_takes_the_run_that_was_asked_for():
     source, target = torch.arange(1000.0), torch.zeros(10)
-    run = module.RemoteRun(Neighbour(0, os.getpid()), source.data_ptr(), 1000, torch.float32)
+    run = module.RemoteMemory(HostPeer(0, os.getpid()), source.data_ptr(), 1000, torch.float32)
     run.read(30, target)
     assert torch.equal(target, source[30:40])
 
@@ -126,7 +126,7 @@ def test_a_read_takes_the_run_that_was_asked_for():
 def test_only_ranks_of_one_machine_and_namespaces_believe_each_other(difference):
     secret = secret_of(os.getpid())
     hello = module._hello(secret, 1, willing=True)
-    assert module._believe(1, hello, hello) == Neighbour(1, os.getpid())
+    assert module._believe(1, hello, hello) == HostPeer(1, os.getpid())
     elsewhere = hello.clone()
     elsewhere[difference] += 1
     assert module._believe(1, elsewhere, hello) is None
@@ -136,17 +136,17 @@ def test_only_ranks_of_one_machine_and_namespaces_believe_each_other(difference)
 def test_who_cannot_show_a_secret_is_not_believed():
     hello = module._hello(secret_of(os.getpid()), 1, willing=True)
     other_secret, nowhere, nobody, unwilling = (hello.clone() for _ in range(4))
-    other_secret[module._PLACE + 2] += 1
-    nowhere[module._PLACE + 1] = 4096
-    nobody[module._PLACE] = 2**22 + 5
+    other_secret[module._HOST_WORDS + 2] += 1
+    nowhere[module._HOST_WORDS + 1] = 4096
+    nobody[module._HOST_WORDS] = 2**22 + 5
     unwilling[-1] = 0
     for theirs in (other_secret, nowhere, nobody, unwilling):
         assert module._believe(1, hello, theirs) is None
     assert module._believe(1, unwilling, hello) is None
 
 
-def test_a_host_without_proc_is_nobodys_neighbour():
-    with mock.patch.object(module, "_place", side_effect=FileNotFoundError):
+def test_a_host_without_proc_is_nobodys_peer():
+    with mock.patch.object(module, "_host_words", side_effect=FileNotFoundError):
         hello = module._hello(secret_of(1), 1, willing=True)
     assert hello.tolist() == [0] * module._WORDS
     assert module._believe(1, hello, hello) is None
@@ -164,7 +164,7 @@ rank, numel = dist.get_rank(), 1 << 18
 whole = torch.empty(4 * numel)
 all_gather_into(whole, torch.full((numel,), float(rank)), dist.group.WORLD)
 assert torch.equal(whole, torch.arange(4.0).repeat_interleave(numel))
-print([place for place, peer in enumerate(lane_of(dist.group.WORLD).neighbours) if peer])
+print([place for place, peer in enumerate(lane_of(dist.group.WORLD).host_peers) if peer])
 dist.destroy_process_group()
 """
 

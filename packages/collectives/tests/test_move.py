@@ -14,7 +14,7 @@ from lamina.collectives.engine import all_reduce_small, broadcast, host_device, 
 from lamina.mesh.engine import MeshAxis
 
 DTYPES = [torch.float32, torch.bfloat16, torch.uint8, torch.bool, torch.float8_e4m3fn]
-LONG = (1 << 19) + 1  # elements that are worth reading from a neighbour's memory
+LONG = (1 << 19) + 1  # elements that are worth reading from a peer's memory
 
 
 def mine(rank: int, numel: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:

@@ -1,0 +1,79 @@
+"""What a process group says about itself: its size, this rank's place, its backend, its timeout."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed.constants import default_pg_timeout
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+__all__ = ["backend_name", "group_rank", "group_size", "served_by_gloo", "timeout_of", "where"]
+
+
+def group_size(group: ProcessGroup | None) -> int:
+    """Number of ranks in `group`; None is a group of one.
+
+    Raises:
+        TypeError: it is no process group.
+    """
+    try:
+        return 1 if group is None else group.size()
+    except (AttributeError, TypeError):
+        raise _no_group(group) from None
+
+
+def group_rank(group: ProcessGroup | None) -> int:
+    """This rank's number in `group`.
+
+    Raises:
+        TypeError: it is no process group.
+    """
+    try:
+        return 0 if group is None else group.rank()
+    except (AttributeError, TypeError):
+        raise _no_group(group) from None
+
+
+def _no_group(given: object) -> TypeError:
+    return TypeError(
+        f"{given!r} is no process group: pass axis.group or axis.sibling(purpose) of a MeshAxis, "
+        "mesh.group(name) of a ParallelMesh, or None for a group of one"
+    )
+
+
+def where(group: ProcessGroup | None) -> str:
+    """Name this rank and its group for an error message."""
+    if group is None:
+        return "(group of one)"
+    return f"(rank {group.rank()} of {group.size()} in group '{group.group_desc}')"
+
+
+def backend_name(group: ProcessGroup, device: torch.device) -> str:
+    """Name of the backend that serves tensors on `device` in `group` ("gloo", "nccl", "fake").
+
+    Raises:
+        ValueError: the group has no backend for that device.
+    """
+    try:
+        return str(group._get_backend(torch.device(device.type)).name()).lower()
+    except RuntimeError as error:
+        raise ValueError(
+            f"process group '{group.group_desc}' has no backend for {device.type} tensors; start "
+            f"the world with init_distributed() (cpu:gloo,cuda:nccl on GPUs), or pass tensors on "
+            f"a device that the group serves"
+        ) from error
+
+
+def served_by_gloo(group: ProcessGroup | None, device: torch.device) -> bool:
+    """Whether gloo moves the tensors on `device`, so that the host has to wait for messages."""
+    return group is not None and device.type != "meta" and backend_name(group, device) == "gloo"
+
+
+def timeout_of(group: ProcessGroup) -> float:
+    """Seconds after which the group's CPU backend gives up; torch's default if it doesn't say."""
+    backend: Any = group._get_backend(torch.device("cpu"))
+    timeout = getattr(getattr(backend, "options", None), "_timeout", default_pg_timeout)
+    return float(timeout.total_seconds())

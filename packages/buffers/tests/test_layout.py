@@ -263,6 +263,16 @@ def test_impossible_arguments_are_named(call, words):
         call()
 
 
+@given(plans())
+def test_a_position_is_as_good_as_a_name(plan):
+    layout = BufferLayout.plan(*plan)
+    for at, spec in enumerate(layout.specs):
+        assert layout.spec(at) is spec
+        assert layout.offset(at) == layout.offset(spec.name)
+        assert layout.spans(at) == layout.spans(spec.name)
+        assert layout.within(at, 3, 40) == layout.within(spec.name, 3, 40)
+
+
 def test_unknown_names_and_shards_are_named():
     layout = BufferLayout.plan([TensorSpec("weight", (4,))], 2)
     with pytest.raises(KeyError, match=r"no tensor 'bias'.*weight"):

@@ -193,27 +193,29 @@ class FlatBuffer:
             for spec, offset in zip(self.layout.specs, self.layout.offsets, strict=True)
         }
 
-    def span(self, name: str) -> tuple[int, int]:
+    def span(self, name: str | int) -> tuple[int, int]:
         """Elements `(start, stop)` of a flattened tensor that this rank holds."""
         return self.layout.within(name, *self._range)
 
-    def span_view(self, name: str) -> torch.Tensor:
+    def span_view(self, name: str | int) -> torch.Tensor:
         """The elements of a tensor that this rank holds: a flat view, maybe empty."""
         start, stop = self.span(name)
         at = self.layout.offset(name) + start - self._range[0] if stop > start else 0
         return self.data[at : at + stop - start]
 
-    def as_sharded(self, name: str, communicator: SpanCommunicator | None = None) -> ShardedTensor:
+    def as_sharded(
+        self, name: str | int, communicator: SpanCommunicator | None = None
+    ) -> ShardedTensor:
         """A tensor under its global shape, sharing this buffer's memory.
 
         Args:
-            name: which.
+            name: which; its position in the layout will do.
             communicator: instead of the buffer's.
 
         Raises:
             ValueError: the buffer is Partial along an axis: its sums are no tensor yet.
         """
-        self._refuse_partial(name)
+        self._refuse_partial(self.layout.spec(name).name)
         start, _ = self.span(name)
         cut = self._cut
         axes = tuple(axis for axis, cuts in zip(self.axes, cut.sharded, strict=True) if cuts)

@@ -30,7 +30,8 @@ class BufferLayout:
     """Offsets of tensors in one flat buffer that is cut into equal shards.
 
     Make one with `BufferLayout.plan`. All numbers are elements. Two layouts planned from equal
-    arguments are equal, on every rank and in every run.
+    arguments are equal, on every rank and in every run. Methods that take a `name` take the
+    tensor's position in `specs` as well, which stays right when somebody renames the tensor.
 
     Attributes:
         specs: the tensors, in the order they were given.
@@ -119,7 +120,9 @@ class BufferLayout:
         )
         return [self.offsets[position] for position in order], order
 
-    def _position(self, name: str) -> int:
+    def _position(self, name: str | int) -> int:
+        if isinstance(name, int):
+            return name
         try:
             return self._index[name]
         except KeyError:
@@ -135,15 +138,15 @@ class BufferLayout:
     def __contains__(self, name: str) -> bool:
         return name in self._index
 
-    def spec(self, name: str) -> TensorSpec:
+    def spec(self, name: str | int) -> TensorSpec:
         """The spec of a tensor. Raises KeyError."""
         return self.specs[self._position(name)]
 
-    def offset(self, name: str) -> int:
+    def offset(self, name: str | int) -> int:
         """Element of the buffer where a tensor starts. Raises KeyError."""
         return self.offsets[self._position(name)]
 
-    def span(self, name: str, shard: int) -> Span | None:
+    def span(self, name: str | int, shard: int) -> Span | None:
         """The run of a tensor that `shard` holds, or None where it holds none of it.
 
         Raises:
@@ -158,7 +161,7 @@ class BufferLayout:
             return None
         return Span(shard, start, stop, self.offset(name) + start - low)
 
-    def spans(self, name: str) -> tuple[Span, ...]:
+    def spans(self, name: str | int) -> tuple[Span, ...]:
         """Which shard holds which elements of a tensor, in element order; () for an empty one."""
         numel = self.spec(name).numel
         if not numel:
@@ -169,7 +172,7 @@ class BufferLayout:
         found = (self.span(name, shard) for shard in range(first, last + 1))
         return tuple(span for span in found if span is not None)
 
-    def within(self, name: str, start: int, stop: int) -> tuple[int, int]:
+    def within(self, name: str | int, start: int, stop: int) -> tuple[int, int]:
         """Elements `(first, last + 1)` of a tensor that lie in `start..stop` of the buffer.
 
         Equal numbers mean none; they are then clamped to the nearer end of the tensor, so pieces in

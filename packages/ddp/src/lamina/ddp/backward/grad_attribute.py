@@ -35,7 +35,7 @@ def follow_user(group: ParameterGroup) -> None:
         gradients.discard()
         return
     for index, main in enumerate(mains):
-        span = gradients.main.span_view(group.refs[index].name)
+        span = gradients.main.span_view(index)
         if main.grad is None:
             if gradients.kept_apart and gradients.state is GradientState.PARTIAL:
                 raise RuntimeError(_unfinished(group.refs[index].name))
@@ -56,8 +56,8 @@ def _follow_zeroing(group: ParameterGroup) -> None:
 
     The place held negative zeros (or gradients): what is not `zero_()` leaves something of them.
     """
-    for ref in group.refs:
-        span = group.trained.main.span_view(ref.name)
+    for index, ref in enumerate(group.refs):
+        span = group.trained.main.span_view(index)
         if bool(span.ne(0).logical_or_(span.signbit()).any()):
             raise RuntimeError(_unfinished(ref.name))
     zero_gradients(group)
@@ -89,7 +89,8 @@ def holds_zeros(group: ParameterGroup) -> bool:
     gradients = group.trained
     if gradients.kept_apart or not gradients.main.has_memory:
         return False
-    return not any(bool(gradients.main.span_view(ref.name).any()) for ref in group.refs)
+    places = range(len(group.refs))
+    return not any(bool(gradients.main.span_view(index).any()) for index in places)
 
 
 def _unfinished(name: str) -> str:

@@ -155,8 +155,9 @@ Weakly = Callable[[], _Method | None]
 def gradient_mover(
     gradients: GroupGradients,
     index: int,
+    name: str,
     arrived: set[int],
-    announce: Weakly[Callable[[GroupGradients, torch.Tensor | None], None]],
+    announce: Weakly[Callable[[GroupGradients, str, torch.Tensor | None], None]],
     complete: Callable[[], None] | None,
 ) -> Callable[[torch.Tensor], None]:
     """A hook that moves a gradient from autograd into its buffer.
@@ -166,6 +167,7 @@ def gradient_mover(
     Args:
         gradients: of the parameter's group.
         index: the parameter's place in it.
+        name: the parameter's name in the model.
         arrived: places whose gradients have come in this backward.
         announce: gives what is called before anything else: a backward may begin with this.
         complete: called when each parameter of the group has got a gradient.
@@ -174,11 +176,11 @@ def gradient_mover(
     def move_gradient(parameter: torch.Tensor) -> None:
         gradient, parameter.grad = parameter.grad, None
         if (before := announce()) is not None:
-            before(gradients, gradient)
+            before(gradients, name, gradient)
         if gradient is None and index not in gradients.sunk:
             return
         if gradient is not None:
-            _refuse_sparse(gradient, gradients.layout.specs[index].name)
+            _refuse_sparse(gradient, name)
             gradients.accumulate(index, gradient)
         arrived.add(index)
         if complete is not None and len(arrived) == len(gradients.layout.specs):

@@ -28,6 +28,7 @@ from lamina.ddp.gradients.sums import GradientState
 from lamina.ddp.group.group import ParameterGroup
 from lamina.ddp.group.weights import shares_storage
 from lamina.ddp.parameters.strategy import Cadence
+from lamina.mesh.engine import MeshAxis
 
 __all__ = [
     "BackwardEnd",
@@ -116,9 +117,10 @@ class GradientReducer:
         close = weakref.WeakMethod(self._close_place)
         for place, group in enumerate(self.groups):
             complete = _closing(close, place) if close_when_complete else None
-            for index, parameter in enumerate(group.compute_parameters):
+            for index, ref in enumerate(group.refs):
+                parameter = ref.parameter
                 mover = gradient_mover(
-                    group.trained, index, self._arrived[place], announce, complete
+                    group.trained, index, ref.name, self._arrived[place], announce, complete
                 )
                 parameter.register_post_accumulate_grad_hook(mover)  # type: ignore[no-untyped-call]
                 offer_sink(parameter, group, index)
@@ -306,7 +308,9 @@ class GradientReducer:
     def _close_place(self, place: int) -> None:
         self.close(self.groups[place])
 
-    def _announce(self, gradients: GroupGradients, gradient: torch.Tensor | None) -> None:
+    def _announce(
+        self, gradients: GroupGradients, name: str, gradient: torch.Tensor | None
+    ) -> None:
         """A gradient has come: the first of a backward that no output announced begins it."""
         begin = self._begin() if self._begin is not None else None
         if begin is None or self._late:
@@ -318,10 +322,10 @@ class GradientReducer:
         added = gradient is not None and main.has_memory and shares_storage(gradient, main.data)
         if added or any(group.trained.sunk for group in self.groups):
             raise RuntimeError(
-                f"a gradient came to {gradients.layout.specs[0].name} or its neighbours before the "
-                "backward reached an output of the wrapper: call the wrapper, not the module "
-                "inside it; add a term of the loss that depends on parameters alone (a penalty) in "
-                "the module's forward, or to the step's first microbatch"
+                f"a gradient came to {name} before the backward reached an output of the wrapper: "
+                "call the wrapper, not the module inside it; add a term of the loss that depends "
+                "on parameters alone (a penalty) in the module's forward, or to the step's first "
+                "microbatch"
             )
         begin()
 
@@ -360,9 +364,9 @@ class GradientReducer:
 
     def _exchange_seen(self) -> None:
         """Agree over ranks on which parameters got a gradient anywhere (one small collective)."""
-        by_axes: dict[tuple[int, int], list[ParameterGroup]] = {}
+        by_axes: dict[tuple[MeshAxis, MeshAxis], list[ParameterGroup]] = {}
         for group in self.groups:
-            by_axes.setdefault((id(group.axes.outer), id(group.axes.inner)), []).append(group)
+            by_axes.setdefault((group.axes.outer, group.axes.inner), []).append(group)
         for groups in by_axes.values():
             agree_on_seen(groups, groups[0].axes.groups("reduce"))
 

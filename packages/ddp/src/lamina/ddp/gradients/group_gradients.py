@@ -106,7 +106,7 @@ class GroupGradients:
         """The place of one parameter's gradient in the local buffer, shaped like the parameter."""
         local = self._local if self._local is not None else self._open()
         spec = self.layout.specs[index]
-        offset = self.layout.offset(spec.name)
+        offset = self.layout.offset(index)
         return local[offset : offset + spec.numel].view(spec.shape)
 
     def accumulate(self, index: int, gradient: torch.Tensor) -> None:
@@ -170,7 +170,7 @@ class GroupGradients:
         """Forget one parameter's gradient, where it is not part of sums that are kept apart."""
         sums = self.state is GradientState.PARTIAL and self._sum.sums_in_main
         if self.state is GradientState.FINAL or sums:
-            self.main.span_view(self.layout.specs[index].name).zero_()
+            self.main.span_view(index).zero_()
             self.seen[index] = False
         self.written[index] = False
 

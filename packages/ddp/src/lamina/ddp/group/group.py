@@ -197,10 +197,9 @@ class ParameterGroup:
 
     def span_in_rest(self, index: int) -> tuple[int, int]:
         """Elements (start, stop) of `rest.data` that hold a parameter; start == stop for none."""
-        spec = self.layout.specs[index]
         begin, end = self.rest.range
-        first, last = self.layout.within(spec.name, begin, end)
-        offset = self.layout.offset(spec.name) - begin
+        first, last = self.layout.within(index, begin, end)
+        offset = self.layout.offset(index) - begin
         return (offset + first, offset + last) if last > first else (0, 0)
 
     def gradients_of_rest(self) -> torch.Tensor:
@@ -215,7 +214,7 @@ class ParameterGroup:
         start, stop = self.span_in_rest(index)
         if not self._cuts_rest:
             return flat[start:stop].view(spec.shape)
-        first, _ = self.layout.within(spec.name, *self.rest.range)
+        first, _ = self.layout.within(index, *self.rest.range)
         axes = [
             axis
             for placement, axis in zip(
@@ -362,8 +361,8 @@ class ParameterGroup:
         self.weights.start()
         self.weights.wait()
         full = self.weights.full
-        for ref, spec in zip(self.refs, self.layout.specs, strict=True):
-            offset = self.layout.offset(spec.name)
+        layout = self.layout
+        for ref, spec, offset in zip(self.refs, layout.specs, layout.offsets, strict=True):
             ref.parameter.grad = None
             ref.parameter.data = full[offset : offset + spec.numel].view(spec.shape)
         self.weights.release()

@@ -117,9 +117,9 @@ def _collect(
             if buffer is None:
                 continue
             whole = whole_of(buffer, group.axes)
-            for index, spec in enumerate(group.layout.specs):
+            for index, (ref, spec) in enumerate(zip(group.refs, group.layout.specs, strict=True)):
                 if wanted is None or wanted(group, index):
-                    offset = group.layout.offset(spec.name)
+                    offset = group.layout.offset(index)
                     piece = whole[offset : offset + spec.numel]
-                    found[spec.name] = piece.view(spec.shape).clone()
+                    found[ref.name] = piece.view(spec.shape).clone()
     return found

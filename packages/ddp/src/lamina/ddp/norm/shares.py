@@ -161,8 +161,8 @@ def _axes_that_cut(gradient: Any) -> tuple[MeshAxis, ...]:
 
 def _parts_of(group: ParameterGroup) -> Callable[[], Iterator[tuple[str, torch.Tensor]]]:
     def parts() -> Iterator[tuple[str, torch.Tensor]]:
-        for ref in group.refs:
-            yield ref.name, group.trained.main.span_view(ref.name)
+        for index, ref in enumerate(group.refs):
+            yield ref.name, group.trained.main.span_view(index)
 
     return parts
 

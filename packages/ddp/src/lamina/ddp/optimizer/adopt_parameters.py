@@ -98,6 +98,6 @@ def cut_state(value: object, group: ParameterGroup, index: int) -> object:
         return value
     flat = torch.zeros_like(group.rest.data, dtype=value.dtype)
     start, stop = group.span_in_rest(index)
-    first, last = group.layout.within(spec.name, *group.rest.range)
+    first, last = group.layout.within(index, *group.rest.range)
     flat[start:stop].copy_(value.reshape(-1)[first:last])
     return group.member_of(flat, index)

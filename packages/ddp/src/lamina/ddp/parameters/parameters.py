@@ -123,8 +123,7 @@ def read_parameters(
     if whole is None:
         whole = torch.zeros(layout.size, dtype=dtype, device=device)
         with torch.no_grad():
-            for ref, spec in zip(refs, layout.specs, strict=True):
-                offset = layout.offset(spec.name)
+            for ref, spec, offset in zip(refs, layout.specs, layout.offsets, strict=True):
                 whole[offset : offset + spec.numel].view(spec.shape).copy_(ref.parameter)
     return whole
 
@@ -133,20 +132,20 @@ def _laid_out_already(
     refs: Sequence[ParameterRef], layout: BufferLayout, dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor | None:
     """The parameters' own memory, where somebody made them as the layout has them."""
-    sizes = zip(refs, layout.specs, strict=True)
-    held = [(ref.parameter, spec) for ref, spec in sizes if spec.numel]
+    places = zip(refs, layout.specs, layout.offsets, strict=True)
+    held = [(ref.parameter, offset) for ref, spec, offset in places if spec.numel]
     if not held:
         return None
-    first, spec = held[0]
+    first, start = held[0]
     storage = first.untyped_storage()
-    base = first.storage_offset() - layout.offset(spec.name)
+    base = first.storage_offset() - start
     end = (base + layout.size) * first.element_size()
     if base < 0 or end > storage.nbytes() or first.dtype != dtype or first.device != device:
         return None
-    for parameter, spec in held:
+    for parameter, offset in held:
         if (
             parameter.untyped_storage().data_ptr() != storage.data_ptr()
-            or parameter.storage_offset() - base != layout.offset(spec.name)
+            or parameter.storage_offset() - base != offset
             or parameter.dtype != first.dtype
             or not parameter.is_contiguous()
         ):

@@ -195,7 +195,7 @@ def _holder(sharded: ShardedModule, name: str, element: int) -> int:
     for group in sharded.parameter_groups():
         for index, ref in enumerate(group.refs):
             if ref.name == name and not group.rest.is_whole:
-                for span in group.layout.spans(group.layout.specs[index].name):
+                for span in group.layout.spans(index):
                     if span.start <= element < span.stop:
                         return group.axes.inner.ranks[span.shard % group.axes.inner.size]
     return 0

@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import OffloadPolicy
 
-from lamina.buffers import BufferLayout, StoragePool
+from lamina.buffers import StoragePool
 from lamina.ddp.engine import (
     GradientReducer,
     Order,
@@ -357,7 +357,6 @@ def _make_engine(root: ModuleWithUnit) -> None:
             )
     parts = {name: _part(module) for name, module in modules.items()}
     shared = TransientBuffers()
-    canonical = parts[""].settings.dense
     paths: dict[Unit, dict[int, str]] = {}
     for name, part in parts.items():
         paths.setdefault(part.unit, {})[part.member] = name
@@ -372,8 +371,6 @@ def _make_engine(root: ModuleWithUnit) -> None:
         unit.name = next(iter(members.values()))
         for group in unit.groups:
             rename(group, members)
-            if group.axes == canonical:
-                group.axes = canonical  # one object, so that small collectives are joined
     if not parts[""].unit.explicit_reshard:
         parts[""].unit.reshard_after_forward = False
     units = list(paths)
@@ -410,11 +407,3 @@ def rename(group: ParameterGroup, members: Mapping[int, str]) -> None:
         return f"{path}.{name}" if path else name
 
     group.refs = tuple(replace(ref, name=whole(ref.name)) for ref in group.refs)
-    specs = [replace(spec, name=whole(spec.name)) for spec in group.layout.specs]
-    settings = group.settings
-    layout = BufferLayout.plan(specs, group.axes.size, settings.alignment, settings.shard_multiple)
-    group.layout = group.weights.local.layout = layout
-    if group.main is not None:
-        group.main.layout = layout
-    if group.gradients is not None:
-        group.gradients.layout = group.gradients.main.layout = layout

@@ -68,12 +68,12 @@ def refuse_cut_tensors(
         for index, (ref, main) in enumerate(zip(group.refs, group.main_parameters, strict=True)):
             if not wanted & {id(main), id(ref.parameter)}:
                 continue
-            name = group.layout.specs[index].name
             if any(one.of(main) is not None for one in regions):
                 raise ValueError(_cut_over_tp(optimizer, ref.name))
             # From the layout, and not from this rank's piece: all ranks must agree.
             if isinstance(main, ShardedTensor) and all(
-                stop - start < main.numel() for start, stop in group.rest.as_sharded(name).extents()
+                stop - start < main.numel()
+                for start, stop in group.rest.as_sharded(index).extents()
             ):
                 raise ValueError(
                     f"{type(optimizer).__name__} looks at whole tensors, and {ref.name} is cut "

@@ -68,8 +68,7 @@ def _places(
         if not all(ref.parameter.is_meta and ref.parameter.is_contiguous() for ref in refs):
             continue
         flat = torch.empty(layout.size, dtype=refs[0].parameter.dtype, device=device)
-        for ref, spec in zip(refs, layout.specs, strict=True):
-            offset = layout.offset(spec.name)
+        for ref, spec, offset in zip(refs, layout.specs, layout.offsets, strict=True):
             places[id(ref.parameter)] = flat[offset : offset + spec.numel].view(spec.shape)
     return places
 

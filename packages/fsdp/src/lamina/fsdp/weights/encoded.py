@@ -73,7 +73,7 @@ class EncodedWeights(ShardedWeights):
         codec: WeightCodec,
     ) -> None:
         super().__init__(local, axes, pool, key)
-        starts = [local.layout.offset(spec.name) for spec in local.layout.specs]
+        starts = local.layout.offsets
         if any(place % codec.block for place in (local.layout.shard_size, *starts)):
             raise ValueError(
                 f"{type(codec).__name__}.block={codec.block} does not divide the places at which "

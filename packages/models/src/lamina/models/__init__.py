@@ -24,6 +24,7 @@ from lamina.models.decoder.layer_stack import (
 from lamina.models.decoder.precision_backends import apply_precision
 from lamina.models.decoder.transformer_engine import PrecisionUnavailableError
 from lamina.models.huggingface.configs import config_from_huggingface, huggingface_config
+from lamina.models.huggingface.weight_maps import WeightLink, weight_map
 from lamina.models.huggingface.weights import from_huggingface, to_huggingface
 from lamina.models.layers.dropout import Dropout
 from lamina.models.layers.embedding import OutputHead, PositionEmbedding, VocabParallelEmbedding
@@ -91,6 +92,7 @@ __all__ = [
     "VisionConfig",
     "VisionLanguageModel",
     "VocabParallelEmbedding",
+    "WeightLink",
     "apply_precision",
     "apply_recompute",
     "config_from_huggingface",
@@ -108,4 +110,5 @@ __all__ = [
     "to_huggingface",
     "training_flops_per_token",
     "vocab_parallel_cross_entropy",
+    "weight_map",
 ]

@@ -4,7 +4,6 @@ from lamina.models.base.cut_weights import cut_weight, join_weight
 from lamina.models.decoder.generation import sample
 from lamina.models.decoder.layer_stack import ResidualBlock
 from lamina.models.decoder.precision_backends import float8_weights
-from lamina.models.huggingface.weight_maps import WeightLink, weight_map
 from lamina.models.layers.linear import Linear
 from lamina.models.layers.mlp import ActivationFunction
 from lamina.models.pipelining.cuts import cut_layers
@@ -15,11 +14,9 @@ __all__ = [
     "GPTStage",
     "Linear",
     "ResidualBlock",
-    "WeightLink",
     "cut_layers",
     "cut_weight",
     "float8_weights",
     "join_weight",
     "sample",
-    "weight_map",
 ]

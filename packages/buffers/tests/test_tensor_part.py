@@ -11,7 +11,7 @@ import torch.distributed.checkpoint as dcp
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lamina.buffers import BufferLayout, FlatBuffer, Shard, TensorSpec
+from lamina.buffers import BufferLayout, FlatBuffer, Shard, ShardedTensor, TensorSpec
 from lamina.buffers.engine import PlainAxis, Region, TensorPart
 
 
@@ -121,12 +121,18 @@ def test_a_part_shares_memory_with_its_parameter_and_copies_apart():
         part.copy_(other)
 
 
+def whole_span():
+    return ShardedTensor(torch.zeros(48), (8, 6))
+
+
 @pytest.mark.parametrize(
     ("call", "error", "words"),
     [
         (lambda part: part + 1, NotImplementedError, "for checkpoints"),
         (lambda part: part.copy_(torch.zeros(2)), ValueError, "not the whole of shape"),
         (lambda part: torch.zeros(8, 6).copy_(part), NotImplementedError, "TensorPart"),
+        (lambda part: part.copy_(whole_span()), NotImplementedError, "ShardedTensor together"),
+        (lambda part: whole_span().copy_(part), NotImplementedError, "ShardedTensor.*together"),
         (lambda part: part.__reduce_ex__(2), NotImplementedError, "not pickled"),
         (
             lambda part: TensorPart(torch.zeros(3, 3), part.region),

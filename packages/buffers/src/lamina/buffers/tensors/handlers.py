@@ -1,15 +1,22 @@
-"""Tables of aten operations and what a ShardedTensor does with them."""
+"""What every tensor that holds a span has, and the tables of what it does with aten operations.
+
+A handler takes the operation and then the operation's own arguments, with its schema's defaults:
+`def _sum(func, tensor, dim=None, keepdim=False, *, dtype=None)`. torch passes the arguments that
+the schema marks as keyword-only by keyword and all others by position, without trailing defaults.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import torch
+from torch._C import _disabled_torch_function_impl
 
-__all__ = ["Handler", "HandlerTable"]
+from lamina.buffers.tensors.span_spec import SpanSpec
 
-# (class, operation, positional arguments, keyword arguments), as __torch_dispatch__ is called.
+__all__ = ["Handler", "HandlerTable", "SpanTensor"]
+
 Handler: TypeAlias = Callable[..., Any]
 
 
@@ -24,3 +31,48 @@ class HandlerTable(dict[torch._ops.OpOverload, Handler]):
             return handler
 
         return register
+
+
+class SpanTensor(torch.Tensor):
+    """Base of `ShardedTensor` and `TensorPart`: a rank's elements and their place in the whole.
+
+    Handlers know no more than this. Operands of both classes never reach a handler together.
+    """
+
+    _local: torch.Tensor
+    _spec: SpanSpec
+    # Note [Slots of a tensor subclass]
+    # Each subclass names all of its slots itself. The stager of asynchronous checkpoints copies
+    # what `type(tensor).__slots__` names, which leaves out the slots of base classes: a span that
+    # only the base named would be shared with training, and the next step would overwrite it while
+    # the file is written.
+    __slots__ = ()
+    __torch_function__ = _disabled_torch_function_impl  # type: ignore[assignment]
+
+    def to_local(self) -> torch.Tensor:
+        """This rank's elements: flat, contiguous, maybe empty. Shares memory with this tensor."""
+        return self._local
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls,
+        func: torch._ops.OpOverload,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if len(types) > 1 and any(issubclass(one, SpanTensor) and one is not cls for one in types):
+            names = " and ".join(one.__name__ for one in types)
+            raise NotImplementedError(f"{func} of {names} together: use .to_local() of both")
+        return cls._run(func, args, kwargs or {})
+
+    @classmethod
+    def _run(
+        cls, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Run an operation on this rank's elements. Called by torch below autograd."""
+        raise NotImplementedError
+
+    def _with(self, local: torch.Tensor, spec: SpanSpec | None = None) -> SpanTensor:
+        """A tensor of this class that holds `local`, at this tensor's place or at `spec`."""
+        raise NotImplementedError

@@ -9,10 +9,10 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
-from torch._C import _disabled_torch_function_impl
 
 from lamina.buffers.axes import Axis
 from lamina.buffers.tensors import checkpoint_protocol
+from lamina.buffers.tensors.handlers import SpanTensor
 from lamina.buffers.tensors.span_ops import dispatch
 from lamina.buffers.tensors.span_spec import Extents, SpanCommunicator, SpanSpec
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 __all__ = ["ShardedTensor"]
 
 
-class ShardedTensor(torch.Tensor):
+class ShardedTensor(SpanTensor):
     """A tensor cut into contiguous runs of its flattened elements, one per rank.
 
     `shape`, `numel()` and `stride()` are those of the whole; `to_local` is this rank's span.
@@ -47,10 +47,7 @@ class ShardedTensor(torch.Tensor):
         ValueError: `local` is not flat or does not fit in `shape` at `start`.
     """
 
-    _local: torch.Tensor
-    _spec: SpanSpec
-    __slots__ = ("_local", "_spec")
-    __torch_function__ = _disabled_torch_function_impl  # type: ignore[assignment]
+    __slots__ = ("_local", "_spec")  # see Note [Slots of a tensor subclass]
 
     @staticmethod
     def __new__(  # noqa: D102 - documented by the class
@@ -88,9 +85,8 @@ class ShardedTensor(torch.Tensor):
         wrapper._spec = spec
         return wrapper
 
-    def to_local(self) -> torch.Tensor:
-        """This rank's span: flat, contiguous, maybe empty. Shares memory with this tensor."""
-        return self._local
+    def _with(self, local: torch.Tensor, spec: SpanSpec | None = None) -> ShardedTensor:
+        return self._wrap(local, spec or self._spec)
 
     @property
     def spec(self) -> SpanSpec:
@@ -164,14 +160,10 @@ class ShardedTensor(torch.Tensor):
     # -- torch's hooks for tensor subclasses ------------------------------------------------------
 
     @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls,
-        func: torch._ops.OpOverload,
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
+    def _run(
+        cls, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        result = dispatch(cls, func, args, kwargs or {})
+        result = dispatch(func, args, kwargs)
         if "_foreach_" in func._schema.name and func._schema.is_mutable:
             # torch counts writes through lists where it unpacks them, which is beneath this class.
             torch.autograd.graph.increment_version([t for t in args[0] if isinstance(t, cls)])

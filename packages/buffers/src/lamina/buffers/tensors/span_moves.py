@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 from lamina.buffers.layout.boxes import boxes_of_span
-from lamina.buffers.tensors.handlers import HandlerTable
-
-if TYPE_CHECKING:
-    from lamina.buffers.tensors.sharded_tensor import ShardedTensor
+from lamina.buffers.tensors.handlers import HandlerTable, SpanTensor
 
 __all__ = ["HANDLERS", "copy_span"]
 
@@ -32,25 +30,19 @@ aten = torch.ops.aten
     aten.full_like.default,
 )
 def _same_span(
-    cls: type[ShardedTensor],
     func: torch._ops.OpOverload,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> ShardedTensor:
+    source: SpanTensor,
+    *args: Any,
+    memory_format: torch.memory_format | None = None,
+    **kwargs: Any,
+) -> SpanTensor:
     """The result has the operand's span. Spans are flat: there is no memory format to keep."""
-    source: ShardedTensor = args[0]
-    keywords = {key: value for key, value in kwargs.items() if key != "memory_format"}
-    return cls._wrap(func(source._local, *args[1:], **keywords), source._spec)
+    return source._with(func(source._local, *args, **kwargs))
 
 
 @HANDLERS.handles(aten.is_pinned.default)
-def _on_span(
-    cls: type[ShardedTensor],
-    func: torch._ops.OpOverload,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> Any:
-    return func(args[0]._local, *args[1:], **kwargs)
+def _on_span(func: torch._ops.OpOverload, source: SpanTensor, *args: Any, **kwargs: Any) -> Any:
+    return func(source._local, *args, **kwargs)
 
 
 @HANDLERS.handles(
@@ -63,39 +55,34 @@ def _on_span(
     aten.unsqueeze.default,
 )
 def _other_shape(
-    cls: type[ShardedTensor],
-    func: torch._ops.OpOverload,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> ShardedTensor:
+    func: torch._ops.OpOverload, source: SpanTensor, *args: Any, **kwargs: Any
+) -> SpanTensor:
     """Views that keep row-major order: the span is the same run of elements under a new shape."""
-    source: ShardedTensor = args[0]
     # A meta tensor lets torch resolve -1 and negative dimensions, and refuse what does not fit.
     meta = torch.empty(source.shape, device="meta")
-    shape = func(meta, *args[1:], **kwargs).shape
-    return cls._wrap(source._local.view(-1), source._spec.reshaped(shape))
+    shape = func(meta, *args, **kwargs).shape
+    return source._with(source._local.view(-1), source._spec.reshaped(shape))
 
 
 @HANDLERS.handles(aten.copy_.default)
 def _copy(
-    cls: type[ShardedTensor],
     func: torch._ops.OpOverload,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    target: torch.Tensor,
+    source: torch.Tensor,
+    non_blocking: bool = False,
 ) -> torch.Tensor:
-    target, source, *rest = args
-    non_blocking = bool(rest[0] if rest else kwargs.get("non_blocking", False))
-    if not isinstance(target, cls):
+    if not isinstance(target, SpanTensor):
         raise NotImplementedError(
             f"copy_ of a ShardedTensor of shape {list(source.shape)} into a plain tensor: copy "
             ".full_tensor() (collective), or .to_local() for this rank's span"
         )
     spec = target._spec
-    if isinstance(source, cls):
-        if not spec.matches(source._spec):
+    if isinstance(source, SpanTensor):
+        own = source._spec
+        if not spec.matches(own):
             raise ValueError(
                 f"copy_: target has shape {list(spec.shape)} span {spec.start}..{spec.stop}, "
-                f"source shape {list(source.shape)} span {source.start}..{source.stop}: they are "
+                f"source shape {list(own.shape)} span {own.start}..{own.stop}: they are "
                 "cut differently; go through torch.distributed.checkpoint or .full_tensor()"
             )
         target._local.copy_(source._local, non_blocking=non_blocking)
@@ -109,8 +96,7 @@ def _copy(
             f"ShardedTensor of shape {list(spec.shape)}: pass the whole tensor, or copy into "
             ".to_local()"
         )
-    result: torch.Tensor = target
-    return result
+    return target
 
 
 def copy_span(
@@ -137,32 +123,31 @@ def copy_span(
 
 @HANDLERS.handles(aten.index_put_.default)
 def _masked_write(
-    cls: type[ShardedTensor],
     func: torch._ops.OpOverload,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    target: SpanTensor,
+    indices: Sequence[torch.Tensor | None],
+    value: torch.Tensor,
+    accumulate: bool = False,
 ) -> torch.Tensor:
     """`t[mask] = number` with a mask cut alike is pointwise; other indices are refused."""
-    target, indices, value, *rest = args
-    mask = _mask_of(cls, target, indices)
-    if mask is None or value.numel() != 1 or isinstance(value, cls) or any(rest):
+    mask = _mask_of(target, indices)
+    if mask is None or value.numel() != 1 or isinstance(value, SpanTensor) or accumulate:
         raise NotImplementedError(
             f"{func}: only t[mask] = number works on a ShardedTensor, with a boolean ShardedTensor "
             "cut alike as the mask: use torch.where, or .to_local()"
         )
     target._local.masked_fill_(mask, value.reshape(()))
-    result: torch.Tensor = target
-    return result
+    return target
 
 
-def _mask_of(cls: type[ShardedTensor], target: Any, indices: Any) -> torch.Tensor | None:
+def _mask_of(target: torch.Tensor, indices: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
     """The mask as it meets the target's span, or None where the index is something else."""
-    if not isinstance(target, cls) or len(indices) != 1:
+    if not isinstance(target, SpanTensor) or len(indices) != 1:
         return None
     mask, spec = indices[0], target._spec
-    if isinstance(mask, cls):
+    if isinstance(mask, SpanTensor):
         return mask._local if mask.dtype is torch.bool and mask._spec.matches(spec) else None
-    if isinstance(mask, torch.Tensor) and mask.numel() <= 1 == spec.numel:
+    if mask is not None and mask.numel() <= 1 == spec.numel:
         # torch reads a 0-d mask as a truth value (alike on every rank) and makes an index of it:
         # the one element, or none.
         return torch.full((), bool(mask.numel()), device=target.device)
@@ -173,14 +158,10 @@ def _mask_of(cls: type[ShardedTensor], target: Any, indices: Any) -> torch.Tenso
     aten.new_empty.default, aten.new_zeros.default, aten.new_ones.default, aten.new_full.default
 )
 def _new(
-    cls: type[ShardedTensor],
-    func: torch._ops.OpOverload,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    func: torch._ops.OpOverload, source: SpanTensor, size: Sequence[int], *args: Any, **kwargs: Any
 ) -> torch.Tensor:
-    """Of this tensor's own shape: a ShardedTensor cut alike. Of another: a plain tensor."""
-    source, size, *rest = args
+    """Of this tensor's own shape: a tensor cut alike. Of another: a plain tensor."""
     if tuple(size) != tuple(source.shape):
-        made: torch.Tensor = func(source._local, size, *rest, **kwargs)
+        made: torch.Tensor = func(source._local, size, *args, **kwargs)
         return made
-    return cls._wrap(func(source._local, [source._spec.local_numel], *rest, **kwargs), source._spec)
+    return source._with(func(source._local, [source._local.numel()], *args, **kwargs))

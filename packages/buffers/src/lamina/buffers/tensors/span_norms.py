@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from lamina.buffers.tensors.handlers import HandlerTable
-from lamina.buffers.tensors.span_reductions import pieces, reduce_over_ranks, refuse_dims, rest
+from lamina.buffers.tensors.handlers import HandlerTable, SpanTensor
+from lamina.buffers.tensors.span_reductions import pieces, reduce_over_ranks, refuse_dims
 from lamina.buffers.tensors.span_spec import ReduceOp, SpanSpec
-
-if TYPE_CHECKING:
-    from lamina.buffers.tensors.sharded_tensor import ShardedTensor
 
 __all__ = ["HANDLERS"]
 
@@ -50,7 +47,7 @@ def _share(piece: torch.Tensor, order: float) -> torch.Tensor:
     return size.min() if order == -math.inf else size.pow(order).sum()
 
 
-def _norms(operation: str, tensors: Sequence[ShardedTensor], order: float) -> list[torch.Tensor]:
+def _norms(operation: str, tensors: Sequence[SpanTensor], order: float) -> list[torch.Tensor]:
     """Norms of whole tensors in fp64, with one communication for all of them.
 
     Raises:
@@ -78,7 +75,7 @@ def _norms(operation: str, tensors: Sequence[ShardedTensor], order: float) -> li
     return list(partial.unbind())
 
 
-def _refuse_parts(operation: str, tensors: Sequence[ShardedTensor]) -> None:
+def _refuse_parts(operation: str, tensors: Sequence[SpanTensor]) -> None:
     """Many norms make one of a model, and these tensors are only this rank's part of theirs.
 
     An axis may say so: its `apart` are the names of the other axes that have cut the model.
@@ -109,56 +106,44 @@ def _all_reduce_norms(
     return torch.where(flags != 0, math.nan, value)
 
 
-def _rounded(norm: torch.Tensor, tensor: ShardedTensor, dtype: torch.dtype | None) -> torch.Tensor:
+def _rounded(norm: torch.Tensor, tensor: SpanTensor, dtype: torch.dtype | None) -> torch.Tensor:
     return norm.to(dtype or torch.empty(0, dtype=tensor.dtype).abs().dtype)
 
 
-@HANDLERS.handles(aten.linalg_vector_norm.default)
-def _vector_norm(
-    cls: type[ShardedTensor],
-    func: torch._ops.OpOverload,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> torch.Tensor:
-    tensor, order, dim, keep = rest(args, None, 2, None, False)
-    refuse_dims(func, tensor, dim, bool(keep))
-    return _rounded(_norms(str(func), [tensor], float(order))[0], tensor, kwargs.get("dtype"))
-
-
 @HANDLERS.handles(
+    aten.linalg_vector_norm.default,
     aten.norm.Scalar,
     aten.norm.ScalarOpt_dtype,
     aten.norm.ScalarOpt_dim,
     aten.norm.ScalarOpt_dim_dtype,
 )
 def _norm(
-    cls: type[ShardedTensor],
     func: torch._ops.OpOverload,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    tensor: SpanTensor,
+    order: float | None = 2,
+    dim: Any = None,
+    keepdim: bool = False,
+    *,
+    dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    tensor, order, dim, keep = rest(args, None, 2, None, False)
-    refuse_dims(func, tensor, dim, bool(keep))
-    order = 2.0 if order is None else float(order)
-    return _rounded(_norms(str(func), [tensor], order)[0], tensor, kwargs.get("dtype"))
+    refuse_dims(func, tensor, dim, keepdim)
+    (norm,) = _norms(str(func), [tensor], 2.0 if order is None else float(order))
+    return _rounded(norm, tensor, dtype)
 
 
 @HANDLERS.handles(aten._foreach_norm.Scalar)
 def _foreach_norm(
-    cls: type[ShardedTensor],
     func: torch._ops.OpOverload,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    tensors: Sequence[torch.Tensor],
+    order: float = 2,
+    dtype: torch.dtype | None = None,
 ) -> list[torch.Tensor]:
-    tensors = args[0]
-    order = float(args[1] if len(args) > 1 else kwargs.get("ord", 2))
-    dtype = args[2] if len(args) > 2 else kwargs.get("dtype")
-    sharded = [tensor for tensor in tensors if isinstance(tensor, cls)]
+    sharded = [tensor for tensor in tensors if isinstance(tensor, SpanTensor)]
     _refuse_parts("torch._foreach_norm", sharded)
-    norms = iter(_norms("torch._foreach_norm", sharded, order))
+    norms = iter(_norms("torch._foreach_norm", sharded, float(order)))
     return [
         _rounded(next(norms), tensor, dtype)
-        if isinstance(tensor, cls)
+        if isinstance(tensor, SpanTensor)
         else torch.linalg.vector_norm(tensor, order, dtype=dtype)
         for tensor in tensors
     ]
@@ -166,18 +151,17 @@ def _foreach_norm(
 
 @HANDLERS.handles(aten._amp_foreach_non_finite_check_and_unscale_.default)
 def _unscale(
-    cls: type[ShardedTensor],
     func: torch._ops.OpOverload,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    tensors: Sequence[torch.Tensor],
+    found_inf: torch.Tensor,
+    inv_scale: torch.Tensor,
 ) -> None:
     """GradScaler: a span that is finite must still skip the step if another rank's is not."""
-    tensors, found_inf, inv_scale = args
-    locals_ = [one._local if isinstance(one, cls) else one for one in tensors]
+    locals_ = [one._local if isinstance(one, SpanTensor) else one for one in tensors]
     func(locals_, found_inf, inv_scale)
     reached = []
     for tensor in tensors:
-        spec = tensor._spec if isinstance(tensor, cls) else None
+        spec = tensor._spec if isinstance(tensor, SpanTensor) else None
         if spec is not None and spec.is_cut and spec.axes not in reached:
             reached.append(spec.axes)
             communicator = spec.reach("GradScaler.unscale_")

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import zip_longest
+from typing import Any, NoReturn
 
 import torch
 
 from lamina.buffers.tensors import span_moves, span_norms, span_reductions
-from lamina.buffers.tensors.handlers import Handler
+from lamina.buffers.tensors.handlers import Handler, SpanTensor
 from lamina.buffers.tensors.span_spec import SpanSpec
-
-if TYPE_CHECKING:
-    from lamina.buffers.tensors.sharded_tensor import ShardedTensor
 
 __all__ = ["dispatch"]
 
@@ -52,12 +50,7 @@ _MATRIX = ("mm", "matmul", "addmm", "bmm", "linear", "conv", "embedding", "einsu
 _INDEX = ("select", "slice", "index", "gather", "scatter", "narrow", "split", "unbind", "diagonal")
 
 
-def dispatch(
-    cls: type[ShardedTensor],
-    func: torch._ops.OpOverload,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> Any:
+def dispatch(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run `func` on spans. Called by torch below autograd.
 
     Raises:
@@ -66,21 +59,21 @@ def dispatch(
     """
     special = _SPECIAL.get(func)
     if special is not None:
-        return special(cls, func, args, kwargs)
+        return special(func, *args, **kwargs)
     schema = func._schema
     name = schema.name.removeprefix("aten::")
     if name.startswith("_foreach_"):
         if name.removeprefix("_foreach_").removesuffix("_") in _FOREACH:
-            return _lists(cls, func, args, kwargs)
+            return _lists(func, args, kwargs)
     elif name in _FUSED:
-        return _lists(cls, func, args, kwargs)
+        return _lists(func, args, kwargs)
     elif (
         torch.Tag.pointwise in func.tags
         and torch.Tag.nondeterministic_seeded not in func.tags
         and schema.name not in _NOT_POINTWISE
     ) or name in _UNTAGGED_POINTWISE:
-        return _pointwise(cls, func, args, kwargs)
-    return refuse(cls, func, args)
+        return _pointwise(func, args, kwargs)
+    return refuse(func, args)
 
 
 # Pointwise in fact, without torch's tag.
@@ -101,9 +94,7 @@ _UNTAGGED_POINTWISE = frozenset(
 )
 
 
-def refuse(
-    cls: type[ShardedTensor], func: torch._ops.OpOverload, args: tuple[Any, ...]
-) -> NoReturn:
+def refuse(func: torch._ops.OpOverload, args: tuple[Any, ...]) -> NoReturn:
     """Raise NotImplementedError that names the operation, the tensor and the remedy."""
     name = func._schema.name.removeprefix("aten::")
     bare = name.strip("_")
@@ -115,42 +106,27 @@ def refuse(
         kind = "index"
     else:
         kind = "other"
-    first = next(_sharded(cls, args), None)
+    first = next(_spans(args), None)
     shape = "" if first is None else f" of shape {list(first.shape)} ({first._spec.where()})"
     raise NotImplementedError(f"{func} of a ShardedTensor{shape}: {_INSTEAD[kind]}")
 
 
-def _sharded(cls: type[ShardedTensor], values: Sequence[Any]) -> Iterator[ShardedTensor]:
+def _spans(values: Iterable[Any]) -> Iterator[SpanTensor]:
     for value in values:
-        if isinstance(value, cls):
+        if isinstance(value, SpanTensor):
             yield value
         elif isinstance(value, list | tuple):
-            yield from _sharded(cls, value)
+            yield from _spans(value)
 
 
-def _pointwise(
-    cls: type[ShardedTensor],
-    func: torch._ops.OpOverload,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> Any:
-    spec = next(_sharded(cls, (*args, *kwargs.values())))._spec
+def _pointwise(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    first = next(_spans((*args, *kwargs.values())))
+    spec = first._spec
     result = func(
-        *(local_of(cls, func, value, spec) for value in args),
-        **{key: local_of(cls, func, value, spec) for key, value in kwargs.items()},
+        *(local_of(func, value, spec) for value in args),
+        **{key: local_of(func, value, spec) for key, value in kwargs.items()},
     )
-    return _returned(cls, func, args, kwargs, result, spec)
-
-
-def _returned(
-    cls: type[ShardedTensor],
-    func: torch._ops.OpOverload,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    result: Any,
-    spec: SpanSpec,
-) -> Any:
-    """Hand back the written arguments of in-place and out= forms, new wrappers otherwise."""
+    # In-place and out= forms hand back what they wrote, others make new tensors.
     written = [
         args[place] if place < len(args) else kwargs[argument.name]
         for place, argument in enumerate(func._schema.arguments)
@@ -159,20 +135,18 @@ def _returned(
     if written:
         return written[0] if len(written) == 1 else tuple(written)
     if isinstance(result, tuple | list):
-        return type(result)(cls._wrap(one, spec) for one in result)
-    return cls._wrap(result, spec)
+        return type(result)(first._with(one) for one in result)
+    return first._with(result)
 
 
-def local_of(
-    cls: type[ShardedTensor], func: torch._ops.OpOverload, value: Any, spec: SpanSpec
-) -> Any:
+def local_of(func: torch._ops.OpOverload, value: Any, spec: SpanSpec) -> Any:
     """An operand as it meets spans of `spec`: a span of the same cut, or a value for all elements.
 
     Raises:
         ValueError: another ShardedTensor that is cut differently, or a plain tensor whose elements
             can't be told to belong to this span.
     """
-    if isinstance(value, cls):
+    if isinstance(value, SpanTensor):
         if not spec.matches(value._spec):
             raise ValueError(
                 f"{func}: operands are cut differently: shape {list(spec.shape)} span "
@@ -201,39 +175,29 @@ def local_of(
     )
 
 
-def _lists(
-    cls: type[ShardedTensor],
-    func: torch._ops.OpOverload,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> Any:
+def _lists(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Foreach and fused optimizer kernels: the i-th tensors of all lists belong together."""
-    every = [*args, *kwargs.values()]
-    lists = [value for value in every if _is_tensor_list(value)]
-    specs = _specs_by_place(cls, func, lists)
+    lists = [value for value in (*args, *kwargs.values()) if _is_tensor_list(value)]
+    firsts = _first_spans(func, lists)
     fused = func._schema.name.startswith("aten::_fused")
 
     def unwrap(value: Any) -> Any:
         if not _is_tensor_list(value):
             return value
         return [
-            one._local
-            if type(one) is cls and one._spec is spec  # by far the most common
+            one
             # A fused kernel reads step counts as numbers, whatever its tensors' shapes.
-            else one
-            if spec is None or (fused and not isinstance(one, cls))
-            else local_of(cls, func, one, spec)
-            for one, spec in zip(value, specs, strict=False)
+            if first is None or (fused and not isinstance(one, SpanTensor))
+            else local_of(func, one, first._spec)
+            for one, first in zip(value, firsts, strict=False)
         ]
 
-    result = func(
-        *(unwrap(value) for value in args), **{key: unwrap(value) for key, value in kwargs.items()}
-    )
+    result = func(*map(unwrap, args), **{key: unwrap(value) for key, value in kwargs.items()})
     if not isinstance(result, list | tuple):
         return result
     return [
-        one if spec is None else cls._wrap(one, spec)
-        for one, spec in zip(result, specs, strict=True)
+        one if first is None else first._with(one)
+        for one, first in zip(result, firsts, strict=True)
     ]
 
 
@@ -241,19 +205,18 @@ def _is_tensor_list(value: Any) -> bool:
     return isinstance(value, list | tuple) and any(isinstance(one, torch.Tensor) for one in value)
 
 
-def _specs_by_place(
-    cls: type[ShardedTensor], func: torch._ops.OpOverload, lists: Sequence[Sequence[Any]]
-) -> list[SpanSpec | None]:
-    specs: list[SpanSpec | None] = [None] * max(len(values) for values in lists)
-    for values in lists:
-        for place, value in enumerate(values):
-            if specs[place] is None and isinstance(value, cls):
-                specs[place] = value._spec
-    if lists and any(isinstance(one, cls) for one in lists[0]):
-        return specs
-    if func._schema.arguments[0].alias_info is not None:
+def _first_spans(
+    func: torch._ops.OpOverload, lists: Sequence[Sequence[Any]]
+) -> list[SpanTensor | None]:
+    """At each place of the lists the first span that any of them has there."""
+    firsts: list[SpanTensor | None] = [
+        next((one for one in place if isinstance(one, SpanTensor)), None)
+        for place in zip_longest(*lists)
+    ]
+    plain = not any(isinstance(one, SpanTensor) for one in lists[0])
+    if plain and func._schema.arguments[0].alias_info is not None:
         raise ValueError(
             f"{func}: the tensors written are plain and other operands are ShardedTensors: use "
             ".to_local() or .full_tensor() of the latter"
         )
-    return specs
+    return firsts

@@ -8,17 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from lamina.buffers.tensors.handlers import HandlerTable
+from lamina.buffers.tensors.handlers import HandlerTable, SpanTensor
 from lamina.buffers.tensors.span_spec import ReduceOp, SpanSpec
 
-if TYPE_CHECKING:
-    from lamina.buffers.tensors.sharded_tensor import ShardedTensor
-
-__all__ = ["HANDLERS", "pieces", "reduce_over_ranks", "refuse_dims", "rest"]
+__all__ = ["HANDLERS", "pieces", "reduce_over_ranks", "refuse_dims"]
 
 HANDLERS = HandlerTable()
 aten = torch.ops.aten
@@ -36,12 +33,7 @@ def reduce_over_ranks(
     return spec.reach(operation).all_reduce(value, op)
 
 
-def rest(args: tuple[Any, ...], *defaults: Any) -> tuple[Any, ...]:
-    """Positional arguments completed by the schema's defaults, which torch leaves out."""
-    return args + defaults[len(args) :]
-
-
-def refuse_dims(func: torch._ops.OpOverload, tensor: ShardedTensor, dim: Any, keep: bool) -> None:
+def refuse_dims(func: torch._ops.OpOverload, tensor: SpanTensor, dim: Any, keep: bool) -> None:
     """Only reductions over all dimensions are right on a span."""
     dims = [] if dim is None else [dim] if isinstance(dim, int) else list(dim)
     ndim = tensor.dim()
@@ -77,16 +69,15 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 @HANDLERS.handles(aten.sum.default, aten.sum.dim_IntList)
 def _sum(
-    cls: type[ShardedTensor],
     func: torch._ops.OpOverload,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    tensor: SpanTensor,
+    dim: Any = None,
+    keepdim: bool = False,
+    *,
+    dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    tensor: ShardedTensor = args[0]
-    if func is aten.sum.dim_IntList:
-        dim, keep = rest(args, None, None, False)[1:]
-        refuse_dims(func, tensor, dim, bool(kwargs.get("keepdim", keep)))
-    dtype = kwargs.get("dtype") or (tensor.dtype if tensor.dtype.is_floating_point else torch.int64)
+    refuse_dims(func, tensor, dim, keepdim)
+    dtype = dtype or (tensor.dtype if tensor.dtype.is_floating_point else torch.int64)
     local = tensor._local.to(dtype) if dtype != tensor.dtype else tensor._local
     total = _partial_sum(local, _wide(dtype))
     return reduce_over_ranks(tensor._spec, "sum()", total, "sum").to(dtype)
@@ -94,36 +85,30 @@ def _sum(
 
 @HANDLERS.handles(aten.mean.default)
 def _mean(
-    cls: type[ShardedTensor],
-    func: torch._ops.OpOverload,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    func: torch._ops.OpOverload, tensor: SpanTensor, *, dtype: torch.dtype | None = None
 ) -> torch.Tensor:
-    tensor: ShardedTensor = args[0]
-    dtype = kwargs.get("dtype") or tensor.dtype
+    dtype = dtype or tensor.dtype
     if not dtype.is_floating_point:
         raise RuntimeError(f"mean() needs a floating dtype, got {dtype}: pass dtype=")
-    total = reduce_over_ranks(
-        tensor._spec, "mean()", _partial_sum(tensor._local, torch.float64), "sum"
-    )
+    total = _partial_sum(tensor._local, torch.float64)
+    total = reduce_over_ranks(tensor._spec, "mean()", total, "sum")
     return (total / tensor._spec.numel).to(dtype)
 
 
 @HANDLERS.handles(aten.var.correction, aten.std.correction)
 def _variance(
-    cls: type[ShardedTensor],
     func: torch._ops.OpOverload,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    tensor: SpanTensor,
+    dim: Any = None,
+    *,
+    correction: float | None = None,
+    keepdim: bool = False,
 ) -> torch.Tensor:
     """Two passes, as differences of large sums lose digits."""
-    tensor, dim = rest(args, None, None)
-    refuse_dims(func, tensor, dim, bool(kwargs.get("keepdim", False)))
-    correction = kwargs.get("correction")
+    refuse_dims(func, tensor, dim, keepdim)
     spec, local = tensor._spec, tensor._local
-    mean = (
-        reduce_over_ranks(spec, str(func), _partial_sum(local, torch.float64), "sum") / spec.numel
-    )
+    total = reduce_over_ranks(spec, str(func), _partial_sum(local, torch.float64), "sum")
+    mean = total / spec.numel
     squares = torch.zeros((), dtype=torch.float64, device=local.device)
     for piece in pieces(local):
         squares += (piece.double() - mean).square().sum()
@@ -135,15 +120,11 @@ def _variance(
 
 
 @HANDLERS.handles(aten.dot.default, aten.vdot.default)
-def _dot(
-    cls: type[ShardedTensor],
-    func: torch._ops.OpOverload,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> torch.Tensor:
-    left, right = args
-    if not (isinstance(left, cls) and isinstance(right, cls) and left._spec.matches(right._spec)):
-        raise ValueError(f"{func}: both operands must be ShardedTensors cut alike")
+def _dot(func: torch._ops.OpOverload, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    if not isinstance(left, SpanTensor) or not isinstance(right, SpanTensor):
+        raise ValueError(f"{func}: both operands must be ShardedTensors")
+    if not left._spec.matches(right._spec):
+        raise ValueError(f"{func}: both operands must be cut alike")
     total = torch.zeros((), dtype=_wide(left.dtype), device=left.device)
     for a, b in zip(pieces(left._local), pieces(right._local), strict=True):
         total += (a.to(total.dtype) * b.to(total.dtype)).sum()
@@ -152,39 +133,23 @@ def _dot(
 
 @HANDLERS.handles(aten.count_nonzero.default)
 def _count_nonzero(
-    cls: type[ShardedTensor],
-    func: torch._ops.OpOverload,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    func: torch._ops.OpOverload, tensor: SpanTensor, dim: Any = None
 ) -> torch.Tensor:
-    tensor: ShardedTensor = args[0]
-    return reduce_over_ranks(
-        tensor._spec, "count_nonzero()", torch.count_nonzero(tensor._local), "sum"
-    )
+    refuse_dims(func, tensor, dim, False)
+    mine = torch.count_nonzero(tensor._local)
+    return reduce_over_ranks(tensor._spec, "count_nonzero()", mine, "sum")
 
 
 @HANDLERS.handles(aten.all.default, aten.any.default)
-def _truth(
-    cls: type[ShardedTensor],
-    func: torch._ops.OpOverload,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> torch.Tensor:
-    tensor: ShardedTensor = args[0]
+def _truth(func: torch._ops.OpOverload, tensor: SpanTensor) -> torch.Tensor:
     op: ReduceOp = "min" if func is aten.all.default else "max"
     mine = func(tensor._local).to(torch.int64)
     return reduce_over_ranks(tensor._spec, f"{func}", mine, op).to(torch.bool)
 
 
 @HANDLERS.handles(aten.equal.default)
-def _equal(
-    cls: type[ShardedTensor],
-    func: torch._ops.OpOverload,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> bool:
-    left, right = args
-    if not (isinstance(left, cls) and isinstance(right, cls)):
+def _equal(func: torch._ops.OpOverload, left: torch.Tensor, right: torch.Tensor) -> bool:
+    if not (isinstance(left, SpanTensor) and isinstance(right, SpanTensor)):
         raise NotImplementedError(
             "torch.equal of a ShardedTensor and a plain tensor: compare .full_tensor()"
         )
@@ -197,26 +162,15 @@ def _equal(
 
 
 @HANDLERS.handles(aten.allclose.default)
-def _allclose(
-    cls: type[ShardedTensor],
-    func: torch._ops.OpOverload,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> bool:
+def _allclose(func: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> bool:
     return bool(torch.isclose(*args, **kwargs).all().item())
 
 
 @HANDLERS.handles(aten.max.default, aten.min.default, aten.amax.default, aten.amin.default)
 def _extreme(
-    cls: type[ShardedTensor],
-    func: torch._ops.OpOverload,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    func: torch._ops.OpOverload, tensor: SpanTensor, dim: Any = (), keepdim: bool = False
 ) -> torch.Tensor:
-    tensor: ShardedTensor = args[0]
-    if func in (aten.amax.default, aten.amin.default):
-        dim, keep = rest(args, None, (), False)[1:]
-        refuse_dims(func, tensor, kwargs.get("dim", dim), bool(kwargs.get("keepdim", keep)))
+    refuse_dims(func, tensor, dim, keepdim)
     if not tensor._spec.numel:
         raise RuntimeError(f"{func} of an empty tensor of shape {list(tensor.shape)}")
     op: ReduceOp = "max" if func in (aten.max.default, aten.amax.default) else "min"
@@ -243,13 +197,7 @@ def _extremes(spec: SpanSpec, name: str, local: torch.Tensor, op: ReduceOp) -> t
 
 
 @HANDLERS.handles(aten._local_scalar_dense.default)
-def _item(
-    cls: type[ShardedTensor],
-    func: torch._ops.OpOverload,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> Any:
-    tensor: ShardedTensor = args[0]
+def _item(func: torch._ops.OpOverload, tensor: SpanTensor) -> Any:
     if tensor._spec.numel != 1:
         raise RuntimeError(f"a tensor of {tensor._spec.numel} elements is no Python scalar")
     # Exactly one rank holds the element, the others add nothing.

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
-from torch._C import _disabled_torch_function_impl
 
-from lamina.buffers.tensors.handlers import HandlerTable
+from lamina.buffers.tensors.handlers import HandlerTable, SpanTensor
 from lamina.buffers.tensors.sharded_tensor import ShardedTensor
+from lamina.buffers.tensors.span_moves import HANDLERS as MOVES
 from lamina.buffers.tensors.span_spec import SpanSpec
 from lamina.buffers.tensors.tensor_region import Region, RegionBox
 
@@ -19,11 +18,24 @@ if TYPE_CHECKING:
 
 __all__ = ["TensorPart"]
 
-_HANDLERS = HandlerTable()
 aten = torch.ops.aten
+_HANDLERS = HandlerTable(
+    (operation, MOVES[operation])
+    for operation in (
+        aten.detach.default,
+        aten.alias.default,
+        aten.clone.default,
+        aten._to_copy.default,
+        aten._pin_memory.default,
+        aten.empty_like.default,
+        aten.zeros_like.default,
+        aten.is_pinned.default,
+        aten.new_empty.default,  # DCP stages into `new_empty` of the tensor's own size
+    )
+)
 
 
-class TensorPart(torch.Tensor):
+class TensorPart(SpanTensor):
     """The elements a rank holds of a tensor that tp or ep has cut and data parallelism cut again.
 
     Its shape is that of the whole model's tensor, so that torch.distributed.checkpoint writes and
@@ -39,11 +51,8 @@ class TensorPart(torch.Tensor):
             contiguous.
     """
 
-    _local: torch.Tensor
-    _spec: SpanSpec
     _region: Region
-    __slots__ = ("_local", "_region", "_spec")
-    __torch_function__ = _disabled_torch_function_impl  # type: ignore[assignment]
+    __slots__ = ("_local", "_region", "_spec")  # see Note [Slots of a tensor subclass]
 
     @staticmethod
     def __new__(  # noqa: D102 - documented by the class
@@ -74,9 +83,8 @@ class TensorPart(torch.Tensor):
         """Where the tp rank's tensor lies in the whole."""
         return self._region
 
-    def to_local(self) -> torch.Tensor:
-        """This rank's elements, flat: the memory of the parameter."""
-        return self._local
+    def _with(self, local: torch.Tensor, spec: SpanSpec | None = None) -> TensorPart:
+        return self._wrap(local, spec or self._spec, self._region)
 
     def tensor(self) -> ShardedTensor | torch.Tensor:
         """What the tp rank's tensor is here: cut over data-parallel ranks, or plain if it is not.
@@ -97,12 +105,8 @@ class TensorPart(torch.Tensor):
         return self._local[start : start + box.box.numel].view(box.box.sizes)[box.inner]
 
     @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls,
-        func: torch._ops.OpOverload,
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
+    def _run(
+        cls, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         handler = _HANDLERS.get(func)
         if handler is None:
@@ -110,10 +114,10 @@ class TensorPart(torch.Tensor):
                 f"{func} of a TensorPart: it is for checkpoints; compute with the parameter it was "
                 "made from, or on .to_local()"
             )
-        return handler(cls, func, args, kwargs or {})
+        return handler(func, *args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TensorPart:
-        return self._wrap(self._local.clone(), self._spec, self._region)
+        return self._with(self._local.clone())
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise NotImplementedError(
@@ -148,71 +152,22 @@ class TensorPart(torch.Tensor):
         raise ValueError(f"{index.fqn}: no box of {self!r} starts at {index.offset}")
 
 
-@_HANDLERS.handles(
-    aten.detach.default,
-    aten.alias.default,
-    aten.clone.default,
-    aten._to_copy.default,
-    aten._pin_memory.default,
-    aten.empty_like.default,
-    aten.zeros_like.default,
-)
-def _same_part(
-    cls: type[TensorPart],
-    func: torch._ops.OpOverload,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> TensorPart:
-    source: TensorPart = args[0]
-    keywords = {key: value for key, value in kwargs.items() if key != "memory_format"}
-    local = func(source._local, *args[1:], **keywords)
-    return cls._wrap(local, source._spec, source._region)
-
-
-@_HANDLERS.handles(aten.is_pinned.default)
-def _on_elements(
-    cls: type[TensorPart],
-    func: torch._ops.OpOverload,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> Any:
-    return func(args[0]._local, *args[1:], **kwargs)
-
-
-@_HANDLERS.handles(aten.new_empty.default)
-def _staging(
-    cls: type[TensorPart],
-    func: torch._ops.OpOverload,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> torch.Tensor:
-    """DCP stages into `new_empty` of the tensor's own size."""
-    source, size, *rest = args
-    if tuple(size) != tuple(source.shape):
-        plain: torch.Tensor = func(source._local, size, *rest, **kwargs)
-        return plain
-    local = func(source._local, [source._local.numel()], *rest, **kwargs)
-    return cls._wrap(local, source._spec, source._region)
-
-
 @_HANDLERS.handles(aten.copy_.default)
 def _copy(
-    cls: type[TensorPart],
     func: torch._ops.OpOverload,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    target: torch.Tensor,
+    source: torch.Tensor,
+    non_blocking: bool = False,
 ) -> TensorPart:
     """From a part of the same place, or from the whole as a plain tensor."""
-    target, source = args[0], args[1]
-    if not isinstance(target, cls):
+    if not isinstance(target, TensorPart):
         raise NotImplementedError("copy_ of a TensorPart into another kind of tensor")
-    if isinstance(source, cls):
-        same = source._region == target._region and source._spec.matches(target._spec)
-        if not same:
+    if isinstance(source, TensorPart):
+        if source._region != target._region or not source._spec.matches(target._spec):
             raise ValueError(f"copy_: {source!r} is another part than {target!r}")
         target._local.copy_(source._local)
         return target
-    if isinstance(source, ShardedTensor) or source.shape != target.shape:
+    if source.shape != target.shape:
         raise ValueError(
             f"copy_: a {type(source).__name__} of shape {list(source.shape)} is not the whole of "
             f"shape {list(target.shape)}"

@@ -5,13 +5,18 @@ from typing import TYPE_CHECKING, Any
 from lamina.models.activation_memory.recompute import RecomputePolicy, apply_recompute
 from lamina.models.attention.attention import SelfAttention
 from lamina.models.attention.context import AttentionContext
-from lamina.models.base.config import LatentAttention, RopeScaling, TransformerConfig
+from lamina.models.attention.latent_attention import LatentAttention
+from lamina.models.base.config import (
+    AttentionVariant,
+    LayerKind,
+    RopeScaling,
+    TransformerConfig,
+)
 from lamina.models.base.configs.mamba import MambaConfig
 from lamina.models.base.configs.moe import MoEConfig
 from lamina.models.base.configs.precision import Precision
-from lamina.models.base.cost import matrix_parameters, training_flops_per_token
-from lamina.models.base.presets import preset, preset_names
 from lamina.models.decoder.block import TransformerBlock
+from lamina.models.decoder.cost import matrix_parameters, training_flops_per_token
 from lamina.models.decoder.generation import generate
 from lamina.models.decoder.gpt import GPTModel
 from lamina.models.decoder.layer_stack import (
@@ -19,9 +24,11 @@ from lamina.models.decoder.layer_stack import (
     ExpertBlock,
     MambaBlock,
     MLPBlock,
+    ResidualBlock,
     make_block,
 )
 from lamina.models.decoder.precision_backends import apply_precision
+from lamina.models.decoder.presets import preset, preset_names
 from lamina.models.decoder.transformer_engine import PrecisionUnavailableError
 from lamina.models.huggingface.configs import config_from_huggingface, huggingface_config
 from lamina.models.huggingface.weight_maps import WeightLink, weight_map
@@ -61,6 +68,7 @@ __all__ = [
     "MLP",
     "AttentionBlock",
     "AttentionContext",
+    "AttentionVariant",
     "ColumnParallelLinear",
     "Dropout",
     "ExpertBlock",
@@ -68,6 +76,7 @@ __all__ = [
     "GPTModel",
     "GroupedExperts",
     "LatentAttention",
+    "LayerKind",
     "LayerNorm",
     "MLPBlock",
     "MambaBlock",
@@ -81,6 +90,7 @@ __all__ = [
     "PrecisionUnavailableError",
     "RMSNorm",
     "RecomputePolicy",
+    "ResidualBlock",
     "RopeScaling",
     "RoutingContext",
     "RowParallelLinear",

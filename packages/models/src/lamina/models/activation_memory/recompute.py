@@ -21,6 +21,7 @@ from lamina.mesh.engine import recompute_contexts
 from lamina.models.activation_memory.offload import Offloader
 from lamina.models.activation_memory.selective import Discarder
 from lamina.models.attention.attention import AttentionCore
+from lamina.models.base.configs.checks import require_at_least, require_one_of
 from lamina.models.decoder.block import TransformerBlock
 from lamina.models.decoder.layer_stack import ResidualBlock
 from lamina.models.layers.dropout import Dropout
@@ -71,13 +72,11 @@ class RecomputePolicy:
     min_numel: int = 1 << 16
 
     def __post_init__(self) -> None:
-        if self.kind not in get_args(Kind):
-            raise ValueError(f"kind is {self.kind!r}: it must be one of {get_args(Kind)}")
+        require_one_of("kind", self.kind, get_args(Kind))
         unknown = sorted(set(self.operations) - set(get_args(Operation)))
         if unknown:
             raise ValueError(f"operations {unknown} do not exist: take of {get_args(Operation)}")
-        if self.every < 1:
-            raise ValueError(f"every is {self.every}: it must be at least 1")
+        require_at_least(1, self, "every")
         if self.kind == "selective" and not self.operations:
             raise ValueError(f"operations is empty: name some of {get_args(Operation)}")
         for name, kind in (("operations", "selective"), ("min_numel", "offload")):

@@ -1,6 +1,12 @@
 """Attention: patterns, rotary positions, context parallelism."""
 
-from lamina.models.attention.attention import AttentionCore, SelfAttention
+from lamina.models.attention.attention import (
+    Attention,
+    AttentionCore,
+    MultiHeadAttention,
+    SelfAttention,
+    output_projection,
+)
 from lamina.models.attention.context import AttentionContext
 from lamina.models.attention.kernels import (
     AttentionPattern,
@@ -8,17 +14,21 @@ from lamina.models.attention.kernels import (
     document_positions,
     document_runs,
 )
-from lamina.models.attention.latent_attention import LatentSelfAttention
+from lamina.models.attention.latent_attention import LatentAttention, LatentSelfAttention
 from lamina.models.attention.rotary import apply_rotary, rotary_tables
-from lamina.models.base.config import LatentAttention, RopeScaling
+from lamina.models.base.config import AttentionVariant, HeadWidths, RopeScaling
 from lamina.models.layers.zigzag import cut_sequence, join_sequence
 
 __all__ = [
+    "Attention",
     "AttentionContext",
     "AttentionCore",
     "AttentionPattern",
+    "AttentionVariant",
+    "HeadWidths",
     "LatentAttention",
     "LatentSelfAttention",
+    "MultiHeadAttention",
     "RopeScaling",
     "SelfAttention",
     "apply_rotary",
@@ -27,5 +37,6 @@ __all__ = [
     "document_positions",
     "document_runs",
     "join_sequence",
+    "output_projection",
     "rotary_tables",
 ]

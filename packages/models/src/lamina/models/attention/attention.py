@@ -1,25 +1,38 @@
-"""Self-attention: multi-head, grouped-query and multi-query."""
+"""Self-attention: the module, and what every kind of attention has in common."""
 
 from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor, nn
 
 from lamina.models.attention.context import AttentionContext
 from lamina.models.attention.rotary import apply_rotary
-from lamina.models.base.config import TransformerConfig
+from lamina.models.base.config import AttentionVariant, TransformerConfig
 from lamina.models.base.cut_weights import require_divisible
 from lamina.models.base.mesh_axes import MeshLike, axis_of, context_ranks
+from lamina.models.base.weight_link import WeightLink
 from lamina.models.layers.dropout import dropout_stream
 from lamina.models.layers.linear import ColumnParallelLinear, RowParallelLinear
 from lamina.models.layers.norms import RMSNorm
 
-__all__ = ["AttentionCore", "SelfAttention"]
+__all__ = [
+    "Attention",
+    "AttentionCore",
+    "MultiHeadAttention",
+    "SelfAttention",
+    "output_projection",
+    "variant_of",
+]
 
 
 class AttentionCore(nn.Module):
     """RoPE, scores, softmax and mixing of values, without parameters.
 
-    A module of its own so that recomputation can name it.
+    This is a module of its own so that selective recomputation can find it.
 
     Args:
         config: the shape.
@@ -42,7 +55,8 @@ class AttentionCore(nn.Module):
     ) -> Tensor:
         """`[batch, sequence, heads, width]` to `[batch, sequence, heads, value_width]`.
 
-        `rotary` turns queries and keys first: here, so that recomputation need not keep them.
+        Queries and keys are turned by `rotary` in here rather than by the caller, so that
+        selective recomputation need not keep the turned ones.
         """
         if rotary is not None:
             query, key = apply_rotary(query, *rotary), apply_rotary(key, *rotary)
@@ -51,8 +65,74 @@ class AttentionCore(nn.Module):
             return context.pattern(query, key, value, scale=self.scale, dropout=rate)
 
 
-class SelfAttention(nn.Module):
-    """Causal self-attention over `[batch, sequence, hidden]`.
+class Attention(nn.Module, ABC):
+    """Attention over `[batch, sequence, hidden]`: the base class of the variants' modules.
+
+    A subclass makes its projections, then `core` and `output`, and implements `mix`.
+
+    Args:
+        config: the shape.
+        mesh: has an axis `tp`, or is that axis; None is one process. Over an axis `cp` the module
+            needs a context.
+    """
+
+    core: AttentionCore
+    output: nn.Module
+
+    def __init__(self, config: TransformerConfig, mesh: MeshLike = None) -> None:
+        super().__init__()
+        self.config = config
+        self.cp = context_ranks(mesh)
+        self.axis = axis_of(mesh, "tp")
+
+    @abstractmethod
+    def mix(self, x: Tensor, context: AttentionContext) -> Tensor:
+        """Mix the tokens of each sequence.
+
+        Args:
+            x: `[batch, sequence, hidden]`, or under sequence parallelism `[tokens / tp, hidden]`.
+            context: what the blocks of a forward share.
+
+        Returns:
+            `[batch, sequence, heads, value_width]` of this rank's heads.
+        """
+
+    def forward(self, x: Tensor, context: AttentionContext | None = None) -> Tensor:
+        """Mix each sequence's tokens.
+
+        Args:
+            x: `[batch, sequence, hidden]`, or under sequence parallelism
+                `[tokens / tp, hidden]`, which needs a context, because that has the batch's shape.
+            context: what the blocks of a forward share; by default plain causal attention with
+                positions counted from 0.
+
+        Returns:
+            The same shape as `x`.
+        """
+        if context is None:
+            context = AttentionContext.plain(self.config, x, training=self.training, cp=self.cp)
+        context.check(self.config)
+        mixed = self.mix(x, context)
+        mixed = mixed.flatten(2) if x.ndim == 3 else mixed.flatten(0, 1).flatten(1)
+        output: Tensor = self.output(mixed)
+        return output
+
+
+def output_projection(config: TransformerConfig, mesh: MeshLike = None) -> RowParallelLinear:
+    """Build the projection of the heads' values back into the residual stream."""
+    return RowParallelLinear(
+        config.num_heads * config.value_width,
+        config.hidden_size,
+        mesh,
+        bias=config.output_bias,
+        sequence_parallel=config.sequence_parallel,
+        init_std=config.residual_init_std,
+        reduction=config.tp_reduction,
+    )
+
+
+class SelfAttention(Attention):
+    """Causal self-attention: multi-head, grouped-query or multi-query.
 
     The projections of queries, keys and values are one weight `qkv.weight`
     `[(heads + 2 * kv_heads) * head_width, hidden]`: all query heads, then key heads, then value
@@ -60,18 +140,16 @@ class SelfAttention(nn.Module):
 
     Args:
         config: the shape.
-        mesh: has an axis `tp`, or is that axis; None is one process. Over an axis `cp` it needs
-            a context.
+        mesh: has an axis `tp`, or is that axis; None is one process. Over an axis `cp` the module
+            needs a context.
 
     Raises:
         ValueError: if query or key heads are not divisible by the number of ranks.
     """
 
     def __init__(self, config: TransformerConfig, mesh: MeshLike = None) -> None:
-        super().__init__()
-        axis = axis_of(mesh, "tp")
-        self.config = config
-        self.cp = context_ranks(mesh)
+        super().__init__(config, mesh)
+        axis = self.axis
         self.head_width = width = config.head_width
         sharded = axis is not None
         queries = require_divisible("num_heads", config.num_heads, axis)
@@ -92,36 +170,56 @@ class SelfAttention(nn.Module):
             self.query_norm = RMSNorm(width, config.norm_eps, partial=sharded)
             self.key_norm = RMSNorm(width, config.norm_eps, partial=sharded)
         self.core = AttentionCore(config, sharded=sharded)
-        self.output = RowParallelLinear(
-            config.num_heads * width,
-            config.hidden_size,
-            axis,
-            bias=config.output_bias,
-            sequence_parallel=config.sequence_parallel,
-            init_std=config.residual_init_std,
-            reduction=config.tp_reduction,
-        )
+        self.output = output_projection(config, axis)
 
-    def forward(self, x: Tensor, context: AttentionContext | None = None) -> Tensor:
-        """Mix each sequence's tokens.
-
-        Args:
-            x: `[batch, sequence, hidden]`, or under sequence parallelism
-                `[tokens / tp, hidden]`, which needs a context, for that knows the batch's shape.
-            context: what the blocks of a forward share; by default plain causal attention with
-                positions counted from 0.
-
-        Returns:
-            The same shape as `x`.
-        """
-        if context is None:
-            context = AttentionContext.plain(self.config, x, training=self.training, cp=self.cp)
-        context.check(self.config)
+    def mix(self, x: Tensor, context: AttentionContext) -> Tensor:
+        """See `Attention.mix`."""
         heads = self.qkv(x).view(*context.shape, -1, self.head_width)
         query, key, value = heads.split(self.head_counts, dim=-2)
         if self.query_norm is not None and self.key_norm is not None:
             query, key = self.query_norm(query), self.key_norm(key)
-        mixed = self.core(query, key, value, context, context.rotary)
-        mixed = mixed.flatten(2) if x.ndim == 3 else mixed.flatten(0, 1).flatten(1)
-        output: Tensor = self.output(mixed)
-        return output
+        mixed: Tensor = self.core(query, key, value, context, context.rotary)
+        return mixed
+
+
+@dataclass(frozen=True, kw_only=True)
+class MultiHeadAttention(AttentionVariant):
+    """Multi-head, grouped-query or multi-query attention with the heads of the config.
+
+    This is what `TransformerConfig(attention=None)` means. A variant that differs from it in the
+    module alone can inherit the rest from here.
+    """
+
+    def make(self, config: TransformerConfig, mesh: MeshLike = None) -> nn.Module:
+        """See `AttentionVariant.make`."""
+        return SelfAttention(config, mesh)
+
+    def parameters(self, config: TransformerConfig) -> int:
+        """See `AttentionVariant.parameters`."""
+        heads = 2 * config.num_heads + 2 * config.kv_heads
+        return config.hidden_size * config.head_width * heads
+
+    @classmethod
+    def read_huggingface(cls, source: Mapping[str, Any]) -> dict[str, Any]:
+        """See `AttentionVariant.read_huggingface`."""
+        return {**super().read_huggingface(source), "attention": None}
+
+    def huggingface_links(
+        self, config: TransformerConfig, ours: str, theirs: str
+    ) -> Iterator[WeightLink]:
+        """See `AttentionVariant.huggingface_links`."""
+        width = config.head_width
+        rows = (config.num_heads * width, config.kv_heads * width, config.kv_heads * width)
+        for kind in ("weight", "bias") if config.attention_bias else ("weight",):
+            names = tuple(f"{theirs}.{part}_proj.{kind}" for part in "qkv")
+            yield WeightLink(f"{ours}.qkv.{kind}", names, rows=rows)
+        for kind in ("weight", "bias") if config.output_bias else ("weight",):
+            yield WeightLink(f"{ours}.output.{kind}", (f"{theirs}.o_proj.{kind}",))
+        if config.qk_norm:
+            yield WeightLink(f"{ours}.query_norm.weight", (f"{theirs}.q_norm.weight",))
+            yield WeightLink(f"{ours}.key_norm.weight", (f"{theirs}.k_norm.weight",))
+
+
+def variant_of(config: TransformerConfig) -> AttentionVariant:
+    """The config's kind of attention."""
+    return config.attention_variant or MultiHeadAttention()

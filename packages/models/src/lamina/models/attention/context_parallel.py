@@ -220,6 +220,13 @@ def check_context_parallel(config: TransformerConfig, cp: MeshAxis, tp_size: int
             f"layer_pattern {config.pattern!r} has Mamba layers, whose state runs through the "
             f"whole sequence, and cp {cp.size} cuts it: take cp 1, and dp_shard or tp instead"
         )
+    variant = config.attention_variant
+    if variant is not None and way not in variant.context_parallel:
+        known = ", ".join(map(repr, variant.context_parallel)) or "none"
+        raise ValueError(
+            f"context_parallel {way!r} with {type(variant).__name__}, which has {known} (its "
+            f"`context_parallel`): choose one of these, or take cp 1 in place of {cp.size}"
+        )
     if way != "ulysses" and config.attention_path != "auto":
         raise ValueError(
             f"attention_path {config.attention_path!r} beside context_parallel {way!r}, which has "

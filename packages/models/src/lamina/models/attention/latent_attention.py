@@ -1,24 +1,158 @@
-"""Multi-head latent attention (DeepSeek-V2, 2024)."""
+"""Multi-head latent attention (DeepSeek-V2, 2024): its row, and its module."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lamina.collectives import copy_to, gather_from
-from lamina.models.attention.attention import AttentionCore
+from lamina.models.attention.attention import Attention, AttentionCore, output_projection
 from lamina.models.attention.context import AttentionContext
 from lamina.models.attention.rotary import apply_rotary
-from lamina.models.base.config import LatentAttention, TransformerConfig
+from lamina.models.base.config import AttentionVariant, HeadWidths, TransformerConfig
+from lamina.models.base.configs.checks import require_at_least, require_divides, require_positive
 from lamina.models.base.cut_weights import require_divisible
-from lamina.models.base.mesh_axes import MeshLike, axis_of, context_ranks
-from lamina.models.layers.linear import ColumnParallelLinear, Linear, RowParallelLinear
+from lamina.models.base.mesh_axes import MeshLike
+from lamina.models.base.weight_link import WeightLink
+from lamina.models.layers.linear import ColumnParallelLinear, Linear
 from lamina.models.layers.norms import RMSNorm
 
-__all__ = ["LatentSelfAttention"]
+__all__ = ["LatentAttention", "LatentSelfAttention"]
 
 
-class LatentSelfAttention(nn.Module):
+@dataclass(frozen=True, kw_only=True)
+class LatentAttention(AttentionVariant):
+    """Multi-head latent attention, with sizes by the paper's names.
+
+    Args:
+        kv_lora_rank: width of the latent from which keys and values are made.
+        q_lora_rank: width of the latent from which queries are made; None makes them directly.
+        qk_nope_head_dim: elements of a query or key head that carry no position.
+        qk_rope_head_dim: elements of a query or key head turned by RoPE; keys share them.
+        v_head_dim: elements of a value head.
+        norm_eps: added to the variance under the root where latents are normalised. DeepSeek's
+            code has 1e-6 there, whatever the model's own `norm_eps`.
+    """
+
+    huggingface_type = "deepseek_v3"
+    yarn_scales_scores = True
+
+    kv_lora_rank: int
+    q_lora_rank: int | None = None
+    qk_nope_head_dim: int = 128
+    qk_rope_head_dim: int = 64
+    v_head_dim: int = 128
+    norm_eps: float = 1e-6
+
+    def __post_init__(self) -> None:
+        sizes = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+        require_at_least(1, self, *sizes)
+        require_at_least(1, self, "q_lora_rank", optional=True)
+        require_positive(self, "norm_eps")
+        turned = "RoPE turns pairs of elements"
+        require_divides("qk_rope_head_dim", self.qk_rope_head_dim, "2", 2, turned)
+
+    def make(self, config: TransformerConfig, mesh: MeshLike = None) -> nn.Module:
+        """See `AttentionVariant.make`."""
+        return LatentSelfAttention(config, self, mesh)
+
+    def check(self, config: TransformerConfig) -> None:
+        """See `AttentionVariant.check`."""
+        for name in ("num_kv_heads", "head_dim"):
+            if getattr(config, name) is not None:
+                raise ValueError(f"{name} is {getattr(config, name)} beside mla: leave it None")
+        if config.qk_norm:
+            raise ValueError("qk_norm beside mla: latent attention normalises its latents instead")
+        if config.positions != "rope":
+            raise ValueError(f"positions is {config.positions!r} beside mla: it must be 'rope'")
+
+    def widths(self, config: TransformerConfig) -> HeadWidths:
+        """See `AttentionVariant.widths`."""
+        query = self.qk_nope_head_dim + self.qk_rope_head_dim
+        return HeadWidths(query, self.v_head_dim, self.qk_rope_head_dim)
+
+    def parameters(self, config: TransformerConfig) -> int:
+        """See `AttentionVariant.parameters`."""
+        hidden, heads = config.hidden_size, config.num_heads
+        query = heads * config.head_width
+        count = hidden * (self.kv_lora_rank + self.qk_rope_head_dim)
+        count += self.kv_lora_rank * heads * (self.qk_nope_head_dim + self.v_head_dim)
+        count += heads * self.v_head_dim * hidden
+        if self.q_lora_rank is None:
+            return count + hidden * query
+        return count + self.q_lora_rank * (hidden + query)
+
+    def check_huggingface(self, config: TransformerConfig) -> None:
+        """See `AttentionVariant.check_huggingface`."""
+        if config.sliding_window is not None:
+            raise ValueError(
+                f"sliding_window is {config.sliding_window} beside mla: deepseek_v3 has no window, "
+                "and no other Hugging Face architecture known here has latent attention"
+            )
+        if self.norm_eps != 1e-6:
+            raise ValueError(
+                f"norm_eps of mla is {self.norm_eps}: deepseek_v3 has 1e-6, whatever its config "
+                "says"
+            )
+
+    def huggingface_fields(self, config: TransformerConfig) -> dict[str, Any]:
+        """See `AttentionVariant.huggingface_fields`."""
+        return {
+            "q_lora_rank": self.q_lora_rank,
+            "kv_lora_rank": self.kv_lora_rank,
+            "qk_nope_head_dim": self.qk_nope_head_dim,
+            "qk_rope_head_dim": self.qk_rope_head_dim,
+            "v_head_dim": self.v_head_dim,
+            "rope_interleave": True,
+            "head_dim": self.qk_rope_head_dim,
+            # All layers are dense, unless the fields of experts say otherwise.
+            "first_k_dense_replace": config.num_layers,
+            "num_nextn_predict_layers": 0,
+        }
+
+    @classmethod
+    def read_huggingface(cls, source: Mapping[str, Any]) -> dict[str, Any]:
+        """See `AttentionVariant.read_huggingface`."""
+        if not source.get("rope_interleave", True):
+            raise ValueError("rope_interleave is False: only DeepSeek's own order is known")
+        sizes = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+        found = cls(q_lora_rank=source.get("q_lora_rank"), **{name: source[name] for name in sizes})
+        return {"mla": found}
+
+    def huggingface_links(
+        self, config: TransformerConfig, ours: str, theirs: str
+    ) -> Iterator[WeightLink]:
+        """See `AttentionVariant.huggingface_links`."""
+        kinds = ("weight", "bias") if config.attention_bias else ("weight",)
+        # DeepSeek turns pairs of neighbouring elements, and Lamina pairs of elements that are half
+        # a head apart. So the rows that make these elements are permuted; scores are the same.
+        turned = [2 * i for i in range(self.qk_rope_head_dim // 2)]
+        turned += [i + 1 for i in turned]
+        head = list(range(self.qk_nope_head_dim)) + [self.qk_nope_head_dim + i for i in turned]
+        query = [h * len(head) + i for h in range(config.num_heads) for i in head]
+        shared = list(range(self.kv_lora_rank)) + [self.kv_lora_rank + i for i in turned]
+        if self.q_lora_rank is None:
+            names = (f"{theirs}.q_proj.weight",)
+        else:
+            names = (f"{theirs}.q_b_proj.weight",)
+            yield WeightLink(f"{ours}.query_norm.weight", (f"{theirs}.q_a_layernorm.weight",))
+            for kind in kinds:
+                yield WeightLink(f"{ours}.query_down.{kind}", (f"{theirs}.q_a_proj.{kind}",))
+        yield WeightLink(f"{ours}.query_up.weight", names, order=tuple(query))
+        for kind in kinds:
+            name = f"{theirs}.kv_a_proj_with_mqa.{kind}"
+            yield WeightLink(f"{ours}.kv_down.{kind}", (name,), order=tuple(shared))
+        yield WeightLink(f"{ours}.kv_norm.weight", (f"{theirs}.kv_a_layernorm.weight",))
+        yield WeightLink(f"{ours}.kv_up.weight", (f"{theirs}.kv_b_proj.weight",))
+        for kind in ("weight", "bias") if config.output_bias else ("weight",):
+            yield WeightLink(f"{ours}.output.{kind}", (f"{theirs}.o_proj.{kind}",))
+
+
+class LatentSelfAttention(Attention):
     """Multi-head latent attention over `[batch, sequence, hidden]`.
 
     Keys and values of all heads are made from one narrow latent per token; the part of the keys
@@ -37,11 +171,8 @@ class LatentSelfAttention(nn.Module):
     def __init__(
         self, config: TransformerConfig, sizes: LatentAttention, mesh: MeshLike = None
     ) -> None:
-        super().__init__()
-        self.config = config
+        super().__init__(config, mesh)
         self.sizes = sizes
-        self.cp = context_ranks(mesh)
-        self.axis = axis_of(mesh, "tp")
         self.sequence_parallel = config.sequence_parallel and self.axis is not None
         require_divisible("num_heads", config.num_heads, self.axis)
         query_width = config.num_heads * config.head_width
@@ -58,15 +189,7 @@ class LatentSelfAttention(nn.Module):
             sizes.kv_lora_rank, config.num_heads * (sizes.qk_nope_head_dim + sizes.v_head_dim)
         )
         self.core = AttentionCore(config, sharded=self.axis is not None)
-        self.output = RowParallelLinear(
-            config.num_heads * sizes.v_head_dim,
-            config.hidden_size,
-            self.axis,
-            bias=config.output_bias,
-            sequence_parallel=self.sequence_parallel,
-            init_std=config.residual_init_std,
-            reduction=config.tp_reduction,
-        )
+        self.output = output_projection(config, self.axis)
 
     def _down(self, width: int) -> Linear:
         config = self.config
@@ -91,17 +214,12 @@ class LatentSelfAttention(nn.Module):
             reduction=self.config.tp_reduction,
         )
 
-    def forward(self, x: Tensor, context: AttentionContext | None = None) -> Tensor:
-        """Mix each sequence's tokens; see `SelfAttention.forward`."""
-        if context is None:
-            context = AttentionContext.plain(self.config, x, training=self.training, cp=self.cp)
-        context.check(self.config)
+    def mix(self, x: Tensor, context: AttentionContext) -> Tensor:
+        """See `Attention.mix`."""
         query = self.queries(x, context)
         key, value = self.keys_and_values(x, context)
-        mixed = self.core(query, key, value, context)
-        mixed = mixed.flatten(2) if x.ndim == 3 else mixed.flatten(0, 1).flatten(1)
-        output: Tensor = self.output(mixed)
-        return output
+        mixed: Tensor = self.core(query, key, value, context)
+        return mixed
 
     def queries(self, x: Tensor, context: AttentionContext) -> Tensor:
         """Queries `[batch, sequence, heads, nope + rope]`."""

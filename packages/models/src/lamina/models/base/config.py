@@ -1,28 +1,46 @@
-"""What a Transformer is made of: one frozen, validated description."""
+"""The description of a Transformer: frozen, validated dataclasses.
+
+`TransformerConfig` describes a decoder. `AttentionVariant` and `LayerKind` are what it is extended
+by: an object of either is a value in the config, so nothing is registered anywhere and two models
+in one process may have different ones.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from typing import Any, ClassVar, Literal, NamedTuple, get_args
 
-from lamina.models.base.configs.mamba import MambaConfig, check_pattern
+from torch import nn
+
+from lamina.models.base.configs.checks import (
+    require_at_least,
+    require_divides,
+    require_one_of,
+    require_positive,
+)
+from lamina.models.base.configs.mamba import LETTERS, MambaConfig, check_pattern
 from lamina.models.base.configs.moe import MoEConfig
 from lamina.models.base.configs.precision import Precision
+from lamina.models.base.mesh_axes import MeshLike
+from lamina.models.base.weight_link import WeightLink
 
 __all__ = [
     "Activation",
     "AttentionPath",
+    "AttentionVariant",
     "ContextParallel",
-    "LatentAttention",
+    "HeadWidths",
+    "LayerKind",
     "Norm",
     "PositionEncoding",
     "Reduction",
     "RopeScaling",
     "RopeScalingKind",
     "TransformerConfig",
-    "require_one_of",
+    "yarn_magnitude",
 ]
 
 
@@ -35,22 +53,14 @@ Reduction = Literal["ordered", "native"]
 RopeScalingKind = Literal["linear", "llama3", "yarn"]
 
 
-def _divides(what: str, total: int, by_what: str, by: int, remedy: str) -> None:
-    """Raise with the arithmetic spelled out unless `by` divides `total`."""
-    if by < 1 or total % by:
-        remainder = f" (remainder {total % by})" if by >= 1 else ""
-        raise ValueError(f"{what} {total} is not divisible by {by_what} {by}{remainder}: {remedy}")
-
-
-def require_one_of(what: str, value: Any, choices: Sequence[Any]) -> None:
-    """Raise ValueError unless `value` is one of `choices`."""
-    if value not in choices:
-        raise ValueError(f"{what} is {value!r}: it must be one of {', '.join(map(repr, choices))}")
+def yarn_magnitude(factor: float, weight: float = 1.0) -> float:
+    """The factor that YaRN multiplies cosines and sines by (Peng et al., 2023, section 3.4)."""
+    return 0.1 * weight * math.log(factor) + 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class RopeScaling:
-    """How RoPE's wavelengths are stretched beyond the length a model was first trained on.
+    """How RoPE's wavelengths are stretched beyond the length that a model was first trained on.
 
     Args:
         kind: `linear` (Chen et al., 2023), `llama3` (of Llama 3.1) or `yarn` (Peng et al.,
@@ -60,7 +70,7 @@ class RopeScaling:
         low_freq_factor: `llama3`: wavelengths above `original_length / low_freq_factor` are
             stretched by `factor`.
         high_freq_factor: `llama3`: wavelengths below `original_length / high_freq_factor` are
-            kept; those between are blended.
+            kept. Wavelengths between the two limits are interpolated.
         beta_fast: `yarn`: pairs that turn this often or more within `original_length` are kept.
         beta_slow: `yarn`: pairs that turn at most this often are stretched by `factor`.
         attention_factor: `yarn`: multiplies cosines and sines; `0.1 * ln(factor) + 1` if None.
@@ -79,8 +89,7 @@ class RopeScaling:
         require_one_of("kind", self.kind, get_args(RopeScalingKind))
         if self.factor < 1.0:
             raise ValueError(f"RoPE's factor is {self.factor}: it must be at least 1")
-        if self.original_length < 1:
-            raise ValueError(f"original_length is {self.original_length}: it must be at least 1")
+        require_at_least(1, self, "original_length")
         if self.high_freq_factor <= self.low_freq_factor:
             raise ValueError(
                 f"high_freq_factor {self.high_freq_factor} must be above "
@@ -89,49 +98,151 @@ class RopeScaling:
 
     @property
     def magnitude(self) -> float:
-        """What cosines and sines are multiplied by."""
+        """The factor that cosines and sines are multiplied by."""
         if self.kind != "yarn":
             return 1.0
         if self.attention_factor is not None:
             return self.attention_factor
-        return 0.1 * math.log(self.factor) + 1.0
+        return yarn_magnitude(self.factor)
+
+
+class HeadWidths(NamedTuple):
+    """Elements of one attention head."""
+
+    query: int
+    """Elements of a query or key head."""
+    value: int
+    """Elements of a value head."""
+    rotary: int
+    """Elements of a query or key head that RoPE turns."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class LatentAttention:
-    """Sizes of multi-head latent attention (DeepSeek-V2, 2024), by the paper's names.
+class AttentionVariant(ABC):
+    """A kind of attention: all that the rest of Lamina asks about it.
 
-    Args:
-        kv_lora_rank: width of the latent from which keys and values are made.
-        q_lora_rank: width of the latent from which queries are made; None makes them directly.
-        qk_nope_head_dim: elements of a query or key head that carry no position.
-        qk_rope_head_dim: elements of a query or key head turned by RoPE; keys share them.
-        v_head_dim: elements of a value head.
-        norm_eps: added to the variance under the root where latents are normalised; DeepSeek's code
-            has 1e-6 there, whatever the model's own `norm_eps`.
+    Subclass it as a frozen dataclass whose fields are the variant's own sizes, and give an
+    instance as `TransformerConfig(attention=...)`. `make` and `parameters` are required. The other
+    members describe multi-head attention with the config's heads, and are overridden where the
+    variant differs. `docs/models.md` shows an example.
+
+    Attributes:
+        context_parallel: ways of context parallelism that the module supports. A module that
+            computes attention by `context.pattern` supports all of them.
+        huggingface_type: the `model_type` of Hugging Face's Llama-like checkpoints with this
+            attention; None if there are none.
+        yarn_scales_scores: whether Hugging Face's model folds YaRN's magnitude into the scale of
+            the scores, as DeepSeek's does.
     """
 
-    kv_lora_rank: int
-    q_lora_rank: int | None = None
-    qk_nope_head_dim: int = 128
-    qk_rope_head_dim: int = 64
-    v_head_dim: int = 128
-    norm_eps: float = 1e-6
+    context_parallel: ClassVar[tuple[ContextParallel, ...]] = get_args(ContextParallel)
+    huggingface_type: ClassVar[str | None] = None
+    yarn_scales_scores: ClassVar[bool] = False
+
+    @abstractmethod
+    def make(self, config: TransformerConfig, mesh: MeshLike = None) -> nn.Module:
+        """Build the module, which is called as `module(x, context)`.
+
+        Args:
+            config: the model's.
+            mesh: has an axis `tp`, or is that axis; None is one process.
+        """
+
+    @abstractmethod
+    def parameters(self, config: TransformerConfig) -> int:
+        """Count the weights of a layer that a token is multiplied with."""
+
+    def products_per_pair(self, config: TransformerConfig) -> int:
+        """Count the multiplications for one pair of a query and a key that it attends to."""
+        widths = self.widths(config)
+        return config.num_heads * (widths.query + widths.value)
+
+    def check(self, config: TransformerConfig) -> None:
+        """Raise ValueError for a config that the variant cannot be part of."""
+        config.check_own_heads()
+
+    def widths(self, config: TransformerConfig) -> HeadWidths:
+        """Widths of the heads."""
+        return config.own_head_widths()
+
+    def check_huggingface(self, config: TransformerConfig) -> None:  # noqa: B027 (optional)
+        """Raise ValueError for settings that Hugging Face's model cannot express."""
+
+    def huggingface_fields(self, config: TransformerConfig) -> dict[str, Any]:
+        """Fields of `config.json` beside those that Llama has."""
+        return {}
+
+    @classmethod
+    def read_huggingface(cls, source: Mapping[str, Any]) -> dict[str, Any]:
+        """Fields of `TransformerConfig` that describe the attention of a `config.json`."""
+        heads = source["num_attention_heads"]
+        return {
+            "attention": cls(),
+            "num_kv_heads": source.get("num_key_value_heads") or heads,
+            "head_dim": source.get("head_dim") or source["hidden_size"] // heads,
+        }
+
+    def huggingface_links(
+        self, config: TransformerConfig, ours: str, theirs: str
+    ) -> Iterator[WeightLink]:
+        """Link the module's parameters to tensors of a Hugging Face checkpoint.
+
+        Args:
+            config: the model's.
+            ours: prefix of our names, such as `blocks.0.attention`.
+            theirs: prefix of their names, such as `model.layers.0.self_attn`.
+
+        Raises:
+            ValueError: if the variant has no names there.
+        """
+        raise ValueError(
+            f"{type(self).__name__} has no Hugging Face names: override huggingface_links"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerKind(ABC):
+    """A layer of your own in a stack: give it as `TransformerConfig(layer_kinds=(...,))`.
+
+    Subclass it as a frozen dataclass whose further fields are the layer's sizes.
+
+    Args:
+        letter: stands for the layer in `TransformerConfig.layer_pattern`.
+    """
+
+    letter: str
 
     def __post_init__(self) -> None:
-        for name in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}: it must be at least 1")
-        if self.q_lora_rank is not None and self.q_lora_rank < 1:
-            raise ValueError(f"q_lora_rank is {self.q_lora_rank}: it must be at least 1, or None")
-        if not self.norm_eps > 0.0:
-            raise ValueError(f"norm_eps is {self.norm_eps}: it must be positive")
-        _divides("qk_rope_head_dim", self.qk_rope_head_dim, "2", 2, "RoPE turns pairs of elements")
+        if len(self.letter) != 1 or self.letter in LETTERS:
+            raise ValueError(
+                f"letter is {self.letter!r}: it must be one character, and none of "
+                f"{', '.join(LETTERS)}, which are Lamina's own layers"
+            )
+
+    @abstractmethod
+    def make(self, config: TransformerConfig, mesh: MeshLike = None) -> nn.Module:
+        """Build the layer, which is called as `layer(x, context)`, residual connection included.
+
+        `ResidualBlock(config, mixer, mesh)` adds norm, residual connection and dropout to a mixer;
+        `apply_recompute` and `Precision` find such layers by themselves.
+
+        Args:
+            config: the model's.
+            mesh: has an axis `tp`, or is that axis; None is one process.
+        """
+
+    @abstractmethod
+    def parameters(self, config: TransformerConfig) -> int:
+        """Count the weights that a token is multiplied with."""
+
+    def products_per_token(self, config: TransformerConfig, sequence: int) -> float:
+        """Count the multiplications per token that take no weight, in sequences of this length."""
+        return 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class TransformerConfig:
-    """The shape of a decoder-only Transformer; every block reads it, none changes it.
+    """The shape of a decoder-only Transformer. Blocks read it and never change it.
 
     Sizes are in elements, lengths in tokens, rates are probabilities.
 
@@ -153,7 +264,8 @@ class TransformerConfig:
         positions: `rope` (Su et al., 2021), `learned` or `none`.
         rope_theta: base of RoPE's wavelengths.
         rope_scaling: how the wavelengths are stretched; None keeps them.
-        mla: sizes of multi-head latent attention, in place of `num_kv_heads` and `head_dim`.
+        attention: another kind of attention in place of multi-head attention.
+        mla: the same as `attention`, by the name that multi-head latent attention has.
         qk_norm: RMSNorm over each head of queries and keys before RoPE.
         attention_bias: biases in the query, key and value projection.
         attention_output_bias: bias in attention's output projection; as `attention_bias` if None.
@@ -166,7 +278,9 @@ class TransformerConfig:
         attention_scale: what scores are multiplied by before the softmax; by default one over the
             root of a query head's width.
         layer_pattern: the kind of each layer, one letter for each: `M` Mamba-2, `*` attention,
-            `-` MLP, `E` experts, `T` attention and MLP. None is `T` for all.
+            `-` MLP, `E` experts, `T` attention and MLP, or a letter of `layer_kinds`. None is `T`
+            for all.
+        layer_kinds: layers of your own, by their letters.
         mamba: sizes of Mamba-2 layers; given where the pattern has an `M`.
         moe: experts of layers of kind `E`, and in place of the MLP in layers of kind `T`, and
             in which of these; None has none.
@@ -209,7 +323,8 @@ class TransformerConfig:
     positions: PositionEncoding = "rope"
     rope_theta: float = 10_000.0
     rope_scaling: RopeScaling | None = None
-    mla: LatentAttention | None = None
+    attention: AttentionVariant | None = None
+    mla: AttentionVariant | None = None
     qk_norm: bool = False
     attention_bias: bool = False
     attention_output_bias: bool | None = None
@@ -222,6 +337,7 @@ class TransformerConfig:
     attention_scale: float | None = None
     attention_path: AttentionPath = "auto"
     layer_pattern: str | None = None
+    layer_kinds: tuple[LayerKind, ...] = ()
     mamba: MambaConfig | None = None
     moe: MoEConfig | None = None
     vocab_multiple: int = 1
@@ -237,7 +353,13 @@ class TransformerConfig:
         self._check_numbers()
         self._check_heads()
         self.precision.check_blocks(self.num_layers)
-        check_pattern(self.layer_pattern, self.num_layers, self.mamba)
+        self._check_layers()
+
+    def _check_layers(self) -> None:
+        own = [kind.letter for kind in self.layer_kinds]
+        if len(set(own)) < len(own):
+            raise ValueError(f"layer_kinds have letters {own}: each must be another one")
+        check_pattern(self.layer_pattern, self.num_layers, self.mamba, own)
         if self.mamba is not None:
             self.mamba.heads(self.hidden_size)
         if self.moe is not None and self.mlp_bias:
@@ -265,20 +387,13 @@ class TransformerConfig:
 
     def _check_numbers(self) -> None:
         sizes = ("vocab_size", "hidden_size", "num_layers", "num_heads", "max_sequence_length")
-        for name in (*sizes, "vocab_multiple"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}: it must be at least 1")
-        for name in ("num_kv_heads", "head_dim", "ffn_size", "sliding_window", "loss_chunk"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name} is {value}: it must be at least 1, or None")
+        require_at_least(1, self, *sizes, "vocab_multiple")
+        optional = ("num_kv_heads", "head_dim", "ffn_size", "sliding_window", "loss_chunk")
+        require_at_least(1, self, *optional, optional=True)
         for name in ("dropout", "attention_dropout"):
             if not 0.0 <= getattr(self, name) < 1.0:
                 raise ValueError(f"{name} is {getattr(self, name)}: it must be in [0, 1)")
-        for name in ("norm_eps", "rope_theta", "init_std"):
-            if not getattr(self, name) > 0.0:
-                raise ValueError(f"{name} is {getattr(self, name)}: it must be positive")
-
+        require_positive(self, "norm_eps", "rope_theta", "init_std")
         if self.rope_scaling is not None and self.positions != "rope":
             raise ValueError(
                 f"rope_scaling is given beside positions {self.positions!r}, which have no RoPE: "
@@ -286,27 +401,45 @@ class TransformerConfig:
             )
 
     def _check_heads(self) -> None:
-        if self.mla is not None:
-            self._check_mla()
-            return
+        if self.attention is not None and self.mla is not None:
+            raise ValueError("attention and mla are both given: they mean the same, give one")
+        if self.attention_variant is None:
+            self.check_own_heads()
+        else:
+            self.attention_variant.check(self)
+
+    def check_own_heads(self) -> None:
+        """Raise ValueError unless `num_heads`, `num_kv_heads` and `head_dim` fit together."""
         if self.head_dim is None:
-            _divides("hidden_size", self.hidden_size, "num_heads", self.num_heads,
-                     "change one of them, or set head_dim yourself")  # fmt: skip
-        _divides("num_heads", self.num_heads, "num_kv_heads", self.kv_heads,
-                 "every key head serves the same number of query heads")  # fmt: skip
+            require_divides("hidden_size", self.hidden_size, "num_heads", self.num_heads,
+                            "change one of them, or set head_dim yourself")  # fmt: skip
+        require_divides("num_heads", self.num_heads, "num_kv_heads", self.kv_heads,
+                        "every key head serves the same number of query heads")  # fmt: skip
         if self.positions == "rope":
-            _divides("head width", self.head_width, "2", 2, "RoPE turns pairs of elements")
+            require_divides("head width", self.head_width, "2", 2, "RoPE turns pairs of elements")
 
-    def _check_mla(self) -> None:
-        for name in ("num_kv_heads", "head_dim"):
-            if getattr(self, name) is not None:
-                raise ValueError(f"{name} is {getattr(self, name)} beside mla: leave it None")
-        if self.qk_norm:
-            raise ValueError("qk_norm beside mla: latent attention normalises its latents instead")
-        if self.positions != "rope":
-            raise ValueError(f"positions is {self.positions!r} beside mla: it must be 'rope'")
+    def own_head_widths(self) -> HeadWidths:
+        """Widths of the heads by `head_dim`, or by `hidden_size` and `num_heads`."""
+        width = self.hidden_size // self.num_heads if self.head_dim is None else self.head_dim
+        return HeadWidths(width, width, width)
 
-    # What the optional sizes come to. The fields keep what the caller wrote.
+    # The values of optional sizes. The fields themselves keep what the caller wrote.
+
+    @property
+    def attention_variant(self) -> AttentionVariant | None:
+        """The kind of attention that is given; None is multi-head attention."""
+        return self.mla if self.attention is None else self.attention
+
+    @property
+    def head_widths(self) -> HeadWidths:
+        """Widths of the heads of the attention that is given."""
+        given = self.attention_variant
+        return self.own_head_widths() if given is None else given.widths(self)
+
+    @property
+    def own_layers(self) -> dict[str, LayerKind]:
+        """Layers of your own, by letter."""
+        return {kind.letter: kind for kind in self.layer_kinds}
 
     @property
     def kv_heads(self) -> int:
@@ -316,19 +449,17 @@ class TransformerConfig:
     @property
     def head_width(self) -> int:
         """Elements of one query or key head."""
-        if self.mla is not None:
-            return self.mla.qk_nope_head_dim + self.mla.qk_rope_head_dim
-        return self.hidden_size // self.num_heads if self.head_dim is None else self.head_dim
+        return self.head_widths.query
 
     @property
     def value_width(self) -> int:
         """Elements of one value head."""
-        return self.head_width if self.mla is None else self.mla.v_head_dim
+        return self.head_widths.value
 
     @property
     def rotary_width(self) -> int:
         """Elements of a head that RoPE turns."""
-        return self.head_width if self.mla is None else self.mla.qk_rope_head_dim
+        return self.head_widths.rotary
 
     @property
     def score_scale(self) -> float:

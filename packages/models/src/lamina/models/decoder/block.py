@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from lamina.models.attention.attention import SelfAttention
+from lamina.models.attention.attention import variant_of
 from lamina.models.attention.context import AttentionContext
-from lamina.models.attention.latent_attention import LatentSelfAttention
 from lamina.models.base.config import TransformerConfig
 from lamina.models.base.mesh_axes import MeshLike, axis_of
 from lamina.models.layers.dropout import Dropout
@@ -43,10 +42,7 @@ class TransformerBlock(nn.Module):
         partial = config.sequence_parallel and axis is not None
         self.dropout = Dropout(config.dropout, axis, sharded=partial)
         self.attention_norm = make_norm(config, partial=partial)
-        if config.mla is None:
-            self.attention: nn.Module = SelfAttention(config, mesh)
-        else:
-            self.attention = LatentSelfAttention(config, config.mla, mesh)
+        self.attention = variant_of(config).make(config, mesh)
         self.attention_post_norm = make_norm(config, partial=partial) if config.post_norm else None
         self.mlp_norm = make_norm(config, partial=partial)
         self.mlp: nn.Module

@@ -10,10 +10,9 @@ from torch import Tensor, nn
 
 from lamina.collectives import scatter_to
 from lamina.mesh.engine import MeshAxis
-from lamina.models.attention.attention import SelfAttention
+from lamina.models.attention.attention import Attention
 from lamina.models.attention.context import AttentionContext, default_positions, same_for_all
 from lamina.models.attention.context_parallel import check_context_parallel
-from lamina.models.attention.latent_attention import LatentSelfAttention
 from lamina.models.base.config import TransformerConfig
 from lamina.models.base.initialise import assign_seeds, check_same_seed, draw_seed
 from lamina.models.base.mesh_axes import MeshLike, axis_of
@@ -111,7 +110,7 @@ class GPTModel(KeepsRoles):
             for index in range(config.num_layers)
         )
         for module in self.blocks.modules():
-            if self.cp is not None and isinstance(module, SelfAttention | LatentSelfAttention):
+            if self.cp is not None and isinstance(module, Attention):
                 module.cp = self.cp.size  # blocks know the axis of tp only
         self.final_norm = make_norm(config, partial=partial)
         self.head = OutputHead(

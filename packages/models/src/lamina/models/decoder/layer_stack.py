@@ -1,16 +1,15 @@
 """Blocks that hold one mixer each, and the stack that a pattern of letters spells.
 
-`"M*M-"` is four layers: Mamba, attention, Mamba, MLP, each `x + mixer(norm(x))`. Letters are in
-`LETTERS` of `mamba/config.py`.
+`"M*M-"` is four layers: Mamba, attention, Mamba, MLP, each `x + mixer(norm(x))`. Lamina's own
+letters are `LETTERS` of `base/configs/mamba.py`; `TransformerConfig.layer_kinds` adds others.
 """
 
 from __future__ import annotations
 
 from torch import Tensor, nn
 
-from lamina.models.attention.attention import SelfAttention
+from lamina.models.attention.attention import variant_of
 from lamina.models.attention.context import AttentionContext
-from lamina.models.attention.latent_attention import LatentSelfAttention
 from lamina.models.base.config import TransformerConfig
 from lamina.models.base.mesh_axes import MeshLike, axis_of
 from lamina.models.decoder.block import TransformerBlock
@@ -82,10 +81,7 @@ class AttentionBlock(ResidualBlock):
     """An attention layer: `x + attention(norm(x))` (letter `*`)."""
 
     def __init__(self, config: TransformerConfig, mesh: MeshLike = None) -> None:
-        if config.mla is None:
-            super().__init__(config, SelfAttention(config, mesh), mesh)
-        else:
-            super().__init__(config, LatentSelfAttention(config, config.mla, mesh), mesh)
+        super().__init__(config, variant_of(config).make(config, mesh), mesh)
 
 
 class MLPBlock(ResidualBlock):
@@ -147,7 +143,10 @@ def make_block(
         mesh: has an axis `tp`, or is that axis; None is one process.
         experts: where experts are; by default what `mesh` says.
     """
-    kind = _BLOCKS[config.pattern[index]]
+    letter = config.pattern[index]
+    if letter in config.own_layers:
+        return config.own_layers[letter].make(config, mesh)
+    kind = _BLOCKS[letter]
     if kind is TransformerBlock:
         return TransformerBlock(config, mesh, layer=index, experts=experts)
     if kind is ExpertBlock:

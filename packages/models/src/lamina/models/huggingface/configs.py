@@ -3,10 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
-from lamina.models.base.config import Activation, LatentAttention, RopeScaling, TransformerConfig
+from lamina.models.attention.attention import MultiHeadAttention, variant_of
+from lamina.models.attention.latent_attention import LatentAttention
+from lamina.models.base.config import (
+    Activation,
+    AttentionVariant,
+    RopeScaling,
+    TransformerConfig,
+    yarn_magnitude,
+)
 from lamina.models.huggingface.mamba import read_mamba2, write_mamba2
 from lamina.models.huggingface.moe import read_moe, written_moe
 from lamina.models.huggingface.weight_maps import model_type
@@ -34,8 +43,8 @@ def huggingface_config(config: TransformerConfig) -> dict[str, Any]:
         ValueError: if no architecture known here has the config's features.
     """
     kind = model_type(config)
-    common = {
-        "architectures": [_ARCHITECTURES[kind]],
+    common: dict[str, Any] = {
+        "architectures": [_ARCHITECTURES[kind]] if kind in _ARCHITECTURES else [],
         "model_type": kind,
         "vocab_size": config.vocab_size,
         "tie_word_embeddings": config.tie_embeddings,
@@ -84,8 +93,7 @@ def _written_llama(kind: str, config: TransformerConfig) -> dict[str, Any]:
         )
     elif kind == "mistral":
         written["sliding_window"] = None
-    if config.mla is not None:
-        written |= _written_mla(config, config.mla)
+    written |= variant_of(config).huggingface_fields(config)
     if config.moe is not None:
         written |= written_moe(config, config.moe, kind)
     return written
@@ -117,38 +125,31 @@ def _written_rope(config: TransformerConfig) -> dict[str, Any]:
     return written
 
 
-def _written_mla(config: TransformerConfig, sizes: LatentAttention) -> dict[str, Any]:
-    return {
-        "q_lora_rank": sizes.q_lora_rank,
-        "kv_lora_rank": sizes.kv_lora_rank,
-        "qk_nope_head_dim": sizes.qk_nope_head_dim,
-        "qk_rope_head_dim": sizes.qk_rope_head_dim,
-        "v_head_dim": sizes.v_head_dim,
-        "rope_interleave": True,
-        "head_dim": sizes.qk_rope_head_dim,
-        # No experts: all layers are dense.
-        "first_k_dense_replace": config.num_layers,
-        "num_nextn_predict_layers": 0,
-    }
-
-
-def config_from_huggingface(source: Mapping[str, Any]) -> TransformerConfig:
+def config_from_huggingface(
+    source: Mapping[str, Any], *, variants: Sequence[type[AttentionVariant]] = ()
+) -> TransformerConfig:
     """Read the contents of a `config.json`.
 
     Args:
         source: of a gpt2, llama, mistral, mixtral, qwen2, qwen3, qwen3_moe, deepseek_v3 or mamba2
             model; older files (`rope_theta` and `rope_scaling` beside each other) are read as
             well.
+        variants: further kinds of attention, which are found by their `huggingface_type`.
 
     Raises:
         ValueError: for another architecture, or a feature that `TransformerConfig` lacks.
     """
     kind = source.get("model_type")
-    if kind not in _ARCHITECTURES:
-        raise ValueError(f"model_type is {kind!r}: known are {', '.join(_ARCHITECTURES)}")
+    kinds: list[type[AttentionVariant]] = [LatentAttention, *variants]
+    own = {str(variant.huggingface_type): variant for variant in kinds}
+    if kind not in _ARCHITECTURES and kind not in own:
+        known = ", ".join({**_ARCHITECTURES, **own})
+        raise ValueError(f"model_type is {kind!r}: known are {known}")
     if kind == "mamba2":
         return read_mamba2(source)
-    return _read_gpt2(source) if kind == "gpt2" else _read_llama_like(kind, source)
+    if kind == "gpt2":
+        return _read_gpt2(source)
+    return _read_llama_like(kind, source, own.get(kind, MultiHeadAttention))
 
 
 def _read_gpt2(source: Mapping[str, Any]) -> TransformerConfig:
@@ -187,28 +188,24 @@ def _read_gpt2(source: Mapping[str, Any]) -> TransformerConfig:
     )
 
 
-def _read_llama_like(kind: str, source: Mapping[str, Any]) -> TransformerConfig:
+def _read_llama_like(
+    kind: str, source: Mapping[str, Any], variant: type[AttentionVariant]
+) -> TransformerConfig:
     if source.get("hidden_act", "silu") != "silu":
         raise ValueError(f"hidden_act is {source['hidden_act']!r}: only silu is known")
     bias = kind == "qwen2" or bool(source.get("attention_bias", False))
     rope = _rope_of(source)
-    mla = _read_mla(source) if kind == "deepseek_v3" else None
-    heads = source["num_attention_heads"]
-    return TransformerConfig(
+    config = TransformerConfig(
         vocab_size=source["vocab_size"],
         hidden_size=source["hidden_size"],
         num_layers=source["num_hidden_layers"],
-        num_heads=heads,
-        num_kv_heads=None if mla else source.get("num_key_value_heads") or heads,
-        head_dim=None if mla else source.get("head_dim") or source["hidden_size"] // heads,
+        num_heads=source["num_attention_heads"],
         ffn_size=source["intermediate_size"],
         max_sequence_length=source["max_position_embeddings"],
         norm_eps=source.get("rms_norm_eps", 1e-6),
         rope_theta=rope.get("rope_theta", 10_000.0),
         rope_scaling=_read_scaling(rope, source),
-        mla=mla,
         moe=read_moe(kind, source),
-        attention_scale=_read_scale(rope, mla),
         qk_norm=kind in ("qwen3", "qwen3_moe"),
         attention_bias=bias,
         attention_output_bias=False if kind == "qwen2" else None,
@@ -217,7 +214,9 @@ def _read_llama_like(kind: str, source: Mapping[str, Any]) -> TransformerConfig:
         attention_dropout=source.get("attention_dropout") or 0.0,
         sliding_window=_read_window(kind, source),
         init_std=source.get("initializer_range", 0.02),
+        **variant.read_huggingface(source),
     )
+    return _with_scale(config, variant, rope)
 
 
 def _read_window(kind: str, source: Mapping[str, Any]) -> int | None:
@@ -276,29 +275,18 @@ def _read_magnitude(rope: Mapping[str, Any]) -> float | None:
     if rope["rope_type"] != "yarn" or rope.get("attention_factor") is not None:
         return rope.get("attention_factor")
     if rope.get("mscale") and rope.get("mscale_all_dim"):
-        factor = rope["factor"]
-        return _mscale(factor, rope["mscale"]) / _mscale(factor, rope["mscale_all_dim"])
+        weights = rope["mscale"], rope["mscale_all_dim"]
+        above, below = (yarn_magnitude(rope["factor"], weight) for weight in weights)
+        return above / below
     return None
 
 
-def _mscale(factor: float, weight: float) -> float:
-    return 0.1 * weight * math.log(factor) + 1.0
-
-
-def _read_scale(rope: Mapping[str, Any], mla: LatentAttention | None) -> float | None:
-    if mla is None or rope["rope_type"] == "default" or not rope.get("mscale_all_dim"):
-        return None
-    width = mla.qk_nope_head_dim + mla.qk_rope_head_dim
-    return _mscale(rope["factor"], rope["mscale_all_dim"]) ** 2 / math.sqrt(width)
-
-
-def _read_mla(source: Mapping[str, Any]) -> LatentAttention:
-    if not source.get("rope_interleave", True):
-        raise ValueError("rope_interleave is False: only DeepSeek's own order is known")
-    return LatentAttention(
-        q_lora_rank=source.get("q_lora_rank"),
-        kv_lora_rank=source["kv_lora_rank"],
-        qk_nope_head_dim=source["qk_nope_head_dim"],
-        qk_rope_head_dim=source["qk_rope_head_dim"],
-        v_head_dim=source["v_head_dim"],
-    )
+def _with_scale(
+    config: TransformerConfig, variant: type[AttentionVariant], rope: Mapping[str, Any]
+) -> TransformerConfig:
+    """The config with the scale of scores that YaRN's magnitude is folded into, if it is."""
+    folded = variant.yarn_scales_scores and rope.get("mscale_all_dim")
+    if not folded or rope["rope_type"] == "default":
+        return config
+    magnitude = yarn_magnitude(rope["factor"], rope["mscale_all_dim"])
+    return replace(config, attention_scale=magnitude**2 / math.sqrt(config.head_width))

@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from lamina.models.base.config import TransformerConfig
 from lamina.models.base.configs.moe import MoEConfig
 from lamina.models.base.weight_link import WeightLink
-
-if TYPE_CHECKING:
-    from lamina.models.base.config import TransformerConfig
 
 __all__ = ["moe_links", "moe_model_type", "read_moe", "written_moe"]
 
@@ -26,15 +24,23 @@ _PROJECTIONS = {
 }
 
 
-def moe_model_type(config: TransformerConfig, moe: MoEConfig) -> str | None:
+def moe_model_type(
+    config: TransformerConfig, moe: MoEConfig, attention_type: str | None
+) -> str | None:
     """Name the architecture with these experts; None if there is none known here.
 
-    The caller has checked what has nothing to do with experts, but for attention.
+    The caller has checked all fields that neither experts nor attention read.
+
+    Args:
+        config: the model's.
+        moe: its experts.
+        attention_type: the architecture that the attention belongs to; None is multi-head.
     """
     plain = moe.scores == "softmax" and moe.num_groups == 1 and moe.weight_scale == 1.0
     plain = plain and moe.bias_rate is None and moe.shared_ffn_size is None
-    if config.mla is not None:
+    if attention_type is not None:
         deepseek = moe.scores == "sigmoid" and moe.bias_rate is not None and moe.every == 1
+        deepseek = deepseek and attention_type == "deepseek_v3"
         whole = moe.shared_ffn_size is not None and moe.shared_ffn_size % _inner(config, moe) == 0
         return "deepseek_v3" if deepseek and whole and moe.group_best == 2 else None
     if not plain or (moe.first_dense and moe.every > 1):

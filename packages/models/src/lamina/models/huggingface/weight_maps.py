@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from lamina.models.base.config import TransformerConfig
+from lamina.models.attention.attention import MultiHeadAttention, variant_of
+from lamina.models.base.config import AttentionVariant, TransformerConfig
 from lamina.models.base.weight_link import WeightLink
 from lamina.models.huggingface.moe import moe_links, moe_model_type
 
@@ -20,7 +21,15 @@ def model_type(config: TransformerConfig) -> str:
     """
     if set(config.pattern) != {"T"}:
         return _stack_type(config)
-    _check_attention(config)
+    variant = variant_of(config)
+    multi_head = type(variant) is MultiHeadAttention  # a subclass may compute something else
+    if not multi_head and variant.huggingface_type is None:
+        raise ValueError(
+            f"{type(variant).__name__} has no huggingface_type: no Hugging Face architecture known "
+            "here has this attention"
+        )
+    _check_scale(config, variant)
+    variant.check_huggingface(config)
     rope = config.positions == "rope" and config.norm == "rmsnorm" and not config.post_norm
     modern = rope and config.activation == "swiglu"
     output_like_qkv = config.output_bias == config.attention_bias
@@ -39,18 +48,21 @@ def model_type(config: TransformerConfig) -> str:
         and config.sliding_window is None
     )
     if config.moe is not None:
-        kind = moe_model_type(config, config.moe) if modern and output_like_qkv else None
+        kind = None
+        if modern and output_like_qkv:
+            kind = moe_model_type(config, config.moe, variant.huggingface_type)
         if kind is None:
             raise ValueError(
                 "no Hugging Face architecture known here has these experts and features together; "
                 f"known are mixtral, qwen3_moe and deepseek_v3: {config.moe}"
             )
         return kind
-    if gpt2:
+    if gpt2 and multi_head:
         return "gpt2"
-    if modern and config.mla is not None and not config.mlp_bias and output_like_qkv:
-        return "deepseek_v3"
-    if modern and config.mla is None:
+    if modern and variant.huggingface_type is not None:
+        if not config.mlp_bias and output_like_qkv:
+            return variant.huggingface_type
+    elif modern:
         if config.qk_norm and not config.mlp_bias and output_like_qkv:
             return "qwen3"
         if not config.qk_norm and config.sliding_window is None and output_like_qkv:
@@ -69,26 +81,16 @@ def model_type(config: TransformerConfig) -> str:
     )
 
 
-def _check_attention(config: TransformerConfig) -> None:
-    """Refuse attention that has the weights of an architecture, and computes something else."""
+def _check_scale(config: TransformerConfig, variant: AttentionVariant) -> None:
+    """Refuse a scale of the scores that Hugging Face's models would not apply."""
     default, scaling = 1.0 / math.sqrt(config.head_width), config.rope_scaling
     stretched = scaling is not None and scaling.kind == "yarn" and scaling.factor > 1.0
-    own = config.mla is not None and stretched and config.score_scale > 0.0
+    own = variant.yarn_scales_scores and stretched and config.score_scale > 0.0
     if not own and not math.isclose(config.score_scale, default, rel_tol=1e-6):
         raise ValueError(
             f"attention_scale is {config.attention_scale}: Hugging Face's architectures known here "
             f"scale by one over the root of a head's width, {default:.6g} (deepseek_v3 with yarn "
             "apart): leave attention_scale None, and put the rest into the queries' weights"
-        )
-    if config.mla is not None and config.sliding_window is not None:
-        raise ValueError(
-            f"sliding_window is {config.sliding_window} beside mla: deepseek_v3 has no window, and "
-            "no other Hugging Face architecture known here has latent attention"
-        )
-    if config.mla is not None and config.mla.norm_eps != 1e-6:
-        raise ValueError(
-            f"norm_eps of mla is {config.mla.norm_eps}: deepseek_v3 has 1e-6, whatever its config "
-            "says"
         )
 
 
@@ -139,13 +141,13 @@ def _gpt2(config: TransformerConfig) -> Iterator[WeightLink]:
 
 def _llama_like(config: TransformerConfig) -> Iterator[WeightLink]:
     added = config.padded_vocab_size - config.vocab_size
+    attention = variant_of(config)
     yield WeightLink("embedding.weight", ("model.embed_tokens.weight",), rows_added=added)
     for i in range(config.num_layers):
         ours, theirs = f"blocks.{i}", f"model.layers.{i}"
         yield WeightLink(f"{ours}.attention_norm.weight", (f"{theirs}.input_layernorm.weight",))
         yield WeightLink(f"{ours}.mlp_norm.weight", (f"{theirs}.post_attention_layernorm.weight",))
-        attention = _attention if config.mla is None else _latent_attention
-        yield from attention(config, f"{ours}.attention", f"{theirs}.self_attn")
+        yield from attention.huggingface_links(config, f"{ours}.attention", f"{theirs}.self_attn")
         if config.moe is not None and config.has_experts(i):
             kind = model_type(config)
             yield from moe_links(config, config.moe, kind, f"{ours}.mlp", theirs)
@@ -185,45 +187,3 @@ def _mamba2(config: TransformerConfig) -> Iterator[WeightLink]:
     yield WeightLink("final_norm.weight", ("backbone.norm_f.weight",))
     if not config.tie_embeddings:
         yield WeightLink("head.weight", ("lm_head.weight",), rows_added=added)
-
-
-def _attention(config: TransformerConfig, ours: str, theirs: str) -> Iterator[WeightLink]:
-    width = config.head_width
-    rows = (config.num_heads * width, config.kv_heads * width, config.kv_heads * width)
-    for kind in ("weight", "bias") if config.attention_bias else ("weight",):
-        names = tuple(f"{theirs}.{part}_proj.{kind}" for part in "qkv")
-        yield WeightLink(f"{ours}.qkv.{kind}", names, rows=rows)
-    for kind in ("weight", "bias") if config.output_bias else ("weight",):
-        yield WeightLink(f"{ours}.output.{kind}", (f"{theirs}.o_proj.{kind}",))
-    if config.qk_norm:
-        yield WeightLink(f"{ours}.query_norm.weight", (f"{theirs}.q_norm.weight",))
-        yield WeightLink(f"{ours}.key_norm.weight", (f"{theirs}.k_norm.weight",))
-
-
-def _latent_attention(config: TransformerConfig, ours: str, theirs: str) -> Iterator[WeightLink]:
-    sizes = config.mla
-    if sizes is None:
-        raise ValueError("the config has no mla")
-    kinds = ("weight", "bias") if config.attention_bias else ("weight",)
-    # DeepSeek turns neighbouring elements, Lamina elements half a head apart: the rows that make
-    # them trade places, and scores are the same.
-    turned = [2 * i for i in range(sizes.qk_rope_head_dim // 2)]
-    turned += [i + 1 for i in turned]
-    head = list(range(sizes.qk_nope_head_dim)) + [sizes.qk_nope_head_dim + i for i in turned]
-    query = [h * len(head) + i for h in range(config.num_heads) for i in head]
-    shared = list(range(sizes.kv_lora_rank)) + [sizes.kv_lora_rank + i for i in turned]
-    if sizes.q_lora_rank is None:
-        names = (f"{theirs}.q_proj.weight",)
-    else:
-        names = (f"{theirs}.q_b_proj.weight",)
-        yield WeightLink(f"{ours}.query_norm.weight", (f"{theirs}.q_a_layernorm.weight",))
-        for kind in kinds:
-            yield WeightLink(f"{ours}.query_down.{kind}", (f"{theirs}.q_a_proj.{kind}",))
-    yield WeightLink(f"{ours}.query_up.weight", names, order=tuple(query))
-    for kind in kinds:
-        name = f"{theirs}.kv_a_proj_with_mqa.{kind}"
-        yield WeightLink(f"{ours}.kv_down.{kind}", (name,), order=tuple(shared))
-    yield WeightLink(f"{ours}.kv_norm.weight", (f"{theirs}.kv_a_layernorm.weight",))
-    yield WeightLink(f"{ours}.kv_up.weight", (f"{theirs}.kv_b_proj.weight",))
-    for kind in ("weight", "bias") if config.output_bias else ("weight",):
-        yield WeightLink(f"{ours}.output.{kind}", (f"{theirs}.o_proj.{kind}",))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from lamina.collectives.engine import start_all_gather
 from lamina.mesh import role_of
 from lamina.mesh.engine import MeshAxis
+from lamina.models.base.config import AttentionVariant
 from lamina.models.base.cut_weights import cut_weight, join_weight
 from lamina.models.base.mesh_axes import MeshLike
 from lamina.models.decoder.gpt import GPTModel, require_gpt
@@ -82,6 +83,7 @@ def from_huggingface(
     *,
     dtype: torch.dtype | None = None,
     device: torch.device | str = "cpu",
+    variants: Sequence[type[AttentionVariant]] = (),
 ) -> GPTModel:
     """Build a model with the weights of a Hugging Face model.
 
@@ -90,6 +92,7 @@ def from_huggingface(
         mesh: as of `GPTModel`; each rank keeps its pieces.
         dtype: of the model; by default as in the source.
         device: where the model is.
+        variants: kinds of attention of your own, which are found by their `huggingface_type`.
 
     Raises:
         ValueError: for an architecture that is not known here, and for quantised weights.
@@ -101,10 +104,11 @@ def from_huggingface(
         tensors = source.state_dict()
         written: dict[str, Any] = source.config.to_dict()  # type: ignore[union-attr, operator]
         _refuse_quantised(written, tensors, type(source).__name__)
-        config = config_from_huggingface(written)
+        config = config_from_huggingface(written, variants=variants)
         read: Callable[[str], Tensor] = partial(_read_module, tensors)
     else:
-        config, read = _open_directory(Path(source))
+        written, read = _open_directory(Path(source))
+        config = config_from_huggingface(written, variants=variants)
     with torch.device("meta"):
         model = GPTModel(config, mesh, seed=0)
     links = weight_map(config)
@@ -149,7 +153,6 @@ def _open_directory(path: Path) -> tuple[Any, Callable[[str], Tensor]]:
         raise FileNotFoundError(f"{path} has no *.safetensors: other formats are not read")
     where = {name: shard for shard in opened for name in shard.keys()}  # noqa: SIM118
     _refuse_quantised(written, where, str(path))
-    config = config_from_huggingface(written)
 
     def read(name: str) -> Tensor:
         # The base model's own checkpoints leave out the prefix.
@@ -158,7 +161,7 @@ def _open_directory(path: Path) -> tuple[Any, Callable[[str], Tensor]]:
                 return _as_written(candidate, where[candidate].get_tensor(candidate))
         raise KeyError(f"{name} is in none of the {len(opened)} files under {path}")
 
-    return config, read
+    return written, read
 
 
 # Scales and codes beside the weights: DeepSeek's and torchao's FP8, bitsandbytes, GPTQ and AWQ.

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from lamina.models.base.config import TransformerConfig
 from lamina.models.base.configs.precision import Precision
-from lamina.models.base.cost import training_flops_per_token
+from lamina.models.decoder.cost import training_flops_per_token
 
 __all__ = ["LOOKUP_COST", "Layout", "cut_layers", "part_costs", "resolve_layout"]
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from lamina.models.base.config import TransformerConfig
+from lamina.models.base.configs.checks import require_at_least
 
 __all__ = ["Images", "Patches", "VisionConfig", "cut_patches"]
 
@@ -52,9 +53,7 @@ class VisionConfig:
     init_std: float = 0.02
 
     def __post_init__(self) -> None:
-        for name in ("patch_size", "channels", "merge", "max_grid"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}: it must be at least 1")
+        require_at_least(1, self, "patch_size", "channels", "merge", "max_grid")
         self.transformer()
 
     def transformer(self) -> TransformerConfig:

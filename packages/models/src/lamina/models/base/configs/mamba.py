@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
+
+from lamina.models.base.configs.checks import require_at_least, require_one_of
 
 __all__ = ["LETTERS", "MambaConfig", "MambaPath", "check_pattern"]
 
@@ -62,10 +65,9 @@ class MambaConfig:
     path: MambaPath = "auto"
 
     def __post_init__(self) -> None:
-        names = ("state_size", "head_dim", "expand", "groups", "conv_kernel", "chunk_size")
-        for name in (*names, *(("num_heads",) if self.num_heads is not None else ())):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}: it must be at least 1")
+        sizes = ("state_size", "head_dim", "expand", "groups", "conv_kernel", "chunk_size")
+        require_at_least(1, self, *sizes)
+        require_at_least(1, self, "num_heads", optional=True)
         for name, (low, high) in {
             "dt_min and dt_max": (self.dt_min, self.dt_max),
             "decay_range": self.decay_range,
@@ -74,8 +76,7 @@ class MambaConfig:
                 raise ValueError(f"{name} are {low} and {high}: they must be positive and in order")
         if not 0.0 <= self.dt_limit[0] < self.dt_limit[1]:
             raise ValueError(f"dt_limit is {self.dt_limit}: it must be in order, from 0 up")
-        if self.path not in get_args(MambaPath):
-            raise ValueError(f"path is {self.path!r}: it must be one of {get_args(MambaPath)}")
+        require_one_of("path", self.path, get_args(MambaPath))
 
     def heads(self, hidden_size: int) -> int:
         """Count the heads of a layer in a stream of this width.
@@ -100,8 +101,17 @@ class MambaConfig:
         return heads
 
 
-def check_pattern(pattern: str | None, num_layers: int, mamba: MambaConfig | None) -> None:
-    """Raise ValueError unless the pattern's letters are known and fit the other fields."""
+def check_pattern(
+    pattern: str | None, num_layers: int, mamba: MambaConfig | None, own: Sequence[str] = ()
+) -> None:
+    """Raise ValueError unless the pattern's letters are known and fit the other fields.
+
+    Args:
+        pattern: of `TransformerConfig`.
+        num_layers: of `TransformerConfig`.
+        mamba: of `TransformerConfig`.
+        own: letters of the caller's own layers.
+    """
     if pattern is None:
         if mamba is not None:
             raise ValueError(
@@ -109,7 +119,7 @@ def check_pattern(pattern: str | None, num_layers: int, mamba: MambaConfig | Non
                 f"layer_pattern={'M' * num_layers!r}"
             )
         return
-    unknown = sorted(set(pattern) - set(LETTERS))
+    unknown = sorted(set(pattern) - {*LETTERS, *own})
     if unknown:
         known = "; ".join(f"{letter!r} is {what}" for letter, what in LETTERS.items())
         raise ValueError(f"layer_pattern {pattern!r} has {unknown}, which mean nothing: {known}")

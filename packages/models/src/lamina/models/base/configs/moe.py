@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
+
+from lamina.models.base.configs.checks import require_at_least, require_one_of
 
 __all__ = ["Dispatcher", "Drop", "ExpertsPath", "MoEConfig", "Scores"]
 
@@ -91,23 +93,19 @@ class MoEConfig:
     experts: ExpertsPath = "auto"
 
     def __post_init__(self) -> None:
-        _one_of("scores", self.scores, get_args(Scores))
-        _one_of("drop", self.drop, get_args(Drop))
-        _one_of("dispatcher", self.dispatcher, get_args(Dispatcher))
-        _one_of("experts", self.experts, get_args(ExpertsPath))
+        require_one_of("scores", self.scores, get_args(Scores))
+        require_one_of("drop", self.drop, get_args(Drop))
+        require_one_of("dispatcher", self.dispatcher, get_args(Dispatcher))
+        require_one_of("experts", self.experts, get_args(ExpertsPath))
         self._check_sizes()
         self._check_groups()
         self._check_capacity()
 
     def _check_sizes(self) -> None:
-        for name in ("num_experts", "top_k", "every", "num_groups", "groups_kept", "group_best"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}: it must be at least 1")
-        for name in ("ffn_size", "shared_ffn_size"):
-            if getattr(self, name) is not None and getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}: it must be at least 1, or None")
-        if self.first_dense < 0:
-            raise ValueError(f"first_dense is {self.first_dense}: it must be at least 0")
+        counts = ("num_experts", "top_k", "every", "num_groups", "groups_kept", "group_best")
+        require_at_least(1, self, *counts)
+        require_at_least(1, self, "ffn_size", "shared_ffn_size", optional=True)
+        require_at_least(0, self, "first_dense")
         if self.top_k > self.num_experts:
             raise ValueError(
                 f"top_k {self.top_k} is above num_experts {self.num_experts}: a token goes to an "
@@ -120,11 +118,8 @@ class MoEConfig:
             )
         if not 0.0 <= self.jitter < 1.0:
             raise ValueError(f"jitter is {self.jitter}: it must be in [0, 1)")
-        for name in ("switch_loss", "sequence_loss", "global_loss", "z_loss"):
-            if getattr(self, name) < 0.0:
-                raise ValueError(f"{name} is {getattr(self, name)}: it must be at least 0")
-        if self.bias_rate is not None and self.bias_rate < 0.0:
-            raise ValueError(f"bias_rate is {self.bias_rate}: it must be at least 0, or None")
+        require_at_least(0, self, "switch_loss", "sequence_loss", "global_loss", "z_loss")
+        require_at_least(0, self, "bias_rate", optional=True)
 
     def _check_groups(self) -> None:
         if self.num_experts % self.num_groups:
@@ -173,8 +168,3 @@ class MoEConfig:
         """Whether there is any auxiliary loss."""
         losses = (self.switch_loss, self.sequence_loss, self.global_loss, self.z_loss)
         return any(value > 0.0 for value in losses)
-
-
-def _one_of(what: str, value: Any, choices: tuple[Any, ...]) -> None:
-    if value not in choices:
-        raise ValueError(f"{what} is {value!r}: it must be one of {', '.join(map(repr, choices))}")

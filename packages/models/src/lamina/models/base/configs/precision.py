@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
+
+from lamina.models.base.configs.checks import require_at_least, require_one_of
 
 __all__ = ["Amax", "Backend", "Precision", "Scaling"]
 
@@ -61,19 +63,17 @@ class Precision:
 
     def __post_init__(self) -> None:
         for name, kinds in (("backend", Backend), ("scaling", Scaling), ("amax", Amax)):
-            _one_of(name, getattr(self, name), get_args(kinds))
-        _one_of(f"scaling of backend {self.backend!r}", self.scaling, _SCALINGS[self.backend])
+            require_one_of(name, getattr(self, name), get_args(kinds))
+        scalings = _SCALINGS[self.backend]
+        require_one_of(f"scaling of backend {self.backend!r}", self.scaling, scalings)
         if self.amax == "delayed" and self.scaling != "tensorwise":
             raise ValueError(
                 f"amax='delayed' with scaling={self.scaling!r}: a history remembers one number per "
                 "tensor, and rows are other tokens each time; use scaling='tensorwise' or "
                 "amax='current'"
             )
-        if self.history < 1:
-            raise ValueError(f"history is {self.history}: it must be at least 1")
-        for name in ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} is {getattr(self, name)}: it must be at least 0")
+        require_at_least(1, self, "history")
+        require_at_least(0, self, "num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16")
         if self.quantized_weights and self.backend != "transformer_engine":
             raise ValueError(
                 f"quantized_weights=True with backend={self.backend!r}: only Transformer Engine "
@@ -113,8 +113,3 @@ class Precision:
 
 def _said(precision: Precision, names: list[str]) -> str:
     return ", ".join(f"{name}={getattr(precision, name)!r}" for name in names)
-
-
-def _one_of(what: str, value: Any, choices: tuple[Any, ...]) -> None:
-    if value not in choices:
-        raise ValueError(f"{what} is {value!r}: it must be one of {', '.join(map(repr, choices))}")

@@ -7,7 +7,8 @@ from dataclasses import replace
 from difflib import get_close_matches
 from typing import Any
 
-from lamina.models.base.config import LatentAttention, RopeScaling, TransformerConfig
+from lamina.models.attention.latent_attention import LatentAttention
+from lamina.models.base.config import RopeScaling, TransformerConfig, yarn_magnitude
 from lamina.models.base.configs.moe import MoEConfig
 
 __all__ = ["preset", "preset_names"]
@@ -107,7 +108,7 @@ def _deepseek_v3() -> TransformerConfig:
         rope_scaling=RopeScaling(
             kind="yarn", factor=factor, original_length=4096, attention_factor=1.0
         ),
-        attention_scale=(0.1 * math.log(factor) + 1.0) ** 2 / math.sqrt(192),
+        attention_scale=yarn_magnitude(factor) ** 2 / math.sqrt(192),
         mla=LatentAttention(kv_lora_rank=512, q_lora_rank=1536),
         moe=MoEConfig(
             num_experts=256,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from lamina.models.attention.attention import variant_of
 from lamina.models.base.config import TransformerConfig
 
 __all__ = ["matrix_parameters", "training_flops_per_token"]
@@ -12,7 +13,8 @@ def matrix_parameters(config: TransformerConfig) -> int:
 
     Of experts, those that it goes to.
     """
-    attention, products = _attention_parameters(config), 3 if config.activation == "swiglu" else 2
+    attention = variant_of(config).parameters(config)
+    products = 3 if config.activation == "swiglu" else 2
     mlp = products * config.hidden_size * config.ffn_width
     instead = 0
     if config.moe is not None:
@@ -29,26 +31,9 @@ def matrix_parameters(config: TransformerConfig) -> int:
         mamba = config.hidden_size * (3 * inner + 2 * shared + heads)
         mamba += config.mamba.conv_kernel * (inner + 2 * shared)
     per_letter = {"T": attention + mlp, "*": attention, "-": mlp, "E": mlp, "M": mamba}
+    per_letter |= {kind.letter: kind.parameters(config) for kind in config.layer_kinds}
     blocks = sum(per_letter[letter] for letter in config.pattern) + instead
     return blocks + config.padded_vocab_size * config.hidden_size
-
-
-def _attention_parameters(config: TransformerConfig) -> int:
-    hidden, heads = config.hidden_size, config.num_heads
-    if config.mla is None:
-        width = config.head_width
-        attention = hidden * width * (2 * heads + 2 * config.kv_heads)
-    else:
-        sizes = config.mla
-        query = heads * config.head_width
-        if sizes.q_lora_rank is None:
-            attention = hidden * query
-        else:
-            attention = sizes.q_lora_rank * (hidden + query)
-        attention += hidden * (sizes.kv_lora_rank + sizes.qk_rope_head_dim)
-        attention += sizes.kv_lora_rank * heads * (sizes.qk_nope_head_dim + sizes.v_head_dim)
-        attention += heads * sizes.v_head_dim * hidden
-    return attention
 
 
 def training_flops_per_token(config: TransformerConfig, sequence: int) -> float:
@@ -64,7 +49,7 @@ def training_flops_per_token(config: TransformerConfig, sequence: int) -> float:
     window = min(config.sliding_window or sequence, sequence)
     # The first `window` tokens see 1, 2, ..., the others `window` each.
     pairs = (window * (window + 1) / 2 + (sequence - window) * window) / sequence
-    per_pair = config.num_heads * (config.head_width + config.value_width)
+    per_pair = variant_of(config).products_per_pair(config)
     layers = sum(config.pattern.count(letter) for letter in "T*")
     mixing = layers * pairs * per_pair
     if config.mamba is not None:
@@ -72,4 +57,6 @@ def training_flops_per_token(config: TransformerConfig, sequence: int) -> float:
         state = config.mamba.head_dim * config.mamba.state_size
         per_token = 2 * state * config.mamba.heads(config.hidden_size)
         mixing += config.pattern.count("M") * per_token
+    for kind in config.layer_kinds:
+        mixing += config.pattern.count(kind.letter) * kind.products_per_token(config, sequence)
     return 6.0 * (matrix_parameters(config) + mixing)

@@ -1,0 +1,37 @@
+"""Checks that the settings dataclasses share: each names the field, its value and the limit."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+__all__ = ["require_at_least", "require_divides", "require_one_of", "require_positive"]
+
+
+def require_one_of(what: str, value: Any, choices: Sequence[Any]) -> None:
+    """Raise ValueError unless `value` is one of `choices`."""
+    if value not in choices:
+        raise ValueError(f"{what} is {value!r}: it must be one of {', '.join(map(repr, choices))}")
+
+
+def require_at_least(least: int, settings: object, *names: str, optional: bool = False) -> None:
+    """Raise ValueError for a field of `settings` below `least`; an optional field may be None."""
+    for name in names:
+        value = getattr(settings, name)
+        if not (optional and value is None) and value < least:
+            or_none = ", or None" if optional else ""
+            raise ValueError(f"{name} is {value}: it must be at least {least}{or_none}")
+
+
+def require_positive(settings: object, *names: str) -> None:
+    """Raise ValueError for a field of `settings` that is zero, negative or NaN."""
+    for name in names:
+        if not getattr(settings, name) > 0.0:
+            raise ValueError(f"{name} is {getattr(settings, name)}: it must be positive")
+
+
+def require_divides(what: str, total: int, by_what: str, by: int, remedy: str) -> None:
+    """Raise ValueError with the arithmetic unless `by` divides `total`."""
+    if by < 1 or total % by:
+        remainder = f" (remainder {total % by})" if by >= 1 else ""
+        raise ValueError(f"{what} {total} is not divisible by {by_what} {by}{remainder}: {remedy}")

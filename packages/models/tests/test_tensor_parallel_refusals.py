@@ -30,7 +30,7 @@ def test_ids_of_no_rank_are_refused_or_show(monkeypatch):
                 model(**strange)
             # A GPU does not look.
             with monkeypatch.context() as patch:
-                for module in ("gpt", "loss", "embedding"):
+                for module in ("decoder.gpt", "layers.loss", "layers.embedding"):
                     patch.setattr(f"lamina.models.{module}.check_ids", lambda *_: None)
                 assert model(**strange).isnan()
 

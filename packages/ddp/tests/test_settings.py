@@ -15,7 +15,7 @@ from lamina.ddp import (
     NonFiniteGradientError,
     clip_grad_norm,
 )
-from lamina.ddp.engine import collect_parameters, registration_refusal
+from lamina.ddp.engine import collect_parameters, registration_refusal, resolve_strategy
 from lamina.ddp.wrapper.wrapper import plan_buckets
 from lamina.mesh import ParallelLayout
 from lamina_testing.toys import OddNet
@@ -91,9 +91,10 @@ def test_settings_that_contradict_each_other_are_refused():
 
 def test_strategies_have_numbers_and_names():
     settings = {"use_distributed_optimizer": True}
-    assert DistributedDataParallelConfig().strategy == 0
-    assert DistributedDataParallelConfig(**settings).strategy == 1
-    assert DistributedDataParallelConfig(zero_dp_strategy="optim_grads", **settings).strategy == 2
+    assert DistributedDataParallelConfig().strategy == resolve_strategy("no_shard")
+    assert DistributedDataParallelConfig(**settings).strategy == resolve_strategy(1)
+    named = DistributedDataParallelConfig(zero_dp_strategy="optim_grads", **settings)
+    assert named.strategy == resolve_strategy(2)
 
 
 @pytest.mark.ranks(1)

@@ -57,7 +57,7 @@ class FlatBuffer:
         self.communicator = communicator
         self._cut = Cut(
             tuple(axis.size for axis in self.axes),
-            tuple(isinstance(one, Shard) for one in self.placement),
+            tuple(one.cuts for one in self.placement),
         )
         if layout.num_shards % self._cut.pieces:
             raise ValueError(
@@ -123,6 +123,11 @@ class FlatBuffer:
         return self._range
 
     @property
+    def cuts(self) -> tuple[bool, ...]:
+        """For each axis, outer first, whether it cuts the buffer."""
+        return self._cut.sharded
+
+    @property
     def is_whole(self) -> bool:
         """Whether this rank holds every element of the layout."""
         return self._range == (0, self.layout.size)
@@ -136,7 +141,7 @@ class FlatBuffer:
         chosen = as_placements(placement)
         if len(chosen) != len(self.axes):
             raise ValueError(f"{len(chosen)} placements for {len(self.axes)} axes")
-        cut = Cut(self._cut.sizes, tuple(isinstance(one, Shard) for one in chosen))
+        cut = Cut(self._cut.sizes, tuple(one.cuts for one in chosen))
         return cut.range(self.layout.size, self._coordinate)
 
     def piece(self, placement: Placement | Sequence[Placement]) -> torch.Tensor:

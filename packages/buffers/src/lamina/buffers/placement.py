@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from itertools import product
+from typing import ClassVar
 
 __all__ = ["Cut", "Partial", "Placement", "Placements", "Replicate", "Shard", "as_placements"]
 
@@ -12,6 +13,9 @@ __all__ = ["Cut", "Partial", "Placement", "Placements", "Replicate", "Shard", "a
 @dataclass(frozen=True)
 class Placement:
     """Base of `Replicate`, `Shard` and `Partial`: one buffer's placement along one axis."""
+
+    cuts: ClassVar[bool] = False
+    """Whether each rank of the axis holds a piece of the buffer only."""
 
 
 @dataclass(frozen=True)
@@ -22,6 +26,8 @@ class Replicate(Placement):
 @dataclass(frozen=True)
 class Shard(Placement):
     """Every rank of the axis holds its own piece; pieces are equal in size."""
+
+    cuts: ClassVar[bool] = True
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from lamina.buffers import FlatBuffer, Partial, Shard
+from lamina.buffers import FlatBuffer, Partial
 from lamina.collectives.call.handles import Handle, ReduceHandle
 from lamina.collectives.move.all_gather import all_gather_into
 from lamina.collectives.reduction.native import all_reduce_native, reduce_scatter_native
@@ -46,8 +46,7 @@ def gather(
             its axis, or the destination doesn't fit.
     """
     groups = [group] if group is None or not isinstance(group, Sequence) else list(group)
-    pairs = zip(buffer.axes, buffer.placement, strict=True)
-    axes = [axis for axis, placement in pairs if isinstance(placement, Shard)]
+    axes = [axis for axis, cut in zip(buffer.axes, buffer.cuts, strict=True) if cut]
     if len(axes) != len(groups):
         raise ValueError(
             f"gather: the buffer is sharded along {len(axes)} axes {[axis.name for axis in axes]}, "

@@ -34,8 +34,9 @@ def follow_user(group: ParameterGroup) -> None:
     if all(main.grad is None for main in mains):
         gradients.discard()
         return
+    stepped = group.gradients_to_step
     for index, main in enumerate(mains):
-        span = gradients.main.span_view(index)
+        span = stepped.span_view(index)
         if main.grad is None:
             if gradients.kept_apart and gradients.state is GradientState.PARTIAL:
                 raise RuntimeError(_unfinished(group.refs[index].name))
@@ -56,8 +57,9 @@ def _follow_zeroing(group: ParameterGroup) -> None:
 
     The place held negative zeros (or gradients): what is not `zero_()` leaves something of them.
     """
+    stepped = group.gradients_to_step
     for index, ref in enumerate(group.refs):
-        span = group.trained.main.span_view(index)
+        span = stepped.span_view(index)
         if bool(span.ne(0).logical_or_(span.signbit()).any()):
             raise RuntimeError(_unfinished(ref.name))
     zero_gradients(group)
@@ -89,8 +91,8 @@ def holds_zeros(group: ParameterGroup) -> bool:
     gradients = group.trained
     if gradients.kept_apart or not gradients.main.has_memory:
         return False
-    places = range(len(group.refs))
-    return not any(bool(gradients.main.span_view(index).any()) for index in places)
+    stepped = group.gradients_to_step
+    return not any(bool(stepped.span_view(index).any()) for index in range(len(group.refs)))
 
 
 def _unfinished(name: str) -> str:

@@ -35,6 +35,9 @@ class GroupGradients:
         rank_sum: sums over ranks into the buffer of main grads.
         dtypes: dtypes of the group.
         cadence: when `reduce` is called; decides in which dtype a rank accumulates.
+        all_stepped: whether this rank's optimizer reads all of its main grads. If not, main grads
+            are whole and the optimizer is cut: then local gradients have storage of their own,
+            since who zeroes what the optimizer reads would leave some of them.
     """
 
     def __init__(
@@ -43,6 +46,8 @@ class GroupGradients:
         rank_sum: RankSum,
         dtypes: GroupDtypes,
         cadence: Cadence,
+        *,
+        all_stepped: bool = True,
     ) -> None:
         self.layout = layout
         self.main: FlatBuffer = rank_sum.main
@@ -62,6 +67,8 @@ class GroupGradients:
         """Whether the backward at hand is the step's last one, as far as the reducer knows."""
         self.when_final: Callable[[torch.Tensor], None] | None = None
         """Called with main grads (flat) that a step's last reduction has made, to change them."""
+        self.accumulates_in_main = rank_sum.main.is_whole and all_stepped
+        """Whether local gradients may lie where main grads do."""
         self._cadence = cadence
         self._held = False  # when the backward at hand began
         self._layers_write = False  # some layer has asked for its gradient's place
@@ -279,8 +286,7 @@ class GroupGradients:
         """Make the local buffer. Where main grads are whole and empty, it is their storage."""
         dtype = dtype or self._sum_dtype
         aliases = (
-            not self._sum.inner_sharded
-            and not self._sum.outer_sharded
+            self.accumulates_in_main
             and dtype == self.main.dtype
             and self._sum.device == self.main.device
             and self.state is GradientState.EMPTY

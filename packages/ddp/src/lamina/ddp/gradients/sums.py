@@ -13,7 +13,7 @@ from enum import Enum, auto
 
 import torch
 
-from lamina.buffers import FlatBuffer, Shard
+from lamina.buffers import FlatBuffer
 from lamina.collectives import Handle, ReduceHandle, all_gather_into
 from lamina.ddp.gradients.scratch import TransientBuffers
 from lamina.ddp.parameters.axes import DataParallelAxes
@@ -91,8 +91,7 @@ class RankSum(ABC):
         """Of the newest final reduction, where it came for free."""
         self.finds_squares = False
         """Whether reductions look for them: a little time, for who clips by the norm."""
-        self.outer_sharded = isinstance(main.placement[0], Shard)
-        self.inner_sharded = isinstance(main.placement[1], Shard)
+        self.outer_sharded, self.inner_sharded = main.cuts
 
     @property
     def device(self) -> torch.device:

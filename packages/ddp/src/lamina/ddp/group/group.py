@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from lamina.buffers import BufferLayout, FlatBuffer, Granularity, Replicate, Shard, ShardedTensor
+from lamina.buffers import BufferLayout, FlatBuffer, Granularity, Replicate, ShardedTensor
 from lamina.buffers.engine import Placement
 from lamina.collectives.engine import SpanGroups, broadcast
 from lamina.ddp.gradients.group_gradients import GroupGradients
@@ -202,11 +202,25 @@ class ParameterGroup:
         offset = self.layout.offset(index) - begin
         return (offset + first, offset + last) if last > first else (0, 0)
 
-    def gradients_of_rest(self) -> torch.Tensor:
-        """Flat main grads of the elements that `rest` holds. Raises ValueError if frozen."""
-        begin, end = self.rest.range
-        main = self.trained.main
-        return main.data[begin - main.range[0] : end - main.range[0]]
+    @property
+    def gradients_to_step(self) -> FlatBuffer:
+        """Main grads of the elements that `rest` holds: what the optimizer reads.
+
+        Where main grads are whole and main weights cut, every rank has reduced gradients that
+        other ranks' optimizers read. Users see and write their own rank's only, so norms and
+        inspection read these. Raises ValueError if the group is frozen.
+        """
+        main, placement = self.trained.main, self.rest.placement
+        if main.placement == placement:
+            return main
+        return FlatBuffer(
+            self.layout,
+            placement,
+            main.dtype,
+            main.device,
+            main.axes,
+            storage=main.piece(placement),
+        )
 
     def member_of(self, flat: torch.Tensor, index: int) -> torch.Tensor:
         """One parameter's part of a flat tensor laid out like `rest`, typed like its parameter."""
@@ -215,13 +229,8 @@ class ParameterGroup:
         if not self._cuts_rest:
             return flat[start:stop].view(spec.shape)
         first, _ = self.layout.within(index, *self.rest.range)
-        axes = [
-            axis
-            for placement, axis in zip(
-                self.rest.placement, (self.axes.outer, self.axes.inner), strict=True
-            )
-            if isinstance(placement, Shard)
-        ]
+        both = (self.axes.outer, self.axes.inner)
+        axes = [axis for cut, axis in zip(self.rest.cuts, both, strict=True) if cut]
         return ShardedTensor(
             flat[start:stop],
             spec.shape,
@@ -233,7 +242,8 @@ class ParameterGroup:
     def gradient_of(self, index: int) -> torch.Tensor:
         """Main grads of one parameter, typed like its main parameter (one object for good)."""
         if index not in self._gradient_views:
-            self._gradient_views[index] = self.member_of(self.gradients_of_rest(), index)
+            flat = self.gradients_to_step.data
+            self._gradient_views[index] = self.member_of(flat, index)
         return self._gradient_views[index]
 
     def discard_gradients(self) -> None:
@@ -294,7 +304,7 @@ class ParameterGroup:
 
     @property
     def _cuts_rest(self) -> bool:
-        return any(isinstance(placement, Shard) for placement in self.rest.placement)
+        return any(self.rest.cuts)
 
     # -- construction -------------------------------------------------------------------------
 
@@ -322,7 +332,13 @@ class ParameterGroup:
         lazy = self.settings.release_gradients
         main = self._buffer(self._grads_at, self.dtypes.grads, lazy=lazy)
         rank_sum = self.settings.reduction.make(main, self.axes, self.settings.scale, transient)
-        return GroupGradients(self.layout, rank_sum, self.dtypes, self.settings.cadence)
+        return GroupGradients(
+            self.layout,
+            rank_sum,
+            self.dtypes,
+            self.settings.cadence,
+            all_stepped=main.placement == self.rest.placement,
+        )
 
     def _buffer(
         self,

@@ -12,7 +12,7 @@ from enum import Enum, auto
 
 import torch
 
-from lamina.buffers import FlatBuffer, Shard
+from lamina.buffers import FlatBuffer
 from lamina.collectives import Handle, all_gather_into
 from lamina.ddp.parameters.axes import DataParallelAxes
 
@@ -113,8 +113,7 @@ class Weights(ABC):
     def _spreads(self) -> bool:
         """Main weights are cut along an axis along which `local` is not."""
         return self._main is not None and any(
-            isinstance(main, Shard) and not isinstance(local, Shard)
-            for main, local in zip(self._main.placement, self.local.placement, strict=True)
+            main and not local for main, local in zip(self._main.cuts, self.local.cuts, strict=True)
         )
 
     def _install(self) -> None:
@@ -126,12 +125,13 @@ class Weights(ABC):
             start, stop = self._within_local(main.range)
             with torch.no_grad():
                 self.local.data[start:stop].copy_(main.data)
-        outer_main, inner_main = main.placement
-        if isinstance(outer_main, Shard) and not isinstance(self.local.placement[0], Shard):
+        outer_main, inner_main = main.cuts
+        outer_local, inner_local = self.local.cuts
+        if outer_main and not outer_local:
             # The outer axis cuts what the inner one left, so the ranks of an outer group hold
             # neighbouring pieces: one gather in place.
             region = self.local.data
-            if isinstance(inner_main, Shard) and not isinstance(self.local.placement[1], Shard):
+            if inner_main and not inner_local:
                 length = self.local.layout.size // self.axes.inner.size
                 begin = self.axes.inner.rank * length
                 region = region[begin : begin + length]
@@ -173,7 +173,7 @@ class WholeWeights(Weights):
 
     def _install(self) -> None:
         super()._install()
-        self._spread_inner = self._main is not None and isinstance(self._main.placement[1], Shard)
+        self._spread_inner = self._main is not None and self._main.cuts[1]
 
     def _gather(self) -> Handle | None:
         if not self._spread_inner:

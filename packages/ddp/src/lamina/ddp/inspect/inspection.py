@@ -8,7 +8,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import nn
 
-from lamina.buffers import FlatBuffer, Shard
+from lamina.buffers import FlatBuffer
 from lamina.collectives import all_gather_into
 from lamina.ddp.group.group import ParameterGroup
 from lamina.ddp.parameters.axes import DataParallelAxes
@@ -87,18 +87,18 @@ def full_gradients(module: nn.Module) -> dict[str, torch.Tensor]:
         return module.full_gradients()
 
     def grads(group: ParameterGroup) -> FlatBuffer | None:
-        return None if group.gradients is None else group.gradients.main
+        return None if group.gradients is None else group.gradients_to_step
 
     return _collect(groups_of(module), grads, lambda group, i: group.gradients.seen[i])  # type: ignore[union-attr]
 
 
 def whole_of(buffer: FlatBuffer, axes: DataParallelAxes) -> torch.Tensor:
     """A buffer's whole content as a new flat tensor; collective over the axes it is cut along."""
-    outer, inner = buffer.placement
+    outer, inner = buffer.cuts
     piece = buffer.data
     # The outer axis cuts what the inner one left: put the pieces together in the reverse order.
-    for placement, axis in ((outer, axes.outer), (inner, axes.inner)):
-        if isinstance(placement, Shard) and axis.size > 1:
+    for cut, axis in ((outer, axes.outer), (inner, axes.inner)):
+        if cut and axis.size > 1:
             whole = torch.empty(piece.numel() * axis.size, dtype=piece.dtype, device=piece.device)
             all_gather_into(whole, piece, axis.sibling("gather")).wait()
             piece = whole

@@ -8,7 +8,6 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import nn
 
-from lamina.buffers import Shard
 from lamina.ddp.group.group import ParameterGroup
 from lamina.ddp.inspect.inspection import InspectsItself, groups_of
 from lamina.ddp.parameters.strategy import Cadence
@@ -146,7 +145,7 @@ def _local(group: ParameterGroup) -> int:
     gradients, dtypes = group.trained, group.dtypes
     if gradients.cadence is Cadence.EVERY_MICROBATCH:
         return _inner_sums(group)
-    if not gradients.main.is_whole:
+    if not gradients.accumulates_in_main:
         return _bytes(group, group.layout.size, "grads")
     narrow = dtypes.wire.itemsize < dtypes.grads.itemsize
     return _bytes(group, group.layout.size, "wire") if narrow else 0
@@ -158,7 +157,7 @@ def _sent(group: ParameterGroup) -> int:
     wire = _bytes(group, group.layout.size, "wire")
     if gradients.cadence is Cadence.EVERY_MICROBATCH:
         return wire
-    shared = dtypes.wire == dtypes.grads or gradients.main.is_whole
+    shared = dtypes.wire == dtypes.grads or gradients.accumulates_in_main
     return (0 if shared else wire) + _inner_sums(group)
 
 
@@ -166,8 +165,8 @@ def _inner_sums(group: ParameterGroup) -> int:
     """Sums over the inner axis that the outer one adds up, in fp32."""
     if group.axes.outer.size == 1 or group.settings.reduction.cadence is not None:
         return 0
-    outer, inner = group.trained.main.placement
-    whole = isinstance(outer, Shard) and not isinstance(inner, Shard)
+    outer, inner = group.trained.main.cuts
+    whole = outer and not inner
     numel = group.layout.size // (1 if whole else group.axes.inner.size)
     return numel * torch.promote_types(group.dtypes.wire, torch.float32).itemsize
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from lamina.buffers import Shard, ShardedTensor
+from lamina.buffers import ShardedTensor
 from lamina.ddp.backward.grad_attribute import refuse_unsummed
 from lamina.ddp.backward.gradient_hooks import main_of
 from lamina.ddp.group.group import ParameterGroup
@@ -92,19 +92,18 @@ def of_groups(
         refuse_unsummed(group, "clip_grad_norm()")
         if not any(gradients.seen):
             continue
-        main = gradients.main
+        stepped = group.gradients_to_step
         axes = (group.axes.outer, group.axes.inner)
-        cut = [isinstance(placement, Shard) for placement in main.placement]
         counted = _counted_once(group.refs[0].role, mesh, ties)
         squares = group.squares
         pieces = squares.pieces if squares is not None else (False, False)
         found.append(
             Measured(
                 _parts_of(group),
-                main.data,
-                main.data,
+                stepped.data,
+                stepped.data,
                 tuple(axis for axis in axes if axis.size > 1),
-                counted and _is_first(axes, cut),
+                counted and _is_first(axes, stepped.cuts),
                 None if squares is None else squares.value,
                 counted and _is_first(axes, pieces),
             )
@@ -162,7 +161,7 @@ def _axes_that_cut(gradient: Any) -> tuple[MeshAxis, ...]:
 def _parts_of(group: ParameterGroup) -> Callable[[], Iterator[tuple[str, torch.Tensor]]]:
     def parts() -> Iterator[tuple[str, torch.Tensor]]:
         for index, ref in enumerate(group.refs):
-            yield ref.name, group.trained.main.span_view(index)
+            yield ref.name, group.gradients_to_step.span_view(index)
 
     return parts
 

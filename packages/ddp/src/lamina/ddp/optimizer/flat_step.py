@@ -244,7 +244,7 @@ class FlatStep(StandIns):
         if key not in self._parameters:
             self._parameters[key] = nn.Parameter(group.rest.data[start:stop])
         parameter = self._parameters[key]
-        parameter.grad = group.gradients_of_rest()[start:stop].to(parameter.dtype)
+        parameter.grad = group.gradients_to_step.data[start:stop].to(parameter.dtype)
         return _Run(group, indices, start, stop, parameter)
 
     # -- state --------------------------------------------------------------------------------

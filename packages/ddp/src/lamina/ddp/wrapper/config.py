@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from lamina.ddp.gradients.reduction import resolve_reduction
-from lamina.ddp.parameters.strategy import STRATEGIES, strategy_number
+from lamina.ddp.parameters.strategy import Strategy, resolve_strategy
 
 __all__ = ["DistributedDataParallelConfig"]
 
@@ -30,9 +30,10 @@ class DistributedDataParallelConfig:
             pipeline stages gather at the same time; otherwise a few are on their way at a time.
             Needs `overlap_param_gather`.
         use_distributed_optimizer: shard optimizer state and main weights (ZeRO-1).
-        zero_dp_strategy: 0, 1, 2 or a name: "no_shard", "optim", "optim_grads". 2 sums every
-            microbatch over ranks, so that no rank keeps a whole gradient from one to the next. None
-            is 1 with `use_distributed_optimizer` and 0 without; a value must agree with it.
+        zero_dp_strategy: 0, 1, 2 or a name: "no_shard", "optim", "optim_grads"; or a `Strategy`
+            that keeps model weights whole. 2 sums every microbatch over ranks, so that no rank
+            keeps a whole gradient from one to the next. None is 1 with
+            `use_distributed_optimizer` and 0 without; a value must agree with it.
         num_distributed_optimizer_instances: copies of the sharded optimizer (HSDP): the size that
             the mesh's `dp_replicate` must have. None takes the mesh's.
         check_for_nan_in_grad: refuse non-finite gradients before they are sent, naming parameter
@@ -68,7 +69,7 @@ class DistributedDataParallelConfig:
     overlap_param_gather: bool = False
     align_param_gather: bool = False
     use_distributed_optimizer: bool = False
-    zero_dp_strategy: int | str | None = None
+    zero_dp_strategy: int | str | Strategy | None = None
     num_distributed_optimizer_instances: int | None = None
     check_for_nan_in_grad: bool = False
     check_for_large_grads: float | None = None
@@ -104,26 +105,27 @@ class DistributedDataParallelConfig:
         self._check_reduction()
 
     @property
-    def strategy(self) -> int:
-        """The ZeRO strategy: 0, 1 or 2."""
+    def strategy(self) -> Strategy:
+        """Where the three states live along each axis, and when gradients are summed."""
         if self.zero_dp_strategy is None:
-            return 1 if self.use_distributed_optimizer else 0
-        return strategy_number(self.zero_dp_strategy)
+            return resolve_strategy(1 if self.use_distributed_optimizer else 0)
+        return resolve_strategy(self.zero_dp_strategy)
 
     def _check_strategy(self) -> None:
-        if self.strategy > 2:
+        strategy = self.strategy
+        if strategy.gathers:
             raise ValueError(
                 f"zero_dp_strategy={self.zero_dp_strategy!r} cuts weights: use "
                 "lamina.fsdp.fully_shard; DistributedDataParallel keeps them whole (0, 1, 2)"
             )
-        if (self.strategy > 0) is not self.use_distributed_optimizer:
+        if strategy.shards_optimizer is not self.use_distributed_optimizer:
             raise ValueError(
-                f"zero_dp_strategy={self.zero_dp_strategy!r} ({STRATEGIES[self.strategy]}) "
-                f"contradicts use_distributed_optimizer={self.use_distributed_optimizer}: 0 keeps "
-                "the optimizer whole, 1 and 2 shard it"
+                f"zero_dp_strategy={self.zero_dp_strategy!r} contradicts "
+                f"use_distributed_optimizer={self.use_distributed_optimizer}, which says whether "
+                "optimizer state is sharded: 0 keeps it whole, 1 and 2 shard it"
             )
         instances = self.num_distributed_optimizer_instances
-        if instances is not None and instances > 1 and self.strategy == 0:
+        if instances is not None and instances > 1 and not strategy.shards_optimizer:
             raise ValueError(
                 f"num_distributed_optimizer_instances={instances} has no sharded optimizer to "
                 "make copies of without use_distributed_optimizer=True: leave it out"

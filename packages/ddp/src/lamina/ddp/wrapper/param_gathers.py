@@ -18,7 +18,6 @@ import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 
-from lamina.buffers import Replicate
 from lamina.collectives import RegistrationError, register_pool
 from lamina.collectives.engine import RegisteredPool, broadcast, registration_problem
 from lamina.ddp.group.group import ParameterGroup
@@ -158,8 +157,8 @@ def adopt_model_weights(group: ParameterGroup, indices: Iterable[int] | None = N
         return
     main.copy_(torch.where(main.to(model.dtype) == model, main, model.to(main.dtype)))
     axes = (group.axes.outer, group.axes.inner)
-    for placement, axis in zip(group.main.placement, axes, strict=True):
-        if isinstance(placement, Replicate):
+    for cut, axis in zip(group.main.cuts, axes, strict=True):
+        if not cut:
             broadcast(main, axis.sibling("gather"), src=0).wait()
 
 

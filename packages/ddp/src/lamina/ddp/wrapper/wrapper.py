@@ -33,7 +33,6 @@ from lamina.ddp.parameters.parameters import (
     collect_parameters,
     group_parameters,
 )
-from lamina.ddp.parameters.strategy import resolve_strategy
 from lamina.ddp.parameters.tensor_trees import tensors_in
 from lamina.ddp.wrapper.config import DistributedDataParallelConfig
 from lamina.ddp.wrapper.contract import DataParallel
@@ -292,7 +291,7 @@ def _starting(begin: weakref.WeakMethod[Callable[[], None]]) -> Callable[[Any], 
 
 def _settings(config: DistributedDataParallelConfig, dense: DataParallelAxes) -> GroupSettings:
     return GroupSettings(
-        resolve_strategy(config.strategy),
+        config.strategy,
         granularity=Granularity.tensor() if config.keep_tensors_whole else None,
         scale=None if config.calculate_per_token_loss else 1.0 / dense.divisor,
         shard_multiple=1 << 16 if config.pad_buckets_for_high_nccl_busbw else 1,
@@ -336,6 +335,13 @@ def _axes(
             expert = data_parallel_axes(mesh, "expert_dp", "dp_replicate", dense.size)
     else:
         dense = _axes_of_device_mesh(mesh)
+        outer_cut = config.strategy.placements.optimizer_state[0].cuts
+        if outer_cut and "dp_replicate" not in (mesh.mesh_dim_names or ()):
+            raise ValueError(
+                "the outer placement of zero_dp_strategy is about the ranks along 'dp_replicate', "
+                f"and the mesh has dimensions {mesh.mesh_dim_names}: name one so, or cut nothing "
+                "along it"
+            )
     instances = config.num_distributed_optimizer_instances
     if instances is not None and dense.outer.size != instances:
         raise ValueError(

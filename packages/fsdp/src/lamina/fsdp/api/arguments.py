@@ -10,7 +10,6 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from lamina.buffers import Shard
 from lamina.ddp import Strategy
 from lamina.ddp.engine import (
     DataParallelAxes,
@@ -88,7 +87,7 @@ class Arguments:
         _check_order(given["check_order"], strategy)
         axes = [dense] if expert is None else [dense, expert]
         gathering = [one.inner.sibling("gather") for one in axes]
-        self.buffers.check(gathering, device, gathers=_gathers(strategy))
+        self.buffers.check(gathering, device, gathers=strategy.gathers)
         if given["keep_fp8_transpose_cache"]:
             self._transposing = _with_transposes(self.module)
         return ShardingSettings(
@@ -146,7 +145,7 @@ class Arguments:
         self, dense: DataParallelAxes, strategy: Strategy
     ) -> tuple[torch.device, Offload | None]:
         """Where the model computes, and whether shards are kept on the host."""
-        mesh, gathers = self.given["device_mesh"], _gathers(strategy)
+        mesh, gathers = self.given["device_mesh"], strategy.gathers
         asked = self.given["device"]
         device = computing_device(self.module, mesh, asked)
         policy = self.given["offload_policy"]
@@ -174,22 +173,22 @@ def _those_of(kind: type[T], given: Mapping[str, Any]) -> T:
     return kind(**{field.name: given[field.name] for field in fields(kind)})  # type: ignore[arg-type]
 
 
-def _gathers(strategy: Strategy) -> bool:
-    return any(isinstance(one, Shard) for one in strategy.placements.model_weights)
-
-
 def _check_outer(given: Mapping[str, Any]) -> None:
     outer = given["outer_dp_sharding_strategy"]
+    strategy = resolve_strategy(given["zero_dp_strategy"], outer)
     has_axis = given["dp_outer_dim"] is not None or isinstance(given["device_mesh"], ParallelMesh)
-    if resolve_strategy(0, outer) != resolve_strategy(0, 0) and not has_axis:
+    if strategy.placements.optimizer_state[0].cuts and not has_axis:
+        what = f"outer_dp_sharding_strategy={outer!r}"
+        if isinstance(given["zero_dp_strategy"], Strategy):
+            what = "the outer placement of zero_dp_strategy"
         raise ValueError(
-            f"outer_dp_sharding_strategy={outer!r} is about the ranks along dp_outer_dim, which is "
-            "not given: name the mesh's outer dimension, or leave the strategy 0"
+            f"{what} is about the ranks along dp_outer_dim, which is not given: name the mesh's "
+            "outer dimension, or cut nothing along it"
         )
 
 
 def _check_order(asked: bool, strategy: Strategy) -> None:
-    if asked and not _gathers(strategy):
+    if asked and not strategy.gathers:
         raise ValueError(
             "check_order=True is about gathers that need all ranks, and this strategy keeps "
             "weights whole: use zero_dp_strategy=3, or leave it out"
@@ -197,7 +196,7 @@ def _check_order(asked: bool, strategy: Strategy) -> None:
 
 
 def _check_resharding(asked: bool | None, strategy: Strategy) -> None:
-    if asked is None or (isinstance(asked, bool) and _gathers(strategy)):
+    if asked is None or (isinstance(asked, bool) and strategy.gathers):
         return
     if isinstance(asked, bool):
         raise ValueError(
@@ -213,7 +212,7 @@ def _check_resharding(asked: bool | None, strategy: Strategy) -> None:
 def _check_codec(policy: MixedPrecisionPolicy, strategy: Strategy, offload: Offload | None) -> None:
     if policy.weight_codec is None:
         return
-    if not _gathers(strategy):
+    if not strategy.gathers:
         raise ValueError(
             "weight_codec encodes weights that are gathered, and this strategy keeps them whole: "
             "use zero_dp_strategy=3"

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import nn
 
-from lamina.buffers import BufferLayout, FlatBuffer, Shard, StoragePool
+from lamina.buffers import BufferLayout, FlatBuffer, StoragePool
 from lamina.ddp import Strategy
 from lamina.ddp.engine import (
     ORDERED,
@@ -145,7 +145,7 @@ def shard_model(module: nn.Module, settings: ShardingSettings) -> ShardedModule:
     units = [make_unit(plan, settings, transient, pool) for plan in plans]
     cast_buffers(module.named_modules(), settings.precision)
     trained = [group for unit in units for group in unit.groups if group.requires_grad]
-    gathers = any(isinstance(p, Shard) for p in settings.strategy.placements.model_weights)
+    gathers = settings.strategy.gathers
     reducer = GradientReducer(
         trained[::-1],
         settings.reduction.cadence or settings.strategy.cadence,
@@ -261,7 +261,7 @@ def updated_apart(refs: Iterable[ParameterRef], settings: ShardingSettings) -> d
         dtypes = settings.precision.dtypes(ref.parameter.dtype, keep=_kept(ref, settings.precision))
         trained = ref.parameter.requires_grad  # frozen ones have no other main weights
         updated = placements.optimizer_state if trained else placements.model_weights
-        cut = any(isinstance(one, Shard) for one in axes.effective(updated))
+        cut = any(one.cuts for one in axes.effective(updated))
         encoded = _encoded(ref, settings.precision) or settings.offload is not None
         if cut or encoded or (trained and dtypes.main != dtypes.weights):
             found[id(ref.parameter)] = ref.name
@@ -348,7 +348,7 @@ def _weights_factory(
             return OffloadedWeights(local, axes, pool, name)
         if codec is not None:
             return EncodedWeights(local, axes, pool, name, codec)
-        if any(isinstance(placement, Shard) for placement in local.placement):
+        if any(local.cuts):
             return ShardedWeights(local, axes, pool, name)
         return WholeWeights(local, axes)
 

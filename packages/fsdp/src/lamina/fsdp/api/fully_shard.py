@@ -13,6 +13,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy as TorchPolicy
 from torch.distributed.fsdp import OffloadPolicy
 from torch.optim import Optimizer
 
+from lamina.ddp import Strategy
 from lamina.ddp.engine import FlatStep, point_optimizer_at, show_decoupled, warn_of_unfinished_steps
 from lamina.fsdp.api.arguments import Arguments, refuse_sharded
 from lamina.fsdp.api.build import shard_model
@@ -58,7 +59,7 @@ def fully_shard(
     dp_outer_dim: str | Sequence[str] | None = None,
     tp_dim: str | None = None,
     expt_device_mesh: ParallelMesh | DeviceMesh | None = None,
-    zero_dp_strategy: int | str = 3,
+    zero_dp_strategy: int | str | Strategy = 3,
     outer_dp_sharding_strategy: int | str = 0,
     mixed_precision_policy: MixedPrecisionPolicy | TorchPolicy | None = None,
     overlap_grad_reduce: bool = True,
@@ -119,7 +120,8 @@ def fully_shard(
         expt_device_mesh: mesh of expert parameters, under the same dimension names (or
             `expert_dp`); by default a ParallelMesh's own. Experts are not sharded along its
             dimensions `ep` and `expert_tp`, so that it may be the `device_mesh`.
-        zero_dp_strategy: 0 "no_shard", 1 "optim", 2 "optim_grads", 3 "optim_grads_params".
+        zero_dp_strategy: 0 "no_shard", 1 "optim", 2 "optim_grads", 3 "optim_grads_params", or a
+            `Strategy` (which speaks for the outer dimension as well).
         outer_dp_sharding_strategy: 0 "no_shard" (HSDP) or 1 "optim" (HFSDP), which needs an outer
             dimension.
         mixed_precision_policy: dtypes of the copies of weights and gradients, as Lamina's policy or

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy as TorchPolicy
 from torch.distributed.fsdp import OffloadPolicy
 
+from lamina.ddp import Strategy
 from lamina.fsdp.settings.precision import MixedPrecisionPolicy
 from lamina.mesh import ParallelMesh
 
@@ -27,7 +28,7 @@ class FullyShardSettings(TypedDict, total=False):
     dp_outer_dim: str | Sequence[str] | None
     tp_dim: str | None
     expt_device_mesh: ParallelMesh | DeviceMesh | None
-    zero_dp_strategy: int | str
+    zero_dp_strategy: int | str | Strategy
     outer_dp_sharding_strategy: int | str
     mixed_precision_policy: MixedPrecisionPolicy | TorchPolicy | None
     overlap_grad_reduce: bool

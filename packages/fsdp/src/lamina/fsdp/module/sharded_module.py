@@ -9,7 +9,6 @@ from typing import Any, cast
 
 from torch import nn
 
-from lamina.buffers import Replicate
 from lamina.collectives.engine import broadcast
 from lamina.ddp import Cadence, DataParallel
 from lamina.ddp.engine import MemoryBudgets, ParameterGroup
@@ -142,8 +141,8 @@ class ShardedModule(UnitMethods, StepMethods, nn.Module):
         """Take the first rank's main weights along the axes that hold copies (collective)."""
         for group in self.parameter_groups():
             axes = (group.axes.outer, group.axes.inner)
-            for placement, axis in zip(group.rest.placement, axes, strict=True):
-                if isinstance(placement, Replicate):
+            for cut, axis in zip(group.rest.cuts, axes, strict=True):
+                if not cut:
                     broadcast(group.rest.data, axis.sibling("gather"), src=0).wait()
         self.start_param_sync()
 

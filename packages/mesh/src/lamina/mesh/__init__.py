@@ -2,8 +2,7 @@
 
 from lamina.mesh.doctor import check_environment
 from lamina.mesh.errors import AxisError, LayoutError, OverlapError, RendezvousError
-from lamina.mesh.layout import ParallelLayout
-from lamina.mesh.parallel_mesh import ParallelMesh
+from lamina.mesh.parallel_mesh import ParallelLayout, ParallelMesh
 from lamina.mesh.rng import derive_seed, rng_state, rng_stream, seed_everything, set_rng_state
 from lamina.mesh.roles import Role, mark, role_of
 from lamina.mesh.runtime import HarmfulSettingWarning, Runtime, init_distributed

@@ -9,7 +9,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -17,10 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from lamina.mesh.errors import AxisError
 from lamina.mesh.groups import group_of
 
-if TYPE_CHECKING:
-    from lamina.mesh.parallel_mesh import ParallelMesh
-
-__all__ = ["MeshAxis", "axis_if_there", "check_axis_names", "mesh_axis"]
+__all__ = ["MeshAxis", "NamedAxes", "axis_if_there", "check_axis_names", "mesh_axis"]
 
 
 @dataclass(frozen=True)
@@ -68,7 +65,14 @@ class MeshAxis:
         return self
 
 
-def mesh_axis(mesh: ParallelMesh | DeviceMesh, name: str | Sequence[str]) -> MeshAxis:
+class NamedAxes(Protocol):
+    """What gives its axes by name. `ParallelMesh` does, and a torch DeviceMesh does not."""
+
+    def axis(self, name: str | Sequence[str]) -> MeshAxis:
+        """The axis `name`, or several axes, outer first, taken as one."""
+
+
+def mesh_axis(mesh: NamedAxes | DeviceMesh, name: str | Sequence[str]) -> MeshAxis:
     """The axis `name` of any mesh, or several axes taken as one.
 
     Args:
@@ -92,7 +96,7 @@ def mesh_axis(mesh: ParallelMesh | DeviceMesh, name: str | Sequence[str]) -> Mes
     return mesh.axis(name)
 
 
-def axis_if_there(mesh: ParallelMesh | DeviceMesh, name: str) -> MeshAxis | None:
+def axis_if_there(mesh: NamedAxes | DeviceMesh, name: str) -> MeshAxis | None:
     """The axis `name` of any mesh; None of a DeviceMesh without a dimension of that name.
 
     Args:

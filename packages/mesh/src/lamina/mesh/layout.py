@@ -8,14 +8,13 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING
+from typing import TypeVar
 
 from lamina.mesh.errors import LayoutError
 
-if TYPE_CHECKING:
-    from lamina.mesh.parallel_mesh import ParallelMesh
+__all__ = ["DENSE_AXES", "DERIVED_AXES", "EXPERT_AXES", "MODEL_AXES", "AxisSizes"]
 
-__all__ = ["DENSE_AXES", "DERIVED_AXES", "EXPERT_AXES", "MODEL_AXES", "ParallelLayout"]
+SizesT = TypeVar("SizesT", bound="AxisSizes")
 
 
 DENSE_AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
@@ -36,24 +35,11 @@ DERIVED_AXES: Mapping[str, tuple[str, ...]] = {
 
 
 @dataclass(frozen=True)
-class ParallelLayout:
-    """Sizes of the parallel axes. One dense axis may be -1: it takes the ranks the others leave.
-
-    Args:
-        dp_replicate: copies of the whole sharded model (HSDP's and HFSDP's outer axis).
-        dp_shard: ranks that a copy's parameters are sharded over.
-        cp: ranks that a sequence is split over (context parallelism).
-        tp: ranks that a layer's matrices are split over (tensor parallelism).
-        pp: pipeline stages.
-        ep: ranks that a layer's experts are spread over. Expert axes take their ranks from
-            dp_shard x cp x tp: `ep * expert_tp * expert_dp == dp_shard * cp * tp`.
-        expert_tp: ranks that one expert's matrices are split over.
+class AxisSizes:
+    """The integers of a `ParallelLayout`: sizes of the axes, and which rank stands where.
 
     Raises:
         LayoutError: a size is not a positive integer (or -1), or several are -1.
-
-    The order of the axes, pp outermost and tp innermost, puts the most talkative axes on the
-    nearest ranks, as in Megatron-LM (Narayanan et al. 2021, section 3).
     """
 
     dp_replicate: int = 1
@@ -101,7 +87,7 @@ class ParallelLayout:
                 f"on in the model, or use tp=1, or ep=1 with expert_tp={self.tp}."
             )
 
-    def validate(self, world_size: int) -> ParallelLayout:
+    def validate(self: SizesT, world_size: int) -> SizesT:
         """This layout with every size known, if `world_size` ranks can take it.
 
         Returns:
@@ -122,21 +108,6 @@ class ParallelLayout:
             )
         layout._check_experts()
         return layout
-
-    def build(self, device_type: str | None = None) -> ParallelMesh:
-        """The mesh of this layout over the ranks of the running job. Collective over all ranks.
-
-        Args:
-            device_type: "cpu" or "cuda"; by default "cuda" if the job runs NCCL, and there is a
-                GPU, else "cpu".
-
-        Raises:
-            LayoutError: the layout does not fit the job's world size.
-            RuntimeError: torch.distributed has not been started.
-        """
-        from lamina.mesh.parallel_mesh import ParallelMesh  # it needs this module
-
-        return ParallelMesh(self, device_type)
 
     @property
     def world_size(self) -> int:
@@ -224,7 +195,7 @@ class ParallelLayout:
             f"or all of {', '.join(EXPERT_AXES)}."
         )
 
-    def _infer(self, world_size: int) -> ParallelLayout:
+    def _infer(self: SizesT, world_size: int) -> SizesT:
         open_axis = next((name for name in DENSE_AXES if getattr(self, name) == -1), None)
         if open_axis is None:
             return self

@@ -1,8 +1,9 @@
-"""The ranks of a running job arranged by a ParallelLayout, with the process groups to talk over."""
+"""The ranks of a job arranged by a layout, with the process groups to talk over."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,12 +11,46 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from lamina.mesh.axis import MeshAxis, check_axis_names
-from lamina.mesh.describe import describe_mesh
 from lamina.mesh.errors import AxisError
 from lamina.mesh.groups import current_world, group_of
-from lamina.mesh.layout import DENSE_AXES, DERIVED_AXES, EXPERT_AXES, ParallelLayout
+from lamina.mesh.layout import DENSE_AXES, DERIVED_AXES, EXPERT_AXES, AxisSizes
 
-__all__ = ["ParallelMesh"]
+__all__ = ["ParallelLayout", "ParallelMesh"]
+
+
+@dataclass(frozen=True)
+class ParallelLayout(AxisSizes):
+    """Sizes of the parallel axes. One dense axis may be -1: it takes the ranks the others leave.
+
+    Args:
+        dp_replicate: copies of the whole sharded model (HSDP's and HFSDP's outer axis).
+        dp_shard: ranks that a copy's parameters are sharded over.
+        cp: ranks that a sequence is split over (context parallelism).
+        tp: ranks that a layer's matrices are split over (tensor parallelism).
+        pp: pipeline stages.
+        ep: ranks that a layer's experts are spread over. Expert axes take their ranks from
+            dp_shard x cp x tp: `ep * expert_tp * expert_dp == dp_shard * cp * tp`.
+        expert_tp: ranks that one expert's matrices are split over.
+
+    Raises:
+        LayoutError: a size is not a positive integer (or -1), or several are -1.
+
+    The order of the axes, pp outermost and tp innermost, puts the most talkative axes on the
+    nearest ranks, as in Megatron-LM (Narayanan et al. 2021, section 3).
+    """
+
+    def build(self, device_type: str | None = None) -> ParallelMesh:
+        """The mesh of this layout over the ranks of the running job. Collective over all ranks.
+
+        Args:
+            device_type: "cpu" or "cuda"; by default "cuda" if the job runs NCCL, and there is a
+                GPU, else "cpu".
+
+        Raises:
+            LayoutError: the layout does not fit the job's world size.
+            RuntimeError: torch.distributed has not been started.
+        """
+        return ParallelMesh(self, device_type)
 
 
 class ParallelMesh:
@@ -114,8 +149,17 @@ class ParallelMesh:
         return axis.group if axis is not None else None
 
     def describe(self, max_ranks: int = 32) -> str:
-        """A table of the axes and of who is where, `max_ranks` ranks at most."""
-        return describe_mesh(self, max_ranks)
+        """A table of the axes, and one of who is where: `max_ranks` ranks at most and this one."""
+        world = self.layout.world_size
+        return "\n".join(
+            [
+                f"{world} rank{'s'[: world > 1]} on {self.device_type}, this is rank {self.rank}",
+                "",
+                *_axis_table(self),
+                "",
+                *_rank_table(self.layout, self.rank, max_ranks),
+            ]
+        )
 
     def __repr__(self) -> str:
         sizes = zip(DENSE_AXES, self.layout.dense_shape, strict=True)
@@ -202,3 +246,41 @@ def _default_device_type() -> str:
     # names it for CUDA where there is none, too.
     asked = "nccl" in str(dist.get_backend_config())
     return "cuda" if asked and torch.cuda.is_available() else "cpu"
+
+
+def _axis_table(mesh: ParallelMesh) -> list[str]:
+    rows: list[Sequence[str]] = [("axis", "size", "step", "place of this rank")]
+    for axes, shape in (
+        (DENSE_AXES, mesh.layout.dense_shape),
+        (EXPERT_AXES[2:], mesh.layout.expert_shape[2:]),
+    ):
+        step = mesh.layout.world_size
+        if axes != DENSE_AXES:
+            step //= mesh.layout.pp * mesh.layout.dp_replicate
+        for name, size in zip(axes, shape, strict=True):
+            step //= size
+            rows.append((name, str(size), str(step), str(mesh.coordinate[name])))
+    return _aligned(rows)
+
+
+def _rank_table(layout: AxisSizes, own_rank: int, max_ranks: int) -> list[str]:
+    names = [*DENSE_AXES, *EXPERT_AXES[2:]]
+    world = layout.world_size
+    shown = sorted({*range(min(world, max(max_ranks, 0))), own_rank})
+    rows: list[Sequence[str]] = [("rank", *names)]
+    for rank in shown:
+        place = layout.coordinate_of(rank)
+        mark = "*" if rank == own_rank else ""
+        rows.append((f"{rank}{mark}", *(str(place[name]) for name in names)))
+    lines = _aligned(rows)
+    if len(shown) < world:
+        lines.append(f"... and {world - len(shown)} more ranks")
+    return lines
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return [
+        "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]

@@ -15,13 +15,12 @@ from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-if TYPE_CHECKING:
-    from lamina.mesh.parallel_mesh import ParallelMesh
+from lamina.mesh.parallel_mesh import ParallelMesh
 
 __all__ = [
     "Seeded",

@@ -16,4 +16,4 @@ if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 # `matrix` marks and `--full`; the closing line for noxfile.py. Both in tests/.
-pytest_plugins = ["lamina_matrix.plugin", "closing_line"]
+pytest_plugins = ["tasks.matrix.plugin", "closing_line"]

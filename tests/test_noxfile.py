@@ -16,8 +16,10 @@ ROOT = Path(__file__).resolve().parents[1]
 
 @pytest.fixture
 def alone(tmp_path: Path) -> Path:
-    """A directory with the file and nothing else."""
+    """A directory with the file and its tasks, and nothing else."""
     shutil.copy(ROOT / "noxfile.py", tmp_path)
+    ignored = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(ROOT / "tasks", tmp_path / "tasks", ignore=ignored)
     return tmp_path
 
 
@@ -42,16 +44,37 @@ def test_a_python_that_cannot_make_environments_is_told_what_to_install(alone):
 def test_a_python_without_ensurepip_is_helped_by_its_pip(alone):
     run = start(alone, "-l", broken=("ensurepip",))
     assert run.returncode == 0, run.stderr
-    assert "matrix(fsdp-nccl-8)" in run.stdout
+    lines = [line for line in run.stdout.splitlines() if " -> " in line]
+    told = [line.partition(" -> ")[2] for line in lines]
+    assert all(told)
+    assert len(set(told)) == len(told) < 50  # one line a task, and no sentence twice
+    for form in ("--full", "--installed fsdp", "--shard 1/4", "fsdp-nccl-8"):
+        assert sum(f"matrix -- {form}" in line for line in lines) == 1
+
+
+def imports(nodes: list[ast.stmt]) -> list[str]:
+    """Names of the modules that these statements import."""
+    names = []
+    for node in nodes:
+        if isinstance(node, ast.ImportFrom):
+            path = f"{node.module}.{node.names[0].name}"
+            names.append(path if (ROOT / f"{path.replace('.', '/')}.py").exists() else node.module)
+        elif isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+    return names
 
 
 def test_what_runs_before_nox_is_there_imports_the_standard_library_alone():
     tree = ast.parse((ROOT / "noxfile.py").read_text())
-    names = []
-    for node in tree.body:
-        if isinstance(node, ast.If):  # `if __name__ == "__main__": start()`
-            break
-        if isinstance(node, ast.Import | ast.ImportFrom):
-            names += [node.module] if isinstance(node, ast.ImportFrom) else [node.names[0].name]
-    assert names
-    assert {name.split(".")[0] for name in names} <= set(sys.stdlib_module_names)
+    starts = [isinstance(n, ast.If) and "__name__" in ast.unparse(n.test) for n in tree.body]
+    waiting = imports(tree.body[: starts.index(True)])  # up to `if __name__ == "__main__":`
+    seen = set()
+    while waiting:
+        name = waiting.pop()
+        seen.add(name)
+        if name.startswith("tasks."):
+            source = ROOT / f"{name.replace('.', '/')}.py"
+            waiting += imports(ast.parse(source.read_text()).body)
+    assert "tasks.bootstrap" in seen
+    others = {name.split(".")[0] for name in seen} - {"tasks"}
+    assert others <= set(sys.stdlib_module_names)

@@ -11,6 +11,9 @@ that can meet do meet in one of them. `--full` runs the whole product and keeps 
 run that was cut off goes on; `--shard i/n` takes one of n parts of it. `where` is a predicate over
 the parameters, by name: cases for which it is false don't exist. `limit` is the most cases that the
 cover may have.
+
+`--results FILE` adds each test's result to a file as soon as the test has ended, and leaves out the
+tests that the file says have ended without a failure: so a cell of the matrix goes on.
 """
 
 from __future__ import annotations
@@ -18,12 +21,13 @@ from __future__ import annotations
 import argparse
 import inspect
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from lamina_matrix.cover import in_shard, pairwise_cover
-from lamina_matrix.record import Product, Record, Result
+from tasks.matrix.cover import in_shard, pairwise_cover
+from tasks.matrix.record import Product, Record, Result, add_result, read_results
 
 LIMIT = 40  # of a pairwise cover: CONTRIBUTING.md, "A test"
 RECORD = pytest.StashKey[Record]()
@@ -36,6 +40,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--full", action="store_true", help="run whole products of tests marked `matrix`"
     )
     group.addoption("--shard", type=shard, metavar="I/N", help="with --full: part I of N")
+    group.addoption(
+        "--results",
+        type=Path,
+        metavar="FILE",
+        help="add every test's result; leave out what passed",
+    )
 
 
 def shard(text: str) -> tuple[int, int]:
@@ -56,6 +66,8 @@ def pytest_configure(config: pytest.Config) -> None:
         config.stash[RECORD] = Record.of_tree(config.rootpath)
         if not hasattr(config, "workerinput"):
             config.pluginmanager.register(Recorder(config.stash[RECORD]))
+    if config.getoption("--results") and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(ResultsFile(config.getoption("--results")))
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -76,9 +88,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         dropped |= set(cases) - set(kept)
     if full(config):
         config.stash[RECORD].add_products(products)
+    dropped |= ended_before(config.getoption("--results"), items)
     if dropped:
         config.hook.pytest_deselected(items=[item for item in items if item in dropped])
         items[:] = [item for item in items if item not in dropped]
+
+
+def ended_before(file: Path | None, items: list[pytest.Item]) -> set[pytest.Item]:
+    """Return the tests that a file of results says have ended without a failure."""
+    last = read_results(file) if file else {}
+    return {item for item in items if item.nodeid in last and last[item.nodeid].outcome != "failed"}
 
 
 def full(config: pytest.Config) -> bool:
@@ -138,6 +157,32 @@ def cover_of(name: str, cases: list[pytest.Function]) -> list[pytest.Function]:
     return chosen
 
 
+def result_of(report: pytest.TestReport) -> Result | None:
+    """Return a test's result from the report that decides it; None for the others."""
+    if report.when != "call" and report.outcome == "passed":
+        return None
+    result = Result(report.nodeid, report.outcome, round(report.duration, 3))
+    if report.skipped:
+        skip = report.longrepr
+        result.reason = skip[2] if isinstance(skip, tuple) else "expected to fail"
+    elif report.failed:
+        crash = getattr(report.longrepr, "reprcrash", None)
+        result.reason = crash.message if crash else str(report.longrepr).splitlines()[-1]
+    return result
+
+
+class ResultsFile:
+    """Adds every test's result to a file, in the process that the user started."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Add one result as soon as the test has ended: a run that is cut off loses none."""
+        if result := result_of(report):
+            add_result(self.path, result)
+
+
 class Recorder:
     """Keeps the result of every case, in the process that the user started (under xdist too)."""
 
@@ -146,13 +191,8 @@ class Recorder:
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Add one result as soon as the case has ended."""
-        if "matrix" not in report.keywords:
-            return
-        if report.when == "call" or report.outcome != "passed":
-            result = Result(report.nodeid, report.outcome, round(report.duration, 3))
-            if report.skipped:
-                skip = report.longrepr
-                result.reason = skip[2] if isinstance(skip, tuple) else "expected to fail"
+        result = result_of(report)
+        if result and "matrix" in report.keywords:
             self.record.add(result)
 
     @pytest.hookimpl(trylast=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -32,6 +33,22 @@ class Result:
     reason: str = ""
 
 
+def read_results(path: Path) -> dict[str, Result]:
+    """Return case -> its last result in the file; a line that was cut off counts for nothing."""
+    results = {}
+    for line in path.read_text().splitlines() if path.exists() else ():
+        with contextlib.suppress(json.JSONDecodeError):
+            result = Result(**json.loads(line))
+            results[result.case] = result
+    return results
+
+
+def add_result(path: Path, result: Result) -> None:
+    """Add one result at once, on a line of its own even after one that was cut off."""
+    with open(path, "a") as handle:
+        handle.write(f"\n{json.dumps(asdict(result))}\n")
+
+
 @dataclass
 class Record:
     """The results at one state of the tree, in `.matrix/STATE/`; a later run adds to them."""
@@ -48,17 +65,15 @@ class Record:
             run = subprocess.run(["git", *words], cwd=root, capture_output=True, text=True)
             return run.stdout.strip()
 
-        # The page itself is not part of what is tested.
-        changes = git("diff", "HEAD", "--", ".", ":!docs/matrix.md")
-        changes += git("status", "--porcelain", "--", ".", ":!docs/matrix.md")
+        # Pages made from records are not part of what is tested.
+        tested = (".", ":!docs/matrix.md", ":!docs/records")
+        changes = git("diff", "HEAD", "--", *tested) + git("status", "--porcelain", "--", *tested)
         state = git("rev-parse", "--short=12", "HEAD") or "no-commit"
         if changes:
             state += "-changed-" + hashlib.sha256(changes.encode()).hexdigest()[:8]
         record = cls(root, state)
         for path in sorted(record.directory.glob("results*.jsonl")):
-            for line in path.read_text().splitlines():
-                result = Result(**json.loads(line))
-                record.results[result.case] = result
+            record.results |= read_results(path)
         return record
 
     @property
@@ -75,8 +90,7 @@ class Record:
         self.results[result.case] = result
         self.directory.mkdir(parents=True, exist_ok=True)
         # A file per process: several shards may run at the same time.
-        with open(self.directory / f"results-{os.getpid()}.jsonl", "a") as handle:
-            handle.write(json.dumps(asdict(result)) + "\n")
+        add_result(self.directory / f"results-{os.getpid()}.jsonl", result)
 
     def add_products(self, products: dict[str, Product]) -> None:
         """Remember what the whole products are; every pytest worker tells the same."""

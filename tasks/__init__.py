@@ -1,0 +1,1 @@
+"""The tasks behind `python3 noxfile.py -s NAME`, one concept per file or folder."""

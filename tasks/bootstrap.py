@@ -1,0 +1,93 @@
+"""What runs before nox is there: the standard library alone, and the Python at hand.
+
+`start` makes a small environment for nox in `.nox/bootstrap` and restarts under it, so that a
+system whose Python refuses `pip install` (PEP 668) needs nothing installed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+__all__ = ["HOUSE", "LAYERS", "NOX", "ROOT", "VERSION", "locked", "make_venv", "ready", "start"]
+
+ROOT = Path(__file__).resolve().parents[1]
+HOUSE = ROOT / ".nox"
+NOX = "nox>=2025.5.1"  # the first with `requires=` that also waits for parametrised sessions
+LAYERS = ("mesh", "buffers", "collectives", "ddp", "fsdp", "models", "checkpoint")  # lowest first
+VERSION = "{}.{}".format(*sys.version_info)
+
+
+@contextlib.contextmanager
+def locked(name: str) -> Iterator[None]:
+    """Let one process at a time build `.nox/NAME`; the others wait and then find it made."""
+    HOUSE.mkdir(exist_ok=True)
+    with open(HOUSE / f"{name}.lock", "w") as handle:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            print(f"waiting for another process that is making .nox/{name}", file=sys.stderr)
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+
+
+def make_venv(python: str, where: Path) -> None:
+    """Make a virtual environment with pip, also where the system ships Python in pieces."""
+    shutil.rmtree(where, ignore_errors=True)
+    quiet: Any = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    if subprocess.run([python, "-c", "import venv, ensurepip"], **quiet).returncode == 0:
+        subprocess.run([python, "-m", "venv", str(where)], check=True)
+        return
+    # Debian and Ubuntu split ensurepip off. A pip that is already there can fill a bare venv.
+    bare = [python, "-m", "venv", "--without-pip", str(where)]
+    fill = [python, "-m", "pip", "--python", str(where / "bin" / "python"), "install", "-q", "pip"]
+    if all(subprocess.run(command, **quiet).returncode == 0 for command in (bare, fill)):
+        return
+    shutil.rmtree(where, ignore_errors=True)
+    sys.exit(
+        f"{python} cannot make a virtual environment: it has no `ensurepip` and no usable pip.\n"
+        "Install it (Debian, Ubuntu: apt install python3-venv), or start this file with another\n"
+        "interpreter: /path/to/python3 noxfile.py ..."
+    )
+
+
+def ready(name: str, *install: str) -> Path:
+    """Return the Python of `.nox/NAME`, a small environment with what pip is told to install."""
+    where = HOUSE / name
+    files = [Path(word).read_text() for word in install if Path(word).is_file()]
+    wanted = "\n".join([VERSION, str(ROOT), *install, *files])
+    with locked(name):
+        stamp = where / "made-for"
+        if not stamp.exists() or stamp.read_text() != wanted:
+            print(f"making .nox/{name} (a few seconds)", flush=True)
+            make_venv(getattr(sys, "_base_executable", sys.executable), where)
+            pip = [str(where / "bin" / "python"), "-m", "pip", "install", "-qq", *install]
+            if code := subprocess.run(pip).returncode:
+                sys.exit(f"pip could not install {' '.join(install)} (exit code {code})")
+            stamp.write_text(wanted)
+    return where / "bin" / "python"
+
+
+def start() -> None:
+    """Restart under an environment that has nox, then run nox on this file."""
+    os.chdir(ROOT)
+    if Path(sys.prefix).resolve() != HOUSE / "bootstrap":
+        python = str(ready("bootstrap", NOX))
+        os.execv(python, [python, str(ROOT / "noxfile.py"), *sys.argv[1:]])
+    from nox.__main__ import main
+
+    closing = HOUSE / f"closing-line.{os.getpid()}"
+    os.environ["LAMINA_CLOSING_LINE"] = str(closing)  # pytest's last line will be there
+    try:
+        main()
+    finally:
+        if closing.exists():
+            print(closing.read_text(), end="", flush=True)
+            closing.unlink()

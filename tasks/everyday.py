@@ -1,0 +1,80 @@
+"""The everyday tasks beside tests: the main job, checks, wheels, pages, measurements."""
+
+from __future__ import annotations
+
+import os
+import shutil
+
+import nox
+
+from tasks.bootstrap import LAYERS, ROOT, ready
+from tasks.environment import CORES, gpus, pytest, run, task
+
+
+@nox.session(venv_backend="none", requires=["env_train"], default=False)
+def train(session: nox.Session) -> None:
+    """The main job: train a small GPT on real text on all GPUs, or on 2 CPU ranks."""
+    ranks = gpus() or 2
+    threads = os.environ.get("OMP_NUM_THREADS", str(max(1, CORES // ranks)))
+    run(
+        session, "python", "-m", "torch.distributed.run", "--standalone",
+        f"--nproc-per-node={ranks}", "examples/pretrain/train.py", *session.posargs,
+        env={"OMP_NUM_THREADS": threads},
+        interrupt_timeout=90,  # Ctrl-C leaves a checkpoint
+    )  # fmt: skip
+
+
+@task
+def lint(session: nox.Session) -> None:
+    """Ruff: rules and format. `-- --fix` repairs what can be repaired."""
+    run(session, "python", "-m", "ruff", "check", *session.posargs, ".")
+    run(session, "python", "-m", "ruff", "format", *([] if session.posargs else ["--check"]), ".")
+
+
+@task
+def typecheck(session: nox.Session) -> None:
+    """Mypy, strict, over all packages and the test bed."""
+    run(session, "python", "-m", "mypy", *session.posargs)
+
+
+@task
+def layers(session: nox.Session) -> None:
+    """What a layer may import and do: import-linter, and a test over the syntax trees."""
+    linter = "from importlinter.cli import lint_imports_command as lint; lint()"
+    run(session, "python", "-c", linter, "--no-logo")
+    pytest(session, "-q", "tests/test_layers.py", *session.posargs)
+
+
+@task(default=False)
+def build(session: nox.Session) -> None:
+    """Wheels and source archives of all layers in dist/, checked, and installed one by one."""
+    shutil.rmtree(ROOT / "dist", ignore_errors=True)
+    for layer in LAYERS:
+        words = ("build", "--no-isolation", "--outdir", "dist", f"packages/{layer}")
+        run(session, "python", "-m", *words, silent=True)
+    run(session, "python", "-m", "twine", "check", "--strict", *(ROOT / "dist").iterdir())
+    pytest(session, "--slow", "tests/test_installs.py", *session.posargs)
+
+
+@nox.session(venv_backend="none", default=False)
+def docs(session: nox.Session) -> None:
+    """The pages and the API reference into site/; `-- --serve` shows them as you write."""
+    python = ready("docs", "-r", "requirements/docs.txt")
+    command = ["serve"] if "--serve" in session.posargs else ["build", "--strict", "-d", "site"]
+    run(session, python, "-m", "mkdocs", *command, env={"NO_MKDOCS_2_WARNING": "1"})
+
+
+@task(default=False)
+def bench(session: nox.Session) -> None:
+    """Measurements beside peers, one after the other; `-- NAME ...` chooses by name."""
+    files = sorted((ROOT / "benchmarks").glob("*.py"))
+    scripts = [path for path in files if "__main__" in path.read_text()]  # others are imported
+    words = session.posargs or [""]
+    chosen = [path for path in scripts if any(word in path.stem for word in words)]
+    if not chosen:
+        session.error(f"{words} matches none of {', '.join(path.stem for path in scripts)}")
+    for path in chosen:
+        if path.stem in ("gpu_step", "kernels") and not gpus():
+            session.warn(f"{path.name} needs a GPU, and there is none: left out")
+            continue
+        run(session, "python", path.relative_to(ROOT))

@@ -1,0 +1,1 @@
+"""The matrix: layer x backend x world x torch, and whole products of tests' parameters."""

@@ -1,1 +1,0 @@
-"""Matrices of tests: a pairwise cover by default, the whole product with `--full`."""

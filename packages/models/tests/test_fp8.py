@@ -22,9 +22,9 @@ from lamina.models import (
     TransformerConfig,
     apply_precision,
     apply_recompute,
+    float8_weights,
     tensor_parallel_plan,
 )
-from lamina.models.engine import float8_weights
 from lamina.models.pipelining.module import GPTStage, Microbatch
 from lamina.models.precision import fp8
 

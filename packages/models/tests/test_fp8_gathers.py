@@ -12,8 +12,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from lamina.collectives import Ledger
 from lamina.ddp import full_gradients, full_parameters
 from lamina.fsdp import MixedPrecisionPolicy, UnavailableError, fully_shard
-from lamina.models import Float8Codec, GPTModel, Precision, TransformerConfig, apply_recompute
-from lamina.models.engine import float8_weights
+from lamina.models import (
+    Float8Codec,
+    GPTModel,
+    Precision,
+    TransformerConfig,
+    apply_recompute,
+    float8_weights,
+)
 from lamina_testing import Meter
 
 CONFIG = TransformerConfig(

@@ -23,6 +23,7 @@ from lamina.models import (
     ResidualBlock,
     RowParallelLinear,
     SelfAttention,
+    WeightLink,
     apply_recompute,
     config_from_huggingface,
     from_huggingface,
@@ -32,7 +33,7 @@ from lamina.models import (
     training_flops_per_token,
 )
 from lamina.models.attention import AttentionContext, MultiHeadAttention
-from lamina.models.engine import WeightLink, cut_layers
+from lamina.models.engine import cut_layers
 
 from . import test_context_parallel, test_tensor_parallel
 

@@ -9,13 +9,12 @@ import torch
 
 from lamina.models import (
     GPTModel,
-    OutputHead,
     TransformerConfig,
     VocabParallelEmbedding,
     linear_cross_entropy,
     vocab_parallel_cross_entropy,
 )
-from lamina.models.engine import ActivationFunction
+from lamina.models.engine import ActivationFunction, OutputHead
 
 CONFIG = TransformerConfig(
     vocab_size=20, hidden_size=16, num_layers=1, num_heads=2, max_sequence_length=8

@@ -27,14 +27,14 @@ from lamina.models.decoder.layer_stack import (
     ResidualBlock,
     make_block,
 )
-from lamina.models.decoder.precision_backends import apply_precision
+from lamina.models.decoder.precision_backends import apply_precision, float8_weights
 from lamina.models.decoder.presets import preset, preset_names
 from lamina.models.decoder.transformer_engine import PrecisionUnavailableError
 from lamina.models.huggingface.configs import config_from_huggingface, huggingface_config
 from lamina.models.huggingface.weight_maps import WeightLink, weight_map
 from lamina.models.huggingface.weights import from_huggingface, to_huggingface
 from lamina.models.layers.dropout import Dropout
-from lamina.models.layers.embedding import OutputHead, PositionEmbedding, VocabParallelEmbedding
+from lamina.models.layers.embedding import VocabParallelEmbedding
 from lamina.models.layers.linear import ColumnParallelLinear, RowParallelLinear
 from lamina.models.layers.loss import linear_cross_entropy, vocab_parallel_cross_entropy
 from lamina.models.layers.mlp import MLP
@@ -83,9 +83,7 @@ __all__ = [
     "MambaConfig",
     "MoEConfig",
     "MoELayer",
-    "OutputHead",
     "PipelineRunner",
-    "PositionEmbedding",
     "Precision",
     "PrecisionUnavailableError",
     "RMSNorm",
@@ -106,6 +104,7 @@ __all__ = [
     "apply_precision",
     "apply_recompute",
     "config_from_huggingface",
+    "float8_weights",
     "from_huggingface",
     "generate",
     "huggingface_config",

@@ -2,8 +2,7 @@
 
 from lamina.models.base.cut_weights import cut_weight, join_weight
 from lamina.models.decoder.generation import sample
-from lamina.models.decoder.layer_stack import ResidualBlock
-from lamina.models.decoder.precision_backends import float8_weights
+from lamina.models.layers.embedding import OutputHead, PositionEmbedding
 from lamina.models.layers.linear import Linear
 from lamina.models.layers.mlp import ActivationFunction
 from lamina.models.pipelining.cuts import cut_layers
@@ -13,10 +12,10 @@ __all__ = [
     "ActivationFunction",
     "GPTStage",
     "Linear",
-    "ResidualBlock",
+    "OutputHead",
+    "PositionEmbedding",
     "cut_layers",
     "cut_weight",
-    "float8_weights",
     "join_weight",
     "sample",
 ]

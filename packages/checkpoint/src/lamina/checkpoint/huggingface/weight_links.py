@@ -127,9 +127,8 @@ def weights_of(model: nn.Module) -> HuggingFaceWeights:
             return _of_transformers(inner)
         ours = any(base.__module__.startswith("lamina.models.") for base in type(inner).__mro__)
         if ours and config is not None:
-            written = importlib.import_module("lamina.models").huggingface_config(config)
-            links = importlib.import_module("lamina.models.engine").weight_map(config)
-            return HuggingFaceWeights(written, links)
+            models = importlib.import_module("lamina.models")
+            return HuggingFaceWeights(models.huggingface_config(config), models.weight_map(config))
         stages = getattr(inner, "stages", None)  # every stage knows the whole model's config
         inner = stages[0] if isinstance(stages, nn.ModuleList) else getattr(inner, "module", None)
     raise TypeError(

@@ -34,16 +34,7 @@ from lamina.models.attention.pieced import InPieces, Piece, add_each, to_one_wid
 from lamina.models.base.config import TransformerConfig
 from lamina.models.layers.zigzag import cut_sequence, in_order, out_of_order
 
-__all__ = [
-    "GatheredKeys",
-    "Ring",
-    "Ulysses",
-    "causal_pieces",
-    "check_context_parallel",
-    "check_pattern",
-    "parallel_pattern",
-    "places_of",
-]
+__all__ = ["Ring", "check_context_parallel", "check_pattern", "parallel_pattern", "places_of"]
 
 
 def places_of(rank: int, size: int, sequence: int, device: torch.device) -> Tensor:

@@ -21,7 +21,6 @@ from lamina.models.base.config import TransformerConfig
 
 __all__ = [
     "AttentionPattern",
-    "Causal",
     "Flex",
     "Masked",
     "Varlen",

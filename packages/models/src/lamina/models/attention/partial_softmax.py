@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["Block", "Gradients", "merge"]
+__all__ = ["Block", "merge"]
 
 
 Gradients = tuple[Tensor, Tensor, Tensor]

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lamina.models.base.config import RopeScaling, TransformerConfig
 
-__all__ = ["apply_rotary", "rotary_rates", "rotary_tables"]
+__all__ = ["apply_rotary", "rotary_tables"]
 
 
 def rotary_rates(config: TransformerConfig, device: torch.device) -> Tensor:

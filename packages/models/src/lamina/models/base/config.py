@@ -29,16 +29,11 @@ from lamina.models.base.weight_link import WeightLink
 
 __all__ = [
     "Activation",
-    "AttentionPath",
     "AttentionVariant",
-    "ContextParallel",
     "HeadWidths",
     "LayerKind",
-    "Norm",
-    "PositionEncoding",
     "Reduction",
     "RopeScaling",
-    "RopeScalingKind",
     "TransformerConfig",
     "yarn_magnitude",
 ]

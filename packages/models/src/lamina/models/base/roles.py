@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lamina.mesh.engine import copy_role, copy_roles
 
-__all__ = ["KeepsRoles", "ModuleT"]
+__all__ = ["KeepsRoles"]
 
 
 ModuleT = TypeVar("ModuleT", bound="KeepsRoles")

@@ -25,17 +25,7 @@ from lamina.models.base.initialise import fill_normal
 from lamina.models.base.mesh_axes import MeshLike, axis_of
 from lamina.models.layers.linear import ColumnParallelLinear, RowParallelLinear
 
-__all__ = [
-    "PrecisionUnavailableError",
-    "amax_group",
-    "linear_arguments",
-    "make_linear",
-    "make_recipe",
-    "quantized_init",
-    "run_inside",
-    "transformer_engine",
-    "use_transformer_engine",
-]
+__all__ = ["PrecisionUnavailableError", "make_recipe", "use_transformer_engine"]
 
 
 class PrecisionUnavailableError(RuntimeError):

@@ -20,7 +20,7 @@ from lamina.models.base.vocabulary import check_ids
 from lamina.models.layers.loss import IGNORED, check_reduction, linear_cross_entropy
 from lamina.models.layers.matmul_products import may_sink
 
-__all__ = ["OutputHead", "PositionEmbedding", "VocabParallelEmbedding", "look_up"]
+__all__ = ["OutputHead", "PositionEmbedding", "VocabParallelEmbedding"]
 
 
 def look_up(weight: Tensor, ids: Tensor) -> Tensor:

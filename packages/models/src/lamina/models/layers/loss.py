@@ -20,13 +20,7 @@ from lamina.models.base.mesh_axes import MeshLike, axis_of
 from lamina.models.base.vocabulary import check_ids, label_weights
 from lamina.models.layers.autocast import under_autocast
 
-__all__ = [
-    "IGNORED",
-    "check_reduction",
-    "linear_cross_entropy",
-    "plus_product",
-    "vocab_parallel_cross_entropy",
-]
+__all__ = ["IGNORED", "check_reduction", "linear_cross_entropy", "vocab_parallel_cross_entropy"]
 
 
 IGNORED = -100

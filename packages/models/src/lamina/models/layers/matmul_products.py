@@ -15,17 +15,7 @@ from torch import Tensor
 
 from lamina.ddp.engine import gradient_sink, has_gradient_sink
 
-__all__ = [
-    "PLAIN",
-    "Gradients",
-    "PlainGradients",
-    "PlainProducts",
-    "Products",
-    "PutsOff",
-    "may_sink",
-    "weight_gradient",
-    "write_product",
-]
+__all__ = ["PLAIN", "Gradients", "Products", "may_sink", "weight_gradient", "write_product"]
 
 
 class Gradients(Protocol):

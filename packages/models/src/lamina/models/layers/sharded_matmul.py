@@ -21,7 +21,7 @@ from lamina.mesh.engine import MeshAxis
 from lamina.models.base.config import Reduction
 from lamina.models.layers.matmul_products import Products, weight_gradient
 
-__all__ = ["ColumnLinear", "RowLinear", "bias_gradient"]
+__all__ = ["ColumnLinear", "RowLinear"]
 
 
 def bias_gradient(grad: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ from torch.autograd.function import once_differentiable
 
 from lamina.models.layers.matmul_products import Gradients, Products, weight_gradient
 
-__all__ = ["Late", "PutsOffWeights", "WeightGradientQueue", "attach_queue", "deliver"]
+__all__ = ["Late", "WeightGradientQueue", "attach_queue", "deliver"]
 
 
 Late = tuple[Tensor, Gradients, Tensor]

@@ -31,7 +31,7 @@ from lamina.models.moe.exchange import RowExchange, gather_rows, reduce_rows
 from lamina.models.moe.permutation import copies_to_rows, rows_to_tokens
 from lamina.models.moe.routing import Routing, rows_by_expert, rows_to_capacity
 
-__all__ = ["Dispatch", "ExpertRows", "TokenDispatcher", "regroup", "repeat_runs", "sum_runs"]
+__all__ = ["Dispatch", "ExpertRows", "TokenDispatcher"]
 
 
 @dataclass(frozen=True)

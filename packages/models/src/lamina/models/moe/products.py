@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from lamina.models.layers.matmul_products import may_sink, weight_gradient, write_product
 
-__all__ = ["ExpertGradients", "ExpertRuns", "Way", "expert_product"]
+__all__ = ["ExpertRuns", "Way", "expert_product"]
 
 
 Way = Literal["batched", "grouped", "loop"]

@@ -9,7 +9,7 @@ from lamina.models.base.config import TransformerConfig
 from lamina.models.base.configs.precision import Precision
 from lamina.models.decoder.cost import training_flops_per_token
 
-__all__ = ["LOOKUP_COST", "Layout", "cut_layers", "part_costs", "resolve_layout"]
+__all__ = ["Layout", "cut_layers", "part_costs", "resolve_layout"]
 
 
 Layout = tuple[tuple[int, ...], ...]

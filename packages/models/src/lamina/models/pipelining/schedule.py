@@ -8,14 +8,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-__all__ = [
-    "SCHEDULES",
-    "Schedule",
-    "ScheduleKind",
-    "make_schedule",
-    "number_of_stages",
-    "schedule_kind",
-]
+__all__ = ["SCHEDULES", "Schedule", "make_schedule", "number_of_stages", "schedule_kind"]
 
 
 Schedule = Literal[

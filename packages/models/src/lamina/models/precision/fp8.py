@@ -23,7 +23,6 @@ __all__ = [
     "encode",
     "magnitude",
     "power_of_two",
-    "require_float8",
     "scale_exponent",
     "scaled_product",
     "write_scaled_product",

@@ -26,18 +26,7 @@ from lamina.models.precision.fp8 import (
     write_scaled_product,
 )
 
-__all__ = [
-    "AmaxExchange",
-    "AmaxTape",
-    "Contexts",
-    "Cut",
-    "Float8Products",
-    "Gradients8",
-    "Pass",
-    "RowwiseGradients",
-    "TensorwiseGradients",
-    "replaying_scales",
-]
+__all__ = ["AmaxExchange", "Cut", "Float8Products", "replaying_scales"]
 
 
 Cut = Literal["output", "input"]

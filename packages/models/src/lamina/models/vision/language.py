@@ -18,7 +18,7 @@ from lamina.models.decoder.splice import Splice, image_places
 from lamina.models.vision.patches import Images, VisionConfig
 from lamina.models.vision.transformer import Projector, VisionTransformer, blank_image
 
-__all__ = ["Part", "VisionLanguageModel"]
+__all__ = ["VisionLanguageModel"]
 
 
 Part = Literal["vision", "projector", "language"]

@@ -7,7 +7,7 @@ from typing import Literal, get_args
 
 from lamina.models.base.configs.checks import require_at_least, require_one_of
 
-__all__ = ["Dispatcher", "Drop", "ExpertsPath", "MoEConfig", "Scores"]
+__all__ = ["Dispatcher", "Drop", "ExpertsPath", "MoEConfig"]
 
 
 Scores = Literal["softmax", "sigmoid"]

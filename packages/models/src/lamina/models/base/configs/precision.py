@@ -7,7 +7,7 @@ from typing import Literal, get_args
 
 from lamina.models.base.configs.checks import require_at_least, require_one_of
 
-__all__ = ["Amax", "Backend", "Precision", "Scaling"]
+__all__ = ["Precision"]
 
 
 Backend = Literal["torch", "torch-fp8", "transformer_engine"]

@@ -39,10 +39,10 @@ def typecheck(session: nox.Session) -> None:
 
 @task
 def layers(session: nox.Session) -> None:
-    """What a layer may import and do: import-linter, and a test over the syntax trees."""
+    """What a layer may import and do, and the plan of the house: over the syntax trees."""
     linter = "from importlinter.cli import lint_imports_command as lint; lint()"
     run(session, "python", "-c", linter, "--no-logo")
-    pytest(session, "-q", "tests/test_layers.py", *session.posargs)
+    pytest(session, "-q", "tests/test_layers.py", "tests/test_house.py", *session.posargs)
 
 
 @task(default=False)

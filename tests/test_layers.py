@@ -14,12 +14,17 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-
-ROOT = Path(__file__).resolve().parents[1]
-LAYERS = ("mesh", "buffers", "collectives", "ddp", "fsdp", "models", "checkpoint")  # lowest first
-MAX_LINES = 700
-# Faces of a layer that are neither its user face nor its engine face.
-SUB_FACES = {"models": ("attention", "moe", "mamba", "vision")}
+from source_trees import (
+    LAYERS,
+    MAX_LINES,
+    ROOT,
+    SUB_FACES,
+    dotted,
+    lamina_imports,
+    names_of,
+    public_face,
+    source_of,
+)
 
 COLLECTIVES = frozenset(
     """
@@ -57,30 +62,6 @@ GROUP_MAKERS = frozenset(
 # Where torch shows the functions of its distributed package.
 DISTRIBUTED = ("torch.distributed", "torch.distributed.distributed_c10d")
 MESHES = ("torch.distributed", "torch.distributed.device_mesh", "torch.distributed.tensor")
-
-
-def names_of(tree: ast.Module) -> dict[str, str]:
-    """Map every name that an import binds in the module to the dotted path it stands for."""
-    bound: dict[str, str] = {}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            for alias in node.names:
-                root = alias.name.split(".")[0]
-                bound[alias.asname or root] = alias.name if alias.asname else root
-        elif isinstance(node, ast.ImportFrom) and node.level == 0:
-            for alias in node.names:
-                bound[alias.asname or alias.name] = f"{node.module}.{alias.name}"
-    return bound
-
-
-def dotted(node: ast.expr, bound: dict[str, str]) -> str | None:
-    """Full path that an expression such as `dist.new_group` stands for, or None."""
-    if isinstance(node, ast.Name):
-        return bound.get(node.id)
-    if isinstance(node, ast.Attribute):
-        front = dotted(node.value, bound)
-        return None if front is None else f"{front}.{node.attr}"
-    return None
 
 
 def references(tree: ast.Module) -> Iterator[tuple[int, str, bool]]:
@@ -135,24 +116,6 @@ def communicates(tree: ast.Module) -> Iterator[tuple[int, str]]:
             yield node.lineno, f".{method}(): {remedy}"
 
 
-def lamina_imports(tree: ast.Module) -> Iterator[tuple[int, str, str | None]]:
-    """Yield (line, module, name or None) of every import of lamina, by statement or by string."""
-    bound = names_of(tree)
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            for alias in node.names:
-                yield node.lineno, alias.name, None
-        elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
-            for alias in node.names:
-                if node.module == "lamina":
-                    yield node.lineno, f"lamina.{alias.name}", None
-                else:
-                    yield node.lineno, node.module, alias.name
-        elif isinstance(node, ast.Call) and dotted(node.func, bound) == "importlib.import_module":
-            for word in node.args[:1]:
-                yield node.lineno, str(getattr(word, "value", "")), None
-
-
 def imports_wrongly(
     tree: ast.Module, layer: str, faces: dict[str, frozenset[str]]
 ) -> Iterator[tuple[int, str]]:
@@ -185,20 +148,6 @@ def complaints(source: str, layer: str, faces: dict[str, frozenset[str]]) -> lis
             (length, f"{length} lines: a file has {MAX_LINES} at most; split it by concept")
         )
     return [f"line {line}: {text}" for line, text in sorted(set(found))]
-
-
-def public_face(source: str) -> frozenset[str]:
-    """The names in `__all__`, read without importing the layer."""
-    for node in ast.parse(source).body:
-        target = node.target if isinstance(node, ast.AnnAssign) else None
-        target = node.targets[0] if isinstance(node, ast.Assign) else target
-        if isinstance(target, ast.Name) and target.id == "__all__":
-            return frozenset(ast.literal_eval(node.value))  # type: ignore[attr-defined]
-    return frozenset()
-
-
-def source_of(layer: str) -> Path:
-    return ROOT / "packages" / layer / "src" / "lamina" / layer
 
 
 @pytest.fixture(scope="module")

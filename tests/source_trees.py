@@ -1,0 +1,72 @@
+"""The packages' sources as syntax trees, read without importing anything."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+LAYERS = ("mesh", "buffers", "collectives", "ddp", "fsdp", "models", "checkpoint")  # lowest first
+# Faces of a layer that are neither its user face nor its engine face.
+SUB_FACES = {"models": ("attention", "moe", "mamba", "vision")}
+MAX_LINES = 700
+
+
+def source_of(layer: str) -> Path:
+    return ROOT / "packages" / layer / "src" / "lamina" / layer
+
+
+def names_of(tree: ast.Module) -> dict[str, str]:
+    """Map every name that an import binds in the module to the dotted path it stands for."""
+    bound: dict[str, str] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                root = alias.name.split(".")[0]
+                bound[alias.asname or root] = alias.name if alias.asname else root
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            for alias in node.names:
+                bound[alias.asname or alias.name] = f"{node.module}.{alias.name}"
+    return bound
+
+
+def dotted(node: ast.expr, bound: dict[str, str]) -> str | None:
+    """Full path that an expression such as `dist.new_group` stands for, or None."""
+    if isinstance(node, ast.Name):
+        return bound.get(node.id)
+    if isinstance(node, ast.Attribute):
+        front = dotted(node.value, bound)
+        return None if front is None else f"{front}.{node.attr}"
+    return None
+
+
+def lamina_imports(tree: ast.Module) -> Iterator[tuple[int, str, str | None]]:
+    """Yield (line, module, name or None) of every import of lamina, by statement or by string.
+
+    Imports within functions and those for types are imports like any other.
+    """
+    bound = names_of(tree)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield node.lineno, alias.name, None
+        elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
+            for alias in node.names:
+                if node.module == "lamina":
+                    yield node.lineno, f"lamina.{alias.name}", None
+                else:
+                    yield node.lineno, node.module, alias.name
+        elif isinstance(node, ast.Call) and dotted(node.func, bound) == "importlib.import_module":
+            for word in node.args[:1]:
+                yield node.lineno, str(getattr(word, "value", "")), None
+
+
+def public_face(source: str) -> frozenset[str]:
+    """The names in `__all__`, read without importing the layer."""
+    for node in ast.parse(source).body:
+        target = node.target if isinstance(node, ast.AnnAssign) else None
+        target = node.targets[0] if isinstance(node, ast.Assign) else target
+        if isinstance(target, ast.Name) and target.id == "__all__":
+            return frozenset(ast.literal_eval(node.value))  # type: ignore[attr-defined]
+    return frozenset()

@@ -1,0 +1,780 @@
+"""The plan of the house, counted: folders, floors, circles, satellites, faces, words, docstrings.
+
+A rule is a function from a `House` (the texts of all modules) to complaints, one string each.
+`EXCEPTIONS` names what does not keep a rule yet; one that is no longer needed fails as well, so
+that the list only shrinks. The tests at the end show each rule planted sources that break it.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from graphlib import CycleError, TopologicalSorter
+from pathlib import PurePosixPath
+
+import pytest
+from source_trees import LAYERS, ROOT, SUB_FACES, lamina_imports, public_face, source_of
+
+# The floors of each layer from the ground up: its folders, and the files beside them. A floor
+# imports only from those before it. mesh is one flat folder; the circle rule is enough for it.
+FLOORS = {
+    "buffers": "layout placement axes casting tensors flat_buffer pool",
+    "collectives": "transport call reduction move autograd_regions",
+    "ddp": "parameters gradients group inspect backward finalize norm optimizer wrapper",
+    "fsdp": "settings units weights execution module state api",
+    "models": """
+        base precision layers moe attention mamba decoder activation_memory torch_plan huggingface
+        vision pipelining
+    """,
+    "checkpoint": """
+        errors progress storage together state save load manager preemption huggingface inspection
+        plain_dcp
+    """,
+}
+FACE_FILES = ("__init__", "engine", "__main__")
+
+MOST_FILES, USUAL_FILES = 12, 9
+SMALL_FILE = 75
+
+# File names that several layers have, as they mean the same thing in each.
+SHARED_NAMES = {
+    "__init__": "what a package shows",
+    "__main__": "what `python -m` runs",
+    "engine": "what a layer shows to upper layers",
+    "errors": "the exceptions that a layer raises",
+    "config": "the settings that a user writes",
+    "inspection": "what a user may look at",
+}
+
+
+@dataclass
+class House:
+    """All modules: `sources` by path (`ddp/group/group.py`), `pages` by path, and the words."""
+
+    sources: Mapping[str, str]
+    pages: Mapping[str, str] = field(default_factory=dict)
+    terms: Collection[str] = ()
+    dead_words: Collection[str] = ()
+
+    @cached_property
+    def trees(self) -> dict[str, ast.Module]:
+        return {path: ast.parse(source) for path, source in self.sources.items()}
+
+    @cached_property
+    def imports(self) -> dict[str, set[str]]:
+        """The files of the house that each file imports, within functions and for types too."""
+        modules = {module_of(path): path for path in self.sources}
+        found: dict[str, set[str]] = {path: set() for path in self.sources}
+        for path, tree in self.trees.items():
+            for _, module, name in lamina_imports(tree):
+                for target in (f"{module}.{name}", module):
+                    if target in modules:
+                        found[path] |= {modules[target]} - {path}
+                        break
+        return found
+
+    def definitions(self) -> Iterator[tuple[str, str]]:
+        """Yield (path, name) of modules, folders, classes, functions, methods and attributes."""
+        for path, tree in self.trees.items():
+            yield from ((path, word) for word in PurePosixPath(path).with_suffix("").parts[1:])
+            for node in ast.walk(tree):
+                if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                    yield path, node.name
+                targets = node.targets if isinstance(node, ast.Assign) else []
+                targets = [node.target] if isinstance(node, ast.AnnAssign) else targets
+                for target in targets:
+                    if isinstance(target, ast.Attribute) and ast.unparse(target.value) == "self":
+                        yield path, target.attr
+                fields = node.body if isinstance(node, ast.ClassDef) else []
+                for line in fields:
+                    if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name):
+                        yield path, line.target.id
+
+
+def module_of(path: str) -> str:
+    parts = PurePosixPath(path).with_suffix("").parts
+    return ".".join(("lamina", *(parts[:-1] if parts[-1] == "__init__" else parts)))
+
+
+def folder_of(path: str) -> str:
+    return str(PurePosixPath(path).parent)
+
+
+def room_of(path: str) -> str:
+    """The folder of a file; a file beside a layer's folders is a room by itself."""
+    return path if path.count("/") == 1 else folder_of(path)
+
+
+def stem_of(path: str) -> str:
+    return PurePosixPath(path).stem
+
+
+def is_face(path: str) -> bool:
+    """Whether the file only shows names: `__init__.py`, and a layer's own `engine.py`."""
+    layer_file = path.count("/") == 1
+    return stem_of(path) == "__init__" or (layer_file and stem_of(path) in FACE_FILES)
+
+
+def words_of(name: str) -> list[str]:
+    """The words of a name in lower case: `TensorRegion` and `tensor_region` have two."""
+    return [word.lower() for word in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+", name)]
+
+
+def circle_in(edges: Mapping[str, Collection[str]]) -> list[str]:
+    """Return nodes of which each is followed by one that it leads to, or no nodes."""
+    try:
+        TopologicalSorter(edges).prepare()
+    except CycleError as error:
+        found: list[str] = error.args[1][::-1]
+        return found
+    return []
+
+
+def circles(graph: Mapping[str, Collection[str]]) -> Iterator[list[str]]:
+    """Yield one circle of the graph at a time, each without the edges that began those before."""
+    edges = {node: sorted(others) for node, others in sorted(graph.items())}
+    while circle := circle_in(edges):
+        yield circle
+        edges[circle[0]].remove(circle[1])
+
+
+# ------------------------------------------------------------------------ floors
+
+
+def folders_are_rooms_enough(house: House) -> Iterator[str]:
+    """At most twelve files in a folder, and at most nine in four of five folders; not in mesh."""
+    counts = Counter(folder_of(path) for path in house.sources if not is_face(path))
+    counts.pop("mesh", None)
+    for folder, count in counts.items():
+        if count > MOST_FILES:
+            yield f"{folder}: {count} files, {MOST_FILES} at most"
+    large = [folder for folder, count in counts.items() if count > USUAL_FILES]
+    if len(large) * 5 > len(counts):
+        yield f"{', '.join(large)}: too many folders above {USUAL_FILES} files"
+
+
+def imports_run_downward(house: House) -> Iterator[str]:
+    for path, others in house.imports.items():
+        layer = path.split("/")[0]
+        if layer not in FLOORS or is_face(path):
+            continue
+        floors = FLOORS[layer].split()
+        own = floor_of(path)
+        if own not in floors:
+            yield f"{path}: {own} is no floor of {layer}; give it a place in FLOORS"
+            continue
+        for other in sorted(others):
+            its = floor_of(other)
+            if other.startswith(f"{layer}/") and (
+                its not in floors or floors.index(its) > floors.index(own)
+            ):
+                yield f"{path}: {own} imports {other} from above"
+
+
+def floor_of(path: str) -> str:
+    return PurePosixPath(path).with_suffix("").parts[1]
+
+
+def files_form_no_circle(house: House) -> Iterator[str]:
+    for circle in circles(house.imports):
+        yield " -> ".join(circle)
+
+
+def folders_form_no_circle(house: House) -> Iterator[str]:
+    graph: dict[str, set[str]] = defaultdict(set)
+    for path, others in house.imports.items():
+        flat = path.split("/")[0] not in FLOORS
+        if not flat and not is_face(path):  # a face may show what lies on a higher floor
+            graph[room_of(path)] |= {room_of(other) for other in others} - {room_of(path)}
+    for circle in circles(graph):
+        yield " -> ".join(circle)
+
+
+def no_small_file_serves_one_sibling(house: House) -> Iterator[str]:
+    importers = defaultdict(set)
+    for path, others in house.imports.items():
+        for other in others:
+            importers[other].add(path)
+    for path, users in importers.items():
+        lines = len(house.sources[path].splitlines())
+        (user,) = users if len(users) == 1 else ("",)
+        if lines < SMALL_FILE and user and folder_of(user) == folder_of(path) and not is_face(user):
+            yield f"{path}: {lines} lines for {stem_of(user)} alone; merge them"
+
+
+# ------------------------------------------------------------------------ faces
+
+
+def modules_say_what_they_show(house: House) -> Iterator[str]:
+    for path, tree in house.trees.items():
+        assigned = [
+            target
+            for node in tree.body
+            if isinstance(node, ast.Assign | ast.AnnAssign)
+            for target in (node.targets if isinstance(node, ast.Assign) else [node.target])
+        ]
+        shown = any(isinstance(name, ast.Name) and name.id == "__all__" for name in assigned)
+        holds = [node for node in tree.body if not isinstance(node, ast.Expr)]
+        if holds and not shown and stem_of(path) != "__main__":
+            yield f"{path}: no __all__"
+
+
+def code_of(page: str, text: str) -> str:
+    """What of a page is code: all of a program; of Markdown, what stands in backticks."""
+    if not page.endswith(".md"):
+        return text
+    return "\n".join(re.findall(r"```.*?```|`[^`\n]+`", text, flags=re.DOTALL))
+
+
+def public_names_are_for_users(house: House) -> Iterator[str]:
+    """What no example, page or README names is for upper layers: it belongs into `engine`."""
+    written = "\n".join(code_of(page, text) for page, text in house.pages.items())
+    known = set(re.findall(r"\w+", written))
+    for layer in LAYERS:
+        engine = public_face(house.sources.get(f"{layer}/engine.py", ""))
+        for face in (layer, *(f"{layer}/{sub}" for sub in SUB_FACES.get(layer, ()))):
+            shown = public_face(house.sources.get(f"{face}/__init__.py", ""))
+            for name in sorted(shown - known):
+                yield f"{face}: {name} is in no example, page or README; move it to {layer}.engine"
+            for name in sorted(shown & engine):
+                yield f"{face}: {name} is in {layer}.engine as well"
+
+
+# ------------------------------------------------------------------------ words
+
+
+def file_names_mean_one_thing(house: House) -> Iterator[str]:
+    layers = defaultdict(set)
+    for path in house.sources:
+        if stem_of(path) not in SHARED_NAMES:
+            layers[stem_of(path)].add(path.split("/")[0])
+    for stem, owners in layers.items():
+        if len(owners) > 1:
+            yield f"{stem}.py: in {' and '.join(sorted(owners))}"
+
+
+def forms_of(word: str) -> tuple[list[str], list[str]]:
+    """The words of a term or a dead word, in the singular and in the plural."""
+    *front, last = words_of(word)
+    return [*front, last], [*front, f"{last}s"]
+
+
+def holds_words(name: list[str], word: list[str]) -> bool:
+    return any(name[i : i + len(word)] == word for i in range(len(name)))
+
+
+def dead_words_stay_dead(house: House) -> Iterator[str]:
+    """A dead word is no part of a name. With `=` before it, it only may not be the whole name.
+
+    The words `in_place` (PyTorch's) and `at_rest` (of a module) are other words.
+    """
+    dead = [(word.startswith("="), form) for word in house.dead_words for form in forms_of(word)]
+    for path, name in sorted(set(house.definitions())):
+        words = words_of(re.sub(r"in_place|at_rest", "", name))
+        if any(words == form if whole else holds_words(words, form) for whole, form in dead):
+            yield f"{path}: {name}"
+
+
+def terms_are_in_use(house: House) -> Iterator[str]:
+    """What the glossary explains is a name of a module, class, function, attribute or argument."""
+    names = {tuple(words_of(name)) for _, name in house.definitions()}
+    nodes = (node for tree in house.trees.values() for node in ast.walk(tree))
+    names |= {tuple(words_of(node.arg)) for node in nodes if isinstance(node, ast.arg)}
+    for term in house.terms:
+        if not any(holds_words(list(name), form) for name in names for form in forms_of(term)):
+            yield f"glossary: {term}"
+
+
+def docstrings_are_in_one_style(house: House) -> Iterator[str]:
+    documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+    for path, tree in house.trees.items():
+        for node in ast.walk(tree):
+            if not isinstance(node, documented) or not (text := ast.get_docstring(node, False)):
+                continue
+            name = getattr(node, "name", "the module")
+            if "``" in text.replace("```", ""):
+                yield f"{path}: {name} has double backticks"
+            if re.search(r"\n[ \t]*\n[ \t]*$", text):
+                yield f"{path}: {name} has a blank line before its closing quotes"
+
+
+RULES: dict[str, Callable[[House], Iterator[str]]] = {
+    rule.__name__: rule
+    for rule in (
+        folders_are_rooms_enough,
+        imports_run_downward,
+        files_form_no_circle,
+        folders_form_no_circle,
+        no_small_file_serves_one_sibling,
+        modules_say_what_they_show,
+        public_names_are_for_users,
+        file_names_mean_one_thing,
+        dead_words_stay_dead,
+        terms_are_in_use,
+        docstrings_are_in_one_style,
+    )
+}
+
+# What does not keep a rule yet: complaints without what follows. Take out what is done.
+EXCEPTIONS: dict[str, list[str]] = {
+    "imports_run_downward": [
+        "fsdp/settings/precision.py: settings imports fsdp/weights/encoded.py from above",
+    ],
+    "folders_form_no_circle": [
+        "fsdp/settings -> fsdp/weights -> fsdp/settings",
+    ],
+    "no_small_file_serves_one_sibling": [
+        "ddp/optimizer/adam_cpu.py",
+        "fsdp/api/scalers.py",
+    ],
+    "public_names_are_for_users": [
+        "buffers: StaleStorageError",
+        "checkpoint: CheckpointDamagedError",
+        "checkpoint: CheckpointError",
+        "checkpoint: CheckpointMismatchError",
+        "checkpoint: CheckpointNotFoundError",
+        "checkpoint: CheckpointUnsafeError",
+        "checkpoint: Difference",
+        "checkpoint: RestoreReport",
+        "checkpoint: compare_checkpoints",
+        "checkpoint: verify_checkpoint",
+        "collectives: Handle",
+        "collectives: ReduceHandle",
+        "collectives: RegistrationError",
+        "ddp: FinalizesStep",
+        "ddp: LargeGradientError",
+        "ddp: MemoryPlan",
+        "ddp: NonFiniteGradientError",
+        "fsdp: UnitPlan",
+        "mesh: AxisError",
+        "mesh: HarmfulSettingWarning",
+        "mesh: LayoutError",
+        "mesh: OverlapError",
+        "mesh: RendezvousError",
+        "mesh: Role",
+        "models/attention: AttentionCore",
+        "models/attention: AttentionPattern",
+        "models/attention: HeadWidths",
+        "models/attention: LatentSelfAttention",
+        "models/attention: RopeScaling",
+        "models/attention: apply_rotary",
+        "models/attention: choose_pattern",
+        "models/attention: cut_sequence",
+        "models/attention: document_positions",
+        "models/attention: document_runs",
+        "models/attention: join_sequence",
+        "models/attention: output_projection",
+        "models/attention: rotary_tables",
+        "models/mamba: MambaMixer",
+        "models/mamba: MambaState",
+        "models/mamba: scan_step",
+        "models/moe: AuxiliaryScale",
+        "models/moe: Dispatch",
+        "models/moe: ExpertAxes",
+        "models/moe: ExpertRows",
+        "models/moe: LayerRouting",
+        "models/moe: Routing",
+        "models/vision: Patches",
+        "models/vision: Projector",
+        "models/vision: Splice",
+        "models/vision: VisionTransformer",
+        "models/vision: WithinImages",
+        "models/vision: cut_patches",
+        "models/vision: image_places",
+        "models: LayerNorm",
+        "models: OutputHead",
+        "models: PositionEmbedding",
+        "models: PrecisionUnavailableError",
+        "models: RMSNorm",
+        "models: ResidualBlock",
+        "models: RopeScaling",
+        "models: VocabParallelEmbedding",
+        "models: WeightLink",
+        "models: config_from_huggingface",
+        "models: make_block",
+        "models: matrix_parameters",
+        "models: training_flops_per_token",
+        "models: vocab_parallel_cross_entropy",
+    ],
+    "file_names_mean_one_thing": [
+        "axes.py",
+        "build.py",
+        "casting.py",
+        "checks.py",
+        "groups.py",
+        "layout.py",
+        "plan.py",
+        "precision.py",
+        "roles.py",
+        "weights.py",
+    ],
+    "dead_words_stay_dead": [
+        "buffers/layout/planning.py: place",
+        "buffers/pool/memory_blocks.py: Place",
+        "buffers/pool/memory_blocks.py: Places",
+        "buffers/pool/pool_keys.py: _places",
+        "buffers/pool/pool_keys.py: place",
+        "buffers/tensors/tensor_part.py: _region",
+        "buffers/tensors/tensor_part.py: region",
+        "buffers/tensors/tensor_region.py: Region",
+        "checkpoint/huggingface/files.py: _places",
+        "checkpoint/huggingface/huggingface.py: _parts",
+        "checkpoint/huggingface/huggingface.py: part",
+        "checkpoint/huggingface/huggingface.py: region",
+        "checkpoint/inspection.py: place",
+        "checkpoint/load/loading.py: place",
+        "checkpoint/load/plan.py: _parts",
+        "checkpoint/load/reader.py: _places",
+        "checkpoint/load/reader.py: _stand_in",
+        "checkpoint/save/writer.py: _place",
+        "checkpoint/save/writer.py: place",
+        "checkpoint/state/cut_tensors.py: Parts",
+        "checkpoint/state/cut_tensors.py: place",
+        "checkpoint/state/cut_tensors.py: region",
+        "checkpoint/state/state.py: parts",
+        "checkpoint/storage/directory.py: _transient_path",
+        "checkpoint/storage/locations.py: LocalPlace",
+        "checkpoint/storage/locations.py: Place",
+        "checkpoint/storage/locations.py: RemotePlace",
+        "checkpoint/storage/locations.py: place_of",
+        "checkpoint/storage/manifest.py: _place",
+        "checkpoint/storage/stores.py: place",
+        "checkpoint/storage/stores.py: places",
+        "collectives/reduction/arriving_chunks.py: _rest",
+        "collectives/reduction/cpu_sum.py: _part",
+        "collectives/transport/transport.py: rest",
+        "ddp/backward/reducer.py: _close_place",
+        "ddp/backward/reducer.py: _exchange_seen",
+        "ddp/backward/reducer.py: _transient",
+        "ddp/backward/reducer.py: agree_on_seen",
+        "ddp/backward/reducer.py: ending",
+        "ddp/finalize/plain_gradients.py: finalize_plain_grads",
+        "ddp/gradients/group_gradients.py: _transient",
+        "ddp/gradients/group_gradients.py: clear_place",
+        "ddp/gradients/group_gradients.py: place",
+        "ddp/gradients/group_gradients.py: seen",
+        "ddp/gradients/reproducible.py: _transient",
+        "ddp/gradients/scratch.py: TransientBuffers",
+        "ddp/gradients/sums.py: transient",
+        "ddp/group/group.py: _cuts_rest",
+        "ddp/group/group.py: rest",
+        "ddp/group/group.py: span_in_rest",
+        "ddp/group/weights.py: place_of_main",
+        "ddp/norm/shares.py: parts",
+        "ddp/optimizer/borrowed_groups.py: StandIns",
+        "ddp/optimizer/flat_step.py: _place",
+        "ddp/optimizer/sharded_optimizer.py: _place",
+        "ddp/optimizer/whole_step.py: _stand_in",
+        "ddp/wrapper/param_gathers.py: WeightGathers",
+        "fsdp/api/arguments.py: _place",
+        "fsdp/api/shard_module.py: _Part",
+        "fsdp/api/shard_module.py: _part",
+        "fsdp/execution/debug_order.py: _places",
+        "fsdp/execution/engine.py: _rest",
+        "fsdp/execution/engine.py: put_to_rest",
+        "fsdp/execution/hooks.py: rest",
+        "fsdp/execution/hooks.py: rest_for_state_dicts",
+        "fsdp/execution/unit.py: places",
+        "fsdp/state/cut_regions.py: Regions",
+        "fsdp/state/cut_regions.py: _region",
+        "fsdp/state/cut_regions.py: part",
+        "fsdp/units/materialise.py: _places",
+        "fsdp/weights/sharded.py: forget_place",
+        "fsdp/weights/sharded.py: place",
+        "fsdp/weights/sharded.py: remember_place",
+        "mesh/parallel_mesh.py: _parts",
+        "mesh/rng.py: _places",
+        "models/activation_memory/selective.py: _Place",
+        "models/activation_memory/selective.py: places",
+        "models/attention/context_parallel.py: places_of",
+        "models/decoder/splice.py: image_places",
+        "models/layers/loss.py: _places",
+        "models/moe/routing.py: _place_in_run",
+        "models/precision/fp8_products.py: _ending",
+        "models/precision/fp8_products.py: place",
+    ],
+    "terms_are_in_use": [
+        "glossary: produced gradient",
+        "glossary: wire dtype",
+    ],
+}
+
+
+# ------------------------------------------------------------------------ the packages comply
+
+
+def glossary() -> tuple[list[str], list[str]]:
+    """Return the terms and the dead words of the table "Words" in docs/index.md."""
+    text = (ROOT / "docs" / "index.md").read_text()
+    table = text[text.index("## Words") : text.index("## Laws")]
+    rows = [line.strip("| ").split(" | ") for line in table.splitlines() if line.startswith("| ")]
+    terms = [term.strip("` ") for row in rows[2:] for term in row[0].split(",")]
+    dead = [
+        "=" * bool(alone) + word
+        for row in rows[2:]
+        for word, alone in re.findall(r"`([^`]+)`( alone)?", (*row, "", "")[2])
+    ]
+    return terms, dead
+
+
+@pytest.fixture(scope="module")
+def house() -> House:
+    sources = {
+        f"{layer}/{path.relative_to(source_of(layer)).as_posix()}": path.read_text()
+        for layer in LAYERS
+        for path in sorted(source_of(layer).rglob("*.py"))
+    }
+    patterns = ("README.md", "packages/*/README.md", "docs/*.md", "examples/**/*.md")
+    pages = [path for pattern in (*patterns, "examples/**/*.py") for path in ROOT.glob(pattern)]
+    texts = {path.relative_to(ROOT).as_posix(): path.read_text() for path in pages}
+    return House(sources, texts, *glossary())
+
+
+def is_excused(complaint: str, exception: str) -> bool:
+    """Whether the complaint begins with the exception, up to the end of a word."""
+    return re.match(rf"{re.escape(exception)}(?!\w)", complaint) is not None
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_the_house_keeps(rule, house):
+    found = list(RULES[rule](house))
+    excused = EXCEPTIONS.get(rule, [])
+    wrong = [text for text in found if not any(is_excused(text, by) for by in excused)]
+    needless = [by for by in excused if not any(is_excused(text, by) for text in found)]
+    assert not wrong, "\n" + "\n".join(wrong)
+    assert not needless, f"these exceptions are no longer needed: {needless}"
+
+
+def test_exceptions_are_to_rules():
+    assert set(EXCEPTIONS) <= set(RULES)
+
+
+# ------------------------------------------------------------------------ the rules can see
+
+
+def planted(**files: str) -> dict[str, str]:
+    """Sources by path: `ddp__group="..."` is the file ddp/group.py."""
+    return {f"{name.replace('__', '/')}.py": text for name, text in files.items()}
+
+
+def folder(layer_folder: str, count: int) -> dict[str, str]:
+    return {f"{layer_folder}/file{i}.py": "" for i in range(count)}
+
+
+LONG = "x = 1\n" * SMALL_FILE
+IMPORT = "from lamina.ddp.{} import x\n"
+SHOWN = "__all__ = ['shown']\n"
+
+# A rule, what breaks it, and a part of the complaint.
+PLANTED: dict[str, tuple[str, House, str]] = {
+    "folder of thirteen": (
+        "folders_are_rooms_enough", House(folder("ddp/group", 13)), "ddp/group: 13 files",
+    ),
+    "large folders all over": (
+        "folders_are_rooms_enough",
+        House(folder("ddp/group", 10) | folder("ddp/norm", 10) | folder("ddp/inspect", 2)),
+        "ddp/group, ddp/norm: too many",
+    ),
+    "import from above": (
+        "imports_run_downward",
+        House(planted(ddp__group__a=IMPORT.format("norm.b"), ddp__norm__b="")),
+        "ddp/group/a.py: group imports ddp/norm/b.py",
+    ),
+    "import from above in a function": (
+        "imports_run_downward",
+        House(planted(
+            ddp__group__a="def f():\n    from lamina.ddp.norm import b", ddp__norm__b="",
+        )),
+        "ddp/group/a.py",
+    ),
+    "import from above for types": (
+        "imports_run_downward",
+        House(planted(
+            ddp__group__a="from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    "
+            + IMPORT.format("norm.b"),
+            ddp__norm__b="",
+        )),
+        "ddp/group/a.py",
+    ),
+    "import of the layer's own face": (
+        "imports_run_downward",
+        House(planted(ddp__group__a=IMPORT.format("engine"), ddp__engine="")),
+        "ddp/group/a.py: group imports ddp/engine.py",
+    ),
+    "folder without a floor": (
+        "imports_run_downward", House(planted(ddp__misc__a="")), "misc is no floor of ddp",
+    ),
+    "circle of files": (
+        "files_form_no_circle",
+        House(planted(
+            ddp__group__a=IMPORT.format("group.b"),
+            ddp__group__b=IMPORT.format("group.c"),
+            ddp__group__c="def f():\n    import lamina.ddp.group.a",
+        )),
+        "ddp/group/a.py -> ddp/group/b.py -> ddp/group/c.py -> ddp/group/a.py",
+    ),
+    "circle of folders": (
+        "folders_form_no_circle",
+        House(planted(
+            ddp__group__a=IMPORT.format("norm.a"),
+            ddp__norm__a="",
+            ddp__norm__b=IMPORT.format("group.b"),
+            ddp__group__b="",
+        )),
+        "ddp/group -> ddp/norm -> ddp/group",
+    ),
+    "circle of a folder and one within it": (
+        "folders_form_no_circle",
+        House(planted(
+            models__base__a="from lamina.models.base.configs import b\n",
+            models__base__configs__b="",
+            models__base__configs__c="from lamina.models.base.d import x\n",
+            models__base__d="",
+        )),
+        "models/base -> models/base/configs -> models/base",
+    ),
+    "satellite": (
+        "no_small_file_serves_one_sibling",
+        House(planted(ddp__group__a=IMPORT.format("group.b"), ddp__group__b="x = 1")),
+        "ddp/group/b.py: 1 lines for a alone",
+    ),
+    "module without __all__": (
+        "modules_say_what_they_show", House(planted(ddp__group__a="def f(): ...")), "ddp/group/a",
+    ),
+    "public name that nothing names": (
+        "public_names_are_for_users",
+        House({"ddp/__init__.py": SHOWN}, {"docs/ddp.md": "it is shown `hidden`"}),
+        "ddp: shown is in no example",
+    ),
+    "name of a sub-face that nothing names": (
+        "public_names_are_for_users",
+        House({"models/moe/__init__.py": SHOWN}),
+        "models/moe: shown is in no example",
+    ),
+    "name on both faces": (
+        "public_names_are_for_users",
+        House({"ddp/__init__.py": SHOWN, "ddp/engine.py": SHOWN}, {"examples/a.py": "shown"}),
+        "ddp: shown is in ddp.engine as well",
+    ),
+    "file name in two layers": (
+        "file_names_mean_one_thing",
+        House(planted(ddp__group__casting="", fsdp__units__casting="")),
+        "casting.py: in ddp and fsdp",
+    ),
+    "dead word in an attribute": (
+        "dead_words_stay_dead",
+        House(
+            planted(ddp__a="class A:\n  def f(self):\n    self.last_seen = 1"), {}, (), ("seen",),
+        ),
+        "ddp/a.py: last_seen",
+    ),
+    "dead word in a field": (
+        "dead_words_stay_dead",
+        House(planted(ddp__a="class A:\n    rest: int"), {}, (), ("rest",)),
+        "ddp/a.py: rest",
+    ),
+    "dead word in a class, in the plural": (
+        "dead_words_stay_dead",
+        House(planted(ddp__a="class StandIns: ..."), {}, (), ("stand_in",)),
+        "ddp/a.py: StandIns",
+    ),
+    "dead word as a file": (
+        "dead_words_stay_dead",
+        House(planted(ddp__seen=""), {}, (), ("seen",)),
+        "ddp/seen.py: seen",
+    ),
+    "word that is dead alone": (
+        "dead_words_stay_dead",
+        House(planted(ddp__a="def _parts(): ..."), {}, (), ("=part",)),
+        "ddp/a.py: _parts",
+    ),
+    "term that nothing bears": (
+        "terms_are_in_use",
+        House(planted(ddp__a="def bucket_size(): ..."), {}, ("bucket", "slot")),
+        "glossary: slot",
+    ),
+    "double backticks": (
+        "docstrings_are_in_one_style",
+        House(planted(ddp__a='def f():\n    """Return ``x``."""')),
+        "f has double backticks",
+    ),
+    "blank line before closing quotes": (
+        "docstrings_are_in_one_style",
+        House(planted(ddp__a='class A:\n    """One.\n\n    Two.\n\n    """')),
+        "A has a blank line",
+    ),
+}  # fmt: skip
+
+ALLOWED: dict[str, tuple[str, House]] = {
+    "folder of twelve among small ones": (
+        "folders_are_rooms_enough",
+        House(folder("ddp/a", 12) | {f"ddp/{letter}/a.py": "" for letter in "bcde"}),
+    ),
+    "many files in mesh": ("folders_are_rooms_enough", House(folder("mesh", 20))),
+    "import from below": (
+        "imports_run_downward",
+        House(planted(ddp__norm__a=IMPORT.format("group.b"), ddp__group__b="")),
+    ),
+    "face that shows a higher floor": (
+        "imports_run_downward",
+        House(planted(ddp__engine=IMPORT.format("norm.a"), ddp__norm__a="")),
+    ),
+    "small file with two users": (
+        "no_small_file_serves_one_sibling",
+        House(planted(ddp__a__b="", ddp__a__c="", ddp__a__d="from lamina.ddp.a import b, c")
+              | planted(ddp__a__e="from lamina.ddp.a import b, c")),
+    ),
+    "small file for another folder": (
+        "no_small_file_serves_one_sibling",
+        House(planted(ddp__a__b="", ddp__c__d="from lamina.ddp.a import b")),
+    ),
+    "large file with one user": (
+        "no_small_file_serves_one_sibling",
+        House(planted(ddp__a__b=LONG, ddp__a__d="from lamina.ddp.a import b")),
+    ),
+    "folder marker without __all__": (
+        "modules_say_what_they_show", House({"ddp/a/__init__.py": '"""What this folder is."""'}),
+    ),
+    "public name on a page": (
+        "public_names_are_for_users",
+        House({"ddp/__init__.py": SHOWN}, {"docs/ddp.md": "call `shown(x)`"}),
+    ),
+    "public name in an example": (
+        "public_names_are_for_users", House({"ddp/__init__.py": SHOWN}, {"examples/a.py": SHOWN}),
+    ),
+    "other words": (
+        "dead_words_stay_dead",
+        House(
+            planted(ddp__a="def restore(at_rest, in_place): ...\ndef tensor_part(): ...\n"
+                    "def put_in_place(): ..."),
+            {}, (), ("rest", "place", "=part"),
+        ),
+    ),
+    "term as a part of a name": (
+        "terms_are_in_use", House(planted(ddp__a="def f(buckets): ..."), {}, ("bucket",)),
+    ),
+    "code block and single backticks": (
+        "docstrings_are_in_one_style",
+        House(planted(ddp__a='def f():\n    """Call `f`.\n\n    ```\n    f()\n    ```\n    """')),
+    ),
+}  # fmt: skip
+
+
+def test_every_rule_has_a_planted_case():
+    assert {rule for rule, _, _ in PLANTED.values()} == set(RULES)
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_a_rule_sees(name):
+    rule, house, part = PLANTED[name]
+    assert any(part in text for text in RULES[rule](house)), list(RULES[rule](house))
+
+
+@pytest.mark.parametrize("name", ALLOWED)
+def test_a_rule_allows(name):
+    rule, house = ALLOWED[name]
+    assert not list(RULES[rule](house))

@@ -9,14 +9,12 @@ attention pattern like those of one process; sequences are cut in zigzag order.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from lamina.collectives import all_to_all_tokens, gather_from, send_recv
-from lamina.collectives.engine import ring
+from lamina.collectives import all_to_all_tokens, gather_from
 from lamina.mesh.engine import MeshAxis
 from lamina.models.attention.kernels import (
     AttentionPattern,
@@ -30,7 +28,7 @@ from lamina.models.attention.kernels import (
     repeat_heads,
 )
 from lamina.models.attention.partial_softmax import Block
-from lamina.models.attention.pieced import InPieces, Piece, add_each, to_one_width
+from lamina.models.attention.pieced import InPieces, Piece, attend_in_pieces
 from lamina.models.base.config import TransformerConfig
 from lamina.models.layers.zigzag import cut_sequence, in_order, out_of_order
 
@@ -62,25 +60,24 @@ class Ring:
     ) -> Tensor:
         """See `AttentionPattern`; tokens are this rank's."""
         refuse_dropout("Ring", dropout)
-        padded = to_one_width(query, key, value)
-        mixed: Tensor = _RingAttention.apply(*padded, self, scale)  # type: ignore[no-untyped-call]
-        return mixed[..., : value.shape[-1]]
+        pieces = partial(self.pieces, tokens=query.shape[1], scale=scale, device=query.device)
+        return attend_in_pieces(query, key, value, pieces, self.axis.group)
 
-    def piece(self, source: int, tokens: int, scale: float, device: torch.device) -> Piece | None:
-        """What this rank's queries have to do with another rank's keys."""
+    def pieces(
+        self, source: int, tokens: int, scale: float, device: torch.device
+    ) -> tuple[Piece, ...]:
+        """The pairs of this rank's queries and another rank's keys that attend to each other."""
         rank, half = self.axis.rank, tokens // 2
         everything = slice(0, tokens)
         if self.window is not None or self.runs is not None:
             mask = self._mask(source, tokens * self.axis.size, device)
-            if not mask.any():
-                return None
-            return Piece(everything, everything, Block(scale, mask=mask))
+            return (Piece(everything, everything, Block(scale, mask=mask)),) if mask.any() else ()
         if source == rank:
-            return Piece(everything, everything, Block(scale, causal=True))
+            return (Piece(everything, everything, Block(scale, causal=True)),)
         if source < rank:
             # Its early chunk comes before both of ours, its late one after both.
-            return Piece(everything, slice(0, half), Block(scale))
-        return Piece(slice(half, tokens), everything, Block(scale))
+            return (Piece(everything, slice(0, half), Block(scale)),)
+        return (Piece(slice(half, tokens), everything, Block(scale)),)
 
     def _mask(self, source: int, sequence: int, device: torch.device) -> Tensor:
         mine = places_of(self.axis.rank, self.axis.size, sequence, device)
@@ -89,50 +86,6 @@ class Ring:
             return allowed_pairs(mine, theirs, self.window)
         runs = self.runs[:, mine], self.runs[:, theirs]
         return allowed_pairs(mine, theirs, self.window, *runs)
-
-
-class _RingAttention(torch.autograd.Function):
-    """Tensors are `[batch, tokens, heads, width]`, as they travel; kernels see heads first."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, pattern: Ring, scale: float
-    ) -> Tensor:
-        wide = torch.promote_types(query.dtype, torch.float32)
-        q = query.transpose(1, 2)
-        total = torch.zeros_like(query, dtype=wide)
-        out = total.transpose(1, 2)
-        logs = torch.full(q.shape[:3], -torch.inf, dtype=wide, device=q.device)
-        for source, (k, v) in ring((key, value), pattern.axis.group):
-            piece = pattern.piece(source, q.shape[2], scale, q.device)
-            if piece is not None:
-                piece.add_values(out, logs, (q, k, v))
-        mixed = total.to(query.dtype)
-        ctx.save_for_backward(query, key, value, mixed, logs)
-        ctx.pattern, ctx.scale = pattern, scale
-        return mixed
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, mixed, logs = ctx.saved_tensors
-        pattern: Ring = ctx.pattern
-        q, out, g = (x.transpose(1, 2) for x in (query, mixed, grad))
-        grad_query = torch.zeros_like(query, dtype=logs.dtype)
-        group = pattern.axis.group
-        travelling = None
-        for source, (k, v) in ring((key, value), group):
-            sums = [torch.zeros_like(x, dtype=logs.dtype) for x in (k, v)]
-            piece = pattern.piece(source, q.shape[2], ctx.scale, q.device)
-            if piece is not None:
-                piece.add_gradients(grad_query, sums, (q, k, v), (g, out, logs))
-            # A block's gradients follow it round, one step behind, and end where it started.
-            if travelling is not None:
-                add_each(sums, travelling.wait())
-            travelling = send_recv(sums, group)
-        home = travelling.wait() if travelling is not None else ()
-        grads = zip((grad_query, *home), (query, key, value), strict=True)
-        return *(wide.to(x.dtype) for wide, x in grads), None, None
 
 
 @dataclass(frozen=True)

@@ -1,12 +1,12 @@
 """Attention put together from blocks of queries and keys, without a mask.
 
-The blocks are those of `lamina.models.attention.partial_softmax`; which of them a rank computes,
-and when their keys arrive, is the business of context parallelism.
+The blocks are those of `lamina.models.attention.partial_softmax`. Keys and values may all be here,
+or they may pass round a ring of ranks, whose gradients then follow them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,11 +14,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.distributed import ProcessGroup
 
+from lamina.collectives import send_recv
+from lamina.collectives.engine import ring
 from lamina.models.attention.kernels import refuse_dropout
 from lamina.models.attention.partial_softmax import Block, merge
 
-__all__ = ["InPieces", "Piece", "add_each", "to_one_width"]
+__all__ = ["InPieces", "Piece", "attend_in_pieces"]
 
 
 @dataclass(frozen=True)
@@ -68,13 +71,13 @@ class Piece:
             total[:, columns] += part.transpose(1, 2)
 
 
-def add_each(sums: Sequence[Tensor], others: Sequence[Tensor]) -> None:
+def _add_each(sums: Sequence[Tensor], others: Sequence[Tensor]) -> None:
     """Add in place; a function, so that no name of a caller keeps the last of the others alive."""
     for total, other in zip(sums, others, strict=True):
         total += other
 
 
-def to_one_width(*tensors: Tensor) -> tuple[Tensor, ...]:
+def _to_one_width(*tensors: Tensor) -> tuple[Tensor, ...]:
     """Append zeros, for kernels want heads of one width, on a GPU a multiple of 8.
 
     No score or value changes.
@@ -98,28 +101,57 @@ class InPieces:
     ) -> Tensor:
         """See `lamina.models.attention.kernels.AttentionPattern`; `scale` is every piece's."""
         refuse_dropout("InPieces", dropout)
-        padded = to_one_width(query, key, value)
         pieces = tuple(replace(p, block=replace(p.block, scale=scale)) for p in self.pieces)
-        mixed: Tensor = _InPieces.apply(*padded, pieces)  # type: ignore[no-untyped-call]
-        return mixed[..., : value.shape[-1]]
+        return attend_in_pieces(query, key, value, lambda _: pieces)
 
 
-class _InPieces(torch.autograd.Function):
-    """Tensors are `[batch, tokens, heads, width]`; kernels see heads first."""
+def attend_in_pieces(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    pieces: Callable[[int], Sequence[Piece]],
+    group: ProcessGroup | None = None,
+) -> Tensor:
+    """Attend to this rank's keys and values, or over a group to those of all ranks in turn.
+
+    Args:
+        query: `[batch, tokens, heads, width]`.
+        key: `[batch, tokens, kv_heads, width]`.
+        value: `[batch, tokens, kv_heads, value_width]`.
+        pieces: what the queries attend to of the keys of a rank of the group.
+        group: ranks round which keys and values pass; None: all keys are here.
+
+    Returns:
+        `[batch, tokens, heads, value_width]`.
+    """
+    padded = _to_one_width(query, key, value)
+    mixed: Tensor = _PiecedAttention.apply(*padded, pieces, group)  # type: ignore[no-untyped-call]
+    return mixed[..., : value.shape[-1]]
+
+
+class _PiecedAttention(torch.autograd.Function):
+    """Tensors are `[batch, tokens, heads, width]`, as they travel; kernels see heads first."""
 
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, pieces: tuple[Piece, ...]
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        pieces: Callable[[int], Sequence[Piece]],
+        group: ProcessGroup | None,
     ) -> Tensor:
         wide = torch.promote_types(query.dtype, torch.float32)
         q = query.transpose(1, 2)
         total = torch.zeros_like(query, dtype=wide)
+        out = total.transpose(1, 2)
         logs = torch.full(q.shape[:3], -torch.inf, dtype=wide, device=q.device)
-        for piece in pieces:
-            piece.add_values(total.transpose(1, 2), logs, (q, key, value))
+        for source, (k, v) in ring((key, value), group):
+            for piece in pieces(source):
+                piece.add_values(out, logs, (q, k, v))
         mixed = total.to(query.dtype)
         ctx.save_for_backward(query, key, value, mixed, logs)
-        ctx.pieces = pieces
+        ctx.pieces, ctx.group = pieces, group
         return mixed
 
     @staticmethod
@@ -127,8 +159,18 @@ class _InPieces(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, mixed, logs = ctx.saved_tensors
         q, out, g = (x.transpose(1, 2) for x in (query, mixed, grad))
-        grads = [torch.zeros_like(x, dtype=logs.dtype) for x in (query, key, value)]
-        for piece in ctx.pieces:
-            piece.add_gradients(grads[0], grads[1:], (q, key, value), (g, out, logs))
-        pairs = zip(grads, (query, key, value), strict=True)
-        return *(wide.to(x.dtype) for wide, x in pairs), None
+        grad_query = torch.zeros_like(query, dtype=logs.dtype)
+        travelling: Any = None
+        sums: list[Tensor] = []
+        for source, (k, v) in ring((key, value), ctx.group):
+            sums = [torch.zeros_like(x, dtype=logs.dtype) for x in (k, v)]
+            for piece in ctx.pieces(source):
+                piece.add_gradients(grad_query, sums, (q, k, v), (g, out, logs))
+            if ctx.group is not None:
+                # A block's gradients follow it round one step behind, and end where it started.
+                if travelling is not None:
+                    _add_each(sums, travelling.wait())
+                travelling = send_recv(sums, ctx.group)
+        home = sums if travelling is None else travelling.wait()
+        grads = zip((grad_query, *home), (query, key, value), strict=True)
+        return *(wide.to(x.dtype) for wide, x in grads), None, None

@@ -29,6 +29,7 @@ __all__ = [
     "choose_pattern",
     "document_positions",
     "document_runs",
+    "document_starts",
     "flex_over",
     "refuse_dropout",
     "repeat_heads",
@@ -88,11 +89,11 @@ class Masked:
     """Attention with the mask written out: runs anywhere, costs sequence^2 bools per batch row.
 
     Attributes:
-        mask: bool `[batch or 1, 1, sequence, sequence]`, True where the query (rows) may attend
-            to the key (columns).
+        mask: bool, broadcast to `[batch, 1, sequence, sequence]`: True where the query (rows) may
+            attend to the key (columns). None: every query attends to every key.
     """
 
-    mask: Tensor
+    mask: Tensor | None
 
     def __call__(
         self, query: Tensor, key: Tensor, value: Tensor, *, scale: float, dropout: float
@@ -173,14 +174,28 @@ def _flex_kernel(compiled: bool) -> Any:
     return torch.compile(flex_attention, dynamic=False) if compiled else flex_attention
 
 
+def _first_of_run(ids: Tensor) -> Tensor:
+    """Which tokens are the first of a run of equal ids in their row: bool `[batch, sequence]`."""
+    first = torch.ones_like(ids, dtype=torch.bool)
+    first[:, 1:] = ids[:, 1:] != ids[:, :-1]
+    return first
+
+
+def document_starts(runs: Tensor) -> Tensor:
+    """Where each document of the flattened batch starts, and the end: int64 `[documents + 1]`.
+
+    The number of documents is on the device, so the host waits for it.
+    """
+    places = _first_of_run(runs).flatten().nonzero().squeeze(1)
+    return F.pad(places, (0, 1), value=runs.numel())
+
+
 def document_runs(document_ids: Tensor) -> Tensor:
     """Number the runs of equal ids in each row: int64 `[batch, sequence]`.
 
     A document is a run: an id that comes back later names another document, on every path.
     """
-    changes = torch.zeros_like(document_ids, dtype=torch.int64)
-    changes[:, 1:] = document_ids[:, 1:] != document_ids[:, :-1]
-    return changes.cumsum(dim=1)
+    return _first_of_run(document_ids).to(torch.int64).cumsum(dim=1) - 1
 
 
 def document_positions(document_ids: Tensor) -> Tensor:
@@ -193,8 +208,7 @@ def document_positions(document_ids: Tensor) -> Tensor:
         int64 `[batch, sequence]`.
     """
     index = torch.arange(document_ids.shape[1], device=document_ids.device).expand_as(document_ids)
-    starts = torch.ones_like(document_ids, dtype=torch.bool)
-    starts[:, 1:] = document_ids[:, 1:] != document_ids[:, :-1]
+    starts = _first_of_run(document_ids)
     return index - torch.where(starts, index, 0).cummax(dim=1).values
 
 
@@ -320,10 +334,8 @@ def _varlen(tokens: Tensor, runs: Tensor | None, window: int | None) -> Varlen:
     if runs is None:
         starts = torch.arange(0, (batch + 1) * sequence, sequence, device=tokens.device)
         return Varlen(starts.to(torch.int32), sequence, window, grouped)
-    first = torch.ones_like(runs, dtype=torch.bool)
-    first[:, 1:] = runs[:, 1:] != runs[:, :-1]
-    # nonzero and max wait for the device: once per forward, not per block.
-    starts = F.pad(first.flatten().nonzero().squeeze(1), (0, 1), value=batch * sequence)
+    starts = document_starts(runs)
+    # max waits for the device, as document_starts does: once per forward, not per block.
     return Varlen(starts.to(torch.int32), int(starts.diff().max()), window, grouped)
 
 

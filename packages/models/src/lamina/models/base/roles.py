@@ -31,6 +31,13 @@ class KeepsRoles(nn.Module):
         self._before_load: dict[str, Tensor] = {}
         self.register_load_state_dict_post_hook(_take_over)  # type: ignore[no-untyped-call]
 
+    def init_weights(self) -> None:
+        """Call `reset_parameters` of every submodule that owns parameters."""
+        for module in self.modules():
+            reset = getattr(module, "reset_parameters", None)
+            if reset is not None:
+                reset()
+
     def tie_weights(self) -> None:
         """Make one parameter again of those that are tied."""
 

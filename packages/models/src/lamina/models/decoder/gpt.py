@@ -125,13 +125,6 @@ class GPTModel(KeepsRoles):
             self.expert_axes = ExpertAxes.of(axis, sequence_parallel=sequence_parallel)
         return self.expert_axes
 
-    def init_weights(self) -> None:
-        """Call `reset_parameters` of every submodule that owns parameters."""
-        for module in self.modules():
-            reset = getattr(module, "reset_parameters", None)
-            if reset is not None:
-                reset()
-
     def tie_weights(self) -> None:
         """Make the head use the embedding's weight, where the config ties them."""
         if self.head.tied:
@@ -182,21 +175,10 @@ class GPTModel(KeepsRoles):
         positions = same_for_all(positions)
         cut = cut_sequence(tokens, self.cp), cut_sequence(positions, self.cp, dim=-1)
         x = self.embed(*cut, None if splice is None else splice.cut(self.cp))
-        context = AttentionContext.build(
-            self.config,
-            tokens,
-            x.dtype,
-            positions,
-            document_ids,
-            training=self.training,
-            mesh=self.cp,
-        )
-        if self.config.moe is not None:
-            # Each rank of cp has a part of an auxiliary loss, and an equal share in what a user
-            # makes of the whole logits.
-            scale = self.auxiliary_scale * (1 if self.cp is None else self.cp.size)
-            routing = RoutingContext.build(padding_mask, self.expert_axes, scale)
-            context = replace(context, routing=routing)
+        # Each rank of cp has a part of an auxiliary loss, and an equal share in a loss that the
+        # caller computes from the whole logits.
+        parts = 1 if self.cp is None else self.cp.size
+        context = self.context(tokens, x.dtype, positions, document_ids, padding_mask, parts)
         for block in self.blocks:
             x = block(x, context)
         x = self.final_norm(x)
@@ -207,6 +189,31 @@ class GPTModel(KeepsRoles):
             return loss
         logits: Tensor = self.head(x)
         return join_sequence(logits.view(tokens.shape[0], -1, logits.shape[-1]), self.cp)
+
+    def context(
+        self,
+        tokens: Tensor,
+        dtype: torch.dtype,
+        positions: Tensor,
+        document_ids: Tensor | None,
+        padding_mask: Tensor | None,
+        auxiliary: float | Tensor,
+    ) -> AttentionContext:
+        """Make what the blocks of a forward share; `auxiliary` weighs auxiliary losses."""
+        context = AttentionContext.build(
+            self.config,
+            tokens,
+            dtype,
+            positions,
+            document_ids,
+            training=self.training,
+            mesh=self.cp,
+        )
+        if self.config.moe is None:
+            return context
+        scale = self.auxiliary_scale * auxiliary
+        routing = RoutingContext.build(padding_mask, self.expert_axes, scale)
+        return replace(context, routing=routing)
 
     def loss(self, x: Tensor, labels: Tensor, reduction: Literal["mean", "sum"]) -> Tensor:
         """Cross-entropy of this rank's hidden states with whole labels `[batch, sequence]`."""

@@ -313,11 +313,8 @@ class MambaMixer(nn.Module):
             )
         gate, mixed, dt = self.input(x).split(self.widths, dim=-1)
         convolved, window = self.conv.step(mixed, state.window)
-        y, scanned = self.scan.step(*self._of_one_token(convolved, dt), state.state)
+        inputs, b, c = self._separate(convolved)
+        y, scanned = self.scan.step(inputs, dt, b, c, state.state)
         y = self.norm(y.flatten(-2), gate)
         output: Tensor = self.output(y)
         return output, MambaState(window, scanned)
-
-    def _of_one_token(self, mixed: Tensor, dt: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        x, b, c = self._separate(mixed)
-        return x, dt, b, c

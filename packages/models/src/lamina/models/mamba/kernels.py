@@ -8,9 +8,9 @@ import logging
 from typing import Any, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from lamina.models.attention.kernels import document_starts
 from lamina.models.base.configs.mamba import MambaPath
 
 __all__ = ["choose_path", "fused_scan", "kernel_scan"]
@@ -103,13 +103,5 @@ def kernel_scan(
     if state is not None:
         raise ValueError("documents together with a state: each document starts with none")
     parts = (part.flatten(0, 1).unsqueeze(0) for part in (query, key, value, gate))
-    y, _ = fused_scan()(*parts, cu_seqlens=_document_starts(runs), **options)
+    y, _ = fused_scan()(*parts, cu_seqlens=document_starts(runs), **options)
     return cast(Tensor, y).view_as(x), None
-
-
-def _document_starts(runs: Tensor) -> Tensor:
-    """Where each document of the flattened batch starts, and its end: int64 `[documents + 1]`."""
-    first = torch.ones_like(runs, dtype=torch.bool)
-    first[:, 1:] = runs[:, 1:] != runs[:, :-1]
-    # nonzero waits for the device, as attention over documents does.
-    return F.pad(first.flatten().nonzero().squeeze(1), (0, 1), value=runs.numel())

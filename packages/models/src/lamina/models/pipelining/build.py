@@ -165,6 +165,7 @@ _PARTS = ("embedding", "position_embedding", "dropout", "blocks", "final_norm", 
 _CALLED = (
     "forward",
     "embed",
+    "context",
     "loss",
     "auxiliary_weight",
     "check_inputs",

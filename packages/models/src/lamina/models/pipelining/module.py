@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from lamina.mesh import mark
 from lamina.mesh.engine import copy_role
-from lamina.models.attention.context import AttentionContext, default_positions
+from lamina.models.attention.context import default_positions
 from lamina.models.attention.context_parallel import check_pattern
 from lamina.models.base.roles import KeepsRoles
 from lamina.models.decoder.gpt import GPTModel
 from lamina.models.decoder.precision_backends import follow_histories
 from lamina.models.layers.zigzag import cut_sequence
-from lamina.models.moe.losses import RoutingContext
 
 __all__ = ["GPTStage", "Microbatch", "materialise"]
 
@@ -129,19 +128,14 @@ class GPTStage(GPTModel):
             x = self.embed(cut_sequence(batch.tokens, self.cp), cut)
         if x is None:
             raise ValueError("x is None: only the first stage makes its own input")
-        context = AttentionContext.build(
-            self.config,
+        context = self.context(
             batch.tokens,
             x.dtype,
             positions,
             batch.document_ids,
-            training=self.training,
-            mesh=self.cp,
+            batch.padding_mask,
+            batch.auxiliary,
         )
-        if self.config.moe is not None:
-            scale = self.auxiliary_scale * batch.auxiliary
-            routing = RoutingContext.build(batch.padding_mask, self.expert_axes, scale)
-            context = replace(context, routing=routing)
         for block in self.blocks:
             x = block(x, context)
         if not self.last:

@@ -72,13 +72,6 @@ class VisionLanguageModel(KeepsRoles):
             self.to_empty(device=device)
             self.init_weights()
 
-    def init_weights(self) -> None:
-        """Call `reset_parameters` of every submodule that owns parameters."""
-        for module in self.modules():
-            reset = getattr(module, "reset_parameters", None)
-            if reset is not None:
-                reset()
-
     @property
     def config(self) -> TransformerConfig:
         """The decoder's."""

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lamina.models.attention.context import AttentionContext
-from lamina.models.attention.kernels import repeat_heads
+from lamina.models.attention.kernels import Masked
 from lamina.models.base.mesh_axes import MeshLike, axis_of
 from lamina.models.decoder.block import TransformerBlock
 from lamina.models.layers.embedding import PositionEmbedding
@@ -21,26 +18,12 @@ from lamina.models.vision.patches import Images, VisionConfig, cut_patches
 __all__ = ["Projector", "VisionTransformer", "WithinImages", "blank_image"]
 
 
-@dataclass(frozen=True)
-class WithinImages:
+class WithinImages(Masked):
     """Every patch attends to every patch of its image: an attention pattern.
 
     Attributes:
         mask: bool `[images, 1, 1, patches]`, False for padding; None where there is none.
     """
-
-    mask: Tensor | None
-
-    def __call__(
-        self, query: Tensor, key: Tensor, value: Tensor, *, scale: float, dropout: float
-    ) -> Tensor:
-        """See `AttentionPattern`."""
-        key, value = repeat_heads(key, query.shape[2]), repeat_heads(value, query.shape[2])
-        q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-        mixed = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=self.mask, dropout_p=dropout, scale=scale
-        )
-        return mixed.transpose(1, 2)
 
 
 class VisionTransformer(nn.Module):

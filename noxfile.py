@@ -15,7 +15,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-if sys.version_info < (3, 11):
+if sys.version_info < (3, 11):  # noqa: UP036
     sys.exit(f"Lamina needs Python 3.11 or newer; {sys.executable} is {sys.version.split()[0]}")
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 

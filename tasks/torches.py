@@ -6,10 +6,9 @@ Imports the standard library alone: nox's environment has nothing else.
 from __future__ import annotations
 
 import re
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
-
-import tomllib
 
 from tasks.bootstrap import LAYERS, ROOT
 

@@ -5,14 +5,13 @@ from __future__ import annotations
 import ast
 import re
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
+from tasks.torches import in_range, lowest_bounds, range_of_tree, supported
 
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
+from lamina.mesh.machine import TORCH_SUPPORTED
 
 ROOT = Path(__file__).resolve().parents[1]
 LAYERS = ("mesh", "buffers", "collectives", "ddp", "fsdp", "models", "checkpoint")
@@ -57,7 +56,7 @@ def test_everything_imported_is_declared(layer):
 def test_requirements_are_layers_beneath_and_torch_in_the_supported_range(layer):
     for text in project(layer)["dependencies"]:
         if named(text) == "torch":
-            assert text == "torch>=2.11,<2.14"
+            assert text == "torch>=2.11,<2.16"
         elif not text.startswith("lamina-"):
             # torch does without numpy, but its object collectives (and so its DCP) do not
             assert (layer, named(text)) == ("checkpoint", "numpy")
@@ -66,6 +65,32 @@ def test_requirements_are_layers_beneath_and_torch_in_the_supported_range(layer)
             assert LAYERS.index(other) < LAYERS.index(layer)
             major, minor, _ = map(int, project(other)["version"].split("."))
             assert text == f"lamina-{other}>={major}.{minor},<{major}.{minor + 1}"
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_supported_pythons_are_declared(layer):
+    data = project(layer)
+    assert data["requires-python"] == ">=3.11"
+    words = [text.rpartition(" :: ")[2] for text in data["classifiers"]]
+    assert [word for word in words if word.startswith("3.")] == ["3.11", "3.12", "3.13", "3.14"]
+
+
+def test_the_doctor_and_the_tasks_take_the_range_of_torch_from_what_is_declared():
+    low, high = (".".join(map(str, version)) for version in TORCH_SUPPORTED)
+    assert range_of_tree() == f">={low},<{high}"
+    assert supported() == ["2.11", "2.12", "2.13", "2.14", "2.15"]
+    assert in_range("2.15.0+cpu")
+    assert not in_range("2.16.0a0")
+
+
+def test_lowest_bounds_hold_what_the_packages_require_of_others():
+    bounds = dict(text.split("==") for text in lowest_bounds())
+    assert bounds["numpy"] == "1.26.*"
+    assert not [name for name in bounds if name.startswith(("lamina", "torch"))]
+    declared = [re.match(r"[\w.-]+", text)[0] for text in project("models")["dependencies"]]
+    extras = project("models")["optional-dependencies"].values()
+    declared += [re.match(r"[\w.-]+", text)[0] for extra in extras for text in extra]
+    assert {name for name in declared if not name.startswith(("lamina", "torch"))} <= set(bounds)
 
 
 @pytest.mark.parametrize("layer", LAYERS)

@@ -8,6 +8,7 @@ import dataclasses
 import difflib
 import io
 import sys
+import tomllib
 import typing
 from pathlib import Path
 from typing import Any
@@ -17,11 +18,6 @@ import tyro
 from config import Config, check
 
 from lamina.mesh import Runtime
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 CONFIGS = Path(__file__).parent / "configs"
 

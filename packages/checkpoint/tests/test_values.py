@@ -88,7 +88,7 @@ def test_a_value_that_needs_pickle_is_refused_with_its_place():
         encode({"a": [0, object()]}, ("x",), {})
 
 
-class Kind(str, enum.Enum):
+class Kind(str, enum.Enum):  # noqa: UP042
     A = "a"
 
 

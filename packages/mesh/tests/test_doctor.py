@@ -101,7 +101,7 @@ def test_settings_that_do_no_harm_are_not_named(variables: dict[str, str]) -> No
     ("machine", "change", "expected"),
     [
         (CPU, {"torch_version": "2.10.1"}, {"torch": "error"}),
-        (CPU, {"torch_version": "2.14.0a0+git"}, {"torch": "error"}),
+        (CPU, {"torch_version": "2.16.0a0+git"}, {"torch": "error"}),
         (CPU, {"backends": ()}, {"torch.distributed": "error"}),
         (CPU, {"gpu_devices": 8}, {"GPU": "warning"}),
         (CPU, {"shm_bytes": 64 << 20}, {"/dev/shm": "warning"}),

@@ -19,7 +19,7 @@ from lamina.mesh.variables import Environment
 __all__ = ["MACHINE_CHECKS", "TORCH_SUPPORTED", "Check", "Machine"]
 
 
-TORCH_SUPPORTED = ((2, 11), (2, 14))
+TORCH_SUPPORTED = ((2, 11), (2, 16))
 """First supported version of torch, and the first one above that isn't tested."""
 
 _GIB = 1 << 30

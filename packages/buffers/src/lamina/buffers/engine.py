@@ -10,6 +10,7 @@ from lamina.buffers.placement import Placement
 from lamina.buffers.pool.guard import SavedTensorGuard
 from lamina.buffers.pool.pool import PoolExhaustedError
 from lamina.buffers.pool.slots import SlotPlan, color_slots, conflict_graph
+from lamina.buffers.tensors.span_norms import PNorm
 from lamina.buffers.tensors.span_spec import SpanCommunicator, SpanSpec
 from lamina.buffers.tensors.tensor_part import TensorPart
 from lamina.buffers.tensors.tensor_region import Region, RegionBox, Run
@@ -18,6 +19,7 @@ __all__ = [
     "Axis",
     "Box",
     "CollectedSpecs",
+    "PNorm",
     "PaddingReport",
     "Placement",
     "PlainAxis",

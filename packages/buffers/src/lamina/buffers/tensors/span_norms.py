@@ -1,50 +1,84 @@
-"""Norms of whole ShardedTensors, many with one communication, and GradScaler's finite check."""
+"""Norms over elements that lie in pieces, here and on other ranks, and GradScaler's finite check.
+
+`PNorm` is the one definition of a norm: `torch.nn.utils.clip_grad_norm_` over `ShardedTensor`s and
+`lamina.ddp.clip_grad_norm` both add up with it.
+"""
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from lamina.buffers.tensors.handlers import HandlerTable, SpanTensor
-from lamina.buffers.tensors.span_reductions import pieces, reduce_over_ranks, refuse_dims
-from lamina.buffers.tensors.span_spec import ReduceOp, SpanSpec
+from lamina.buffers.tensors.span_reductions import (
+    extremes_over_ranks,
+    pieces,
+    reduce_over_ranks,
+    refuse_dims,
+)
+from lamina.buffers.tensors.span_spec import ReduceOp
 
-__all__ = ["HANDLERS"]
+__all__ = ["HANDLERS", "PNorm"]
 
 HANDLERS = HandlerTable()
 aten = torch.ops.aten
 
 
-def _norm_op(order: float) -> ReduceOp:
-    return "max" if order == math.inf else "min" if order == -math.inf else "sum"
+@dataclass(frozen=True)
+class PNorm:
+    """A norm as shares that pieces have in it: sums of powers, counts or extremes, all in fp64.
 
+    A norm is `root` of the shares of all pieces, combined by `join` on a rank and by a reduction
+    with `op` over ranks. Only the caller rounds, once.
 
-def _partial_norm(local: torch.Tensor, order: float) -> torch.Tensor:
-    """A span's share of a norm in fp64: sum of powers, or the extreme."""
-    shares = [_share(piece, order) for piece in pieces(local)]
-    if not shares:
-        start = math.inf if order == -math.inf else 0.0
-        return torch.full((), start, dtype=torch.float64, device=local.device)
-    if len(shares) == 1:
-        return shares[0]
-    together = torch.stack(shares)
-    op = _norm_op(order)
-    return together.sum() if op == "sum" else together.max() if op == "max" else together.min()
+    Attributes:
+        order: p of the norm; 0 counts, `inf` and `-inf` are the extremes of magnitudes.
+    """
 
+    order: float
 
-def _share(piece: torch.Tensor, order: float) -> torch.Tensor:
-    wide = piece.abs().double() if piece.is_complex() else piece.double()
-    if order == 2:
-        return torch.dot(wide, wide)
-    if order == 0:
-        return torch.count_nonzero(wide).double()
-    size = wide.abs()
-    if order == math.inf:
-        return size.max()
-    return size.min() if order == -math.inf else size.pow(order).sum()
+    @property
+    def op(self) -> ReduceOp:
+        """How the shares of several ranks are combined."""
+        return "max" if self.order == math.inf else "min" if self.order == -math.inf else "sum"
+
+    def empty(self, device: torch.device) -> torch.Tensor:
+        """The share of no elements: fp64, no dimensions."""
+        nothing = math.inf if self.op == "min" else 0.0
+        return torch.full((), nothing, dtype=torch.float64, device=device)
+
+    def share(self, local: torch.Tensor) -> torch.Tensor:
+        """The share of the elements of a plain tensor of any shape: fp64, no dimensions."""
+        shares = [self._share(piece) for piece in pieces(local.reshape(-1))]
+        return functools.reduce(self.join, shares) if shares else self.empty(local.device)
+
+    def _share(self, piece: torch.Tensor) -> torch.Tensor:
+        wide = piece.abs().double() if piece.is_complex() else piece.double()
+        if self.order == 2:
+            return torch.dot(wide, wide)
+        if self.order == 0:
+            return torch.count_nonzero(wide).double()
+        size = wide.abs()
+        if self.op == "sum":
+            return size.pow(self.order).sum()
+        return size.max() if self.op == "max" else size.min()
+
+    def join(self, one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        """The share of two pieces from theirs."""
+        if self.op == "sum":
+            return one + other
+        return torch.maximum(one, other) if self.op == "max" else torch.minimum(one, other)
+
+    def root(self, total: torch.Tensor) -> torch.Tensor:
+        """The norm from the share of everything."""
+        if self.op != "sum" or self.order == 0:
+            return total
+        return total.sqrt() if self.order == 2 else total.pow(1.0 / self.order)
 
 
 def _norms(operation: str, tensors: Sequence[SpanTensor], order: float) -> list[torch.Tensor]:
@@ -53,26 +87,24 @@ def _norms(operation: str, tensors: Sequence[SpanTensor], order: float) -> list[
     Raises:
         NotImplementedError: the tensors are cut over different ranks.
     """
-    partial = torch.stack([_partial_norm(tensor._local, order) for tensor in tensors])
-    cut = [place for place, tensor in enumerate(tensors) if tensor._spec.is_cut]
+    norm = PNorm(order)
+    shares = torch.stack([norm.share(tensor._local) for tensor in tensors])
+    cut = [index for index, tensor in enumerate(tensors) if tensor._spec.is_cut]
     if cut:
         spec = tensors[cut[0]]._spec
         communicator = spec.reach(operation)
-        for place in cut:
-            other = tensors[place]._spec
+        for index in cut:
+            other = tensors[index]._spec
             if other.axes != spec.axes and other.communicator != communicator:
                 raise NotImplementedError(
                     f"{operation} over ShardedTensors of different meshes ({spec.where()} and "
                     f"{other.where()}) in one call: use lamina.ddp.clip_grad_norm, which counts "
                     "every parameter once on every mesh"
                 )
-        where = torch.tensor(cut, device=partial.device)
-        partial = partial.index_copy(
-            0, where, _all_reduce_norms(spec, operation, partial[where], _norm_op(order))
-        )
-    if order not in (0.0, math.inf, -math.inf):
-        partial = partial.sqrt() if order == 2 else partial.pow(1.0 / order)
-    return list(partial.unbind())
+        where = torch.tensor(cut, device=shares.device)
+        over_ranks = reduce_over_ranks if norm.op == "sum" else extremes_over_ranks
+        shares = shares.index_copy(0, where, over_ranks(spec, operation, shares[where], norm.op))
+    return list(norm.root(shares).unbind())
 
 
 def _refuse_parts(operation: str, tensors: Sequence[SpanTensor]) -> None:
@@ -88,22 +120,6 @@ def _refuse_parts(operation: str, tensors: Sequence[SpanTensor]) -> None:
                 f"{' and '.join(dict.fromkeys(names))} too would be the norm of this rank's part: "
                 "use lamina.ddp.clip_grad_norm, which counts every parameter once on every mesh"
             )
-
-
-def _all_reduce_norms(
-    spec: SpanSpec, operation: str, partial: torch.Tensor, op: ReduceOp
-) -> torch.Tensor:
-    if op == "sum":
-        return reduce_over_ranks(spec, operation, partial, op)
-    # As in _extremes: the flag travels beside a number.
-    is_nan = torch.isnan(partial)
-    lost = 0.0 if op == "max" else math.inf
-    flag = is_nan.to(partial.dtype) if op == "max" else -is_nan.to(partial.dtype)
-    both = reduce_over_ranks(
-        spec, operation, torch.cat([partial.masked_fill(is_nan, lost), flag]), op
-    )
-    value, flags = both.chunk(2)
-    return torch.where(flags != 0, math.nan, value)
 
 
 def _rounded(norm: torch.Tensor, tensor: SpanTensor, dtype: torch.dtype | None) -> torch.Tensor:

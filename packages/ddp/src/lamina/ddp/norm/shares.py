@@ -1,69 +1,76 @@
-"""Gradients as the norm sees them: pieces, and which ranks count them.
+"""What this rank adds to a norm over the mesh, so that every parameter is counted once.
 
-A number per rank is added up over the whole mesh, so every rank takes part in the same
-collectives whatever parameters it has. A piece that several ranks hold is counted by the first of
-them along every axis that copies it; a piece that an axis cuts is counted by all.
+A piece that an axis cuts is counted by all ranks along that axis. A piece that several ranks hold
+is counted by the first of them along every axis that copies it.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import compress
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from lamina.buffers import ShardedTensor
+from lamina.buffers.engine import PNorm
 from lamina.ddp.backward.grad_attribute import refuse_unsummed
 from lamina.ddp.backward.gradient_hooks import main_of
 from lamina.ddp.group.group import ParameterGroup
+from lamina.ddp.inspect.inspection import HasGroups
+from lamina.ddp.parameters.axes import DataParallelAxes
 from lamina.mesh import ParallelMesh, Role, role_of
 from lamina.mesh.engine import MODEL_AXES, MeshAxis, axis_if_there, mesh_axis
 
-__all__ = ["Measured", "Ties", "of_groups", "of_parameters", "whole_mesh"]
+__all__ = ["Share", "shares_of", "whole_mesh"]
 
 
 @dataclass(frozen=True)
-class Measured:
-    """Gradients that lie together here.
+class Share:
+    """Gradients that lie together on this rank.
 
     Attributes:
-        parts: gives (name, gradient) of each parameter in it.
-        flat: the gradients, flat.
-        scaled: the same memory, as what is to be multiplied.
-        axes: data-parallel axes along which other ranks may hold other pieces (of size > 1).
-        counts: whether this rank adds the piece to a sum over the mesh.
-        squares: the piece's sum of squares, if it is known.
-        counts_squares: whether this rank adds that.
+        gradient: this rank's part of them, which clipping multiplies.
+        parts: (name, gradient) of each parameter in it; to be read once.
+        axes: data-parallel axes (of size > 1) along which other ranks may hold other parts.
+        value: what this rank adds to the norm (see `PNorm`); None where another rank does.
     """
 
-    parts: Callable[[], Iterator[tuple[str, torch.Tensor]]]
-    flat: torch.Tensor
-    scaled: torch.Tensor
+    gradient: torch.Tensor
+    parts: Iterator[tuple[str, torch.Tensor]]
     axes: tuple[MeshAxis, ...]
-    counts: bool
-    squares: torch.Tensor | None = None
-    counts_squares: bool = False
+    value: torch.Tensor | None
 
 
-@dataclass
-class Ties:
-    """Tied parameters on this rank.
+def shares_of(
+    items: Iterable[nn.Module | torch.Tensor],
+    norm: PNorm,
+    mesh: ParallelMesh | DeviceMesh | None,
+) -> list[Share]:
+    """The gradients of modules and parameters: one share per group of a wrapped module.
 
-    Attributes:
-        copies: how many there are of each name; two or more are all that exist.
-        counted: names of which one was counted.
+    Raises:
+        ValueError: without a mesh, for parameters of which other ranks hold other parts.
+        RuntimeError: for gradients that are not summed over ranks yet.
     """
-
-    copies: Counter[str]
-    counted: set[str] = field(default_factory=set)
-
-    @classmethod
-    def among(cls, roles: Iterable[Role]) -> Ties:
-        """The ties among the parameters with these roles."""
-        return cls(Counter(role.tied for role in roles if role.tied is not None))
+    given = list(items)
+    shares = _Shares(norm, mesh, [role_of(p) for item in given for p in _parameters_of(item)])
+    found: list[Share | None] = []
+    for index, item in enumerate(given):
+        groups = list(item.parameter_groups()) if isinstance(item, HasGroups) else []
+        if groups:
+            found += [shares.of_group(group) for group in groups]
+        elif isinstance(item, nn.Module):  # plain, or wrapped over another engine
+            found += [shares.of_parameter(name, p) for name, p in item.named_parameters()]
+        else:
+            name = f"parameter {index} of shape {tuple(item.shape)}"
+            found.append(shares.of_parameter(name, item))
+    return [share for share in found if share is not None]
 
 
 def whole_mesh(mesh: ParallelMesh | DeviceMesh | None) -> tuple[MeshAxis, ...]:
@@ -77,75 +84,117 @@ def whole_mesh(mesh: ParallelMesh | DeviceMesh | None) -> tuple[MeshAxis, ...]:
     return tuple(axis for axis in axes if axis.size > 1)
 
 
-def of_groups(
-    groups: Iterable[ParameterGroup], mesh: ParallelMesh | DeviceMesh | None, ties: Ties
-) -> list[Measured]:
-    """The main grads of groups, one piece per group (what counts is the same for all of it).
+class _Shares:
+    """Makes shares, and remembers which tied parameters were counted on this rank.
 
-    `ties` remembers which tied parameters were counted: a rank may hold both copies.
+    Args:
+        norm: the norm.
+        mesh: the mesh; None for data-parallel ranks alone.
+        roles: of all parameters.
     """
-    found = []
-    for group in groups:
+
+    def __init__(
+        self, norm: PNorm, mesh: ParallelMesh | DeviceMesh | None, roles: Iterable[Role]
+    ) -> None:
+        self._norm = norm
+        self._mesh = mesh
+        self._copies = Counter(role.tied for role in roles if role.tied is not None)
+        self._counted: set[str] = set()
+        self._must_be_whole = mesh is None and dist.is_initialized() and dist.get_world_size() > 1
+
+    def of_group(self, group: ParameterGroup) -> Share | None:
+        """The main grads of a group (what counts is the same for all of it); None without any."""
+        role, axes = group.refs[0].role, (group.axes.outer, group.axes.inner)
+        if self._must_be_whole:
+            _refuse_part(group.refs[0].name, role, group.axes)
         gradients = group.gradients
         if gradients is None:
-            continue
+            return None
         refuse_unsummed(group, "clip_grad_norm()")
         if not any(gradients.seen):
-            continue
+            return None
         stepped = group.gradients_to_step
-        axes = (group.axes.outer, group.axes.inner)
-        counted = _counted_once(group.refs[0].role, mesh, ties)
-        squares = group.squares
-        pieces = squares.pieces if squares is not None else (False, False)
-        found.append(
-            Measured(
-                _parts_of(group),
-                stepped.data,
-                stepped.data,
-                tuple(axis for axis in axes if axis.size > 1),
-                counted and _is_first(axes, stepped.cuts),
-                None if squares is None else squares.value,
-                counted and _is_first(axes, pieces),
-            )
+        squares = group.squares  # asked at every clip: reductions look for them from then on
+        if self._norm.order != 2:
+            squares = None
+        value = None
+        # Ranks may have found the squares in pieces of a gradient that all of them hold whole.
+        pieces = stepped.cuts if squares is None else squares.pieces
+        if self._counts(role, axes, compress(axes, pieces)):
+            value = self._norm.share(stepped.data) if squares is None else squares.value
+        return Share(
+            stepped.data,
+            ((ref.name, stepped.span_view(index)) for index, ref in enumerate(group.refs)),
+            tuple(axis for axis in axes if axis.size > 1),
+            value,
         )
-    return found
 
-
-def of_parameters(
-    parameters: Iterable[tuple[str, torch.Tensor]],
-    mesh: ParallelMesh | DeviceMesh | None,
-    ties: Ties,
-) -> list[Measured]:
-    """The gradients of parameters, one piece each; `ties` as of `of_groups`."""
-    found = []
-    for name, given in parameters:
+    def of_parameter(self, name: str, given: torch.Tensor) -> Share | None:
+        """The gradient of one parameter; None if it has none."""
         parameter = main_of(given)
-        gradient = parameter.grad
+        role, gradient = role_of(parameter), parameter.grad
+        if self._must_be_whole:
+            _refuse_part(name, role)
         if gradient is None:
-            continue
-        role = role_of(parameter)
+            return None
         cut: tuple[MeshAxis, ...] = ()
-        flat = scaled = gradient.reshape(-1) if gradient.is_contiguous() else gradient
         if hasattr(gradient, "device_mesh"):  # a DTensor, whose class takes long to import
             cut = _axes_that_cut(gradient)
-            scaled = gradient.to_local()  # type: ignore[attr-defined]
-            flat = scaled.reshape(-1)
+            gradient = gradient.to_local()  # type: ignore[attr-defined]
         elif isinstance(gradient, ShardedTensor):
             cut = tuple(axis for axis in gradient.spec.axes if isinstance(axis, MeshAxis))
-            flat = scaled = gradient.to_local()
-        elif flat.dim() != 1:
-            flat = gradient.reshape(-1)
-        copies = _data_parallel(role, mesh, cut)
-        found.append(
-            Measured(
-                _one_part(name, flat),
-                flat,
-                scaled,
-                tuple(axis for axis in cut if axis.size > 1),
-                _counted_once(role, mesh, ties) and all(axis.rank == 0 for axis in copies),
-            )
+            gradient = gradient.to_local()
+        counts = self._counts(role, _data_parallel(role, self._mesh), cut)
+        return Share(
+            gradient,
+            iter([(name, gradient)]),
+            tuple(axis for axis in cut if axis.size > 1),
+            self._norm.share(gradient) if counts else None,
         )
-    return found
+
+    def _counts(self, role: Role, axes: Iterable[MeshAxis], cut: Iterable[MeshAxis]) -> bool:
+        """Whether this rank counts a parameter: the first one along all axes that copy it.
+
+        Args:
+            role: the parameter's.
+            axes: its data-parallel axes.
+            cut: those of them along which ranks hold different parts.
+        """
+        if role.tied is not None:
+            if role.tied in self._counted:
+                return False
+            self._counted.add(role.tied)
+        parts = {axis.ranks for axis in cut}
+        copying: list[MeshAxis | None] = [axis for axis in axes if axis.ranks not in parts]
+        if self._mesh is not None:
+            if role.tied is not None and self._copies[role.tied] < 2:
+                # The other copy is on another stage; two copies here are all that there are.
+                copying.append(axis_if_there(self._mesh, "pp"))
+            if role.tp_shard_dim is None:
+                copying.append(axis_if_there(self._mesh, "expert_tp" if role.expert else "tp"))
+        return all(axis is None or axis.rank == 0 for axis in copying)
+
+
+def _refuse_part(name: str, role: Role, axes: DataParallelAxes | None = None) -> None:
+    """Refuse, without a mesh, what is known to lie over other than data-parallel ranks."""
+    apart = () if axes is None else axes.apart
+    tied = axes is None and role.tied is not None
+    experts = role.expert and (axes is None or axes.size < axes.divisor)
+    for why, holds in (
+        (f"{name} is cut over tp", role.tp_shard_dim is not None),
+        (f"{name} is an expert's, and other ranks may hold other experts", experts),
+        (f"the mesh has {' and '.join(apart)} ranks", bool(apart)),
+        (f"{name} is tied across pipeline stages", tied),
+    ):
+        if holds:
+            raise ValueError(
+                f"clip_grad_norm without a mesh adds over data-parallel ranks alone, and {why}: "
+                "the norm, and so the factor, would differ between ranks; pass mesh="
+            )
+
+
+def _parameters_of(item: nn.Module | torch.Tensor) -> Iterable[torch.Tensor]:
+    return item.parameters() if isinstance(item, nn.Module) else (item,)
 
 
 def _axes_that_cut(gradient: Any) -> tuple[MeshAxis, ...]:
@@ -158,50 +207,12 @@ def _axes_that_cut(gradient: Any) -> tuple[MeshAxis, ...]:
     )
 
 
-def _parts_of(group: ParameterGroup) -> Callable[[], Iterator[tuple[str, torch.Tensor]]]:
-    def parts() -> Iterator[tuple[str, torch.Tensor]]:
-        for index, ref in enumerate(group.refs):
-            yield ref.name, group.gradients_to_step.span_view(index)
-
-    return parts
-
-
-def _one_part(name: str, flat: torch.Tensor) -> Callable[[], Iterator[tuple[str, torch.Tensor]]]:
-    return lambda: iter([(name, flat)])
-
-
-def _is_first(axes: Iterable[MeshAxis], cut: Iterable[bool]) -> bool:
-    return all(axis.rank == 0 or is_cut for axis, is_cut in zip(axes, cut, strict=True))
-
-
-def _counted_once(role: Role, mesh: ParallelMesh | DeviceMesh | None, ties: Ties) -> bool:
-    """Whether this rank is the one to count, as far as the model-parallel axes go."""
-    if role.tied is not None:
-        if role.tied in ties.counted:
-            return False
-        ties.counted.add(role.tied)
-    if mesh is None:
-        return True
-    stages = axis_if_there(mesh, "pp")
-    across = role.tied is not None and ties.copies[role.tied] < 2
-    if across and stages is not None and stages.rank != 0:
-        return False  # tied across stages: the first rank that holds it counts
-    if role.tp_shard_dim is not None:
-        return True
-    copies = axis_if_there(mesh, "expert_tp" if role.expert else "tp")
-    return copies is None or copies.rank == 0
-
-
-def _data_parallel(
-    role: Role, mesh: ParallelMesh | DeviceMesh | None, cut: tuple[MeshAxis, ...]
-) -> list[MeshAxis]:
-    """The data-parallel axes of a mesh that copy a parameter: those that do not cut it."""
+def _data_parallel(role: Role, mesh: ParallelMesh | DeviceMesh | None) -> list[MeshAxis]:
+    """The data-parallel axes that a mesh has for a parameter."""
     if mesh is None:
         return []
     if isinstance(mesh, ParallelMesh):
         names = ["dp_replicate", "expert_dp" if role.expert else "dp_shard_cp"]
     else:
         names = [name for name in mesh.mesh_dim_names or () if name not in MODEL_AXES]
-    axes = [mesh_axis(mesh, name) for name in names]
-    held = {axis.ranks for axis in cut}
-    return [axis for axis in axes if axis.ranks not in held]
+    return [mesh_axis(mesh, name) for name in names]

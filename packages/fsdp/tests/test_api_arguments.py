@@ -1,6 +1,8 @@
 """Every argument of `fully_shard` works, or says by name why it can't."""
 
+import importlib
 import inspect
+from dataclasses import fields
 
 import pytest
 import torch
@@ -12,10 +14,13 @@ from lamina.collectives import Ledger
 from lamina.ddp import full_gradients, full_parameters
 from lamina.ddp.engine import resolve_strategy
 from lamina.fsdp import MixedPrecisionPolicy, UnavailableError, fully_shard
-from lamina.fsdp.api.keywords import FullyShardSettings
+from lamina.fsdp.settings.megatron_names import MegatronNames
+from lamina.fsdp.settings.sharding_settings import ShardingSettings
 from lamina.fsdp.units.plan import resolve_unit_classes
 from lamina.mesh import ParallelLayout, mark
 from lamina_testing.toys import Block, OddNet, inputs
+
+api = importlib.import_module("lamina.fsdp.api.fully_shard")  # a function hides its module
 
 DOCUMENTED = """
     device_mesh fsdp_unit_modules dp_shard_dim dp_outer_dim tp_dim expt_device_mesh zero_dp_strategy
@@ -65,9 +70,28 @@ def assert_same(found, wanted):
 def test_all_documented_arguments_are_there():
     parameters = inspect.signature(fully_shard).parameters
     assert [name for name in DOCUMENTED if name not in parameters] == []
-    keywords = {n: p.annotation for n, p in parameters.items() if p.kind is p.KEYWORD_ONLY}
-    typed = FullyShardSettings.__annotations__
-    assert {name: hint.__forward_arg__ for name, hint in typed.items()} == keywords
+
+
+def test_every_argument_reaches_the_settings_under_its_own_name_and_default(monkeypatch):
+    keywords = {p.name: p for p in inspect.signature(fully_shard).parameters.values()}
+    del keywords["module"], keywords["optimizer"]
+    known = {one.name: one for kind in (ShardingSettings, MegatronNames) for one in fields(kind)}
+    assert {name: (one.type, one.default) for name, one in known.items()} == {
+        name: (one.annotation, one.default) for name, one in keywords.items()
+    }
+    given = {name: object() for name in keywords}
+    passed = []
+
+    def refuse(module, optimizer, settings, names):
+        passed.append(settings | names)
+        raise InterruptedError
+
+    monkeypatch.setattr(api, "_shard", refuse)
+    monkeypatch.setattr(api, "ShardingSettings", lambda **settings: settings)
+    monkeypatch.setattr(api, "MegatronNames", lambda **names: names)
+    with pytest.raises(InterruptedError):
+        fully_shard(nn.Linear(1, 1), **given)
+    assert passed == [given]
 
 
 @pytest.mark.ranks(2)

@@ -8,12 +8,9 @@ from torch.utils.checkpoint import checkpoint
 from lamina.buffers import StaleStorageError
 from lamina.buffers.pool.memory_blocks import Places
 from lamina.ddp import full_parameters
-from lamina.ddp.engine import FlatStep, point_optimizer_at, resolve_strategy
 from lamina.fsdp import fully_shard
-from lamina.fsdp.api.build import ShardingSettings, shard_model
+from lamina.fsdp.api import resolve
 from lamina.fsdp.settings import hardware_limits as limits
-from lamina.fsdp.settings.meshes import MeshArguments, resolve_meshes
-from lamina.mesh import ParallelLayout
 from lamina_testing.toys import Block, OddNet, inputs
 
 STEPS = 5
@@ -76,15 +73,8 @@ def build(make):
 
 def shard(model, *, slots, poison):
     optimizer = sgd(model)
-    dense, _ = resolve_meshes(MeshArguments(ParallelLayout().build("cpu")))
-    settings = ShardingSettings(
-        resolve_strategy(3), dense, unit_classes=[Block], slots=slots, poison=poison
-    )
-    model = shard_model(model, settings)
-    groups = list(model.parameter_groups())
-    point_optimizer_at(optimizer, groups)
-    FlatStep(optimizer, groups, model.sharding_engine.mark_weights_changed)
-    return model, optimizer
+    settings = {"fsdp_double_buffer": slots, "check_storage": poison}
+    return fully_shard(model, optimizer, fsdp_unit_modules=[Block], **settings)
 
 
 def expected(make, losses):
@@ -214,14 +204,10 @@ def test_looking_at_the_whole_model_changes_no_places(ranks):
 @pytest.mark.ranks(2)
 def test_for_cuda_graphs_no_unit_ever_moves(ranks):
     """The order changes at every step: a unit whose place is taken waits for it."""
-    model = build(Shuffled)
-    optimizer = sgd(model)
-    dense, _ = resolve_meshes(MeshArguments(ParallelLayout().build("cpu")))
-    settings = ShardingSettings(
-        resolve_strategy(3), dense, unit_classes=[Block], slots=True, fixed_addresses=True
-    )
-    model = shard_model(model, settings)
-    point_optimizer_at(optimizer, list(model.parameter_groups()))
+    slots = {"fsdp_double_buffer": True, "cuda_graph_mode": True}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(resolve, "slot_memory", lambda *_: None)  # would refuse it on a CPU
+        model = fully_shard(build(Shuffled), fsdp_unit_modules=[Block], **slots)
     seen = []
     for step in range(4):
         one(model, ranks.rank, step).backward()

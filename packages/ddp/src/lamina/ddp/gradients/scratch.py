@@ -25,6 +25,10 @@ class TransientBuffers:
         self._keep_on_cpu = keep_on_cpu
         self._free: dict[tuple[torch.dtype, torch.device], list[torch.UntypedStorage]] = {}
 
+    def share(self, other: TransientBuffers) -> None:
+        """Take from, and give to, the same free tensors as `other` from now on."""
+        self._free = other._free
+
     @property
     def nbytes(self) -> int:
         """Bytes of buffers that nobody uses now."""
@@ -48,7 +52,6 @@ class TransientBuffers:
 
     def clear(self) -> None:
         """Return free tensors to the allocator."""
-        if self._keep_on_cpu:
-            self._free = {key: free for key, free in self._free.items() if key[1].type == "cpu"}
-        else:
-            self._free.clear()
+        for key in list(self._free):
+            if not (self._keep_on_cpu and key[1].type == "cpu"):
+                del self._free[key]

@@ -1,4 +1,8 @@
-"""From a module and settings to an engine: axes, units, groups, hooks."""
+"""From a module and its sharding to units, and from units to an engine.
+
+`fully_shard` takes both steps at once, for all units of a model. `shard_module` takes the first
+one, for one unit, at each call, and the second one when the model is first used.
+"""
 
 from __future__ import annotations
 
@@ -6,15 +10,13 @@ import fnmatch
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
 
 from lamina.buffers import BufferLayout, FlatBuffer, StoragePool
-from lamina.ddp import Strategy
 from lamina.ddp.engine import (
-    ORDERED,
     DataParallelAxes,
     GradientReducer,
     GroupDtypes,
@@ -22,7 +24,6 @@ from lamina.ddp.engine import (
     Order,
     ParameterGroup,
     ParameterRef,
-    Reduction,
     TransientBuffers,
     Weights,
     WholeWeights,
@@ -30,295 +31,214 @@ from lamina.ddp.engine import (
     group_parameters,
     plan_layout,
 )
+from lamina.fsdp.api.resolve import Sharding
 from lamina.fsdp.execution.budgets import check_budgets
 from lamina.fsdp.execution.debug_order import OrderCheck
+from lamina.fsdp.execution.debug_storage import StorageCheck
 from lamina.fsdp.execution.engine import ShardingEngine
-from lamina.fsdp.execution.hooks import attach_hooks, rest_for_state_dicts
+from lamina.fsdp.execution.hooks import UnitHooks
 from lamina.fsdp.execution.unit import Unit
-from lamina.fsdp.module.sharded_module import ShardedModule, adopt
-from lamina.fsdp.settings.hardware_limits import SlotMemory
-from lamina.fsdp.settings.meshes import ModelAxes
 from lamina.fsdp.settings.precision import MixedPrecisionPolicy
 from lamina.fsdp.units.casting import cast_buffers, keep_modules
-from lamina.fsdp.units.dtensors import localise_dtensors
-from lamina.fsdp.units.materialise import (
-    broadcast_buffers,
-    materialise_unit,
-    move_buffers,
-    refuse_uninitialised,
-)
-from lamina.fsdp.units.plan import UnitPlan, plan_units, refine
+from lamina.fsdp.units.materialise import broadcast_buffers, materialise_unit, move_buffers
+from lamina.fsdp.units.plan import UnitPlan
 from lamina.fsdp.weights.encoded import EncodedWeights
-from lamina.fsdp.weights.offloaded import Offload, OffloadedWeights, offloaded
+from lamina.fsdp.weights.offloaded import OffloadedWeights, offloaded
 from lamina.fsdp.weights.sharded import ShardedWeights
 
-__all__ = [
-    "ShardingSettings",
-    "check_copies",
-    "check_gradient_dtypes",
-    "make_unit",
-    "shard_model",
-]
+__all__ = ["build_units", "start_engine", "storage_pool", "updated_apart"]
 
 
 @dataclass(frozen=True)
-class ShardingSettings:
-    """Everything `shard_model` needs to know besides the module.
+class _GroupPlan:
+    """One group of a unit before it is made.
 
     Attributes:
-        strategy: placements and cadence.
-        dense: data-parallel axes of ordinary parameters.
-        expert: those of expert parameters; None where the mesh has none.
-        model: the axes along which ranks hold different parts of the model.
-        precision: dtypes.
-        unit_classes: which modules are units; None finds them.
-        overlap_reduce: reduce gradients while backward goes on.
-        overlap_gather: gather the next unit while one computes.
-        average: scale gradients by 1/D; otherwise leave sums (per-token loss).
-        check_finite: look for NaN and infinity before gradients are sent.
-        broadcast: start from the first data-parallel rank's values.
-        slots: gather into fixed memory shared by units that never live together (planned after
-            the first step) instead of storage that is released and regrown.
-        slot_memory: where slots are allocated; None is as any tensor.
-        fixed_addresses: once slots are planned, no unit takes another place (CUDA graphs).
-        gather_budget: bytes of whole weights that may be live; None gathers one unit ahead.
-        reduce_budget: bytes of gradients that may be on the wire; None is two reductions.
-        poison: fill released weights with NaN, to find whoever reads them.
-        fine_grained: make every module that holds parameters a unit.
-        bucket_per_parameter: a buffer for each parameter instead of one per kind and unit.
-        whole: `id`s of parameters that no shard boundary may cut.
-        reduction: how gradients are summed over ranks.
-        offload: keep shards in host memory; None keeps them on the device.
-        device: where the model computes: its parameters and buffers are moved there.
-        init_module: initialises a meta module's own tensors; None calls `reset_parameters`.
-        check_order: compare over ranks which units run (see `OrderCheck`).
+        refs: the parameters.
+        axes: their data-parallel axes.
+        dtypes: of their copies.
+        settings: what the group has in common with others.
+        encoded: whether its weights are gathered as codes.
+        key: its name in the pool.
     """
 
-    strategy: Strategy
-    dense: DataParallelAxes
-    expert: DataParallelAxes | None = None
-    model: ModelAxes = field(default_factory=ModelAxes)
-    precision: MixedPrecisionPolicy = field(default_factory=MixedPrecisionPolicy)
-    unit_classes: Sequence[type[nn.Module] | str] | None = None
-    overlap_reduce: bool = True
-    overlap_gather: bool = True
-    average: bool = True
-    check_finite: bool = False
-    broadcast: bool = True
-    slots: bool = False
-    slot_memory: SlotMemory | None = None
-    fixed_addresses: bool = False
-    gather_budget: int | None = None
-    reduce_budget: int | None = None
-    poison: bool = False
-    fine_grained: bool = False
-    bucket_per_parameter: bool = False
-    whole: frozenset[int] = frozenset()
-    reduction: Reduction = ORDERED
-    offload: Offload | None = None
-    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-    init_module: Callable[[nn.Module], None] | None = None
-    check_order: bool = False
+    refs: tuple[ParameterRef, ...]
+    axes: DataParallelAxes
+    dtypes: GroupDtypes
+    settings: GroupSettings
+    encoded: bool
+    key: tuple[object, ...]
+
+    @property
+    def trained(self) -> bool:
+        """Whether it has gradients."""
+        return self.refs[0].parameter.requires_grad
+
+    def layout(self) -> BufferLayout:
+        """Where each parameter will lie."""
+        return plan_layout(self.refs, self.axes, self.settings)
 
 
-def shard_model(module: nn.Module, settings: ShardingSettings) -> ShardedModule:
-    """Cut a module's parameters into groups by units and put an engine on its hooks."""
-    localise_dtensors(module)
-    plans = plan_units(module, settings.unit_classes)
-    refuse_uninitialised(module, settings.init_module)
-    if settings.fine_grained:
-        plans = refine(module, plans)
-    _check_budgets(plans, settings)
-    for plan in plans:
-        check_copies(plan, settings)
-        check_gradient_dtypes(plan, settings)
-    transient = TransientBuffers()
-    memory = settings.slot_memory
-    pool = StoragePool(
-        settings.device,
-        mode="slots" if settings.slots else "resize",
-        poison=settings.poison,
+def storage_pool(sharding: Sharding) -> StoragePool:
+    """The memory that units are gathered into."""
+    memory = sharding.slot_memory
+    return StoragePool(
+        sharding.device,
+        mode="slots" if sharding.settings.fsdp_double_buffer else "resize",
+        poison=sharding.settings.check_storage,
         slot_context=None if memory is None else memory.allocating,
     )
-    refs = [ref for plan in plans for ref in plan.refs]
-    keep_modules(module.modules(), refs, settings.precision)
-    units = [make_unit(plan, settings, transient, pool) for plan in plans]
-    cast_buffers(module.named_modules(), settings.precision)
+
+
+def build_units(
+    root: nn.Module,
+    plans: Sequence[UnitPlan],
+    sharding: Sharding,
+    scratch: TransientBuffers,
+    pool: StoragePool,
+) -> list[Unit]:
+    """Give parameters values and buffers, unit by unit (collective).
+
+    Args:
+        root: the module around all of the units.
+        plans: the units.
+        sharding: how they are sharded.
+        scratch: short-lived gradient buffers.
+        pool: memory of whole weights.
+
+    Raises:
+        ValueError: for what cannot be sharded like this, before anything is changed.
+    """
+    settings, precision = sharding.settings, sharding.settings.precision
+    groups = [tuple(_plan_groups(plan, sharding)) for plan in plans]
+    axes = sharding.model
+    for plan, planned in zip(plans, groups, strict=True):
+        check_experts(
+            plan.refs,
+            sharding.dense,
+            sharding.expert,
+            tp=axes.tp,
+            expert_tp=axes.expert_tp,
+            ep=axes.ep,
+        )
+        for group in planned:
+            _check_gradient_dtypes(group)
+    if settings.gather_budget is not None or settings.reduce_budget is not None:
+        _check_budgets(plans, groups, sharding)
+    own = {id(module): module for plan in plans for module in plan.own_modules()}
+    keep_modules(own.values(), [ref for plan in plans for ref in plan.refs], precision)
+    units = [
+        _make_unit(plan, planned, sharding, scratch, pool)
+        for plan, planned in zip(plans, groups, strict=True)
+    ]
+    cast_buffers(((n, m) for n, m in root.named_modules() if id(m) in own), precision)
+    for unit in units:
+        unit.reshard()
+    return units
+
+
+def start_engine(
+    hooks: Sequence[UnitHooks],
+    sharding: Sharding,
+    scratch: TransientBuffers,
+    pool: StoragePool,
+) -> ShardingEngine:
+    """Put the units of one model to work.
+
+    Args:
+        hooks: those of all modules that are units, or one together; the root's first.
+        sharding: the root's.
+        scratch: the gradient buffers of all units.
+        pool: memory of whole weights; only slots are planned for all units together.
+    """
+    settings = sharding.settings
+    units = list(dict.fromkeys(each.unit for each in hooks))
     trained = [group for unit in units for group in unit.groups if group.requires_grad]
-    gathers = settings.strategy.gathers
     reducer = GradientReducer(
         trained[::-1],
-        settings.reduction.cadence or settings.strategy.cadence,
-        transient,
+        settings.rank_sum.cadence or settings.strategy.cadence,
+        scratch,
         # Gathers already force one order of units on all ranks; without them, a fixed list does.
-        order=Order.AS_CLOSED if gathers else Order.STATIC,
-        overlap=settings.overlap_reduce,
+        order=Order.AS_CLOSED if settings.gathers else Order.STATIC,
+        overlap=settings.overlap_grad_reduce,
         max_bytes_in_flight=settings.reduce_budget,
-        check_finite=settings.check_finite,
+        check_finite=settings.report_nan_in_param_grad,
     )
+    check = OrderCheck(sharding.dense, units, sharding.device) if settings.check_order else None
     engine = ShardingEngine(
         units,
         reducer,
-        pool=pool if settings.slots else None,
-        overlap_gather=settings.overlap_gather,
-        fixed_addresses=settings.fixed_addresses,
+        pool=pool if settings.fsdp_double_buffer else None,
+        slot_memory=sharding.slot_memory,
+        overlap_gather=settings.overlap_param_gather,
+        fixed_addresses=settings.cuda_graph_mode,
         gather_budget=settings.gather_budget,
-        order_check=OrderCheck(settings.dense, units, settings.device)
-        if settings.check_order and gathers
-        else None,
+        order_check=check,
+        storage_check=StorageCheck(pool) if settings.check_storage else None,
     )
-    engine.slot_memory = memory
-    for plan, unit in zip(plans, units, strict=True):
-        _attach(plan, unit, engine, settings.precision)
-    return adopt(module, engine)
+    for each in hooks:
+        each.start(engine)
+    return engine
 
 
-def _attach(
-    plan: UnitPlan, unit: Unit, engine: ShardingEngine, policy: MixedPrecisionPolicy
-) -> None:
-    root = not plan.name
-    attach_hooks(
-        plan.module,
-        engine,
-        unit,
-        input_dtype=policy.param_dtype if root and policy.cast_forward_inputs else None,
-        output_dtype=policy.output_dtype if root else None,
-    )
-    rest_for_state_dicts([plan.module], unit, lambda: engine)
-    unit.reshard()
-
-
-def make_unit(
-    plan: UnitPlan, settings: ShardingSettings, transient: TransientBuffers, pool: StoragePool
-) -> Unit:
-    """Values for a unit's meta parameters, and buffers for all (collective)."""
-    group_settings = _group_settings(settings)
-    layouts = [
-        (members, plan_layout(members, axes, group_settings))
-        for members, axes, *_ in _groups_of(plan, settings)
-    ]
-    materialise_unit(plan, settings.device, settings.init_module, layouts)
-    move_buffers(plan.own_modules(), settings.device)
-    if settings.broadcast:
-        broadcast_buffers(plan, settings.dense, settings.expert)
-    groups = [
-        ParameterGroup(
-            members,
-            axes,
-            dtypes,
-            group_settings,
-            transient,
-            _weights_factory(pool, name, settings, encode=_encoded(members[0], settings.precision)),
-        )
-        for members, axes, dtypes, name in _groups_of(plan, settings)
-    ]
-    return Unit(plan.name, plan.module, groups)
-
-
-def check_copies(plan: UnitPlan, settings: ShardingSettings) -> None:
-    """Raise ValueError for experts that ranks hold different parts of and would take for copies."""
-    axes = settings.model
-    check_experts(
-        plan.refs,
-        settings.dense,
-        settings.expert,
-        tp=axes.tp,
-        expert_tp=axes.expert_tp,
-        ep=axes.ep,
-    )
-
-
-def check_gradient_dtypes(plan: UnitPlan, settings: ShardingSettings) -> None:
-    """Raise ValueError for main grads of a dtype that no reduction of a unit's groups writes.
-
-    A reduction stores what it sends, or the fp32 sum of it; what replicas add up is fp32 already.
-    The reproducible one keeps its sums apart, and rounds them to any dtype at the end.
-    """
-    for members, axes, dtypes, _ in _groups_of(plan, settings):
-        if not members[0].parameter.requires_grad or settings.reduction.cadence is not None:
-            continue
-        sent = dtypes.wire
-        if axes.ranks_inside().outer.size > 1:
-            sent = torch.promote_types(sent, torch.float32)
-        if dtypes.grads in (torch.float32, sent):
-            continue
-        over = f" ({sent} over the {axes.outer.size} replicas)" if sent != dtypes.wire else ""
-        kept = " or ".join(dict.fromkeys([str(torch.float32), str(sent)]))
-        other = "" if over else f" or grad_comm_dtype={dtypes.grads}"
-        raise ValueError(
-            f"main_grads_dtype={dtypes.grads}: gradients of {members[0].name} travel in "
-            f"{dtypes.wire}{over}, and their sum is kept in {kept}: use that{other}, or "
-            "reproducible=True"
-        )
-
-
-def updated_apart(refs: Iterable[ParameterRef], settings: ShardingSettings) -> dict[int, str]:
+def updated_apart(refs: Iterable[ParameterRef], sharding: Sharding) -> dict[int, str]:
     """Names, by `id`, of the parameters that will get a main parameter beside them."""
-    placements = settings.strategy.placements
+    precision, placements = sharding.settings.precision, sharding.settings.strategy.placements
     found: dict[int, str] = {}
     for ref in refs:
-        axes = settings.expert if ref.role.expert and settings.expert else settings.dense
-        dtypes = settings.precision.dtypes(ref.parameter.dtype, keep=_kept(ref, settings.precision))
+        dtypes = precision.dtypes(ref.parameter.dtype, keep=_kept(ref, precision))
         trained = ref.parameter.requires_grad  # frozen ones have no other main weights
         updated = placements.optimizer_state if trained else placements.model_weights
+        axes = _axes_of(ref, sharding)
         cut = any(one.cuts for one in axes.effective(updated))
-        encoded = _encoded(ref, settings.precision) or settings.offload is not None
+        encoded = _encoded(ref, precision) or sharding.offload is not None
         if cut or encoded or (trained and dtypes.main != dtypes.weights):
             found[id(ref.parameter)] = ref.name
     return found
 
 
-def _check_budgets(plans: Sequence[UnitPlan], settings: ShardingSettings) -> None:
-    if settings.gather_budget is None and settings.reduce_budget is None:
-        return
-    gathered, on_wire = ({plan.name: 0 for plan in plans} for _ in range(2))
-    common = _group_settings(settings)
-    for plan in plans:
-        for members, axes, dtypes, _ in _groups_of(plan, settings):
-            size = plan_layout(members, axes, common).size
-            gathered[plan.name] += size * dtypes.weights.itemsize
-            if members[0].parameter.requires_grad:
-                wire = size * dtypes.wire.itemsize
-                on_wire[plan.name] = max(on_wire[plan.name], wire)
-    check_budgets(plans, gathered, on_wire, settings.gather_budget, settings.reduce_budget)
+# -- groups ---------------------------------------------------------------------------------------
 
 
-def _group_settings(settings: ShardingSettings) -> GroupSettings:
+def _plan_groups(plan: UnitPlan, sharding: Sharding) -> Iterator[_GroupPlan]:
+    settings, precision = _group_settings(sharding), sharding.settings.precision
+    for keep, encoded in itertools.product((False, True), repeat=2):
+        chosen = [
+            _uncut(ref) if id(ref.parameter) in sharding.whole else ref
+            for ref in plan.refs
+            if _kept(ref, precision) is keep and _encoded(ref, precision) is encoded
+        ]
+        for key, refs in group_parameters(chosen):
+            dtypes = precision.dtypes(key.dtype, keep=keep)
+            single = sharding.settings.disable_bucketing
+            for members in [[ref] for ref in refs] if single else [refs]:
+                name = (plan.name, keep, encoded, members[0].name, *key.__dict__.values())
+                axes = _axes_of(members[0], sharding)
+                yield _GroupPlan(tuple(members), axes, dtypes, settings, encoded, name)
+
+
+def _group_settings(sharding: Sharding) -> GroupSettings:
+    settings, offload = sharding.settings, sharding.offload
     common = GroupSettings(
         settings.strategy,
-        scale=1.0 / settings.dense.divisor if settings.average else None,
-        broadcast=settings.broadcast,
-        reduction=settings.reduction,
-        release_gradients=settings.offload is None,  # page-locked memory is kept
-        device=settings.device,
+        scale=None if settings.calculate_per_token_loss else 1.0 / sharding.dense.divisor,
+        broadcast=settings.sync_module_states,
+        reduction=settings.rank_sum,
+        release_gradients=offload is None,  # page-locked memory is kept
+        device=sharding.device,
     )
-    if settings.offload is None:
+    if offload is None:
         return common
     return replace(
         common,
-        reduction=offloaded(settings.reduction, settings.device),
+        reduction=offloaded(settings.rank_sum, sharding.device),
         kept_on=torch.device("cpu"),
-        pinned=settings.offload.pinned,
+        pinned=offload.pinned,
     )
 
 
-def _groups_of(
-    plan: UnitPlan, settings: ShardingSettings
-) -> Iterator[tuple[list[ParameterRef], DataParallelAxes, GroupDtypes, tuple[object, ...]]]:
-    """Members, axes, dtypes and the name in the pool of each of a unit's groups."""
-    for keep, encode in itertools.product((False, True), repeat=2):
-        chosen = [
-            _uncut(ref) if id(ref.parameter) in settings.whole else ref
-            for ref in plan.refs
-            if _kept(ref, settings.precision) is keep
-            and _encoded(ref, settings.precision) is encode
-        ]
-        for key, refs in group_parameters(chosen):
-            dtypes = settings.precision.dtypes(key.dtype, keep=keep)
-            axes = settings.expert if key.expert and settings.expert else settings.dense
-            for members in [[ref] for ref in refs] if settings.bucket_per_parameter else [refs]:
-                name = (plan.name, keep, encode, members[0].name, *key.__dict__.values())
-                yield members, axes, dtypes, name
+def _axes_of(ref: ParameterRef, sharding: Sharding) -> DataParallelAxes:
+    return sharding.expert if ref.role.expert and sharding.expert else sharding.dense
 
 
 def _uncut(ref: ParameterRef) -> ParameterRef:
@@ -338,18 +258,89 @@ def _encoded(ref: ParameterRef, precision: MixedPrecisionPolicy) -> bool:
     return any(fnmatch.fnmatch(ref.name, pattern) for pattern in precision.encoded)
 
 
+def _check_gradient_dtypes(group: _GroupPlan) -> None:
+    """Raise ValueError for main grads of a dtype that no reduction of a group writes.
+
+    A reduction stores what it sends, or the fp32 sum of it; what replicas add up is fp32 already.
+    The reproducible one keeps its sums apart, and rounds them to any dtype at the end.
+    """
+    if not group.trained or group.settings.reduction.cadence is not None:
+        return
+    axes, dtypes = group.axes, group.dtypes
+    sent = dtypes.wire
+    if axes.ranks_inside().outer.size > 1:
+        sent = torch.promote_types(sent, torch.float32)
+    if dtypes.grads in (torch.float32, sent):
+        return
+    over = f" ({sent} over the {axes.outer.size} replicas)" if sent != dtypes.wire else ""
+    kept = " or ".join(dict.fromkeys([str(torch.float32), str(sent)]))
+    other = "" if over else f" or grad_comm_dtype={dtypes.grads}"
+    raise ValueError(
+        f"main_grads_dtype={dtypes.grads}: gradients of {group.refs[0].name} travel in "
+        f"{dtypes.wire}{over}, and their sum is kept in {kept}: use that{other}, or "
+        "reproducible=True"
+    )
+
+
+def _check_budgets(
+    plans: Sequence[UnitPlan], groups: Sequence[Sequence[_GroupPlan]], sharding: Sharding
+) -> None:
+    gathered, on_wire = {}, {}
+    for plan, planned in zip(plans, groups, strict=True):
+        sizes = [(group, group.layout().size) for group in planned]
+        gathered[plan.name] = sum(size * group.dtypes.weights.itemsize for group, size in sizes)
+        on_wire[plan.name] = max(
+            (size * group.dtypes.wire.itemsize for group, size in sizes if group.trained),
+            default=0,
+        )
+    settings = sharding.settings
+    check_budgets(plans, gathered, on_wire, settings.gather_budget, settings.reduce_budget)
+
+
+# -- units ----------------------------------------------------------------------------------------
+
+
+def _make_unit(
+    plan: UnitPlan,
+    groups: Sequence[_GroupPlan],
+    sharding: Sharding,
+    scratch: TransientBuffers,
+    pool: StoragePool,
+) -> Unit:
+    """Values for a unit's meta parameters, and buffers for all (collective)."""
+    settings, device = sharding.settings, sharding.device
+    materialise_unit(
+        plan, device, settings.init_module, [(group.refs, group.layout()) for group in groups]
+    )
+    move_buffers(plan.own_modules(), device)
+    if settings.sync_module_states:
+        broadcast_buffers(plan, sharding.dense, sharding.expert)
+    made = [
+        ParameterGroup(
+            group.refs,
+            group.axes,
+            group.dtypes,
+            group.settings,
+            scratch,
+            _weights_factory(pool, group, sharding),
+        )
+        for group in groups
+    ]
+    return Unit(plan.name, plan.module, made)
+
+
 def _weights_factory(
-    pool: StoragePool, name: tuple[object, ...], settings: ShardingSettings, *, encode: bool
+    pool: StoragePool, group: _GroupPlan, sharding: Sharding
 ) -> Callable[[BufferLayout, FlatBuffer, DataParallelAxes], Weights]:
-    codec = settings.precision.weight_codec if encode else None
+    codec = sharding.settings.precision.weight_codec if group.encoded else None
 
     def make(_: BufferLayout, local: FlatBuffer, axes: DataParallelAxes) -> Weights:
-        if settings.offload is not None:
-            return OffloadedWeights(local, axes, pool, name)
+        if sharding.offload is not None:
+            return OffloadedWeights(local, axes, pool, group.key)
         if codec is not None:
-            return EncodedWeights(local, axes, pool, name, codec)
+            return EncodedWeights(local, axes, pool, group.key, codec)
         if any(local.cuts):
-            return ShardedWeights(local, axes, pool, name)
+            return ShardedWeights(local, axes, pool, group.key)
         return WholeWeights(local, axes)
 
     return make

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, TypeVar, overload
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, cast, overload
 
 import torch
 from torch import nn
@@ -14,14 +14,24 @@ from torch.distributed.fsdp import OffloadPolicy
 from torch.optim import Optimizer
 
 from lamina.ddp import Strategy
-from lamina.ddp.engine import FlatStep, point_optimizer_at, show_decoupled, warn_of_unfinished_steps
-from lamina.fsdp.api.arguments import Arguments, refuse_sharded
-from lamina.fsdp.api.build import shard_model
-from lamina.fsdp.api.keywords import FullyShardSettings
+from lamina.ddp.engine import (
+    FlatStep,
+    TransientBuffers,
+    collect_parameters,
+    point_optimizer_at,
+    refuse_optimizer,
+    show_decoupled,
+    warn_of_unfinished_steps,
+)
+from lamina.fsdp.api.build import build_units, start_engine, storage_pool, updated_apart
+from lamina.fsdp.api.resolve import Sharding, resolve
 from lamina.fsdp.api.scalers import meet_scalers
-from lamina.fsdp.module.sharded_module import ShardedModule
-from lamina.fsdp.settings.meshes import model_axes
+from lamina.fsdp.execution.hooks import attach_hooks
+from lamina.fsdp.module.sharded_module import ShardedModule, WatchedModule, adopt, is_sharded
+from lamina.fsdp.settings.hardware_limits import UnavailableError
+from lamina.fsdp.settings.megatron_names import MegatronNames
 from lamina.fsdp.settings.precision import MixedPrecisionPolicy
+from lamina.fsdp.settings.sharding_settings import ShardingSettings
 from lamina.fsdp.state.cut_regions import Regions, refuse_parts, regions_of, show_parts
 from lamina.fsdp.state.state_dicts import (
     finish_before_steps,
@@ -29,29 +39,58 @@ from lamina.fsdp.state.state_dicts import (
     gives_whole_tensors,
     prepare_optimizer_state,
 )
-from lamina.fsdp.state.whole_tensors import refuse_cut_tensors
-from lamina.fsdp.units.dtensors import point_at_localised
+from lamina.fsdp.state.whole_tensors import refuse_cut_by_model, refuse_cut_tensors
+from lamina.fsdp.units.casting import check_patterns
+from lamina.fsdp.units.dtensors import localise_dtensors, point_at_localised
+from lamina.fsdp.units.materialise import refuse_uninitialised
+from lamina.fsdp.units.plan import plan_units, refine
 from lamina.mesh import ParallelMesh
-
-if TYPE_CHECKING:
-    from typing import Unpack  # Python 3.11
+from lamina.mesh.engine import require_overlap
 
 __all__ = ["fully_shard", "fully_shard_model", "fully_shard_optimizer"]
 
 OptimizerT = TypeVar("OptimizerT", bound=Optimizer)
+_P = ParamSpec("_P")
+_TRANSPOSES = "keep_fp8_transpose_cache"
 
 
-@overload
-def fully_shard(
-    module: nn.Module, optimizer: None = None, **settings: Unpack[FullyShardSettings]
-) -> ShardedModule: ...
-@overload
-def fully_shard(
-    module: nn.Module, optimizer: OptimizerT, **settings: Unpack[FullyShardSettings]
-) -> tuple[ShardedModule, OptimizerT]: ...
+class _FullyShard(Protocol[_P]):
+    """The type of `fully_shard`: with an optimizer, both come back."""
+
+    @overload
+    def __call__(
+        self, module: nn.Module, optimizer: None = None, *args: _P.args, **settings: _P.kwargs
+    ) -> ShardedModule: ...
+    @overload
+    def __call__(
+        self, module: nn.Module, optimizer: OptimizerT, *args: _P.args, **settings: _P.kwargs
+    ) -> tuple[ShardedModule, OptimizerT]: ...
+
+
+class _FullyShardModel(Protocol[_P]):
+    """The type of `fully_shard_model`: it takes the same settings."""
+
+    def __call__(
+        self, module: nn.Module, *args: _P.args, **settings: _P.kwargs
+    ) -> ShardedModule: ...
+
+
+def _typed(
+    function: Callable[Concatenate[nn.Module, Optimizer | None, _P], object],
+) -> _FullyShard[_P]:
+    return cast("_FullyShard[_P]", function)
+
+
+def _with_settings_of(
+    _: _FullyShard[_P],
+) -> Callable[[Callable[..., ShardedModule]], _FullyShardModel[_P]]:
+    return lambda function: function
+
+
+@_typed
 def fully_shard(
     module: nn.Module,
-    optimizer: OptimizerT | None = None,
+    optimizer: Optimizer | None = None,
     *,
     device_mesh: ParallelMesh | DeviceMesh | None = None,
     fsdp_unit_modules: Sequence[type[nn.Module] | str] | None = None,
@@ -90,11 +129,12 @@ def fully_shard(
     offload_policy: OffloadPolicy | None = None,
     reshard_after_forward: bool | None = None,
     check_order: bool = False,
+    check_storage: bool = False,
     init_module: Callable[[nn.Module], None] | None = None,
     sync_module_states: bool = True,
     gather_budget: int | None = None,
     reduce_budget: int | None = None,
-) -> ShardedModule | tuple[ShardedModule, OptimizerT]:
+) -> ShardedModule | tuple[ShardedModule, Optimizer]:
     """Shard a model (and its optimizer) over the data-parallel ranks, in place.
 
     The training loop stays plain PyTorch: `loss.backward(); optimizer.step();
@@ -187,6 +227,10 @@ def fully_shard(
         check_order: with `zero_dp_strategy=3`, tell other ranks before each gather which unit it
             is: a unit that runs on some ranks only is named (`RankOrderError`) instead of hanging
             the others. For debugging: a small collective and a synchronisation each time.
+        check_storage: with `zero_dp_strategy=3`, name the unit whose whole weights are read while
+            they are released (`StaleStorageError`), as by a reference to a parameter that was kept
+            from an earlier gather, instead of crashing. Released storage is kept and holds NaN.
+            For debugging: each operator of a forward is looked at, and no memory is given back.
         init_module: initialises one meta module's own tensors; None calls `reset_parameters()`.
         sync_module_states: start from the first data-parallel rank's values.
         gather_budget: bytes of whole weights per rank that may be live at once: as many units as
@@ -203,30 +247,144 @@ def fully_shard(
         UnavailableError: for what this machine lacks.
         RuntimeError: if the module, or part of it, is sharded already.
     """
-    given = dict(locals())
-    refuse_sharded(module)
-    arguments = Arguments(module, optimizer, given)
-    settings = arguments.settings()
-    arguments.refuse_optimizer(settings)
-    if not preproc_state_dict_for_dcp_ckpt:
-        refuse_parts(module, model_axes(arguments.meshes))
-    sharded = shard_model(module, settings)
-    arguments.keep_transposes()
-    sharded.set_model_auto_sync(sync_model_each_microbatch)
-    if reshard_after_forward is not None:
-        sharded.set_reshard_after_forward(reshard_after_forward)
-    if use_decoupled_grad:
-        show_decoupled(p for group in sharded.parameter_groups() for p in group.main_parameters)
-    if preproc_state_dict_for_dcp_ckpt:
-        show_parts(sharded, Regions(sharded.parameter_groups(), model_axes(arguments.meshes)))
-    else:
-        give_whole_tensors(sharded)
+    settings = ShardingSettings(
+        device_mesh=device_mesh,
+        fsdp_unit_modules=fsdp_unit_modules,
+        dp_shard_dim=dp_shard_dim,
+        dp_outer_dim=dp_outer_dim,
+        tp_dim=tp_dim,
+        expt_device_mesh=expt_device_mesh,
+        zero_dp_strategy=zero_dp_strategy,
+        outer_dp_sharding_strategy=outer_dp_sharding_strategy,
+        mixed_precision_policy=mixed_precision_policy,
+        overlap_grad_reduce=overlap_grad_reduce,
+        overlap_param_gather=overlap_param_gather,
+        sync_model_each_microbatch=sync_model_each_microbatch,
+        preproc_state_dict_for_dcp_ckpt=preproc_state_dict_for_dcp_ckpt,
+        report_nan_in_param_grad=report_nan_in_param_grad,
+        average_in_collective=average_in_collective,
+        calculate_per_token_loss=calculate_per_token_loss,
+        keep_fp8_transpose_cache=keep_fp8_transpose_cache,
+        nccl_ub=nccl_ub,
+        fsdp_double_buffer=fsdp_double_buffer,
+        fsdp_group_ag=fsdp_group_ag,
+        expt_fsdp_group_ag=expt_fsdp_group_ag,
+        device=device,
+        disable_bucketing=disable_bucketing,
+        disable_symmetric_registration=disable_symmetric_registration,
+        enable_fine_grained_param_gather=enable_fine_grained_param_gather,
+        use_decoupled_grad=use_decoupled_grad,
+        cuda_graph_mode=cuda_graph_mode,
+        reduction=reduction,
+        reproducible=reproducible,
+        offload_policy=offload_policy,
+        reshard_after_forward=reshard_after_forward,
+        check_order=check_order,
+        check_storage=check_storage,
+        init_module=init_module,
+        sync_module_states=sync_module_states,
+        gather_budget=gather_budget,
+        reduce_budget=reduce_budget,
+    )
+    names = MegatronNames(
+        init_model_with_meta_device=init_model_with_meta_device,
+        hybrid_fsdp_group=hybrid_fsdp_group,
+        hybrid_fsdp_expt_group=hybrid_fsdp_expt_group,
+        maxpool_double_buffer=maxpool_double_buffer,
+        fsdp_db_use_persist_buf_on_alloc_fail=fsdp_db_use_persist_buf_on_alloc_fail,
+    )
+    sharded = _shard(module, optimizer, settings, names)
     return sharded if optimizer is None else (sharded, fully_shard_optimizer(optimizer, sharded))
 
 
-def fully_shard_model(module: nn.Module, **settings: Unpack[FullyShardSettings]) -> ShardedModule:
+@_with_settings_of(fully_shard)
+def fully_shard_model(module: nn.Module, **settings: Any) -> ShardedModule:
     """Shard a model's parameters and gradients, in place; settings as of `fully_shard`."""
     return fully_shard(module, None, **settings)
+
+
+def _shard(
+    module: nn.Module,
+    optimizer: Optimizer | None,
+    settings: ShardingSettings,
+    names: MegatronNames,
+) -> ShardedModule:
+    """Shard a model; `optimizer` is looked at, and not changed yet."""
+    _refuse_sharded(module)
+    if settings.overlap_grad_reduce or settings.overlap_param_gather:
+        require_overlap("fully_shard(overlap_grad_reduce=, overlap_param_gather=)")
+    if optimizer is not None:  # an earlier call may have been refused half-way
+        point_at_localised(optimizer, module)
+    check_patterns(module, settings.precision)
+    sharding = resolve(module, settings, optimizer)
+    names.check(module, settings, sharding.dense, sharding.expert)
+    transposing = _with_transposes(module) if settings.keep_fp8_transpose_cache else []
+    if optimizer is not None:
+        refs = collect_parameters(module)
+        known = {id(ref.parameter) for ref in refs}
+        refuse_optimizer(optimizer, known, updated_apart(refs, sharding))
+        refuse_cut_by_model(optimizer, refs, sharding.model)
+    if not settings.preproc_state_dict_for_dcp_ckpt:
+        refuse_parts(module, sharding.model)
+    sharded = _build(module, sharding)
+    for child in transposing:
+        setattr(child, _TRANSPOSES, True)
+    sharded.set_model_auto_sync(settings.sync_model_each_microbatch)
+    if settings.reshard_after_forward is not None:
+        sharded.set_reshard_after_forward(settings.reshard_after_forward)
+    groups = list(sharded.parameter_groups())
+    if settings.use_decoupled_grad:
+        show_decoupled(main for group in groups for main in group.main_parameters)
+    if settings.preproc_state_dict_for_dcp_ckpt:
+        show_parts(sharded, Regions(groups, sharding.model))
+    else:
+        give_whole_tensors(sharded)
+    return sharded
+
+
+def _build(module: nn.Module, sharding: Sharding) -> ShardedModule:
+    """Cut a model into units and put an engine on their hooks."""
+    settings, policy = sharding.settings, sharding.settings.precision
+    localise_dtensors(module)
+    plans = plan_units(module, settings.fsdp_unit_modules)
+    refuse_uninitialised(module, settings.init_module)
+    if settings.enable_fine_grained_param_gather:
+        plans = refine(module, plans)
+    scratch, pool = TransientBuffers(), storage_pool(sharding)
+    units = build_units(module, plans, sharding, scratch, pool)
+    hooks = []
+    for plan, unit in zip(plans, units, strict=True):
+        root = plan.module is module
+        hooks += attach_hooks(
+            [plan.module],
+            unit,
+            input_dtype=policy.param_dtype if root and policy.cast_forward_inputs else None,
+            output_dtype=policy.output_dtype if root else None,
+        )
+    start_engine(hooks, sharding, scratch, pool)
+    return adopt(module, WatchedModule if settings.check_storage else ShardedModule, "FullySharded")
+
+
+def _refuse_sharded(module: nn.Module) -> None:
+    for name, child in module.named_modules():
+        if is_sharded(child):
+            raise RuntimeError(
+                f"{name or type(module).__name__} is sharded already: call fully_shard once, on "
+                "the whole model"
+            )
+
+
+def _with_transposes(module: nn.Module) -> list[nn.Module]:
+    """The modules that multiply in FP8 and can keep their transposed weights until backward."""
+    name = _TRANSPOSES
+    found = [child for child in module.modules() if hasattr(child, name)]
+    if not found:
+        raise UnavailableError(
+            f"{name}=True: no module of {type(module).__name__} multiplies in FP8 (none has an "
+            f"attribute {name}), so there is no transpose to keep: use layers that do, such as "
+            "lamina.models with Precision(backend='torch-fp8'), or leave it False"
+        )
+    return found
 
 
 def fully_shard_optimizer(optimizer: OptimizerT, module: nn.Module) -> OptimizerT:

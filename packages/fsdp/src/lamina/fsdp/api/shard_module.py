@@ -7,10 +7,9 @@ module is the outermost one.
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, cast, overload
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Concatenate, ParamSpec, Protocol, cast, overload
 
 import torch
 import torch.distributed as dist
@@ -19,76 +18,35 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import OffloadPolicy
 
 from lamina.buffers import StoragePool
-from lamina.ddp.engine import (
-    GradientReducer,
-    Order,
-    ParameterGroup,
-    ParameterRef,
-    TransientBuffers,
-    collect_parameters,
-    resolve_strategy,
-)
-from lamina.fsdp.api.build import ShardingSettings, check_copies, check_gradient_dtypes, make_unit
-from lamina.fsdp.api.keywords import ShardModuleSettings
+from lamina.ddp.engine import ParameterGroup, ParameterRef, TransientBuffers, collect_parameters
+from lamina.fsdp.api.build import build_units, start_engine, storage_pool
+from lamina.fsdp.api.resolve import Sharding, resolve
 from lamina.fsdp.execution.engine import ShardingEngine
-from lamina.fsdp.execution.hooks import PART, attach_hooks, rest_for_state_dicts
+from lamina.fsdp.execution.hooks import attach_hooks
 from lamina.fsdp.execution.unit import Unit
-from lamina.fsdp.module.sharded_module import ShardedModule, is_sharded
+from lamina.fsdp.module.sharded_module import ShardedModule, adopt, is_sharded
 from lamina.fsdp.settings.hardware_limits import UnavailableError
-from lamina.fsdp.settings.meshes import (
-    MeshArguments,
-    ModelAxes,
-    computing_device,
-    model_axes,
-    resolve_meshes,
-)
+from lamina.fsdp.settings.meshes import Mesh
 from lamina.fsdp.settings.precision import MixedPrecisionPolicy, policy_from
-from lamina.fsdp.state.cut_regions import Regions, beside_parts, show_parts
-from lamina.fsdp.units.casting import cast_buffers, keep_modules
+from lamina.fsdp.settings.sharding_settings import ShardingSettings
+from lamina.fsdp.state.cut_regions import Regions, show_parts
 from lamina.fsdp.units.dtensors import localise_dtensors
 from lamina.fsdp.units.plan import UnitPlan, refuse_container
-from lamina.fsdp.weights.offloaded import resolve_offload
-from lamina.mesh import ParallelLayout, ParallelMesh
+from lamina.mesh import ParallelMesh
 
-if TYPE_CHECKING:
-    from typing import Unpack  # Python 3.11
+__all__ = ["ModuleWithUnit", "shard_module"]
 
-__all__ = ["ModuleWithUnit", "SharedBuffers", "rename", "shard_module"]
-
-_ENGINE = "_lamina_engine"
+_P = ParamSpec("_P")
+_BUILT = "_lamina_built"
 
 
-class SharedBuffers(TransientBuffers):
-    """Buffers of one unit until the engine is made, then those of the whole model."""
+@dataclass(frozen=True)
+class _Built:
+    """What a call of `shard_module` keeps for the engine, which is made later."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.shared: TransientBuffers | None = None
-
-    def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """As of `TransientBuffers`."""
-        shared = self.shared
-        own = super().take
-        return (own if shared is None else shared.take)(numel, dtype, device)
-
-    def give(self, tensor: torch.Tensor) -> None:
-        """As of `TransientBuffers`."""
-        (super().give if self.shared is None else self.shared.give)(tensor)
-
-    def clear(self) -> None:
-        """As of `TransientBuffers`."""
-        (super().clear if self.shared is None else self.shared.clear)()
-
-
-@dataclass
-class _Part:
-    """What one call of `shard_module` made of its modules."""
-
-    unit: Unit
-    settings: ShardingSettings
-    buffers: SharedBuffers = field(default_factory=SharedBuffers)
-    member: int = 0
-    """Which of them; the others hold a part of the same unit."""
+    sharding: Sharding
+    scratch: TransientBuffers
+    pool: StoragePool
 
 
 class ModuleWithUnit(ShardedModule):
@@ -96,22 +54,20 @@ class ModuleWithUnit(ShardedModule):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """As for any module; the first call of the outermost one makes the engine."""
-        if _ENGINE not in self.__dict__:
-            _make_engine(self)
+        _ = self.sharding_engine
         return super().__call__(*args, **kwargs)
 
     @property
     def sharding_engine(self) -> ShardingEngine:
         """The model's engine; asked of a module that has none, makes it the outermost one."""
-        if _ENGINE not in self.__dict__:
+        if not self._unit_hooks.started:
             _make_engine(self)
-        engine: ShardingEngine = self.__dict__[_ENGINE]
-        return engine
+        return self._unit_hooks.engine
 
     @property
     def sharding_unit(self) -> Unit:
         """This module's own unit."""
-        return _part(self).unit
+        return self._unit_hooks.unit
 
     def sharding_units(self, recurse: bool = True) -> Iterator[Unit]:
         """This module's own unit and (`recurse`) those of the sharded modules inside it."""
@@ -126,18 +82,26 @@ class ModuleWithUnit(ShardedModule):
             yield from unit.groups
 
 
-@overload
-def shard_module(
-    module: nn.Module,
-    mesh: ParallelMesh | DeviceMesh | None = None,
-    **settings: Unpack[ShardModuleSettings],
-) -> ModuleWithUnit: ...
-@overload
-def shard_module(
-    module: list[nn.Module],
-    mesh: ParallelMesh | DeviceMesh | None = None,
-    **settings: Unpack[ShardModuleSettings],
-) -> list[ModuleWithUnit]: ...
+class _ShardModule(Protocol[_P]):
+    """The type of `shard_module`: of one module one comes back, of a list a list."""
+
+    @overload
+    def __call__(
+        self, module: nn.Module, mesh: Mesh | None = None, *args: _P.args, **settings: _P.kwargs
+    ) -> ModuleWithUnit: ...
+    @overload
+    def __call__(
+        self, module: list[nn.Module], mesh: Mesh | None = None, *args: _P.args, **rest: _P.kwargs
+    ) -> list[ModuleWithUnit]: ...
+
+
+def _typed(
+    function: Callable[Concatenate[nn.Module | list[nn.Module], Mesh | None, _P], object],
+) -> _ShardModule[_P]:
+    return cast("_ShardModule[_P]", function)
+
+
+@_typed
 def shard_module(
     module: nn.Module | list[nn.Module],
     mesh: ParallelMesh | DeviceMesh | None = None,
@@ -186,29 +150,34 @@ def shard_module(
     ignored = {id(parameter) for parameter in ignored_params or ()}
     for one in modules:
         localise_dtensors(one, ignored)
-    if mesh is None:
-        mesh = ParallelLayout().build()
-    settings = _settings(around, mesh, mp_policy, offload_policy, device)
-    keep = _resharding(reshard_after_forward, settings)
+    settings = ShardingSettings(
+        device_mesh=mesh,
+        **_dimensions(mesh),
+        mixed_precision_policy=policy_from(mp_policy)
+        or MixedPrecisionPolicy(main_params_dtype=None),
+        offload_policy=offload_policy,
+        device=device,
+    )
+    sharding = resolve(around, settings)
+    keep = _resharding(reshard_after_forward, sharding.dense.inner.size)
     inner = tuple(m for m in around.modules() if isinstance(m, ModuleWithUnit))
     plan = UnitPlan("", around, tuple(_own(around, inner, ignored)), inner)
-    check_copies(plan, settings)
-    check_gradient_dtypes(plan, settings)
-    buffers = SharedBuffers()
-    keep_modules(plan.own_modules(), plan.refs, settings.precision)
-    unit = make_unit(plan, settings, buffers, StoragePool(settings.device))
-    own = set(map(id, plan.own_modules()))
-    cast_buffers(((n, m) for n, m in around.named_modules() if id(m) in own), settings.precision)
+    built = _Built(sharding, TransientBuffers(), storage_pool(sharding))
+    (unit,) = build_units(around, [plan], sharding, built.scratch, built.pool)
     unit.reshard_after_forward = keep is not False
     unit.explicit_reshard = keep is not None
     unit.members = len(modules)
-    unit.reshard()
-    sharded = [
-        _adopt(one, _Part(unit, settings, buffers, member)) for member, one in enumerate(modules)
-    ]
-    first = weakref.ref(sharded[0])
-    rest_for_state_dicts(sharded, unit, lambda: _engine_of(first))
-    _show_parts(sharded, mesh)
+    policy = settings.precision
+    attach_hooks(
+        modules,
+        unit,
+        input_dtype=policy.param_dtype if policy.cast_forward_inputs else None,
+        output_dtype=policy.output_dtype,
+    )
+    sharded = [adopt(one, ModuleWithUnit, "Sharded") for one in modules]
+    for one in sharded:
+        one.__dict__[_BUILT] = built
+    _show_parts(sharded, sharding)
     return sharded[0] if isinstance(module, nn.Module) else sharded
 
 
@@ -231,43 +200,23 @@ def _listed(given: nn.Module | list[nn.Module]) -> list[nn.Module]:
     return modules
 
 
-def _settings(
-    module: nn.Module,
-    mesh: ParallelMesh | DeviceMesh,
-    mp_policy: Any,
-    offload_policy: OffloadPolicy | None,
-    device: torch.device | str | None,
-) -> ShardingSettings:
-    names: dict[str, Any] = {}
-    if isinstance(mesh, DeviceMesh):
-        dims = mesh.mesh_dim_names or ()
-        if len(dims) not in (1, 2):
-            raise ValueError(
-                f"shard_module needs a mesh of one or two named dimensions, and this one has "
-                f"{dims or mesh.ndim}: name them, or pass a part such as mesh['replicate', 'shard']"
-            )
-        names = {"dp_shard_dim": dims[-1], "dp_outer_dim": dims[0] if len(dims) == 2 else None}
-    dense, expert = resolve_meshes(MeshArguments(mesh, **names))
-    refs = collect_parameters(module)
-    known = model_axes(MeshArguments(mesh)) if isinstance(mesh, ParallelMesh) else ModelAxes()
-    dense = beside_parts(dense, refs, known)
-    expert = None if expert is None else beside_parts(expert, refs, known)
-    place = computing_device(module, mesh, device)
-    return ShardingSettings(
-        strategy=resolve_strategy(3),
-        dense=dense,
-        expert=expert,
-        model=model_axes(MeshArguments(mesh)),
-        precision=policy_from(mp_policy) or MixedPrecisionPolicy(main_params_dtype=None),
-        offload=resolve_offload(offload_policy, place, dense),
-        device=place,
-    )
+def _dimensions(mesh: Mesh | None) -> dict[str, Any]:
+    """Which dimensions of a DeviceMesh replicate and shard."""
+    if not isinstance(mesh, DeviceMesh):
+        return {}
+    dims = mesh.mesh_dim_names or ()
+    if len(dims) not in (1, 2):
+        raise ValueError(
+            f"shard_module needs a mesh of one or two named dimensions, and this one has "
+            f"{dims or mesh.ndim}: name them, or pass a part such as mesh['replicate', 'shard']"
+        )
+    return {"dp_shard_dim": dims[-1], "dp_outer_dim": dims[0] if len(dims) == 2 else None}
 
 
-def _resharding(value: bool | int | None, settings: ShardingSettings) -> bool | None:
+def _resharding(value: bool | int | None, size: int) -> bool | None:
+    """Whether to give weights back after forward, from what was asked and the ranks that shard."""
     if value is None or isinstance(value, bool):
         return value
-    size = settings.dense.inner.size
     if value in (1, size):
         return value == size
     raise UnavailableError(
@@ -297,26 +246,14 @@ def _own(
     return refs
 
 
-def _adopt(module: nn.Module, part: _Part) -> ModuleWithUnit:
-    cls = type(module)
-    module.__class__ = type(f"Sharded{cls.__name__}", (ModuleWithUnit, cls), {})
-    module.__dict__[PART] = part
-    return cast(ModuleWithUnit, module)
-
-
-def _engine_of(reference: weakref.ref[ModuleWithUnit]) -> ShardingEngine | None:
-    module = reference()
-    return None if module is None else module.__dict__.get(_ENGINE)
-
-
-def _show_parts(modules: Sequence[ModuleWithUnit], mesh: ParallelMesh | DeviceMesh) -> None:
+def _show_parts(modules: Sequence[ModuleWithUnit], sharding: Sharding) -> None:
     """Let `state_dict()` say which parts of the model's tensors tp has left on this rank."""
-    known = isinstance(mesh, ParallelMesh)
     unit = modules[0].sharding_unit
-    regions = Regions(unit.groups, model_axes(MeshArguments(mesh)) if known else ModelAxes())
+    regions = Regions(unit.groups, sharding.model)
     for module in modules:
         show_parts(module, regions)
-    if known or _part(modules[0]).settings.dense.size == dist.get_world_size():
+    known = isinstance(sharding.mesh, ParallelMesh)
+    if known or sharding.dense.size == dist.get_world_size():
         return
     unplaced = [
         (group, index)
@@ -338,29 +275,19 @@ def _show_parts(modules: Sequence[ModuleWithUnit], mesh: ParallelMesh | DeviceMe
         module.register_state_dict_pre_hook(refuse)  # type: ignore[no-untyped-call]
 
 
-def _part(module: nn.Module) -> _Part:
-    part: _Part = module.__dict__[PART]
-    return part
-
-
-# -- the engine -------------------------------------------------------------------------------
-
-
 def _make_engine(root: ModuleWithUnit) -> None:
-    """Join the parts in and below `root` under one engine."""
+    """Join what was sharded in and below `root` under one engine."""
     modules = {n: m for n, m in root.named_modules() if isinstance(m, ModuleWithUnit)}
+    paths: dict[Unit, dict[int, str]] = {}
+    hooks = []
     for name, module in modules.items():
-        if _ENGINE in module.__dict__:
+        hooks.append(own := module._unit_hooks)
+        if own.started:
             raise RuntimeError(
                 f"{name} was called, or asked for its engine, before {type(root).__name__} around "
                 "it: run (or inspect) the outermost sharded module first"
             )
-    parts = {name: _part(module) for name, module in modules.items()}
-    shared = TransientBuffers()
-    paths: dict[Unit, dict[int, str]] = {}
-    for name, part in parts.items():
-        paths.setdefault(part.unit, {})[part.member] = name
-        part.buffers.shared = shared
+        paths.setdefault(own.unit, {})[own.member] = name
     for unit, members in paths.items():
         if len(members) < unit.members:
             raise RuntimeError(
@@ -368,36 +295,25 @@ def _make_engine(root: ModuleWithUnit) -> None:
                 f"not in {type(root).__name__}: run (or inspect) the sharded module around all of "
                 "them first"
             )
-        unit.name = next(iter(members.values()))
-        for group in unit.groups:
-            rename(group, members)
-    if not parts[""].unit.explicit_reshard:
-        parts[""].unit.reshard_after_forward = False
-    units = list(paths)
-    trained = [group for unit in units for group in unit.groups if group.requires_grad]
-    cadence = parts[""].settings.strategy.cadence
-    reducer = GradientReducer(trained[::-1], cadence, shared, order=Order.AS_CLOSED)
-    engine = ShardingEngine(units, reducer)
-    for name, module in modules.items():
-        policy = parts[name].settings.precision
-        attach_hooks(
-            module,
-            engine,
-            parts[name].unit,
-            input_dtype=policy.param_dtype if policy.cast_forward_inputs else None,
-            output_dtype=policy.output_dtype,
-            member=parts[name].member,
-        )
-        module.__dict__[_ENGINE] = engine
+        _name(unit, members)
+    built: list[_Built] = [module.__dict__[_BUILT] for module in modules.values()]
+    first, *others = built
+    for other in others:
+        other.scratch.share(first.scratch)
+    unit = hooks[0].unit
+    if not unit.explicit_reshard:
+        unit.reshard_after_forward = False
+    start_engine(hooks, first.sharding, first.scratch, first.pool)
 
 
-def rename(group: ParameterGroup, members: Mapping[int, str]) -> None:
-    """Give a group's parameters their names in the whole model, which were not known before.
+def _name(unit: Unit, members: Mapping[int, str]) -> None:
+    """Give a unit and its parameters their names in the whole model, which were not known before.
 
     Args:
-        group: the group; of a list of modules, its names begin with the module's number.
-        members: the path of each module of its unit.
+        unit: the unit; of a list of modules, its parameters' names begin with the module's number.
+        members: the path of each module of it.
     """
+    unit.name = next(iter(members.values()))
 
     def whole(name: str) -> str:
         path = members.get(0, "")
@@ -406,4 +322,5 @@ def rename(group: ParameterGroup, members: Mapping[int, str]) -> None:
             path = members[int(number)]
         return f"{path}.{name}" if path else name
 
-    group.refs = tuple(replace(ref, name=whole(ref.name)) for ref in group.refs)
+    for group in unit.groups:
+        group.refs = tuple(replace(ref, name=whole(ref.name)) for ref in group.refs)

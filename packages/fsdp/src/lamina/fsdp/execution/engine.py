@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from enum import Enum, auto
 
 import torch
@@ -21,6 +21,7 @@ from lamina.buffers import StaleStorageError, StoragePool
 from lamina.ddp.engine import GradientReducer, ParameterGroup
 from lamina.fsdp.execution.budgets import GatherBudget
 from lamina.fsdp.execution.debug_order import OrderCheck
+from lamina.fsdp.execution.debug_storage import StorageCheck
 from lamina.fsdp.execution.unit import PendingBackward, Unit
 from lamina.fsdp.settings.hardware_limits import SlotMemory, UnavailableError
 from lamina.fsdp.units.dtensors import hide_dtensors
@@ -48,6 +49,9 @@ class ShardingEngine:
         gather_budget: gather as many units ahead as fit into so many bytes of whole weights; None
             is the next one.
         order_check: compares over ranks which units run.
+        slot_memory: registered memory that the slots lie in, to be let go of before the process
+            group is.
+        storage_check: watches over reads of released weights.
     """
 
     def __init__(
@@ -60,6 +64,8 @@ class ShardingEngine:
         fixed_addresses: bool = False,
         gather_budget: int | None = None,
         order_check: OrderCheck | None = None,
+        slot_memory: SlotMemory | None = None,
+        storage_check: StorageCheck | None = None,
     ) -> None:
         self.units = tuple(units)
         self._order_check = order_check
@@ -73,8 +79,8 @@ class ShardingEngine:
         self.phase = Phase.IDLE
         self._told: set[int] = set()
         """`id`s of main parameters that belong to an optimizer which tells when it wrote them."""
-        self.slot_memory: SlotMemory | None = None
-        """Registered memory that the slots lie in, to be let go of before the process group is."""
+        self.slot_memory = slot_memory
+        self._storage_check = storage_check
         self._overlap_gather = overlap_gather
         self._pool = pool
         self._planned = False
@@ -92,6 +98,10 @@ class ShardingEngine:
         """All groups of all units, frozen ones included."""
         for unit in self.units:
             yield from unit.groups
+
+    def watching(self) -> AbstractContextManager[None]:
+        """Entered around a forward of the model: with `check_storage`, reads are watched over."""
+        return nullcontext() if self._storage_check is None else self._storage_check.watching()
 
     # -- forward ------------------------------------------------------------------------------
 

@@ -16,11 +16,9 @@ from lamina.fsdp.execution.unit import PendingBackward, Unit
 from lamina.fsdp.settings.trees import map_tensors
 from lamina.fsdp.units.dtensors import hide_dtensors, show_dtensors
 
-__all__ = ["PART", "attach_hooks", "register_forward_method", "rest_for_state_dicts", "unit_of"]
+__all__ = ["UnitHooks", "attach_hooks", "hooks_of", "register_forward_method", "unit_of"]
 
 _HOOKS = "_lamina_unit_hooks"
-PART = "_lamina_part"
-"""Where `shard_module` keeps what it made of a module; hooks follow with the engine."""
 
 
 class _AfterBackward(torch.autograd.Function):
@@ -43,76 +41,106 @@ class _AfterBackward(torch.autograd.Function):
         return (None, None, None, *gradients)
 
 
-class _UnitHooks:
+class UnitHooks:
     """What happens before and after a unit computes, whichever of its methods computes.
 
     It must not hold the module: the module holds it.
+
+    Args:
+        unit: the unit.
+        member: which of the unit's modules this is.
+        input_dtype: cast floating inputs to this dtype first.
+        output_dtype: cast floating outputs to this dtype.
     """
 
     def __init__(
         self,
-        engine: ShardingEngine,
         unit: Unit,
+        member: int,
         input_dtype: torch.dtype | None,
         output_dtype: torch.dtype | None,
-        member: int,
     ) -> None:
-        self._engine = engine
         self.unit = unit
-        self._member = member
+        self.member = member
         self._input_dtype = input_dtype
         self._output_dtype = output_dtype
+        self._engine: ShardingEngine | None = None
         self.in_method = False
         """Inside a registered method: calls of `forward` from there find the unit gathered, and
         must not release it under the method's feet."""
 
+    def start(self, engine: ShardingEngine) -> None:
+        """The unit is one of this engine's from now on."""
+        self._engine = engine
+
+    @property
+    def started(self) -> bool:
+        """Whether the unit has an engine."""
+        return self._engine is not None
+
+    @property
+    def engine(self) -> ShardingEngine:
+        """The model's engine.
+
+        Raises:
+            RuntimeError: if there is none yet.
+        """
+        if self._engine is None:
+            raise RuntimeError(
+                f"{self.unit.module_class} was called before the sharded module around it: call "
+                "the outermost module, which knows all that shard_module was applied to"
+            )
+        return self._engine
+
     def before(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Gather, and mark the inputs that gradients will come back through."""
-        self._engine.before_forward(self.unit)
+        self.engine.before_forward(self.unit)
         for group in self.unit.groups:
             show_dtensors(group.refs)
         if self._input_dtype is not None:
             args, kwargs = _cast((args, kwargs), self._input_dtype)
         if torch.is_grad_enabled():
-            args, kwargs = _mark_inputs(self._engine, self.unit, (args, kwargs))
+            args, kwargs = _mark_inputs(self.engine, self.unit, (args, kwargs))
         return args, kwargs
 
     def after(self, output: Any) -> Any:
         """Watch for gradients of the outputs, and release."""
         if torch.is_grad_enabled():
             come_back = functools.partial(
-                self._engine.before_backward, self.unit, self.unit.places(), self._member
+                self.engine.before_backward, self.unit, self.unit.places(), self.member
             )
             if _mark_outputs(output, come_back):
-                self._engine.expect_backward(self.unit, self._member)
+                self.engine.expect_backward(self.unit, self.member)
         for group in self.unit.groups:
             hide_dtensors(group.refs)
-        self._engine.after_forward(self.unit, self._member)
+        self.engine.after_forward(self.unit, self.member)
         return output if self._output_dtype is None else _cast(output, self._output_dtype)
 
 
 def attach_hooks(
-    module: nn.Module,
-    engine: ShardingEngine,
+    modules: Sequence[nn.Module],
     unit: Unit,
     *,
     input_dtype: torch.dtype | None = None,
     output_dtype: torch.dtype | None = None,
-    member: int = 0,
-) -> None:
-    """Let a unit's module tell the engine when it runs.
+) -> list[UnitHooks]:
+    """Let modules tell the engine when they run, as soon as there is one.
 
     Args:
-        module: the unit's module.
-        engine: the model's engine.
+        modules: the unit's module, or those that are one unit.
         unit: the unit.
         input_dtype: cast floating inputs to this dtype first.
         output_dtype: cast floating outputs to this dtype.
-        member: the module's number, where several are one unit.
     """
-    hooks = _UnitHooks(engine, unit, input_dtype, output_dtype, member)
-    module.__dict__[_HOOKS] = hooks
+    made = [UnitHooks(unit, member, input_dtype, output_dtype) for member in range(len(modules))]
+    for module, hooks in zip(modules, made, strict=True):
+        module.__dict__[_HOOKS] = hooks
+        _attach(module, hooks)
+    _settle_for_state_dicts(modules, made[0])
+    return made
 
+
+def _attach(module: nn.Module, hooks: UnitHooks) -> None:
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def before(_: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         return None if hooks.in_method else hooks.before(args, kwargs)
@@ -125,60 +153,55 @@ def attach_hooks(
     module.register_forward_hook(after)
 
 
+def hooks_of(module: nn.Module) -> UnitHooks | None:
+    """The hooks of a unit's module; None for a module that is no unit's."""
+    hooks: UnitHooks | None = module.__dict__.get(_HOOKS)
+    return hooks
+
+
 def unit_of(module: nn.Module) -> Unit | None:
     """The unit whose module this is; None for a module that is no unit's."""
-    hooks = module.__dict__.get(_HOOKS)
-    return hooks.unit if isinstance(hooks, _UnitHooks) else None
+    hooks = hooks_of(module)
+    return None if hooks is None else hooks.unit
 
 
-def rest_for_state_dicts(
-    modules: Sequence[nn.Module], unit: Unit, engine: Callable[[], ShardingEngine | None]
-) -> None:
+def _settle_for_state_dicts(modules: Sequence[nn.Module], hooks: UnitHooks) -> None:
     """Let modules hold what the optimizer updates when their state is saved or loaded.
 
     A forward without a backward, or one that raised, leaves compute weights in them. After a load
     these are made anew from what was loaded. All of it goes for each part of the model that is
     saved or loaded by itself (`model.head.load_state_dict`): modules that hold some of the unit's
     parameters have the same hooks, and containers of them hold nothing.
-
-    Args:
-        modules: the unit's module, or those that are one unit.
-        unit: the unit.
-        engine: the model's engine, as soon as there is one.
     """
     holders: dict[nn.Module, list[tuple[str, nn.Parameter]]] = {one: [] for one in modules}
-    for group in unit.groups:
+    for group in hooks.unit.groups:
         for ref, main in zip(group.refs, group.main_parameters, strict=True):
             for reference, attribute in ref.owners:
                 if (owner := reference()) is not None:
                     holders.setdefault(owner, []).append((attribute, main))
     for module, held in holders.items():
-        _hook_state_dicts(module, unit, engine, None if module in modules else held)
+        _hook_state_dicts(module, hooks, None if module in modules else held)
 
 
 def _hook_state_dicts(
-    module: nn.Module,
-    unit: Unit,
-    engine: Callable[[], ShardingEngine | None],
-    held: list[tuple[str, nn.Parameter]] | None,
+    module: nn.Module, hooks: UnitHooks, held: list[tuple[str, nn.Parameter]] | None
 ) -> None:
     """The hooks of one module; `held` are its main parameters where it is not the unit's own."""
+    unit = hooks.unit
 
-    def rest(module: nn.Module, *, loading: bool) -> None:
-        found = engine()
+    def settle(module: nn.Module, *, loading: bool) -> None:
+        if not hooks.started:
+            unit.reshard()
+            return
         units: Sequence[Unit] = (unit,)
         if held is not None:  # mostly the unit around it is at rest already
             units = () if all(module._parameters.get(n) is p for n, p in held) else units
-        elif found is not None and unit is found.root:
-            units = found.units
-        if found is not None:
-            found.put_to_rest(units, loading=loading)
-        else:
-            for one in units:
-                one.reshard()
+        elif unit is hooks.engine.root:
+            units = hooks.engine.units
+        hooks.engine.put_to_rest(units, loading=loading)
 
     def before_save(module: nn.Module, *_: Any) -> None:
-        rest(module, loading=False)
+        settle(module, loading=False)
 
     def before_load(
         module: nn.Module, _: Any, prefix: str, metadata: dict[str, Any], *__: Any
@@ -189,7 +212,7 @@ def _hook_state_dicts(
                 "parameters, and the shards hold the ones that were sharded: leave assign out, "
                 "which copies"
             )
-        rest(module, loading=True)
+        settle(module, loading=True)
 
     def after_load(*_: Any) -> None:
         for group in unit.groups:
@@ -214,7 +237,8 @@ def register_forward_method(module: nn.Module, name: str) -> None:
         AttributeError: if the module has no such method.
         ValueError: if the module is not a unit's.
     """
-    if _HOOKS not in module.__dict__ and PART not in module.__dict__:
+    hooks = hooks_of(module)
+    if hooks is None:
         raise ValueError(
             f"{type(module).__name__} is not a unit of a sharded model, so nothing is gathered for "
             f"{name}(): register the method of the unit around it (or of the root), after "
@@ -227,25 +251,20 @@ def register_forward_method(module: nn.Module, name: str) -> None:
 
     @functools.wraps(method)
     def gathered(*args: Any, **kwargs: Any) -> Any:
-        self = owner()
-        hooks = _hooks_of(self)
+        self: Any = owner()
+        if not hooks.started:
+            _ = self.sharding_engine  # `shard_module`: the first call of the outermost makes it
         if hooks.in_method:
             return method(self, *args, **kwargs)
         hooks.in_method = True
         try:
-            args, kwargs = hooks.before(args, kwargs)
-            return hooks.after(method(self, *args, **kwargs))
+            with hooks.engine.watching():
+                args, kwargs = hooks.before(args, kwargs)
+                return hooks.after(method(self, *args, **kwargs))
         finally:
             hooks.in_method = False
 
     module.__dict__[name] = gathered
-
-
-def _hooks_of(module: Any) -> _UnitHooks:
-    if _HOOKS not in module.__dict__:
-        _ = module.sharding_engine  # `shard_module`: the first call of the outermost makes it
-    hooks: _UnitHooks = module.__dict__[_HOOKS]
-    return hooks
 
 
 def _mark_inputs(engine: ShardingEngine, unit: Unit, inputs: Any) -> Any:

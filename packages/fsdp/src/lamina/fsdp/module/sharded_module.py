@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 from torch import nn
 
@@ -13,13 +13,13 @@ from lamina.collectives.engine import broadcast
 from lamina.ddp import Cadence, DataParallel
 from lamina.ddp.engine import MemoryBudgets, ParameterGroup
 from lamina.fsdp.execution.engine import ShardingEngine
-from lamina.fsdp.execution.hooks import unit_of
+from lamina.fsdp.execution.hooks import UnitHooks, hooks_of, unit_of
 from lamina.fsdp.execution.unit import Unit
 from lamina.fsdp.module.fsdp2_methods import UnitMethods
 
-__all__ = ["ShardedModule", "StepMethods", "adopt", "is_sharded"]
+__all__ = ["ShardedModule", "StepMethods", "WatchedModule", "adopt", "is_sharded"]
 
-_ENGINE = "_lamina_engine"
+ModuleT = TypeVar("ModuleT", bound="ShardedModule")
 
 
 class StepMethods:
@@ -70,8 +70,11 @@ class ShardedModule(UnitMethods, StepMethods, nn.Module):
     @property
     def sharding_engine(self) -> ShardingEngine:
         """The engine that gathers, releases and reduces."""
-        engine: ShardingEngine = self.__dict__[_ENGINE]
-        return engine
+        return self._unit_hooks.engine
+
+    @property
+    def _unit_hooks(self) -> UnitHooks:
+        return cast(UnitHooks, hooks_of(self))
 
     @property
     def sharding_unit(self) -> Unit:
@@ -160,7 +163,7 @@ class ShardedModule(UnitMethods, StepMethods, nn.Module):
 
     def _groups_inside(self) -> Iterator[ParameterGroup]:
         """Groups of which no other module holds a part (of a unit of several); none before use."""
-        if _ENGINE not in self.__dict__:
+        if not self._unit_hooks.started:
             return
         inside = set(self.modules())
         for group in self.parameter_groups():
@@ -194,16 +197,24 @@ class ShardedModule(UnitMethods, StepMethods, nn.Module):
         )
 
 
+class WatchedModule(ShardedModule):
+    """Mixin of `fully_shard(check_storage=True)`: reads in forward are watched over."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """As for any module."""
+        with self.sharding_engine.watching():
+            return super().__call__(*args, **kwargs)
+
+
 # It meets the contract; a base class would bring an abstract forward in front of the user's.
 DataParallel.register(ShardedModule)
 
 
-def adopt(module: nn.Module, engine: ShardingEngine) -> ShardedModule:
-    """Give a module the methods of `ShardedModule`, and its engine."""
+def adopt(module: nn.Module, mixin: type[ModuleT], prefix: str) -> ModuleT:
+    """Give a module the methods of a mixin; its class is called `prefix` and its own name."""
     cls = type(module)
-    module.__class__ = type(f"FullySharded{cls.__name__}", (ShardedModule, cls), {})
-    module.__dict__[_ENGINE] = engine
-    return cast(ShardedModule, module)
+    module.__class__ = type(f"{prefix}{cls.__name__}", (mixin, cls), {})
+    return cast(ModuleT, module)
 
 
 def is_sharded(module: nn.Module) -> bool:

@@ -1,4 +1,4 @@
-"""From the mesh arguments of `fully_shard` to data-parallel axes, with the caller's own groups."""
+"""From a mesh and the settings about it to data-parallel axes, with the caller's own groups."""
 
 from __future__ import annotations
 
@@ -12,30 +12,17 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from lamina.ddp.engine import DataParallelAxes, check_dimensions, data_parallel_axes
+from lamina.fsdp.settings.sharding_settings import ShardingSettings
 from lamina.mesh import AxisError, ParallelMesh
 from lamina.mesh.engine import MeshAxis, axis_if_there, mesh_axis
 
-__all__ = ["MeshArguments", "ModelAxes", "computing_device", "model_axes", "resolve_meshes"]
+__all__ = ["Mesh", "ModelAxes", "computing_device", "model_axes", "resolve_meshes"]
 
 Names = str | Sequence[str]
+Mesh = ParallelMesh | DeviceMesh
 
 _PARTS, _EXPERT_PARTS = ("tp", "pp"), ("ep", "expert_tp")
 """Dimensions along which ranks hold different parts of the model, and of its experts."""
-
-
-@dataclass(frozen=True)
-class MeshArguments:
-    """What `fully_shard` was told about meshes and groups, under its own argument names."""
-
-    device_mesh: ParallelMesh | DeviceMesh
-    dp_shard_dim: Names | None = None
-    dp_outer_dim: Names | None = None
-    tp_dim: str | None = None
-    expt_device_mesh: ParallelMesh | DeviceMesh | None = None
-    hybrid_fsdp_group: ProcessGroup | None = None
-    hybrid_fsdp_expt_group: ProcessGroup | None = None
-    fsdp_group_ag: ProcessGroup | None = None
-    expt_fsdp_group_ag: ProcessGroup | None = None
 
 
 @dataclass(frozen=True)
@@ -58,7 +45,9 @@ class _WithGatherGroup(MeshAxis):
         return self.gather if purpose == "gather" else super().sibling(purpose)
 
 
-def resolve_meshes(arguments: MeshArguments) -> tuple[DataParallelAxes, DataParallelAxes | None]:
+def resolve_meshes(
+    mesh: Mesh, settings: ShardingSettings
+) -> tuple[DataParallelAxes, DataParallelAxes | None]:
     """Dense and expert data-parallel axes; expert ones are None where the mesh has none.
 
     Raises:
@@ -67,17 +56,14 @@ def resolve_meshes(arguments: MeshArguments) -> tuple[DataParallelAxes, DataPara
             axis it is for.
         AxisError: for a name the mesh does not have (from `mesh_axis`).
     """
-    mesh = arguments.device_mesh
-    if arguments.tp_dim is not None:
-        _check_tp(arguments, arguments.tp_dim)
-    dense = data_parallel_axes(mesh, _shard_dim(arguments), _outer_dim(arguments))
+    if settings.tp_dim is not None:
+        _check_tp(mesh, settings, settings.tp_dim)
+    dense = data_parallel_axes(mesh, _shard_dim(mesh, settings), _outer_dim(mesh, settings))
     if isinstance(mesh, DeviceMesh):
-        check_dimensions(mesh, dense, {*_PARTS, *_names(arguments.tp_dim)}, _REMEDY)
-    expert = _expert_axes(arguments, dense)
-    _check_hybrid("hybrid_fsdp_group", arguments.hybrid_fsdp_group, dense)
-    _check_hybrid("hybrid_fsdp_expt_group", arguments.hybrid_fsdp_expt_group, expert)
-    dense = _with_gather("fsdp_group_ag", arguments.fsdp_group_ag, dense) or dense
-    expert = _with_gather("expt_fsdp_group_ag", arguments.expt_fsdp_group_ag, expert)
+        check_dimensions(mesh, dense, {*_PARTS, *_names(settings.tp_dim)}, _REMEDY)
+    expert = _expert_axes(mesh, settings, dense)
+    dense = _with_gather("fsdp_group_ag", settings.fsdp_group_ag, dense) or dense
+    expert = _with_gather("expt_fsdp_group_ag", settings.expt_fsdp_group_ag, expert)
     return dense, expert
 
 
@@ -89,7 +75,7 @@ _REMEDY = (
 
 
 def computing_device(
-    module: nn.Module, mesh: ParallelMesh | DeviceMesh, asked: torch.device | str | None
+    module: nn.Module, mesh: Mesh, asked: torch.device | str | None
 ) -> torch.device:
     """Where a model computes: where it was asked to, else on the mesh's kind of device.
 
@@ -104,21 +90,20 @@ def computing_device(
     return device
 
 
-def model_axes(arguments: MeshArguments) -> ModelAxes:
+def model_axes(mesh: Mesh, settings: ShardingSettings) -> ModelAxes:
     """The tensor- and expert-parallel axes: `tp_dim`, or those named as a ParallelMesh has them."""
-    mesh = arguments.device_mesh
-    expert = arguments.expt_device_mesh or mesh
-    tp = axis_if_there(mesh, arguments.tp_dim or "tp")
+    expert = settings.expt_device_mesh or mesh
+    tp = axis_if_there(mesh, settings.tp_dim or "tp")
     found = axis_if_there(expert, "expert_tp"), axis_if_there(expert, "ep")
     return ModelAxes(tp, *found)
 
 
-def _check_tp(arguments: MeshArguments, name: str) -> None:
+def _check_tp(mesh: Mesh, settings: ShardingSettings, name: str) -> None:
     try:
-        mesh_axis(arguments.device_mesh, name)
+        mesh_axis(mesh, name)
     except AxisError as error:
         raise ValueError(f"tp_dim={name!r}: {error}") from error
-    data = [*_names(arguments.dp_shard_dim), *_names(arguments.dp_outer_dim)]
+    data = [*_names(settings.dp_shard_dim), *_names(settings.dp_outer_dim)]
     if name in data:
         raise ValueError(
             f"tp_dim={name!r} is a data-parallel dimension too (dp_shard_dim and dp_outer_dim are "
@@ -126,13 +111,12 @@ def _check_tp(arguments: MeshArguments, name: str) -> None:
         )
 
 
-def _shard_dim(arguments: MeshArguments) -> Names:
-    if arguments.dp_shard_dim is not None:
-        return arguments.dp_shard_dim
-    mesh = arguments.device_mesh
+def _shard_dim(mesh: Mesh, settings: ShardingSettings) -> Names:
+    if settings.dp_shard_dim is not None:
+        return settings.dp_shard_dim
     if isinstance(mesh, ParallelMesh):
         return "dp_shard_cp"
-    taken = {arguments.tp_dim, *_names(arguments.dp_outer_dim)}
+    taken = {settings.tp_dim, *_names(settings.dp_outer_dim)}
     names = mesh.mesh_dim_names or ()
     free = [name for name in names if name not in taken]
     if len(free) != 1:
@@ -143,17 +127,19 @@ def _shard_dim(arguments: MeshArguments) -> Names:
     return free[0]
 
 
-def _outer_dim(arguments: MeshArguments) -> Names | None:
-    if arguments.dp_outer_dim is None and isinstance(arguments.device_mesh, ParallelMesh):
+def _outer_dim(mesh: Mesh, settings: ShardingSettings) -> Names | None:
+    if settings.dp_outer_dim is None and isinstance(mesh, ParallelMesh):
         return "dp_replicate"
-    return arguments.dp_outer_dim
+    return settings.dp_outer_dim
 
 
-def _expert_axes(arguments: MeshArguments, dense: DataParallelAxes) -> DataParallelAxes | None:
+def _expert_axes(
+    dense_mesh: Mesh, settings: ShardingSettings, dense: DataParallelAxes
+) -> DataParallelAxes | None:
     """Axes of expert parameters; gradients are averaged over the dense ranks (docs/ddp.md)."""
-    mesh = arguments.expt_device_mesh
+    mesh = settings.expt_device_mesh
     if mesh is None:
-        mesh = arguments.device_mesh
+        mesh = dense_mesh
         if not isinstance(mesh, ParallelMesh):
             return None
         if mesh.layout.ep == mesh.layout.expert_tp == mesh.layout.tp == 1:
@@ -161,33 +147,15 @@ def _expert_axes(arguments: MeshArguments, dense: DataParallelAxes) -> DataParal
     if isinstance(mesh, ParallelMesh):
         return data_parallel_axes(mesh, "expert_dp", "dp_replicate", dense.size)
     names = mesh.mesh_dim_names or ()
-    shard = _names(_shard_dim(replace(arguments, expt_device_mesh=None)))
+    shard = _names(_shard_dim(dense_mesh, settings))
     if not set(shard) <= set(names) and "expert_dp" in names:
         shard = ("expert_dp",)
     shard = tuple(name for name in shard if name not in _EXPERT_PARTS)
-    outer = arguments.dp_outer_dim
+    outer = settings.dp_outer_dim
     outer = outer if set(_names(outer)) <= set(names) else None
     axes = data_parallel_axes(mesh, shard or None, outer, dense.size)
-    check_dimensions(mesh, axes, {*_PARTS, *_EXPERT_PARTS, *_names(arguments.tp_dim)}, _REMEDY)
+    check_dimensions(mesh, axes, {*_PARTS, *_EXPERT_PARTS, *_names(settings.tp_dim)}, _REMEDY)
     return axes
-
-
-def _check_hybrid(argument: str, group: ProcessGroup | None, axes: DataParallelAxes | None) -> None:
-    """The engine sums and gathers axis by axis; a group over both only has to agree with them."""
-    if group is None:
-        return
-    if axes is None:
-        raise ValueError(
-            f"{argument} is given, and the mesh has no expert axes: pass expt_device_mesh"
-        )
-    members = tuple(dist.get_process_group_ranks(group))
-    mine = {*axes.outer.ranks, *axes.inner.ranks}
-    if len(members) != axes.size or not mine <= set(members):
-        raise ValueError(
-            f"{argument} has ranks {members}, and the mesh says {axes.size} ranks with at least "
-            f"{sorted(mine)} among them ({axes.describe()}): flatten dp_outer_dim and dp_shard_dim "
-            "of the same mesh"
-        )
 
 
 def _with_gather(

@@ -4,14 +4,42 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from lamina.ddp.engine import GroupDtypes, resolve_dtypes
-from lamina.fsdp.weights.encoded import WeightCodec
 
-__all__ = ["MixedPrecisionPolicy", "policy_from"]
+__all__ = ["MixedPrecisionPolicy", "WeightCodec", "policy_from"]
+
+
+class WeightCodec(Protocol):
+    """How a block of weights is encoded.
+
+    Attributes:
+        dtype: of the codes, one per element.
+        side_dtype: of the side data.
+        block: elements per block; a divisor of 128, at which tensors start and shards are cut, so
+            that no block spans two tensors or two ranks. A tensor's last block ends in zeros.
+    """
+
+    dtype: torch.dtype
+    side_dtype: torch.dtype
+    block: int
+
+    def encode(self, weights: torch.Tensor, codes: torch.Tensor, side: torch.Tensor) -> None:
+        """Write codes and side data of weights.
+
+        Args:
+            weights: [blocks, block], in the compute dtype.
+            codes: [blocks, block], in `dtype`.
+            side: [blocks], in `side_dtype`.
+        """
+        ...
+
+    def decode(self, codes: torch.Tensor, side: torch.Tensor, weights: torch.Tensor) -> None:
+        """Write weights from codes and side data, of the same shapes."""
+        ...
 
 
 @dataclass(frozen=True)

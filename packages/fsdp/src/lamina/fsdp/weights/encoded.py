@@ -9,45 +9,16 @@ of. Main weights stay what the optimizer updates, so nothing is lost from step t
 from __future__ import annotations
 
 from collections.abc import Hashable
-from typing import Protocol
 
 import torch
 
 from lamina.buffers import FlatBuffer, StoragePool
 from lamina.collectives import Handle, all_gather_into
 from lamina.ddp.engine import DataParallelAxes, WeightsState
+from lamina.fsdp.settings.precision import WeightCodec
 from lamina.fsdp.weights.sharded import ShardedWeights
 
-__all__ = ["EncodedWeights", "WeightCodec"]
-
-
-class WeightCodec(Protocol):
-    """How a block of weights is encoded.
-
-    Attributes:
-        dtype: of the codes, one per element.
-        side_dtype: of the side data.
-        block: elements per block; a divisor of 128, at which tensors start and shards are cut, so
-            that no block spans two tensors or two ranks. A tensor's last block ends in zeros.
-    """
-
-    dtype: torch.dtype
-    side_dtype: torch.dtype
-    block: int
-
-    def encode(self, weights: torch.Tensor, codes: torch.Tensor, side: torch.Tensor) -> None:
-        """Write codes and side data of weights.
-
-        Args:
-            weights: [blocks, block], in the compute dtype.
-            codes: [blocks, block], in `dtype`.
-            side: [blocks], in `side_dtype`.
-        """
-        ...
-
-    def decode(self, codes: torch.Tensor, side: torch.Tensor, weights: torch.Tensor) -> None:
-        """Write weights from codes and side data, of the same shapes."""
-        ...
+__all__ = ["EncodedWeights"]
 
 
 class EncodedWeights(ShardedWeights):

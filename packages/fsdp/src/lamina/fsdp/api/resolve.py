@@ -1,0 +1,110 @@
+"""The one step that turns settings into what a model is sharded by, on its mesh and machine."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from lamina.ddp.engine import DataParallelAxes, collect_parameters
+from lamina.fsdp.settings.hardware_limits import SlotMemory, slot_memory
+from lamina.fsdp.settings.meshes import (
+    Mesh,
+    ModelAxes,
+    computing_device,
+    model_axes,
+    resolve_meshes,
+)
+from lamina.fsdp.settings.sharding_settings import ShardingSettings
+from lamina.fsdp.state.cut_regions import beside_parts
+from lamina.fsdp.state.whole_tensors import needs_whole_tensors
+from lamina.fsdp.weights.offloaded import Offload, resolve_offload
+from lamina.mesh import ParallelLayout
+
+__all__ = ["Sharding", "resolve"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sharding:
+    """Settings, and what they come to for one model.
+
+    Attributes:
+        settings: what the user has chosen.
+        mesh: the ranks.
+        dense: data-parallel axes of ordinary parameters.
+        expert: those of expert parameters; None where the mesh has none.
+        model: the axes along which ranks hold different parts of the model.
+        device: where the model computes: its parameters and buffers are moved there.
+        offload: keep shards in host memory; None keeps them on the device.
+        slot_memory: where slots are allocated; None is as any tensor.
+        whole: `id`s of parameters that no shard boundary may cut.
+    """
+
+    settings: ShardingSettings
+    mesh: Mesh
+    dense: DataParallelAxes
+    expert: DataParallelAxes | None
+    model: ModelAxes
+    device: torch.device
+    offload: Offload | None
+    slot_memory: SlotMemory | None
+    whole: Collection[int]
+
+
+def resolve(
+    module: nn.Module, settings: ShardingSettings, optimizer: Optimizer | None = None
+) -> Sharding:
+    """What settings come to for a module that is not sharded yet.
+
+    Args:
+        module: the model, or a part of it.
+        settings: the user's.
+        optimizer: what will update it, if that is known.
+
+    Raises:
+        ValueError: for unknown mesh dimensions, and settings that this model or mesh excludes.
+        UnavailableError: for what this machine lacks.
+    """
+    mesh = settings.device_mesh
+    if mesh is None:
+        mesh = ParallelLayout().build()
+    dense, expert = resolve_meshes(mesh, settings)
+    refs, model = collect_parameters(module), model_axes(mesh, settings)
+    dense = beside_parts(dense, refs, model)
+    expert = None if expert is None else beside_parts(expert, refs, model)
+    device, offload = _device_and_offload(module, mesh, settings, dense)
+    if offload is not None and settings.precision.weight_codec is not None:
+        raise ValueError(
+            "weight_codec keeps codes on the device beside main weights, and offload_policy keeps "
+            "shards on the host: use one of the two"
+        )
+    axes = [dense] if expert is None else [dense, expert]
+    gathering = [one.inner.sibling("gather") for one in axes]
+    return Sharding(
+        settings=settings,
+        mesh=mesh,
+        dense=dense,
+        expert=expert,
+        model=model,
+        device=device,
+        offload=offload,
+        slot_memory=slot_memory(settings, gathering, device),
+        whole=needs_whole_tensors(optimizer),
+    )
+
+
+def _device_and_offload(
+    module: nn.Module, mesh: Mesh, settings: ShardingSettings, dense: DataParallelAxes
+) -> tuple[torch.device, Offload | None]:
+    """Where the model computes, and whether shards are kept on the host."""
+    device = computing_device(module, mesh, settings.device)
+    offload = resolve_offload(settings.offload_policy, device, dense, gathers=settings.gathers)
+    if offload is None or settings.device is not None:
+        return device, offload
+    # A model that has to be offloaded may not fit on the device: its parameters may be on the
+    # host, and then say nothing about where it computes.
+    device = computing_device(nn.Module(), mesh, None)
+    return device, resolve_offload(settings.offload_policy, device, dense)

@@ -1,0 +1,203 @@
+"""Everything that `fully_shard` and `shard_module` can be told: each setting with its rules.
+
+A rule that settings decide among themselves is checked here, when the settings are made. What
+needs the module, the mesh or the machine is decided in `lamina.fsdp.api.resolve`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy as TorchPolicy
+from torch.distributed.fsdp import OffloadPolicy
+
+from lamina.ddp import Strategy
+from lamina.ddp.engine import Reduction, resolve_reduction, resolve_strategy
+from lamina.fsdp.settings.precision import MixedPrecisionPolicy, policy_from
+from lamina.mesh import ParallelMesh
+
+__all__ = ["ShardingSettings"]
+
+
+def _setting(default: Any, *, needs: tuple[str, str] | None = None, gathered: str = "") -> Any:
+    """A field with rules.
+
+    Args:
+        default: its value where nobody has chosen; rules are about other values.
+        needs: the setting that has to be on, and what of it this one is about.
+        gathered: what of gathered weights it is about: a strategy that keeps weights whole refuses
+            it.
+    """
+    return field(default=default, metadata={"needs": needs, "gathered": gathered})
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardingSettings:
+    """What a user has chosen, under the names of `fully_shard`, whose docstring says more.
+
+    Raises:
+        ValueError: for an unknown strategy or reduction, and settings that exclude or need others.
+        TypeError: for a precision policy that is none.
+    """
+
+    device_mesh: ParallelMesh | DeviceMesh | None = None
+    """The ranks; None is one axis over the whole world."""
+    dp_shard_dim: str | Sequence[str] | None = None
+    """The mesh dimension that shards; None finds it."""
+    dp_outer_dim: str | Sequence[str] | None = None
+    """The mesh dimension of replicas."""
+    tp_dim: str | None = None
+    """The mesh dimension that is tensor-parallel, where it is not called "tp"."""
+    expt_device_mesh: ParallelMesh | DeviceMesh | None = None
+    """The mesh of expert parameters, where it is another one."""
+    fsdp_group_ag: ProcessGroup | None = None
+    """The communicator of gathers; None makes one."""
+    expt_fsdp_group_ag: ProcessGroup | None = None
+    """The same for expert parameters."""
+    device: torch.device | str | None = None
+    """Where the model computes; None is the mesh's device."""
+
+    zero_dp_strategy: int | str | Strategy = 3
+    """Which of weights, gradients and optimizer state are sharded along the inner axis."""
+    outer_dp_sharding_strategy: int | str = 0
+    """The same along the axis of replicas."""
+    fsdp_unit_modules: Sequence[type[nn.Module] | str] | None = None
+    """The modules that are units; None finds them."""
+    enable_fine_grained_param_gather: bool = False
+    """Make a unit of every module that holds parameters."""
+    disable_bucketing: bool = False
+    """A buffer for each parameter, instead of one for each kind of them in a unit."""
+
+    mixed_precision_policy: MixedPrecisionPolicy | TorchPolicy | None = None
+    """The dtypes of weights and gradients."""
+    offload_policy: OffloadPolicy | None = None
+    """Keep shards in host memory."""
+    reshard_after_forward: bool | None = _setting(None, gathered="weights that are gathered")
+    """Give whole weights back after forward; None does so for all units but the root."""
+    fsdp_double_buffer: bool = _setting(False, gathered="the memory that units are gathered into")
+    """Gather into slots: fixed memory that units which never live together share."""
+    cuda_graph_mode: bool = _setting(
+        False, needs=("fsdp_double_buffer", "the fixed buffers of fsdp_double_buffer=True")
+    )
+    """Once slots are planned no unit ever moves."""
+    nccl_ub: bool = False
+    """Let NCCL register the memory of slots."""
+    disable_symmetric_registration: bool = _setting(
+        False, needs=("nccl_ub", "the memory that nccl_ub=True registers")
+    )
+    """Register it without symmetric windows."""
+    gather_budget: int | None = _setting(None, gathered="whole weights that come and go")
+    """Bytes of whole weights that may be live; None gathers one unit ahead."""
+    overlap_param_gather: bool = True
+    """Gather the next unit while one computes."""
+    keep_fp8_transpose_cache: bool = False
+    """Modules that multiply in FP8 keep transposed weights until backward."""
+
+    reduction: str = "ordered"
+    """Who sums gradients over ranks: "ordered" is Lamina, "native" the backend."""
+    reproducible: bool = False
+    """The same bits for every strategy and every number of ranks."""
+    average_in_collective: bool = False
+    """Let a backend that sums average instead."""
+    calculate_per_token_loss: bool = False
+    """Leave sums of gradients; `finalize_grads` divides them."""
+    overlap_grad_reduce: bool = True
+    """Reduce gradients while backward goes on."""
+    reduce_budget: int | None = None
+    """Bytes of gradients that may be on the wire; None is two reductions."""
+    report_nan_in_param_grad: bool = False
+    """Refuse gradients that are not finite before they are sent."""
+    sync_model_each_microbatch: bool = True
+    """Every backward outside `no_sync` ends the accumulation."""
+    use_decoupled_grad: bool = False
+    """Gradients are `.decoupled_grad` too."""
+
+    init_module: Callable[[nn.Module], None] | None = None
+    """Initialises a meta module's own tensors; None calls `reset_parameters`."""
+    sync_module_states: bool = True
+    """Start from the first data-parallel rank's values."""
+    preproc_state_dict_for_dcp_ckpt: bool = True
+    """State dictionaries are for `torch.distributed.checkpoint`; otherwise they hold whole
+    tensors."""
+    check_order: bool = _setting(False, gathered="gathers that need all ranks")
+    """Before each gather, compare over ranks which unit comes next."""
+    check_storage: bool = _setting(False, gathered="whole weights that are released")
+    """Name whoever reads the whole weights of a unit while they are released."""
+
+    def __post_init__(self) -> None:
+        """Check the rules of the fields above, and those that are about two of them."""
+        for one in fields(self):
+            value = getattr(self, one.name)
+            if one.metadata and value is not one.default:
+                self._check(one.name, value, one.metadata["needs"], one.metadata["gathered"])
+        has_axis = self.dp_outer_dim is not None or isinstance(self.device_mesh, ParallelMesh)
+        if self.strategy.placements.optimizer_state[0].cuts and not has_axis:
+            what = f"outer_dp_sharding_strategy={self.outer_dp_sharding_strategy!r}"
+            if isinstance(self.zero_dp_strategy, Strategy):
+                what = "the outer placement of zero_dp_strategy"
+            raise ValueError(
+                f"{what} is about the ranks along dp_outer_dim, which is not given: name the "
+                "mesh's outer dimension, or cut nothing along it"
+            )
+        if not isinstance(self.reshard_after_forward, bool | None):
+            raise ValueError(
+                f"reshard_after_forward={self.reshard_after_forward!r}: True, False or None; for "
+                "some units, model.unit_of(block).set_reshard_after_forward(...) after fully_shard"
+            )
+        if self.gather_budget is not None and self.fsdp_double_buffer:
+            raise ValueError(
+                f"gather_budget={self.gather_budget} is about whole weights that come and go, and "
+                "fsdp_double_buffer=True gathers into fixed memory: leave one of them out"
+            )
+        if self.precision.weight_codec is not None and not self.gathers:
+            raise ValueError(_kept_whole("weight_codec", "weights that are gathered"))
+        _ = self.rank_sum
+
+    def _check(self, name: str, value: Any, needs: tuple[str, str] | None, gathered: str) -> None:
+        if needs is not None and not getattr(self, needs[0]):
+            raise ValueError(
+                f"{name}={value} is about {needs[1]}, which is off: turn it on, or leave this one "
+                "out"
+            )
+        if gathered and not self.gathers:
+            raise ValueError(_kept_whole(f"{name}={value}", gathered))
+
+    @cached_property
+    def strategy(self) -> Strategy:
+        """Placements and cadence."""
+        return resolve_strategy(self.zero_dp_strategy, self.outer_dp_sharding_strategy)
+
+    @property
+    def gathers(self) -> bool:
+        """Whether weights are sharded, so that units are gathered."""
+        return self.strategy.gathers
+
+    @cached_property
+    def precision(self) -> MixedPrecisionPolicy:
+        """The policy, as Lamina's."""
+        given = self.mixed_precision_policy
+        return policy_from(given, "mixed_precision_policy") or MixedPrecisionPolicy()
+
+    @cached_property
+    def rank_sum(self) -> Reduction:
+        """How gradients are summed over ranks."""
+        return resolve_reduction(
+            self.reduction,
+            self.reproducible,
+            self.average_in_collective,
+            per_token=self.calculate_per_token_loss,
+        )
+
+
+def _kept_whole(setting: str, about: str) -> str:
+    return (
+        f"{setting} is about {about}, and this strategy keeps weights whole: use "
+        "zero_dp_strategy=3, or leave it out"
+    )

@@ -16,12 +16,25 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-__all__ = ["HOUSE", "LAYERS", "NOX", "ROOT", "VERSION", "locked", "make_venv", "ready", "start"]
+__all__ = [
+    "HOUSE",
+    "LAYERS",
+    "NOX",
+    "ROOT",
+    "SUB_FACES",
+    "VERSION",
+    "locked",
+    "make_venv",
+    "ready",
+    "start",
+]
 
 ROOT = Path(__file__).resolve().parents[1]
 HOUSE = ROOT / ".nox"
 NOX = "nox>=2025.5.1"  # the first with `requires=` that also waits for parametrised sessions
 LAYERS = ("mesh", "buffers", "collectives", "ddp", "fsdp", "models", "checkpoint")  # lowest first
+# Faces of a layer beside `lamina.LAYER` and `lamina.LAYER.engine`.
+SUB_FACES = {"models": ("attention", "moe", "mamba", "vision")}
 VERSION = "{}.{}".format(*sys.version_info)
 
 

@@ -8,9 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from clean_install import (
-    LAYERS,
-    ROOT,
+from tasks.bootstrap import LAYERS, ROOT
+from tasks.clean_install import (
     build_wheels,
     closure,
     gather,
@@ -18,7 +17,7 @@ from clean_install import (
     make_environment,
     unpack,
 )
-from snippets import snippets
+from tasks.snippets import snippets
 
 CHECK = """
 import importlib, importlib.util, sys

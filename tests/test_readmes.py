@@ -7,8 +7,9 @@ import sysconfig
 from pathlib import Path
 
 import pytest
-from clean_install import LAYERS, ROOT, closure, gather, layers_of
-from snippets import Job, run, snippets
+from tasks.bootstrap import LAYERS, ROOT
+from tasks.clean_install import closure, gather, layers_of
+from tasks.snippets import Job, run, snippets
 
 SOURCES = {layer: ROOT / "packages" / layer / "src" for layer in LAYERS}
 ALL = (*SOURCES.values(), Path(sysconfig.get_path("purelib")))

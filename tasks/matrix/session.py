@@ -35,7 +35,7 @@ def matrix(session: nox.Session) -> None:
     """Each layer's tests on every backend, world size and torch that this machine has; resumes."""
     known, rest = options().parse_known_args(session.posargs)
     if known.installed:
-        run(session, "python", "tests/clean_install.py", *session.posargs)
+        run(session, "python", "-m", "tasks.clean_install", *session.posargs)
     elif known.full:
         # Every case of every matrix, not the pairwise cover. Writes docs/matrix.md once complete.
         words = [*workers("worksteal"), *session.posargs]

@@ -1,6 +1,6 @@
 """Lamina as a user installs it: wheels, and an environment that holds nothing but what is named.
 
-`python tests/clean_install.py --installed LAYER [pytest options]` runs that layer's tests against
+`python -m tasks.clean_install --installed LAYER [pytest options]` runs that layer's tests against
 its built wheel (`noxfile.py -s matrix -- --installed LAYER`).
 """
 
@@ -15,8 +15,16 @@ import zipfile
 from collections.abc import Iterable
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
-LAYERS = ("mesh", "buffers", "collectives", "ddp", "fsdp", "models", "checkpoint")
+from tasks.bootstrap import LAYERS, ROOT
+
+__all__ = [
+    "build_wheels",
+    "closure",
+    "gather",
+    "layers_of",
+    "make_environment",
+    "unpack",
+]
 
 
 def closure(*names: str) -> dict[str, importlib.metadata.Distribution]:

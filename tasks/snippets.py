@@ -65,7 +65,15 @@ def run(jobs: Sequence[Job], base: Path) -> list[str]:
         }
         for job in jobs
     ]
-    started_by_others = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_", "GROUP_", "TORCHELASTIC_")
+    started_by_others = (
+        "PYTHONPATH",
+        "RANK",
+        "WORLD_SIZE",
+        "LOCAL_RANK",
+        "MASTER_",
+        "GROUP_",
+        "TORCHELASTIC_",
+    )
     env = {k: v for k, v in os.environ.items() if not k.startswith((*started_by_others, "SLURM_"))}
     done = subprocess.run(
         [sys.executable, "-S", __file__, str(base)],

@@ -1,0 +1,1 @@
+"""Seven packages, released one by one: versions, changelogs, interfaces, archives, neighbours."""

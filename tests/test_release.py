@@ -15,7 +15,7 @@ from tasks.clean_install import unpack
 from tasks.release.archives import build_reproducibly
 from tasks.release.budgets import Cost, budgets, measure, over
 from tasks.release.check import check
-from tasks.release.make import ReleaseError, edit, release
+from tasks.release.make import ReleaseError, archives_of, edit, release
 from tasks.release.neighbours import Combination, combinations, released_packages, try_all
 from tasks.release.packages import Package, Version, git, packages_of
 
@@ -278,6 +278,21 @@ def test_a_dry_run_changes_nothing_and_shows_the_commit(tree):
     made = make(tree, "mesh", dry_run=True)
     assert "+## 0.1.0 (2026-11-30)" in made.patch
     assert (git(tree, "rev-parse", "HEAD"), git(tree, "tag")) == (before, "")
+    assert not (tree.parent / "dist").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "match"),
+    [
+        ("v0.1.0", "no layer and no tag such as"),
+        ("lamina-mesh-v0.3.0", "is a tag of version 0.1.0"),
+        ("lamina-mesh-v0.4.0", "unknown revision"),
+    ],
+)
+def test_archives_are_made_of_a_tag_that_says_its_own_version(tree, name, match):
+    git(tree, "tag", "lamina-mesh-v0.3.0")
+    with pytest.raises((ReleaseError, RuntimeError), match=match):
+        archives_of(tree, name, tree.parent / "dist")
     assert not (tree.parent / "dist").exists()
 
 

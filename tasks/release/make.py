@@ -3,7 +3,8 @@
 Everything happens in a clone. The tree gets the commit and the tag only when all of it has gone
 well, so a release that fails leaves nothing behind.
 
-`python -m tasks.release.make LAYER KIND --griffe PYTHON [--dry-run]`, in `.nox/env`.
+`python -m tasks.release.make release LAYER KIND --griffe PYTHON [--dry-run]`, in `.nox/env`;
+`... archives TAG` gives a release's archives once more, for whoever publishes them.
 """
 
 from __future__ import annotations
@@ -174,15 +175,41 @@ def smoke_of_sdist(package: Package, archives: list[Path]) -> str:
         return told.stdout if told.returncode else run([job], base)[0]
 
 
+def archives_of(root: Path, name: str, out: Path) -> list[Path]:
+    """Build and try the archives of a tag, or of a layer as HEAD has it; put them into `out`."""
+    layer = name if name in LAYERS else name.removeprefix("lamina-").partition("-v")[0]
+    commit = "HEAD" if name in LAYERS else f"refs/tags/{name}"
+    if layer not in LAYERS:
+        raise ReleaseError(f"{name!r} is no layer and no tag such as lamina-fsdp-v0.2.0")
+    with tempfile.TemporaryDirectory(prefix="lamina-archives-") as place:
+        tree = Path(place) / "tree"
+        git(root, "clone", "-q", "--shared", str(root), str(tree))
+        git(tree, "checkout", "-q", git(root, "rev-parse", f"{commit}^{{commit}}"))
+        package = Package(tree, layer)
+        if commit != "HEAD" and package.tag(package.version) != name:
+            raise ReleaseError(f"{name} is a tag of version {package.version}")
+        made = build_reproducibly(package, Path(place) / "build")
+        if complaint := smoke_of_sdist(package, made):
+            raise ReleaseError(f"the archives of {name} do not work:\n{complaint}")
+        out.mkdir(parents=True, exist_ok=True)
+        return [Path(shutil.copy(archive, out)) for archive in made]
+
+
 def main(words: Sequence[str]) -> int:
-    """Release, and say what to do next."""
-    parser = argparse.ArgumentParser("noxfile.py -s release --")
-    parser.add_argument("layer", choices=LAYERS)
-    parser.add_argument("kind", choices=get_args(Kind))
-    parser.add_argument("--griffe", type=Path, required=True, help=argparse.SUPPRESS)
-    parser.add_argument("--dry-run", action="store_true", help="leave the tree as it is")
+    """Release, or build the archives of a release; say what to do next."""
+    parser = argparse.ArgumentParser("noxfile.py -s")
+    forms = parser.add_subparsers(dest="form", required=True)
+    making = forms.add_parser("release")
+    making.add_argument("layer", choices=LAYERS)
+    making.add_argument("kind", choices=get_args(Kind))
+    making.add_argument("--griffe", type=Path, required=True, help=argparse.SUPPRESS)
+    making.add_argument("--dry-run", action="store_true", help="leave the tree as it is")
+    forms.add_parser("archives").add_argument("name", metavar="TAG or LAYER")
     options = parser.parse_args(words)
     try:
+        if options.form == "archives":
+            tell(archives_of(ROOT, options.name, ROOT / "dist"))
+            return 0
         made = release(
             ROOT,
             options.layer,
@@ -197,13 +224,18 @@ def main(words: Sequence[str]) -> int:
         print(f"no release: {error}", file=sys.stderr)
         return 1
     print(made.patch)
-    for path in made.archives:
-        print(f"wrote {path.relative_to(ROOT)}")
+    tell(made.archives)
     if options.dry_run:
         print("nothing was changed: --dry-run")
     else:
         print(f"next: git push --follow-tags, which publishes {made.tag}")
     return 0
+
+
+def tell(archives: Sequence[Path]) -> None:
+    """Say where the archives are."""
+    for path in archives:
+        print(f"wrote {path.relative_to(ROOT)}")
 
 
 if __name__ == "__main__":

@@ -21,7 +21,13 @@ def griffe() -> Path:
 def release(session: nox.Session) -> None:
     """Release a layer: `-- fsdp minor`; version, ranges, changelog, archives, tests, tag."""
     words = (*session.posargs, "--griffe", griffe())
-    run(session, "python", "-m", "tasks.release.make", *words)
+    run(session, "python", "-m", "tasks.release.make", "release", *words)
+
+
+@task(default=False)
+def archives(session: nox.Session) -> None:
+    """The archives of a tag, or of a layer as it stands, in dist/: built twice, compared, tried."""
+    run(session, "python", "-m", "tasks.release.make", "archives", *session.posargs)
 
 
 @nox.session(venv_backend="none", default=False)

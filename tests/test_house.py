@@ -343,10 +343,6 @@ EXCEPTIONS: dict[str, list[str]] = {
     ],
     "dead_words_stay_dead": [
         "buffers/layout/planning.py: place",
-        "buffers/pool/memory_blocks.py: Place",
-        "buffers/pool/memory_blocks.py: Places",
-        "buffers/pool/pool_keys.py: _places",
-        "buffers/pool/pool_keys.py: place",
         "buffers/tensors/tensor_part.py: _region",
         "buffers/tensors/tensor_part.py: region",
         "buffers/tensors/tensor_region.py: Region",

@@ -91,7 +91,7 @@ def test_content_of_live_keys_survives_any_order_of_use(events, data):
     for key, numel in sizes.items():
         pool.register(key, numel, torch.float32)
     pool.plan_slots(conflict_graph("abcde"))
-    written: dict[str, float] = {}
+    slots, written = pool.bytes_resident, dict[str, float]()
     for step, (key, take) in enumerate(events):
         if take and key not in written:
             pool.acquire(key).fill_(float(step))
@@ -101,12 +101,15 @@ def test_content_of_live_keys_survives_any_order_of_use(events, data):
             written.pop(key, None)
         elif step % 7 == 0 and not written:
             pool.plan_slots()
+            slots = pool.bytes_resident
         for live, value in written.items():
             assert bool((pool.tensor(live) == value).all())
             assert pool.owner_of(pool.tensor(live)) == live
         assert pool.live_keys() == tuple(sorted(written))
         places = {pool.tensor(live).data_ptr() for live in written}
         assert len(places) == len(written)
+        own = [live for live in written if pool.slot_of(live) is None]
+        assert pool.bytes_resident == slots + 4 * sum(sizes[live] for live in own)
 
 
 def test_a_taken_slot_makes_its_key_fall_back_to_its_own_storage():

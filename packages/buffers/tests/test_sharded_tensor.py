@@ -137,6 +137,16 @@ def test_the_shape_is_that_of_the_whole():
     assert "requires_grad=True" in repr(nn.Parameter(part))
 
 
+def test_a_tensor_made_from_anothers_spec_lies_at_its_place():
+    one, two = values(1), values(2)
+    made = [
+        ShardedTensor.from_spec(part["matrix"].to_local() + 1, other["matrix"].spec)
+        for part, other in zip(spans(one, 3), spans(two, 3), strict=True)
+    ]
+    assert torch.equal(pasted(made), one["matrix"] + 1)
+    assert not any(part.requires_grad for part in made)
+
+
 # -- what is refused ----------------------------------------------------------------------------
 
 REFUSED = {

@@ -6,7 +6,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from lamina.buffers import StaleStorageError
-from lamina.buffers.pool.memory_blocks import Places
+from lamina.buffers.pool.memory_blocks import MemoryBlocks
 from lamina.ddp import full_parameters
 from lamina.fsdp import fully_shard
 from lamina.fsdp.api import resolve
@@ -248,14 +248,14 @@ def test_slots_are_allocated_in_one_block_of_registered_memory(ranks):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(limits, "registration_refusal", lambda *_, **__: None)
         patch.setattr(limits, "register_pool", register)
-        make = Places.make
+        make = MemoryBlocks.make
 
         def noting(self, nbytes, *, fixed):
             inside = bool(made) and made[-1].log == ["open"]
             allocated.append((fixed, inside))
             return make(self, nbytes, fixed=fixed)
 
-        patch.setattr(Places, "make", noting)
+        patch.setattr(MemoryBlocks, "make", noting)
         with pytest.raises(ValueError, match="fsdp_double_buffer"):
             fully_shard(build(OddNet), nccl_ub=True)
         model = build(OddNet)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 
 import torch
 
 from lamina.buffers.axes import Axis, MeshLike, resolve_axes
 from lamina.buffers.casting import cast_in_place
-from lamina.buffers.layout.layout import BufferLayout
+from lamina.buffers.layout.layout import BufferLayout, Span
 from lamina.buffers.placement import Cut, Partial, Placement, Replicate, Shard, as_placements
 from lamina.buffers.tensors.sharded_tensor import ShardedTensor
 from lamina.buffers.tensors.span_moves import copy_span
@@ -33,6 +34,13 @@ class FlatBuffer:
         storage: a flat tensor to use instead of new memory (zeros): the elements of `range`.
         communicator: reaches the ranks of the Shard axes, handed to ShardedTensors.
         lazy: take memory (uninitialised) at the first use of `data`, and again after `release`.
+
+    Attributes:
+        cuts: for each axis, outer first, whether it cuts the buffer.
+        range: elements `(start, stop)` of the layout that `data` holds.
+        numel: number of elements that this rank holds, padding included.
+        is_whole: whether this rank holds every element of the layout.
+        has_memory: whether `data` has memory now (always, unless `lazy`).
 
     Raises:
         ValueError: axes and placements differ in number, pieces do not divide the shards, or the
@@ -64,13 +72,19 @@ class FlatBuffer:
                 f"a layout of {layout.num_shards} shards does not cut into {self._cut.pieces} "
                 f"pieces ({self._where()}): num_shards must be a multiple of {self._cut.pieces}"
             )
-        self._range = self._cut.range(layout.size, self._coordinate)
-        self._dtype, self._device = dtype, torch.device(device)
+        self.cuts = self._cut.sharded
+        self.range = self._cut.range(layout.size, self._coordinate)
+        self.numel = self.range[1] - self.range[0]
+        self.is_whole = self.range == (0, layout.size)
+        self.dtype = dtype
+        # A device without a number becomes the one that memory is taken on.
+        self.device = torch.empty(0, device=device).device if storage is None else storage.device
+        self.has_memory = False
         self._lazy = lazy and storage is None
         if storage is not None:
-            _check_storage(storage, self.numel, dtype, self._device)
-        self._held = storage
-        if storage is None and not lazy:
+            _check_storage(storage, self.numel, dtype, torch.device(device))
+            self.data, self.has_memory = storage, True
+        elif not lazy:
             self.data.zero_()
 
     @property
@@ -83,54 +97,33 @@ class FlatBuffer:
             for axis, one in zip(self.axes, self.placement, strict=True)
         )
 
-    @property
+    @cached_property
     def data(self) -> torch.Tensor:
         """Flat tensor of all that this rank holds: elements `range` of the layout."""
-        if self._held is None:
-            # Never an inference tensor: autograd must be able to save views of it later.
-            with torch.inference_mode(False):
-                self._held = torch.empty(self.numel, dtype=self._dtype, device=self._device)
-        return self._held
-
-    @property
-    def numel(self) -> int:
-        """Number of elements that this rank holds, padding included."""
-        return self._range[1] - self._range[0]
-
-    @property
-    def has_memory(self) -> bool:
-        """Whether `data` has memory now (always, unless `lazy`)."""
-        return self._held is not None
+        self.has_memory = True
+        # Never an inference tensor: autograd must be able to save views of it later.
+        with torch.inference_mode(False):
+            return torch.empty(self.numel, dtype=self.dtype, device=self.device)
 
     def release(self) -> None:
         """Let go of the memory, if it is `lazy`; views made before keep it alive for themselves."""
-        if self._lazy:
-            self._held = None
+        if self._lazy and self.has_memory:
+            del self.data
+            self.has_memory = False
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """Element type."""
-        return self._dtype
+    @cached_property
+    def spans(self) -> tuple[Span, ...]:
+        """Of each tensor, by position in the layout, the run that lies here.
 
-    @property
-    def device(self) -> torch.device:
-        """Where the storage lies."""
-        return self._device if self._held is None else self._held.device
-
-    @property
-    def range(self) -> tuple[int, int]:
-        """Elements `(start, stop)` of the layout that `data` holds."""
-        return self._range
-
-    @property
-    def cuts(self) -> tuple[bool, ...]:
-        """For each axis, outer first, whether it cuts the buffer."""
-        return self._cut.sharded
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether this rank holds every element of the layout."""
-        return self._range == (0, self.layout.size)
+        `shard` is the piece of the buffer that this rank holds, and `offset` counts in `data` (0
+        for a run without elements).
+        """
+        piece, low = self._cut.piece(self._coordinate), self.range[0]
+        found = []
+        for index, offset in enumerate(self.layout.offsets):
+            start, stop = self.layout.within(index, *self.range)
+            found.append(Span(piece, start, stop, offset + start - low if stop > start else 0))
+        return tuple(found)
 
     def cut_range(self, placement: Placement | Sequence[Placement]) -> tuple[int, int]:
         """The elements of the layout that this rank would hold under another placement.
@@ -151,7 +144,7 @@ class FlatBuffer:
             ValueError: that part is not held here.
         """
         start, stop = self.cut_range(placement)
-        low, high = self._range
+        low, high = self.range
         if start < low or stop > high:
             raise ValueError(
                 f"elements {start}..{stop} are not among {low}..{high} held here ({self._where()})"
@@ -189,7 +182,7 @@ class FlatBuffer:
         """
         if not self.is_whole:
             raise ValueError(
-                f"this rank holds elements {self._range[0]}..{self._range[1]} of "
+                f"this rank holds elements {self.range[0]}..{self.range[1]} of "
                 f"{self.layout.size} ({self._where()}): shaped views need the whole; use "
                 "span_view(name) or as_sharded(name)"
             )
@@ -200,13 +193,14 @@ class FlatBuffer:
 
     def span(self, name: str | int) -> tuple[int, int]:
         """Elements `(start, stop)` of a flattened tensor that this rank holds."""
-        return self.layout.within(name, *self._range)
+        span = self.spans[self.layout.position(name)]
+        return span.start, span.stop
 
     def span_view(self, name: str | int) -> torch.Tensor:
         """The elements of a tensor that this rank holds: a flat view, maybe empty."""
-        start, stop = self.span(name)
-        at = self.layout.offset(name) + start - self._range[0] if stop > start else 0
-        return self.data[at : at + stop - start]
+        position = name if isinstance(name, int) else self.layout.position(name)
+        _, start, stop, offset = self.spans[position]
+        return self.data[offset : offset + stop - start]
 
     def as_sharded(
         self, name: str | int, communicator: SpanCommunicator | None = None
@@ -220,22 +214,21 @@ class FlatBuffer:
         Raises:
             ValueError: the buffer is Partial along an axis: its sums are no tensor yet.
         """
-        self._refuse_partial(self.layout.spec(name).name)
-        start, _ = self.span(name)
-        cut = self._cut
-        axes = tuple(axis for axis, cuts in zip(self.axes, cut.sharded, strict=True) if cuts)
+        layout, cut, position = self.layout, self._cut, self.layout.position(name)
+        self._refuse_partial(layout.specs[position].name)
+        axes = tuple(axis for axis, cuts in zip(self.axes, self.cuts, strict=True) if cuts)
 
         def extents() -> list[tuple[int, int]]:
-            length = self.layout.size // cut.pieces
+            length = layout.size // cut.pieces
             return [
-                self.layout.within(name, piece * length, (piece + 1) * length)
+                layout.within(position, piece * length, (piece + 1) * length)
                 for piece in cut.pieces_by_rank()
             ]
 
         return ShardedTensor(
-            self.span_view(name),
-            self.layout.spec(name).shape,
-            start,
+            self.span_view(position),
+            layout.specs[position].shape,
+            self.spans[position].start,
             axes,
             communicator=communicator or self.communicator,
             extents=extents,
@@ -291,7 +284,7 @@ class FlatBuffer:
 
     def zero_padding(self) -> None:
         """Set the elements that belong to no tensor to zero (norms and NaN checks read them)."""
-        low, high = self._range
+        low, high = self.range
         with torch.no_grad():
             for start, stop in self.layout.padding_ranges():
                 inside = slice(max(start, low) - low, max(min(stop, high), low) - low)
@@ -304,8 +297,7 @@ class FlatBuffer:
         Raises:
             ValueError: a wider dtype whose elements do not fit in the storage.
         """
-        self._held = cast_in_place(self.data, dtype)
-        self._dtype = dtype
+        self.data, self.dtype = cast_in_place(self.data, dtype), dtype
 
     def __repr__(self) -> str:
         return (

@@ -9,6 +9,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch.distributed as dist
@@ -51,14 +52,20 @@ class MeshAxis:
         Returns:
             None for an axis of one rank.
         """
-        if not purpose:
-            raise ValueError(
-                "sibling('') would be the axis' own group: name what the second communicator is "
-                "for, such as 'gather'."
-            )
         if self.group is None:
             return None
-        return group_of(_described_axis(self), self.ranks, purpose)
+        if purpose not in self._siblings:
+            if not purpose:
+                raise ValueError(
+                    "sibling('') would be the axis' own group: name what the second communicator "
+                    "is for, such as 'gather'."
+                )
+            self._siblings[purpose] = group_of(_described_axis(self), self.ranks, purpose)
+        return self._siblings[purpose]
+
+    @cached_property
+    def _siblings(self) -> dict[str, dist.ProcessGroup]:
+        return {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> MeshAxis:
         # A copied module talks to the same ranks over the same communicator.

@@ -87,7 +87,7 @@ class BufferLayout:
             chosen, num_shards, placed.shard_size, placed.offsets, alignment, placed.reordered
         )
 
-    @property
+    @cached_property
     def size(self) -> int:
         """Elements of the whole buffer, padding included: `num_shards * shard_size`."""
         return self.num_shards * self.shard_size
@@ -120,7 +120,8 @@ class BufferLayout:
         )
         return [self.offsets[position] for position in order], order
 
-    def _position(self, name: str | int) -> int:
+    def position(self, name: str | int) -> int:
+        """Place of a tensor in `specs` and `offsets`. Raises KeyError."""
         if isinstance(name, int):
             return name
         try:
@@ -140,11 +141,11 @@ class BufferLayout:
 
     def spec(self, name: str | int) -> TensorSpec:
         """The spec of a tensor. Raises KeyError."""
-        return self.specs[self._position(name)]
+        return self.specs[self.position(name)]
 
     def offset(self, name: str | int) -> int:
         """Element of the buffer where a tensor starts. Raises KeyError."""
-        return self.offsets[self._position(name)]
+        return self.offsets[self.position(name)]
 
     def span(self, name: str | int, shard: int) -> Span | None:
         """The run of a tensor that `shard` holds, or None where it holds none of it.
@@ -178,7 +179,7 @@ class BufferLayout:
         Equal numbers mean none; they are then clamped to the nearer end of the tensor, so pieces in
         buffer order always meet.
         """
-        position = self._position(name)
+        position = self.position(name)
         offset, numel = self.offsets[position], self.specs[position].numel
         low = min(max(start - offset, 0), numel)
         return low, max(min(stop - offset, numel), low)
@@ -202,6 +203,10 @@ class BufferLayout:
 
     def padding_ranges(self) -> tuple[tuple[int, int], ...]:
         """Runs `(start, stop)` of the buffer that belong to no tensor, ascending."""
+        return self._padding_ranges
+
+    @cached_property
+    def _padding_ranges(self) -> tuple[tuple[int, int], ...]:
         offsets, order = self._by_offset
         ends = [self.offsets[position] + self.specs[position].numel for position in order]
         gaps = zip([0, *ends], [*offsets, self.size], strict=True)

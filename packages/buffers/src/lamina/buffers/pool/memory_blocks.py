@@ -2,34 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Hashable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
 
-__all__ = ["Place", "Places"]
+__all__ = ["MemoryBlock", "MemoryBlocks"]
 
 
 @dataclass(eq=False)
-class Place:
+class MemoryBlock:
     """A piece of memory: one key's own, or a slot (`fixed`) that several keys share.
 
     Attributes:
         storage: what the keys' tensors view; of `nbytes` bytes, or none while released.
-        raw: the same bytes as uint8, with a version counter of its own.
         owner: the key that is live here.
     """
 
     storage: torch.UntypedStorage
-    raw: torch.Tensor
     nbytes: int
     fixed: bool
     owner: Hashable | None = None
 
 
-class Places:
-    """Makes places on one device, fills and empties them, and finds the place of a tensor.
+class MemoryBlocks:
+    """Makes blocks on one device, fills and empties them, and finds the block of a tensor.
 
     Args:
         device: where.
@@ -46,67 +44,60 @@ class Places:
         self.device = device
         self.poison = poison
         self._context = context
-        self._by_storage: dict[int, Place] = {}
+        self._by_storage: dict[int, MemoryBlock] = {}
 
-    @contextmanager
-    def allocating(self) -> Iterator[None]:
-        """Outside inference mode: an inference tensor could never be saved for backward."""
-        with torch.inference_mode(False), torch.no_grad(), self._context():
-            yield
+    def make(self, nbytes: int, *, fixed: bool) -> MemoryBlock:
+        """A new block: a slot with its bytes, or a key's own without any."""
+        with self._context():
+            made = torch.empty(nbytes if fixed else 0, dtype=torch.uint8, device=self.device)
+        block = MemoryBlock(made.untyped_storage(), nbytes, fixed)
+        self._by_storage[block.storage._cdata] = block
+        if fixed and self.poison:
+            self._fill(block)
+        return block
 
-    def make(self, nbytes: int, *, fixed: bool) -> Place:
-        """A new place: a slot with its bytes, or a key's own without any."""
-        with self.allocating():
-            raw = torch.empty(nbytes if fixed else 0, dtype=torch.uint8, device=self.device)
-        place = Place(raw.untyped_storage(), raw, nbytes, fixed)
-        self._by_storage[place.storage._cdata] = place
-        if fixed:
-            self._fill(place)
-        return place
+    def grow(self, block: MemoryBlock) -> None:
+        """Give a block its bytes. What they hold is undefined (0xFF under poison)."""
+        if block.storage.nbytes() != block.nbytes:
+            with self._context():
+                block.storage.resize_(block.nbytes)
+            if self.poison:
+                self._fill(block)
 
-    def grow(self, place: Place) -> None:
-        """Give a place its bytes. What they hold is undefined (0xFF under poison)."""
-        if place.storage.nbytes() == place.nbytes:
-            return
-        with self.allocating():
-            place.storage.resize_(place.nbytes)
-            raw = torch.empty(0, dtype=torch.uint8, device=self.device)
-            place.raw = raw.set_(place.storage, 0, (place.nbytes,), (1,))
-        self._fill(place)
-
-    def release(self, place: Place) -> None:
-        """Nobody lives here any longer: give an own place's bytes back, keep a slot's."""
-        place.owner = None
+    def release(self, block: MemoryBlock) -> None:
+        """Nobody lives here any longer: give an own block's bytes back, keep a slot's."""
+        block.owner = None
         if self.poison:
-            self._fill(place)
-        elif not place.fixed:
-            self.empty(place)
+            self._fill(block)
+        elif not block.fixed:
+            with self._context():
+                block.storage.resize_(0)
 
-    def empty(self, place: Place) -> None:
-        """Give back the bytes."""
-        with self.allocating():
-            place.storage.resize_(0)
+    def empty(self, block: MemoryBlock) -> None:
+        """Give back the bytes, under poison too."""
+        with self._context():
+            block.storage.resize_(0)
 
-    def discard(self, place: Place) -> None:
-        """Give back the bytes and forget the place."""
-        self.empty(place)
-        del self._by_storage[place.storage._cdata]
+    def discard(self, block: MemoryBlock) -> None:
+        """Give back the bytes and forget the block."""
+        self.empty(block)
+        del self._by_storage[block.storage._cdata]
 
-    def view(self, place: Place, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """A flat tensor over a place, with a version counter of its own."""
-        with self.allocating():
+    def view(self, block: MemoryBlock, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """A flat tensor over a block, with a version counter of its own."""
+        # Autograd could never save an inference tensor for backward.
+        with torch.inference_mode(False), torch.no_grad(), self._context():
             made = torch.empty(0, dtype=dtype, device=self.device)
-            held = place.storage.nbytes()
-            made.set_(place.storage, 0, (numel,), (1,))
-            if place.storage.nbytes() != held:
-                place.storage.resize_(held)  # set_ gives a storage that is too small its bytes
+            held = block.storage.nbytes()
+            made.set_(block.storage, 0, (numel,), (1,))
+            if block.storage.nbytes() != held:
+                block.storage.resize_(held)  # set_ gives a storage that is too small its bytes
         return made
 
-    def find(self, tensor: torch.Tensor) -> Place | None:
-        """The place a tensor views, or None."""
+    def find(self, tensor: torch.Tensor) -> MemoryBlock | None:
+        """The block that a tensor views, or None."""
         return self._by_storage.get(tensor.untyped_storage()._cdata)
 
-    def _fill(self, place: Place) -> None:
-        if self.poison:
-            with torch.inference_mode(False), torch.no_grad():
-                place.raw.fill_(0xFF)
+    def _fill(self, block: MemoryBlock) -> None:
+        if block.storage.nbytes():
+            self.view(block, block.nbytes, torch.uint8).fill_(0xFF)

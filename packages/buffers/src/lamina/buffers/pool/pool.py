@@ -1,26 +1,37 @@
 """`StoragePool`: memory that unsharded units are gathered into and that is given back after use.
 
-Two kinds of place. A key with a storage of its own has bytes that come and go while its tensor and
-views stay (`resize`): always right, at the price of an allocation each time. A key in a slot shares
-fixed memory with keys that are never live at the same time: no allocation, the same address each
-time. Autograd's saved views of a released key are valid again once the key is back in the same
-place with the same content; `SavedTensorGuard` checks that.
+A key's memory is one of two kinds. A block of its own has bytes that come and go while its tensor
+and views stay (`resize`): always right, at the price of an allocation each time. A slot is fixed
+memory that keys share which are never live at the same time: no allocation, and the same address
+each time.
+
+Note [Saved views of released memory]
+Autograd saves views of a unit's weights in forward and reads them in backward; in between the unit
+is released and gathered again. Such a view is right once its key is back in the same block with the
+same content, which nothing in torch checks. So each key counts the times that it was acquired
+(`generation`) and the blocks that it has had (`epoch`), and carries the number of its content
+(`stamp`); `acquire(epoch=...)` and `SavedTensorGuard` compare them.
+A gather brings back values that autograd has seen, and a version counter would take that for a
+modification of what was saved. So a gather writes through `destination(key)`, another tensor
+over the same memory, of which autograd saves nothing. See docs/buffers.md, "What autograd saved".
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Literal, TypeAlias
+from dataclasses import dataclass, field
+from typing import Literal, NoReturn, TypeAlias
 
 import torch
 
-from lamina.buffers.pool.memory_blocks import Place, Places
-from lamina.buffers.pool.pool_keys import Entry, Key, PoolKeys, StaleStorageError
+from lamina.buffers.layout.layout import BufferLayout
+from lamina.buffers.pool.memory_blocks import MemoryBlock, MemoryBlocks
 from lamina.buffers.pool.slots import ConflictGraph, SlotPlan, color_slots
 
 __all__ = ["PoolExhaustedError", "StaleStorageError", "StoragePool"]
 
+Key: TypeAlias = Hashable
 Mode: TypeAlias = Literal["resize", "slots"]
 
 
@@ -28,7 +39,37 @@ class PoolExhaustedError(RuntimeError):
     """The pool's byte budget is spent: says the bytes wanted and the bytes there."""
 
 
-class StoragePool(PoolKeys):
+class StaleStorageError(RuntimeError):
+    """A view of pooled storage is used while its memory does not hold its key's content."""
+
+
+@dataclass(eq=False)
+class _Entry:
+    """One key: its memory, two tensors over it, and its history."""
+
+    key: Key
+    numel: int
+    dtype: torch.dtype
+    block: MemoryBlock
+    tensor: torch.Tensor
+    destination: torch.Tensor
+    generation: int = 0
+    epoch: int = 0
+    stamp: int = 0
+    conflicts: set[Key] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.nbytes = self.numel * self.dtype.itemsize
+
+
+class _Entries(dict[Key, _Entry]):
+    """All keys of a pool, in order of registration."""
+
+    def __missing__(self, key: Key) -> NoReturn:
+        raise KeyError(f"{key!r} is not registered with this pool ({len(self)} keys)")
+
+
+class StoragePool:
     """Key-addressed storage for unsharded units.
 
     A key's tensor exists from `register` on; its bytes exist only between `acquire` and `release`.
@@ -36,11 +77,10 @@ class StoragePool(PoolKeys):
     shared fixed memory: the tensors of the keys it returns are new, and the caller makes its views
     again.
 
-    Whoever gathers writes through `destination(key)`, which has a version counter of its own, so
-    that autograd does not take a repeated gather for a modification of what it saved. Code that
-    writes through the tensor or its views does it under
-    `torch.autograd._unsafe_preserve_version_counter`. On CUDA, acquire and release on one stream
-    (or give `allocation_context`), and let that stream wait for the last use before `release`.
+    Whoever gathers writes through `destination(key)`. Code that writes through the tensor or its
+    views does it under `torch.autograd._unsafe_preserve_version_counter`. On CUDA, acquire and
+    release on one stream (or give `allocation_context`), and let that stream wait for the last use
+    before `release`. Methods that take a key raise KeyError for one that is not registered.
 
     Args:
         device: where the memory lies.
@@ -53,6 +93,10 @@ class StoragePool(PoolKeys):
             `lambda: torch.cuda.stream(s)` or `lambda: torch.cuda.use_mem_pool(pool)`.
         slot_context: entered once around the allocation of all slots of a `plan_slots`, for memory
             that is registered as a whole (`lambda: register_pool(groups)`).
+
+    Attributes:
+        bytes_resident: bytes of all slots and of live keys with blocks of their own (poison apart).
+        bytes_peak: the most that has been.
 
     Raises:
         ValueError: unknown mode or a budget below zero.
@@ -75,12 +119,142 @@ class StoragePool(PoolKeys):
         self.device = torch.device(device)
         self.mode: Mode = mode
         self.budget = budget
-        super().__init__(Places(self.device, poison, allocation_context or nullcontext))
+        self.bytes_resident = self.bytes_peak = 0
+        self._blocks = MemoryBlocks(self.device, poison, allocation_context or nullcontext)
         self._slot_context = slot_context or nullcontext
-        self._slots: list[Place] = []
-        self._peak = 0
+        self._entries = _Entries()
+        self._live: dict[Key, _Entry] = {}
+        self._slots: list[MemoryBlock] = []
         self._fallbacks: dict[Key, int] = {}
         self._observing = True
+
+    # -- keys -----------------------------------------------------------------------------------
+
+    def register(self, key: Key, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Make a key's flat tensor of `numel` elements, without memory until `acquire`.
+
+        Raises:
+            ValueError: the key is None or registered already, or `numel` is negative.
+        """
+        if key is None or key in self._entries or numel < 0:
+            raise ValueError(
+                f"cannot register {key!r} with {numel} elements: keys are not None, are registered "
+                "once (unregister first), and have 0 or more elements"
+            )
+        block = self._blocks.make(numel * dtype.itemsize, fixed=False)
+        tensor, destination = (self._blocks.view(block, numel, dtype) for _ in range(2))
+        self._entries[key] = _Entry(key, numel, dtype, block, tensor, destination)
+        return tensor
+
+    def unregister(self, key: Key) -> None:
+        """Forget a key and free its memory. Views of it must not be read again."""
+        self.release(key)
+        entry = self._entries.pop(key)
+        for other in self._entries.values():
+            other.conflicts.discard(key)
+        if not entry.block.fixed:
+            self._blocks.discard(entry.block)
+
+    def __contains__(self, key: Key) -> bool:
+        return key in self._entries
+
+    def keys(self) -> tuple[Key, ...]:
+        """All keys, in order of registration."""
+        return tuple(self._entries)
+
+    def live_keys(self) -> tuple[Key, ...]:
+        """Keys that hold memory now, in order of registration."""
+        return tuple(key for key in self._entries if key in self._live)
+
+    def is_live(self, key: Key) -> bool:
+        """Whether the key holds memory now."""
+        return self._live.get(key) is self._entries[key]
+
+    def generation(self, key: Key) -> int:
+        """How many times the key has been acquired."""
+        return self._entries[key].generation
+
+    def epoch(self, key: Key) -> int:
+        """How many times the key's tensor has moved to another block.
+
+        Views must be made again when it changes, and views that autograd saved earlier are lost:
+        pass the epoch they were made in to `acquire`.
+        """
+        return self._entries[key].epoch
+
+    def stamp(self, key: Key) -> int:
+        """The number of the content last given to `acquire`."""
+        return self._entries[key].stamp
+
+    def owner_of(self, tensor: torch.Tensor) -> Key | None:
+        """The key that lives in the memory a tensor views; None where it is none of the pool's.
+
+        Raises:
+            StaleStorageError: the memory is the pool's and nobody lives in it.
+        """
+        block = self._blocks.find(tensor)
+        if block is None:
+            return None
+        if block.owner is None:
+            raise StaleStorageError(
+                f"a view of released storage of {self._keys_of(block)} is used: acquire the key "
+                "and gather into it first"
+            )
+        return block.owner
+
+    def check(self, key: Key) -> None:
+        """Raise StaleStorageError unless the key is live."""
+        if key not in self._live:
+            raise _not_live(self._entries[key])
+
+    # -- tensors --------------------------------------------------------------------------------
+
+    def tensor(self, key: Key) -> torch.Tensor:
+        """The key's flat tensor, live or not."""
+        return self._entries[key].tensor
+
+    def destination(self, key: Key) -> torch.Tensor:
+        """The same flat memory with a version counter of its own: what a gather writes into.
+
+        Raises:
+            StaleStorageError: the key is not live.
+        """
+        entry = self._entries[key]
+        if key not in self._live:
+            raise _not_live(entry)
+        return entry.destination
+
+    @contextmanager
+    def viewing(self, key: Key) -> Iterator[torch.Tensor]:
+        """The key's flat tensor with memory behind it for the time of the block.
+
+        torch refuses to slice a tensor whose storage holds no bytes, so views of a released key are
+        made in here; they stay valid as objects afterwards. The content is undefined. Not counted
+        against the budget: nothing is read or written, and on CPU no page is touched.
+        """
+        entry = self._entries[key]
+        block, released = entry.block, not entry.block.storage.nbytes()
+        self._blocks.grow(block)
+        try:
+            yield entry.tensor
+        finally:
+            if released and block.owner is None:
+                self._blocks.empty(block)
+
+    def views(self, key: Key, layout: BufferLayout) -> dict[str, torch.Tensor]:
+        """Every tensor of `layout` with its shape, as views of the key's flat tensor.
+
+        Raises:
+            ValueError: the layout has another number of elements than the key.
+        """
+        entry = self._entries[key]
+        if layout.size != entry.numel:
+            raise ValueError(f"{key!r} has {entry.numel} elements, the layout {layout.size}")
+        with self.viewing(key) as flat, torch.inference_mode(False), torch.no_grad():
+            return {
+                spec.name: flat[offset : offset + spec.numel].view(spec.shape)
+                for spec, offset in zip(layout.specs, layout.offsets, strict=True)
+            }
 
     # -- acquire and release --------------------------------------------------------------------
 
@@ -89,43 +263,53 @@ class StoragePool(PoolKeys):
     ) -> torch.Tensor:
         """Give the key memory, with undefined content; a live key keeps what it has.
 
-        A key whose slot another live key holds falls back to a storage of its own, until the next
+        A key whose slot another live key holds falls back to a block of its own, until the next
         `plan_slots`: its tensor and epoch change.
 
         Args:
             key: a registered key.
             epoch: the epoch in which autograd saved views of the key, where it did and no
-                relocating `SavedTensorGuard` was active: then the key must come back to that place.
+                relocating `SavedTensorGuard` was active: then the key must come back to that block.
             stamp: number of the content (such as the optimizer step); the guard compares it.
 
         Returns:
             The key's flat tensor.
 
         Raises:
-            KeyError: no such key.
             PoolExhaustedError: the budget has no room. The key stays released.
             StaleStorageError: the key can't come back to where it was in `epoch`.
         """
-        entry = self._entry(key)
-        _check_epoch(entry, epoch)
-        if not entry.live:
-            self._observe(entry)
-            if entry.place.owner is not None:
+        entry = self._entries[key]
+        if epoch is not None and epoch != entry.epoch:
+            raise StaleStorageError(
+                f"{key!r}: views were saved in epoch {epoch} and the key has moved since "
+                f"(epoch {entry.epoch}): a gather would not reach them. Run forward under "
+                "SavedTensorGuard(pool, relocate=True), or plan slots with the whole order of use"
+            )
+        if key not in self._live:
+            for other in self._live.values() if self._observing else ():
+                entry.conflicts.add(other.key)
+                other.conflicts.add(entry.key)
+            if entry.block.owner is not None:
                 self._fall_back(entry, epoch)
-            self._check_budget(entry)
-            self._places.grow(entry.place)
-            entry.place.owner = entry.key
+            if self.budget is not None and not self.fits(key):
+                raise self._exhausted(entry, self.budget)
+            self._blocks.grow(entry.block)
+            entry.block.owner = entry.key
             entry.generation += 1
-            self._peak = max(self._peak, self.bytes_resident)
+            self._live[key] = entry
+            self._count(0 if entry.block.fixed else entry.nbytes)
         if stamp is not None:
             entry.stamp = stamp
         return entry.tensor
 
     def release(self, key: Key) -> None:
-        """Give the key's memory back; nothing happens where it is not live. Raises KeyError."""
-        entry = self._entry(key)
-        if entry.live:
-            self._places.release(entry.place)
+        """Give the key's memory back; nothing happens where it is not live."""
+        entry = self._entries[key]
+        if self._live.pop(key, None) is not None:
+            self._blocks.release(entry.block)
+            if not entry.block.fixed:
+                self.bytes_resident -= entry.nbytes
 
     @contextmanager
     def using(self, key: Key) -> Iterator[torch.Tensor]:
@@ -136,16 +320,13 @@ class StoragePool(PoolKeys):
         finally:
             self.release(key)
 
-    def _fall_back(self, entry: Entry, epoch: int | None) -> None:
-        if epoch is not None:
-            raise StaleStorageError(
-                f"{entry.key!r} must come back to its slot, where autograd saved views of it, but "
-                f"{entry.place.owner!r} is live there: the order of use differs from the planned "
-                "one. Call plan_slots() again between steps, use mode='resize', or run forward "
-                "under SavedTensorGuard(pool, relocate=True)"
-            )
-        self._fallbacks[entry.key] = self._fallbacks.get(entry.key, 0) + 1
-        self._move(entry, self._places.make(entry.nbytes, fixed=False))
+    def fits(self, key: Key) -> bool:
+        """Whether `acquire` of the key would stay within the budget."""
+        entry = self._entries[key]
+        free_slot = entry.block.fixed and entry.block.owner is None
+        if key in self._live or free_slot or self.budget is None:
+            return True
+        return self.bytes_resident + entry.nbytes <= self.budget
 
     @contextmanager
     def out_of_turn(self) -> Iterator[None]:
@@ -154,7 +335,7 @@ class StoragePool(PoolKeys):
         The conflict graph does not learn from it, and a key that found its slot taken goes back to
         it at the end, if it was released by then.
         """
-        homes = {key: entry.place for key, entry in self._entries.items() if entry.place.fixed}
+        homes = {key: entry.block for key, entry in self._entries.items() if entry.block.fixed}
         before = self._observing, dict(self._fallbacks)
         self._observing = False
         try:
@@ -163,33 +344,43 @@ class StoragePool(PoolKeys):
             self._observing, self._fallbacks = before
             for key, home in homes.items():
                 entry = self._entries.get(key)
-                away = entry is not None and entry.place is not home and not entry.live
+                away = entry is not None and entry.block is not home and key not in self._live
                 if entry is not None and away and home in self._slots:
                     self._move(entry, home)
 
-    def _observe(self, entry: Entry) -> None:
-        if not self._observing:
-            return
-        for other in self._entries.values():
-            if other.live:
-                entry.conflicts.add(other.key)
-                other.conflicts.add(entry.key)
-
-    def _check_budget(self, entry: Entry) -> None:
-        if not self.fits(entry.key):
-            there = max((self.budget or 0) - self.bytes_resident, 0)
-            raise PoolExhaustedError(
-                f"{entry.key!r} wants {entry.nbytes} bytes, {there} of the budget of {self.budget} "
-                f"are there; live: {list(self.live_keys())}, slots: {len(self._slots)}. Release a "
-                "unit first, prefetch less, or raise the budget"
+    def _fall_back(self, entry: _Entry, epoch: int | None) -> None:
+        if epoch is not None:
+            raise StaleStorageError(
+                f"{entry.key!r} must come back to its slot, where autograd saved views of it, but "
+                f"{entry.block.owner!r} is live there: the order of use differs from the planned "
+                "one. Call plan_slots() again between steps, use mode='resize', or run forward "
+                "under SavedTensorGuard(pool, relocate=True)"
             )
+        self._fallbacks[entry.key] = self._fallbacks.get(entry.key, 0) + 1
+        self._move(entry, self._blocks.make(entry.nbytes, fixed=False))
 
-    def _move(self, entry: Entry, place: Place) -> None:
-        if not entry.place.fixed:
-            self._places.discard(entry.place)
-        entry.place = place
-        entry.tensor = self._places.view(place, entry.numel, entry.dtype)
+    def _exhausted(self, entry: _Entry, budget: int) -> PoolExhaustedError:
+        return PoolExhaustedError(
+            f"{entry.key!r} wants {entry.nbytes} bytes, {max(budget - self.bytes_resident, 0)} of "
+            f"the budget of {budget} are there; live: {list(self.live_keys())}, slots: "
+            f"{len(self._slots)}. Release a unit first, prefetch less, or raise the budget"
+        )
+
+    def _move(self, entry: _Entry, block: MemoryBlock) -> None:
+        """Give a key that is not live another block."""
+        if not entry.block.fixed:
+            self._blocks.discard(entry.block)
+        entry.block = block
+        entry.tensor = self._blocks.view(block, entry.numel, entry.dtype)
+        entry.destination = self._blocks.view(block, entry.numel, entry.dtype)
         entry.epoch += 1
+
+    def _count(self, nbytes: int) -> None:
+        self.bytes_resident += nbytes
+        self.bytes_peak = max(self.bytes_peak, self.bytes_resident)
+
+    def _keys_of(self, block: MemoryBlock) -> list[Key]:
+        return [key for key, entry in self._entries.items() if entry.block is block]
 
     # -- slots ----------------------------------------------------------------------------------
 
@@ -224,18 +415,17 @@ class StoragePool(PoolKeys):
         """
         if self.mode != "slots":
             raise ValueError("this pool's mode is 'resize': make it with mode='slots'")
-        live = {key: entry for key, entry in self._entries.items() if entry.live}
-        held = [key for key, entry in live.items() if entry.place.fixed]
+        held = [key for key in self.live_keys() if self._live[key].block.fixed]
         if held:
             raise RuntimeError(f"plan_slots while {held} are live in slots: release them first")
         graph = self.observed_conflicts()
         for key, others in (conflicts or {}).items():
             graph.setdefault(key, set()).update(others)
         if self.budget is not None:
-            room = max(self.budget - sum(entry.nbytes for entry in live.values()), 0)
+            room = max(self.budget - sum(entry.nbytes for entry in self._live.values()), 0)
             max_bytes = room if max_bytes is None else min(room, max_bytes)
         plans = color_slots(
-            {key: entry.nbytes for key, entry in self._entries.items() if key not in live},
+            {key: entry.nbytes for key, entry in self._entries.items() if key not in self._live},
             graph,
             max_slots=max_slots,
             max_bytes=max_bytes,
@@ -246,83 +436,62 @@ class StoragePool(PoolKeys):
     def _rebuild(self, plans: Iterable[SlotPlan]) -> set[Key]:
         """Move keys to their slots; a slot whose size and keys are unchanged stays as it is."""
         kept = [(plan, self._slot_like(plan)) for plan in plans]
-        for unused in set(self._slots) - {place for _, place in kept}:
-            self._places.discard(unused)
-        target: dict[Key, Place] = {}
+        unused = set(self._slots) - {block for _, block in kept}
+        self.bytes_resident -= sum(block.nbytes for block in self._slots)
+        for block in unused:
+            self._blocks.discard(block)
+        target: dict[Key, MemoryBlock] = {}
         self._slots = []
-        with nullcontext() if all(place for _, place in kept) else self._slot_context():
-            for plan, place in kept:
-                self._slots.append(place or self._places.make(plan.nbytes, fixed=True))
+        with nullcontext() if all(block for _, block in kept) else self._slot_context():
+            for plan, same in kept:
+                self._slots.append(same or self._blocks.make(plan.nbytes, fixed=True))
                 target.update(dict.fromkeys(plan.keys, self._slots[-1]))
         moved = set()
         for key, entry in self._entries.items():
             slot = target.get(key)
-            if slot is not entry.place and (slot is not None or entry.place.fixed):
-                self._move(entry, slot or self._places.make(entry.nbytes, fixed=False))
+            if slot is not entry.block and (slot is not None or entry.block.fixed):
+                self._move(entry, slot or self._blocks.make(entry.nbytes, fixed=False))
                 moved.add(key)
         self._fallbacks.clear()
-        self._peak = max(self._peak, self.bytes_resident)
+        self._count(sum(block.nbytes for block in self._slots))
         return moved
 
-    def _slot_like(self, plan: SlotPlan) -> Place | None:
+    def _slot_like(self, plan: SlotPlan) -> MemoryBlock | None:
         """The slot there is for just these keys, if its size is right."""
-        place = self._entries[plan.keys[0]].place
-        same = place.nbytes == plan.nbytes and set(self._in_place(place)) == set(plan.keys)
-        return place if place.fixed and same else None
+        block = self._entries[plan.keys[0]].block
+        same = block.nbytes == plan.nbytes and set(self._keys_of(block)) == set(plan.keys)
+        return block if block.fixed and same else None
 
     def slot_of(self, key: Key) -> int | None:
-        """Index of the key's slot, or None where it has a storage of its own. Raises KeyError."""
-        place = self._entry(key).place
-        return self._slots.index(place) if place.fixed else None
+        """Index of the key's slot, or None where it has a block of its own."""
+        block = self._entries[key].block
+        return self._slots.index(block) if block.fixed else None
 
     @property
     def fallbacks(self) -> dict[Key, int]:
         """How often keys found their slot taken since `plan_slots`: a reason to plan again."""
         return dict(self._fallbacks)
 
-    # -- bytes ----------------------------------------------------------------------------------
-
-    @property
-    def bytes_resident(self) -> int:
-        """Bytes of all slots and of live keys with storages of their own (poison apart)."""
-        own = sum(
-            entry.nbytes for entry in self._entries.values() if entry.live and not entry.place.fixed
-        )
-        return own + sum(place.nbytes for place in self._slots)
-
-    @property
-    def bytes_peak(self) -> int:
-        """The most `bytes_resident` has been."""
-        return self._peak
-
-    def fits(self, key: Key) -> bool:
-        """Whether `acquire` of the key would stay within the budget. Raises KeyError."""
-        entry = self._entry(key)
-        free_slot = entry.place.fixed and entry.place.owner is None
-        if entry.live or free_slot or self.budget is None:
-            return True
-        return self.bytes_resident + entry.nbytes <= self.budget
-
     def describe(self) -> str:
-        """A table: slots with their keys, keys with storages of their own, bytes."""
+        """A table: slots with their keys, keys with blocks of their own, bytes."""
         lines = [
             f"StoragePool({self.device}, {self.mode}): {self.bytes_resident} bytes resident, peak "
-            f"{self._peak}, budget {self.budget}"
+            f"{self.bytes_peak}, budget {self.budget}"
         ]
-        for at, place in enumerate(self._slots):
-            keys = self._in_place(place)
-            lines.append(f"  slot {at}: {place.nbytes} bytes, holds {place.owner!r}, for {keys}")
+        for at, block in enumerate(self._slots):
+            keys = self._keys_of(block)
+            lines.append(f"  slot {at}: {block.nbytes} bytes, holds {block.owner!r}, for {keys}")
         for key, entry in self._entries.items():
-            if not entry.place.fixed:
-                state = "live" if entry.live else "released"
+            if not entry.block.fixed:
+                state = "live" if key in self._live else "released"
                 lines.append(f"  own: {key!r} {entry.nbytes} bytes, {state}")
         return "\n".join(lines)
 
 
-def _check_epoch(entry: Entry, epoch: int | None) -> None:
-    if epoch is not None and epoch != entry.epoch:
-        raise StaleStorageError(
-            f"{entry.key!r}: views were saved in epoch {epoch} and the key has moved since "
-            f"(epoch {entry.epoch}): a gather would not reach them. Run forward under "
-            "SavedTensorGuard(pool, relocate=True), or plan slots with the whole order of use"
-        )
+def _not_live(entry: _Entry) -> StaleStorageError:
+    holder = entry.block.owner
+    return StaleStorageError(
+        f"{entry.key!r} (generation {entry.generation}) is not live"
+        + (f": its slot holds {holder!r}" if holder is not None else "")
+        + "; acquire it and gather into it before use"
+    )

@@ -49,10 +49,6 @@ class SpanTensor(torch.Tensor):
     __slots__ = ()
     __torch_function__ = _disabled_torch_function_impl  # type: ignore[assignment]
 
-    def to_local(self) -> torch.Tensor:
-        """This rank's elements: flat, contiguous, maybe empty. Shares memory with this tensor."""
-        return self._local
-
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls,

@@ -67,26 +67,32 @@ class ShardedTensor(SpanTensor):
         size = torch.Size(shape)
         spec = SpanSpec(size, start, start + local.numel(), axes, communicator, extents)
         _check(local, spec)
-        return cls._wrap(local.detach(), spec, requires_grad)
+        made = cls.from_spec(local.detach(), spec)
+        if requires_grad:
+            made.requires_grad_()
+        return made
 
     @classmethod
-    def _wrap(
-        cls, local: torch.Tensor, spec: SpanSpec, requires_grad: bool = False
-    ) -> ShardedTensor:
+    def from_spec(cls, local: torch.Tensor, spec: SpanSpec) -> ShardedTensor:
+        """A tensor that holds `local` at a place that is known (`.spec` of another). Not checked.
+
+        Args:
+            local: as many elements as `spec` says, without autograd's history.
+            spec: the place.
+        """
         wrapper: ShardedTensor = torch.Tensor._make_wrapper_subclass(
-            cls,
-            spec.shape,
-            strides=spec.strides,
-            dtype=local.dtype,
-            device=local.device,
-            requires_grad=requires_grad,
+            cls, spec.shape, strides=spec.strides, dtype=local.dtype, device=local.device
         )
         wrapper._local = local
         wrapper._spec = spec
         return wrapper
 
+    def to_local(self) -> torch.Tensor:
+        """This rank's span: flat, contiguous, maybe empty. Shares memory with this tensor."""
+        return self._local
+
     def _with(self, local: torch.Tensor, spec: SpanSpec | None = None) -> ShardedTensor:
-        return self._wrap(local, spec or self._spec)
+        return self.from_spec(local, spec or self._spec)
 
     @property
     def spec(self) -> SpanSpec:
@@ -179,7 +185,7 @@ class ShardedTensor(SpanTensor):
         outer_size: Sequence[int],
         outer_stride: Sequence[int],
     ) -> ShardedTensor:
-        return ShardedTensor._wrap(inner["_local"], spec)
+        return ShardedTensor.from_spec(inner["_local"], spec)
 
     # The C++ setter of .data swaps the outer tensor's sizes and leaves the span behind.
     @property
@@ -210,7 +216,7 @@ class ShardedTensor(SpanTensor):
             raise RuntimeError(
                 "only ShardedTensors made by the user (leaves) can be deep-copied: detach() first"
             )
-        made: torch.Tensor = self._wrap(self._local.detach().clone(), self._spec)
+        made: torch.Tensor = self._with(self._local.detach().clone())
         if isinstance(self, torch.nn.Parameter):
             made = torch.nn.Parameter(made, requires_grad=self.requires_grad)
         else:

@@ -83,6 +83,10 @@ class TensorPart(SpanTensor):
         """Where the tp rank's tensor lies in the whole."""
         return self._region
 
+    def to_local(self) -> torch.Tensor:
+        """This rank's elements, flat: the memory of the parameter."""
+        return self._local
+
     def _with(self, local: torch.Tensor, spec: SpanSpec | None = None) -> TensorPart:
         return self._wrap(local, spec or self._spec, self._region)
 
@@ -92,7 +96,7 @@ class TensorPart(SpanTensor):
         Shares this part's memory.
         """
         if self._spec.is_cut:
-            return ShardedTensor._wrap(self._local, self._spec)
+            return ShardedTensor.from_spec(self._local, self._spec)
         return self._local.view(self._region.part_shape)
 
     def boxes(self) -> tuple[RegionBox, ...]:

@@ -69,6 +69,7 @@ class GroupGradients:
         """Called with main grads (flat) that a step's last reduction has made, to change them."""
         self.accumulates_in_main = rank_sum.main.is_whole and all_stepped
         """Whether local gradients may lie where main grads do."""
+        self._padding = layout.padding_ranges()
         self._cadence = cadence
         self._held = False  # when the backward at hand began
         self._layers_write = False  # some layer has asked for its gradient's place
@@ -113,7 +114,7 @@ class GroupGradients:
         """The place of one parameter's gradient in the local buffer, shaped like the parameter."""
         local = self._local if self._local is not None else self._open()
         spec = self.layout.specs[index]
-        offset = self.layout.offset(index)
+        offset = self.layout.offsets[index]
         return local[offset : offset + spec.numel].view(spec.shape)
 
     def accumulate(self, index: int, gradient: torch.Tensor) -> None:
@@ -300,7 +301,7 @@ class GroupGradients:
     def _sealed_local(self) -> torch.Tensor:
         """The local buffer with zeros wherever no gradient was written, padding included."""
         local = self._local if self._local is not None else self._open()
-        for start, stop in self.layout.padding_ranges():
+        for start, stop in self._padding:
             local[start:stop].zero_()
         for index, written in enumerate(self.written):
             if not written:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from lamina.buffers import BufferLayout, FlatBuffer, Granularity, Replicate, ShardedTensor
-from lamina.buffers.engine import Placement
+from lamina.buffers.engine import Placement, SpanSpec
 from lamina.collectives.engine import SpanGroups, broadcast
 from lamina.ddp.gradients.group_gradients import GroupGradients
 from lamina.ddp.gradients.reduction import ORDERED, Reduction
@@ -128,6 +128,7 @@ class ParameterGroup:
         """Whether somebody steps the main parameters, as far as this package knows."""
         self._reduced: tuple[int, int] | None = None
         self._gradient_views: dict[int, torch.Tensor] = {}
+        self._span_specs: dict[int, SpanSpec] = {}
         self.device = settings.device or self.refs[0].parameter.device
         self.layout = plan_layout(self.refs, axes, settings)
         states = settings.strategy.placements
@@ -197,10 +198,8 @@ class ParameterGroup:
 
     def span_in_rest(self, index: int) -> tuple[int, int]:
         """Elements (start, stop) of `rest.data` that hold a parameter; start == stop for none."""
-        begin, end = self.rest.range
-        first, last = self.layout.within(index, begin, end)
-        offset = self.layout.offset(index) - begin
-        return (offset + first, offset + last) if last > first else (0, 0)
+        _, start, stop, offset = self.rest.spans[index]
+        return offset, offset + stop - start
 
     @property
     def gradients_to_step(self) -> FlatBuffer:
@@ -224,20 +223,16 @@ class ParameterGroup:
 
     def member_of(self, flat: torch.Tensor, index: int) -> torch.Tensor:
         """One parameter's part of a flat tensor laid out like `rest`, typed like its parameter."""
-        spec = self.layout.specs[index]
-        start, stop = self.span_in_rest(index)
+        _, start, stop, offset = self.rest.spans[index]
+        local = flat[offset : offset + stop - start]
         if not self._cuts_rest:
-            return flat[start:stop].view(spec.shape)
-        first, _ = self.layout.within(index, *self.rest.range)
-        both = (self.axes.outer, self.axes.inner)
-        axes = [axis for cut, axis in zip(self.rest.cuts, both, strict=True) if cut]
-        return ShardedTensor(
-            flat[start:stop],
-            spec.shape,
-            first,
-            axes,
-            communicator=SpanGroups([axis.sibling("gather") for axis in axes]),
-        )
+            return local.view(self.layout.specs[index].shape)
+        if index not in self._span_specs:
+            both = (self.axes.outer, self.axes.inner)
+            axes = [axis for cut, axis in zip(self.rest.cuts, both, strict=True) if cut]
+            reach = SpanGroups([axis.sibling("gather") for axis in axes])
+            self._span_specs[index] = self.rest.as_sharded(index, reach).spec
+        return ShardedTensor.from_spec(local, self._span_specs[index])
 
     def gradient_of(self, index: int) -> torch.Tensor:
         """Main grads of one parameter, typed like its main parameter (one object for good)."""

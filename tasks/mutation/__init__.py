@@ -1,0 +1,1 @@
+"""Planted faults: which of them a layer's tests notice."""

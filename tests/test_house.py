@@ -31,7 +31,7 @@ FLOORS = {
         vision pipelining
     """,
     "checkpoint": """
-        errors progress storage together state save load manager preemption huggingface inspection
+        errors progress storage ranks state save load manager preemption huggingface inspection
         plain_dcp
     """,
 }
@@ -346,29 +346,6 @@ EXCEPTIONS: dict[str, list[str]] = {
         "buffers/tensors/tensor_part.py: _region",
         "buffers/tensors/tensor_part.py: region",
         "buffers/tensors/tensor_region.py: Region",
-        "checkpoint/huggingface/files.py: _places",
-        "checkpoint/huggingface/huggingface.py: _parts",
-        "checkpoint/huggingface/huggingface.py: part",
-        "checkpoint/huggingface/huggingface.py: region",
-        "checkpoint/inspection.py: place",
-        "checkpoint/load/loading.py: place",
-        "checkpoint/load/plan.py: _parts",
-        "checkpoint/load/reader.py: _places",
-        "checkpoint/load/reader.py: _stand_in",
-        "checkpoint/save/writer.py: _place",
-        "checkpoint/save/writer.py: place",
-        "checkpoint/state/cut_tensors.py: Parts",
-        "checkpoint/state/cut_tensors.py: place",
-        "checkpoint/state/cut_tensors.py: region",
-        "checkpoint/state/state.py: parts",
-        "checkpoint/storage/directory.py: _transient_path",
-        "checkpoint/storage/locations.py: LocalPlace",
-        "checkpoint/storage/locations.py: Place",
-        "checkpoint/storage/locations.py: RemotePlace",
-        "checkpoint/storage/locations.py: place_of",
-        "checkpoint/storage/manifest.py: _place",
-        "checkpoint/storage/stores.py: place",
-        "checkpoint/storage/stores.py: places",
         "collectives/reduction/arriving_chunks.py: _rest",
         "collectives/reduction/cpu_sum.py: _part",
         "collectives/transport/transport.py: rest",

@@ -12,7 +12,7 @@ from torch import nn
 
 from lamina.checkpoint import CheckpointManager
 from lamina.checkpoint.__main__ import main
-from lamina.checkpoint.storage.locations import LocalPlace, write_whole
+from lamina.checkpoint.storage.locations import LocalLocation, write_whole
 from lamina.checkpoint.storage.manifest import Manifest
 
 
@@ -50,14 +50,14 @@ def test_damage_is_named_with_file_tensor_and_rank(saved, capsys, how):
 
 def test_a_chunk_of_another_dtype_or_shape_is_named(saved, capsys):
     # Checksums fit, as after a faulty copy program that mixed up two checkpoints.
-    place = LocalPlace(saved)
-    metadata = pickle.loads(place.read(".metadata"))
+    location = LocalLocation(saved)
+    metadata = pickle.loads(location.read(".metadata"))
     described = metadata.state_dict_metadata["model.weight"]
     metadata.state_dict_metadata["model.weight"] = type(described)(
         type(described.properties)(dtype=torch.float64), described.size, described.chunks
     )
     manifest = Manifest.read(saved)
-    summed = write_whole(place, ".metadata", pickle.dumps(metadata))
+    summed = write_whole(location, ".metadata", pickle.dumps(metadata))
     Manifest(1, 1, "x", {**manifest.files, ".metadata": summed}).write(saved)
     assert main(["verify", str(saved)]) == 1
     out = capsys.readouterr().out

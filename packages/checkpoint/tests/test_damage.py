@@ -26,7 +26,7 @@ from lamina.checkpoint import (
     verify_checkpoint,
 )
 from lamina.checkpoint.load.reader import _KNOWN, read_metadata
-from lamina.checkpoint.storage.locations import LocalPlace, RemotePlace, write_whole
+from lamina.checkpoint.storage.locations import LocalLocation, RemoteLocation, write_whole
 from lamina.checkpoint.storage.manifest import FileSum, Manifest
 
 STEP = "step-00000001"
@@ -83,7 +83,7 @@ def test_a_checkpoint_with_a_missing_or_short_file_is_not_the_latest(saved, name
 
 
 def test_a_bad_sector_is_damage_and_verify_names_it(saved, monkeypatch):
-    honest = LocalPlace.open
+    honest = LocalLocation.open
 
     class BadSector(io.FileIO):
         def read(self, size=-1):
@@ -96,7 +96,7 @@ def test_a_bad_sector_is_damage_and_verify_names_it(saved, monkeypatch):
         bad = name.endswith(".distcp")
         return BadSector(self.path / name) if bad else honest(self, name, **options)
 
-    monkeypatch.setattr(LocalPlace, "open", opened)
+    monkeypatch.setattr(LocalLocation, "open", opened)
     expected = pytest.raises(CheckpointDamagedError, match=r"__0_0\.distcp: 'model\..*faulty")
     with expected:
         CheckpointManager(saved).restore({"model": nn.Linear(64, 64)})
@@ -108,7 +108,7 @@ def test_a_bad_sector_is_damage_and_verify_names_it(saved, monkeypatch):
 
     for method in ("read", "size"):
         with monkeypatch.context() as patched:
-            patched.setattr(LocalPlace, method, fails)
+            patched.setattr(LocalLocation, method, fails)
             with pytest.raises(CheckpointDamagedError, match="faulty"):
                 CheckpointManager(saved).restore({"n": 0})
             assert CheckpointManager(saved).latest() is None
@@ -146,7 +146,7 @@ def test_a_pickle_that_would_run_code_is_refused(saved, tmp_path, place):
     if place == "inside":
         payload = pickle.loads((path / ".metadata").read_bytes())
         payload.planner_data = bomb
-    summed = write_whole(LocalPlace(path), ".metadata", pickle.dumps(payload))
+    summed = write_whole(LocalLocation(path), ".metadata", pickle.dumps(payload))
     manifest = Manifest.read(path)  # a forger can fix checksums too
     forged = Manifest(1, 1, manifest.torch, {**manifest.files, ".metadata": summed})
     forged.write(path)
@@ -176,7 +176,8 @@ def test_a_pickle_in_a_chunk_that_would_run_code_is_refused(saved, tmp_path, who
             {"__0_0.distcp": [[data.tell(), zlib.crc32(data.getvalue())]]}
         ).encode(),
     }
-    sums = {name: write_whole(LocalPlace(path), name, content) for name, content in small.items()}
+    at = LocalLocation(path)
+    sums = {name: write_whole(at, name, content) for name, content in small.items()}
     manifest = Manifest.read(path)
     Manifest(1, 1, manifest.torch, {**manifest.files, **sums}).write(path)
     state = {"model": nn.Linear(64, 64)}
@@ -204,10 +205,10 @@ def test_a_disk_that_returns_other_bytes_than_written_fails_the_save(tmp_path, m
 
     honest = writer.sum_of
 
-    def faulty(place, name, from_disk=False):
-        path = place.path / name
+    def faulty(location, name, from_disk=False):
+        path = location.path / name
         flip(path, path.stat().st_size // 2)
-        return honest(place, name, from_disk=from_disk)
+        return honest(location, name, from_disk=from_disk)
 
     monkeypatch.setattr(writer, "sum_of", faulty)
     manager = CheckpointManager(tmp_path)
@@ -223,7 +224,7 @@ def test_metadata_that_points_outside_is_refused(saved, outside):
     metadata = pickle.loads((path / ".metadata").read_bytes())
     for info in metadata.storage_data.values():
         info.relative_path = outside
-    summed = write_whole(LocalPlace(path), ".metadata", pickle.dumps(metadata))
+    summed = write_whole(LocalLocation(path), ".metadata", pickle.dumps(metadata))
     manifest = Manifest.read(path)
     Manifest(1, 1, manifest.torch, {**manifest.files, ".metadata": summed}).write(path)
     state = {"model": nn.Linear(64, 64)}
@@ -256,7 +257,7 @@ def test_metadata_that_would_change_what_later_loads_use_is_refused(saved, targe
     # BUILD, with what goes to __dict__ or what is set as slots are.
     text = target + (b"(N}U\x07plantedK\x01stb." if slots else b"}U\x07plantedK\x01sb.")
     with pytest.raises(CheckpointUnsafeError, match=r"sets attributes of .*nothing was changed"):
-        read_metadata(LocalPlace(saved / STEP), text)
+        read_metadata(LocalLocation(saved / STEP), text)
     if slots and b"TensorProp" not in target:
         changed = pickle.loads(text)  # it works on an open unpickler
         assert changed.planted == 1
@@ -269,7 +270,7 @@ def test_nothing_that_metadata_may_name_can_be_changed(tmp_path):
         for given in (b"", b")R", b"K\x00\x85R", b")\x81", b"U\x07strided\x85R"):
             for state in (b"(N}U\x07plantedK\x01stb.", b"}U\x07plantedK\x01sb."):
                 with contextlib.suppress(CheckpointError):
-                    read_metadata(LocalPlace(tmp_path), named + given + state)
+                    read_metadata(LocalLocation(tmp_path), named + given + state)
         real = getattr(sys.modules.get(module), name, None)  # not every Python has pathlib._local
         shared = [real, _KNOWN[module, name], torch.strided, *_MEM_FORMAT_ENCODING]
         assert not any(hasattr(one, "planted") for one in shared)
@@ -287,7 +288,7 @@ def test_what_is_fetched_a_second_time_is_checked_again(tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.TemporaryFile", no_room)
     manager.restore(state := {"t": None})
     assert torch.equal(state["t"], torch.ones(100))
-    honest, opened = RemotePlace.open, []
+    honest, opened = RemoteLocation.open, []
 
     def altered(self, name, **options):
         with honest(self, name, **options) as file:
@@ -298,7 +299,7 @@ def test_what_is_fetched_a_second_time_is_checked_again(tmp_path, monkeypatch):
                 data[data.index(b"\x00\x00\x80\x3f" * 9)] = 1
         return io.BytesIO(data)
 
-    monkeypatch.setattr(RemotePlace, "open", altered)
+    monkeypatch.setattr(RemoteLocation, "open", altered)
     with pytest.raises(CheckpointDamagedError, match=r"distcp is damaged: 't'"):
         manager.restore({"t": None})
     assert len(opened) == 2

@@ -153,7 +153,7 @@ def test_all_ranks_fall_back_together(tmp_path):
         def lost():
             raise OSError(116, "Stale file handle")
 
-        manager._store.places = lost
+        manager._store.locations = lost
     with pytest.raises((OSError, CheckpointError), match=r"Stale|rank 0 of the group"):
         manager.restore({"t": holder})  # rank 1 does not wait for rank 0's choice
 

@@ -20,7 +20,7 @@ from lamina.checkpoint import (
 from lamina.checkpoint.load.loading import open_checkpoint
 from lamina.checkpoint.load.plan import Plan
 from lamina.checkpoint.load.selection import Selection
-from lamina.checkpoint.storage.locations import LocalPlace
+from lamina.checkpoint.storage.locations import LocalLocation
 
 
 def make(seed: int = 0, width: int = 8, **adamw):
@@ -170,7 +170,7 @@ def test_ranks_that_compare_names_by_position_have_them_in_one_order(tmp_path):
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     state = {"model": model, "optimizer": optimizer}
     CheckpointManager(tmp_path, verify=False).save(1, state)
-    _, metadata, trees = open_checkpoint(LocalPlace(tmp_path / "step-00000001"))
+    _, metadata, trees = open_checkpoint(LocalLocation(tmp_path / "step-00000001"))
     names = [n for n in Plan(state, trees, metadata, Selection()).claims if "param_groups" in n]
     stored = trees["optimizer"]["param_groups"][0]["params"]
     assert names == [f"optimizer.param_groups.0: {name}" for name in stored]
@@ -206,7 +206,7 @@ def test_keep_last_keeps_the_newest(tmp_path):
 
 
 def test_a_save_is_complete_though_older_checkpoints_cannot_be_deleted(tmp_path, monkeypatch):
-    import lamina.checkpoint.storage.directory as directory_module
+    from lamina.checkpoint.storage.directory import LocalStore
 
     manager = CheckpointManager(tmp_path, keep_last=1)
     manager.save(0, {"n": 0})
@@ -214,7 +214,7 @@ def test_a_save_is_complete_though_older_checkpoints_cannot_be_deleted(tmp_path,
     def refuse(*_: object) -> None:
         raise OSError(16, "Device or resource busy")
 
-    monkeypatch.setattr(directory_module, "remove", refuse)
+    monkeypatch.setattr(LocalStore, "remove", refuse)
     with pytest.warns(UserWarning, match="step 1 is saved, but older .* busy"):
         assert manager.save(1, {"n": 1}).complete
     assert manager.list() == [0, 1]

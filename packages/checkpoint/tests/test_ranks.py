@@ -252,7 +252,7 @@ def test_a_rank_that_does_not_see_the_directory_is_told_so(tmp_path):
     class Elsewhere(writer_module.Writer):
         def write_data(self, plan, planner):
             if dist.get_rank() == 1:
-                plan.storage_data.place += "-on-another-machine"
+                plan.storage_data.location += "-on-another-machine"
             return super().write_data(plan, planner)
 
     import lamina.checkpoint.save.saving as saving_module

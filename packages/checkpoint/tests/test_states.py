@@ -15,7 +15,7 @@ from lamina.checkpoint import (
     import_dcp,
     verify_checkpoint,
 )
-from lamina.checkpoint.storage.locations import LocalPlace, write_whole
+from lamina.checkpoint.storage.locations import LocalLocation, write_whole
 from lamina.checkpoint.storage.manifest import VALUES, Manifest
 
 
@@ -169,9 +169,9 @@ def test_a_value_of_ranks_that_is_refused_changes_no_tensor(tmp_path):
     CheckpointManager(tmp_path).save(1, state)
     path = tmp_path / "step-00000001"
 
-    text = LocalPlace(path).read(VALUES).replace(b'"$ranks": [', b'"$ranks": [null, ')
+    text = LocalLocation(path).read(VALUES).replace(b'"$ranks": [', b'"$ranks": [null, ')
     manifest = Manifest.read(path)
-    summed = write_whole(LocalPlace(path), VALUES, text)
+    summed = write_whole(LocalLocation(path), VALUES, text)
     Manifest(1, 2, manifest.torch, {**manifest.files, VALUES: summed}).write(path)
     other = {**make(torch.optim.SGD, seed=3), "mine": PerRank(4, on_change="raise")}
     before = other["model"][0].weight.clone()

@@ -14,8 +14,7 @@ from lamina.checkpoint.inspection import (
     flat_values,
     verify_checkpoint,
 )
-from lamina.checkpoint.save.saving import location
-from lamina.checkpoint.storage.locations import is_url, local_path, place_of
+from lamina.checkpoint.storage.locations import is_url, local_path, location_of
 from lamina.checkpoint.storage.manifest import MANIFEST
 from lamina.checkpoint.storage.stores import store_of
 
@@ -50,12 +49,12 @@ def _checkpoints(directory: str) -> list[Path | str]:
     if not is_url(directory) and not local_path(directory).exists():
         raise FileNotFoundError(f"{directory} does not exist")
     store = store_of(directory)
-    found = [location(place) for place in store.places().values()]
+    found = [location.address for location in store.locations().values()]
     if found:
         return found
-    place = place_of(directory)
+    location = location_of(directory)
     try:
-        place.size(MANIFEST)
+        location.size(MANIFEST)
     except OSError:
         raise FileNotFoundError(
             f"{directory} is no complete checkpoint, nor does it hold any"
@@ -78,7 +77,7 @@ def _inspect(directory: str, *, values: bool) -> int:
     opened = Opened(_checkpoints(directory)[-1])
     manifest, tensors = opened.manifest, opened.tensors()
     print(
-        f"{opened.place}: step {manifest.step}, {manifest.bytes:,} bytes in "
+        f"{opened.location}: step {manifest.step}, {manifest.bytes:,} bytes in "
         f"{len(manifest.files)} files, written by {manifest.world_size} ranks with torch "
         f"{manifest.torch}" + ("" if manifest.metric is None else f", metric {manifest.metric:g}")
     )

@@ -18,16 +18,13 @@ from lamina.checkpoint.errors import CheckpointDamagedError, CheckpointError
 from lamina.checkpoint.load.loading import open_checkpoint
 from lamina.checkpoint.load.reader import opened, read_metadata
 from lamina.checkpoint.state.json_values import Json
-from lamina.checkpoint.storage.locations import Place, place_of
+from lamina.checkpoint.storage.locations import Location, location_of
 from lamina.checkpoint.storage.manifest import CHUNKS, METADATA, VALUES, ChunkSums, Manifest
 from lamina.checkpoint.storage.streams import tensor_in
 
 __all__ = [
-    "Chunk",
     "Difference",
     "Opened",
-    "check_chunk",
-    "chunks_of",
     "compare_checkpoints",
     "flat_values",
     "tensors_of",
@@ -51,8 +48,8 @@ class Opened:
     values: dict[str, Json]
 
     def __init__(self, location: str | os.PathLike[str]) -> None:
-        self.place = place_of(location)
-        self.manifest, self.metadata, self.values = open_checkpoint(self.place)
+        self.location = location_of(location)
+        self.manifest, self.metadata, self.values = open_checkpoint(self.location)
 
     def tensors(self) -> dict[str, TensorStorageMetadata]:
         """Return name -> shape, dtype and boxes of every tensor."""
@@ -66,11 +63,11 @@ class Opened:
         """
         described = self.tensors()[name]
         whole = torch.empty(described.size, dtype=described.properties.dtype)
-        sums = ChunkSums.read(self.manifest, self.place)
+        sums = ChunkSums.read(self.manifest, self.location)
         for chunk in chunks_of(self.metadata, name):
-            if problem := check_chunk(self.place, sums, chunk):
+            if problem := check_chunk(self.location, sums, chunk):
                 raise CheckpointDamagedError(problem)
-            with opened(self.place, chunk.file) as read:
+            with opened(self.location, chunk.file) as read:
                 piece = tensor_in(read(chunk.offset, chunk.length), whole.dtype, chunk.sizes)
             view = whole
             for dim, (start, size) in enumerate(zip(chunk.at, chunk.sizes, strict=True)):
@@ -130,13 +127,13 @@ def chunks_of(metadata: Metadata, name: str | None = None) -> Iterator[Chunk]:
         )
 
 
-def check_chunk(place: Place, sums: ChunkSums, chunk: Chunk) -> str | None:
+def check_chunk(location: Location, sums: ChunkSums, chunk: Chunk) -> str | None:
     """Read a chunk; return what is wrong with it."""
-    where = f"{place}/{chunk.file}: '{chunk.name}' from {list(chunk.at)} (written by rank "
+    where = f"{location}/{chunk.file}: '{chunk.name}' from {list(chunk.at)} (written by rank "
     where += f"{chunk.file.lstrip('_').partition('_')[0]})"
     expected = sums.of(chunk.file, chunk.offset)
     try:
-        with opened(place, chunk.file, mapped=False) as read:
+        with opened(location, chunk.file, mapped=False) as read:
             data = read(chunk.offset, chunk.length)
             if len(data) != chunk.length:
                 return f"{where} is cut off after {len(data)} of {chunk.length} bytes"
@@ -161,33 +158,33 @@ def verify_checkpoint(location: str | os.PathLike[str]) -> list[str]:
     Returns:
         What is wrong, each with file, tensor and rank; empty for an undamaged checkpoint.
     """
-    place = place_of(location)
+    at = location_of(location)
     try:
-        manifest = Manifest.read(place)
+        manifest = Manifest.read(at)
     except CheckpointError as error:
         return [str(error)]
     problems = []
     bad_files = set()
     for name in manifest.files:
-        problem = _check_file(place, manifest, name)
+        problem = _check_file(at, manifest, name)
         if problem is not None:
             bad_files.add(name)
             problems.append(problem)
     if bad_files & {METADATA, VALUES, CHUNKS}:
         return problems
     try:
-        metadata, sums = read_metadata(place), ChunkSums.read(manifest, place)
-        found = [check_chunk(place, sums, chunk) for chunk in chunks_of(metadata)]
+        metadata, sums = read_metadata(at), ChunkSums.read(manifest, at)
+        found = [check_chunk(at, sums, chunk) for chunk in chunks_of(metadata)]
     except CheckpointError as error:
         return [*problems, str(error)]
     return problems + [problem for problem in found if problem is not None]
 
 
-def _check_file(place: Place, manifest: Manifest, name: str) -> str | None:
+def _check_file(location: Location, manifest: Manifest, name: str) -> str | None:
     one = Manifest(manifest.step, manifest.world_size, manifest.torch, {name: manifest.files[name]})
     try:
-        one.check_sizes(place)
-        one.check_file(place, name)
+        one.check_sizes(location)
+        one.check_file(location, name)
     except CheckpointDamagedError as error:
         return str(error)
     return None

@@ -10,7 +10,6 @@ import warnings
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Literal
 
 import torch
@@ -21,19 +20,18 @@ from lamina.checkpoint.errors import CheckpointDamagedError, CheckpointNotFoundE
 from lamina.checkpoint.load.loading import load_step
 from lamina.checkpoint.load.selection import Selection
 from lamina.checkpoint.progress import RestoreReport, SaveReport
+from lamina.checkpoint.ranks import Ranks
+from lamina.checkpoint.save.offer import take
 from lamina.checkpoint.save.saving import Save, Saver
 from lamina.checkpoint.save.writer import Rules
 from lamina.checkpoint.state.cut_tensors import Hints
 from lamina.checkpoint.state.entries import check_entries
-from lamina.checkpoint.state.state import take
-from lamina.checkpoint.storage.locations import Place, is_url, local_path
-from lamina.checkpoint.storage.manifest import Manifest
-from lamina.checkpoint.storage.retention import Retention
+from lamina.checkpoint.storage.locations import is_url, local_path
+from lamina.checkpoint.storage.retention import Kept, Retention, whole
 from lamina.checkpoint.storage.stores import store_of
-from lamina.checkpoint.together import Ranks
 from lamina.mesh import ParallelMesh
 
-__all__ = []
+__all__ = ["CheckpointManager"]
 
 _NONE = -1  # a step never is
 
@@ -104,7 +102,7 @@ class CheckpointManager:
         progress: bool = True,
         check_replicas: bool = True,
     ) -> None:
-        self._retention = Retention(keep_last, keep_every, keep_best, best_is)
+        kept = Kept(keep_last, keep_every, keep_best, best_is)
         if threads < 1:
             raise ValueError(f"threads is {threads}: it must be at least 1")
         local = None if is_url(directory) else local_path(directory).absolute()
@@ -113,9 +111,8 @@ class CheckpointManager:
         self.last_restore: RestoreReport | None = None
         self._progress, self._check_replicas = progress, check_replicas
         self._hints = Hints(mesh, str if rename is None else rename)
-        self._damaged: set[int] = set()  # steps whose checkpoint a restore could not read
-        self._manifests: dict[str, Manifest] = {}  # of those that retention has kept, by place
         self._store = store_of(directory)
+        self._retention = Retention(self._store, kept)
         self._ranks = Ranks(group)
         self._cleaned = False
         self._ranks.together(self._clean if self._store.has_locks else self._note)
@@ -123,19 +120,14 @@ class CheckpointManager:
             self._store,
             self._ranks,
             in_background=async_save,
-            committed=self._retire,
+            committed=self._retention.retire,
             progress=progress,
         )
 
     def __enter__(self) -> CheckpointManager:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.close()
 
     @property
@@ -150,12 +142,12 @@ class CheckpointManager:
 
     def list(self) -> list[int]:
         """Return the steps of all whole checkpoints, ascending (every file there, and as long)."""
-        return [step for step, place in self._store.places().items() if _whole(place)]
+        return [step for step, location in self._store.locations().items() if whole(location)]
 
     def latest(self) -> int | None:
         """Return the newest step that has a whole checkpoint, or None."""
-        places = self._store.places()
-        return next((step for step in reversed(places) if _whole(places[step])), None)
+        locations = self._store.locations()
+        return next((step for step in reversed(locations) if whole(locations[step])), None)
 
     def wait(self) -> None:
         """Return when no save is in progress.
@@ -285,7 +277,7 @@ class CheckpointManager:
             damage = self._load(chosen, state, selection, skipped)
             if damage is None:
                 return chosen
-            self._damaged.add(chosen)
+            self._retention.damaged.add(chosen)
             if not fallback:
                 raise damage
             skipped[chosen] = str(damage)
@@ -333,26 +325,11 @@ class CheckpointManager:
         """Whether what is there of a step is no use: a run that went back comes by it again."""
         if not self._ranks.is_first or not self._store.has(step):
             return False
-        if step not in self._damaged and _whole(self._store.place(step)):
+        if step not in self._retention.damaged and whole(self._store.location(step)):
             raise FileExistsError(
-                f"{self._store.place(step)} exists: save with overwrite=True to replace it"
+                f"{self._store.location(step)} exists: save with overwrite=True to replace it"
             )
         return True
-
-    def _retire(self, saved: Manifest) -> None:
-        """Delete what is not kept. Each manifest is read once, however many saves follow."""
-        self._damaged.discard(saved.step)  # only now: a save that fails may be tried again
-        if self._retention.keeps_all:
-            return  # nobody needs to know what is there
-        known, self._manifests = self._manifests, {}
-        metrics = {}
-        for step, place in self._store.places().items():
-            manifest = saved if step == saved.step else _whole(place, known.get(str(place)))
-            if manifest is not None and step not in self._damaged:
-                self._manifests[str(place)], metrics[step] = manifest, manifest.metric
-        for step in self._retention.doomed(metrics):
-            if step != saved.step:  # a run that went back: the newest in time
-                self._store.remove(step)
 
     def _agree_on_step(self, step: int | None, below: float = math.inf) -> int | None:
         """Let the first rank choose: directories seen from two machines may differ for a moment.
@@ -364,35 +341,20 @@ class CheckpointManager:
         def chosen() -> int | None:
             if not self._ranks.is_first:
                 return None
-            places = self._store.places()
-            newer = [] if step is None else [other for other in places if other > step]
-            if newer and not self._retention.keeps_all:
+            locations = self._store.locations()
+            newer = [] if step is None else [other for other in locations if other > step]
+            if newer and not self._retention.kept.all:
                 warnings.warn(
                     f"there are newer checkpoints than step {step}: {newer}. If training goes on "
                     "from here, delete them: keep_last counts them, a restore without step takes "
                     "them, and a save at one of these steps is refused",
                     stacklevel=5,
                 )
-            return max((s for s in places if s < below), default=None) if step is None else step
+            return max((s for s in locations if s < below), default=None) if step is None else step
 
         found = self._ranks.together(chosen)
         value = self._ranks.first(_NONE if found is None else found)
         return None if value == _NONE else value
-
-
-def _whole(place: Place, known: Manifest | None = None) -> Manifest | None:
-    """Return the manifest of a whole checkpoint; None if a file is missing or too short.
-
-    Args:
-        place: of the checkpoint.
-        known: its manifest, if it was read before.
-    """
-    try:
-        manifest = Manifest.read(place) if known is None else known
-        manifest.check_sizes(place)
-    except CheckpointDamagedError:
-        return None
-    return manifest
 
 
 def as_step(step: Any) -> int:

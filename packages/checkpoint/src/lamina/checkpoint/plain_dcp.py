@@ -15,12 +15,12 @@ from lamina.checkpoint.load.loading import Source, load
 from lamina.checkpoint.load.reader import read_metadata
 from lamina.checkpoint.load.selection import Selection
 from lamina.checkpoint.progress import RestoreReport
+from lamina.checkpoint.ranks import Ranks
 from lamina.checkpoint.state.cut_tensors import Hints, Mesh
 from lamina.checkpoint.state.entries import check_entries
 from lamina.checkpoint.state.json_values import Json
 from lamina.checkpoint.state.optimizer_names import OptimizerNames, is_optimizer
-from lamina.checkpoint.storage.locations import place_of
-from lamina.checkpoint.together import Ranks
+from lamina.checkpoint.storage.locations import location_of
 
 __all__ = ["import_dcp"]
 
@@ -65,12 +65,12 @@ def import_dcp(
     selection = Selection(strict, tuple(include), tuple(exclude), allow_cast)
 
     def open_source() -> Source:
-        place = place_of(path)
-        metadata = read_metadata(place)
+        location = location_of(path)
+        metadata = read_metadata(location)
         names = list(tensors_of(metadata))
         paths = {name: _path(name, metadata.planner_data) for name in names}
         trees = {entry: _tree(entry, value, paths, state, hints) for entry, value in state.items()}
-        return Source(place, None, metadata, trees)
+        return Source(location, None, metadata, trees)
 
     check_entries(state, ranks)
     source = ranks.together(open_source)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import signal
 import threading
 from collections.abc import Callable, Sequence
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from lamina.checkpoint.together import Ranks
+from lamina.checkpoint.ranks import Ranks
 from lamina.collectives.engine import all_reduce_small
 
 __all__ = ["RESUME_EXIT_CODE", "Preemption"]
@@ -85,10 +85,5 @@ class Preemption:
     def __enter__(self) -> Preemption:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.close()

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from lamina.mesh.errors import AxisError
 from lamina.mesh.groups import group_of
 
-__all__ = ["MeshAxis", "NamedAxes", "axis_if_there", "check_axis_names", "mesh_axis"]
+__all__ = ["MeshAxis", "axis_if_there", "check_axis_names", "mesh_axis"]
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from lamina.mesh.errors import GroupCreationError
 
-__all__ = ["World", "current_world", "group_of"]
+__all__ = ["current_world", "group_of"]
 
 
 @dataclass

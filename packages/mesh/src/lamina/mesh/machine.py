@@ -16,7 +16,7 @@ import torch.distributed as dist
 from lamina.mesh.checks import EnvironmentProblem
 from lamina.mesh.variables import Environment
 
-__all__ = ["MACHINE_CHECKS", "TORCH_SUPPORTED", "Check", "Machine"]
+__all__ = ["MACHINE_CHECKS", "TORCH_SUPPORTED", "Machine"]
 
 
 TORCH_SUPPORTED = ((2, 11), (2, 16))

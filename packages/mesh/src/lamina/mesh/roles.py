@@ -9,7 +9,7 @@ from typing import Literal, TypeVar
 import torch
 from torch import nn
 
-__all__ = ["Role", "TpGrad", "copy_role", "copy_roles", "mark", "role_of"]
+__all__ = ["Role", "copy_role", "copy_roles", "mark", "role_of"]
 
 
 TpGrad = Literal["sum", "mean"]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from dataclasses import dataclass, field
 from datetime import timedelta
-from types import TracebackType
 
 import torch
 import torch.distributed as dist
@@ -20,7 +19,7 @@ from lamina.mesh.rendezvous import open_store
 from lamina.mesh.settings import settings_problems
 from lamina.mesh.variables import Environment, environment
 
-__all__ = ["DEFAULT_TIMEOUT", "HarmfulSettingWarning", "Runtime", "init_distributed"]
+__all__ = ["HarmfulSettingWarning", "Runtime", "init_distributed"]
 
 
 DEFAULT_TIMEOUT = timedelta(minutes=10)
@@ -69,12 +68,7 @@ class Runtime:
     def __enter__(self) -> Runtime:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.close()
 
 

@@ -19,7 +19,7 @@ from typing import NamedTuple
 # Placements of one tensor that an exhaustive search may cost.
 _FEW = 20_000
 
-__all__ = ["Divisors", "Item", "Placed", "place", "round_up"]
+__all__ = ["Divisors", "Item", "place"]
 
 
 class Item(NamedTuple):

@@ -15,7 +15,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -167,7 +166,7 @@ class Files:
         names = [path] if path.is_file() else _files_in(path)
         if not names:
             raise FileNotFoundError(f"{path} has no *.safetensors: other formats are not read")
-        self._places: dict[str, tuple[memoryview, dict[str, Any]]] = {}
+        self._entries: dict[str, tuple[memoryview, dict[str, Any]]] = {}
         for name in names:
             self._open(name)
 
@@ -187,22 +186,17 @@ class Files:
         except (ValueError, KeyError, TypeError) as error:
             raise CheckpointDamagedError(f"{path} can't be read: {error}") from error
         for name, entry in header.items():
-            self._places[name] = (data, entry)
+            self._entries[name] = (data, entry)
 
     def __enter__(self) -> Files:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._places.clear()
+    def __exit__(self, *exception: object) -> None:
+        self._entries.clear()
 
     def names(self) -> Iterable[str]:
         """Return the names of all tensors."""
-        return self._places.keys()
+        return self._entries.keys()
 
     def tensor(self, name: str) -> torch.Tensor:
         """Return a tensor that shares the file's pages: what is not touched is not read.
@@ -210,7 +204,7 @@ class Files:
         Raises:
             CheckpointMismatchError: there is none of that name, or of a dtype not known here.
         """
-        data, entry = self._places[self.find(name)]
+        data, entry = self._entries[self.find(name)]
         dtype, shape = self.dtype(name), entry["shape"]
         start, count = entry["data_offsets"][0], math.prod(shape)
         if not count:
@@ -226,7 +220,7 @@ class Files:
         Raises:
             CheckpointMismatchError: there is no such tensor, or its dtype is not known here.
         """
-        code = self._places[self.find(name)][1]["dtype"]
+        code = self._entries[self.find(name)][1]["dtype"]
         if code not in _DTYPES:
             raise CheckpointMismatchError(
                 f"'{name}' in {self.path} is {code}; known are {', '.join(_DTYPES)}"
@@ -241,10 +235,10 @@ class Files:
                 a base model's own files leave out.
         """
         for candidate in (name, name.removeprefix("transformer.").removeprefix("model.")):
-            if candidate in self._places:
+            if candidate in self._entries:
                 return candidate
         raise CheckpointMismatchError(
-            f"'{name}' is in none of the files under {self.path}, which hold {len(self._places)} "
+            f"'{name}' is in none of the files under {self.path}, which hold {len(self._entries)} "
             "tensors"
         )
 

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from lamina.checkpoint.together import Ranks
+from lamina.checkpoint.ranks import Ranks
 from lamina.collectives.engine import all_reduce_native, all_reduce_small, broadcast
 
-__all__ = ["Box", "Whole", "boxes_of", "fill", "gathered", "meet", "narrow"]
+__all__ = ["Whole", "boxes_of", "fill", "gathered", "meet"]
 
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]  # offsets and sizes

@@ -32,11 +32,11 @@ from lamina.checkpoint.huggingface.files import (
 )
 from lamina.checkpoint.huggingface.gathering import Whole, boxes_of, fill, gathered, meet
 from lamina.checkpoint.huggingface.weight_links import HuggingFaceLink, Piece, pieces_of, weights_of
-from lamina.checkpoint.state.cut_tensors import Hints, Mesh, Parts, as_part
+from lamina.checkpoint.ranks import Ranks
+from lamina.checkpoint.state.cut_tensors import CutTensors, Hints, Mesh, as_part
 from lamina.checkpoint.state.optimizer_names import parameters_of, unwrapped
 from lamina.checkpoint.storage.directory import fsync_directory
 from lamina.checkpoint.storage.locations import is_url, local_path
-from lamina.checkpoint.together import Ranks
 from lamina.collectives.engine import all_reduce_small
 
 __all__ = ["export_huggingface", "import_huggingface"]
@@ -53,26 +53,26 @@ class _Tensors:
 
     def __init__(self, model: nn.Module, mesh: Mesh) -> None:
         self.tree: dict[str, Any] = model.state_dict()
-        self._parts = Parts({"model": model}, Hints(mesh))
+        self._cut_tensors = CutTensors({"model": model}, Hints(mesh))
         self._parameters = dict(parameters_of(model))
 
     def is_parameter(self, name: str) -> bool:
         return name in self._parameters
 
-    def region(self, name: str) -> Region | None:
+    def region_of(self, name: str) -> Region | None:
         parameter = self._parameters.get(name)
-        return None if parameter is None else self._parts.region(name, parameter)
+        return None if parameter is None else self._cut_tensors.region_of(name, parameter)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        region = self.region(name)
+        region = self.region_of(name)
         return tuple(self.tree[name].shape) if region is None else region.shape
 
-    def part(self, name: str) -> Tensor | None:
+    def held(self, name: str) -> Tensor | None:
         """What this rank holds of a tensor; None on stages that have other layers."""
         if name not in self.tree:
             return None
         tensor: Tensor = self.tree[name].detach()
-        region = self.region(name)
+        region = self.region_of(name)
         return tensor if region is None else as_part(tensor, region, self._parameters[name])
 
     def survey(self, names: Sequence[str], ranks: Ranks) -> dict[str, tuple[Whole, bool]]:
@@ -161,7 +161,7 @@ def export_huggingface(
     try:
         ranks.together(lambda: writer.begin() if writer else None)
         for planned in plan:
-            _export_one(planned, tensors.part(planned.whole.name), ranks, writer)
+            _export_one(planned, tensors.held(planned.whole.name), ranks, writer)
         ranks.together(lambda: writer.finish(config) if writer else None)
     finally:
         if writer is not None:
@@ -350,7 +350,7 @@ def import_huggingface(
             return tuple(sorted(set(files.names()) - used - short))
 
     # Ranks with whole models all fail alike, or are alone.
-    cut = any(type(tensors.part(link.ours)) is not Tensor for link in links)
+    cut = any(type(tensors.held(link.ours)) is not Tensor for link in links)
     left = Ranks(group).together(read) if cut else read()
     model.load_state_dict(tensors.tree)  # in place already; wrappers learn of it
     return left
@@ -358,7 +358,7 @@ def import_huggingface(
 
 def _check_link(link: HuggingFaceLink, tensors: _Tensors, files: Files) -> None:
     """Refuse, before anything changes, what the files lack or can't give."""
-    part = tensors.part(link.ours)
+    part = tensors.held(link.ours)
     if part is None:
         return  # another pipeline stage's
     if part.is_meta:
@@ -379,7 +379,7 @@ def _check_link(link: HuggingFaceLink, tensors: _Tensors, files: Files) -> None:
 
 
 def _import_link(link: HuggingFaceLink, tensors: _Tensors, files: Files) -> None:
-    part = tensors.part(link.ours)
+    part = tensors.held(link.ours)
     if part is None:
         return
     for piece in pieces_of(link, tensors.shape(link.ours)):

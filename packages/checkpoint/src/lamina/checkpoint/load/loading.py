@@ -24,38 +24,50 @@ from lamina.checkpoint.load.plan import Plan
 from lamina.checkpoint.load.reader import Reader, read_metadata
 from lamina.checkpoint.load.selection import Selection
 from lamina.checkpoint.progress import Progress, RestoreReport
-from lamina.checkpoint.save.saving import location
+from lamina.checkpoint.ranks import Ranks, own_error
 from lamina.checkpoint.state.cut_tensors import Hints
 from lamina.checkpoint.state.json_values import Json
-from lamina.checkpoint.storage.locations import Place
+from lamina.checkpoint.storage.locations import Location
 from lamina.checkpoint.storage.manifest import METADATA, VALUES, Manifest
 from lamina.checkpoint.storage.stores import Store
-from lamina.checkpoint.together import Ranks, own_error
 
-__all__ = ["Source", "load", "load_step", "open_checkpoint", "open_step"]
+__all__ = ["Source", "load", "load_step", "open_checkpoint"]
 
 
-def open_checkpoint(place: Place) -> tuple[Manifest, Metadata, dict[str, Json]]:
+@dataclass(frozen=True)
+class Source:
+    """A checkpoint that is open: where it is, and what its small files say.
+
+    `manifest` is None for a checkpoint of plain DCP. `trees` are the values that are no tensors.
+    """
+
+    location: Location
+    manifest: Manifest | None
+    metadata: Metadata
+    trees: Mapping[str, Json]
+
+
+def open_checkpoint(location: Location) -> tuple[Manifest, Metadata, dict[str, Json]]:
     """Read and check the small files of a checkpoint.
 
     Raises:
         CheckpointDamagedError: a file is missing or altered.
         CheckpointUnsafeError: the metadata names code.
     """
-    manifest = Manifest.read(place)
-    if (damaged := manifest.wrong_size(place)) is not None:
+    manifest = Manifest.read(location)
+    if (damaged := manifest.wrong_size(location)) is not None:
         name, found, message = damaged
-        raise CheckpointDamagedError(message + _lost(place, manifest, name, found))
-    metadata = read_metadata(place, manifest.read_file(place, METADATA))
-    trees = json.loads(manifest.read_file(place, VALUES))
+        raise CheckpointDamagedError(message + _lost(location, manifest, name, found))
+    metadata = read_metadata(location, manifest.read_file(location, METADATA))
+    trees = json.loads(manifest.read_file(location, VALUES))
     return manifest, metadata, trees
 
 
-def _lost(place: Place, manifest: Manifest, file: str, found: int) -> str:
+def _lost(location: Location, manifest: Manifest, file: str, found: int) -> str:
     """Say which tensors a data file of `found` bytes lacks, and which rank wrote it."""
     try:
-        text = manifest.read_file(place, METADATA)
-        storage = read_metadata(place, text).storage_data or {}
+        text = manifest.read_file(location, METADATA)
+        storage = read_metadata(location, text).storage_data or {}
     except (CheckpointError, OSError):
         return ""
     names = {
@@ -78,14 +90,14 @@ def open_step(store: Store, step: int) -> tuple[Manifest, Metadata, dict[str, Js
     """
     if not store.has(step):
         raise CheckpointNotFoundError(
-            f"no complete checkpoint of step {step} ({store.place(step)}); there are "
-            f"{list(store.places()) or 'none'}"
+            f"no complete checkpoint of step {step} ({store.location(step)}); there are "
+            f"{list(store.locations()) or 'none'}"
         )
-    opened = open_checkpoint(store.place(step))
+    opened = open_checkpoint(store.location(step))
     if opened[0].step != step:
         raise CheckpointMismatchError(
-            f"{store.place(step)} holds step {opened[0].step}: copied or renamed by hand? Call it "
-            f"step-{opened[0].step:08d}, or move it elsewhere"
+            f"{store.location(step)} holds step {opened[0].step}: copied or renamed by hand? Call "
+            f"it step-{opened[0].step:08d}, or move it elsewhere"
         )
     return opened
 
@@ -101,21 +113,8 @@ def load_step(
     progress: bool,
 ) -> RestoreReport:
     """Load one checkpoint into `state` (collective). Nothing changes if any rank can't."""
-    opened = ranks.together(lambda: Source(store.place(step), *open_step(store, step)))
+    opened = ranks.together(lambda: Source(store.location(step), *open_step(store, step)))
     return load(opened, state, selection, ranks, hints, progress=progress)
-
-
-@dataclass(frozen=True)
-class Source:
-    """A checkpoint that is open: where it is, and what its small files say.
-
-    `manifest` is None for a checkpoint of plain DCP.
-    """
-
-    place: Place
-    manifest: Manifest | None
-    metadata: Metadata
-    trees: Mapping[str, Json]
 
 
 def load(
@@ -138,14 +137,14 @@ def load(
     read = 0
     if any(ranks.any([bool(plan.tensors)])):
         total = 0 if source.manifest is None else source.manifest.bytes // ranks.size
-        bar = Progress(f"loading {source.place}", total, progress and ranks.is_first)
+        bar = Progress(f"loading {source.location}", total, progress and ranks.is_first)
         reader = ranks.together(
-            lambda: Reader(source.place, source.metadata, source.manifest, bar.advance)
+            lambda: Reader(source.location, source.metadata, source.manifest, bar.advance)
         )
         try:
             _dcp_load(plan.tensors, reader, ranks)
         except BaseException as error:
-            raise own_error(f"restoring {source.place}", error) from error
+            raise own_error(f"restoring {source.location}", error) from error
         finally:
             bar.close()
         read = reader.bytes_read
@@ -154,7 +153,7 @@ def load(
     # With pipeline stages each rank knows of its own names only.
     missing = tuple(plan.missing if selection.strict else ranks.union(plan.missing))
     unexpected = tuple(plan.unexpected)
-    return RestoreReport(step, location(source.place), read, seconds, missing, unexpected)
+    return RestoreReport(step, source.location.address, read, seconds, missing, unexpected)
 
 
 def _dcp_load(tensors: dict[str, Any], reader: Reader, ranks: Ranks) -> None:

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 from lamina.checkpoint.errors import CheckpointError, CheckpointMismatchError, shortened
 from lamina.checkpoint.load.selection import Selection, matches
-from lamina.checkpoint.state.cut_tensors import NO_HINTS, Hints, Parts, as_part
+from lamina.checkpoint.state.cut_tensors import NO_HINTS, CutTensors, Hints, as_part
 from lamina.checkpoint.state.json_values import Json, decode
 from lamina.checkpoint.state.merge_ranks import RANKS, names_in
 from lamina.checkpoint.state.optimizer_names import is_optimizer, unwrapped
@@ -59,7 +59,7 @@ class Plan:
         self._state, self._trees, self._selection = state, trees, selection
         self._objects = {entry: unwrapped(value) for entry, value in state.items()}
         self._stored = metadata.state_dict_metadata
-        self._parts = Parts(self._objects, hints)
+        self._cut_tensors = CutTensors(self._objects, hints)
         absent = sorted(set(state) - set(trees))
         if absent and selection.strict:
             raise CheckpointMismatchError(
@@ -140,7 +140,7 @@ class Plan:
         That is a placeholder, or an object whose state of now has other values than the stored one.
         """
         try:
-            return take_entry(entry, value, self._objects, self._parts)
+            return take_entry(entry, value, self._objects, self._cut_tensors)
         except (TypeError, CheckpointError):
             if _is_module(value) or is_optimizer(value):
                 raise
@@ -199,7 +199,7 @@ class Plan:
         # Main weights are read beside themselves: a model that is loaded overwrites them.
         in_place = taken is not None and name in taken.tensors and taken.tensors[name] is not owner
         if taken is not None and in_place:
-            self._values[name], target = taken.tensors[name].detach(), taken.parts[name]
+            self._values[name], target = taken.tensors[name].detach(), taken.shown[name]
             counts = taken.optimizer is not None and taken.paths[name][1] == "state"
             if counts and target.ndim == 0 and type(target) is torch.Tensor:
                 # Parameters that step together share one tensor for their step count.
@@ -235,7 +235,7 @@ class Plan:
         """
         dtype = metadata.properties.dtype
         if owner is not None and owner.ndim > 0:
-            region = self._parts.region(name, owner)
+            region = self._cut_tensors.region_of(name, owner)
             if metadata.size == (owner.shape if region is None else torch.Size(region.shape)):
                 made = torch.empty_like(owner.detach(), dtype=dtype)
                 return made, as_part(made, region, owner)
@@ -258,7 +258,7 @@ class Plan:
             value = self._objects[entry]
             if planned.selected and isinstance(value, PerRank):
                 of_ranks = self._trees[entry][RANKS]
-                value.change(entry, of_ranks, rank, world_size, self._parts.place())
+                value.change(entry, of_ranks, rank, world_size, self._cut_tensors.coordinates())
         idle = [n.removeprefix(_PATTERN) for n in claimed if n.startswith(_PATTERN)]
         idle = [pattern for pattern in idle if not claimed[_PATTERN + pattern]]
         if idle:
@@ -294,7 +294,7 @@ class Plan:
             if not planned.selected:
                 continue
             if isinstance(value, PerRank):
-                of_ranks, place = self._trees[entry][RANKS], self._parts.place()
+                of_ranks, place = self._trees[entry][RANKS], self._cut_tensors.coordinates()
                 value.load(entry, of_ranks, rank, world_size, place)
             elif not is_stateful(value):
                 self._state[entry] = self._decoded(entry)

@@ -34,11 +34,11 @@ from torch.futures import Future
 from torch.serialization import _get_layout
 
 from lamina.checkpoint.errors import CheckpointDamagedError, CheckpointUnsafeError
-from lamina.checkpoint.storage.locations import LocalPlace, Place, crc_of, pieces_of
+from lamina.checkpoint.storage.locations import LocalLocation, Location, crc_of, pieces_of
 from lamina.checkpoint.storage.manifest import METADATA, ChunkSums, Manifest, unreadable
 from lamina.checkpoint.storage.streams import safely_loaded, tensor_in
 
-__all__ = []
+__all__ = ["Reader", "opened", "read_metadata"]
 
 # Whose making runs no code of the file's, and which nobody can set attributes of.
 _BUILT_IN = {
@@ -99,7 +99,7 @@ class _MemoryFormat:
         _refuse(self._member)
 
 
-def _stand_in(name: str, make: Callable[..., Any]) -> type:
+def _maker_of(name: str, make: Callable[..., Any]) -> type:
     """Return a class that makes something else: what a pickle gets to see of classes and functions.
 
     Pickle's instruction BUILD sets attributes of whatever it is given; a class, a function or an
@@ -116,14 +116,14 @@ def _path_text(*parts: object) -> str:  # of a checkpoint that plain DCP wrote; 
 _KNOWN: dict[tuple[str, str], Any] = {
     **_BUILT_IN,
     **{
-        (k.__module__, k.__name__): _stand_in(k.__name__, partial(object.__new__, k))
+        (k.__module__, k.__name__): _maker_of(k.__name__, partial(object.__new__, k))
         for k in _RECORDS
     },
-    **{path: _stand_in(path[1], _path_text) for path in _PATHS},
-    (_MEM_FORMAT_ENCODING.__module__, "_MEM_FORMAT_ENCODING"): _stand_in(
+    **{path: _maker_of(path[1], _path_text) for path in _PATHS},
+    (_MEM_FORMAT_ENCODING.__module__, "_MEM_FORMAT_ENCODING"): _maker_of(
         "_MEM_FORMAT_ENCODING", _MemoryFormat
     ),
-    ("torch.serialization", "_get_layout"): _stand_in("_get_layout", _get_layout),
+    ("torch.serialization", "_get_layout"): _maker_of("_get_layout", _get_layout),
     **{("torch", name): getattr(torch, name) for name in _DTYPES if hasattr(torch, name)},
 }
 
@@ -140,20 +140,20 @@ class _MetadataUnpickler(pickle.Unpickler):
         )
 
 
-def read_metadata(place: Place, text: bytes | None = None) -> Metadata:
+def read_metadata(location: Location, text: bytes | None = None) -> Metadata:
     """Read DCP's `.metadata`, a pickle, without executing any of it.
 
     Args:
-        place: of the checkpoint.
+        location: of the checkpoint.
         text: of the file, if it was read before.
 
     Raises:
         CheckpointUnsafeError: it names anything but metadata's own classes.
         CheckpointDamagedError: it is no metadata.
     """
-    file = f"{place}/{METADATA}"
+    file = f"{location}/{METADATA}"
     try:
-        text = place.read(METADATA) if text is None else text
+        text = location.read(METADATA) if text is None else text
         metadata = _MetadataUnpickler(io.BytesIO(text)).load()
         _check_files(metadata)
     except CheckpointUnsafeError:
@@ -166,7 +166,7 @@ def read_metadata(place: Place, text: bytes | None = None) -> Metadata:
 
 
 def _check_files(metadata: Any) -> None:
-    """Refuse places of chunks outside the checkpoint; below it, plain DCP may have directories."""
+    """Refuse chunks that lie outside the checkpoint; below it, plain DCP may have directories."""
     infos = (getattr(metadata, "storage_data", None) or {}).values()
     names = {info.relative_path for info in infos}
     if outside := sorted(name for name in names if _is_outside(PurePath(name))):
@@ -179,18 +179,18 @@ def _is_outside(path: PurePath) -> bool:
 
 @contextmanager
 def opened(
-    place: Place, name: str, *, mapped: bool = True
+    location: Location, name: str, *, mapped: bool = True
 ) -> Iterator[Callable[[int, int], memoryview]]:
     """Open a file and give a function (offset, length) -> bytes, without copies where possible.
 
     Args:
-        place: of the file.
+        location: of the file.
         name: of the file.
         mapped: map a local file into memory. A bad sector then kills the process (SIGBUS); without
             it, reading raises OSError.
     """
-    with place.open(name) as file:
-        if mapped and isinstance(place, LocalPlace) and os.fstat(file.fileno()).st_size:
+    with location.open(name) as file:
+        if mapped and isinstance(location, LocalLocation) and os.fstat(file.fileno()).st_size:
             # Not closed by hand: tensors made of it may still be alive.
             whole = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY))
             yield lambda offset, length: whole[offset : offset + length]
@@ -210,7 +210,7 @@ class Reader(StorageReader):
     all ranks by DCP's own exchange of plans.
 
     Args:
-        place: the checkpoint.
+        location: the checkpoint.
         metadata: DCP's, read before.
         manifest: None for a checkpoint of plain DCP, which has no sums to check.
         read: called with the bytes of each chunk read.
@@ -218,22 +218,27 @@ class Reader(StorageReader):
 
     def __init__(
         self,
-        place: Place,
+        location: Location,
         metadata: Metadata,
         manifest: Manifest | None,
         read: Callable[[int], None] = lambda _: None,
     ) -> None:
         super().__init__()
-        self._place, self._metadata, self._manifest, self._read = place, metadata, manifest, read
-        self._sums = ChunkSums({}) if manifest is None else ChunkSums.read(manifest, place)
+        self._location, self._metadata, self._manifest, self._read = (
+            location,
+            metadata,
+            manifest,
+            read,
+        )
+        self._sums = ChunkSums({}) if manifest is None else ChunkSums.read(manifest, location)
         # A local file is read twice, the second time from memory; others come over a network.
-        near = manifest is None or isinstance(place, LocalPlace)
+        near = manifest is None or isinstance(location, LocalLocation)
         self._fetched = None if near else Fetched()
         self.bytes_read = 0
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Return False: a Reader is made with its place."""
+        """Return False: a Reader is made with its location."""
         return False
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
@@ -252,7 +257,9 @@ class Reader(StorageReader):
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """Check what this rank is about to read."""
         if any(item.type == LoadItemType.BYTE_IO for item in plan.items):
-            raise CheckpointUnsafeError(f"{self._place} holds pickled objects, tensors are wanted")
+            raise CheckpointUnsafeError(
+                f"{self._location} holds pickled objects, tensors are wanted"
+            )
         if self._manifest is not None:
             for name, items in self._by_file(plan.items):
                 self._check(self._manifest, name, items)
@@ -272,7 +279,7 @@ class Reader(StorageReader):
         return info
 
     def _by_file(self, items: list[ReadItem]) -> list[tuple[str, list[ReadItem]]]:
-        """Group items by file, in the order of their places."""
+        """Group items by file, in the order in which they lie there."""
         ordered = sorted(
             items, key=lambda item: (self._info(item).relative_path, self._info(item).offset)
         )
@@ -281,13 +288,13 @@ class Reader(StorageReader):
 
     def _check(self, manifest: Manifest, name: str, items: list[ReadItem]) -> None:
         if name not in manifest.files:
-            raise CheckpointDamagedError(f"{self._place}/{name} is used but not in the manifest")
+            raise CheckpointDamagedError(f"{self._location}/{name} is used but not in the manifest")
         chunks = {self._info(item).offset: item for item in items}
         if any(self._sums.of(name, offset) is None for offset in chunks):
-            manifest.check_file(self._place, name)
+            manifest.check_file(self._location, name)
             return
         # Read, not mapped: a bad sector is then an error, which every rank hears of.
-        with self._place.open(name) as file:
+        with self._location.open(name) as file:
             for offset, item in chunks.items():
                 self._check_chunk(name, file, offset, item)
 
@@ -299,7 +306,7 @@ class Reader(StorageReader):
             else:
                 found = self._fetched.keep(name, file, offset, length)
         except OSError as error:
-            where = f"{self._place}/{name}: '{item.storage_index.fqn}'"
+            where = f"{self._location}/{name}: '{item.storage_index.fqn}'"
             raise unreadable(where, error) from error
         self._compare(item, found)
 
@@ -311,7 +318,8 @@ class Reader(StorageReader):
         if expected is None or expected.crc32 != found or expected.bytes != length:
             index = item.storage_index
             raise CheckpointDamagedError(
-                f"{self._place}/{name} is damaged: '{index.fqn}' from {list(index.offset or ())} "
+                f"{self._location}/{name} is damaged: '{index.fqn}' from "
+                f"{list(index.offset or ())} "
                 f"(bytes {offset} to {offset + length}) has CRC-32 {found:08x}, written was "
                 f"{expected.crc32 if expected else 0:08x}"
             )
@@ -333,7 +341,7 @@ class Reader(StorageReader):
         kept = self._fetched
         if kept is not None and all(kept.holds(name, self._info(item).offset) for item in items):
             return nullcontext(partial(kept.read, name))
-        return opened(self._place, name)
+        return opened(self._location, name)
 
     def _read_chunk(
         self,
@@ -360,8 +368,8 @@ class Reader(StorageReader):
 
     def _is_fetched_again(self, info: _StorageInfo) -> bool:
         """Whether a chunk comes over a network a second time, after its check."""
-        kept, place = self._fetched, (info.relative_path, info.offset)
-        return kept is not None and not kept.holds(*place) and self._sums.of(*place) is not None
+        kept, chunk = self._fetched, (info.relative_path, info.offset)
+        return kept is not None and not kept.holds(*chunk) and self._sums.of(*chunk) is not None
 
     def _tensor(self, chunk: memoryview, item: ReadItem) -> torch.Tensor:
         index = item.storage_index
@@ -377,7 +385,8 @@ class Reader(StorageReader):
         stored = tensor_in(chunk, dtype, sizes)
         if stored.dtype != dtype or stored.shape != sizes:
             raise CheckpointDamagedError(
-                f"'{index.fqn}' from {list(index.offset or ())} in {self._place} is {stored.dtype} "
+                f"'{index.fqn}' from {list(index.offset or ())} in {self._location} is "
+                f"{stored.dtype} "
                 f"{list(stored.shape)}, its metadata says {dtype} {list(sizes)}"
             )
         return stored
@@ -391,7 +400,7 @@ class Fetched:
     """
 
     def __init__(self) -> None:
-        self._places: dict[tuple[str, int], int] = {}
+        self._starts: dict[tuple[str, int], int] = {}
         self._end = 0
         self._map: memoryview | None = None
         try:
@@ -405,7 +414,7 @@ class Fetched:
         for piece in pieces_of(file, offset, length):
             crc = zlib.crc32(piece, crc)
             self._write(piece)
-        self._places[name, offset] = start
+        self._starts[name, offset] = start
         return crc
 
     def _write(self, piece: bytes) -> None:
@@ -418,7 +427,7 @@ class Fetched:
 
     def holds(self, name: str, offset: int) -> bool:
         """Whether a chunk is here."""
-        return self._file is not None and (name, offset) in self._places
+        return self._file is not None and (name, offset) in self._starts
 
     def read(self, name: str, offset: int, length: int) -> memoryview:
         """Return a chunk that `holds`; it shares the file's pages."""
@@ -426,5 +435,5 @@ class Fetched:
             raise KeyError(name)
         if self._map is None:
             self._map = memoryview(mmap.mmap(self._file.fileno(), 0, access=mmap.ACCESS_COPY))
-        start = self._places[name, offset]
+        start = self._starts[name, offset]
         return self._map[start : start + length]

@@ -9,7 +9,6 @@ import warnings
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, cast
 
 import torch.distributed as dist
@@ -18,15 +17,15 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from lamina.checkpoint.progress import Progress, SaveReport
+from lamina.checkpoint.ranks import Ranks, own_error
+from lamina.checkpoint.save.offer import Offered
 from lamina.checkpoint.save.staging import Stage, Staged, StagedPlanner, signature
 from lamina.checkpoint.save.writer import Rules, Writer
-from lamina.checkpoint.state.state import Offered
-from lamina.checkpoint.storage.locations import LocalPlace, Place
+from lamina.checkpoint.storage.locations import Location
 from lamina.checkpoint.storage.manifest import Manifest
 from lamina.checkpoint.storage.stores import Store
-from lamina.checkpoint.together import Ranks, own_error
 
-__all__ = []
+__all__ = ["Save", "Saver"]
 
 
 @dataclass(frozen=True)
@@ -111,7 +110,7 @@ class Saver:
             if changed:
                 stage.finished(offered, writer.assigned)
 
-        path = location(self._store.expected(save.step))
+        path = self._store.expected(save.step).address
         self.last = SaveReport(save.step, path, staged.bytes, blocked, blocked, complete=False)
         self._background.start(write, f"checkpoint-{save.step}")
         return self.last
@@ -134,14 +133,14 @@ class Saver:
             raise own_error(f"saving step {save.step}", error) from error
         finally:
             bar.close()
-        place = cast(Place, writer.final)
-        size = _size(place, metadata) if writer.manifest is None else writer.manifest.bytes
+        location = cast(Location, writer.final)
+        size = _size(location, metadata) if writer.manifest is None else writer.manifest.bytes
         if writer.manifest is not None:
             self._retire(writer.manifest)
         seconds = time.perf_counter() - save.started
         report = SaveReport(
             save.step,
-            location(place),
+            location.address,
             size,
             seconds,
             seconds if blocked is None else blocked,
@@ -183,20 +182,15 @@ def dcp_quietly(
         return save(tensors, **arguments)
 
 
-def _size(place: Place, metadata: Metadata) -> int:
+def _size(location: Location, metadata: Metadata) -> int:
     """Bytes of a complete checkpoint on a rank that did not commit it.
 
     That rank may not see the manifest (another machine's cache, a timeout): then its tensors'.
     """
     try:
-        return Manifest.read(place).bytes
+        return Manifest.read(location).bytes
     except Exception:  # the checkpoint is complete whatever this rank sees of it
         return sum(info.length for info in (metadata.storage_data or {}).values())
-
-
-def location(place: Place) -> Path | str:
-    """Return a place as users name it."""
-    return place.path if isinstance(place, LocalPlace) else str(place)
 
 
 def _bytes(tensors: Any) -> int:

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
-__all__ = ["Signature", "Stage", "Staged", "StagedPlanner", "signature"]
+__all__ = ["Stage", "Staged", "StagedPlanner", "signature"]
 
 
 Signature = tuple[tuple[Any, ...], ...]

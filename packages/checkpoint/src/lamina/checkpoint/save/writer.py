@@ -1,7 +1,7 @@
 """Writing: DCP's own file format, with checksums taken as the bytes pass and a commit at the end.
 
 torch.distributed.checkpoint plans who writes what and gathers the results on the coordinator. The
-writer here rides on that: the coordinator's plan carries the name of the place to the ranks,
+writer here rides on that: the coordinator's plan carries the name of the location to the ranks,
 the ranks' results carry checksums back, and `finish`, which the coordinator runs while the others
 wait for its word, writes the manifest and commits. So a save needs no collective of its own, and
 on every rank it ends only once the checkpoint is complete.
@@ -25,9 +25,9 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from lamina.checkpoint.errors import CheckpointDamagedError
-from lamina.checkpoint.state.merge_ranks import Trees
-from lamina.checkpoint.state.replicas import Digests, compare
-from lamina.checkpoint.storage.locations import FileSum, Place, place_of, sum_of, write_whole
+from lamina.checkpoint.save.replicas import Digests, compare
+from lamina.checkpoint.state.merge_ranks import RankValues
+from lamina.checkpoint.storage.locations import FileSum, Location, location_of, sum_of, write_whole
 from lamina.checkpoint.storage.manifest import CHUNKS, METADATA, VALUES, Manifest
 from lamina.checkpoint.storage.stores import Attempt, Store
 from lamina.checkpoint.storage.streams import SummingStream, own_memory
@@ -59,7 +59,7 @@ class _Assignment:
     `trees_crc` is the checksum of the coordinator's trees.
     """
 
-    place: str
+    location: str
     final: str
     rank: int
     trees_crc: int
@@ -84,7 +84,7 @@ class _Results(list[WriteResult]):
 
 
 class Writer(StorageWriter):
-    """One save: makes the place, writes, verifies, commits.
+    """One save: makes the location, writes, verifies, commits.
 
     Args:
         store: the directory of checkpoints.
@@ -99,7 +99,7 @@ class Writer(StorageWriter):
         self,
         store: Store,
         step: int,
-        trees: Trees,
+        trees: RankValues,
         rules: Rules,
         digests: Digests,
         wrote: Callable[[int], None] = lambda _: None,
@@ -108,13 +108,13 @@ class Writer(StorageWriter):
         self._store, self._step, self._trees, self._rules = store, step, trees, rules
         self._wrote, self._digests = wrote, digests
         self._attempt: Attempt | None = None
-        self._place: Place | None = None
+        self._location: Location | None = None
         #: what this rank was given to write, once DCP has planned
         self.assigned: frozenset[MetadataIndex] = frozenset()
         #: the manifest of the finished checkpoint (coordinator)
         self.manifest: Manifest | None = None
         #: where the checkpoint is once the save has ended well
-        self.final: Place | None = None
+        self.final: Location | None = None
         self.bytes_written = 0
 
     @classmethod
@@ -133,32 +133,32 @@ class Writer(StorageWriter):
         """Do nothing: the coordinator is who runs prepare_global_plan."""
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Tell the coordinator what is offered as whole; only it makes the place."""
+        """Tell the coordinator what is offered as whole; only it makes the location."""
         return dataclasses.replace(plan, storage_data=self._digests)
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Make the place (coordinator) and tell every rank its name.
+        """Make the location (coordinator) and tell every rank its name.
 
         Raises:
             CheckpointError: the ranks offer different tensors under one name.
         """
         compare([cast(Digests, plan.storage_data) for plan in plans])
         self._attempt = self._store.begin(self._step)
-        place, final = str(self._attempt.place), str(self._attempt.final)
+        location, final = str(self._attempt.location), str(self._attempt.final)
         crc = self._trees.crc32
         return [
-            dataclasses.replace(plan, storage_data=_Assignment(place, final, rank, crc))
+            dataclasses.replace(plan, storage_data=_Assignment(location, final, rank, crc))
             for rank, plan in enumerate(plans)
         ]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's tensors durably, read them back."""
         assignment = cast(_Assignment, plan.storage_data)
-        self._place, self.final = place_of(assignment.place), place_of(assignment.final)
-        if not self._place.is_there():
+        self._location, self.final = location_of(assignment.location), location_of(assignment.final)
+        if not self._location.is_there():
             raise FileNotFoundError(
-                f"{self._place} was made by the coordinator but can't be seen from this rank: the "
-                "directory of checkpoints must be on a file system that all ranks share"
+                f"{self._location} was made by the coordinator but can't be seen from this rank: "
+                "the directory of checkpoints must be on a file system that all ranks share"
             )
         self.assigned = frozenset(item.index for item in plan.items)
         shares = _shares(plan.items, self._rules.threads)
@@ -182,9 +182,9 @@ class Writer(StorageWriter):
     def _write_file(
         self, name: str, items: list[WriteItem], planner: SavePlanner
     ) -> tuple[_File, list[WriteResult]]:
-        place = cast(Place, self._place)
+        location = cast(Location, self._location)
         results = []
-        with place.create(name) as raw:
+        with location.create(name) as raw:
             stream = SummingStream(raw)
             for item in items:
                 offset = stream.tell()
@@ -197,14 +197,14 @@ class Writer(StorageWriter):
                 results.append(WriteResult(item.index, length, info))
                 self._wrote(length)
         if self._rules.verify:
-            _verify_written(place, name, stream.sum)
+            _verify_written(location, name, stream.sum)
         return _File(stream.sum, stream.chunks), results
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Write metadata, values and manifest, and commit (coordinator)."""
         if self._attempt is None:
             raise RuntimeError("finish() ran before prepare_global_plan()")
-        place = self._attempt.place
+        location = self._attempt.location
         ranks = sorted(cast(list[_Results], results), key=lambda of_rank: of_rank.rank)
         files = {name: file.sum for of_rank in ranks for name, file in of_rank.files.items()}
         chunks = {name: file.chunks for of_rank in ranks for name, file in of_rank.files.items()}
@@ -217,13 +217,13 @@ class Writer(StorageWriter):
             VALUES: self._trees.merged([of_rank.trees for of_rank in ranks]),
         }
         for name, data in small.items():
-            files[name] = write_whole(place, name, data)
+            files[name] = write_whole(location, name, data)
             if self._rules.verify:
-                _verify_written(place, name, files[name])
+                _verify_written(location, name, files[name])
         manifest = Manifest(
             self._step, len(ranks), torch.__version__, files, metric=self._rules.metric
         )
-        manifest.check_sizes(place)  # sees that every rank wrote where the coordinator looks
+        manifest.check_sizes(location)  # sees that every rank wrote where the coordinator looks
         self._attempt.commit(manifest, overwrite=self._rules.overwrite)
         self.manifest = manifest
 
@@ -251,11 +251,11 @@ def _shares(items: list[WriteItem], number: int) -> list[list[WriteItem]]:
     return shares
 
 
-def _verify_written(place: Place, name: str, written: FileSum) -> None:
-    found = sum_of(place, name, from_disk=True)
+def _verify_written(location: Location, name: str, written: FileSum) -> None:
+    found = sum_of(location, name, from_disk=True)
     if found != written:
         raise CheckpointDamagedError(
-            f"{place}/{name} reads back as {found.bytes} bytes with CRC-32 {found.crc32:08x}, "
+            f"{location}/{name} reads back as {found.bytes} bytes with CRC-32 {found.crc32:08x}, "
             f"written were {written.bytes} bytes with {written.crc32:08x}: the disk or its "
             "connection is faulty"
         )

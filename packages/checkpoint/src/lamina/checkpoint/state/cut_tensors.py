@@ -21,9 +21,9 @@ from lamina.buffers.engine import Region, TensorPart
 from lamina.checkpoint.errors import CheckpointError
 from lamina.checkpoint.state.optimizer_names import parameters_of
 from lamina.mesh import ParallelMesh, Role, role_of
-from lamina.mesh.engine import MeshAxis, mesh_axis
+from lamina.mesh.engine import MeshAxis, axis_if_there
 
-__all__ = ["NO_HINTS", "Hints", "Mesh", "Parts", "as_part"]
+__all__ = ["NO_HINTS", "CutTensors", "Hints", "Mesh", "as_part"]
 
 
 _AXES = ("tp", "expert_tp", "ep")
@@ -47,8 +47,8 @@ class Hints:
 NO_HINTS = Hints()
 
 
-class Parts:
-    """Knows which parameters are parts.
+class CutTensors:
+    """Knows which parameters are cut, and where in the whole model's tensors they lie.
 
     Args:
         state: the modules in it are searched for regions, and for the axes that they were built on.
@@ -75,7 +75,7 @@ class Parts:
             if isinstance(tree.get(name), TensorPart):
                 self._shown[id(parameter)] = tree[name].region
 
-    def place(self) -> dict[str, tuple[int, int]]:
+    def coordinates(self) -> dict[str, tuple[int, int]]:
         """Return axis -> (this rank's place, size) of those beside data parallelism.
 
         From the mesh or, without one, from the modules, as far as they hold axes.
@@ -91,11 +91,9 @@ class Parts:
         return {n: (held[n].rank, held[n].size) for n in _LAYOUT if n in held and held[n].size > 1}
 
     def _on_mesh(self, axis: str) -> MeshAxis | None:
-        mesh = self._mesh
-        known = not isinstance(mesh, DeviceMesh) or axis in (mesh.mesh_dim_names or ())
-        return mesh_axis(mesh, axis) if mesh is not None and known else None
+        return None if self._mesh is None else axis_if_there(self._mesh, axis)
 
-    def region(self, name: str, parameter: torch.Tensor) -> Region | None:
+    def region_of(self, name: str, parameter: torch.Tensor) -> Region | None:
         """Return where this rank's parameter lies in the whole model's; None if it is whole.
 
         Raises:

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 from lamina.checkpoint.errors import CheckpointError
+from lamina.checkpoint.ranks import Ranks
 from lamina.checkpoint.state.optimizer_names import is_optimizer, unwrapped
 from lamina.checkpoint.state.per_rank import PerRank
 from lamina.checkpoint.state.state import is_stateful
-from lamina.checkpoint.together import Ranks
 
 __all__ = ["check_entries"]
 

@@ -15,13 +15,13 @@ from typing import Any
 from lamina.checkpoint.errors import CheckpointError
 from lamina.checkpoint.state.json_values import PAIRS, Json, decode
 
-__all__ = ["RANKS", "Trees", "names_in"]
+__all__ = ["RANKS", "RankValues", "names_in"]
 
 
 RANKS = "$ranks"
 
 
-class Trees:
+class RankValues:
     """This rank's values that are no tensors.
 
     Args:

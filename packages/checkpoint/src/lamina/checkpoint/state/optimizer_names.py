@@ -12,14 +12,7 @@ from typing import Any
 
 import torch
 
-__all__ = [
-    "OptimizerNames",
-    "Tree",
-    "is_optimizer",
-    "parameter_names",
-    "parameters_of",
-    "unwrapped",
-]
+__all__ = ["OptimizerNames", "is_optimizer", "parameters_of", "unwrapped"]
 
 
 Tree = dict[str, Any]

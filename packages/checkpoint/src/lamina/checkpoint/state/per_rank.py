@@ -14,10 +14,10 @@ from lamina.checkpoint.state.json_values import Json, decode, encode
 from lamina.checkpoint.storage.streams import memory_of, own_memory
 from lamina.mesh import rng_state, set_rng_state
 
-__all__ = ["PerRank", "Place", "RngState"]
+__all__ = ["PerRank", "RngState"]
 
 
-Place = Mapping[str, Sequence[int]]
+Coordinates = Mapping[str, Sequence[int]]
 """Axis -> this rank's place on it, and its size, of axes of more than one rank."""
 
 
@@ -41,16 +41,16 @@ class PerRank:
         self.value = value
         self.on_change = on_change
 
-    def encoded(self, entry: str, place: Place) -> Json:
+    def encoded(self, entry: str, here: Coordinates) -> Json:
         """Return this rank's state as JSON, its tensors and its place included."""
         stateful = hasattr(self.value, "state_dict") and hasattr(self.value, "load_state_dict")
         tensors: dict[tuple[str, ...], torch.Tensor] = {}
         tree = encode(self.value.state_dict() if stateful else self.value, (entry,), tensors)
         inlined = {".".join(k): _inline(t) for k, t in tensors.items()}
-        return {"tree": tree, "tensors": inlined, "place": {n: list(p) for n, p in place.items()}}
+        return {"tree": tree, "tensors": inlined, "place": {n: list(p) for n, p in here.items()}}
 
     def change(
-        self, entry: str, ranks: list[Json], rank: int, world_size: int, place: Place
+        self, entry: str, ranks: list[Json], rank: int, world_size: int, here: Coordinates
     ) -> str | None:
         """Say why no rank's state is this rank's own; None where one is.
 
@@ -66,22 +66,24 @@ class PerRank:
             )
         else:
             there = ranks[rank].get("place")  # older checkpoints have none
-            if there is not None and there != {name: list(at) for name, at in place.items()}:
+            if there is not None and there != {name: list(at) for name, at in here.items()}:
                 message = (
                     f"'{entry}' was saved by rank {rank} at {_said(there)}, and here it is at "
-                    f"{_said(place)}"
+                    f"{_said(here)}"
                 )
         if message is not None and self.on_change == "raise":
             raise CheckpointMismatchError(f"{message}: on_change='keep' or 'first' allows it")
         return message
 
-    def load(self, entry: str, ranks: list[Json], rank: int, world_size: int, place: Place) -> None:
+    def load(
+        self, entry: str, ranks: list[Json], rank: int, world_size: int, here: Coordinates
+    ) -> None:
         """Take this rank's state from those of all ranks.
 
         Raises:
             CheckpointMismatchError: see `change`.
         """
-        message = self.change(entry, ranks, rank, world_size, place)
+        message = self.change(entry, ranks, rank, world_size, here)
         if message is not None:
             if self.on_change == "keep":
                 warnings.warn(f"{message}: every rank keeps what it has", stacklevel=2)
@@ -108,8 +110,8 @@ class RngState:
         set_rng_state(state, strict=False)
 
 
-def _said(place: Mapping[str, Sequence[int]]) -> str:
-    said = ", ".join(f"{name} {rank} of {size}" for name, (rank, size) in place.items())
+def _said(at: Mapping[str, Sequence[int]]) -> str:
+    said = ", ".join(f"{name} {rank} of {size}" for name, (rank, size) in at.items())
     return said or "no place along pp, cp or tp"
 
 

@@ -22,37 +22,23 @@ import shutil
 import warnings
 from pathlib import Path
 
-__all__ = [
-    "WritingDirectory",
-    "clean",
-    "complete_path",
-    "complete_steps",
-    "fsync_directory",
-    "remove",
-]
+from lamina.checkpoint.storage.locations import LocalLocation, Location
+from lamina.checkpoint.storage.manifest import Manifest
+
+__all__ = ["LocalStore", "WritingDirectory", "fsync_directory"]
 
 
 _COMPLETE = re.compile(r"step-(\d{8,})")
-_TRANSIENT = re.compile(r"\.(writing|replaced|deleting)-(\d{8,})-[0-9a-f]{8}")
+_PASSING = re.compile(r"\.(writing|replaced|deleting)-(\d{8,})-[0-9a-f]{8}")
 _LOCK = ".lock"
 
 
-def complete_path(root: Path, step: int) -> Path:
-    """Return the name that the complete checkpoint of `step` has."""
+def _complete_path(root: Path, step: int) -> Path:
     return root / f"step-{step:08d}"
 
 
-def _transient_path(root: Path, kind: str, step: int) -> Path:
+def _passing_path(root: Path, kind: str, step: int) -> Path:
     return root / f".{kind}-{step:08d}-{secrets.token_hex(4)}"
-
-
-def complete_steps(root: Path) -> list[int]:
-    """Return the steps that have a complete name in `root`, ascending."""
-    try:
-        names = os.listdir(root)
-    except FileNotFoundError:
-        return []
-    return sorted(int(match[1]) for name in names if (match := _COMPLETE.fullmatch(name)))
 
 
 def fsync_directory(path: Path) -> None:
@@ -78,14 +64,19 @@ def _make(root: Path) -> None:
 
 
 class WritingDirectory:
-    """The coordinator's hold on one `.writing-` directory, from its making to its rename."""
+    """The coordinator's hold on one `.writing-` directory, from its making to its rename.
+
+    Attributes:
+        final: the checkpoint's own location, before it is committed too.
+    """
 
     def __init__(self, root: Path, step: int) -> None:
         self.root = root
         self.step = step
+        self.final = LocalLocation(_complete_path(root, step))
         self._committed = False
         _make(root)
-        self.path = _transient_path(root, "writing", step)
+        self.path = _passing_path(root, "writing", step)
         self.path.mkdir()
         self._lock = os.open(self.path / _LOCK, os.O_CREAT | os.O_RDWR, 0o644)
         try:
@@ -97,13 +88,19 @@ class WritingDirectory:
                 stacklevel=2,
             )
 
-    def commit(self, overwrite: bool) -> Path:
-        """Give the directory its complete name, durably.
+    @property
+    def location(self) -> LocalLocation:
+        """Where to write; the checkpoint's own location once it is committed."""
+        return LocalLocation(self.path)
+
+    def commit(self, manifest: Manifest, *, overwrite: bool) -> None:
+        """Write the manifest and give the directory its complete name, durably.
 
         Raises:
             FileExistsError: the step is there already and `overwrite` is False.
         """
-        final = complete_path(self.root, self.step)
+        manifest.write(self.location)
+        final = self.final.path
         fsync_directory(self.path)
         old: Path | None = None
         if final.exists():
@@ -113,7 +110,7 @@ class WritingDirectory:
                 )
             # Two renames, since a rename can't replace a directory that is not empty. A kill
             # between them leaves `.replaced-` without a `step-`: the next start renames it back.
-            old = _transient_path(self.root, "replaced", self.step)
+            old = _passing_path(self.root, "replaced", self.step)
             final.rename(old)
         try:
             self.path.rename(final)
@@ -126,7 +123,6 @@ class WritingDirectory:
         self._release()
         if old is not None:
             _discard(self.root, old, self.step)  # what is left goes at the next start
-        return final
 
     def abandon(self) -> None:
         """Remove the directory after a failed save; nothing once it has its complete name.
@@ -171,53 +167,87 @@ def _is_being_written(path: Path) -> bool:
     return False
 
 
-def clean(root: Path) -> list[str]:
-    """Remove what killed writers left and finish a replacement they had begun.
-
-    What may not be removed (another user's, a file system to read from) is left alone.
-
-    Returns:
-        The names of the leftovers that were dealt with.
-    """
-    if not root.is_dir():
-        return []
-    dealt_with = []
-    for name in sorted(os.listdir(root)):
-        match = _TRANSIENT.fullmatch(name)
-        if match is None:
-            continue
-        path, kind, final = root / name, match[1], complete_path(root, int(match[2]))
-        if kind == "writing" and _is_being_written(path):
-            continue
-        if kind == "replaced" and not final.exists():
-            try:
-                path.rename(final)
-            except OSError as error:
-                warnings.warn(f"{path} should be {final.name}, but {error}", stacklevel=2)
-                continue
-            fsync_directory(root)
-        else:
-            _discard(root, path, int(match[2]))
-        dealt_with.append(name)
-    return dealt_with
-
-
 def _discard(root: Path, path: Path, step: int) -> None:
     """Delete a directory, as far as that goes; what is left of it has a name of no meaning.
 
     Under its own a `.replaced-` that is half deleted would be taken for the step's checkpoint once
     somebody deletes that.
     """
-    doomed = _transient_path(root, "deleting", step)
+    doomed = _passing_path(root, "deleting", step)
     with contextlib.suppress(OSError):
         path.rename(doomed)
         fsync_directory(root)
         shutil.rmtree(doomed, ignore_errors=True)
 
 
-def remove(root: Path, step: int) -> None:
-    """Delete a complete checkpoint so that no reader sees half of it, not after a power cut."""
-    doomed = _transient_path(root, "deleting", step)
-    complete_path(root, step).rename(doomed)
-    fsync_directory(root)
-    shutil.rmtree(doomed)
+class LocalStore:
+    """A directory of checkpoints on a file system that every rank sees."""
+
+    has_locks = True
+
+    def __init__(self, root: Path) -> None:
+        self.root = root.absolute()  # for the program may change its working directory
+
+    def locations(self) -> dict[int, Location]:
+        """Return the directories that have a complete name, by step."""
+        try:
+            names = os.listdir(self.root)
+        except FileNotFoundError:
+            return {}
+        steps = sorted(int(match[1]) for name in names if (match := _COMPLETE.fullmatch(name)))
+        return {step: self.location(step) for step in steps}
+
+    def location(self, step: int) -> LocalLocation:
+        """Return the directory of a step."""
+        return LocalLocation(_complete_path(self.root, step))
+
+    expected = location
+
+    def has(self, step: int) -> bool:
+        """Whether the step's directory exists."""
+        return self.location(step).is_there()
+
+    def begin(self, step: int) -> WritingDirectory:
+        """Make a directory with a temporary name."""
+        return WritingDirectory(self.root, step)
+
+    def remove(self, step: int) -> None:
+        """Delete a checkpoint so that no reader sees half of it, not after a power cut."""
+        doomed = _passing_path(self.root, "deleting", step)
+        self.location(step).path.rename(doomed)
+        fsync_directory(self.root)
+        shutil.rmtree(doomed)
+
+    def note_unfinished(self) -> None:
+        """Do nothing: locks tell who is at work."""
+
+    def clean(self) -> list[str]:
+        """Remove what killed writers left and finish a replacement they had begun.
+
+        What may not be removed (another user's, a file system to read from) is left alone.
+
+        Returns:
+            The names of the leftovers that were dealt with.
+        """
+        root = self.root
+        if not root.is_dir():
+            return []
+        dealt_with = []
+        for name in sorted(os.listdir(root)):
+            match = _PASSING.fullmatch(name)
+            if match is None:
+                continue
+            path, kind, final = root / name, match[1], _complete_path(root, int(match[2]))
+            if kind == "writing" and _is_being_written(path):
+                continue
+            if kind == "replaced" and not final.exists():
+                try:
+                    path.rename(final)
+                except OSError as error:
+                    warnings.warn(f"{path} should be {final.name}, but {error}", stacklevel=2)
+                    continue
+                fsync_directory(root)
+            else:
+                _discard(root, path, int(match[2]))
+            dealt_with.append(name)
+        return dealt_with

@@ -1,6 +1,6 @@
 """Where the files of one checkpoint lie: a local directory, or a prefix in an object store.
 
-A `Place` can read and write files by name, and no more; how a checkpoint becomes complete is the
+A `Location` can read and write files by name, and no more; how a checkpoint becomes complete is the
 business of `stores`.
 """
 
@@ -17,15 +17,15 @@ from typing import Any, BinaryIO, Protocol, cast
 
 __all__ = [
     "FileSum",
-    "LocalPlace",
-    "Place",
-    "RemotePlace",
+    "LocalLocation",
+    "Location",
+    "RemoteLocation",
     "crc_of",
     "filesystem",
     "is_url",
     "local_path",
+    "location_of",
     "pieces_of",
-    "place_of",
     "sum_of",
     "write_whole",
 ]
@@ -43,7 +43,7 @@ class FileSum:
     crc32: int
 
 
-class Place(Protocol):
+class Location(Protocol):
     """The files of one checkpoint. `str()` of it is enough to open it in another process."""
 
     def read(self, name: str) -> bytes:
@@ -59,7 +59,11 @@ class Place(Protocol):
         """Open a new file for writing. It is durable once closed."""
 
     def is_there(self) -> bool:
-        """Whether this process can see the place."""
+        """Whether this process can see the location."""
+
+    @property
+    def address(self) -> Path | str:
+        """What users call it: a path, or a URL as text."""
 
 
 class _SyncedFile(io.BufferedWriter):
@@ -74,7 +78,7 @@ class _SyncedFile(io.BufferedWriter):
                 super().close()
 
 
-class LocalPlace:
+class LocalLocation:
     """A directory."""
 
     def __init__(self, path: Path) -> None:
@@ -107,8 +111,13 @@ class LocalPlace:
         """Whether the directory exists."""
         return self.path.is_dir()
 
+    @property
+    def address(self) -> Path:
+        """The directory's path."""
+        return self.path
 
-class RemotePlace:
+
+class RemoteLocation:
     """A prefix of any file system that fsspec knows."""
 
     def __init__(self, url: str) -> None:
@@ -138,6 +147,11 @@ class RemotePlace:
         """Prefixes have no existence of their own."""
         return True
 
+    @property
+    def address(self) -> str:
+        """The URL."""
+        return self.url
+
 
 def filesystem(url: str) -> tuple[Any, str]:
     """Return fsspec's file system for a URL, and the path in it.
@@ -156,36 +170,36 @@ def filesystem(url: str) -> tuple[Any, str]:
     return fs, str(path).rstrip("/")
 
 
-def is_url(location: str | os.PathLike[str]) -> bool:
-    """Whether a location is a URL (of anything but local files)."""
-    return "://" in str(location) and not str(location).startswith(("file://", "local://"))
+def is_url(path: str | os.PathLike[str]) -> bool:
+    """Whether a path is a URL (of anything but local files)."""
+    return "://" in str(path) and not str(path).startswith(("file://", "local://"))
 
 
-def local_path(location: str | os.PathLike[str]) -> Path:
-    """Return the path of a local location; `file://` is taken off.
+def local_path(path: str | os.PathLike[str]) -> Path:
+    """Return the path of a local path; `file://` is taken off.
 
     Raises:
         ValueError: a `Path` made from a URL, which has lost a slash.
     """
-    text = os.fspath(location)
-    if not isinstance(location, str) and _SHORT_OF_A_SLASH.match(text):
+    text = os.fspath(path)
+    if not isinstance(path, str) and _SHORT_OF_A_SLASH.match(text):
         raise ValueError(
-            f"{location!r} was a URL: Path() takes one of its slashes; pass the URL as a string"
+            f"{path!r} was a URL: Path() takes one of its slashes; pass the URL as a string"
         )
     for prefix in ("file://", "local://"):
         text = text.removeprefix(prefix)
     return Path(text)
 
 
-def place_of(location: str | os.PathLike[str]) -> Place:
-    """Return the place that a path or URL names."""
-    return RemotePlace(str(location)) if is_url(location) else LocalPlace(local_path(location))
+def location_of(path: str | os.PathLike[str]) -> Location:
+    """Return the location that a path or URL names."""
+    return RemoteLocation(str(path)) if is_url(path) else LocalLocation(local_path(path))
 
 
-def sum_of(place: Place, name: str, *, from_disk: bool = False) -> FileSum:
+def sum_of(location: Location, name: str, *, from_disk: bool = False) -> FileSum:
     """Read a file and sum it."""
     crc, length = 0, 0
-    with place.open(name, from_disk=from_disk) as file:
+    with location.open(name, from_disk=from_disk) as file:
         while chunk := file.read(_CHUNK):
             crc = zlib.crc32(chunk, crc)
             length += len(chunk)
@@ -208,8 +222,8 @@ def crc_of(file: BinaryIO, offset: int, length: int) -> int:
     return crc
 
 
-def write_whole(place: Place, name: str, data: bytes) -> FileSum:
+def write_whole(location: Location, name: str, data: bytes) -> FileSum:
     """Write a small file durably and return its sum."""
-    with place.create(name) as file:
+    with location.create(name) as file:
         file.write(data)
     return FileSum(len(data), zlib.crc32(data))

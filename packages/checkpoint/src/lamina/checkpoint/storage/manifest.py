@@ -15,18 +15,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from lamina.checkpoint.errors import CheckpointDamagedError, CheckpointError
-from lamina.checkpoint.storage.locations import FileSum, LocalPlace, Place, sum_of, write_whole
+from lamina.checkpoint.storage.locations import (
+    FileSum,
+    LocalLocation,
+    Location,
+    sum_of,
+    write_whole,
+)
 
-__all__ = [
-    "CHUNKS",
-    "FORMAT",
-    "MANIFEST",
-    "METADATA",
-    "VALUES",
-    "ChunkSums",
-    "Manifest",
-    "unreadable",
-]
+__all__ = ["CHUNKS", "MANIFEST", "METADATA", "VALUES", "ChunkSums", "Manifest", "unreadable"]
 
 
 MANIFEST = "manifest.json"
@@ -67,22 +64,22 @@ class Manifest:
         text = json.dumps({"crc32": zlib.crc32(body.encode()), "body": json.loads(body)}, indent=1)
         return text.encode()
 
-    def write(self, place: Place | Path) -> None:
+    def write(self, location: Location | Path) -> None:
         """Write `manifest.json` durably."""
-        write_whole(_place(place), MANIFEST, self.encoded())
+        write_whole(_location(location), MANIFEST, self.encoded())
 
     @classmethod
-    def read(cls, place: Place | Path) -> Manifest:
+    def read(cls, location: Location | Path) -> Manifest:
         """Read `manifest.json`.
 
         Raises:
             CheckpointDamagedError: it is missing or altered.
             CheckpointError: a newer lamina-checkpoint wrote it.
         """
-        place = _place(place)
-        where = f"{place}/{MANIFEST}"
+        location = _location(location)
+        where = f"{location}/{MANIFEST}"
         try:
-            parsed = json.loads(place.read(MANIFEST))
+            parsed = json.loads(location.read(MANIFEST))
             body = parsed["body"]
             if zlib.crc32(json.dumps(body, sort_keys=True).encode()) != parsed["crc32"]:
                 raise ValueError("its checksum does not fit its text")
@@ -104,17 +101,17 @@ class Manifest:
         except (ValueError, KeyError, TypeError) as error:
             raise CheckpointDamagedError(f"{where} can't be read: {error}") from error
 
-    def check_sizes(self, place: Place | Path) -> None:
+    def check_sizes(self, location: Location | Path) -> None:
         """Check that every file is there and as long as it was (cheap: reads no data).
 
         Raises:
             CheckpointDamagedError: naming the first that is not.
         """
-        damaged = self.wrong_size(place)
+        damaged = self.wrong_size(location)
         if damaged is not None:
             raise CheckpointDamagedError(damaged[2])
 
-    def wrong_size(self, place: Place | Path) -> tuple[str, int, str] | None:
+    def wrong_size(self, location: Location | Path) -> tuple[str, int, str] | None:
         """Return the first file that is missing or of another length.
 
         Returns:
@@ -123,58 +120,58 @@ class Manifest:
         Raises:
             CheckpointDamagedError: the disk is faulty at one.
         """
-        place = _place(place)
+        location = _location(location)
         for name, expected in self.files.items():
             try:
-                found = place.size(name)
+                found = location.size(name)
             except FileNotFoundError:
-                message = f"{place}/{name} is missing; it should have {expected.bytes} bytes"
+                message = f"{location}/{name} is missing; it should have {expected.bytes} bytes"
                 return name, 0, message
             except OSError as error:
-                raise unreadable(f"{place}/{name}", error) from error
+                raise unreadable(f"{location}/{name}", error) from error
             if found != expected.bytes:
-                message = f"{place}/{name} has {found} bytes, the manifest says {expected.bytes}"
+                message = f"{location}/{name} has {found} bytes, the manifest says {expected.bytes}"
                 return name, found, message
         return None
 
-    def check_file(self, place: Place | Path, name: str) -> None:
+    def check_file(self, location: Location | Path, name: str) -> None:
         """Read a whole file and compare its checksum.
 
         Raises:
             CheckpointDamagedError: it differs, is missing, or is not in the manifest.
         """
-        place = _place(place)
-        with self._reading(place, name):
-            found = sum_of(place, name)
-        self._compare(place, name, found)
+        location = _location(location)
+        with self._reading(location, name):
+            found = sum_of(location, name)
+        self._compare(location, name, found)
 
-    def read_file(self, place: Place, name: str) -> _Text:
+    def read_file(self, location: Location, name: str) -> _Text:
         """Read a small file and compare its checksum.
 
         Raises:
             CheckpointDamagedError: it differs, is missing, or is not in the manifest.
         """
-        with self._reading(place, name):
-            data = place.read(name)  # once: over a network it may not be the same twice
-        self._compare(place, name, FileSum(len(data), zlib.crc32(data)))
+        with self._reading(location, name):
+            data = location.read(name)  # once: over a network it may not be the same twice
+        self._compare(location, name, FileSum(len(data), zlib.crc32(data)))
         return data
 
     @contextmanager
-    def _reading(self, place: Place, name: str) -> Iterator[None]:
+    def _reading(self, location: Location, name: str) -> Iterator[None]:
         if name not in self.files:
-            raise CheckpointDamagedError(f"{place}/{name} is used but not in {MANIFEST}")
+            raise CheckpointDamagedError(f"{location}/{name} is used but not in {MANIFEST}")
         try:
             yield
         except FileNotFoundError:
-            raise CheckpointDamagedError(f"{place}/{name} is missing") from None
+            raise CheckpointDamagedError(f"{location}/{name} is missing") from None
         except OSError as error:
-            raise unreadable(f"{place}/{name}", error) from error
+            raise unreadable(f"{location}/{name}", error) from error
 
-    def _compare(self, place: Place, name: str, found: FileSum) -> None:
+    def _compare(self, location: Location, name: str, found: FileSum) -> None:
         expected = self.files[name]
         if found != expected:
             raise CheckpointDamagedError(
-                f"{place}/{name} is damaged: {found.bytes} bytes with CRC-32 "
+                f"{location}/{name} is damaged: {found.bytes} bytes with CRC-32 "
                 f"{found.crc32:08x}, written were {expected.bytes} bytes with {expected.crc32:08x}"
             )
 
@@ -186,8 +183,8 @@ def unreadable(where: str, error: OSError) -> Exception:
     return CheckpointDamagedError(f"{where} can't be read: {error}: the disk is faulty there")
 
 
-def _place(place: Place | Path) -> Place:
-    return LocalPlace(place) if isinstance(place, Path) else place
+def _location(location: Location | Path) -> Location:
+    return LocalLocation(location) if isinstance(location, Path) else location
 
 
 class ChunkSums:
@@ -206,7 +203,7 @@ class ChunkSums:
                 offset += length
 
     @classmethod
-    def read(cls, manifest: Manifest, place: Place) -> ChunkSums:
+    def read(cls, manifest: Manifest, location: Location) -> ChunkSums:
         """Read `chunks.json`; a checkpoint of format 1 has none.
 
         Raises:
@@ -214,8 +211,8 @@ class ChunkSums:
         """
         if CHUNKS not in manifest.files:
             return cls({})
-        return cls(json.loads(manifest.read_file(place, CHUNKS)))
+        return cls(json.loads(manifest.read_file(location, CHUNKS)))
 
     def of(self, name: str, offset: int) -> FileSum | None:
-        """Return length and CRC-32 of the chunk at a place, or None if none begins there."""
+        """Return length and CRC-32 of the chunk at an offset, or None if none begins there."""
         return self._sums.get((name, offset))

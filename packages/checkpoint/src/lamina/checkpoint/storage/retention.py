@@ -1,4 +1,4 @@
-"""Which checkpoints to keep."""
+"""Which checkpoints to keep: the rules, and the deletion of what no rule keeps."""
 
 from __future__ import annotations
 
@@ -7,11 +7,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["Retention"]
+from lamina.checkpoint.errors import CheckpointDamagedError
+from lamina.checkpoint.storage.locations import Location
+from lamina.checkpoint.storage.manifest import Manifest
+from lamina.checkpoint.storage.stores import Store
+
+__all__ = ["Kept", "Retention", "whole"]
 
 
 @dataclass(frozen=True)
-class Retention:
+class Kept:
     """A checkpoint is kept if any rule keeps it; the newest always is.
 
     Attributes:
@@ -43,7 +48,7 @@ class Retention:
             raise ValueError(f"best_is is {self.best_is!r}: it must be 'min' or 'max'")
 
     @property
-    def keeps_all(self) -> bool:
+    def all(self) -> bool:
         """Whether nothing is ever deleted."""
         return self.last is None and self.every is None and self.best is None
 
@@ -54,7 +59,7 @@ class Retention:
             checkpoints: step -> metric (None: saved without one) of the undamaged checkpoints.
                 Damaged ones don't count, so that they can't push the last good one out.
         """
-        if self.keeps_all:
+        if self.all:
             return []
         steps = sorted(checkpoints)
         kept = set(steps[-(self.last or 1) :])
@@ -69,3 +74,50 @@ class Retention:
             ]
             kept |= {-step for _, step in sorted(measured)[: self.best]}
         return [step for step in steps if step not in kept]
+
+
+class Retention:
+    """Deletes from a store what is not kept.
+
+    Args:
+        store: the directory of checkpoints.
+        kept: the rules.
+
+    Attributes:
+        damaged: steps whose checkpoint a restore could not read; they count for no rule.
+    """
+
+    def __init__(self, store: Store, kept: Kept) -> None:
+        self.kept, self.damaged = kept, set[int]()
+        self._store = store
+        self._manifests: dict[str, Manifest] = {}  # of the checkpoints that were kept
+
+    def retire(self, saved: Manifest) -> None:
+        """Delete what is not kept. Each manifest is read once, however many saves follow."""
+        self.damaged.discard(saved.step)  # only now: a save that fails may be tried again
+        if self.kept.all:
+            return  # nobody needs to know what is there
+        known, self._manifests = self._manifests, {}
+        metrics = {}
+        for step, location in self._store.locations().items():
+            manifest = saved if step == saved.step else whole(location, known.get(str(location)))
+            if manifest is not None and step not in self.damaged:
+                self._manifests[str(location)], metrics[step] = manifest, manifest.metric
+        for step in self.kept.doomed(metrics):
+            if step != saved.step:  # a run that went back: the newest in time
+                self._store.remove(step)
+
+
+def whole(location: Location, known: Manifest | None = None) -> Manifest | None:
+    """Return the manifest of a whole checkpoint; None if a file is missing or too short.
+
+    Args:
+        location: of the checkpoint.
+        known: its manifest, if it was read before.
+    """
+    try:
+        manifest = Manifest.read(location) if known is None else known
+        manifest.check_sizes(location)
+    except CheckpointDamagedError:
+        return None
+    return manifest

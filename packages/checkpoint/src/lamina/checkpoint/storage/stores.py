@@ -17,14 +17,12 @@ from __future__ import annotations
 import os
 import re
 import warnings
-from pathlib import Path
 from typing import Protocol
 
-from lamina.checkpoint.storage import directory
+from lamina.checkpoint.storage.directory import LocalStore
 from lamina.checkpoint.storage.locations import (
-    LocalPlace,
-    Place,
-    RemotePlace,
+    Location,
+    RemoteLocation,
     filesystem,
     is_url,
     local_path,
@@ -32,7 +30,7 @@ from lamina.checkpoint.storage.locations import (
 )
 from lamina.checkpoint.storage.manifest import MANIFEST, Manifest
 
-__all__ = ["Attempt", "LocalStore", "RemoteStore", "Store", "attempt_name", "store_of"]
+__all__ = ["Attempt", "Store", "store_of"]
 
 
 _ATTEMPT = re.compile(r"step-(\d{8,})(?:-(\d+))?")
@@ -42,12 +40,12 @@ class Attempt(Protocol):
     """A save in progress, held by the coordinator."""
 
     @property
-    def place(self) -> Place:
-        """Where to write; the checkpoint's own place once it is committed."""
+    def location(self) -> Location:
+        """Where to write; the checkpoint's own location once it is committed."""
 
     @property
-    def final(self) -> Place:
-        """The checkpoint's own place, before it is committed too."""
+    def final(self) -> Location:
+        """The checkpoint's own location, before it is committed too."""
 
     def commit(self, manifest: Manifest, *, overwrite: bool) -> None:
         """Make it complete; FileExistsError if the step is there and `overwrite` is False."""
@@ -65,20 +63,20 @@ class Store(Protocol):
 
     has_locks: bool
 
-    def places(self) -> dict[int, Place]:
-        """Return step -> place of all that have a complete name, steps ascending."""
+    def locations(self) -> dict[int, Location]:
+        """Return step -> location of all that have a complete name, steps ascending."""
 
-    def place(self, step: int) -> Place:
+    def location(self, step: int) -> Location:
         """Return where the complete checkpoint of a step is, or would be."""
 
-    def expected(self, step: int) -> Place:
+    def expected(self, step: int) -> Location:
         """Return where a step that was never saved will be; looks at nothing."""
 
     def has(self, step: int) -> bool:
         """Whether a step has a complete name."""
 
     def begin(self, step: int) -> Attempt:
-        """Make the place for a save."""
+        """Make the location for a save."""
 
     def remove(self, step: int) -> None:
         """Delete a checkpoint so that no reader sees half of it."""
@@ -90,95 +88,38 @@ class Store(Protocol):
         """Remove what killed writers left; return the names dealt with."""
 
 
-def store_of(location: str | os.PathLike[str]) -> Store:
+def store_of(path: str | os.PathLike[str]) -> Store:
     """Return the store at a path or URL."""
-    return RemoteStore(str(location)) if is_url(location) else LocalStore(local_path(location))
-
-
-class _LocalAttempt:
-    def __init__(self, root: Path, step: int) -> None:
-        self._writing = directory.WritingDirectory(root, step)
-        self.final: Place = LocalPlace(directory.complete_path(root, step))
-
-    @property
-    def place(self) -> LocalPlace:
-        return LocalPlace(self._writing.path)
-
-    def commit(self, manifest: Manifest, *, overwrite: bool) -> None:
-        manifest.write(self.place)
-        self._writing.commit(overwrite)
-
-    def abandon(self) -> None:
-        self._writing.abandon()
-
-
-class LocalStore:
-    """A directory on a file system that every rank sees."""
-
-    has_locks = True
-
-    def __init__(self, root: Path) -> None:
-        self.root = root.absolute()  # for the program may change its working directory
-
-    def places(self) -> dict[int, Place]:
-        """Return the directories that have a complete name, by step."""
-        return {step: self.place(step) for step in directory.complete_steps(self.root)}
-
-    def place(self, step: int) -> LocalPlace:
-        """Return the directory of a step."""
-        return LocalPlace(directory.complete_path(self.root, step))
-
-    def expected(self, step: int) -> LocalPlace:
-        """Return the directory of a step."""
-        return self.place(step)
-
-    def has(self, step: int) -> bool:
-        """Whether the step's directory exists."""
-        return directory.complete_path(self.root, step).is_dir()
-
-    def begin(self, step: int) -> Attempt:
-        """Make a directory with a temporary name."""
-        return _LocalAttempt(self.root, step)
-
-    def remove(self, step: int) -> None:
-        """Rename, then delete."""
-        directory.remove(self.root, step)
-
-    def note_unfinished(self) -> None:
-        """Do nothing: locks tell who is at work."""
-
-    def clean(self) -> list[str]:
-        """Remove leftovers and finish a replacement that was begun."""
-        return directory.clean(self.root)
+    return RemoteStore(str(path)) if is_url(path) else LocalStore(local_path(path))
 
 
 class _RemoteAttempt:
     def __init__(self, store: RemoteStore, step: int, number: int) -> None:
         self._store, self._step, self._number = store, step, number
         self._committed = False
-        self.place: Place = RemotePlace(f"{store.url}/{attempt_name(step, number)}")
-        self.final = self.place
+        self.location: Location = RemoteLocation(f"{store.url}/{_attempt_name(step, number)}")
+        self.final = self.location
 
     def commit(self, manifest: Manifest, *, overwrite: bool) -> None:
         if not overwrite and self._store.has(self._step):
             raise FileExistsError(
-                f"{self._store.place(self._step)} exists: save with overwrite=True to replace it"
+                f"{self._store.location(self._step)} exists: save with overwrite=True to replace it"
             )
-        write_whole(self.place, MANIFEST, manifest.encoded())
+        write_whole(self.location, MANIFEST, manifest.encoded())
         self._committed = True
         try:
             for number in self._store.attempts().get(self._step, {}):
                 if number < self._number:
                     self._store.delete(self._step, number)
         except Exception as error:  # the higher number counts; a later save deletes the others
-            warnings.warn(f"older attempts at {self.place} are left: {error}", stacklevel=2)
+            warnings.warn(f"older attempts at {self.location} are left: {error}", stacklevel=2)
 
     def abandon(self) -> None:
         if not self._committed:
             self._store.delete(self._step, self._number)
 
 
-def attempt_name(step: int, number: int) -> str:
+def _attempt_name(step: int, number: int) -> str:
     """Return the name of the number-th attempt at a step."""
     return f"step-{step:08d}" + (f"-{number}" if number else "")
 
@@ -216,22 +157,22 @@ class RemoteStore:
                 found.setdefault(int(match[1]), {})[int(match[2] or 0)] = there
         return found
 
-    def places(self) -> dict[int, Place]:
+    def locations(self) -> dict[int, Location]:
         """Return the newest complete attempt's prefix of each step that has one."""
         found = sorted(self.attempts().items())
         return {step: self._newest(step, of) for step, of in found if any(of.values())}
 
-    def place(self, step: int) -> RemotePlace:
+    def location(self, step: int) -> RemoteLocation:
         """Return the newest complete attempt's prefix."""
         return self._newest(step, self.attempts().get(step, {}))
 
-    def expected(self, step: int) -> RemotePlace:
+    def expected(self, step: int) -> RemoteLocation:
         """Return the first attempt's prefix."""
         return self._newest(step, {})
 
-    def _newest(self, step: int, attempts: dict[int, bool]) -> RemotePlace:
+    def _newest(self, step: int, attempts: dict[int, bool]) -> RemoteLocation:
         complete = [number for number, there in attempts.items() if there]
-        return RemotePlace(f"{self.url}/{attempt_name(step, max(complete, default=0))}")
+        return RemoteLocation(f"{self.url}/{_attempt_name(step, max(complete, default=0))}")
 
     def has(self, step: int) -> bool:
         """Whether the step has a manifest."""
@@ -248,7 +189,7 @@ class RemoteStore:
 
     def delete(self, step: int, number: int) -> None:
         """Delete one attempt, its manifest first."""
-        path = f"{self._root}/{attempt_name(step, number)}"
+        path = f"{self._root}/{_attempt_name(step, number)}"
         self._fs.invalidate_cache()
         try:
             if self._is_there(f"{path}/{MANIFEST}"):
@@ -274,5 +215,5 @@ class RemoteStore:
                 replaced = there and newest is not None and number < newest
                 if replaced or (not there and (step, number) in self._unfinished):
                     self.delete(step, number)
-                    dealt_with.append(attempt_name(step, number))
+                    dealt_with.append(_attempt_name(step, number))
         return dealt_with

@@ -18,7 +18,7 @@ import torch
 from lamina.checkpoint.errors import CheckpointUnsafeError
 from lamina.checkpoint.storage.locations import FileSum
 
-__all__ = []
+__all__ = ["SummingStream", "combine", "memory_of", "own_memory", "safely_loaded", "tensor_in"]
 
 
 class SummingStream(io.RawIOBase):

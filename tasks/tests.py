@@ -15,6 +15,7 @@ from tasks.environment import (
 )
 from tasks.torches import lowest_bounds, supported
 
+SLOWEST = ("--durations=20", "--durations-min=1")
 NIGHTLY = "https://download.pytorch.org/whl/nightly/cpu"
 
 
@@ -22,7 +23,7 @@ NIGHTLY = "https://download.pytorch.org/whl/nightly/cpu"
 def tests(session: nox.Session) -> None:
     """The default tests, all layers in one pytest; `-- -k EXPRESSION` and the like pass through."""
     # A module stays on one worker: the run that several tests look at is made once.
-    pytest(session, *workers("loadscope"), *session.posargs)
+    pytest(session, *workers("loadscope"), *SLOWEST, *session.posargs)
 
 
 @task(default=False)

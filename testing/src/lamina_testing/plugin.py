@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 import os
 import pickle
+import random
 import sys
 import warnings
 from collections.abc import Generator
@@ -122,6 +123,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "one are left out",
     )
     group.addoption("--slow", action="store_true", help="run tests marked `slow` too")
+    group.addoption(
+        "--shuffle",
+        nargs="?",
+        type=int,
+        const=0,
+        metavar="SEED",
+        help="run modules, and the tests in each, in a random order; without SEED in another one "
+        "each time, which the header tells",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -134,6 +144,22 @@ def pytest_configure(config: pytest.Config) -> None:
     )
     config.addinivalue_line("markers", "slow: takes long; left out without --slow")
     config.stash[_STATE] = State()
+    if config.getoption("--shuffle") == 0:
+        # A worker of pytest-xdist parses the same words, and must not draw an order of its own.
+        drawn = random.SystemRandom().randrange(1, 1 << 31)
+        config.option.shuffle = getattr(config, "workerinput", {}).get("shuffle", drawn)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """Tell a worker of pytest-xdist the order that was drawn."""
+    node.workerinput["shuffle"] = node.config.getoption("--shuffle")
+
+
+def pytest_report_header(config: pytest.Config) -> str | None:
+    """Say how to repeat a random order."""
+    seed = config.getoption("--shuffle")
+    return f"random order: --shuffle {seed}" if seed else None
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
@@ -166,15 +192,31 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     metafunc.parametrize("ranks", sizes, indirect=True, ids=[f"ranks{size}" for size in sizes])
 
 
+@pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what the options exclude; start the server if anything needs it."""
+    """Leave out what the options exclude; shuffle; start the server if anything needs it."""
     kept = [item for item in items if _is_selected(config, item)]
     if len(kept) < len(items):
         left_out = [item for item in items if item not in set(kept)]
         config.hook.pytest_deselected(items=left_out)
         items[:] = kept
+    if seed := config.getoption("--shuffle"):
+        items[:] = _shuffled(items, seed)
     if not config.option.collectonly and any(i.get_closest_marker("ranks") for i in items):
         config.stash[_STATE].start()
+
+
+def _shuffled(items: list[pytest.Item], seed: int) -> list[pytest.Item]:
+    """Shuffle modules and the tests in each; a module stays together, for its own fixtures."""
+    modules: dict[object, list[pytest.Item]] = {}
+    for item in items:
+        modules.setdefault(item.path, []).append(item)
+    order = random.Random(seed)
+    groups = list(modules.values())
+    order.shuffle(groups)
+    for group in groups:
+        order.shuffle(group)
+    return [item for group in groups for item in group]
 
 
 def _is_selected(config: pytest.Config, item: pytest.Item) -> bool:

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from lamina.ddp.optimizer import adam_cpu as blocked_adam
+from lamina.ddp.optimizer import run_kernels
+from lamina.ddp.optimizer.run_kernels import blocked_adam
 
 
 @pytest.mark.parametrize("foreach", [None, True])
@@ -16,10 +17,10 @@ from lamina.ddp.optimizer import adam_cpu as blocked_adam
     ],
 )
 def test_blocks_give_the_bits_of_the_whole(kind, more, foreach, monkeypatch):
-    monkeypatch.setattr(blocked_adam, "_BLOCK", 100)
+    monkeypatch.setattr(run_kernels, "BLOCK", 100)
     torch.manual_seed(0)
     whole = torch.nn.Parameter(torch.randn(1037))
-    mine = whole.detach().clone()
+    mine = torch.nn.Parameter(whole.detach().clone())
     optimizer = kind([whole], lr=0.01, foreach=foreach, **more)
     state = {
         "step": torch.tensor(0.0),
@@ -29,8 +30,8 @@ def test_blocks_give_the_bits_of_the_whole(kind, more, foreach, monkeypatch):
     for _ in range(4):
         whole.grad = torch.randn(1037)
         optimizer.step()
-        assert blocked_adam.takes(optimizer, optimizer.param_groups[0], state, mine)
-        blocked_adam.launch(optimizer, optimizer.param_groups[0], state, mine, whole.grad)
+        mine.grad = whole.grad
+        assert blocked_adam(optimizer, optimizer.param_groups[0], mine, state)
         assert torch.equal(mine, whole)
     for name, value in state.items():
         assert torch.equal(value, optimizer.state[whole][name]), name
@@ -49,6 +50,6 @@ def test_what_it_does_not_do_is_left_to_torch(more):
     parameter = torch.nn.Parameter(torch.randn(8))
     optimizer = torch.optim.AdamW([parameter], **{"lr": 0.1, **more})
     state = {"step": 0, "exp_avg": 0, "exp_avg_sq": 0}
-    assert not blocked_adam.takes(optimizer, optimizer.param_groups[0], state, parameter)
+    assert not blocked_adam(optimizer, optimizer.param_groups[0], parameter, state)
     plain = torch.optim.SGD([parameter], lr=0.1)
-    assert not blocked_adam.takes(plain, plain.param_groups[0], state, parameter)
+    assert not blocked_adam(plain, plain.param_groups[0], parameter, state)

@@ -1,5 +1,6 @@
 """ShardedOptimizer around every kind of optimizer, against the same optimizer in one process."""
 
+import copy
 from unittest import mock
 
 import pytest
@@ -242,6 +243,70 @@ def test_groups_and_schedulers_survive(sharded, ranks):
     assert [g["lr"] for g in optimizer.param_groups] == [g["lr"] for g in plain.param_groups]
     with pytest.raises(RuntimeError, match="add_param_group"):
         optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1))]})
+
+
+def leave_out(optimizer, parameters):
+    parameters["enter.bias"].grad = None
+
+
+def forget(optimizer, parameters):
+    del optimizer.state[parameters["leave.weight"]]
+
+
+def replace(optimizer, parameters):
+    for parameter in parameters.values():
+        state = optimizer.state[parameter]
+        state["exp_avg"] = torch.ones_like(state["exp_avg"])
+
+
+def count_anew(optimizer, parameters):
+    optimizer.state[parameters["enter.weight"]]["step"] = torch.tensor(1.0)
+
+
+def change_groups(optimizer, parameters):
+    first, second = (group["params"] for group in optimizer.param_groups)
+    second.append(first.pop(0))
+    first.reverse()
+
+
+def change_settings(optimizer, parameters):
+    optimizer.param_groups[0]["weight_decay"] = 0.5
+    optimizer.param_groups[1]["betas"] = (0.3, 0.8)
+
+
+def nothing(optimizer, parameters):
+    pass
+
+
+@pytest.mark.ranks(2)
+@SHARDED
+def test_what_users_change_between_steps_is_what_the_next_step_uses(sharded, ranks):
+    """Flat runs and their state are kept from step to step, until anything shows a change."""
+    changes = (leave_out, forget, replace, count_anew, change_groups, change_settings)
+
+    def make(parameters):
+        return torch.optim.AdamW([{"params": parameters[:3]}, {"params": parameters[3:]}], lr=0.02)
+
+    wrapped, optimizer = wrap(build(), make, sharded)
+    groups = list(wrapped.parameter_groups())
+    mains = {r.name: p for g in groups for r, p in zip(g.refs, g.main_parameters, strict=True)}
+    model = build()
+    plain, parameters = make(list(model.parameters())), dict(model.named_parameters())
+    order = [change for each in changes for change in (nothing, each, nothing)]
+    saved = None
+    for step, change in enumerate([*order, nothing], start=2):
+        loss_of(wrapped, ranks.rank, step).backward()
+        (sum(loss_of(model, rank, step) for rank in range(2)) / 2).backward()
+        for one, held in ((optimizer, mains), (plain, parameters)):
+            change(one, held)
+            one.step()
+            one.zero_grad()
+        compare(wrapped, {n: p.detach() for n, p in parameters.items()}, atol=2e-5)
+        if step == 4:
+            saved = copy.deepcopy(plain.state_dict()), copy.deepcopy(optimizer.state_dict())
+        if step == 8:
+            plain.load_state_dict(saved[0])
+            optimizer.load_state_dict(saved[1])
 
 
 class Launches(TorchDispatchMode):

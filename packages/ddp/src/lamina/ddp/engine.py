@@ -23,7 +23,7 @@ from lamina.ddp.group.group import (
 from lamina.ddp.group.weights import Weights, WeightsState, WholeWeights
 from lamina.ddp.inspect.inspection import HasGroups, InspectsItself, groups_of
 from lamina.ddp.inspect.memory import MemoryBudgets
-from lamina.ddp.optimizer.adopt_parameters import point_optimizer_at, refuse_optimizer
+from lamina.ddp.optimizer.adopt_parameters import adopt_main_parameters, refuse_optimizer
 from lamina.ddp.optimizer.flat_step import ELEMENTWISE, FlatStep
 from lamina.ddp.optimizer.whole_step import show_decoupled
 from lamina.ddp.parameters.axes import (
@@ -70,6 +70,7 @@ __all__ = [
     "WeightsFactory",
     "WeightsState",
     "WholeWeights",
+    "adopt_main_parameters",
     "check_dimensions",
     "check_experts",
     "collect_parameters",
@@ -81,7 +82,6 @@ __all__ = [
     "has_gradient_sink",
     "main_of",
     "plan_layout",
-    "point_optimizer_at",
     "refuse_optimizer",
     "registration_refusal",
     "resolve_dtypes",

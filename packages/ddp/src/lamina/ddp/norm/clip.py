@@ -102,8 +102,8 @@ def _blame(norm: float, shares: Sequence[Share], mesh: ParallelMesh | DeviceMesh
     names = [
         name
         for share in shares
-        for name, part in share.parts
-        if not bool(torch.isfinite(part).all())
+        for name, gradient in share.named
+        if not bool(torch.isfinite(gradient).all())
     ]
     here = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
     where = f" (rank at {dict(mesh.coordinate)})" if isinstance(mesh, ParallelMesh) else ""

@@ -36,13 +36,13 @@ class Share:
 
     Attributes:
         gradient: this rank's part of them, which clipping multiplies.
-        parts: (name, gradient) of each parameter in it; to be read once.
+        named: (name, gradient) of each parameter in it; to be read once.
         axes: data-parallel axes (of size > 1) along which other ranks may hold other parts.
         value: what this rank adds to the norm (see `PNorm`); None where another rank does.
     """
 
     gradient: torch.Tensor
-    parts: Iterator[tuple[str, torch.Tensor]]
+    named: Iterator[tuple[str, torch.Tensor]]
     axes: tuple[MeshAxis, ...]
     value: torch.Tensor | None
 

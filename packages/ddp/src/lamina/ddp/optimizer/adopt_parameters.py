@@ -1,19 +1,29 @@
-"""Pointing an optimizer at the parameters it will update from now on."""
+"""Main parameters in an optimizer's groups, where the module's parameters were."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 
 import torch
-from torch import nn
 from torch.optim import Optimizer
 
 from lamina.ddp.group.group import ParameterGroup
 
-__all__ = ["cut_state", "point_optimizer_at", "refuse_optimizer"]
+__all__ = ["adopt_main_parameters", "cut_state", "locate_main_parameters", "refuse_optimizer"]
 
 
-def point_optimizer_at(optimizer: Optimizer, groups: Iterable[ParameterGroup]) -> None:
+def locate_main_parameters(
+    groups: Iterable[ParameterGroup],
+) -> dict[int, tuple[ParameterGroup, int]]:
+    """The group and the index in it of each main parameter, by the parameter's `id`."""
+    return {
+        id(main): (group, index)
+        for group in groups
+        for index, main in enumerate(group.main_parameters)
+    }
+
+
+def adopt_main_parameters(optimizer: Optimizer, groups: Iterable[ParameterGroup]) -> None:
     """Replace the user's parameters in an optimizer by the main parameters that stand for them.
 
     The optimizer object, its groups and their hyperparameters stay, so schedulers made before
@@ -26,36 +36,33 @@ def point_optimizer_at(optimizer: Optimizer, groups: Iterable[ParameterGroup]) -
     Raises:
         ValueError: as `refuse_optimizer`.
     """
-    places: dict[int, tuple[ParameterGroup, int]] = {
-        id(ref.parameter): (group, index)
-        for group in groups
-        for index, ref in enumerate(group.refs)
+    located = locate_main_parameters(groups)
+    mains = {
+        id(group.refs[index].parameter): group.main_parameters[index]
+        for group, index in located.values()
     }
-    mains = {id(main) for group, _ in places.values() for main in group.main_parameters}
     apart = {
         id(ref.parameter): ref.name
-        for group, index in places.values()
+        for group, index in located.values()
         if group.main_parameters[index] is not (ref := group.refs[index]).parameter
     }
-    refuse_optimizer(optimizer, mains | places.keys(), apart)
-    for group, _ in places.values():
+    refuse_optimizer(optimizer, mains.keys() | located.keys(), apart)
+    for group, _ in located.values():
         group.has_optimizer = True
     for settings in optimizer.param_groups:
-        settings["params"] = [_main_of(p, places) for p in settings["params"]]
-    for parameter in [p for p in optimizer.state if id(p) in places]:
-        group, index = places[id(parameter)]
-        main = group.main_parameters[index]
-        if main is not parameter:
-            state = optimizer.state.pop(parameter)
-            optimizer.state[main] = {
-                name: cut_state(value, group, index) for name, value in state.items()
-            }
+        settings["params"] = [mains.get(id(p), p) for p in settings["params"]]
+    for parameter in [p for p in optimizer.state if id(p) in apart]:
+        main = mains[id(parameter)]
+        state = optimizer.state.pop(parameter)
+        optimizer.state[main] = {
+            name: cut_state(value, *located[id(main)]) for name, value in state.items()
+        }
 
 
 def refuse_optimizer(
     optimizer: Optimizer, known: Collection[int], apart: Mapping[int, str]
 ) -> None:
-    """Refuse an optimizer that cannot be pointed at main parameters.
+    """Refuse an optimizer that cannot adopt main parameters.
 
     Args:
         optimizer: any.
@@ -80,15 +87,6 @@ def refuse_optimizer(
             "parameter beside it (its weights are cut over ranks, or kept in fewer bits), so it "
             "would train nothing: use strategy 0 with fp32 weights, or another optimizer"
         )
-
-
-def _main_of(
-    parameter: nn.Parameter, places: dict[int, tuple[ParameterGroup, int]]
-) -> nn.Parameter:
-    if id(parameter) not in places:
-        return parameter
-    group, index = places[id(parameter)]
-    return group.main_parameters[index]
 
 
 def cut_state(value: object, group: ParameterGroup, index: int) -> object:

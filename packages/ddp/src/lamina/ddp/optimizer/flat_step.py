@@ -4,11 +4,22 @@ Elementwise optimizers give the same bits whether they see a parameter or a run 
 parameters, so a step needs as many kernels as there are runs, not parameters. The optimizer
 object stays the user's: for the time of a step its groups hold runs, before and after it they
 hold the parameters, with state per parameter that is a view of the same flat memory.
+
+Note [Plans of runs]
+~~~~~~~~~~~~~~~~~~~~
+A run ends where parameter groups, the parameters that have gradients, or step counts differ. To
+look at the state of every parameter in every step would cost more than the step's launches, so the
+runs of the last step are kept as a plan. A user may change anything between two steps: the groups,
+which parameters have gradients, and the state (a load replaces it). So a plan is used again only if
+the same parameters have gradients and the state of each holds the very objects that the last step
+put there. Objects are compared by identity, which costs no call in Python. Anything else makes a
+new plan from the parameters' state. Hyperparameters are no part of a plan: every step reads them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,9 +29,9 @@ from torch.optim import Optimizer
 
 from lamina.ddp.backward.grad_attribute import refuse_unsummed
 from lamina.ddp.group.group import ParameterGroup
-from lamina.ddp.optimizer import adam_cpu as blocked_adam
-from lamina.ddp.optimizer import one_pass
-from lamina.ddp.optimizer.borrowed_groups import StandIns
+from lamina.ddp.optimizer.adopt_parameters import locate_main_parameters
+from lamina.ddp.optimizer.borrowed_groups import BorrowedGroups, closure_of
+from lamina.ddp.optimizer.run_kernels import KERNELS
 from lamina.ddp.optimizer.whole_step import WholeStep
 
 __all__ = ["COUNTERS", "ELEMENTWISE", "FlatStep"]
@@ -35,28 +46,76 @@ COUNTERS = frozenset({"step", "mu_product", "eta", "mu"})
 """State of those optimizers that is one number per parameter; all else is one per element."""
 
 _STEP = "_lamina_flat_step"
+_NO_STATE: Mapping[str, Any] = {}
 
 
-@dataclass
 class _Run:
-    """Neighbouring parameters of one group that are stepped as one flat parameter."""
+    """Neighbouring parameters of one group that are stepped as one flat parameter.
 
-    group: ParameterGroup
-    indices: list[int]
-    start: int
-    stop: int
-    parameter: nn.Parameter
-    done: bool = False
-    """Stepped already, by one of the steps written here."""
-    wrote_weights: bool = False
-    """That step has written the module's weights as well."""
+    Args:
+        group: theirs.
+        indices: their indices in it, one after the other.
 
-    @property
-    def mains(self) -> list[nn.Parameter]:
-        return [self.group.main_parameters[index] for index in self.indices]
+    Attributes:
+        mains: the main parameters.
+        start: their first element in the group's main weights on this rank.
+        stop: the element after their last one.
+        parameter: those elements as one parameter.
+        state: the optimizer's for `parameter`; the state of each main parameter is views of it.
+        spread: what `state` held when the main parameters last got their part of it.
+        left: what the state of each main parameter held then.
+        wrote_weights: whether the newest step has written the module's weights as well.
+    """
+
+    def __init__(self, group: ParameterGroup, indices: list[int]) -> None:
+        self.group = group
+        self.indices = indices
+        self.mains = [group.main_parameters[index] for index in indices]
+        spans = [span for index in indices if (span := group.span_in_rest(index))[0] < span[1]]
+        self.start, self.stop = (spans[0][0], spans[-1][1]) if spans else (0, 0)
+        self.parameter = nn.Parameter(group.rest.data[self.start : self.stop])
+        self.state: dict[str, Any] = {}
+        self.spread: tuple[Any, ...] = ()
+        self.left: list[tuple[Any, ...]] = [()] * len(indices)
+        self.wrote_weights = False
+        self._main_grads = group.trained.main
+        self._offset = group.rest.range[0] - self._main_grads.range[0]
+
+    def show_gradient(self) -> None:
+        """Give `parameter` the main grads of its elements."""
+        # Sliced at every step: the memory of main grads may be given back in between.
+        start, stop = self._offset + self.start, self._offset + self.stop
+        self.parameter.grad = self._main_grads.data[start:stop].to(self.parameter.dtype)
+
+    def is_current(self, states: Mapping[Any, Any]) -> bool:
+        """Whether the main parameters' state is what the last step of this run has left."""
+        for main, left in zip(self.mains, self.left, strict=True):
+            state = states.get(main, _NO_STATE)
+            if len(state) != len(left) or not all(map(operator.is_, state.values(), left)):
+                return False
+        return True
 
 
-class FlatStep(StandIns):
+@dataclass(frozen=True)
+class _Plan:
+    """How the parameters of one of the optimizer's groups are stepped. See Note [Plans of runs].
+
+    Attributes:
+        key: `id`s of the parameters that have gradients, in the group's order.
+        runs: those that lie in groups of a wrapped module.
+        others: the rest, which is stepped as it is.
+    """
+
+    key: list[int]
+    runs: list[_Run]
+    others: list[nn.Parameter]
+
+    def is_current(self, key: list[int], states: Mapping[Any, Any]) -> bool:
+        """Whether a step over parameters with this key, and this state, is one over these runs."""
+        return self.key == key and all(run.is_current(states) for run in self.runs)
+
+
+class FlatStep(BorrowedGroups):
     """Makes an optimizer step over flat runs, and tells when it has stepped.
 
     Args:
@@ -75,14 +134,15 @@ class FlatStep(StandIns):
         self._whole = None if type(optimizer) in ELEMENTWISE else WholeStep(optimizer, ())
         self.paused = False
         """Steps are made for their state alone: gradients are read from `.grad`, nobody is told."""
-        self._place: dict[int, tuple[ParameterGroup, int]] = {}
+        self._trained: list[ParameterGroup] = []
+        self._locations: dict[int, tuple[ParameterGroup, int]] = {}
         self._computes: dict[int, str] = {}
         self._after_step: list[Callable[[], None]] = []
+        self._plans: dict[int, _Plan] = {}  # by the index of the optimizer's group
+        self._runs: list[_Run] = []  # of the step at hand
+        self._flat: dict[tuple[ParameterGroup, str], torch.Tensor] = {}
+        self._members: dict[tuple[ParameterGroup, str, int], torch.Tensor] = {}
         self._add(list(groups), after_step)
-        self._state: dict[tuple[int, str], torch.Tensor] = {}
-        self._parameters: dict[tuple[int, int, int], nn.Parameter] = {}
-        self._members: dict[tuple[int, str, int], torch.Tensor] = {}
-        self._runs: list[_Run] = []
         super().__init__(optimizer)
 
     @staticmethod
@@ -109,48 +169,45 @@ class FlatStep(StandIns):
         if self._whole is not None:
             self._whole.add(groups)
         self._after_step.append(after_step)
-        self._place.update(
-            (id(main), (group, index))
-            for group in groups
-            if group.main is not None
-            for index, main in enumerate(group.main_parameters)
-        )
+        trained = [group for group in groups if group.main is not None]
+        self._trained += trained
+        self._locations.update(locate_main_parameters(trained))
         self._computes.update(
             (id(ref.parameter), ref.name)
             for group in groups
             for ref, main in zip(group.refs, group.main_parameters, strict=True)
             if main is not ref.parameter
         )
+        self._plans.clear()
+
+    # -- the step -----------------------------------------------------------------------------
 
     def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.restore(optimizer)
-        # A closure computes the gradients inside the step: what will have one is not known yet.
-        # args[0] is the optimizer itself.
-        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         self._refuse_compute_parameters(optimizer)
-        if not self.paused and closure is None:
-            for group in self._trained():
+        # A closure computes the gradients inside the step: what will have one is not known yet.
+        known = not self.paused and closure_of(args, kwargs) is None
+        if known:
+            for group in self._trained:
                 refuse_unsummed(group, f"{type(optimizer).__name__}.step()")
-        if self._whole is not None or self.paused or closure is not None:
+        if self._whole is not None or not known:
             self._unshare_counts(optimizer)
             return
-        self._hold(optimizer)
-        for settings in optimizer.param_groups:
-            runs, rest = self._make_runs(settings["params"], optimizer)
-            self._runs.extend(runs)
-            for run in runs:
-                optimizer.state[run.parameter] = self._gather_state(run, optimizer)
-                run.wrote_weights = self._in_one_pass(run, optimizer, settings)
-                run.done = run.wrote_weights or _in_blocks(run, optimizer, settings)
-            settings["params"] = [run.parameter for run in runs if not run.done] + rest
-
-    def _trained(self) -> Iterable[ParameterGroup]:
-        return {id(group): group for group, _ in self._place.values()}.values()
+        self._borrow(optimizer)
+        for number, settings in enumerate(optimizer.param_groups):
+            plan = self._plan(number, settings["params"], optimizer)
+            self._runs += plan.runs
+            left = [
+                run.parameter for run in plan.runs if not _step_at_once(run, optimizer, settings)
+            ]
+            settings["params"] = left + plan.others
 
     def _refuse_compute_parameters(self, optimizer: Optimizer) -> None:
         """A parameter that has a main one apart never has a gradient: a step would skip it."""
-        for parameter in (p for settings in optimizer.param_groups for p in settings["params"]):
-            if (name := self._computes.get(id(parameter))) is not None:
+        for settings in optimizer.param_groups:
+            held = list(map(id, settings["params"]))
+            if not self._computes.keys().isdisjoint(held):
+                name = next(self._computes[one] for one in held if one in self._computes)
                 raise RuntimeError(
                     f"{name} was added to {type(optimizer).__name__} after the "
                     "model was wrapped, and its gradient is on a main parameter, so no step would "
@@ -166,142 +223,114 @@ class FlatStep(StandIns):
     def _put_back(self, optimizer: Optimizer, *, stepped: bool) -> None:
         self._release(optimizer)
         runs, self._runs = self._runs, []
+        plans, self._plans = self._plans, {}
         try:
             for run in runs:
-                # What a step that raised has begun to make is made anew: it may not be all there,
-                # and to spread it takes memory that may have run out.
+                # State that a step which raised has begun to make is made anew: it may not be all
+                # there, and to spread it takes memory that may have run out.
                 if stepped or optimizer.state.get(run.mains[0]):
                     self._spread_state(run, optimizer)
         finally:
             for run in runs:
                 optimizer.state.pop(run.parameter, None)
                 run.parameter.grad = None
-        for group in {id(run.group): run.group for run in runs}.values():
-            through = stepped and all(run.wrote_weights for run in runs if run.group is group)
-            group.weights.written_through(through)
-
-    def _in_one_pass(self, run: _Run, optimizer: Optimizer, settings: dict[str, Any]) -> bool:
-        """Step a run and write the module's weights at once, where a kernel can."""
-        weights, state = run.group.weights.place_of_main(), optimizer.state[run.parameter]
-        if weights is None or not one_pass.takes(optimizer, settings, state, run.parameter):
-            return False
-        gradient = run.parameter.grad
-        if gradient is None:
-            return False
-        place = weights[run.start : run.stop]
-        one_pass.launch(optimizer, settings, state, run.parameter.data, gradient, place)
-        return True
+        wrote: dict[ParameterGroup, bool] = {}
+        for run in runs:
+            wrote[run.group] = wrote.get(run.group, stepped) and run.wrote_weights
+        for group, everything in wrote.items():
+            group.weights.written_through(everything)
+        if stepped:
+            self._plans = plans
 
     # -- runs ---------------------------------------------------------------------------------
 
-    def _make_runs(
-        self, parameters: Sequence[nn.Parameter], optimizer: Optimizer
-    ) -> tuple[list[_Run], list[nn.Parameter]]:
-        """Cut the parameters that have gradients into runs; the rest is stepped as it is."""
-        by_group: dict[int, list[int]] = {}
-        groups: dict[int, ParameterGroup] = {}
-        rest: list[nn.Parameter] = []
-        for parameter in parameters:
-            if parameter.grad is None:
-                continue
-            group, index = self._place.get(id(parameter), (None, 0))
-            if group is None:
-                rest.append(parameter)
-                continue
-            groups[id(group)] = group
-            by_group.setdefault(id(group), []).append(index)
+    def _plan(self, number: int, parameters: Sequence[nn.Parameter], optimizer: Optimizer) -> _Plan:
+        """Cut the parameters that have gradients into runs; the last step's, if they still hold."""
+        stepped = [parameter for parameter in parameters if parameter.grad is not None]
+        key = list(map(id, stepped))
+        plan = self._plans.get(number)
+        if plan is None or not plan.is_current(key, optimizer.state):
+            ours = [self._locations[one] for one in key if one in self._locations]
+            others = [p for p in stepped if id(p) not in self._locations]
+            plan = self._plans[number] = _Plan(key, self._cut_runs(ours, optimizer), others)
+        return plan
+
+    def _cut_runs(
+        self, members: Iterable[tuple[ParameterGroup, int]], optimizer: Optimizer
+    ) -> list[_Run]:
+        by_group: dict[ParameterGroup, list[int]] = {}
+        for group, index in members:
+            by_group.setdefault(group, []).append(index)
         runs = []
-        for key, indices in by_group.items():
-            indices.sort()
-            piece = [indices[0]]
-            for index in indices[1:]:
-                if index == piece[-1] + 1 and self._same_history(
-                    groups[key], piece[-1], index, optimizer
-                ):
-                    piece.append(index)
+        for group, indices in by_group.items():
+            pieces: list[list[int]] = []
+            for index in sorted(indices):
+                last = pieces[-1][-1] if pieces else None
+                if last == index - 1 and _same_history(group, last, index, optimizer):
+                    pieces[-1].append(index)
                 else:
-                    runs.append(self._run(groups[key], piece))
-                    piece = [index]
-            runs.append(self._run(groups[key], piece))
-        return runs, rest
-
-    def _same_history(
-        self, group: ParameterGroup, first: int, second: int, optimizer: Optimizer
-    ) -> bool:
-        """Whether two parameters were stepped equally often (their bias corrections agree)."""
-        states = [optimizer.state.get(group.main_parameters[i], {}) for i in (first, second)]
-        if states[0].keys() != states[1].keys():
-            return False
-        one, other = (state.get("step") for state in states)
-        return one is other or bool(one == other)
-
-    def _run(self, group: ParameterGroup, indices: list[int]) -> _Run:
-        spans = [group.span_in_rest(index) for index in indices]
-        held = [span for span in spans if span[0] < span[1]]
-        start, stop = (held[0][0], held[-1][1]) if held else (0, 0)
-        # Not the place: several runs may have no elements on this rank.
-        key = (id(group), indices[0], indices[-1])
-        if key not in self._parameters:
-            self._parameters[key] = nn.Parameter(group.rest.data[start:stop])
-        parameter = self._parameters[key]
-        parameter.grad = group.gradients_to_step.data[start:stop].to(parameter.dtype)
-        return _Run(group, indices, start, stop, parameter)
+                    pieces.append([index])
+            runs += [_Run(group, piece) for piece in pieces]
+        for run in runs:
+            self._gather_state(run, optimizer)
+        return runs
 
     # -- state --------------------------------------------------------------------------------
 
-    def _gather_state(self, run: _Run, optimizer: Optimizer) -> dict[str, Any]:
+    def _gather_state(self, run: _Run, optimizer: Optimizer) -> None:
         """The run's state from its parameters': views of the flat state, brought up to date."""
-        first = optimizer.state.get(run.mains[0])
-        if not first:
-            return {}
-        state: dict[str, Any] = {}
-        for name, value in first.items():
+        for name, value in optimizer.state.get(run.mains[0], _NO_STATE).items():
             if name in COUNTERS or not isinstance(value, torch.Tensor):
                 # A copy: it is counted up in place, and parameters that this run leaves out may
                 # hold the same tensor from a run that they were part of.
-                state[name] = value.clone() if isinstance(value, torch.Tensor) else value
+                run.state[name] = value.clone() if isinstance(value, torch.Tensor) else value
                 continue
             flat = self._flat_state(run.group, name, _local(value).dtype)
             for index, main in zip(run.indices, run.mains, strict=True):
                 held = optimizer.state[main][name]
-                if held is self._members.get((id(run.group), name, index)):
+                if held is self._members.get((run.group, name, index)):
                     continue
                 start, stop = run.group.span_in_rest(index)
                 local = _local(held).reshape(-1)
                 if local.numel() and local.data_ptr() != flat[start:stop].data_ptr():
                     flat[start:stop].copy_(local)  # loaded, or made before the first flat step
-            state[name] = flat[run.start : run.stop]
-        return state
+            run.state[name] = flat[run.start : run.stop]
 
     def _spread_state(self, run: _Run, optimizer: Optimizer) -> None:
-        """Give every parameter of the run its part of the run's state."""
-        state = optimizer.state.pop(run.parameter, None)
-        if not state:
+        """Give every main parameter its part of the run's state, where it has not got that yet."""
+        values = run.state.values()
+        if len(values) == len(run.spread) and all(map(operator.is_, values, run.spread)):
             return
         # All memory first: a parameter must never be left with a part of its state.
         flats = {
             name: self._flat_state(run.group, name, value.dtype)
-            for name, value in state.items()
+            for name, value in run.state.items()
             if name not in COUNTERS and isinstance(value, torch.Tensor)
         }
-        for name, value in state.items():
-            if (flat := flats.get(name)) is not None:
-                if value.numel() and value.data_ptr() != flat[run.start : run.stop].data_ptr():
-                    flat[run.start : run.stop].copy_(value)
-                for index, main in zip(run.indices, run.mains, strict=True):
-                    key = (id(run.group), name, index)
-                    if key not in self._members:
-                        self._members[key] = run.group.member_of(flat, index)
-                    optimizer.state[main][name] = self._members[key]
-            else:
-                for main in run.mains:
-                    optimizer.state[main][name] = value
+        for name, flat in flats.items():
+            made, run.state[name] = run.state[name], flat[run.start : run.stop]
+            if made.numel() and made.data_ptr() != run.state[name].data_ptr():
+                run.state[name].copy_(made)
+        run.spread, run.left = tuple(run.state.values()), []
+        for index, main in zip(run.indices, run.mains, strict=True):
+            state = optimizer.state[main]
+            for name, value in run.state.items():
+                is_flat = name in flats
+                state[name] = self._member(run.group, name, index) if is_flat else value
+            run.left.append(tuple(state.values()))
+
+    def _member(self, group: ParameterGroup, name: str, index: int) -> torch.Tensor:
+        """One parameter's part of flat state: the same object at every call."""
+        key = (group, name, index)
+        if key not in self._members:
+            self._members[key] = group.member_of(self._flat[group, name], index)
+        return self._members[key]
 
     def _flat_state(self, group: ParameterGroup, name: str, dtype: torch.dtype) -> torch.Tensor:
-        key = (id(group), name)
-        if key not in self._state:
-            self._state[key] = torch.zeros_like(group.rest.data, dtype=dtype)
-        return self._state[key]
+        key = (group, name)
+        if key not in self._flat:
+            self._flat[key] = torch.zeros_like(group.rest.data, dtype=dtype)
+        return self._flat[key]
 
     def _unshare_counts(self, optimizer: Optimizer) -> None:
         """Parameters of a run share their counters; stepped one by one, each needs its own."""
@@ -311,15 +340,31 @@ class FlatStep(StandIns):
                     state[name] = state[name].clone()
 
 
-def _in_blocks(run: _Run, optimizer: Optimizer, settings: dict[str, Any]) -> bool:
-    """Step a run block by block, where that is the same arithmetic in less time."""
-    state, gradient = optimizer.state[run.parameter], run.parameter.grad
-    if gradient is None or not blocked_adam.takes(optimizer, settings, state, run.parameter):
+def _step_at_once(run: _Run, optimizer: Optimizer, settings: dict[str, Any]) -> bool:
+    """Step a run with a kernel, if one does it; otherwise leave it ready for the optimizer."""
+    run.show_gradient()
+    kernel, weights = KERNELS.get(run.parameter.device.type), None
+    if kernel is not None and kernel.writes_weights:
+        whole = run.group.weights.place_of_main()
+        weights = None if whole is None else whole[run.start : run.stop]
+    done = kernel is not None and kernel.step(
+        optimizer, settings, run.parameter, run.state, weights
+    )
+    run.wrote_weights = done and weights is not None
+    if not done:
+        optimizer.state[run.parameter] = run.state
+    return done
+
+
+def _same_history(group: ParameterGroup, first: int, second: int, optimizer: Optimizer) -> bool:
+    """Whether two parameters were stepped equally often (their bias corrections agree)."""
+    one, other = (optimizer.state.get(group.main_parameters[i], _NO_STATE) for i in (first, second))
+    if one.keys() != other.keys():
         return False
-    blocked_adam.launch(optimizer, settings, state, run.parameter.data, gradient)
-    return True
+    steps = one.get("step"), other.get("step")
+    return steps[0] is steps[1] or bool(steps[0] == steps[1])
 
 
 def _local(value: torch.Tensor) -> torch.Tensor:
     to_local = getattr(value, "to_local", None)
-    return to_local() if to_local is not None else value
+    return value if to_local is None else to_local()

@@ -16,7 +16,11 @@ from lamina.ddp.finalize.finalize import warn_of_unfinished_steps
 from lamina.ddp.gradients.sums import GradientState
 from lamina.ddp.group.group import ParameterGroup
 from lamina.ddp.inspect.inspection import groups_of
-from lamina.ddp.optimizer.adopt_parameters import cut_state, point_optimizer_at
+from lamina.ddp.optimizer.adopt_parameters import (
+    adopt_main_parameters,
+    cut_state,
+    locate_main_parameters,
+)
 from lamina.ddp.optimizer.flat_step import COUNTERS, ELEMENTWISE, FlatStep
 from lamina.mesh import ParallelMesh
 
@@ -53,28 +57,15 @@ class ShardedOptimizer(Optimizer):
         self, optimizer: Optimizer, module: nn.Module, mesh: ParallelMesh | DeviceMesh
     ) -> None:
         groups = groups_of(module)
-        point_optimizer_at(optimizer, groups)
+        adopt_main_parameters(optimizer, groups)
         self.optimizer = optimizer
         self._groups = groups
         ranks = (mesh.mesh if isinstance(mesh, ParallelMesh) else mesh).size()
         self.overflow_agreed = all(group.axes.size == ranks for group in groups)
         """Whether a gradient scaler's ranks see the same overflow (`ShardedGradScaler` says so)."""
-        self._place = {
-            id(main): (group, index)
-            for group in groups
-            for index, main in enumerate(group.main_parameters)
-            if group.main is not None
-        }
+        self._located = locate_main_parameters(groups)
         self._names = {
-            id(main): ref.name
-            for group in groups
-            for ref, main in zip(group.refs, group.main_parameters, strict=True)
-        }
-        self._apart = {
-            id(main)
-            for group in groups
-            for main in group.main_parameters
-            if group.main is not None and group.dtypes.main != group.dtypes.weights
+            main: group.refs[index].name for main, (group, index) in self._located.items()
         }
         self._ready = False
         # The same dictionaries, not copies: what one of the two changes, the other reads.
@@ -219,7 +210,7 @@ class ShardedOptimizer(Optimizer):
             for parameter, state in self.state.items()
         }
         for parameter in [p for group in self.param_groups for p in group["params"]]:
-            if id(parameter) in self._apart:
+            if self._is_apart(parameter):
                 states.setdefault(self._names[id(parameter)], {})[_MAIN_WEIGHTS] = parameter
         return {
             "state": states,
@@ -266,30 +257,32 @@ class ShardedOptimizer(Optimizer):
 
     def _take(self, parameter: nn.Parameter, values: dict[str, Any], held: dict[str, Any]) -> None:
         """One parameter's state, and its main weights where they are apart from the model's."""
-        if id(parameter) in self._apart and _MAIN_WEIGHTS in values:
+        if self._is_apart(parameter) and _MAIN_WEIGHTS in values:
             with torch.no_grad():
-                parameter.copy_(self._cut_weights(parameter, values[_MAIN_WEIGHTS]))
-        taken = {
-            key: _taken(self._cut(parameter, value), None if key in COUNTERS else held.get(key))
-            for key, value in values.items()
-            if key != _MAIN_WEIGHTS
-        }
+                parameter.copy_(self._cut(parameter, values[_MAIN_WEIGHTS], elementwise=True))
+        elementwise = type(self.optimizer) in ELEMENTWISE
+        taken = {}
+        for key, value in values.items():
+            if key != _MAIN_WEIGHTS:
+                cut = self._cut(parameter, value, elementwise=elementwise)
+                taken[key] = _taken(cut, None if key in COUNTERS else held.get(key))
         if taken:
             self.state[parameter] = taken
 
-    def _cut(self, parameter: nn.Parameter, value: Any) -> Any:
-        """This rank's part of a whole state tensor (saved by another strategy, or one process)."""
-        whole = isinstance(value, torch.Tensor) and not isinstance(value, ShardedTensor)
-        elementwise = type(self.optimizer) in ELEMENTWISE
-        if whole and elementwise and isinstance(parameter, ShardedTensor):
-            return cut_state(value, *self._place[id(parameter)])
-        return value
+    def _is_apart(self, parameter: nn.Parameter) -> bool:
+        """Whether a parameter's main weights have more bits than the model's."""
+        located = self._located.get(id(parameter))
+        group = None if located is None else located[0]
+        return (
+            group is not None and group.requires_grad and group.dtypes.main != group.dtypes.weights
+        )
 
-    def _cut_weights(self, parameter: nn.Parameter, value: Any) -> Any:
-        """This rank's part of main weights that another strategy saved whole."""
-        if isinstance(value, ShardedTensor) or not isinstance(parameter, ShardedTensor):
-            return value
-        return cut_state(value, *self._place[id(parameter)])
+    def _cut(self, parameter: nn.Parameter, value: Any, *, elementwise: bool) -> Any:
+        """This rank's part of a whole tensor (saved by another strategy, or one process)."""
+        is_cut = isinstance(parameter, ShardedTensor) and elementwise
+        if is_cut and not isinstance(value, ShardedTensor):
+            return cut_state(value, *self._located[id(parameter)])
+        return value
 
 
 def _refuse_cut_tensors(optimizer: Optimizer, groups: Iterable[ParameterGroup]) -> None:

@@ -16,12 +16,12 @@ from torch.optim import Optimizer
 
 from lamina.buffers import ShardedTensor
 from lamina.ddp.group.group import ParameterGroup
-from lamina.ddp.optimizer.borrowed_groups import StandIns
+from lamina.ddp.optimizer.borrowed_groups import BorrowedGroups, closure_of
 
 __all__ = ["WholeStep", "show_decoupled", "shows_decoupled"]
 
 
-class WholeStep(StandIns):
+class WholeStep(BorrowedGroups):
     """Gives an optimizer plain parameters for the time of a step.
 
     Tensors that are cut all the same are left as `ShardedTensor`s, which do what is right on a
@@ -52,9 +52,9 @@ class WholeStep(StandIns):
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         self.restore(optimizer)
-        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        closure = closure_of(args, kwargs)
         if not self._plain or closure is None:
-            self._lend(optimizer)
+            self._lend_plain(optimizer)
             return None
 
         def first() -> Any:
@@ -62,7 +62,7 @@ class WholeStep(StandIns):
             # user's parameters.
             self.restore(optimizer)
             loss = closure()
-            self._lend(optimizer)
+            self._lend_plain(optimizer)
             return loss
 
         if "closure" in kwargs:
@@ -70,18 +70,18 @@ class WholeStep(StandIns):
         return (args[0], first, *args[2:]), kwargs  # args[0] is the optimizer itself
 
     @torch.no_grad()
-    def _lend(self, optimizer: Optimizer) -> None:
+    def _lend_plain(self, optimizer: Optimizer) -> None:
         if not self._plain:
             return
-        self._hold(optimizer)
+        self._borrow(optimizer)
         for settings in optimizer.param_groups:
             settings["params"] = [
                 chosen
                 for main in settings["params"]
-                if (chosen := self._stand_in(main, optimizer)) is not None
+                if (chosen := self._plain_of(main, optimizer)) is not None
             ]
 
-    def _stand_in(self, main: nn.Parameter, optimizer: Optimizer) -> nn.Parameter | None:
+    def _plain_of(self, main: nn.Parameter, optimizer: Optimizer) -> nn.Parameter | None:
         plain = self._plain.get(id(main), main)
         if plain is None or plain is main:
             return plain

@@ -17,8 +17,8 @@ from lamina.ddp import Strategy
 from lamina.ddp.engine import (
     FlatStep,
     TransientBuffers,
+    adopt_main_parameters,
     collect_parameters,
-    point_optimizer_at,
     refuse_optimizer,
     show_decoupled,
     warn_of_unfinished_steps,
@@ -408,7 +408,7 @@ def fully_shard_optimizer(optimizer: OptimizerT, module: nn.Module) -> Optimizer
     regions = regions_of(module)
     point_at_localised(optimizer, module)
     refuse_cut_tensors(optimizer, groups, regions)
-    point_optimizer_at(optimizer, groups)
+    adopt_main_parameters(optimizer, groups)
     warn_of_unfinished_steps(optimizer, module)
     engines = [part.sharding_engine for part in parts]
     for part, engine in zip(parts, engines, strict=True):

@@ -23,7 +23,7 @@ from lamina.models import (
 )
 from lamina.models.attention import cut_sequence, join_sequence
 from lamina.models.attention import pieced as pieces
-from lamina.models.attention.context_parallel import Ring, places_of
+from lamina.models.attention.context_parallel import Ring, positions_of
 from lamina.models.attention.kernels import Flex, Varlen
 from lamina.models.attention.pieced import InPieces
 from lamina_testing import Meter
@@ -263,7 +263,7 @@ def test_attention_dropout_over_ranks_is_one_processs_with_the_same_elements_dro
     if way == "ulysses":
         assert not torch.equal(*(kept[0, head][allowed] for head in range(2)))
     else:
-        rows = [places_of(rank, 2, size, torch.device("cpu")) for rank in range(2)]
+        rows = [positions_of(rank, 2, size, torch.device("cpu")) for rank in range(2)]
         both = allowed[rows[0]] & allowed[rows[1]]
         assert not torch.equal(*(kept[..., mine, :][..., both] for mine in rows))
 

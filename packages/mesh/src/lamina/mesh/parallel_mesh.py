@@ -103,10 +103,10 @@ class ParallelMesh:
         Raises:
             AxisError: no such axis, or they can't be taken as one.
         """
-        parts = self._parts((name,) if isinstance(name, str) else tuple(name))
-        if parts not in self._axes:
-            self._axes[parts] = self._make_axis(parts)
-        return self._axes[parts]
+        dims = self._dims_of((name,) if isinstance(name, str) else tuple(name))
+        if dims not in self._axes:
+            self._axes[dims] = self._make_axis(dims)
+        return self._axes[dims]
 
     def group(self, name: str | Sequence[str]) -> dist.ProcessGroup | None:
         """The process group of `axis(name)`: None for an axis of one rank."""
@@ -177,11 +177,11 @@ class ParallelMesh:
     def _dense_coordinate(self) -> dict[str, int]:
         return {name: self._coordinate[name] for name in DENSE_AXES}
 
-    def _parts(self, names: tuple[str, ...]) -> tuple[str, ...]:
+    def _dims_of(self, names: tuple[str, ...]) -> tuple[str, ...]:
         """The mesh axes that `names` mean: derived names are taken apart."""
-        parts = tuple(part for name in names for part in DERIVED_AXES.get(name, (name,)))
-        check_axis_names(parts, self._axes_of(parts), str(self))
-        return parts
+        dims = tuple(dim for name in names for dim in DERIVED_AXES.get(name, (name,)))
+        check_axis_names(dims, self._axes_of(dims), str(self))
+        return dims
 
     def _axes_of(self, names: tuple[str, ...]) -> tuple[str, ...]:
         """Which of the two meshes has all of `names`."""
@@ -197,12 +197,12 @@ class ParallelMesh:
             f"({', '.join(EXPERT_AXES)}): they cut the same ranks in two ways and can't be joined."
         )
 
-    def _make_axis(self, parts: tuple[str, ...]) -> MeshAxis:
-        members = self.layout.ranks_through(self.rank, parts)
-        group = group_of(self._group_name(parts, members), members) if len(members) > 1 else None
-        return MeshAxis(_axis_name(parts), len(members), members.index(self.rank), members, group)
+    def _make_axis(self, dims: tuple[str, ...]) -> MeshAxis:
+        members = self.layout.ranks_through(self.rank, dims)
+        group = group_of(self._group_name(dims, members), members) if len(members) > 1 else None
+        return MeshAxis(_axis_name(dims), len(members), members.index(self.rank), members, group)
 
-    def _group_name(self, parts: tuple[str, ...], members: tuple[int, ...]) -> str:
+    def _group_name(self, dims: tuple[str, ...], members: tuple[int, ...]) -> str:
         # Axes with the same ranks share a group. Its name follows from the layout alone and never
         # from what this rank asked for before, or members would look for each other under
         # different names.
@@ -211,7 +211,7 @@ class ParallelMesh:
             if self.layout.ranks_through(self.rank, known) == members:
                 return _axis_name(known)
         wide = tuple(
-            name for name in parts if len(self.layout.ranks_through(self.rank, (name,))) > 1
+            name for name in dims if len(self.layout.ranks_through(self.rank, (name,))) > 1
         )
         return _axis_name(wide)
 
@@ -237,8 +237,8 @@ class ParallelMesh:
         return DeviceMesh.from_group(group, self.device_type, mesh_dim_names=(name,))
 
 
-def _axis_name(parts: tuple[str, ...]) -> str:
-    return next((name for name, p in DERIVED_AXES.items() if p == parts), "_".join(parts))
+def _axis_name(dims: tuple[str, ...]) -> str:
+    return next((name for name, p in DERIVED_AXES.items() if p == dims), "_".join(dims))
 
 
 def _default_device_type() -> str:

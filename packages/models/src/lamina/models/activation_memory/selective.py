@@ -56,7 +56,7 @@ class Discarder:
             self._known[storage._cdata] = StorageWeakRef(storage), output._version, recipe  # type: ignore[no-untyped-call]
         return output
 
-    def _pack(self, tensor: Tensor) -> Tensor | _Place:
+    def _pack(self, tensor: Tensor) -> Tensor | _RecipeView:
         found = self._known.get(tensor.untyped_storage()._cdata)
         if found is None:
             return tensor
@@ -65,10 +65,10 @@ class Discarder:
         # to since cannot be computed again: such tensors are saved as usual.
         if storage.expired() or tensor._version != version:  # type: ignore[no-untyped-call]
             return tensor
-        return _Place(recipe, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
+        return _RecipeView(recipe, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
 
 
-class _Place(NamedTuple):
+class _RecipeView(NamedTuple):
     """A view of a recipe's output."""
 
     recipe: _Recipe
@@ -77,7 +77,7 @@ class _Place(NamedTuple):
     offset: int
 
 
-def _unpack(packed: Tensor | _Place) -> Tensor:
+def _unpack(packed: Tensor | _RecipeView) -> Tensor:
     if isinstance(packed, Tensor):
         return packed
     output = packed.recipe.rerun().output.detach()
@@ -103,18 +103,18 @@ class _Recipe:
         self.module = module
         self.forward = forward
         self.others = [None if isinstance(x, Tensor) else x for x in inputs]
-        self.places = [i for i, x in enumerate(inputs) if isinstance(x, Tensor)]
+        self.tensors_at = [i for i, x in enumerate(inputs) if isinstance(x, Tensor)]
         self.random: _RandomState | None = None
         rate = getattr(module, "rate", 0.0)  # of a scan it is a tensor, and no probability
         if isinstance(rate, float) and rate > 0.0 and module.training:
-            self.random = _RandomState([inputs[i] for i in self.places])
+            self.random = _RandomState([inputs[i] for i in self.tensors_at])
         self.node: Callable[[], Any] = lambda: None
         self.kept: _Run | None = None
 
     def call(self, tensors: list[Tensor]) -> Tensor:
         """Run the operation on these tensors and the other inputs as they were."""
         inputs = list(self.others)
-        for place, tensor in zip(self.places, tensors, strict=True):
+        for place, tensor in zip(self.tensors_at, tensors, strict=True):
             inputs[place] = tensor
         return self.forward(*inputs)
 

@@ -32,10 +32,10 @@ from lamina.models.attention.pieced import InPieces, Piece, attend_in_pieces
 from lamina.models.base.config import TransformerConfig
 from lamina.models.layers.zigzag import cut_sequence, in_order, out_of_order
 
-__all__ = ["Ring", "check_context_parallel", "check_pattern", "parallel_pattern", "places_of"]
+__all__ = ["Ring", "check_context_parallel", "check_pattern", "parallel_pattern", "positions_of"]
 
 
-def places_of(rank: int, size: int, sequence: int, device: torch.device) -> Tensor:
+def positions_of(rank: int, size: int, sequence: int, device: torch.device) -> Tensor:
     """Where in the whole sequence a rank's tokens are: int64 `[sequence / size]`."""
     chunks = torch.arange(sequence, device=device).chunk(2 * size)
     return torch.cat((chunks[rank], chunks[2 * size - 1 - rank]))
@@ -80,8 +80,8 @@ class Ring:
         return (Piece(slice(half, tokens), everything, Block(scale)),)
 
     def _mask(self, source: int, sequence: int, device: torch.device) -> Tensor:
-        mine = places_of(self.axis.rank, self.axis.size, sequence, device)
-        theirs = places_of(source, self.axis.size, sequence, device)
+        mine = positions_of(self.axis.rank, self.axis.size, sequence, device)
+        theirs = positions_of(source, self.axis.size, sequence, device)
         if self.runs is None:
             return allowed_pairs(mine, theirs, self.window)
         runs = self.runs[:, mine], self.runs[:, theirs]
@@ -252,7 +252,7 @@ def parallel_pattern(
     sequence, device = tokens.shape[1], tokens.device
     if runs is None and window is None and not dropout and _merges(config, dtype, device):
         return GatheredKeys(axis, InPieces(causal_pieces(axis, sequence, config.score_scale)))
-    mine = places_of(axis.rank, axis.size, sequence, device)
+    mine = positions_of(axis.rank, axis.size, sequence, device)
     keys = torch.arange(sequence, device=device)
     if tokens.is_cuda and not dropout:
         return GatheredKeys(axis, flex_over(mine, keys, window, runs))

@@ -15,7 +15,7 @@ from lamina.collectives import copy_to, scatter_to
 from lamina.mesh.engine import MeshAxis
 from lamina.models.layers.zigzag import cut_sequence
 
-__all__ = ["Splice", "image_places"]
+__all__ = ["Splice", "image_positions"]
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Splice:
         return torch.where((index >= 0).unsqueeze(-1), chosen, x)
 
 
-def image_places(tokens: Tensor, image_token: int, counts: Sequence[int]) -> Tensor:
+def image_positions(tokens: Tensor, image_token: int, counts: Sequence[int]) -> Tensor:
     """Number the tokens that stand for images, in reading order.
 
     Args:

@@ -168,7 +168,7 @@ class _Softmax(NamedTuple):
     """bool `[tokens]`: whether the label counts and is one of this rank's columns."""
 
 
-def _places(
+def _columns(
     labels: Tensor, columns: int, axis: MeshAxis | None, ignored: int
 ) -> tuple[Tensor, Tensor]:
     """Which of this rank's columns each label is, and whether it is one; see `_Softmax`."""
@@ -180,7 +180,7 @@ def _places(
 def _softmax(logits: Tensor, labels: Tensor, axis: MeshAxis | None, ignored: int) -> _Softmax:
     """Turn wide logits `[tokens, columns]` into exponentials, in place."""
     group = None if axis is None else axis.group
-    column, here = _places(labels, logits.shape[1], axis, ignored)
+    column, here = _columns(labels, logits.shape[1], axis, ignored)
     largest = logits.amax(dim=1)
     all_reduce_small([largest], group, op="max")
     logits -= largest[:, None]
@@ -226,8 +226,8 @@ class _CrossEntropy(torch.autograd.Function):
         for start in range(0, flat.shape[0], ctx.chunk):
             rows = slice(start, start + ctx.chunk)
             wide = flat[rows].to(log_total.dtype) - log_total[rows, None]
-            places = _places(names[rows], flat.shape[1], ctx.axis, ctx.ignored)
-            grad_logits[rows] = _subtract_labels(wide.exp_(), *places).mul_(factor[rows, None])
+            columns = _columns(names[rows], flat.shape[1], ctx.axis, ctx.ignored)
+            grad_logits[rows] = _subtract_labels(wide.exp_(), *columns).mul_(factor[rows, None])
         return grad_logits.view(logits.shape), None, None, None, None
 
 

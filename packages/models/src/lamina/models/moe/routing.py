@@ -87,11 +87,11 @@ def within_capacity(experts: Tensor, weights: Tensor, capacity: int, drop: Drop)
     else:
         order = flat.argsort(stable=True)
     kept = torch.empty_like(flat, dtype=torch.bool)
-    kept[order] = _place_in_run(flat[order]) < capacity
+    kept[order] = _index_in_run(flat[order]) < capacity
     return kept.view_as(experts)
 
 
-def _place_in_run(ordered: Tensor) -> Tensor:
+def _index_in_run(ordered: Tensor) -> Tensor:
     """How many equal ids come before each in an ordered vector."""
     index = torch.arange(ordered.numel(), device=ordered.device)
     if not ordered.numel():
@@ -132,7 +132,7 @@ def rows_to_capacity(experts: Tensor, num_experts: int, capacity: int) -> tuple[
     ordered = flat[order]
     rows = num_experts * capacity
     place = torch.empty_like(flat)
-    place[order] = (ordered * capacity + _place_in_run(ordered)).clamp_(max=rows)
+    place[order] = (ordered * capacity + _index_in_run(ordered)).clamp_(max=rows)
     place[flat >= num_experts] = rows
     source = torch.full((rows + 1,), flat.numel(), dtype=torch.int64, device=flat.device)
     source.scatter_(0, place, torch.arange(flat.numel(), device=flat.device))

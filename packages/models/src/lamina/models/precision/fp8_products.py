@@ -172,15 +172,15 @@ class AmaxTape:
     def __init__(self, layers: Sequence[Float8Products]) -> None:
         self.layers = layers
         self.found: list[list[Tensor]] = []
-        self.place: int | None = None
+        self.next: int | None = None
 
     def run(self, layer: Float8Products, sides: dict[int, Tensor], cut: bool) -> list[Tensor]:
         """A layer's maxima: taken down in forward, in the order of calls, and read after it."""
-        if self.place is None:
+        if self.next is None:
             self.found.append(layer.maxima(sides, cut))
             return self.found[-1]
-        self.place += 1
-        return self.found[self.place - 1]
+        self.next += 1
+        return self.found[self.next - 1]
 
 
 class _Taped(AbstractContextManager[None]):
@@ -193,7 +193,7 @@ class _Taped(AbstractContextManager[None]):
 
     def __enter__(self) -> None:
         self._inner.__enter__()
-        self._tape.place = 0 if self._replay else None
+        self._tape.next = 0 if self._replay else None
         for layer in self._tape.layers:
             layer.tape = self._tape
 
@@ -336,12 +336,12 @@ class Pass:
         self._layers = layers
         self._axes = axes
         self._begun = True
-        self._ending = BackwardEnd()
+        self._backward_end = BackwardEnd()
 
     def ends_with_backward(self) -> None:
         """Called in a backward, by each layer: histories move on when it ends, once."""
-        if not self._ending.will_come:
-            self._ending.queue(self._end)
+        if not self._backward_end.will_come:
+            self._backward_end.queue(self._end)
 
     def _end(self) -> None:
         histories = [layer.amax_history for layer in self._layers]

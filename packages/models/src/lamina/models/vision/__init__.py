@@ -1,6 +1,6 @@
 """Vision: patches, the encoder, the projector, the vision-language model."""
 
-from lamina.models.decoder.splice import Splice, image_places
+from lamina.models.decoder.splice import Splice, image_positions
 from lamina.models.vision.language import VisionLanguageModel
 from lamina.models.vision.patches import Patches, VisionConfig, cut_patches
 from lamina.models.vision.transformer import Projector, VisionTransformer, WithinImages
@@ -14,5 +14,5 @@ __all__ = [
     "VisionTransformer",
     "WithinImages",
     "cut_patches",
-    "image_places",
+    "image_positions",
 ]

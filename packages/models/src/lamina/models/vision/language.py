@@ -14,7 +14,7 @@ from lamina.models.base.initialise import assign_seeds, draw_seed
 from lamina.models.base.mesh_axes import MeshLike
 from lamina.models.base.roles import KeepsRoles
 from lamina.models.decoder.gpt import GPTModel
-from lamina.models.decoder.splice import Splice, image_places
+from lamina.models.decoder.splice import Splice, image_positions
 from lamina.models.vision.patches import Images, VisionConfig
 from lamina.models.vision.transformer import Projector, VisionTransformer, blank_image
 
@@ -154,7 +154,7 @@ class VisionLanguageModel(KeepsRoles):
             images = blank_image(shape, tokens.device)
         else:
             counts = [shape.tokens_of(image) for image in images]
-        index = image_places(tokens, self.image_token, counts)
+        index = image_positions(tokens, self.image_token, counts)
         output: Tensor = self.language(
             tokens,
             labels,

@@ -12,7 +12,7 @@ from lamina.ddp import (
     finalize_grads,
     full_gradients,
 )
-from lamina.ddp.engine import finalize_plain_grads
+from lamina.ddp.engine import finalize_plain_gradients
 from lamina.mesh import ParallelLayout, mark
 
 
@@ -62,13 +62,13 @@ def test_copies_of_a_tied_parameter_on_one_rank_are_summed_and_counted_once(wrap
     modules = [DistributedDataParallel(s, config(), mesh) for s in stages] if wrapped else stages
     for scale, module in enumerate(modules, start=1):
         module(torch.full((1, 3), float(scale))).sum().backward()
-    (finalize_grads if wrapped else finalize_plain_grads)(modules, mesh)
+    (finalize_grads if wrapped else finalize_plain_gradients)(modules, mesh)
     for scale, stage in enumerate(stages, start=1):
         wanted = 3.0 if ranks.rank == 0 else float(scale)
         assert torch.equal(stage.weight.grad, torch.full((2, 3), wanted))
     if ranks.rank == 0:
         with pytest.raises(RuntimeError, match="again"):
-            (finalize_grads if wrapped else finalize_plain_grads)(modules, mesh)
+            (finalize_grads if wrapped else finalize_plain_gradients)(modules, mesh)
     norm = clip_grad_norm(modules, float("inf"), mesh)
     torch.testing.assert_close(norm, torch.tensor((6 * 9 + 6 * 1 + 6 * 4.0) ** 0.5))
 
@@ -117,18 +117,18 @@ def test_ties_that_nobody_would_sum_are_refused_where_they_are(ranks):
     holder = nn.Module()
     holder.weight = layer
     if ranks.rank in (0, 3):
-        finalize_plain_grads(holder, mesh)
+        finalize_plain_gradients(holder, mesh)
     else:
         with pytest.raises(ValueError, match=r"stage \d of 4 holds a parameter marked tied="):
-            finalize_plain_grads(holder, mesh)
+            finalize_plain_gradients(holder, mesh)
     name = {0: "one", 3: "other"}.get(ranks.rank)
     if name is not None:
         holder.weight = mark(nn.Parameter(torch.ones(2)), tied=name)
         with pytest.raises(ValueError, match="at the other end of the pipeline others"):
-            finalize_plain_grads(holder, mesh)
+            finalize_plain_gradients(holder, mesh)
         holder = holder if name == "one" else nn.Module()  # or nothing at all
         with pytest.raises(ValueError, match="at the other end of the pipeline others"):
-            finalize_plain_grads(holder, mesh)
+            finalize_plain_gradients(holder, mesh)
 
 
 @pytest.mark.ranks(2)
@@ -141,7 +141,7 @@ def test_experts_are_combined_over_their_own_tensor_axis(wrapped, ranks):
     module.forward = lambda x: (module.expert + module.dense).sum() * x
     model = DistributedDataParallel(module, config(), mesh) if wrapped else module
     model(10.0**ranks.rank).backward()
-    (finalize_grads if wrapped else finalize_plain_grads)(model, mesh)
+    (finalize_grads if wrapped else finalize_plain_gradients)(model, mesh)
     assert torch.equal(module.expert.grad, torch.full((3,), 10.0**ranks.rank))
     assert torch.equal(module.dense.grad, torch.full((3,), 11.0))
 
@@ -150,7 +150,7 @@ def test_experts_are_combined_over_their_own_tensor_axis(wrapped, ranks):
 def test_plain_gradients_are_refused_where_nobody_sums_them(ranks):
     mesh = ParallelLayout(dp_shard=2).build("cpu")
     with pytest.raises(ValueError, match="2 data-parallel ranks"):
-        finalize_plain_grads(nn.Linear(2, 2), mesh)
+        finalize_plain_gradients(nn.Linear(2, 2), mesh)
 
 
 @pytest.mark.ranks(4)
@@ -163,7 +163,7 @@ def test_plain_gradients_follow_roles_over_tp_and_stages(ranks):
     layer.weight.grad = torch.full((2, 2), value)
     if mesh.coordinate["tp"] == 0:
         layer.bias.grad = torch.full((2,), value)
-    finalize_plain_grads(layer, mesh)
+    finalize_plain_gradients(layer, mesh)
     tp, pp = mesh.coordinate["tp"], mesh.coordinate["pp"]
     assert torch.equal(layer.weight.grad, torch.full((2, 2), [101.0, 1010.0][tp]))
     assert torch.equal(layer.bias.grad, torch.full((2,), [1.0, 100.0][pp]))

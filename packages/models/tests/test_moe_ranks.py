@@ -21,7 +21,7 @@ from lamina.ddp import (
     ShardedOptimizer,
     finalize_grads,
 )
-from lamina.ddp.engine import finalize_plain_grads
+from lamina.ddp.engine import finalize_plain_gradients
 from lamina.fsdp import fully_shard
 from lamina.mesh import LayoutError, ParallelLayout, role_of, seed_everything
 from lamina.models import (
@@ -306,7 +306,7 @@ def test_bare_copies_of_experts_are_not_left_apart(ranks):
     mesh = ParallelLayout(tp=2).build("cpu")  # expert_dp is 2
     model = GPTModel(replace(CONFIG, sequence_parallel=True), mesh, seed=1)
     with pytest.raises(ValueError, match="2 ranks hold copies of the same experts"):
-        finalize_plain_grads(model, mesh)
+        finalize_plain_gradients(model, mesh)
 
 
 @pytest.mark.ranks(2)

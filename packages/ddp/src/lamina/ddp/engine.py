@@ -7,8 +7,7 @@ from lamina.ddp.backward.gradient_hooks import (
     main_of,
 )
 from lamina.ddp.backward.reducer import BackwardEnd, GradientReducer, Order
-from lamina.ddp.finalize.finalize import warn_of_unfinished_steps
-from lamina.ddp.finalize.plain_gradients import finalize_plain_grads
+from lamina.ddp.finalize.finalize import finalize_plain_gradients, warn_of_unfinished_steps
 from lamina.ddp.gradients.group_gradients import GroupGradients
 from lamina.ddp.gradients.reduction import ORDERED, Reduction, resolve_reduction
 from lamina.ddp.gradients.scratch import TransientBuffers
@@ -75,7 +74,7 @@ __all__ = [
     "check_experts",
     "collect_parameters",
     "data_parallel_axes",
-    "finalize_plain_grads",
+    "finalize_plain_gradients",
     "gradient_sink",
     "group_parameters",
     "groups_of",

@@ -306,7 +306,7 @@ class TopKRouter(nn.Module):
                 "an optimizer has stepped, and routers were not told that the step ended: biases "
                 "do not move and counts for a global loss go on. Call lamina.ddp.finalize_grads("
                 "model, mesh) after the last backward of every step (for a model without a wrapper "
-                "finalize_plain_grads, or router.finalize_step(None) in one process)",
+                "finalize_plain_gradients, or router.finalize_step(None) in one process)",
                 stacklevel=2,
             )
 

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lamina.collectives.engine import all_reduce_small, broadcast
 from lamina.ddp import finalize_grads
-from lamina.ddp.engine import HasGroups, ParameterGroup, finalize_plain_grads, groups_of
+from lamina.ddp.engine import HasGroups, ParameterGroup, finalize_plain_gradients, groups_of
 from lamina.mesh import ParallelMesh
 from lamina.mesh.engine import mesh_axis
 from lamina.models.attention.context import same_for_all
@@ -114,7 +114,7 @@ class PipelineRunner(nn.Module):
         loss = self._run(batches, labels, training=True)
         if not self.wrapped:
             if isinstance(self._mesh, ParallelMesh):
-                finalize_plain_grads(list(self.stages), self._mesh)
+                finalize_plain_gradients(list(self.stages), self._mesh)
         else:
             count = (cut_sequence(labels, self._cp) != IGNORED).sum() if self.per_token else None
             finalize_grads(list(self.stages), self._mesh, num_tokens=count)

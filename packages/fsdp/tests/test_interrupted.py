@@ -182,7 +182,9 @@ def test_a_graph_that_slots_have_left_behind_is_refused_by_name(ranks):
     kept = loss_of(model, ranks.rank)
     kept.backward(retain_graph=True)
     loss_of(model, ranks.rank).backward()  # keeps none: slots are planned
-    with pytest.raises(StaleStorageError, match=r"(root|blocks\.\d) has taken another place.*anew"):
+    with pytest.raises(
+        StaleStorageError, match=r"(root|blocks\.\d) has moved to another storage.*anew"
+    ):
         kept.backward()
     loss_of(model, ranks.rank).backward()
 

@@ -127,7 +127,9 @@ def test_units_that_share_a_place_and_then_live_together_are_refused_by_name(slo
     if not slots:
         loss.backward()
         return
-    with pytest.raises(StaleStorageError, match=r"blocks\.\d shares .* fsdp_double_buffer=False"):
+    with pytest.raises(
+        StaleStorageError, match=r"blocks\.\d shares its slot .* fsdp_double_buffer=False"
+    ):
         loss.backward()
 
 

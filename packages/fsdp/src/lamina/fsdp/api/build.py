@@ -326,7 +326,7 @@ def _make_unit(
         )
         for group in groups
     ]
-    return Unit(plan.name, plan.module, made)
+    return Unit(plan.name, plan.module, made, plan.members)
 
 
 def _weights_factory(

@@ -7,8 +7,8 @@ module is the outermost one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Concatenate, ParamSpec, Protocol, cast, overload
 
 import torch
@@ -161,12 +161,11 @@ def shard_module(
     sharding = resolve(around, settings)
     keep = _resharding(reshard_after_forward, sharding.dense.inner.size)
     inner = tuple(m for m in around.modules() if isinstance(m, ModuleWithUnit))
-    plan = UnitPlan("", around, tuple(_own(around, inner, ignored)), inner)
+    plan = UnitPlan("", around, tuple(_own(around, inner, ignored)), inner, len(modules))
     built = _Built(sharding, TransientBuffers(), storage_pool(sharding))
     (unit,) = build_units(around, [plan], sharding, built.scratch, built.pool)
-    unit.reshard_after_forward = keep is not False
-    unit.explicit_reshard = keep is not None
-    unit.members = len(modules)
+    if keep is not None:
+        unit.set_reshard_after_forward(keep)
     policy = settings.precision
     attach_hooks(
         modules,
@@ -289,38 +288,15 @@ def _make_engine(root: ModuleWithUnit) -> None:
             )
         paths.setdefault(own.unit, {})[own.member] = name
     for unit, members in paths.items():
-        if len(members) < unit.members:
+        if len(members) < unit.calls.members:
             raise RuntimeError(
                 f"{members.popitem()[1] or type(root).__name__} is one unit with modules that are "
                 f"not in {type(root).__name__}: run (or inspect) the sharded module around all of "
                 "them first"
             )
-        _name(unit, members)
+        unit.rename(members)
     built: list[_Built] = [module.__dict__[_BUILT] for module in modules.values()]
     first, *others = built
     for other in others:
         other.scratch.share(first.scratch)
-    unit = hooks[0].unit
-    if not unit.explicit_reshard:
-        unit.reshard_after_forward = False
     start_engine(hooks, first.sharding, first.scratch, first.pool)
-
-
-def _name(unit: Unit, members: Mapping[int, str]) -> None:
-    """Give a unit and its parameters their names in the whole model, which were not known before.
-
-    Args:
-        unit: the unit; of a list of modules, its parameters' names begin with the module's number.
-        members: the path of each module of it.
-    """
-    unit.name = next(iter(members.values()))
-
-    def whole(name: str) -> str:
-        path = members.get(0, "")
-        if len(members) > 1:
-            number, name = name.split(".", 1)
-            path = members[int(number)]
-        return f"{path}.{name}" if path else name
-
-    for group in unit.groups:
-        group.refs = tuple(replace(ref, name=whole(ref.name)) for ref in group.refs)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from lamina.fsdp.execution.unit import Unit
+from lamina.fsdp.execution.unit import Unit, UnitState
 from lamina.fsdp.units.plan import UnitPlan
 
 __all__ = ["GatherBudget", "check_budgets"]
@@ -19,10 +19,10 @@ class GatherBudget:
 
     Args:
         units: the model's units.
-        limit: bytes per rank; None sets no limit.
+        limit: bytes per rank.
     """
 
-    def __init__(self, units: Iterable[Unit], limit: int | None) -> None:
+    def __init__(self, units: Iterable[Unit], limit: int) -> None:
         self.limit = limit
         self._units = tuple(units)
 
@@ -33,7 +33,7 @@ class GatherBudget:
 
     def fits(self, unit: Unit) -> bool:
         """Whether a unit can be gathered beside what is live."""
-        return self.limit is None or self.live + unit.gathered_bytes - unit.live_bytes <= self.limit
+        return self.live + unit.gathered_bytes - unit.live_bytes <= self.limit
 
     def make_room(self, unit: Unit, order: Sequence[Unit], computing: Sequence[Unit]) -> None:
         """Give back what need not be there for a unit that is about to compute.
@@ -45,14 +45,14 @@ class GatherBudget:
         """
         if self.fits(unit):
             return
-        turn = {id(one): place for place, one in enumerate(order)}
+        turn = {id(one): index for index, one in enumerate(order)}
         here = turn.get(id(unit), 0)
         idle = [
             other
             for other in self._units
             if other.live_bytes
             and other is not unit
-            and not other.in_backward
+            and other.state is not UnitState.IN_BACKWARD
             and not any(other is one for one in computing)
         ]
         idle.sort(key=lambda other: abs(turn.get(id(other), len(order)) - here), reverse=True)

@@ -44,8 +44,8 @@ class OrderCheck:
         self._me = axes.inner.ranks[axes.inner.rank]
         self._groups = [axis.sibling("check") for axis in compared]
         self._sizes = [axis.size for axis in compared]
-        self._names = [unit.name or "the root" for unit in units]
-        self._places = {id(unit): place for place, unit in enumerate(units)}
+        self._names = [unit.title for unit in units]
+        self._indices = {id(unit): index for index, unit in enumerate(units)}
         self._device = device
         self._stops = ["the end of a forward", "the end of a backward"]
 
@@ -55,7 +55,7 @@ class OrderCheck:
         Raises:
             RankOrderError: if another rank gathers another, or has come to an end.
         """
-        self._meet(self._places[id(unit)], ran)
+        self._meet(self._indices[id(unit)], ran)
 
     def end(self, ran: Sequence[Unit], *, backward: bool) -> None:
         """A forward or a backward has ended in which these units ran.
@@ -68,7 +68,7 @@ class OrderCheck:
     def _meet(self, place: int, ran: Sequence[Unit]) -> None:
         flags = [0] * len(self._names)
         for unit in ran:
-            flags[self._places[id(unit)]] = 1
+            flags[self._indices[id(unit)]] = 1
         found = self._everybodys([self._me, place, *flags])
         where = [*self._names, *self._stops]
         at = "; ".join(

@@ -22,9 +22,8 @@ from lamina.ddp.engine import GradientReducer, ParameterGroup
 from lamina.fsdp.execution.budgets import GatherBudget
 from lamina.fsdp.execution.debug_order import OrderCheck
 from lamina.fsdp.execution.debug_storage import StorageCheck
-from lamina.fsdp.execution.unit import PendingBackward, Unit
+from lamina.fsdp.execution.unit import PendingBackward, Unit, UnitState
 from lamina.fsdp.settings.hardware_limits import SlotMemory, UnavailableError
-from lamina.fsdp.units.dtensors import hide_dtensors
 
 __all__ = ["Phase", "ShardingEngine"]
 
@@ -68,19 +67,23 @@ class ShardingEngine:
         storage_check: StorageCheck | None = None,
     ) -> None:
         self.units = tuple(units)
+        self.root = self.units[0]
+        self.reducer = reducer
+        self.phase = Phase.IDLE
+        self.gather_budget = None
+        if gather_budget is not None:
+            self.gather_budget = GatherBudget(self.units, gather_budget)
+        self.slot_memory = slot_memory
+        self._storage_check = storage_check
         self._order_check = order_check
         if order_check is not None:
             engine = weakref.ref(self)  # the engine holds its units, and not the other way round
             for unit in self.units:
-                unit.before_gather = functools.partial(_before_gather, engine)
-        self.gather_budget = GatherBudget(self.units, gather_budget)
-        self.root = self.units[0]
-        self.reducer = reducer
-        self.phase = Phase.IDLE
+                unit.tell_before_gathers(functools.partial(_before_gather, engine))
         self._told: set[int] = set()
         """`id`s of main parameters that belong to an optimizer which tells when it wrote them."""
-        self.slot_memory = slot_memory
-        self._storage_check = storage_check
+        self._untold = list(self.groups)
+        """Groups whose main weights somebody may write without telling."""
         self._overlap_gather = overlap_gather
         self._pool = pool
         self._planned = False
@@ -91,7 +94,7 @@ class ShardingEngine:
         self._ran_backward: list[Unit] = []
         self._recomputed: Unit | None = None
         self._all_whole = False
-        self._graph_kept = False  # by the newest backward: another may come to the same places
+        self._graph_kept = False  # by the newest backward: another may come to the same storage
 
     @property
     def groups(self) -> Iterator[ParameterGroup]:
@@ -109,31 +112,34 @@ class ShardingEngine:
         """A unit's module is about to run."""
         if self.phase is Phase.BACKWARD and torch._C._current_graph_task_id() == -1:
             self._abandon_backward()
-        recomputing = self.phase is Phase.BACKWARD
-        if unit is self.root and not recomputing:
-            self._recording = []
-            self._computing = []
-            if self.phase is Phase.IDLE:
-                for group in self.reducer.groups:
-                    # A backward that raised has emptied `.grad` too, where that is the module's.
-                    if not group.trained.at_risk:
-                        group.release_zeroed_gradients()
-            for other in self.units:
-                other.calls_without_grad = 0
-                other.called.clear()
-        if not recomputing and not torch.is_grad_enabled():
-            unit.calls_without_grad += 1
-        first = unit not in self._recording
-        if not recomputing and first:
-            self._recording.append(unit)
         self._computing.append(unit)
+        if self.phase is Phase.BACKWARD:  # recomputation
+            self._start(unit)
+            unit.finish_unshard()
+            return
+        if unit is self.root:
+            self._begin_forward()
+        training = torch.is_grad_enabled()
+        unit.calls.begin(training=training)
+        first = unit not in self._recording
+        if first:
+            self._recording.append(unit)
         self._start(unit)
-        if not recomputing and (first or unit.members == 1):
+        if first or unit.calls.members == 1:
             self._prefetch(unit, step=1)
-        unit.unshard()
-        if torch.is_grad_enabled() and not recomputing:
-            for weights in unit.gathered:
-                weights.remember_place()
+        unit.finish_unshard()
+        if training:
+            unit.save_epochs()
+
+    def _begin_forward(self) -> None:
+        self._recording = []
+        self._computing = [self.root]
+        for group in self.reducer.groups:
+            # A backward that raised has emptied `.grad` too, where that is the module's.
+            if not group.trained.at_risk:
+                group.release_zeroed_gradients()
+        for unit in self.units:
+            unit.calls.new_forward()
 
     def after_forward(self, unit: Unit, member: int = 0) -> None:
         """A unit's module has run: release it, unless backward or others of its own need it first.
@@ -147,57 +153,54 @@ class ShardingEngine:
         if self.phase is Phase.BACKWARD:
             self._after_recomputation(unit)
             return
-        training = torch.is_grad_enabled()
-        complete = unit.has_run(member)
+        training, complete = torch.is_grad_enabled(), unit.calls.end(member)
         if unit is self.root:
             self._end_forward(training)
-            if unit.explicit_reshard and unit.reshard_after_forward:
+            if unit.reshard_after_forward:
                 unit.reshard()
             return
         last = bool(self._order) and unit is self._order[-1]
-        if not complete:
-            return
-        if not training or (unit.reshard_after_forward and not last):
+        keep = training and (last or unit.reshard_after_forward is False)
+        if complete and not keep:
             unit.reshard()
 
     def _end_forward(self, training: bool) -> None:
         self._order = self._recording
         if self._order_check is not None:
             self._order_check.end(self._order, backward=False)
-        used = set(map(id, self._order))
+        called = set(self._order)
         for unit in self.units:
-            if not training or id(unit) not in used:  # gathered ahead and then not called
+            if not training or unit not in called:  # some are gathered ahead and then not called
                 unit.reshard()
 
     def _after_recomputation(self, unit: Unit) -> None:
-        if unit.in_backward:
+        if unit.state is UnitState.IN_BACKWARD:
             return
         # Keep only the newest: with reentrant checkpointing its backward comes next; when a
         # segment of several units is recomputed, the others are gathered again in their turn.
-        if self._recomputed is not None and not self._recomputed.in_backward:
-            self._recomputed.reshard()
-        self._recomputed = unit
+        before, self._recomputed = self._recomputed, unit
+        if before is None or before is unit or before.state is UnitState.IN_BACKWARD:
+            return
+        before.reshard()
 
     def _prefetch(self, unit: Unit, step: int) -> None:
-        """Start the gather of the unit that came after (or before) this one last time."""
-        for other in self._ahead(unit, step):
+        """Start the gather of the units that came after (or before) this one last time."""
+        ahead: Sequence[Unit] = ()
+        budget = self.gather_budget
+        if step in unit.prefetch:
+            ahead = unit.prefetch[step]
+        elif self._overlap_gather and unit in self._order:
+            index = self._order.index(unit)
+            ahead = self._order[index + 1 :] if step > 0 else self._order[:index][::-1]
+            ahead = ahead[:1] if budget is None else ahead
+        for other in ahead:
             if step < 0 and not other.unshard_in_backward:
                 continue
-            if not self.gather_budget.fits(other):
+            if budget is not None and not budget.fits(other):
                 return
-            # Its place may be taken for now: it is gathered when its turn comes.
+            # Its slot may be taken for now: it is gathered when its turn comes.
             with suppress(StaleStorageError):
                 other.start_unshard()
-
-    def _ahead(self, unit: Unit, step: int) -> Iterable[Unit]:
-        """Units to gather while this one computes, the nearest first."""
-        if step in unit.prefetch:
-            return unit.prefetch[step]
-        if not self._overlap_gather or unit not in self._order:
-            return ()
-        place = self._order.index(unit)
-        ahead = self._order[place + 1 :] if step > 0 else self._order[:place][::-1]
-        return ahead[:1] if self.gather_budget.limit is None else ahead
 
     def compare_order(self, unit: Unit) -> None:
         """Before a gather, with `check_order`: whether all ranks gather this unit now."""
@@ -206,36 +209,38 @@ class ShardingEngine:
             self._order_check.gather(unit, self._recording if forward else self._ran_backward)
 
     def _start(self, unit: Unit) -> None:
-        """Begin a unit's gathers; whoever sits in its place without need makes room."""
-        self.gather_budget.make_room(unit, self._order, self._computing)
+        """Begin a unit's gathers; whoever sits in its slot without need makes room."""
+        if self.gather_budget is not None:
+            self.gather_budget.make_room(unit, self._order, self._computing)
         try:
             unit.start_unshard()
         except StaleStorageError:
             for other in self.units:
-                if other is not unit and other is not self.root and not other.in_backward:
+                needed = other is unit or other is self.root
+                if not needed and other.state is not UnitState.IN_BACKWARD:
                     other.reshard()
             try:
                 unit.start_unshard()
             except StaleStorageError as error:
                 raise StaleStorageError(
-                    f"{unit.name or 'the root'} shares its place with a unit that computes at the "
-                    "same time, which it did not do in the first step: with units whose order "
-                    "changes that much use fsdp_double_buffer=False"
+                    f"{unit.title} shares its slot with a unit that computes at the same time, "
+                    "which it did not do in the first step: with units whose order changes that "
+                    "much use fsdp_double_buffer=False"
                 ) from error
 
     # -- backward -----------------------------------------------------------------------------
 
     def expect_backward(self, unit: Unit, member: int) -> None:
         """Gradients may come to outputs of a unit's module (not if it only runs again)."""
-        if unit.members > 1 and self.phase is Phase.IDLE:
-            unit.to_come.add(member)
+        if self.phase is Phase.IDLE:
+            unit.calls.expect_member(member)
 
-    def before_backward(self, unit: Unit, places: Sequence[int], member: int = 0) -> None:
+    def before_backward(self, unit: Unit, epochs: tuple[int, ...], member: int = 0) -> None:
         """The first gradient has reached one of the unit's outputs.
 
         Args:
             unit: the unit.
-            places: where its weights lay in that forward.
+            epochs: of its weights' storage in that forward.
             member: which of the unit's modules.
 
         Raises:
@@ -245,26 +250,24 @@ class ShardingEngine:
             self._abandon_backward()  # another one raised, and this one's forward is old
         if self.phase is Phase.IDLE:
             self._begin_backward()
-        unit.return_to(places)
-        unit.to_come.discard(member)
-        if not unit.in_backward:
-            unit.in_backward = True
+        unit.return_to(epochs)
+        unit.calls.member_came_back(member)
+        if unit.begin_backward():
             self._ran_backward.append(unit)
         if unit.unshard_in_backward:
             self._start(unit)
         self._prefetch(unit, step=-1)
         if unit.unshard_in_backward:
-            unit.unshard()
+            unit.finish_unshard()
 
     def after_backward(self, unit: Unit, pending: PendingBackward) -> None:
         """Gradients of the unit's inputs are there, so those of its parameters are complete."""
-        pending.done = True
-        if self.phase is not Phase.BACKWARD or unit.expects_more or unit.to_come:
+        unit.calls.came_back(pending)
+        if self.phase is not Phase.BACKWARD or unit.calls.expects_more:
             return  # another forward of this unit is still to come back; or the end closes it
         self._close(unit)
         if unit is not self.root:
-            unit.in_backward = False
-            unit.reshard()
+            unit.end_backward()
 
     def _close(self, unit: Unit) -> None:
         for group in unit.groups:
@@ -291,7 +294,7 @@ class ShardingEngine:
         for unit in self._ran_backward:
             self._close(unit)
         self.reducer.end_backward()
-        self._rest()
+        self._leave_backward()
         self._plan_slots()
         if self.reducer.is_final:
             self.expect_step()
@@ -299,32 +302,33 @@ class ShardingEngine:
     def _abandon_backward(self) -> None:
         """The last backward raised: autograd never called `_end_backward`."""
         self.reducer.abandon_backward()
-        self._rest()
+        self._leave_backward()
 
-    def _rest(self) -> None:
+    def _leave_backward(self) -> None:
         self.phase = Phase.IDLE
         self._ran_backward = []
         self._recomputed = None
         for unit in self.units:
-            unit.in_backward = False
-            unit.to_come.clear()
-            unit.reshard()
-            if not (unit.expects_more or self._graph_kept):
-                for weights in unit.gathered:
-                    weights.forget_place()
+            unit.calls.end_backward()
+            unit.end_backward()
+            if not (self._graph_kept or unit.calls.expects_more):
+                unit.forget_epochs()
 
     def _plan_slots(self) -> None:
-        """Give units that never live together common places, once a whole step was observed."""
+        """Let units that never live together share slots, once a whole step was observed."""
         if self._pool is None or self._planned or self._graph_kept or not self._order:
             return
-        if any(unit.expects_more for unit in self.units):
+        if any(unit.calls.expects_more for unit in self.units):
             return
         self._planned = True
         self._pool.plan_slots(dedicated=True)
+        self._follow_storage()
+
+    def _follow_storage(self) -> None:
+        """The pool may have moved weights: make parameters views of where they are."""
         for unit in self.units:
             for weights in unit.gathered:
-                weights.follow()
-                weights.stays = self._fixed_addresses
+                weights.follow(fixed=self._planned and self._fixed_addresses)
 
     # -- between steps ------------------------------------------------------------------------
 
@@ -336,15 +340,18 @@ class ShardingEngine:
     def follow(self, optimizer: Optimizer) -> None:
         """An optimizer will tell when it wrote the main weights it holds now."""
         self._told.update(id(p) for settings in optimizer.param_groups for p in settings["params"])
+        self._untold = [
+            group
+            for group in self.groups
+            if group.requires_grad and any(id(p) not in self._told for p in group.main_parameters)
+        ]
 
     def expect_step(self) -> None:
         """Gradients are final: an optimizer that nobody was told of may write main weights."""
-        for group in self.groups:
-            trained = group.requires_grad or not self._told
-            if trained and not all(id(main) in self._told for main in group.main_parameters):
-                group.weights.mark_changed()
+        for group in self._untold:
+            group.weights.mark_changed()
 
-    def put_to_rest(self, units: Iterable[Unit], *, loading: bool = False) -> None:
+    def put_at_rest(self, units: Iterable[Unit], *, loading: bool = False) -> None:
         """Let a module hold what the optimizer updates, wherever a forward or backward has stopped.
 
         A backward that is still to come gathers what it needs again. Inside `unsharded` whole
@@ -372,8 +379,6 @@ class ShardingEngine:
                 )
             self._abandon_backward()
         for one in units:
-            for group in one.groups:
-                hide_dtensors(group.refs)  # a forward that raised has left them there
             one.reshard(even_if_kept=True)
 
     @contextmanager
@@ -383,6 +388,7 @@ class ShardingEngine:
             stack.callback(setattr, self, "_all_whole", self._all_whole)
             self._all_whole = True
             if self._pool is not None:  # as no step needs them: slots are not planned for this
+                stack.callback(self._follow_storage)  # last of all: some go back to their slots
                 stack.enter_context(self._pool.out_of_turn())
             for unit in self.units:
                 stack.callback(unit.reshard)

@@ -65,7 +65,7 @@ class UnitHooks:
         self._input_dtype = input_dtype
         self._output_dtype = output_dtype
         self._engine: ShardingEngine | None = None
-        self.in_method = False
+        self._in_method = False
         """Inside a registered method: calls of `forward` from there find the unit gathered, and
         must not release it under the method's feet."""
 
@@ -92,29 +92,44 @@ class UnitHooks:
             )
         return self._engine
 
-    def before(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    def before(self, _: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         """Gather, and mark the inputs that gradients will come back through."""
-        self.engine.before_forward(self.unit)
-        for group in self.unit.groups:
-            show_dtensors(group.refs)
+        if self._in_method:
+            return None
+        engine, unit = self.engine, self.unit
+        engine.before_forward(unit)
+        if unit.localised:
+            show_dtensors(unit.localised)
         if self._input_dtype is not None:
             args, kwargs = _cast((args, kwargs), self._input_dtype)
         if torch.is_grad_enabled():
-            args, kwargs = _mark_inputs(self.engine, self.unit, (args, kwargs))
+            args, kwargs = _mark_inputs(engine, unit, (args, kwargs))
         return args, kwargs
 
-    def after(self, output: Any) -> Any:
+    def after(self, _: nn.Module, args: Any, output: Any) -> Any:
         """Watch for gradients of the outputs, and release."""
-        if torch.is_grad_enabled():
-            come_back = functools.partial(
-                self.engine.before_backward, self.unit, self.unit.places(), self.member
-            )
-            if _mark_outputs(output, come_back):
-                self.engine.expect_backward(self.unit, self.member)
-        for group in self.unit.groups:
-            hide_dtensors(group.refs)
-        self.engine.after_forward(self.unit, self.member)
+        if self._in_method:
+            return None
+        engine, unit = self.engine, self.unit
+        if torch.is_grad_enabled() and _mark_outputs(engine, unit, self.member, output):
+            engine.expect_backward(unit, self.member)
+        if unit.localised:
+            hide_dtensors(unit.localised)
+        engine.after_forward(unit, self.member)
         return output if self._output_dtype is None else _cast(output, self._output_dtype)
+
+    def call(self, module: Any, method: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Call a method of the unit's module as if it was `forward`."""
+        if not self.started:
+            _ = module.sharding_engine  # `shard_module`: the first call of the outermost makes it
+        with self.engine.watching():
+            args, kwargs = self.before(module, args, kwargs) or (args, kwargs)
+            entered, self._in_method = self._in_method, True
+            try:
+                output = method(module, *args, **kwargs)
+            finally:
+                self._in_method = entered
+            return output if entered else self.after(module, args, output)
 
 
 def attach_hooks(
@@ -135,22 +150,11 @@ def attach_hooks(
     made = [UnitHooks(unit, member, input_dtype, output_dtype) for member in range(len(modules))]
     for module, hooks in zip(modules, made, strict=True):
         module.__dict__[_HOOKS] = hooks
-        _attach(module, hooks)
+        before, after = map(torch.compiler.disable, (hooks.before, hooks.after))
+        module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
+        module.register_forward_hook(after)
     _settle_for_state_dicts(modules, made[0])
     return made
-
-
-def _attach(module: nn.Module, hooks: UnitHooks) -> None:
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def before(_: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-        return None if hooks.in_method else hooks.before(args, kwargs)
-
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def after(_: nn.Module, args: Any, output: Any) -> Any:
-        return None if hooks.in_method else hooks.after(output)
-
-    module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
-    module.register_forward_hook(after)
 
 
 def hooks_of(module: nn.Module) -> UnitHooks | None:
@@ -198,7 +202,7 @@ def _hook_state_dicts(
             units = () if all(module._parameters.get(n) is p for n, p in held) else units
         elif unit is hooks.engine.root:
             units = hooks.engine.units
-        hooks.engine.put_to_rest(units, loading=loading)
+        hooks.engine.put_at_rest(units, loading=loading)
 
     def before_save(module: nn.Module, *_: Any) -> None:
         settle(module, loading=False)
@@ -251,18 +255,7 @@ def register_forward_method(module: nn.Module, name: str) -> None:
 
     @functools.wraps(method)
     def gathered(*args: Any, **kwargs: Any) -> Any:
-        self: Any = owner()
-        if not hooks.started:
-            _ = self.sharding_engine  # `shard_module`: the first call of the outermost makes it
-        if hooks.in_method:
-            return method(self, *args, **kwargs)
-        hooks.in_method = True
-        try:
-            with hooks.engine.watching():
-                args, kwargs = hooks.before(args, kwargs)
-                return hooks.after(method(self, *args, **kwargs))
-        finally:
-            hooks.in_method = False
+        return hooks.call(owner(), method, args, kwargs)
 
     module.__dict__[name] = gathered
 
@@ -280,24 +273,25 @@ def _mark_inputs(engine: ShardingEngine, unit: Unit, inputs: Any) -> Any:
     if not found:
         return inputs
     marked = _AfterBackward.apply(  # type: ignore[no-untyped-call]
-        engine, unit, unit.expect_backward(), *found.values()
+        engine, unit, unit.calls.expect(), *found.values()
     )
     replaced = dict(zip(found, marked, strict=True))
     return map_tensors(inputs, lambda tensor: replaced.get(id(tensor), tensor))
 
 
-def _mark_outputs(output: Any, before_backward: Callable[[], None]) -> bool:
+def _mark_outputs(engine: ShardingEngine, unit: Unit, member: int, output: Any) -> bool:
     """Whether there are outputs that gradients may come to, which announce them from now on."""
+    epochs = unit.epochs
 
-    def hook(gradient: torch.Tensor) -> torch.Tensor:
-        before_backward()
-        return gradient
+    def announce(_: torch.Tensor) -> None:
+        engine.before_backward(unit, epochs, member)
 
-    # a hook on a leaf would stay for good
-    marked = [tensor for tensor in tensors_in(output) if tensor.grad_fn is not None]
-    for tensor in marked:
-        tensor.register_hook(hook)  # type: ignore[no-untyped-call]
-    return bool(marked)
+    marked = False
+    for tensor in tensors_in(output):
+        if tensor.grad_fn is not None:  # a hook on a leaf would stay for good
+            tensor.register_hook(announce)  # type: ignore[no-untyped-call]
+            marked = True
+    return marked
 
 
 def _cast(tree: Any, dtype: torch.dtype) -> Any:

@@ -1,9 +1,16 @@
-"""A unit at work: its groups' weights come and go together."""
+"""A unit at work: its groups' weights come and go together.
+
+A unit is in one state of `UnitState` at a time. Only its own methods change the state, by the
+table `TRANSITIONS`; the engine, the hooks and the budgets call these methods.
+"""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from enum import Enum, auto
+from operator import attrgetter
 
 import torch
 from torch import nn
@@ -11,9 +18,52 @@ from torch import nn
 from lamina.buffers import StaleStorageError
 from lamina.ddp.engine import ParameterGroup, WeightsState
 from lamina.fsdp.settings.hardware_limits import UnavailableError
+from lamina.fsdp.units.dtensors import hide_dtensors, localised_among
 from lamina.fsdp.weights.sharded import ShardedWeights
 
-__all__ = ["PendingBackward", "Unit"]
+__all__ = ["TRANSITIONS", "PendingBackward", "Unit", "UnitCalls", "UnitEvent", "UnitState"]
+
+
+class UnitState(Enum):
+    """What a unit's modules hold, and who needs it."""
+
+    AT_REST = auto()
+    """Modules hold what the optimizer updates; gathered weights are released."""
+    GATHERING = auto()
+    """Gathers have begun, and nobody has waited for them yet."""
+    WHOLE = auto()
+    """Modules hold the compute parameters."""
+    IN_BACKWARD = auto()
+    """Gradients are coming. The engine takes nothing away before the last one has come."""
+
+
+class UnitEvent(Enum):
+    """What happens to a unit."""
+
+    START = auto()
+    """Its gathers begin."""
+    USE = auto()
+    """Its modules are about to compute, forward or backward."""
+    RELEASE = auto()
+    """Whole weights are given back."""
+    BACKWARD = auto()
+    """The first gradient has reached one of its outputs."""
+    BACKWARD_END = auto()
+    """Its last gradient has come, or the backward is over."""
+
+
+_REST, _GATHERING, _WHOLE, _BACKWARD = UnitState
+TRANSITIONS: dict[UnitEvent, dict[UnitState, UnitState]] = {
+    UnitEvent.START: {_REST: _GATHERING, _WHOLE: _GATHERING},
+    UnitEvent.USE: {_GATHERING: _WHOLE},
+    UnitEvent.RELEASE: {_GATHERING: _REST, _WHOLE: _REST},
+    UnitEvent.BACKWARD: {_REST: _BACKWARD, _GATHERING: _BACKWARD, _WHOLE: _BACKWARD},
+    UnitEvent.BACKWARD_END: {_BACKWARD: _WHOLE},
+}
+"""The state after an event, by the state before. A state that is not listed stays."""
+
+_START, _USE, _RELEASE, _BEGIN_BACKWARD, _END_BACKWARD = TRANSITIONS.values()
+_EPOCH = attrgetter("epoch")
 
 
 class PendingBackward:
@@ -23,10 +73,74 @@ class PendingBackward:
     (a discarded loss, a recomputation), it is gone, and nobody waits for it.
     """
 
-    __slots__ = ("__weakref__", "done")
+    __slots__ = ("__weakref__",)
 
-    def __init__(self) -> None:
-        self.done = False
+
+class UnitCalls:
+    """A unit's forwards, and which of their backwards are still to come.
+
+    Args:
+        members: how many modules that are called are one unit (`shard_module` of a list).
+    """
+
+    def __init__(self, members: int) -> None:
+        self.members = members
+        self._ran: set[int] = set()
+        """The members that have run since all had."""
+        self._coming: set[int] = set()
+        """Of several members, those whose backward may be yet to come."""
+        self._without_grad = 0
+        """Runs in the newest forward of the model with gradients off: reentrant recomputation will
+        come back to each of them, one at a time and without notice."""
+        self._pending: set[weakref.ref[PendingBackward]] = set()
+
+    def new_forward(self) -> None:
+        """A forward of the whole model begins."""
+        self._without_grad = 0
+        self._ran.clear()
+
+    def begin(self, *, training: bool) -> None:
+        """One of the unit's modules is about to run."""
+        if not training:
+            self._without_grad += 1
+
+    def end(self, member: int) -> bool:
+        """One of them has run: whether all of them have, since this was so last."""
+        if self.members == 1:
+            return True
+        self._ran.add(member)
+        complete = len(self._ran) == self.members
+        if complete:
+            self._ran.clear()
+        return complete
+
+    def expect(self) -> PendingBackward:
+        """Note a forward that autograd will come back to; the caller puts it on the graph."""
+        pending = PendingBackward()
+        self._pending.add(weakref.ref(pending, self._pending.discard))
+        return pending
+
+    def came_back(self, pending: PendingBackward) -> None:
+        """Autograd has come back to a forward."""
+        self._pending.discard(weakref.ref(pending))
+
+    def expect_member(self, member: int) -> None:
+        """Gradients may come to outputs of one of several modules."""
+        if self.members > 1:
+            self._coming.add(member)
+
+    def member_came_back(self, member: int) -> None:
+        """They have come."""
+        self._coming.discard(member)
+
+    def end_backward(self) -> None:
+        """What has not come by now does not come in this backward."""
+        self._coming.clear()
+
+    @property
+    def expects_more(self) -> bool:
+        """Whether some forward's backward has not run yet, or may be yet to come."""
+        return self._without_grad > 1 or bool(self._pending or self._coming)
 
 
 class Unit:
@@ -35,118 +149,170 @@ class Unit:
     Args:
         name: qualified name of the unit's module; "" for the root.
         module: the module (held weakly: it holds its engine through its hooks).
-        groups: the groups that hold its own parameters.
-        reshard_after_forward: give whole weights back between forward and backward.
+        groups: the groups that hold its own parameters. Its modules hold the compute parameters.
+        members: how many modules that are called are one unit.
     """
 
     def __init__(
-        self,
-        name: str,
-        module: nn.Module,
-        groups: list[ParameterGroup],
-        reshard_after_forward: bool = True,
+        self, name: str, module: nn.Module, groups: Sequence[ParameterGroup], members: int = 1
     ) -> None:
         self.name = name
         self.module_class = type(module).__name__
         self.groups = tuple(groups)
-        self.reshard_after_forward = reshard_after_forward
-        self.explicit_reshard = False
-        """Whether somebody asked for that; otherwise the root keeps its weights for backward."""
+        self.gathered: tuple[ShardedWeights, ...] = tuple(
+            group.weights for group in groups if isinstance(group.weights, ShardedWeights)
+        )
+        """Those of the groups' weights that come and go."""
+        self.gathered_bytes = sum(weights.nbytes for weights in self.gathered)
+        """Bytes of their whole weights."""
+        self.localised = localised_among(ref for group in groups for ref in group.refs)
+        """Parameters that modules see as DTensors in their forward."""
+        self.calls = UnitCalls(members)
+        self.state = UnitState.WHOLE
+        self.reshard_after_forward: bool | None = None
+        """Whether to give whole weights back between forward and backward, as far as somebody has
+        said so. Otherwise the root keeps them, and other units do not."""
         self.unshard_in_backward = True
         """Whether backward reads the weights, as all but embeddings' do."""
         self.prefetch: dict[int, tuple[Unit, ...]] = {}
         """Units to gather when this one's forward (1) or backward (-1) begins, where somebody said
         so; otherwise the recorded order says it."""
-        self.members = 1
-        """How many modules that are called are one unit (`shard_module` of a list)."""
-        self.called: set[int] = set()
-        """Those of them that have run since all had."""
-        self.to_come: set[int] = set()
-        """Those of several whose backward may be yet to come."""
         self.stays_whole = False
-        """Whether it is given back at the end of a step only."""
-        self.in_backward = False
-        """Between this unit's pre-backward and the end of its last backward."""
-        self.calls_without_grad = 0
-        """Runs in the newest forward of the model with gradients off: reentrant recomputation will
-        come back to each of them, one at a time and without notice."""
-        self.gathered = tuple(
-            group.weights for group in groups if isinstance(group.weights, ShardedWeights)
-        )
-        """Those of the groups' weights that come and go."""
+        """Whether it is given back at the end of a step only (`keep_for_step`)."""
+        self._before_gather: Callable[[Unit], None] | None = None
         for group in groups:
             if isinstance(group.weights, ShardedWeights):
                 group.weights.belongs_to(group)
-        self.before_gather: Callable[[Unit], None] | None = None
-        """Called when a gather is about to begin (`check_order`)."""
-        self.awaited = False
-        """Between the begin of a gather and the use of what it brings."""
-        self._pending: weakref.WeakSet[PendingBackward] = weakref.WeakSet()
 
     @property
-    def gathered_bytes(self) -> int:
-        """Bytes of the whole weights that come and go."""
-        return sum(weights.nbytes for weights in self.gathered)
+    def title(self) -> str:
+        """The unit's name, for messages."""
+        return self.name or "the root"
+
+    def rename(self, paths: Mapping[int, str]) -> None:
+        """Give the unit and its parameters their names in the model around it.
+
+        Args:
+            paths: of each of its modules. Of several, the parameters' names so far begin with the
+                module's number.
+        """
+        self.name = next(iter(paths.values()))
+
+        def whole(name: str) -> str:
+            path = paths.get(0, "")
+            if len(paths) > 1:
+                number, name = name.split(".", 1)
+                path = paths[int(number)]
+            return f"{path}.{name}" if path else name
+
+        for group in self.groups:
+            group.refs = tuple(replace(ref, name=whole(ref.name)) for ref in group.refs)
 
     @property
     def live_bytes(self) -> int:
-        """Bytes of those that are there, or on their way."""
+        """Bytes of gathered weights that are there, or on their way."""
         there = (w for w in self.gathered if w.state is not WeightsState.RELEASED)
         return sum(weights.nbytes for weights in there)
 
+    # -- weights come and go ------------------------------------------------------------------
+
     def start_unshard(self) -> None:
         """Begin the gathers of all groups."""
-        self.awaited = True
-        if self.before_gather is not None and self.live_bytes < self.gathered_bytes:
-            self.before_gather(self)
+        self.state = _START.get(self.state, self.state)
+        if self._before_gather is not None and self.live_bytes < self.gathered_bytes:
+            self._before_gather(self)
         for group in self.groups:
-            group.weights.start()
+            if group.weights.state is WeightsState.RELEASED:
+                group.weights.start()
+
+    def finish_unshard(self) -> None:
+        """Wait for what `start_unshard` began, and make the modules compute with it."""
+        for group in self.groups:
+            if group.weights.state is WeightsState.GATHERING:
+                group.weights.wait()
+            group.install_compute_parameters()
+        self.state = _USE.get(self.state, self.state)
 
     def unshard(self) -> None:
-        """Make the whole weights ready and the module compute with them."""
+        """Make the whole weights ready and the modules compute with them."""
         self.start_unshard()
-        for group in self.groups:
-            group.weights.wait()
-            group.install_compute_parameters()
-        self.awaited = False
+        self.finish_unshard()
 
     def reshard(self, *, even_if_kept: bool = False) -> None:
-        """Give the whole weights back; the module holds what the optimizer updates.
+        """Give the whole weights back; modules hold what the optimizer updates.
 
         Args:
             even_if_kept: also where the unit `stays_whole` for a step.
         """
-        if self.stays_whole and not even_if_kept:
+        if self.state is UnitState.AT_REST or (self.stays_whole and not even_if_kept):
             return
-        self.awaited = False
+        self.state = _RELEASE.get(self.state, self.state)
+        for weights in self.gathered:
+            if weights.state is not WeightsState.RELEASED:
+                weights.release()
+        if self.localised:
+            hide_dtensors(self.localised)  # a forward that raised has left them there
         for group in self.groups:
-            group.weights.release()
             group.install_main_parameters()
 
-    def places(self) -> tuple[int, ...]:
-        """Where the whole weights lie now, which is where autograd saves views of them."""
-        return tuple(weights.place for weights in self.gathered)
+    def begin_backward(self) -> bool:
+        """The first gradient has reached an output: whether the unit's backward begins with it."""
+        begins = self.state is not UnitState.IN_BACKWARD
+        self.state = _BEGIN_BACKWARD.get(self.state, self.state)
+        return begins
 
-    def return_to(self, places: Sequence[int]) -> None:
-        """The backward of a forward that ran in these places comes now (again).
+    def end_backward(self) -> None:
+        """The unit's gradients are complete, or the backward is over: give the weights back."""
+        self.state = _END_BACKWARD.get(self.state, self.state)
+        self.reshard()
+
+    # -- where autograd saved views -----------------------------------------------------------
+
+    @property
+    def epochs(self) -> tuple[int, ...]:
+        """The epochs of the gathered weights' storage, in which autograd saves views of them."""
+        return tuple(map(_EPOCH, self.gathered))
+
+    def save_epochs(self) -> None:
+        """Autograd saves views of the weights now: until `forget_epochs` they come back there."""
+        for weights in self.gathered:
+            weights.save_epoch()
+
+    def return_to(self, epochs: Sequence[int]) -> None:
+        """The backward of a forward that ran in these epochs comes now (again).
 
         Raises:
-            StaleStorageError: if another place was taken since, which that graph does not know.
+            StaleStorageError: if the storage has moved since, which that graph does not know.
         """
-        if self.places() != tuple(places):
+        if self.epochs != epochs:
             raise StaleStorageError(
-                f"{self.name or 'the root'} has taken another place since the forward whose "
-                "backward runs again (retain_graph=True), as other backwards came between: run "
-                "that forward anew, walk its graph again before other backwards, or use "
+                f"{self.title} has moved to another storage since the forward whose backward runs "
+                "again (retain_graph=True), as other backwards came between: run that forward "
+                "anew, walk its graph again before other backwards, or use "
                 "fsdp_double_buffer=False"
             )
+        self.save_epochs()
+
+    def forget_epochs(self) -> None:
+        """No graph holds views of the weights any more."""
         for weights in self.gathered:
-            weights.remember_place()
+            weights.forget_epoch()
+
+    # -- choices of users ---------------------------------------------------------------------
+
+    def keep_for_step(self, keep: bool) -> None:
+        """Whether, once gathered, the unit stays whole until the end of a step."""
+        self.stays_whole = keep
+        for weights in self.gathered:
+            weights.kept_for_step = keep
+
+    def tell_before_gathers(self, hear: Callable[[Unit], None]) -> None:
+        """Call `hear(unit)` when a gather is about to begin."""
+        self._before_gather = hear
 
     def set_reshard_after_forward(self, reshard: bool) -> None:
         """Whether whole weights are given back between forward and backward, the root's too."""
         self.reshard_after_forward = reshard
-        self.explicit_reshard = True
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Divide summed gradients by this instead of the number of data-parallel ranks.
@@ -189,22 +355,3 @@ class Unit:
         for group in self.groups:
             if group.gradients is not None:
                 group.gradients.when_final = hook
-
-    def has_run(self, member: int) -> bool:
-        """One of the unit's modules has run: whether all of them have, since this was so last."""
-        self.called.add(member)
-        complete = len(self.called) == self.members
-        if complete:
-            self.called.clear()
-        return complete
-
-    def expect_backward(self) -> PendingBackward:
-        """Note a forward that autograd will come back to; the caller puts it on the graph."""
-        pending = PendingBackward()
-        self._pending.add(pending)
-        return pending
-
-    @property
-    def expects_more(self) -> bool:
-        """Whether some forward's backward has not run yet, or may be yet to come."""
-        return self.calls_without_grad > 1 or any(not pending.done for pending in self._pending)

@@ -10,7 +10,7 @@ from torch import nn
 
 from lamina.fsdp.execution.engine import ShardingEngine
 from lamina.fsdp.execution.hooks import unit_of
-from lamina.fsdp.execution.unit import Unit
+from lamina.fsdp.execution.unit import Unit, UnitState
 from lamina.fsdp.settings.hardware_limits import UnavailableError
 
 __all__ = ["UnitMethods", "UnshardHandle"]
@@ -26,7 +26,8 @@ class UnshardHandle:
 
     def wait(self) -> None:
         """Make the whole weights ready; nothing if a call of the module has done so meanwhile."""
-        if self._unit is not None and self._unit.awaited:
+        awaited = (UnitState.GATHERING, UnitState.IN_BACKWARD)
+        if self._unit is not None and self._unit.state in awaited:
             self._unit.unshard()
         self._unit = None
 

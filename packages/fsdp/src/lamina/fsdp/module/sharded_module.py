@@ -33,9 +33,7 @@ class StepMethods:
     def gather_once_per_step(self, once: bool = True) -> None:
         """Whether units that were gathered stay whole until `release_units`."""
         for unit in self.sharding_engine.units:
-            unit.stays_whole = once
-            for weights in unit.gathered:
-                weights.kept_for_step = once
+            unit.keep_for_step(once)
         if not once:
             self.release_units()
 
@@ -99,7 +97,7 @@ class ShardedModule(UnitMethods, StepMethods, nn.Module):
         """
         found = unit_of(self.get_submodule(module) if isinstance(module, str) else module)
         if found is None or found not in self.sharding_engine.units:
-            names = [unit.name or "the root" for unit in self.sharding_engine.units]
+            names = [unit.title for unit in self.sharding_engine.units]
             raise ValueError(
                 f"{module if isinstance(module, str) else type(module).__name__} is no unit of "
                 f"this model, whose units are {', '.join(names)}"
@@ -110,7 +108,9 @@ class ShardedModule(UnitMethods, StepMethods, nn.Module):
     def memory_budgets(self) -> MemoryBudgets:
         """Limits in bytes that `memory_plan` reads."""
         engine = self.sharding_engine
-        return MemoryBudgets(engine.gather_budget.limit, engine.reducer.max_bytes_in_flight)
+        budget = engine.gather_budget
+        gathers = None if budget is None else budget.limit
+        return MemoryBudgets(gathers, engine.reducer.max_bytes_in_flight)
 
     def parameter_groups(self) -> Iterator[ParameterGroup]:
         """All groups of parameters, frozen ones included, in the same order on every rank."""

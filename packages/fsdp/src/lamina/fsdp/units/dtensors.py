@@ -26,6 +26,7 @@ __all__ = [
     "hide_dtensors",
     "is_cut_dtensor",
     "localise_dtensors",
+    "localised_among",
     "point_at_localised",
     "region_of_dtensor",
     "show_dtensors",
@@ -84,29 +85,32 @@ def point_at_localised(optimizer: Optimizer, module: nn.Module) -> None:
         settings["params"] = [places.get(id(p), p) for p in settings["params"]]
 
 
-def show_dtensors(refs: Iterable[ParameterRef]) -> None:
+def localised_among(refs: Iterable[ParameterRef]) -> tuple[ParameterRef, ...]:
+    """Those that were DTensors."""
+    return tuple(ref for ref in refs if _FORM in ref.parameter.__dict__)
+
+
+def show_dtensors(localised: Iterable[ParameterRef]) -> None:
     """Let modules hold DTensors made of the (whole) compute parameters."""
-    for ref in refs:
-        form = ref.parameter.__dict__.get(_FORM)
-        if form is not None:
-            from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor import DTensor
 
-            made = DTensor.from_local(
-                ref.parameter,
-                form.mesh,
-                form.placements,
-                run_check=False,
-                shape=form.shape,
-                stride=form.stride,
-            )
-            ref.install(made)  # type: ignore[arg-type]  # no leaf: it lives for one forward
+    for ref in localised:
+        form: _Form = ref.parameter.__dict__[_FORM]
+        made = DTensor.from_local(
+            ref.parameter,
+            form.mesh,
+            form.placements,
+            run_check=False,
+            shape=form.shape,
+            stride=form.stride,
+        )
+        ref.install(made)  # type: ignore[arg-type]  # no leaf: it lives for one forward
 
 
-def hide_dtensors(refs: Iterable[ParameterRef]) -> None:
+def hide_dtensors(localised: Iterable[ParameterRef]) -> None:
     """Let modules hold the compute parameters again."""
-    for ref in refs:
-        if _FORM in ref.parameter.__dict__:
-            ref.install(ref.parameter)
+    for ref in localised:
+        ref.install(ref.parameter)
 
 
 def is_cut_dtensor(parameter: torch.Tensor) -> bool:

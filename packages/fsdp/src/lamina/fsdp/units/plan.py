@@ -23,6 +23,8 @@ class UnitPlan:
     refs: tuple[ParameterRef, ...]
     inner: tuple[nn.Module, ...] = ()
     """Units inside this one: their modules are not its own."""
+    members: int = 1
+    """How many modules that are called are this one unit."""
 
     def own_modules(self) -> Iterator[nn.Module]:
         """The unit's modules, without those of units inside it."""

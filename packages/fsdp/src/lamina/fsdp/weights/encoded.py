@@ -69,8 +69,7 @@ class EncodedWeights(ShardedWeights):
         self._encode()
 
     def _gather(self) -> Handle | None:
-        self._pool.acquire(self._key, epoch=self._epoch)
-        self.follow()
+        self.acquire()
         size, group = self.local.layout.size, self.axes.inner.sibling("gather")
         codes = self._codes.new_empty(size)
         side = self._side.new_empty(size // self._codec.block)
@@ -90,6 +89,5 @@ class EncodedWeights(ShardedWeights):
             codes, side = self._gathered
             blocks = (-1, self._codec.block)
             with torch.no_grad():
-                whole = self._pool.destination(self._key)
-                self._codec.decode(codes.view(blocks), side, whole.view(blocks))
+                self._codec.decode(codes.view(blocks), side, self.acquire().view(blocks))
         self._gathered = self._side_handle = None

@@ -128,9 +128,7 @@ class OffloadedWeights(ShardedWeights):
     _side: SideStream | None = None
 
     def _gather(self) -> Handle | None:
-        self._pool.acquire(self._key, epoch=self._epoch)
-        self.follow()
-        whole = self._pool.destination(self._key)
+        whole = self.acquire()
         start, stop = self.local.range
         if self._side is None:
             self._side = SideStream(whole.device)

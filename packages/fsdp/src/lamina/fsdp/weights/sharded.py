@@ -32,12 +32,17 @@ class ShardedWeights(Weights):
         self, local: FlatBuffer, axes: DataParallelAxes, pool: StoragePool, key: Hashable
     ) -> None:
         super().__init__(local, axes)
+        self.key = key
+        self.nbytes = local.layout.size * local.dtype.itemsize
+        """Bytes of the whole weights."""
+        self.epoch = 0
+        """How often the storage has moved. Views of the weights are of one epoch, and an epoch that
+        is over never comes back."""
+        self._fixed = False
         self._pool = pool
-        self._key = key
         self._full = pool.register(key, local.layout.size, local.data.dtype)
+        self._destination: torch.Tensor | None = None
         self._saved_epoch: int | None = None
-        self.stays = False
-        """Never take another place than the present one, whoever has to make room."""
         self._group: weakref.ref[ParameterGroup] | None = None
 
     @property
@@ -45,78 +50,63 @@ class ShardedWeights(Weights):
         """The whole weights' flat tensor; released, its storage has no bytes."""
         return self._full
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the whole weights."""
-        return self.local.layout.size * self.local.dtype.itemsize
-
-    @property
-    def key(self) -> Hashable:
-        """This group's name in the pool."""
-        return self._key
-
     def belongs_to(self, group: ParameterGroup) -> None:
         """Say whose parameters are views of the storage, so that they can follow it."""
         self._group = weakref.ref(group)
 
-    def remember_place(self) -> None:
-        """Autograd saves views of the storage: until `forget_place` it has to come back there."""
-        self._saved_epoch = self._pool.epoch(self._key)
+    def save_epoch(self) -> None:
+        """Autograd saves views now: until `forget_epoch` the storage has to be this one."""
+        self._saved_epoch = self.epoch
 
-    @property
-    def place(self) -> int:
-        """Number of the place that the storage has now; one that it left is never had again."""
-        return self._pool.epoch(self._key)
-
-    def forget_place(self) -> None:
+    def forget_epoch(self) -> None:
         """No graph holds views of the storage any more."""
         self._saved_epoch = None
 
     @contextmanager
     def moving(self) -> Iterator[None]:
-        """For the time being, take another place where the own one is taken."""
-        before, self.stays = self.stays, False
+        """For the time being, move where the own storage is taken."""
+        before, self._fixed = self._fixed, False
         try:
             yield
         finally:
-            self.stays = before
+            self._fixed = before
 
-    @property
-    def _epoch(self) -> int | None:
-        """The place to come back to, where it has to be that one."""
-        if self._saved_epoch is None and self.stays:
-            return self._pool.epoch(self._key)
-        return self._saved_epoch
+    def acquire(self) -> torch.Tensor:
+        """Take storage for the whole weights, where the parameters' views are: write there.
 
-    def follow(self) -> None:
-        """Make the parameters views of the storage where it is now, if it has moved."""
-        moved = self._pool.tensor(self._key)
+        Raises:
+            StaleStorageError: the storage that autograd knows is taken by another live unit.
+        """
+        wanted = self.epoch if self._fixed else self._saved_epoch
+        if self._pool.acquire(self.key, epoch=wanted) is not self._full:
+            self.follow()
+        if self._destination is None:
+            self._destination = self._pool.destination(self.key)
+        return self._destination
+
+    def follow(self, *, fixed: bool | None = None) -> None:
+        """Make the parameters views of the storage where it is now, if it has moved.
+
+        Args:
+            fixed: whether it never moves from now on, whoever has to make room; None leaves that.
+        """
+        self._fixed = self._fixed if fixed is None else fixed
+        moved = self._pool.tensor(self.key)
         group = self._group() if self._group is not None else None
         if moved is self._full or group is None:
             return
-        self._full = moved
+        self._full, self._destination = moved, None
+        self.epoch = self._pool.epoch(self.key)
         for parameter, view in zip(
             group.compute_parameters,
-            self._pool.views(self._key, self.local.layout).values(),
+            self._pool.views(self.key, self.local.layout).values(),
             strict=True,
         ):
             parameter.data = view
 
     def _gather(self) -> Handle | None:
-        """Bring the whole weights in.
-
-        Raises:
-            StaleStorageError: the place that autograd knows is taken by another live unit.
-        """
-        self._pool.acquire(self._key, epoch=self._epoch)
-        self.follow()
-        # Autograd saved views of this storage in forward. The gather brings the same values back,
-        # which a shared version counter would take for an overwrite: the destination has its own.
         return all_gather_into(
-            self._pool.destination(self._key),
-            self.local.data,
-            self.axes.inner.sibling("gather"),
-            async_op=True,
+            self.acquire(), self.local.data, self.axes.inner.sibling("gather"), async_op=True
         )
 
     def _invalidate(self) -> None:
@@ -127,5 +117,5 @@ class ShardedWeights(Weights):
         if self.state is WeightsState.RELEASED:
             return
         self.wait()
-        self._pool.release(self._key)
+        self._pool.release(self.key)
         self.state = WeightsState.RELEASED

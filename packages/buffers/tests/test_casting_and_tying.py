@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lamina.buffers import Granularity, casting
+from lamina.buffers import Granularity, in_place_cast
 from lamina.buffers.engine import cast_in_place, collect_specs
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn]
@@ -24,11 +24,14 @@ def test_a_cast_in_place_gives_the_values_of_a_cast(old, new, numel, head):
     room = torch.empty(numel * 8 + 16, dtype=torch.uint8)
     region = room.view(old)[:numel] if numel else room[:0].view(old)
     region = region.copy_(values)
-    saved, casting._HEAD = casting._HEAD, head  # small pieces, so that all of them occur
+    saved, in_place_cast._HEAD = (
+        in_place_cast._HEAD,
+        head,
+    )  # so that all pieces occur
     try:
         result = cast_in_place(region, new)
     finally:
-        casting._HEAD = saved
+        in_place_cast._HEAD = saved
     assert result.data_ptr() == region.data_ptr()
     assert torch.equal(result.view(torch.uint8), values.to(new).view(torch.uint8))
 

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lamina.buffers import BufferLayout, FlatBuffer, Shard, ShardedTensor, TensorSpec
-from lamina.buffers.engine import PlainAxis, Region, TensorPart
+from lamina.buffers.engine import PlainAxis, TensorPart, TensorRegion
 
 
 def tp_piece(whole, dim, rank, size, blocks=None):
@@ -47,7 +47,7 @@ def test_parts_of_all_ranks_tile_the_whole(name, tp, dp):
     whole = torch.arange(1.0, torch.Size(shape).numel() + 1).view(shape)
     read = torch.zeros(shape)
     for t in range(tp):
-        region = Region.whole(shape).cut(dim, t, tp, blocks)
+        region = TensorRegion.whole(shape).cut(dim, t, tp, blocks)
         local = tp_piece(whole, dim, t, tp, blocks)
         assert region.part_shape == tuple(local.shape)
         for d in range(dp):
@@ -71,7 +71,7 @@ def test_a_whole_copied_into_parts_gives_each_its_elements(data):
     whole = torch.randn(shape, generator=torch.Generator().manual_seed(0))
     for e in range(ep):
         for t in range(tp):
-            region = Region.whole(shape).cut(0, e, ep).cut(1, t, tp, blocks)
+            region = TensorRegion.whole(shape).cut(0, e, ep).cut(1, t, tp, blocks)
             local = tp_piece(tp_piece(whole, 0, e, ep), 1, t, tp, blocks)
             for d in range(dp):
                 expected = part_of(local, region, dp, d)
@@ -88,7 +88,7 @@ def test_a_checkpoint_is_read_on_another_mesh(tmp_path, name):
 
     def state(tp, values):
         d, t = divmod(dist.get_rank(), tp)
-        region = Region.whole(shape).cut(dim, t, tp, blocks)
+        region = TensorRegion.whole(shape).cut(dim, t, tp, blocks)
         local = tp_piece(values, dim, t, tp, blocks)
         return {"w": part_of(local, region, 4 // tp, d)}
 
@@ -106,9 +106,9 @@ def test_a_checkpoint_is_read_on_another_mesh(tmp_path, name):
 
 def test_a_part_shares_memory_with_its_parameter_and_copies_apart():
     whole = torch.randn(8, 6)
-    part = part_of(whole[:4], Region.whole((8, 6)).cut(0, 0, 2), 1, 0)
+    part = part_of(whole[:4], TensorRegion.whole((8, 6)).cut(0, 0, 2), 1, 0)
     plain = whole[4:].clone()
-    other = TensorPart(plain, Region.whole((8, 6)).cut(0, 1, 2))
+    other = TensorPart(plain, TensorRegion.whole((8, 6)).cut(0, 1, 2))
     assert other.to_local().data_ptr() == plain.data_ptr()
     twin = copy.deepcopy(part)
     twin.to_local().zero_()
@@ -135,22 +135,22 @@ def whole_span():
         (lambda part: whole_span().copy_(part), NotImplementedError, "ShardedTensor.*together"),
         (lambda part: part.__reduce_ex__(2), NotImplementedError, "not pickled"),
         (
-            lambda part: TensorPart(torch.zeros(3, 3), part.region),
+            lambda part: TensorPart(torch.zeros(3, 3), part.tensor_region),
             ValueError,
             r"\[3, 3\] is not the part \(4, 6\) of \(8, 6\)",
         ),
         (
-            lambda part: TensorPart(torch.zeros(6, 4).t(), part.region),
+            lambda part: TensorPart(torch.zeros(6, 4).t(), part.tensor_region),
             ValueError,
             "contiguous",
         ),
-        (lambda part: part.region.cut(0, 0, 2), ValueError, "cut already"),
-        (lambda part: Region.whole((8, 6)).cut(1, 0, 4), ValueError, "multiple of 4"),
-        (lambda part: Region.whole((8, 6)).cut(0, 2, 2), ValueError, "piece 2 of 2"),
-        (lambda part: Region.whole((8,)).cut(0, 0, 2, (4, 2)), ValueError, "add up to 8"),
+        (lambda part: part.tensor_region.cut(0, 0, 2), ValueError, "cut already"),
+        (lambda part: TensorRegion.whole((8, 6)).cut(1, 0, 4), ValueError, "multiple of 4"),
+        (lambda part: TensorRegion.whole((8, 6)).cut(0, 2, 2), ValueError, "piece 2 of 2"),
+        (lambda part: TensorRegion.whole((8,)).cut(0, 0, 2, (4, 2)), ValueError, "add up to 8"),
     ],
 )
 def test_what_a_part_cannot_do_is_named(call, error, words):
-    part = part_of(torch.zeros(4, 6), Region.whole((8, 6)).cut(0, 0, 2), 1, 0)
+    part = part_of(torch.zeros(4, 6), TensorRegion.whole((8, 6)).cut(0, 0, 2), 1, 0)
     with pytest.raises(error, match=words):
         call(part)

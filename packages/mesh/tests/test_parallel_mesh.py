@@ -15,7 +15,7 @@ from torch.distributed import distributed_c10d
 
 from lamina.mesh import AxisError, ParallelLayout, init_distributed
 from lamina.mesh.engine import DENSE_AXES, DERIVED_AXES, EXPERT_AXES, GroupCreationError, mesh_axis
-from lamina.mesh.groups import current_world, group_of
+from lamina.mesh.process_groups import current_world, group_of
 
 ALL_AXES = [*dict.fromkeys([*DENSE_AXES, *EXPERT_AXES, *DERIVED_AXES])]
 FOUR = [{}, {"tp": 2}, {"cp": 2, "tp": 2}, {"dp_replicate": 2, "ep": 2}, {"tp": 2, "ep": 4}]

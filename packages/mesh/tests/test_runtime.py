@@ -39,7 +39,7 @@ def test_without_a_launcher_a_world_of_one_starts_and_ends() -> None:
 def test_the_timeout_reaches_the_groups_that_are_made_later() -> None:
     with init_distributed("fake", world_size=4, timeout=12.0):
         ParallelLayout(tp=2).build("cpu")
-        from lamina.mesh.groups import current_world
+        from lamina.mesh.process_groups import current_world
 
         assert current_world().timeout == timedelta(seconds=12)
     with pytest.raises(ValueError, match="timeout=-1"):

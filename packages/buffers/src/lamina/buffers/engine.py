@@ -1,7 +1,6 @@
 """What the layers above build on: axes, spans, regions and the pieces of a storage pool."""
 
-from lamina.buffers.axes import Axis, PlainAxis, resolve_axes
-from lamina.buffers.casting import cast_in_place
+from lamina.buffers.in_place_cast import cast_in_place
 from lamina.buffers.layout.boxes import Box, boxes_of_span
 from lamina.buffers.layout.layout import Span
 from lamina.buffers.layout.padding import PaddingReport, split_by_row
@@ -10,10 +9,11 @@ from lamina.buffers.placement import Placement
 from lamina.buffers.pool.guard import SavedTensorGuard
 from lamina.buffers.pool.pool import PoolExhaustedError
 from lamina.buffers.pool.slots import SlotPlan, color_slots, conflict_graph
+from lamina.buffers.resolve_axes import Axis, PlainAxis, resolve_axes
 from lamina.buffers.tensors.span_norms import PNorm
 from lamina.buffers.tensors.span_spec import SpanCommunicator, SpanSpec
 from lamina.buffers.tensors.tensor_part import TensorPart
-from lamina.buffers.tensors.tensor_region import Region, RegionBox, Run
+from lamina.buffers.tensors.tensor_region import RegionBox, Run, TensorRegion
 
 __all__ = [
     "Axis",
@@ -24,7 +24,6 @@ __all__ = [
     "Placement",
     "PlainAxis",
     "PoolExhaustedError",
-    "Region",
     "RegionBox",
     "Run",
     "SavedTensorGuard",
@@ -33,6 +32,7 @@ __all__ = [
     "SpanCommunicator",
     "SpanSpec",
     "TensorPart",
+    "TensorRegion",
     "boxes_of_span",
     "cast_in_place",
     "collect_specs",

@@ -8,10 +8,10 @@ from functools import cached_property
 
 import torch
 
-from lamina.buffers.axes import Axis, MeshLike, resolve_axes
-from lamina.buffers.casting import cast_in_place
+from lamina.buffers.in_place_cast import cast_in_place
 from lamina.buffers.layout.layout import BufferLayout, Span
 from lamina.buffers.placement import Cut, Partial, Placement, Replicate, Shard, as_placements
+from lamina.buffers.resolve_axes import Axis, MeshLike, resolve_axes
 from lamina.buffers.tensors.sharded_tensor import ShardedTensor
 from lamina.buffers.tensors.span_moves import copy_span
 from lamina.buffers.tensors.span_spec import SpanCommunicator
@@ -101,7 +101,7 @@ class FlatBuffer:
     def data(self) -> torch.Tensor:
         """Flat tensor of all that this rank holds: elements `range` of the layout."""
         self.has_memory = True
-        # Never an inference tensor: autograd must be able to save views of it later.
+        # Autograd could never save views of an inference tensor.
         with torch.inference_mode(False):
             return torch.empty(self.numel, dtype=self.dtype, device=self.device)
 

@@ -1,4 +1,4 @@
-"""What can be wrong with a checkpoint, each with a name of its own."""
+"""Errors of this layer, one class for each thing that can be wrong with a checkpoint."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Being told to leave: save, and exit so that the launcher starts the job again."""
+"""Turns signals to leave into a flag that all ranks see after the same step."""
 
 from __future__ import annotations
 

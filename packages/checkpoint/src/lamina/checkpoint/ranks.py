@@ -1,4 +1,4 @@
-"""What the ranks of a manager agree on: failures, steps, names."""
+"""The ranks that save and restore together, and how they agree on failures, steps and names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One axis of a mesh as one rank sees it: who is on it, which place is mine, how to talk.
+"""One axis of a mesh as one rank sees it: its ranks, this rank's index, its process group.
 
 This is all that the layers above need of a mesh, whether it is a ParallelMesh or any torch
 DeviceMesh with named dimensions.
@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from lamina.mesh.errors import AxisError
-from lamina.mesh.groups import group_of
+from lamina.mesh.process_groups import group_of
 
 __all__ = ["MeshAxis", "axis_if_there", "check_axis_names", "mesh_axis"]
 

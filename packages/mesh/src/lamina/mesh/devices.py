@@ -1,4 +1,4 @@
-"""Which device a rank works on, and which backend speaks for it."""
+"""Choice of the device that a rank works on and of the backend for its collectives."""
 
 from __future__ import annotations
 

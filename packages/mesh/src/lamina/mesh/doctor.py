@@ -8,10 +8,10 @@ import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 
-from lamina.mesh.checks import EnvironmentProblem
 from lamina.mesh.errors import EnvironmentVariableError
 from lamina.mesh.launch import read_launch
 from lamina.mesh.machine import MACHINE_CHECKS, Machine
+from lamina.mesh.problems import EnvironmentProblem
 from lamina.mesh.settings import settings_problems
 from lamina.mesh.variables import Environment, environment
 

@@ -1,10 +1,10 @@
 """What the layers above build on: axes of any mesh, the environment, roles, random streams."""
 
 from lamina.mesh.axis import MeshAxis, axis_if_there, mesh_axis
-from lamina.mesh.checks import EnvironmentProblem, require_overlap
+from lamina.mesh.axis_sizes import DENSE_AXES, DERIVED_AXES, EXPERT_AXES, MODEL_AXES
 from lamina.mesh.errors import EnvironmentVariableError, GroupCreationError
-from lamina.mesh.layout import DENSE_AXES, DERIVED_AXES, EXPERT_AXES, MODEL_AXES
 from lamina.mesh.machine import Machine
+from lamina.mesh.problems import EnvironmentProblem, require_overlap
 from lamina.mesh.rng import Seeded, recompute_contexts, require_stream
 from lamina.mesh.roles import copy_role, copy_roles
 from lamina.mesh.variables import Environment, environment

@@ -1,7 +1,7 @@
-"""What can go wrong when a layout, a mesh or a process start is described wrongly.
+"""Errors in the description of a layout, of a mesh or of a process' start.
 
 Every class also is the built-in error that a caller would expect, so `except ValueError`
-works for whoever doesn't know Lamina.
+works for callers who don't know Lamina.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Who started this process: torchrun, SLURM or nobody, and what that says of rank and world."""
+"""Reads from torchrun's or SLURM's variables which rank of which world this process is."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a machine and its torch are like, and what of that makes runs slow or impossible."""
+"""Checks of a machine and of its torch: what makes runs slow or impossible there."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from lamina.mesh.checks import EnvironmentProblem
+from lamina.mesh.problems import EnvironmentProblem
 from lamina.mesh.variables import Environment
 
 __all__ = ["MACHINE_CHECKS", "TORCH_SUPPORTED", "Machine"]

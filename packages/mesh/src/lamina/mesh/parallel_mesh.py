@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from lamina.mesh.axis import MeshAxis, check_axis_names
+from lamina.mesh.axis_sizes import DENSE_AXES, DERIVED_AXES, EXPERT_AXES, AxisSizes
 from lamina.mesh.errors import AxisError
-from lamina.mesh.groups import current_world, group_of
-from lamina.mesh.layout import DENSE_AXES, DERIVED_AXES, EXPERT_AXES, AxisSizes
+from lamina.mesh.process_groups import current_world, group_of
 
 __all__ = ["ParallelLayout", "ParallelMesh"]
 

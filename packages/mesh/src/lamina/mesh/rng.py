@@ -108,7 +108,7 @@ def seed_everything(seed: int, mesh: ParallelMesh | DeviceMesh | None = None) ->
     """
     if isinstance(seed, bool) or not isinstance(seed, int):
         raise ValueError(f"seed={seed!r}: give an integer, the same on all ranks.")
-    place = _places(mesh)
+    place = _coordinates(mesh)
     stage = f"pp{place.pop('pp', 0)}"
     tensor = [f"{name}{place.pop(name)}" for name in _TENSOR_AXES if name in place]
     context = f"cp{place.pop('cp', 0)}"
@@ -269,7 +269,7 @@ def _check_counterparts(state: Mapping[str, Any]) -> None:
         )
 
 
-def _places(mesh: ParallelMesh | DeviceMesh | None) -> dict[str, int]:
+def _coordinates(mesh: ParallelMesh | DeviceMesh | None) -> dict[str, int]:
     if mesh is None:
         return {}
     dense = mesh if isinstance(mesh, DeviceMesh) else mesh.mesh

@@ -10,11 +10,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
-from lamina.mesh.checks import EnvironmentProblem
 from lamina.mesh.devices import bind_device, choose_device, default_backend
 from lamina.mesh.errors import EnvironmentVariableError
-from lamina.mesh.groups import current_world
 from lamina.mesh.launch import Launch, read_launch
+from lamina.mesh.problems import EnvironmentProblem
+from lamina.mesh.process_groups import current_world
 from lamina.mesh.rendezvous import open_store
 from lamina.mesh.settings import settings_problems
 from lamina.mesh.variables import Environment, environment
@@ -134,9 +134,7 @@ def _start(
     chosen = backend if backend is not None else default_backend(place)
     store = _fake_store() if chosen == "fake" else open_store(launch, timeout)
     bind_device(place)
-    # The device is not bound to the group (device_id=): torch would then make every further
-    # NCCL group by splitting the world's communicator, which all ranks must join, members or
-    # not (docs/decisions/0104).
+    # No device_id= here: see Note [No bound device].
     dist.init_process_group(
         chosen, store=store, rank=launch.rank, world_size=launch.world_size, timeout=timeout
     )

@@ -1,11 +1,11 @@
-"""Environment variables whose values hurt a run: one rule for each, read off a snapshot."""
+"""Rules for environment variables whose values slow a run down or break it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from lamina.mesh.checks import EnvironmentProblem, Severity
+from lamina.mesh.problems import EnvironmentProblem, Severity
 from lamina.mesh.variables import Environment
 
 __all__ = ["settings_problems"]

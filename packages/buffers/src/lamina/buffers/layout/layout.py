@@ -11,7 +11,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from lamina.buffers.layout.granularity import TensorSpec
-from lamina.buffers.layout.planning import Item, place
+from lamina.buffers.layout.planning import Item, plan_items
 
 __all__ = ["BufferLayout", "Span"]
 
@@ -82,7 +82,7 @@ class BufferLayout:
                 raise ValueError(f"BufferLayout.plan: {label} is {value}; it must be at least 1")
         _refuse_duplicates(chosen)
         items = [Item(spec.numel, spec.granule) for spec in chosen]
-        placed = place(items, num_shards, alignment, math.lcm(alignment, shard_multiple))
+        placed = plan_items(items, num_shards, alignment, math.lcm(alignment, shard_multiple))
         return cls(
             chosen, num_shards, placed.shard_size, placed.offsets, alignment, placed.reordered
         )

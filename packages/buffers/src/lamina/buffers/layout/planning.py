@@ -19,7 +19,7 @@ from typing import NamedTuple
 # Placements of one tensor that an exhaustive search may cost.
 _FEW = 20_000
 
-__all__ = ["Divisors", "Item", "place"]
+__all__ = ["Divisors", "Item", "plan_items"]
 
 
 class Item(NamedTuple):
@@ -43,7 +43,7 @@ def round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
-def place(items: Sequence[Item], num_shards: int, alignment: int, unit: int) -> Placed:
+def plan_items(items: Sequence[Item], num_shards: int, alignment: int, unit: int) -> Placed:
     """Choose offsets and the shard size, a multiple of `unit` (itself one of `alignment`)."""
     if num_shards == 1 or all(alignment % item.granule == 0 for item in items):
         return _in_a_row(items, num_shards, alignment, unit)

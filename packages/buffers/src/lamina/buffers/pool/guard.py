@@ -1,4 +1,4 @@
-"""Checks, when autograd unpacks a saved view of pooled storage, that it still means what it did."""
+"""Checks that a view of pooled storage is still valid when autograd unpacks it."""
 
 from __future__ import annotations
 

@@ -13,7 +13,8 @@ same content, which nothing in torch checks. So each key counts the times that i
 (`stamp`); `acquire(epoch=...)` and `SavedTensorGuard` compare them.
 A gather brings back values that autograd has seen, and a version counter would take that for a
 modification of what was saved. So a gather writes through `destination(key)`, another tensor
-over the same memory, of which autograd saves nothing. See docs/buffers.md, "What autograd saved".
+over the same memory, of which autograd saves nothing.
+See docs/decisions/0207-gathers-write-through-another-tensor.md.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """A span as a torch DTensor, where the two cuts agree.
 
-DTensor believes that a dimension is cut as torch.chunk cuts it. Given other rows it makes
-`full_tensor()` abort or return wrong values without an error, so every rank's rows are compared
-with torch.chunk's before one is made.
+Note [DTensor's rows are torch.chunk's]
+DTensor takes a dimension to be cut as torch.chunk cuts it. For other rows its `full_tensor()`
+aborts or returns wrong values without an error. So every rank's rows are compared with
+torch.chunk's before a DTensor is made.
 """
 
 from __future__ import annotations

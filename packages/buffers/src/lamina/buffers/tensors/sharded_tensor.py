@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
-from lamina.buffers.axes import Axis
+from lamina.buffers.resolve_axes import Axis
 from lamina.buffers.tensors import checkpoint_protocol
 from lamina.buffers.tensors.handlers import SpanTensor
 from lamina.buffers.tensors.span_ops import dispatch
@@ -187,7 +187,9 @@ class ShardedTensor(SpanTensor):
     ) -> ShardedTensor:
         return ShardedTensor.from_spec(inner["_local"], spec)
 
-    # The C++ setter of .data swaps the outer tensor's sizes and leaves the span behind.
+    # Note [Assigning .data of a wrapper]
+    # torch's setter of `.data` swaps the sizes of the outer tensor only. The span would stay as it
+    # was, and an optimizer that works on spans would go on with the old values. So it is refused.
     @property
     def data(self) -> torch.Tensor:
         """The same span without its autograd history, as for any tensor."""

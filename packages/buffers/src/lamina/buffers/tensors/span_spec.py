@@ -1,16 +1,16 @@
-"""What a `ShardedTensor` knows beside its elements, and how it reaches the other ranks."""
+"""The place of a span in its tensor, and the interface to the ranks that hold the rest."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal, Protocol, TypeAlias
 
 import torch
 
-from lamina.buffers.axes import Axis
+from lamina.buffers.resolve_axes import Axis
 
 __all__ = ["Extents", "ReduceOp", "SpanCommunicator", "SpanSpec"]
 
@@ -98,9 +98,7 @@ class SpanSpec:
 
     def reshaped(self, shape: Sequence[int]) -> SpanSpec:
         """The same elements under another shape of as many elements."""
-        return SpanSpec(
-            torch.Size(shape), self.start, self.stop, self.axes, self.communicator, self.extents
-        )
+        return replace(self, shape=torch.Size(shape))
 
     def __deepcopy__(self, memo: dict[int, object]) -> SpanSpec:
         # Nothing here changes, and a communicator has no copy: copied tensors reach the same ranks.

@@ -10,7 +10,7 @@ from lamina.buffers.tensors.handlers import HandlerTable, SpanTensor
 from lamina.buffers.tensors.sharded_tensor import ShardedTensor
 from lamina.buffers.tensors.span_moves import HANDLERS as MOVES
 from lamina.buffers.tensors.span_spec import SpanSpec
-from lamina.buffers.tensors.tensor_region import Region, RegionBox
+from lamina.buffers.tensors.tensor_region import RegionBox, TensorRegion
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
@@ -51,12 +51,12 @@ class TensorPart(SpanTensor):
             contiguous.
     """
 
-    _region: Region
-    __slots__ = ("_local", "_region", "_spec")  # see Note [Slots of a tensor subclass]
+    _tensor_region: TensorRegion
+    __slots__ = ("_local", "_spec", "_tensor_region")  # see Note [Slots of a tensor subclass]
 
     @staticmethod
     def __new__(  # noqa: D102 - documented by the class
-        cls, tensor: ShardedTensor | torch.Tensor, region: Region
+        cls, tensor: ShardedTensor | torch.Tensor, region: TensorRegion
     ) -> TensorPart:
         if tuple(tensor.shape) != region.part_shape:
             raise ValueError(
@@ -70,25 +70,25 @@ class TensorPart(SpanTensor):
         return cls._wrap(tensor.to_local(), tensor.spec, region)
 
     @classmethod
-    def _wrap(cls, local: torch.Tensor, spec: SpanSpec, region: Region) -> TensorPart:
+    def _wrap(cls, local: torch.Tensor, spec: SpanSpec, region: TensorRegion) -> TensorPart:
         strides = torch.empty(region.shape, device="meta").stride()
         part: TensorPart = torch.Tensor._make_wrapper_subclass(
             cls, torch.Size(region.shape), strides=strides, dtype=local.dtype, device=local.device
         )
-        part._local, part._spec, part._region = local, spec, region
+        part._local, part._spec, part._tensor_region = local, spec, region
         return part
 
     @property
-    def region(self) -> Region:
+    def tensor_region(self) -> TensorRegion:
         """Where the tp rank's tensor lies in the whole."""
-        return self._region
+        return self._tensor_region
 
     def to_local(self) -> torch.Tensor:
         """This rank's elements, flat: the memory of the parameter."""
         return self._local
 
     def _with(self, local: torch.Tensor, spec: SpanSpec | None = None) -> TensorPart:
-        return self._wrap(local, spec or self._spec, self._region)
+        return self._wrap(local, spec or self._spec, self._tensor_region)
 
     def tensor(self) -> ShardedTensor | torch.Tensor:
         """What the tp rank's tensor is here: cut over data-parallel ranks, or plain if it is not.
@@ -97,11 +97,11 @@ class TensorPart(SpanTensor):
         """
         if self._spec.is_cut:
             return ShardedTensor.from_spec(self._local, self._spec)
-        return self._local.view(self._region.part_shape)
+        return self._local.view(self._tensor_region.part_shape)
 
     def boxes(self) -> tuple[RegionBox, ...]:
         """This rank's elements as boxes of the whole."""
-        return self._region.boxes(self._spec.start, self._spec.stop)
+        return self._tensor_region.boxes(self._spec.start, self._spec.stop)
 
     def view_of(self, box: RegionBox) -> torch.Tensor:
         """One of `boxes` as a view of this rank's elements."""
@@ -131,7 +131,7 @@ class TensorPart(SpanTensor):
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return (
             f"TensorPart(shape={list(self.shape)}, span={self._spec.start}..{self._spec.stop} of "
-            f"{self._region.part_shape}, {self._spec.where()}, local={self._local})"
+            f"{self._tensor_region.part_shape}, {self._spec.where()}, local={self._local})"
         )
 
     # -- torch.distributed.checkpoint's protocol --------------------------------------------------
@@ -167,7 +167,7 @@ def _copy(
     if not isinstance(target, TensorPart):
         raise NotImplementedError("copy_ of a TensorPart into another kind of tensor")
     if isinstance(source, TensorPart):
-        if source._region != target._region or not source._spec.matches(target._spec):
+        if source._tensor_region != target._tensor_region or not source._spec.matches(target._spec):
             raise ValueError(f"copy_: {source!r} is another part than {target!r}")
         target._local.copy_(source._local)
         return target

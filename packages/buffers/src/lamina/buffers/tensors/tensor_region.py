@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from lamina.buffers.layout.boxes import Box, boxes_of_span
 
-__all__ = ["Region", "RegionBox", "Run"]
+__all__ = ["RegionBox", "Run", "TensorRegion"]
 
 
 class Run(NamedTuple):
@@ -35,10 +35,10 @@ class RegionBox(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Region:
+class TensorRegion:
     """The part of a larger tensor that one rank's parameter is.
 
-    `Region.whole(shape)` is everything; each `cut` narrows it along one dimension.
+    `TensorRegion.whole(shape)` is everything; each `cut` narrows it along one dimension.
 
     Attributes:
         shape: shape of the larger tensor.
@@ -49,12 +49,14 @@ class Region:
     runs: tuple[tuple[Run, ...], ...]
 
     @classmethod
-    def whole(cls, shape: Sequence[int]) -> Region:
+    def whole(cls, shape: Sequence[int]) -> TensorRegion:
         """All of a tensor of `shape`."""
         sizes = tuple(int(size) for size in shape)
         return cls(sizes, tuple((Run(0, size, 0),) for size in sizes))
 
-    def cut(self, dim: int, rank: int, size: int, blocks: Sequence[int] | None = None) -> Region:
+    def cut(
+        self, dim: int, rank: int, size: int, blocks: Sequence[int] | None = None
+    ) -> TensorRegion:
         """One of `size` equal pieces along `dim`.
 
         Args:
@@ -111,7 +113,7 @@ class Region:
                 found.append(RegionBox(offsets, sizes, box, inner))
         return tuple(found)
 
-    def __deepcopy__(self, memo: dict[int, object]) -> Region:
+    def __deepcopy__(self, memo: dict[int, object]) -> TensorRegion:
         return self
 
 

@@ -1,4 +1,4 @@
-"""Whole tensors, or pieces of them, from parts that lie on the ranks in any way.
+"""Gathers whole tensors, or pieces of them, from parts that lie on the ranks in any way.
 
 A tensor's own `full_tensor()` gathers pieces padded to the longest, and a flat shard may hold all
 of a small tensor: on many ranks that is many times its size. Here each rank writes its boxes into

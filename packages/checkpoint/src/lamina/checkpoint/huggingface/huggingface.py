@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lamina.buffers.engine import Region
+from lamina.buffers.engine import TensorRegion
 from lamina.checkpoint.errors import CheckpointMismatchError, shortened
 from lamina.checkpoint.huggingface.files import (
     DTYPES,
@@ -59,7 +59,7 @@ class _Tensors:
     def is_parameter(self, name: str) -> bool:
         return name in self._parameters
 
-    def region_of(self, name: str) -> Region | None:
+    def region_of(self, name: str) -> TensorRegion | None:
         parameter = self._parameters.get(name)
         return None if parameter is None else self._cut_tensors.region_of(name, parameter)
 

@@ -1,4 +1,4 @@
-"""Which of a model's tensors is which of Hugging Face's: what a model says, and whom to ask."""
+"""Links between a model's tensors and those in Hugging Face's files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One restore: open, compare, check, read, hand over."""
+"""One restore: opens a checkpoint, compares names, checks sums, reads, and loads the objects."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from lamina.checkpoint.errors import (
     CheckpointNotFoundError,
     shortened,
 )
-from lamina.checkpoint.load.plan import Plan
 from lamina.checkpoint.load.reader import Reader, read_metadata
+from lamina.checkpoint.load.restore_plan import Plan
 from lamina.checkpoint.load.selection import Selection
 from lamina.checkpoint.progress import Progress, RestoreReport
 from lamina.checkpoint.ranks import Ranks, own_error

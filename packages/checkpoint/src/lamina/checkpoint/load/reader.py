@@ -1,4 +1,4 @@
-"""Reading: nothing in a checkpoint is executed, nothing is loaded before its checksum fits."""
+"""Reads chunks of tensors after their checksums fit, and metadata without executing any of it."""
 
 from __future__ import annotations
 
@@ -100,11 +100,12 @@ class _MemoryFormat:
 
 
 def _maker_of(name: str, make: Callable[..., Any]) -> type:
-    """Return a class that makes something else: what a pickle gets to see of classes and functions.
-
-    Pickle's instruction BUILD sets attributes of whatever it is given; a class, a function or an
-    enum that was changed so would stay changed for the whole process.
-    """
+    """Return a class that makes something else: what a pickle sees of a class or function."""
+    # Note [A pickle can set attributes]
+    # It is not enough to allow few names in `find_class`. Pickle's instruction BUILD sets
+    # attributes of whatever lies on its stack, so a forged file could change a class, a function or
+    # a member of an enum for the whole process. The unpickler therefore gives out stand-ins, and
+    # whatever pickle may reach refuses `__setstate__`, which pickle asks for before it sets any.
     return _Unchanging(name, (), {"__new__": lambda _, *given: make(*given)})
 
 

@@ -1,4 +1,4 @@
-"""A net under names: what several ranks offer under one name is the same tensor.
+"""Checks that tensors which several ranks offer under one name are the same.
 
 DCP stores one of the tensors that several ranks offer as the whole, or as the same box, of one
 name. Copies are meant to be equal. Where they are not (experts in modules of equal names on every

@@ -1,10 +1,11 @@
 """Writing: DCP's own file format, with checksums taken as the bytes pass and a commit at the end.
 
+Note [A save has no collectives of its own]
 torch.distributed.checkpoint plans who writes what and gathers the results on the coordinator. The
-writer here rides on that: the coordinator's plan carries the name of the location to the ranks,
-the ranks' results carry checksums back, and `finish`, which the coordinator runs while the others
-wait for its word, writes the manifest and commits. So a save needs no collective of its own, and
-on every rank it ends only once the checkpoint is complete.
+writer sends its messages with these: the coordinator's plan carries the name of the location to
+the ranks, the ranks' results carry checksums back, and the coordinator commits in `finish`, for
+whose end DCP lets the others wait. So on every rank a save ends only once the checkpoint is
+complete. See docs/decisions/0701-commit-rides-on-dcp.md.
 """
 
 from __future__ import annotations

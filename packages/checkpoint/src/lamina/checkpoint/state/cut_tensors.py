@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from lamina.buffers import ShardedTensor
-from lamina.buffers.engine import Region, TensorPart
+from lamina.buffers.engine import TensorPart, TensorRegion
 from lamina.checkpoint.errors import CheckpointError
 from lamina.checkpoint.state.optimizer_names import parameters_of
 from lamina.mesh import ParallelMesh, Role, role_of
@@ -58,7 +58,7 @@ class CutTensors:
     def __init__(self, state: Mapping[str, Any], hints: Hints) -> None:
         self.rename, self._mesh = hints.rename, hints.mesh
         self._axes: dict[str, MeshAxis] = {}
-        self._shown: dict[int, Region] = {}  # by id of the parameter
+        self._shown: dict[int, TensorRegion] = {}  # by id of the parameter
         self._modules = [one for one in state.values() if isinstance(one, torch.nn.Module)]
         for module in self._modules:
             self._search(module)
@@ -73,7 +73,7 @@ class CutTensors:
         tree = module.state_dict()
         for name, parameter in named:
             if isinstance(tree.get(name), TensorPart):
-                self._shown[id(parameter)] = tree[name].region
+                self._shown[id(parameter)] = tree[name].tensor_region
 
     def coordinates(self) -> dict[str, tuple[int, int]]:
         """Return axis -> (this rank's place, size) of those beside data parallelism.
@@ -93,7 +93,7 @@ class CutTensors:
     def _on_mesh(self, axis: str) -> MeshAxis | None:
         return None if self._mesh is None else axis_if_there(self._mesh, axis)
 
-    def region_of(self, name: str, parameter: torch.Tensor) -> Region | None:
+    def region_of(self, name: str, parameter: torch.Tensor) -> TensorRegion | None:
         """Return where this rank's parameter lies in the whole model's; None if it is whole.
 
         Raises:
@@ -117,7 +117,7 @@ class CutTensors:
         shape = list(parameter.shape)
         for dim, axis, _ in cuts:
             shape[dim] *= axis.size
-        region = Region.whole(shape)
+        region = TensorRegion.whole(shape)
         for dim, axis, blocks in cuts:
             region = region.cut(dim, axis.rank, axis.size, blocks)
         return region if cuts else None
@@ -151,7 +151,7 @@ def _axes_in(module: torch.nn.Module, names: Sequence[str]) -> Iterator[MeshAxis
         yield from (axis for axis in held if isinstance(axis, MeshAxis) and axis.name in names)
 
 
-def as_part(tensor: torch.Tensor, region: Region | None, held: torch.Tensor) -> torch.Tensor:
+def as_part(tensor: torch.Tensor, region: TensorRegion | None, held: torch.Tensor) -> torch.Tensor:
     """Show a tensor of the parameter's shape as the part that the parameter is.
 
     Args:

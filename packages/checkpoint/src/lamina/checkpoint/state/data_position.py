@@ -1,4 +1,4 @@
-"""Where in the data a run is, in samples of the whole job: no rank occurs in it.
+"""The position of a run in its data, in samples of the whole job, so that no rank occurs in it.
 
 The order of samples is a function of seed and position; ranks take contiguous slices of each batch.
 So a run may go on with another number of ranks, and no sample is repeated or skipped.

@@ -1,4 +1,4 @@
-"""Every rank's state has the same entries, of the same kind."""
+"""Checks that every rank's state has the same entries, of the same kind."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a state holds beside tensors, on this rank and put together from all ranks.
+"""A state's values that are no tensors: this rank's, and those of all ranks merged.
 
 The first rank's values are what is stored, with two additions that other ranks contribute: what
 each rank has for itself (`PerRank`), and names. Where pipeline stages hold different layers, no

@@ -5,9 +5,16 @@
     .replaced-00000100-cd34/ the old checkpoint of a step while a new one takes its name
     .deleting-00000050-ef56/ on its way out
 
-A rename within a directory is atomic, so a reader sees a whole checkpoint or none. A live writer
-holds a lock on a file in its `.writing-` directory; the kernel drops the lock of a killed one, and
-that is how the next start tells a leftover from a write in progress.
+A live writer holds a lock on a file in its `.writing-` directory; the kernel drops the lock of a
+killed one, and that is how the next start tells a leftover from a write in progress.
+
+Note [A commit is a rename]
+A rename within a directory is atomic, so a reader sees a whole checkpoint or none. It is in memory
+only until the directory is synced, and it cannot replace a directory that is not empty. So a commit
+syncs the new directory, moves an old checkpoint of the step out of the way, renames, and syncs the
+directory above. A kill between the two renames leaves `.replaced-` without a `step-`, and the next
+start renames it back. After the commit's rename no failure may remove the new checkpoint, as
+it may be the only one. See docs/decisions/0701-commit-rides-on-dcp.md.
 """
 
 from __future__ import annotations
@@ -96,6 +103,8 @@ class WritingDirectory:
     def commit(self, manifest: Manifest, *, overwrite: bool) -> None:
         """Write the manifest and give the directory its complete name, durably.
 
+        See Note [A commit is a rename].
+
         Raises:
             FileExistsError: the step is there already and `overwrite` is False.
         """
@@ -108,8 +117,6 @@ class WritingDirectory:
                 raise FileExistsError(
                     f"{final} exists: save with overwrite=True to replace it, or delete it first"
                 )
-            # Two renames, since a rename can't replace a directory that is not empty. A kill
-            # between them leaves `.replaced-` without a `step-`: the next start renames it back.
             old = _passing_path(self.root, "replaced", self.step)
             final.rename(old)
         try:

@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed import ProcessGroup
 
 from lamina.buffers import ShardedTensor
-from lamina.buffers.engine import Region, TensorPart
+from lamina.buffers.engine import TensorPart, TensorRegion
 from lamina.ddp.engine import DataParallelAxes, ParameterGroup, ParameterRef, collect_parameters
 from lamina.fsdp.settings.meshes import ModelAxes
 from lamina.fsdp.units.dtensors import is_cut_dtensor, region_of_dtensor
@@ -38,7 +38,7 @@ class Regions:
     """
 
     def __init__(self, groups: Iterable[ParameterGroup], axes: ModelAxes) -> None:
-        self._found: dict[int, tuple[torch.Tensor, Region]] = {}
+        self._found: dict[int, tuple[torch.Tensor, TensorRegion]] = {}
         for group in groups:
             for ref, spec, main in zip(
                 group.refs, group.layout.specs, group.main_parameters, strict=True
@@ -50,7 +50,7 @@ class Regions:
     def __bool__(self) -> bool:
         return bool(self._found)
 
-    def of(self, parameter: torch.Tensor) -> Region | None:
+    def of(self, parameter: torch.Tensor) -> TensorRegion | None:
         """The region that a main parameter is; None for a whole one."""
         found, region = self._found.get(id(parameter), (None, None))
         return region if found is parameter else None
@@ -139,7 +139,7 @@ def _named(module: nn.Module, prefix: str) -> list[tuple[str, nn.Parameter]]:
     return [(prefix + n, p) for n, p in module.named_parameters(remove_duplicate=False)]
 
 
-def _region(ref: ParameterRef, shape: tuple[int, ...], axes: ModelAxes) -> Region | None:
+def _region(ref: ParameterRef, shape: tuple[int, ...], axes: ModelAxes) -> TensorRegion | None:
     region = region_of_dtensor(ref.parameter)
     if region is not None:
         return region
@@ -156,7 +156,7 @@ def _region(ref: ParameterRef, shape: tuple[int, ...], axes: ModelAxes) -> Regio
         return None
     for dim, axis, _ in cuts:
         size[dim] *= axis.size
-    region = Region.whole(size)
+    region = TensorRegion.whole(size)
     try:
         for dim, axis, blocks in cuts:
             region = region.cut(dim, axis.rank, axis.size, blocks)

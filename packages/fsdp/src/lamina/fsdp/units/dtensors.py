@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from lamina.buffers.engine import Region, Run
+from lamina.buffers.engine import Run, TensorRegion
 from lamina.ddp.engine import ParameterRef, collect_parameters
 from lamina.mesh import mark
 
@@ -118,7 +118,7 @@ def is_cut_dtensor(parameter: torch.Tensor) -> bool:
     return hasattr(parameter, "placements") and bool(_cut_dims(parameter))
 
 
-def region_of_dtensor(parameter: torch.Tensor) -> Region | None:
+def region_of_dtensor(parameter: torch.Tensor) -> TensorRegion | None:
     """Where a localised parameter lies in the DTensor it was; None for another, or a whole one."""
     form: _Form | None = parameter.__dict__.get(_FORM)
     if form is None:
@@ -129,7 +129,7 @@ def region_of_dtensor(parameter: torch.Tensor) -> Region | None:
     if tuple(local) == tuple(form.shape):
         return None
     runs = tuple((Run(0, size, start),) for size, start in zip(local, offset, strict=True))
-    return Region(tuple(form.shape), runs)
+    return TensorRegion(tuple(form.shape), runs)
 
 
 def _cut_dims(whole: Any) -> list[int]:

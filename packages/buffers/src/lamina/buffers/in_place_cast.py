@@ -1,4 +1,4 @@
-"""Casting a region of memory to another dtype where it lies."""
+"""Casts a region of memory to another dtype within the same storage."""
 
 from __future__ import annotations
 

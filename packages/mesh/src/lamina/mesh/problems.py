@@ -1,4 +1,4 @@
-"""What of an environment makes runs slow, wrong or impossible, and what to change."""
+"""Problems of an environment that make runs slow, wrong or impossible, and their remedies."""
 
 from __future__ import annotations
 

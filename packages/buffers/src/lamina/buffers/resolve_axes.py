@@ -1,4 +1,4 @@
-"""What buffers need of a mesh: sizes and this rank's places along the data-parallel axes."""
+"""The data-parallel axes of any mesh, as buffers need them: sizes and this rank's coordinates."""
 
 from __future__ import annotations
 

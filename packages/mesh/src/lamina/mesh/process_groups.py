@@ -1,16 +1,13 @@
 """The process groups of the running job: each made once, by its members alone.
 
-Two rules shape this file.
-
-*Only members take part.* `torch.distributed.new_group` is called by every rank for every group,
-so a mesh of 65,536 ranks with five axes would cost each rank a hundred thousand calls. Here a
-rank makes only the groups it is in.
-
-*Names do not depend on history.* torch offers `use_local_synchronization=True` for that, but names
-the group after the number of groups the process has made so far. Members with different pasts
-(only the first and last pipeline stage make an embedding group) would then wait for each
-other under different names until the timeout. So groups are made by the function beneath
-`new_group`, with a name made of axis and ranks (docs/decisions/0102).
+Note [A group is made by its members]
+Every rank calls `torch.distributed.new_group` for every group, so a mesh of 65,536 ranks with five
+axes would cost each rank a hundred thousand calls. Here a rank makes only the groups it is in.
+torch offers `use_local_synchronization=True` for that, but then it names a group after the number
+of groups that the process has made so far. Members with different pasts (only the first and the
+last pipeline stage make an embedding group) would wait for each other under different names
+until the timeout. So groups are made by the function beneath `new_group`, with a name made of axis
+and ranks (docs/decisions/0102-groups-made-by-their-members.md).
 """
 
 from __future__ import annotations
@@ -118,11 +115,11 @@ def _make_group(
 
 @contextmanager
 def _unbound(default: dist.ProcessGroup) -> Iterator[None]:
-    """Hide the device that whoever started the job bound its default group to.
-
-    With a bound device torch makes NCCL groups by splitting the default communicator, and every
-    rank of the job must take part in a split, member or not. Ours do without.
-    """
+    """Hide the device that the job's default group may be bound to. See Note [No bound device]."""
+    # Note [No bound device]
+    # With a bound device torch makes NCCL groups by splitting the default communicator. Every rank
+    # of the job must take part in a split, and only the members come here: the others would be
+    # waited for without end. See docs/decisions/0104-no-bound-device.md.
     device = default.bound_device_id
     default.bound_device_id = None
     try:

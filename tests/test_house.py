@@ -324,17 +324,9 @@ EXCEPTIONS: dict[str, list[str]] = {
     "no_small_file_serves_one_sibling": [
         "fsdp/api/scalers.py",
     ],
-    "public_names_are_for_users": [
-        "models/moe: Routing",
-        "models: make_block",
-    ],
     "file_names_mean_one_thing": [
         "axes.py",
-        "build.py",
         "checks.py",
-        "precision.py",
-        "roles.py",
-        "weights.py",
     ],
     "dead_words_stay_dead": [
         "collectives/reduction/arriving_chunks.py: _rest",

@@ -168,14 +168,14 @@ def test_permutations_have_right_derivatives(holes):
     experts = torch.tensor([[0, 2], [1, 0], [2, 1]])
     if holes:
         experts[1, 1] = 3
-        source, place = rows_to_capacity(experts, 3, 2)
+        order = rows_to_capacity(experts, 3, 2)
     else:
-        source, place = rows_by_expert(experts)
+        order = rows_by_expert(experts)
     x, weights = draw(3, 4).requires_grad_(), draw(3, 2, seed=1).requires_grad_()
 
     def there_and_back(x, weights):
-        rows = copies_to_rows(x, source, place, 2, holes)
-        return rows_to_tokens(rows.sin(), weights, source, place, holes)
+        rows = copies_to_rows(x, order)
+        return rows_to_tokens(rows.sin(), weights, order)
 
     assert torch.autograd.gradcheck(there_and_back, (x, weights))
 

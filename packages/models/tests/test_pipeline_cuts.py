@@ -9,8 +9,8 @@ import pytest
 
 from lamina.models import TransformerConfig, preset
 from lamina.models.engine import cut_layers
-from lamina.models.pipelining.build import _layout
 from lamina.models.pipelining.cuts import part_costs, resolve_layout
+from lamina.models.pipelining.pipeline import _layout
 from lamina.models.pipelining.schedule import SCHEDULES, number_of_stages, schedule_kind
 
 CONFIG = TransformerConfig(

@@ -14,7 +14,7 @@ from lamina.models.base.config import (
 )
 from lamina.models.base.configs.mamba import MambaConfig
 from lamina.models.base.configs.moe import MoEConfig
-from lamina.models.base.configs.precision import Precision
+from lamina.models.base.configs.product_precision import Precision
 from lamina.models.decoder.block import TransformerBlock
 from lamina.models.decoder.cost import matrix_parameters, training_flops_per_token
 from lamina.models.decoder.generation import generate
@@ -31,8 +31,8 @@ from lamina.models.decoder.precision_backends import apply_precision, float8_wei
 from lamina.models.decoder.presets import preset, preset_names
 from lamina.models.decoder.transformer_engine import PrecisionUnavailableError
 from lamina.models.huggingface.configs import config_from_huggingface, huggingface_config
+from lamina.models.huggingface.conversion import from_huggingface, to_huggingface
 from lamina.models.huggingface.weight_maps import WeightLink, weight_map
-from lamina.models.huggingface.weights import from_huggingface, to_huggingface
 from lamina.models.layers.dropout import Dropout
 from lamina.models.layers.embedding import VocabParallelEmbedding
 from lamina.models.layers.linear import ColumnParallelLinear, RowParallelLinear
@@ -45,7 +45,7 @@ from lamina.models.moe.layer import MoELayer
 from lamina.models.moe.losses import RoutingContext
 from lamina.models.moe.router import TopKRouter
 from lamina.models.moe.statistics import routing_statistics
-from lamina.models.pipelining.build import pipeline
+from lamina.models.pipelining.pipeline import pipeline
 from lamina.models.pipelining.runner import PipelineRunner
 from lamina.models.precision.fp8_codec import Float8Codec
 from lamina.models.vision.language import VisionLanguageModel

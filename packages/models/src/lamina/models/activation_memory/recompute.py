@@ -21,7 +21,7 @@ from lamina.mesh.engine import recompute_contexts
 from lamina.models.activation_memory.offload import Offloader
 from lamina.models.activation_memory.selective import Discarder
 from lamina.models.attention.attention import AttentionCore
-from lamina.models.base.configs.checks import require_at_least, require_one_of
+from lamina.models.base.configs.field_checks import require_at_least, require_one_of
 from lamina.models.decoder.block import TransformerBlock
 from lamina.models.decoder.layer_stack import ResidualBlock
 from lamina.models.layers.dropout import Dropout

@@ -14,7 +14,11 @@ from lamina.models.attention.attention import Attention, AttentionCore, output_p
 from lamina.models.attention.context import AttentionContext
 from lamina.models.attention.rotary import apply_rotary
 from lamina.models.base.config import AttentionVariant, HeadWidths, TransformerConfig
-from lamina.models.base.configs.checks import require_at_least, require_divides, require_positive
+from lamina.models.base.configs.field_checks import (
+    require_at_least,
+    require_divides,
+    require_positive,
+)
 from lamina.models.base.cut_weights import require_divisible
 from lamina.models.base.mesh_axes import MeshLike
 from lamina.models.base.weight_link import WeightLink

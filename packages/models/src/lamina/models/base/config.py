@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Literal, NamedTuple, get_args
 
 from torch import nn
 
-from lamina.models.base.configs.checks import (
+from lamina.models.base.configs.field_checks import (
     require_at_least,
     require_divides,
     require_one_of,
@@ -23,7 +23,7 @@ from lamina.models.base.configs.checks import (
 )
 from lamina.models.base.configs.mamba import LETTERS, MambaConfig, check_pattern
 from lamina.models.base.configs.moe import MoEConfig
-from lamina.models.base.configs.precision import Precision
+from lamina.models.base.configs.product_precision import Precision
 from lamina.models.base.mesh_axes import MeshLike
 from lamina.models.base.weight_link import WeightLink
 

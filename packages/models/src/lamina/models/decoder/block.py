@@ -11,7 +11,7 @@ from lamina.models.base.mesh_axes import MeshLike, axis_of
 from lamina.models.layers.dropout import Dropout
 from lamina.models.layers.mlp import MLP
 from lamina.models.layers.norms import make_norm
-from lamina.models.moe.axes import ExpertAxes
+from lamina.models.moe.expert_axes import ExpertAxes
 from lamina.models.moe.layer import MoELayer
 
 __all__ = ["TransformerBlock"]

@@ -15,8 +15,8 @@ from lamina.models.attention.context import AttentionContext, default_positions,
 from lamina.models.attention.context_parallel import check_context_parallel
 from lamina.models.base.config import TransformerConfig
 from lamina.models.base.initialise import assign_seeds, check_same_seed, draw_seed
+from lamina.models.base.kept_roles import KeepsRoles
 from lamina.models.base.mesh_axes import MeshLike, axis_of
-from lamina.models.base.roles import KeepsRoles
 from lamina.models.base.vocabulary import check_ids
 from lamina.models.decoder.layer_stack import make_block
 from lamina.models.decoder.precision_backends import apply_precision
@@ -26,7 +26,7 @@ from lamina.models.layers.embedding import OutputHead, PositionEmbedding, VocabP
 from lamina.models.layers.loss import IGNORED, check_reduction
 from lamina.models.layers.norms import make_norm
 from lamina.models.layers.zigzag import check_divisible, cut_sequence, join_sequence
-from lamina.models.moe.axes import ExpertAxes
+from lamina.models.moe.expert_axes import ExpertAxes
 from lamina.models.moe.losses import RoutingContext
 
 __all__ = ["HOOKS", "GPTModel", "require_gpt"]

@@ -17,7 +17,7 @@ from lamina.models.layers.dropout import Dropout
 from lamina.models.layers.mlp import MLP
 from lamina.models.layers.norms import make_norm
 from lamina.models.mamba.block import MambaMixer, MambaState
-from lamina.models.moe.axes import ExpertAxes
+from lamina.models.moe.expert_axes import ExpertAxes
 from lamina.models.moe.layer import MoELayer
 
 __all__ = ["AttentionBlock", "ExpertBlock", "MLPBlock", "MambaBlock", "ResidualBlock", "make_block"]

@@ -8,7 +8,7 @@ from typing import TypeVar
 from torch import nn
 
 from lamina.ddp.engine import has_gradient_sink
-from lamina.models.base.configs.precision import Precision
+from lamina.models.base.configs.product_precision import Precision
 from lamina.models.base.mesh_axes import MeshLike
 from lamina.models.decoder.block import TransformerBlock
 from lamina.models.decoder.layer_stack import ResidualBlock

@@ -20,7 +20,7 @@ from torch import nn
 
 from lamina.mesh import mark, role_of
 from lamina.mesh.engine import MeshAxis, mesh_axis
-from lamina.models.base.configs.precision import Precision
+from lamina.models.base.configs.product_precision import Precision
 from lamina.models.base.initialise import fill_normal
 from lamina.models.base.mesh_axes import MeshLike, axis_of
 from lamina.models.layers.linear import ColumnParallelLinear, RowParallelLinear

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lamina.models.base.config import Activation, TransformerConfig
-from lamina.models.base.configs.checks import require_one_of
+from lamina.models.base.configs.field_checks import require_one_of
 from lamina.models.base.mesh_axes import MeshLike, axis_of
 from lamina.models.layers.linear import ColumnParallelLinear, RowParallelLinear
 

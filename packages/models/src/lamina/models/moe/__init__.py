@@ -1,8 +1,8 @@
 """Mixture of experts: routers, dispatch, grouped experts, losses."""
 
 from lamina.models.base.configs.moe import MoEConfig
-from lamina.models.moe.axes import ExpertAxes
 from lamina.models.moe.dispatcher import Dispatch, ExpertRows, TokenDispatcher
+from lamina.models.moe.expert_axes import ExpertAxes
 from lamina.models.moe.experts import GroupedExperts
 from lamina.models.moe.layer import MoELayer
 from lamina.models.moe.losses import AuxiliaryScale, RoutingContext

@@ -26,8 +26,8 @@ from lamina.collectives.engine import (
 )
 from lamina.mesh.engine import MeshAxis
 from lamina.models.base.configs.moe import Dispatcher
-from lamina.models.moe.axes import ExpertAxes
 from lamina.models.moe.exchange import RowExchange, gather_rows, reduce_rows
+from lamina.models.moe.expert_axes import ExpertAxes
 from lamina.models.moe.permutation import copies_to_rows, rows_to_tokens
 from lamina.models.moe.routing import Routing, rows_by_expert, rows_to_capacity
 
@@ -54,7 +54,6 @@ class Dispatch(ABC):
 
     def __init__(self, routing: Routing) -> None:
         self.routing = routing
-        self.top_k = routing.experts.shape[1]
 
     @abstractmethod
     def arrive(self) -> ExpertRows:
@@ -168,21 +167,17 @@ class _Local(Dispatch):
 
     def __init__(self, x: Tensor, routing: Routing, num_experts: int) -> None:
         super().__init__(routing)
-        counts, self.holes = routing.counts, routing.holes
-        on_host = None
+        counts, on_host = routing.counts, None
         if routing.capacity is not None:
-            self.source, self.place = rows_to_capacity(
-                routing.experts, num_experts, routing.capacity
-            )
+            self.order = rows_to_capacity(routing.experts, num_experts, routing.capacity)
             counts = torch.full_like(counts, routing.capacity)
             on_host = (routing.capacity,) * num_experts
-        elif routing.holes:
-            on_host = tuple(counts.tolist())
-            self.source, self.place = rows_by_expert(routing.experts, sum(on_host))
         else:
-            self.source, self.place = rows_by_expert(routing.experts)
-        rows = copies_to_rows(x, self.source, self.place, self.top_k, self.holes)
-        self.arrived = ExpertRows(rows, counts, on_host)
+            self.order = rows_by_expert(routing.experts)
+            if routing.holes:
+                on_host = tuple(counts.tolist())
+                self.order = self.order.first(sum(on_host))
+        self.arrived = ExpertRows(copies_to_rows(x, self.order), counts, on_host)
 
     def arrive(self) -> ExpertRows:
         return self.arrived
@@ -191,9 +186,7 @@ class _Local(Dispatch):
         self.results = rows
 
     def combine(self) -> Tensor:
-        return rows_to_tokens(
-            self.results, self.routing.weights, self.source, self.place, self.holes
-        )
+        return rows_to_tokens(self.results, self.routing.weights, self.order)
 
 
 class _Replicated(_Local):
@@ -218,7 +211,7 @@ class _AllToAll(Dispatch):
         counts = routing.counts.view(way.homes, 1, way.held)
         counts = counts.expand(-1, way.pieces, -1).reshape(way.axis.size, way.held)
         asked = start_all_to_all(counts, way.group)
-        source, place = rows_by_expert(routing.experts)  # while the counts travel
+        order = rows_by_expert(routing.experts)  # while the counts travel
         self.received = asked.wait()
         # The one time in a layer that the host waits for the device.
         known = torch.cat((routing.counts, self.received.flatten())).tolist()
@@ -229,13 +222,9 @@ class _AllToAll(Dispatch):
         self.sends = [
             sum(sent[start : start + way.held]) for start in range(0, len(sent), way.held)
         ]
-        if routing.holes:
-            source = source[: sum(sent)]
-            place.clamp_(max=sum(sent))
-        self.source, self.place = source, place
-        rows = copies_to_rows(x, source, place, self.top_k, routing.holes)
+        self.order = order.first(sum(sent)) if routing.holes else order
         self.going = RowExchange(
-            repeat_runs(rows, self.sends, way.pieces),
+            repeat_runs(copies_to_rows(x, self.order), self.sends, way.pieces),
             way.group,
             [count for count in self.sends for _ in range(way.pieces)],
             [sum(chunk) for chunk in self.chunks],
@@ -254,8 +243,7 @@ class _AllToAll(Dispatch):
 
     def combine(self) -> Tensor:
         rows = sum_runs(self.coming.wait(), self.sends, self.way.pieces)
-        routing = self.routing
-        return rows_to_tokens(rows, routing.weights, self.source, self.place, routing.holes)
+        return rows_to_tokens(rows, self.routing.weights, self.order)
 
 
 class _Padded(Dispatch):
@@ -266,10 +254,8 @@ class _Padded(Dispatch):
         if routing.capacity is None:
             raise ValueError("rows are padded to a capacity, and there is none")
         self.way, self.capacity = way, routing.capacity
-        self.source, self.place = rows_to_capacity(
-            routing.experts, way.num_experts, routing.capacity
-        )
-        rows = copies_to_rows(x, self.source, self.place, self.top_k, True)
+        self.order = rows_to_capacity(routing.experts, way.num_experts, routing.capacity)
+        rows = copies_to_rows(x, self.order)
         self.each = [way.held * self.capacity] * way.axis.size
         runs = [way.held * self.capacity] * way.homes
         self.going = RowExchange(
@@ -294,7 +280,7 @@ class _Padded(Dispatch):
         way = self.way
         runs = [way.held * self.capacity] * way.homes
         rows = sum_runs(self.coming.wait(), runs, way.pieces)
-        return rows_to_tokens(rows, self.routing.weights, self.source, self.place, True)
+        return rows_to_tokens(rows, self.routing.weights, self.order)
 
 
 class _AllGather(Dispatch):
@@ -316,11 +302,9 @@ class _AllGather(Dispatch):
         experts = gather_rows(routing.experts, way.group, self.sizes) - way.first
         self.weights = gather_rows(routing.weights, way.group, self.sizes)
         elsewhere = (experts < 0) | (experts >= way.held)
-        self.source, self.place = rows_by_expert(
-            experts.masked_fill(elsewhere, way.held), sum(self.on_host)
-        )
-        gathered = gather_rows(x, way.group, self.sizes)
-        self.rows = copies_to_rows(gathered, self.source, self.place, self.top_k, True)
+        order = rows_by_expert(experts.masked_fill(elsewhere, way.held))
+        self.order = order.first(sum(self.on_host))
+        self.rows = copies_to_rows(gather_rows(x, way.group, self.sizes), self.order)
 
     def arrive(self) -> ExpertRows:
         return ExpertRows(self.rows, self.counts, self.on_host)
@@ -329,7 +313,7 @@ class _AllGather(Dispatch):
         self.results = rows
 
     def combine(self) -> Tensor:
-        partial = rows_to_tokens(self.results, self.weights, self.source, self.place, True)
+        partial = rows_to_tokens(self.results, self.weights, self.order)
         way = self.way
         return reduce_rows(partial, way.group, self.sizes, way.axis.rank)
 

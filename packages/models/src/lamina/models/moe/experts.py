@@ -13,8 +13,8 @@ from lamina.models.base.initialise import draw_seed, fill_normal_stack
 from lamina.models.base.mesh_axes import MeshLike
 from lamina.models.layers.autocast import under_autocast
 from lamina.models.layers.mlp import ActivationFunction
-from lamina.models.moe.axes import ExpertAxes
 from lamina.models.moe.dispatcher import ExpertRows
+from lamina.models.moe.expert_axes import ExpertAxes
 from lamina.models.moe.products import ExpertRuns, Way, expert_product
 from lamina.models.moe.router import axes_from
 

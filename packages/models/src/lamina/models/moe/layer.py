@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from lamina.models.base.config import TransformerConfig
 from lamina.models.base.mesh_axes import MeshLike
 from lamina.models.layers.mlp import MLP
-from lamina.models.moe.axes import ExpertAxes
 from lamina.models.moe.dispatcher import TokenDispatcher
+from lamina.models.moe.expert_axes import ExpertAxes
 from lamina.models.moe.experts import GroupedExperts
 from lamina.models.moe.losses import RoutingContext
 from lamina.models.moe.router import TopKRouter, axes_from

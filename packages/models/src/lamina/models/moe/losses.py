@@ -20,7 +20,7 @@ from lamina.collectives.engine import all_reduce_small
 from lamina.mesh.engine import MeshAxis
 from lamina.models.base.configs.moe import MoEConfig
 from lamina.models.layers.zigzag import cut_sequence
-from lamina.models.moe.axes import ExpertAxes
+from lamina.models.moe.expert_axes import ExpertAxes
 from lamina.models.moe.routing import count_copies
 
 __all__ = [

@@ -19,7 +19,7 @@ from lamina.models.base.configs.moe import MoEConfig
 from lamina.models.base.initialise import fill_normal
 from lamina.models.base.mesh_axes import MeshLike
 from lamina.models.layers.dropout import dropout_stream
-from lamina.models.moe.axes import ExpertAxes
+from lamina.models.moe.expert_axes import ExpertAxes
 from lamina.models.moe.losses import (
     AuxiliaryScale,
     RoutingContext,

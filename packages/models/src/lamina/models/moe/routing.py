@@ -11,6 +11,7 @@ from lamina.models.base.configs.moe import Drop, MoEConfig
 
 __all__ = [
     "Routing",
+    "RowOrder",
     "choose_experts",
     "count_copies",
     "rows_by_expert",
@@ -101,39 +102,49 @@ def _index_in_run(ordered: Tensor) -> Tensor:
     return index - torch.where(new, index, 0).cummax(0).values
 
 
-def rows_by_expert(experts: Tensor, rows: int | None = None) -> tuple[Tensor, Tensor]:
-    """Lay copies out by expert, those of one expert in token order.
+@dataclass(frozen=True)
+class RowOrder:
+    """How copies of tokens lie in rows.
+
+    Attributes:
+        copy_of_row: int64 `[rows]`: the copy in each row, `tokens * top_k` for a row of zeros.
+        row_of_copy: int64 `[tokens, top_k]`: the row of each copy, `rows` for a copy without one.
+        holes: whether such rows or copies may occur. The host knows without asking the device.
+    """
+
+    copy_of_row: Tensor
+    row_of_copy: Tensor
+    holes: bool
+
+    def first(self, rows: int) -> RowOrder:
+        """The same order where only the first rows are kept; changes `row_of_copy` in place."""
+        return RowOrder(self.copy_of_row[:rows], self.row_of_copy.clamp_(max=rows), True)
+
+
+def rows_by_expert(experts: Tensor) -> RowOrder:
+    """Lay copies out by expert, and those of one expert in token order.
 
     Args:
-        experts: int64 `[tokens, top_k]`; larger ids lie behind.
-        rows: how many rows are kept, from the first; all if None.
-
-    Returns:
-        `source`: int64 `[rows]`, which copy each row is; `place`: int64
-        `[tokens * top_k]`, which row each copy is, `rows` if none.
+        experts: int64 `[tokens, top_k]`; copies of an id that no expert has lie behind.
     """
-    flat = experts.flatten()
-    source = flat.argsort(stable=True)
-    place = torch.empty_like(source)
-    place[source] = torch.arange(source.numel(), device=source.device)
-    if rows is not None:
-        source = source[:rows]
-        place.clamp_(max=rows)
-    return source, place
+    copy_of_row = experts.flatten().argsort(stable=True)
+    row_of_copy = torch.empty_like(copy_of_row)
+    row_of_copy[copy_of_row] = torch.arange(copy_of_row.numel(), device=copy_of_row.device)
+    return RowOrder(copy_of_row, row_of_copy.view_as(experts), False)
 
 
-def rows_to_capacity(experts: Tensor, num_experts: int, capacity: int) -> tuple[Tensor, Tensor]:
-    """Lay copies out by expert with `capacity` rows for each; see `rows_by_expert`.
+def rows_to_capacity(experts: Tensor, num_experts: int, capacity: int) -> RowOrder:
+    """Lay copies out by expert with `capacity` rows for each expert.
 
-    A row without a copy has source `tokens * top_k`. No expert may have more copies than rows.
+    No expert may have more copies than rows.
     """
     flat = experts.flatten()
     order = flat.argsort(stable=True)
     ordered = flat[order]
     rows = num_experts * capacity
-    place = torch.empty_like(flat)
-    place[order] = (ordered * capacity + _index_in_run(ordered)).clamp_(max=rows)
-    place[flat >= num_experts] = rows
-    source = torch.full((rows + 1,), flat.numel(), dtype=torch.int64, device=flat.device)
-    source.scatter_(0, place, torch.arange(flat.numel(), device=flat.device))
-    return source[:rows], place
+    row_of_copy = torch.empty_like(flat)
+    row_of_copy[order] = (ordered * capacity + _index_in_run(ordered)).clamp_(max=rows)
+    row_of_copy[flat >= num_experts] = rows
+    copy_of_row = torch.full((rows + 1,), flat.numel(), dtype=torch.int64, device=flat.device)
+    copy_of_row.scatter_(0, row_of_copy, torch.arange(flat.numel(), device=flat.device))
+    return RowOrder(copy_of_row[:rows], row_of_copy.view_as(experts), True)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lamina.collectives.engine import all_reduce_small
 from lamina.models.base.mesh_axes import MeshLike
-from lamina.models.moe.axes import ExpertAxes
+from lamina.models.moe.expert_axes import ExpertAxes
 from lamina.models.moe.router import RoutingTotals, TopKRouter
 
 __all__ = ["LayerRouting", "routing_statistics"]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from lamina.models.base.config import TransformerConfig
-from lamina.models.base.configs.precision import Precision
+from lamina.models.base.configs.product_precision import Precision
 from lamina.models.decoder.cost import training_flops_per_token
 
 __all__ = ["Layout", "cut_layers", "part_costs", "resolve_layout"]

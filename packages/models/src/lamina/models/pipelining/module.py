@@ -13,7 +13,7 @@ from lamina.mesh import mark
 from lamina.mesh.engine import copy_role
 from lamina.models.attention.context import default_positions
 from lamina.models.attention.context_parallel import check_pattern
-from lamina.models.base.roles import KeepsRoles
+from lamina.models.base.kept_roles import KeepsRoles
 from lamina.models.decoder.gpt import GPTModel
 from lamina.models.decoder.precision_backends import follow_histories
 from lamina.models.layers.zigzag import cut_sequence

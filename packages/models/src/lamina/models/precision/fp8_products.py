@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from lamina.collectives.engine import all_reduce_small
 from lamina.ddp.engine import BackwardEnd
 from lamina.mesh.engine import MeshAxis
-from lamina.models.base.configs.precision import Precision
+from lamina.models.base.configs.product_precision import Precision
 from lamina.models.base.mesh_axes import MeshLike, axis_of
 from lamina.models.precision.fp8 import (
     BACKWARD,

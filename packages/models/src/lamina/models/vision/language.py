@@ -11,8 +11,8 @@ from lamina.mesh import derive_seed
 from lamina.mesh.engine import MeshAxis
 from lamina.models.base.config import TransformerConfig
 from lamina.models.base.initialise import assign_seeds, draw_seed
+from lamina.models.base.kept_roles import KeepsRoles
 from lamina.models.base.mesh_axes import MeshLike
-from lamina.models.base.roles import KeepsRoles
 from lamina.models.decoder.gpt import GPTModel
 from lamina.models.decoder.splice import Splice, image_positions
 from lamina.models.vision.patches import Images, VisionConfig

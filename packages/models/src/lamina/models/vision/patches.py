@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from lamina.models.base.config import TransformerConfig
-from lamina.models.base.configs.checks import require_at_least
+from lamina.models.base.configs.field_checks import require_at_least
 
 __all__ = ["Images", "Patches", "VisionConfig", "cut_patches"]
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from lamina.models.base.configs.checks import require_at_least, require_one_of
+from lamina.models.base.configs.field_checks import require_at_least, require_one_of
 
 __all__ = ["LETTERS", "MambaConfig", "MambaPath", "check_pattern"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Literal, get_args
 
-from lamina.models.base.configs.checks import require_at_least, require_one_of
+from lamina.models.base.configs.field_checks import require_at_least, require_one_of
 
 __all__ = ["Precision"]
 

@@ -20,7 +20,7 @@ from lamina.models.base.mesh_axes import MeshLike
 from lamina.models.decoder.gpt import GPTModel, require_gpt
 from lamina.models.huggingface.configs import config_from_huggingface
 from lamina.models.huggingface.weight_maps import weight_map
-from lamina.models.moe.axes import ExpertAxes
+from lamina.models.moe.expert_axes import ExpertAxes
 
 __all__ = ["from_huggingface", "to_huggingface"]
 

@@ -324,10 +324,6 @@ EXCEPTIONS: dict[str, list[str]] = {
     "no_small_file_serves_one_sibling": [
         "fsdp/api/scalers.py",
     ],
-    "file_names_mean_one_thing": [
-        "axes.py",
-        "checks.py",
-    ],
     "dead_words_stay_dead": [
         "collectives/reduction/arriving_chunks.py: _rest",
         "collectives/reduction/cpu_sum.py: _part",

@@ -39,7 +39,7 @@ from lamina.ddp.parameters.parameters import (
     group_parameters,
 )
 from lamina.ddp.parameters.strategy import resolve_strategy
-from lamina.ddp.parameters.tensor_trees import tensors_in
+from lamina.ddp.parameters.tensor_trees import map_tensors, tensors_in
 from lamina.ddp.wrapper.param_gathers import registration_refusal
 
 __all__ = [
@@ -80,6 +80,7 @@ __all__ = [
     "groups_of",
     "has_gradient_sink",
     "main_of",
+    "map_tensors",
     "plan_layout",
     "refuse_optimizer",
     "registration_refusal",

@@ -10,10 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from lamina.ddp.engine import tensors_in
+from lamina.ddp.engine import map_tensors, tensors_in
 from lamina.fsdp.execution.engine import ShardingEngine
 from lamina.fsdp.execution.unit import PendingBackward, Unit
-from lamina.fsdp.settings.trees import map_tensors
 from lamina.fsdp.units.dtensors import hide_dtensors, show_dtensors
 
 __all__ = ["UnitHooks", "attach_hooks", "hooks_of", "register_forward_method", "unit_of"]

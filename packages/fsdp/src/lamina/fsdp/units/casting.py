@@ -9,9 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from lamina.ddp.engine import ParameterRef
+from lamina.ddp.engine import ParameterRef, map_tensors
 from lamina.fsdp.settings.precision import MixedPrecisionPolicy
-from lamina.fsdp.settings.trees import map_tensors
 
 __all__ = ["cast_buffers", "check_patterns", "keep_modules"]
 

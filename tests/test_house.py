@@ -345,10 +345,6 @@ EXCEPTIONS: dict[str, list[str]] = {
         "ddp/group/group.py: span_in_rest",
         "ddp/group/weights.py: place_of_main",
         "ddp/wrapper/param_gathers.py: WeightGathers",
-        "fsdp/state/cut_regions.py: Regions",
-        "fsdp/state/cut_regions.py: _region",
-        "fsdp/state/cut_regions.py: part",
-        "fsdp/units/materialise.py: _places",
     ],
     "terms_are_in_use": [
         "glossary: produced gradient",

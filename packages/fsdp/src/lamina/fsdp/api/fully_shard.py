@@ -32,7 +32,7 @@ from lamina.fsdp.settings.hardware_limits import UnavailableError
 from lamina.fsdp.settings.megatron_names import MegatronNames
 from lamina.fsdp.settings.precision import MixedPrecisionPolicy
 from lamina.fsdp.settings.sharding_settings import ShardingSettings
-from lamina.fsdp.state.cut_regions import Regions, refuse_parts, regions_of, show_parts
+from lamina.fsdp.state.cut_regions import TensorRegions, refuse_parts, regions_of, show_parts
 from lamina.fsdp.state.state_dicts import (
     finish_before_steps,
     give_whole_tensors,
@@ -336,7 +336,7 @@ def _shard(
     if settings.use_decoupled_grad:
         show_decoupled(main for group in groups for main in group.main_parameters)
     if settings.preproc_state_dict_for_dcp_ckpt:
-        show_parts(sharded, Regions(groups, sharding.model))
+        show_parts(sharded, TensorRegions(groups, sharding.model))
     else:
         give_whole_tensors(sharded)
     return sharded

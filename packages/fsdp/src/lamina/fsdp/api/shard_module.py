@@ -29,7 +29,7 @@ from lamina.fsdp.settings.hardware_limits import UnavailableError
 from lamina.fsdp.settings.meshes import Mesh
 from lamina.fsdp.settings.precision import MixedPrecisionPolicy, policy_from
 from lamina.fsdp.settings.sharding_settings import ShardingSettings
-from lamina.fsdp.state.cut_regions import Regions, show_parts
+from lamina.fsdp.state.cut_regions import TensorRegions, show_parts
 from lamina.fsdp.units.dtensors import localise_dtensors
 from lamina.fsdp.units.plan import UnitPlan, refuse_container
 from lamina.mesh import ParallelMesh
@@ -248,7 +248,7 @@ def _own(
 def _show_parts(modules: Sequence[ModuleWithUnit], sharding: Sharding) -> None:
     """Let `state_dict()` say which parts of the model's tensors tp has left on this rank."""
     unit = modules[0].sharding_unit
-    regions = Regions(unit.groups, sharding.model)
+    regions = TensorRegions(unit.groups, sharding.model)
     for module in modules:
         show_parts(module, regions)
     known = isinstance(sharding.mesh, ParallelMesh)

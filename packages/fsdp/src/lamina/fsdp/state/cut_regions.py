@@ -21,12 +21,19 @@ from lamina.fsdp.settings.meshes import ModelAxes
 from lamina.fsdp.units.dtensors import is_cut_dtensor, region_of_dtensor
 from lamina.mesh.engine import MeshAxis
 
-__all__ = ["Regions", "beside_parts", "parts_among", "refuse_parts", "regions_of", "show_parts"]
+__all__ = [
+    "TensorRegions",
+    "beside_parts",
+    "parts_among",
+    "refuse_parts",
+    "regions_of",
+    "show_parts",
+]
 
 _REGIONS = "_lamina_regions"
 
 
-class Regions:
+class TensorRegions:
     """Which region of the model's tensor each main parameter is, where it is not all of it.
 
     Args:
@@ -43,7 +50,7 @@ class Regions:
             for ref, spec, main in zip(
                 group.refs, group.layout.specs, group.main_parameters, strict=True
             ):
-                region = _region(ref, spec.shape, axes)
+                region = _region_of(ref, spec.shape, axes)
                 if region is not None:
                     self._found[id(main)] = main, region
 
@@ -55,7 +62,7 @@ class Regions:
         found, region = self._found.get(id(parameter), (None, None))
         return region if found is parameter else None
 
-    def part(self, parameter: torch.Tensor, value: Any) -> Any:
+    def as_part(self, parameter: torch.Tensor, value: Any) -> Any:
         """A tensor of a main parameter's shape, as the part of the model's tensor that it is."""
         region = self.of(parameter)
         alike = isinstance(value, torch.Tensor) and value.shape == parameter.shape
@@ -64,7 +71,7 @@ class Regions:
         return TensorPart(value.detach(), region)
 
     def taken(self, parameter: torch.Tensor, value: Any) -> Any:
-        """The inverse of `part`; of a plain tensor that is the model's, this rank's part."""
+        """The inverse of `as_part`; of a plain tensor that is the model's, this rank's part."""
         if isinstance(value, TensorPart):
             return value.tensor()
         region = self.of(parameter)
@@ -80,7 +87,7 @@ class Regions:
             return part.copy_(value).tensor()  # type: ignore[attr-defined]
 
 
-def show_parts(module: nn.Module, regions: Regions) -> None:
+def show_parts(module: nn.Module, regions: TensorRegions) -> None:
     """Let a module's `state_dict()` hold `TensorPart`s, and `load_state_dict` take them.
 
     Args:
@@ -94,7 +101,7 @@ def show_parts(module: nn.Module, regions: Regions) -> None:
     def after(held: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
         for key, parameter in _named(held, prefix):
             if key in state:
-                state[key] = regions.part(parameter, state[key])
+                state[key] = regions.as_part(parameter, state[key])
 
     def before(held: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
         for key, parameter in _named(held, prefix):
@@ -125,11 +132,11 @@ def parts_among(refs: Iterable[ParameterRef], axes: ModelAxes) -> Iterator[Param
     """The parameters of a model that is not sharded yet of which ranks along `axes` hold parts."""
     for ref in refs:
         shape = tuple(ref.parameter.shape)
-        if is_cut_dtensor(ref.parameter) or _region(ref, shape, axes) is not None:
+        if is_cut_dtensor(ref.parameter) or _region_of(ref, shape, axes) is not None:
             yield ref
 
 
-def regions_of(module: nn.Module) -> tuple[Regions, ...]:
+def regions_of(module: nn.Module) -> tuple[TensorRegions, ...]:
     """What `show_parts` was given for a module and those inside it."""
     held = (child.__dict__.get(_REGIONS) for child in module.modules())
     return tuple(dict.fromkeys(regions for regions in held if regions))
@@ -139,7 +146,7 @@ def _named(module: nn.Module, prefix: str) -> list[tuple[str, nn.Parameter]]:
     return [(prefix + n, p) for n, p in module.named_parameters(remove_duplicate=False)]
 
 
-def _region(ref: ParameterRef, shape: tuple[int, ...], axes: ModelAxes) -> TensorRegion | None:
+def _region_of(ref: ParameterRef, shape: tuple[int, ...], axes: ModelAxes) -> TensorRegion | None:
     region = region_of_dtensor(ref.parameter)
     if region is not None:
         return region

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_map_only
 from lamina.buffers import ShardedTensor
 from lamina.ddp.engine import ELEMENTWISE
 from lamina.fsdp.execution.engine import ShardingEngine
-from lamina.fsdp.state.cut_regions import Regions
+from lamina.fsdp.state.cut_regions import TensorRegions
 
 __all__ = [
     "finish_before_steps",
@@ -85,7 +85,7 @@ def gives_whole_tensors(module: nn.Module) -> bool:
 
 
 def prepare_optimizer_state(
-    optimizer: Optimizer, *, whole: bool, regions: Sequence[Regions] = ()
+    optimizer: Optimizer, *, whole: bool, regions: Sequence[TensorRegions] = ()
 ) -> None:
     """Make `optimizer.state_dict()` ready for DCP, which loads only into tensors that are there.
 
@@ -108,10 +108,10 @@ def prepare_optimizer_state(
         return {**state, "state": _completed(held, state["state"])}
 
     def as_parts(held: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-        return _mapped(held, state, regions, Regions.part)
+        return _mapped(held, state, regions, TensorRegions.as_part)
 
     def as_tensors(held: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-        return _mapped(held, state, regions, Regions.taken)
+        return _mapped(held, state, regions, TensorRegions.taken)
 
     optimizer.register_state_dict_post_hook(after)
     if regions and not whole:
@@ -185,8 +185,8 @@ def _constructor(optimizer: Optimizer) -> dict[str, Any]:
 def _mapped(
     optimizer: Optimizer,
     state: dict[str, Any],
-    regions: Sequence[Regions],
-    change: Callable[[Regions, torch.Tensor, Any], Any],
+    regions: Sequence[TensorRegions],
+    change: Callable[[TensorRegions, torch.Tensor, Any], Any],
 ) -> dict[str, Any]:
     """A state dictionary with the state of parameters that are regions changed."""
     mapped = dict(state["state"])

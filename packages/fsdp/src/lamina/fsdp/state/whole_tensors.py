@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from lamina.buffers import ShardedTensor
 from lamina.ddp.engine import ParameterGroup, ParameterRef
 from lamina.fsdp.settings.meshes import ModelAxes
-from lamina.fsdp.state.cut_regions import Regions, parts_among
+from lamina.fsdp.state.cut_regions import TensorRegions, parts_among
 
 __all__ = ["needs_whole_tensors", "refuse_cut_by_model", "refuse_cut_tensors"]
 
@@ -51,7 +51,7 @@ def _cut_over_tp(optimizer: Optimizer, name: str) -> str:
 
 
 def refuse_cut_tensors(
-    optimizer: Optimizer, groups: Iterable[ParameterGroup], regions: Sequence[Regions]
+    optimizer: Optimizer, groups: Iterable[ParameterGroup], regions: Sequence[TensorRegions]
 ) -> None:
     """Refuse an optimizer that looks at whole tensors where they are cut.
 

@@ -45,8 +45,8 @@ def materialise_unit(
     Raises:
         ValueError: for a module with meta tensors that nothing has initialised.
     """
-    places = _places(layouts, device)
-    new = (*_new_parameters(plan, device, places), *_new_buffers(plan, device))
+    views = _views_in(layouts, device)
+    new = (*_new_parameters(plan, device, views), *_new_buffers(plan, device))
     fresh = {id(tensor): tensor for tensor in new}
     if not fresh:
         return
@@ -59,28 +59,28 @@ def materialise_unit(
     _refuse_unwritten(plan, fresh)
 
 
-def _places(
+def _views_in(
     layouts: Iterable[tuple[Sequence[ParameterRef], BufferLayout]], device: torch.device
 ) -> dict[int, torch.Tensor]:
     """Where in a flat tensor each parameter goes, for groups that are wholly on meta."""
-    places: dict[int, torch.Tensor] = {}
+    views: dict[int, torch.Tensor] = {}
     for refs, layout in layouts:
         if not all(ref.parameter.is_meta and ref.parameter.is_contiguous() for ref in refs):
             continue
         flat = torch.empty(layout.size, dtype=refs[0].parameter.dtype, device=device)
         for ref, spec, offset in zip(refs, layout.specs, layout.offsets, strict=True):
-            places[id(ref.parameter)] = flat[offset : offset + spec.numel].view(spec.shape)
-    return places
+            views[id(ref.parameter)] = flat[offset : offset + spec.numel].view(spec.shape)
+    return views
 
 
 def _new_parameters(
-    plan: UnitPlan, device: torch.device, places: dict[int, torch.Tensor]
+    plan: UnitPlan, device: torch.device, views: dict[int, torch.Tensor]
 ) -> Iterator[torch.Tensor]:
     for ref in plan.refs:
         meta = ref.parameter
         if not meta.is_meta:
             continue
-        made = places.get(id(meta))
+        made = views.get(id(meta))
         if made is None:
             made = torch.empty_like(meta, device=device, requires_grad=False)
         _first_bytes(made).fill_(_UNWRITTEN)

@@ -14,7 +14,7 @@ import re
 import sys
 
 from lamina.collectives.reduction.triton_kernels import finish_kernel, sum_kernel
-from lamina.collectives.reduction.triton_sum import CONFIGS, LEAVES, Config
+from lamina.collectives.reduction.triton_sum import CONFIGS, LEAVES, Config, configs_for
 from lamina_testing.triton_targets import compile_kernel, resources
 
 NARROW = {"fp32": 4, "bf16": 2, "fp16": 2}
@@ -54,15 +54,20 @@ def cases(everything: bool) -> list[tuple[int, str, str, Config]]:
     if everything:
         return [
             (ranks, wire, output, config)
-            for ranks, wire, config in itertools.product((2, 8, LEAVES), ("fp32", "bf16"), CONFIGS)
+            for ranks, wire in itertools.product((2, 8, LEAVES // 2, LEAVES), ("fp32", "bf16"))
+            for config in configs_for(ranks)
             for output in {"fp32", wire}
         ]
-    widest = max(CONFIGS, key=lambda config: config.block // config.warps)
+
+    def widest(ranks: int) -> Config:
+        return max(configs_for(ranks), key=lambda config: config.block // config.warps)
+
     longest = max(CONFIGS, key=lambda config: (config.blocks, config.block))
     return [
         (2, "fp32", "fp32", CONFIGS[0]),
         (8, "bf16", "bf16", longest),
-        (LEAVES, "fp32", "fp32", widest),
+        (LEAVES // 2, "fp32", "fp32", widest(LEAVES // 2)),
+        (LEAVES, "fp32", "fp32", widest(LEAVES)),
         (LEAVES, "bf16", "fp32", longest),
     ]
 

@@ -41,6 +41,7 @@ _COPIES = frozenset(
         "fsdp::all_gather_copy_in",
         "fsdp::split_with_sizes_copy",
         "fsdp::chunk_cat",
+        "fsdp::chunk_cat_mixed_dtype",  # torch 2.15's name of it
     }
 )
 

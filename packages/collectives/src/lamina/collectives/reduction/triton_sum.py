@@ -18,7 +18,7 @@ import triton
 
 from lamina.collectives.reduction.triton_kernels import finish_kernel, sum_kernel
 
-__all__ = ["CONFIGS", "LEAVES", "Config", "fused_sum", "measured_choices"]
+__all__ = ["CONFIGS", "LEAVES", "Config", "configs_for", "fused_sum", "measured_choices"]
 
 LEAVES = 32  # chunks that one launch adds up; more go through float32 partial sums
 
@@ -45,6 +45,7 @@ CONFIGS = (
     Config(4096, 1, 8),
 )
 _DEFAULT = CONFIGS[0]
+_HELD = 256  # elements of all chunks that a thread may hold: it has 255 registers of 32 bits
 _TUNE_FROM = 1 << 20  # elements; smaller sums take microseconds, whatever the configuration
 _TUNE_ON = 1 << 24  # elements: more than a cache holds, little enough to be a passing allocation
 _choices: dict[tuple[Any, ...], Config] = {}
@@ -147,10 +148,18 @@ def _choose(
     partials = torch.empty(length, dtype=torch.float64, device=output.device) if norm else None
     times = {
         config: _time(partial(_launch, inputs, target, None, accumulate, partials, config))
-        for config in CONFIGS
+        for config in configs_for(len(chunks))
     }
     _choices[kind] = min(times, key=times.__getitem__)
     return _choices[kind]
+
+
+def configs_for(ranks: int) -> tuple[Config, ...]:
+    """Return the configurations whose threads keep a block of every chunk in registers.
+
+    A compiler may order loads so that more fits (Triton 3.7 does, 3.9 spills), but need not.
+    """
+    return tuple(c for c in CONFIGS if ranks * c.block <= _HELD * 32 * c.warps)
 
 
 def _time(run: Callable[[], object], repeats: int = 5) -> float:

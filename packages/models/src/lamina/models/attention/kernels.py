@@ -10,14 +10,16 @@ from __future__ import annotations
 import functools
 import inspect
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 from lamina.models.base.config import TransformerConfig
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
 
 __all__ = [
     "AttentionPattern",
@@ -170,6 +172,9 @@ class Flex:
 
 @functools.cache
 def _flex_kernel(compiled: bool) -> Any:
+    # In torch 2.15 the module imports sympy, which costs everybody half a second.
+    from torch.nn.attention.flex_attention import flex_attention
+
     # Uncompiled, flex_attention writes out all scores. Compiling is lazy and costs seconds once.
     return torch.compile(flex_attention, dynamic=False) if compiled else flex_attention
 
@@ -364,5 +369,7 @@ def flex_over(
 
 @functools.cache
 def _block_mask_maker(compiled: bool) -> Any:
+    from torch.nn.attention.flex_attention import create_block_mask
+
     # Uncompiled, create_block_mask writes out every pair before it looks at blocks.
     return torch.compile(create_block_mask) if compiled else create_block_mask

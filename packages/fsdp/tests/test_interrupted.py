@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from lamina.buffers import StaleStorageError
 from lamina.ddp import full_gradients, full_parameters
-from lamina.ddp.engine import FlatStep
+from lamina.ddp.optimizer.flat_step import FlatStep
 from lamina.fsdp import (
     MixedPrecisionPolicy,
     RankOrderError,

@@ -23,7 +23,8 @@ from lamina.ddp.group.weights import Weights, WeightsState, WholeWeights
 from lamina.ddp.inspect.inspection import HasGroups, InspectsItself, groups_of
 from lamina.ddp.inspect.memory import MemoryBudgets
 from lamina.ddp.optimizer.adopt_parameters import adopt_main_parameters, refuse_optimizer
-from lamina.ddp.optimizer.flat_step import ELEMENTWISE, FlatStep
+from lamina.ddp.optimizer.flat_step import ELEMENTWISE, step_over_groups
+from lamina.ddp.optimizer.grad_scaler import answer_scalers
 from lamina.ddp.optimizer.whole_step import show_decoupled
 from lamina.ddp.parameters.axes import (
     DataParallelAxes,
@@ -47,7 +48,6 @@ __all__ = [
     "ORDERED",
     "BackwardEnd",
     "DataParallelAxes",
-    "FlatStep",
     "GradientReducer",
     "GradientSink",
     "GradientState",
@@ -70,6 +70,7 @@ __all__ = [
     "WeightsState",
     "WholeWeights",
     "adopt_main_parameters",
+    "answer_scalers",
     "check_dimensions",
     "check_experts",
     "collect_parameters",
@@ -88,6 +89,7 @@ __all__ = [
     "resolve_reduction",
     "resolve_strategy",
     "show_decoupled",
+    "step_over_groups",
     "tensors_in",
     "warn_of_unfinished_steps",
     "whole_weights",

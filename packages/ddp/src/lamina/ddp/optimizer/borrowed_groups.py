@@ -13,12 +13,17 @@ from __future__ import annotations
 
 import weakref
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
 from typing import Any
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
-__all__ = ["BorrowedGroups", "closure_of"]
+from lamina.ddp.backward.grad_attribute import refuse_unsummed
+from lamina.ddp.group.group import ParameterGroup
+
+__all__ = ["BorrowedGroups"]
 
 _ZERO_GRAD = "zero_grad"
 
@@ -27,10 +32,15 @@ class BorrowedGroups(ABC):
     """Hooks of an optimizer that put other parameters into its groups while it steps.
 
     Args:
-        optimizer: the user's.
+        optimizer: the user's, whose groups hold main parameters.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
+        self.paused = False
+        """Steps are made for their state alone: gradients are read from `.grad`, nobody is told."""
+        self._trained: list[ParameterGroup] = []
+        self._computes: dict[int, str] = {}  # names of parameters whose main ones are others
+        self._after_step: list[Callable[[], None]] = []
         self._held: list[list[nn.Parameter]] = []
         self._zero_grad: Any = None
         optimizer.register_step_pre_hook(self._before)
@@ -38,33 +48,77 @@ class BorrowedGroups(ABC):
         optimizer.register_state_dict_pre_hook(self.restore)
         optimizer.register_load_state_dict_pre_hook(lambda held, _: self.restore(held))
 
+    def add(self, groups: Iterable[ParameterGroup], after_step: Callable[[], None]) -> None:
+        """Step over these groups as well, and call `after_step` after each step."""
+        given = list(groups)
+        self._after_step.append(after_step)
+        self._trained += [group for group in given if group.main is not None]
+        self._computes.update(
+            (id(ref.parameter), ref.name)
+            for group in given
+            for ref, main in zip(group.refs, group.main_parameters, strict=True)
+            if main is not ref.parameter
+        )
+
     def restore(self, optimizer: Optimizer) -> None:
         """Put the user's parameters back after a step that raised; do nothing after any other."""
         if self._held:
-            self._put_back(optimizer, stepped=False)
+            self._take_back(optimizer, stepped=False)
 
     @abstractmethod
+    def _lend(self, optimizer: Optimizer) -> None:
+        """`_borrow`, and put other parameters into the groups; gradients are there."""
+
+    @abstractmethod
+    def _take_back(self, optimizer: Optimizer, *, stepped: bool) -> None:
+        """`_release`, with the state that the step has left (not all of it, if it raised)."""
+
     def _before(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """Before a step: `restore`, then `_borrow` and put other parameters into the groups.
+        self.restore(optimizer)
+        self._refuse_compute_parameters(optimizer)
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        if closure is None:
+            self._begin(optimizer)
+            return None
 
-        Args:
-            optimizer: the user's.
-            args: of the step; the first one is the optimizer again.
-            kwargs: of the step.
+        def first() -> Any:
+            # The closure computes the gradients, and may zero those there were: both concern the
+            # user's parameters.
+            self.restore(optimizer)
+            loss = closure()
+            self._begin(optimizer)
+            return loss
 
-        Returns:
-            Other arguments for the step, or None for those given.
-        """
+        if "closure" in kwargs:
+            return args, {**kwargs, "closure": first}
+        return (args[0], first, *args[2:]), kwargs  # args[0] is the optimizer itself
 
-    @abstractmethod
+    @torch.no_grad()
+    def _begin(self, optimizer: Optimizer) -> None:
+        if not self.paused:
+            for group in self._trained:
+                refuse_unsummed(group, f"{type(optimizer).__name__}.step()")
+        self._lend(optimizer)
+
     def _after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """After a step that returned."""
+        self._take_back(optimizer, stepped=True)
+        if not self.paused:
+            for tell in self._after_step:
+                tell()
 
-    @abstractmethod
-    def _put_back(self, optimizer: Optimizer, *, stepped: bool) -> None:
-        """`_release`, with the state that the step has left (not all of it, if it raised)."""
+    def _refuse_compute_parameters(self, optimizer: Optimizer) -> None:
+        """A parameter that has a main one apart never has a gradient: a step would skip it."""
+        for settings in optimizer.param_groups:
+            held = list(map(id, settings["params"]))
+            if not self._computes.keys().isdisjoint(held):
+                name = next(self._computes[one] for one in held if one in self._computes)
+                raise RuntimeError(
+                    f"{name} was added to {type(optimizer).__name__} after the "
+                    "model was wrapped, and its gradient is on a main parameter, so no step would "
+                    "change it: give the optimizer all parameters first"
+                )
 
     def _borrow(self, optimizer: Optimizer) -> None:
         """Remember the user's parameters; groups may hold others until `_release`."""
@@ -89,13 +143,3 @@ class BorrowedGroups(ABC):
             if self._zero_grad is not None:
                 optimizer.__dict__[_ZERO_GRAD] = self._zero_grad
         return held
-
-
-def closure_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The closure that a step was given, which computes gradients inside the step; None for none.
-
-    Args:
-        args: of the step, the optimizer first.
-        kwargs: of the step.
-    """
-    return kwargs.get("closure", args[1] if len(args) > 1 else None)

@@ -14,6 +14,7 @@ which parameters have gradients, and the state (a load replaces it). So a plan i
 the same parameters have gradients and the state of each holds the very objects that the last step
 put there. Objects are compared by identity, which costs no call in Python. Anything else makes a
 new plan from the parameters' state. Hyperparameters are no part of a plan: every step reads them.
+See docs/decisions/0410.
 """
 
 from __future__ import annotations
@@ -27,14 +28,13 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from lamina.ddp.backward.grad_attribute import refuse_unsummed
 from lamina.ddp.group.group import ParameterGroup
 from lamina.ddp.optimizer.adopt_parameters import locate_main_parameters
-from lamina.ddp.optimizer.borrowed_groups import BorrowedGroups, closure_of
+from lamina.ddp.optimizer.borrowed_groups import BorrowedGroups
 from lamina.ddp.optimizer.run_kernels import KERNELS
 from lamina.ddp.optimizer.whole_step import WholeStep
 
-__all__ = ["COUNTERS", "ELEMENTWISE", "FlatStep"]
+__all__ = ["COUNTERS", "ELEMENTWISE", "FlatStep", "step_over_groups"]
 
 ELEMENTWISE: frozenset[type[Optimizer]] = frozenset(
     getattr(torch.optim, name)
@@ -45,8 +45,30 @@ ELEMENTWISE: frozenset[type[Optimizer]] = frozenset(
 COUNTERS = frozenset({"step", "mu_product", "eta", "mu"})
 """State of those optimizers that is one number per parameter; all else is one per element."""
 
-_STEP = "_lamina_flat_step"
+_BORROWED = "_lamina_borrowed_groups"
 _NO_STATE: Mapping[str, Any] = {}
+
+
+def step_over_groups(
+    optimizer: Optimizer, groups: Iterable[ParameterGroup], after_step: Callable[[], None]
+) -> BorrowedGroups:
+    """Make an optimizer step over what lies flat, or whole, and not over sharded parameters.
+
+    Elementwise optimizers step over flat runs (`FlatStep`). Others step over whole tensors where
+    these are whole on one rank, and else over parameters as they are (`WholeStep`). An optimizer
+    that steps over other modules' groups already steps over these as well.
+
+    Args:
+        optimizer: it holds the groups' main parameters.
+        groups: the groups.
+        after_step: called when a step is done.
+    """
+    borrowed: BorrowedGroups | None = optimizer.__dict__.get(_BORROWED)
+    if borrowed is None:
+        make = FlatStep if type(optimizer) in ELEMENTWISE else WholeStep
+        borrowed = optimizer.__dict__[_BORROWED] = make(optimizer)
+    borrowed.add(groups, after_step)
+    return borrowed
 
 
 class _Run:
@@ -116,82 +138,25 @@ class _Plan:
 
 
 class FlatStep(BorrowedGroups):
-    """Makes an optimizer step over flat runs, and tells when it has stepped.
+    """Makes an optimizer of `ELEMENTWISE` step over flat runs."""
 
-    Args:
-        optimizer: one of `ELEMENTWISE`; others step over whole tensors where these are whole on
-            one rank (`WholeStep`), and else over parameters as they are.
-        groups: the groups whose main parameters the optimizer holds.
-        after_step: called when the step is done.
-    """
-
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        groups: Iterable[ParameterGroup],
-        after_step: Callable[[], None],
-    ) -> None:
-        self._whole = None if type(optimizer) in ELEMENTWISE else WholeStep(optimizer, ())
-        self.paused = False
-        """Steps are made for their state alone: gradients are read from `.grad`, nobody is told."""
-        self._trained: list[ParameterGroup] = []
-        self._locations: dict[int, tuple[ParameterGroup, int]] = {}
-        self._computes: dict[int, str] = {}
-        self._after_step: list[Callable[[], None]] = []
+    def __init__(self, optimizer: Optimizer) -> None:
+        super().__init__(optimizer)
+        self._located: dict[int, tuple[ParameterGroup, int]] = {}
         self._plans: dict[int, _Plan] = {}  # by the index of the optimizer's group
         self._runs: list[_Run] = []  # of the step at hand
         self._flat: dict[tuple[ParameterGroup, str], torch.Tensor] = {}
         self._members: dict[tuple[ParameterGroup, str, int], torch.Tensor] = {}
-        self._add(list(groups), after_step)
-        super().__init__(optimizer)
 
-    @staticmethod
-    def join(
-        optimizer: Optimizer, groups: Iterable[ParameterGroup], after_step: Callable[[], None]
-    ) -> None:
-        """Step over these groups as well, where other modules' groups made one of it already.
-
-        Two of them would each put back what the other one had put there for the time of a step.
-        """
-        held = optimizer.__dict__.get(_STEP)
-        if held is None:
-            optimizer.__dict__[_STEP] = FlatStep(optimizer, groups, after_step)
-        else:
-            held._add(list(groups), after_step)
-
-    def restore_all(self, optimizer: Optimizer) -> None:
-        """`restore`, and what `WholeStep` has put there (whose own hooks do so before a step)."""
-        self.restore(optimizer)
-        if self._whole is not None:
-            self._whole.restore(optimizer)
-
-    def _add(self, groups: Sequence[ParameterGroup], after_step: Callable[[], None]) -> None:
-        if self._whole is not None:
-            self._whole.add(groups)
-        self._after_step.append(after_step)
-        trained = [group for group in groups if group.main is not None]
-        self._trained += trained
-        self._locations.update(locate_main_parameters(trained))
-        self._computes.update(
-            (id(ref.parameter), ref.name)
-            for group in groups
-            for ref, main in zip(group.refs, group.main_parameters, strict=True)
-            if main is not ref.parameter
-        )
+    def add(self, groups: Iterable[ParameterGroup], after_step: Callable[[], None]) -> None:
+        """Step over these groups as well, and call `after_step` after each step."""
+        super().add(groups, after_step)
+        self._located = locate_main_parameters(self._trained)
         self._plans.clear()
 
-    # -- the step -----------------------------------------------------------------------------
-
-    def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.restore(optimizer)
-        self._refuse_compute_parameters(optimizer)
-        # A closure computes the gradients inside the step: what will have one is not known yet.
-        known = not self.paused and closure_of(args, kwargs) is None
-        if known:
-            for group in self._trained:
-                refuse_unsummed(group, f"{type(optimizer).__name__}.step()")
-        if self._whole is not None or not known:
-            self._unshare_counts(optimizer)
+    def _lend(self, optimizer: Optimizer) -> None:
+        if self.paused:
+            _unshare_counts(optimizer)
             return
         self._borrow(optimizer)
         for number, settings in enumerate(optimizer.param_groups):
@@ -202,25 +167,7 @@ class FlatStep(BorrowedGroups):
             ]
             settings["params"] = left + plan.others
 
-    def _refuse_compute_parameters(self, optimizer: Optimizer) -> None:
-        """A parameter that has a main one apart never has a gradient: a step would skip it."""
-        for settings in optimizer.param_groups:
-            held = list(map(id, settings["params"]))
-            if not self._computes.keys().isdisjoint(held):
-                name = next(self._computes[one] for one in held if one in self._computes)
-                raise RuntimeError(
-                    f"{name} was added to {type(optimizer).__name__} after the "
-                    "model was wrapped, and its gradient is on a main parameter, so no step would "
-                    "change it: give the optimizer all parameters first"
-                )
-
-    def _after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._put_back(optimizer, stepped=True)
-        if not self.paused:
-            for tell in self._after_step:
-                tell()
-
-    def _put_back(self, optimizer: Optimizer, *, stepped: bool) -> None:
+    def _take_back(self, optimizer: Optimizer, *, stepped: bool) -> None:
         self._release(optimizer)
         runs, self._runs = self._runs, []
         plans, self._plans = self._plans, {}
@@ -250,8 +197,8 @@ class FlatStep(BorrowedGroups):
         key = list(map(id, stepped))
         plan = self._plans.get(number)
         if plan is None or not plan.is_current(key, optimizer.state):
-            ours = [self._locations[one] for one in key if one in self._locations]
-            others = [p for p in stepped if id(p) not in self._locations]
+            ours = [self._located[one] for one in key if one in self._located]
+            others = [p for p in stepped if id(p) not in self._located]
             plan = self._plans[number] = _Plan(key, self._cut_runs(ours, optimizer), others)
         return plan
 
@@ -332,13 +279,6 @@ class FlatStep(BorrowedGroups):
             self._flat[key] = torch.zeros_like(group.rest.data, dtype=dtype)
         return self._flat[key]
 
-    def _unshare_counts(self, optimizer: Optimizer) -> None:
-        """Parameters of a run share their counters; stepped one by one, each needs its own."""
-        for state in optimizer.state.values():
-            for name in COUNTERS & state.keys():
-                if isinstance(state[name], torch.Tensor):
-                    state[name] = state[name].clone()
-
 
 def _step_at_once(run: _Run, optimizer: Optimizer, settings: dict[str, Any]) -> bool:
     """Step a run with a kernel, if one does it; otherwise leave it ready for the optimizer."""
@@ -354,6 +294,14 @@ def _step_at_once(run: _Run, optimizer: Optimizer, settings: dict[str, Any]) -> 
     if not done:
         optimizer.state[run.parameter] = run.state
     return done
+
+
+def _unshare_counts(optimizer: Optimizer) -> None:
+    """Parameters of a run share their counters; stepped one by one, each needs its own."""
+    for state in optimizer.state.values():
+        for name in COUNTERS & state.keys():
+            if isinstance(state[name], torch.Tensor):
+                state[name] = state[name].clone()
 
 
 def _same_history(group: ParameterGroup, first: int, second: int, optimizer: Optimizer) -> bool:

@@ -1,7 +1,19 @@
-"""A gradient scaler whose ranks agree, over the whole mesh, on whether a step overflowed."""
+"""Gradient scalers whose ranks agree, over the whole mesh, on whether a step overflowed.
+
+Note [The question of a scaler]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+A scaler decides from the gradients of its rank whether to skip a step, and nothing tells an
+optimizer that a scaler is about to decide for it. But before a scaler looks at any gradient it asks
+the optimizer whether that scales by itself (`_step_supports_amp_scaling`). `answer_scalers` puts a
+value there that is true or false as the optimizer's own was. When it is asked, it finishes the
+gradients, and refuses a plain scaler where other ranks hold other parameters. See
+docs/decisions/0518.
+"""
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -9,10 +21,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from lamina.collectives.engine import all_reduce_small
+from lamina.ddp.backward.reducer import GradientReducer
+from lamina.ddp.group.group import ParameterGroup
 from lamina.ddp.norm.shares import whole_mesh
 from lamina.mesh import ParallelMesh
 
-__all__ = ["ShardedGradScaler"]
+__all__ = ["ShardedGradScaler", "answer_scalers"]
+
+_QUESTION, _AGREED = "_step_supports_amp_scaling", "_lamina_overflow_agreed"
 
 
 class ShardedGradScaler(torch.amp.GradScaler):  # type: ignore[misc, unused-ignore]
@@ -48,5 +64,57 @@ class ShardedGradScaler(torch.amp.GradScaler):  # type: ignore[misc, unused-igno
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:
         """As torch's; the whole mesh steps, or nobody does."""
-        optimizer.__dict__["overflow_agreed"] = True
+        optimizer.__dict__[_AGREED] = True
         return super().step(optimizer, *args, **kwargs)
+
+
+def answer_scalers(
+    optimizer: Optimizer,
+    groups: Iterable[ParameterGroup],
+    ranks: int,
+    reducer: GradientReducer | None = None,
+) -> None:
+    """Refuse gradient scalers whose ranks would disagree, and let others see final gradients.
+
+    Args:
+        optimizer: the one that scalers are given.
+        groups: what it updates. Ranks beyond their data-parallel ones hold other parameters (tp,
+            pp, ep, expert_tp), which a plain scaler does not see: it is refused when it steps.
+        ranks: how many ranks take part.
+        reducer: sums the gradients, in one order on all ranks; finished when a scaler asks.
+    """
+    answer = getattr(optimizer, _QUESTION, False)
+    if not isinstance(answer, _Answer):
+        answer = optimizer.__dict__[_QUESTION] = _Answer(optimizer, bool(answer), ranks)
+    answer.add(groups, reducer)
+
+
+class _Answer:
+    """True or false as the optimizer had it. See Note [The question of a scaler]."""
+
+    def __init__(self, optimizer: Optimizer, own: bool, ranks: int) -> None:
+        self._optimizer = weakref.ref(optimizer)
+        self._own = own
+        self._reducers: list[weakref.ref[GradientReducer]] = []
+        self._ranks = self._alike = ranks
+
+    def add(self, groups: Iterable[ParameterGroup], reducer: GradientReducer | None) -> None:
+        """One more model that the optimizer updates."""
+        self._alike = min([self._alike, *(group.axes.size for group in groups)])
+        if reducer is not None:
+            self._reducers.append(weakref.ref(reducer))
+
+    def __bool__(self) -> bool:
+        optimizer = self._optimizer()
+        agreed = optimizer is not None and optimizer.__dict__.get(_AGREED, False)
+        if self._alike < self._ranks and not agreed:
+            raise RuntimeError(
+                f"torch's GradScaler looks at this rank's gradients, and {self._alike} of the "
+                f"{self._ranks} ranks share them: the others, along tp, pp, ep or expert_tp, "
+                "hold other gradients, so some would skip a step that the rest make. Use "
+                "lamina.ddp.ShardedGradScaler(mesh) with the mesh of all of them"
+            )
+        for reference in self._reducers:
+            if (reducer := reference()) is not None and not reducer.is_final:
+                reducer.finish()
+        return self._own

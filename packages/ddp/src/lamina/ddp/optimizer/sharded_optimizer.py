@@ -21,7 +21,8 @@ from lamina.ddp.optimizer.adopt_parameters import (
     cut_state,
     locate_main_parameters,
 )
-from lamina.ddp.optimizer.flat_step import COUNTERS, ELEMENTWISE, FlatStep
+from lamina.ddp.optimizer.flat_step import COUNTERS, ELEMENTWISE, step_over_groups
+from lamina.ddp.optimizer.grad_scaler import answer_scalers
 from lamina.mesh import ParallelMesh
 
 __all__ = ["ShardedOptimizer", "match_groups"]
@@ -60,9 +61,6 @@ class ShardedOptimizer(Optimizer):
         adopt_main_parameters(optimizer, groups)
         self.optimizer = optimizer
         self._groups = groups
-        ranks = (mesh.mesh if isinstance(mesh, ParallelMesh) else mesh).size()
-        self.overflow_agreed = all(group.axes.size == ranks for group in groups)
-        """Whether a gradient scaler's ranks see the same overflow (`ShardedGradScaler` says so)."""
         self._located = locate_main_parameters(groups)
         self._names = {
             main: group.refs[index].name for main, (group, index) in self._located.items()
@@ -72,6 +70,8 @@ class ShardedOptimizer(Optimizer):
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self.state = optimizer.state
         self._ready = True
+        ranks = (mesh.mesh if isinstance(mesh, ParallelMesh) else mesh).size()
+        answer_scalers(self, groups, ranks)
 
         def stepped() -> None:
             if isinstance(module, _HearsOfSteps):
@@ -79,7 +79,7 @@ class ShardedOptimizer(Optimizer):
 
         warn_of_unfinished_steps(optimizer, module)
         _refuse_cut_tensors(optimizer, groups)
-        self._flat_step = FlatStep(optimizer, groups, stepped)
+        self._borrowed = step_over_groups(optimizer, groups, stepped)
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """One step of the wrapped optimizer; returns the closure's loss.
@@ -95,37 +95,9 @@ class ShardedOptimizer(Optimizer):
                 "it was wrapped: add_param_group() before ShardedOptimizer(optimizer, module, mesh)"
             )
         try:
-            return self._step(closure)
+            return self.optimizer.step(closure)
         finally:
-            self._flat_step.restore_all(self.optimizer)
-
-    def _step(self, closure: Callable[[], float] | None) -> float | None:
-        if closure is None:
-            return self.optimizer.step()
-        if isinstance(self.optimizer, torch.optim.LBFGS):
-            stepped: float = self.optimizer.step(closure)  # type: ignore[no-untyped-call]
-            return stepped  # it calls the closure as often as it likes
-        # All others call it once, first. Here, so that the gradients are known before the step
-        # lays out its runs.
-        with torch.enable_grad():
-            loss = closure()
-        self.optimizer.step()
-        return loss
-
-    @property
-    def _step_supports_amp_scaling(self) -> bool:
-        """What a `GradScaler` asks before it steps: gradients are unscaled by it, not here.
-
-        Raises:
-            RuntimeError: where the scaler would not see overflows of ranks with other parameters.
-        """
-        if not self.overflow_agreed:
-            raise RuntimeError(
-                "torch's GradScaler looks at this rank's gradients, and ranks along tp, pp, ep and "
-                "expert_tp hold others, so some would skip a step that the rest make: use "
-                "lamina.ddp.ShardedGradScaler(mesh)"
-            )
-        return False
+            self._borrowed.restore(self.optimizer)
 
     def prepare_state(self) -> None:
         """Make the state that a first step would make, for a load to fill.
@@ -143,11 +115,11 @@ class ShardedOptimizer(Optimizer):
                 parameter.grad = torch.zeros_like(parameter) if fresh else None
             for group in self.param_groups:
                 group["lr"] = 0.0
-            self._flat_step.paused = True
+            self._borrowed.paused = True
             try:
                 self.optimizer.step()
             finally:
-                self._flat_step.paused = False
+                self._borrowed.paused = False
                 for group, rate in zip(self.param_groups, rates, strict=True):
                     group["lr"] = rate
             for parameter in mains:

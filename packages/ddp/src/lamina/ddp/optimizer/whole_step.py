@@ -7,7 +7,7 @@ over it; the others have nothing to do. State stays under the main parameter, on
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from lamina.buffers import ShardedTensor
 from lamina.ddp.group.group import ParameterGroup
-from lamina.ddp.optimizer.borrowed_groups import BorrowedGroups, closure_of
+from lamina.ddp.optimizer.borrowed_groups import BorrowedGroups
 
 __all__ = ["WholeStep", "show_decoupled", "shows_decoupled"]
 
@@ -26,51 +26,25 @@ class WholeStep(BorrowedGroups):
 
     Tensors that are cut all the same are left as `ShardedTensor`s, which do what is right on a
     span and refuse the rest.
-
-    Args:
-        optimizer: any optimizer.
-        groups: the groups whose main parameters it holds.
     """
 
-    def __init__(self, optimizer: Optimizer, groups: Iterable[ParameterGroup]) -> None:
-        self._plain: dict[int, nn.Parameter | None] = {}
-        self.add(groups)
+    def __init__(self, optimizer: Optimizer) -> None:
         super().__init__(optimizer)
+        self._plain: dict[int, nn.Parameter | None] = {}
 
-    def add(self, groups: Iterable[ParameterGroup]) -> None:
-        """More groups whose main parameters the optimizer holds."""
-        for group in groups:
-            for main in group.main_parameters:
-                if isinstance(main, ShardedTensor):
-                    local = main.to_local()
-                    if local.numel() == main.numel():
-                        self._plain[id(main)] = nn.Parameter(local.view(main.shape))
-                    elif local.numel() == 0:
-                        self._plain[id(main)] = None
+    def add(self, groups: Iterable[ParameterGroup], after_step: Callable[[], None]) -> None:
+        """Step over these groups as well, and call `after_step` after each step."""
+        given = list(groups)
+        super().add(given, after_step)
+        for main in (main for group in given for main in group.main_parameters):
+            if isinstance(main, ShardedTensor):
+                local = main.to_local()
+                if local.numel() == main.numel():
+                    self._plain[id(main)] = nn.Parameter(local.view(main.shape))
+                elif local.numel() == 0:
+                    self._plain[id(main)] = None
 
-    def _before(
-        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        self.restore(optimizer)
-        closure = closure_of(args, kwargs)
-        if not self._plain or closure is None:
-            self._lend_plain(optimizer)
-            return None
-
-        def first() -> Any:
-            # Gradients come from the closure, which may zero those there were: both concern the
-            # user's parameters.
-            self.restore(optimizer)
-            loss = closure()
-            self._lend_plain(optimizer)
-            return loss
-
-        if "closure" in kwargs:
-            return args, {**kwargs, "closure": first}
-        return (args[0], first, *args[2:]), kwargs  # args[0] is the optimizer itself
-
-    @torch.no_grad()
-    def _lend_plain(self, optimizer: Optimizer) -> None:
+    def _lend(self, optimizer: Optimizer) -> None:
         if not self._plain:
             return
         self._borrow(optimizer)
@@ -97,10 +71,7 @@ class WholeStep(BorrowedGroups):
             optimizer.state[plain] = _plain_state(optimizer.state.pop(main))
         return plain
 
-    def _after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._put_back(optimizer, stepped=True)
-
-    def _put_back(self, optimizer: Optimizer, *, stepped: bool) -> None:
+    def _take_back(self, optimizer: Optimizer, *, stepped: bool) -> None:
         for main in (parameter for held in self._release(optimizer) for parameter in held):
             plain = self._plain.get(id(main))
             if plain is not None:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, cast, overload
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
@@ -15,17 +16,17 @@ from torch.optim import Optimizer
 
 from lamina.ddp import Strategy
 from lamina.ddp.engine import (
-    FlatStep,
     TransientBuffers,
     adopt_main_parameters,
+    answer_scalers,
     collect_parameters,
     refuse_optimizer,
     show_decoupled,
+    step_over_groups,
     warn_of_unfinished_steps,
 )
 from lamina.fsdp.api.build import build_units, start_engine, storage_pool, updated_apart
 from lamina.fsdp.api.resolve import Sharding, resolve
-from lamina.fsdp.api.scalers import meet_scalers
 from lamina.fsdp.execution.hooks import attach_hooks
 from lamina.fsdp.module.sharded_module import ShardedModule, WatchedModule, adopt, is_sharded
 from lamina.fsdp.settings.hardware_limits import UnavailableError
@@ -411,15 +412,16 @@ def fully_shard_optimizer(optimizer: OptimizerT, module: nn.Module) -> Optimizer
     adopt_main_parameters(optimizer, groups)
     warn_of_unfinished_steps(optimizer, module)
     engines = [part.sharding_engine for part in parts]
+    world = dist.get_world_size() if dist.is_initialized() else 1
     for part, engine in zip(parts, engines, strict=True):
         finish_before_steps(optimizer, engine)
-        meet_scalers(optimizer, engine, part.parameter_groups())
+        answer_scalers(optimizer, part.parameter_groups(), world, engine.reducer)
 
     def after_step() -> None:
         for engine in engines:
             engine.mark_weights_changed()
 
-    FlatStep.join(optimizer, groups, after_step)
+    step_over_groups(optimizer, groups, after_step)
     for engine in engines:
         engine.follow(optimizer)
     whole = any(map(gives_whole_tensors, parts))

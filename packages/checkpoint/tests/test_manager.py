@@ -170,7 +170,8 @@ def test_ranks_that_compare_names_by_position_have_them_in_one_order(tmp_path):
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     state = {"model": model, "optimizer": optimizer}
     CheckpointManager(tmp_path, verify=False).save(1, state)
-    _, metadata, trees = open_checkpoint(LocalLocation(tmp_path / "step-00000001"))
+    opened = open_checkpoint(LocalLocation(tmp_path / "step-00000001"))
+    metadata, trees = opened.metadata, opened.trees
     names = [n for n in Plan(state, trees, metadata, Selection()).claims if "param_groups" in n]
     stored = trees["optimizer"]["param_groups"][0]["params"]
     assert names == [f"optimizer.param_groups.0: {name}" for name in stored]

@@ -10,6 +10,7 @@ from lamina.buffers.pool.guard import SavedTensorGuard
 from lamina.buffers.pool.pool import PoolExhaustedError
 from lamina.buffers.pool.slots import SlotPlan, color_slots, conflict_graph
 from lamina.buffers.resolve_axes import Axis, PlainAxis, resolve_axes
+from lamina.buffers.tensors.span_moves import narrowed
 from lamina.buffers.tensors.span_norms import PNorm
 from lamina.buffers.tensors.span_spec import SpanCommunicator, SpanSpec
 from lamina.buffers.tensors.tensor_part import TensorPart
@@ -38,6 +39,7 @@ __all__ = [
     "collect_specs",
     "color_slots",
     "conflict_graph",
+    "narrowed",
     "resolve_axes",
     "split_by_row",
 ]

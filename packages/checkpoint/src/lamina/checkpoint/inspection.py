@@ -9,11 +9,12 @@ import os
 import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
+from lamina.buffers.engine import narrowed
 from lamina.checkpoint.errors import CheckpointDamagedError, CheckpointError
 from lamina.checkpoint.load.loading import open_checkpoint
 from lamina.checkpoint.load.reader import opened, read_metadata
@@ -45,11 +46,13 @@ class Opened:
 
     manifest: Manifest
     metadata: Metadata
-    values: dict[str, Json]
+    values: Mapping[str, Json]
 
     def __init__(self, location: str | os.PathLike[str]) -> None:
         self.location = location_of(location)
-        self.manifest, self.metadata, self.values = open_checkpoint(self.location)
+        source = open_checkpoint(self.location)
+        self.metadata, self.values = source.metadata, source.trees
+        self.manifest = cast(Manifest, source.manifest)
 
     def tensors(self) -> dict[str, TensorStorageMetadata]:
         """Return name -> shape, dtype and boxes of every tensor."""
@@ -69,10 +72,7 @@ class Opened:
                 raise CheckpointDamagedError(problem)
             with opened(self.location, chunk.file) as read:
                 piece = tensor_in(read(chunk.offset, chunk.length), whole.dtype, chunk.sizes)
-            view = whole
-            for dim, (start, size) in enumerate(zip(chunk.at, chunk.sizes, strict=True)):
-                view = view.narrow(dim, start, size)
-            view.copy_(piece)
+            narrowed(whole, chunk.at, chunk.sizes).copy_(piece)
         return whole
 
 

@@ -17,13 +17,13 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from lamina.checkpoint.errors import CheckpointDamagedError, CheckpointNotFoundError
-from lamina.checkpoint.load.loading import load_step
+from lamina.checkpoint.load.loading import load, open_step
 from lamina.checkpoint.load.selection import Selection
 from lamina.checkpoint.progress import RestoreReport, SaveReport
 from lamina.checkpoint.ranks import Ranks
 from lamina.checkpoint.save.offer import take
-from lamina.checkpoint.save.saving import Save, Saver
-from lamina.checkpoint.save.writer import Rules
+from lamina.checkpoint.save.saving import Saver
+from lamina.checkpoint.save.writer import Save
 from lamina.checkpoint.state.cut_tensors import Hints
 from lamina.checkpoint.state.entries import check_entries
 from lamina.checkpoint.storage.locations import is_url, local_path
@@ -210,8 +210,9 @@ class CheckpointManager:
             overwrite = self._ranks.together(lambda: self._replaces(step))
         first, check = self._ranks.is_first, self._check_replicas
         offered = self._ranks.together(lambda: take(state, self._hints, first=first, check=check))
-        rules = Rules(overwrite, self.verify, self.threads, metric)
-        return self._saver.save(Save(step, offered, rules, started))
+        return self._saver.save(
+            Save(step, offered, overwrite, self.verify, self.threads, metric, started)
+        )
 
     def restore(
         self,
@@ -298,9 +299,8 @@ class CheckpointManager:
     ) -> CheckpointDamagedError | None:
         """Load a checkpoint, or return its damage, the same kind of error on all ranks."""
         try:
-            report = load_step(
-                self._store,
-                step,
+            report = load(
+                lambda: open_step(self._store, step),
                 state,
                 selection,
                 self._ranks,

@@ -73,8 +73,7 @@ def import_dcp(
         return Source(location, None, metadata, trees)
 
     check_entries(state, ranks)
-    source = ranks.together(open_source)
-    return load(source, state, selection, ranks, hints, progress=False)
+    return load(open_source, state, selection, ranks, hints, progress=False)
 
 
 def _tree(

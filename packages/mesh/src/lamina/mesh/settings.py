@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
 from dataclasses import dataclass
 
 from lamina.mesh.problems import EnvironmentProblem, Severity
@@ -11,38 +11,18 @@ from lamina.mesh.variables import Environment
 __all__ = ["settings_problems"]
 
 
-_TRUE = frozenset({"1", "true", "yes", "on", "y", "t"})
+_ON, _ZERO, _SET = "1|true|yes|on|y|t", "0", "(?s:.+)"
 
 
 @dataclass(frozen=True)
 class _Rule:
-    """Which values of a variable hurt, what they do and what to change."""
+    """Which values of a variable hurt (a pattern), what they do and what to change."""
 
     variable: str
-    hurts: Callable[[str], bool]
+    hurts: str
     effect: str
     remedy: str
     severity: Severity = "warning"
-
-
-def _is_on(value: str) -> bool:
-    return value.lower() in _TRUE
-
-
-def _is_zero(value: str) -> bool:
-    return value == "0"
-
-
-def _is_anything(value: str) -> bool:
-    return value != ""
-
-
-def _is_verbose(value: str) -> bool:
-    return value.upper() in ("INFO", "TRACE")
-
-
-def _is_detail(value: str) -> bool:
-    return value.upper() == "DETAIL"
 
 
 # Sources: NCCL's user guide ("Environment Variables"), torch's "ProcessGroupNCCL Environment
@@ -50,98 +30,98 @@ def _is_detail(value: str) -> bool:
 _RULES = (
     _Rule(
         "CUDA_DEVICE_MAX_CONNECTIONS",
-        lambda value: value == "1",
+        "1",
         "kernels of all streams queue up in one hardware queue, so communication can't overlap "
         "with compute; wrappers asked to overlap refuse to start.",
         "Unset it, or set it to 8 or more.",
     ),
     _Rule(
         "CUDA_LAUNCH_BLOCKING",
-        _is_on,
+        _ON,
         "every kernel is waited for, so nothing overlaps and launches are slow.",
         "Unset it unless you are looking for the kernel that fails.",
     ),
     _Rule(
         "TORCH_NCCL_BLOCKING_WAIT",
-        _is_on,
+        _ON,
         "waiting for a collective blocks the host thread, so it can't queue the next kernels.",
         "Unset it; give init_distributed a timeout instead.",
     ),
     _Rule(
         "TORCH_NCCL_ASYNC_ERROR_HANDLING",
-        _is_zero,
+        _ZERO,
         "a collective that fails or hangs is never ended, and the job waits for ever.",
         "Unset it (torch's default ends the process).",
     ),
     _Rule(
         "NCCL_P2P_DISABLE",
-        _is_on,
+        _ON,
         "GPUs of one machine exchange data through host memory instead of NVLink or PCIe.",
         "Unset it unless the machine's peer access is broken.",
     ),
     _Rule(
         "NCCL_SHM_DISABLE",
-        _is_on,
+        _ON,
         "GPUs of one machine without peer access exchange data through sockets.",
         "Unset it; give the container a larger /dev/shm if that was the reason.",
     ),
     _Rule(
         "NCCL_IB_DISABLE",
-        _is_on,
+        _ON,
         "machines exchange data through TCP sockets even if they have InfiniBand or RoCE.",
         "Unset it where there is such a network.",
         "note",
     ),
     _Rule(
         "NCCL_ALGO",
-        _is_anything,
+        _SET,
         "one algorithm is forced on collectives of every size and kind.",
         "Unset it to let NCCL choose by size and topology.",
         "note",
     ),
     _Rule(
         "NCCL_PROTO",
-        _is_anything,
+        _SET,
         "one protocol is forced on collectives of every size; LL and LL128 limit bandwidth.",
         "Unset it to let NCCL choose by size and topology.",
         "note",
     ),
     _Rule(
         "NCCL_NVLS_ENABLE",
-        _is_zero,
+        _ZERO,
         "NVLink switches can't reduce and multicast, and symmetric memory loses its purpose.",
         "Unset it on machines with NVSwitch.",
         "note",
     ),
     _Rule(
         "NCCL_CUMEM_ENABLE",
-        _is_zero,
+        _ZERO,
         "NCCL can't register user buffers (nccl_ub) or symmetric memory.",
         "Unset it where you use those.",
         "note",
     ),
     _Rule(
         "NCCL_DEBUG",
-        _is_verbose,
+        "info|trace",
         "every rank writes long logs; with TRACE collectives become slow.",
         "Set it to WARN, or write to files with NCCL_DEBUG_FILE.",
         "note",
     ),
     _Rule(
         "TORCH_DISTRIBUTED_DEBUG",
-        _is_detail,
+        "detail",
         "every collective is preceded by another that compares shapes among the ranks.",
         "Unset it when the mismatch is found.",
     ),
     _Rule(
         "PYTORCH_NO_CUDA_MEMORY_CACHING",
-        _is_anything,
+        _SET,
         "every GPU allocation goes to the driver and waits for the device.",
         "Unset it unless you are looking for a memory error.",
     ),
     _Rule(
         "NVIDIA_TF32_OVERRIDE",
-        _is_zero,
+        _ZERO,
         "float32 matrix products never use tensor cores, whatever the program says.",
         "Unset it and decide in the program (torch.set_float32_matmul_precision).",
         "note",
@@ -154,7 +134,7 @@ def settings_problems(env: Environment) -> list[EnvironmentProblem]:
     problems = []
     for rule in _RULES:
         value = env.variables.get(rule.variable, "").strip()
-        if rule.hurts(value):
+        if re.fullmatch(rule.hurts, value, re.IGNORECASE):
             problems.append(
                 EnvironmentProblem(rule.variable, value, rule.effect, rule.remedy, rule.severity)
             )

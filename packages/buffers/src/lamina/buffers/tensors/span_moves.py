@@ -10,7 +10,7 @@ import torch
 from lamina.buffers.layout.boxes import boxes_of_span
 from lamina.buffers.tensors.handlers import HandlerTable, SpanTensor
 
-__all__ = ["HANDLERS", "copy_span"]
+__all__ = ["HANDLERS", "copy_span", "narrowed"]
 
 HANDLERS = HandlerTable()
 aten = torch.ops.aten
@@ -99,6 +99,13 @@ def _copy(
     return target
 
 
+def narrowed(tensor: torch.Tensor, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
+    """A box of a tensor as a view."""
+    for dim, (offset, size) in enumerate(zip(offsets, sizes, strict=True)):
+        tensor = tensor.narrow(dim, offset, size)
+    return tensor
+
+
 def copy_span(
     target: torch.Tensor,
     source: torch.Tensor,
@@ -114,11 +121,8 @@ def copy_span(
         target.copy_(source.view(-1)[start:stop], non_blocking=non_blocking)
         return
     for box in boxes_of_span(source.shape, start, stop):
-        piece = source
-        for dim, (offset, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
-            piece = piece.narrow(dim, offset, size)
         into = target[box.start : box.start + box.numel].view(box.sizes)
-        into.copy_(piece, non_blocking=non_blocking)
+        into.copy_(narrowed(source, box.offsets, box.sizes), non_blocking=non_blocking)
 
 
 @HANDLERS.handles(aten.index_put_.default)

@@ -9,6 +9,7 @@ import torch
 from lamina.buffers.tensors.handlers import HandlerTable, SpanTensor
 from lamina.buffers.tensors.sharded_tensor import ShardedTensor
 from lamina.buffers.tensors.span_moves import HANDLERS as MOVES
+from lamina.buffers.tensors.span_moves import narrowed
 from lamina.buffers.tensors.span_spec import SpanSpec
 from lamina.buffers.tensors.tensor_region import RegionBox, TensorRegion
 
@@ -177,8 +178,5 @@ def _copy(
             f"shape {list(target.shape)}"
         )
     for box in target.boxes():
-        piece = source
-        for dim, (offset, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
-            piece = piece.narrow(dim, offset, size)
-        target.view_of(box).copy_(piece)
+        target.view_of(box).copy_(narrowed(source, box.offsets, box.sizes))
     return target

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
+from lamina.buffers.engine import narrowed
 from lamina.checkpoint.ranks import Ranks
 from lamina.collectives.engine import all_reduce_native, all_reduce_small, broadcast
 
@@ -60,14 +61,14 @@ def gathered(
         ranks: all that hold a part.
     """
     if whole.everywhere and part is not None and not _is_cut(part):
-        yield from (narrow(part, *box) for box in boxes)
+        yield from (narrowed(part, *box) for box in boxes)
         return
     held = {} if part is None else boxes_of(part)
     owners = _owners(list(held), whole.shape, ranks)
     alone = all(owner == 0 for owner in owners.values())  # the first rank holds all of it
     if not alone and not (whole.dtype.is_floating_point and whole.dtype.itemsize > 1):
         full = _broadcast(whole, part, min(owners.values()), ranks)
-        yield from (narrow(full, *box) for box in boxes)
+        yield from (narrowed(full, *box) for box in boxes)
         return
     mine = {box: view for box, view in held.items() if owners[box] == ranks.rank}
     # Copies of a tied weight on two stages may be cut at other places: the lowest rank's counts.
@@ -91,10 +92,10 @@ def _sum(
     made.fill_(-0.0)
     for held, view in mine.items():
         if (common := meet(held, box)) is not None:
-            narrow(made, *_within(common, box)).copy_(narrow(view, *_within(common, held)))
+            narrowed(made, *_within(common, box)).copy_(narrowed(view, *_within(common, held)))
     for other in others:
         if (common := meet(other, box)) is not None:
-            narrow(made, *_within(common, box)).fill_(-0.0)
+            narrowed(made, *_within(common, box)).fill_(-0.0)
     if ranks is not None:
         flat = made.view(-1)
         all_reduce_native(flat, flat, ranks.group, statistics=False).wait()
@@ -167,15 +168,8 @@ def _within(box: Box, outer: Box) -> Box:
     return tuple(a - b for a, b in zip(box[0], outer[0], strict=True)), box[1]
 
 
-def narrow(tensor: Tensor, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
-    """Return a box of a tensor as a view."""
-    for dim, (offset, size) in enumerate(zip(offsets, sizes, strict=True)):
-        tensor = tensor.narrow(dim, offset, size)
-    return tensor
-
-
 def fill(part: Tensor, box: Box, values: Tensor) -> None:
     """Copy a box of a whole tensor into what a tensor, cut in any way, holds of it."""
     for held, view in boxes_of(part).items():
         if (common := meet(held, box)) is not None:
-            narrow(view, *_within(common, held)).copy_(narrow(values, *_within(common, box)))
+            narrowed(view, *_within(common, held)).copy_(narrowed(values, *_within(common, box)))

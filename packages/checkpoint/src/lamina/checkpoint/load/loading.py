@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 import warnings
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,7 +31,7 @@ from lamina.checkpoint.storage.locations import Location
 from lamina.checkpoint.storage.manifest import METADATA, VALUES, Manifest
 from lamina.checkpoint.storage.stores import Store
 
-__all__ = ["Source", "load", "load_step", "open_checkpoint"]
+__all__ = ["Source", "load", "open_checkpoint", "open_step"]
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Source:
     trees: Mapping[str, Json]
 
 
-def open_checkpoint(location: Location) -> tuple[Manifest, Metadata, dict[str, Json]]:
+def open_checkpoint(location: Location) -> Source:
     """Read and check the small files of a checkpoint.
 
     Raises:
@@ -60,7 +60,7 @@ def open_checkpoint(location: Location) -> tuple[Manifest, Metadata, dict[str, J
         raise CheckpointDamagedError(message + _lost(location, manifest, name, found))
     metadata = read_metadata(location, manifest.read_file(location, METADATA))
     trees = json.loads(manifest.read_file(location, VALUES))
-    return manifest, metadata, trees
+    return Source(location, manifest, metadata, trees)
 
 
 def _lost(location: Location, manifest: Manifest, file: str, found: int) -> str:
@@ -81,44 +81,31 @@ def _lost(location: Location, manifest: Manifest, file: str, found: int) -> str:
     return f" (written by rank {rank}; gone with it: {shortened(list(names))})"
 
 
-def open_step(store: Store, step: int) -> tuple[Manifest, Metadata, dict[str, Json]]:
+def open_step(store: Store, step: int) -> Source:
     """Open the checkpoint of a step.
 
     Raises:
         CheckpointNotFoundError: there is none.
         CheckpointMismatchError: it is another step's.
     """
+    location = store.location(step)
     if not store.has(step):
         raise CheckpointNotFoundError(
-            f"no complete checkpoint of step {step} ({store.location(step)}); there are "
+            f"no complete checkpoint of step {step} ({location}); there are "
             f"{list(store.locations()) or 'none'}"
         )
-    opened = open_checkpoint(store.location(step))
-    if opened[0].step != step:
+    source = open_checkpoint(location)
+    found = step if source.manifest is None else source.manifest.step
+    if found != step:
         raise CheckpointMismatchError(
-            f"{store.location(step)} holds step {opened[0].step}: copied or renamed by hand? Call "
-            f"it step-{opened[0].step:08d}, or move it elsewhere"
+            f"{location} holds step {found}: copied or renamed by hand? Call it step-{found:08d}, "
+            "or move it elsewhere"
         )
-    return opened
-
-
-def load_step(
-    store: Store,
-    step: int,
-    state: MutableMapping[str, Any],
-    selection: Selection,
-    ranks: Ranks,
-    hints: Hints,
-    *,
-    progress: bool,
-) -> RestoreReport:
-    """Load one checkpoint into `state` (collective). Nothing changes if any rank can't."""
-    opened = ranks.together(lambda: Source(store.location(step), *open_step(store, step)))
-    return load(opened, state, selection, ranks, hints, progress=progress)
+    return source
 
 
 def load(
-    source: Source,
+    open_source: Callable[[], Source],
     state: MutableMapping[str, Any],
     selection: Selection,
     ranks: Ranks,
@@ -126,8 +113,9 @@ def load(
     *,
     progress: bool,
 ) -> RestoreReport:
-    """Load an open checkpoint into `state` (collective)."""
+    """Load a checkpoint into `state` (collective). Nothing changes if any rank can't."""
     started = time.perf_counter()
+    source = ranks.together(open_source)
     step = -1 if source.manifest is None else source.manifest.step
     plan = ranks.together(lambda: Plan(state, source.trees, source.metadata, selection, hints))
     # All ranks read the same names, in the same order: who has a place for which?

@@ -33,6 +33,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 from torch.serialization import _get_layout
 
+from lamina.buffers.engine import narrowed
 from lamina.checkpoint.errors import CheckpointDamagedError, CheckpointUnsafeError
 from lamina.checkpoint.storage.locations import LocalLocation, Location, crc_of, pieces_of
 from lamina.checkpoint.storage.manifest import METADATA, ChunkSums, Manifest, unreadable
@@ -356,13 +357,8 @@ class Reader(StorageReader):
             self._compare(items[0], zlib.crc32(chunk))
         stored = self._tensor(chunk, items[0])
         for item in items:
-            piece = stored
-            for dim, (offset, length) in enumerate(
-                zip(item.storage_offsets, item.lengths, strict=True)
-            ):
-                piece = piece.narrow(dim, offset, length)
             target = planner.resolve_tensor(item).detach()
-            target.copy_(piece)
+            target.copy_(narrowed(stored, item.storage_offsets, item.lengths))
             planner.commit_tensor(item, target)
         self.bytes_read += info.length
         self._read(info.length)

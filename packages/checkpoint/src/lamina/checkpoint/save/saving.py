@@ -8,7 +8,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, cast
 
 import torch.distributed as dist
@@ -18,31 +18,13 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from lamina.checkpoint.progress import Progress, SaveReport
 from lamina.checkpoint.ranks import Ranks, own_error
-from lamina.checkpoint.save.offer import Offered
 from lamina.checkpoint.save.staging import Stage, Staged, StagedPlanner, signature
-from lamina.checkpoint.save.writer import Rules, Writer
+from lamina.checkpoint.save.writer import Save, Writer
 from lamina.checkpoint.storage.locations import Location
 from lamina.checkpoint.storage.manifest import Manifest
 from lamina.checkpoint.storage.stores import Store
 
-__all__ = ["Save", "Saver"]
-
-
-@dataclass(frozen=True)
-class Save:
-    """One save.
-
-    Attributes:
-        step: training step.
-        offered: what this rank offers to write.
-        rules: how to write.
-        started: `time.perf_counter()` when the caller asked for it.
-    """
-
-    step: int
-    offered: Offered
-    rules: Rules
-    started: float
+__all__ = ["Saver"]
 
 
 class Saver:
@@ -124,8 +106,7 @@ class Saver:
     ) -> tuple[Writer, SaveReport]:
         shown = self._progress and self._ranks.is_first and blocked is None
         bar = Progress(f"saving step {save.step}", _bytes(tensors) if shown else 0, shown)
-        trees, digests = save.offered.trees, save.offered.digests
-        writer = Writer(self._store, save.step, trees, save.rules, digests, bar.advance)
+        writer = Writer(self._store, save, bar.advance)
         try:
             metadata = dcp_quietly(dcp_save, tensors, writer, planner, self._group)
         except BaseException as error:

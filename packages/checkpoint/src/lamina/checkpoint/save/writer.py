@@ -26,31 +26,37 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from lamina.checkpoint.errors import CheckpointDamagedError
+from lamina.checkpoint.save.offer import Offered
 from lamina.checkpoint.save.replicas import Digests, compare
-from lamina.checkpoint.state.merge_ranks import RankValues
 from lamina.checkpoint.storage.locations import FileSum, Location, location_of, sum_of, write_whole
 from lamina.checkpoint.storage.manifest import CHUNKS, METADATA, VALUES, Manifest
 from lamina.checkpoint.storage.stores import Attempt, Store
 from lamina.checkpoint.storage.streams import SummingStream, own_memory
 
-__all__ = ["Rules", "Writer"]
+__all__ = ["Save", "Writer"]
 
 
 @dataclasses.dataclass(frozen=True)
-class Rules:
-    """How to write one checkpoint.
+class Save:
+    """One save.
 
     Attributes:
+        step: training step.
+        offered: what this rank offers to write.
         overwrite: replace a complete checkpoint of the same step.
         verify: read every file back and compare before committing.
         threads: files, and threads writing them, per rank.
         metric: for the manifest.
+        started: `time.perf_counter()` when the caller asked for it.
     """
 
+    step: int
+    offered: Offered
     overwrite: bool
     verify: bool
     threads: int
     metric: float | None
+    started: float
 
 
 @dataclasses.dataclass
@@ -89,25 +95,16 @@ class Writer(StorageWriter):
 
     Args:
         store: the directory of checkpoints.
-        step: training step.
-        trees: this rank's values that are no tensors.
-        rules: how to write.
-        digests: of what this rank offers as whole.
+        save: what to write, and how.
         wrote: called with the bytes of each chunk written.
     """
 
     def __init__(
-        self,
-        store: Store,
-        step: int,
-        trees: RankValues,
-        rules: Rules,
-        digests: Digests,
-        wrote: Callable[[int], None] = lambda _: None,
+        self, store: Store, save: Save, wrote: Callable[[int], None] = lambda _: None
     ) -> None:
         super().__init__()
-        self._store, self._step, self._trees, self._rules = store, step, trees, rules
-        self._wrote, self._digests = wrote, digests
+        self._store, self._save, self._wrote = store, save, wrote
+        self._values = save.offered.trees
         self._attempt: Attempt | None = None
         self._location: Location | None = None
         #: what this rank was given to write, once DCP has planned
@@ -135,7 +132,7 @@ class Writer(StorageWriter):
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Tell the coordinator what is offered as whole; only it makes the location."""
-        return dataclasses.replace(plan, storage_data=self._digests)
+        return dataclasses.replace(plan, storage_data=self._save.offered.digests)
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Make the location (coordinator) and tell every rank its name.
@@ -144,9 +141,9 @@ class Writer(StorageWriter):
             CheckpointError: the ranks offer different tensors under one name.
         """
         compare([cast(Digests, plan.storage_data) for plan in plans])
-        self._attempt = self._store.begin(self._step)
+        self._attempt = self._store.begin(self._save.step)
         location, final = str(self._attempt.location), str(self._attempt.final)
-        crc = self._trees.crc32
+        crc = self._values.crc32
         return [
             dataclasses.replace(plan, storage_data=_Assignment(location, final, rank, crc))
             for rank, plan in enumerate(plans)
@@ -162,7 +159,7 @@ class Writer(StorageWriter):
                 "the directory of checkpoints must be on a file system that all ranks share"
             )
         self.assigned = frozenset(item.index for item in plan.items)
-        shares = _shares(plan.items, self._rules.threads)
+        shares = _shares(plan.items, self._save.threads)
         names = [f"__{assignment.rank}_{number}.distcp" for number in range(len(shares))]
         if len(shares) > 1:
             with ThreadPoolExecutor(len(shares)) as pool:
@@ -174,8 +171,8 @@ class Writer(StorageWriter):
         files = {name: file for name, (file, _) in zip(names, written, strict=True)}
         self.bytes_written = sum(file.sum.bytes for file in files.values())
         results = [result for _, of_file in written for result in of_file]
-        differs = assignment.trees_crc != self._trees.crc32
-        trees = self._trees.for_coordinator(differs)
+        differs = assignment.trees_crc != self._values.crc32
+        trees = self._values.for_coordinator(differs)
         future: Future[list[WriteResult]] = Future()
         future.set_result(_Results(results, files, assignment.rank, trees))
         return future
@@ -197,7 +194,7 @@ class Writer(StorageWriter):
                 info = _StorageInfo(name, offset, length)
                 results.append(WriteResult(item.index, length, info))
                 self._wrote(length)
-        if self._rules.verify:
+        if self._save.verify:
             _verify_written(location, name, stream.sum)
         return _File(stream.sum, stream.chunks), results
 
@@ -215,17 +212,17 @@ class Writer(StorageWriter):
         small: Mapping[str, bytes] = {
             CHUNKS: json.dumps(chunks).encode(),
             METADATA: pickle.dumps(metadata),
-            VALUES: self._trees.merged([of_rank.trees for of_rank in ranks]),
+            VALUES: self._values.merged([of_rank.trees for of_rank in ranks]),
         }
         for name, data in small.items():
             files[name] = write_whole(location, name, data)
-            if self._rules.verify:
+            if self._save.verify:
                 _verify_written(location, name, files[name])
         manifest = Manifest(
-            self._step, len(ranks), torch.__version__, files, metric=self._rules.metric
+            self._save.step, len(ranks), torch.__version__, files, metric=self._save.metric
         )
         manifest.check_sizes(location)  # sees that every rank wrote where the coordinator looks
-        self._attempt.commit(manifest, overwrite=self._rules.overwrite)
+        self._attempt.commit(manifest, overwrite=self._save.overwrite)
         self.manifest = manifest
 
     def abandon(self) -> None:

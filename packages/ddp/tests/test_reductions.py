@@ -15,7 +15,7 @@ from lamina.ddp import (
     full_gradients,
     full_parameters,
 )
-from lamina.ddp.backward.reducer import agree_on_seen
+from lamina.ddp.backward.reducer import agree_on_produced
 from lamina.ddp.engine import TransientBuffers, resolve_reduction
 from lamina.ddp.gradients.reproducible import PartialSums
 from lamina.mesh import ParallelLayout
@@ -159,10 +159,18 @@ def test_contradicting_reductions_are_refused():
         )
 
 
-def test_flags_of_seen_gradients_lie_on_the_host_and_one_rank_asks_nobody():
+class _Flags:
+    def __init__(self, flags):
+        self.produced_gradient = flags
+
+    def mark_produced(self, flags):
+        self.produced_gradient = flags
+
+
+def test_flags_of_produced_gradients_lie_on_the_host_and_one_rank_asks_nobody():
     groups = [
-        SimpleNamespace(refs=[1] * len(seen), device="cuda", trained=SimpleNamespace(seen=seen))
-        for seen in ([True, False], [False])
+        SimpleNamespace(refs=[1] * len(flags), device="cuda", trained=_Flags(flags))
+        for flags in ([True, False], [False])
     ]
     group = object()
 
@@ -177,10 +185,10 @@ def test_flags_of_seen_gradients_lie_on_the_host_and_one_rank_asks_nobody():
         ) as place,
         mock.patch("lamina.ddp.backward.reducer.all_reduce_small", side_effect=combined) as send,
     ):
-        agree_on_seen(groups, [None])
+        agree_on_produced(groups, [None])
         assert not place.called
         assert not send.called
-        agree_on_seen(groups, [None, group])
+        agree_on_produced(groups, [None, group])
         place.assert_called_once_with([group], "cuda")
         assert send.call_count == 1
-    assert [one.trained.seen for one in groups] == [[True, True], [False]]
+    assert [one.trained.produced_gradient for one in groups] == [[True, True], [False]]

@@ -174,7 +174,7 @@ def test_weights_that_are_broadcast_or_loaded_after_a_step(sharded, dtype, ranks
     assert not torch.equal(before["enter.weight"], stepped["enter.weight"])
     with torch.no_grad():  # and by hand: main weights were written
         for group in wrapped.parameter_groups():
-            group.rest.data.mul_(0.5)
+            group.main_weights.data.mul_(0.5)
     wrapped.start_param_sync()
     for name, value in wrapped.state_dict().items():
         wanted = part[name].to(stepped[name].dtype) if name in part else stepped[name]

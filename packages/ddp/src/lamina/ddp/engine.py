@@ -6,12 +6,13 @@ from lamina.ddp.backward.gradient_hooks import (
     has_gradient_sink,
     main_of,
 )
-from lamina.ddp.backward.reducer import BackwardEnd, GradientReducer, Order
+from lamina.ddp.backward.reducer import BackwardEnd, BackwardListener, GradientReducer, Order
 from lamina.ddp.finalize.finalize import finalize_plain_gradients, warn_of_unfinished_steps
 from lamina.ddp.gradients.group_gradients import GroupGradients
 from lamina.ddp.gradients.reduction import ORDERED, Reduction, resolve_reduction
 from lamina.ddp.gradients.scratch import TransientBuffers
-from lamina.ddp.gradients.sums import GradientState, RankSum, Squares
+from lamina.ddp.gradients.states import GradientState
+from lamina.ddp.gradients.sums import RankSum, Squares
 from lamina.ddp.group.group import (
     GroupSettings,
     ParameterGroup,
@@ -47,6 +48,7 @@ __all__ = [
     "ELEMENTWISE",
     "ORDERED",
     "BackwardEnd",
+    "BackwardListener",
     "DataParallelAxes",
     "GradientReducer",
     "GradientSink",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from lamina.ddp.gradients.sums import GradientState
+from lamina.ddp.gradients.states import GradientState
 from lamina.ddp.group.group import ParameterGroup
 
 __all__ = ["follow_user", "holds_zeros", "refuse_unsummed", "zero_gradients"]
@@ -19,47 +19,58 @@ def follow_user(group: ParameterGroup) -> None:
             gradients held before it, and nobody has dropped both.
     """
     gradients = group.trained
+    dropped = all(main.grad is None for main in group.main_parameters)
     # Where the optimizer's parameters are the module's, the backward itself has emptied `.grad`.
-    visible = group.main_parameters[0] is not group.refs[0].parameter
-    dropped = visible and all(main.grad is None for main in group.main_parameters)
-    if gradients.at_risk and not dropped:
+    if gradients.at_risk and not (dropped and group.mains_are_separate):
         raise RuntimeError(
             f"a backward raised half-way, and the gradient of {group.refs[0].name} held earlier "
             "microbatches: some of the raised one's may be among them. Call zero_grad_buffer() of "
             "the wrapped module and begin the step again (from its first microbatch)"
         )
-    if gradients.state is GradientState.EMPTY and not gradients.has_local:
+    if gradients.is_empty:
         return
-    mains = group.main_parameters
-    if all(main.grad is None for main in mains):
+    if dropped:
         gradients.discard()
         return
-    stepped = group.gradients_to_step
-    for index, main in enumerate(mains):
-        span = stepped.span_view(index)
+    for index, main in enumerate(group.main_parameters):
         if main.grad is None:
-            if gradients.kept_apart and gradients.state is GradientState.PARTIAL:
+            if gradients.is_kept_apart and gradients.state is GradientState.PARTIAL:
                 raise RuntimeError(_unfinished(group.refs[index].name))
             gradients.drop(index)
-            continue
-        local = _local_of(main.grad)
-        if local.data_ptr() != span.data_ptr() and span.numel():
-            span.copy_(local.reshape(-1))  # the user put a tensor of their own there
-            if gradients.state is GradientState.FINAL:
-                gradients.seen[index] = True
-                main.grad = group.gradient_of(index)  # further changes reach what is stepped
-    if gradients.kept_apart and group.written_since:
+        elif main.grad is not group.gradient_view(index):
+            _adopt(group, index, main.grad)
+    if gradients.is_kept_apart and group.written_since:
         _follow_zeroing(group)
 
 
-def _follow_zeroing(group: ParameterGroup) -> None:
-    """Somebody has written to the place of gradients that are elsewhere: zeros, one hopes.
+def _adopt(group: ParameterGroup, index: int, given: torch.Tensor) -> None:
+    """The user put a tensor of their own in `.grad`: take its values."""
+    gradients = group.trained
+    span, local = _span(group, index), _local_of(given)
+    if local.data_ptr() == span.data_ptr() or not span.numel():
+        return
+    span.copy_(local.reshape(-1))
+    if gradients.state.is_final:
+        gradients.mark_produced(
+            [flag or i == index for i, flag in enumerate(gradients.produced_gradient)]
+        )
+        # Further changes reach what is stepped.
+        group.main_parameters[index].grad = group.gradient_view(index)
 
-    The place held negative zeros (or gradients): what is not `zero_()` leaves something of them.
+
+def _follow_zeroing(group: ParameterGroup) -> None:
+    """Somebody has written to placeholders of gradients that are elsewhere: zeros, one hopes.
+
+    Note [Zeros that tell zeroing]
+        Gradients that wait for a step's last microbatch may lie outside main grads. `.grad` then
+        shows a placeholder, since a `zero_grad(set_to_none=False)` has to be noticed and a torch
+        optimizer has no hook for it. The placeholder is filled with -0.0, which equals zero for
+        whoever looks. A version counter tells that somebody has written. If every element is +0.0
+        then, the write was `zero_()`, and the gradients are dropped. Anything else (a factor, a
+        clipped norm) would be lost, and is refused. See docs/decisions/0408.
     """
-    stepped = group.gradients_to_step
     for index, ref in enumerate(group.refs):
-        span = stepped.span_view(index)
+        span = _span(group, index)
         if bool(span.ne(0).logical_or_(span.signbit()).any()):
             raise RuntimeError(_unfinished(ref.name))
     zero_gradients(group)
@@ -77,8 +88,7 @@ def refuse_unsummed(group: ParameterGroup, what: str) -> None:
     """
     follow_user(group)
     gradients = group.trained
-    waiting = gradients.has_local or gradients.state is GradientState.PARTIAL
-    if waiting and not holds_zeros(group):
+    if gradients.is_waiting and not holds_zeros(group):
         raise RuntimeError(
             f"{what} while the gradient of {group.refs[0].name} waits to be summed over ranks (its "
             "last backward was inside no_sync()): call finish_grad_sync() of the wrapped module "
@@ -89,10 +99,9 @@ def refuse_unsummed(group: ParameterGroup, what: str) -> None:
 def holds_zeros(group: ParameterGroup) -> bool:
     """Whether the gradients that are held are zeros (the user's `zero_()`), summed or not."""
     gradients = group.trained
-    if gradients.kept_apart or not gradients.main.has_memory:
+    if gradients.is_kept_apart or not gradients.main.has_memory:
         return False
-    stepped = group.gradients_to_step
-    return not any(bool(stepped.span_view(index).any()) for index in range(len(group.refs)))
+    return not any(bool(_span(group, index).any()) for index in range(len(group.refs)))
 
 
 def _unfinished(name: str) -> str:
@@ -113,9 +122,14 @@ def zero_gradients(group: ParameterGroup) -> None:
     gradients.discard()
     if any(shown):
         gradients.main.data.zero_()
-        gradients.seen = list(shown)  # the optimizer steps them, as in one process
-    for index, main in enumerate(group.main_parameters):
-        main.grad = group.gradient_of(index) if shown[index] else None
+        gradients.mark_produced(shown)  # the optimizer steps them, as in one process
+    group.show_where(shown)
+
+
+def _span(group: ParameterGroup, index: int) -> torch.Tensor:
+    """What `.grad` of a main parameter shows, flat."""
+    start, stop = group.spans[index]
+    return group.gradients_to_step.data[start:stop]
 
 
 def _local_of(tensor: torch.Tensor) -> torch.Tensor:

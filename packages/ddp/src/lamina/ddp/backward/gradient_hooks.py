@@ -1,5 +1,6 @@
-"""Gradient sinks: a layer's backward writes its weight's gradient where the collective reads it.
+"""How gradients reach their buffers: from autograd through hooks, or from layers through sinks.
 
+A hook on each parameter takes what autograd has put into `.grad`, and hands it to the reducer.
 Autograd hands a gradient over as a tensor of its own, which a hook then copies into the bucket. A
 layer that computes its weight gradient by a matrix product can name the destination itself:
 
@@ -21,12 +22,10 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch.autograd.graph import get_gradient_edge
-
-from lamina.ddp.gradients.group_gradients import GroupGradients
 
 if TYPE_CHECKING:
     from lamina.ddp.gradients.group_gradients import GroupGradients
@@ -34,23 +33,37 @@ if TYPE_CHECKING:
 
 __all__ = [
     "GradientSink",
-    "gradient_mover",
+    "TakesGradients",
     "gradient_sink",
     "has_gradient_sink",
+    "hook_gradients",
     "main_of",
-    "offer_sink",
 ]
 
 _SINK = "_lamina_gradient_sink"
 
 
+class TakesGradients(Protocol):
+    """Where the gradients of all parameters arrive."""
+
+    def take_gradient(self, number: int, index: int, gradient: torch.Tensor | None) -> None:
+        """Autograd has brought a gradient, or none because a layer has written it already.
+
+        Args:
+            number: the number of the parameter's group.
+            index: the parameter's number in it.
+            gradient: as autograd made it.
+        """
+        ...
+
+
 class GradientSink:
-    """The place of one parameter's gradient in its bucket, during a backward.
+    """Where one parameter's gradient lies in its bucket, during a backward.
 
     Args:
         group: the parameter's; held weakly, as the group holds the parameter. (Parameters must
             not be referred to weakly at all: `Module.to` swaps sharded ones only without.)
-        index: the parameter's place in the group.
+        index: the parameter's number in the group.
     """
 
     def __init__(self, group: ParameterGroup, index: int) -> None:
@@ -69,19 +82,16 @@ class GradientSink:
 
         float32 where gradients are summed in fp32, whatever the parameter's dtype.
         """
-        return self._known().place(self._index)
+        return self._known().view_for_layer(self._index)
 
     @property
     def accumulate(self) -> bool:
         """Whether `view` holds a gradient to add to; False: its bytes mean nothing."""
-        gradients = self._known()
-        return gradients.has_local and gradients.written[self._index]
+        return self._known().is_local(self._index)
 
     def written(self) -> None:
         """Say that `view` holds the gradient now: autograd will bring none."""
-        gradients = self._known()
-        gradients.written[self._index] = True
-        gradients.sunk.add(self._index)
+        self._known().written_by_layer(self._index)
 
     @property
     def alive(self) -> bool:
@@ -97,11 +107,6 @@ class GradientSink:
     def __getstate__(self) -> dict[str, Any]:
         """A pickled parameter leaves its wrapper behind."""
         return {"_group": None, "_index": self._index}
-
-
-def offer_sink(parameter: torch.Tensor, group: ParameterGroup, index: int) -> None:
-    """Let layers find the place of a parameter's gradient."""
-    parameter.__dict__[_SINK] = GradientSink(group, index)
 
 
 def main_of(parameter: torch.Tensor) -> torch.Tensor:
@@ -138,7 +143,7 @@ def gradient_sink(parameter: torch.Tensor) -> GradientSink | None:
 
 
 def has_gradient_sink(parameter: torch.Tensor) -> bool:
-    """Whether a wrapper keeps a place for a parameter's gradient.
+    """Whether a wrapper keeps room for a parameter's gradient.
 
     Asked in forward, by layers that use a function of their own only where its backward may find
     a sink.
@@ -147,51 +152,31 @@ def has_gradient_sink(parameter: torch.Tensor) -> bool:
     return sink is not None and sink.alive
 
 
-_Method = TypeVar("_Method")
-Weakly = Callable[[], _Method | None]
-"""A weak reference: what holds hooks must not be held by them."""
+def hook_gradients(group: ParameterGroup, number: int, reducer: TakesGradients) -> None:
+    """Hand every gradient that autograd brings to a group's parameters to `reducer`.
 
-
-def gradient_mover(
-    gradients: GroupGradients,
-    index: int,
-    name: str,
-    arrived: set[int],
-    announce: Weakly[Callable[[GroupGradients, str, torch.Tensor | None], None]],
-    complete: Callable[[], None] | None,
-) -> Callable[[torch.Tensor], None]:
-    """A hook that moves a gradient from autograd into its buffer.
-
-    It must not hold the group: the group holds the parameter, and the parameter holds its hooks.
+    What holds hooks must not be held by them: the reducer holds the group, the group holds the
+    parameters, and a parameter holds its hooks. So hooks refer to the reducer weakly. Once the
+    wrapper is gone, gradients stay in `.grad`.
 
     Args:
-        gradients: of the parameter's group.
-        index: the parameter's place in it.
-        name: the parameter's name in the model.
-        arrived: places whose gradients have come in this backward.
-        announce: gives what is called before anything else: a backward may begin with this.
-        complete: called when each parameter of the group has got a gradient.
+        group: whose parameters.
+        number: the group's number in the reducer.
+        reducer: gets the gradients.
     """
-
-    def move_gradient(parameter: torch.Tensor) -> None:
-        gradient, parameter.grad = parameter.grad, None
-        if (before := announce()) is not None:
-            before(gradients, name, gradient)
-        if gradient is None and index not in gradients.sunk:
-            return
-        if gradient is not None:
-            _refuse_sparse(gradient, name)
-            gradients.accumulate(index, gradient)
-        arrived.add(index)
-        if complete is not None and len(arrived) == len(gradients.layout.specs):
-            complete()
-
-    return move_gradient
+    known = weakref.ref(reducer)
+    for index, ref in enumerate(group.refs):
+        hook = _gradient_hook(known, number, index)
+        ref.parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+        ref.parameter.__dict__[_SINK] = GradientSink(group, index)
 
 
-def _refuse_sparse(gradient: torch.Tensor, name: str) -> None:
-    if gradient.layout is not torch.strided:
-        raise TypeError(
-            f"{name} has a gradient of layout {gradient.layout}; flat buffers hold strided "
-            "gradients only: build the embedding with sparse=False"
-        )
+def _gradient_hook(
+    reducer: weakref.ref[TakesGradients], number: int, index: int
+) -> Callable[[torch.Tensor], None]:
+    def take_gradient(parameter: torch.Tensor) -> None:
+        if (known := reducer()) is not None:
+            gradient, parameter.grad = parameter.grad, None
+            known.take_gradient(number, index, gradient)
+
+    return take_gradient

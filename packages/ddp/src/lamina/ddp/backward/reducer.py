@@ -12,8 +12,9 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from enum import Enum
+from enum import Enum, auto
 from functools import partial
+from typing import Protocol
 
 import torch
 from torch.distributed import ProcessGroup
@@ -21,10 +22,9 @@ from torch.distributed import ProcessGroup
 from lamina.collectives import Handle
 from lamina.collectives.engine import all_reduce_small, host_device
 from lamina.ddp.backward.grad_attribute import follow_user, holds_zeros
-from lamina.ddp.backward.gradient_hooks import Weakly, gradient_mover, offer_sink
-from lamina.ddp.gradients.group_gradients import GroupGradients
+from lamina.ddp.backward.gradient_hooks import hook_gradients
 from lamina.ddp.gradients.scratch import TransientBuffers
-from lamina.ddp.gradients.sums import GradientState
+from lamina.ddp.gradients.states import GradientState
 from lamina.ddp.group.group import ParameterGroup
 from lamina.ddp.group.weights import shares_storage
 from lamina.ddp.parameters.strategy import Cadence
@@ -32,11 +32,12 @@ from lamina.mesh.engine import MeshAxis
 
 __all__ = [
     "BackwardEnd",
+    "BackwardListener",
     "GradientReducer",
     "LargeGradientError",
     "NonFiniteGradientError",
     "Order",
-    "agree_on_seen",
+    "agree_on_produced",
 ]
 
 
@@ -53,6 +54,35 @@ class Order(Enum):
 
     STATIC = "static"
     AS_CLOSED = "as_closed"
+
+
+class ReducerPhase(Enum):
+    """What a reducer is doing."""
+
+    IDLE = auto()
+    """Nothing: no backward runs."""
+    BACKWARD = auto()
+    """A backward runs, or has raised and nobody has noticed yet."""
+    LATE = auto()
+    """Gradients arrive that belong to backwards that are over (`late_gradients`)."""
+    SYNCING = auto()
+    """Between `start` and `finish`: buffers are on their way, and nothing may write to them."""
+
+
+class BackwardListener(Protocol):
+    """What a wrapper does at the two ends of a backward, beside the reductions."""
+
+    def backward_begins(self) -> None:
+        """The first gradient has arrived. May raise to refuse the backward."""
+        ...
+
+    def backward_ends(self) -> None:
+        """Autograd is done; what is left will be reduced next. May `close` groups."""
+        ...
+
+    def backward_is_over(self, *, raised: bool) -> None:
+        """All gradients are reduced and shown; or (`raised`) the backward was abandoned."""
+        ...
 
 
 class GradientReducer:
@@ -72,8 +102,6 @@ class GradientReducer:
             reentrant recomputation runs twice) is summed at the end of the backward.
         check_finite: look for NaN and infinity in each gradient before it is sent.
         largest: refuse gradients of a larger magnitude; None does not look.
-        begin: gives what begins a backward, for gradients that come before anybody has called
-            `begin_backward`; None for wrappers that always have.
     """
 
     def __init__(
@@ -89,50 +117,79 @@ class GradientReducer:
         close_when_complete: bool = False,
         check_finite: bool = False,
         largest: float | None = None,
-        begin: Weakly[Callable[[], None]] | None = None,
     ) -> None:
         self.groups = tuple(groups)
-        self.is_final = True
-        """Whether the current microbatch is the step's last (`no_sync` clears it)."""
+        self.max_bytes_in_flight = max_bytes_in_flight
+        self._gradients = [group.trained for group in self.groups]
+        self._numbers = {id(group): number for number, group in enumerate(self.groups)}
         self._cadence = cadence
         self._transient = transient
         self._order = order
         self._overlap = overlap
         self._max_in_flight = max(1, max_in_flight)
-        self.max_bytes_in_flight = max_bytes_in_flight
+        self._close_when_complete = close_when_complete
         self._check_finite = check_finite
         self._largest = largest
-        self.in_backward = False
-        """Between `begin_backward` and the end of that backward."""
-        self.ending = BackwardEnd()
-        self._begin = begin
-        self._late = False
-        self._unfinished = False
-        self._started = False
+        self._listener: weakref.ref[BackwardListener] | None = None
+        self._phase = ReducerPhase.IDLE
+        self._is_final = True
+        self._is_waiting = False  # a last reduction is still to come; the same on all ranks
+        self._end = BackwardEnd()
         self._arrived: list[set[int]] = [set() for _ in self.groups]
-        self._waiting: deque[ParameterGroup] = deque()
-        self._ready: set[int] = set()
+        self._closed: set[int] = set()  # numbers of groups whose gradients are complete
+        self._next = 0  # the group that `Order.STATIC` issues next
         self._in_flight: deque[tuple[Iterator[Handle], Handle, int]] = deque()
-        announce = weakref.WeakMethod(self._announce)
-        close = weakref.WeakMethod(self._close_place)
-        for place, group in enumerate(self.groups):
-            complete = _closing(close, place) if close_when_complete else None
-            for index, ref in enumerate(group.refs):
-                parameter = ref.parameter
-                mover = gradient_mover(
-                    group.trained, index, ref.name, self._arrived[place], announce, complete
-                )
-                parameter.register_post_accumulate_grad_hook(mover)  # type: ignore[no-untyped-call]
-                offer_sink(parameter, group, index)
+        self._by_axes: dict[tuple[MeshAxis, MeshAxis], list[ParameterGroup]] = {}
+        for number, group in enumerate(self.groups):
+            self._by_axes.setdefault((group.axes.outer, group.axes.inner), []).append(group)
+            hook_gradients(group, number, self)
+
+    def tell(self, listener: BackwardListener) -> None:
+        """Have `listener` (held weakly) told when a backward begins and ends."""
+        self._listener = weakref.ref(listener)
+
+    def _told(self) -> BackwardListener | None:
+        return None if self._listener is None else self._listener()
+
+    # -- which microbatch it is ---------------------------------------------------------------
+
+    @property
+    def is_final(self) -> bool:
+        """Whether the current microbatch is the step's last."""
+        return self._is_final
+
+    def expect_final(self, final: bool) -> None:
+        """Say whether backwards from here on are each a step's last microbatch."""
+        self._is_final = final
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Backwards inside are not the step's last microbatch."""
-        before, self.is_final = self.is_final, False
+        with self._expecting(False):
+            yield
+
+    @contextmanager
+    def _expecting(self, final: bool) -> Iterator[None]:
+        before, self._is_final = self._is_final, final
         try:
             yield
         finally:
-            self.is_final = before
+            self._is_final = before
+
+    @property
+    def reduces_now(self) -> bool:
+        """Whether gradients of the current microbatch go over the wire."""
+        return self._is_final or self._cadence is Cadence.EVERY_MICROBATCH
+
+    def set_cadence(self, cadence: Cadence) -> None:
+        """Choose how often gradients are summed over the inner axis, between two steps.
+
+        Raises:
+            RuntimeError: while gradients are accumulated.
+        """
+        for gradients in self._gradients:
+            gradients.set_cadence(cadence)
+        self._cadence = cadence
 
     @contextmanager
     def late_gradients(self) -> Iterator[None]:
@@ -151,192 +208,225 @@ class GradientReducer:
                 "late gradients belong to none: use a schedule that does not split backward "
                 "(1f1b, interleaved_1f1b), or reproducible=False"
             )
-        for group in self.groups:
-            for parameter in group.compute_parameters:
-                parameter.grad = None
-        self._late = True
+        self._empty_grad_slots()
+        self._phase = ReducerPhase.LATE
         try:
             with self.no_sync():
                 yield
         finally:
-            self._late = False
-        self._unfinished = True
-        for group in self.groups:
-            group.show_gradients(final=False)
-            group.note_reduced()
+            self._phase = ReducerPhase.IDLE
+        self._is_waiting = True
+        self._show(final=False)
 
-    def set_cadence(self, cadence: Cadence) -> None:
-        """Choose how often gradients are summed over the inner axis, between two steps.
+    # -- a backward ---------------------------------------------------------------------------
 
-        Raises:
-            RuntimeError: while gradients are accumulated.
-        """
-        for group in self.groups:
-            group.trained.set_cadence(cadence)
-        self._cadence = cadence
+    @property
+    def in_backward(self) -> bool:
+        """Whether a backward runs, or has raised and nobody has noticed yet."""
+        return self._phase is ReducerPhase.BACKWARD
 
     def begin_backward(self) -> None:
-        """Forget what the user zeroed, and take autograd's `.grad` slots for this backward.
+        """A gradient has reached the wrapper: begin a backward, unless this one has begun.
+
+        It forgets what the user has zeroed, and takes autograd's `.grad` slots. A backward that
+        raised is abandoned first.
 
         Raises:
             RuntimeError: between `start` and `finish`, and after a backward that raised over
                 gradients of earlier microbatches.
         """
-        if self._started:
+        if self._phase is ReducerPhase.BACKWARD:
+            if self._end.will_come:
+                return
+            self.abandon_backward()  # another one raised, and this one's forward is old
+        if self._phase is ReducerPhase.SYNCING:
             raise RuntimeError(
                 "a backward began between start_grad_sync() and finish_grad_sync(): gradients are "
                 "on their way from the buffers it would write to; call finish_grad_sync() first"
             )
+        if (listener := self._told()) is not None:
+            listener.backward_begins()
         self._in_flight.clear()
-        self._ready.clear()
-        self._started = False
         for arrived in self._arrived:
             arrived.clear()
-        self._waiting = deque(self.groups if self._order is Order.STATIC else ())
+        self._open_all()
         for group in self.groups:
             follow_user(group)
-        for group in self.groups:
-            gradients = group.trained
-            gradients.finalised = gradients.finalised and not holds_zeros(group)
-            emptied = group.main_parameters[0] is group.compute_parameters[0]
-            gradients.begin_backward(self.is_final, emptied=emptied)
-            for parameter in group.compute_parameters:
-                parameter.grad = None
-        self.in_backward = True
+        for group, gradients in zip(self.groups, self._gradients, strict=True):
+            if gradients.state is GradientState.FINALIZED and holds_zeros(group):
+                gradients.mark_zeroed()
+            gradients.begin_backward(self._is_final, emptied=not group.mains_are_separate)
+        self._empty_grad_slots()
+        self._phase = ReducerPhase.BACKWARD
+        self._end.queue(self._end_backward)
+
+    def take_gradient(self, number: int, index: int, gradient: torch.Tensor | None) -> None:
+        """Autograd has brought a parameter's gradient, which belongs to the backward that runs."""
+        gradients = self._gradients[number]
+        if self._phase is ReducerPhase.IDLE:
+            self._refuse_too_early(number, gradient)
+        if self._phase is not ReducerPhase.LATE:
+            self.begin_backward()
+        if gradient is not None:
+            if gradient.layout is not torch.strided:
+                raise TypeError(
+                    f"{self.groups[number].refs[index].name} has a gradient of layout "
+                    f"{gradient.layout}; flat buffers hold strided gradients only: build the "
+                    "embedding with sparse=False"
+                )
+            gradients.accumulate(index, gradient)
+        elif not gradients.is_by_layer(index):
+            return
+        if self._close_when_complete:
+            arrived = self._arrived[number]
+            arrived.add(index)
+            if len(arrived) == len(self.groups[number].refs):
+                self._close(number)
+
+    def _refuse_too_early(self, number: int, gradient: torch.Tensor | None) -> None:
+        """Refuse to begin a backward by a gradient that is mixed with earlier ones already."""
+        main = self._gradients[number].main
+        added = gradient is not None and main.has_memory and shares_storage(gradient, main.data)
+        if added or any(gradients.layers_have_written for gradients in self._gradients):
+            raise RuntimeError(
+                f"a gradient came to {self.groups[number].refs[0].name} or its neighbours before "
+                "the backward reached an output of the wrapper: call the wrapper, not the module "
+                "inside it; add a term of the loss that depends on parameters alone (a penalty) in "
+                "the module's forward, or to the step's first microbatch"
+            )
+
+    def abandon_if_raised(self) -> None:
+        """A forward runs outside any backward: one that has begun and not ended has raised."""
+        if self.in_backward and torch._C._current_graph_task_id() == -1:
+            self.abandon_backward()
 
     def abandon_backward(self) -> None:
         """A backward died half-way: drop what it left, unless that is mixed with earlier ones'."""
-        self.in_backward = False
+        self._phase = ReducerPhase.IDLE
         for _, handle, _ in self._in_flight:
             handle.wait()
         self._in_flight.clear()
-        self._ready.clear()
-        self._waiting.clear()
-        for group in self.groups:
-            group.trained.abandon_backward()
+        for gradients in self._gradients:
+            gradients.abandon_backward()
+        if (listener := self._told()) is not None:
+            listener.backward_is_over(raised=True)
 
-    def close(self, group: ParameterGroup) -> None:
-        """A group's gradients of this microbatch are complete: reduce it when its turn comes."""
-        if not self.reduces_now or id(group) in self._ready:
-            return
-        if self._order is Order.AS_CLOSED:
-            self._ready.add(id(group))
-            self._issue(group)
-            return
-        self._ready.add(id(group))
-        while self._waiting and id(self._waiting[0]) in self._ready:
-            self._issue(self._waiting.popleft())
-
-    @property
-    def reduces_now(self) -> bool:
-        """Whether gradients of the current microbatch go over the wire."""
-        return self.is_final or self._cadence is Cadence.EVERY_MICROBATCH
-
-    def end_backward(self) -> None:
+    def _end_backward(self) -> None:
         """Reduce what is left, wait for all, and show the gradients to the optimizer."""
-        self.in_backward = False
-        if self.reduces_now:
-            for group in self.groups:
-                gradients = group.trained
-                # A group that no unit closed still takes part where the order is static, and
-                # where an earlier microbatch left a sum that only the last one completes.
-                unfinished = self.is_final and gradients.state is GradientState.PARTIAL
-                if self._order is Order.STATIC or gradients.has_local or unfinished:
-                    self.close(group)
-                if id(group) not in self._ready:
-                    gradients.skip(self.is_final)
-            self._drain(0)
-            # What reached a group after it was closed (reentrant recomputation can come back to a
-            # unit without notice) was summed by no collective yet.
-            for group in self.groups:
-                if group.trained.has_local:
-                    self._issue(group)
-            self._drain(0)
-        self._settle()
+        listener, raised = self._told(), True
+        try:
+            if listener is not None:
+                listener.backward_ends()
+            if self.reduces_now:
+                self._reduce_what_is_left()
+            for gradients in self._gradients:
+                gradients.end_backward()
+            self._settle()
+            raised = False
+        finally:
+            self._phase = ReducerPhase.IDLE
+            if listener is not None:
+                listener.backward_is_over(raised=raised)
+
+    def _reduce_what_is_left(self) -> None:
+        for number, gradients in enumerate(self._gradients):
+            # A group that no unit closed still takes part where the order is static, and
+            # where an earlier microbatch left a sum that only the last one completes.
+            unfinished = self._is_final and gradients.state is GradientState.PARTIAL
+            if self._order is Order.STATIC or gradients.has_local or unfinished:
+                self._close(number)
+            if number not in self._closed:
+                gradients.skip(self._is_final)
+        self._drain(0)
+        # What reached a group after it was closed (reentrant recomputation can come back to a
+        # unit without notice) was summed by no collective yet.
+        for number, gradients in enumerate(self._gradients):
+            if gradients.has_local:
+                self._issue(number)
+        self._drain(0)
 
     def _settle(self) -> None:
-        """After all reductions of a backward: agree on who has a gradient, and show it."""
-        for group in self.groups:
-            group.trained.end_backward()
-        if self.is_final:
-            self._exchange_seen()
+        """After all reductions: agree on who has a gradient, and show it."""
+        if self._is_final:
+            for groups in self._by_axes.values():
+                agree_on_produced(groups, groups[0].axes.groups("reduce"))
             self._transient.clear()
-        self._unfinished = not self.is_final
+        self._is_waiting = not self._is_final
+        self._show(final=self._is_final)
+
+    def _empty_grad_slots(self) -> None:
         for group in self.groups:
-            group.show_gradients(final=self.is_final)
+            for ref in group.refs:
+                ref.parameter.grad = None
+
+    def _show(self, *, final: bool) -> None:
+        for group in self.groups:
+            group.show_gradients(final=final)
             group.note_reduced()
+
+    # -- between backwards --------------------------------------------------------------------
 
     def start(self) -> None:
         """Issue the last reduction of gradients that `no_sync` left unfinished, without waiting."""
-        if not self._unfinished or self._started:
+        if not self._is_waiting or self._phase is ReducerPhase.SYNCING:
             return
         for group in self.groups:
             follow_user(group)
-        self._started = True
-        self._ready.clear()
-        self._waiting = deque(self.groups)
-        with self._final():
-            for group in self.groups:
-                self.close(group)
+        self._phase = ReducerPhase.SYNCING
+        self._open_all()
+        with self._expecting(True):
+            for number in range(len(self.groups)):
+                self._close(number)
 
     def finish(self) -> None:
         """Finish what `start` issues, and show the gradients; nothing where all are final."""
         self.start()
-        if self._started:
-            self._started = False
-            with self._final():
-                self._drain(0)
-                self._settle()
-
-    @contextmanager
-    def _final(self) -> Iterator[None]:
-        before, self.is_final = self.is_final, True
-        try:
-            yield
-        finally:
-            self.is_final = before
+        if self._phase is not ReducerPhase.SYNCING:
+            return
+        self._phase = ReducerPhase.IDLE
+        with self._expecting(True):
+            self._drain(0)
+            self._settle()
 
     def scale(self, factor: float) -> None:
         """Multiply all gradients, whether they are summed over ranks or not."""
-        if self._started:
+        if self._phase is ReducerPhase.SYNCING:
             self.finish()
-        for group in self.groups:
+        for group, gradients in zip(self.groups, self._gradients, strict=True):
             follow_user(group)
-            group.trained.scale(factor)
+            gradients.scale(factor)
             group.note_reduced()
 
-    def _close_place(self, place: int) -> None:
-        self.close(self.groups[place])
+    # -- the order of reductions --------------------------------------------------------------
 
-    def _announce(
-        self, gradients: GroupGradients, name: str, gradient: torch.Tensor | None
-    ) -> None:
-        """A gradient has come: the first of a backward that no output announced begins it."""
-        begin = self._begin() if self._begin is not None else None
-        if begin is None or self._late:
-            return
-        if self.in_backward:
-            begin()  # nothing, unless that backward died
-            return
-        main = gradients.main
-        added = gradient is not None and main.has_memory and shares_storage(gradient, main.data)
-        if added or any(group.trained.sunk for group in self.groups):
-            raise RuntimeError(
-                f"a gradient came to {name} before the backward reached an output of the wrapper: "
-                "call the wrapper, not the module inside it; add a term of the loss that depends "
-                "on parameters alone (a penalty) in the module's forward, or to the step's first "
-                "microbatch"
-            )
-        begin()
+    def close(self, group: ParameterGroup) -> None:
+        """A group's gradients of this microbatch are complete: reduce it when its turn comes."""
+        if self.reduces_now:
+            self._close(self._numbers[id(group)])
 
-    def _issue(self, group: ParameterGroup) -> None:
-        gradients = group.trained
+    def _open_all(self) -> None:
+        self._closed.clear()
+        self._next = 0
+
+    def _close(self, number: int) -> None:
+        if number in self._closed or not self.reduces_now:
+            return
+        self._closed.add(number)
+        if self._order is Order.AS_CLOSED:
+            self._issue(number)
+            return
+        while self._next in self._closed:
+            self._next += 1
+            self._issue(self._next - 1)
+
+    def _issue(self, number: int) -> None:
+        group, gradients = self.groups[number], self._gradients[number]
         if self._check_finite:
             _refuse_nonfinite(group)
         if self._largest is not None:
             _refuse_large(group, self._largest)
         self._drain(self._room_for(gradients.wire_bytes))
-        steps = gradients.reduce(self.is_final)
+        steps = gradients.reduce(self._is_final)
         handle = next(steps, None)
         if handle is not None:  # one rank alone may have nothing to wait for
             self._in_flight.append((steps, handle, gradients.wire_bytes))
@@ -362,28 +452,12 @@ class GradientReducer:
             for further in steps:
                 further.wait()
 
-    def _exchange_seen(self) -> None:
-        """Agree over ranks on which parameters got a gradient anywhere (one small collective)."""
-        by_axes: dict[tuple[MeshAxis, MeshAxis], list[ParameterGroup]] = {}
-        for group in self.groups:
-            by_axes.setdefault((group.axes.outer, group.axes.inner), []).append(group)
-        for groups in by_axes.values():
-            agree_on_seen(groups, groups[0].axes.groups("reduce"))
-
-
-def _closing(close: Weakly[Callable[[int], None]], place: int) -> Callable[[], None]:
-    def complete() -> None:
-        if (method := close()) is not None:
-            method(place)
-
-    return complete
-
 
 def _refuse_large(group: ParameterGroup, limit: float) -> None:
     gradients = group.trained
-    for index, written in enumerate(gradients.written):
+    for index in _held_here(group):
         view = gradients.view(index)
-        largest = float(view.abs().max()) if written and view.numel() else 0.0
+        largest = float(view.abs().max()) if view.numel() else 0.0
         if not largest <= limit:  # NaN too
             raise LargeGradientError(
                 f"gradient of {group.refs[index].name} reaches {largest:.3g} on {group.axes.here}, "
@@ -394,8 +468,8 @@ def _refuse_large(group: ParameterGroup, limit: float) -> None:
 
 def _refuse_nonfinite(group: ParameterGroup) -> None:
     gradients = group.trained
-    for index, written in enumerate(gradients.written):
-        if written and not bool(torch.isfinite(gradients.view(index)).all()):
+    for index in _held_here(group):
+        if not bool(torch.isfinite(gradients.view(index)).all()):
             raise NonFiniteGradientError(
                 f"gradient of {group.refs[index].name} is not finite on {group.axes.here} before "
                 "its reduction: look at this rank's batch, or lower the learning rate or loss "
@@ -403,11 +477,19 @@ def _refuse_nonfinite(group: ParameterGroup) -> None:
             )
 
 
+def _held_here(group: ParameterGroup) -> Iterator[int]:
+    """The parameters of which this rank has a gradient to send."""
+    return (index for index in range(len(group.refs)) if group.trained.is_local(index))
+
+
 class BackwardEnd:
     """Queues a function for the end of the backward at hand.
 
-    Autograd alone holds what is queued, and lets go of it when the backward raises. So who has
-    queued an end and was not called can tell a backward that goes on from one that died.
+    Note [Who ends a backward]
+        Autograd has no hook for "this backward has raised". It does drop the callbacks that were
+        queued for the end when it unwinds, and nobody else holds them. So a weak reference to the
+        newest callback tells a backward that goes on (the reference is alive) from one that has
+        ended or raised.
     """
 
     def __init__(self) -> None:
@@ -425,7 +507,9 @@ class BackwardEnd:
         return self._queued is not None and self._queued() is not None
 
 
-def agree_on_seen(groups: Sequence[ParameterGroup], over: Iterable[ProcessGroup | None]) -> None:
+def agree_on_produced(
+    groups: Sequence[ParameterGroup], over: Iterable[ProcessGroup | None]
+) -> None:
     """A parameter that got a gradient on one rank got one on all: one small collective per group.
 
     Args:
@@ -435,10 +519,10 @@ def agree_on_seen(groups: Sequence[ParameterGroup], over: Iterable[ProcessGroup 
     several = [one for one in over if one is not None]
     if not several:
         return
-    seen = [flag for group in groups for flag in group.trained.seen]
-    flags = torch.tensor(seen, dtype=torch.int32, device=host_device(several, groups[0].device))
+    produced = [flag for group in groups for flag in group.trained.produced_gradient]
+    flags = torch.tensor(produced, dtype=torch.int32, device=host_device(several, groups[0].device))
     for one in several:
         all_reduce_small([flags], one, op="max")
     merged = iter(flags.tolist())
     for group in groups:
-        group.trained.seen = [bool(next(merged)) for _ in group.refs]
+        group.trained.mark_produced([bool(next(merged)) for _ in group.refs])

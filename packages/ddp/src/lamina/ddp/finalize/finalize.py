@@ -27,7 +27,7 @@ from lamina.ddp.finalize.role_sums import (
     sum_tied,
     wide_axis,
 )
-from lamina.ddp.gradients.sums import GradientState
+from lamina.ddp.gradients.states import GradientState
 from lamina.ddp.group.group import ParameterGroup
 from lamina.ddp.inspect.inspection import groups_of
 from lamina.mesh import ParallelMesh
@@ -86,7 +86,8 @@ def finalize_grads(
         follow_user(group)
         role = group.refs[0].role
         sums = num_tokens is not None or role.tied is not None or is_summed_over_tp(role, mesh)
-        if group.trained.finalised and sums and not holds_zeros(group):
+        finalized = group.trained.state is GradientState.FINALIZED
+        if finalized and sums and not holds_zeros(group):
             raise _called_twice("finalize_grads", group.refs[0].name)
     gradients = [GroupGradient(group) for group in groups]
     sum_over_tp(gradients, mesh)
@@ -98,7 +99,7 @@ def finalize_grads(
     if num_tokens is not None:
         _divide_by_tokens(groups, mesh, num_tokens)
     for group in groups:
-        group.trained.finalised = group.trained.state is GradientState.FINAL
+        group.trained.mark_finalized()
 
 
 def finalize_plain_gradients(modules: nn.Module | Sequence[nn.Module], mesh: ParallelMesh) -> None:

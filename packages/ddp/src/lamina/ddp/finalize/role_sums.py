@@ -39,11 +39,11 @@ class GroupGradient:
     @property
     def produced(self) -> list[bool]:
         """For each parameter whether it has a gradient."""
-        return list(self._gradients.seen)
+        return list(self._gradients.produced_gradient)
 
     def complete(self, produced: list[bool]) -> None:
         """Have a gradient for each of these parameters: zeros where this rank has none."""
-        self._gradients.seen = produced
+        self._gradients.mark_produced(produced)
         if any(produced):
             self._gradients.zero_if_empty()
 

@@ -1,18 +1,18 @@
 """Gradients of one group: accumulated into a flat buffer, summed over ranks, kept as main grads.
 
-Two buffers take part. `local` holds this rank's own gradients of the whole group. Main grads hold
-what the optimizer reads, where the strategy's placement says. They are the same storage where
-main grads are whole, of the wire's dtype, and nothing reduced has to be kept apart. Gradients that
-nothing is added to are kept in the wire dtype, so that they are copied once; the first addition
-makes the buffer one of the dtype of sums.
+Two buffers take part. The local buffer holds this rank's own gradients of the whole group. Main
+grads hold what the optimizer reads, where the strategy's placement says. Both are one storage
+where main grads are whole, of the dtype that this rank adds in, and hold nothing that was reduced.
+A gradient that nothing is added to is kept in the wire dtype, so that it is copied once; the first
+addition replaces that buffer by one in the dtype of sums.
 
-A reduced gradient is never reduced again: once main grads are FINAL, what a further backward adds
-is summed apart and then added.
+A reduced gradient is never reduced again: once main grads are final, what a further backward
+brings is summed apart and then added.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
@@ -20,7 +20,13 @@ from lamina.buffers import BufferLayout, FlatBuffer
 from lamina.collectives import Handle
 from lamina.ddp.gradients.reduction import RankSumFactory
 from lamina.ddp.gradients.scratch import TransientBuffers
-from lamina.ddp.gradients.sums import GradientState, RankSum, Squares
+from lamina.ddp.gradients.states import (
+    BackwardEvent,
+    BackwardPhase,
+    GradientEvent,
+    GradientState,
+)
+from lamina.ddp.gradients.sums import RankSum, Squares
 from lamina.ddp.parameters.dtypes import GroupDtypes
 from lamina.ddp.parameters.strategy import Cadence
 
@@ -52,31 +58,89 @@ class GroupGradients:
         self.layout = layout
         self.main: FlatBuffer = rank_sum.main
         self.dtypes = dtypes
-        self.state = GradientState.EMPTY
-        self.written = [False] * len(layout.specs)
-        """Which parameters have a gradient in `local`."""
-        self.sunk: set[int] = set()
-        """Parameters whose gradient a layer wrote there itself, in the backward at hand."""
-        self.seen = [False] * len(layout.specs)
-        """Which parameters got a gradient since main grads were empty."""
-        self.at_risk = False
-        """A backward that has not ended has (or may have) added to gradients held before it."""
-        self.finalised = False
-        """`finalize_grads` has been over what main grads hold."""
-        self.last_microbatch = False
-        """Whether the backward at hand is the step's last one, as far as the reducer knows."""
-        self.when_final: Callable[[torch.Tensor], None] | None = None
-        """Called with main grads (flat) that a step's last reduction has made, to change them."""
         self.accumulates_in_main = rank_sum.main.is_whole and all_stepped
         """Whether local gradients may lie where main grads do."""
-        self._padding = layout.padding_ranges()
         self._cadence = cadence
-        self._held = False  # when the backward at hand began
-        self._layers_write = False  # some layer has asked for its gradient's place
         self._sum = rank_sum
         self._transient: TransientBuffers = rank_sum.transient
+        self._on_final: Callable[[torch.Tensor], None] | None = None
+        self._spans = [
+            (offset, offset + spec.numel, spec.shape)
+            for offset, spec in zip(layout.offsets, layout.specs, strict=True)
+        ]
+        self._padding = list(layout.padding_ranges())
+        count = len(layout.specs)
+        self._state = GradientState.EMPTY
+        self._backward = BackwardPhase.IDLE
+        self._is_last = False  # the backward at hand is the step's last one, as far as is known
         self._local: torch.Tensor | None = None
-        self._carried: torch.Tensor | None = None  # final gradients of an earlier backward
+        self._in_local = [False] * count  # which parameters have a gradient there
+        self._by_layers: set[int] = set()  # whose gradient a layer has written in this backward
+        self._layers_write = False  # some layer has asked where to write its gradient
+        self._produced = [False] * count
+        self._set_aside: tuple[GradientState, torch.Tensor] | None = None
+
+    # -- what is held -------------------------------------------------------------------------
+
+    @property
+    def state(self) -> GradientState:
+        """What main grads hold."""
+        return self._state
+
+    @property
+    def produced_gradient(self) -> Sequence[bool]:
+        """Which parameters got a gradient since main grads were empty."""
+        return self._produced
+
+    @property
+    def has_local(self) -> bool:
+        """Whether this rank holds gradients that were not yet summed over ranks."""
+        return self._local is not None
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether gradients are held that are not summed over ranks, or not all of them."""
+        return self._local is not None or self._state is GradientState.PARTIAL
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no gradient is held at all."""
+        return self._local is None and self._state is GradientState.EMPTY
+
+    @property
+    def at_risk(self) -> bool:
+        """Whether a backward that has not ended has (or may have) added to earlier gradients."""
+        return self._backward is BackwardPhase.MIXED
+
+    @property
+    def is_kept_apart(self) -> bool:
+        """Whether there are gradients that who writes to main grads does not reach."""
+        outside = self._state is GradientState.PARTIAL and not self._sum.sums_in_main
+        if outside or self._set_aside is not None:
+            return True
+        return self._local is not None and self._local.data_ptr() != self.main.data.data_ptr()
+
+    @property
+    def _main_holds_sums(self) -> bool:
+        """Whether main grads hold gradients, final or not yet."""
+        sums = self._state is GradientState.PARTIAL and self._sum.sums_in_main
+        return sums or self._state.is_final
+
+    @property
+    def squares(self) -> Squares | None:
+        """Sum of squares of final main grads, if their reduction has found it by the way.
+
+        Reductions look for it from the first time that somebody asks.
+        """
+        self._sum.finds_squares = True
+        return self._sum.squares if self._state.is_final else None
+
+    @property
+    def wire_bytes(self) -> int:
+        """Bytes of the buffer that a reduction sends from."""
+        return self.layout.size * self.dtypes.wire.itemsize
+
+    # -- how gradients are summed -------------------------------------------------------------
 
     @property
     def cadence(self) -> Cadence:
@@ -93,103 +157,18 @@ class GroupGradients:
         self._refuse_held("the factor of their sum")
         self._sum = make(self.main, self._sum.axes, scale, self._transient)
 
+    def on_final(self, change: Callable[[torch.Tensor], None] | None) -> None:
+        """Have `change` called with main grads (flat) that a step's last reduction has made."""
+        self._on_final = change
+
     def _refuse_held(self, what: str) -> None:
-        if self.state is not GradientState.EMPTY or self.has_local:
+        if not self.is_empty:
             raise RuntimeError(
                 f"gradients of {self.layout.specs[0].name} are being accumulated: choose {what} "
                 "before the first backward, or after zero_grad()"
             )
 
-    @property
-    def wire_bytes(self) -> int:
-        """Bytes of the buffer that a reduction sends from."""
-        return self.layout.size * self.dtypes.wire.itemsize
-
-    @property
-    def has_local(self) -> bool:
-        """Whether this rank holds gradients that were not yet summed over ranks."""
-        return self._local is not None
-
-    def view(self, index: int) -> torch.Tensor:
-        """The place of one parameter's gradient in the local buffer, shaped like the parameter."""
-        local = self._local if self._local is not None else self._open()
-        spec = self.layout.specs[index]
-        offset = self.layout.offsets[index]
-        return local[offset : offset + spec.numel].view(spec.shape)
-
-    def accumulate(self, index: int, gradient: torch.Tensor) -> None:
-        """Add one parameter's gradient, as autograd produced it (one read, one write)."""
-        self.at_risk = self.at_risk or self._held
-        if self.written[index]:
-            self._widen()
-            self.view(index).add_(gradient)
-            return
-        if self._local is None and self.last_microbatch and not self._layers_write:
-            # The only gradients of this step, most likely: put them where they are sent from.
-            self._open(self._narrow_dtype)
-        self.view(index).copy_(gradient)
-        self.written[index] = True
-
-    def place(self, index: int) -> torch.Tensor:
-        """The same as `view`, for a layer that writes or adds its gradient there itself."""
-        self._layers_write = True
-        self.at_risk = self.at_risk or self._held
-        self._widen()
-        return self.view(index)
-
-    def discard(self) -> None:
-        """Forget everything: gradients were zeroed, or a backward died half-way."""
-        self._close_local()
-        self._sum.forget()
-        self._carried = None
-        self.state = GradientState.EMPTY
-        self._held = self.at_risk = self.finalised = False
-        self.seen = [False] * len(self.seen)
-
-    def zero_if_empty(self) -> None:
-        """Make main grads zeros where nothing was reduced: somebody is about to add to them."""
-        if self.state is GradientState.EMPTY:
-            self.main.data.zero_()
-            self.state = GradientState.FINAL
-
-    @property
-    def kept_apart(self) -> bool:
-        """Whether there are gradients that who writes to main grads does not reach."""
-        outside = self.state is GradientState.PARTIAL and not self._sum.sums_in_main
-        if outside or self._carried is not None:
-            return True
-        return self._local is not None and self._local.data_ptr() != self.main.data.data_ptr()
-
-    def clear_place(self) -> None:
-        """Put zeros where main grads hold nothing yet: somebody may look at them early.
-
-        Negative ones where gradients are kept apart, so that `zero_()` can be told from other
-        writes (see `lamina.ddp.backward.grad_attribute`).
-        """
-        sums = self.state is GradientState.PARTIAL and self._sum.sums_in_main
-        if not self.kept_apart:
-            for index, written in enumerate(self.written if self.has_local else ()):
-                if not written:
-                    self.view(index).zero_()
-        elif self.state is not GradientState.FINAL and not sums:
-            self.main.data.fill_(-0.0)
-
-    def drop(self, index: int) -> None:
-        """Forget one parameter's gradient, where it is not part of sums that are kept apart."""
-        sums = self.state is GradientState.PARTIAL and self._sum.sums_in_main
-        if self.state is GradientState.FINAL or sums:
-            self.main.span_view(index).zero_()
-            self.seen[index] = False
-        self.written[index] = False
-
-    def scale(self, factor: float) -> None:
-        """Multiply all gradients, those not yet summed over ranks included."""
-        main = self.main.data if self.state is not GradientState.EMPTY else None
-        for tensor in (main, self._local, self._carried):
-            if tensor is not None:
-                tensor.mul_(factor)
-        self._sum.squares = None
-        self._sum.scale_kept(factor)
+    # -- a backward ---------------------------------------------------------------------------
 
     def begin_backward(self, last: bool, *, emptied: bool) -> None:
         """A backward begins.
@@ -199,29 +178,138 @@ class GroupGradients:
             emptied: whether `.grad` is emptied for it, which then shows no longer that somebody
                 has dropped the gradients.
         """
-        self.sunk.clear()
-        self.last_microbatch = last
-        self._held = self.state is not GradientState.EMPTY or self.has_local
-        self.at_risk = self._held and emptied
+        self._by_layers.clear()
+        self._is_last = last
+        if self.is_empty:
+            self._advance(BackwardEvent.BEGAN)
+            return
+        self._advance(BackwardEvent.BEGAN_BESIDE)
+        if emptied:
+            self._advance(BackwardEvent.ADDED)
 
     def end_backward(self) -> None:
         """It has ended, and all that it brought is where it belongs."""
-        self.sunk.clear()
-        self._held = self.at_risk = False
+        self._by_layers.clear()
+        self._advance(BackwardEvent.ENDED)
 
     def abandon_backward(self) -> None:
-        """It has died: forget what it brought, unless that is mixed with what was held before."""
-        if not self._held:
+        """It has raised: forget what it brought, unless that is mixed with what was held before."""
+        if self._backward in (BackwardPhase.IDLE, BackwardPhase.ALONE):
             self._close_local()
+        self._advance(BackwardEvent.RAISED)
+
+    def _advance(self, event: BackwardEvent) -> None:
+        self._backward = self._backward.after(event)
+
+    def accumulate(self, index: int, gradient: torch.Tensor) -> None:
+        """Add one parameter's gradient, as autograd produced it (one read, one write)."""
+        if self._backward is BackwardPhase.BESIDE:
+            self._advance(BackwardEvent.ADDED)
+        if self._in_local[index]:
+            self._widen()
+            self.view(index).add_(gradient)
+            return
+        if self._local is None and self._is_last and not self._layers_write:
+            # The only gradients of this step, most likely: put them where they are sent from.
+            self._open(self._narrow_dtype)
+        self.view(index).copy_(gradient)
+        self._in_local[index] = True
+
+    def view(self, index: int) -> torch.Tensor:
+        """One parameter's gradient in the local buffer, shaped like the parameter."""
+        local = self._local if self._local is not None else self._open()
+        start, stop, shape = self._spans[index]
+        return local[start:stop].view(shape)
+
+    def is_local(self, index: int) -> bool:
+        """Whether `view` of that parameter holds a gradient; if not, its bytes mean nothing."""
+        return self._in_local[index]
+
+    def view_for_layer(self, index: int) -> torch.Tensor:
+        """The same as `view`, for a layer that writes or adds its gradient there itself."""
+        self._layers_write = True
+        if self._backward is BackwardPhase.BESIDE:
+            self._advance(BackwardEvent.ADDED)
+        self._widen()
+        return self.view(index)
+
+    def written_by_layer(self, index: int) -> None:
+        """A layer has written its gradient: autograd will bring none in this backward."""
+        self._in_local[index] = True
+        self._by_layers.add(index)
 
     @property
-    def squares(self) -> Squares | None:
-        """Sum of squares of final main grads, if their reduction has found it by the way.
+    def layers_have_written(self) -> bool:
+        """Whether a layer has written a gradient in the backward at hand."""
+        return bool(self._by_layers)
 
-        Reductions look for it from the first time that somebody asks.
+    def is_by_layer(self, index: int) -> bool:
+        """Whether a layer has written that parameter's gradient in the backward at hand."""
+        return index in self._by_layers
+
+    # -- what users and `finalize_grads` do to gradients --------------------------------------
+
+    def discard(self) -> None:
+        """Forget everything: gradients were zeroed, or a backward died half-way."""
+        self._close_local()
+        self._sum.forget()
+        self._set_aside = None
+        self._change(GradientEvent.DROPPED)
+        self._advance(BackwardEvent.DROPPED)
+        self._produced = [False] * len(self._produced)
+
+    def drop(self, index: int) -> None:
+        """Forget one parameter's gradient, where it is not part of sums that are kept apart."""
+        if self._main_holds_sums:
+            self.main.span_view(index).zero_()
+            self._produced[index] = False
+        self._in_local[index] = False
+
+    def mark_zeroed(self) -> None:
+        """Final main grads are zeros: whatever was final of them may be made final again."""
+        self._change(GradientEvent.ZEROED)
+
+    def zero_if_empty(self) -> None:
+        """Make main grads zeros where nothing was reduced: somebody is about to add to them."""
+        if self._state is GradientState.EMPTY:
+            self.main.data.zero_()
+            self._change(GradientEvent.ZEROED)
+
+    def mark_finalized(self) -> None:
+        """`finalize_grads` has been over what main grads hold."""
+        self._change(GradientEvent.FINALIZED)
+
+    def mark_produced(self, flags: Sequence[bool]) -> None:
+        """Say for each parameter whether it has a gradient."""
+        self._produced = list(flags)
+
+    def clear_placeholders(self) -> None:
+        """Put zeros where main grads hold nothing yet: somebody may look at them early.
+
+        Negative ones where gradients are kept apart; see Note [Zeros that tell zeroing] in
+        `lamina.ddp.backward.grad_attribute`.
         """
-        self._sum.finds_squares = True
-        return self._sum.squares if self.state is GradientState.FINAL else None
+        if not self.is_kept_apart:
+            for index, written in enumerate(self._in_local if self.has_local else ()):
+                if not written:
+                    self.view(index).zero_()
+        elif not self._main_holds_sums:
+            self.main.data.fill_(-0.0)
+
+    def scale(self, factor: float) -> None:
+        """Multiply all gradients, those not yet summed over ranks included."""
+        main = self.main.data if self._state is not GradientState.EMPTY else None
+        aside = self._set_aside[1] if self._set_aside is not None else None
+        for tensor in (main, self._local, aside):
+            if tensor is not None:
+                tensor.mul_(factor)
+        self._sum.squares = None
+        self._sum.scale_kept(factor)
+
+    def _change(self, event: GradientEvent) -> None:
+        self._state = self._state.after(event)
+
+    # -- the sum over ranks -------------------------------------------------------------------
 
     def skip(self, final: bool) -> None:
         """No rank had gradients for this group in a microbatch that was reduced."""
@@ -230,31 +318,49 @@ class GroupGradients:
     def reduce(self, final: bool) -> Iterator[Handle]:
         """Sum over ranks: a generator that yields each collective's handle to be waited for.
 
+        Note [Reductions are generators]
+            A sum over two axes is two collectives, and the second one sends what the first has
+            received. A generator lets the caller go on with backward in between: it runs up to a
+            collective, yields its handle, and is resumed when somebody waits for it. What comes
+            after the last collective (scaling, giving buffers back) runs at that time too. So a
+            reduction that was not drained has not happened, although its state says FINAL.
+
         Args:
             final: whether this is the step's last microbatch: then the outer axis is summed too
                 and the scale applied.
         """
-        self.at_risk = self.at_risk or self._held
+        if self._backward is BackwardPhase.BESIDE:
+            self._advance(BackwardEvent.ADDED)
         local = self._sealed_local()
-        self.seen = [a or b for a, b in zip(self.seen, self.written, strict=True)]
-        adds = final and self._sum.adds_to_final and self.when_final is None
-        if self.state is GradientState.FINAL and not adds:
-            self._carried = self.main.data.clone()
-            self.state = GradientState.EMPTY
-        before, self.state = self.state, GradientState.FINAL if final else GradientState.PARTIAL
+        self._produced = [a or b for a, b in zip(self._produced, self._in_local, strict=True)]
+        adds = final and self._sum.adds_to_final and self._on_final is None
+        if self._state.is_final and not adds:
+            self._set_aside = (self._state, self.main.data.clone())
+            self._change(GradientEvent.SET_ASIDE)
+        before = self._state
+        self._change(GradientEvent.COMPLETED if final else GradientEvent.SUMMED)
         # From here on the buffer belongs to the collective: a gradient that comes later opens
         # another one.
         self._forget_local()
         wire = self._to_wire(local)
         yield from self._sum.run(wire, before, final)
-        if final and self.when_final is not None:
-            self.when_final(self.main.data)
+        if final:
+            self._complete()
+        self._give_back(wire)
+        if local is not wire:
+            self._give_back(local)
+
+    def _complete(self) -> None:
+        """The step's last sum is in main grads: what users want done to it, and earlier ones."""
+        if self._on_final is not None:
+            self._on_final(self.main.data)
             self._sum.squares = None
-        if final and self._carried is not None:
-            self.main.data.add_(self._carried)
-            self._carried = self._sum.squares = None
-        for buffer in {id(tensor): tensor for tensor in (wire, local)}.values():
-            self._give_back(buffer)
+        if self._set_aside is not None:
+            state, earlier = self._set_aside
+            self.main.data.add_(earlier)
+            self._set_aside = self._sum.squares = None
+            if state is GradientState.FINALIZED:
+                self._change(GradientEvent.FINALIZED)
 
     def _to_wire(self, local: torch.Tensor) -> torch.Tensor:
         if local.dtype == self.dtypes.wire:
@@ -290,7 +396,7 @@ class GroupGradients:
             self.accumulates_in_main
             and dtype == self.main.dtype
             and self._sum.device == self.main.device
-            and self.state is GradientState.EMPTY
+            and self._state is GradientState.EMPTY
         )
         if aliases:
             self._local = self.main.data
@@ -303,7 +409,7 @@ class GroupGradients:
         local = self._local if self._local is not None else self._open()
         for start, stop in self._padding:
             local[start:stop].zero_()
-        for index, written in enumerate(self.written):
+        for index, written in enumerate(self._in_local):
             if not written:
                 self.view(index).zero_()
         return local
@@ -316,7 +422,7 @@ class GroupGradients:
 
     def _forget_local(self) -> None:
         self._local = None
-        self.written = [False] * len(self.written)
+        self._in_local = [False] * len(self._in_local)
 
     def _give_back(self, buffer: torch.Tensor) -> None:
         if self.main.has_memory and buffer.data_ptr() == self.main.data.data_ptr():

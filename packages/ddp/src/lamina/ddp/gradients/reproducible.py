@@ -14,7 +14,8 @@ import torch
 
 from lamina.collectives import Handle, all_gather_into, all_to_all, reduce_scatter_fp32
 from lamina.ddp.gradients.scratch import TransientBuffers
-from lamina.ddp.gradients.sums import GradientState, RankSum
+from lamina.ddp.gradients.states import GradientState
+from lamina.ddp.gradients.sums import RankSum
 from lamina.mesh.engine import MeshAxis
 
 __all__ = ["PartialSums", "ReproducibleSum"]

@@ -9,27 +9,16 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from enum import Enum, auto
 
 import torch
 
 from lamina.buffers import FlatBuffer
 from lamina.collectives import Handle, ReduceHandle, all_gather_into
 from lamina.ddp.gradients.scratch import TransientBuffers
+from lamina.ddp.gradients.states import GradientState
 from lamina.ddp.parameters.axes import DataParallelAxes
 
-__all__ = ["AxisSum", "Collectives", "GradientState", "RankSum", "Squares", "TwoAxisSum"]
-
-
-class GradientState(Enum):
-    """What main grads hold."""
-
-    EMPTY = auto()
-    """Nothing (their bytes mean nothing)."""
-    PARTIAL = auto()
-    """Sums of some microbatches, not yet scaled nor summed over the outer axis."""
-    FINAL = auto()
-    """The gradient that the optimizer reads."""
+__all__ = ["AxisSum", "Collectives", "RankSum", "Squares", "TwoAxisSum"]
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from lamina.collectives.engine import SpanGroups, broadcast
 from lamina.ddp.gradients.group_gradients import GroupGradients
 from lamina.ddp.gradients.reduction import ORDERED, Reduction
 from lamina.ddp.gradients.scratch import TransientBuffers
-from lamina.ddp.gradients.sums import GradientState, Squares
+from lamina.ddp.gradients.sums import Squares
 from lamina.ddp.group.weights import Weights, WholeWeights
 from lamina.ddp.parameters.axes import DataParallelAxes
 from lamina.ddp.parameters.dtypes import GroupDtypes
@@ -128,7 +128,6 @@ class ParameterGroup:
         """Whether somebody steps the main parameters, as far as this package knows."""
         self._reduced: tuple[int, int] | None = None
         self._gradient_views: dict[int, torch.Tensor] = {}
-        self._span_specs: dict[int, SpanSpec] = {}
         self.device = settings.device or self.refs[0].parameter.device
         self.layout = plan_layout(self.refs, axes, settings)
         states = settings.strategy.placements
@@ -137,20 +136,30 @@ class ParameterGroup:
         self._optimizer_at = self._placed(states.optimizer_state, axes)
         whole = self._read_parameters()
         local = self._buffer(self._weights_at, self.dtypes.weights, whole)
-        self.main = self._make_main(local, whole) if self.requires_grad else None
+        main = self._make_main(local, whole) if self.requires_grad else None
         # What the parameters were made in goes before their place in the weights comes: a model
         # that starts on the meta device must never need two whole units at once.
         del whole
         self._let_go_of_parameters()
         self.weights = factory(self.layout, local, self.axes)
-        if self.main is not None:
-            self.weights.attach(self.main)
-        self.gradients = self._make_gradients(transient) if self.main is not None else None
+        if main is not None:
+            self.weights.attach(main)
+        self.main_weights = local if main is None else main
+        """What main parameters are spans of; of a frozen group the model weights."""
+        self.spans = [
+            (span.offset, span.offset + span.stop - span.start) for span in self.main_weights.spans
+        ]
+        """Elements (start, stop) of `main_weights.data` of each parameter; equal for none."""
+        self._span_specs = self._make_span_specs()
+        self._steps_all_gradients = self._grads_at == self.main_weights.placement
+        self.gradients = self._make_gradients(transient) if self.requires_grad else None
         self._point_parameters_at_weights()
         self.main_parameters = self._make_main_parameters()
+        self.mains_are_separate = self.main_parameters[0] is not self.refs[0].parameter
+        """Whether main parameters are other objects than the module's parameters in forward."""
         if self.requires_grad and self.dtypes.grads != self.dtypes.main:
-            for main in self.main_parameters:
-                main.grad_dtype = self.dtypes.grads  # torch takes no other dtype in `.grad`
+            for parameter in self.main_parameters:
+                parameter.grad_dtype = self.dtypes.grads  # torch takes no other dtype in `.grad`
 
     @property
     def compute_parameters(self) -> list[nn.Parameter]:
@@ -176,8 +185,8 @@ class ParameterGroup:
 
         They take over `requires_grad` from main parameters. Raises like `refuse_changed`.
         """
-        for ref, main in zip(self.refs, self.main_parameters, strict=True):
-            if main is not ref.parameter:
+        if self.mains_are_separate:
+            for ref, main in zip(self.refs, self.main_parameters, strict=True):
                 if ref.parameter.requires_grad is not main.requires_grad:
                     ref.parameter.requires_grad_(main.requires_grad)
                 ref.install(ref.parameter)
@@ -185,60 +194,44 @@ class ParameterGroup:
 
     def install_main_parameters(self) -> None:
         """Make the module hold what the optimizer updates (at rest)."""
-        for ref, main in zip(self.refs, self.main_parameters, strict=True):
-            if main is not ref.parameter:
+        if self.mains_are_separate:
+            for ref, main in zip(self.refs, self.main_parameters, strict=True):
                 ref.install(main)
 
     # -- what the optimizer works on ----------------------------------------------------------
 
-    @property
-    def rest(self) -> FlatBuffer:
-        """What main parameters are spans of: main weights; of frozen groups the model weights."""
-        return self.main if self.main is not None else self.weights.local
+    def view_like_main(self, flat: torch.Tensor, index: int) -> torch.Tensor:
+        """One parameter's elements of a flat tensor laid out like `main_weights`.
 
-    def span_in_rest(self, index: int) -> tuple[int, int]:
-        """Elements (start, stop) of `rest.data` that hold a parameter; start == stop for none."""
-        _, start, stop, offset = self.rest.spans[index]
-        return offset, offset + stop - start
+        The view has the type of the main parameter: a `ShardedTensor` where main weights are cut.
+        """
+        start, stop = self.spans[index]
+        if self._span_specs:
+            return ShardedTensor.from_spec(flat[start:stop], self._span_specs[index])
+        return flat[start:stop].view(self.layout.specs[index].shape)
 
     @property
     def gradients_to_step(self) -> FlatBuffer:
-        """Main grads of the elements that `rest` holds: what the optimizer reads.
+        """Main grads of the elements that main weights hold: what the optimizer reads.
 
         Where main grads are whole and main weights cut, every rank has reduced gradients that
         other ranks' optimizers read. Users see and write their own rank's only, so norms and
         inspection read these. Raises ValueError if the group is frozen.
         """
-        main, placement = self.trained.main, self.rest.placement
-        if main.placement == placement:
+        main = self.trained.main
+        if self._steps_all_gradients:
             return main
+        placement = self.main_weights.placement
+        storage = main.piece(placement)
         return FlatBuffer(
-            self.layout,
-            placement,
-            main.dtype,
-            main.device,
-            main.axes,
-            storage=main.piece(placement),
+            self.layout, placement, main.dtype, main.device, main.axes, storage=storage
         )
 
-    def member_of(self, flat: torch.Tensor, index: int) -> torch.Tensor:
-        """One parameter's part of a flat tensor laid out like `rest`, typed like its parameter."""
-        _, start, stop, offset = self.rest.spans[index]
-        local = flat[offset : offset + stop - start]
-        if not self._cuts_rest:
-            return local.view(self.layout.specs[index].shape)
-        if index not in self._span_specs:
-            both = (self.axes.outer, self.axes.inner)
-            axes = [axis for cut, axis in zip(self.rest.cuts, both, strict=True) if cut]
-            reach = SpanGroups([axis.sibling("gather") for axis in axes])
-            self._span_specs[index] = self.rest.as_sharded(index, reach).spec
-        return ShardedTensor.from_spec(local, self._span_specs[index])
-
-    def gradient_of(self, index: int) -> torch.Tensor:
+    def gradient_view(self, index: int) -> torch.Tensor:
         """Main grads of one parameter, typed like its main parameter (one object for good)."""
         if index not in self._gradient_views:
             flat = self.gradients_to_step.data
-            self._gradient_views[index] = self.member_of(flat, index)
+            self._gradient_views[index] = self.view_like_main(flat, index)
         return self._gradient_views[index]
 
     def discard_gradients(self) -> None:
@@ -251,7 +244,8 @@ class ParameterGroup:
     def release_zeroed_gradients(self) -> None:
         """Give main grads' memory back if the user has zeroed them (before a step's forward)."""
         gradients = self.gradients
-        if gradients is None or not self.settings.release_gradients:
+        # A backward that raised has emptied `.grad` too, where that is the module's.
+        if gradients is None or gradients.at_risk or not self.settings.release_gradients:
             return
         if gradients.main.has_memory and all(p.grad is None for p in self.main_parameters):
             gradients.discard()
@@ -259,17 +253,25 @@ class ParameterGroup:
             self._gradient_views.clear()
 
     def show_gradients(self, *, final: bool = True) -> None:
-        """Set `.grad` of the main parameters: the gradient, or its place while it is unfinished.
+        """Set `.grad` of the main parameters: the gradient, or a placeholder until it is final.
 
-        The place is shown early so that a `zero_grad` between microbatches is noticed.
+        The placeholder is shown early so that a `zero_grad` between microbatches is noticed.
         """
         gradients = self.trained
+        shown: Sequence[bool] = gradients.produced_gradient
         if not final:
-            gradients.clear_place()
-        started = gradients.state is not GradientState.EMPTY or gradients.has_local
+            gradients.clear_placeholders()
+            shown = [not gradients.is_empty] * len(self.refs)
+        self.show_where(shown)
+
+    def show_where(self, shown: Sequence[bool]) -> None:
+        """Set `.grad` of some main parameters to their place in main grads, and the rest to None.
+
+        Args:
+            shown: for each parameter, whether it has a gradient.
+        """
         for index, main in enumerate(self.main_parameters):
-            shown = gradients.seen[index] if final else started
-            main.grad = self.gradient_of(index) if shown else None
+            main.grad = self.gradient_view(index) if shown[index] else None
 
     def note_reduced(self) -> None:
         """The gradients are as the engine left them: `squares` holds until they change."""
@@ -288,18 +290,16 @@ class ParameterGroup:
         not count what `GradScaler.unscale_` does, so whole gradients are always measured anew.
         `.grad.data` has a counter of its own and hides writes.
         """
-        return self.trained.squares if self._cuts_rest and not self.written_since else None
+        return self.trained.squares if self._span_specs and not self.written_since else None
 
     def _gradient_versions(self) -> tuple[int, int]:
         # A ShardedTensor counts writes by itself, and its flat memory does not.
-        grads = [main.grad for main in self.main_parameters]
-        count = sum(grad._version for grad in grads if grad is not None)
-        main = self.trained.main
-        return main.data._version if main.has_memory else -1, count
-
-    @property
-    def _cuts_rest(self) -> bool:
-        return any(self.rest.cuts)
+        count = 0
+        for main in self.main_parameters:
+            if (grad := main.grad) is not None:
+                count += grad._version
+        main_grads = self.trained.main
+        return main_grads.data._version if main_grads.has_memory else -1, count
 
     # -- construction -------------------------------------------------------------------------
 
@@ -332,7 +332,7 @@ class ParameterGroup:
             rank_sum,
             self.dtypes,
             self.settings.cadence,
-            all_stepped=main.placement == self.rest.placement,
+            all_stepped=self._steps_all_gradients,
         )
 
     def _buffer(
@@ -378,18 +378,26 @@ class ParameterGroup:
             ref.parameter.data = full[offset : offset + spec.numel].view(spec.shape)
         self.weights.release()
 
+    def _make_span_specs(self) -> list[SpanSpec]:
+        """Where each main parameter lies in its whole; empty where main weights are whole."""
+        both = zip(self.main_weights.cuts, (self.axes.outer, self.axes.inner), strict=True)
+        axes = [axis for cut, axis in both if cut]
+        if not axes:
+            return []
+        reach = SpanGroups([axis.sibling("gather") for axis in axes])
+        return [self.main_weights.as_sharded(i, reach).spec for i in range(len(self.refs))]
+
     def _make_main_parameters(self) -> list[nn.Parameter]:
         """The compute parameters themselves where they are what the optimizer updates."""
-        if self.rest.data.data_ptr() == self.weights.full.data_ptr() and not self._cuts_rest:
+        flat = self.main_weights.data
+        if flat.data_ptr() == self.weights.full.data_ptr() and not self._span_specs:
             return self.compute_parameters
         made = []
         for index, ref in enumerate(self.refs):
-            parameter = nn.Parameter(
-                self.member_of(self.rest.data, index), requires_grad=self.requires_grad
-            )
-            parameter.__dict__.update(
-                ref.parameter.__dict__
-            )  # users' own marks, such as "no_decay"
+            data = self.view_like_main(flat, index)
+            parameter = nn.Parameter(data, requires_grad=self.requires_grad)
+            # Users' own marks, such as "no_decay", come along.
+            parameter.__dict__.update(ref.parameter.__dict__)
             copy_role(ref.parameter, parameter)
             made.append(parameter)
         return made
@@ -402,10 +410,10 @@ def refuse_changed(group: ParameterGroup) -> None:
         RuntimeError: after `.half()` or `.to()`, which took them out of their buffers.
         ValueError: if the group has no gradients, and a parameter wants some by now.
     """
-    ref, main, rest = group.refs[0], group.main_parameters[0], group.rest.data
+    ref, main, held = group.refs[0], group.main_parameters[0], group.main_weights.data
     for parameter, dtype, device in (
         (ref.parameter, group.dtypes.weights, group.device),
-        (main, rest.dtype, rest.device),
+        (main, held.dtype, held.device),
     ):
         if parameter.dtype != dtype or parameter.device != device:
             raise RuntimeError(

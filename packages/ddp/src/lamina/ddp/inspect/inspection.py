@@ -75,7 +75,7 @@ def full_parameters(module: nn.Module) -> dict[str, torch.Tensor]:
     """
     if isinstance(module, InspectsItself):
         return module.full_parameters()
-    return _collect(groups_of(module), lambda group: group.main or group.weights.local, None)
+    return _collect(groups_of(module), lambda group: group.main_weights, None)
 
 
 def full_gradients(module: nn.Module) -> dict[str, torch.Tensor]:
@@ -89,7 +89,7 @@ def full_gradients(module: nn.Module) -> dict[str, torch.Tensor]:
     def grads(group: ParameterGroup) -> FlatBuffer | None:
         return None if group.gradients is None else group.gradients_to_step
 
-    return _collect(groups_of(module), grads, lambda group, i: group.gradients.seen[i])  # type: ignore[union-attr]
+    return _collect(groups_of(module), grads, lambda group, i: group.trained.produced_gradient[i])
 
 
 def whole_of(buffer: FlatBuffer, axes: DataParallelAxes) -> torch.Tensor:

@@ -120,7 +120,7 @@ def memory_plan(module: nn.Module) -> MemoryPlan:
     return MemoryPlan(
         weights=sum(_bytes(g, g.weights.local.data.numel(), "weights") for g in groups),
         main_weights=sum(
-            _bytes(g, g.rest.data.numel(), "main")
+            _bytes(g, g.main_weights.data.numel(), "main")
             for g in trained
             if g.dtypes.main != g.dtypes.weights
         ),

@@ -111,7 +111,7 @@ class _Shares:
         if gradients is None:
             return None
         refuse_unsummed(group, "clip_grad_norm()")
-        if not any(gradients.seen):
+        if not any(gradients.produced_gradient):
             return None
         stepped = group.gradients_to_step
         squares = group.squares  # asked at every clip: reductions look for them from then on

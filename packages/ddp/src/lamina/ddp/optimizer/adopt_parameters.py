@@ -94,8 +94,8 @@ def cut_state(value: object, group: ParameterGroup, index: int) -> object:
     spec = group.layout.specs[index]
     if not isinstance(value, torch.Tensor) or value.dim() == 0 or value.numel() != spec.numel:
         return value
-    flat = torch.zeros_like(group.rest.data, dtype=value.dtype)
-    start, stop = group.span_in_rest(index)
-    first, last = group.layout.within(index, *group.rest.range)
+    flat = torch.zeros_like(group.main_weights.data, dtype=value.dtype)
+    start, stop = group.spans[index]
+    first, last = group.layout.within(index, *group.main_weights.range)
     flat[start:stop].copy_(value.reshape(-1)[first:last])
-    return group.member_of(flat, index)
+    return group.view_like_main(flat, index)

@@ -52,7 +52,7 @@ class BorrowedGroups(ABC):
         """Step over these groups as well, and call `after_step` after each step."""
         given = list(groups)
         self._after_step.append(after_step)
-        self._trained += [group for group in given if group.main is not None]
+        self._trained += [group for group in given if group.requires_grad]
         self._computes.update(
             (id(ref.parameter), ref.name)
             for group in given

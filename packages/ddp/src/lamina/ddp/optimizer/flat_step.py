@@ -93,15 +93,15 @@ class _Run:
         self.group = group
         self.indices = indices
         self.mains = [group.main_parameters[index] for index in indices]
-        spans = [span for index in indices if (span := group.span_in_rest(index))[0] < span[1]]
+        spans = [span for index in indices if (span := group.spans[index])[0] < span[1]]
         self.start, self.stop = (spans[0][0], spans[-1][1]) if spans else (0, 0)
-        self.parameter = nn.Parameter(group.rest.data[self.start : self.stop])
+        self.parameter = nn.Parameter(group.main_weights.data[self.start : self.stop])
         self.state: dict[str, Any] = {}
         self.spread: tuple[Any, ...] = ()
         self.left: list[tuple[Any, ...]] = [()] * len(indices)
         self.wrote_weights = False
         self._main_grads = group.trained.main
-        self._offset = group.rest.range[0] - self._main_grads.range[0]
+        self._offset = group.main_weights.range[0] - self._main_grads.range[0]
 
     def show_gradient(self) -> None:
         """Give `parameter` the main grads of its elements."""
@@ -237,7 +237,7 @@ class FlatStep(BorrowedGroups):
                 held = optimizer.state[main][name]
                 if held is self._members.get((run.group, name, index)):
                     continue
-                start, stop = run.group.span_in_rest(index)
+                start, stop = run.group.spans[index]
                 local = _local(held).reshape(-1)
                 if local.numel() and local.data_ptr() != flat[start:stop].data_ptr():
                     flat[start:stop].copy_(local)  # loaded, or made before the first flat step
@@ -270,13 +270,13 @@ class FlatStep(BorrowedGroups):
         """One parameter's part of flat state: the same object at every call."""
         key = (group, name, index)
         if key not in self._members:
-            self._members[key] = group.member_of(self._flat[group, name], index)
+            self._members[key] = group.view_like_main(self._flat[group, name], index)
         return self._members[key]
 
     def _flat_state(self, group: ParameterGroup, name: str, dtype: torch.dtype) -> torch.Tensor:
         key = (group, name)
         if key not in self._flat:
-            self._flat[key] = torch.zeros_like(group.rest.data, dtype=dtype)
+            self._flat[key] = torch.zeros_like(group.main_weights.data, dtype=dtype)
         return self._flat[key]
 
 

@@ -13,7 +13,6 @@ from torch.optim import Optimizer
 from lamina.buffers import ShardedTensor
 from lamina.ddp.backward.grad_attribute import zero_gradients
 from lamina.ddp.finalize.finalize import warn_of_unfinished_steps
-from lamina.ddp.gradients.sums import GradientState
 from lamina.ddp.group.group import ParameterGroup
 from lamina.ddp.inspect.inspection import groups_of
 from lamina.ddp.optimizer.adopt_parameters import (
@@ -150,7 +149,7 @@ class ShardedOptimizer(Optimizer):
             return
         if all(mine):
             zero_gradients(group)
-        elif gradients.has_local or gradients.state is GradientState.PARTIAL:
+        elif gradients.is_waiting:
             other = group.refs[mine.index(False)].name
             raise RuntimeError(
                 f"zero_grad(set_to_none=False) between microbatches: {other} is in a buffer with "

@@ -148,16 +148,17 @@ def adopt_model_weights(group: ParameterGroup, indices: Iterable[int] | None = N
             main weight, rounded, and on all ranks the first one's main weights (collective over
             axes along which they are whole).
     """
-    if group.main is None or group.dtypes.main == group.dtypes.weights:
+    if not group.requires_grad or group.dtypes.main == group.dtypes.weights:
         return
-    main, model = group.main.data, group.weights.local.piece(group.main.placement)
+    main = group.main_weights.data
+    model = group.weights.local.piece(group.main_weights.placement)
     if indices is not None:
-        for start, stop in map(group.span_in_rest, indices):
+        for start, stop in (group.spans[index] for index in indices):
             main[start:stop].copy_(model[start:stop])
         return
     main.copy_(torch.where(main.to(model.dtype) == model, main, model.to(main.dtype)))
     axes = (group.axes.outer, group.axes.inner)
-    for cut, axis in zip(group.main.cuts, axes, strict=True):
+    for cut, axis in zip(group.main_weights.cuts, axes, strict=True):
         if not cut:
             broadcast(main, axis.sibling("gather"), src=0).wait()
 

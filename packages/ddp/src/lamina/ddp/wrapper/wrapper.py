@@ -17,7 +17,6 @@ from lamina.ddp.backward.grad_attribute import zero_gradients
 from lamina.ddp.backward.reducer import GradientReducer
 from lamina.ddp.gradients.reduction import resolve_reduction
 from lamina.ddp.gradients.scratch import TransientBuffers
-from lamina.ddp.gradients.sums import GradientState
 from lamina.ddp.group.group import GroupSettings, ParameterGroup, refuse_changed
 from lamina.ddp.inspect.memory import MemoryBudgets
 from lamina.ddp.parameters.axes import (
@@ -97,7 +96,6 @@ class DistributedDataParallel(DataParallel):
             close_when_complete=config.overlap_grad_reduce,
             check_finite=config.check_for_nan_in_grad,
             largest=config.check_for_large_grads,
-            begin=weakref.WeakMethod(self._begin_backward),
         )
         self._gathers = WeightGathers(
             module,
@@ -108,15 +106,14 @@ class DistributedDataParallel(DataParallel):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The wrapped module's forward; updated weights are waited for where they are used."""
-        if self._reducer.in_backward and torch._C._current_graph_task_id() == -1:
-            self._reducer.abandon_backward()  # the last backward raised
+        self._reducer.abandon_if_raised()
         if torch.is_grad_enabled():
             self._refuse_what_never_trains()
         self._gathers.begin(overlapped=self.training and torch.is_grad_enabled())
         output = self.module(*args, **kwargs)
         self._gathers.begin_all()  # those of modules that ran on other ranks only
         if torch.is_grad_enabled():
-            begin = weakref.WeakMethod(self._begin_backward)
+            begin = weakref.WeakMethod(self._reducer.begin_backward)
             for tensor in tensors_in(output):
                 if tensor.requires_grad:
                     tensor.register_hook(_starting(begin))  # type: ignore[no-untyped-call]
@@ -126,11 +123,9 @@ class DistributedDataParallel(DataParallel):
         """Gradients that nobody will step, and parameters whose gradients nobody would sum."""
         for group in self._groups:
             refuse_changed(group)
-            gradients = group.gradients
-            if gradients is None or gradients.state is not GradientState.FINAL:
+            if group.gradients is None or not group.gradients.state.is_final:
                 continue
-            apart = group.main_parameters[0] is not group.refs[0].parameter
-            if apart and not group.has_optimizer:
+            if group.mains_are_separate and not group.has_optimizer:
                 raise RuntimeError(
                     f"the gradient of {group.refs[0].name} is on a main parameter that no "
                     "optimizer holds, so an optimizer over model.parameters() trains nothing: wrap "
@@ -253,19 +248,6 @@ class DistributedDataParallel(DataParallel):
             return nullcontext()
         self._pool = registered_pool((dense, expert), first.device)
         return self._pool
-
-    # -- backward -----------------------------------------------------------------------------
-
-    def _begin_backward(self) -> None:
-        if self._reducer.in_backward:
-            if self._reducer.ending.will_come:
-                return
-            self._reducer.abandon_backward()  # another one raised, and this one's forward is old
-        self._reducer.begin_backward()
-        self._reducer.ending.queue(self._end_backward)
-
-    def _end_backward(self) -> None:
-        self._reducer.end_backward()
 
 
 def _check_kinds(config: object, mesh: object) -> None:

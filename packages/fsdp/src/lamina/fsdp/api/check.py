@@ -194,7 +194,7 @@ def _holder(sharded: ShardedModule, name: str, element: int) -> int:
     """The rank that holds an element of a parameter at rest; rank 0 where all do."""
     for group in sharded.parameter_groups():
         for index, ref in enumerate(group.refs):
-            if ref.name == name and not group.rest.is_whole:
+            if ref.name == name and not group.main_weights.is_whole:
                 for span in group.layout.spans(index):
                     if span.start <= element < span.stop:
                         return group.axes.inner.ranks[span.shard % group.axes.inner.size]

@@ -12,7 +12,6 @@ import functools
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
-from enum import Enum, auto
 
 import torch
 from torch.optim import Optimizer
@@ -25,14 +24,7 @@ from lamina.fsdp.execution.debug_storage import StorageCheck
 from lamina.fsdp.execution.unit import PendingBackward, Unit, UnitState
 from lamina.fsdp.settings.hardware_limits import SlotMemory, UnavailableError
 
-__all__ = ["Phase", "ShardingEngine"]
-
-
-class Phase(Enum):
-    """Where the model is in its step."""
-
-    IDLE = auto()
-    BACKWARD = auto()
+__all__ = ["ShardingEngine"]
 
 
 class ShardingEngine:
@@ -69,7 +61,7 @@ class ShardingEngine:
         self.units = tuple(units)
         self.root = self.units[0]
         self.reducer = reducer
-        self.phase = Phase.IDLE
+        reducer.tell(self)
         self.gather_budget = None
         if gather_budget is not None:
             self.gather_budget = GatherBudget(self.units, gather_budget)
@@ -110,10 +102,9 @@ class ShardingEngine:
 
     def before_forward(self, unit: Unit) -> None:
         """A unit's module is about to run."""
-        if self.phase is Phase.BACKWARD and torch._C._current_graph_task_id() == -1:
-            self._abandon_backward()
+        self.reducer.abandon_if_raised()
         self._computing.append(unit)
-        if self.phase is Phase.BACKWARD:  # recomputation
+        if self.reducer.in_backward:  # recomputation
             self._start(unit)
             unit.finish_unshard()
             return
@@ -135,9 +126,7 @@ class ShardingEngine:
         self._recording = []
         self._computing = [self.root]
         for group in self.reducer.groups:
-            # A backward that raised has emptied `.grad` too, where that is the module's.
-            if not group.trained.at_risk:
-                group.release_zeroed_gradients()
+            group.release_zeroed_gradients()
         for unit in self.units:
             unit.calls.new_forward()
 
@@ -150,7 +139,7 @@ class ShardingEngine:
         """
         if unit in self._computing:
             self._computing.remove(unit)
-        if self.phase is Phase.BACKWARD:
+        if self.reducer.in_backward:
             self._after_recomputation(unit)
             return
         training, complete = torch.is_grad_enabled(), unit.calls.end(member)
@@ -205,8 +194,8 @@ class ShardingEngine:
     def compare_order(self, unit: Unit) -> None:
         """Before a gather, with `check_order`: whether all ranks gather this unit now."""
         if self._order_check is not None:
-            forward = self.phase is Phase.IDLE
-            self._order_check.gather(unit, self._recording if forward else self._ran_backward)
+            backward = self.reducer.in_backward
+            self._order_check.gather(unit, self._ran_backward if backward else self._recording)
 
     def _start(self, unit: Unit) -> None:
         """Begin a unit's gathers; whoever sits in its slot without need makes room."""
@@ -232,7 +221,7 @@ class ShardingEngine:
 
     def expect_backward(self, unit: Unit, member: int) -> None:
         """Gradients may come to outputs of a unit's module (not if it only runs again)."""
-        if self.phase is Phase.IDLE:
+        if not self.reducer.in_backward:
             unit.calls.expect_member(member)
 
     def before_backward(self, unit: Unit, epochs: tuple[int, ...], member: int = 0) -> None:
@@ -246,10 +235,7 @@ class ShardingEngine:
         Raises:
             StaleStorageError: if slots have moved the unit since that forward.
         """
-        if self.phase is Phase.BACKWARD and not self.reducer.ending.will_come:
-            self._abandon_backward()  # another one raised, and this one's forward is old
-        if self.phase is Phase.IDLE:
-            self._begin_backward()
+        self.reducer.begin_backward()
         unit.return_to(epochs)
         unit.calls.member_came_back(member)
         if unit.begin_backward():
@@ -263,7 +249,7 @@ class ShardingEngine:
     def after_backward(self, unit: Unit, pending: PendingBackward) -> None:
         """Gradients of the unit's inputs are there, so those of its parameters are complete."""
         unit.calls.came_back(pending)
-        if self.phase is not Phase.BACKWARD or unit.calls.expects_more:
+        if not self.reducer.in_backward or unit.calls.expects_more:
             return  # another forward of this unit is still to come back; or the end closes it
         self._close(unit)
         if unit is not self.root:
@@ -274,38 +260,38 @@ class ShardingEngine:
             if group.gradients is not None:
                 self.reducer.close(group)
 
-    def _begin_backward(self) -> None:
+    def backward_begins(self) -> None:
+        """The first gradient has arrived (called by the reducer).
+
+        Raises:
+            UnavailableError: for `create_graph=True` where units are gathered.
+        """
         if torch.is_grad_enabled() and any(unit.gathered for unit in self.units):
             raise UnavailableError(
                 "a backward with create_graph=True: its graph would read weights that are given "
                 "back before a second backward comes to them. Use zero_dp_strategy=2 (or less), "
                 "which keeps weights whole"
             )
-        self.phase = Phase.BACKWARD
         self._graph_kept = torch._C._autograd._get_current_graph_task_keep_graph()  # type: ignore[attr-defined, unused-ignore]
         self._ran_backward = []
         self._recomputed = None
-        self.reducer.begin_backward()
-        self.reducer.ending.queue(self._end_backward)
 
-    def _end_backward(self) -> None:
+    def backward_ends(self) -> None:
+        """Autograd is done (called by the reducer): groups that no unit closed are complete."""
         if self._order_check is not None:
             self._order_check.end(self._ran_backward, backward=True)
         for unit in self._ran_backward:
             self._close(unit)
-        self.reducer.end_backward()
-        self._leave_backward()
-        self._plan_slots()
-        if self.reducer.is_final:
-            self.expect_step()
 
-    def _abandon_backward(self) -> None:
-        """The last backward raised: autograd never called `_end_backward`."""
-        self.reducer.abandon_backward()
+    def backward_is_over(self, *, raised: bool) -> None:
+        """Gradients are reduced, or the backward has raised (called by the reducer)."""
         self._leave_backward()
+        if not raised:
+            self._plan_slots()
+            if self.reducer.is_final:
+                self.expect_step()
 
     def _leave_backward(self) -> None:
-        self.phase = Phase.IDLE
         self._ran_backward = []
         self._recomputed = None
         for unit in self.units:
@@ -371,13 +357,12 @@ class ShardingEngine:
                     "back at its end: load before or after it"
                 )
             return
-        if self.phase is Phase.BACKWARD:
-            if torch._C._current_graph_task_id() != -1:
-                raise RuntimeError(
-                    "state_dict() or load_state_dict() while a backward runs, which computes with "
-                    "the whole weights: call it after the backward"
-                )
-            self._abandon_backward()
+        self.reducer.abandon_if_raised()
+        if self.reducer.in_backward:
+            raise RuntimeError(
+                "state_dict() or load_state_dict() while a backward runs, which computes with the "
+                "whole weights: call it after the backward"
+            )
         for one in units:
             one.reshard(even_if_kept=True)
 

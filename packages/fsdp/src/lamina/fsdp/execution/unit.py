@@ -354,4 +354,4 @@ class Unit:
         """
         for group in self.groups:
             if group.gradients is not None:
-                group.gradients.when_final = hook
+                group.gradients.on_final(hook)

@@ -104,7 +104,7 @@ class UnitMethods:
             )
         flags: dict[str, bool] = self.__dict__.setdefault(_FLAGS, {})
         flags[name] = value
-        engine.reducer.is_final = all(flags.values())
+        engine.reducer.expect_final(all(flags.values()))
 
     def set_reshard_after_forward(self, reshard: bool, recurse: bool = True) -> None:
         """Whether whole weights are given back between forward and backward.

@@ -125,7 +125,7 @@ class ShardedModule(UnitMethods, StepMethods, nn.Module):
 
         With False, `finish_grad_sync` or the optimizer's step ends it.
         """
-        self.sharding_engine.reducer.is_final = sync
+        self.sharding_engine.reducer.expect_final(sync)
 
     def start_grad_sync(self) -> None:
         """Begin to sum what was accumulated and not yet summed over ranks."""
@@ -144,9 +144,9 @@ class ShardedModule(UnitMethods, StepMethods, nn.Module):
         """Take the first rank's main weights along the axes that hold copies (collective)."""
         for group in self.parameter_groups():
             axes = (group.axes.outer, group.axes.inner)
-            for cut, axis in zip(group.rest.cuts, axes, strict=True):
+            for cut, axis in zip(group.main_weights.cuts, axes, strict=True):
                 if not cut:
-                    broadcast(group.rest.data, axis.sibling("gather"), src=0).wait()
+                    broadcast(group.main_weights.data, axis.sibling("gather"), src=0).wait()
         self.start_param_sync()
 
     def start_param_sync(self) -> None:

@@ -73,7 +73,7 @@ def refuse_cut_tensors(
             # From the layout, and not from this rank's piece: all ranks must agree.
             if isinstance(main, ShardedTensor) and all(
                 stop - start < main.numel()
-                for start, stop in group.rest.as_sharded(index).extents()
+                for start, stop in group.main_weights.as_sharded(index).extents()
             ):
                 raise ValueError(
                     f"{type(optimizer).__name__} looks at whole tensors, and {ref.name} is cut "

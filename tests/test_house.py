@@ -325,13 +325,6 @@ EXCEPTIONS: dict[str, list[str]] = {
         "collectives/reduction/arriving_chunks.py: _rest",
         "collectives/reduction/cpu_sum.py: _part",
         "collectives/transport/transport.py: rest",
-        "ddp/backward/reducer.py: _transient",
-        "ddp/gradients/group_gradients.py: _transient",
-        "ddp/gradients/reproducible.py: _transient",
-        "ddp/gradients/scratch.py: TransientBuffers",
-        "ddp/gradients/sums.py: transient",
-        "ddp/group/weights.py: place_of_main",
-        "ddp/wrapper/param_gathers.py: WeightGathers",
     ],
     "terms_are_in_use": [
         "glossary: wire dtype",

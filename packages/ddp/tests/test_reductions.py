@@ -16,7 +16,7 @@ from lamina.ddp import (
     full_parameters,
 )
 from lamina.ddp.backward.reducer import agree_on_produced
-from lamina.ddp.engine import TransientBuffers, resolve_reduction
+from lamina.ddp.engine import ScratchBuffers, resolve_reduction
 from lamina.ddp.gradients.reproducible import PartialSums
 from lamina.mesh import ParallelLayout
 from lamina_testing.oracles import bit_oracle, tree_sum
@@ -125,7 +125,7 @@ def test_native_reductions_are_near_the_ordered_ones(sharded, replicate, ranks):
 def test_partial_sums_are_the_tree(number, block):
     number *= block
     leaves = [torch.randn(7) * 10.0 ** (k % 9) for k in range(number)]
-    partial = PartialSums(TransientBuffers())
+    partial = PartialSums(ScratchBuffers())
     for start in range(0, number, block):
         partial.push(tree_sum(leaves[start : start + block]).clone(), block)
     assert torch.equal(partial.take(), tree_sum(leaves))
@@ -134,14 +134,14 @@ def test_partial_sums_are_the_tree(number, block):
 
 def test_leaves_without_gradients_keep_their_places():
     leaves = [torch.randn(7) if k not in (2, 3, 5) else None for k in range(9)]
-    partial = PartialSums(TransientBuffers())
+    partial = PartialSums(ScratchBuffers())
     for one in leaves:
         partial.push(None if one is None else one.clone(), 1)
     assert torch.equal(partial.take(), tree_sum(leaves))
 
 
 def test_partial_sums_are_logarithmically_many():
-    partial, most = PartialSums(TransientBuffers()), 0
+    partial, most = PartialSums(ScratchBuffers()), 0
     for _ in range(1000):
         partial.push(torch.zeros(1), 1)
         most = max(most, len(partial._stack))

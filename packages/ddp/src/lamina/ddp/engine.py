@@ -10,7 +10,7 @@ from lamina.ddp.backward.reducer import BackwardEnd, BackwardListener, GradientR
 from lamina.ddp.finalize.finalize import finalize_plain_gradients, warn_of_unfinished_steps
 from lamina.ddp.gradients.group_gradients import GroupGradients
 from lamina.ddp.gradients.reduction import ORDERED, Reduction, resolve_reduction
-from lamina.ddp.gradients.scratch import TransientBuffers
+from lamina.ddp.gradients.scratch import ScratchBuffers
 from lamina.ddp.gradients.states import GradientState
 from lamina.ddp.gradients.sums import RankSum, Squares
 from lamina.ddp.group.group import (
@@ -65,8 +65,8 @@ __all__ = [
     "ParameterRef",
     "RankSum",
     "Reduction",
+    "ScratchBuffers",
     "Squares",
-    "TransientBuffers",
     "Weights",
     "WeightsFactory",
     "WeightsState",

@@ -19,7 +19,7 @@ def follow_user(group: ParameterGroup) -> None:
             gradients held before it, and nobody has dropped both.
     """
     gradients = group.trained
-    dropped = all(main.grad is None for main in group.main_parameters)
+    dropped = not group.shows_gradients
     # Where the optimizer's parameters are the module's, the backward itself has emptied `.grad`.
     if gradients.at_risk and not (dropped and group.mains_are_separate):
         raise RuntimeError(
@@ -32,12 +32,13 @@ def follow_user(group: ParameterGroup) -> None:
     if dropped:
         gradients.discard()
         return
+    views = group.gradient_views
     for index, main in enumerate(group.main_parameters):
         if main.grad is None:
             if gradients.is_kept_apart and gradients.state is GradientState.PARTIAL:
                 raise RuntimeError(_unfinished(group.refs[index].name))
             gradients.drop(index)
-        elif main.grad is not group.gradient_view(index):
+        elif main.grad is not views[index]:
             _adopt(group, index, main.grad)
     if gradients.is_kept_apart and group.written_since:
         _follow_zeroing(group)
@@ -55,7 +56,7 @@ def _adopt(group: ParameterGroup, index: int, given: torch.Tensor) -> None:
             [flag or i == index for i, flag in enumerate(gradients.produced_gradient)]
         )
         # Further changes reach what is stepped.
-        group.main_parameters[index].grad = group.gradient_view(index)
+        group.main_parameters[index].grad = group.gradient_views[index]
 
 
 def _follow_zeroing(group: ParameterGroup) -> None:

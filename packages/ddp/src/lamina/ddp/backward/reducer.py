@@ -23,7 +23,7 @@ from lamina.collectives import Handle
 from lamina.collectives.engine import all_reduce_small, host_device
 from lamina.ddp.backward.grad_attribute import follow_user, holds_zeros
 from lamina.ddp.backward.gradient_hooks import hook_gradients
-from lamina.ddp.gradients.scratch import TransientBuffers
+from lamina.ddp.gradients.scratch import ScratchBuffers
 from lamina.ddp.gradients.states import GradientState
 from lamina.ddp.group.group import ParameterGroup
 from lamina.ddp.group.weights import shares_storage
@@ -91,7 +91,7 @@ class GradientReducer:
     Args:
         groups: groups with requires_grad, in the order of `Order.STATIC`.
         cadence: whether every microbatch is reduced, or only the last.
-        transient: the pool that the groups' short-lived buffers come from.
+        scratch: the pool that the groups' short-lived buffers come from.
         order: see `Order`.
         overlap: reduce while backward goes on; otherwise each reduction is waited for at once.
         max_in_flight: reductions not yet waited for; each holds one gradient buffer.
@@ -108,7 +108,7 @@ class GradientReducer:
         self,
         groups: Sequence[ParameterGroup],
         cadence: Cadence,
-        transient: TransientBuffers,
+        scratch: ScratchBuffers,
         *,
         order: Order = Order.STATIC,
         overlap: bool = True,
@@ -123,7 +123,7 @@ class GradientReducer:
         self._gradients = [group.trained for group in self.groups]
         self._numbers = {id(group): number for number, group in enumerate(self.groups)}
         self._cadence = cadence
-        self._transient = transient
+        self._scratch = scratch
         self._order = order
         self._overlap = overlap
         self._max_in_flight = max(1, max_in_flight)
@@ -236,7 +236,7 @@ class GradientReducer:
                 gradients of earlier microbatches.
         """
         if self._phase is ReducerPhase.BACKWARD:
-            if self._end.will_come:
+            if self._end.queued() is not None:
                 return
             self.abandon_backward()  # another one raised, and this one's forward is old
         if self._phase is ReducerPhase.SYNCING:
@@ -263,10 +263,8 @@ class GradientReducer:
     def take_gradient(self, number: int, index: int, gradient: torch.Tensor | None) -> None:
         """Autograd has brought a parameter's gradient, which belongs to the backward that runs."""
         gradients = self._gradients[number]
-        if self._phase is ReducerPhase.IDLE:
-            self._refuse_too_early(number, gradient)
-        if self._phase is not ReducerPhase.LATE:
-            self.begin_backward()
+        if self._phase is not ReducerPhase.BACKWARD or self._end.queued() is None:
+            self._begin_by(number, gradient)
         if gradient is not None:
             if gradient.layout is not torch.strided:
                 raise TypeError(
@@ -275,25 +273,31 @@ class GradientReducer:
                     "embedding with sparse=False"
                 )
             gradients.accumulate(index, gradient)
-        elif not gradients.is_by_layer(index):
+        elif index not in gradients.by_layers:
             return
         if self._close_when_complete:
             arrived = self._arrived[number]
             arrived.add(index)
-            if len(arrived) == len(self.groups[number].refs):
+            if self.reduces_now and len(arrived) == len(self.groups[number].refs):
                 self._close(number)
 
-    def _refuse_too_early(self, number: int, gradient: torch.Tensor | None) -> None:
-        """Refuse to begin a backward by a gradient that is mixed with earlier ones already."""
-        main = self._gradients[number].main
+    def _begin_by(self, number: int, gradient: torch.Tensor | None) -> None:
+        """A gradient has come before any output of the wrapper: begin a backward, or none if late.
+
+        Refused where autograd has added it to an earlier gradient already.
+        """
+        if self._phase is ReducerPhase.LATE:
+            return
+        main, idle = self._gradients[number].main, self._phase is ReducerPhase.IDLE
         added = gradient is not None and main.has_memory and shares_storage(gradient, main.data)
-        if added or any(gradients.layers_have_written for gradients in self._gradients):
+        if idle and (added or any(gradients.by_layers for gradients in self._gradients)):
             raise RuntimeError(
                 f"a gradient came to {self.groups[number].refs[0].name} or its neighbours before "
                 "the backward reached an output of the wrapper: call the wrapper, not the module "
                 "inside it; add a term of the loss that depends on parameters alone (a penalty) in "
                 "the module's forward, or to the step's first microbatch"
             )
+        self.begin_backward()
 
     def abandon_if_raised(self) -> None:
         """A forward runs outside any backward: one that has begun and not ended has raised."""
@@ -350,7 +354,7 @@ class GradientReducer:
         if self._is_final:
             for groups in self._by_axes.values():
                 agree_on_produced(groups, groups[0].axes.groups("reduce"))
-            self._transient.clear()
+            self._scratch.clear()
         self._is_waiting = not self._is_final
         self._show(final=self._is_final)
 
@@ -409,7 +413,7 @@ class GradientReducer:
         self._next = 0
 
     def _close(self, number: int) -> None:
-        if number in self._closed or not self.reduces_now:
+        if number in self._closed:
             return
         self._closed.add(number)
         if self._order is Order.AS_CLOSED:
@@ -493,18 +497,23 @@ class BackwardEnd:
     """
 
     def __init__(self) -> None:
-        self._queued: weakref.ref[Callable[[], None]] | None = None
+        self.queued: Callable[[], object] = _nothing
+        """Gives the newest callback while it is still to be called, and then None."""
 
     def queue(self, end: Callable[[], None]) -> None:
         """Have `end` called when the backward that runs now has ended."""
         held = partial(end)
-        self._queued = weakref.ref(held)
+        self.queued = weakref.ref(held)
         torch.autograd.Variable._execution_engine.queue_callback(held)
 
     @property
     def will_come(self) -> bool:
         """Whether the newest `end` is still to be called."""
-        return self._queued is not None and self._queued() is not None
+        return self.queued() is not None
+
+
+def _nothing() -> None:
+    return None
 
 
 def agree_on_produced(

@@ -12,14 +12,15 @@ brings is summed apart and then added.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
+from operator import or_
 
 import torch
 
 from lamina.buffers import BufferLayout, FlatBuffer
 from lamina.collectives import Handle
 from lamina.ddp.gradients.reduction import RankSumFactory
-from lamina.ddp.gradients.scratch import TransientBuffers
+from lamina.ddp.gradients.scratch import ScratchBuffers
 from lamina.ddp.gradients.states import (
     BackwardEvent,
     BackwardPhase,
@@ -60,9 +61,10 @@ class GroupGradients:
         self.dtypes = dtypes
         self.accumulates_in_main = rank_sum.main.is_whole and all_stepped
         """Whether local gradients may lie where main grads do."""
-        self._cadence = cadence
+        self.wire_bytes = layout.size * dtypes.wire.itemsize
+        """Bytes of the buffer that a reduction sends from."""
         self._sum = rank_sum
-        self._transient: TransientBuffers = rank_sum.transient
+        self._scratch: ScratchBuffers = rank_sum.scratch
         self._on_final: Callable[[torch.Tensor], None] | None = None
         self._spans = [
             (offset, offset + spec.numel, spec.shape)
@@ -79,6 +81,7 @@ class GroupGradients:
         self._layers_write = False  # some layer has asked where to write its gradient
         self._produced = [False] * count
         self._set_aside: tuple[GradientState, torch.Tensor] | None = None
+        self.set_cadence(cadence)
 
     # -- what is held -------------------------------------------------------------------------
 
@@ -135,11 +138,6 @@ class GroupGradients:
         self._sum.finds_squares = True
         return self._sum.squares if self._state.is_final else None
 
-    @property
-    def wire_bytes(self) -> int:
-        """Bytes of the buffer that a reduction sends from."""
-        return self.layout.size * self.dtypes.wire.itemsize
-
     # -- how gradients are summed -------------------------------------------------------------
 
     @property
@@ -151,11 +149,16 @@ class GroupGradients:
         """Choose when `reduce` will be called. Raises RuntimeError while gradients are held."""
         self._refuse_held("how often they are summed")
         self._cadence = cadence
+        wire = self.dtypes.wire
+        # What a rank adds its own gradients in, and what it may keep one in that nothing is added
+        # to.
+        self._sum_dtype = self.dtypes.grads if cadence is Cadence.ONCE else wire
+        self._narrow_dtype = min(self._sum_dtype, wire, key=lambda dtype: dtype.itemsize)
 
     def set_sum(self, make: RankSumFactory, scale: float | None) -> None:
         """Choose how `reduce` sums, and the factor. Raises like `set_cadence`."""
         self._refuse_held("the factor of their sum")
-        self._sum = make(self.main, self._sum.axes, scale, self._transient)
+        self._sum = make(self.main, self._sum.axes, scale, self._scratch)
 
     def on_final(self, change: Callable[[torch.Tensor], None] | None) -> None:
         """Have `change` called with main grads (flat) that a step's last reduction has made."""
@@ -181,30 +184,27 @@ class GroupGradients:
         self._by_layers.clear()
         self._is_last = last
         if self.is_empty:
-            self._advance(BackwardEvent.BEGAN)
+            self._backward = self._backward.after(BackwardEvent.BEGAN)
             return
-        self._advance(BackwardEvent.BEGAN_BESIDE)
+        self._backward = self._backward.after(BackwardEvent.BEGAN_BESIDE)
         if emptied:
-            self._advance(BackwardEvent.ADDED)
+            self._backward = self._backward.after(BackwardEvent.ADDED)
 
     def end_backward(self) -> None:
         """It has ended, and all that it brought is where it belongs."""
         self._by_layers.clear()
-        self._advance(BackwardEvent.ENDED)
+        self._backward = self._backward.after(BackwardEvent.CLEARED)
 
     def abandon_backward(self) -> None:
         """It has raised: forget what it brought, unless that is mixed with what was held before."""
         if self._backward in (BackwardPhase.IDLE, BackwardPhase.ALONE):
             self._close_local()
-        self._advance(BackwardEvent.RAISED)
-
-    def _advance(self, event: BackwardEvent) -> None:
-        self._backward = self._backward.after(event)
+        self._backward = self._backward.after(BackwardEvent.RAISED)
 
     def accumulate(self, index: int, gradient: torch.Tensor) -> None:
         """Add one parameter's gradient, as autograd produced it (one read, one write)."""
         if self._backward is BackwardPhase.BESIDE:
-            self._advance(BackwardEvent.ADDED)
+            self._backward = self._backward.after(BackwardEvent.ADDED)
         if self._in_local[index]:
             self._widen()
             self.view(index).add_(gradient)
@@ -229,7 +229,7 @@ class GroupGradients:
         """The same as `view`, for a layer that writes or adds its gradient there itself."""
         self._layers_write = True
         if self._backward is BackwardPhase.BESIDE:
-            self._advance(BackwardEvent.ADDED)
+            self._backward = self._backward.after(BackwardEvent.ADDED)
         self._widen()
         return self.view(index)
 
@@ -239,13 +239,9 @@ class GroupGradients:
         self._by_layers.add(index)
 
     @property
-    def layers_have_written(self) -> bool:
-        """Whether a layer has written a gradient in the backward at hand."""
-        return bool(self._by_layers)
-
-    def is_by_layer(self, index: int) -> bool:
-        """Whether a layer has written that parameter's gradient in the backward at hand."""
-        return index in self._by_layers
+    def by_layers(self) -> Set[int]:
+        """Parameters whose gradient a layer has written in the backward at hand."""
+        return self._by_layers
 
     # -- what users and `finalize_grads` do to gradients --------------------------------------
 
@@ -254,8 +250,8 @@ class GroupGradients:
         self._close_local()
         self._sum.forget()
         self._set_aside = None
-        self._change(GradientEvent.DROPPED)
-        self._advance(BackwardEvent.DROPPED)
+        self._state = self._state.after(GradientEvent.DROPPED)
+        self._backward = self._backward.after(BackwardEvent.CLEARED)
         self._produced = [False] * len(self._produced)
 
     def drop(self, index: int) -> None:
@@ -267,17 +263,17 @@ class GroupGradients:
 
     def mark_zeroed(self) -> None:
         """Final main grads are zeros: whatever was final of them may be made final again."""
-        self._change(GradientEvent.ZEROED)
+        self._state = self._state.after(GradientEvent.ZEROED)
 
     def zero_if_empty(self) -> None:
         """Make main grads zeros where nothing was reduced: somebody is about to add to them."""
         if self._state is GradientState.EMPTY:
             self.main.data.zero_()
-            self._change(GradientEvent.ZEROED)
+            self._state = self._state.after(GradientEvent.ZEROED)
 
     def mark_finalized(self) -> None:
         """`finalize_grads` has been over what main grads hold."""
-        self._change(GradientEvent.FINALIZED)
+        self._state = self._state.after(GradientEvent.FINALIZED)
 
     def mark_produced(self, flags: Sequence[bool]) -> None:
         """Say for each parameter whether it has a gradient."""
@@ -306,9 +302,6 @@ class GroupGradients:
         self._sum.squares = None
         self._sum.scale_kept(factor)
 
-    def _change(self, event: GradientEvent) -> None:
-        self._state = self._state.after(event)
-
     # -- the sum over ranks -------------------------------------------------------------------
 
     def skip(self, final: bool) -> None:
@@ -330,15 +323,16 @@ class GroupGradients:
                 and the scale applied.
         """
         if self._backward is BackwardPhase.BESIDE:
-            self._advance(BackwardEvent.ADDED)
+            self._backward = self._backward.after(BackwardEvent.ADDED)
         local = self._sealed_local()
-        self._produced = [a or b for a, b in zip(self._produced, self._in_local, strict=True)]
+        self._produced = list(map(or_, self._produced, self._in_local))
         adds = final and self._sum.adds_to_final and self._on_final is None
         if self._state.is_final and not adds:
             self._set_aside = (self._state, self.main.data.clone())
-            self._change(GradientEvent.SET_ASIDE)
+            self._state = self._state.after(GradientEvent.SET_ASIDE)
         before = self._state
-        self._change(GradientEvent.COMPLETED if final else GradientEvent.SUMMED)
+        event = GradientEvent.COMPLETED if final else GradientEvent.SUMMED
+        self._state = self._state.after(event)
         # From here on the buffer belongs to the collective: a gradient that comes later opens
         # another one.
         self._forget_local()
@@ -360,26 +354,15 @@ class GroupGradients:
             self.main.data.add_(earlier)
             self._set_aside = self._sum.squares = None
             if state is GradientState.FINALIZED:
-                self._change(GradientEvent.FINALIZED)
+                self._state = self._state.after(GradientEvent.FINALIZED)
 
     def _to_wire(self, local: torch.Tensor) -> torch.Tensor:
         if local.dtype == self.dtypes.wire:
             return local
-        wire = self._transient.take(local.numel(), self.dtypes.wire, local.device)
+        wire = self._scratch.take(local.numel(), self.dtypes.wire, local.device)
         return wire.copy_(local)
 
     # -- the local buffer ---------------------------------------------------------------------
-
-    @property
-    def _sum_dtype(self) -> torch.dtype:
-        """What a rank adds its own gradients in."""
-        return self.dtypes.grads if self._cadence is Cadence.ONCE else self.dtypes.wire
-
-    @property
-    def _narrow_dtype(self) -> torch.dtype:
-        """What a rank may keep gradients in that nothing is added to."""
-        wire, wide = self.dtypes.wire, self._sum_dtype
-        return wire if wire.itemsize < wide.itemsize else wide
 
     def _widen(self) -> None:
         """Something is to be added: a buffer in the wire dtype becomes one in the dtype of sums."""
@@ -401,7 +384,7 @@ class GroupGradients:
         if aliases:
             self._local = self.main.data
         else:
-            self._local = self._transient.take(self.layout.size, dtype, self._sum.device)
+            self._local = self._scratch.take(self.layout.size, dtype, self._sum.device)
         return self._local
 
     def _sealed_local(self) -> torch.Tensor:
@@ -427,4 +410,4 @@ class GroupGradients:
     def _give_back(self, buffer: torch.Tensor) -> None:
         if self.main.has_memory and buffer.data_ptr() == self.main.data.data_ptr():
             return
-        self._transient.give(buffer)
+        self._scratch.give(buffer)

@@ -10,14 +10,14 @@ from lamina.buffers import FlatBuffer
 from lamina.collectives import all_reduce_fp32, reduce_scatter_fp32
 from lamina.collectives.engine import all_reduce_native, reduce_scatter_native
 from lamina.ddp.gradients.reproducible import ReproducibleSum
-from lamina.ddp.gradients.scratch import TransientBuffers
+from lamina.ddp.gradients.scratch import ScratchBuffers
 from lamina.ddp.gradients.sums import AxisSum, Collectives, RankSum, TwoAxisSum
 from lamina.ddp.parameters.axes import DataParallelAxes
 from lamina.ddp.parameters.strategy import Cadence
 
 __all__ = ["ORDERED", "Reduction", "resolve_reduction"]
 
-RankSumFactory = Callable[[FlatBuffer, DataParallelAxes, float | None, TransientBuffers], RankSum]
+RankSumFactory = Callable[[FlatBuffer, DataParallelAxes, float | None, ScratchBuffers], RankSum]
 
 
 @dataclass(frozen=True)
@@ -39,13 +39,13 @@ def _by(collectives: Collectives, *, averages: bool = False) -> RankSumFactory:
     """A factory of sums over axes; with `averages` the collectives divide by the ranks already."""
 
     def make(
-        main: FlatBuffer, axes: DataParallelAxes, scale: float | None, transient: TransientBuffers
+        main: FlatBuffer, axes: DataParallelAxes, scale: float | None, scratch: ScratchBuffers
     ) -> RankSum:
         kind = AxisSum if axes.outer.size == 1 else TwoAxisSum
         if averages:
             rest = (1.0 if scale is None else scale) * axes.size
             scale = None if rest == 1.0 else rest
-        return kind(collectives, main, axes, scale, transient)
+        return kind(collectives, main, axes, scale, scratch)
 
     return make
 

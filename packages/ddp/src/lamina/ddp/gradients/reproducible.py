@@ -13,7 +13,7 @@ from collections.abc import Generator, Iterator
 import torch
 
 from lamina.collectives import Handle, all_gather_into, all_to_all, reduce_scatter_fp32
-from lamina.ddp.gradients.scratch import TransientBuffers
+from lamina.ddp.gradients.scratch import ScratchBuffers
 from lamina.ddp.gradients.states import GradientState
 from lamina.ddp.gradients.sums import RankSum
 from lamina.mesh.engine import MeshAxis
@@ -25,11 +25,11 @@ class PartialSums:
     """Sums of complete subtrees, largest (and earliest) first: a binary counter of tensors.
 
     Args:
-        transient: where tensors that are merged into others go.
+        scratch: where tensors that are merged into others go.
     """
 
-    def __init__(self, transient: TransientBuffers) -> None:
-        self._transient = transient
+    def __init__(self, scratch: ScratchBuffers) -> None:
+        self._scratch = scratch
         self._stack: list[tuple[int, torch.Tensor | None]] = []
 
     def push(self, block: torch.Tensor | None, leaves: int) -> None:
@@ -60,14 +60,14 @@ class PartialSums:
         """Forget all leaves."""
         for _, tensor in self._stack:
             if tensor is not None:
-                self._transient.give(tensor)
+                self._scratch.give(tensor)
         self._stack = []
 
     def _add(self, left: torch.Tensor | None, right: torch.Tensor | None) -> torch.Tensor | None:
         if left is None or right is None:
             return right if left is None else left
         left.add_(right)
-        self._transient.give(right)
+        self._scratch.give(right)
         return left
 
 
@@ -76,7 +76,7 @@ class ReproducibleSum(RankSum):
 
     def __init__(self, *state: object) -> None:
         super().__init__(*state)  # type: ignore[arg-type]
-        self._sums = PartialSums(self.transient)
+        self._sums = PartialSums(self.scratch)
         ranks = {False: (self.axes.inner, 1), True: (self.axes.outer, self.axes.inner.size)}
         # The axis that the placement cuts last is scattered last: what is cut along neither is
         # gathered again in the reverse order.
@@ -95,7 +95,7 @@ class ReproducibleSum(RankSum):
             if len(blocks) == 1 and stride == leaves and axis.size & (axis.size - 1) == 0:
                 given = blocks[0][1]
                 dtype = torch.promote_types(given.dtype, torch.float32)
-                total = self.transient.take(given.numel() // axis.size, dtype, given.device)
+                total = self.scratch.take(given.numel() // axis.size, dtype, given.device)
                 yield reduce_scatter_fp32(
                     total, given, axis.sibling("reduce"), async_op=True, statistics=False
                 )
@@ -137,7 +137,7 @@ class ReproducibleSum(RankSum):
             own.zero_()
         else:
             own.copy_(total if self.scale is None else total.mul_(self.scale))
-            self.transient.give(total)
+            self.scratch.give(total)
         for axis, _, cut in reversed(self._sequence):
             if not cut:
                 start -= axis.rank * length
@@ -167,8 +167,8 @@ class ReproducibleSum(RankSum):
         whole_storage = block.untyped_storage().nbytes() == block.numel() * block.element_size()
         if block is not wire and block.dtype == dtype and whole_storage:
             return block
-        return self.transient.take(block.numel(), dtype, block.device).copy_(block)
+        return self.scratch.take(block.numel(), dtype, block.device).copy_(block)
 
     def _give_back(self, block: torch.Tensor, wire: torch.Tensor) -> None:
         if block is not wire and block._base is None:
-            self.transient.give(block)
+            self.scratch.give(block)

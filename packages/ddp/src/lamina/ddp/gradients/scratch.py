@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["TransientBuffers"]
+__all__ = ["ScratchBuffers"]
 
 _WASTE = 1.25
 """A free buffer serves a request that is at most this much smaller."""
 
 
-class TransientBuffers:
+class ScratchBuffers:
     """Flat tensors that live from a gradient's first write to its collective's end.
 
     Freed tensors are kept for the next unit of about the same size until `clear`: on a CPU a
@@ -25,7 +25,7 @@ class TransientBuffers:
         self._keep_on_cpu = keep_on_cpu
         self._free: dict[tuple[torch.dtype, torch.device], list[torch.UntypedStorage]] = {}
 
-    def share(self, other: TransientBuffers) -> None:
+    def share(self, other: ScratchBuffers) -> None:
         """Take from, and give to, the same free tensors as `other` from now on."""
         self._free = other._free
 

@@ -48,38 +48,24 @@ class GradientState(Enum):
 class GradientEvent(Enum):
     """What changes main grads."""
 
-    SUMMED = auto()
-    """A microbatch was summed over ranks, and it is not the step's last."""
-    COMPLETED = auto()
-    """The step's last reduction."""
-    SET_ASIDE = auto()
-    """Final gradients are kept elsewhere until what a further backward brings is summed."""
-    ZEROED = auto()
-    """They were made zeros, by the user or because somebody is about to add to them."""
-    FINALIZED = auto()
-    """`finalize_grads` has been over them."""
-    DROPPED = auto()
-    """The user has dropped them."""
+    SUMMED = auto()  # a microbatch was summed over ranks, and it is not the step's last
+    COMPLETED = auto()  # the step's last reduction
+    SET_ASIDE = auto()  # final ones are kept elsewhere until a further backward is summed
+    ZEROED = auto()  # made zeros, by the user or because somebody is about to add to them
+    FINALIZED = auto()  # `finalize_grads` has been over them
+    DROPPED = auto()  # by the user
 
 
 _EMPTY, _PARTIAL = GradientState.EMPTY, GradientState.PARTIAL
 _FINAL, _FINALIZED = GradientState.FINAL, GradientState.FINALIZED
 _STATES = {
     GradientEvent.SUMMED: {_EMPTY: _PARTIAL, _PARTIAL: _PARTIAL},
-    GradientEvent.COMPLETED: {
-        _EMPTY: _FINAL,
-        _PARTIAL: _FINAL,
-        _FINAL: _FINAL,  # a further backward was added
-        _FINALIZED: _FINALIZED,  # and part of the sum must not be finalized again
-    },
+    # What a further backward adds to a finalized gradient makes it no less so: the sum over tp
+    # or stages is in it, and must not be made again.
+    GradientEvent.COMPLETED: dict.fromkeys(GradientState, _FINAL) | {_FINALIZED: _FINALIZED},
     GradientEvent.SET_ASIDE: {_FINAL: _EMPTY, _FINALIZED: _EMPTY},
     GradientEvent.ZEROED: {_EMPTY: _FINAL, _FINAL: _FINAL, _FINALIZED: _FINAL},
-    GradientEvent.FINALIZED: {
-        _EMPTY: _EMPTY,
-        _PARTIAL: _PARTIAL,
-        _FINAL: _FINALIZED,
-        _FINALIZED: _FINALIZED,
-    },
+    GradientEvent.FINALIZED: {s: s for s in GradientState} | {_FINAL: _FINALIZED},
     GradientEvent.DROPPED: dict.fromkeys(GradientState, _EMPTY),
 }
 
@@ -104,28 +90,18 @@ class BackwardPhase(Enum):
 class BackwardEvent(Enum):
     """What a backward does to the gradients of one group."""
 
-    BEGAN = auto()
-    """It has begun, and nothing was held."""
-    BEGAN_BESIDE = auto()
-    """It has begun, and gradients were held."""
-    ADDED = auto()
-    """It has brought a gradient."""
-    ENDED = auto()
-    """It has ended, and all that it brought is where it belongs."""
+    BEGAN = auto()  # and nothing was held
+    BEGAN_BESIDE = auto()  # and gradients were held
+    ADDED = auto()  # it has brought a gradient; `late_gradients` does so while none runs
     RAISED = auto()
-    """It has raised."""
-    DROPPED = auto()
-    """The user has dropped all gradients."""
+    CLEARED = auto()  # it has ended, or the user has dropped all gradients
 
 
-_IDLE, _ALONE = BackwardPhase.IDLE, BackwardPhase.ALONE
-_BESIDE, _MIXED = BackwardPhase.BESIDE, BackwardPhase.MIXED
+_IDLE, _MIXED = BackwardPhase.IDLE, BackwardPhase.MIXED
 _PHASES = {
-    BackwardEvent.BEGAN: dict.fromkeys(BackwardPhase, _ALONE),
-    BackwardEvent.BEGAN_BESIDE: dict.fromkeys(BackwardPhase, _BESIDE),
-    # Gradients may arrive while no backward of this wrapper runs (`late_gradients`).
-    BackwardEvent.ADDED: {_IDLE: _IDLE, _ALONE: _ALONE, _BESIDE: _MIXED, _MIXED: _MIXED},
-    BackwardEvent.ENDED: dict.fromkeys(BackwardPhase, _IDLE),
-    BackwardEvent.RAISED: {_IDLE: _IDLE, _ALONE: _IDLE, _BESIDE: _IDLE, _MIXED: _MIXED},
-    BackwardEvent.DROPPED: dict.fromkeys(BackwardPhase, _IDLE),
+    BackwardEvent.BEGAN: dict.fromkeys(BackwardPhase, BackwardPhase.ALONE),
+    BackwardEvent.BEGAN_BESIDE: dict.fromkeys(BackwardPhase, BackwardPhase.BESIDE),
+    BackwardEvent.ADDED: {p: p for p in BackwardPhase} | {BackwardPhase.BESIDE: _MIXED},
+    BackwardEvent.RAISED: dict.fromkeys(BackwardPhase, _IDLE) | {_MIXED: _MIXED},
+    BackwardEvent.CLEARED: dict.fromkeys(BackwardPhase, _IDLE),
 }

@@ -14,7 +14,7 @@ import torch
 
 from lamina.buffers import FlatBuffer
 from lamina.collectives import Handle, ReduceHandle, all_gather_into
-from lamina.ddp.gradients.scratch import TransientBuffers
+from lamina.ddp.gradients.scratch import ScratchBuffers
 from lamina.ddp.gradients.states import GradientState
 from lamina.ddp.parameters.axes import DataParallelAxes
 
@@ -57,7 +57,7 @@ class RankSum(ABC):
         main: buffer of main grads.
         axes: data-parallel axes.
         scale: factor of the whole sum, applied once to it; None for none.
-        transient: where intermediate buffers come from.
+        scratch: where intermediate buffers come from.
     """
 
     sums_in_main = False
@@ -70,12 +70,12 @@ class RankSum(ABC):
         main: FlatBuffer,
         axes: DataParallelAxes,
         scale: float | None,
-        transient: TransientBuffers,
+        scratch: ScratchBuffers,
     ) -> None:
         self.main = main
         self.axes = axes
         self.scale = scale
-        self.transient = transient
+        self.scratch = scratch
         self.squares: Squares | None = None
         """Of the newest final reduction, where it came for free."""
         self.finds_squares = False
@@ -97,16 +97,15 @@ class RankSum(ABC):
             final: whether this is the step's last microbatch.
         """
 
-    @abstractmethod
-    def skip(self, final: bool) -> None:
+    # What follows is nothing where sums of microbatches are in main grads.
+
+    def skip(self, final: bool) -> None:  # noqa: B027
         """A microbatch in which no rank had gradients for this group."""
 
-    @abstractmethod
-    def forget(self) -> None:
+    def forget(self) -> None:  # noqa: B027
         """Drop sums of microbatches that are kept outside main grads."""
 
-    @abstractmethod
-    def scale_kept(self, factor: float) -> None:
+    def scale_kept(self, factor: float) -> None:  # noqa: B027
         """Multiply sums of microbatches that are kept outside main grads."""
 
 
@@ -143,15 +142,6 @@ class AxisSum(RankSum):
             piece = self.inner_sharded or chosen.piecewise
             self.squares = Squares(handle.squared_norm, (False, piece))
 
-    def skip(self, final: bool) -> None:
-        """Nothing is added."""
-
-    def forget(self) -> None:
-        """Everything is in main grads."""
-
-    def scale_kept(self, factor: float) -> None:
-        """Everything is in main grads."""
-
 
 class TwoAxisSum(RankSum):
     """The inner axis at every call, into a buffer apart; the outer one in fp32 at the last."""
@@ -168,7 +158,7 @@ class TwoAxisSum(RankSum):
         if self._partial is None:
             pieces = 1 if whole_inner else self.axes.inner.size
             dtype = torch.promote_types(wire.dtype, torch.float32)
-            self._partial = self.transient.take(wire.numel() // pieces, dtype, wire.device)
+            self._partial = self.scratch.take(wire.numel() // pieces, dtype, wire.device)
         partial = self._partial
         yield (chosen.all_reduce if whole_inner else chosen.reduce_scatter)(
             partial,
@@ -201,13 +191,10 @@ class TwoAxisSum(RankSum):
         if own is not main:
             yield all_gather_into(main, own, inner, async_op=True)
 
-    def skip(self, final: bool) -> None:
-        """Nothing is added."""
-
     def forget(self) -> None:
         """Give the buffer of inner sums back."""
         if self._partial is not None:
-            self.transient.give(self._partial)
+            self.scratch.give(self._partial)
         self._partial = None
 
     def scale_kept(self, factor: float) -> None:

@@ -13,7 +13,7 @@ from lamina.buffers.engine import Placement, SpanSpec
 from lamina.collectives.engine import SpanGroups, broadcast
 from lamina.ddp.gradients.group_gradients import GroupGradients
 from lamina.ddp.gradients.reduction import ORDERED, Reduction
-from lamina.ddp.gradients.scratch import TransientBuffers
+from lamina.ddp.gradients.scratch import ScratchBuffers
 from lamina.ddp.gradients.sums import Squares
 from lamina.ddp.group.weights import Weights, WholeWeights
 from lamina.ddp.parameters.axes import DataParallelAxes
@@ -106,7 +106,7 @@ class ParameterGroup:
         axes: data-parallel axes.
         dtypes: dtypes of the group.
         settings: what the model's groups share.
-        transient: pool of short-lived gradient buffers.
+        scratch: pool of short-lived gradient buffers.
         factory: makes the weights (whole, or gathered by units).
     """
 
@@ -116,7 +116,7 @@ class ParameterGroup:
         axes: DataParallelAxes,
         dtypes: GroupDtypes,
         settings: GroupSettings,
-        transient: TransientBuffers,
+        scratch: ScratchBuffers,
         factory: WeightsFactory = whole_weights,
     ) -> None:
         self.refs = tuple(refs)
@@ -127,7 +127,7 @@ class ParameterGroup:
         self.has_optimizer = False
         """Whether somebody steps the main parameters, as far as this package knows."""
         self._reduced: tuple[int, int] | None = None
-        self._gradient_views: dict[int, torch.Tensor] = {}
+        self._gradient_views: list[torch.Tensor] = []
         self.device = settings.device or self.refs[0].parameter.device
         self.layout = plan_layout(self.refs, axes, settings)
         states = settings.strategy.placements
@@ -152,7 +152,7 @@ class ParameterGroup:
         """Elements (start, stop) of `main_weights.data` of each parameter; equal for none."""
         self._span_specs = self._make_span_specs()
         self._steps_all_gradients = self._grads_at == self.main_weights.placement
-        self.gradients = self._make_gradients(transient) if self.requires_grad else None
+        self.gradients = self._make_gradients(scratch) if self.requires_grad else None
         self._point_parameters_at_weights()
         self.main_parameters = self._make_main_parameters()
         self.mains_are_separate = self.main_parameters[0] is not self.refs[0].parameter
@@ -227,12 +227,16 @@ class ParameterGroup:
             self.layout, placement, main.dtype, main.device, main.axes, storage=storage
         )
 
-    def gradient_view(self, index: int) -> torch.Tensor:
-        """Main grads of one parameter, typed like its main parameter (one object for good)."""
-        if index not in self._gradient_views:
-            flat = self.gradients_to_step.data
-            self._gradient_views[index] = self.view_like_main(flat, index)
-        return self._gradient_views[index]
+    @property
+    def gradient_views(self) -> list[torch.Tensor]:
+        """Main grads of each parameter, typed like its main parameter.
+
+        They are the same objects until the memory of main grads is released.
+        """
+        if not self._gradient_views:
+            flat, count = self.gradients_to_step.data, len(self.refs)
+            self._gradient_views = [self.view_like_main(flat, index) for index in range(count)]
+        return self._gradient_views
 
     def discard_gradients(self) -> None:
         """Forget all gradients, reduced or not."""
@@ -247,10 +251,18 @@ class ParameterGroup:
         # A backward that raised has emptied `.grad` too, where that is the module's.
         if gradients is None or gradients.at_risk or not self.settings.release_gradients:
             return
-        if gradients.main.has_memory and all(p.grad is None for p in self.main_parameters):
+        if gradients.main.has_memory and not self.shows_gradients:
             gradients.discard()
             gradients.main.release()
-            self._gradient_views.clear()
+            self._gradient_views = []
+
+    @property
+    def shows_gradients(self) -> bool:
+        """Whether any main parameter has a `.grad`."""
+        for main in self.main_parameters:  # noqa: SIM110 - a generator is a call for each
+            if main.grad is not None:
+                return True
+        return False
 
     def show_gradients(self, *, final: bool = True) -> None:
         """Set `.grad` of the main parameters: the gradient, or a placeholder until it is final.
@@ -270,8 +282,13 @@ class ParameterGroup:
         Args:
             shown: for each parameter, whether it has a gradient.
         """
-        for index, main in enumerate(self.main_parameters):
-            main.grad = self.gradient_view(index) if shown[index] else None
+        if any(shown):
+            views = self.gradient_views
+            for main, view, has_gradient in zip(self.main_parameters, views, shown, strict=True):
+                main.grad = view if has_gradient else None
+        else:
+            for main in self.main_parameters:
+                main.grad = None
 
     def note_reduced(self) -> None:
         """The gradients are as the engine left them: `squares` holds until they change."""
@@ -323,10 +340,10 @@ class ParameterGroup:
         storage = local.piece(self._optimizer_at)
         return self._buffer(self._optimizer_at, self.dtypes.main, storage=storage)
 
-    def _make_gradients(self, transient: TransientBuffers) -> GroupGradients:
+    def _make_gradients(self, scratch: ScratchBuffers) -> GroupGradients:
         lazy = self.settings.release_gradients
         main = self._buffer(self._grads_at, self.dtypes.grads, lazy=lazy)
-        rank_sum = self.settings.reduction.make(main, self.axes, self.settings.scale, transient)
+        rank_sum = self.settings.reduction.make(main, self.axes, self.settings.scale, scratch)
         return GroupGradients(
             self.layout,
             rank_sum,

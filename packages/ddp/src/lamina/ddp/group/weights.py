@@ -44,7 +44,11 @@ class Weights(ABC):
         self.state = WeightsState.RELEASED
         self.kept_for_step = False
         """Whether they stay gathered from their first use in a step until its end."""
+        self.main_slice: torch.Tensor | None = None
+        """The elements of `local` that main weights are copied to; None where they are the same."""
         self._main: FlatBuffer | None = None
+        # Whether main weights are cut along the (outer, inner) axis and `local` is not.
+        self._spreads = (False, False)
         self._pending: list[Handle] = []
         self._changed = False
         self._written_through = False
@@ -74,6 +78,10 @@ class Weights(ABC):
     def attach(self, main: FlatBuffer) -> None:
         """Say which buffer the optimizer updates."""
         self._main = main
+        outer, inner = (m and not w for m, w in zip(main.cuts, self.local.cuts, strict=True))
+        self._spreads = (outer, inner)
+        if not shares_storage(main.data, self.local.data):
+            self.main_slice = self.local.piece(main.placement)
 
     def mark_changed(self) -> None:
         """The optimizer (or a load) wrote main weights: the next `start` installs them."""
@@ -103,52 +111,25 @@ class Weights(ABC):
             self._pending = []
             self.state = WeightsState.READY
 
-    @property
-    def _must_install(self) -> bool:
-        """Main weights have storage of their own, so an update has to be copied (and cast)."""
-        main = self._main
-        return main is not None and not shares_storage(main.data, self.local.data)
-
-    @property
-    def _spreads(self) -> bool:
-        """Main weights are cut along an axis along which `local` is not."""
-        return self._main is not None and any(
-            main and not local for main, local in zip(self._main.cuts, self.local.cuts, strict=True)
-        )
-
     def _install(self) -> None:
         """Write main weights into this rank's copy and spread it along the outer axis."""
-        main = self._main
-        if main is None:
+        if self._main is None:
             return
-        if self._must_install and not self._written_through:
-            start, stop = self._within_local(main.range)
+        if self.main_slice is not None and not self._written_through:
             with torch.no_grad():
-                self.local.data[start:stop].copy_(main.data)
-        outer_main, inner_main = main.cuts
-        outer_local, inner_local = self.local.cuts
-        if outer_main and not outer_local:
+                self.main_slice.copy_(self._main.data)
+        spread_outer, spread_inner = self._spreads
+        if spread_outer:
             # The outer axis cuts what the inner one left, so the ranks of an outer group hold
             # neighbouring pieces: one gather in place.
             region = self.local.data
-            if inner_main and not inner_local:
+            if spread_inner:
                 length = self.local.layout.size // self.axes.inner.size
                 begin = self.axes.inner.rank * length
                 region = region[begin : begin + length]
             piece = region.numel() // self.axes.outer.size
             own = region[self.axes.outer.rank * piece : (self.axes.outer.rank + 1) * piece]
             all_gather_into(region, own, self.axes.outer.sibling("gather")).wait()
-
-    def place_of_main(self) -> torch.Tensor | None:
-        """The elements of `local` that main weights are copied to; None where they are the same."""
-        if self._main is None or not self._must_install:
-            return None
-        start, stop = self._within_local(self._main.range)
-        return self.local.data[start:stop]
-
-    def _within_local(self, span: tuple[int, int]) -> tuple[int, int]:
-        offset = self.local.range[0]
-        return span[0] - offset, span[1] - offset
 
 
 class WholeWeights(Weights):
@@ -167,13 +148,13 @@ class WholeWeights(Weights):
         """Nothing to give back."""
 
     def _invalidate(self) -> None:
-        if self._must_install or self._spreads:
+        if self.main_slice is not None or any(self._spreads):
             self.wait()
             self.state = WeightsState.RELEASED
 
     def _install(self) -> None:
         super()._install()
-        self._spread_inner = self._main is not None and self._main.cuts[1]
+        _, self._spread_inner = self._spreads
 
     def _gather(self) -> Handle | None:
         if not self._spread_inner:

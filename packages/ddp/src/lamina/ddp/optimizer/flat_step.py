@@ -285,7 +285,7 @@ def _step_at_once(run: _Run, optimizer: Optimizer, settings: dict[str, Any]) -> 
     run.show_gradient()
     kernel, weights = KERNELS.get(run.parameter.device.type), None
     if kernel is not None and kernel.writes_weights:
-        whole = run.group.weights.place_of_main()
+        whole = run.group.weights.main_slice
         weights = None if whole is None else whole[run.start : run.stop]
     done = kernel is not None and kernel.step(
         optimizer, settings, run.parameter, run.state, weights

@@ -23,14 +23,14 @@ from lamina.collectives.engine import RegisteredPool, broadcast, registration_pr
 from lamina.ddp.group.group import ParameterGroup
 from lamina.ddp.parameters.axes import DataParallelAxes
 
-__all__ = ["WeightGathers", "adopt_model_weights", "registered_pool", "registration_refusal"]
+__all__ = ["ParamGathers", "adopt_model_weights", "registered_pool", "registration_refusal"]
 
 _AHEAD = 4
 """Buckets whose weights are on their way while one is waited for: one alone would leave the wire
 idle from its arrival to the next bucket's use. They are gathered in place, so more cost nothing."""
 
 
-class WeightGathers:
+class ParamGathers:
     """The gathers of one wrapped module.
 
     Args:
@@ -128,7 +128,7 @@ class WeightGathers:
         return [sorted(places) for places in waits]
 
 
-def _before_forward(gathers: weakref.ref[WeightGathers], number: int) -> Callable[..., None]:
+def _before_forward(gathers: weakref.ref[ParamGathers], number: int) -> Callable[..., None]:
     """A pre-forward hook. Its reference is weak: groups hold the module's parameters."""
 
     def hook(*_: Any) -> None:

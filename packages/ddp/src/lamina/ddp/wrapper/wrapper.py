@@ -16,7 +16,7 @@ from lamina.collectives.engine import RegisteredPool, broadcast
 from lamina.ddp.backward.grad_attribute import zero_gradients
 from lamina.ddp.backward.reducer import GradientReducer
 from lamina.ddp.gradients.reduction import resolve_reduction
-from lamina.ddp.gradients.scratch import TransientBuffers
+from lamina.ddp.gradients.scratch import ScratchBuffers
 from lamina.ddp.group.group import GroupSettings, ParameterGroup, refuse_changed
 from lamina.ddp.inspect.memory import MemoryBudgets
 from lamina.ddp.parameters.axes import (
@@ -35,7 +35,7 @@ from lamina.ddp.parameters.parameters import (
 from lamina.ddp.parameters.tensor_trees import tensors_in
 from lamina.ddp.wrapper.config import DistributedDataParallelConfig
 from lamina.ddp.wrapper.contract import DataParallel
-from lamina.ddp.wrapper.param_gathers import WeightGathers, adopt_model_weights, registered_pool
+from lamina.ddp.wrapper.param_gathers import ParamGathers, adopt_model_weights, registered_pool
 from lamina.mesh import ParallelMesh
 from lamina.mesh.engine import require_overlap
 
@@ -83,21 +83,21 @@ class DistributedDataParallel(DataParallel):
             tp, expert_tp, ep = (mesh.axis(name) for name in ("tp", "expert_tp", "ep"))
             refs = collect_parameters(module)
             check_experts(refs, dense, expert, tp=tp, expert_tp=expert_tp, ep=ep)
-        transient = TransientBuffers(keep_on_cpu=True)
+        scratch = ScratchBuffers(keep_on_cpu=True)
         settings = _settings(config, dense)
         with self._memory(dense, expert):
-            self._groups = _make_groups(module, config, settings, dense, expert, transient)
+            self._groups = _make_groups(module, config, settings, dense, expert, scratch)
         self._reducer = GradientReducer(
             [group for group in self._groups if group.requires_grad],
             settings.cadence,
-            transient,
+            scratch,
             overlap=config.overlap_grad_reduce,
             max_in_flight=_IN_FLIGHT,
             close_when_complete=config.overlap_grad_reduce,
             check_finite=config.check_for_nan_in_grad,
             largest=config.check_for_large_grads,
         )
-        self._gathers = WeightGathers(
+        self._gathers = ParamGathers(
             module,
             self._groups[::-1],
             aligned=config.align_param_gather,
@@ -289,7 +289,7 @@ def _make_groups(
     settings: GroupSettings,
     dense: DataParallelAxes,
     expert: DataParallelAxes | None,
-    transient: TransientBuffers,
+    scratch: ScratchBuffers,
 ) -> list[ParameterGroup]:
     refs = collect_parameters(module)
     meta = [ref.name for ref in refs if ref.parameter.is_meta]
@@ -303,7 +303,7 @@ def _make_groups(
         wide = torch.promote_types(key.dtype, torch.float32)
         dtypes = resolve_dtypes(key.dtype, wire=wide if config.grad_reduce_in_fp32 else None)
         axes = expert if key.expert and expert is not None else dense
-        groups.append(ParameterGroup(members, axes, dtypes, settings, transient))
+        groups.append(ParameterGroup(members, axes, dtypes, settings, scratch))
     return groups
 
 

@@ -24,7 +24,7 @@ from lamina.ddp.engine import (
     Order,
     ParameterGroup,
     ParameterRef,
-    TransientBuffers,
+    ScratchBuffers,
     Weights,
     WholeWeights,
     check_experts,
@@ -94,7 +94,7 @@ def build_units(
     root: nn.Module,
     plans: Sequence[UnitPlan],
     sharding: Sharding,
-    scratch: TransientBuffers,
+    scratch: ScratchBuffers,
     pool: StoragePool,
 ) -> list[Unit]:
     """Give parameters values and buffers, unit by unit (collective).
@@ -140,7 +140,7 @@ def build_units(
 def start_engine(
     hooks: Sequence[UnitHooks],
     sharding: Sharding,
-    scratch: TransientBuffers,
+    scratch: ScratchBuffers,
     pool: StoragePool,
 ) -> ShardingEngine:
     """Put the units of one model to work.
@@ -304,7 +304,7 @@ def _make_unit(
     plan: UnitPlan,
     groups: Sequence[_GroupPlan],
     sharding: Sharding,
-    scratch: TransientBuffers,
+    scratch: ScratchBuffers,
     pool: StoragePool,
 ) -> Unit:
     """Values for a unit's meta parameters, and buffers for all (collective)."""

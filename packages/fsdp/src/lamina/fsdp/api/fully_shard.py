@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from lamina.ddp import Strategy
 from lamina.ddp.engine import (
-    TransientBuffers,
+    ScratchBuffers,
     adopt_main_parameters,
     answer_scalers,
     collect_parameters,
@@ -351,7 +351,7 @@ def _build(module: nn.Module, sharding: Sharding) -> ShardedModule:
     refuse_uninitialised(module, settings.init_module)
     if settings.enable_fine_grained_param_gather:
         plans = refine(module, plans)
-    scratch, pool = TransientBuffers(), storage_pool(sharding)
+    scratch, pool = ScratchBuffers(), storage_pool(sharding)
     units = build_units(module, plans, sharding, scratch, pool)
     hooks = []
     for plan, unit in zip(plans, units, strict=True):

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import OffloadPolicy
 
 from lamina.buffers import StoragePool
-from lamina.ddp.engine import ParameterGroup, ParameterRef, TransientBuffers, collect_parameters
+from lamina.ddp.engine import ParameterGroup, ParameterRef, ScratchBuffers, collect_parameters
 from lamina.fsdp.api.build import build_units, start_engine, storage_pool
 from lamina.fsdp.api.resolve import Sharding, resolve
 from lamina.fsdp.execution.engine import ShardingEngine
@@ -45,7 +45,7 @@ class _Built:
     """What a call of `shard_module` keeps for the engine, which is made later."""
 
     sharding: Sharding
-    scratch: TransientBuffers
+    scratch: ScratchBuffers
     pool: StoragePool
 
 
@@ -162,7 +162,7 @@ def shard_module(
     keep = _resharding(reshard_after_forward, sharding.dense.inner.size)
     inner = tuple(m for m in around.modules() if isinstance(m, ModuleWithUnit))
     plan = UnitPlan("", around, tuple(_own(around, inner, ignored)), inner, len(modules))
-    built = _Built(sharding, TransientBuffers(), storage_pool(sharding))
+    built = _Built(sharding, ScratchBuffers(), storage_pool(sharding))
     (unit,) = build_units(around, [plan], sharding, built.scratch, built.pool)
     if keep is not None:
         unit.set_reshard_after_forward(keep)

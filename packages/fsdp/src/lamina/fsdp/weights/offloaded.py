@@ -19,7 +19,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 from lamina.buffers import FlatBuffer
 from lamina.collectives import Handle, all_gather_into
 from lamina.collectives.engine import host_device
-from lamina.ddp.engine import DataParallelAxes, GradientState, RankSum, Reduction, TransientBuffers
+from lamina.ddp.engine import DataParallelAxes, GradientState, RankSum, Reduction, ScratchBuffers
 from lamina.fsdp.settings.hardware_limits import UnavailableError
 from lamina.fsdp.weights.sharded import ShardedWeights
 
@@ -181,7 +181,7 @@ class OffloadedSum(RankSum):
     def run(self, wire: torch.Tensor, before: GradientState, final: bool) -> Iterator[Handle]:
         """As the sum inside; main grads are on the host when the generator has ended."""
         kept = self.main.data
-        staging = self.transient.take(kept.numel(), kept.dtype, self._device)
+        staging = self.scratch.take(kept.numel(), kept.dtype, self._device)
         main = self.main
         self._inner.main = FlatBuffer(
             main.layout, main.placement, main.dtype, self._device, main.axes, storage=staging
@@ -204,7 +204,7 @@ class OffloadedSum(RankSum):
         if done is not None:
             done.synchronize()
         self._inner.main = self._described  # or the device would keep the staging for good
-        self.transient.give(staging)
+        self.scratch.give(staging)
 
     def skip(self, final: bool) -> None:
         """As the sum inside."""
@@ -235,8 +235,8 @@ def offloaded(reduction: Reduction, device: torch.device) -> Reduction:
     """The same reduction for main grads on the host."""
 
     def make(
-        main: FlatBuffer, axes: DataParallelAxes, scale: float | None, transient: TransientBuffers
+        main: FlatBuffer, axes: DataParallelAxes, scale: float | None, scratch: ScratchBuffers
     ) -> RankSum:
-        return OffloadedSum(reduction.make, device, main, axes, scale, transient)
+        return OffloadedSum(reduction.make, device, main, axes, scale, scratch)
 
     return replace(reduction, make=make)

@@ -222,3 +222,34 @@ def test_groups_hyperparameters_and_schedulers_survive(strategy, ranks):
         torch.testing.assert_close(
             value, reference.get_parameter(name).detach(), atol=2e-5, rtol=0, msg=name
         )
+
+
+def loss_with_penalty(model, rank, step):
+    """Gradients of the last block, which the forward leaves out, come from the penalty alone."""
+    out = model(inputs(model, 10 * step + rank), use_last=False)
+    return out.square().mean() + sum(p.square().sum() for p in model.parameters())
+
+
+@pytest.mark.ranks(2)
+def test_a_gradient_that_comes_before_any_output_begins_the_backward(ranks):
+    """Under strategy 0 the module's parameters are the optimizer's, so a penalty reaches them."""
+    model = build(Conditional)
+    model, optimizer = shard(model, sgd(model.parameters()), 2, 0)
+    gradients = train(model, optimizer, loss_with_penalty, ranks.rank)
+    compare(model, gradients, expected(Conditional, loss_with_penalty, 2))
+    with model.no_sync():
+        plain_loss(model, ranks.rank, 4).backward()
+    # Autograd has added the penalty's gradient to what the first microbatch left.
+    with pytest.raises(RuntimeError, match=r"came to .* before the backward reached an output"):
+        loss_with_penalty(model, ranks.rank, 5).backward()
+
+
+@pytest.mark.ranks(1)
+def test_without_its_wrapper_a_parameter_keeps_its_gradient(ranks):
+    model = build(OddNet)
+    weight = model.enter.weight
+    model, _ = shard(model, sgd(model.parameters()), 1, 0)
+    del model
+    gc.collect()
+    weight.square().sum().backward()
+    assert torch.equal(weight.grad, 2 * weight.detach())

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
+from lamina.collectives import Ledger
 from lamina.ddp import full_gradients, full_parameters
 from lamina.fsdp import fully_shard
 
@@ -112,3 +113,46 @@ def test_models_of_transformers_train_like_one_process_without_a_unit_list(ranks
             wrong += [f"{case}: gradient {d}" for d in differences(found_gradients, gradients)]
             wrong += [f"{case}: parameter {d}" for d in differences(found_parameters, parameters)]
     assert wrong == []
+
+
+@pytest.mark.slow
+@pytest.mark.ranks(2, timeout=400)
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_lora_shards_adapters_and_sends_nothing_of_the_frozen_weights(name, ranks):
+    peft = pytest.importorskip("peft", reason="pip install peft")
+
+    def adapted():
+        torch.manual_seed(5)
+        settings = peft.LoraConfig(r=2, target_modules="all-linear", lora_dropout=0.0)
+        return peft.get_peft_model(build(name), settings)
+
+    def trained_sgd(model):
+        trained = [p for p in model.parameters() if p.requires_grad]
+        return torch.optim.SGD(trained, lr=0.1, momentum=0.9, foreach=False)
+
+    model = adapted()
+    mesh = init_device_mesh("cpu", (WORLD,), mesh_dim_names=("dp",))
+    mix = {"*lora_*": 3, "*": 0}
+    settings = {"zero_dp_strategy": mix, "reshard_after_forward": False}
+    model, optimizer = fully_shard(model, trained_sgd(model), device_mesh=mesh, **settings)
+    adapters = [group for group in model.parameter_groups() if group.requires_grad]
+    assert all("lora_" in ref.name for group in adapters for ref in group.refs)
+    sent = sum(4 * group.layout.size // WORLD for group in adapters)
+    frozen = sum(4 * p.numel() for p in build(name).parameters())
+    assert sent < frozen / 5
+    for step in range(STEPS):
+        with Ledger() as ledger:
+            model(**batch_of(name, ranks.rank, step)).loss.backward()
+        assert ledger.bytes(op="all_gather_into") == sent
+        assert ledger.bytes(op="reduce_scatter_fp32") == sent
+        assert ledger.bytes() - 2 * sent <= 4 * sum(len(group.refs) for group in adapters) + 64
+        optimizer.step()
+        optimizer.zero_grad()
+    plain = adapted()
+    reference = trained_sgd(plain)
+    for step in range(STEPS):
+        reference.zero_grad()
+        for rank in range(WORLD):
+            (plain(**batch_of(name, rank, step)).loss / WORLD).backward()
+        reference.step()
+    assert differences(full_parameters(model), dict(plain.named_parameters())) == []

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -136,7 +136,7 @@ def bit_oracle(
     build_optimizer: Callable[[nn.Module], torch.optim.Optimizer],
     *,
     steps: int = 1,
-    cadence: Cadence = "once",
+    cadence: Cadence | Callable[[str], Cadence] = "once",
     axes: Sequence[int] | None = None,
     max_norm: float | None = None,
     per_token: bool = False,
@@ -150,7 +150,7 @@ def bit_oracle(
     to `foreach=False`. The sum is multiplied by fp32(1/D); with `per_token` it is divided by
     the global count instead, and `loss_fn` returns (sum of losses, number of tokens).
     `max_norm` multiplies all gradients by min(1, max_norm / (norm + 1e-6)), in fp32.
-    `Arithmetic` explains the other options.
+    `Arithmetic` explains the other options; `cadence` may be a function of a parameter's name.
 
     Sums are in the dtype of the main weights (fp32, or fp64 for a model built so). Nothing random
     (dropout) and no state in buffers may make a forward depend on those before it.
@@ -158,7 +158,8 @@ def bit_oracle(
     Raises ValueError if ranks have different numbers of microbatches or `axes` don't multiply
     to D.
     """
-    arithmetic = Arithmetic(cadence, tuple(axes) if axes else None, wire_dtype, compute_dtype)
+    cadence_of = cadence if callable(cadence) else lambda _: cadence
+    arithmetic = Arithmetic("once", tuple(axes) if axes else None, wire_dtype, compute_dtype)
     main = build_model()
     compute = main if compute_dtype is None else copy.deepcopy(main)
     optimizer = _without_foreach(build_optimizer(main))
@@ -168,7 +169,10 @@ def bit_oracle(
         _check_batches(of_step, arithmetic)
         _install(main, compute, compute_dtype)
         losses, tokens, local = _run_local_batches(compute, main, of_step, loss_fn, per_token)
-        gradients = {name: arithmetic.reduce(of_name) for name, of_name in local.items()}
+        gradients = {
+            name: replace(arithmetic, cadence=cadence_of(name)).reduce(of_name)
+            for name, of_name in local.items()
+        }
         gradients = _normalised(gradients, len(of_step), tokens)
         history.append(_step(main, optimizer, losses, gradients, max_norm))
     return history

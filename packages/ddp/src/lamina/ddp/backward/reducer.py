@@ -90,7 +90,6 @@ class GradientReducer:
 
     Args:
         groups: groups with requires_grad, in the order of `Order.STATIC`.
-        cadence: whether every microbatch is reduced, or only the last.
         scratch: the pool that the groups' short-lived buffers come from.
         order: see `Order`.
         overlap: reduce while backward goes on; otherwise each reduction is waited for at once.
@@ -107,7 +106,6 @@ class GradientReducer:
     def __init__(
         self,
         groups: Sequence[ParameterGroup],
-        cadence: Cadence,
         scratch: ScratchBuffers,
         *,
         order: Order = Order.STATIC,
@@ -122,7 +120,6 @@ class GradientReducer:
         self.max_bytes_in_flight = max_bytes_in_flight
         self._gradients = [group.trained for group in self.groups]
         self._numbers = {id(group): number for number, group in enumerate(self.groups)}
-        self._cadence = cadence
         self._scratch = scratch
         self._order = order
         self._overlap = overlap
@@ -137,7 +134,7 @@ class GradientReducer:
         self._end = BackwardEnd()
         self._arrived: list[set[int]] = [set() for _ in self.groups]
         self._closed: set[int] = set()  # numbers of groups whose gradients are complete
-        self._next = 0  # the group that `Order.STATIC` issues next
+        self._turns: deque[int] = deque()  # what `Order.STATIC` has still to issue, in its order
         self._in_flight: deque[tuple[Iterator[Handle], Handle, int]] = deque()
         self._by_axes: dict[tuple[MeshAxis, MeshAxis], list[ParameterGroup]] = {}
         for number, group in enumerate(self.groups):
@@ -176,20 +173,21 @@ class GradientReducer:
         finally:
             self._is_final = before
 
-    @property
-    def reduces_now(self) -> bool:
-        """Whether gradients of the current microbatch go over the wire."""
-        return self._is_final or self._cadence is Cadence.EVERY_MICROBATCH
+    def _reduces(self, number: int) -> bool:
+        """Whether a group's gradients of the current microbatch go over the wire."""
+        return self._is_final or self._gradients[number].cadence is Cadence.EVERY_MICROBATCH
 
-    def set_cadence(self, cadence: Cadence) -> None:
-        """Choose how often gradients are summed over the inner axis, between two steps.
+    def reduce_once_per_step(self, once: bool) -> None:
+        """Sum gradients over the inner axis in final backwards only, or as each group's strategy.
+
+        A reduction that has a cadence of its own keeps it.
 
         Raises:
             RuntimeError: while gradients are accumulated.
         """
-        for gradients in self._gradients:
-            gradients.set_cadence(cadence)
-        self._cadence = cadence
+        for group, gradients in zip(self.groups, self._gradients, strict=True):
+            own = not once or group.settings.reduction.cadence is not None
+            gradients.set_cadence(group.settings.cadence if own else Cadence.ONCE)
 
     @contextmanager
     def late_gradients(self) -> Iterator[None]:
@@ -278,7 +276,7 @@ class GradientReducer:
         if self._close_when_complete:
             arrived = self._arrived[number]
             arrived.add(index)
-            if self.reduces_now and len(arrived) == len(self.groups[number].refs):
+            if len(arrived) == len(self.groups[number].refs):
                 self._close(number)
 
     def _begin_by(self, number: int, gradient: torch.Tensor | None) -> None:
@@ -321,8 +319,7 @@ class GradientReducer:
         try:
             if listener is not None:
                 listener.backward_ends()
-            if self.reduces_now:
-                self._reduce_what_is_left()
+            self._reduce_what_is_left()
             for gradients in self._gradients:
                 gradients.end_backward()
             self._settle()
@@ -333,7 +330,9 @@ class GradientReducer:
                 listener.backward_is_over(raised=raised)
 
     def _reduce_what_is_left(self) -> None:
-        for number, gradients in enumerate(self._gradients):
+        reduced = list(filter(self._reduces, range(len(self.groups))))
+        for number in reduced:
+            gradients = self._gradients[number]
             # A group that no unit closed still takes part where the order is static, and
             # where an earlier microbatch left a sum that only the last one completes.
             unfinished = self._is_final and gradients.state is GradientState.PARTIAL
@@ -344,8 +343,8 @@ class GradientReducer:
         self._drain(0)
         # What reached a group after it was closed (reentrant recomputation can come back to a
         # unit without notice) was summed by no collective yet.
-        for number, gradients in enumerate(self._gradients):
-            if gradients.has_local:
+        for number in reduced:
+            if self._gradients[number].has_local:
                 self._issue(number)
         self._drain(0)
 
@@ -377,8 +376,8 @@ class GradientReducer:
         for group in self.groups:
             follow_user(group)
         self._phase = ReducerPhase.SYNCING
-        self._open_all()
         with self._expecting(True):
+            self._open_all()
             for number in range(len(self.groups)):
                 self._close(number)
 
@@ -405,23 +404,22 @@ class GradientReducer:
 
     def close(self, group: ParameterGroup) -> None:
         """A group's gradients of this microbatch are complete: reduce it when its turn comes."""
-        if self.reduces_now:
-            self._close(self._numbers[id(group)])
+        self._close(self._numbers[id(group)])
 
     def _open_all(self) -> None:
         self._closed.clear()
-        self._next = 0
+        if self._order is Order.STATIC:
+            self._turns = deque(filter(self._reduces, range(len(self.groups))))
 
     def _close(self, number: int) -> None:
-        if number in self._closed:
+        if number in self._closed or not self._reduces(number):
             return
         self._closed.add(number)
         if self._order is Order.AS_CLOSED:
             self._issue(number)
             return
-        while self._next in self._closed:
-            self._next += 1
-            self._issue(self._next - 1)
+        while self._turns and self._turns[0] in self._closed:
+            self._issue(self._turns.popleft())
 
     def _issue(self, number: int) -> None:
         group, gradients = self.groups[number], self._gradients[number]

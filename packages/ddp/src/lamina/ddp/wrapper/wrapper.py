@@ -89,7 +89,6 @@ class DistributedDataParallel(DataParallel):
             self._groups = _make_groups(module, config, settings, dense, expert, scratch)
         self._reducer = GradientReducer(
             [group for group in self._groups if group.requires_grad],
-            settings.cadence,
             scratch,
             overlap=config.overlap_grad_reduce,
             max_in_flight=_IN_FLIGHT,

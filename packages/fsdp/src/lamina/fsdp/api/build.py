@@ -7,7 +7,6 @@ one, for one unit, at each call, and the second one when the model is first used
 from __future__ import annotations
 
 import fnmatch
-import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -16,6 +15,7 @@ import torch
 from torch import nn
 
 from lamina.buffers import BufferLayout, FlatBuffer, StoragePool
+from lamina.ddp import Strategy
 from lamina.ddp.engine import (
     DataParallelAxes,
     GradientReducer,
@@ -154,12 +154,12 @@ def start_engine(
     settings = sharding.settings
     units = list(dict.fromkeys(each.unit for each in hooks))
     trained = [group for unit in units for group in unit.groups if group.requires_grad]
+    gathered = all(group.settings.strategy.gathers for group in trained)
     reducer = GradientReducer(
         trained[::-1],
-        settings.rank_sum.cadence or settings.strategy.cadence,
         scratch,
         # Gathers already force one order of units on all ranks; without them, a fixed list does.
-        order=Order.AS_CLOSED if settings.gathers else Order.STATIC,
+        order=Order.AS_CLOSED if gathered else Order.STATIC,
         overlap=settings.overlap_grad_reduce,
         max_bytes_in_flight=settings.reduce_budget,
         check_finite=settings.report_nan_in_param_grad,
@@ -183,16 +183,17 @@ def start_engine(
 
 def updated_apart(refs: Iterable[ParameterRef], sharding: Sharding) -> dict[int, str]:
     """Names, by `id`, of the parameters that will get a main parameter beside them."""
-    precision, placements = sharding.settings.precision, sharding.settings.strategy.placements
+    precision = sharding.settings.precision
     found: dict[int, str] = {}
     for ref in refs:
+        placements = sharding.settings.strategy_of(ref.name).placements
         dtypes = precision.dtypes(ref.parameter.dtype, keep=_kept(ref, precision))
         trained = ref.parameter.requires_grad  # frozen ones have no other main weights
         updated = placements.optimizer_state if trained else placements.model_weights
         axes = _axes_of(ref, sharding)
         cut = any(one.cuts for one in axes.effective(updated))
-        encoded = _encoded(ref, precision) or sharding.offload is not None
-        if cut or encoded or (trained and dtypes.main != dtypes.weights):
+        elsewhere = _encoded(ref, sharding) or sharding.offload is not None
+        if cut or elsewhere or (trained and dtypes.main != dtypes.weights):
             found[id(ref.parameter)] = ref.name
     return found
 
@@ -201,13 +202,15 @@ def updated_apart(refs: Iterable[ParameterRef], sharding: Sharding) -> dict[int,
 
 
 def _plan_groups(plan: UnitPlan, sharding: Sharding) -> Iterator[_GroupPlan]:
-    settings, precision = _group_settings(sharding), sharding.settings.precision
-    for keep, encoded in itertools.product((False, True), repeat=2):
-        chosen = [
-            _uncut(ref) if id(ref.parameter) in sharding.whole else ref
-            for ref in plan.refs
-            if _kept(ref, precision) is keep and _encoded(ref, precision) is encoded
-        ]
+    precision = sharding.settings.precision
+    kinds: dict[tuple[bool, bool, Strategy], list[ParameterRef]] = {}
+    for ref in plan.refs:
+        strategy = sharding.settings.strategy_of(ref.name)
+        kind = (_kept(ref, precision), _encoded(ref, sharding), strategy)
+        uncut = id(ref.parameter) in sharding.whole
+        kinds.setdefault(kind, []).append(_uncut(ref) if uncut else ref)
+    for (keep, encoded, strategy), chosen in kinds.items():
+        settings = _group_settings(strategy, sharding)
         for key, refs in group_parameters(chosen):
             dtypes = precision.dtypes(key.dtype, keep=keep)
             single = sharding.settings.disable_bucketing
@@ -217,10 +220,10 @@ def _plan_groups(plan: UnitPlan, sharding: Sharding) -> Iterator[_GroupPlan]:
                 yield _GroupPlan(tuple(members), axes, dtypes, settings, encoded, name)
 
 
-def _group_settings(sharding: Sharding) -> GroupSettings:
+def _group_settings(strategy: Strategy, sharding: Sharding) -> GroupSettings:
     settings, offload = sharding.settings, sharding.offload
     common = GroupSettings(
-        settings.strategy,
+        strategy,
         scale=None if settings.calculate_per_token_loss else 1.0 / sharding.dense.divisor,
         broadcast=settings.sync_module_states,
         reduction=settings.rank_sum,
@@ -252,8 +255,9 @@ def _kept(ref: ParameterRef, precision: MixedPrecisionPolicy) -> bool:
     return any(fnmatch.fnmatch(ref.name, pattern) for pattern in precision.keep_full_precision)
 
 
-def _encoded(ref: ParameterRef, precision: MixedPrecisionPolicy) -> bool:
-    if precision.weight_codec is None:
+def _encoded(ref: ParameterRef, sharding: Sharding) -> bool:
+    settings, precision = sharding.settings, sharding.settings.precision
+    if precision.weight_codec is None or not settings.strategy_of(ref.name).gathers:
         return False
     return any(fnmatch.fnmatch(ref.name, pattern) for pattern in precision.encoded)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, cast, overload
 
 import torch
@@ -14,7 +14,6 @@ from torch.distributed.fsdp import MixedPrecisionPolicy as TorchPolicy
 from torch.distributed.fsdp import OffloadPolicy
 from torch.optim import Optimizer
 
-from lamina.ddp import Strategy
 from lamina.ddp.engine import (
     ScratchBuffers,
     adopt_main_parameters,
@@ -32,7 +31,7 @@ from lamina.fsdp.module.sharded_module import ShardedModule, WatchedModule, adop
 from lamina.fsdp.settings.hardware_limits import UnavailableError
 from lamina.fsdp.settings.megatron_names import MegatronNames
 from lamina.fsdp.settings.precision import MixedPrecisionPolicy
-from lamina.fsdp.settings.sharding_settings import ShardingSettings
+from lamina.fsdp.settings.sharding_settings import ShardingSettings, StrategyChoice
 from lamina.fsdp.state.cut_regions import TensorRegions, refuse_parts, regions_of, show_parts
 from lamina.fsdp.state.state_dicts import (
     finish_before_steps,
@@ -99,7 +98,7 @@ def fully_shard(
     dp_outer_dim: str | Sequence[str] | None = None,
     tp_dim: str | None = None,
     expt_device_mesh: ParallelMesh | DeviceMesh | None = None,
-    zero_dp_strategy: int | str | Strategy = 3,
+    zero_dp_strategy: StrategyChoice | Mapping[str, StrategyChoice] = 3,
     outer_dp_sharding_strategy: int | str = 0,
     mixed_precision_policy: MixedPrecisionPolicy | TorchPolicy | None = None,
     overlap_grad_reduce: bool = True,
@@ -162,7 +161,9 @@ def fully_shard(
             `expert_dp`); by default a ParallelMesh's own. Experts are not sharded along its
             dimensions `ep` and `expert_tp`, so that it may be the `device_mesh`.
         zero_dp_strategy: 0 "no_shard", 1 "optim", 2 "optim_grads", 3 "optim_grads_params", or a
-            `Strategy` (which speaks for the outer dimension as well).
+            `Strategy` (which speaks for the outer dimension as well). Or one for each pattern
+            (`fnmatch`) of parameter names, of which the first that matches counts, such as
+            `{"*lora*": 3, "*": 0}`: frozen weights that stay whole are never gathered.
         outer_dp_sharding_strategy: 0 "no_shard" (HSDP) or 1 "optim" (HFSDP), which needs an outer
             dimension.
         mixed_precision_policy: dtypes of the copies of weights and gradients, as Lamina's policy or
@@ -316,7 +317,7 @@ def _shard(
         require_overlap("fully_shard(overlap_grad_reduce=, overlap_param_gather=)")
     if optimizer is not None:  # an earlier call may have been refused half-way
         point_at_localised(optimizer, module)
-    check_patterns(module, settings.precision)
+    check_patterns(module, settings)
     sharding = resolve(module, settings, optimizer)
     names.check(module, settings, sharding.dense, sharding.expert)
     transposing = _with_transposes(module) if settings.keep_fp8_transpose_cache else []

@@ -101,7 +101,8 @@ def _device_and_offload(
 ) -> tuple[torch.device, Offload | None]:
     """Where the model computes, and whether shards are kept on the host."""
     device = computing_device(module, mesh, settings.device)
-    offload = resolve_offload(settings.offload_policy, device, dense, gathers=settings.gathers)
+    gathers = all(strategy.gathers for strategy in settings.strategies.values())
+    offload = resolve_offload(settings.offload_policy, device, dense, gathers=gathers)
     if offload is None or settings.device is not None:
         return device, offload
     # A model that has to be offloaded may not fit on the device: its parameters may be on the

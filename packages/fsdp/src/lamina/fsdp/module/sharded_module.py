@@ -10,7 +10,7 @@ from typing import Any, TypeVar, cast
 from torch import nn
 
 from lamina.collectives.engine import broadcast
-from lamina.ddp import Cadence, DataParallel
+from lamina.ddp import DataParallel
 from lamina.ddp.engine import MemoryBudgets, ParameterGroup
 from lamina.fsdp.execution.engine import ShardingEngine
 from lamina.fsdp.execution.hooks import UnitHooks, hooks_of, unit_of
@@ -45,12 +45,7 @@ class StepMethods:
         Raises:
             RuntimeError: while gradients are accumulated.
         """
-        reducer = self.sharding_engine.reducer
-        for group in reducer.groups[:1]:
-            settings = group.settings
-            reducer.set_cadence(
-                Cadence.ONCE if once and settings.reduction.cadence is None else settings.cadence
-            )
+        self.sharding_engine.reducer.reduce_once_per_step(once)
 
     def release_units(self) -> None:
         """Give whole weights back (the end of a step)."""

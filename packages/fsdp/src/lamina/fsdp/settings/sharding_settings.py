@@ -6,8 +6,9 @@ needs the module, the mesh or the machine is decided in `lamina.fsdp.api.resolve
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from fnmatch import fnmatchcase
 from functools import cached_property
 from typing import Any
 
@@ -23,7 +24,10 @@ from lamina.ddp.engine import Reduction, resolve_reduction, resolve_strategy
 from lamina.fsdp.settings.precision import MixedPrecisionPolicy, policy_from
 from lamina.mesh import ParallelMesh
 
-__all__ = ["ShardingSettings"]
+__all__ = ["ShardingSettings", "StrategyChoice"]
+
+StrategyChoice = int | str | Strategy
+"""A strategy's number or name, or the strategy itself."""
 
 
 def _setting(default: Any, *, needs: tuple[str, str] | None = None, gathered: str = "") -> Any:
@@ -64,8 +68,9 @@ class ShardingSettings:
     device: torch.device | str | None = None
     """Where the model computes; None is the mesh's device."""
 
-    zero_dp_strategy: int | str | Strategy = 3
-    """Which of weights, gradients and optimizer state are sharded along the inner axis."""
+    zero_dp_strategy: StrategyChoice | Mapping[str, StrategyChoice] = 3
+    """Which of weights, gradients and optimizer state are sharded along the inner axis; may be
+    chosen for each pattern of parameter names."""
     outer_dp_sharding_strategy: int | str = 0
     """The same along the axis of replicas."""
     fsdp_unit_modules: Sequence[type[nn.Module] | str] | None = None
@@ -138,9 +143,11 @@ class ShardingSettings:
             if one.metadata and value is not one.default:
                 self._check(one.name, value, one.metadata["needs"], one.metadata["gathered"])
         has_axis = self.dp_outer_dim is not None or isinstance(self.device_mesh, ParallelMesh)
-        if self.strategy.placements.optimizer_state[0].cuts and not has_axis:
+        if not has_axis and any(
+            strategy.placements.optimizer_state[0].cuts for strategy in self.strategies.values()
+        ):
             what = f"outer_dp_sharding_strategy={self.outer_dp_sharding_strategy!r}"
-            if isinstance(self.zero_dp_strategy, Strategy):
+            if resolve_strategy(0, self.outer_dp_sharding_strategy) == resolve_strategy(0):
                 what = "the outer placement of zero_dp_strategy"
             raise ValueError(
                 f"{what} is about the ranks along dp_outer_dim, which is not given: name the "
@@ -170,14 +177,31 @@ class ShardingSettings:
             raise ValueError(_kept_whole(f"{name}={value}", gathered))
 
     @cached_property
-    def strategy(self) -> Strategy:
-        """Placements and cadence."""
-        return resolve_strategy(self.zero_dp_strategy, self.outer_dp_sharding_strategy)
+    def strategies(self) -> dict[str, Strategy]:
+        """Placements and cadence, by pattern of parameter names."""
+        given = self.zero_dp_strategy
+        patterns = given if isinstance(given, Mapping) else {"*": given}
+        outer = self.outer_dp_sharding_strategy
+        return {pattern: resolve_strategy(one, outer) for pattern, one in patterns.items()}
+
+    def strategy_of(self, name: str) -> Strategy:
+        """The strategy of a parameter: that of the first pattern which its name matches.
+
+        Raises:
+            ValueError: if it matches none.
+        """
+        for pattern, strategy in self.strategies.items():
+            if fnmatchcase(name, pattern):
+                return strategy
+        raise ValueError(
+            f"zero_dp_strategy={{{', '.join(map(repr, self.strategies))}}} has no pattern that "
+            f"{name} matches: add one, such as '*' for all that the patterns before it leave out"
+        )
 
     @property
     def gathers(self) -> bool:
         """Whether weights are sharded, so that units are gathered."""
-        return self.strategy.gathers
+        return any(strategy.gathers for strategy in self.strategies.values())
 
     @cached_property
     def precision(self) -> MixedPrecisionPolicy:

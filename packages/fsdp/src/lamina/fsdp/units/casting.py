@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -11,28 +11,35 @@ from torch import nn
 
 from lamina.ddp.engine import ParameterRef, map_tensors
 from lamina.fsdp.settings.precision import MixedPrecisionPolicy
+from lamina.fsdp.settings.sharding_settings import ShardingSettings
 
 __all__ = ["cast_buffers", "check_patterns", "keep_modules"]
 
 
-def check_patterns(module: nn.Module, policy: MixedPrecisionPolicy) -> None:
-    """Refuse patterns that nothing in the model matches.
+def check_patterns(module: nn.Module, settings: ShardingSettings) -> None:
+    """Refuse patterns that nothing in the model matches, and parameters without a strategy.
 
     Raises:
-        ValueError: naming the field and the pattern.
+        ValueError: naming the setting and the pattern.
     """
+    policy = settings.precision
     parameters = [name for name, _ in module.named_parameters(remove_duplicate=False)]
     buffers = [name for name, _ in module.named_buffers(remove_duplicate=False)]
-    wanted = [
-        ("keep_full_precision", one, parameters + buffers) for one in policy.keep_full_precision
-    ]
+    both, kept = parameters + buffers, policy.keep_full_precision
+    wanted = [(f"MixedPrecisionPolicy(keep_full_precision=[{one!r}])", one, both) for one in kept]
     if policy.weight_codec is not None:
-        wanted += [("encoded", one, parameters) for one in policy.encoded]
-    for field, pattern, names in wanted:
+        wanted += [
+            (f"MixedPrecisionPolicy(encoded=[{one!r}])", one, parameters) for one in policy.encoded
+        ]
+    if isinstance(settings.zero_dp_strategy, Mapping):
+        wanted += [
+            (f"zero_dp_strategy={{{one!r}: ...}}", one, parameters) for one in settings.strategies
+        ]
+    for setting, pattern, names in wanted:
         if not fnmatch.filter(names, pattern):
             some = ", ".join(names[:3]) or "none"
             raise ValueError(
-                f"MixedPrecisionPolicy({field}=[{pattern!r}]) matches nothing in "
+                f"{setting} matches nothing in "
                 f"{type(module).__name__}, whose names are such as {some}: correct the pattern, or "
                 "leave it out"
             )

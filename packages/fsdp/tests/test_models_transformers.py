@@ -143,7 +143,7 @@ def test_lora_shards_adapters_and_sends_nothing_of_the_frozen_weights(name, rank
     for step in range(STEPS):
         with Ledger() as ledger:
             model(**batch_of(name, ranks.rank, step)).loss.backward()
-        assert ledger.bytes(op="all_gather_into") == sent
+        assert ledger.bytes(axis="dp:gather") == sent
         assert ledger.bytes(op="reduce_scatter_fp32") == sent
         assert ledger.bytes() - 2 * sent <= 4 * sum(len(group.refs) for group in adapters) + 64
         optimizer.step()

@@ -18,7 +18,7 @@ import triton
 from triton.testing import do_bench
 
 from lamina.collectives.reduction import triton_sum
-from lamina.collectives.reduction.reference import reference_sum
+from lamina.collectives.reduction.summation import reference_sum
 
 LEAST_SHARE = 0.85
 CASES = [

@@ -102,19 +102,19 @@ def test_a_failed_job_is_reported_by_every_wait_and_later_jobs_run():
         raise RuntimeError("the peer died")
 
     done = []
-    ticket, later = lane.submit(fail), lane.submit(lambda: done.append(1))
+    job, later = lane.submit(fail), lane.submit(lambda: done.append(1))
     for _ in range(2):
         with pytest.raises(RuntimeError, match="the peer died"):
-            ticket.wait()
+            job.wait()
     later.wait()
     assert done == [1]
 
 
 def test_a_lane_runs_jobs_in_order_and_leaves_no_thread_behind():
     lane, seen = Lane(), []
-    tickets = [lane.submit(lambda n=n: seen.append(n)) for n in range(100)]
-    for ticket in tickets:
-        ticket.wait()
+    jobs = [lane.submit(lambda n=n: seen.append(n)) for n in range(100)]
+    for job in jobs:
+        job.wait()
     assert seen == list(range(100))
     assert until(lambda: not lane.busy)
     lane.submit(lambda: seen.append(100)).wait()

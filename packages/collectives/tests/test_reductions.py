@@ -90,12 +90,13 @@ def test_accumulation_adds_the_scaled_sum_to_the_output(output_dtype):
     assert torch.equal(my_piece(whole_output), expected)
 
 
-@pytest.mark.ranks(2)
-def test_an_all_reduce_that_accumulates_adds_to_each_ranks_own_output():
-    rank = dist.get_rank()
-    output = torch.full((5,), float(rank))
-    all_reduce_fp32(output, torch.ones(5), dist.group.WORLD, accumulate=True)
-    assert torch.equal(output, torch.full((5,), 2.0 + rank))
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("numel", [1, 5])  # of one element some ranks own none
+def test_an_all_reduce_that_accumulates_adds_to_each_ranks_own_output(numel):
+    rank, world = dist.get_rank(), dist.get_world_size()
+    output = torch.full((numel,), float(rank))
+    all_reduce_fp32(output, torch.ones(numel), dist.group.WORLD, accumulate=True)
+    assert torch.equal(output, torch.full((numel,), float(world + rank)))
 
 
 @pytest.mark.parametrize("reduce", REDUCE_SCATTERS + ALL_REDUCES)

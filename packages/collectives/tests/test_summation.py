@@ -13,8 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lamina.collectives.reduction.cpu_sum import fused_sum
-from lamina.collectives.reduction.reference import reference_sum
+from lamina.collectives.reduction.summation import fused_sum, reference_sum
 
 WIRES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 
@@ -109,7 +108,7 @@ def test_an_infinity_or_nan_is_found_wherever_it_is():
 
 INTERPRETED = """
 import itertools, torch
-from lamina.collectives.reduction.reference import reference_sum
+from lamina.collectives.reduction.summation import reference_sum
 from lamina.collectives.reduction.triton_sum import Config, LEAVES, fused_sum
 
 def statistics():

@@ -29,23 +29,22 @@ that the others wait in. Let every rank's loss depend on it, with weight zero if
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal, cast
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
 
 import torch
 from torch._compile import _disable_dynamo as one_graph_break
 
+from lamina.collectives.call.checks import require_divisible
+from lamina.collectives.move.all_to_all import row_splits
 from lamina.collectives.move.shaped import (
-    Reduction,
     dimension,
-    require_divisible,
-    require_reduction,
-    row_splits,
     start_all_gather,
     start_all_reduce,
     start_all_to_all,
     start_reduce_scatter,
 )
+from lamina.collectives.reduction.native import ReductionName, reduction_class
 from lamina.collectives.transport.groups import group_rank, group_size
 
 if TYPE_CHECKING:
@@ -63,7 +62,7 @@ __all__ = [
 
 @one_graph_break
 def copy_to(
-    tensor: torch.Tensor, group: ProcessGroup | None, *, reduction: Reduction = "ordered"
+    tensor: torch.Tensor, group: ProcessGroup | None, *, reduction: ReductionName = "ordered"
 ) -> torch.Tensor:
     """Enter a parallel region with a replicated tensor: its gradients are summed over the ranks.
 
@@ -81,15 +80,15 @@ def copy_to(
 
     Source: "f" of Shoeybi et al., Megatron-LM, arXiv:1909.08053, section 3.
     """
-    require_reduction(reduction)
+    reduction_class(reduction)
     if group_size(group) == 1:
         return tensor
-    return _apply(_CopyTo, tensor, group, reduction)
+    return _apply(tensor, _same, _sum(group, reduction))
 
 
 @one_graph_break
 def reduce_from(
-    tensor: torch.Tensor, group: ProcessGroup | None, *, reduction: Reduction = "ordered"
+    tensor: torch.Tensor, group: ProcessGroup | None, *, reduction: ReductionName = "ordered"
 ) -> torch.Tensor:
     """Leave a parallel region: sum the ranks' partial results; gradients pass unchanged.
 
@@ -106,10 +105,10 @@ def reduce_from(
 
     Source: "g" of Shoeybi et al., Megatron-LM, arXiv:1909.08053, section 3.
     """
-    require_reduction(reduction)
+    reduction_class(reduction)
     if group_size(group) == 1:
         return tensor
-    return _apply(_ReduceFrom, tensor, group, reduction)
+    return _apply(tensor, _sum(group, reduction), _same)
 
 
 @one_graph_break
@@ -132,7 +131,7 @@ def scatter_to(tensor: torch.Tensor, group: ProcessGroup | None, dim: int = 0) -
     if group_size(group) == 1:
         return tensor
     require_divisible("scatter_to", tensor, dim, group)
-    return _apply(_ScatterTo, tensor, group, dim)
+    return _apply(tensor, _keep_piece(group, dim), _gather(group, dim))
 
 
 @one_graph_break
@@ -142,7 +141,7 @@ def gather_from(
     dim: int = 0,
     *,
     grad: Literal["split", "reduce_scatter"] = "split",
-    reduction: Reduction = "ordered",
+    reduction: ReductionName = "ordered",
 ) -> torch.Tensor:
     """Concatenate the ranks' tensors along `dim`.
 
@@ -168,13 +167,13 @@ def gather_from(
     """
     if grad not in ("split", "reduce_scatter"):
         raise ValueError(f"gather_from: grad must be 'split' or 'reduce_scatter', not {grad!r}")
-    require_reduction(reduction)
+    reduction_class(reduction)
     dim = dimension("gather_from", tensor, dim)
     if group_size(group) == 1:
         return tensor
-    if grad == "split":
-        return _apply(_GatherFrom, tensor, group, dim)
-    return _apply(_GatherFromPartial, tensor, group, dim, reduction)
+    whole_gradient = grad == "split"
+    dual = _keep_piece(group, dim) if whole_gradient else _sum_and_keep_piece(group, dim, reduction)
+    return _apply(tensor, _gather(group, dim), dual)
 
 
 @one_graph_break
@@ -183,7 +182,7 @@ def reduce_scatter_to(
     group: ProcessGroup | None,
     dim: int = 0,
     *,
-    reduction: Reduction = "ordered",
+    reduction: ReductionName = "ordered",
 ) -> torch.Tensor:
     """Sum the ranks' partial results and keep this rank's piece; gradients are gathered.
 
@@ -203,12 +202,12 @@ def reduce_scatter_to(
 
     Source: Korthikanti et al., Reducing Activation Recomputation, arXiv:2205.05198, section 4.2.
     """
-    require_reduction(reduction)
+    reduction_class(reduction)
     dim = dimension("reduce_scatter_to", tensor, dim)
     if group_size(group) == 1:
         return tensor
     require_divisible("reduce_scatter_to", tensor, dim, group)
-    return _apply(_ReduceScatterTo, tensor, group, dim, reduction)
+    return _apply(tensor, _sum_and_keep_piece(group, dim, reduction), _gather(group, dim))
 
 
 @one_graph_break
@@ -235,115 +234,69 @@ def all_to_all_tokens(
 
     Source: Lepikhin et al., GShard, arXiv:2006.16668, section 3.
     """
-    receives = row_splits("output_splits", output_splits, tensor, group)
+    receives = row_splits("output_splits", output_splits, tensor, group, add_up=False)
     sends = row_splits("input_splits", input_splits, tensor, group)
+    exchange = _exchange_rows(group, receives, sends)
     if group_size(group) == 1:
-        return start_all_to_all(
-            tensor, group, output_splits=receives, input_splits=sends, async_op=False
-        ).wait()
-    return _apply(_AllToAllTokens, tensor, group, receives, sends)
+        return exchange(tensor)
+    return _apply(tensor, exchange, _exchange_rows(group, sends, receives))
 
 
-def _apply(function: type[torch.autograd.Function], *arguments: Any) -> torch.Tensor:
-    return cast("torch.Tensor", function.apply(*arguments))  # type: ignore[no-untyped-call]
+Function: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 
 
-class _CopyTo(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, tensor: torch.Tensor, group: ProcessGroup, reduction: Reduction
-    ) -> torch.Tensor:
-        ctx.group, ctx.reduction = group, reduction
-        return tensor.view_as(tensor)
+class _DualFunction(torch.autograd.Function):
+    """One function forward and its dual backward.
+
+    The dual of the dual is the function itself, so the backward is a region as well, and can be
+    differentiated again.
+    """
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return _apply(_ReduceFrom, gradient, ctx.group, ctx.reduction), None, None
-
-
-class _ReduceFrom(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, tensor: torch.Tensor, group: ProcessGroup, reduction: Reduction
-    ) -> torch.Tensor:
-        ctx.group, ctx.reduction = group, reduction
-        return start_all_reduce(tensor, group, reduction=reduction, async_op=False).wait()
+    def forward(ctx: Any, tensor: torch.Tensor, function: Function, dual: Function) -> torch.Tensor:
+        ctx.function, ctx.dual = function, dual
+        return function(tensor)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return _apply(_CopyTo, gradient, ctx.group, ctx.reduction), None, None
+        return _apply(gradient, ctx.dual, ctx.function), None, None
 
 
-class _ScatterTo(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, group: ProcessGroup, dim: int) -> torch.Tensor:
-        ctx.group, ctx.dim = group, dim
+def _apply(tensor: torch.Tensor, function: Function, dual: Function) -> torch.Tensor:
+    return cast("torch.Tensor", _DualFunction.apply(tensor, function, dual))  # type: ignore[no-untyped-call]
+
+
+def _same(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view_as(tensor)
+
+
+def _sum(group: ProcessGroup | None, reduction: ReductionName) -> Function:
+    return lambda tensor: start_all_reduce(
+        tensor, group, reduction=reduction, async_op=False
+    ).wait()
+
+
+def _keep_piece(group: ProcessGroup | None, dim: int) -> Function:
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
         # A copy, not a view: a view would keep the whole tensor alive for as long as the piece.
         length = tensor.shape[dim] // group_size(group)
         piece = tensor.narrow(dim, group_rank(group) * length, length)
         return piece.clone(memory_format=torch.contiguous_format)
 
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return _apply(_GatherFrom, gradient, ctx.group, ctx.dim), None, None
+    return keep
 
 
-class _GatherFrom(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, group: ProcessGroup, dim: int) -> torch.Tensor:
-        ctx.group, ctx.dim = group, dim
-        return start_all_gather(tensor, group, dim=dim, async_op=False).wait()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return _apply(_ScatterTo, gradient, ctx.group, ctx.dim), None, None
+def _gather(group: ProcessGroup | None, dim: int) -> Function:
+    return lambda tensor: start_all_gather(tensor, group, dim=dim, async_op=False).wait()
 
 
-class _GatherFromPartial(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, tensor: torch.Tensor, group: ProcessGroup, dim: int, reduction: Reduction
-    ) -> torch.Tensor:
-        ctx.group, ctx.dim, ctx.reduction = group, dim, reduction
-        return start_all_gather(tensor, group, dim=dim, async_op=False).wait()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        back = _apply(_ReduceScatterTo, gradient, ctx.group, ctx.dim, ctx.reduction)
-        return back, None, None, None
+def _sum_and_keep_piece(group: ProcessGroup | None, dim: int, reduction: ReductionName) -> Function:
+    return lambda tensor: start_reduce_scatter(
+        tensor, group, dim=dim, reduction=reduction, async_op=False
+    ).wait()
 
 
-class _ReduceScatterTo(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, tensor: torch.Tensor, group: ProcessGroup, dim: int, reduction: Reduction
-    ) -> torch.Tensor:
-        ctx.group, ctx.dim, ctx.reduction = group, dim, reduction
-        return start_reduce_scatter(
-            tensor, group, dim=dim, reduction=reduction, async_op=False
-        ).wait()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        back = _apply(_GatherFromPartial, gradient, ctx.group, ctx.dim, ctx.reduction)
-        return back, None, None, None
-
-
-class _AllToAllTokens(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        tensor: torch.Tensor,
-        group: ProcessGroup,
-        receives: list[int],
-        sends: list[int],
-    ) -> torch.Tensor:
-        ctx.group, ctx.receives, ctx.sends = group, receives, sends
-        return start_all_to_all(
-            tensor, group, output_splits=receives, input_splits=sends, async_op=False
-        ).wait()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        back = _apply(_AllToAllTokens, gradient, ctx.group, ctx.sends, ctx.receives)
-        return back, None, None, None
+def _exchange_rows(group: ProcessGroup | None, receives: list[int], sends: list[int]) -> Function:
+    return lambda tensor: start_all_to_all(
+        tensor, group, output_splits=receives, input_splits=sends, async_op=False
+    ).wait()

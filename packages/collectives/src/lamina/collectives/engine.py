@@ -1,6 +1,7 @@
 """What the layers above build on: native reductions, small messages, rings, shaped collectives."""
 
 from lamina.collectives.call.registration import RegisteredPool, registration_problem
+from lamina.collectives.move.all_gather import AllGather
 from lamina.collectives.move.point_to_point import Message, receive_operation, send_operation
 from lamina.collectives.move.rings import RingHandle, ring
 from lamina.collectives.move.shaped import (
@@ -10,18 +11,32 @@ from lamina.collectives.move.shaped import (
     start_all_to_all,
     start_reduce_scatter,
 )
-from lamina.collectives.move.small import all_reduce_small, broadcast, host_device
+from lamina.collectives.move.small import SmallReduction, all_reduce_small, broadcast, host_device
 from lamina.collectives.move.span_groups import SpanGroups
-from lamina.collectives.reduction.native import all_reduce_native, reduce_scatter_native
+from lamina.collectives.reduction.codec import Cast, GradientCodec
+from lamina.collectives.reduction.native import (
+    ReductionName,
+    all_reduce_native,
+    reduce_scatter_native,
+    reduction_class,
+)
+from lamina.collectives.reduction.ordered import Reduction, SumOp
 from lamina.collectives.transport.lanes import kept_bytes, release_kept
 from lamina.collectives.transport.transport import use_messages
 
 __all__ = [
+    "AllGather",
+    "Cast",
+    "GradientCodec",
     "Message",
     "Pending",
+    "Reduction",
+    "ReductionName",
     "RegisteredPool",
     "RingHandle",
+    "SmallReduction",
     "SpanGroups",
+    "SumOp",
     "all_reduce_native",
     "all_reduce_small",
     "broadcast",
@@ -29,6 +44,7 @@ __all__ = [
     "kept_bytes",
     "receive_operation",
     "reduce_scatter_native",
+    "reduction_class",
     "registration_problem",
     "release_kept",
     "ring",

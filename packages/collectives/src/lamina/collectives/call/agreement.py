@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from lamina.collectives.transport.groups import where
-from lamina.collectives.transport.transport import exchange
+from lamina.collectives.transport.transport import route_for
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -44,9 +44,8 @@ def require_agreement(
     mine = f"{call}({', '.join(f'{name}={value}' for name, value in facts.items())})"
     encoded = mine.encode()[:_LENGTH].ljust(_LENGTH)
     message = torch.tensor(list(encoded), dtype=torch.uint8, device=device)
-    rows = message.repeat(group.size(), 1)
-    exchange(list(rows), [message] * group.size(), group, device)()
-    said = [bytes(row.tolist()).decode(errors="replace").rstrip() for row in rows.cpu()]
+    rows = _rows_of_all(message, group).tolist()
+    said = [bytes(row).decode(errors="replace").rstrip() for row in rows]
     if len(set(said)) > 1:
         table = "\n".join(f"  rank {rank}: {text}" for rank, text in enumerate(said))
         raise ValueError(
@@ -71,9 +70,7 @@ def require_matching_splits(
         return
     size = group.size()
     message = torch.tensor([*sends, *receives], device=device)
-    rows = message.repeat(size, 1)
-    exchange(list(rows), [message] * size, group, device)()
-    table = rows.view(size, 2, size).tolist()
+    table = _rows_of_all(message, group).view(size, 2, size).tolist()
     wrong = [
         f"rank {source} sends {table[source][0][target]} rows to rank {target}, which expects "
         f"{table[target][1][source]}"
@@ -85,3 +82,10 @@ def require_matching_splits(
         raise ValueError(
             f"{call} {where(group)}: the splits of the ranks do not match: {'; '.join(wrong)}"
         )
+
+
+def _rows_of_all(message: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
+    """Every rank's message, as rows."""
+    rows = message.new_empty(group.size() * message.numel())
+    route_for(group, message.numel(), rows.numel(), message.device).gather(rows, message)()
+    return rows.view(group.size(), -1)

@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from lamina.collectives.transport.groups import where
+from lamina.collectives.transport.groups import group_size, where
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 __all__ = [
     "WIRE_DTYPES",
-    "overlap",
     "require_disjoint",
+    "require_divisible",
     "require_flat",
     "require_same_device",
 ]
@@ -56,19 +56,14 @@ def require_same_device(
     return next(iter(devices.values()))
 
 
-def _extent(tensor: torch.Tensor) -> tuple[int, int]:
-    start = tensor.data_ptr()
-    return start, start + tensor.numel() * tensor.element_size()
-
-
-def overlap(first: torch.Tensor, second: torch.Tensor) -> bool:
+def _overlap(first: torch.Tensor, second: torch.Tensor) -> bool:
     """Whether two contiguous tensors share memory."""
     if first.numel() == 0 or second.numel() == 0 or first.device != second.device:
         return False
     if first.device.type == "meta":
         return False
-    (start, stop), (other_start, other_stop) = _extent(first), _extent(second)
-    return start < other_stop and other_start < stop
+    start, other_start = first.data_ptr(), second.data_ptr()
+    return start < other_start + second.nbytes and other_start < start + first.nbytes
 
 
 def require_disjoint(
@@ -84,9 +79,26 @@ def require_disjoint(
     Raises:
         ValueError: they overlap. `unless` tells what overlap would have been allowed.
     """
-    if overlap(first[1], second[1]):
+    if _overlap(first[1], second[1]):
         hint = f"; {unless}" if unless else ""
         raise ValueError(
             f"{op} {where(group)}: `{first[0]}` and `{second[0]}` share memory{hint}; pass "
             f"distinct buffers"
+        )
+
+
+def require_divisible(
+    what: str, tensor: torch.Tensor, dim: int, group: ProcessGroup | None
+) -> None:
+    """Refuse a dimension that can't be cut into equal pieces.
+
+    Raises:
+        ValueError: names the shape, the dimension and the size of the group.
+    """
+    size = group_size(group)
+    if tensor.shape[dim] % size:
+        raise ValueError(
+            f"{what} {where(group)}: dimension {dim} of shape {tuple(tensor.shape)} has size "
+            f"{tensor.shape[dim]}, which is not divisible by the group's {size} ranks; pad it to "
+            f"{-(-tensor.shape[dim] // size) * size} or choose another dimension"
         )

@@ -144,12 +144,9 @@ def issue(
 ) -> Call:
     """Record the launch of a collective and return its `Call`."""
     recorders = _installed()
-    if group is None:
-        axis, size = "self", 1
-    else:
-        axis, size = group.group_desc, group.size()
-    call = Call(op, axis, size, dtype, nbytes, async_op, time.perf_counter_ns())
-    call._recorders = recorders
+    axis, size = ("self", 1) if group is None else (group.group_desc, group.size())
+    now = time.perf_counter_ns()
+    call = Call(op, axis, size, dtype, nbytes, async_op, now, _recorders=recorders)
     for recorder in recorders:
         recorder.issued(call)
     return call

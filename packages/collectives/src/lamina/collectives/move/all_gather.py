@@ -5,17 +5,47 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from lamina.collectives.call.agreement import require_agreement
-from lamina.collectives.call.checks import require_disjoint, require_flat, require_same_device
-from lamina.collectives.call.handles import Handle, launch
-from lamina.collectives.call.record import issue
-from lamina.collectives.transport.groups import group_rank, group_size, where
-from lamina.collectives.transport.transport import Rest, gather_pieces, nothing_left
+from lamina.collectives.call.collective import Collective, Handle
+from lamina.collectives.transport.groups import where
+from lamina.collectives.transport.transport import route_for
 
 if TYPE_CHECKING:
     import torch
     from torch.distributed import ProcessGroup
 
-__all__ = ["all_gather_into"]
+__all__ = ["AllGather", "all_gather_into"]
+
+
+class AllGather(Collective):
+    """A gather of equal pieces, prepared once and started often; arguments as in `all_gather_into`.
+
+    Raises:
+        ValueError: sizes, dtypes, devices or strides that don't fit.
+    """
+
+    overlap_hint = "only an input that is exactly this rank's own piece of the output may"
+
+    def __init__(
+        self, output: torch.Tensor, input: torch.Tensor, group: ProcessGroup | None
+    ) -> None:
+        super().__init__("all_gather_into", output, input, group)
+        piece, total = input.numel(), output.numel()
+        if output.dtype != input.dtype:
+            raise ValueError(
+                f"{self.op} {where(group)}: `output` is {output.dtype} and `input` {input.dtype}; "
+                f"they must be equal (cast the input first)"
+            )
+        if total != self.size * piece:
+            raise ValueError(
+                f"{self.op} {where(group)}: `output` has {total} elements, but {self.size} pieces "
+                f"of {piece} need {self.size * piece}"
+            )
+        self._sent = (self.size - 1) * input.nbytes
+        self._own = self.rank * input.nbytes
+        self._transfer = route_for(group, piece, total, self.device).gather
+
+    def _may_overlap(self, output: torch.Tensor, input: torch.Tensor) -> bool:
+        return input.data_ptr() == output.data_ptr() + self._own
 
 
 def all_gather_into(
@@ -39,54 +69,8 @@ def all_gather_into(
     Raises:
         ValueError: sizes, dtypes, devices, strides or shared memory that don't fit.
     """
-    size, rank = group_size(group), group_rank(group)
-    output, input = output.detach(), input.detach()
-    _check(output, input, group)
-    device = output.device
-    pieces = list(output.view(size, input.numel()).unbind())
+    gather = AllGather(output, input, group)
     if check:
-        require_agreement("all_gather_into", group, device, dtype=input.dtype, input=input.numel())
-    sent = (size - 1) * input.numel() * input.element_size()
-    call = issue("all_gather_into", group, input.dtype, sent, async_op=async_op)
-
-    def start() -> Rest:
-        if group is not None and size > 1:
-            return gather_pieces(pieces, input, group, device)
-        if pieces[rank].data_ptr() != input.data_ptr():
-            pieces[rank].copy_(input)
-        return nothing_left
-
-    return launch(
-        call,
-        group,
-        device,
-        start,
-        async_op=async_op,
-        keep=(output, input),
-    )
-
-
-def _check(output: torch.Tensor, input: torch.Tensor, group: ProcessGroup | None) -> None:
-    name, size = "all_gather_into", group_size(group)
-    require_flat(name, "output", output, group)
-    require_flat(name, "input", input, group)
-    require_same_device(name, group, output=output, input=input)
-    if output.dtype != input.dtype:
-        raise ValueError(
-            f"{name} {where(group)}: `output` is {output.dtype} and `input` {input.dtype}; they "
-            f"must be equal (cast the input first)"
-        )
-    if output.numel() != size * input.numel():
-        raise ValueError(
-            f"{name} {where(group)}: `output` has {output.numel()} elements, but {size} pieces of "
-            f"{input.numel()} need {size * input.numel()}"
-        )
-    own = output.view(size, input.numel())[group_rank(group)]
-    if own.data_ptr() != input.data_ptr():
-        require_disjoint(
-            name,
-            group,
-            ("output", output),
-            ("input", input),
-            unless="only an input that is exactly this rank's own piece of the output may",
-        )
+        facts = {"dtype": input.dtype, "input": input.numel()}
+        require_agreement("all_gather_into", group, gather.device, **facts)
+    return gather.start(output, input, async_op=async_op)

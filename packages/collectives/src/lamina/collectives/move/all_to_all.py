@@ -8,16 +8,20 @@ from typing import TYPE_CHECKING
 import torch
 
 from lamina.collectives.call.agreement import require_agreement, require_matching_splits
-from lamina.collectives.call.checks import require_disjoint, require_same_device
-from lamina.collectives.call.handles import Handle, launch
+from lamina.collectives.call.checks import (
+    require_disjoint,
+    require_divisible,
+    require_same_device,
+)
+from lamina.collectives.call.collective import Handle, launch
 from lamina.collectives.call.record import issue
 from lamina.collectives.transport.groups import group_rank, group_size, where
-from lamina.collectives.transport.transport import Rest, exchange, nothing_left
+from lamina.collectives.transport.transport import Completion, exchange, nothing_left
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["all_to_all"]
+__all__ = ["all_to_all", "row_splits"]
 
 
 def all_to_all(
@@ -49,8 +53,9 @@ def all_to_all(
     size, rank = group_size(group), group_rank(group)
     device = require_same_device(name, group, output=output, input=input)
     _check_tensors(output, input, group)
-    receives = torch.split(output.detach(), _splits("output", output, output_splits, group, size))
-    sends = torch.split(input.detach(), _splits("input", input, input_splits, group, size))
+    output, input = output.detach(), input.detach()
+    receives = torch.split(output, row_splits("output_splits", output_splits, output, group))
+    sends = torch.split(input, row_splits("input_splits", input_splits, input, group))
     if receives[rank].shape != sends[rank].shape:
         raise ValueError(
             f"{name} {where(group)}: this rank sends itself {len(sends[rank])} rows but expects "
@@ -65,21 +70,15 @@ def all_to_all(
     sent = (input.numel() - sends[rank].numel()) * input.element_size()
     call = issue(name, group, input.dtype, sent, async_op=async_op)
 
-    def start() -> Rest:
-        rest = None
+    def start() -> Completion:
+        complete = None
         if group is not None and size > 1:
-            rest = exchange(receives, sends, group, device)
+            outgoing, incoming = list(enumerate(sends)), list(enumerate(receives))
+            complete = exchange(outgoing, incoming, group, device)
         receives[rank].copy_(sends[rank])
-        return rest or nothing_left
+        return complete or nothing_left
 
-    return launch(
-        call,
-        group,
-        device,
-        start,
-        async_op=async_op,
-        keep=(output, input),
-    )
+    return launch(Handle(call, (output, input)), group, device, start, async_op=async_op)
 
 
 def _check_tensors(output: torch.Tensor, input: torch.Tensor, group: ProcessGroup | None) -> None:
@@ -98,24 +97,39 @@ def _check_tensors(output: torch.Tensor, input: torch.Tensor, group: ProcessGrou
     require_disjoint("all_to_all", group, ("output", output), ("input", input))
 
 
-def _splits(
-    label: str,
-    tensor: torch.Tensor,
+def row_splits(
+    name: str,
     splits: Sequence[int] | None,
+    tensor: torch.Tensor,
     group: ProcessGroup | None,
-    size: int,
+    *,
+    add_up: bool = True,
 ) -> list[int]:
-    rows = tensor.shape[0]
+    """Rows per rank: `splits` after checks, or equal ones.
+
+    Args:
+        name: of the argument, for messages.
+        splits: one count per rank, or None.
+        tensor: has the rows.
+        group: the ranks.
+        add_up: whether the counts have to add up to the rows of `tensor`.
+
+    Raises:
+        ValueError: not one count >= 0 per rank, another sum, or rows that don't divide equally.
+    """
+    size, rows = group_size(group), tensor.shape[0]
     if splits is None:
-        if rows % size:
-            raise ValueError(
-                f"all_to_all {where(group)}: `{label}` has {rows} rows, which {size} ranks cannot "
-                f"share equally; pass {label}_splits"
-            )
+        require_divisible("all-to-all", tensor, 0, group)
         return [rows // size] * size
-    if len(splits) != size or sum(splits) != rows or min(splits) < 0:
+    counts = [int(count) for count in splits]
+    if len(counts) != size or min(counts) < 0:
         raise ValueError(
-            f"all_to_all {where(group)}: {label}_splits={list(splits)} must be {size} numbers, "
-            f"none negative, that add up to the {rows} rows of `{label}`"
+            f"all-to-all {where(group)}: {name}={counts} must be {size} row counts >= 0, one per "
+            f"rank of the group"
         )
-    return list(splits)
+    if add_up and sum(counts) != rows:
+        raise ValueError(
+            f"all-to-all {where(group)}: {name}={counts} sum to {sum(counts)}, but the tensor has "
+            f"{rows} rows; every row goes to exactly one rank"
+        )
+    return counts

@@ -8,17 +8,15 @@ from typing import TYPE_CHECKING
 import torch
 
 from lamina.buffers import FlatBuffer, Partial
-from lamina.collectives.call.handles import Handle, ReduceHandle
+from lamina.collectives.call.collective import Handle, ReduceHandle
 from lamina.collectives.move.all_gather import all_gather_into
-from lamina.collectives.reduction.native import all_reduce_native, reduce_scatter_native
-from lamina.collectives.reduction.ordered import all_reduce_fp32, reduce_scatter_fp32
+from lamina.collectives.reduction.native import ReductionName, reduction_class
 from lamina.collectives.transport.groups import group_rank, group_size, where
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from lamina.collectives.move.shaped import Reduction
-    from lamina.collectives.reduction.reduce_checks import SumOp
+    from lamina.collectives.reduction.ordered import SumOp
 
 __all__ = ["gather", "reduce"]
 
@@ -86,7 +84,7 @@ def reduce(
     op: SumOp = "sum",
     scale: float | None = None,
     accumulate: bool = False,
-    reduction: Reduction = "ordered",
+    reduction: ReductionName = "ordered",
     async_op: bool = False,
 ) -> ReduceHandle:
     """Sum a buffer that is Partial along one axis: keep this rank's piece, or all of it.
@@ -107,16 +105,11 @@ def reduce(
             destination that doesn't fit.
     """
     _require_partial(buffer, group)
-    if reduction not in ("ordered", "native"):
-        raise ValueError(f"reduce: reduction must be 'ordered' or 'native', not {reduction!r}")
+    kind = reduction_class(reduction)
     source, target = buffer.data, _flat(destination)
     scatter = group_size(group) > 1 and source.numel() == group_size(group) * target.numel()
-    if reduction == "native":
-        function = reduce_scatter_native if scatter else all_reduce_native
-    else:
-        function = reduce_scatter_fp32 if scatter else all_reduce_fp32
-    return function(
-        target, source, group, op=op, scale=scale, accumulate=accumulate, async_op=async_op
+    return kind(target, source, group, scatter=scatter, op=op).start(
+        target, source, scale=scale, accumulate=accumulate, async_op=async_op
     )
 
 

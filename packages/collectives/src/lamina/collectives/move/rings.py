@@ -16,10 +16,10 @@ import torch.distributed as dist
 from torch._compile import _disable_dynamo as one_graph_break
 
 from lamina.collectives.call.checks import require_disjoint, require_same_device
-from lamina.collectives.call.handles import Handle, launch
+from lamina.collectives.call.collective import Handle, launch
 from lamina.collectives.call.record import issue
 from lamina.collectives.transport.groups import backend_name, group_rank, group_size, where
-from lamina.collectives.transport.transport import Rest, exchange, wait_all
+from lamina.collectives.transport.transport import Completion, exchange, wait_all
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -97,17 +97,10 @@ def send_recv(
     )
     outgoing, incoming = _payloads(sends), _payloads(received)
 
-    def start() -> Rest:
+    def start() -> Completion:
         return _post(outgoing, incoming, target, source, ring_group, device)
 
-    handle: Handle = launch(
-        call,
-        group,
-        device,
-        start,
-        async_op=True,
-        keep=(*sends, *received),
-    )
+    handle = launch(Handle(call, (*sends, *received)), group, device, start, async_op=True)
     return RingHandle(handle, received)
 
 
@@ -199,18 +192,16 @@ def _post(
     source: int,
     group: ProcessGroup,
     device: torch.device,
-) -> Rest:
+) -> Completion:
     if backend_name(group, device) == "gloo":
-        rests = []
-        for send, receive in zip(outgoing, incoming, strict=True):
-            sends: list[torch.Tensor | None] = [None] * group.size()
-            receives = sends.copy()
-            sends[target], receives[source] = send, receive
-            rests.append(exchange(receives, sends, group, device))
+        completions = [
+            exchange([(target, send)], [(source, receive)], group, device)
+            for send, receive in zip(outgoing, incoming, strict=True)
+        ]
 
         def finish() -> None:
-            for rest in rests:
-                rest()
+            for complete in completions:
+                complete()
 
         return finish
     # In one batch: with NCCL, sends and receives posted one by one would wait for each other.

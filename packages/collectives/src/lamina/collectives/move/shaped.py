@@ -1,8 +1,8 @@
 """Collectives on tensors of any shape along any dimension, in flight beside the caller's compute.
 
 These are the forms that a hand-written backward needs: start the all-reduce of the input gradient,
-run the weight-gradient GEMM, then take the result. They know nothing of autograd; `regions` puts
-derivatives on top. Each returns a `Pending`, whose `wait` gives the result.
+run the weight-gradient GEMM, then take the result. They know nothing of autograd;
+`autograd_regions` puts derivatives on top. Each returns a `Pending`, whose `wait` gives the result.
 
 torch.compile breaks the graph at each of them, once, and looks no further: `one_graph_break` is
 `torch.compiler.disable` without its import of torch._dynamo at the time of decoration, which takes
@@ -12,15 +12,15 @@ longer than importing the rest of torch.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch._compile import _disable_dynamo as one_graph_break
 
+from lamina.collectives.call.checks import require_divisible
 from lamina.collectives.move.all_gather import all_gather_into
-from lamina.collectives.move.all_to_all import all_to_all
-from lamina.collectives.reduction.native import all_reduce_native, reduce_scatter_native
-from lamina.collectives.reduction.ordered import all_reduce_fp32, reduce_scatter_fp32
+from lamina.collectives.move.all_to_all import all_to_all, row_splits
+from lamina.collectives.reduction.native import ReductionName, reduction_class
 from lamina.collectives.transport.groups import group_size, where
 
 if TYPE_CHECKING:
@@ -33,12 +33,6 @@ __all__ = [
     "start_all_to_all",
     "start_reduce_scatter",
 ]
-
-
-Reduction = Literal["ordered", "native"]
-
-_REDUCE_SCATTER = {"ordered": reduce_scatter_fp32, "native": reduce_scatter_native}
-_ALL_REDUCE = {"ordered": all_reduce_fp32, "native": all_reduce_native}
 
 
 class _Waitable(Protocol):
@@ -108,7 +102,7 @@ def start_reduce_scatter(
     group: ProcessGroup | None,
     *,
     dim: int = 0,
-    reduction: Reduction = "ordered",
+    reduction: ReductionName = "ordered",
     async_op: bool = True,
 ) -> Pending:
     """Sum over the ranks and keep this rank's piece along `dim`.
@@ -130,7 +124,7 @@ def start_reduce_scatter(
         ValueError: the dimension is not divisible by N, the dtype can't be summed, or an unknown
             `reduction`.
     """
-    require_reduction(reduction)
+    kind = reduction_class(reduction)
     size, dim = group_size(group), dimension("reduce-scatter", tensor, dim)
     if size == 1:
         return Pending(None, lambda: tensor)
@@ -138,8 +132,8 @@ def start_reduce_scatter(
     cut = (*tensor.shape[:dim], size, tensor.shape[dim] // size, *tensor.shape[dim + 1 :])
     pieces = tensor.detach().view(cut).movedim(dim, 0).contiguous()
     output = pieces.new_empty(pieces.shape[1:])
-    reduce_scatter = _REDUCE_SCATTER[reduction]
-    handle = reduce_scatter(output.view(-1), pieces.view(-1), group, async_op=async_op)
+    target, source = output.view(-1), pieces.view(-1)
+    handle = kind(target, source, group, scatter=True).start(target, source, async_op=async_op)
     return Pending(handle, lambda: output)
 
 
@@ -149,7 +143,7 @@ def start_all_reduce(
     group: ProcessGroup | None,
     *,
     in_place: bool = False,
-    reduction: Reduction = "ordered",
+    reduction: ReductionName = "ordered",
     async_op: bool = True,
 ) -> Pending:
     """Sum over the ranks; every rank gets the whole sum, with the same bits.
@@ -167,7 +161,7 @@ def start_all_reduce(
     Raises:
         ValueError: the dtype can't be summed, `in_place` with strides, or an unknown `reduction`.
     """
-    require_reduction(reduction)
+    kind = reduction_class(reduction)
     if group_size(group) == 1:
         return Pending(None, lambda: tensor)
     if in_place and not tensor.is_contiguous():
@@ -177,8 +171,8 @@ def start_all_reduce(
         )
     source = tensor.detach().contiguous()
     output = source if in_place else torch.empty_like(source)
-    all_reduce = _ALL_REDUCE[reduction]
-    handle = all_reduce(output.view(-1), source.view(-1), group, async_op=async_op)
+    target, flat = output.view(-1), source.view(-1)
+    handle = kind(target, flat, group, scatter=False).start(target, flat, async_op=async_op)
     return Pending(handle, lambda: output)
 
 
@@ -213,10 +207,9 @@ def start_all_to_all(
             f"all-to-all {where(group)}: the tensor needs a dimension of rows, got a 0-d tensor"
         )
     sends = row_splits("input_splits", input_splits, tensor, group)
-    receives = row_splits("output_splits", output_splits, tensor, group)
-    _require_rows("input_splits", sends, tensor.shape[0], group)
-    if group_size(group) == 1:
-        _require_rows("output_splits", receives, tensor.shape[0], group)
+    alone = group_size(group) == 1
+    receives = row_splits("output_splits", output_splits, tensor, group, add_up=alone)
+    if alone:
         return Pending(None, lambda: tensor)
     source = tensor.detach().contiguous()
     output = source.new_empty((sum(receives), *source.shape[1:]))
@@ -229,62 +222,6 @@ def start_all_to_all(
         async_op=async_op,
     )
     return Pending(handle, lambda: output)
-
-
-def row_splits(
-    name: str, splits: Sequence[int] | None, tensor: torch.Tensor, group: ProcessGroup | None
-) -> list[int]:
-    """Rows per rank: `splits` after checks, or equal ones.
-
-    Raises:
-        ValueError: see `start_all_to_all`.
-    """
-    size = group_size(group)
-    if splits is None:
-        require_divisible("all-to-all", tensor, 0, group)
-        return [tensor.shape[0] // size] * size
-    counts = [int(count) for count in splits]
-    if len(counts) != size or min(counts) < 0:
-        raise ValueError(
-            f"all-to-all {where(group)}: {name}={counts} must be {size} row counts >= 0, one per "
-            f"rank of the group"
-        )
-    return counts
-
-
-def _require_rows(name: str, counts: list[int], rows: int, group: ProcessGroup | None) -> None:
-    if sum(counts) != rows:
-        raise ValueError(
-            f"all-to-all {where(group)}: {name}={counts} sum to {sum(counts)}, but the tensor has "
-            f"{rows} rows; every row goes to exactly one rank"
-        )
-
-
-def require_divisible(
-    what: str, tensor: torch.Tensor, dim: int, group: ProcessGroup | None
-) -> None:
-    """Refuse a dimension that can't be cut into equal pieces.
-
-    Raises:
-        ValueError: names the shape, the dimension and the size of the group.
-    """
-    size = group_size(group)
-    if tensor.shape[dim] % size:
-        raise ValueError(
-            f"{what} {where(group)}: dimension {dim} of shape {tuple(tensor.shape)} has size "
-            f"{tensor.shape[dim]}, which is not divisible by the group's {size} ranks; pad it to "
-            f"{-(-tensor.shape[dim] // size) * size} or choose another dimension"
-        )
-
-
-def require_reduction(reduction: str) -> None:
-    """Refuse a reduction that there is not.
-
-    Raises:
-        ValueError: neither "ordered" nor "native".
-    """
-    if reduction not in _ALL_REDUCE:
-        raise ValueError(f"reduction must be 'ordered' or 'native', not {reduction!r}")
 
 
 def dimension(what: str, tensor: torch.Tensor, dim: int) -> int:

@@ -10,16 +10,16 @@ import torch.distributed as dist
 
 from lamina.collectives.call.agreement import require_agreement
 from lamina.collectives.call.checks import require_same_device
-from lamina.collectives.call.handles import Handle, launch
+from lamina.collectives.call.collective import Handle, launch
 from lamina.collectives.call.record import issue
-from lamina.collectives.move.all_gather import all_gather_into
+from lamina.collectives.move.all_gather import AllGather
 from lamina.collectives.transport.groups import group_rank, group_size, where
-from lamina.collectives.transport.transport import Rest, nothing_left, wait_all
+from lamina.collectives.transport.transport import Completion, nothing_left, wait_all
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["all_reduce_small", "broadcast", "host_device"]
+__all__ = ["SmallReduction", "all_reduce_small", "broadcast", "host_device"]
 
 _ALIGNMENT = 16
 _COMBINE: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
@@ -70,20 +70,67 @@ def broadcast(
     # Bytes travel as bytes: backends know few dtypes (gloo neither fp8 nor uint16).
     payload = tensor.detach().view(-1).view(torch.uint8)
 
-    def start() -> Rest:
+    def start() -> Completion:
         if group is None or size == 1 or payload.numel() == 0 or payload.is_meta:
             return nothing_left
         work = dist.broadcast(payload, group=group, group_src=src, async_op=True)
         return lambda: wait_all(work)
 
-    return launch(
-        call,
-        group,
-        tensor.device,
-        start,
-        async_op=async_op,
-        keep=(tensor,),
-    )
+    return launch(Handle(call, (tensor,)), group, tensor.device, start, async_op=async_op)
+
+
+class SmallReduction:
+    """A reduction of a few small tensors, prepared once for tensors of their kinds.
+
+    Args:
+        tensors: any shapes and dtypes, on one device, the same on every rank.
+        group: the ranks, or None for a group of one.
+        op: "sum", "max" or "min".
+
+    Raises:
+        ValueError: an unknown op, or tensors on several devices.
+    """
+
+    def __init__(
+        self,
+        tensors: Sequence[torch.Tensor],
+        group: ProcessGroup | None,
+        op: Literal["sum", "max", "min"] = "sum",
+    ) -> None:
+        if op not in _COMBINE:
+            raise ValueError(
+                f"all_reduce_small {where(group)}: op must be one of {sorted(_COMBINE)}, not {op!r}"
+            )
+        self._combine, self._size = _COMBINE[op], group_size(group)
+        self._alone = not tensors or self._size == 1
+        if self._alone:
+            return
+        self._device = require_same_device(
+            "all_reduce_small", group, **{f"tensors[{i}]": t for i, t in enumerate(tensors)}
+        )
+        self._offsets = [0]
+        for tensor in tensors:
+            self._offsets.append(self._offsets[-1] + -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT)
+        self._gather = AllGather(*self._buffers(), group)
+
+    def _buffers(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """What is gathered into, and what is sent."""
+        packed = torch.zeros(self._offsets[-1], dtype=torch.uint8, device=self._device)
+        return packed.new_empty(self._size * packed.numel()), packed
+
+    def reduce(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Overwrite each tensor with its reduction over all ranks, in one message."""
+        if self._alone:
+            return
+        everyone, packed = self._buffers()
+        for tensor, offset in zip(tensors, self._offsets, strict=False):
+            flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
+            packed[offset : offset + tensor.nbytes].copy_(flat)
+        self._gather.start(everyone, packed, async_op=False)
+        rows = everyone.view(self._size, -1).unbind()
+        for tensor, offset in zip(tensors, self._offsets, strict=False):
+            terms = [row[offset : offset + tensor.nbytes].view(tensor.dtype) for row in rows]
+            tensor.detach().copy_(_tree(terms, self._combine).view(tensor.shape))
 
 
 def all_reduce_small(
@@ -104,25 +151,7 @@ def all_reduce_small(
     Raises:
         ValueError: an unknown op, or tensors on several devices.
     """
-    if op not in _COMBINE:
-        raise ValueError(
-            f"all_reduce_small {where(group)}: op must be one of {sorted(_COMBINE)}, not {op!r}"
-        )
-    size = group_size(group)
-    if not tensors or group is None or size == 1:
-        return
-    device = require_same_device(
-        "all_reduce_small", group, **{f"tensors[{i}]": t for i, t in enumerate(tensors)}
-    )
-    packed, offsets = _pack(tensors, device)
-    everyone = torch.empty(size * packed.numel(), dtype=torch.uint8, device=device)
-    all_gather_into(everyone, packed, group)
-    rows = everyone.view(size, packed.numel())
-    for tensor, offset in zip(tensors, offsets, strict=True):
-        width = tensor.numel() * tensor.element_size()
-        parts = [row[offset : offset + width].view(tensor.dtype) for row in rows]
-        wide = [_widen(part) for part in parts]
-        tensor.detach().copy_(_tree(wide, _COMBINE[op]).view(tensor.shape))
+    SmallReduction(tensors, group, op).reduce(tensors)
 
 
 def host_device(groups: Iterable[ProcessGroup | None], device: torch.device | str) -> torch.device:
@@ -142,27 +171,11 @@ def host_device(groups: Iterable[ProcessGroup | None], device: torch.device | st
     return torch.device("cpu" if served else device)
 
 
-def _pack(tensors: Sequence[torch.Tensor], device: torch.device) -> tuple[torch.Tensor, list[int]]:
-    offsets, position = [], 0
-    for tensor in tensors:
-        offsets.append(position)
-        width = tensor.numel() * tensor.element_size()
-        position += -(-width // _ALIGNMENT) * _ALIGNMENT
-    packed = torch.zeros(position, dtype=torch.uint8, device=device)
-    for tensor, offset in zip(tensors, offsets, strict=True):
-        flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
-        packed[offset : offset + flat.numel()].copy_(flat)
-    return packed, offsets
-
-
-def _widen(part: torch.Tensor) -> torch.Tensor:
-    return part.float() if part.dtype in (torch.bfloat16, torch.float16) else part
-
-
 def _tree(
     parts: list[torch.Tensor], combine: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 ) -> torch.Tensor:
     if len(parts) == 1:
-        return parts[0]
+        narrow = parts[0].dtype in (torch.bfloat16, torch.float16)
+        return parts[0].float() if narrow else parts[0]
     split = 1 << (len(parts) - 1).bit_length() - 1
     return combine(_tree(parts[:split], combine), _tree(parts[split:], combine))

@@ -10,31 +10,113 @@ accumulation and statistics are applied to the result in fp32, as in the ordered
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, TypeAlias, TypedDict
 
 import torch
 import torch.distributed as dist
 
-from lamina.collectives.call.handles import ReduceHandle, Statistics, launch_reduction
-from lamina.collectives.call.record import issue
-from lamina.collectives.reduction.reduce_checks import (
-    SumOp,
-    check_all_reduce,
-    check_reduce_scatter,
-    factor_of,
-)
-from lamina.collectives.reduction.summation import sum_chunks
+from lamina.collectives.reduction.codec import Cast, Wire
+from lamina.collectives.reduction.ordered import Memory, OrderedReduction, Reduction, SumOp
+from lamina.collectives.reduction.summation import Epilogue, sum_chunks
 from lamina.collectives.transport.compat import reduce_scatter_single
-from lamina.collectives.transport.groups import group_rank, group_size
-from lamina.collectives.transport.transport import Rest, wait_all
+from lamina.collectives.transport.transport import Completion, wait_all
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup, Work
+    from typing_extensions import Unpack
 
-__all__ = ["all_reduce_native", "reduce_scatter_native"]
+    from lamina.collectives.call.collective import ReduceHandle
+
+__all__ = [
+    "NativeReduction",
+    "ReductionName",
+    "all_reduce_native",
+    "reduce_scatter_native",
+    "reduction_class",
+]
+
+ReductionName: TypeAlias = Literal["ordered", "native"]
+"""Who adds: Lamina in one order, or the backend."""
 
 _BACKEND = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.AVG}
 """The backend averages by itself: in the wire dtype, where a sum of fp16 may not fit."""
+
+
+class NativeReduction(Reduction):
+    """The backend's own reduce-scatter or all-reduce; arguments as in `Reduction`."""
+
+    suffix = "native"
+    piecewise = False
+
+    def __init__(
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        group: ProcessGroup | None,
+        *,
+        scatter: bool,
+        op: SumOp = "sum",
+    ) -> None:
+        super().__init__(output, input, group, scatter=scatter, op=op)
+        # An all-reduce sends at least what a reduce-scatter and a gather in the wire dtype send.
+        trips = 1 if scatter else 2
+        self._sent = trips * (self.size - 1) * self._piece * input.itemsize
+        self._wire, self._wire_dtype = Wire(Cast(input.dtype)), input.dtype
+        self._backend_op, self.sum_op = _BACKEND[op], "sum"
+
+    def _memory(
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        accumulate: bool,
+        scratch: torch.Tensor | None,
+    ) -> Memory:
+        """The input, and where the backend's sum goes: the output, if it is not cast nor added."""
+        direct = output.dtype == input.dtype and not accumulate
+        return input, output if direct else torch.empty_like(output, dtype=input.dtype)
+
+    def _reduce(self, output: torch.Tensor, memory: Memory, epilogue: Epilogue) -> Completion:
+        input, total = memory
+        assert input is not None and total is not None  # noqa: S101, PT018 - see `_memory`
+        work, group = None, self.group
+        alone = self.size == 1
+        if (alone or not self.scatter) and total.data_ptr() != input.data_ptr():
+            total.copy_(input)
+        if group is None or alone or input.is_meta:
+            pass
+        elif self.scatter:
+            work = reduce_scatter_single(total, input, group, op=self._backend_op, async_op=True)
+        else:
+            work = dist.all_reduce(total, op=self._backend_op, group=group, async_op=True)
+        return partial(self._finish, work, total, output, epilogue)
+
+    def _finish(
+        self, work: Work | None, total: torch.Tensor, output: torch.Tensor, epilogue: Epilogue
+    ) -> None:
+        """Wait for the backend's sum; bring it, scaled and measured, to where it was asked for."""
+        wait_all(work)
+        if total is not output or epilogue != Epilogue():
+            sum_chunks([total], output, epilogue, self._wire)
+
+
+_CLASSES: dict[str, type[Reduction]] = {"ordered": OrderedReduction, "native": NativeReduction}
+
+
+def reduction_class(name: str) -> type[Reduction]:
+    """The class of the reductions called `name`.
+
+    Raises:
+        ValueError: neither "ordered" nor "native".
+    """
+    if name not in _CLASSES:
+        raise ValueError(f"reduction must be 'ordered' or 'native', not {name!r}")
+    return _CLASSES[name]
+
+
+class _Options(TypedDict, total=False):
+    scale: float | None
+    accumulate: bool
+    statistics: bool
 
 
 def reduce_scatter_native(
@@ -43,10 +125,8 @@ def reduce_scatter_native(
     group: ProcessGroup | None,
     *,
     op: SumOp = "sum",
-    scale: float | None = None,
-    accumulate: bool = False,
     async_op: bool = False,
-    statistics: bool = True,
+    **options: Unpack[_Options],
 ) -> ReduceHandle:
     """Sum `input` over the ranks by the backend's reduce-scatter; keep this rank's piece.
 
@@ -54,37 +134,8 @@ def reduce_scatter_native(
     its algorithm and the sizes. Over N ranks the sum of x_i is within (N - 1) * eps * sum |x_i| of
     the exact one, with eps the wire dtype's (2^-24 for float32, 2^-8 for bfloat16).
     """
-    name = "reduce_scatter_native"
-    size, rank = group_size(group), group_rank(group)
-    output, input = output.detach(), input.detach()
-    device = check_reduce_scatter(name, output, input, group, op, accumulate=accumulate)
-    own = input[rank * output.numel() : (rank + 1) * output.numel()]
-    factor = factor_of("sum", scale, size, input.dtype)
-    sent = (input.numel() - output.numel()) * input.element_size()
-    call = issue(name, group, input.dtype, sent, async_op=async_op)
-    kept = Statistics(device) if statistics else None
-    # Straight into the output where nothing is left to do to it but to look at it.
-    direct = output.dtype == input.dtype and not accumulate
-    total = output if direct else torch.empty_like(own)
-
-    def start() -> Rest:
-        work = None
-        if group is None or size == 1:
-            total.copy_(own)
-        elif device.type != "meta":
-            work = reduce_scatter_single(total, input, group, op=_BACKEND[op], async_op=True)
-
-        return partial(_finish, work, total, output, factor, accumulate, kept)
-
-    return launch_reduction(
-        call,
-        group,
-        device,
-        start,
-        kept,
-        async_op=async_op,
-        keep=(output, input, total),
-    )
+    reduction = NativeReduction(output, input, group, scatter=True, op=op)
+    return reduction.start(output, input, async_op=async_op, **options)
 
 
 def all_reduce_native(
@@ -93,10 +144,8 @@ def all_reduce_native(
     group: ProcessGroup | None,
     *,
     op: SumOp = "sum",
-    scale: float | None = None,
-    accumulate: bool = False,
     async_op: bool = False,
-    statistics: bool = True,
+    **options: Unpack[_Options],
 ) -> ReduceHandle:
     """Sum `input` over the ranks by the backend's all-reduce; every rank gets the whole sum.
 
@@ -104,50 +153,5 @@ def all_reduce_native(
     algorithm and the sizes, within the tolerance of `reduce_scatter_native`. Unlike there, the
     handle's statistics are of the whole output.
     """
-    name = "all_reduce_native"
-    size = group_size(group)
-    output, input = output.detach(), input.detach()
-    device = check_all_reduce(name, output, input, group, op, accumulate=accumulate)
-    factor = factor_of("sum", scale, size, input.dtype)
-    # The least that any algorithm sends: a reduce-scatter and a gather in the wire dtype.
-    piece = -(-input.numel() // size)
-    sent = 2 * (size - 1) * piece * input.element_size()
-    call = issue(name, group, input.dtype, sent, async_op=async_op)
-    kept = Statistics(device) if statistics else None
-    direct = output.dtype == input.dtype and not accumulate
-    total = output if direct else torch.empty_like(input)
-
-    def start() -> Rest:
-        if total.data_ptr() != input.data_ptr():
-            total.copy_(input)
-        work = None
-        if group is not None and size > 1 and device.type != "meta":
-            work = dist.all_reduce(total, op=_BACKEND[op], group=group, async_op=True)
-
-        return partial(_finish, work, total, output, factor, accumulate, kept)
-
-    return launch_reduction(
-        call,
-        group,
-        device,
-        start,
-        kept,
-        async_op=async_op,
-        keep=(output, input, total),
-    )
-
-
-def _finish(
-    work: Work | None,
-    total: torch.Tensor,
-    output: torch.Tensor,
-    factor: float | None,
-    accumulate: bool,
-    kept: Statistics | None,
-) -> None:
-    """Wait for the backend's sum; bring it, scaled and measured, to where it was asked for."""
-    wait_all(work)
-    untouched = factor is None and kept is None and not accumulate
-    if total is output and untouched:
-        return
-    sum_chunks([total], output, factor, accumulate, kept)
+    reduction = NativeReduction(output, input, group, scatter=False, op=op)
+    return reduction.start(output, input, async_op=async_op, **options)

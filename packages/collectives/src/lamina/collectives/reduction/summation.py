@@ -1,64 +1,128 @@
-"""The sum of a reduce-scatter: one function, and the choice of its implementation."""
+"""The sum of a reduce-scatter: one function, the choice of its implementation, and the one on CPU.
+
+On a CPU the sum goes block by block, so that every step after the first finds its data in cache.
+One pass over memory does it all: the tree, the factor, the addition to the output, the cast, and
+the squares for the norm. Figures: docs/decisions/0302-cpu-sums-in-blocks.md.
+
+Note [Each rounding is an operation of its own]
+All implementations give the same bits, because each does the same roundings in the same order. A
+multiplication and an addition must not become one fused multiply-add, which rounds once instead of
+twice. So `torch.add(alpha=)` and `addcmul`, which may contract, are not used here, and the Triton
+kernel is compiled without contraction. See docs/decisions/0301-one-tree-one-factor.md.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
-from lamina.collectives.reduction.cpu_sum import fused_sum
-from lamina.collectives.reduction.reference import reference_sum, sum_dtype
+from lamina.collectives.reduction.codec import Cast, Wire
+from lamina.collectives.transport.chunked_messages import ChunkedMessage
+from lamina.collectives.transport.gloo_exchange import Chunk
+from lamina.collectives.transport.scratch_pool import SumBuffers
 
 if TYPE_CHECKING:
-    from lamina.collectives.call.handles import Statistics
-    from lamina.collectives.transport.gloo_exchange import Chunk
-    from lamina.collectives.transport.scratch_pool import SumBuffers
+    from lamina.collectives.call.collective import Statistics
 
-__all__ = ["sum_chunks"]
+__all__ = ["Epilogue", "fused_sum", "reference_sum", "sum_chunks"]
+
+_BLOCK = 1 << 17  # elements per thread: larger blocks leave the cache, smaller ones cost calls
+_MOST_THREADS = 16  # bounds the workspace: 16 MiB for the squares, 8 MiB per level of the tree
+_ROW = 1 << 12  # squares are summed in rows of fixed length: their order knows no thread count
+
+
+def _tree(chunks: Sequence[torch.Tensor]) -> torch.Tensor:
+    if len(chunks) == 1:
+        return chunks[0]
+    split = 1 << (len(chunks) - 1).bit_length() - 1
+    return torch.add(_tree(chunks[:split]), _tree(chunks[split:]))
+
+
+def reference_sum(
+    chunks: Sequence[torch.Tensor],
+    output: torch.Tensor,
+    factor: float | None = None,
+    accumulate: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sum `chunks` in the fixed pairwise tree into `output`, in float64 for float64, else float32.
+
+    The definition: every rounding is one operation. Too slow and too hungry for training.
+
+    Args:
+        chunks: one per rank, in rank order, all of one dtype and of `output`'s shape.
+        output: overwritten, or added to.
+        factor: multiplies the sum, rounded to the dtype of the sum.
+        accumulate: add to `output` instead of overwriting it.
+
+    Returns:
+        Squared norm (float64) and non-finite flag of the stored output, both without dimensions.
+    """
+    dtype = torch.float64 if chunks[0].dtype == torch.float64 else torch.float32
+    total = _tree([chunk.to(dtype) for chunk in chunks])
+    if factor is not None:
+        total = torch.mul(total, torch.tensor(factor, dtype=dtype, device=total.device))
+    if accumulate:
+        total = torch.add(output.to(dtype), total)
+    output.copy_(total)
+    stored = output.to(torch.float64)
+    return stored.square().sum(), output.isfinite().all().logical_not()
+
+
+@dataclass(frozen=True)
+class Epilogue:
+    """What becomes of a sum before it is stored.
+
+    Attributes:
+        factor: multiplies the sum, rounded to the dtype of the sum.
+        accumulate: it is added to the output instead of overwriting it.
+        statistics: filled in with those of the stored output; None leaves them out.
+    """
+
+    factor: float | None = None
+    accumulate: bool = False
+    statistics: Statistics | None = None
 
 
 def sum_chunks(
     chunks: Sequence[Chunk],
     output: torch.Tensor,
-    factor: float | None,
-    accumulate: bool,
-    statistics: Statistics | None = None,
+    epilogue: Epilogue,
+    wire: Wire,
     buffers: SumBuffers | None = None,
 ) -> None:
-    """Sum `chunks` into `output` in the fixed tree and fill in `statistics`.
+    """Sum `chunks` into `output` in the fixed tree.
 
-    All implementations give the same bits: Triton on CUDA, blocks of torch operations on CPU,
-    which may use `buffers` kept from an earlier sum.
+    Args:
+        chunks: one per rank, in rank order, as they come over `wire`.
+        output: overwritten, or added to.
+        epilogue: what becomes of the sum before it is stored.
+        wire: says how chunks become summands.
+        buffers: kept from an earlier sum, for the implementation on CPU.
     """
     if output.device.type == "meta":
         return
+    factor, accumulate, kept = epilogue.factor, epilogue.accumulate, epilogue.statistics
+    found: tuple[torch.Tensor, torch.Tensor] | None
     if output.device.type == "cpu":
-        found = fused_sum(chunks, output, factor, accumulate, statistics is not None, buffers)
-        if statistics is not None and found is not None:
-            statistics.squared_norm.copy_(found[0])
-            statistics.nonfinite.copy_(found[1])
-        return
-    tensors = [chunk for chunk in chunks if isinstance(chunk, torch.Tensor)]
-    if sum_dtype(tensors[0].dtype) == torch.float64:
-        _sum_in_float64(tensors, output, factor, accumulate, statistics)
-        return
-    wanted = None if statistics is None else (statistics.squared_norm, statistics.nonfinite)
-    _triton_sum()(tensors, output, factor, accumulate, wanted)
-
-
-def _sum_in_float64(
-    chunks: list[torch.Tensor],
-    output: torch.Tensor,
-    factor: float | None,
-    accumulate: bool,
-    statistics: Statistics | None,
-) -> None:
-    """float64 on a GPU serves comparisons, not training: plain operations are fast enough."""
-    squared_norm, nonfinite = reference_sum(chunks, output, factor, accumulate)
-    if statistics is not None:
-        statistics.squared_norm.copy_(squared_norm)
-        statistics.nonfinite.copy_(nonfinite)
+        found = fused_sum(chunks, output, factor, accumulate, kept is not None, wire, buffers)
+    else:
+        tensors = [chunk for chunk in chunks if isinstance(chunk, torch.Tensor)]
+        if not wire.plain:
+            decoded = output.new_empty(len(tensors), output.numel(), dtype=wire.sum_dtype)
+            tensors = [wire.decode(each, row) for each, row in zip(tensors, decoded, strict=True)]
+        if wire.sum_dtype != torch.float64:
+            wanted = None if kept is None else (kept.squared_norm, kept.nonfinite)
+            _triton_sum()(tensors, output, factor, accumulate, wanted)
+            return
+        # float64 on a GPU serves comparisons, not training: plain operations are fast enough.
+        found = reference_sum(tensors, output, factor, accumulate)
+    if kept is not None and found is not None:
+        kept.squared_norm.copy_(found[0])
+        kept.nonfinite.copy_(found[1])
 
 
 def _triton_sum() -> Callable[..., None]:
@@ -75,3 +139,131 @@ def _triton_sum() -> Callable[..., None]:
             "`lamina-collectives[triton]` (CUDA builds of torch bring it along)"
         ) from error
     return triton_fused_sum
+
+
+def fused_sum(
+    chunks: Sequence[Chunk],
+    output: torch.Tensor,
+    factor: float | None = None,
+    accumulate: bool = False,
+    statistics: bool = True,
+    wire: Wire | None = None,
+    buffers: SumBuffers | None = None,
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Sum `chunks` on a CPU in the fixed tree into `output`; arguments as in `Epilogue`.
+
+    A chunk may be `output` itself, or lie in the memory of another process of this host, from
+    which each block is read just before it is summed. `statistics=False` leaves out the norm and
+    returns None.
+    """
+    numel, wire = output.numel(), wire or Wire(Cast(chunks[0].dtype))
+    block = _block_of(chunks, wire)
+    sum_of = _BlockSum(chunks, wire, min(block, numel), buffers or SumBuffers())
+    squares = torch.zeros(-(-numel // _ROW) if statistics else 0, dtype=torch.float64, device="cpu")
+    direct = not accumulate and output.dtype == wire.sum_dtype and not _among(output, chunks)
+    for start in range(0, numel, block):
+        target = output[start : start + block] if numel > block else output
+        sum_of.start, sum_of.width = start, target.numel()
+        into = target if direct else sum_of.level(0)
+        total = sum_of.tree(range(len(chunks)), into)
+        if total is not into:  # of one chunk, where it lies
+            total = into.copy_(total)
+        if factor is not None:
+            total.mul_(factor)
+        if accumulate:
+            _accumulate(target, total)
+        elif not direct:
+            target.copy_(total)
+        if statistics:
+            sum_of.squares(target, squares[start // _ROW :])
+    if not statistics:
+        return None
+    squared_norm = squares.sum()
+    finite = math.isfinite(squared_norm.item())
+    if not finite and output.dtype == torch.float64:
+        # Squares of finite float64 values may overflow, those of float32 may not.
+        finite = bool(output.isfinite().all())
+    return squared_norm, torch.tensor(not finite, device="cpu")
+
+
+def _block_of(chunks: Sequence[Chunk], wire: Wire) -> int:
+    """Elements per block: whole blocks of the wire, and none that lies across two parts."""
+    block = _BLOCK * min(torch.get_num_threads(), _MOST_THREADS)
+    for chunk in chunks:
+        if isinstance(chunk, ChunkedMessage):
+            part = chunk.part_items // wire.unit * wire.block
+            block = min(1 << block.bit_length() - 1, part)
+    return block
+
+
+def _among(output: torch.Tensor, chunks: Sequence[Chunk]) -> bool:
+    return output.data_ptr() in [
+        chunk.data_ptr() for chunk in chunks if isinstance(chunk, torch.Tensor)
+    ]
+
+
+def _accumulate(target: torch.Tensor, total: torch.Tensor) -> None:
+    if target.dtype == total.dtype:
+        target.add_(total)
+    else:
+        target.copy_(total.add_(target.to(total.dtype)))
+
+
+class _BlockSum:
+    """A sum of chunks, block by block; `start` and `width` say which elements are at hand."""
+
+    def __init__(
+        self, chunks: Sequence[Chunk], wire: Wire, length: int, buffers: SumBuffers
+    ) -> None:
+        self.start = self.width = 0
+        self._chunks, self._wire, self._buffers = chunks, wire, buffers
+        items = -(-length // wire.block) * wire.unit
+        buffers.fit(length, items, wire.dtype, wire.sum_dtype)
+
+    def level(self, index: int) -> torch.Tensor:
+        """The block's buffer on one level of the tree."""
+        return self._buffers.level(index)[: self.width]
+
+    def tree(self, ranks: range, into: torch.Tensor | None, depth: int = 1) -> torch.Tensor:
+        """Sum the chunks of `ranks`; levels below `depth` are taken.
+
+        Returns:
+            The sum: in `into`, in a level where that is None, or one chunk where it lies.
+        """
+        if len(ranks) == 1:
+            return self._leaf(ranks[0], into, depth)
+        if into is None:
+            into, depth = self.level(depth), depth + 1
+        split = 1 << (len(ranks) - 1).bit_length() - 1
+        first = self.tree(ranks[:split], into, depth)
+        second = self.tree(ranks[split:], None, depth)
+        return torch.add(first, second, out=into)
+
+    def _leaf(self, rank: int, into: torch.Tensor | None, depth: int) -> torch.Tensor:
+        """The summands of one chunk's block: where they lie, in `into`, or in a level."""
+        chunk, wire = self._chunks[rank], self._wire
+        start = self.start // wire.block * wire.unit
+        width = -(-self.width // wire.block) * wire.unit
+        if isinstance(chunk, torch.Tensor):
+            block = chunk[start : start + width]
+        elif isinstance(chunk, ChunkedMessage):
+            block = chunk.window(start, width)
+        elif wire.summable:
+            into = self.level(depth) if into is None else into
+            chunk.read(start, into)
+            return into
+        else:
+            block = self._buffers.raw()[:width]
+            chunk.read(start, block)
+        if wire.summable:
+            return block
+        return wire.decode(block, self.level(depth) if into is None else into)
+
+    def squares(self, block: torch.Tensor, rows: torch.Tensor) -> None:
+        """Write the sums of squares of each row of `block` to the beginning of `rows`."""
+        count = -(-block.numel() // _ROW)
+        wide = self._buffers.squares(_ROW)[: count * _ROW]
+        wide[: block.numel()].copy_(block)
+        wide[block.numel() :].zero_()
+        wide.mul_(wide)
+        torch.sum(wide.view(count, _ROW), dim=1, out=rows[:count])

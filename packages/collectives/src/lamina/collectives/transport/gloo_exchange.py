@@ -1,4 +1,4 @@
-"""One exchange between the ranks of a gloo group, in host memory.
+"""Exchanges between the ranks of a gloo group, in host memory.
 
 The bytes of a pair of ranks take one of two ways, and both ends choose the same one. The first is a
 message: gloo's send and receive, straight from the source into the destination. The second is
@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 
 from lamina.collectives.transport.chunked_messages import (
+    CUT_FROM,
     ChunkedMessage,
-    comes_in_parts,
-    cut_in_parts,
+    part_items,
 )
 from lamina.collectives.transport.groups import where
 from lamina.collectives.transport.lanes import Lane, lane_of
@@ -27,163 +27,183 @@ from lamina.collectives.transport.shared_host import HostPeer, RemoteMemory
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup, Work
 
-__all__ = ["Chunk", "GlooExchange"]
+__all__ = ["Chunk", "GlooExchange", "GlooRoute", "bounds_of"]
+
+READ_FROM = 1 << 17  # bytes per pair; below, reading saves nothing
 
 Chunk: TypeAlias = torch.Tensor | RemoteMemory | ChunkedMessage
 """What one rank contributes to a sum: here, in another process's memory, or on its way."""
 
-READ_FROM = 1 << 17  # bytes per pair; below, reading saves nothing
+
+def bounds_of(rank: int, piece: int, total: int) -> tuple[int, int]:
+    """Where a rank's piece begins and ends; the last ranks' pieces may be shorter, or empty."""
+    return min(rank * piece, total), min((rank + 1) * piece, total)
 
 
 class GlooExchange:
     """Messages, announcements and acknowledgements of one exchange.
 
-    `post` blocks on nothing; then `fetch` each source in `sources` order, `acknowledge` once it is
-    read, and `close`.
+    When it is made, its messages are posted: all receives, then all sends. None of them blocks, so
+    no order can deadlock. Then either `fill`, or `chunks` and `close`.
+
+    Note [The first exchange of a group blocks]
+    Before anything is posted, the ranks of a group find out who can read whose memory, and that
+    waits for all of them. An asynchronous collective must not wait, so the first exchange of a
+    group posts its messages when it is completed, on the lane's thread.
 
     Args:
-        sends: per rank of the group a contiguous CPU tensor, or None; unchanged until `close`.
-        expects: per rank, how many elements it sends here.
-        dtype: dtype of what is received.
-        memory: gives the tensor to receive a rank's message into; asked only for ranks that are
-            not read directly.
+        lane: the group's.
         group: at least two ranks.
+        sends: pairs of a rank and a contiguous CPU tensor, unchanged until the end.
+        receives: a rank, the number of items it sends, and the tensor that takes them. Instead of a
+            tensor None may stand where `unit` is given: the exchange then finds memory itself.
+        dtype: dtype of what is received.
         tag: tag of the exchange.
         direct: whether ranks of this host may be read.
-        parts: whether large messages come in parts, for a sum; on all ranks or on none. `memory`
-            may return None for those.
+        unit: None, or for a sum: large messages come in parts that do not cut `unit` items.
+        own: with `unit`, this rank and its own chunk.
     """
 
     def __init__(
         self,
-        sends: Sequence[torch.Tensor | None],
-        expects: Sequence[int],
-        dtype: torch.dtype,
-        memory: Callable[[int, bool], torch.Tensor | None],
+        lane: Lane,
         group: ProcessGroup,
+        sends: Sequence[tuple[int, torch.Tensor]],
+        receives: Sequence[tuple[int, int, torch.Tensor | None]],
+        dtype: torch.dtype,
         tag: int,
         *,
         direct: bool = True,
-        parts: bool = False,
+        unit: int | None = None,
+        own: tuple[int, torch.Tensor] | None = None,
     ) -> None:
-        self._sends, self._expects, self._dtype = sends, expects, dtype
-        self._memory, self._group, self._tag = memory, group, tag
-        self._lane: Lane = lane_of(group)
-        self._direct, self._parts = direct, parts
-        self._rank, self._size = group.rank(), group.size()
-        self._inbound: dict[int, tuple[Work, torch.Tensor]] = {}
-        self._in_parts: dict[int, ChunkedMessage] = {}
-        self._outbound: list[tuple[Work, torch.Tensor]] = []
+        self._lane, self._group, self._tag = lane, group, tag
+        self._sends, self._receives, self._dtype = sends, receives, dtype
+        self._direct, self._unit, self._own = direct, unit, own
+        self._posted = False
+        self._arriving: dict[int, torch.Tensor | ChunkedMessage | HostPeer] = {}
+        self._works: dict[int, Work | None] = {}
+        self._outbound: list[tuple[Work | None, torch.Tensor]] = []
         self._lent: list[tuple[HostPeer, torch.Tensor]] = []
+        self._borrowed: list[torch.Tensor] = []
+        if not direct or lane.host_peers is not None:
+            self._post()
 
-    def sources(self) -> list[int]:
-        """Ranks that send here, nearest behind this one first, so that ranks start apart."""
-        ranks = ((self._rank - step) % self._size for step in range(1, self._size))
-        return [rank for rank in ranks if self._expects[rank]]
-
-    def post(self) -> None:
-        """Post all receives, then all sends; neither blocks, so no order can deadlock."""
+    def _post(self) -> None:
+        self._posted = True
+        peers = None
         if self._direct:
-            self._lane.find_host_peers(self._group)
-        for source in self.sources():
-            if self._read_from(source, self._nbytes_from(source)) is None:
-                self._receive(source)
-        for step in range(1, self._size):
-            target_rank = (self._rank + step) % self._size
-            tensor = self._sends[target_rank]
-            if tensor is not None and tensor.numel():
-                self._send(tensor, target_rank)
+            peers = self._lane.host_peers or self._lane.find_host_peers(self._group)
+        for source, numel, target in self._receives:
+            nbytes = numel * self._dtype.itemsize
+            peer = peers[source] if peers is not None and nbytes >= READ_FROM else None
+            if peer is not None:
+                self._arriving[source] = peer
+            elif self._unit is not None and nbytes > CUT_FROM:
+                self._arriving[source] = self._receive_in_parts(source, numel, target, self._unit)
+            else:
+                if target is None:
+                    self._borrowed.append(self._lane.scratch_pool.borrow(nbytes))
+                    target = self._borrowed[-1][:nbytes].view(self._dtype)
+                self._arriving[source] = target
+                work = dist.irecv(target, group=self._group, group_src=source, tag=self._tag)
+                self._works[source] = work
+        for rank, tensor in self._sends:
+            nbytes = tensor.nbytes
+            peer = peers[rank] if peers is not None and nbytes >= READ_FROM else None
+            if peer is not None:
+                self._lend(peer, tensor)
+                continue
+            parts: Sequence[torch.Tensor] = (tensor,)
+            if self._unit is not None and nbytes > CUT_FROM:
+                parts = torch.split(tensor, part_items(tensor.dtype, self._unit))
+            for part in parts:
+                work = dist.isend(part, group=self._group, group_dst=rank, tag=self._tag)
+                self._outbound.append((work, part))
 
-    def _receive(self, source: int) -> None:
-        cut = self._cut(self._nbytes_from(source))
-        target = self._memory(source, cut)
-        if cut:
-            numel, pool = self._expects[source], self._lane.scratch_pool
-            message = ChunkedMessage(
-                source, numel, self._dtype, self._group, self._tag, pool, target
-            )
-            self._in_parts[source] = message
-            message.post()
-        else:
-            assert target is not None  # noqa: S101 - only what comes in parts may do without
-            work = dist.irecv(target, group=self._group, group_src=source, tag=self._tag)
-            self._inbound[source] = (_posted(work), target)
+    def _receive_in_parts(
+        self, source: int, numel: int, whole: torch.Tensor | None, unit: int
+    ) -> ChunkedMessage:
+        pool = self._lane.scratch_pool
+        return ChunkedMessage(source, numel, self._dtype, self._group, self._tag, unit, pool, whole)
 
-    def _cut(self, nbytes: int) -> bool:
-        return self._parts and comes_in_parts(nbytes)
-
-    def _nbytes_from(self, source: int) -> int:
-        return self._expects[source] * self._dtype.itemsize
-
-    def _read_from(self, rank: int, nbytes: int) -> HostPeer | None:
-        """The peer whose `nbytes` are read, or None where they are sent."""
-        readable = self._direct and nbytes >= READ_FROM
-        return self._lane.host_peers[rank] if readable else None
-
-    def _send(self, tensor: torch.Tensor, target: int) -> None:
-        nbytes = tensor.numel() * tensor.element_size()
-        peer = self._read_from(target, nbytes)
-        if peer is None:
-            for part in cut_in_parts(tensor) if self._cut(nbytes) else (tensor,):
-                work = dist.isend(part, group=self._group, group_dst=target, tag=self._tag)
-                self._outbound.append((_posted(work), part))
-            return
+    def _lend(self, peer: HostPeer, tensor: torch.Tensor) -> None:
+        """Tell a rank of this host where its data lie; it acknowledges when it has read them."""
         pinned = torch.cuda.is_initialized() and tensor.is_pinned()  # type: ignore[no-untyped-call]
         if pinned:  # such pages may be closed to other processes
             tensor = torch.empty_like(tensor, pin_memory=False).copy_(tensor)
         self._lent.append((peer, tensor))
-        peer.announce(self._tag, tensor.data_ptr(), nbytes)
+        peer.announce(self._tag, tensor.data_ptr(), tensor.nbytes)
 
-    def fetch(self, source: int) -> Chunk:
-        """Wait for what `source` sends: a tensor, or a chunk whose reader waits for each block.
+    def _take(self, source: int, numel: int) -> Chunk:
+        """Wait for what `source` sends; of what comes in parts, each block's reader waits."""
+        arriving = self._arriving[source]
+        if isinstance(arriving, ChunkedMessage):
+            return arriving
+        if isinstance(arriving, HostPeer):
+            address, nbytes = arriving.take_announcement(self._tag)
+            expected = numel * self._dtype.itemsize
+            if nbytes != expected:
+                arriving.acknowledge(self._tag, expected)
+                raise self._mismatch(f"rank {source} sends {nbytes} bytes to this rank", expected)
+            return RemoteMemory(arriving, address, numel, self._dtype)
+        work = self._works[source]
+        if work is not None:
+            work.wait()
+        return arriving
+
+    def fill(self) -> None:
+        """Wait until everything is where it was asked for, and nobody needs this rank's buffers.
 
         Raises:
-            ValueError: the peer sends another size than is expected here.
-            RuntimeError: it does not come in time, or is gone.
+            ValueError: two ranks of this host expect different sizes.
+            RuntimeError: something does not come in time, or a rank is gone.
         """
-        if source in self._inbound:
-            work, target = self._inbound[source]
-            work.wait()
-            return target
-        if source in self._in_parts:
-            return self._in_parts[source]
-        expected = self._nbytes_from(source)
-        peer = self._read_from(source, expected)
-        assert peer is not None  # noqa: S101 - or `post` would have posted a receive
-        address, nbytes = peer.take_announcement(self._tag)
-        if nbytes != expected:
-            peer.acknowledge(self._tag, expected)
-            raise self._mismatch(f"rank {source} sends {nbytes} bytes to this rank", expected)
-        return RemoteMemory(peer, address, self._expects[source], self._dtype)
+        if not self._posted:  # see Note [The first exchange of a group blocks]
+            self._post()
+        for source, numel, target in self._receives:
+            chunk = self._take(source, numel)
+            if isinstance(chunk, RemoteMemory) and target is not None:
+                chunk.read(0, target)
+                chunk.owner.acknowledge(self._tag, target.nbytes)
+        self._finish_sends()
 
-    def acknowledge(self, source: int) -> None:
-        """Tell `source` that its memory has been read; nothing to tell after a message."""
-        if source not in self._inbound and source not in self._in_parts:
-            nbytes = self._nbytes_from(source)
-            peer = self._read_from(source, nbytes)
-            if peer is not None:
-                peer.acknowledge(self._tag, nbytes)
+    def chunks(self) -> list[Chunk]:
+        """Wait for every rank's chunk, in rank order, for a sum that reads it; raises as `fill`."""
+        if not self._posted:
+            self._post()
+        found: dict[int, Chunk] = {} if self._own is None else {self._own[0]: self._own[1]}
+        for source, numel, _ in self._receives:
+            found[source] = self._take(source, numel)
+        return [found[rank] for rank in sorted(found)]
 
     def close(self) -> None:
-        """Wait until nobody needs this rank's send buffers any more.
+        """The chunks have been read: wait until nobody needs this rank's buffers either.
 
         Raises:
-            ValueError: a peer expected another size.
-            RuntimeError: a peer is gone.
+            ValueError: a rank of this host expected another size.
+            RuntimeError: a rank is gone.
         """
+        for source, numel, _ in self._receives:
+            arriving = self._arriving[source]
+            if isinstance(arriving, HostPeer):
+                arriving.acknowledge(self._tag, numel * self._dtype.itemsize)
+            elif isinstance(arriving, ChunkedMessage):
+                arriving.close()
+        self._finish_sends()
+        for scratch in self._borrowed:
+            self._lane.scratch_pool.give_back(scratch)
+        self._borrowed.clear()
+
+    def _finish_sends(self) -> None:
         for work, _ in self._outbound:
-            work.wait()
+            if work is not None:
+                work.wait()
         for peer, tensor in self._lent:
-            nbytes, read = (
-                tensor.numel() * tensor.element_size(),
-                peer.take_acknowledgement(self._tag),
-            )
-            if read != nbytes:
-                what = f"this rank sends {nbytes} bytes to rank {peer.rank}"
+            read = peer.take_acknowledgement(self._tag)
+            if read != tensor.nbytes:
+                what = f"this rank sends {tensor.nbytes} bytes to rank {peer.rank}"
                 raise self._mismatch(what, read)
-        for message in self._in_parts.values():
-            message.close()
-        self._in_parts.clear()
         self._outbound.clear()
         self._lent.clear()
 
@@ -195,7 +215,61 @@ class GlooExchange:
         )
 
 
-def _posted(work: Work | None) -> Work:
-    if work is None:
-        raise RuntimeError("this rank is not in the process group it was asked to communicate in")
-    return work
+class GlooRoute:
+    """How pieces of flat CPU tensors travel between the ranks of a gloo group.
+
+    Each rank begins with its neighbours in rank order, so that ranks start apart.
+
+    Args:
+        group: at least two ranks.
+        piece: items of a rank's piece.
+        total: items of all pieces; the last ranks' may be shorter, or empty.
+        unit: items of which no part of a large message may hold a fraction.
+    """
+
+    needs_scratch = False
+
+    def __init__(
+        self,
+        group: ProcessGroup,
+        piece: int,
+        total: int,
+        unit: int = 1,
+    ) -> None:
+        rank, size = group.rank(), group.size()
+        self._group, self._lane = group, lane_of(group)
+        self._unit = unit
+        self._rank, self._own = rank, bounds_of(rank, piece, total)
+        ahead = [(rank + step) % size for step in range(1, size)]
+        self._ahead = [(peer, *bounds_of(peer, piece, total)) for peer in ahead]
+        self._behind = self._ahead[::-1]
+
+    def gather(
+        self, output: torch.Tensor, input: torch.Tensor, tag: int | None = None
+    ) -> Callable[[], None]:
+        """Send `input` to every rank; receive every rank's piece where it belongs in `output`."""
+        sends = [(peer, input) for peer, _, _ in self._ahead] if input.numel() else []
+        receives = [
+            (peer, stop - start, output[start:stop])
+            for peer, start, stop in self._behind
+            if start < stop
+        ]
+        tag = self._lane.next_tag() if tag is None else tag
+        exchange = GlooExchange(self._lane, self._group, sends, receives, input.dtype, tag)
+        own = output[self._own[0] : self._own[1]]
+        if own.data_ptr() != input.data_ptr():
+            own.copy_(input)
+        return exchange.fill
+
+    def collect(self, input: torch.Tensor, scratch: torch.Tensor | None = None) -> GlooExchange:
+        """Send every rank its piece of `input`, and bring every rank's piece for this one here."""
+        start, stop = self._own
+        numel, receives = stop - start, []
+        for row, (peer, _, _) in enumerate(self._behind if numel else ()):
+            target = None if scratch is None else scratch[row * numel : (row + 1) * numel]
+            receives.append((peer, numel, target))
+        sends = [(peer, input[first:last]) for peer, first, last in self._ahead if first < last]
+        own, tag = (self._rank, input[start:stop]), self._lane.next_tag()
+        return GlooExchange(
+            self._lane, self._group, sends, receives, input.dtype, tag, unit=self._unit, own=own
+        )

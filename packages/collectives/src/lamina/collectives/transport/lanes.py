@@ -1,9 +1,17 @@
 """What a process group needs between calls: tags, a worker thread, a CUDA stream, scratch memory.
 
 A lane is to the CPU what a communication stream is to a GPU: work handed to it runs in the order
-it was handed in, beside the caller. Every group has a lane of its own, because work in a lane waits
-for other ranks: were two groups to share one, two ranks that use the groups in different orders
-would wait for each other for ever.
+it was handed in, beside the caller.
+
+Note [Every group has a lane of its own]
+Work in a lane waits for other ranks. If two groups shared a lane, two ranks that use the groups in
+different orders would wait for each other for ever. See docs/decisions/0304-lanes.md.
+
+Note [Tags are drawn when a collective is called]
+All ranks call the collectives of a group in one order, so they draw equal tags, whichever thread
+posts the messages later. If the worker threads drew them, each rank would number its messages in
+the order in which its threads happened to run, and messages of two collectives would be mixed up.
+A collective of two exchanges draws both tags when it is called. See docs/decisions/0304-lanes.md.
 """
 
 from __future__ import annotations
@@ -22,27 +30,45 @@ from lamina.collectives.transport.shared_host import HostPeer, find_host_peers
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["Lane", "Ticket", "kept_bytes", "lane_of", "release_kept"]
+__all__ = ["Job", "Lane", "kept_bytes", "lane_of", "release_kept"]
 
 # Messages of collectives carry tags above those that users give to their own sends.
 _FIRST_TAG = 1 << 24
 _TAGS = 1 << 24
 
 
-class Ticket:
-    """The end of one job: set by the worker, awaited by whoever needs the result."""
+class Job:
+    """Work for a lane's thread, and its end.
 
-    def __init__(self) -> None:
+    Args:
+        run: the work, in the inference mode of the thread that makes the job.
+        then: called after `run`, unless that failed.
+    """
+
+    def __init__(self, run: Callable[[], None], then: Callable[[], None] | None = None) -> None:
+        self._work: tuple[Callable[[], None], Callable[[], None] | None] | None = (run, then)
+        self._inference = torch.is_inference_mode_enabled()
         self._done = threading.Event()
         self._error: BaseException | None = None
 
-    def finish(self, error: BaseException | None = None) -> None:
-        """Mark the job as done, or as failed with `error`."""
-        self._error = error
+    def execute(self) -> None:
+        """Do the work; on the lane's thread."""
+        assert self._work is not None  # noqa: S101 - a job is executed once
+        run, then = self._work
+        try:
+            with torch.inference_mode(self._inference):
+                run()
+            if then is not None:
+                then()
+        except BaseException as error:
+            self._error = error
+        # Drop the tensors first: whoever waits may count memory.
+        del run, then
+        self._work = None
         self._done.set()
 
     def wait(self) -> None:
-        """Block until the job is done; raise what it raised."""
+        """Block until the work is done; raise what it raised."""
         self._done.wait()
         if self._error is not None:
             raise self._error
@@ -53,77 +79,56 @@ class Lane:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._jobs: deque[tuple[Callable[[], None], Ticket]] = deque()
+        self._jobs: deque[Job] = deque()
         self._running = False
         self._tag = 0
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self._finding = threading.Lock()
         self._willing = True
-        self._host_peers: tuple[HostPeer | None, ...] | None = None
+        self.host_peers: tuple[HostPeer | None, ...] | None = None
+        """Per rank, the peer whose memory can be read; None before `find_host_peers`."""
         self.scratch_pool = ScratchPool()
 
     def next_tag(self) -> int:
-        """Tag for the messages of one collective.
-
-        Ranks call collectives of one group in one order, so they draw equal tags, and messages of
-        two collectives in flight cannot be taken for each other, whichever thread posts them.
-        """
+        """Tag for the messages of one exchange; see Note [Tags are drawn ...]."""
         with self._lock:
             tag = _FIRST_TAG + self._tag
             self._tag = (self._tag + 1) % _TAGS
             return tag
 
-    def submit(self, job: Callable[[], None]) -> Ticket:
-        """Run `job` on the worker thread, after all jobs submitted before it."""
-        ticket = Ticket()
+    def submit(self, run: Callable[[], None], then: Callable[[], None] | None = None) -> Job:
+        """Run work on the lane's thread, after all that was submitted before it."""
+        job = Job(run, then)
         with self._lock:
-            self._jobs.append((job, ticket))
+            self._jobs.append(job)
             start = not self._running
             self._running = True
         if start:
             # A thread lives while there is work: nothing to shut down, nothing left at a fork.
-            threading.Thread(target=self._work, name="lamina-lane", daemon=True).start()
-        return ticket
+            threading.Thread(target=self._execute_jobs, name="lamina-lane", daemon=True).start()
+        return job
 
     @property
     def busy(self) -> bool:
-        """Whether a worker thread is running."""
+        """Whether the lane's thread is running."""
         with self._lock:
             return self._running
 
-    def _work(self) -> None:
+    def _execute_jobs(self) -> None:
         while True:
             with self._lock:
                 if not self._jobs:
                     self._running = False
                     return
-                job, ticket = self._jobs.popleft()
-            failure = None
-            try:
-                job()
-            except BaseException as error:
-                failure = error
-            # First of all: whoever waits may count memory, and tensors live as long as the job.
-            del job
-            ticket.finish(failure)
-            del ticket, failure
+                job = self._jobs.popleft()
+            job.execute()
 
-    @property
-    def knows_host_peers(self) -> bool:
-        """Whether `find_host_peers` has been called."""
-        return self._host_peers is not None
-
-    @property
-    def host_peers(self) -> tuple[HostPeer | None, ...]:
-        """Per rank, the peer whose memory can be read; known after `find_host_peers`."""
-        assert self._host_peers is not None  # noqa: S101 - the caller has found them
-        return self._host_peers
-
-    def find_host_peers(self, group: ProcessGroup) -> None:
-        """Find the host peers, with all ranks of `group`; only the first call does."""
+    def find_host_peers(self, group: ProcessGroup) -> tuple[HostPeer | None, ...]:
+        """Find out, with all ranks, whose memory can be read; only the first call asks."""
         with self._finding:
-            if self._host_peers is None:
-                self._host_peers = find_host_peers(group, willing=self._willing)
+            if self.host_peers is None:
+                self.host_peers = find_host_peers(group, willing=self._willing)
+            return self.host_peers
 
     def keep_to_messages(self) -> None:
         """Never read a peer's memory; before the first exchange.
@@ -132,7 +137,7 @@ class Lane:
             RuntimeError: the ranks have already agreed otherwise.
         """
         with self._finding:
-            if self._host_peers is not None and any(self._host_peers):
+            if self.host_peers is not None and any(self.host_peers):
                 raise RuntimeError(
                     "this group's ranks already read each other's memory; call use_messages() "
                     "right after the group is made, before its first collective"

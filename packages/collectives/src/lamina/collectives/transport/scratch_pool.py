@@ -25,16 +25,29 @@ class SumBuffers:
     """
 
     def __init__(self) -> None:
-        self._length = 0
+        self._length = self._raw_length = 0
         self._wire = self._dtype = torch.float32
         self._levels: list[torch.Tensor] = []
         self._raw: torch.Tensor | None = None
         self._squares: torch.Tensor | None = None
 
-    def fit(self, length: int, wire: torch.dtype, dtype: torch.dtype) -> None:
-        """Serve blocks of at most `length` elements, of a wire dtype, summed in `dtype`."""
-        if length > self._length or wire != self._wire:
-            self._length, self._wire, self._dtype = length, wire, dtype
+    def fit(self, length: int, raw_length: int, wire: torch.dtype, dtype: torch.dtype) -> None:
+        """Serve blocks of at most `length` elements that are summed in `dtype`.
+
+        Args:
+            length: elements of a block.
+            raw_length: items that these take on the wire.
+            wire: dtype of the items.
+            dtype: dtype of the sum.
+        """
+        small = length > self._length or raw_length > self._raw_length
+        if small or (wire, dtype) != (self._wire, self._dtype):
+            self._length, self._raw_length, self._wire, self._dtype = (
+                length,
+                raw_length,
+                wire,
+                dtype,
+            )
             self._levels, self._raw, self._squares = [], None, None
 
     @property
@@ -50,9 +63,9 @@ class SumBuffers:
         return self._levels[index]
 
     def raw(self) -> torch.Tensor:
-        """The buffer of a block in the wire dtype."""
+        """The buffer of a block as it came over the wire."""
         if self._raw is None:
-            self._raw = _host_memory(self._length, self._wire)
+            self._raw = _host_memory(self._raw_length, self._wire)
         return self._raw
 
     def squares(self, row: int) -> torch.Tensor:
@@ -65,21 +78,24 @@ class SumBuffers:
 class ScratchPool:
     """Scratch and sum buffers of one group, lent to one collective at a time.
 
-    Kept between calls: as many sets of sum buffers as sums ran at once (a few MiB each, see
-    `cpu_sum`), and at most 64 MiB of scratch, which only ranks that exchange messages need.
+    Kept between calls: as many sets of sum buffers as sums ran at once (a few MiB each), and at
+    most 64 MiB of scratch, which only ranks that exchange messages need.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._scratch: list[torch.Tensor] = []
+        self._scratch_bytes = 0
         self._sum_buffers: list[SumBuffers] = []
 
     def borrow(self, nbytes: int) -> torch.Tensor:
         """CPU scratch: uint8, at least `nbytes`, uninitialised."""
         with self._lock:
-            fitting = [i for i, kept in enumerate(self._scratch) if kept.numel() >= nbytes]
-            best = min(fitting, key=lambda i: self._scratch[i].numel(), default=None)
-            if best is not None:
+            sizes = [(kept.nbytes, at) for at, kept in enumerate(self._scratch)]
+            fitting = [one for one in sizes if one[0] >= nbytes]
+            if fitting:
+                size, best = min(fitting)
+                self._scratch_bytes -= size
                 return self._scratch.pop(best)
         return _host_memory(nbytes, torch.uint8)
 
@@ -87,20 +103,21 @@ class ScratchPool:
         """Return what was borrowed. Where too much is kept, the oldest is freed."""
         with self._lock:
             self._scratch.append(scratch)
-            while sum(kept.numel() for kept in self._scratch) > _MOST_BYTES:
-                self._scratch.pop(0)
+            self._scratch_bytes += scratch.nbytes
+            while self._scratch_bytes > _MOST_BYTES:
+                self._scratch_bytes -= self._scratch.pop(0).nbytes
 
     @property
     def nbytes(self) -> int:
         """Bytes kept now (lent ones not counted)."""
         with self._lock:
-            scratch = sum(kept.nbytes for kept in self._scratch)
-            return scratch + sum(buffers.nbytes for buffers in self._sum_buffers)
+            return self._scratch_bytes + sum(buffers.nbytes for buffers in self._sum_buffers)
 
     def clear(self) -> None:
         """Give what is kept back to the allocator; what is lent comes back as usual."""
         with self._lock:
             self._scratch.clear()
+            self._scratch_bytes = 0
             self._sum_buffers.clear()
 
     def borrow_sum_buffers(self) -> SumBuffers:

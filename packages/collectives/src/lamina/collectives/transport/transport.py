@@ -7,33 +7,48 @@ The choice is by the backend that serves the tensor's device:
 - gloo with CUDA tensors: messages through host memory, as gloo moves only that.
 - anything else (NCCL, fake): the backend's all-to-all over lists of tensors.
 - meta tensors: nothing moves; plans can be made and recorded without data.
+
+A `Route` is chosen once for all exchanges of one kind. `exchange` is for those that have no kind:
+uneven rows, rings.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 import torch
 import torch.distributed as dist
 
 from lamina.collectives.transport.compat import all_gather_single
-from lamina.collectives.transport.gloo_exchange import GlooExchange
+from lamina.collectives.transport.gloo_exchange import (
+    Chunk,
+    GlooExchange,
+    GlooRoute,
+    bounds_of,
+)
 from lamina.collectives.transport.groups import served_by_gloo
 from lamina.collectives.transport.lanes import lane_of
-from lamina.collectives.transport.shared_host import RemoteMemory
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup, Work
 
-__all__ = ["exchange", "gather_pieces", "nothing_left", "use_messages", "wait_all"]
+__all__ = [
+    "Completion",
+    "Route",
+    "exchange",
+    "nothing_left",
+    "route_for",
+    "use_messages",
+    "wait_all",
+]
 
-Rest = Callable[[], None]
-"""What is left to do of an exchange once its messages are under way."""
+Completion: TypeAlias = Callable[[], None]
+"""What is left to do of an exchange once its messages are under way: to wait for them."""
 
 
 def nothing_left() -> None:
-    """The rest of an exchange in a group of one, or of meta tensors."""
+    """The completion of an exchange in a group of one, or of meta tensors."""
 
 
 def use_messages(group: ProcessGroup | None) -> None:
@@ -50,100 +65,179 @@ def use_messages(group: ProcessGroup | None) -> None:
         lane_of(group).keep_to_messages()
 
 
+class Chunks(Protocol):
+    """Every rank's chunk for this rank, on its way."""
+
+    def chunks(self) -> Sequence[Chunk]:
+        """Wait for the chunks; they come in rank order."""
+
+    def close(self) -> None:
+        """The chunks have been read; afterwards all ranks may reuse their inputs."""
+
+
+class Route(Protocol):
+    """How pieces of flat tensors travel between the ranks of a group; it holds no tensors."""
+
+    needs_scratch: bool
+    """Whether `collect` needs memory of the caller's for what other ranks send."""
+
+    def gather(
+        self, output: torch.Tensor, input: torch.Tensor, tag: int | None = None
+    ) -> Completion:
+        """Send `input` to every rank; receive every rank's piece where it belongs in `output`.
+
+        Args:
+            output: the whole. This rank's piece is filled, too.
+            input: this rank's piece; it may be that part of `output`.
+            tag: drawn from the lane when the collective was called, where the gather is posted
+                later. See Note [Tags are drawn when a collective is called].
+        """
+
+    def collect(self, input: torch.Tensor, scratch: torch.Tensor | None = None) -> Chunks:
+        """Send every rank its piece of `input`, and bring every rank's piece for this one here.
+
+        Args:
+            input: the whole; unchanged until `Chunks.close`. This rank's piece is used in place.
+            scratch: flat, for the pieces of N - 1 ranks.
+        """
+
+
+def route_for(
+    group: ProcessGroup | None,
+    piece: int,
+    total: int,
+    device: torch.device,
+    unit: int = 1,
+) -> Route:
+    """Choose how pieces travel.
+
+    Args:
+        group: the ranks, or None for a group of one.
+        piece: items of a rank's piece of the whole.
+        total: items of the whole; the last ranks' pieces may be shorter, or empty.
+        device: where the tensors lie.
+        unit: items of which no part of a large message may hold a fraction.
+    """
+    if group is None or group.size() == 1 or device.type == "meta":
+        return _LocalRoute()
+    if device.type == "cpu" and served_by_gloo(group, device):
+        return GlooRoute(group, piece, total, unit)
+    return _BackendRoute(group, piece, total, device)
+
+
+class _LocalRoute:
+    """A group of one, or meta tensors: nothing travels."""
+
+    needs_scratch = False
+
+    def gather(
+        self, output: torch.Tensor, input: torch.Tensor, tag: int | None = None
+    ) -> Completion:
+        if not input.is_meta and output.data_ptr() != input.data_ptr():
+            output.copy_(input)
+        return nothing_left
+
+    def collect(self, input: torch.Tensor, scratch: torch.Tensor | None = None) -> Chunks:
+        return _Rows([input], nothing_left)
+
+
+class _Rows:
+    """Chunks that are tensors of this rank once `complete` has run."""
+
+    def __init__(self, rows: list[torch.Tensor], complete: Completion) -> None:
+        self._rows, self._complete = rows, complete
+
+    def chunks(self) -> list[torch.Tensor]:
+        self._complete()
+        return self._rows
+
+    def close(self) -> None:
+        pass
+
+
+class _BackendRoute:
+    """Whole buffers by the backend's collectives (NCCL), or CUDA tensors over gloo."""
+
+    needs_scratch = True
+
+    def __init__(self, group: ProcessGroup, piece: int, total: int, device: torch.device) -> None:
+        self._group, self._piece, self._total, self._device = group, piece, total, device
+        self._gathers = total == piece * group.size() and not served_by_gloo(group, device)
+
+    def gather(
+        self, output: torch.Tensor, input: torch.Tensor, tag: int | None = None
+    ) -> Completion:
+        if self._gathers:
+            work = all_gather_single(output, input, self._group, async_op=True)
+            return lambda: wait_all(work)
+        pieces = self._cut(output)
+        sends = [(peer, input) for peer, _ in pieces]
+        complete = exchange(sends, pieces, self._group, self._device, tag)
+        _, own = pieces[self._group.rank()]
+        if own.data_ptr() != input.data_ptr():
+            own.copy_(input)
+        return complete
+
+    def collect(self, input: torch.Tensor, scratch: torch.Tensor | None = None) -> Chunks:
+        assert scratch is not None  # noqa: S101 - the caller asks `needs_scratch`
+        sends, rank = self._cut(input), self._group.rank()
+        _, own = sends[rank]
+        rows = list(scratch[: (len(sends) - 1) * own.numel()].view(len(sends) - 1, -1).unbind())
+        rows.insert(rank, own)
+        return _Rows(rows, exchange(sends, list(enumerate(rows)), self._group, self._device))
+
+    def _cut(self, whole: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
+        bounds = (bounds_of(at, self._piece, self._total) for at in range(self._group.size()))
+        return [(peer, whole[start:stop]) for peer, (start, stop) in enumerate(bounds)]
+
+
+Pairs: TypeAlias = Sequence[tuple[int, torch.Tensor]]
+"""Ranks of a group, and a contiguous tensor for or from each; nothing for those left out."""
+
+
 def exchange(
-    receives: Sequence[torch.Tensor | None],
-    sends: Sequence[torch.Tensor | None],
+    sends: Pairs,
+    receives: Pairs,
     group: ProcessGroup,
     device: torch.device,
     tag: int | None = None,
-) -> Rest:
-    """Send `sends[r]` to every rank r of `group` and receive `receives[r]` from it.
+) -> Completion:
+    """Send tensors to some ranks of `group` and receive others from some.
 
     Nothing blocks: the messages are posted, and the returned function completes them (on NCCL it
-    makes the current stream wait). Entries that are None or empty send nothing, and an entry for
-    this rank itself is ignored. Sizes must match between the two ends; between ranks that read
-    each other's memory a mismatch raises, elsewhere nobody checks.
+    makes the current stream wait). Empty tensors, and those for this rank itself, do not travel.
+    Sizes must match between the two ends; between ranks that read each other's memory a mismatch
+    raises, elsewhere nobody checks.
 
     Args:
-        receives: per rank of the group, a contiguous tensor to fill.
-        sends: per rank of the group, a contiguous tensor to send; unchanged until completion.
+        sends: unchanged until completion.
+        receives: filled.
         group: at least two ranks.
         device: where the tensors lie.
-        tag: drawn from the group's lane when the collective was called. An exchange that is posted
-            later, from the lane's thread, must bring it: drawn there, ranks would number their
-            messages in the order in which their threads happened to run.
+        tag: see `Route.gather`.
     """
-    lane = lane_of(group)
-    if tag is None:
-        tag = lane.next_tag()
+    rank, size = group.rank(), group.size()
+    if device.type == "meta":
+        return nothing_left
+    sends = [(peer, tensor) for peer, tensor in sends if peer != rank and tensor.numel()]
+    receives = [(peer, tensor) for peer, tensor in receives if peer != rank and tensor.numel()]
     if not served_by_gloo(group, device):
-        return _all_to_all_lists(receives, sends, group, device)
+        return _all_to_all_lists(sends, receives, group, device)
+    if tag is None:
+        tag = lane_of(group).next_tag()
+    sends.sort(key=lambda pair: (pair[0] - rank) % size)  # so that ranks start apart
+    receives.sort(key=lambda pair: (rank - pair[0]) % size)
     if device.type != "cpu":
-        return _staged(receives, sends, group, tag)
-    gloo = _gloo_exchange(receives, sends, group, tag, direct=True)
-    posted = lane.knows_host_peers
-    if posted:
-        gloo.post()
-
-    def rest() -> None:
-        if not posted:  # the first exchange of a group blocks, to find host peers
-            gloo.post()
-        _fill(gloo, receives)
-
-    return rest
+        return _staged(sends, receives, group, tag)
+    return _gloo_exchange(sends, receives, group, tag).fill
 
 
 def _gloo_exchange(
-    receives: Sequence[torch.Tensor | None],
-    sends: Sequence[torch.Tensor | None],
-    group: ProcessGroup,
-    tag: int,
-    *,
-    direct: bool,
+    sends: Pairs, receives: Pairs, group: ProcessGroup, tag: int, *, direct: bool = True
 ) -> GlooExchange:
-    def memory(rank: int, _: bool) -> torch.Tensor | None:
-        return receives[rank]
-
-    expects = [0 if tensor is None else tensor.numel() for tensor in receives]
-    dtype = next((tensor.dtype for tensor in receives if tensor is not None), torch.uint8)
-    return GlooExchange(sends, expects, dtype, memory, group, tag, direct=direct)
-
-
-def _fill(gloo: GlooExchange, receives: Sequence[torch.Tensor | None]) -> None:
-    for source in gloo.sources():
-        chunk, target = gloo.fetch(source), receives[source]
-        if isinstance(chunk, RemoteMemory) and target is not None:
-            chunk.read(0, target)
-            gloo.acknowledge(source)
-    gloo.close()
-
-
-def gather_pieces(
-    pieces: Sequence[torch.Tensor],
-    own: torch.Tensor,
-    group: ProcessGroup,
-    device: torch.device,
-    tag: int | None = None,
-) -> Rest:
-    """Send `own` to every rank and receive `pieces[r]` from rank r, as in `exchange`.
-
-    Args:
-        pieces: per rank a run of one flat tensor, one after the other; this rank's too is filled.
-        own: this rank's piece: contiguous, of its entry's size; it may be that entry.
-        group: at least two ranks.
-        device: where the tensors lie.
-        tag: see `exchange`.
-    """
-    even = all(piece.numel() == own.numel() for piece in pieces)
-    if served_by_gloo(group, device) or device.type == "meta" or not even:
-        rest = exchange(pieces, [own] * len(pieces), group, device, tag)
-        kept = pieces[group.rank()]
-        if kept.data_ptr() != own.data_ptr():
-            kept.copy_(own)
-        return rest
-    whole = pieces[0].as_strided((len(pieces) * own.numel(),), (1,))
-    work = all_gather_single(whole, own, group, async_op=True)
-    return lambda: wait_all(work)
+    incoming = [(peer, tensor.numel(), tensor) for peer, tensor in receives]
+    dtype = receives[0][1].dtype if receives else torch.uint8
+    return GlooExchange(lane_of(group), group, sends, incoming, dtype, tag, direct=direct)
 
 
 def wait_all(*works: Work | None) -> None:
@@ -153,54 +247,33 @@ def wait_all(*works: Work | None) -> None:
             work.wait()
 
 
-def _staged(
-    receives: Sequence[torch.Tensor | None],
-    sends: Sequence[torch.Tensor | None],
-    group: ProcessGroup,
-    tag: int,
-) -> Rest:
+def _staged(sends: Pairs, receives: Pairs, group: ProcessGroup, tag: int) -> Completion:
     """CUDA tensors over gloo: copy to the host, exchange there, copy back."""
-    rank = group.rank()
-    host_sends = [
-        None if tensor is None or place == rank else tensor.to("cpu", non_blocking=True)
-        for place, tensor in enumerate(sends)
-    ]
-    host_receives = [
-        None if tensor is None or place == rank else torch.empty_like(tensor, device="cpu")
-        for place, tensor in enumerate(receives)
-    ]
+    host_sends = [(peer, tensor.to("cpu", non_blocking=True)) for peer, tensor in sends]
+    host_receives = [(peer, torch.empty_like(each, device="cpu")) for peer, each in receives]
     copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
     copied.record()
-    gloo = _gloo_exchange(host_receives, host_sends, group, tag, direct=False)
 
-    def rest() -> None:
+    def complete() -> None:
         copied.synchronize()
-        gloo.post()
-        _fill(gloo, host_receives)
-        for target, source in zip(receives, host_receives, strict=True):
-            if target is not None and source is not None:
-                target.copy_(source)
+        _gloo_exchange(host_sends, host_receives, group, tag, direct=False).fill()
+        for (_, target), (_, source) in zip(receives, host_receives, strict=True):
+            target.copy_(source)
 
-    return rest
+    return complete
 
 
 def _all_to_all_lists(
-    receives: Sequence[torch.Tensor | None],
-    sends: Sequence[torch.Tensor | None],
-    group: ProcessGroup,
-    device: torch.device,
-) -> Rest:
-    if device.type == "meta":
-        return nothing_left
-    rank = group.rank()
-    filled = next(tensor for tensor in (*receives, *sends) if tensor is not None)
-    nothing = torch.empty(0, dtype=filled.dtype, device=device)
+    sends: Pairs, receives: Pairs, group: ProcessGroup, device: torch.device
+) -> Completion:
+    # All ranks take part, those that have nothing to move as well.
+    dtype = next((tensor.dtype for _, tensor in (*sends, *receives)), torch.uint8)
 
-    def others(tensors: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
-        return [
-            nothing if tensor is None or place == rank else tensor
-            for place, tensor in enumerate(tensors)
-        ]
+    def everyone(pairs: Pairs) -> list[torch.Tensor]:
+        tensors = [torch.empty(0, dtype=dtype, device=device)] * group.size()
+        for peer, tensor in pairs:
+            tensors[peer] = tensor
+        return tensors
 
-    work = dist.all_to_all(others(receives), others(sends), group=group, async_op=True)
+    work = dist.all_to_all(everyone(receives), everyone(sends), group=group, async_op=True)
     return lambda: wait_all(work)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from lamina.buffers import FlatBuffer
-from lamina.collectives import all_reduce_fp32, reduce_scatter_fp32
-from lamina.collectives.engine import all_reduce_native, reduce_scatter_native
+from lamina.collectives.engine import ReductionName
 from lamina.ddp.gradients.reproducible import ReproducibleSum
 from lamina.ddp.gradients.scratch import ScratchBuffers
 from lamina.ddp.gradients.sums import AxisSum, Collectives, RankSum, TwoAxisSum
@@ -35,7 +33,7 @@ class Reduction:
     cadence: Cadence | None = None
 
 
-def _by(collectives: Collectives, *, averages: bool = False) -> RankSumFactory:
+def _by(reduction: ReductionName, *, averages: bool = False) -> RankSumFactory:
     """A factory of sums over axes; with `averages` the collectives divide by the ranks already."""
 
     def make(
@@ -45,31 +43,20 @@ def _by(collectives: Collectives, *, averages: bool = False) -> RankSumFactory:
         if averages:
             rest = (1.0 if scale is None else scale) * axes.size
             scale = None if rest == 1.0 else rest
+        collectives = Collectives(reduction, average=averages)
         return kind(collectives, main, axes, scale, scratch)
 
     return make
 
 
-ORDERED = Reduction("ordered", _by(Collectives(reduce_scatter_fp32, all_reduce_fp32, True)))
+ORDERED = Reduction("ordered", _by("ordered"))
 """Sums in fp32 in one fixed order over ranks (law 2)."""
 
 _REDUCTIONS = {
     "ordered": ORDERED,
-    "native": Reduction(
-        "native", _by(Collectives(reduce_scatter_native, all_reduce_native, False))
-    ),
+    "native": Reduction("native", _by("native")),
 }
-_NATIVE_AVERAGE = Reduction(
-    "native",
-    _by(
-        Collectives(
-            functools.partial(reduce_scatter_native, op="avg"),
-            functools.partial(all_reduce_native, op="avg"),
-            False,
-        ),
-        averages=True,
-    ),
-)
+_NATIVE_AVERAGE = Reduction("native", _by("native", averages=True))
 """The backend divides by the number of ranks: sums in fp16 do not overflow."""
 _REPRODUCIBLE = Reduction("reproducible", ReproducibleSum, Cadence.EVERY_MICROBATCH)
 

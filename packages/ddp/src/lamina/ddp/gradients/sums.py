@@ -7,16 +7,18 @@ pair of collectives (the ordered ones, or the backend's own), `reproducible` doe
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 
 from lamina.buffers import FlatBuffer
-from lamina.collectives import Handle, ReduceHandle, all_gather_into
+from lamina.collectives import Handle, all_gather_into
+from lamina.collectives.engine import Reduction, ReductionName, SumOp, reduction_class
 from lamina.ddp.gradients.scratch import ScratchBuffers
 from lamina.ddp.gradients.states import GradientState
 from lamina.ddp.parameters.axes import DataParallelAxes
+from lamina.mesh.engine import MeshAxis
 
 __all__ = ["AxisSum", "Collectives", "RankSum", "Squares", "TwoAxisSum"]
 
@@ -35,19 +37,34 @@ class Squares:
     pieces: tuple[bool, bool]
 
 
-@dataclass(frozen=True)
 class Collectives:
-    """A reduce-scatter and an all-reduce that belong together.
+    """The reductions of one sum, each prepared when it is first needed.
 
-    Attributes:
-        reduce_scatter: with the arguments of `lamina.collectives.reduce_scatter_fp32`.
-        all_reduce: likewise.
-        piecewise: the all-reduce's statistics are of this rank's piece, not of the whole.
+    Args:
+        reduction: who adds.
+        average: whether the ranks' gradients are averaged by it.
     """
 
-    reduce_scatter: Callable[..., ReduceHandle]
-    all_reduce: Callable[..., ReduceHandle]
-    piecewise: bool
+    def __init__(self, reduction: ReductionName, *, average: bool = False) -> None:
+        self._kind = reduction_class(reduction)
+        self._op: SumOp = "avg" if average else "sum"
+        self._prepared: dict[str, Reduction] = {}
+
+    @property
+    def piecewise(self) -> bool:
+        """Whether an all-reduce's statistics are of this rank's piece, not of the whole."""
+        return self._kind.piecewise
+
+    def along(
+        self, axis: MeshAxis, output: torch.Tensor, input: torch.Tensor, *, scatter: bool
+    ) -> Reduction:
+        """The reduction of such buffers along an axis: a reduce-scatter, or an all-reduce."""
+        found = self._prepared.get(axis.name)
+        if found is None or not found.fits(output, input):
+            group = axis.sibling("reduce")
+            found = self._kind(output, input, group, scatter=scatter, op=self._op)
+            self._prepared[axis.name] = found
+        return found
 
 
 class RankSum(ABC):
@@ -124,14 +141,12 @@ class AxisSum(RankSum):
         # With sums of earlier microbatches in main grads, the scale has to wait until the last
         # one is added: law 2 scales the whole sum once.
         fused = final and before is not GradientState.PARTIAL
-        chosen, finds = self._collectives, self.finds_squares
-        handle = (chosen.reduce_scatter if self.inner_sharded else chosen.all_reduce)(
-            self.main.data,
+        chosen, finds, main = self._collectives, self.finds_squares, self.main.data
+        handle = chosen.along(self.axes.inner, main, wire, scatter=self.inner_sharded).start(
+            main,
             wire,
-            self.axes.inner.sibling("reduce"),
             scale=self.scale if fused else None,
             accumulate=before is not GradientState.EMPTY,
-            async_op=True,
             statistics=finds,
         )
         yield handle
@@ -160,36 +175,30 @@ class TwoAxisSum(RankSum):
             dtype = torch.promote_types(wire.dtype, torch.float32)
             self._partial = self.scratch.take(wire.numel() // pieces, dtype, wire.device)
         partial = self._partial
-        yield (chosen.all_reduce if whole_inner else chosen.reduce_scatter)(
-            partial,
-            wire,
-            self.axes.inner.sibling("reduce"),
-            accumulate=before is GradientState.PARTIAL,
-            async_op=True,
-            statistics=False,
-        )
+        inner = chosen.along(self.axes.inner, partial, wire, scatter=not whole_inner)
+        adds = before is GradientState.PARTIAL
+        yield inner.start(partial, wire, accumulate=adds, statistics=False)
         if final:
             yield from self._over_outer(partial, whole_inner)
             self.forget()
 
     def _over_outer(self, partial: torch.Tensor, whole_inner: bool) -> Iterator[Handle]:
         chosen = self._collectives
-        outer, inner = self.axes.groups("reduce")
+        outer, inner = self.axes.outer, self.axes.inner
         main = own = self.main.data
         if not self.inner_sharded and not self.outer_sharded:
             piece = partial.numel()
-            own = main[self.axes.inner.rank * piece : (self.axes.inner.rank + 1) * piece]
+            own = main[inner.rank * piece : (inner.rank + 1) * piece]
         finds = self.finds_squares
-        handle = (chosen.reduce_scatter if self.outer_sharded else chosen.all_reduce)(
-            own, partial, outer, scale=self.scale, async_op=True, statistics=finds
-        )
+        over_outer = chosen.along(outer, own, partial, scatter=self.outer_sharded)
+        handle = over_outer.start(own, partial, scale=self.scale, statistics=finds)
         yield handle
         outer_piece = self.outer_sharded or chosen.piecewise
         self.squares = (
             Squares(handle.squared_norm, (outer_piece, not whole_inner)) if finds else None
         )
         if own is not main:
-            yield all_gather_into(main, own, inner, async_op=True)
+            yield all_gather_into(main, own, inner.sibling("reduce"), async_op=True)
 
     def forget(self) -> None:
         """Give the buffer of inner sums back."""

@@ -9,7 +9,8 @@ from contextlib import contextmanager
 import torch
 
 from lamina.buffers import FlatBuffer, StoragePool
-from lamina.collectives import Handle, all_gather_into
+from lamina.collectives import Handle
+from lamina.collectives.engine import AllGather
 from lamina.ddp.engine import DataParallelAxes, ParameterGroup, Weights, WeightsState
 
 __all__ = ["ShardedWeights"]
@@ -44,6 +45,7 @@ class ShardedWeights(Weights):
         self._destination: torch.Tensor | None = None
         self._saved_epoch: int | None = None
         self._group: weakref.ref[ParameterGroup] | None = None
+        self._all_gather: AllGather | None = None  # prepared when it is first needed
 
     @property
     def full(self) -> torch.Tensor:
@@ -105,9 +107,10 @@ class ShardedWeights(Weights):
             parameter.data = view
 
     def _gather(self) -> Handle | None:
-        return all_gather_into(
-            self.acquire(), self.local.data, self.axes.inner.sibling("gather"), async_op=True
-        )
+        whole, local = self.acquire(), self.local.data
+        if self._all_gather is None or not self._all_gather.fits(whole, local):
+            self._all_gather = AllGather(whole, local, self.axes.inner.sibling("gather"))
+        return self._all_gather.start(whole, local)
 
     def _invalidate(self) -> None:
         self.release()

@@ -1,0 +1,278 @@
+"""What every collective is: prepared, started, and a handle to wait for.
+
+Note [Prepared collectives hold no tensors]
+A `Collective` knows all that does not change between two calls: the group's size and this rank's
+place in it, dtypes and numbers of elements, the route, the lane. Its buffers come with each start,
+which compares them with that. It does not hold them, because memory comes and goes between two
+calls: weights are released after use, main grads and scratch may be other tensors in the next
+step. A held tensor would keep memory alive that the engine has given back.
+
+Note [Handles hold tensors until wait]
+A handle owns every tensor its collective still reads or writes, so the caller may drop theirs at
+once. On CUDA no `record_stream` is used, which would make memory use depend on timing: the tensors
+stay referenced until `wait` has ordered the caller's stream behind the collective, after which the
+allocator's own stream order protects them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, TypeVar
+
+import torch
+
+from lamina.collectives.call.checks import require_disjoint, require_flat, require_same_device
+from lamina.collectives.call.record import Call, issue
+from lamina.collectives.transport.groups import group_rank, group_size, served_by_gloo, where
+from lamina.collectives.transport.lanes import Job, Lane, lane_of
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+    from lamina.collectives.transport.transport import Completion
+
+__all__ = ["Collective", "Handle", "ReduceHandle", "Statistics", "launch"]
+
+
+class Handle:
+    """A collective in flight; `wait` makes its result safe to use.
+
+    On CPU `wait` blocks. On CUDA it makes the current stream wait and does not block the host
+    (except over gloo, where the host moves the bytes).
+    """
+
+    def __init__(self, call: Call, keep: tuple[torch.Tensor | None, ...] = ()) -> None:
+        self._call = call
+        self._keep = keep  # see Note [Handles hold tensors until wait]
+        self._pending = True
+        self._job: Job | None = None
+        self._event: torch.cuda.Event | None = None
+        self._issued_on: torch.cuda.Stream | None = None
+
+    def wait(self) -> None:
+        """Wait for the result; a second call returns at once.
+
+        Raises:
+            RuntimeError: what the transport raised (a peer that died, a timeout).
+        """
+        if not self._pending:
+            return
+        call = self._call
+        call.wait_begins()
+        try:
+            if self._job is not None:
+                self._job.wait()
+            if self._event is not None and self._issued_on is not None:
+                torch.cuda.current_stream(self._issued_on.device).wait_event(self._event)
+            self._pending = False  # not after a failure, which every further wait reports again
+        finally:
+            if call.finished_ns is None:
+                call.finish()
+            self._keep = ()
+
+    def __del__(self) -> None:
+        # Dropped without a wait: the tensors are about to be freed on the stream they came from,
+        # so that stream has to come after the collective. On CPU the worker holds the tensors.
+        if self._pending and self._event is not None and self._issued_on is not None:
+            if self._job is not None:
+                self._job.wait()
+            self._issued_on.wait_event(self._event)
+
+
+class Statistics:
+    """Squared norm and non-finite flag of a reduced shard, filled in by the sum itself."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.squared_norm = torch.empty((), dtype=torch.float64, device=device)
+        self.nonfinite = torch.empty((), dtype=torch.bool, device=device)
+
+
+class ReduceHandle(Handle):
+    """A reduction in flight. Reading a statistic waits first."""
+
+    def __init__(
+        self, call: Call, keep: tuple[torch.Tensor | None, ...], statistics: Statistics | None
+    ) -> None:
+        super().__init__(call, keep)
+        self._statistics = statistics
+
+    @property
+    def squared_norm(self) -> torch.Tensor:
+        """Sum of squares of this rank's reduced shard as stored: float64, no dimensions.
+
+        Raises:
+            RuntimeError: the reduction was called with statistics=False.
+        """
+        return self._waited().squared_norm
+
+    @property
+    def nonfinite(self) -> torch.Tensor:
+        """Whether this rank's reduced shard holds an infinity or a NaN: bool, no dimensions.
+
+        Raises:
+            RuntimeError: the reduction was called with statistics=False.
+        """
+        return self._waited().nonfinite
+
+    def _waited(self) -> Statistics:
+        if self._statistics is None:
+            raise RuntimeError(
+                "this reduction was called with statistics=False: it has neither a norm nor a "
+                "non-finite flag"
+            )
+        self.wait()
+        return self._statistics
+
+
+AnyHandle = TypeVar("AnyHandle", bound=Handle)
+
+
+class Collective:
+    """A collective from one flat tensor into another, prepared once and started often.
+
+    Args:
+        op: name of the public function, for messages and the ledger.
+        output: a buffer of the kind that will be filled. See Note [Prepared collectives ...].
+        input: a buffer of the kind that will be sent.
+        group: the ranks, or None for a group of one.
+
+    Raises:
+        ValueError: tensors with several dimensions or strides, or on several devices.
+    """
+
+    overlap_hint = ""
+    """What overlap of the two is allowed, for the message that refuses another one."""
+    _transfer: Callable[[torch.Tensor, torch.Tensor], Completion]
+    """Posts the messages from input to output and returns what is left to do."""
+
+    def __init__(
+        self, op: str, output: torch.Tensor, input: torch.Tensor, group: ProcessGroup | None
+    ) -> None:
+        self.op, self.group = op, group
+        self.size, self.rank = group_size(group), group_rank(group)
+        require_flat(op, "output", output, group)
+        require_flat(op, "input", input, group)
+        self.device = require_same_device(op, group, output=output, input=input)
+        self._kinds = (output.dtype, output.numel()), (input.dtype, input.numel())
+        self._wire_dtype, self._sent = input.dtype, 0
+
+    def _may_overlap(self, output: torch.Tensor, input: torch.Tensor) -> bool:
+        """Whether two tensors that share memory do so in the one way that is allowed."""
+        raise NotImplementedError
+
+    def fits(self, output: torch.Tensor, input: torch.Tensor) -> bool:
+        """Whether the two are of the kind that was prepared for: dtypes, sizes and device."""
+        kinds = (output.dtype, output.numel()), (input.dtype, input.numel())
+        return kinds == self._kinds and output.device == self.device == input.device
+
+    def _require_buffers(
+        self, output: torch.Tensor, input: torch.Tensor, *, in_place: bool = True
+    ) -> None:
+        """Refuse buffers of another kind than was prepared for, or that overlap."""
+        kinds = (output.dtype, output.numel()), (input.dtype, input.numel())
+        flat = output.dim() == input.dim() == 1 and output.is_contiguous() and input.is_contiguous()
+        if kinds != self._kinds or not output.device == self.device == input.device or not flat:
+            raise ValueError(
+                f"{self.op} {where(self.group)}: prepared for flat tensors (dtype, elements) "
+                f"{self._kinds} on {self.device}, started with `output` {tuple(output.shape)} "
+                f"{output.dtype} on {output.device} and `input` {tuple(input.shape)} "
+                f"{input.dtype} on {input.device}; prepare another one for these"
+            )
+        first, second = output.data_ptr(), input.data_ptr()
+        apart = second >= first + output.nbytes or first >= second + input.nbytes
+        if not apart and not (in_place and self._may_overlap(output, input)):
+            named = ("output", output), ("input", input)
+            require_disjoint(self.op, self.group, *named, unless=self.overlap_hint)
+
+    def start(self, output: torch.Tensor, input: torch.Tensor, *, async_op: bool = True) -> Handle:
+        """Move bytes from `input` to `output`.
+
+        Args:
+            output: flat, of the dtype, size and device that were prepared for.
+            input: likewise; unchanged until the handle's `wait`.
+            async_op: return at once.
+
+        Raises:
+            ValueError: buffers of another kind, or that share memory.
+        """
+        output, input = output.detach(), input.detach()
+        self._require_buffers(output, input)
+        call = issue(self.op, self.group, self._wire_dtype, self._sent, async_op=async_op)
+        return launch(
+            Handle(call, (output, input)),
+            self.group,
+            self.device,
+            partial(self._transfer, output, input),
+            async_op=async_op,
+        )
+
+
+def launch(
+    handle: AnyHandle,
+    group: ProcessGroup | None,
+    device: torch.device,
+    begin: Callable[[], Completion],
+    *,
+    async_op: bool,
+) -> AnyHandle:
+    """Run a collective and return its handle.
+
+    Args:
+        handle: holds its record, and the tensors that must outlive it.
+        group: its group; None for a group of one, which is never asynchronous.
+        device: device of its tensors.
+        begin: posts the messages without blocking and returns what is left to do once they are
+            under way (wait for them, sum, copy back).
+        async_op: leave that to the group's lane.
+    """
+    lane = lane_of(group) if async_op and group is not None and group.size() > 1 else None
+    if device.type == "cuda":
+        _launch_on_cuda(handle, group, lane, device, begin)
+    else:
+        complete = begin()
+        if lane is None:
+            complete()
+        else:
+            handle._job = lane.submit(complete, handle._call.finish)
+    if not async_op:
+        handle.wait()
+    return handle
+
+
+def _launch_on_cuda(
+    handle: Handle,
+    group: ProcessGroup | None,
+    lane: Lane | None,
+    device: torch.device,
+    begin: Callable[[], Completion],
+) -> None:
+    call = handle._call
+    current = torch.cuda.current_stream(device)
+    side = current if lane is None else lane.stream(device)
+    started, ended = _event(call.recorded), _event(call.recorded)
+    if call.recorded:
+        call.device_events = (started, ended)
+    side.wait_stream(current)
+    with torch.cuda.stream(side):
+        started.record()
+        complete = begin()
+
+    def finish() -> None:
+        with torch.cuda.device(device), torch.cuda.stream(side):
+            complete()
+            ended.record()
+
+    if lane is None:
+        finish()
+        return
+    # gloo blocks the host, so the lane's thread completes it. For NCCL a stream is enough.
+    if served_by_gloo(group, device):
+        handle._job = lane.submit(finish, call.finish)
+    else:
+        finish()
+    handle._event, handle._issued_on = ended, current
+
+
+def _event(timed: bool) -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=timed)  # type: ignore[no-untyped-call]

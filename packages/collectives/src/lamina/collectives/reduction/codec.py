@@ -1,0 +1,137 @@
+"""How gradients become what travels, and how what arrives becomes summands.
+
+Note [A wire is a row of blocks]
+A codec turns a block of elements into as many codes, and may add side data to it, such as a scale.
+On the wire a block's side data lie directly before its codes. So any run of whole blocks is one run
+of bytes, and every transport can send, read and receive a part of it without knowing the codec:
+messages in parts, reads from another process's memory, sums block by block. A rank's own piece
+takes the same way, so that its bits do not depend on the rank that owns it. See
+docs/decisions/0307-wires-are-rows-of-blocks.md.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+__all__ = ["Cast", "GradientCodec", "Wire"]
+
+MOST_BLOCK = 1 << 12  # elements; the sums' own blocks and rows are multiples of it
+
+
+class GradientCodec(Protocol):
+    """How a block of gradients is encoded.
+
+    Attributes:
+        dtype: of the codes, one per element.
+        side_dtype: of the side data, one number per block; None where there is none.
+        block: elements per block: a power of two, at most 4096. A piece's last block ends in zeros.
+    """
+
+    @property
+    def dtype(self) -> torch.dtype: ...  # noqa: D102
+    @property
+    def side_dtype(self) -> torch.dtype | None: ...  # noqa: D102
+    @property
+    def block(self) -> int: ...  # noqa: D102
+
+    def encode(self, values: torch.Tensor, codes: torch.Tensor, side: torch.Tensor | None) -> None:
+        """Write codes and side data of gradients.
+
+        Args:
+            values: [blocks, block], in the dtype of the reduction's input.
+            codes: [blocks, block], in `dtype`; perhaps with strides.
+            side: [blocks], in `side_dtype`, perhaps with strides; None where there is none.
+        """
+        ...
+
+    def decode(self, codes: torch.Tensor, side: torch.Tensor | None, values: torch.Tensor) -> None:
+        """Write summands from codes and side data, of the same shapes; they are float32."""
+        ...
+
+
+class Cast:
+    """The codec that is a cast: codes are the gradients in another dtype.
+
+    Args:
+        dtype: float32, bfloat16, float16 or float64.
+    """
+
+    side_dtype = None
+    block = 1
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+
+    def encode(self, values: torch.Tensor, codes: torch.Tensor, side: torch.Tensor | None) -> None:
+        """Round to the nearest."""
+        codes.copy_(values)
+
+    def decode(self, codes: torch.Tensor, side: torch.Tensor | None, values: torch.Tensor) -> None:
+        """Widen; exact."""
+        values.copy_(codes)
+
+
+class Wire:
+    """A codec at work on flat tensors.
+
+    Attributes:
+        dtype: of what travels: the codes' where there is no side data, else bytes.
+        sum_dtype: of the summands: float64 for codes in float64, else float32.
+        block: elements per block.
+        unit: items of `dtype` per block.
+        plain: whether what travels are numbers in `dtype`, one per element.
+        summable: whether they are summed just as they are.
+
+    Raises:
+        ValueError: a block that is no power of two, too large, or that side data do not align with.
+    """
+
+    def __init__(self, codec: GradientCodec) -> None:
+        self.codec, self.block = codec, codec.block
+        if not 0 < codec.block <= MOST_BLOCK or codec.block & (codec.block - 1):
+            raise ValueError(
+                f"{type(codec).__name__}.block={codec.block} must be a power of two, at most "
+                f"{MOST_BLOCK}"
+            )
+        self.sum_dtype = torch.float64 if codec.dtype == torch.float64 else torch.float32
+        self._side = 0 if codec.side_dtype is None else codec.side_dtype.itemsize
+        self.dtype = torch.uint8 if self._side else codec.dtype
+        self.unit = self._side + codec.block * codec.dtype.itemsize if self._side else codec.block
+        self.plain = not self._side and self.block == 1
+        self.summable = self.plain and self.dtype == self.sum_dtype
+        if self._side and (self.unit % self._side or self._side % codec.dtype.itemsize):
+            raise ValueError(
+                f"{type(codec).__name__}: {codec.side_dtype} side data and {codec.block} codes in "
+                f"{codec.dtype} would not be aligned; take larger blocks or narrower side data"
+            )
+
+    def items(self, numel: int) -> int:
+        """Items that a piece of `numel` elements takes on the wire."""
+        return -(-numel // self.block) * self.unit
+
+    def _split(self, wire: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Codes [blocks, block] and side data [blocks] of a run of whole blocks."""
+        rows = wire.view(-1, self.unit)
+        if self.codec.side_dtype is None:
+            return rows, None
+        side = rows[:, : self._side].view(self.codec.side_dtype)
+        return rows[:, self._side :].view(self.codec.dtype), side.view(-1)
+
+    def encode(self, values: torch.Tensor, wire: torch.Tensor) -> None:
+        """Write a piece, flat [n], to its place on the wire, flat [items(n)]."""
+        codes, side = self._split(wire)
+        rows = values
+        if values.numel() % self.block:
+            rows = values.new_zeros(codes.numel())
+            rows[: values.numel()].copy_(values)
+        self.codec.encode(rows.view(codes.shape), codes, side)
+
+    def decode(self, wire: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        """Write the summands of a run of blocks to `values`, flat; return that."""
+        codes, side = self._split(wire)
+        whole = values.numel() % self.block == 0
+        rows = values if whole else values.new_empty(codes.numel())
+        self.codec.decode(codes, side, rows.view(codes.shape))
+        return values if whole else values.copy_(rows[: values.numel()])

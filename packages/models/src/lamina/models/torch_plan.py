@@ -1,4 +1,4 @@
-"""Tensor parallelism for a model that exists already, by torch's `parallelize_module`."""
+"""Tensor parallelism for an existing model, by torch's `parallelize_module`."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ _BYTES_AT_ONCE = 1 << 24
 class CutOverRanks(ParallelStyle):
     """Cut a whole `GPTModel`, the same on all ranks, over the ranks of a mesh, in place.
 
-    torch's own styles cut a weight into runs of rows, which would tear apart projections that are
-    fused into one weight (queries, keys and values; gate and up); this one knows what is fused.
+    torch's own styles cut a weight into runs of rows. That would be wrong for projections that are
+    fused into one weight (queries, keys and values; gate and up), which are cut separately here.
 
     Args:
-        sequence_parallel: also cut the tokens of what lies between the products; by default as in
-            the model's config.
+        sequence_parallel: also cut the tokens between the products; by default as in the model's
+            config.
     """
 
     def __init__(self, *, sequence_parallel: bool | None = None) -> None:
@@ -72,7 +72,7 @@ class CutOverRanks(ParallelStyle):
 
 
 def _require_as_made(model: GPTModel, axis: MeshAxis) -> None:
-    """Raise ValueError, on every rank, for changes that modules made anew would not have."""
+    """Raise ValueError on every rank if the model was changed, as its modules are made again."""
     found = _change(model)
     if _agree([int(bool(found))], axis) == [False]:
         found = found or f"the model of another rank of {axis.name} is not as its config makes it"
@@ -84,7 +84,7 @@ def _require_as_made(model: GPTModel, axis: MeshAxis) -> None:
 
 
 def _change(model: GPTModel) -> str:
-    """The first module that is not as the config makes it, and why; empty for none."""
+    """Describe the first module that is not as the config makes it; empty if there is none."""
     with torch.device("meta"):
         fresh = GPTModel(model.config, seed=model.seed)
     have, made = dict(model.named_modules()), dict(fresh.named_modules())
@@ -104,12 +104,12 @@ def _change(model: GPTModel) -> str:
 
 
 def _difference(module: nn.Module, was: nn.Module) -> str:
-    """What somebody hung on a module or set in it; empty for nothing."""
+    """Describe a hook or a setting that was added to a module; empty if there is none."""
     for kind in HOOKS:
         if len(getattr(module, kind)) > len(getattr(was, kind)):
             return kind.strip("_").removesuffix("s").replace("_", " ")
     for name, made in vars(was).items():
-        # Sizes show in the parameters' shapes; other attributes may be states of a run.
+        # Sizes are compared by the parameters' shapes. Other attributes may be state of a run.
         there = vars(module).get(name)
         settings = isinstance(made, (float, str, TransformerConfig))
         if settings and there != made:
@@ -118,9 +118,9 @@ def _difference(module: nn.Module, was: nn.Module) -> str:
 
 
 def _require_same(model: GPTModel, config: TransformerConfig, axis: MeshAxis) -> None:
-    """Raise ValueError where the ranks hold different models, whose pieces would make none.
+    """Raise ValueError if the ranks hold different models.
 
-    Weights are compared by the sums of their bytes, those on the meta device by the seed.
+    Weights are compared by the sums of their bytes, and weights on the meta device by the seed.
     """
     if any(parameter.is_meta for parameter in model.parameters()):
         check_same_seed(model.seed, axis)
@@ -147,22 +147,22 @@ def _sum_of_bytes(tensor: torch.Tensor) -> int:
     if tensor.is_meta:
         return 0
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
-    # In pieces: sum() first copies them to its dtype, eight times as large as they are.
+    # In pieces, because sum() first casts its input to int64, which is eight times as large.
     flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
     for piece in torch.split(flat, _BYTES_AT_ONCE):
         total += piece.sum(dtype=torch.int64)
     return int(total)
 
 
-def _piece(whole: nn.Parameter, place: nn.Parameter, axis: MeshAxis) -> nn.Parameter:
-    """Cut a whole parameter as the one whose place it takes is marked."""
-    role = role_of(place)
+def _piece(whole: nn.Parameter, like: nn.Parameter, axis: MeshAxis) -> nn.Parameter:
+    """Cut a whole parameter according to the role of the parameter that it replaces."""
+    role = role_of(like)
     piece = whole
     if role.tp_shard_dim is not None:
         held = cut_weight(whole.detach(), role.tp_shard_dim, axis.rank, axis.size, role.tp_blocks)
-        # A copy even where the cut is a view, so that the whole can be freed.
+        # A copy even if the piece is a view, so that the whole can be freed.
         piece = nn.Parameter(held.clone(), requires_grad=whole.requires_grad)
-    copy_role(place, piece)
+    copy_role(like, piece)
     return piece
 
 
@@ -177,7 +177,7 @@ def tensor_parallel_plan(
     """Make the plan with which `parallelize_module(model, mesh["tp"], plan)` cuts the model.
 
     Args:
-        model: a whole model, the same on all ranks (from one seed, or loaded), which is checked.
+        model: a whole model, the same on all ranks (from one seed, or loaded); this is checked.
         sequence_parallel: also cut the tokens between the products; by default as in its config.
 
     Raises:

@@ -1,8 +1,8 @@
-"""Saved activations that wait for backward in host memory, and come back one block ahead of it.
+"""Saved activations that are kept in host memory until backward needs them.
 
-When backward comes to a block, the tensors of the block before are sent for: they travel while this
-one's gradients are computed. So two blocks' tensors are on the device at most, and only those of
-the last block are waited for.
+When backward comes to a block, copies of the block before start, which run while this block's
+gradients are computed. So the tensors of at most two blocks are on the device, and backward waits
+only for those of the last block.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ __all__ = ["Offloader", "OnHost"]
 
 
 class Offloader:
-    """What the blocks of a model share: whose tensors are back, and whose come next.
+    """Moves the saved tensors of a model's blocks; one object serves all of the blocks.
 
     Args:
-        devices: types of devices whose tensors move. What is on a CPU is in host memory already; a
-            test may name it all the same.
+        devices: types of devices whose tensors are moved. Tensors on a CPU are in host memory
+            already, and only tests name it.
     """
 
     def __init__(self, devices: Sequence[str] = ("cuda",)) -> None:
@@ -40,21 +40,24 @@ class Offloader:
 
     @contextmanager
     def hooks(self, block: nn.Module, index: int, min_numel: int) -> Iterator[None]:
-        """Inside, what autograd saves moves to host memory.
+        """Inside, tensors that autograd saves are moved to host memory.
 
         Args:
-            block: its parameters stay where they are.
-            index: its place among the blocks; backward comes to them from the last to the first.
-            min_numel: smaller tensors stay too.
+            block: its parameters are not moved.
+            index: its number among the blocks; backward visits them from the last to the first.
+            min_numel: smaller tensors are not moved.
         """
         parameters = {p.untyped_storage()._cdata for p in block.parameters()}
         before = self._last()
-        if before is None or before.index != index - 1:  # another forward, or another stage
+        if before is None or before.index != index - 1:  # from another forward or stage
             before = None
         saved = _Saved(index, before)
         self._last = weakref.ref(saved)
         moved: dict[tuple[object, ...], OnHost] = {}
-        # A storage that is gone leaves its name to another one, unless somebody refers to it.
+        # Note [Addresses of storages]
+        # A tensor that autograd saves twice is moved once: tensors are looked up by the address of
+        # their storage. If a storage is freed, the next one may get its address, and would be taken
+        # for it. A weak reference to the storage keeps the address from being used again.
         storages: list[StorageWeakRef] = []
 
         def pack(tensor: Tensor) -> Tensor | OnHost:
@@ -62,8 +65,8 @@ class Offloader:
             stays = tensor.numel() < min_numel or storage._cdata in parameters
             if stays or tensor.device.type not in self.devices:
                 return tensor
-            place = (storage._cdata, tensor.storage_offset(), tensor._version)
-            key = (*place, *shape, tensor.dtype)
+            address = (storage._cdata, tensor.storage_offset(), tensor._version)
+            key = (*address, *shape, tensor.dtype)
             if key not in moved:
                 storages.append(StorageWeakRef(storage))  # type: ignore[no-untyped-call]
                 moved[key] = saved.add(tensor, self._streams_of(tensor.device))
@@ -84,7 +87,7 @@ class Offloader:
             storages.clear()
 
     def _come_to(self, saved: _Saved) -> None:
-        """Backward asks for a block's tensors: send for all of them, then for the next block's."""
+        """Backward needs a block's tensors: start their copies, and those of the block before."""
         if saved is self._now:
             return
         for other in (self._now, self._ahead):
@@ -104,7 +107,7 @@ class Offloader:
 
 
 class _Streams:
-    """Copies to the host and from it, each in an order of its own."""
+    """One stream of copies to the host, and one of copies from it."""
 
     def __init__(self, device: torch.device) -> None:
         self.away = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
@@ -112,7 +115,7 @@ class _Streams:
 
 
 class _Saved:
-    """What one forward of a block saved; the graph alone keeps it alive."""
+    """The tensors that one forward of a block saved. Only the autograd graph keeps it alive."""
 
     def __init__(self, index: int, before: _Saved | None) -> None:
         self.index = index
@@ -122,20 +125,20 @@ class _Saved:
         self._tensors: list[weakref.ref[OnHost]] = []
 
     def add(self, tensor: Tensor, streams: _Streams | None) -> OnHost:
-        """Begin a tensor's copy to the host."""
+        """Start the copy of a tensor to the host."""
         held = OnHost(self, tensor, streams)
         self._tensors.append(weakref.ref(held))
         return held
 
     def send_for(self) -> None:
-        """Begin the copies to the device: what was saved last is wanted first."""
+        """Start the copies to the device, beginning with the tensor that was saved last."""
         for reference in reversed(self._tensors):
             held = reference()
             if held is not None:
                 held.send_for()
 
     def let_go(self) -> None:
-        """Give the device's memory back: backward has gone elsewhere."""
+        """Free the copies on the device, as backward is at another block."""
         for reference in self._tensors:
             held = reference()
             if held is not None:
@@ -146,8 +149,8 @@ class OnHost:
     """A tensor in (pinned) host memory, and its copy on the device while backward needs it.
 
     Attributes:
-        owner: the forward of a block that saved it.
-        uses: how often autograd saved it.
+        owner: the forward of a block that saved the tensor.
+        uses: how many times autograd saved the tensor.
     """
 
     def __init__(self, owner: _Saved, tensor: Tensor, streams: _Streams | None) -> None:
@@ -167,20 +170,20 @@ class OnHost:
             self._host = torch.empty_like(tensor, device="cpu", pin_memory=True)
             self._host.copy_(tensor, non_blocking=True)
             self._copied = streams.away.record_event()
-        # The copy still reads it after its last owner on this stream lets go.
+        # The copy may still read the tensor after its last reference is gone.
         tensor.record_stream(streams.away)
 
     @property
     def is_back(self) -> bool:
-        """Whether it is on the device, or on its way there."""
+        """Whether a copy is on the device, or has been started."""
         return self._copy is not None
 
     def send_for(self) -> None:
-        """Begin the copy to the device, if none is there."""
+        """Start the copy to the device, unless there is one."""
         if self._copy is not None:
             return
-        # Memory of the computing stream, which the copy waits for: it is given out again in that
-        # stream's order, so a host that runs ahead holds no more of it.
+        # Allocated on the computing stream, for which the copy waits. The allocator reuses such
+        # memory in the order of that stream, so a host that runs ahead does not allocate more.
         self._copy = torch.empty_like(self._host, device=self.device)
         if self._streams is None:
             self._copy.copy_(self._host)
@@ -193,7 +196,7 @@ class OnHost:
             self._arrived = back.record_event()
 
     def take(self) -> Tensor:
-        """The copy on the device, once there; forgotten here with its last use."""
+        """Return the copy on the device, and drop the reference to it with its last use."""
         self.send_for()
         self._wait()
         copy = self._copy
@@ -203,7 +206,7 @@ class OnHost:
         return copy  # type: ignore[return-value]
 
     def let_go(self) -> None:
-        """Forget the copy on the device."""
+        """Drop the copy on the device."""
         if self._copy is not None:
             self._wait()
             self._copy, self._used = None, 0

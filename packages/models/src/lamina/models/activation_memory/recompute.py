@@ -1,7 +1,7 @@
-"""Trading saved activations for computation, or for host memory.
+"""Recomputation and offload: less activation memory for more computation or host memory.
 
-`apply_recompute` changes what a model's blocks keep for backward, never what they compute. It
-replaces the `forward` of chosen modules on the instance: names, parameters and hooks stay.
+`apply_recompute` changes what a model's blocks save for backward, and never what they compute. It
+replaces the `forward` of modules on the instance, so names, parameters and hooks stay as they are.
 """
 
 from __future__ import annotations
@@ -48,22 +48,22 @@ _MODULES: dict[str, tuple[type[nn.Module], ...]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class RecomputePolicy:
-    """What blocks keep for backward.
+    """What blocks save for backward.
 
     Args:
-        kind: `none`; `full` keeps a block's input and runs the block again; `selective` drops
-            what the named operations return, and recomputes it when backward asks for it;
-            `offload` moves what would be saved to host memory (nothing to do on a CPU), and
-            brings it back while the block after it is in its backward.
-        every: apply it to every n-th block, from the first.
+        kind: `none` saves everything. `full` saves a block's input and runs the block again.
+            `selective` does not save what the named operations return, and computes it again when
+            backward needs it. `offload` moves saved tensors to host memory (there is nothing to do
+            on a CPU), and copies them back while the block after them is in its backward.
+        every: apply the policy to every n-th block, from the first.
         operations: for `selective`: `attention` (scores, softmax, mixing), `norm`,
             `activation`, `scan` (Mamba's convolution, decays and states). None of them
             contains a matrix product with a weight.
-        min_numel: for `offload`: smaller tensors stay.
+        min_numel: for `offload`: smaller tensors stay on the device.
 
     Raises:
         ValueError: for a kind or operation that does not exist, no operation, `every` below 1,
-            or what the kind would not look at.
+            or a setting that the kind does not use.
     """
 
     kind: Kind = "none"
@@ -94,10 +94,10 @@ def apply_recompute(
     *,
     blocks: tuple[type[nn.Module], ...] = (TransformerBlock, ResidualBlock),
 ) -> ModuleT:
-    """Make a model's blocks keep what the policy says; losses and gradients keep their bits.
+    """Make a model's blocks save what the policy says. Losses and gradients keep their bits.
 
-    A second call replaces the first. Dropout draws the same numbers when it runs again, inside
-    `lamina.mesh.rng_stream` too.
+    A second call replaces the first. Dropout that runs again draws the same numbers, also inside
+    `lamina.mesh.rng_stream`.
 
     Args:
         model: holds the blocks, at any depth. Changed in place.
@@ -125,7 +125,7 @@ def apply_recompute(
 
 
 def is_recomputed(module: nn.Module) -> bool:
-    """Whether `apply_recompute` has put another forward in this module's place."""
+    """Whether `apply_recompute` has replaced this module's forward."""
     return isinstance(module.__dict__.get("forward"), _Replaced)
 
 
@@ -151,9 +151,10 @@ def _apply(block: nn.Module, policy: RecomputePolicy, offloader: Offloader, inde
 
 
 class _Replaced(partial[Any]):
-    """A forward that was put in a module's place; a class of its own so that it can be found.
+    """A forward that `apply_recompute` has set on a module.
 
-    A partial over bound methods, unlike a closure, follows the module through deepcopy and pickle.
+    It has a class of its own so that it can be recognised. A partial over bound methods, unlike a
+    closure, follows the module through deepcopy and pickle.
     """
 
 
@@ -165,14 +166,14 @@ def _checkpointed(
     if torch.compiler.is_compiling():
         if _replays(block):
             return _outside_of_graphs(_checkpointed, block, forward, *inputs, **options)
-        # torch's compiler takes no contexts but its own, and draws the same numbers by itself.
+        # torch's compiler supports no contexts of others, and draws the same numbers by itself.
         return checkpoint(forward, *inputs, use_reentrant=False, **options)
     contexts = replaying_scales(block, recompute_contexts)
     return checkpoint(forward, *inputs, use_reentrant=False, context_fn=contexts, **options)
 
 
 def _replays(block: nn.Module) -> bool:
-    """Whether a block that runs again needs more than torch's generators as they were."""
+    """Whether a block that runs again needs more state than torch's default generators."""
     return not isinstance(block, (TransformerBlock, ResidualBlock)) or any(
         (isinstance(module, Float8Products) and module.amax_history is not None)
         or (isinstance(module, (Dropout, AttentionCore)) and module.sharded and module.rate > 0.0)
@@ -183,7 +184,7 @@ def _replays(block: nn.Module) -> bool:
 
 @one_graph_break
 def _outside_of_graphs(run: Callable[..., Any], *inputs: Any, **options: Any) -> Any:
-    """Run uncompiled: what autograd saves in a compiled graph is the compiler's choice."""
+    """Run uncompiled, because the compiler chooses what autograd saves in a compiled graph."""
     return run(*inputs, **options)
 
 

@@ -1,9 +1,9 @@
-"""Outputs that are not kept for backward but computed again when it asks for them.
+"""Outputs of operations that are not saved for backward, but computed again when it needs them.
 
-An operation's output is usually saved twice over: by the operation, and by the product that reads
-it. Here the operation's inputs are kept instead, and whoever saves its output gets a recipe in
-place of the tensor. In backward the first who needs the output runs the operation again, once, with
-autograd recording, and the operation's own backward uses that same run.
+An operation's output is usually saved by the operation itself and by the product that reads it.
+Here the operation saves its inputs only, and the hooks that autograd calls for saved tensors save a
+recipe for the output (decision 0604). The first part of backward that needs the output runs the
+operation again, once, with autograd enabled. The backward of the operation uses the same run.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ __all__ = ["Discarder"]
 
 
 class Discarder:
-    """Remembers, while a block's forward runs, which storages hold outputs not to be kept."""
+    """Knows, while a block's forward runs, which storages hold outputs that are not to be saved."""
 
     def __init__(self) -> None:
         self._known: dict[int, tuple[StorageWeakRef, int, _Recipe]] = {}
 
     @contextmanager
     def hooks(self) -> Iterator[None]:
-        """Inside, a remembered output that autograd saves becomes a recipe."""
+        """Inside, autograd saves a recipe for an output that is known here."""
         try:
             with torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack):
                 yield
@@ -39,7 +39,7 @@ class Discarder:
             self._known.clear()
 
     def run(self, module: nn.Module, forward: Callable[..., Tensor], *inputs: Any) -> Tensor:
-        """Call `forward`, keeping its inputs rather than its output.
+        """Call `forward`, and save its inputs rather than its output.
 
         Args:
             module: owns the parameters that `forward` uses.
@@ -61,8 +61,8 @@ class Discarder:
         if found is None:
             return tensor
         storage, version, recipe = found
-        # A freed storage's address may be somebody else's by now, and an output that was written
-        # to since cannot be computed again: such tensors are saved as usual.
+        # The address of a freed storage may belong to another one by now, and an output that was
+        # written to afterwards cannot be computed again. Such tensors are saved as usual.
         if storage.expired() or tensor._version != version:  # type: ignore[no-untyped-call]
             return tensor
         return _RecipeView(recipe, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
@@ -92,9 +92,9 @@ class _Run(NamedTuple):
 
 
 class _Recipe:
-    """How to compute an output again, and that run between its first use and its last.
+    """How to compute an output again, and the run that did so, until its last use.
 
-    Generators are kept for modules with a dropout `rate` only: their state is 5 KB a time.
+    The states of generators are saved only for modules with a dropout `rate`; each takes 5 KB.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class _Recipe:
         self.others = [None if isinstance(x, Tensor) else x for x in inputs]
         self.tensors_at = [i for i, x in enumerate(inputs) if isinstance(x, Tensor)]
         self.random: _RandomState | None = None
-        rate = getattr(module, "rate", 0.0)  # of a scan it is a tensor, and no probability
+        rate = getattr(module, "rate", 0.0)  # the `rate` of a scan is a tensor of decay rates
         if isinstance(rate, float) and rate > 0.0 and module.training:
             self.random = _RandomState([inputs[i] for i in self.tensors_at])
         self.node: Callable[[], Any] = lambda: None
@@ -121,7 +121,7 @@ class _Recipe:
     def rerun(self) -> _Run:
         """Run again, unless that was done already."""
         if self.kept is None:
-            # The node is alive: whoever asks comes before it in the same backward.
+            # The node is alive, because its own backward comes after everything that reads this.
             saved, wanted = self.node().saved_tensors, self.node().needs_input_grad[2:]
             leaves = [
                 x.detach().requires_grad_(needed) for x, needed in zip(saved, wanted, strict=False)
@@ -133,14 +133,14 @@ class _Recipe:
 
 
 class _Recomputed(torch.autograd.Function):
-    """An operation that keeps its inputs only."""
+    """An operation that saves its inputs only."""
 
     @staticmethod
     def forward(ctx: Any, recipe: _Recipe, count: int, *tensors: Tensor) -> Tensor:
         """Run `recipe` on the first `count` tensors; the others are its parameters."""
         ctx.save_for_backward(*tensors[:count])
         ctx.recipe = recipe
-        # Weak, for the node holds the recipe already.
+        # A weak reference, because the node holds the recipe.
         recipe.node = weakref.ref(ctx)
         return recipe.call(list(tensors[:count]))
 
@@ -158,7 +158,7 @@ class _Recomputed(torch.autograd.Function):
 
 
 class _RandomState:
-    """The generators as they were before an operation ran."""
+    """The states of the generators before an operation ran."""
 
     def __init__(self, tensors: list[Tensor]) -> None:
         self.cpu = torch.get_rng_state()
@@ -167,7 +167,7 @@ class _RandomState:
         self.streams = recompute_contexts()[1]
 
     def replayed(self) -> AbstractContextManager[Any]:
-        """Inside, generators draw as they did then; afterwards they go on as if nothing was."""
+        """Inside, generators draw the same numbers again. Afterwards their states are restored."""
         stack = ExitStack()
         with stack:
             stack.enter_context(torch.random.fork_rng(self.devices))

@@ -1,4 +1,4 @@
-"""What every block of a forward shares: made once, passed to each."""
+"""What all blocks of a forward share: it is made once and passed to each of them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def default_positions(tokens: Tensor, document_ids: Tensor | None = None) -> Ten
 
 
 def same_for_all(positions: Tensor) -> Tensor:
-    """Positions `[1, sequence]` as `[sequence]`, which every row has; others as they are."""
+    """Return positions `[1, sequence]`, which all rows share, as `[sequence]`; others unchanged."""
     return positions[0] if positions.ndim == 2 and positions.shape[0] == 1 else positions
 
 
@@ -40,13 +40,13 @@ class AttentionContext:
     """What the attention of every block needs beside its input.
 
     Attributes:
-        shape: sequences in the batch, and tokens of each that attention sees.
-        pattern: computes the attention: which tokens, by which kernel.
+        shape: sequences in the batch, and tokens of each sequence in the input of attention.
+        pattern: computes attention, by a kernel and with the mask that it implies.
         rotary: cosines and sines from `rotary_tables`, or None without RoPE.
-        runs: int64 `[batch, sequence]`: each token's document, where the config has layers that
-            are no attention and must know; None without documents.
-        routing: what routers of experts share, in a model that has them.
-        config: what it was built from; None is not known.
+        runs: int64 `[batch, sequence]`: each token's document, if the config has layers other than
+            attention that need it; None without documents.
+        routing: what the routers share, in a model with experts.
+        config: the config that the context was built from; None is unknown.
     """
 
     shape: tuple[int, int]
@@ -57,15 +57,15 @@ class AttentionContext:
     config: TransformerConfig | None = None
 
     def check(self, config: TransformerConfig) -> None:
-        """Raise ValueError for an attention that wants another window or other positions.
+        """Raise ValueError if an attention's config has another window or other positions.
 
-        The blocks of a forward share them, so that its own would be ignored.
+        The blocks of a forward share these, so the attention's own settings would be ignored.
         """
         if self.config is None or self.config is config:
             return
         turns = config.positions == "rope"
         names = ["sliding_window"]
-        if turns != (self.config.positions == "rope"):  # none and learned are one to attention
+        if turns != (self.config.positions == "rope"):  # attention does not tell none from learned
             names = ["positions"]
         elif turns:
             names += ["rope_theta", "rope_scaling"]
@@ -89,7 +89,7 @@ class AttentionContext:
         training: bool = False,
         mesh: MeshLike = None,
     ) -> AttentionContext:
-        """Prepare tables and pattern.
+        """Make the tables and the pattern of a forward.
 
         Args:
             config: the model's.
@@ -101,8 +101,8 @@ class AttentionContext:
             document_ids: integers `[batch, sequence]`; a token attends only within its document,
                 a run of equal ids.
             training: whether attention dropout applies.
-            mesh: its axis `cp` (or the axis itself) cuts the sequences: then attention's input is
-                this rank's part.
+            mesh: if it has an axis `cp`, or is that axis, attention's input is this rank's part
+                of the sequences.
         """
         cp = axis_of(mesh, "cp")
         rotary = None
@@ -126,7 +126,7 @@ class AttentionContext:
     def plain(
         config: TransformerConfig, x: Tensor, *, training: bool, cp: int = 1
     ) -> AttentionContext:
-        """Causal attention, positions from 0, for an attention that is used by itself.
+        """Make plain causal attention with positions from 0, for an attention used by itself.
 
         Args:
             config: the attention's.

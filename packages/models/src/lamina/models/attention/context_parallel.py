@@ -1,9 +1,9 @@
-"""Three ways to attend over a sequence that is cut over ranks.
+"""Three attention patterns for sequences that are cut over ranks, in zigzag order.
 
-`ring`: keys and values pass round, point to point, while each rank attends to those it has (Liu
-et al., 2023). `all_gather`: every rank gathers all keys and values (Llama 3, 2024). `ulysses`:
-ranks trade the sequence for heads and back, by all-to-all (Jacobs et al., 2023). Each is an
-attention pattern like those of one process; sequences are cut in zigzag order.
+`ring`: keys and values are sent from rank to rank while each rank attends to those that it has (Liu
+et al., 2023). `all_gather`: every rank gathers all keys and values (Llama 3, 2024). `ulysses`: an
+all-to-all gives each rank the whole sequence of some heads, and another one gives the results back
+(Jacobs et al., 2023).
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ __all__ = ["Ring", "check_context_parallel", "check_pattern", "parallel_pattern"
 
 
 def positions_of(rank: int, size: int, sequence: int, device: torch.device) -> Tensor:
-    """Where in the whole sequence a rank's tokens are: int64 `[sequence / size]`."""
+    """Positions of a rank's tokens in the whole sequence: int64 `[sequence / size]`."""
     chunks = torch.arange(sequence, device=device).chunk(2 * size)
     return torch.cat((chunks[rank], chunks[2 * size - 1 - rank]))
 
 
 @dataclass(frozen=True)
 class Ring:
-    """Keys and values go round; pieces of attention are merged in float32.
+    """Keys and values are sent round a ring; pieces of attention are merged in float32.
 
     Attributes:
         axis: the ranks.
@@ -75,7 +75,7 @@ class Ring:
         if source == rank:
             return (Piece(everything, everything, Block(scale, causal=True)),)
         if source < rank:
-            # Its early chunk comes before both of ours, its late one after both.
+            # The early chunk of that rank comes before both of ours, its late chunk after both.
             return (Piece(everything, slice(0, half), Block(scale)),)
         return (Piece(slice(half, tokens), everything, Block(scale)),)
 
@@ -90,7 +90,7 @@ class Ring:
 
 @dataclass(frozen=True)
 class GatheredKeys:
-    """Every rank gathers all keys and values, in order, and attends to them.
+    """Every rank gathers all keys and values, and attends to them.
 
     Attributes:
         axis: the ranks.
@@ -113,7 +113,7 @@ class GatheredKeys:
 
 @dataclass(frozen=True)
 class Ulysses:
-    """Ranks trade tokens for heads: each attends over the whole sequence for some heads.
+    """Each rank attends over the whole sequence, for some of the heads.
 
     Attributes:
         axis: the ranks.
@@ -129,7 +129,7 @@ class Ulysses:
         """See `AttentionPattern`; tokens are this rank's."""
         size = self.axis.size
         if key.shape[2] % size:
-            # Fewer key heads than ranks: ranks that share one each get a copy.
+            # There are fewer key heads than ranks, so ranks that share one each get a copy.
             key, value = repeat_heads(key, size), repeat_heads(value, size)
         widths = [x.shape[2] // size for x in (query, key, value)]
         if value.shape[-1] == query.shape[-1]:
@@ -157,7 +157,7 @@ class Ulysses:
 
 
 def check_context_parallel(config: TransformerConfig, cp: MeshAxis, tp_size: int) -> None:
-    """Raise ValueError for a config that the chosen way cannot do, with a remedy."""
+    """Raise ValueError if the chosen kind of context parallelism does not support a config."""
     way, heads, kv_heads = config.context_parallel, config.num_heads, config.kv_heads
     if config.mamba is not None:
         raise ValueError(
@@ -205,9 +205,9 @@ def check_pattern(
     documents: bool,
     dropout: float = 0.0,
 ) -> None:
-    """Raise ValueError for attention that has no kernel here; arguments as of `parallel_pattern`.
+    """Raise ValueError for attention without a kernel; arguments as of `parallel_pattern`.
 
-    An axis of None is one process.
+    An `axis` of None is one process.
     """
     if axis is None or config.context_parallel == "ulysses":
         check_path(config, device, dtype, dropout)
@@ -232,7 +232,7 @@ def parallel_pattern(
     """Build the pattern that the config names.
 
     Args:
-        config: names the way and the window.
+        config: names the kind of context parallelism and the window.
         axis: context-parallel ranks.
         tokens: any tensor `[batch, sequence, ...]` of whole sequences.
         dtype: of queries, keys and values.
@@ -240,7 +240,7 @@ def parallel_pattern(
         dropout: of attention probabilities.
 
     Raises:
-        ValueError: if the way cannot do the case.
+        ValueError: if that kind does not support the case.
     """
     check_pattern(config, axis, tokens.device, dtype, document_ids is not None, dropout)
     window = config.sliding_window
@@ -261,17 +261,17 @@ def parallel_pattern(
 
 
 def _merges(config: TransformerConfig, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether a kernel that writes out no scores gives what merging needs."""
+    """Whether a kernel that stores no scores returns the logs that merging needs."""
     half = dtype in (torch.float16, torch.bfloat16)
     return device.type == "cpu" or (half and max(config.head_width, config.value_width) <= 256)
 
 
 def causal_pieces(axis: MeshAxis, sequence: int, scale: float) -> tuple[Piece, ...]:
-    """This rank's two chunks over whole sequences: each sees all before it, and itself causally."""
+    """Pieces of this rank's two chunks: all chunks before, and the chunk itself causally."""
     chunk = sequence // (2 * axis.size)
     pieces = []
-    for place, number in enumerate((axis.rank, 2 * axis.size - 1 - axis.rank)):
-        rows, first = slice(place * chunk, (place + 1) * chunk), number * chunk
+    for half, number in enumerate((axis.rank, 2 * axis.size - 1 - axis.rank)):
+        rows, first = slice(half * chunk, (half + 1) * chunk), number * chunk
         if first:
             pieces.append(Piece(rows, slice(0, first), Block(scale)))
         pieces.append(Piece(rows, slice(first, first + chunk), Block(scale, causal=True)))

@@ -1,8 +1,8 @@
-"""Who attends to whom, and by which of torch's kernels.
+"""Attention patterns: which tokens attend to which, computed by one of torch's kernels.
 
-Each class is one way to compute the same attention; a forward makes one of them and every block
-calls it. All take queries `[batch, sequence, heads, width]` and keys and values with `kv_heads`
-heads, and return `[batch, sequence, heads, value_width]`.
+Each class is one way to compute the same attention. A forward makes one object of one class, and
+every block calls it. All classes take queries `[batch, sequence, heads, width]` and keys and values
+with `kv_heads` heads, and return `[batch, sequence, heads, value_width]`.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ __all__ = [
 
 
 class AttentionPattern(Protocol):
-    """One way to attend."""
+    """A way to compute attention."""
 
     def __call__(
         self, query: Tensor, key: Tensor, value: Tensor, *, scale: float, dropout: float
@@ -48,12 +48,12 @@ class AttentionPattern(Protocol):
 
 
 def repeat_heads(x: Tensor, heads: int) -> Tensor:
-    """Repeat each key or value head of `[batch, sequence, kv_heads, width]` for its queries."""
+    """Repeat key or value heads `[batch, sequence, kv_heads, width]` until there are `heads`."""
     return x if x.shape[2] == heads else x.repeat_interleave(heads // x.shape[2], dim=2)
 
 
 def refuse_dropout(name: str, dropout: float) -> None:
-    """Raise ValueError for dropout of probabilities that a kernel never writes out."""
+    """Raise ValueError if there is dropout, for a kernel that never stores the probabilities."""
     if dropout:
         raise ValueError(
             f"{name} has no attention_dropout (here {dropout}): set it to 0, or take a pattern of "
@@ -67,14 +67,14 @@ def _heads_second(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 @dataclass(frozen=True)
 class Causal:
-    """Plain causal attention: nothing to write out, the fastest kernel everywhere."""
+    """Plain causal attention, which needs no mask and has the fastest kernel on every device."""
 
     def __call__(
         self, query: Tensor, key: Tensor, value: Tensor, *, scale: float, dropout: float
     ) -> Tensor:
         """See `AttentionPattern`."""
-        # On CUDA only the half-precision kernels know grouped heads; the others would silently
-        # fall back to writing out all scores.
+        # On CUDA only the half-precision kernels support grouped heads. For other dtypes torch
+        # would silently fall back to a kernel that stores all scores.
         grouped = not query.is_cuda or query.dtype in (torch.float16, torch.bfloat16)
         if not grouped:
             key, value = repeat_heads(key, query.shape[2]), repeat_heads(value, query.shape[2])
@@ -88,7 +88,7 @@ class Causal:
 
 @dataclass(frozen=True)
 class Masked:
-    """Attention with the mask written out: runs anywhere, costs sequence^2 bools per batch row.
+    """Attention with a stored mask, on any device, for sequence^2 bools per row of the batch.
 
     Attributes:
         mask: bool, broadcast to `[batch, 1, sequence, sequence]`: True where the query (rows) may
@@ -111,12 +111,12 @@ class Masked:
 
 @dataclass(frozen=True)
 class Varlen:
-    """Documents laid end to end, by torch's variable-length flash kernel (CUDA, fp16 and bf16).
+    """Concatenated documents, by torch's variable-length flash kernel (CUDA, fp16 and bf16).
 
     Attributes:
         starts: int32 `[documents + 1]`: where each document of the flattened batch starts, and
             the end of the last.
-        longest: tokens of the longest document.
+        longest: the number of tokens in the longest document.
         window: how many tokens, itself included, a token attends to; None is all before it.
         grouped_heads: whether the kernel takes fewer heads of keys than of queries.
     """
@@ -175,7 +175,7 @@ def _flex_kernel(compiled: bool) -> Any:
     # In torch 2.15 the module imports sympy, which costs everybody half a second.
     from torch.nn.attention.flex_attention import flex_attention
 
-    # Uncompiled, flex_attention writes out all scores. Compiling is lazy and costs seconds once.
+    # Uncompiled, flex_attention stores all scores. The first call compiles it, which takes seconds.
     return torch.compile(flex_attention, dynamic=False) if compiled else flex_attention
 
 
@@ -198,13 +198,14 @@ def document_starts(runs: Tensor) -> Tensor:
 def document_runs(document_ids: Tensor) -> Tensor:
     """Number the runs of equal ids in each row: int64 `[batch, sequence]`.
 
-    A document is a run: an id that comes back later names another document, on every path.
+    A document is a run of equal ids. An id that occurs again after another one starts a new
+    document; this holds for every kernel.
     """
     return _first_of_run(document_ids).to(torch.int64).cumsum(dim=1) - 1
 
 
 def document_positions(document_ids: Tensor) -> Tensor:
-    """Positions that start at 0 at the first token of each run of equal ids.
+    """Count positions from 0 in each run of equal ids.
 
     Args:
         document_ids: integers `[batch, sequence]`.
@@ -224,11 +225,11 @@ def allowed_pairs(
     query_runs: Tensor | None = None,
     key_runs: Tensor | None = None,
 ) -> Tensor:
-    """Write out which query may attend to which key.
+    """Make the mask of the queries and the keys that they may attend to.
 
     Args:
-        queries: int64 `[q]`: places of the queries in the sequence.
-        keys: int64 `[k]`: places of the keys.
+        queries: int64 `[q]`: positions of the queries in the sequence.
+        keys: int64 `[k]`: positions of the keys.
         window: how many tokens, itself included, a token attends to.
         query_runs: int64 `[batch, q]`: each query's document.
         key_runs: int64 `[batch, k]`.
@@ -253,7 +254,7 @@ def choose_pattern(
     document_ids: Tensor | None,
     dropout: float = 0.0,
 ) -> AttentionPattern:
-    """Take the path that the config names, or the best that the case and the device offer.
+    """Choose the path that the config names, or the fastest one that supports the case.
 
     Args:
         config: names the path and the window.
@@ -306,7 +307,7 @@ def _what_varlen_lacks(
             f"no kernel for query heads of {config.head_width} and value heads of "
             f"{config.value_width} elements (only for equal widths up to 256)"
         )
-    # The variable-length kernel is FlashAttention's, which begins with Ampere.
+    # The variable-length kernel is FlashAttention's, which needs an Ampere GPU or later.
     if torch.cuda.get_device_capability(device) < (8, 0):
         return "no kernel for this GPU (compute capability 8.0 or above)"
     return None
@@ -315,7 +316,7 @@ def _what_varlen_lacks(
 def check_path(
     config: TransformerConfig, device: torch.device, dtype: torch.dtype, dropout: float
 ) -> None:
-    """Raise ValueError for a path that the config names and that cannot do the case."""
+    """Raise ValueError if the config names a path that does not support the case."""
     path, lacks = config.attention_path, None
     if path in ("auto", "sdpa"):
         return
@@ -347,9 +348,9 @@ def _varlen(tokens: Tensor, runs: Tensor | None, window: int | None) -> Varlen:
 def flex_over(
     queries: Tensor, keys: Tensor, window: int | None, runs: Tensor | None = None
 ) -> Flex:
-    """Make the flex pattern of some places' queries and keys; see `allowed_pairs`.
+    """Make the flex pattern of queries and keys at some positions; see `allowed_pairs`.
 
-    `runs` are of the whole sequence.
+    `runs` are those of the whole sequence.
     """
 
     def mask_mod(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
@@ -371,5 +372,5 @@ def flex_over(
 def _block_mask_maker(compiled: bool) -> Any:
     from torch.nn.attention.flex_attention import create_block_mask
 
-    # Uncompiled, create_block_mask writes out every pair before it looks at blocks.
+    # Uncompiled, create_block_mask stores every pair before it reduces pairs to blocks.
     return torch.compile(create_block_mask) if compiled else create_block_mask

@@ -1,4 +1,4 @@
-"""Multi-head latent attention (DeepSeek-V2, 2024): its row, and its module."""
+"""Multi-head latent attention (DeepSeek-V2, 2024): the variant and its module."""
 
 from __future__ import annotations
 
@@ -159,9 +159,9 @@ class LatentAttention(AttentionVariant):
 class LatentSelfAttention(Attention):
     """Multi-head latent attention over `[batch, sequence, hidden]`.
 
-    Keys and values of all heads are made from one narrow latent per token; the part of the keys
+    The keys and values of all heads are made from one narrow latent per token. The part of the keys
     that RoPE turns is shared by the heads. Over tensor-parallel ranks each holds a run of the
-    heads; the projections down to the latents are whole on every rank.
+    heads, and the projections down to the latents are whole on every rank.
 
     Args:
         config: the shape.
@@ -247,7 +247,7 @@ class LatentSelfAttention(Attention):
         return torch.cat((still, turned), dim=-1), value
 
     def _for_local_heads(self, x: Tensor) -> Tensor:
-        """Enter the heads' region with what all heads share, all tokens of it."""
+        """Make what all heads share, for all tokens, an input of this rank's heads."""
         if self.axis is None:
             return x
         reduction = self.config.tp_reduction

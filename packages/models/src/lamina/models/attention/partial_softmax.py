@@ -1,9 +1,10 @@
-"""Attention of some queries to some keys, with what it takes to put such pieces together.
+"""Attention of some queries to some keys, with the numbers that merging such pieces takes.
 
-The pieces of a softmax over all keys are put together by the log of their sums of exponentials
-(Milakov and Gimelshein, 2018). torch's kernels compute it, and their backward takes that of the
-whole in place of the piece's own, which gives the gradients' pieces (Liu et al., Ring Attention,
-2023). All tensors are `[batch, heads, tokens, width]`; keys and values may have fewer heads.
+Pieces of a softmax over all keys are merged by the logs of their sums of exponentials (Milakov and
+Gimelshein, 2018). torch's kernels return these logs. If their backward is given the log of the
+whole softmax instead of the piece's own, it returns the piece's part of the gradients (Liu et al.,
+Ring Attention, 2023). All tensors are `[batch, heads, tokens, width]`; keys and values may have
+fewer heads.
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ Gradients = tuple[Tensor, Tensor, Tensor]
 
 @dataclass(frozen=True)
 class Block:
-    """One piece of attention.
+    """The attention of some queries to some keys.
 
     Attributes:
         scale: what scores are multiplied by.
         causal: query i sees keys 0 .. i.
-        mask: bool `[batch or 1, 1, queries, keys]`, in place of `causal`.
+        mask: bool `[batch or 1, 1, queries, keys]`, used instead of `causal`.
     """
 
     scale: float
@@ -34,16 +35,16 @@ class Block:
     mask: Tensor | None = None
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Mixed values like `query`, and logs of sums `[batch, heads, queries]`.
+        """Return mixed values like `query`, and logs of sums `[batch, heads, queries]`.
 
-        Logs are float32 or wider, and -inf where a query sees no key (its values are 0).
+        Logs are float32 or wider. For a query without any key they are -inf and its values are 0.
         """
         if _flash_on_cpu(query):
             out, logs = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
                 query, key, value, 0.0, self.causal, attn_mask=self._bias(query), scale=self.scale
             )
             if self.mask is not None:
-                # The kernel says 0 for a row that sees nothing.
+                # The kernel returns 0 for a query without any key.
                 logs = logs.masked_fill(~self.mask.any(dim=-1), -torch.inf)
             return out, logs
         if _flash_on_cuda(query) and self.mask is None:
@@ -59,7 +60,7 @@ class Block:
     def backward(
         self, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, logs: Tensor
     ) -> Gradients:
-        """This piece's part of the gradients.
+        """Compute this piece's part of the gradients.
 
         Args:
             grad: gradient of the whole attention's result.
@@ -94,7 +95,7 @@ class Block:
         self, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, logs: Tensor
     ) -> Gradients:
         none = torch.empty(0, dtype=torch.int64, device="cpu")
-        # Without dropout the kernel reads neither seed nor offset, nor lengths of equal sequences.
+        # Without dropout the kernel does not read seed and offset, nor lengths of equal sequences.
         found: Gradients = torch.ops.aten._scaled_dot_product_flash_attention_backward(
             grad, query, _repeat(key, query), _repeat(value, query), out, logs.contiguous(),
             None, None,
@@ -118,7 +119,7 @@ class Block:
 
 
 def merge(out: Tensor, logs: Tensor, more: Tensor, more_logs: Tensor) -> None:
-    """Put another piece into `out` and `logs`, in place; both are float32 or wider."""
+    """Merge another piece into `out` and `logs`, in place; both are float32 or wider."""
     total = torch.logaddexp(logs, more_logs)
     shift = _finite(total)
     out *= (logs - shift).exp()[..., None]
@@ -127,7 +128,7 @@ def merge(out: Tensor, logs: Tensor, more: Tensor, more_logs: Tensor) -> None:
 
 
 def _finite(logs: Tensor) -> Tensor:
-    """Rows that see nothing: any number does, for all that is subtracted from is -inf."""
+    """Replace -inf by 0, so that subtracting it from -inf gives -inf and not NaN."""
     return logs.masked_fill(logs == -torch.inf, 0.0)
 
 

@@ -26,7 +26,7 @@ __all__ = ["InPieces", "Piece", "attend_in_pieces"]
 
 @dataclass(frozen=True)
 class Piece:
-    """Some queries and some keys that they attend to."""
+    """A block of queries and a block of keys that they attend to."""
 
     queries: slice
     keys: slice
@@ -52,7 +52,7 @@ class Piece:
         inputs: tuple[Tensor, Tensor, Tensor],
         whole: tuple[Tensor, Tensor, Tensor],
     ) -> None:
-        """Add this piece's part; what the kernel returns is let go before the next piece.
+        """Add this piece's part of the gradients, and free what the kernel returned.
 
         Args:
             grad_query: of the queries, `[batch, tokens, heads, width]`.
@@ -72,15 +72,15 @@ class Piece:
 
 
 def _add_each(sums: Sequence[Tensor], others: Sequence[Tensor]) -> None:
-    """Add in place; a function, so that no name of a caller keeps the last of the others alive."""
+    """Add in place. As a function, so that no variable of the caller keeps the others alive."""
     for total, other in zip(sums, others, strict=True):
         total += other
 
 
 def _to_one_width(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Append zeros, for kernels want heads of one width, on a GPU a multiple of 8.
+    """Append zeros, as kernels need heads of one width, which is a multiple of 8 on a GPU.
 
-    No score or value changes.
+    The zeros change neither scores nor values.
     """
     width = -(-max(x.shape[-1] for x in tensors) // 8) * 8
     return tuple(x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1])) for x in tensors)
@@ -88,7 +88,7 @@ def _to_one_width(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 @dataclass(frozen=True)
 class InPieces:
-    """Attention whose pieces are known, over keys and values that are all here.
+    """Attention over keys and values that this rank has, in pieces that are known.
 
     Attributes:
         pieces: every allowed pair of a query and a key is in one of them.
@@ -167,7 +167,7 @@ class _PiecedAttention(torch.autograd.Function):
             for piece in ctx.pieces(source):
                 piece.add_gradients(grad_query, sums, (q, k, v), (g, out, logs))
             if ctx.group is not None:
-                # A block's gradients follow it round one step behind, and end where it started.
+                # A block's gradients follow it one step behind, and end on its own rank (0606).
                 if travelling is not None:
                     _add_each(sums, travelling.wait())
                 travelling = send_recv(sums, ctx.group)

@@ -28,7 +28,7 @@ def rotary_rates(config: TransformerConfig, device: torch.device) -> Tensor:
 
 
 def _llama3_rates(rates: Tensor, scaling: RopeScaling) -> Tensor:
-    """Keep short wavelengths, stretch long ones, blend between (Llama 3.1)."""
+    """Keep short wavelengths, stretch long ones, interpolate between (Llama 3.1)."""
     turns = scaling.original_length * rates / (2 * math.pi)
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
     kept = ((turns - low) / (high - low)).clamp(0.0, 1.0)
@@ -36,7 +36,7 @@ def _llama3_rates(rates: Tensor, scaling: RopeScaling) -> Tensor:
 
 
 def _yarn_rates(rates: Tensor, scaling: RopeScaling, theta: float) -> Tensor:
-    """Blend by how often a pair turns within the original length (Peng et al., 2023, 3.2)."""
+    """Interpolate by the turns of a pair within the original length (Peng et al., 2023, 3.2)."""
     pairs = rates.numel()
 
     def pair_that_turns(times: float) -> float:
@@ -53,8 +53,8 @@ def _yarn_rates(rates: Tensor, scaling: RopeScaling, theta: float) -> Tensor:
 def rotary_tables(config: TransformerConfig, positions: Tensor) -> tuple[Tensor, Tensor]:
     """Cosines and sines for integer positions.
 
-    They are computed anew in each forward, once for all blocks: a buffer would be lost on the meta
-    device and rounded by `model.to(torch.bfloat16)`.
+    They are computed in each forward, once for all blocks. They are not buffers, because a buffer
+    would be lost on the meta device and rounded by `model.to(torch.bfloat16)`.
 
     Args:
         config: gives the width that turns, the wavelengths and their scaling.

@@ -265,13 +265,14 @@ class TransformerConfig:
         attention_bias: biases in the query, key and value projection.
         attention_output_bias: bias in attention's output projection; as `attention_bias` if None.
         mlp_bias: biases in the MLP.
-        post_norm: also normalise what attention and MLP return, before it is added.
+        post_norm: also normalise the results of attention and MLP before they are added.
         tie_embeddings: the output head uses the embedding's weight.
-        dropout: of embeddings and of what attention and MLP add to the residual stream.
-        attention_dropout: of attention probabilities.
-        sliding_window: how many tokens, itself included, a token attends to; None is all before it.
-        attention_scale: what scores are multiplied by before the softmax; by default one over the
-            root of a query head's width.
+        dropout: dropout of embeddings and of the results of attention and MLP.
+        attention_dropout: dropout of attention probabilities.
+        sliding_window: the number of tokens, itself included, that a token attends to; None is all
+            tokens before it.
+        attention_scale: the factor of the scores before the softmax; by default one over the root
+            of the width of a query head.
         layer_pattern: the kind of each layer, one letter for each: `M` Mamba-2, `*` attention,
             `-` MLP, `E` experts, `T` attention and MLP, or a letter of `layer_kinds`. None is `T`
             for all.
@@ -279,24 +280,26 @@ class TransformerConfig:
         mamba: sizes of Mamba-2 layers; given where the pattern has an `M`.
         moe: experts of layers of kind `E`, and in place of the MLP in layers of kind `T`, and
             in which of these; None has none.
-        attention_path: `auto` takes plain causal `scaled_dot_product_attention` where that says
-            it all, and for documents and windows `varlen` (CUDA, fp16 or bf16), `flex` (CUDA)
-            or `sdpa` with a mask written out (anything else). All give the same numbers. A path
-            that is named is refused where it cannot do the case, and beside `ring` and
-            `all_gather`, which have their own.
-        vocab_multiple: the embedding and head have the next multiple of this many rows, so that
-            they can be cut over ranks; the rows added get no probability.
-        sequence_parallel: where tensor parallelism cuts weights, also cut the tokens of all that
-            lies between (norms, residual stream, dropout); their number must be divisible too.
-        tp_reduction: who sums activations over tensor-parallel ranks: `ordered` adds in float32
-            and in one order, `native` is the backend's own all-reduce and reduce-scatter (faster
-            on NVLink; sums in the wire dtype, in any order). Experts and Mamba keep `ordered`.
-        context_parallel: how attention sees a sequence that is cut over ranks: `ring` passes keys
-            and values round, `all_gather` gathers them, `ulysses` trades tokens for heads.
-        loss_chunk: tokens whose logits are held at a time while the loss is computed; None takes
-            at least 1,024 and more for small vocabularies.
-        precision: what the blocks' projections multiply: numbers as they are, FP8, or Transformer
-            Engine's; and which blocks stay as they are.
+        attention_path: `auto` uses `scaled_dot_product_attention` for plain causal attention. For
+            documents and windows it uses `varlen` (CUDA, fp16 or bf16), `flex` (CUDA), or `sdpa`
+            with a stored mask (anything else). All give the same numbers. A path that is named is
+            refused if it does not support the case, and beside `ring` and `all_gather`, which
+            have kernels of their own.
+        vocab_multiple: the number of rows of embedding and head is rounded up to a multiple of
+            this, so that they can be cut over ranks. The added rows get no probability.
+        sequence_parallel: tensor parallelism also cuts the tokens of norms, residual stream and
+            dropout. The number of tokens must be divisible by the number of ranks.
+        tp_reduction: how activations are summed over tensor-parallel ranks. `ordered` adds in
+            float32 and in one order. `native` is the backend's own all-reduce and reduce-scatter,
+            which is faster on NVLink and adds in the wire dtype, in any order. Experts and Mamba
+            always use `ordered`.
+        context_parallel: how attention is computed if sequences are cut over ranks. `ring` sends
+            keys and values from rank to rank, `all_gather` gathers them, and `ulysses` gives each
+            rank the whole sequences of some heads.
+        loss_chunk: the number of tokens whose logits are in memory at a time in the loss. None
+            is at least 1,024, and more for small vocabularies.
+        precision: how the blocks' projections multiply: in the model's dtype, in FP8, or by
+            Transformer Engine; and which blocks keep the model's dtype.
         init_std: standard deviation of initial weights; projections into the residual stream are
             scaled down by the root of their number (Radford et al., 2019).
 
@@ -458,14 +461,14 @@ class TransformerConfig:
 
     @property
     def score_scale(self) -> float:
-        """What scores are multiplied by before the softmax."""
+        """The factor of the scores before the softmax."""
         if self.attention_scale is not None:
             return self.attention_scale
         return 1.0 / math.sqrt(self.head_width)
 
     @property
     def padded_vocab_size(self) -> int:
-        """Rows of the embedding and the head."""
+        """The number of rows of the embedding and the head."""
         return -(-self.vocab_size // self.vocab_multiple) * self.vocab_multiple
 
     @property

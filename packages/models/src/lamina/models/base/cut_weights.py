@@ -1,4 +1,4 @@
-"""How a whole weight is cut over tensor-parallel ranks, and put together again."""
+"""Cutting a whole weight over tensor-parallel ranks, and joining the pieces."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def cut_weight(
 
 
 def join_weight(pieces: Sequence[Tensor], dim: int, blocks: Sequence[int] | None = None) -> Tensor:
-    """Put the pieces of all ranks together again: the inverse of `cut_weight`."""
+    """Join the pieces of all ranks: the inverse of `cut_weight`."""
     size = len(pieces)
     total = sum(piece.shape[dim] for piece in pieces)
     lengths = [block // size for block in ([total] if blocks is None else blocks)]

@@ -1,9 +1,10 @@
-"""Initial weights that depend on a seed and a parameter's name, on nothing else.
+"""Initial weights that depend only on the model's seed and the parameter's name.
 
-A parameter that draws from the process's generator gets other numbers whenever the order of
-construction changes: a pipeline stage, a unit materialised late, a weight cut over ranks. Here each
-parameter has its own generator, seeded from the model's seed and the parameter's full name, and a
-rank that holds a piece draws the whole weight and keeps its piece.
+If parameters drew from the process's generator, their values would change with the order of
+construction, which differs between pipeline stages, units that are materialised late, and numbers
+of ranks. So each parameter has its own generator, seeded from the model's seed and the parameter's
+full name. A rank that holds a piece of a weight draws the whole weight and keeps its piece
+(decision 0601).
 """
 
 from __future__ import annotations
@@ -35,11 +36,11 @@ def draw_seed() -> int:
 
 
 def check_same_seed(seed: int, *axes: MeshAxis | None) -> None:
-    """Raise ValueError where ranks that make up one model have different seeds; collective.
+    """Raise ValueError if ranks that hold parts of one model have different seeds. Collective.
 
     Args:
         seed: the model's, here.
-        axes: along which it must be the same; None is one rank.
+        axes: the axes along which seeds must be equal; None is one rank.
     """
     for axis in axes:
         if axis is None:
@@ -55,7 +56,7 @@ def check_same_seed(seed: int, *axes: MeshAxis | None) -> None:
 
 
 def extremes(values: Sequence[int], axis: MeshAxis) -> list[tuple[int, int]]:
-    """The lowest and the highest of each value over the ranks of an axis; collective.
+    """The lowest and the highest of each value over the ranks of an axis. Collective.
 
     Args:
         values: above -2^63 and below 2^63, as many on every rank.
@@ -64,7 +65,7 @@ def extremes(values: Sequence[int], axis: MeshAxis) -> list[tuple[int, int]]:
     if axis.group is None:
         return [(value, value) for value in values]
     device = host_device([axis.group], "cuda" if torch.cuda.is_available() else "cpu")
-    # The largest, and the smallest with its sign turned.
+    # One maximum gives both: the largest value, and the smallest with its sign changed.
     found = torch.tensor([values, [-value for value in values]], dtype=torch.int64, device=device)
     all_reduce_small([found], axis.group, op="max")
     highest, lowest = found.tolist()
@@ -72,7 +73,7 @@ def extremes(values: Sequence[int], axis: MeshAxis) -> list[tuple[int, int]]:
 
 
 def assign_seeds(model: nn.Module, seed: int) -> None:
-    """Give every submodule that initialises itself the seed that belongs to its full name."""
+    """Set `init_seed` of every submodule that has one to a seed derived from its full name."""
     for name, module in model.named_modules():
         if hasattr(module, "init_seed"):
             module.init_seed = derive_seed(seed, name)
@@ -169,15 +170,15 @@ def fill_normal_stack(
 def _whole(
     parameter: Tensor, seed: int | None, axis: MeshAxis | None, dim: int
 ) -> tuple[Tensor, torch.Generator | None]:
-    """Room for the whole weight, and the generator that fills it."""
+    """Allocate the whole weight, and make the generator that fills it."""
     generator = None
     if seed is not None:
         generator = torch.Generator(device=parameter.device)
         generator.manual_seed(seed)
     shape = list(parameter.shape)
     shape[dim] *= 1 if axis is None else axis.size
-    # In float32 whatever the parameter's dtype, so that a bf16 model starts from the rounded
-    # weights of the fp32 one.
+    # In float32 for any dtype of the parameter, so that a bf16 model starts from the rounded
+    # weights of the fp32 model.
     return torch.empty(shape, dtype=torch.float32, device=parameter.device), generator
 
 
@@ -197,12 +198,12 @@ def _keep_piece(
 
 
 def _fill_dtensor(parameter: Tensor, whole: Tensor) -> None:
-    """Keep the piece that this rank holds of torch FSDP2's or its own tensor parallelism's cut."""
+    """Keep this rank's piece of a DTensor, which torch's FSDP2 or tensor parallelism has made."""
     from torch.distributed.tensor import DTensor, distribute_tensor
 
     if not isinstance(parameter, DTensor):
         raise TypeError(f"cannot initialise a {type(parameter).__name__}")
-    # Every rank drew the same whole: nothing has to be sent.
+    # Every rank has drawn the same whole weight, so nothing has to be sent.
     pieces = distribute_tensor(
         whole, parameter.device_mesh, parameter.placements, src_data_rank=None
     )

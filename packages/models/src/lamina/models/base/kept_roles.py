@@ -1,4 +1,4 @@
-"""Parameters that are replaced keep their roles and ties: on other devices, in copies, by loads."""
+"""Modules whose parameters keep their roles and ties when torch replaces the parameters."""
 
 from __future__ import annotations
 
@@ -18,13 +18,18 @@ ModuleT = TypeVar("ModuleT", bound="KeepsRoles")
 
 
 class KeepsRoles(nn.Module):
-    """A module below which new parameters take over what those in their places were marked as.
+    """A module that copies the roles of its parameters to the parameters that replace them.
 
-    A role is an attribute of the tensor (`lamina.mesh.mark`). Without it a norm's gradient is not
-    summed over tp, a cut weight counts as whole, and nothing says so. torch makes new parameters
-    when a module leaves the meta device, in `copy.deepcopy` (so in `AveragedModel`), and in
-    `load_state_dict(assign=True)`, also of a module around this one.
+    See Note [Roles are attributes of tensors].
     """
+
+    # Note [Roles are attributes of tensors]
+    # `lamina.mesh.mark` sets a role as an attribute of the parameter. torch makes new parameters,
+    # without the attribute, in three cases: when a module leaves the meta device or changes its
+    # dtype (`_apply`), in `copy.deepcopy` (so in `AveragedModel`), and in
+    # `load_state_dict(assign=True)`, also of a module around this one. A parameter that lost its
+    # role raises no error: the gradient of a norm is not summed over tp, and a cut weight is taken
+    # for a whole one. So each of the three is overridden here and copies the roles.
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,12 +44,12 @@ class KeepsRoles(nn.Module):
                 reset()
 
     def tie_weights(self) -> None:
-        """Make one parameter again of those that are tied."""
+        """Make tied parameters one parameter again; overridden by models that tie some."""
 
     def _apply(self: ModuleT, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ModuleT:
         marked = dict(self.named_parameters(remove_duplicate=False))
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        # torch replaced a tied parameter once for each module that holds it.
+        # torch has replaced a tied parameter once for each module that holds it.
         self.tie_weights()
         for name, parameter in self.named_parameters():
             copy_role(marked[name], parameter)
@@ -60,10 +65,10 @@ class KeepsRoles(nn.Module):
     def _load_from_state_dict(
         self, state_dict: Any, prefix: str, local_metadata: dict[str, Any], *rest: Any
     ) -> None:
-        # The modules below load after this one, and then come the hooks.
+        # Modules below this one load after it, and the post hook runs after all of them.
         if local_metadata.get("assign_to_params_buffers"):
             for name, parameter in self.named_parameters(remove_duplicate=False):
-                # Empty, for the role alone: the weights that are replaced can be freed.
+                # An empty tensor holds the role, so that the replaced weight can be freed.
                 copy_role(parameter, self._before_load.setdefault(name, torch.empty(0)))
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
 

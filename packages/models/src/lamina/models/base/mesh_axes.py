@@ -1,4 +1,4 @@
-"""Which ranks a layer is divided over, whatever kind of mesh says so."""
+"""The axes of a mesh that layers are divided over, for every type that describes a mesh."""
 
 from __future__ import annotations
 
@@ -32,6 +32,6 @@ def axis_of(mesh: MeshLike, name: str) -> MeshAxis | None:
 
 
 def context_ranks(mesh: MeshLike) -> int:
-    """How many ranks share a sequence, as far as the mesh says: an axis is that of tp."""
+    """Count the ranks that share a sequence; 1 for a bare axis, which is that of tp."""
     axis = None if isinstance(mesh, MeshAxis) else axis_of(mesh, "cp")
     return 1 if axis is None else axis.size

@@ -1,4 +1,7 @@
-"""Ids that a vocabulary does not have: an error where looking costs nothing, else NaN."""
+"""Ids that a vocabulary does not have: an error on a CPU, and NaN in the loss on a GPU.
+
+To read ids on a GPU the host would have to wait for the device in every forward.
+"""
 
 from __future__ import annotations
 
@@ -16,23 +19,23 @@ def check_ids(
     *,
     remedy: str | None = None,
 ) -> None:
-    """Refuse ids outside of `0 .. vocab_size - 1`, on a CPU; a GPU would have to be waited for.
+    """Raise ValueError for ids outside of `0 .. vocab_size - 1`; on a CPU only.
 
     Args:
         name: what they are, for the error.
-        ids: integers of any shape. Not looked at on another device or while compiling.
+        ids: integers of any shape. They are not read on another device or while compiling.
         vocab_size: ids that exist.
         ignored: one more value that may occur.
-        remedy: what to do about others; by default a question about the tokenizer.
+        remedy: the end of the error message; by default a question about the tokenizer.
 
     Raises:
-        TypeError: if they are no integers.
+        TypeError: if the ids are not integers.
         ValueError: with the first id that does not exist, and how many do not.
     """
     if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
         raise TypeError(f"{name} are {ids.dtype}: ids are integers, such as torch.int64")
     if ids.device.type != "cpu" or torch.compiler.is_compiling() or type(ids) is not Tensor:
-        return  # subclasses (fake tensors among them) may have no values
+        return  # a tensor subclass, such as a fake tensor, may have no values
     strange = (ids < 0) | (ids >= vocab_size)
     if ignored is not None:
         strange &= ids != ignored
@@ -48,7 +51,7 @@ def check_ids(
 
 
 def label_weights(labels: Tensor, vocab_size: int, ignored: int, dtype: torch.dtype) -> Tensor:
-    """What each label counts: 1, 0 where it is left out, NaN where there is no such id."""
+    """The weight of each label: 1, or 0 if it is ignored, or NaN if there is no such id."""
     exists = (labels >= 0) & (labels < vocab_size)
     weights = torch.where(exists, 1.0, torch.nan).to(dtype)
     return torch.where(labels == ignored, 0.0, weights)

@@ -1,4 +1,4 @@
-"""One parameter of ours, and the tensors that it is in a Hugging Face checkpoint."""
+"""The correspondence between a parameter and tensors of a Hugging Face checkpoint."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ __all__ = ["WeightLink"]
 
 @dataclass(frozen=True)
 class WeightLink:
-    """One of our parameters and the tensors that it is in a Hugging Face checkpoint.
+    """A parameter of Lamina and the tensors of a Hugging Face checkpoint that have its values.
 
     Attributes:
-        ours: name of the parameter.
-        theirs: names of the tensors that are its rows, in order.
-        rows: how many rows each of them has; None where there is one.
-        transposed: theirs is `[in, out]` (GPT-2's Conv1D).
-        order: which of their rows each of ours is; None keeps the order.
-        rows_added: rows of ours, at the end, that theirs does not have (vocabulary padding).
-        stack: ours is this many matrices `[stack, rows, ...]`; None is one matrix.
-        in_memory: name of the one tensor, of our shape, that it is in a `transformers` model
-            in memory, where that is not as in files.
+        ours: name of the parameter in Lamina's model.
+        theirs: names of the tensors whose rows, concatenated in order, are the parameter's rows.
+        rows: the number of rows of each of these tensors; None if there is one tensor.
+        transposed: their tensors are `[in, out]` (GPT-2's Conv1D).
+        order: for each row of ours, the index of the row of theirs; None keeps the order.
+        rows_added: rows at the end of ours that theirs does not have (vocabulary padding).
+        stack: ours is a stack of this many matrices, `[stack, rows, ...]`; None is one matrix.
+        in_memory: the name of the tensor of the same shape in a `transformers` model in memory,
+            if that differs from the names in files.
     """
 
     ours: str
@@ -63,10 +63,10 @@ class WeightLink:
         return whole
 
     def pieces(self) -> Iterator[tuple[tuple[slice, ...], WeightLink]]:
-        """Cut ours where one of theirs ends and the next begins.
+        """Split the link into one link for each of their tensors, where that is possible.
 
         Yields:
-            Slices of our first dimensions, and a link of what is in there to one of theirs.
+            Slices of the first dimensions of ours, and a link of that part to one of theirs.
         """
         rows, each = self.rows or (), len(self.theirs) // (self.stack or 1)
         matrices = [rows[at : at + each] for at in range(0, len(rows), each)]
@@ -85,10 +85,10 @@ class WeightLink:
                 start += length
 
     def read(self, tensor: Callable[[str], Tensor]) -> Tensor:
-        """Make our whole tensor from a source of theirs by name, files or a model in memory.
+        """Make our whole tensor from a function that reads theirs by name.
 
         Raises:
-            KeyError: if the source has it under neither name.
+            KeyError: if there are no such tensors, by the names in files or in memory.
         """
         try:
             return self.to_ours([tensor(name) for name in self.theirs])

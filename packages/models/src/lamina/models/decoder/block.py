@@ -20,13 +20,13 @@ __all__ = ["TransformerBlock"]
 class TransformerBlock(nn.Module):
     """Pre-norm block: `x + attention(norm(x))`, then `x + mlp(norm(x))`.
 
-    With `config.post_norm` what attention and MLP return is normalised too, before it is added.
+    With `config.post_norm` the results of attention and MLP are normalised before the addition.
 
     Args:
         config: the shape.
         mesh: has an axis `tp`, or is that axis; None is one process.
-        layer: place in the stack, which decides whether there are experts (`config.moe`).
-        experts: where experts are; by default what `mesh` says.
+        layer: number in the stack, which decides whether there are experts (`config.moe`).
+        experts: the axes of the experts; by default those of `mesh`.
     """
 
     def __init__(

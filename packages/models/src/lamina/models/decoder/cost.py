@@ -1,4 +1,4 @@
-"""What a model costs: parameters and floating-point operations, from its config alone."""
+"""The costs of a model, in parameters and floating-point operations, from its config alone."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["matrix_parameters", "training_flops_per_token"]
 def matrix_parameters(config: TransformerConfig) -> int:
     """Count the weights that a token is multiplied with: projections and the head.
 
-    Of experts, those that it goes to.
+    Of the experts only those count that a token is sent to.
     """
     attention = variant_of(config).parameters(config)
     products = 3 if config.activation == "swiglu" else 2
@@ -39,21 +39,22 @@ def matrix_parameters(config: TransformerConfig) -> int:
 def training_flops_per_token(config: TransformerConfig, sequence: int) -> float:
     """Floating-point operations of forward and backward, per token (Chowdhery et al., 2022).
 
-    Two per weight and token forward, four backward; attention counts the pairs that a causal mask
-    (and the window) leaves. Recomputation is not counted, as for model FLOP utilisation.
+    These are two per weight and token in forward and four in backward. Attention counts the pairs
+    that the causal mask and the window allow. Recomputation is not counted, as usual for model FLOP
+    utilisation.
 
     Args:
         config: the model's.
         sequence: tokens per sequence.
     """
     window = min(config.sliding_window or sequence, sequence)
-    # The first `window` tokens see 1, 2, ..., the others `window` each.
+    # The first `window` tokens attend to 1, 2, ... tokens, and the others to `window` each.
     pairs = (window * (window + 1) / 2 + (sequence - window) * window) / sequence
     per_pair = variant_of(config).products_per_pair(config)
     layers = sum(config.pattern.count(letter) for letter in "T*")
     mixing = layers * pairs * per_pair
     if config.mamba is not None:
-        # What the recurrence needs: the state takes in a product, and gives one out.
+        # The recurrence has two products per element of the state: its update and its output.
         state = config.mamba.head_dim * config.mamba.state_size
         per_token = 2 * state * config.mamba.heads(config.hidden_size)
         mixing += config.pattern.count("M") * per_token

@@ -30,9 +30,9 @@ def generate(
 ) -> Tensor:
     """Sample a continuation, one token at a time.
 
-    Nothing is cached between tokens, so that it works with any wrapper around the model; every rank
-    of a sharded model must call it. Ranks of tp and cp, which share the sequences, take what the
-    first of them draws. A `VisionLanguageModel` writes text: its image token is never drawn.
+    Nothing is cached between tokens, so this works with any wrapper around the model. Every rank of
+    a sharded model must call it. Ranks of tp and cp, which share the sequences, take the tokens
+    that the first of them draws. The image token of a `VisionLanguageModel` is never drawn.
 
     Args:
         model: maps int64 `[batch, sequence]` to logits `[batch, sequence, vocabulary]`.
@@ -41,24 +41,24 @@ def generate(
         temperature: divides the logits; 0 takes the most likely token.
         top_k: sample only among this many most likely tokens.
         top_p: sample only among the most likely tokens that together have this probability.
-        context_length: tokens the model may look back; by default the config's
-            `max_sequence_length` where the model (in its wrappers) has one.
+        context_length: the number of tokens that the model reads; by default the config's
+            `max_sequence_length`, if the model inside its wrappers has one.
         generator: for sampling; by default torch's own.
-        inputs: what else the model is called with, such as `{"images": images}`.
+        inputs: further arguments of the model, such as `{"images": images}`.
 
     Returns:
         int64 `[batch, sequence + max_new_tokens]`.
 
     Raises:
-        ValueError: for an empty prompt, a context that ranks cannot share, and images that would
-            not fit into it to the end.
+        ValueError: for an empty prompt, a context that ranks cannot share, and images that
+            would leave the context before the end.
     """
     inner = _without_wrappers(model)
     config = getattr(inner, "config", None)
     if context_length is None:
         context_length = getattr(config, "max_sequence_length", None)
-    # Ranks that share a sequence need its length to be divisible; what is appended comes after all
-    # that is read, is no image's place, and competes for no expert's capacity.
+    # Ranks that share a sequence need its length to be divisible, so it is padded. The padding is
+    # after all tokens that are read. It is not the image token, and it goes to no expert.
     multiple = int(getattr(inner, "length_multiple", 1))
     image_token = getattr(inner, "image_token", None)
     padding = 1 if image_token == 0 else 0
@@ -76,7 +76,7 @@ def generate(
                 places = torch.arange(padded.shape[1], device=padded.device)
                 options["padding_mask"] = (places >= end).expand_as(padded)
             logits = model(padded, **options)[:, end - 1].float()
-            if image_token is not None:  # text alone: a place without an image would be refused
+            if image_token is not None:  # an image token without an image is refused
                 logits[:, image_token] = -torch.inf
             following = sample(logits, temperature, top_k, top_p, generator)
             for axis in getattr(inner, "sequence_axes", ()):
@@ -87,7 +87,7 @@ def generate(
 
 @contextmanager
 def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Put every module into evaluation, and back into its own mode."""
+    """Put every module into evaluation mode, and afterwards back into its own mode."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
@@ -98,7 +98,7 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
 
 
 def _shared_length(length: int, multiple: int) -> int:
-    """The longest context that the ranks which share a sequence can cut."""
+    """The longest context, up to `length`, that ranks which share a sequence can cut."""
     shared = length - length % multiple
     if shared < 1:
         raise ValueError(
@@ -111,7 +111,7 @@ def _shared_length(length: int, multiple: int) -> int:
 def _check_prompt(
     inner: nn.Module, tokens: Tensor, max_new_tokens: int, context_length: int | None
 ) -> None:
-    """Refuse an empty prompt, and one whose images the context would leave behind."""
+    """Raise ValueError for an empty prompt, or if images would leave the context."""
     if tokens.ndim != 2 or tokens.shape[1] < 1:
         raise ValueError(
             f"tokens have shape {tuple(tokens.shape)}: they must be [batch, sequence], with at "
@@ -130,7 +130,7 @@ def _check_prompt(
 
 
 def _without_wrappers(model: nn.Module) -> nn.Module:
-    """The model that wrappers hold as `module`: their own `config` is about something else."""
+    """The innermost `module` of wrappers, whose own `config` means something else."""
     while isinstance(inner := getattr(model, "module", None), nn.Module):
         model = inner
     return model
@@ -153,7 +153,7 @@ def sample(
     if top_p is not None:
         ordered, order = logits.sort(dim=-1, descending=True)
         before = ordered.softmax(dim=-1).cumsum(dim=-1) - ordered.softmax(dim=-1)
-        # The most likely token always stays: nothing comes before it.
+        # The most likely token always stays, because no probability comes before it.
         dropped = (before >= top_p).scatter(-1, order, before >= top_p)
         logits = logits.masked_fill(dropped, -torch.inf)
     return torch.multinomial(logits.softmax(dim=-1), 1, generator=generator).squeeze(-1)

@@ -32,20 +32,20 @@ from lamina.models.moe.losses import RoutingContext
 __all__ = ["HOOKS", "GPTModel", "require_gpt"]
 
 
-# Where torch keeps what runs around a module's forward and backward.
+# The attributes in which torch keeps a module's hooks.
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
 class GPTModel(KeepsRoles):
     """Embedding, blocks, final norm and head.
 
-    Built under `torch.device("meta")` it takes no memory; after `to_empty(device=...)`,
-    `init_weights()` (or `reset_parameters()` of each submodule, in any order) gives the same
-    weights as a model built in place with the same seed.
+    A model that is built under `torch.device("meta")` takes no memory. After
+    `to_empty(device=...)`, `init_weights()` (or `reset_parameters()` of each submodule, in any
+    order) gives the same weights as a model that is built on that device with the same seed.
 
     Args:
         config: the shape.
-        mesh: the ranks to divide the work over: its axis `tp`, if it has one, cuts the weights,
+        mesh: the ranks that share the work. Its axis `tp`, if it has one, cuts the weights, and
             its axis `cp` the sequences; experts are spread over `ep` and `expert_tp`. None is
             one process.
         seed: seed of the initial weights, the same on all ranks; by default drawn from torch's
@@ -73,7 +73,7 @@ class GPTModel(KeepsRoles):
         self.auxiliary_scale = 1.0
         device = torch.get_default_device()
         with torch.device("meta"):
-            # Weights are drawn once, below, when every module knows its name.
+            # Weights are drawn once, below, when every module has the seed of its name.
             self.build(config, axis_of(mesh, "tp"))
             apply_precision(self, config.precision, mesh)
         if device.type != "meta":
@@ -81,7 +81,7 @@ class GPTModel(KeepsRoles):
             self.init_weights()
 
     def build(self, config: TransformerConfig, axis: MeshAxis | None) -> None:
-        """Make the modules, for the ranks of a tensor-parallel axis; None is one process."""
+        """Make the modules, for an axis of tensor-parallel ranks; None is one process."""
         self.config = config
         self.axis = axis
         if self.cp is not None:
@@ -111,7 +111,7 @@ class GPTModel(KeepsRoles):
         )
         for module in self.blocks.modules():
             if self.cp is not None and isinstance(module, Attention):
-                module.cp = self.cp.size  # blocks know the axis of tp only
+                module.cp = self.cp.size  # blocks were given the axis of tp only
         self.final_norm = make_norm(config, partial=partial)
         self.head = OutputHead(
             config, self.axis, tied=self.embedding.weight if config.tie_embeddings else None
@@ -119,14 +119,14 @@ class GPTModel(KeepsRoles):
         assign_seeds(self, self.seed)
 
     def experts_beside(self, axis: MeshAxis | None) -> ExpertAxes:
-        """Where experts are: where the mesh says, or cut over `axis` as the other weights."""
+        """The axes of the experts: those of the mesh, or `axis`, which cuts the other weights."""
         if self.config.moe is not None and axis is not None and self.expert_axes.tp is None:
             sequence_parallel = self.config.sequence_parallel
             self.expert_axes = ExpertAxes.of(axis, sequence_parallel=sequence_parallel)
         return self.expert_axes
 
     def tie_weights(self) -> None:
-        """Make the head use the embedding's weight, where the config ties them."""
+        """Make the head use the embedding's weight, if the config ties them."""
         if self.head.tied:
             self.head.weight = self.embedding.weight
 
@@ -152,21 +152,21 @@ class GPTModel(KeepsRoles):
                 counted from 0, anew in each document.
             document_ids: integers `[batch, sequence]`: a token attends only to its own document.
             reduction: of the loss: `mean` over the labels that count, or `sum`.
-            padding_mask: bool `[batch, sequence]`, True for padding: such tokens go to no expert
-                and count in no auxiliary loss. Nothing else: attention sees them (put them last, or
-                in a document of their own), and without experts it changes nothing.
-            splice: vectors that take the place of some tokens' embeddings.
+            padding_mask: bool `[batch, sequence]`, True for padding. Such tokens go to no expert
+                and are left out of auxiliary losses. The mask has no other effect: tokens still
+                attend to padding, unless it is last or in a document of its own.
+            splice: vectors that replace some tokens' embeddings.
 
         Returns:
             Logits `[batch, sequence, vocabulary]`, or with labels the scalar loss in float32
-            (nats; float64 for a float64 model). Over `cp` ranks each has the loss of its own
-            tokens, so weighted that their mean is the loss (with `sum`, that their sum is), as
-            data-parallel ranks have theirs.
+            (nats; float64 for a float64 model). Over `cp` each rank returns the loss of its own
+            tokens, weighted such that the mean over ranks is the loss (with `sum`, the sum over
+            ranks), as for data-parallel ranks.
 
         Raises:
-            ValueError: if the sequence is longer than `config.max_sequence_length`, for shapes
-                that do not fit and another reduction; on a CPU, for ids that the vocabulary does
-                not have (on a GPU they make the result NaN).
+            ValueError: for a sequence longer than `config.max_sequence_length`, shapes that do
+                not fit, and another reduction; on a CPU, for ids that the vocabulary does not
+                have (on a GPU they make the result NaN).
         """
         check_reduction(reduction)
         self.check_inputs(tokens, labels, document_ids, positions, padding_mask)
@@ -225,9 +225,9 @@ class GPTModel(KeepsRoles):
         return total * parts / (labels != IGNORED).sum().clamp(min=1)
 
     def auxiliary_weight(self, labels: Tensor, reduction: Literal["mean", "sum"]) -> float | Tensor:
-        """What auxiliary losses weigh beside a loss of this reduction.
+        """The weight of auxiliary losses relative to a loss of this reduction.
 
-        A mean is averaged over the ranks of `cp`, which each have a part of an auxiliary loss; a
+        A mean is averaged over the ranks of `cp`, each of which has a part of an auxiliary loss. A
         sum is divided by the number of labels later.
         """
         if reduction == "sum":
@@ -235,7 +235,7 @@ class GPTModel(KeepsRoles):
         return 1.0 if self.cp is None else float(self.cp.size)
 
     def embed(self, tokens: Tensor, positions: Tensor, splice: Splice | None = None) -> Tensor:
-        """Embed tokens, and positions where they are learned; put in what is spliced.
+        """Embed tokens, replace the embeddings that are spliced, and add learned positions.
 
         Returns:
             `[batch, sequence, hidden]`, or under sequence parallelism this rank's run of the
@@ -259,9 +259,9 @@ class GPTModel(KeepsRoles):
         positions: Tensor | None = None,
         padding_mask: Tensor | None = None,
     ) -> None:
-        """Raise ValueError for shapes that do not fit, before they become an error in a kernel.
+        """Raise ValueError for shapes that do not fit, instead of an error in a kernel later.
 
-        Ids that do not exist and learned positions beyond the table are looked for on a CPU only.
+        Ids that do not exist and learned positions beyond the table are found on a CPU only.
         """
         if tokens.ndim != 2:
             raise ValueError(f"tokens have shape {tuple(tokens.shape)}: need [batch, sequence]")
@@ -309,13 +309,13 @@ class GPTModel(KeepsRoles):
 
     @property
     def length_multiple(self) -> int:
-        """What a sequence's length must be divisible by, over the ranks that share it."""
+        """The number that a sequence's length must be divisible by for the ranks that share it."""
         tp = self.axis.size if self.axis is not None and self.sequence_parallel else 1
         return tp * (1 if self.cp is None else 2 * self.cp.size)
 
     @property
     def sequence_axes(self) -> tuple[MeshAxis, ...]:
-        """Along which ranks work on the same sequences."""
+        """The axes whose ranks work on the same sequences."""
         return tuple(axis for axis in (self.axis, self.cp) if axis is not None)
 
     def num_parameters(self, *, embeddings: bool = True) -> int:

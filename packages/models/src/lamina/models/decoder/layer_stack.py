@@ -1,4 +1,4 @@
-"""Blocks that hold one mixer each, and the stack that a pattern of letters spells.
+"""Blocks with one mixer each, and the stack that a pattern of letters describes.
 
 `"M*M-"` is four layers: Mamba, attention, Mamba, MLP, each `x + mixer(norm(x))`. Lamina's own
 letters are `LETTERS` of `base/configs/mamba.py`; `TransformerConfig.layer_kinds` adds others.
@@ -24,7 +24,7 @@ __all__ = ["AttentionBlock", "ExpertBlock", "MLPBlock", "MambaBlock", "ResidualB
 
 
 class ResidualBlock(nn.Module):
-    """`x + mixer(norm(x))`; with `config.post_norm` the mixer's result is normalised too.
+    """`x + mixer(norm(x))`; with `config.post_norm` the mixer's result is normalised as well.
 
     Args:
         config: the shape.
@@ -68,11 +68,11 @@ class MambaBlock(ResidualBlock):
         super().__init__(config, MambaMixer(config, mesh), mesh)
 
     def initial_state(self, batch: int) -> MambaState:
-        """What the layer remembers before the first token."""
+        """The state before the first token."""
         return self.mixer.initial_state(batch)
 
     def step(self, x: Tensor, state: MambaState) -> tuple[Tensor, MambaState]:
-        """One token `[batch, hidden]` after those that `state` remembers."""
+        """Compute one token `[batch, hidden]`, given the state after the tokens before it."""
         update, state = self.mixer.step(self.norm(x), state)
         return self.add(x, update), state
 
@@ -101,7 +101,7 @@ class ExpertBlock(ResidualBlock):
     Args:
         config: the shape; its `moe` has the layer's own sizes.
         mesh: has an axis `tp`, or is that axis; None is one process.
-        experts: where experts are; by default what `mesh` says.
+        experts: the axes of the experts; by default those of `mesh`.
     """
 
     def __init__(
@@ -141,7 +141,7 @@ def make_block(
         config: its `pattern` has one letter per layer.
         index: `0 <= index < config.num_layers`.
         mesh: has an axis `tp`, or is that axis; None is one process.
-        experts: where experts are; by default what `mesh` says.
+        experts: the axes of the experts; by default those of `mesh`.
     """
     letter = config.pattern[index]
     if letter in config.own_layers:

@@ -1,4 +1,4 @@
-"""Putting a precision into a model's blocks."""
+"""Setting the precision of the projections in a model's blocks."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ def apply_precision(
 
     `GPTModel` does this itself for `TransformerConfig(precision=...)`. Call it before a wrapper
     (DDP, `fully_shard`) and before `apply_recompute`. With `torch` or `torch-fp8` a second
-    call replaces the first; what Transformer Engine took the place of stays replaced.
+    call replaces the first. Layers that Transformer Engine's have replaced stay replaced.
 
     Args:
         model: holds the blocks, at any depth, in their order. Changed in place.
-        precision: what to do, and which blocks to leave as they are.
-        mesh: ranks that see other tokens or pieces, over which delayed scaling's histories agree.
+        precision: how to multiply, and which blocks to leave as they are.
+        mesh: ranks that see other tokens or pieces; the histories of delayed scaling agree on them.
         blocks: classes of modules that are blocks; the `ColumnParallelLinear` and
             `RowParallelLinear` layers inside them are changed.
 
@@ -47,8 +47,8 @@ def apply_precision(
         `model`.
 
     Raises:
-        ValueError: if no block is left to change, for widths that FP8 products cannot have, or for
-            a model that a wrapper has taken already.
+        ValueError: if no block is left to change, for widths that FP8 products do not support,
+            or for a model that is in a wrapper already.
         PrecisionUnavailableError: `transformer_engine` where it is not installed.
     """
     _require_bare(model)
@@ -81,12 +81,12 @@ def _require_bare(model: nn.Module) -> None:
 
 
 def amax_exchanges(model: nn.Module) -> list[AmaxExchange]:
-    """What moves the histories of a model's delayed scaling on: one hook, or none."""
+    """The hook that shifts the histories of a model's delayed scaling: one, or none."""
     return [hook for hook in model._forward_pre_hooks.values() if isinstance(hook, AmaxExchange)]
 
 
 def follow_histories(source: nn.Module, target: nn.Module) -> None:
-    """Let a module made of another's blocks move their histories on, as that one would have."""
+    """Let a module that has taken another's blocks shift their histories, as that one did."""
     for hook in amax_exchanges(source):
         target.register_forward_pre_hook(hook)
 
@@ -94,8 +94,8 @@ def follow_histories(source: nn.Module, target: nn.Module) -> None:
 def float8_weights(model: nn.Module) -> list[str]:
     """Names of the weights that are multiplied in FP8 by `torch-fp8`.
 
-    For `lamina.fsdp.MixedPrecisionPolicy(weight_codec=Float8Codec(), encoded=...)`: these can be
-    gathered in FP8 too.
+    `lamina.fsdp.MixedPrecisionPolicy(weight_codec=Float8Codec(), encoded=...)` takes them: these
+    weights can be gathered in FP8 too.
     """
     return [
         f"{name}.weight" if name else "weight"

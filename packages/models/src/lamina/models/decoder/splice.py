@@ -1,4 +1,4 @@
-"""Putting vectors of images in the places that the text keeps for them."""
+"""Replacing the embeddings of image tokens by the vectors of images."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ __all__ = ["Splice", "image_positions"]
 
 @dataclass(frozen=True)
 class Splice:
-    """What takes the place of some tokens' embeddings.
+    """Vectors that replace the embeddings of some tokens.
 
     Attributes:
         features: `[n, hidden]`, equal on all tensor-parallel ranks.
-        index: int64 `[batch, sequence]`: which of them a token takes, -1 for its own embedding.
+        index: int64 `[batch, sequence]`: the vector of each token, -1 for its own embedding.
     """
 
     features: Tensor
     index: Tensor
 
     def cut(self, axis: MeshAxis | None) -> Splice:
-        """Keep the places of a context-parallel rank."""
+        """Keep the part of the index that belongs to a context-parallel rank."""
         return Splice(self.features, cut_sequence(self.index, axis))
 
     def into(self, x: Tensor, scattered_over: MeshAxis | None) -> Tensor:
@@ -40,11 +40,11 @@ class Splice:
         Args:
             x: `[batch, sequence, hidden]`, or this rank's run of the tokens,
                 `[tokens / tp, hidden]`.
-            scattered_over: the ranks that hold runs of the tokens; None: each holds all.
+            scattered_over: the ranks that hold runs of the tokens; None if each holds all.
         """
         features, index = self.features, self.index
         if scattered_over is not None:
-            # Each rank uses the features of its own run: their gradients have to be summed.
+            # Each rank uses the features of its own run, so gradients are summed over ranks.
             features = copy_to(features, scattered_over.group)
             index = scatter_to(index.flatten(), scattered_over.group)
         chosen = F.embedding(index.clamp(min=0), features).to(x.dtype)
@@ -63,20 +63,20 @@ def image_positions(tokens: Tensor, image_token: int, counts: Sequence[int]) -> 
         int64 `[batch, sequence]`: a running number, -1 for other tokens.
 
     Raises:
-        ValueError: if the text keeps another number of places than the images fill, or a run of
-            places begins inside an image. Waits for the device, once.
+        ValueError: if the number of image tokens is not that of the vectors, or if a run of image
+            tokens begins inside an image. To find this the host waits for the device, once.
     """
-    place = tokens == image_token
-    number = place.flatten().cumsum(dim=0).view_as(tokens) - 1
-    starts = place.clone()
-    starts[:, 1:] &= ~place[:, :-1]
-    # Where every run begins with an image's first vector, every run ends with an image's last: it
-    # holds whole images, and so does its sequence.
+    is_image = tokens == image_token
+    number = is_image.flatten().cumsum(dim=0).view_as(tokens) - 1
+    starts = is_image.clone()
+    starts[:, 1:] &= ~is_image[:, :-1]
+    # If every run begins with the first vector of an image, every run also ends with the last
+    # vector of one. So each run, and each sequence, holds whole images.
     inside = torch.ones(sum(counts) + 1, dtype=torch.bool)
     inside[list(accumulate(counts, initial=0))] = False
     inside = inside.to(tokens.device, non_blocking=True)
     wrong = starts & inside[number.clamp(0, sum(counts))]
-    *held, misplaced = torch.cat((place.sum(dim=1), wrong.sum().view(1))).tolist()
+    *held, misplaced = torch.cat((is_image.sum(dim=1), wrong.sum().view(1))).tolist()
     if sum(held) != sum(counts):
         raise ValueError(
             f"the text has {_sum(held)} image tokens (id {image_token}) in its "
@@ -93,7 +93,7 @@ def image_positions(tokens: Tensor, image_token: int, counts: Sequence[int]) -> 
             f"{_sum(counts)} vectors, in the order of the text: an image is one unbroken run of "
             "vision.tokens_of(image) tokens in one sequence"
         )
-    return torch.where(place, number, -1)
+    return torch.where(is_image, number, -1)
 
 
 def _sum(terms: Sequence[int]) -> str:

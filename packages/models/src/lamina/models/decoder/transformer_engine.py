@@ -1,7 +1,7 @@
 """Projections by NVIDIA's Transformer Engine (the extra `lamina-models[te]`).
 
-`transformer_engine.pytorch.Linear` takes the place of the cut layers in a block: same names and
-shapes of parameters, same roles, same initial values, same cut of tokens and features over ranks.
+`transformer_engine.pytorch.Linear` replaces the cut layers in a block. The parameters have the same
+names, shapes, roles and initial values, and tokens and features are cut over ranks in the same way.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ __all__ = ["PrecisionUnavailableError", "make_recipe", "use_transformer_engine"]
 
 
 class PrecisionUnavailableError(RuntimeError):
-    """A precision needs what this machine does not have."""
+    """A precision needs a library or a device that this machine does not have."""
 
 
 def transformer_engine() -> tuple[ModuleType, ModuleType]:
     """Import `transformer_engine.pytorch` and `transformer_engine.common.recipe`.
 
     Raises:
-        PrecisionUnavailableError: where they cannot be imported, with the reason.
+        PrecisionUnavailableError: if they cannot be imported, with the reason.
     """
     try:
         return (
@@ -44,7 +44,7 @@ def transformer_engine() -> tuple[ModuleType, ModuleType]:
             importlib.import_module("transformer_engine.common.recipe"),
         )
     except (ImportError, OSError, RuntimeError, AssertionError) as error:
-        # A wheel that does not fit the torch or CUDA beside it fails in any of these ways.
+        # A wheel that does not fit the installed torch or CUDA may raise any of these.
         raise PrecisionUnavailableError(
             "backend 'transformer_engine': transformer_engine.pytorch cannot be imported "
             f"({type(error).__name__}: {error}). Install lamina-models[te] on a machine with CUDA "
@@ -79,13 +79,13 @@ def use_transformer_engine(
 ) -> None:
     """Replace the cut layers inside blocks, and run root and blocks inside TE's autocast.
 
-    Blocks too, because recomputation runs them by themselves.
+    Blocks are included because recomputation runs them outside of the root's forward.
 
     Args:
-        root: the module whose forward updates delayed scaling's histories, once.
-        blocks: modules below it (or it).
+        root: the module whose forward updates the histories of delayed scaling, once.
+        blocks: modules below the root, or the root itself.
         precision: gives the recipe.
-        mesh: ranks that see other tokens or pieces share maxima.
+        mesh: ranks that see other tokens or pieces and share maxima.
 
     Raises:
         PrecisionUnavailableError: where Transformer Engine is not installed.
@@ -102,7 +102,7 @@ def use_transformer_engine(
 
 
 def make_linear(layer: ColumnParallelLinear | RowParallelLinear, precision: Precision) -> nn.Module:
-    """Transformer Engine's layer in the place of ours, with its weights (on meta: without).
+    """Make Transformer Engine's layer for one of ours, and copy its weights unless on meta.
 
     Raises:
         PrecisionUnavailableError: where Transformer Engine is not installed.
@@ -123,7 +123,7 @@ def make_linear(layer: ColumnParallelLinear | RowParallelLinear, precision: Prec
 
 
 def linear_arguments(layer: ColumnParallelLinear | RowParallelLinear) -> dict[str, Any]:
-    """What `te.pytorch.Linear` is made with; sizes over all ranks, as it divides them itself."""
+    """Arguments of `te.pytorch.Linear`. Sizes are those over all ranks; it divides them itself."""
     size = 1 if layer.axis is None else layer.axis.size
     rows, columns = layer.weight.shape
     column = isinstance(layer, ColumnParallelLinear)
@@ -156,7 +156,7 @@ def _initialiser(layer: ColumnParallelLinear | RowParallelLinear) -> Callable[[t
 @functools.cache
 def _linear_class(base: type[nn.Module]) -> type[nn.Module]:
     class TransformerEngineLinear(base):  # type: ignore[misc, valid-type]
-        """TE's Linear whose parameters keep their roles when it makes them anew."""
+        """TE's Linear, whose parameters keep their roles when it makes new ones."""
 
         def reset_parameters(self, defer_init: bool | None = False) -> None:
             super().reset_parameters(defer_init)
@@ -170,7 +170,7 @@ def _linear_class(base: type[nn.Module]) -> type[nn.Module]:
 
 
 def quantized_init(precision: Precision) -> AbstractContextManager[Any]:
-    """Inside, Transformer Engine makes parameters that are quantised, if the precision says so."""
+    """Inside, Transformer Engine makes quantised parameters, if the precision asks for them."""
     if not precision.quantized_weights:
         return nullcontext()
     te, _ = transformer_engine()
@@ -189,7 +189,7 @@ def amax_group(mesh: MeshLike) -> Any:
 
 
 class _Autocast(partial[Any]):
-    """A forward inside TE's autocast; like recomputation's, it follows deepcopy and pickle."""
+    """A forward inside TE's autocast. A partial follows the module through deepcopy and pickle."""
 
 
 def run_inside(

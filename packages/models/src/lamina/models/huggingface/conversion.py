@@ -1,4 +1,4 @@
-"""Weights from and to Hugging Face, without needing `transformers`."""
+"""Reading and writing Hugging Face weights, without `transformers`."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ def to_huggingface(
     *,
     names: Literal["files", "memory"] = "files",
 ) -> dict[str, Tensor]:
-    """Name and shape a model's weights as Hugging Face does.
+    """Return a model's weights with the names and shapes of Hugging Face's.
 
     Args:
-        model: where it is cut over tensor- or expert-parallel ranks, every rank must call this: the
-            pieces are gathered, one parameter at a time.
-        state: this rank's parameters by name, in place of the model's own. Buffers may be missing.
-        names: as in Hugging Face's `files`, or as in a `transformers` model (from version 5) in
-            `memory`, for its `load_state_dict`. They differ for experts only.
+        model: if it is cut over tensor- or expert-parallel ranks, every rank must call this,
+            because the pieces are gathered, one parameter at a time.
+        state: this rank's parameters by name, instead of the model's own. Buffers may be missing.
+        names: those of Hugging Face's `files`, or those of a `transformers` model (from version 5)
+            in `memory`, for its `load_state_dict`. They differ for experts only.
 
     Returns:
-        Tensors by Hugging Face's names, on the model's device; a tied head is left out. Beside
-        `huggingface_config(model.config)` they make a checkpoint.
+        Tensors by Hugging Face's names, on the model's device, without a tied head. Together with
+        `huggingface_config(model.config)` they are a checkpoint.
 
     Raises:
         TypeError: for another model than a `GPTModel`.
@@ -155,7 +155,7 @@ def _open_directory(path: Path) -> tuple[Any, Callable[[str], Tensor]]:
     _refuse_quantised(written, where, str(path))
 
     def read(name: str) -> Tensor:
-        # The base model's own checkpoints leave out the prefix.
+        # Checkpoints of the base model have names without the prefix.
         for candidate in (name, name.removeprefix("transformer.").removeprefix("model.")):
             if candidate in where:
                 return _as_written(candidate, where[candidate].get_tensor(candidate))
@@ -164,13 +164,13 @@ def _open_directory(path: Path) -> tuple[Any, Callable[[str], Tensor]]:
     return written, read
 
 
-# Scales and codes beside the weights: DeepSeek's and torchao's FP8, bitsandbytes, GPTQ and AWQ.
+# Names of scales and codes: DeepSeek's and torchao's FP8, bitsandbytes, GPTQ and AWQ.
 _SCALES = ("_scale_inv", ".weight_scale", ".SCB", ".absmax", ".qweight", ".qzeros", ".scales")
 _REMEDY = "give a checkpoint of its weights in bfloat16 or float32 (dequantise it first)"
 
 
 def _refuse_quantised(written: Mapping[str, Any], names: Iterable[str], source: str) -> None:
-    """Raise ValueError for weights that are codes: without their scales they mean nothing."""
+    """Raise ValueError for quantised weights, whose codes mean nothing without their scales."""
     scales = sorted(name for name in names if name.endswith(_SCALES))
     said = written.get("quantization_config")
     if scales or said:

@@ -1,4 +1,4 @@
-"""Mamba-2 in Hugging Face's words: `config.json` of model_type mamba2."""
+"""Mamba-2 in the `config.json` of Hugging Face's model_type mamba2."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ __all__ = ["read_mamba2", "write_mamba2"]
 
 
 def write_mamba2(config: TransformerConfig) -> dict[str, Any]:
-    """The fields of `config.json` that are Mamba-2's own.
+    """Write the fields of `config.json` that only Mamba-2 has.
 
     Raises:
-        ValueError: if the inner width is no whole multiple of the hidden size.
+        ValueError: if the inner width is not a multiple of the hidden size.
     """
     sizes = config.mamba
     if sizes is None:
@@ -52,7 +52,7 @@ def write_mamba2(config: TransformerConfig) -> dict[str, Any]:
 
 
 def _written_bound(bound: float) -> float | dict[str, str]:
-    # As transformers writes it.
+    # transformers writes infinity in this form.
     return {"__float__": "Infinity"} if bound == math.inf else bound
 
 
@@ -61,7 +61,7 @@ def _read_bound(bound: float | Mapping[str, str]) -> float:
 
 
 def read_mamba2(source: Mapping[str, Any]) -> TransformerConfig:
-    """A stack of Mamba-2 layers from the contents of its `config.json`.
+    """Read the contents of the `config.json` of a stack of Mamba-2 layers.
 
     Raises:
         ValueError: for an activation other than SiLU.
@@ -74,8 +74,8 @@ def read_mamba2(source: Mapping[str, Any]) -> TransformerConfig:
         vocab_size=source["vocab_size"],
         hidden_size=source["hidden_size"],
         num_layers=layers,
-        num_heads=1,  # of attention, which there is none of
-        # No positions: nothing limits a sequence's length, or is allocated for it.
+        num_heads=1,  # not used, as there is no attention
+        # Without positions nothing limits the length of a sequence or is allocated for it.
         max_sequence_length=1 << 20,
         positions="none",
         norm_eps=source.get("layer_norm_epsilon", 1e-5),

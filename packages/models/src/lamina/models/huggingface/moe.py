@@ -1,7 +1,7 @@
-"""Which of our experts' parameters are which of Hugging Face's, and their settings in its config.
+"""Parameters and settings of experts in Hugging Face's models.
 
-In files every expert is a tensor of its own. A `transformers` model in memory (from version 5)
-stacks them, and Mixtral's names differ as well: links know both.
+In files every expert has tensors of its own. A `transformers` model in memory (from version 5)
+stacks the experts in one tensor, and Mixtral's names differ too. A `WeightLink` has both names.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def moe_links(
 
 
 def written_moe(config: TransformerConfig, moe: MoEConfig, kind: str) -> dict[str, Any]:
-    """Settings of experts in `config.json`; warns of a capacity, which it cannot say."""
+    """Settings of experts in `config.json`; warns of a capacity, which it cannot express."""
     if moe.capacity_factor is not None:
         warnings.warn(
             f"capacity_factor is {moe.capacity_factor}: experts drop copies here, in evaluation "
@@ -148,7 +148,7 @@ def written_moe(config: TransformerConfig, moe: MoEConfig, kind: str) -> dict[st
 def read_moe(kind: str, source: Mapping[str, Any]) -> MoEConfig | None:
     """Read the experts of a `config.json`; None where all layers are dense.
 
-    Auxiliary losses are a matter of training, not of the weights: they are left off.
+    Coefficients of auxiliary losses are not read, as they belong to training.
 
     Raises:
         ValueError: for layers that no `MoEConfig` describes, or experts without a number.

@@ -1,4 +1,4 @@
-"""Which of our parameters is which of Hugging Face's, and how one is made from the other."""
+"""The correspondence between a model's parameters and the tensors of Hugging Face's models."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What torch.autocast does to torch's own operators, for autograd functions of ours."""
+"""torch.autocast for Lamina's autograd functions, which autocast itself does not reach."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ def under_autocast(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Cast the inputs of a matrix product to autocast's dtype where it is on.
 
-    Done outside the function: its backward sees one dtype, and autograd casts gradients back.
+    The caller casts before it calls the autograd function. So the function's backward sees one
+    dtype, and autograd casts the gradients back.
     """
     kind = x.device.type
     if not torch.is_autocast_enabled(kind) or x.dtype == torch.float64:
@@ -25,7 +26,7 @@ def under_autocast(
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager[object]:
-    """Keep matrix products in the dtype that their inputs were given."""
+    """Inside, matrix products keep the dtype of their inputs."""
     if not torch.amp.is_autocast_available(device.type):
         return nullcontext()
     return torch.autocast(device.type, enabled=False)

@@ -1,4 +1,4 @@
-"""Dropout that draws what the mesh wants drawn."""
+"""Dropout whose random numbers agree, or differ, between tensor-parallel ranks as they should."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ __all__ = ["Dropout", "dropout_stream"]
 def dropout_stream(
     rate: float, sharded: bool, axis: MeshAxis | None = None
 ) -> AbstractContextManager[None]:
-    """Random numbers for dropout of activations that are, or are not, sharded over tp.
+    """Select the random numbers for dropout of activations.
 
-    Whole activations must lose the same elements on every tensor-parallel rank, and do so where
-    `lamina.mesh.seed_everything` was called; pieces must lose elements independently, which takes
-    the stream that it made for them.
+    Tensor-parallel ranks that hold the same activations must drop the same elements; their default
+    generators agree after `lamina.mesh.seed_everything`. Ranks that hold different activations must
+    draw independently; they use the stream `tp`, which `seed_everything` made.
 
     Args:
-        rate: 0 draws nothing.
+        rate: probability; with 0 nothing is drawn.
         sharded: each rank holds other elements.
-        axis: the ranks that hold the same elements; None is one.
+        axis: the ranks that hold the same elements; None is one rank.
 
     Raises:
         KeyError: over more than one rank, where `seed_everything` was not called.
@@ -39,8 +39,8 @@ def dropout_stream(
     return nullcontext()
 
 
-# Uncompiled: what streams there are is not the compiler's to remember. Collectives of the axis
-# break the graph, too.
+# Not compiled: the compiler would treat the set of streams as a constant. The collectives of the
+# axis break the graph anyway.
 _require_stream = one_graph_break(require_stream)
 
 
@@ -50,8 +50,8 @@ class Dropout(nn.Module):
     Args:
         rate: probability.
         mesh: has an axis `tp`, or is that axis; None is one process.
-        sharded: each tensor-parallel rank holds other elements; otherwise they hold the same, and
-            need `lamina.mesh.seed_everything` to lose the same.
+        sharded: each tensor-parallel rank holds other elements. Otherwise they hold the same
+            elements, and need `lamina.mesh.seed_everything` to drop the same ones.
     """
 
     def __init__(self, rate: float, mesh: MeshLike = None, *, sharded: bool = False) -> None:

@@ -25,7 +25,8 @@ __all__ = ["OutputHead", "PositionEmbedding", "VocabParallelEmbedding"]
 
 def look_up(weight: Tensor, ids: Tensor) -> Tensor:
     """Rows `[..., width]` of a table, for int64 ids `[...]`."""
-    # On CUDA torch's own backward sorts the ids, so that sums have one order; ours would not.
+    # On CUDA torch's backward sorts the ids, so that sums have one order. `index_add_` in `_LookUp`
+    # would add in any order there.
     if weight.is_cuda or not may_sink(weight):
         return F.embedding(ids, weight)
     rows: Tensor = _LookUp.apply(weight, ids)  # type: ignore[no-untyped-call]
@@ -33,7 +34,7 @@ def look_up(weight: Tensor, ids: Tensor) -> Tensor:
 
 
 class _LookUp(torch.autograd.Function):
-    """`F.embedding` whose gradient is added where the wrapper of the table keeps it."""
+    """`F.embedding` whose gradient is added into the bucket of the table's wrapper."""
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, ids: Tensor) -> Tensor:
@@ -108,19 +109,19 @@ class VocabParallelEmbedding(nn.Module):
         """Look up int64 ids `[batch, sequence]`: `[batch, sequence, width]`.
 
         Raises:
-            ValueError: on a CPU, ids that do not exist. On a GPU their vectors are NaN where the
-                table is cut; where it is whole the device's own check ends the program.
+            ValueError: on a CPU, for ids that do not exist. On a GPU their vectors are NaN if the
+                table is cut; if it is whole, the device's own check ends the program.
         """
         check_ids("tokens", ids, self.vocab_size)
         if self.axis is None:
-            if self.vocab_size < self.rows:  # torch would look the padding up
+            if self.vocab_size < self.rows:  # torch would return rows of the padding
                 ids = torch.where(ids < self.vocab_size, ids, self.rows)
             return look_up(self.weight, ids)
         row = ids - self.axis.rank * self.weight.shape[0]
         elsewhere = (row < 0) | (row >= self.weight.shape[0])
         strange = (ids < 0) | (ids >= self.vocab_size)
         found = look_up(self.weight, row.masked_fill(elsewhere, 0))
-        # All ranks but one add zeros, so the sum is exact in any dtype.
+        # All ranks but one contribute zeros, so the sum is exact in any dtype.
         filler = torch.where(strange, torch.nan, 0.0).to(found.dtype)
         found = torch.where((elsewhere | strange)[..., None], filler[..., None], found)
         if self.sequence_parallel:
@@ -168,7 +169,7 @@ class PositionEmbedding(nn.Module):
 
 
 class OutputHead(nn.Module):
-    """Hidden states to logits, or to the loss where labels are given.
+    """Hidden states to logits, or to the loss if labels are given.
 
     Args:
         config: gives the sizes.
@@ -197,7 +198,7 @@ class OutputHead(nn.Module):
     def reset_parameters(self) -> None:
         """Cut the weight from a whole one drawn from N(0, init_std^2); mark its role.
 
-        A tied weight is the embedding's to draw.
+        A tied weight is drawn by the embedding.
         """
         if self.tied:
             return

@@ -1,4 +1,4 @@
-"""Linear layers: whole, or cut over tensor-parallel ranks by rows or by columns of the weight."""
+"""Linear layers, whole or with the rows or columns of the weight cut over tensor-parallel ranks."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Linear(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw the weight from N(0, init_std^2), set the bias to zero, mark their roles."""
+        """Draw the weight from N(0, init_std^2), set the bias to zero, and mark their roles."""
         for parameter in (self.weight, self.bias):
             if parameter is not None:
                 mark(parameter, tp_grad="sum" if self.partial else None)
@@ -84,18 +84,18 @@ def _products(float8: Float8Products | None, queue: WeightGradientQueue | None) 
 class ColumnParallelLinear(nn.Module):
     """A linear layer whose output is cut over ranks (Shoeybi et al., 2019, section 3).
 
-    The ranks hold rows of `weight`, cut from the same whole weight for every number of ranks.
+    Each rank holds some rows of `weight`. The whole weight is the same for all numbers of ranks.
 
     Args:
         in_features: width of the input.
         out_features: width of the output over all ranks.
         mesh: has an axis `tp`, or is that axis; None is one process.
         bias: whether there is a bias (it starts at zero).
-        blocks: widths, over all ranks, of the projections fused in the output (queries, keys,
-            values; gate, up); each is cut by itself. None: one projection.
+        blocks: widths, over all ranks, of the projections that are fused in the output (queries,
+            keys, values; gate, up). Each is cut separately. None is one projection.
         sequence_parallel: the input is `[tokens / size, in_features]` and is gathered first
             (Korthikanti et al., 2022).
-        gather_output: return the whole output on every rank.
+        gather_output: gather the output, so that every rank returns the whole.
         init_std: standard deviation of the initial weight.
         reduction: who sums over the ranks, see `TransformerConfig.tp_reduction`.
 
@@ -170,9 +170,9 @@ class ColumnParallelLinear(nn.Module):
 
 
 class RowParallelLinear(nn.Module):
-    """A linear layer whose input is cut over ranks and whose products are summed.
+    """A linear layer whose input is cut over ranks; the products of the ranks are summed.
 
-    The ranks hold columns of `weight`, cut from the same whole weight for every number of ranks.
+    Each rank holds some columns of `weight`. The whole weight is the same for all numbers of ranks.
 
     Args:
         in_features: width of the input over all ranks.
@@ -217,7 +217,8 @@ class RowParallelLinear(nn.Module):
             mark(self.weight, tp_shard_dim=1)
         fill_normal(self.weight, self.init_std, self.init_seed, self.axis, dim=1)
         if self.bias is not None:
-            # Added after the sum: under sequence parallelism to this rank's tokens only.
+            # The bias is added after the sum. Under sequence parallelism it is added to this rank's
+            # tokens only, so its gradients are summed over ranks.
             mark(self.bias, tp_grad="sum" if self.sequence_parallel else None)
             nn.init.zeros_(self.bias)
 

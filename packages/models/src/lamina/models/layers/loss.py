@@ -1,8 +1,8 @@
 """Cross-entropy without full logits: cut over ranks, and a chunk of tokens at a time.
 
-Per token the loss is `ln(sum(exp(logits))) - logits[label]`. Over ranks that each hold some
-columns of the logits, three numbers per token have to travel: the largest logit, the sum of
-exponentials, and the label's logit.
+The loss of a token is `ln(sum(exp(logits))) - logits[label]`. If each rank holds some columns of
+the logits, three numbers per token are exchanged: the largest logit, the sum of exponentials, and
+the label's logit.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = ["IGNORED", "check_reduction", "linear_cross_entropy", "vocab_parallel
 
 
 IGNORED = -100
-"""The label of tokens that do not count, as in torch."""
+"""The label of tokens that are left out of the loss, as in torch."""
 
 
 def vocab_parallel_cross_entropy(
@@ -37,8 +37,8 @@ def vocab_parallel_cross_entropy(
 ) -> Tensor:
     """Cross-entropy of each token from logits whose vocabulary is cut over ranks.
 
-    Exponentials live in float32 for a chunk of tokens only: for logits in bf16 the peak is the
-    logits and their gradient, not twice as much again.
+    Exponentials are in float32, for one chunk of tokens at a time. So the peak memory for logits in
+    bf16 is the logits and their gradient.
 
     Args:
         logits: `[..., vocabulary / size]`: this rank's run of columns, in rank order.
@@ -48,11 +48,12 @@ def vocab_parallel_cross_entropy(
         chunk: tokens at a time; by default at least 1,024, more for small vocabularies.
 
     Returns:
-        Losses `[...]` in nats, float32 (float64 for float64 logits). On a GPU a label that no
-        rank has gives NaN, in gradients too.
+        Losses `[...]` in nats, float32 (float64 for float64 logits). On a GPU a label that does
+        not exist makes its loss and gradients NaN.
 
     Raises:
-        ValueError: shapes that do not fit, a chunk of no tokens; on a CPU labels that no rank has.
+        ValueError: for shapes that do not fit and a `chunk` below 1; on a CPU, for labels that do
+            not exist.
     """
     _check("logits", logits, labels, chunk)
     axis = axis_of(mesh, "tp")
@@ -75,27 +76,27 @@ def linear_cross_entropy(
 ) -> Tensor:
     """Sum of cross-entropies of `hidden @ weight.T`, a chunk of tokens at a time.
 
-    Logits live for one chunk only. Where gradients are wanted they are computed along the way, so
-    that nothing has to be computed again: what is kept for backward is as large as `hidden` and
-    `weight`.
+    Only the logits of one chunk exist at a time. If gradients are required, forward computes them
+    too, so that backward need not compute the logits again. What is saved for backward is as large
+    as `hidden` and `weight` together.
 
     Args:
-        hidden: `[tokens, hidden]`, the same on every rank. Its gradient is the part
-            of this rank's columns: enter with `copy_to`, or a gather that sums in backward.
+        hidden: `[tokens, hidden]`, the same on every rank. Its gradient is the contribution of
+            this rank's columns, so make it by `copy_to` or by a gather that sums in backward.
         weight: `[vocabulary / size, hidden]`: this rank's rows.
         labels: int64 `[tokens]`, ids of the whole vocabulary.
         mesh: has an axis `tp`, or is that axis; None where this process holds all rows.
         vocab_size: ids that exist; rows from there on are padding and get no probability.
         chunk: tokens at a time; by default at least 1,024, more for small vocabularies.
-        ignore_index: tokens with this label count nothing.
+        ignore_index: tokens with this label are left out.
 
     Returns:
         The sum in nats, a scalar in float32 (float64 for float64 weights). On a GPU a label that
-        does not exist makes it NaN, and the gradients too.
+        does not exist makes the sum and the gradients NaN.
 
     Raises:
-        ValueError: shapes that do not fit, a chunk of no tokens, a `vocab_size` of more ids than
-            there are rows; on a CPU, labels that do not exist.
+        ValueError: for shapes that do not fit, a `chunk` below 1, and a `vocab_size` above the
+            number of rows; on a CPU, for labels that do not exist.
     """
     if hidden.ndim != 2:
         raise ValueError(f"hidden has shape {tuple(hidden.shape)}: need [tokens, hidden]")
@@ -120,7 +121,7 @@ def linear_cross_entropy(
 
 
 def check_reduction(reduction: str) -> None:
-    """Raise ValueError for a reduction that losses of models do not have."""
+    """Raise ValueError unless the reduction is `mean` or `sum`."""
     if reduction not in ("mean", "sum"):
         raise ValueError(
             f"reduction is {reduction!r}: it must be 'mean' or 'sum'; for a loss of each token "
@@ -129,7 +130,7 @@ def check_reduction(reduction: str) -> None:
 
 
 def _check(name: str, rows: Tensor, labels: Tensor, chunk: int | None) -> None:
-    """Refuse labels that are not one per row, and chunks of no tokens."""
+    """Raise ValueError unless there is one label per row, and for a chunk below 1."""
     if rows.ndim < 2 or rows.shape[:-1] != labels.shape:
         raise ValueError(
             f"labels have shape {tuple(labels.shape)}, {name} {tuple(rows.shape)}: labels need "
@@ -152,20 +153,20 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 
 class _Softmax(NamedTuple):
-    """What one pass over a chunk of logits gives."""
+    """The results of one pass over a chunk of logits."""
 
     losses: Tensor
-    """`[tokens]`; of no meaning where the label does not count."""
+    """`[tokens]`; meaningless for labels that are left out."""
     exponentials: Tensor
-    """`[tokens, columns]`: this rank's; by the total they are probabilities."""
+    """`[tokens, columns]` of this rank; divided by `total` they are probabilities."""
     total: Tensor
-    """`[tokens]`: their sum over all ranks' columns."""
+    """`[tokens]`: the sum of the exponentials over the columns of all ranks."""
     log_total: Tensor
-    """`[tokens]`: log of the sum over all ranks of the exponentials of the logits as given."""
+    """`[tokens]`: the log of the sum of the exponentials of the original logits, of all ranks."""
     column: Tensor
-    """int64 `[tokens]`: which column the label is; any where it is not here."""
+    """int64 `[tokens]`: the label's column; arbitrary if the label is not `here`."""
     here: Tensor
-    """bool `[tokens]`: whether the label counts and is one of this rank's columns."""
+    """bool `[tokens]`: whether the label is not left out and is one of this rank's columns."""
 
 
 def _columns(
@@ -193,13 +194,13 @@ def _softmax(logits: Tensor, labels: Tensor, axis: MeshAxis | None, ignored: int
 
 
 def _subtract_labels(probabilities: Tensor, column: Tensor, here: Tensor) -> Tensor:
-    """Subtract one at each label, in place: the loss' gradient by the logits."""
+    """Subtract one at each label, in place: this gives the gradient of the loss by the logits."""
     ones = -here[:, None].to(probabilities.dtype)
     return probabilities.scatter_add_(1, column[:, None], ones)
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """Keeps the logits as they came and, per token, the log of the sum of exponentials."""
+    """Saves the logits, and the log of the sum of exponentials of each token."""
 
     @staticmethod
     def forward(
@@ -232,7 +233,17 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """Computes both gradients in forward, for a loss whose own gradient is one."""
+    """Computes both gradients in forward, for a loss whose own gradient is one.
+
+    See Note [Gradients that forward has computed].
+    """
+
+    # Note [Gradients that forward has computed]
+    # Forward saves the finished gradients, and backward multiplies them by the loss's own gradient,
+    # in place if it can (decision 0603). It must not do so if the graph is kept, because another
+    # backward through it reads the same tensors, nor while compiling, where the compiler decides
+    # what may be overwritten. When they are overwritten, the saved tensors are cleared first, so
+    # that whoever receives the gradients owns them and need not copy.
 
     @staticmethod
     def forward(
@@ -259,14 +270,14 @@ class _LinearCrossEntropy(torch.autograd.Function):
             logits[:, kept:] = -torch.inf
             soft = _softmax(logits, labels[rows], axis, ignored)
             total += torch.where(labels[rows] == ignored, 0.0, soft.losses * counts[rows]).sum()
-            # By infinity where a label counts 0, by NaN where it does not exist.
+            # A label of weight 0 divides by infinity, one that does not exist by NaN.
             grad = soft.exponentials.div_((soft.total / counts[rows])[:, None])
             grad = _subtract_labels(grad, soft.column, soft.here).to(weight.dtype)
             if grad_hidden is not None:
                 torch.mm(grad, weight, out=grad_hidden[rows])
             if needed[1]:
                 grad_weight = plus_product(grad_weight, grad.t(), hidden[rows], wide)
-            del logits, soft, grad  # or the next chunk's would lie beside this one's
+            del logits, soft, grad  # otherwise two chunks would be in memory at once
         if needed[1] and grad_weight is None:  # no tokens
             grad_weight = torch.zeros_like(weight, dtype=wide)
         ctx.save_for_backward(grad_hidden, grad_weight)
@@ -278,13 +289,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         grad_hidden, grad_weight = ctx.saved_tensors
-        # Another backward through this graph reads them again; otherwise they may be written to,
-        # and whoever gets them may keep them. Compiled, that is the compiler's to decide.
+        # See Note [Gradients that forward has computed].
         kept = torch.compiler.is_compiling() or _graph_is_kept()
         if not kept:
             ctx.maybe_clear_saved_tensors()
         if grad_hidden is not None:
-            # In the factor's dtype, rounded once: a scalar [] would be rounded to bf16 first.
+            # The factor is [1, 1], as a scalar [] would first be rounded to the gradient's dtype.
             into = torch.empty_like(grad_hidden) if kept else grad_hidden
             grad_hidden = torch.mul(grad_hidden, grad.view(1, 1), out=into)
         if grad_weight is not None:
@@ -293,7 +303,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 def _graph_is_kept() -> bool:
-    """Whether the backward that runs was asked to keep its graph."""
+    """Whether the backward that runs now was asked to keep its graph."""
     kept: bool = torch._C._autograd._get_current_graph_task_keep_graph()  # type: ignore[attr-defined, unused-ignore]
     return kept
 
@@ -301,7 +311,7 @@ def _graph_is_kept() -> bool:
 def _scaled(
     gradient: Tensor, factor: Tensor, parameter: Tensor | None, dtype: torch.dtype, kept: bool
 ) -> Tensor | None:
-    """The head's gradient, or None where it went straight to the wrapper of the parameter."""
+    """The gradient of the head's weight; None if it was written into a wrapper's bucket."""
     sink = None if parameter is None else gradient_sink(parameter)
     if sink is None or sink.view.dtype != gradient.dtype:
         return (gradient * factor if kept else gradient.mul_(factor)).to(dtype)
@@ -314,7 +324,7 @@ def _scaled(
 
 
 def plus_product(total: Tensor | None, left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
-    """`total + left @ right` in place, in `dtype` where the device can; None is no sum so far."""
+    """Add `left @ right` to `total` in place, in `dtype`; a `total` of None starts a sum."""
     if total is not None and dtype == left.dtype:
         return total.addmm_(left, right)
     if left.is_cuda and dtype != left.dtype:

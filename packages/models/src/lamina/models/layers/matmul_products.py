@@ -1,7 +1,8 @@
-"""The three matrix products of a linear layer, behind one face.
+"""The three matrix products of a linear layer, as an interface.
 
-Cut layers interleave the products with what they send; they need not know whether numbers are
-multiplied as they are or as eight bits, nor where a weight's gradient goes.
+Layers that are cut over ranks interleave these products with communication. Behind the interface
+the numbers may be multiplied in their own dtype or in FP8, and the weight's gradient may be
+returned, written into a wrapper's bucket, or computed later.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ __all__ = ["PLAIN", "Gradients", "Products", "may_sink", "weight_gradient", "wri
 
 
 class Gradients(Protocol):
-    """The two products of a backward, made from the output's gradient."""
+    """The two products of a backward, given the gradient of the output."""
 
     def by_input(self, weight: Tensor) -> Tensor:
         """`grad @ weight`: `[..., in]`."""
@@ -33,22 +34,23 @@ class Gradients(Protocol):
 
 @runtime_checkable
 class PutsOff(Protocol):
-    """Gradients whose product for the weight is computed later, apart from the backward."""
+    """Gradients that can compute the weight's product later than in this backward."""
 
     def put_off(self, weight: Tensor, x: Tensor) -> None:
-        """Take note of `grad.T @ x` for the parameter `weight`."""
+        """Record that `grad.T @ x` is still to be computed for the parameter `weight`."""
 
 
 def weight_gradient(gradients: Gradients, weight: Tensor | None, x: Tensor) -> Tensor | None:
-    """What a backward returns for its weight.
+    """Compute what a backward returns as the gradient of its weight.
 
     Args:
         gradients: the products.
-        weight: the parameter that the layer was called with; None where that was a copy of one.
-        x: the layer's input, whole.
+        weight: the parameter that the layer was called with; None if it was called with another
+            tensor, such as a cast copy.
+        x: the layer's whole input.
 
     Returns:
-        The gradient, or None where the parameter gets it in another way.
+        The gradient; None if it was put off, or was written into a wrapper's bucket.
     """
     if weight is not None and isinstance(gradients, PutsOff):
         gradients.put_off(weight, x)
@@ -62,9 +64,9 @@ def weight_gradient(gradients: Gradients, weight: Tensor | None, x: Tensor) -> T
 
 
 def may_sink(weight: Tensor) -> bool:
-    """Whether a backward may write this weight's gradient where a wrapper's collective reads it.
+    """Whether a backward may write this weight's gradient into a wrapper's bucket.
 
-    Layers that are torch's own operators otherwise then use functions of ours.
+    Layers then use Lamina's autograd functions. Otherwise they use torch's own operators.
     """
     return (
         not torch.compiler.is_compiling() and torch.is_grad_enabled() and has_gradient_sink(weight)
@@ -77,14 +79,14 @@ class Products(Protocol):
     def output(
         self, x: Tensor, weight: Tensor, bias: Tensor | None
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """`x @ weight.T + bias`, and what `gradients` wants back."""
+        """`x @ weight.T + bias`, and the tensors that `gradients` needs in backward."""
 
     def gradients(self, grad: Tensor, kept: Sequence[Tensor]) -> Gradients:
-        """Prepare backward's products from the output's gradient `[..., out]`."""
+        """Prepare the products of backward, given the output's gradient `[..., out]`."""
 
 
 class PlainGradients:
-    """Products in the dtype of their sides."""
+    """Products in the dtype of their operands."""
 
     def __init__(self, grad: Tensor) -> None:
         self.grad = grad
@@ -103,7 +105,7 @@ class PlainGradients:
 
 
 class PlainProducts:
-    """Products in the dtype of their sides; keeps nothing."""
+    """Products in the dtype of their operands; saves nothing for backward."""
 
     def output(
         self, x: Tensor, weight: Tensor, bias: Tensor | None
@@ -122,8 +124,8 @@ PLAIN = PlainProducts()
 def write_product(left: Tensor, right: Tensor, total: Tensor, accumulate: bool) -> None:
     """`total = left @ right`, or `total += left @ right`, without a temporary where possible.
 
-    One product where both dtypes are the same, and on CUDA from bf16 or fp16 into fp32. Elsewhere
-    the product is computed in the dtype of its sides first, and then written in one pass.
+    There is no temporary if the dtypes are equal, or on CUDA from bf16 or fp16 into fp32. In other
+    cases the product is computed in the dtype of its operands first, and then written or added.
     """
     if total.dtype == left.dtype:
         if accumulate:

@@ -1,4 +1,4 @@
-"""The feed-forward half of a block."""
+"""The feed-forward network of a block."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["MLP", "ActivationFunction"]
 
 
 class ActivationFunction(nn.Module):
-    """GELU, SwiGLU or squared ReLU; a module of its own so that recomputation can name it."""
+    """GELU, SwiGLU or squared ReLU, as a module, so that selective recomputation can find it."""
 
     def __init__(self, kind: Activation) -> None:
         super().__init__()
@@ -34,10 +34,10 @@ class ActivationFunction(nn.Module):
 
 
 class MLP(nn.Module):
-    """Up, an activation, down; with SwiGLU the gate and up projections are one weight.
+    """Up projection, activation, down projection; SwiGLU's gate and up are one weight.
 
     `up.weight` is `[ffn, hidden]`, or `[2 * ffn, hidden]` with SwiGLU: gate rows first. Over
-    tensor-parallel ranks each holds a run of the inner width, of gate and up alike.
+    tensor-parallel ranks each holds a run of the inner width, the same of gate and of up.
 
     Args:
         config: the shape.

@@ -41,7 +41,7 @@ class RMSNorm(nn.Module):
         """Normalise `[..., size]` with statistics in float32 or wider; keeps x's dtype."""
         if x.device.type != "cpu":
             return torch.rms_norm(x, (self.size,), self.weight, self.eps)
-        # On a CPU torch has no kernel of its own and takes three times as long in backward.
+        # torch has no fused RMSNorm on a CPU; its backward takes three times as long (0605).
         wide = torch.promote_types(x.dtype, torch.float32)
         normed: Tensor = _RMSNormOnCPU.apply(x.to(wide), self.weight.to(wide), self.eps)  # type: ignore[no-untyped-call]
         return normed.to(dtype=x.dtype)
@@ -63,8 +63,8 @@ class _RMSNormOnCPU(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, scale = ctx.saved_tensors
-        # LayerNorm's fused backward, told that the mean is zero, differs from RMSNorm's only by
-        # the gradient's mean that it takes off: put that back.
+        # If the mean is given as zero, the backward of LayerNorm differs from that of RMSNorm in
+        # one term only, the mean of the gradient, which it subtracts. That term is added back.
         grad = grad.contiguous()
         grad_x, grad_weight, _ = torch.ops.aten.native_layer_norm_backward(
             grad, x, [x.shape[-1]], torch.zeros_like(scale), scale, weight, None,

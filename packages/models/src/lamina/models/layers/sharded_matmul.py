@@ -1,11 +1,13 @@
 """The two linear maps of tensor parallelism (Shoeybi et al., 2019; Korthikanti et al., 2022).
 
-Both are one autograd function each, because their backward has two matrix products and only one of
-them has to cross the network: the other runs meanwhile. What the regions of `lamina.collectives`
-would do before or after the products is here interleaved with them.
+Each map is one autograd function. The autograd regions of `lamina.collectives` would communicate
+before or after the products; a function of its own can communicate during them. Its backward
+has two products, and only the input's gradient is sent to other ranks, so the weight's gradient is
+computed in the meantime.
 
-With sequence parallelism activations between the products are `[tokens / tp, width]`: each rank
-holds a contiguous run of the batch's tokens in row-major order, so gathers need no rearrangement.
+With sequence parallelism activations between the products are `[tokens / tp, width]`. Each rank
+holds a contiguous run of the batch's tokens in row-major order, so gathers need no rearrangement
+(decision 0602).
 """
 
 from __future__ import annotations
@@ -32,8 +34,8 @@ def bias_gradient(grad: Tensor) -> Tensor:
 class ColumnLinear(torch.autograd.Function):
     """`x @ weight.T + bias` with the rows of `weight` cut over ranks.
 
-    Forward gathers tokens first under sequence parallelism; backward sums the input's gradient over
-    ranks (scattered again under sequence parallelism) while the weight's gradient is computed.
+    Under sequence parallelism forward first gathers the tokens. Backward sums the input's gradient
+    over ranks, and scatters it under sequence parallelism, while it computes the weight's gradient.
     """
 
     @staticmethod
@@ -67,7 +69,7 @@ class ColumnLinear(torch.autograd.Function):
         products = ctx.products.gradients(grad, kept)
         arriving = departing = grad_x = grad_weight = None
         if ctx.sequence and for_weight:
-            # Gathered again rather than kept: the product with the weight hides it.
+            # The input is gathered again instead of saved. The product with the weight hides this.
             arriving = start_all_gather(x, group)
         if for_x:
             grad_x = products.by_input(weight)
@@ -87,8 +89,8 @@ class ColumnLinear(torch.autograd.Function):
 class RowLinear(torch.autograd.Function):
     """`x @ weight.T` with the columns of `weight` cut over ranks and the products summed.
 
-    The sum is kept whole on every rank, or scattered over tokens under sequence parallelism; then
-    backward gathers the gradient, which both of its products need.
+    Every rank has the whole sum. Under sequence parallelism the sum is scattered over tokens
+    instead, and backward first gathers the gradient, which both of its products need.
     """
 
     @staticmethod

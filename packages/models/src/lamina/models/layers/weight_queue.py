@@ -1,12 +1,10 @@
-"""Gradients of weights apart from those of inputs: what zero-bubble schedules fill bubbles with.
+"""Weights' gradients that are computed later than inputs' gradients, for zero-bubble schedules.
 
-A linear layer's backward has two products, and only the one for the input is waited for by another
-stage. Under a queue the layer puts the other one off: backward returns no gradient for the weight,
-and the queue's list runs the product when the schedule says so.
-
-torch's own way (walking the autograd graph twice) fires no gradient hooks, runs a custom function's
-backward twice with all it sends, and undoes recomputation. A module that knows no queue simply
-computes its weights' gradients in the first pass: right, only with less to fill bubbles with.
+A linear layer's backward has two products, and other pipeline stages wait only for the input's
+gradient. Layers that have a queue put the other product off: their backward returns no gradient for
+the weight, and the schedule runs the product when the rank would otherwise be idle. A module
+without a queue computes its weights' gradients in the first pass, which is correct, and leaves less
+work to fill idle time with.
 """
 
 from __future__ import annotations
@@ -24,24 +22,30 @@ from lamina.models.layers.matmul_products import Gradients, Products, weight_gra
 __all__ = ["Late", "WeightGradientQueue", "attach_queue", "deliver"]
 
 
+# Note [Weights' gradients are put off by layers]
+# torch's schedules split a backward by walking the autograd graph twice, first for inputs and then
+# for weights. That fires no gradient hooks, so wrappers would not see the gradients. It runs the
+# backward of a custom function twice, with all of its communication, and it runs recomputed blocks
+# again. Here the first walk is an ordinary backward, and `deliver` is another ordinary backward
+# over nodes that do nothing but the products that were put off (decision 0641).
 Late = tuple[Tensor, Gradients, Tensor]
-"""A weight, and what its gradient is made of: the products and the layer's input."""
+"""A weight, and what its gradient is computed from: the products, and the layer's input."""
 
 
 class WeightGradientQueue:
-    """Where the layers of a stage put off their weights' gradients to."""
+    """Collects the products that the layers of a stage put off."""
 
     def __init__(self) -> None:
         self._open: list[Late] | None = None
 
     @property
     def is_open(self) -> bool:
-        """Whether the present backward puts weights' gradients off."""
+        """Whether the backward that runs now puts weights' gradients off."""
         return self._open is not None
 
     @contextmanager
     def collecting(self) -> Iterator[list[Late]]:
-        """Backwards inside put weights' gradients off, onto the list that this yields."""
+        """Inside, backwards append to the list that this yields."""
         late: list[Late] = []
         self._open = late
         try:
@@ -50,25 +54,25 @@ class WeightGradientQueue:
             self._open = None
 
     def put(self, late: Late) -> None:
-        """Put a product off. Raises RuntimeError outside of `collecting`."""
+        """Append a product. Raises RuntimeError outside of `collecting`."""
         if self._open is None:
             raise RuntimeError("no backward is collecting weights' gradients")
         self._open.append(late)
 
     def deferring(self, products: Products) -> Products:
-        """The same products, but weights' gradients go to this queue while it is open."""
+        """The same products, whose weights' gradients go to this queue while it is open."""
         return _DeferringProducts(products, self)
 
 
 @runtime_checkable
 class PutsOffWeights(Protocol):
-    """A module that can put its weight's gradient off."""
+    """A module that can put off its weight's gradient."""
 
     weight_queue: WeightGradientQueue | None
 
 
 def attach_queue(module: nn.Module, queue: WeightGradientQueue | None) -> int:
-    """Let all layers below a module that can use a queue; returns their number."""
+    """Give a queue to all layers below a module that can use one; returns their number."""
     layers = [layer for layer in module.modules() if isinstance(layer, PutsOffWeights)]
     for layer in layers:
         layer.weight_queue = queue
@@ -76,10 +80,10 @@ def attach_queue(module: nn.Module, queue: WeightGradientQueue | None) -> int:
 
 
 def deliver(late: Sequence[Late]) -> None:
-    """Compute gradients that were put off, as one backward of the weights alone.
+    """Compute the gradients that were put off, in one backward over the weights alone.
 
-    It ends where every backward ends, in the weights' `.grad`s and hooks, so wrappers find these
-    gradients where they find all others.
+    The gradients arrive in `.grad` and in the weights' hooks as in every backward, so wrappers need
+    not know of the queue.
     """
     if late:
         with torch.enable_grad():
@@ -88,7 +92,7 @@ def deliver(late: Sequence[Late]) -> None:
 
 
 class _LateGradient(torch.autograd.Function):
-    """Nothing forward; backward is the product that was put off."""
+    """Returns a zero; its backward is the product that was put off."""
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, gradients: Gradients, x: Tensor) -> Tensor:
@@ -127,6 +131,6 @@ class _DeferringGradients:
         self._plain.add_by_weight(x, total, accumulate)
 
     def put_off(self, weight: Tensor, x: Tensor) -> None:
-        """Put the product for a weight off: autograd gets no gradient for it now."""
-        # Detached: what was saved of a layer's input would hold the whole graph.
+        """Put off the product for a weight; autograd gets no gradient for it now."""
+        # Detached, because the saved input would otherwise keep the whole graph alive.
         self._queue.put((weight, self._plain, x.detach()))

@@ -1,8 +1,8 @@
-"""How sequences are cut over context-parallel ranks.
+"""Cutting sequences over context-parallel ranks, in zigzag order.
 
-Causal attention gives late tokens more work than early ones. So a sequence is cut into twice as
-many chunks as there are ranks, and rank r of n holds chunks r and 2n - 1 - r: an early and a late
-one, the same work for everyone (Brandon et al., Striped Attention, 2023; Llama 3, 2024).
+Under a causal mask late tokens attend to more keys than early tokens do. To balance the work, a
+sequence is cut into twice as many chunks as there are ranks, and rank r of n holds chunks r and
+2n - 1 - r, an early and a late one (Brandon et al., Striped Attention, 2023; Llama 3, 2024).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ __all__ = ["check_divisible", "cut_sequence", "in_order", "join_sequence", "out_
 
 
 def check_divisible(length: int, axis: MeshAxis | None) -> None:
-    """Raise ValueError for a sequence that the ranks of an axis cannot cut into two chunks each."""
+    """Raise ValueError unless each rank of an axis can have two chunks of the sequence."""
     chunks = 1 if axis is None else 2 * axis.size
     if axis is not None and length % chunks:
         raise ValueError(
@@ -48,20 +48,20 @@ def cut_sequence(x: Tensor, mesh: MeshLike, dim: int = 1) -> Tensor:
 
 
 def in_order(x: Tensor, size: int, dim: int = 1) -> Tensor:
-    """Put ranks' pieces laid end to end along `dim` back into the sequence's order."""
-    # Computed on the device: a list of numbers would have the host wait for their copy.
+    """Reorder the concatenated pieces of the ranks along `dim` into the sequence's order."""
+    # Computed on the device: copying a list of numbers to it would make the host wait.
     chunk = torch.arange(2 * size, device=x.device)
     return _take(x, torch.where(chunk < size, 2 * chunk, 4 * size - 1 - 2 * chunk), dim)
 
 
 def out_of_order(x: Tensor, size: int, dim: int = 1) -> Tensor:
-    """Lay a whole sequence out as ranks' pieces end to end: the inverse of `in_order`."""
-    place = torch.arange(2 * size, device=x.device)
-    return _take(x, torch.where(place % 2 == 0, place // 2, 2 * size - 1 - place // 2), dim)
+    """Reorder a sequence into the concatenated pieces of the ranks: the inverse of `in_order`."""
+    slot = torch.arange(2 * size, device=x.device)
+    return _take(x, torch.where(slot % 2 == 0, slot // 2, 2 * size - 1 - slot // 2), dim)
 
 
 def _take(x: Tensor, chunks: Tensor, dim: int) -> Tensor:
-    """Put these of the equal chunks along `dim` one after another."""
+    """Cut `dim` into equal chunks and concatenate those of these numbers."""
     cut = torch.unflatten(x, dim, (chunks.numel(), -1))
     return cut.index_select(dim, chunks).flatten(dim, dim + 1)
 

@@ -26,13 +26,13 @@ __all__ = ["CausalConvolution", "GatedNorm", "MambaMixer", "MambaState", "StateS
 
 
 class CausalConvolution(nn.Module):
-    """A convolution of each channel over the last few tokens, then SiLU.
+    """A causal convolution of each channel over the last few tokens, then SiLU.
 
-    `weight` is `[channels, 1, taps]` as `nn.Conv1d` has it; the last tap is the token's own.
+    `weight` is `[channels, 1, taps]` as in `nn.Conv1d`; the last tap is that of the token itself.
 
     Args:
-        blocks: channels, over all ranks, of what is fused in them (x, B, C); each is cut by itself.
-        taps: how many tokens are seen, the own included.
+        blocks: numbers of channels, over all ranks, of x, B and C; each is cut separately.
+        taps: the number of tokens in the window, the token itself included.
         axis: the ranks that hold runs of the channels.
         bias: whether there is a bias (it starts at zero).
     """
@@ -61,7 +61,7 @@ class CausalConvolution(nn.Module):
             nn.init.zeros_(self.bias)
 
     def forward(self, x: Tensor, runs: Tensor | None = None) -> Tensor:
-        """`[batch, sequence, channels]` to the same; a document's tokens see no other's."""
+        """`[batch, sequence, channels]` to the same, within each document of `runs`."""
         x, weight, bias = under_autocast(x, self.weight, self.bias)
         taps, length = weight.shape[-1], x.shape[1]
         padded = F.pad(x, (0, 0, taps - 1, 0))
@@ -75,16 +75,16 @@ class CausalConvolution(nn.Module):
         return F.silu(y if bias is None else y + bias)
 
     def step(self, x: Tensor, window: Tensor) -> tuple[Tensor, Tensor]:
-        """One token `[batch, channels]` after those of `window [batch, taps - 1, channels]`."""
+        """Compute one token `[batch, channels]`, given `window [batch, taps - 1, channels]`."""
         seen = torch.cat((window, x.unsqueeze(1)), dim=1)
         y = (seen * self.weight[:, 0].t()).sum(dim=1)
         return F.silu(y if self.bias is None else y + self.bias), seen[:, 1:]
 
 
 class StateSpaceScan(nn.Module):
-    """The recurrence and its parameters: decay rates, steps' biases, and the skip, one per head.
+    """The recurrence and its parameters: a decay rate, a bias of the step and a skip per head.
 
-    Names are those of the paper and of checkpoints: `A = -exp(A_log)`,
+    The names are those of the paper and of checkpoints: `A = -exp(A_log)`,
     `dt = softplus(dt + dt_bias)`, `y += D x`.
 
     Args:
@@ -93,7 +93,7 @@ class StateSpaceScan(nn.Module):
         axis: the ranks that hold runs of the heads.
     """
 
-    casts_itself = True  # read by wrappers that cast the inputs of modules they keep in fp32
+    casts_itself = True  # wrappers that cast inputs of modules in fp32 read this
 
     def __init__(self, sizes: MambaConfig, heads: int, axis: MeshAxis | None) -> None:
         super().__init__()
@@ -107,7 +107,7 @@ class StateSpaceScan(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw rates evenly and steps evenly on a log scale, set D to ones; mark the roles."""
+        """Draw rates uniformly, and steps uniformly on a log scale; set D to ones; mark roles."""
         if self.axis is not None:
             for parameter in (self.A_log, self.dt_bias, self.D):
                 mark(parameter, tp_shard_dim=0)
@@ -134,7 +134,7 @@ class StateSpaceScan(nn.Module):
     def forward(
         self, x: Tensor, dt: Tensor, b: Tensor, c: Tensor, runs: Tensor | None = None
     ) -> Tensor:
-        """Mix tokens; shapes as of `chunked_scan`, the result in x's dtype."""
+        """Run the scan; shapes as of `chunked_scan`, the result in the dtype of x."""
         path = choose_path(self.sizes.path, x.device, x.dtype)
         steps = self.steps(dt)
         if path == "fla":
@@ -147,7 +147,7 @@ class StateSpaceScan(nn.Module):
     def step(
         self, x: Tensor, dt: Tensor, b: Tensor, c: Tensor, state: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """One token; shapes as of `scan_step`."""
+        """Compute one token; shapes as of `scan_step`."""
         y, state = scan_step(x, self.steps(dt), self.rate, b, c, state)
         return (y + self.D.unsqueeze(-1) * x).to(x.dtype), state
 
@@ -159,9 +159,9 @@ def _before_softplus(log_dt: Tensor) -> Tensor:
 
 
 class GatedNorm(nn.Module):
-    """RMSNorm of `x * silu(gate)` over each group of channels by itself.
+    """RMSNorm of `x * silu(gate)`, separately over each group of channels.
 
-    Groups lie whole on one rank, so that tensor parallelism needs no statistics of others.
+    A group is on one rank as a whole, so tensor-parallel ranks exchange no statistics (0682).
 
     Args:
         channels: over all ranks.
@@ -195,10 +195,10 @@ class GatedNorm(nn.Module):
 
 @dataclass(frozen=True)
 class MambaState:
-    """What a Mamba layer remembers between tokens: its size does not grow with their number.
+    """The state of a Mamba layer between tokens. Its size does not depend on their number.
 
     Attributes:
-        window: what the convolution saw last: `[batch, conv_kernel - 1, channels]`.
+        window: the last inputs of the convolution, `[batch, conv_kernel - 1, channels]`.
         state: `[batch, heads, head_dim, state_size]`, float32 or wider.
     """
 
@@ -210,11 +210,11 @@ class MambaMixer(nn.Module):
     """Mamba-2 (Dao and Gu, 2024) in place of attention, over `[batch, sequence, hidden]`.
 
     `input.weight` fuses, in this order, the rows of gate, x, B, C and dt. Over tensor-parallel
-    ranks each holds a run of the heads and of the groups that serve them: nothing is sent between
+    ranks each holds a run of the heads and the groups of these heads, so nothing is sent between
     the two projections.
 
     Args:
-        config: the shape; its `mamba` has the layer's own sizes.
+        config: the shape; its `mamba` has the sizes of the layer.
         mesh: has an axis `tp`, or is that axis; None is one process.
 
     Raises:
@@ -259,12 +259,12 @@ class MambaMixer(nn.Module):
         )
 
     def forward(self, x: Tensor, context: AttentionContext | None = None) -> Tensor:
-        """Mix each sequence's tokens, every one with those before it.
+        """Mix each token with those before it in its sequence.
 
         Args:
             x: `[batch, sequence, hidden]`, or under sequence parallelism
                 `[tokens / tp, hidden]`, which needs a context.
-            context: knows the batch's shape and documents; by default one document per row.
+            context: has the shape and the documents; by default each row is one document.
 
         Returns:
             The same shape as `x`.
@@ -288,24 +288,24 @@ class MambaMixer(nn.Module):
         )
 
     def initial_state(self, batch: int) -> MambaState:
-        """What is remembered before the first token: zeros."""
+        """The state before the first token, which is zero."""
         weight = self.conv.weight
         window = weight.new_zeros(batch, self.sizes.conv_kernel - 1, weight.shape[0])
         shape = (batch, self.heads, self.sizes.head_dim, self.sizes.state_size)
         return MambaState(window, weight.new_zeros(shape, dtype=wide_dtype(weight.dtype)))
 
     def step(self, x: Tensor, state: MambaState) -> tuple[Tensor, MambaState]:
-        """One token: what `forward` gives at its place, at a cost that never grows.
+        """Compute one token as `forward` does, at a cost that does not depend on its position.
 
         Args:
             x: `[batch, hidden]`.
-            state: after the token before.
+            state: the state after the previous token.
 
         Returns:
             `[batch, hidden]`, and the next state.
 
         Raises:
-            ValueError: under sequence parallelism, which has no single token to cut.
+            ValueError: under sequence parallelism, which cannot cut a single token.
         """
         if self.input.sequence_parallel:
             raise ValueError(

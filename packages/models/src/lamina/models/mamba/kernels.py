@@ -1,4 +1,4 @@
-"""Which way the scan runs: in torch, or by the Triton kernels of flash-linear-attention."""
+"""The choice between torch and the Triton kernels of flash-linear-attention for the scan."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ def fused_scan() -> Any:
 
 
 def choose_path(wanted: MambaPath, device: torch.device, dtype: torch.dtype) -> str:
-    """Decide how the scan runs, and say so once per process in the log of this module.
+    """Choose how the scan runs, and log the choice once per process.
 
-    Kernels multiply float32 as TF32, which is no float32: `auto` leaves that to torch.
+    The kernels round float32 to TF32 in products, so `auto` uses torch for float32.
 
     Args:
         wanted: `auto`, `torch` or `fla`.
@@ -43,7 +43,7 @@ def choose_path(wanted: MambaPath, device: torch.device, dtype: torch.dtype) -> 
         `torch` or `fla`.
 
     Raises:
-        RuntimeError: if `fla` is insisted on and cannot run.
+        RuntimeError: if `fla` is asked for and cannot run.
     """
     if wanted == "torch" or (wanted == "auto" and device.type != "cuda"):
         return "torch"
@@ -81,10 +81,10 @@ def kernel_scan(
     runs: Tensor | None = None,
     state: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Run the scan by flash-linear-attention; as `chunked_scan`, in x's dtype.
+    """Run the scan by flash-linear-attention; arguments as of `chunked_scan`, in the dtype of x.
 
-    The recurrence is simple gated linear attention: queries C, keys B, values dt x, gates dt A.
-    With documents no state comes back: each has its own.
+    The recurrence is simple gated linear attention with queries C, keys B, values dt x and gates
+    dt A. With documents no state is returned, because each document has its own.
 
     Raises:
         ValueError: for documents together with a state.
@@ -95,7 +95,7 @@ def kernel_scan(
     gate = dt.float() * rate.float()
     options: dict[str, Any] = {"scale": 1.0, "output_final_state": runs is None}
     if state is not None:
-        # Theirs is [state_size, head_dim].
+        # The library's states are [state_size, head_dim].
         options["initial_state"] = state.float().transpose(-1, -2).contiguous()
     if runs is None:
         y, last = fused_scan()(query, key, value, gate, **options)

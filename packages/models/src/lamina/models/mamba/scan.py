@@ -1,12 +1,12 @@
 """The selective scan of Mamba-2 as matrix products over chunks (state-space duality).
 
-A head's state is a matrix `[head_dim, state_size]` that decays and takes in one outer product per
-token:
+The state of a head is a matrix `[head_dim, state_size]`. At each token it decays, and an outer
+product is added:
 
     state_t = exp(dt_t A) state_{t-1} + dt_t x_t B_t^T        y_t = state_t C_t
 
-Unrolled over a chunk this is attention without a softmax, whose scores `C_t . B_s` are weighed by
-the decay between s and t; between chunks only the state travels (Dao and Gu, 2024, section 6).
+Within a chunk this is attention without a softmax, whose scores `C_t . B_s` are multiplied by the
+decay between s and t. Only the state is carried from chunk to chunk (Dao and Gu, 2024, section 6).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = ["chunked_scan", "scan_step", "wide_dtype"]
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
-    """At least float32: sums of decays lose everything in half precision."""
+    """At least float32, because sums of decays lose their precision in 16 bits."""
     return torch.promote_types(dtype, torch.float32)
 
 
@@ -45,7 +45,7 @@ def chunked_scan(
         b: `[batch, sequence, groups, state_size]`; group g serves the g-th run of heads.
         c: as `b`.
         chunk: tokens per chunk; results do not depend on it.
-        runs: int64 `[batch, sequence]`: each token's document; the state starts anew with each.
+        runs: int64 `[batch, sequence]`: each token's document; the state starts at zero in each.
         state: `[batch, heads, head_dim, state_size]` before the first token; zeros if None.
 
     Returns:
@@ -69,7 +69,7 @@ def _scan_chunks(
     length, groups, wide = x.shape[1], b.shape[2], wide_dtype(x.dtype)
     chunk = min(chunk, length)
     steps = dt.to(wide)
-    # Padding has steps of 0: it neither decays the state nor adds to it.
+    # Padding has steps of 0, so it neither decays the state nor adds to it.
     decay = _cut((steps * rate.to(wide)).unsqueeze(-1), chunk, groups).squeeze(-1)
     inputs = _cut(x.to(wide) * steps.unsqueeze(-1), chunk, groups)
     keys, queries = (_cut(part.to(wide), chunk, groups).squeeze(2) for part in (b, c))
@@ -107,13 +107,13 @@ def _cut(tensor: Tensor, chunk: int, groups: int) -> Tensor:
 
 
 def _between(total: Tensor, documents: _Documents | None) -> Tensor:
-    """What is left at one token (rows) of what came in at another (columns) of its chunk."""
+    """The decay between two tokens of a chunk, from the column's token to the row's."""
     length = total.shape[-1]
     allowed = torch.ones(length, length, dtype=torch.bool, device=total.device).tril()
     if documents is not None:
         allowed = allowed & documents.same
     difference = total.unsqueeze(-1) - total.unsqueeze(-2)
-    # Filled before the exponential: above the diagonal it would overflow, and inf * 0 is NaN.
+    # Masked before the exponential, which would overflow above the diagonal (inf * 0 is NaN).
     return difference.masked_fill(~allowed, -torch.inf).exp()
 
 
@@ -136,15 +136,15 @@ def _across_chunks(added: Tensor, through: Tensor, state: Tensor | None) -> tupl
 
 
 class _Documents:
-    """Which parts of a chunk see which, as masks that broadcast over groups and heads."""
+    """Masks of the tokens of a chunk that share a document, broadcast over groups and heads."""
 
     def __init__(self, runs: Tensor, chunk: int) -> None:
         extra = -runs.shape[1] % chunk
-        # Padding belongs to the last document, so that the state after it is that document's.
+        # Padding belongs to the last document, so that the final state is that document's.
         padded = torch.cat((runs, runs[:, -1:].expand(-1, extra)), dim=1)
         cut = torch.unflatten(padded, 1, (-1, chunk))[:, None, None]  # [batch, 1, 1, chunks, chunk]
         last = cut[..., -1]
-        # Which document the state that enters each chunk belongs to; a given state is the first's.
+        # The document of the state that enters each chunk; a given state is the first document's.
         before = torch.cat((cut[..., :1, 0], last[..., :-1]), dim=-1)
         self.same = cut.unsqueeze(-1) == cut.unsqueeze(-2)
         self.reach_end = cut == last.unsqueeze(-1)

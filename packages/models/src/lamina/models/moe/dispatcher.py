@@ -1,9 +1,9 @@
-"""How copies of tokens get to their experts and back.
+"""Sending copies of tokens to their experts, and the results back.
 
-Every forward makes a `Dispatch`: rows leave when it is made, `Dispatch.arrive` has
-them on the experts' ranks, sorted by expert, `Dispatch.give_back` sends the results off and
-`Dispatch.combine` adds them up per token. Between the first two and between the last two the
-caller may compute something else while rows travel.
+Every forward makes a `Dispatch`, whose construction starts to send the rows. `Dispatch.arrive`
+returns the rows that this rank's experts have received, sorted by expert. `Dispatch.give_back`
+starts to send the results back, and `Dispatch.combine` adds them up per token. The caller may
+compute something else before `arrive` and before `combine`, while rows are sent.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ __all__ = ["Dispatch", "ExpertRows", "TokenDispatcher"]
 
 @dataclass(frozen=True)
 class ExpertRows:
-    """Rows for the experts of this rank.
+    """The rows that the experts of this rank receive.
 
     Attributes:
         rows: `[rows, hidden]`, those of the first expert first.
-        counts: int64 `[experts]`: rows of each, on the rows' device.
-        on_host: the same as numbers, where the host knows them anyway.
+        counts: int64 `[experts]`: the number of rows of each, on the rows' device.
+        on_host: the same numbers on the host, if the host knows them anyway.
     """
 
     rows: Tensor
@@ -50,7 +50,7 @@ class ExpertRows:
 
 
 class Dispatch(ABC):
-    """One forward's way to the experts and back."""
+    """The transport of one forward, to the experts and back."""
 
     def __init__(self, routing: Routing) -> None:
         self.routing = routing
@@ -61,15 +61,15 @@ class Dispatch(ABC):
 
     @abstractmethod
     def give_back(self, rows: Tensor) -> None:
-        """Send results, in the order in which rows arrived, to where they came from."""
+        """Send results back to the ranks of their tokens; in the order of the rows that arrived."""
 
     @abstractmethod
     def combine(self) -> Tensor:
-        """Wait for results and add up each token's: `[tokens, hidden]`."""
+        """Wait for the results and add up those of each token: `[tokens, hidden]`."""
 
 
 class TokenDispatcher:
-    """Chooses the way for a mesh and a kind of transport.
+    """Makes the `Dispatch` for a mesh and a kind of transport.
 
     Args:
         num_experts: over all ranks.
@@ -97,13 +97,13 @@ class TokenDispatcher:
         routing: Routing,
         capacities: dict[tuple[int, ...], int] | None = None,
     ) -> Dispatch:
-        """Send tokens off.
+        """Start to send tokens to their experts.
 
         Args:
-            x: `[tokens, hidden]`: this rank's, any number.
-            routing: where they go.
-            capacities: of this forward, see `RoutingContext`; by default the ranks of a
-                fixed capacity are asked.
+            x: `[tokens, hidden]`: any number of tokens of this rank.
+            routing: the experts of each token.
+            capacities: see `RoutingContext`; by default the ranks exchange their capacities if
+                the routing has one.
         """
         axes = self.axes
         if axes.replicated and axes.tp is not None:
@@ -127,10 +127,10 @@ class TokenDispatcher:
 
 @one_graph_break
 def _largest(capacity: int, group: ProcessGroup, device: torch.device) -> int:
-    """The largest capacity of all ranks: messages of fixed size must have one size on all.
+    """The largest capacity of all ranks, which all of them send, so that messages have one size.
 
-    A rank with fewer tokens has a smaller one. The hosts ask each other where the group lets them,
-    so that none waits for its device.
+    A rank with fewer tokens has a smaller capacity. The exchange is between hosts if the group
+    supports that, so that no host waits for its device.
     """
     found = torch.full((1,), capacity, device=host_device([group], device))
     all_reduce_small([found], group, op="max")
@@ -139,7 +139,7 @@ def _largest(capacity: int, group: ProcessGroup, device: torch.device) -> int:
 
 @dataclass(frozen=True)
 class _Way:
-    """Where experts are. Ranks of `axis` are (ep, expert_tp), the latter innermost."""
+    """The ranks of the experts; `axis` is (ep, expert_tp), with expert_tp innermost."""
 
     axis: MeshAxis
     group: ProcessGroup
@@ -148,12 +148,12 @@ class _Way:
 
     @property
     def homes(self) -> int:
-        """Ranks of ep."""
+        """The number of ranks of ep."""
         return self.axis.size // self.pieces
 
     @property
     def held(self) -> int:
-        """Experts of a rank."""
+        """The number of experts of a rank."""
         return self.num_experts // self.homes
 
     @property
@@ -163,7 +163,7 @@ class _Way:
 
 
 class _Local(Dispatch):
-    """All experts are here."""
+    """All experts are on this rank."""
 
     def __init__(self, x: Tensor, routing: Routing, num_experts: int) -> None:
         super().__init__(routing)
@@ -194,7 +194,7 @@ class _Replicated(_Local):
 
     def __init__(self, x: Tensor, routing: Routing, num_experts: int, tp: MeshAxis) -> None:
         self.group = tp.group
-        # Each rank's results are partial, and so are the gradients of what they are made from.
+        # Each rank's results are partial, and so are the gradients of its inputs.
         weights = copy_to(routing.weights, self.group)
         super().__init__(copy_to(x, self.group), replace(routing, weights=weights), num_experts)
 
@@ -203,7 +203,7 @@ class _Replicated(_Local):
 
 
 class _AllToAll(Dispatch):
-    """Each copy travels to its expert; what each rank sends to each is found out first."""
+    """Each copy is sent to its expert, after ranks have exchanged how many rows they send."""
 
     def __init__(self, x: Tensor, routing: Routing, way: _Way) -> None:
         super().__init__(routing)
@@ -213,7 +213,7 @@ class _AllToAll(Dispatch):
         asked = start_all_to_all(counts, way.group)
         order = rows_by_expert(routing.experts)  # while the counts travel
         self.received = asked.wait()
-        # The one time in a layer that the host waits for the device.
+        # This is the only time in a layer that the host waits for the device.
         known = torch.cat((routing.counts, self.received.flatten())).tolist()
         sent, got = known[: way.num_experts], known[way.num_experts :]
         self.chunks: list[list[int]] = [
@@ -247,7 +247,7 @@ class _AllToAll(Dispatch):
 
 
 class _Padded(Dispatch):
-    """Each rank sends each expert the same number of rows: nobody has to ask."""
+    """Each rank sends each expert the same number of rows, so no counts are exchanged."""
 
     def __init__(self, x: Tensor, routing: Routing, way: _Way) -> None:
         super().__init__(routing)
@@ -284,18 +284,18 @@ class _Padded(Dispatch):
 
 
 class _AllGather(Dispatch):
-    """All ranks get all tokens, keep what is for their experts, and add up the results."""
+    """All ranks gather all tokens, use those of their experts, and the results are summed."""
 
     def __init__(self, x: Tensor, routing: Routing, way: _Way) -> None:
         super().__init__(routing)
         self.way = way
-        # Not torch.tensor: on CUDA a copy from the host makes it wait.
+        # torch.tensor would copy from the host, which waits on CUDA.
         tokens = torch.full((1,), x.shape[0], dtype=torch.int64, device=x.device)
         mine = torch.cat((tokens, routing.counts)).unsqueeze(0)
         gathered_counts = start_all_gather(mine, way.group, async_op=False).wait()
         here = slice(1 + way.first, 1 + way.first + way.held)
         self.counts = gathered_counts[:, here].sum(0)
-        # The one time in a layer that the host waits for the device.
+        # This is the only time in a layer that the host waits for the device.
         every = gathered_counts.tolist()
         self.sizes = [row[0] for row in every]
         self.on_host = tuple(map(sum, zip(*(row[here] for row in every), strict=True)))
@@ -319,7 +319,7 @@ class _AllGather(Dispatch):
 
 
 def regroup(rows: Tensor, chunks: Sequence[Sequence[int]]) -> Tensor:
-    """Turn rows that lie by (i, j), chunks of given sizes, into rows by (j, i)."""
+    """Reorder chunks of rows, of the sizes `chunks[i][j]`, from the order (i, j) to (j, i)."""
     if len(chunks) == 1 or len(chunks[0]) == 1:
         return rows
     parts = torch.split(rows, [size for row in chunks for size in row])
@@ -328,14 +328,14 @@ def regroup(rows: Tensor, chunks: Sequence[Sequence[int]]) -> Tensor:
 
 
 def repeat_runs(rows: Tensor, runs: Sequence[int], times: int) -> Tensor:
-    """Write each run of rows several times in a row."""
+    """Repeat each run of rows."""
     if times == 1:
         return rows
     return torch.cat([run for run in torch.split(rows, list(runs)) for _ in range(times)])
 
 
 def sum_runs(rows: Tensor, runs: Sequence[int], times: int) -> Tensor:
-    """Add up what `repeat_runs` repeated."""
+    """Sum the repeated runs that `repeat_runs` makes."""
     if times == 1:
         return rows
     parts = torch.split(rows, [size * times for size in runs])

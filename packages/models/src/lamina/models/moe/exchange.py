@@ -1,8 +1,9 @@
-"""Rows that travel between ranks while the caller computes, forward and backward.
+"""An all-to-all of rows that runs while the caller computes, in forward and in backward.
 
-The regions of `lamina.collectives` finish before they return. Here sending and receiving are two
-nodes of the graph: what the caller computes between them runs while rows travel, and since
-backward visits nodes in the reverse order, its backward runs while gradients travel back.
+The autograd regions of `lamina.collectives` are complete when they return. Here sending and
+receiving are two nodes of the autograd graph. What the caller computes between them runs during the
+exchange. Backward visits nodes in reverse order, so the backward of that computation runs during
+the exchange of the gradients.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ __all__ = ["RowExchange", "gather_rows", "reduce_rows"]
 
 
 class RowExchange:
-    """One all-to-all of rows, in flight from construction until `wait`.
+    """An all-to-all of rows that starts with the object's construction and ends with `wait`.
 
     Args:
         rows: `[sum(sends), hidden]`.
@@ -41,21 +42,21 @@ class RowExchange:
         self._ticket: Tensor | None = _Send.apply(rows, self)  # type: ignore[no-untyped-call]
 
     def wait(self) -> Tensor:
-        """Rows received: `[sum(receives), hidden]`, in the order of the sending ranks."""
-        # The ticket's node holds this exchange: let go of it, or the two keep each other alive.
+        """Return the received rows `[sum(receives), hidden]`, in the order of the sending ranks."""
+        # The ticket's node refers to this exchange. Dropping the ticket avoids a reference cycle.
         ticket, self._ticket = self._ticket, None
         rows: Tensor = _Receive.apply(ticket, self)  # type: ignore[no-untyped-call]
         return rows
 
     def start(self, rows: Tensor, *, back: bool) -> None:
-        """Send rows, or gradients back."""
+        """Start sending rows, or gradients in the opposite direction."""
         sends, receives = (self.receives, self.sends) if back else (self.sends, self.receives)
         self.pending = start_all_to_all(
             rows, self.group, output_splits=receives, input_splits=sends
         )
 
     def finish(self) -> Tensor:
-        """Wait for what was started last."""
+        """Wait for the exchange that was started last."""
         if self.pending is None:
             raise RuntimeError("rows were waited for twice: wait() ends a RowExchange")
         pending, self.pending = self.pending, None
@@ -63,7 +64,10 @@ class RowExchange:
 
 
 class _Send(torch.autograd.Function):
-    """Gives a ticket without elements, which ties the two nodes together."""
+    # Note [Two nodes of one exchange]
+    # Autograd must visit `_Receive` before `_Send` in backward, although no data flows between
+    # them. `_Send` returns a ticket, a tensor without elements, that `_Receive` takes as its input,
+    # and the gradient of the ticket is an empty tensor as well.
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, exchange: RowExchange) -> Tensor:
@@ -91,10 +95,10 @@ class _Receive(torch.autograd.Function):
 
 
 def gather_rows(x: Tensor, group: ProcessGroup, sizes: Sequence[int]) -> Tensor:
-    """Rows of all ranks, in rank order; gradients are summed over the ranks.
+    """Gather the rows of all ranks, in rank order; gradients are summed over the ranks.
 
     Args:
-        x: `[rows, ...]`, as many as `sizes` says of this rank.
+        x: `[rows, ...]`, with this rank's number of rows in `sizes`.
         group: the ranks.
         sizes: rows of each rank.
     """
@@ -106,13 +110,13 @@ def gather_rows(x: Tensor, group: ProcessGroup, sizes: Sequence[int]) -> Tensor:
 
 
 def reduce_rows(x: Tensor, group: ProcessGroup, sizes: Sequence[int], rank: int) -> Tensor:
-    """Sum over ranks; each keeps its rows. The inverse of `gather_rows` and its dual.
+    """Sum over ranks and keep this rank's rows: the transpose of `gather_rows`.
 
     Args:
         x: `[sum(sizes), ...]`.
         group: the ranks.
         sizes: rows of each rank.
-        rank: this rank's place.
+        rank: this rank's index in the group.
     """
     if len(set(sizes)) == 1:
         return reduce_scatter_to(x, group)

@@ -1,4 +1,4 @@
-"""Which ranks experts are spread over, and which ranks hold different tokens."""
+"""The axes of a mesh over which experts are spread, and those over which tokens differ."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _NOT_DATA = ("pp", "tp", "cp")
 
 @dataclass(frozen=True)
 class ExpertAxes:
-    """The mesh as experts see it. Axes of one rank are None.
+    """The axes of a mesh that matter to experts. An axis of one rank is None.
 
     Attributes:
         ep: each rank holds other experts.
         expert_tp: each rank holds a piece of every expert's inner width.
-        dispatch: the two as one: where tokens are sent.
-        tp: of the dense layers around.
+        dispatch: `ep` and `expert_tp` as one axis, over which tokens are sent.
+        tp: the tensor-parallel axis of the dense layers.
         cp: each rank holds other parts of the sequences.
         dp: each rank holds other sequences.
         replicated: ranks of `tp` hold the same tokens (no sequence parallelism). Experts are then
@@ -43,13 +43,13 @@ class ExpertAxes:
     def of(mesh: MeshLike, *, sequence_parallel: bool = False) -> ExpertAxes:
         """Find the axes of a mesh.
 
-        A DeviceMesh says where experts are by dimensions called `ep` and `expert_tp`. Without
-        them (and for a bare axis) experts are cut over `tp` like everything else. Wrappers have
-        to know as much: give them `ParallelLayout(expert_tp=tp)` for experts cut over `tp`,
-        and `fully_shard` a DeviceMesh with `ep` as `expt_device_mesh` too.
+        Dimensions of a DeviceMesh that are called `ep` and `expert_tp` are the experts' axes.
+        Without them, and for a bare axis, experts are cut over `tp` like the dense layers. Wrappers
+        need the same information: give them `ParallelLayout(expert_tp=tp)` if experts are cut over
+        `tp`, and give `fully_shard` a DeviceMesh with `ep` as `expt_device_mesh` too.
 
         Raises:
-            LayoutError: tp beside experts on a mesh where that needs sequence parallelism.
+            LayoutError: for tp beside expert parallelism without sequence parallelism.
             ValueError: the same on a DeviceMesh.
         """
         if mesh is None:
@@ -88,7 +88,7 @@ class ExpertAxes:
 
     @property
     def token_axes(self) -> tuple[MeshAxis, ...]:
-        """Axes along which tokens differ: all of them together hold a step's tokens once."""
+        """Axes along which tokens differ. Together their ranks hold each token of a step once."""
         return (*self.along_sequence, *(() if self.dp is None else (self.dp,)))
 
 

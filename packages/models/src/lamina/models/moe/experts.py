@@ -1,4 +1,4 @@
-"""The experts of a rank: two projections each, multiplied together or one by one."""
+"""The experts of a rank: two projections each, for all experts at once or one by one."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ _GROUPED = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class GroupedExperts(nn.Module):
-    """Up, an activation, down, for each expert with weights of its own and no biases.
+    """Up projection, activation and down projection of each expert, without biases.
 
     `up` is `[experts, ffn, hidden]`, with SwiGLU `[experts, 2 * ffn, hidden]` with the gate's
-    rows first; `down` is `[experts, hidden, ffn]`. A rank holds the experts of its place on
-    `ep` and of each the run of the inner width of its place on `expert_tp`. An expert starts
-    from the same weights for every number of ranks.
+    rows first; `down` is `[experts, hidden, ffn]`. The experts are cut over the ranks of `ep`, and
+    the inner width of each expert over those of `expert_tp`. The initial weights of an expert are
+    the same for every number of ranks.
 
     Args:
         num_experts: over all ranks.
@@ -41,8 +41,8 @@ class GroupedExperts(nn.Module):
         init_std: standard deviation of the initial `up`.
         output_std: of the initial `down`.
         path: `grouped` (`torch.nn.functional.grouped_mm`), `loop`, or `auto`: one batched
-            product where the host knows that experts have equally many rows, else the first of
-            the two that can.
+            product if the host knows that experts have equally many rows, or else the first of
+            the two that supports the case.
 
     Raises:
         ValueError: if experts or inner width are not divisible by the number of ranks.
@@ -86,7 +86,7 @@ class GroupedExperts(nn.Module):
             tp_blocks=None if cut is None else fused,
         )
         mark(self.down, expert=True, tp_shard_dim=None if cut is None else 2)
-        # A seed drawn here is the same on all ranks; numbers drawn here would repeat an expert.
+        # The seed is the same on all ranks. Each expert derives its own from it by its number.
         seed = draw_seed() if self.init_seed is None else self.init_seed
         owned = range(self.first, self.first + self.up.shape[0])
         ups = [derive_seed(seed, "up", expert) for expert in owned]
@@ -95,9 +95,9 @@ class GroupedExperts(nn.Module):
         fill_normal_stack(self.down, self.output_std, downs, cut, dim=1)
 
     def forward(self, arrived: ExpertRows) -> Tensor:
-        """Rows by expert, `[rows, hidden]`, to results in the same order.
+        """Compute the results of rows `[rows, hidden]`, in the same order.
 
-        With `expert_tp` results are partial: their sum over its ranks is the expert's.
+        With `expert_tp` results are partial, and are to be summed over its ranks.
         """
         rows, up, _ = under_autocast(arrived.rows, self.up)
         _, down, _ = under_autocast(rows, self.down)
@@ -117,7 +117,7 @@ class GroupedExperts(nn.Module):
     def _can_group(self, rows: Tensor) -> bool:
         if self.path == "loop" or rows.shape[0] == 0:
             return False
-        # Strides must be multiples of 16 bytes, and CUDA has no kernel for wider types.
+        # Strides must be multiples of 16 bytes, and CUDA has kernels for bfloat16 only.
         widths = (self.up.shape[1], self.up.shape[2], self.down.shape[2])
         aligned = all(width * rows.element_size() % 16 == 0 for width in widths)
         dtypes = (torch.bfloat16,) if rows.is_cuda else _GROUPED

@@ -1,4 +1,4 @@
-"""A layer of experts in place of a block's MLP."""
+"""A layer of experts, which replaces the MLP of a block."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ __all__ = ["MoELayer"]
 
 
 class MoELayer(nn.Module):
-    """Mixture of experts: a router, the experts of this rank, and shared experts if there are.
+    """Mixture of experts: a router, the experts of this rank, and maybe shared experts.
 
-    Shared experts compute while tokens travel: their first half on the way to the experts, their
-    second half on the way back, and in backward likewise.
+    The shared experts compute while tokens are sent: the up projection on the way to the experts,
+    the down projection on the way back, and likewise in backward.
 
     Args:
         config: the shape; `config.moe` says what the layer is made of.
@@ -60,7 +60,7 @@ class MoELayer(nn.Module):
         self.dispatcher = TokenDispatcher(moe.num_experts, axes, moe.dispatcher)
         self.shared: MLP | None = None
         if moe.shared_ffn_size is not None:
-            # Of no stack: letters of experts are refused without `moe`.
+            # Without the layer pattern, because letters of experts are refused without `moe`.
             shared = replace(
                 config, ffn_size=moe.shared_ffn_size, moe=None, layer_pattern=None, mamba=None
             )
@@ -72,12 +72,12 @@ class MoELayer(nn.Module):
         context: RoutingContext | None = None,
         shape: tuple[int, int] | None = None,
     ) -> Tensor:
-        """Send tokens through their experts.
+        """Apply to each token its experts, and add up their weighted results.
 
         Args:
             x: `[batch, sequence, hidden]`, or under sequence parallelism `[tokens, hidden]`.
-                Any number of tokens, on each rank its own.
-            context: padding, and the scale of auxiliary losses, of this forward.
+                Ranks may have different numbers of tokens.
+            context: the padding and the scale of auxiliary losses of this forward.
             shape: sequences in the microbatch and tokens of each here; by default read from `x`.
 
         Returns:

@@ -1,8 +1,8 @@
-"""Auxiliary losses of routers, and how their gradients get in without touching the user's loss.
+"""Auxiliary losses of routers, whose gradients are added without changing the user's loss.
 
-A load-balancing loss is `E * sum_i f_i * P_i` over a set of tokens: f_i is the share of the set's
-copies that go to expert i, P_i its mean score. f has no gradient, so ranks that share a set
-need only agree on its counts, and each adds the part of the sum over its own tokens.
+A load-balancing loss is `E * sum_i f_i * P_i` over a set of tokens, where f_i is the share of the
+set's copies that expert i gets, and P_i is its mean score. f has no gradient. So ranks that hold
+parts of one set exchange the counts, and each computes the part of the sum over its own tokens.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ __all__ = [
 
 
 class AuxiliaryScale:
-    """What auxiliary losses' gradients are multiplied by in one forward's backward.
+    """The factor of the auxiliary losses' gradients in the backward of one forward.
 
-    By default 1: right where every rank's loss is a mean and there is one microbatch. It
-    follows a loss once that is known (`follow`), because backward reaches the loss first:
-    `GPTModel` lets it follow its own; who uses a `MoELayer` by itself passes it a
-    `RoutingContext` per forward and calls `context.scale.follow(loss, 1.0)`.
+    It is 1 by default, which is right if every rank's loss is a mean and there is one microbatch.
+    After `follow(loss, factor)` it is the gradient of that loss times a factor; backward reaches
+    the loss before the routers. `GPTModel` makes it follow its own loss. If you use a `MoELayer` by
+    itself, pass a `RoutingContext` in each forward and call `context.scale.follow(loss, 1.0)`.
     """
 
     def __init__(self, value: float | Tensor = 1.0) -> None:
@@ -47,14 +47,14 @@ class AuxiliaryScale:
         self._loads: dict[int, list[Tensor]] = {}
 
     def keep_loads(self, router: int, loads: Tensor) -> None:
-        """Keep counts that a router has summed over ranks, for when its block is run again."""
+        """Store counts that a router has summed over ranks, for when its block is run again."""
         self._loads.setdefault(router, []).append(loads)
 
     def kept_loads(self, router: int) -> Tensor | None:
-        """Counts of the forward that is run again; None if none were kept.
+        """Return the stored counts of the forward that is run again, or None.
 
         Raises:
-            ValueError: if the router was called several times: nothing says which call it is.
+            ValueError: if the router was called several times, as the calls cannot be told apart.
         """
         kept = self._loads.get(router, [])
         if len(kept) > 1:
@@ -68,10 +68,10 @@ class AuxiliaryScale:
 
     @one_graph_break
     def follow(self, loss: Tensor, factor: float | Tensor) -> None:
-        """Take the gradient that `loss` is given, times `factor`.
+        """Become the gradient of `loss` times `factor`, once backward has reached it.
 
         Args:
-            loss: what the forward ends in: a mean over this rank's tokens.
+            loss: the loss of this forward, a mean over this rank's tokens.
             factor: the number of ranks that share the microbatch's sequences (`cp`); of a sum,
                 the number of labels.
         """
@@ -86,15 +86,15 @@ class AuxiliaryScale:
 
 @dataclass(frozen=True)
 class RoutingContext:
-    """What the routers of one forward share.
+    """What the routers of one forward have in common.
 
     Attributes:
-        scale: of auxiliary losses.
-        padding: bool `[tokens]` of this rank: True for tokens that go to no expert and count in
-            no loss; None where all count.
-        capacities: the largest that the ranks of a group have, by their numbers, for
-            `pad_to_capacity`: found out by the first layer.
-        told: what the user was warned of in this forward.
+        scale: the factor of auxiliary losses' gradients.
+        padding: bool `[tokens]` of this rank: True for tokens that go to no expert and are left
+            out of the losses; None if there are none.
+        capacities: the largest capacity of the ranks of a group, by the group's ranks, for
+            `pad_to_capacity`. The first layer of a forward finds it.
+        told: the warnings that were given in this forward.
     """
 
     scale: AuxiliaryScale = field(default_factory=AuxiliaryScale)
@@ -106,7 +106,7 @@ class RoutingContext:
     def build(
         padding_mask: Tensor | None, axes: ExpertAxes, scale: float | Tensor = 1.0
     ) -> RoutingContext:
-        """Cut a mask as the model cuts its tokens.
+        """Make a context whose padding mask is cut as the model cuts its tokens.
 
         Args:
             padding_mask: bool `[batch, sequence]`, True for padding; None for none.
@@ -123,15 +123,15 @@ class RoutingContext:
 
 @dataclass(frozen=True)
 class Scored:
-    """What a router made of its tokens.
+    """The scores that a router has given its tokens.
 
     Attributes:
         logits: `[tokens, num_experts]`.
         probabilities: `[tokens, num_experts]`, each token's sum to one.
         experts: int64 `[tokens, top_k]`, `num_experts` for padding.
-        counted: bool `[tokens]`: which are no padding; None for all.
-        sequence: int64 `[tokens]`: which sequence each belongs to; None for one.
-        sequences: how many there are.
+        counted: bool `[tokens]`: False for padding; None if there is none.
+        sequence: int64 `[tokens]`: the sequence of each token; None if that is not needed.
+        sequences: the number of sequences.
     """
 
     logits: Tensor
@@ -143,7 +143,7 @@ class Scored:
 
 
 def load_by_sequence(scored: Scored, num_experts: int, axes: tuple[MeshAxis, ...]) -> Tensor:
-    """Copies of each sequence to each expert over all ranks that share the microbatch.
+    """Count each sequence's copies for each expert, over all ranks that share the microbatch.
 
     Returns:
         int64 `[sequences, num_experts]`, or `[1, num_experts]` without sequences.
@@ -163,7 +163,7 @@ def load_by_sequence(scored: Scored, num_experts: int, axes: tuple[MeshAxis, ...
 def auxiliary_losses(
     scored: Scored, moe: MoEConfig, loads: Tensor, everywhere: Tensor | None
 ) -> dict[str, Tensor]:
-    """This rank's part of each loss that has a coefficient, multiplied by it.
+    """Compute this rank's part of each loss with a coefficient, times the coefficient.
 
     Args:
         scored: this rank's tokens.
@@ -172,8 +172,8 @@ def auxiliary_losses(
         everywhere: int64 `[num_experts]`: loads over all ranks, for `global_loss`.
 
     Returns:
-        Scalars by name. Added up over the ranks of a microbatch and averaged over microbatches
-        and data-parallel ranks they are the losses.
+        Scalars by name. Their sums over the ranks of a microbatch, averaged over microbatches and
+        data-parallel ranks, are the losses.
     """
     wide = scored.probabilities.dtype
     tokens = (loads.sum() / moe.top_k).clamp(min=1).to(wide)
@@ -196,7 +196,7 @@ def auxiliary_losses(
 
 
 def _balance(loads: Tensor, probabilities: Tensor, tokens: Tensor) -> Tensor:
-    """`E * sum_i f_i * P_i`, the part of these tokens."""
+    """The part of `E * sum_i f_i * P_i` that these tokens contribute."""
     share = loads.to(probabilities.dtype) / loads.sum().clamp(min=1)
     return loads.numel() * (share * probabilities.sum(0)).sum() / tokens
 
@@ -211,21 +211,26 @@ def _by_sequence(scored: Scored, probabilities: Tensor, loads: Tensor) -> Tensor
 
 
 def inject(carrier: Tensor, loss: Tensor, scale: AuxiliaryScale) -> Tensor:
-    """Tie a loss to a tensor: backward through the tensor also goes through the loss.
+    """Return a tensor unchanged, such that backward through it also goes through a loss.
 
-    The carrier lies on the way of the user's own loss. A sum with that loss instead would reach the
-    router before the rest of its block, whose weights may not be gathered then.
+    See Note [Auxiliary losses ride on the routing weights].
 
     Args:
-        carrier: any shape; returned as it is.
+        carrier: any shape.
         loss: a scalar.
-        scale: what its gradient is, when backward comes by.
+        scale: its value in backward is the gradient of the loss.
     """
     tied: Tensor = _Inject.apply(carrier, loss, scale)  # type: ignore[no-untyped-call]
     return tied
 
 
 class _Inject(torch.autograd.Function):
+    # Note [Auxiliary losses ride on the routing weights]
+    # An auxiliary loss is not added to the user's loss. If it were, autograd could visit the router
+    # before the rest of its block, whose weights `fully_shard` may not have gathered at that time.
+    # Instead the loss is attached to the routing weights, through which the user's loss depends on
+    # the router anyway, so its gradient starts when backward comes by (decision 0620).
+
     @staticmethod
     def forward(ctx: Any, carrier: Tensor, loss: Tensor, scale: AuxiliaryScale) -> Tensor:
         ctx.scale, ctx.dtype, ctx.device = scale, loss.dtype, loss.device
@@ -237,5 +242,5 @@ class _Inject(torch.autograd.Function):
         value = ctx.scale.value
         if isinstance(value, Tensor):
             return grad, value.to(ctx.device, ctx.dtype), None
-        # Not as_tensor: on CUDA a copy from the host makes it wait.
+        # as_tensor would copy from the host, which waits on CUDA.
         return grad, torch.full((), value, dtype=ctx.dtype, device=ctx.device), None

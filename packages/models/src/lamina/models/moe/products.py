@@ -1,7 +1,7 @@
-"""The products of rows with their experts' weights, behind one face.
+"""The products of rows with the weights of their experts.
 
-Three ways to multiply are in `ExpertRuns`; where a wrapper has a place for the weights' gradient
-it is written there, as linear layers do.
+`ExpertRuns` has three ways to multiply. The weights' gradients are written into a wrapper's bucket
+if there is one, as in linear layers.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ Way = Literal["batched", "grouped", "loop"]
 
 @dataclass(frozen=True)
 class ExpertRuns:
-    """How rows lie by expert, and how they are multiplied.
+    """The number of rows of each expert, and the way in which they are multiplied.
 
     Attributes:
-        counts: int64 `[experts]`: rows of each, on the rows' device.
-        on_host: the same as numbers, where the host knows them.
-        way: `batched` where all experts have as many rows, `grouped` by
+        counts: int64 `[experts]`: the number of rows of each, on the rows' device.
+        on_host: the same numbers on the host, if the host knows them.
+        way: `batched` if all experts have the same number of rows, `grouped` by
             `torch.nn.functional.grouped_mm`, `loop` one expert after the other.
     """
 
@@ -39,7 +39,7 @@ class ExpertRuns:
 
     @property
     def sizes(self) -> list[int]:
-        """Rows of each expert; on CUDA the host may have to wait for them."""
+        """The number of rows of each expert; on CUDA the host may have to wait for it."""
         return list(self.counts.tolist() if self.on_host is None else self.on_host)
 
     @property
@@ -53,7 +53,7 @@ class ExpertRuns:
             return torch.bmm(self.batched(rows), stack).flatten(0, 1)
         if self.way == "grouped":
             return F.grouped_mm(rows, stack, offs=self.ends)
-        # unbind, not indexing, whose backward writes zeros for all experts at each.
+        # unbind, because the backward of indexing would write zeros for all experts each time.
         parts = zip(torch.split(rows, self.sizes), stack.unbind(0), strict=True)
         return torch.cat([part @ matrix for part, matrix in parts])
 
@@ -68,7 +68,7 @@ def expert_product(rows: Tensor, weight: Tensor, runs: ExpertRuns) -> Tensor:
     Args:
         rows: `[rows, in]`.
         weight: `[experts, out, in]`.
-        runs: which rows are whose.
+        runs: the number of rows of each expert, and how to multiply.
     """
     if may_sink(weight):
         sunk: Tensor = _ExpertProduct.apply(rows, weight, runs)  # type: ignore[no-untyped-call]
@@ -81,7 +81,7 @@ def expert_product(rows: Tensor, weight: Tensor, runs: ExpertRuns) -> Tensor:
 
 
 class ExpertGradients:
-    """The two products of a backward, made from the results' gradient `[rows, out]`."""
+    """The two products of a backward, given the gradient of the results `[rows, out]`."""
 
     def __init__(self, grad: Tensor, runs: ExpertRuns) -> None:
         self.grad = grad.contiguous()
@@ -111,7 +111,7 @@ class ExpertGradients:
             else:
                 torch.bmm(*sides, out=total)
         elif x.is_cuda and runs.way != "loop":
-            # One product for all experts and one pass; grouped_mm has no `out`.
+            # One product for all experts, and one pass to add it, as grouped_mm has no `out`.
             found = self.by_weight(x)
             if accumulate:
                 total.add_(found)
@@ -146,7 +146,7 @@ class _ExpertProduct(torch.autograd.Function):
 
 
 class _ContiguousGradient(torch.autograd.Function):
-    """grouped_mm's backward refuses gradients that were expanded (of a sum, for one)."""
+    """Makes gradients contiguous, as grouped_mm's backward refuses expanded ones (of `sum()`)."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Routers: which experts each token goes to, with which weights."""
+"""Routers: they choose the experts of each token, and the weights of the experts' results."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ __all__ = ["RoutingTotals", "TopKRouter", "axes_from"]
 
 
 class RoutingTotals:
-    """Sums over the microbatches of a step, on the device: nothing here makes the host wait."""
+    """Sums over the microbatches of a step. They stay on the device, so the host never waits."""
 
     def __init__(self) -> None:
         self.forwards = 0
@@ -51,22 +51,22 @@ class RoutingTotals:
 
 
 class TopKRouter(nn.Module):
-    """Scores tokens against experts in float32 (float64 for float64 models) and takes the best.
+    """Scores tokens for experts in float32 (float64 for float64 models) and takes the best.
 
     `weight` is `[num_experts, hidden]`, whole on every rank. With `moe.bias_rate` there is a
-    buffer `expert_bias`, float32 `[num_experts]` whatever the model's dtype, that
-    `finalize_step` moves; `lamina.ddp.finalize_grads` calls it once a step.
+    buffer `expert_bias`, float32 `[num_experts]` for every dtype of the model, which
+    `finalize_step` updates. `lamina.ddp.finalize_grads` calls that once per step.
 
     Args:
         hidden_size: width of a token.
         moe: sizes, scores, losses.
-        mesh: the model's mesh, or what it says of experts; None is one process.
+        mesh: the model's mesh, or its `ExpertAxes`; None is one process.
         sequence_parallel: each tensor-parallel rank sees other tokens.
         init_std: standard deviation of the initial weight.
     """
 
     expert_bias: Tensor | None
-    casts_itself = True  # read by wrappers that cast inputs and buffers
+    casts_itself = True  # wrappers that cast inputs and buffers read this
     full_precision_buffers = ("expert_bias",)
 
     def __init__(
@@ -101,8 +101,8 @@ class TopKRouter(nn.Module):
         if self.expert_bias is not None:
             nn.init.zeros_(self.expert_bias)
 
-    # torch.compile would make constants of what is only known in backward (the scale of auxiliary
-    # losses), and compile again for every count of forwards.
+    # Not compiled: torch.compile would treat the scale of auxiliary losses, which is only known in
+    # backward, as a constant, and would compile again for every number of forwards.
     @one_graph_break
     def forward(
         self,
@@ -160,13 +160,13 @@ class TopKRouter(nn.Module):
         return logits, logits.softmax(-1) if self.moe.scores == "softmax" else logits.sigmoid()
 
     def finalize_step(self, mesh: ParallelMesh | DeviceMesh | None) -> None:
-        """End a step: move the bias by the load of all ranks, begin new statistics.
+        """End a step: update the bias by the load of all ranks, and start new statistics.
 
-        Collective over the ranks that hold different tokens. One process without a wrapper calls
-        it with None. The bias of a frozen router (its weight takes no gradient) stays.
+        This is collective over the ranks that hold different tokens. One process without a wrapper
+        calls it with None. The bias of a frozen router, whose weight takes no gradient, stays.
 
         Raises:
-            ValueError: if a global loss has not seen ranks of the mesh that hold other tokens.
+            ValueError: if a global loss did not include ranks of the mesh that hold other tokens.
         """
         axes = self.axes
         if mesh is not None:
@@ -178,20 +178,20 @@ class TopKRouter(nn.Module):
             self.finished = totals
         if self.expert_bias is None or not self._moves_bias:
             return
-        if totals.chosen is None:  # no forward here, and maybe one elsewhere
+        if totals.chosen is None:  # this rank had no forward, and another one may have had one
             loads = torch.zeros_like(self.expert_bias, dtype=torch.int64)
         else:
-            loads = totals.chosen.clone()  # the statistics sum their own over ranks
+            loads = totals.chosen.clone()  # the statistics sum the original over ranks
         for axis in axes.token_axes:
             all_reduce_small([loads], axis.sibling("reduce"))
-        # In integers, so that every rank and every layout moves the same way.
+        # In integers, so that the result is the same on every rank and for every layout.
         missing = (loads.sum() - loads * self.moe.num_experts).sign()
         with torch.no_grad():
             self.expert_bias.add_(missing, alpha=self.moe.bias_rate)
 
     @property
     def needs_finalize(self) -> bool:
-        """Whether tokens were counted whose step did not end, and something waits for its end."""
+        """Whether tokens were counted in a step that has not ended, and whose end matters."""
         waits = self._moves_bias or bool(self.moe.global_loss)
         return self.totals.forwards > 0 and waits
 
@@ -201,7 +201,7 @@ class TopKRouter(nn.Module):
 
     @property
     def latest(self) -> RoutingTotals:
-        """Of the last step that ended; of the one going on if none has."""
+        """The totals of the last step that ended, or of the current one if none has."""
         return self.totals if self.finished is None else self.finished
 
     def extra_repr(self) -> str:
@@ -252,7 +252,7 @@ class TopKRouter(nn.Module):
         return auxiliary_losses(scored, self.moe, again[:-1], again[-1])
 
     def _everywhere(self, loads: Tensor) -> Tensor:
-        """Loads over data-parallel ranks and the step's microbatches, for `global_loss`."""
+        """Sum loads over data-parallel ranks and the step's microbatches, for `global_loss`."""
         total = loads.sum(0)
         if not self.moe.global_loss:
             return total
@@ -273,7 +273,7 @@ class TopKRouter(nn.Module):
                 )
 
     def _limit(self, experts: Tensor, weights: Tensor, chosen: Tensor, padded: bool) -> Routing:
-        """Drop what experts have no place for."""
+        """Drop the copies that exceed the capacity of their experts."""
         moe = self.moe
         capacity = moe.capacity(experts.shape[0])
         counts = chosen
@@ -288,10 +288,10 @@ class TopKRouter(nn.Module):
         return Routing(experts, weights, counts, holes, fixed)
 
     def _notice_step(self, told: set[str]) -> None:
-        """Warn, once, where the weights were written between counting tokens and the step's end.
+        """Warn once if the weight was updated after tokens were counted in a step that goes on.
 
-        For optimizers that know nothing of wrappers; others ask `needs_finalize` as they step, and
-        say so by `step_watched`.
+        This is for optimizers that know nothing of wrappers. Other optimizers ask `needs_finalize`
+        as they step, and set `step_watched`.
         """
         weight = main_of(self.weight)
         if weight.is_inference():
@@ -325,7 +325,7 @@ class TopKRouter(nn.Module):
         self.totals.add(chosen, {**sums, **losses})
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> TopKRouter:
-        # A bias in bfloat16 would lose steps of a thousandth: it keeps its dtype and its bits.
+        # The bias keeps its dtype and its bits: bfloat16 would lose updates of a thousandth.
         before: Any = self.expert_bias
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         after = self.expert_bias
@@ -336,12 +336,12 @@ class TopKRouter(nn.Module):
 
 
 def axes_from(mesh: MeshLike | ExpertAxes, sequence_parallel: bool) -> ExpertAxes:
-    """Pass on what is known about experts already, or find it on a mesh."""
+    """Return the given axes, or find those of a mesh."""
     if isinstance(mesh, ExpertAxes):
         return mesh
     return ExpertAxes.of(mesh, sequence_parallel=sequence_parallel)
 
 
 def _running_again() -> bool:
-    """Whether this forward runs inside a backward, for activations that were not kept."""
+    """Whether this forward runs inside a backward, because activations are recomputed."""
     return torch._C._current_graph_task_id() != -1

@@ -1,4 +1,4 @@
-"""Which experts a token goes to: functions of scores, without parameters or communication."""
+"""The choice of experts, as functions of scores without parameters or communication."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Routing:
-    """Where the tokens of a rank go.
+    """The experts that the tokens of a rank are sent to.
 
     Attributes:
-        experts: int64 `[tokens, top_k]`; `num_experts` for a copy that goes nowhere.
-        weights: `[tokens, top_k]` in float32 or wider, 0 for a copy that goes nowhere.
+        experts: int64 `[tokens, top_k]`; `num_experts` for a copy that is dropped.
+        weights: `[tokens, top_k]` in float32 or wider, 0 for a copy that is dropped.
         counts: int64 `[num_experts]`: copies that go to each expert.
-        holes: whether copies may go nowhere. Known without looking at the device.
+        holes: whether copies may be dropped. The host knows without asking the device.
         capacity: send every expert exactly this many rows, or as many as the rank with the largest
-            capacity; None sends what there is.
+            capacity does; None sends the rows that there are.
     """
 
     experts: Tensor
@@ -41,12 +41,12 @@ class Routing:
 
 
 def choose_experts(scores: Tensor, moe: MoEConfig, bias: Tensor | None = None) -> Tensor:
-    """Take each token's best experts, of its best groups if there are groups.
+    """Choose each token's best experts, within its best groups if there are groups.
 
     Args:
         scores: `[tokens, num_experts]`.
-        moe: how many, of how many groups.
-        bias: `[num_experts]`, added to the scores here only.
+        moe: the numbers of experts and groups.
+        bias: `[num_experts]`, added to the scores for this choice only.
 
     Returns:
         int64 `[tokens, top_k]`, best first.
@@ -65,15 +65,15 @@ def choose_experts(scores: Tensor, moe: MoEConfig, bias: Tensor | None = None) -
 
 
 def count_copies(experts: Tensor, num_experts: int) -> Tensor:
-    """Copies per expert, int64 `[num_experts]`; ids of `num_experts` and above don't count."""
+    """Count the copies of each expert, int64 `[num_experts]`, without ids from `num_experts` on."""
     flat = experts.flatten().clamp(max=num_experts)
-    # Not bincount: on CUDA it makes the host wait.
+    # bincount would make the host wait on CUDA.
     counts = torch.zeros(num_experts + 1, dtype=torch.int64, device=experts.device)
     return counts.scatter_add_(0, flat, torch.ones_like(flat))[:num_experts]
 
 
 def within_capacity(experts: Tensor, weights: Tensor, capacity: int, drop: Drop) -> Tensor:
-    """Say which copies their experts take: bool `[tokens, top_k]`.
+    """Choose the copies that experts with a capacity take: bool `[tokens, top_k]`.
 
     Args:
         experts: int64 `[tokens, top_k]`.
@@ -93,7 +93,7 @@ def within_capacity(experts: Tensor, weights: Tensor, capacity: int, drop: Drop)
 
 
 def _index_in_run(ordered: Tensor) -> Tensor:
-    """How many equal ids come before each in an ordered vector."""
+    """The number of equal ids before each element of a sorted vector."""
     index = torch.arange(ordered.numel(), device=ordered.device)
     if not ordered.numel():
         return index

@@ -1,4 +1,4 @@
-"""What routers did in a step: load, entropy, what was dropped, auxiliary losses."""
+"""Statistics of the routers of a model in a step, over all ranks."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class LayerRouting:
 
     Attributes:
         load: each expert's share of the copies, before any were dropped; they sum to one.
-        entropy: of a token's scores in nats, averaged; `log(num_experts)` if it knows nothing.
-        dropped: share of the copies that found no place.
+        entropy: the mean entropy of a token's scores in nats; `log(num_experts)` if all are equal.
+        dropped: the share of the copies that were dropped.
         losses: auxiliary losses by name, with their coefficients.
     """
 
@@ -35,16 +35,16 @@ class LayerRouting:
 
     @property
     def imbalance(self) -> float:
-        """The busiest expert's load over the mean: 1 is balanced."""
+        """The largest load divided by the mean load: 1 is balanced."""
         return max(self.load) * len(self.load)
 
 
 def routing_statistics(model: nn.Module, mesh: MeshLike = None) -> dict[str, LayerRouting]:
-    """What the routers of a model did in the last training step, by the router's name.
+    """Return the statistics of the last training step, by the router's name.
 
-    The last step is what came before the last `finalize_step` (that `finalize_grads` calls), or
-    all there was if it was never called. Collective over the ranks that hold different tokens;
-    the host waits once.
+    A step ends with `finalize_step`, which `finalize_grads` calls. If it was never called, all
+    forwards so far are one step. This is collective over the ranks that hold different tokens, and
+    the host waits for the device once.
 
     Args:
         model: holds routers, at any depth; the same on all ranks of the mesh.
@@ -74,18 +74,18 @@ def routing_statistics(model: nn.Module, mesh: MeshLike = None) -> dict[str, Lay
 
 
 def _row(totals: RoutingTotals) -> Tensor:
-    """Counts, sums, and forwards: ranks may differ in those."""
+    """Counts, sums, and the number of forwards, in which ranks may differ."""
     chosen = totals.chosen
     if chosen is None:
         raise ValueError("a router without counts")
     sums = (value.double().flatten() for value in totals.sums.values())
-    # Not a tensor of the host's number: on CUDA its copy makes the host wait.
+    # torch.tensor would copy from the host, which waits on CUDA.
     forwards = torch.full((1,), totals.forwards, dtype=torch.float64, device=chosen.device)
     return torch.cat([chosen.double(), *sums, forwards])
 
 
 def _read(totals: RoutingTotals, values: list[float], shared_by: int) -> LayerRouting:
-    """Name the sums over all ranks; `shared_by` of them hold parts of each microbatch."""
+    """Turn the sums over all ranks into statistics; `shared_by` ranks share each microbatch."""
     *values, forwards = values
     experts = len(values) - len(totals.sums)
     sums = dict(zip(totals.sums, values[experts:], strict=True))

@@ -1,4 +1,4 @@
-"""What stages ask of the wrappers around them; knows nothing of torch's pipelining."""
+"""Protocols of the wrappers around stages. This module does not import torch's pipelining."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ __all__ = ["OncePerStep", "SumsGradients"]
 
 @runtime_checkable
 class SumsGradients(Protocol):
-    """What a data-parallel wrapper offers to a stage."""
+    """A data-parallel wrapper, as a stage uses it."""
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Backwards inside are not the step's last."""
+        """Inside, backwards are not the last of the step."""
 
     def late_gradients(self) -> AbstractContextManager[None]:
-        """Gradients that come inside belong to backwards that are over."""
+        """Inside, gradients belong to backwards that have ended."""
 
     def start_grad_sync(self) -> None:
-        """Begin to sum what was accumulated."""
+        """Start to sum the accumulated gradients over ranks."""
 
 
 @runtime_checkable
 class OncePerStep(Protocol):
-    """What a wrapper that gathers weights offers to a schedule."""
+    """A wrapper that gathers weights, as a schedule uses it."""
 
     def gather_once_per_step(self, once: bool = True) -> None:
-        """Units stay whole from their first use to the end of a step."""
+        """Keep units gathered from their first use to the end of a step."""
 
     def reduce_once_per_step(self, once: bool = True) -> None:
-        """Gradients are summed over ranks by final backwards only."""
+        """Sum gradients over ranks in the final backwards only."""
 
     def release_units(self) -> None:
-        """The step is over."""
+        """Release the units, as the step has ended."""

@@ -1,4 +1,4 @@
-"""Which layers each pipeline stage holds: by cost, or as the caller says."""
+"""The layers of each pipeline stage, by cost or as the caller gives them."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ Layout = tuple[tuple[int, ...], ...]
 """Layers of each stage, in order."""
 
 _Cut = tuple[float, float, tuple[int, ...]]
-"""Largest cost, sum of squared costs, and where each stage ends."""
+"""The largest cost, the sum of squared costs, and the end of each stage."""
 
 LOOKUP_COST = 600
-"""Operations that count for one element of a looked-up row: its read and its gradient's sum move
-bytes, in whose time a device could have multiplied this often (about 60 operations per byte)."""
+"""The cost of looking up one element of an embedding, as a number of operations. The look-up and
+its gradient move bytes, and a device computes about 60 operations in the time of one byte."""
 
 
 def part_costs(config: TransformerConfig, sequence: int) -> tuple[float, list[float], float]:
-    """What a training step costs per token, in floating-point operations or their time.
+    """The cost of a training step per token, in floating-point operations or their equivalent.
 
     Args:
         config: the model's.
@@ -43,12 +43,12 @@ def part_costs(config: TransformerConfig, sequence: int) -> tuple[float, list[fl
 
 
 def _one_layer(config: TransformerConfig, letter: str, experts: bool) -> TransformerConfig:
-    """A model of one layer of a kind."""
+    """The config of a model with one layer of a kind."""
     moe = None
     if experts and config.moe is not None:
         moe = replace(config.moe, first_dense=0, every=1)
     mamba = config.mamba if letter == "M" else None
-    precision = Precision()  # no layers at the ends that are other than the rest
+    precision = Precision()  # without special layers at the start and the end
     return replace(
         config, num_layers=1, layer_pattern=letter, mamba=mamba, moe=moe, precision=precision
     )
@@ -57,13 +57,13 @@ def _one_layer(config: TransformerConfig, letter: str, experts: bool) -> Transfo
 def cut_layers(config: TransformerConfig, num_stages: int, sequence: int | None = None) -> Layout:
     """Cut the layers into contiguous runs so that the most expensive stage is as cheap as possible.
 
-    Embedding and head count for the first and last stage, which may end up without a layer. Among
-    cuts with the same largest cost it takes the one whose costs have the smallest sum of squares.
+    Embedding and head count for the first and the last stage, which may have no layer. Among cuts
+    with the same largest cost the one with the smallest sum of squared costs is taken.
 
     Args:
         config: the model's.
         num_stages: at least 1.
-        sequence: tokens per sequence, by default the longest.
+        sequence: tokens per sequence; by default `max_sequence_length`.
 
     Raises:
         ValueError: if there are fewer layers than stages need.
@@ -81,7 +81,7 @@ def cut_layers(config: TransformerConfig, num_stages: int, sequence: int | None 
 def _best_ends(
     layers: Sequence[float], first: float, last: float, num_stages: int
 ) -> tuple[int, ...]:
-    """Where each stage ends, by dynamic programming over (stages so far, layers so far)."""
+    """Find the end of each stage, by dynamic programming over numbers of stages and layers."""
     before = [0.0]
     for cost in layers:
         before.append(before[-1] + cost)
@@ -102,7 +102,7 @@ def _best_ends(
             following.append(min(candidates, default=None))
         best = following
     chosen = best[len(layers)]
-    if chosen is None:  # cut_layers has counted the layers
+    if chosen is None:  # cut_layers has checked the number of layers
         raise AssertionError(f"no cut of {len(layers)} layers into {num_stages} stages")
     return chosen[2]
 
@@ -113,7 +113,7 @@ def _runs(ends: Sequence[int]) -> Layout:
 
 
 def resolve_layout(layout: Sequence[int] | Sequence[Sequence[int]], num_layers: int) -> Layout:
-    """A layout as the caller wrote it: numbers of layers per stage, or the layers themselves.
+    """Turn the caller's layout, numbers of layers or lists of layers, into the layers of stages.
 
     Raises:
         ValueError: unless every layer is in it once, in order, and no inner stage is empty.

@@ -1,4 +1,4 @@
-"""The part of a model that one pipeline stage holds."""
+"""The part of a model that belongs to one pipeline stage."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ __all__ = ["GPTStage", "Microbatch", "materialise"]
 
 @dataclass(frozen=True, eq=False)
 class Microbatch:
-    """What every stage is given of a microbatch.
+    """A microbatch, as every stage is given it.
 
     Attributes:
         tokens: int64 `[batch, sequence]`.
-        labels: int64 `[batch, sequence]`; only the last stage reads them.
+        labels: int64 `[batch, sequence]`; only the last stage uses them.
         positions: int64 `[sequence]` or `[batch, sequence]`, or None.
         document_ids: integers `[batch, sequence]`, or None.
-        factor: what the sum of the tokens' losses is multiplied by.
-        auxiliary: what auxiliary losses of the microbatch weigh beside that.
+        factor: multiplies the sum of the tokens' losses.
+        auxiliary: the weight of the microbatch's auxiliary losses.
         padding_mask: bool `[batch, sequence]`, True for tokens that go to no expert, or None.
     """
 
@@ -45,19 +45,19 @@ class Microbatch:
 
 
 class GPTStage(GPTModel):
-    """Some consecutive blocks of a `GPTModel`, with the ends that belong to them.
+    """Some consecutive blocks of a `GPTModel`; the first and last stage also have its ends.
 
-    Parameters have the names that they have in the whole model: layer 5 is `blocks.5` in
-    whichever stage, and where embeddings are tied the last stage's copy is `embedding.weight`
-    (and `head.weight` in `state_dict()`, as in the whole model).
+    Parameters have the names that they have in the whole model: layer 5 is `blocks.5` in every
+    stage. If embeddings are tied, the last stage's copy is `embedding.weight` (and `head.weight`
+    in `state_dict()`, as in the whole model).
 
     Args:
         model: the whole model, possibly on the meta device; its modules move here.
         layers: which of its blocks, in order; they may be none for the first and last stage.
         first: whether this stage embeds tokens.
         last: whether this stage computes the loss.
-        copies: make an embedding of its own for a tied head, because the first stage on this rank
-            has the model's.
+        copies: copy the embedding for a tied head, because the first stage is on this rank too and
+            has the model's own.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class GPTStage(GPTModel):
         self.expert_axes, self.auxiliary_scale = model.expert_axes, model.auxiliary_scale
         self.first, self.last, self.layers = first, last, tuple(layers)
         tied = model.head.tied
-        # Before the head, as in the whole model: the first place of a tied weight names it.
+        # Before the head, as in the whole model: a tied weight has the name of its first module.
         if first or (last and tied):
             self.embedding = model.embedding
         if first:
@@ -92,7 +92,7 @@ class GPTStage(GPTModel):
         if tied and first is not last:
             mark(self.embedding.weight, tied="embedding")
         follow_histories(model, self)
-        # The modules that moved here keep their own modes.
+        # The modules of the model keep their own modes.
         self.training = self.blocks.training = model.training
 
     def _copy_embedding(self) -> None:
@@ -112,7 +112,7 @@ class GPTStage(GPTModel):
         """Run the stage on one microbatch.
 
         Args:
-            x: what the stage before returned; None in the first stage.
+            x: the result of the stage before; None in the first stage.
             batch: the microbatch; the same on every stage.
 
         Returns:
@@ -146,7 +146,7 @@ class GPTStage(GPTModel):
     def check_attention(
         self, tokens: Tensor, dtype: torch.dtype, document_ids: Tensor | None
     ) -> None:
-        """Raise ValueError for attention that the device cannot do, before a stage waits.
+        """Raise ValueError for attention without a kernel, before other stages wait for this one.
 
         Args:
             tokens: int64 `[batch, sequence]`.
@@ -158,7 +158,7 @@ class GPTStage(GPTModel):
         check_pattern(self.config, self.cp, tokens.device, dtype, documents, dropout)
 
     def activation_shape(self, batch: Microbatch) -> tuple[int, ...]:
-        """Shape of what stages hand on for a microbatch."""
+        """The shape of the activations of a microbatch between stages."""
         rows, columns = batch.tokens.shape
         columns //= 1 if self.cp is None else self.cp.size
         if self.axis is not None and self.sequence_parallel:
@@ -178,13 +178,13 @@ class GPTStage(GPTModel):
         return sum(p.numel() for p in self.parameters() if p not in skip)
 
     def extra_repr(self) -> str:
-        """Which part of the model it is, for printing."""
+        """The layers and ends of the stage, for printing."""
         ends = [name for name, held in (("first", self.first), ("last", self.last)) if held]
         return f"layers={self.layers}" + "".join(f", {end}" for end in ends)
 
 
 def materialise(stage: GPTStage, device: torch.device | str) -> None:
-    """Give a stage on the meta device memory, and the whole model's initial weights."""
+    """Allocate a stage that is on the meta device, with the whole model's initial weights."""
     if any(parameter.is_meta for parameter in stage.parameters()):
         stage.to_empty(device=device)
         stage.init_weights()

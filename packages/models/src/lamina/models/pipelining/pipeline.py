@@ -1,4 +1,4 @@
-"""`pipeline`: a model cut into stages over the ranks of `pp`, run by torch's schedules."""
+"""`pipeline`: cutting a model into stages over the ranks of `pp`, which torch's schedules run."""
 
 from __future__ import annotations
 
@@ -45,36 +45,37 @@ def pipeline(
     each_microbatch: bool = False,
     sequence: int | None = None,
 ) -> PipelineRunner:
-    """Cut a model into pipeline stages and make what trains them.
+    """Cut a model into pipeline stages, and make the runner that trains them.
 
-    Every rank builds the whole model (on the meta device where it is large) and keeps its stages;
-    `model` must not be used afterwards. Parameters keep the names they have in the whole model.
+    Every rank builds the whole model (a large one on the meta device) and keeps its stages. `model`
+    must not be used afterwards. Parameters keep the names that they have in the whole model.
 
     Args:
         model: the whole model, built for this mesh, with the same seed on every pipeline rank.
         mesh: has an axis `pp`. A model with tied embeddings needs a ParallelMesh.
         schedule: `gpipe`, `1f1b`, `interleaved_1f1b`, `looped_bfs`,
             `interleaved_zero_bubble`, `zbv_zero_bubble` or `dualpipev`.
-        num_microbatches: how many pieces a batch is cut into; they need not be equal.
-        layout: layers per stage (`[3, 5, 5, 3]`), or the layers of each stage; by default cut by
-            cost, embedding and head counted.
+        num_microbatches: the number of pieces that a batch is cut into; they may differ in size.
+        layout: the number of layers of each stage (`[3, 5, 5, 3]`), or the layers themselves. By
+            default layers are cut by cost, including that of embedding and head.
         stages_per_rank: for interleaved and breadth-first schedules, 2 or more (default 2).
         wrap: makes a stage data-parallel: `lambda stage: fully_shard(stage, device_mesh=mesh)` or
             `lambda stage: DistributedDataParallel(stage, config, mesh)`. None leaves stages bare.
-        device: where stages on the meta device are made before `wrap`; None leaves that to it.
-        dtype: of activations between stages; by default that of the weights computed with.
+        device: where stages on the meta device are materialised before `wrap`; None leaves that
+            to `wrap`.
+        dtype: the dtype of activations between stages; by default the compute dtype of weights.
         each_microbatch: gather units of `fully_shard` and sum their gradients at every microbatch
-            (less memory, more traffic) instead of once per step.
-        sequence: tokens per sequence that it will train on, which decide what attention costs
-            beside the head where layers are cut by cost; by default `max_sequence_length`.
+            instead of once per step. This takes less memory and sends more.
+        sequence: tokens per sequence in training, on which the cost of attention depends if
+            layers are cut by cost; by default `max_sequence_length`.
 
     Returns:
         A runner: `loss = runner.step(tokens, labels)`, then the optimizer.
 
     Raises:
         TypeError: for another model than a `GPTModel`.
-        ValueError: for a schedule, layout, number of microbatches or mesh that do not go together,
-            and for what was added to the model and no stage would have.
+        ValueError: for a schedule, layout, number of microbatches or mesh that do not fit together,
+            and for modules, hooks or methods that were added to the model and no stage would have.
     """
     model = require_gpt(model, "pipeline()")
     axis, kind = _pipeline_axis(mesh), schedule_kind(schedule)
@@ -82,20 +83,20 @@ def pipeline(
     mine = (0,) if axis.size == 1 else kind.stages_of(axis.rank, axis.size, len(cut))
     _check(model, mesh, axis, wrap)
     modules = _make_modules(model, cut, mine, device)
-    if model.head.tied and not kind.v_shape:  # there, one rank has copied its own
+    if model.head.tied and not kind.v_shape:  # in a V shape one rank has both ends
         _spread_tied(modules, mesh)
     wrapped = [module if wrap is None else wrap(module) for module in modules]
     for module in wrapped:
         if isinstance(module, OncePerStep) and not each_microbatch:
             module.gather_once_per_step()
             module.reduce_once_per_step()
-    place = _device_of(mesh)
-    dtype = _activation_dtype(wrapped[0], modules[0], axis, dtype, place)
+    where = _device_of(mesh)
+    dtype = _activation_dtype(wrapped[0], modules[0], axis, dtype, where)
     from lamina.models.pipelining.stage import LaminaStage  # imports torch._dynamo
 
     group, split = axis.sibling("pipeline"), kind.splits_backward
     stages = [
-        LaminaStage(module, stage, at, len(cut), place, group, dtype, splits_backward=split)
+        LaminaStage(module, stage, at, len(cut), where, group, dtype, splits_backward=split)
         for at, module, stage in zip(mine, wrapped, modules, strict=True)
     ]
     return PipelineRunner(
@@ -118,7 +119,7 @@ def _layout(
 ) -> Layout:
     """Layers of each stage."""
     wanted = None if layout is None else resolve_layout(layout, config.num_layers)
-    if ranks == 1:  # nobody to share with: one stage, microbatch after microbatch
+    if ranks == 1:  # one stage, which runs microbatch after microbatch
         return (tuple(range(config.num_layers)),)
     length = None if layout is None else len(layout)
     num_stages = number_of_stages(schedule, ranks, stages_per_rank, length)
@@ -161,7 +162,7 @@ def _check(
 
 
 _PARTS = ("embedding", "position_embedding", "dropout", "blocks", "final_norm", "head")
-# What makes a step of a whole model, and stages have of GPTModel or of their own.
+# Methods that a step of the whole model calls. Stages use those of GPTModel or their own.
 _CALLED = (
     "forward",
     "embed",
@@ -175,7 +176,7 @@ _CALLED = (
 
 
 def _check_additions(model: GPTModel) -> None:
-    """Raise ValueError for what stages would leave behind: they take blocks and ends, no more."""
+    """Raise ValueError for additions to the model, as stages take only its blocks and its ends."""
     exchanges = amax_exchanges(model)
     hooks = [hook for kind in HOOKS for hook in getattr(model, kind).values()]
     added = {
@@ -200,7 +201,7 @@ def _check_additions(model: GPTModel) -> None:
 
 
 def _changed_methods(model: GPTModel) -> list[str]:
-    """Methods of a subclass, or of the instance, in whose place stages would call GPTModel's."""
+    """Overridden methods, of a subclass or the instance; stages would call GPTModel's instead."""
     names = list(_CALLED)
     if any(parameter.is_meta for parameter in model.parameters()):
         names.append("init_weights")
@@ -214,8 +215,8 @@ def _changed_methods(model: GPTModel) -> list[str]:
 def _check_axes(model: GPTModel, mesh: ParallelMesh | DeviceMesh) -> None:
     """Raise ValueError for a model that is cut over other ranks than the mesh has.
 
-    Nobody would sum its gradients over an axis that it knows nothing of, and each rank would count
-    the whole of what it takes for a part.
+    Otherwise gradients would not be summed over an axis that the model does not know, or a rank
+    would take a part of the model for the whole.
     """
     cuts = {"cp": model.cp, "tp": model.axis}
     if model.config.moe is not None:
@@ -250,7 +251,7 @@ def _make_modules(
 
 
 def _spread_tied(modules: Sequence[GPTStage], mesh: ParallelMesh | DeviceMesh) -> None:
-    """Give the last stage's copy of tied embeddings the first stage's values."""
+    """Copy the values of tied embeddings from the first stage to the last stage's copy."""
     axis = mesh.embedding_axis if isinstance(mesh, ParallelMesh) else None
     for module in modules if axis is not None else ():
         if module.first is not module.last:
@@ -266,7 +267,7 @@ def _activation_dtype(
     given: torch.dtype | None,
     device: torch.device,
 ) -> torch.dtype:
-    """The dtype of the first stage's embedding as computed with, on every rank."""
+    """The compute dtype of the first stage's embedding, on every rank."""
     known = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
     found = given or torch.float32
     if given is None and stage.first:
@@ -275,7 +276,7 @@ def _activation_dtype(
             if any(ref.name == "embedding.weight" for ref in group.refs):
                 found = group.dtypes.weights
     code = torch.tensor([known.index(found)], device=device)
-    # Also the first message over this communicator, which NCCL makes with all its ranks.
+    # This is also the first message over the communicator, for which NCCL needs all of its ranks.
     broadcast(code, axis.sibling("pipeline"), src=0)
     return known[int(code)]
 

@@ -1,4 +1,4 @@
-"""What trains a pipeline: one call per step, and the whole model's names on this rank's stages."""
+"""The runner that trains a pipeline, with the whole model's names for this rank's stages."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ class PipelineRunner(nn.Module):
     Parameters, `state_dict()` and groups have the names of the whole model.
 
     Attributes:
-        stages: this rank's stages in order, as `wrap` returned them (give them to
-            `fully_shard_optimizer`, `clip_grad_norm`, `memory_plan`).
+        stages: this rank's stages in order, as `wrap` returned them; `fully_shard_optimizer`,
+            `clip_grad_norm` and `memory_plan` take them.
         layout: layers of every stage of the pipeline.
-        num_microbatches: how many pieces a batch is cut into.
+        num_microbatches: the number of pieces that a batch is cut into.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class PipelineRunner(nn.Module):
         self.per_token = self.wrapped and self._counts_tokens()
 
     def _counts_tokens(self) -> bool:
-        """Whether gradients are sums; the ranks agree, for one of frozen stages cannot know."""
+        """Whether gradients are sums. Ranks exchange this, as frozen stages do not show it."""
         scaled = any(
             group.settings.scale is not None
             for group in self.parameter_groups()
@@ -85,14 +85,14 @@ class PipelineRunner(nn.Module):
     ) -> Tensor:
         """Forward and backward of a batch; gradients are final afterwards.
 
-        Every pipeline rank is given the same batch. Each label counts the same, however
+        Every pipeline rank is given the same batch. All labels have the same weight, however the
         microbatches are cut: gradients are those of the mean over the batch's labels, averaged over
-        data-parallel ranks; or, where stages were wrapped with `calculate_per_token_loss=True`,
-        of the mean over all ranks' labels. `finalize_grads` is part of this.
+        data-parallel ranks. If stages were wrapped with `calculate_per_token_loss=True`, they are
+        those of the mean over the labels of all ranks. This method calls `finalize_grads`.
 
         Args:
             tokens: int64 `[batch, sequence]`, at least `num_microbatches` sequences.
-            labels: int64 `[batch, sequence]`; -100 counts nothing.
+            labels: int64 `[batch, sequence]`; -100 is left out.
             positions: int64 `[sequence]`, `[1, sequence]` or `[batch, sequence]`.
             document_ids: integers `[batch, sequence]`.
             padding_mask: bool `[batch, sequence]`, True for tokens that go to no expert.
@@ -101,9 +101,9 @@ class PipelineRunner(nn.Module):
             The batch's mean loss, on every pipeline rank: a scalar without gradient.
 
         Raises:
-            ValueError: for a batch of fewer sequences than microbatches, other shapes than these,
-                and (on a CPU) ids that the vocabulary does not have,
-                and in float16, whose gradients need a loss scale that this has not.
+            ValueError: for a batch with fewer sequences than microbatches, other shapes, and on a
+                CPU ids that the vocabulary does not have; in float16, because gradients would need
+                a loss scale, which this method does not have.
         """
         if self._drivers[0].dtype == torch.float16:
             raise ValueError(
@@ -131,7 +131,7 @@ class PipelineRunner(nn.Module):
         *,
         padding_mask: Tensor | None = None,
     ) -> Tensor:
-        """The batch's mean loss on every pipeline rank, without backward; arguments as `step`."""
+        """Return the batch's mean loss on every pipeline rank; arguments as of `step`."""
         batches = self._microbatches(tokens, labels, positions, document_ids, padding_mask)
         loss = self._run(batches, labels, training=False)
         self._release()
@@ -144,7 +144,7 @@ class PipelineRunner(nn.Module):
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """This rank's parameters under the names that they have in the whole model."""
+        """Yield this rank's parameters, by the names that they have in the whole model."""
         front = f"{prefix}." if prefix else ""
         for stage in self.stages:
             inner = getattr(stage, "module", stage)  # DistributedDataParallel holds the stage
@@ -152,7 +152,7 @@ class PipelineRunner(nn.Module):
                 yield front + name, parameter
 
     def parameter_groups(self) -> Iterator[ParameterGroup]:
-        """All groups of all stages, in the same order on every data-parallel rank.
+        """Yield all groups of all stages, in the same order on every data-parallel rank.
 
         Raises:
             TypeError: if the stages are bare.
@@ -161,7 +161,7 @@ class PipelineRunner(nn.Module):
             yield from groups_of(stage)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
-        """What this rank holds of the whole model's `state_dict()`."""
+        """This rank's part of the whole model's `state_dict()`."""
         state: dict[str, Any] = {}
         for stage in self.stages:
             state.update(stage.state_dict(*args, **kwargs))
@@ -170,7 +170,7 @@ class PipelineRunner(nn.Module):
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
-        """Take this rank's part of a whole model's (or these stages') `state_dict()`.
+        """Load this rank's part of the `state_dict()` of the whole model or of these stages.
 
         Raises:
             RuntimeError: with `strict`, if a tensor of these stages is missing.
@@ -206,7 +206,7 @@ class PipelineRunner(nn.Module):
     ) -> list[Microbatch]:
         number = self.num_microbatches
         _check_shapes(tokens, labels, number)
-        # Every rank refuses what one stage would refuse while the others wait for it.
+        # Every rank checks this, because the others would wait for a stage that raises.
         check = self._drivers[0].stage.check_inputs
         check(tokens, labels, document_ids, positions, padding_mask)
         self._drivers[0].stage.check_attention(tokens, self._drivers[0].dtype, document_ids)
@@ -235,7 +235,7 @@ class PipelineRunner(nn.Module):
                 strict=True,
             )
         ]
-        for each in batches:  # their sizes need not fit where the whole batch's does
+        for each in batches:  # the size of a piece may not fit although that of the batch does
             check(each.tokens, each.labels, each.document_ids)
         return batches
 
@@ -244,7 +244,7 @@ class PipelineRunner(nn.Module):
             driver.begin(batches)
         losses: list[Tensor] = []
         run = self._schedule.step if training else self._schedule.eval
-        # Stages know their microbatches; the schedule is given numbers to hand to the loss.
+        # Stages have their microbatches. The schedule passes these numbers to the loss function.
         run(target=torch.arange(len(batches)), losses=losses, return_outputs=False)
         for driver in self._drivers:
             driver.clear_runtime_states()

@@ -1,4 +1,4 @@
-"""Schedules by name, as torch has them, and which stages a rank holds under each."""
+"""torch's schedules by name, and the stages that a rank holds under each of them."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ Schedule = Literal[
 
 @dataclass(frozen=True)
 class ScheduleKind:
-    """What is to know of a schedule before its stages are made.
+    """The properties of a schedule that are needed before its stages are made.
 
     Attributes:
         torch_class: its name in `torch.distributed.pipelining.schedules`.
-        stages_per_rank: how many stages each rank holds; None is the caller's choice, 2 or more.
-        v_shape: rank r of R holds stages r and 2 R - 1 - r (so the first rank has the loss).
-        splits_backward: gradients of weights are computed apart from those of inputs.
+        stages_per_rank: the number of stages of each rank; None leaves it to the caller, 2 or more.
+        v_shape: rank r of R holds stages r and 2 R - 1 - r, so the first rank computes the loss.
+        splits_backward: weights' gradients are computed separately from inputs' gradients.
     """
 
     torch_class: str
@@ -73,10 +73,10 @@ def schedule_kind(name: str) -> ScheduleKind:
 
 
 def number_of_stages(name: str, ranks: int, given: int | None, layout_length: int | None) -> int:
-    """How many stages a schedule needs, from the layout's length or the stages per rank.
+    """The number of stages of a schedule, from the layout's length or the stages per rank.
 
     Raises:
-        ValueError: if layout, stages per rank and schedule do not go together.
+        ValueError: if layout, stages per rank and schedule do not fit together.
     """
     fixed = schedule_kind(name).stages_per_rank
     per_rank = given if given is not None else fixed
@@ -96,7 +96,7 @@ def number_of_stages(name: str, ranks: int, given: int | None, layout_length: in
 
 
 def make_schedule(name: str, stages: Sequence[Any], num_microbatches: int) -> Any:
-    """Make torch's schedule over this rank's stages, which compute the loss themselves.
+    """Make torch's schedule for this rank's stages, which compute the loss themselves.
 
     Raises:
         ValueError: if the schedule cannot run this number of microbatches.
@@ -113,7 +113,7 @@ def make_schedule(name: str, stages: Sequence[Any], num_microbatches: int) -> An
                 f"num_microbatches={num_microbatches} with schedule {name!r}: it must be at least "
                 f"the number of stages, {least}; use more microbatches, or 'gpipe'"
             )
-    # Here, for it imports torch._dynamo, which takes longer than all of Lamina.
+    # Imported here, because it imports torch._dynamo, which takes longer than all of Lamina.
     from torch.distributed.pipelining import schedules as torch_schedules
 
     try:
@@ -131,7 +131,7 @@ def make_schedule(name: str, stages: Sequence[Any], num_microbatches: int) -> An
 
 
 class _OneStage:
-    """Microbatch after microbatch, for a mesh with one pipeline rank."""
+    """Runs microbatch after microbatch, for a mesh with one pipeline rank."""
 
     def __init__(self, stage: Any, num_microbatches: int) -> None:
         self._stage = stage
@@ -151,5 +151,5 @@ class _OneStage:
 
 
 def _already_loss(output: Tensor, _: Tensor) -> Tensor:
-    """The last stage's output: it is the loss, because its module was given the labels."""
+    """Return the last stage's output, which is the loss, as its module was given the labels."""
     return output

@@ -1,10 +1,11 @@
-"""One stage as torch's schedules drive it.
+"""A pipeline stage with the interface that torch's schedules call (decision 0640).
 
-torch's own stages know data parallelism as torch's DDP or FSDP2 by type, learn shapes by running
-the first microbatch, keep a receive buffer per microbatch for good, and divide `.grad` themselves.
-This one answers the same calls. Shapes follow from the tokens of each microbatch, which need not be
-equal; gradients are accumulated by Lamina's wrappers and summed over ranks when the stage's last
-gradient is there; nothing is divided here.
+torch's own stages support data parallelism by torch's DDP and FSDP2 only. They find shapes by
+running the first microbatch, keep a receive buffer for each microbatch, and divide `.grad`.
+
+This stage has the same methods. Shapes follow from the tokens of each microbatch, so microbatches
+may differ. Lamina's wrappers accumulate gradients and sum them over ranks when the last gradient of
+the stage has been computed. Nothing is divided here, because each microbatch's loss has its weight.
 """
 
 from __future__ import annotations
@@ -36,9 +37,9 @@ class LaminaStage(_PipelineStageBase):
         index: which stage it is.
         num_stages: of how many.
         device: where it computes.
-        group: the pipeline ranks; None where there is one.
+        group: the pipeline ranks; None if there is one.
         dtype: of activations and their gradients between stages.
-        splits_backward: whether the schedule asks for gradients of weights apart.
+        splits_backward: whether the schedule computes weights' gradients separately.
     """
 
     def __init__(
@@ -63,7 +64,7 @@ class LaminaStage(_PipelineStageBase):
         self.queue = WeightGradientQueue()
         if splits_backward:
             attach_queue(stage, self.queue)
-        # What torch's runtime looks at to find skip connections: there are none.
+        # torch's runtime reads these to find skip connections, of which there are none.
         self.args_recv_info = {0: ()}
         self.act_send_info = {}
         self._batches: Sequence[Microbatch] = ()
@@ -79,7 +80,7 @@ class LaminaStage(_PipelineStageBase):
         self._late: dict[int, list[Late]] = {}
 
     def begin(self, batches: Sequence[Microbatch]) -> None:
-        """Take the microbatches of the step that follows."""
+        """Take the microbatches of the next step."""
         self._batches = batches
         self.chunks = len(batches)
 
@@ -95,10 +96,10 @@ class LaminaStage(_PipelineStageBase):
         return ()
 
     def _get_init_p2p_neighbors_ops(self) -> list[Message]:
-        return []  # `pipeline` has already made the ranks meet
+        return []  # `pipeline` has already sent a message over the group
 
     def clear_runtime_states(self) -> None:
-        """Forget the step before."""
+        """Clear the state of the previous step."""
         self._clear()
 
     # -- compute ------------------------------------------------------------------------------
@@ -123,12 +124,12 @@ class LaminaStage(_PipelineStageBase):
             self._inputs.pop(chunk, None)
         elif self.is_last or not output.requires_grad:
             self._outputs[chunk] = output
-        else:  # its graph alone: the numbers are the next stage's business
+        else:  # the graph is enough, as only the next stage needs the values
             self._outputs[chunk] = get_gradient_edge(output)
         return output
 
     def _checked(self, output: Tensor, chunk: int) -> Tensor:
-        """The output as the next stage expects it."""
+        """Check the shape of the output, and cast it to the dtype between stages."""
         shape = self.stage.activation_shape(self._batches[chunk])
         if tuple(output.shape) != shape:
             raise ValueError(
@@ -145,9 +146,9 @@ class LaminaStage(_PipelineStageBase):
         full_backward: bool = True,
         last_backward: bool = False,
     ) -> None:
-        """Gradients of a microbatch: of the input alone, or of weights too.
+        """Compute the gradients of a microbatch: of the input alone, or of weights too.
 
-        With the stage's last gradients the wrapper's reductions start, in this backward.
+        The backward that computes the stage's last gradients starts the wrapper's reductions.
         """
         if not self.has_backward:
             return
@@ -161,15 +162,15 @@ class LaminaStage(_PipelineStageBase):
                 self._late[chunk] = stack.enter_context(self.queue.collecting())
             if not isinstance(output, Tensor) or self.is_last or output.requires_grad:
                 torch.autograd.backward(output, received)
-            # Otherwise a first stage of frozen parameters alone, whose output has no graph.
+            # Otherwise all parameters of a first stage are frozen, and its output has no graph.
         if x is not None:
-            if x.grad is None:  # every parameter before the output is unused: zeros go on
+            if x.grad is None:  # the output does not depend on the input, so its gradient is zero
                 x.grad = torch.zeros_like(x)
             self._input_grads[chunk] = x.grad
             x.grad = None
 
     def backward_weight_one_chunk(self, chunk: int, last_backward: bool = False) -> None:
-        """Gradients of weights that `backward_one_chunk` put off."""
+        """Compute the gradients of weights that `backward_one_chunk` has put off."""
         if not self.has_backward:
             return
         with _late_gradients(self.submod):
@@ -178,10 +179,10 @@ class LaminaStage(_PipelineStageBase):
             self.submod.start_grad_sync()
 
     def perform_reduce_grad(self, grad_scale_factor: int = 1) -> None:
-        """Nothing: reductions started with the last gradient; `finalize_grads` ends them."""
+        """Do nothing: the last gradient has started reductions, and `finalize_grads` ends them."""
 
     def scale_grads(self, grad_scale_factor: int = 1) -> None:
-        """Nothing: each microbatch's loss was weighted by its tokens."""
+        """Do nothing: each microbatch's loss is weighted by its tokens."""
 
     # -- messages -----------------------------------------------------------------------------
 
@@ -213,7 +214,7 @@ class LaminaStage(_PipelineStageBase):
         return self._send(gradient, self.stage_index - 1, chunk, forward=False)
 
     def set_local_fwd_input(self, prev_stage_outputs: Any, chunk: int) -> None:
-        """Take the input from the stage before, where that is on this rank too."""
+        """Take the input from the stage before, if that is on this rank too."""
         self._inputs[chunk] = prev_stage_outputs.detach()
 
     def get_local_bwd_output(self, chunk: int) -> tuple[Tensor | None, ...]:
@@ -223,7 +224,7 @@ class LaminaStage(_PipelineStageBase):
     def set_local_bwd_input(
         self, next_stage_bwd_outputs: tuple[Tensor | None, ...], chunk: int
     ) -> None:
-        """Take the output's gradient from the stage after, where that is on this rank too."""
+        """Take the output's gradient from the stage after, if that is on this rank too."""
         if next_stage_bwd_outputs[0] is not None:
             self._output_grads[chunk] = next_stage_bwd_outputs[0]
 
@@ -242,7 +243,7 @@ class LaminaStage(_PipelineStageBase):
         return [receive_operation(tensor, cast(ProcessGroup, self.group), peer, tag=tag)]
 
     def _tag(self, boundary: int, chunk: int, forward: bool) -> int:
-        """One number per message of a step, so that gloo never confuses two."""
+        """The tag of a message: each message of a step has another one, for gloo to match them."""
         return (chunk * self.num_stages + boundary) * 2 + forward
 
 

@@ -1,8 +1,8 @@
-"""Numbers of eight bits: how a matrix becomes codes and scales, and the product of two such.
+"""FP8: quantising a matrix to codes and scales, and the product of two quantised matrices.
 
-Scales are powers of two. Multiplying by one changes no digit, so a weight that was rounded to FP8
-already (a gather of codes) is not rounded again, and results do not depend on the scale as long as
-nothing overflows or falls among the subnormal numbers.
+Scales are powers of two, and multiplying by a power of two changes no digit. So a weight that was
+rounded to FP8 before, by a gather of codes, is not rounded again. Results do not depend on the
+scale unless numbers overflow or become subnormal (decision 0660).
 """
 
 from __future__ import annotations
@@ -30,27 +30,27 @@ __all__ = [
 
 
 FORWARD = torch.float8_e4m3fn
-"""Of activations and weights: three bits of fraction, up to 448."""
+"""The dtype of activations and weights: three bits of fraction, up to 448."""
 BACKWARD = torch.float8_e5m2
-"""Of gradients: two bits of fraction, up to 57,344."""
+"""The dtype of gradients: two bits of fraction, up to 57,344."""
 MULTIPLE = 16
-"""What the widths of a product must be divisible by on CUDA."""
+"""The widths of a product must be divisible by this on CUDA."""
 
 
-# torch 2.13 has the operator behind F.scaled_mm on CPUs; where a build has not, the older one's.
+# torch 2.13 has the operator behind F.scaled_mm on CPUs. Builds without it use the older operator.
 _OLDER_ON_CPU = not torch._C._dispatch_has_kernel_for_dispatch_key("aten::_scaled_mm_v2", "CPU")
 
 
 class Coded(NamedTuple):
-    """A matrix in eight bits."""
+    """A matrix in FP8."""
 
     codes: Tensor
     """`[rows, columns]`, contiguous, float8."""
     decode: Tensor
-    """float32, what codes are multiplied by: `[]` for all or `[rows, 1]`."""
+    """float32, the factor of the codes: `[]` for all, or `[rows, 1]`."""
 
     def transposed(self) -> Coded:
-        """Copy to `[columns, rows]`; only where all codes share a scale."""
+        """Copy to `[columns, rows]`; only if all codes share a scale."""
         return Coded(self.codes.t().contiguous(), self.decode)
 
 
@@ -74,15 +74,16 @@ def scale_exponent(amax: Tensor, dtype: torch.dtype) -> Tensor:
     Returns:
         int32, of the same shape, between -120 and 120; for 0 it is 120.
     """
-    # A float32's bits are its exponent above its fraction, so the difference of two numbers' bits
-    # borrows from the exponents' just where the quotient's mantissa is below one: an exact floor.
+    # The bits of a positive float32 are its exponent followed by its fraction. If the fraction of
+    # the limit is below that of amax, the difference of the bits borrows from the exponent, which
+    # rounds the quotient's exponent down. So this is the exact floor of the logarithm.
     limit = struct.unpack("<i", struct.pack("<f", torch.finfo(dtype).max))[0]
     exponent: Tensor = (limit - amax.view(torch.int32)) >> 23
     return exponent.clamp(-120, 120)
 
 
 def power_of_two(exponent: Tensor) -> Tensor:
-    """`2 ** exponent` in float32 for exponents -126 to 127; exact, as pow need not be."""
+    """`2 ** exponent` in float32 for exponents -126 to 127; exact, which pow need not be."""
     return ((exponent + 127) << 23).view(torch.float32)
 
 
@@ -91,15 +92,15 @@ def encode(x: Tensor, amax: Tensor, dtype: torch.dtype, *, saturate: bool = Fals
 
     Args:
         x: `[rows, columns]`.
-        amax: float32 `[]` or `[rows, 1]`: decides the scale. Where it is infinite or NaN so is
-            what is decoded: an overflow must show.
+        amax: float32 `[]` or `[rows, 1]`: decides the scale. If it is infinite or NaN, the
+            decoded numbers are NaN, so that an overflow is visible.
         dtype: float8.
-        saturate: `amax` may be less than what is in `x` (delayed scaling): what is too large
-            becomes the largest code.
+        saturate: `amax` may be below the largest magnitude of `x` (delayed scaling). Numbers that
+            are too large become the largest code.
     """
     exponent = scale_exponent(amax, dtype)
     scale = power_of_two(exponent)
-    # Exact in bf16, which has float32's exponents; float16 has too few.
+    # This is exact in bf16, which has float32's range of exponents; float16 has a smaller one.
     wide = x if x.dtype in (torch.bfloat16, torch.float32) else x.float()
     scaled = wide * scale.to(wide.dtype)
     if saturate:
@@ -123,9 +124,9 @@ def scaled_product(
         left: `[rows, inner]`.
         right: `[columns, inner]`, with as many scales per row as `left`: one or all.
         dtype: of the result.
-        fast_accumulation: let Hopper's tensor cores keep fewer digits of partial sums.
-        into: `[rows, columns]` in `dtype`, what to write to; the kernel itself does where it
-            can.
+        fast_accumulation: allow Hopper's tensor cores to keep fewer digits of partial sums.
+        into: `[rows, columns]` in `dtype`, where the result is written, without a temporary if
+            the kernel supports it.
 
     Returns:
         `[rows, columns]` in `dtype`, or `into`.
@@ -139,7 +140,7 @@ def scaled_product(
     kind = F.ScalingType.RowWise if rowwise else F.ScalingType.TensorWise
     out = dtype if dtype in (torch.bfloat16, torch.float16, torch.float32) else torch.float32
     if rowwise and left.codes.is_cuda:
-        out = torch.bfloat16  # all that torch's rowwise kernel writes
+        out = torch.bfloat16  # the only dtype that torch's rowwise kernel writes
     left, right = _padded(left, right)
     if into is not None and out == dtype:
         return _written(left, right, kind, into)
@@ -163,7 +164,7 @@ def _older_product(
 
 
 def _written(left: Coded, right: Coded, kind: F.ScalingType, into: Tensor) -> Tensor:
-    """`F.scaled_mm` has no `out`; the operator behind it has."""
+    """Write the product into a tensor by the operator behind `F.scaled_mm`, which has no `out`."""
     if _OLDER_ON_CPU and not left.codes.is_cuda:
         return _older_product(left, right, into.dtype, into)
     recipe = [kind.value]
@@ -177,7 +178,7 @@ def _written(left: Coded, right: Coded, kind: F.ScalingType, into: Tensor) -> Te
 def write_scaled_product(left: Coded, right: Coded, total: Tensor, accumulate: bool) -> None:
     """`total = left @ right.T`, or `total += left @ right.T`.
 
-    The kernels add to nothing, so a sum takes a temporary.
+    The kernels cannot accumulate, so adding takes a temporary.
     """
     if accumulate:
         total.add_(scaled_product(left, right, total.dtype))
@@ -186,11 +187,11 @@ def write_scaled_product(left: Coded, right: Coded, total: Tensor, accumulate: b
 
 
 def _padded(left: Coded, right: Coded) -> tuple[Coded, Coded]:
-    """Fill the inner dimension (tokens, in a weight's gradient) with zeros to what CUDA takes."""
+    """Pad the inner dimension with zeros to the multiple that CUDA needs."""
     missing = -left.codes.shape[1] % MULTIPLE
     if not missing or not left.codes.is_cuda:
         return left, right
-    # The bits of zero are zeros; torch.nn.functional.pad knows no float8.
+    # Padded as bytes, as torch.nn.functional.pad has no float8 and the bits of zero are zeros.
     widened = [
         Coded(F.pad(codes.view(torch.uint8), (0, missing)).view(codes.dtype), decode)
         for codes, decode in (left, right)
@@ -200,7 +201,7 @@ def _padded(left: Coded, right: Coded) -> tuple[Coded, Coded]:
 
 @functools.cache
 def require_float8(device: torch.device) -> None:
-    """Raise RuntimeError on a GPU whose tensor cores know no FP8."""
+    """Raise RuntimeError on a GPU without FP8 tensor cores."""
     if device.type != "cuda" or torch.version.hip is not None:
         return
     capability = torch.cuda.get_device_capability(device)

@@ -1,4 +1,4 @@
-"""Weights that `fully_shard` keeps and gathers in FP8."""
+"""The codec by which `fully_shard` keeps and gathers weights in FP8."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _NAN = 255
 class Float8Codec:
     """A `lamina.fsdp.WeightCodec`: e4m3 codes, and a power of two per block of elements.
 
-    A block's exponent is one byte, as in the OCP microscaling format's e8m0, so a weight travels in
-    `1 + 1/block` bytes. What is decoded is exact in bf16, and an FP8 product quantises it again
-    without rounding, unless it is less than 2^-13 of its tensor's largest.
+    The exponent of a block is one byte, as in the OCP microscaling format's e8m0, so a weight takes
+    `1 + 1/block` bytes. Decoded weights are exact in bf16. An FP8 product quantises them again
+    without rounding, unless they are below 2^-13 of the largest of their tensor.
 
     Args:
         block: elements that share a scale; a divisor of 128.
@@ -48,6 +48,6 @@ class Float8Codec:
         """Write weights `[blocks, block]` from codes and exponents."""
         exponent = side.to(torch.int32) - _BIAS
         scale = torch.where(side == _NAN, torch.nan, power_of_two(exponent))
-        # Both factors have few digits and bf16 has float32's exponents: exact in either.
+        # Exact in bf16 and float32: the factors have few digits, and both have the same exponents.
         weights.copy_(codes)
         weights.mul_(scale.to(weights.dtype)[:, None])

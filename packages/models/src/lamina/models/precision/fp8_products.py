@@ -1,4 +1,4 @@
-"""A linear layer's products in eight bits: which maximum decides which scale."""
+"""The products of a linear layer in FP8, and the maxima from which their scales follow."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ INPUT, WEIGHT, GRADIENT = range(3)
 
 
 class Float8Products(nn.Module):
-    """How one layer multiplies in FP8; also holds its history, which belongs to checkpoints.
+    """How one layer multiplies in FP8. It holds the history of maxima, as a buffer.
 
-    Scales of a matrix that is cut over tensor-parallel ranks come from the maximum over all of
-    them, so that numbers do not depend on how many there are.
+    The scales of a matrix that is cut over tensor-parallel ranks follow from the maximum over all
+    ranks, so results do not depend on the number of ranks.
 
     `amax_history` (delayed scaling only) is int32 `[1 + history, 3]`: maxima of input, weight
-    and gradient, row 0 those of the present pass (a backward, and the forwards before it that keep
-    gradients: one per microbatch), 0 after it. They are the bits of non-negative float32
-    numbers, which compare as the numbers do; `model.to(torch.bfloat16)` would round floats.
+    and gradient. Row 0 has those of the current pass, which is a backward and the forwards before
+    it that record gradients, one per microbatch; the backward's end moves it to row 1. See
+    Note [Maxima are stored as integers].
 
     Args:
         precision: what scales come from.
@@ -50,6 +50,11 @@ class Float8Products(nn.Module):
         cut: which side of the weight they cut.
     """
 
+    # Note [Maxima are stored as integers]
+    # The history is a buffer, so that checkpoints hold it. `model.to(torch.bfloat16)` and wrappers
+    # cast floating-point buffers, which would round the maxima and change the scales. So the buffer
+    # holds the bits of the float32 numbers as int32. Maxima are not negative, and the bits of such
+    # numbers compare as the numbers do (decision 0661).
     amax_history: Tensor | None
 
     def __init__(self, precision: Precision, axis: MeshAxis | None, cut: Cut) -> None:
@@ -59,13 +64,14 @@ class Float8Products(nn.Module):
         self.axis = axis
         self.cut = cut
         self.keep_fp8_transpose_cache = precision.keep_transpose
-        # Set by the layer at each forward: where no gradient is wanted (validation) numbers must
-        # not move the scales of training. Inside an autograd function grad mode is always off.
+        # Whether the current forward records maxima. Forwards without gradients (validation) must
+        # not change the scales of training. The layer sets it, because grad mode is always off
+        # inside an autograd function.
         self.remembers = True
-        # Whether there is a history, as all ranks know without asking.
+        # Whether a pass has ended. All ranks agree on this without communication.
         self.looks_back = False
         self.passing: Pass | None = None
-        # While a block that is recomputed runs: where its forward's maxima are put, and found.
+        # Set while a recomputed block runs: it records the maxima of forward and replays them.
         self.tape: AmaxTape | None = None
         history = None
         if precision.amax == "delayed":
@@ -73,7 +79,7 @@ class Float8Products(nn.Module):
         self.register_buffer("amax_history", history)
 
     def reset_parameters(self) -> None:
-        """Forget what was seen."""
+        """Clear the history."""
         if self.amax_history is not None:
             self.amax_history.zero_()
         self.looks_back = False
@@ -84,7 +90,7 @@ class Float8Products(nn.Module):
             self.looks_back = bool(self.amax_history[1:].any())
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy begins its passes anew: autograd knows of this one's only."""
+        """A copy has no current pass, as autograd's callbacks refer to the original."""
         return {**self.__dict__, "passing": None}
 
     def output(
@@ -92,7 +98,7 @@ class Float8Products(nn.Module):
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         """See `lamina.models.layers.matmul_products.Products`."""
         flat = x.flatten(0, -2)
-        # Of a whole tensor each rank saw a part, whichever side is cut; a row may be whole.
+        # Each rank has seen a part of a tensor, whichever side is cut. Rows may be whole.
         cut = not self.rowwise or self.cut == "input"
         sides = {INPUT: flat, WEIGHT: weight}
         amax = self.maxima(sides, cut) if self.tape is None else self.tape.run(self, sides, cut)
@@ -100,7 +106,7 @@ class Float8Products(nn.Module):
         y = scaled_product(left, right, x.dtype, fast_accumulation=True)
         if bias is not None:
             y += bias
-        # Backward quantises the same tensors by the same scales, but other rows than these.
+        # Backward reuses the scales of tensors. It needs scales of other rows than forward.
         kept = () if self.rowwise else tuple(amax)
         if self.keep_fp8_transpose_cache:
             kept += self.code_turned(weight) if self.rowwise else right.transposed()
@@ -114,23 +120,23 @@ class Float8Products(nn.Module):
         return kind(self, grad, kept)
 
     def code(self, x: Tensor, amax: Tensor, dtype: torch.dtype = FORWARD) -> Coded:
-        """Quantise by a maximum that, from a history, may be too small."""
+        """Quantise by a maximum, which may be too small if it comes from a history."""
         return encode(x, amax, dtype, saturate=self.amax_history is not None)
 
     def code_turned(self, weight: Tensor) -> Coded:
-        """The transposed weight, a scale for each of its rows."""
+        """Quantise the transposed weight, with a scale for each of its rows."""
         turned = weight.t()
         amax = self.over_ranks([magnitude(turned, rows=True)], self.cut == "output")[0]
         return encode(turned, amax, FORWARD)
 
     def over_ranks(self, amax: list[Tensor], cut: bool) -> list[Tensor]:
-        """Take maxima over the ranks, in place, where each saw a part."""
+        """Take maxima over the ranks, in place, if each rank has seen a part (`cut`)."""
         if cut and self.axis is not None:
             all_reduce_small(amax, self.axis.group, op="max")
         return amax
 
     def maxima(self, matrices: dict[int, Tensor], cut: bool) -> list[Tensor]:
-        """The maximum of each matrix, or its rows', that decides scales."""
+        """The maxima that decide the scales, of each matrix or of its rows."""
         found = [magnitude(matrix, rows=self.rowwise) for matrix in matrices.values()]
         if self.amax_history is None:
             return self.over_ranks(found, cut)
@@ -138,7 +144,7 @@ class Float8Products(nn.Module):
         return self.remembered(self.amax_history.view(torch.float32), found, columns)
 
     def remembered(self, history: Tensor, found: list[Tensor], columns: slice) -> list[Tensor]:
-        """The largest maxima of the past; before there is one, those found."""
+        """Record the maxima, and return the largest of the history, or these if it is empty."""
         with torch.no_grad():
             now = torch.stack(found)
             sound = torch.isfinite(now)
@@ -152,7 +158,7 @@ class Float8Products(nn.Module):
             return list(torch.where(sound, chosen, torch.nan).unbind())
 
     def end_pass(self, begun: bool) -> None:
-        """Move the history down by a row; without a forward since, add to its newest row."""
+        """Shift the history by a row, or merge into its newest row if no forward has `begun`."""
         if self.amax_history is None:
             return
         if begun:
@@ -164,9 +170,9 @@ class Float8Products(nn.Module):
 
 
 class AmaxTape:
-    """Maxima that a block's forward took its scales from, for the same block recomputed.
+    """The maxima of a block's forward, which the same block uses again when it is recomputed.
 
-    A history may have moved in between (1F1B: a later forward follows an earlier backward).
+    The history may have changed in between: under 1F1B other backwards end before this one runs.
     """
 
     def __init__(self, layers: Sequence[Float8Products]) -> None:
@@ -175,7 +181,7 @@ class AmaxTape:
         self.next: int | None = None
 
     def run(self, layer: Float8Products, sides: dict[int, Tensor], cut: bool) -> list[Tensor]:
-        """A layer's maxima: taken down in forward, in the order of calls, and read after it."""
+        """A layer's maxima: recorded in forward in the order of calls, and replayed afterwards."""
         if self.next is None:
             self.found.append(layer.maxima(sides, cut))
             return self.found[-1]
@@ -184,7 +190,7 @@ class AmaxTape:
 
 
 class _Taped(AbstractContextManager[None]):
-    """Layers use a tape inside; not a generator, for a graph that is kept is recomputed twice."""
+    """Inside, layers use a tape. A class, as a graph that is kept may enter it several times."""
 
     def __init__(self, tape: AmaxTape, inner: AbstractContextManager[None], replay: bool) -> None:
         self._tape = tape
@@ -207,11 +213,11 @@ Contexts = Callable[[], tuple[AbstractContextManager[None], AbstractContextManag
 
 
 def replaying_scales(block: nn.Module, contexts: Contexts) -> Contexts:
-    """A `context_fn` of `torch.utils.checkpoint` under which scales are those of forward.
+    """Make a `context_fn` of `torch.utils.checkpoint` that repeats the scales of forward.
 
     Args:
-        block: what is recomputed; may have no layer in FP8.
-        contexts: another `context_fn`, which goes on doing what it does.
+        block: the block that is recomputed, with or without layers in FP8.
+        contexts: another `context_fn`, which is called too.
     """
     layers = [m for m in block.modules() if isinstance(m, Float8Products)]
     layers = [layer for layer in layers if layer.amax_history is not None]
@@ -225,7 +231,7 @@ def _taped(layers: Sequence[Float8Products], contexts: Contexts) -> Any:
 
 
 class Gradients8(ABC):
-    """What both kinds of scales share."""
+    """The products of a backward; the subclasses differ in what shares a scale."""
 
     def __init__(self, products: Float8Products, grad: Tensor, kept: Sequence[Tensor]) -> None:
         self.products = products
@@ -260,7 +266,7 @@ class Gradients8(ABC):
 
 
 class TensorwiseGradients(Gradients8):
-    """One scale per matrix: the same codes serve both products, transposed for one."""
+    """One scale per matrix. Both products use the same codes, transposed for one of them."""
 
     def __init__(self, products: Float8Products, grad: Tensor, kept: Sequence[Tensor]) -> None:
         super().__init__(products, grad, kept)
@@ -283,7 +289,7 @@ class TensorwiseGradients(Gradients8):
 
 
 class RowwiseGradients(Gradients8):
-    """Rows of each product's own sides: both are quantised anew."""
+    """One scale per row. Rows differ between the products, so each quantises its own operands."""
 
     def row_codes(self) -> Coded:
         """See `Gradients8`."""
@@ -303,14 +309,14 @@ class RowwiseGradients(Gradients8):
 
 
 class AmaxExchange:
-    """A root module's hook: histories move on at the end of each backward after a forward.
+    """A forward pre-hook of the root module: histories shift at the end of each backward.
 
-    Ranks that see other tokens, or other pieces, then agree on the maxima: one small message per
-    axis for all layers together. So between two steps histories are equal on all ranks, and all
-    that a resumed run needs.
+    At that time ranks that saw other tokens or pieces exchange their maxima, in one small message
+    per axis for all layers together. So between two steps histories are equal on all ranks, and a
+    resumed run needs no other state.
 
     Args:
-        mesh: its data-parallel, `cp` and `tp` axes see different numbers. None is one process.
+        mesh: ranks of its data-parallel, `cp` and `tp` axes exchange maxima. None is one process.
     """
 
     def __init__(self, mesh: MeshLike = None) -> None:
@@ -319,7 +325,7 @@ class AmaxExchange:
         self.axes = [axis for axis in found if axis is not None]
 
     def __call__(self, root: nn.Module, inputs: Any) -> None:
-        """Begin a pass of every layer below `root`."""
+        """Start a pass of every layer below `root`."""
         if not torch.is_grad_enabled():
             return
         layers = [m for m in root.modules() if isinstance(m, Float8Products)]
@@ -330,7 +336,7 @@ class AmaxExchange:
 
 
 class Pass:
-    """From a root's forward to the next: the backwards between end it."""
+    """The time from one forward of the root to the next; backwards in between end the pass."""
 
     def __init__(self, layers: Sequence[Float8Products], axes: Sequence[MeshAxis]) -> None:
         self._layers = layers
@@ -339,7 +345,7 @@ class Pass:
         self._backward_end = BackwardEnd()
 
     def ends_with_backward(self) -> None:
-        """Called in a backward, by each layer: histories move on when it ends, once."""
+        """Shift histories once when this backward ends. Each layer calls this in backward."""
         if not self._backward_end.will_come:
             self._backward_end.queue(self._end)
 

@@ -27,9 +27,9 @@ Part = Literal["vision", "projector", "language"]
 class VisionLanguageModel(KeepsRoles):
     """Text with images in it (Liu et al., LLaVA, 2023).
 
-    In the text an image is a run of one special token, as many times as the image has vectors
-    (`model.vision.config.tokens_of(image)`); their embeddings are replaced by the image's
-    vectors. A sequence may hold any number of images.
+    In the text an image is a run of one special token, one for each vector of the image
+    (`model.vision.config.tokens_of(image)` of them). The embeddings of these tokens are replaced by
+    the vectors. A sequence may hold any number of images.
 
     Args:
         vision: shape of the encoder.
@@ -41,7 +41,7 @@ class VisionLanguageModel(KeepsRoles):
             generator.
 
     Raises:
-        ValueError: if `image_token` is no id, or for what the parts refuse.
+        ValueError: if `image_token` is not an id, and for configs that the parts refuse.
     """
 
     def __init__(
@@ -74,12 +74,12 @@ class VisionLanguageModel(KeepsRoles):
 
     @property
     def config(self) -> TransformerConfig:
-        """The decoder's."""
+        """The config of the decoder."""
         return self.language.config
 
     @property
     def auxiliary_scale(self) -> float:
-        """The decoder's: what auxiliary losses weigh beside a loss that is made of its logits."""
+        """The decoder's weight of auxiliary losses beside a loss made from its logits."""
         return self.language.auxiliary_scale
 
     @auxiliary_scale.setter
@@ -87,11 +87,11 @@ class VisionLanguageModel(KeepsRoles):
         self.language.auxiliary_scale = scale
 
     def freeze(self, *parts: Part) -> VisionLanguageModel:
-        """Train the other parts only; those named before are trained again if not named now.
+        """Freeze these parts, and train all others, including parts that an earlier call froze.
 
-        Call it before `fully_shard` and before the optimizer is made: what is frozen then has
-        neither gradients nor optimizer state, and nothing of it is reduced. A frozen encoder keeps
-        no activations; the biases of a frozen decoder's routers stay.
+        Call this before `fully_shard` and before the optimizer is made. Then frozen parts have
+        neither gradients nor optimizer state, and nothing of them is reduced. A frozen encoder
+        saves no activations. The biases of a frozen decoder's routers do not change.
 
         Args:
             parts: of `vision`, `projector`, `language`.
@@ -110,7 +110,7 @@ class VisionLanguageModel(KeepsRoles):
         return self
 
     def encode(self, images: Images) -> Tensor:
-        """Turn images into vectors of the text's stream: `[vectors of all images, hidden]`."""
+        """Turn images into vectors of the decoder's width: `[vectors of all images, hidden]`."""
         trained = any(parameter.requires_grad for parameter in self.vision.parameters())
         with torch.set_grad_enabled(torch.is_grad_enabled() and trained):
             patches = self.vision(images)
@@ -132,10 +132,10 @@ class VisionLanguageModel(KeepsRoles):
 
         Args:
             tokens: int64 `[batch, sequence]`, with the image token where images are.
-            images: `[images, channels, height, width]`, or one `[channels, height, width]`
-                each, of any sizes; in the order of the text, first sequence first. None or empty
-                where the text has none: then the encoder reads a blank image whose vectors are not
-                used, because ranks that share it must all run it.
+            images: `[images, channels, height, width]`, or a list of `[channels, height, width]`
+                of any sizes; in the order of the text, first sequence first. None or empty if the
+                text has no images. Then the encoder reads a blank image, whose vectors are not
+                used, because all ranks that share the encoder must run it.
             labels: as of `GPTModel`; -100 at image tokens.
             positions: as of `GPTModel`.
             document_ids: as of `GPTModel`.
@@ -146,7 +146,7 @@ class VisionLanguageModel(KeepsRoles):
             Logits or loss, as `GPTModel`.
 
         Raises:
-            ValueError: if the text keeps another number of places than the images fill.
+            ValueError: if the number of image tokens is not that of the images' vectors.
         """
         shape = self.vision.config
         counts: list[int] = []

@@ -1,4 +1,4 @@
-"""Images as sequences of patches, images of different sizes side by side."""
+"""Images as sequences of patches; images of different sizes are padded to the longest."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ class VisionConfig:
         channels: of an image.
         ffn_size: inner width of the MLP, by default `4 * hidden_size`.
         merge: `merge x merge` neighbouring patches become one token of the text.
-        max_grid: the most patches in a row or a column.
+        max_grid: the largest number of patches in a row or a column.
         dropout: as of `TransformerConfig`.
         norm_eps: added to the variance under the root.
         init_std: standard deviation of initial weights.
 
     Raises:
-        ValueError: for sizes below 1, and what `TransformerConfig` refuses.
+        ValueError: for sizes below 1, and for sizes that `TransformerConfig` refuses.
     """
 
     hidden_size: int
@@ -57,7 +57,7 @@ class VisionConfig:
         self.transformer()
 
     def transformer(self) -> TransformerConfig:
-        """Describe the blocks: bidirectional, with biases; positions come with the patches."""
+        """The config of the blocks; positions are added to the patches before."""
         return TransformerConfig(
             vocab_size=1,
             hidden_size=self.hidden_size,
@@ -109,17 +109,17 @@ class VisionConfig:
 
 @dataclass(frozen=True)
 class Patches:
-    """Patches of some images, each image's in a row of its own, padded to the longest.
+    """Patches of some images. Each image is a row, padded to the longest one.
 
-    Patches that become one token are neighbours, tokens are in reading order.
+    Patches that become one token are adjacent, and tokens are in reading order.
 
     Attributes:
         pixels: `[images, patches, channels * patch_size^2]`.
-        rows: int64 `[images, patches]`: which row of its image's grid a patch is in.
-        columns: int64 `[images, patches]`.
-        valid: bool `[images, patches]`, False for padding; None where there is none.
-        kept: int64: which of the `images * patches` places are no padding, in order; None where
-            all are.
+        rows: int64 `[images, patches]`: the row of a patch in its image's grid.
+        columns: int64 `[images, patches]`: the column.
+        valid: bool `[images, patches]`, False for padding; None if there is none.
+        kept: int64: the indexes of those of the `images * patches` that are not padding, in
+            order; None if there is no padding.
     """
 
     pixels: Tensor
@@ -150,7 +150,7 @@ def cut_patches(images: Images, config: VisionConfig) -> Patches:
     each = [_cut(image[None], config) for image in images]
     lengths = torch.tensor([len(rows) for _, rows, _ in each])
     valid = torch.arange(int(lengths.max())) < lengths[:, None]
-    # On the host, which knows the lengths: to look for what is valid would wait for the device.
+    # On the host, which knows the lengths. nonzero on the device would make the host wait.
     kept = valid.flatten().nonzero().squeeze(1)
     device = images[0].device
     return Patches(

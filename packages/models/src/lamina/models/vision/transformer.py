@@ -1,4 +1,4 @@
-"""The vision Transformer and the projector into a language model's stream."""
+"""The vision Transformer, and the projector to the width of a language model."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class WithinImages(Masked):
 class VisionTransformer(nn.Module):
     """Images to one vector per patch (Dosovitskiy et al., 2021), without a class token.
 
-    A patch's place is the sum of two learned vectors, of its row and of its column, so that images
-    of any size share them (Dehghani et al., NaViT, 2023).
+    The position of a patch is encoded by the sum of two learned vectors, one of its row and one of
+    its column, which images of all sizes share (Dehghani et al., NaViT, 2023).
 
     Args:
         config: the shape.
@@ -53,8 +53,8 @@ class VisionTransformer(nn.Module):
         """Encode images.
 
         Args:
-            images: `[images, channels, height, width]`, or one `[channels, height, width]`
-                each; any floating-point dtype.
+            images: `[images, channels, height, width]`, or a list of
+                `[channels, height, width]`; of any floating-point dtype.
 
         Returns:
             `[patches of all images, hidden]`: image after image, in each the patches that become
@@ -101,6 +101,6 @@ class Projector(nn.Module):
 
 
 def blank_image(config: VisionConfig, device: torch.device) -> Tensor:
-    """The smallest image there is, in black: `[1, channels, side, side]`."""
+    """A black image of the smallest size: `[1, channels, side, side]`."""
     side = config.patch_size * config.merge
     return torch.zeros(1, config.channels, side, side, device=device)

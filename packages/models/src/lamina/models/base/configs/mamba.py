@@ -1,4 +1,4 @@
-"""Sizes of Mamba-2 layers, and the letters that say which layers a hybrid stack is made of."""
+"""Sizes of Mamba-2 layers, and the letters of the layers of a hybrid stack."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ class MambaConfig:
         head_dim: elements of a head (P).
         num_heads: heads (H); by default `expand * hidden_size / head_dim`.
         expand: inner width over hidden size, where `num_heads` is not given.
-        groups: how many heads share an input and an output projection of the state (B and C):
-            `num_heads / groups`. Over tensor-parallel ranks each holds a run of the groups.
+        groups: the number of input and output projections of the state (B and C), each of which
+            `num_heads / groups` heads share. Over tensor-parallel ranks each holds a run of them.
         conv_kernel: taps of the causal convolution before the scan.
         conv_bias: whether the convolution has a bias.
         bias: whether the two projections have biases.
         chunk_size: tokens that are multiplied as a matrix; results do not depend on it.
         dt_min: the smallest initial step.
-        dt_max: the largest initial step; they are drawn evenly on a log scale.
+        dt_max: the largest initial step; steps are drawn uniformly on a log scale.
         dt_limit: bounds of the step in every forward.
-        decay_range: bounds of the initial decay rates (-A), drawn evenly.
-        path: `auto` takes the Triton kernels of flash-linear-attention for fp16 and bf16 on CUDA
-            where it is installed, and torch otherwise; `torch` and `fla` insist.
+        decay_range: bounds of the initial decay rates (-A), which are drawn uniformly.
+        path: `auto` uses the Triton kernels of flash-linear-attention for fp16 and bf16 on CUDA if
+            it is installed, and torch otherwise; `torch` and `fla` require one of them.
 
     Raises:
         ValueError: for sizes below 1, ranges that are empty, or an unknown path.

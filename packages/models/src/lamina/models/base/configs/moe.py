@@ -1,4 +1,4 @@
-"""What the mixture-of-experts layers of a Transformer are made of."""
+"""Settings of the mixture-of-experts layers of a Transformer."""
 
 from __future__ import annotations
 
@@ -18,39 +18,40 @@ ExpertsPath = Literal["auto", "grouped", "loop"]
 
 @dataclass(frozen=True, kw_only=True)
 class MoEConfig:
-    """Mixture of experts in place of the MLP: sizes, routing, balance and transport.
+    """Mixture of experts instead of the MLP: sizes, routing, balance and transport.
 
-    Sizes are in elements. A *copy* is one token on its way to one of its `top_k` experts.
+    Sizes are in elements. A *copy* is one token as it is sent to one of its `top_k` experts.
 
     Args:
         num_experts: experts of a layer, over all ranks.
         top_k: experts per token.
         ffn_size: inner width of an expert; the model's `ffn_width` if None.
-        shared_ffn_size: inner width of an expert that sees every token (several shared experts
-            are one that is as wide as all of them); None has none.
-        first_dense: how many layers, from the first, have an MLP instead.
-        every: of the others every n-th layer has experts, the n-th being the first.
+        shared_ffn_size: inner width of an expert that every token goes to (several shared experts
+            are one that is as wide as all of them); None has no such expert.
+        first_dense: the number of layers, from the first, that have an MLP.
+        every: of the other layers every n-th has experts, beginning with the n-th.
         scores: `softmax` over the experts, or `sigmoid` of each (DeepSeek-V3).
-        normalize_weights: the weights of a token's experts sum to one. It must be False with a
-            `top_k` of 1: the one weight would always be 1, and the router would learn nothing.
+        normalize_weights: the weights of a token's experts are scaled to sum to one. It must be
+            False with a `top_k` of 1, because the weight would always be 1 and the router would
+            learn nothing.
         weight_scale: multiplies the weights (DeepSeek's routed scaling factor).
         num_groups: groups of neighbouring experts; above 1, a token goes to experts of
             `groups_kept` groups only (DeepSeek-V2 and -V3: nodes that a token visits).
         groups_kept: groups that a token may go to.
-        group_best: a group is as good as the sum of its best this many scores.
-        bias_rate: step of the bias per expert that is added to scores when experts are chosen,
-            and to nothing else (Wang et al., 2024: balance without an auxiliary loss). Each step
-            it grows for experts with less than the mean load and shrinks for those with more. 0
-            keeps the bias as it was loaded; None has no bias.
-        jitter: in training the router sees its input times noise from `[1 - jitter, 1 + jitter]`
-            (Fedus et al., 2021).
+        group_best: the score of a group is the sum of this many best scores in it.
+        bias_rate: the step size of a bias per expert that is added to the scores when experts are
+            chosen, and to nothing else (Wang et al., 2024: balance without an auxiliary loss). In
+            each training step the bias grows for experts below the mean load and shrinks for those
+            above. 0 keeps the bias as it was loaded; None has no bias.
+        jitter: in training the router's input is multiplied by noise from
+            `[1 - jitter, 1 + jitter]` (Fedus et al., 2021).
         capacity_factor: an expert takes at most `ceil(factor * top_k * tokens / num_experts)` of
-            the copies that one rank sends, and the others are dropped: they add nothing to their
+            the copies that one rank sends. The others are dropped and contribute nothing to their
             token (Lepikhin et al., 2020). None drops nothing.
-        drop: which are dropped: those with the least `weight`, or the last by `position`.
-        pad_to_capacity: in training every rank sends every expert as many rows, the capacity of the
-            rank with the most tokens, filled up with zeros: fixed shapes, and the host never waits
-            for the device to count.
+        drop: which copies are dropped: those with the least `weight`, or the last by `position`.
+        pad_to_capacity: in training every rank sends every expert the same number of rows, which
+            is the capacity of the rank with the most tokens, padded with zeros. So shapes are
+            fixed, and the host never waits for counts from the device.
         switch_loss: coefficient of the load-balancing loss over the tokens of a data-parallel
             rank's microbatch (Fedus et al., 2021); 1 when balanced, times the coefficient.
         sequence_loss: the same over each sequence, averaged (DeepSeek-V3, 2024).
@@ -58,11 +59,11 @@ class MoEConfig:
             (Qiu et al., 2025).
         z_loss: coefficient of the mean square of the log of the sum of exponentials of the router's
             logits (Zoph et al., 2022).
-        dispatcher: `all_to_all` sends each copy to its expert; `all_gather` sends all tokens to
-            all ranks and adds up what returns, which is cheaper on few ranks with many experts
-            per token.
-        experts: `grouped` multiplies all experts in one kernel; `loop` one by one; `auto`
-            takes the first that can, and one batched product where experts have equal loads.
+        dispatcher: `all_to_all` sends each copy to its expert. `all_gather` sends all tokens to
+            all ranks and sums the results, which is cheaper on few ranks with many experts per
+            token.
+        experts: `grouped` multiplies all experts in one kernel, `loop` one by one. `auto` takes
+            the first of these that supports the case, and one batched product for equal loads.
 
     Raises:
         ValueError: for sizes that do not fit together.
@@ -156,11 +157,11 @@ class MoEConfig:
         return layer >= self.first_dense and (layer - self.first_dense + 1) % self.every == 0
 
     def capacity(self, tokens: int) -> int | None:
-        """Copies that an expert takes from a rank with this many tokens; None takes all."""
+        """The copies that an expert takes from a rank with this many tokens; None takes all."""
         if self.capacity_factor is None:
             return None
         exact = self.capacity_factor * self.top_k * tokens / self.num_experts
-        # An expert that takes nothing from anybody could never be trained.
+        # At least one, because an expert that takes no copies is never trained.
         return max(1, -int(-exact // 1))
 
     @property

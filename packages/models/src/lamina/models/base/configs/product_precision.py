@@ -1,4 +1,4 @@
-"""Which numbers a model's matrix products are made of: one frozen, validated description."""
+"""The precision of a model's matrix products: a frozen, validated description."""
 
 from __future__ import annotations
 
@@ -33,23 +33,23 @@ class Precision:
             of each product (e4m3 forward, e5m2 for gradients; Micikevicius et al., 2022) and
             multiplies by `torch.nn.functional.scaled_mm`. `transformer_engine` puts
             `transformer_engine.pytorch.Linear` in the projections' place.
-        scaling: what shares a scale: the tensor, each row of it, or (Transformer Engine only)
-            blocks as its recipes `Float8BlockScaling`, `MXFP8BlockScaling` and
-            `NVFP4BlockScaling` cut them.
-        amax: a tensor's largest magnitude, from which its scale follows, is that of the tensor
-            itself (`current`) or the largest of the last `history` forward-backward passes
-            (`delayed`: tensorwise only). Forwards under `torch.no_grad()` are not remembered.
-        history: passes that delayed scaling looks back; each microbatch of a step is one.
-            Only with `amax="delayed"`.
+        scaling: the numbers that share a scale: a tensor, a row of it, or (Transformer Engine only)
+            a block, as in its recipes `Float8BlockScaling`, `MXFP8BlockScaling` and
+            `NVFP4BlockScaling`.
+        amax: the scale of a tensor follows from its largest magnitude. This is that of the tensor
+            itself (`current`), or the largest of the last `history` forward-backward passes
+            (`delayed`, tensorwise only). Forwards under `torch.no_grad()` are not recorded.
+        history: the number of passes in the history of delayed scaling; each microbatch of a step
+            is a pass. Only with `amax="delayed"`.
         num_layers_at_start_in_bf16: blocks at the start that keep the model's own dtype.
         num_layers_at_end_in_bf16: the same at the end.
         keep_transpose: `torch-fp8` only: keep the quantised, transposed weight from forward until
-            backward, which then need not quantise again: one byte per element.
+            backward, which need not quantise it again. This takes one byte per element.
         quantized_weights: Transformer Engine only: parameters are quantised themselves
             (`quantized_model_init`), with their first values kept in high precision.
 
     Raises:
-        ValueError: for what the backend does not have, or would not look at.
+        ValueError: for settings that the backend does not have or does not use.
     """
 
     backend: Backend = "torch"

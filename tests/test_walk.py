@@ -1,0 +1,55 @@
+"""How far a training step walks through the source: the figures may shrink, and not grow.
+
+The measure is that of benchmarks/walk.py, which says what is counted.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+from source_trees import ROOT
+
+# Files and calls of one step by strategy, with room for a few calls more. Whoever needs
+# more says in the commit what the step does now that it did not do before.
+LIMITS = {0: (40, 1700), 1: (42, 2000), 3: (44, 2300)}
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("strategy", LIMITS)
+def test_a_step_enters_few_files_and_functions(strategy, monkeypatch):
+    monkeypatch.setattr(sys, "path", [str(ROOT / "benchmarks"), *sys.path])
+    import walk as benchmark
+
+    from lamina_testing.walk import Profile
+
+    with Profile(benchmark.in_lamina) as profile:
+        walk = benchmark.walk_of(profile, benchmark.lamina_step(strategy), counted=5)
+    files, calls = LIMITS[strategy]
+    entered = [file.rpartition("/lamina/")[2] for file in walk.files]
+    assert len(entered) <= files, entered
+    assert walk.calls.total() <= calls, walk.calls.most_common(20)
+
+
+def test_counts_are_exact():
+    """One file that calls another: functions, calls and moves, threads included."""
+    import threading
+
+    from lamina_testing.walk import Profile, least
+
+    space: dict[str, object] = {}
+    exec(compile("def leaf(): pass\ndef twice():\n    leaf()\n    leaf()", "own.py", "exec"), space)
+    twice = space["twice"]
+    with Profile(lambda file: file == "own.py") as profile:
+        with profile.walk() as walk:
+            twice()
+            thread = threading.Thread(target=twice)
+            thread.start()
+            thread.join()
+        twice()  # not inside `walk`
+        with profile.walk() as other:
+            twice()
+    assert {function.name: n for function, n in walk.calls.items()} == {"twice": 2, "leaf": 4}
+    assert {function.name: n for function, n in walk.moves.items()} == {"twice": 2}
+    assert least([walk, other]).calls == other.calls
+    assert walk.files == ["own.py"]

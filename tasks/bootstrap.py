@@ -91,7 +91,7 @@ def ready(name: str, *install: str) -> Path:
 def start() -> None:
     """Restart under an environment that has nox, then run nox on this file."""
     os.chdir(ROOT)
-    if Path(sys.prefix).resolve() != HOUSE / "bootstrap":
+    if Path(sys.prefix).resolve() != (HOUSE / "bootstrap").resolve():  # `.nox` may be a link
         python = str(ready("bootstrap", NOX))
         os.execv(python, [python, str(ROOT / "noxfile.py"), *sys.argv[1:]])
     from nox.__main__ import main

@@ -7,6 +7,7 @@ import shutil
 
 import nox
 
+from tasks.book import write_decisions
 from tasks.bootstrap import LAYERS, ROOT, ready
 from tasks.environment import CORES, gpus, pytest, run, task
 
@@ -60,6 +61,7 @@ def build(session: nox.Session) -> None:
 def docs(session: nox.Session) -> None:
     """The pages and the API reference into site/; `-- --serve` shows them as you write."""
     python = ready("docs", "-r", "requirements/docs.txt")
+    write_decisions()
     command = ["serve"] if "--serve" in session.posargs else ["build", "--strict", "-d", "site"]
     run(session, python, "-m", "mkdocs", *command, env={"NO_MKDOCS_2_WARNING": "1"})
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 import sysconfig
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 from tasks.bootstrap import LAYERS, ROOT
 from tasks.clean_install import closure, gather, layers_of
-from tasks.snippets import Job, run, snippets
+from tasks.snippets import Job, run, serve, snippets
 
 SOURCES = {layer: ROOT / "packages" / layer / "src" for layer in LAYERS}
 ALL = (*SOURCES.values(), Path(sysconfig.get_path("purelib")))
@@ -68,6 +69,46 @@ def test_blocks_are_found_with_their_lines_and_without_those_not_to_be_run(tmp_p
     )
     found = [(snippet.line, snippet.source) for snippet in snippets(page)]
     assert found == [(4, "x = 1\n"), (14, "if x:\n    z = 2\n")]
+
+
+PAGE_OF_RANKS = """
+<!-- ranks: 2 -->
+```python
+import os
+print("rank", os.environ["RANK"], "of", os.environ["WORLD_SIZE"])
+```
+
+<!-- prints -->
+```text
+rank 0 ...{size}
+```
+
+<!-- ranks: 2, restarts: {restarts} -->
+```python
+import os
+if os.environ["RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    raise SystemExit("the first attempt")
+```
+"""
+
+
+@pytest.mark.parametrize(
+    ("size", "restarts", "complaint"),
+    [
+        (2, 1, None),
+        (3, 1, "instead of"),
+        (2, 0, "attempt 0 failed"),
+        (2, 2, "attempt 1 did not fail"),
+    ],
+)
+def test_a_block_for_ranks_runs_on_all_and_prints_what_its_page_says(
+    tmp_path, monkeypatch, size, restarts, complaint
+):
+    page = tmp_path / "page.md"
+    page.write_text(PAGE_OF_RANKS.format(size=size, restarts=restarts))
+    monkeypatch.setattr("tasks.snippets.importlib.import_module", lambda name: None)
+    answer = serve([{"paths": [], "blocks": [asdict(block) for block in snippets(page)]}])[0]
+    assert complaint in answer if complaint else not answer, answer
 
 
 READ_ON_GITHUB = [

@@ -83,6 +83,7 @@ class CheckpointManager:
 
     Raises:
         ValueError: a number below 1.
+        DisagreementError: another directory, or other settings, than other ranks have.
     """
 
     def __init__(
@@ -114,6 +115,14 @@ class CheckpointManager:
         self._store = store_of(directory)
         self._retention = Retention(self._store, kept)
         self._ranks = Ranks(group)
+        self._ranks.require_same(
+            "CheckpointManager",
+            directory=str(self.directory),
+            kept=kept,
+            async_save=async_save,
+            verify=verify,
+            check_replicas=check_replicas,
+        )
         self._cleaned = False
         self._ranks.together(self._clean if self._store.has_locks else self._note)
         self._saver = Saver(
@@ -205,6 +214,7 @@ class CheckpointManager:
             return given
 
         step, metric = self._ranks.together(ready)
+        self._ranks.require_same("save", step=step, overwrite=overwrite)
         check_entries(state, self._ranks)
         if not overwrite:
             overwrite = self._ranks.together(lambda: self._replaces(step))
@@ -257,6 +267,10 @@ class CheckpointManager:
             CheckpointMismatchError: names, shapes or dtypes that don't fit, by name.
         """
         self._ranks.together(self.wait)
+        how = {"strict": strict, "include": include, "exclude": exclude, "fallback": fallback}
+        self._ranks.require_same(
+            "restore", step=step, default=default, allow_cast=allow_cast, **how
+        )
         check_entries(state, self._ranks)
         selection = Selection(strict, tuple(include), tuple(exclude), allow_cast)
         chosen = self._agree_on_step(step)

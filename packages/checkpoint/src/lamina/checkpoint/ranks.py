@@ -13,7 +13,13 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from lamina.checkpoint.errors import CheckpointDamagedError, CheckpointError
-from lamina.collectives.engine import all_reduce_small, broadcast
+from lamina.collectives.engine import (
+    CommonFacts,
+    all_reduce_small,
+    broadcast,
+    describe,
+    software,
+)
 from lamina.mesh.engine import MeshAxis
 
 __all__ = ["Ranks", "own_error"]
@@ -67,6 +73,15 @@ class Ranks:
         sums[self.rank] = zlib.crc32(text)
         all_reduce_small([sums], self.group, op="max")
         return bool((sums == sums[0]).all())
+
+    def require_same(self, what: str, **facts: object) -> None:
+        """Compare arguments over ranks (collective).
+
+        Raises:
+            DisagreementError: they differ, on every rank.
+        """
+        common = CommonFacts(what, [self.group])
+        common.require([*software(), *((name, describe(value)) for name, value in facts.items())])
 
     def lists(self, names: Sequence[str]) -> list[list[str]]:
         """Return the names of each rank, by rank (collective)."""

@@ -2,6 +2,7 @@
 
 from lamina.collectives.call.registration import RegisteredPool, registration_problem
 from lamina.collectives.move.all_gather import AllGather
+from lamina.collectives.move.common_facts import CommonFacts, Fact, describe, software
 from lamina.collectives.move.point_to_point import Message, receive_operation, send_operation
 from lamina.collectives.move.rings import RingHandle, ring
 from lamina.collectives.move.shaped import (
@@ -27,6 +28,8 @@ from lamina.collectives.transport.transport import use_messages
 __all__ = [
     "AllGather",
     "Cast",
+    "CommonFacts",
+    "Fact",
     "GradientCodec",
     "Message",
     "Pending",
@@ -40,6 +43,7 @@ __all__ = [
     "all_reduce_native",
     "all_reduce_small",
     "broadcast",
+    "describe",
     "host_device",
     "kept_bytes",
     "receive_operation",
@@ -49,6 +53,7 @@ __all__ = [
     "release_kept",
     "ring",
     "send_operation",
+    "software",
     "start_all_gather",
     "start_all_reduce",
     "start_all_to_all",

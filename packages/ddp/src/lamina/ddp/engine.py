@@ -23,7 +23,11 @@ from lamina.ddp.group.group import (
 from lamina.ddp.group.weights import Weights, WeightsState, WholeWeights
 from lamina.ddp.inspect.inspection import HasGroups, InspectsItself, groups_of
 from lamina.ddp.inspect.memory import MemoryBudgets
-from lamina.ddp.optimizer.adopt_parameters import adopt_main_parameters, refuse_optimizer
+from lamina.ddp.optimizer.adopt_parameters import (
+    adopt_main_parameters,
+    refuse_optimizer,
+    require_same_optimizer,
+)
 from lamina.ddp.optimizer.flat_step import ELEMENTWISE, step_over_groups
 from lamina.ddp.optimizer.grad_scaler import answer_scalers
 from lamina.ddp.optimizer.whole_step import show_decoupled
@@ -34,6 +38,7 @@ from lamina.ddp.parameters.axes import (
     data_parallel_axes,
 )
 from lamina.ddp.parameters.dtypes import GroupDtypes, resolve_dtypes
+from lamina.ddp.parameters.facts import require_same_model
 from lamina.ddp.parameters.parameters import (
     GroupKey,
     ParameterRef,
@@ -87,6 +92,8 @@ __all__ = [
     "plan_layout",
     "refuse_optimizer",
     "registration_refusal",
+    "require_same_model",
+    "require_same_optimizer",
     "resolve_dtypes",
     "resolve_reduction",
     "resolve_strategy",

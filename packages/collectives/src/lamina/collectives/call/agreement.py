@@ -20,7 +20,7 @@ from lamina.collectives.transport.transport import route_for
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["require_agreement", "require_matching_splits"]
+__all__ = ["require_agreement", "require_matching_splits", "rows_of_all"]
 
 _LENGTH = 256
 
@@ -44,7 +44,7 @@ def require_agreement(
     mine = f"{call}({', '.join(f'{name}={value}' for name, value in facts.items())})"
     encoded = mine.encode()[:_LENGTH].ljust(_LENGTH)
     message = torch.tensor(list(encoded), dtype=torch.uint8, device=device)
-    rows = _rows_of_all(message, group).tolist()
+    rows = rows_of_all(message, group).tolist()
     said = [bytes(row).decode(errors="replace").rstrip() for row in rows]
     if len(set(said)) > 1:
         table = "\n".join(f"  rank {rank}: {text}" for rank, text in enumerate(said))
@@ -70,7 +70,7 @@ def require_matching_splits(
         return
     size = group.size()
     message = torch.tensor([*sends, *receives], device=device)
-    table = _rows_of_all(message, group).view(size, 2, size).tolist()
+    table = rows_of_all(message, group).view(size, 2, size).tolist()
     wrong = [
         f"rank {source} sends {table[source][0][target]} rows to rank {target}, which expects "
         f"{table[target][1][source]}"
@@ -84,7 +84,7 @@ def require_matching_splits(
         )
 
 
-def _rows_of_all(message: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
+def rows_of_all(message: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
     """Every rank's message, as rows."""
     rows = message.new_empty(group.size() * message.numel())
     route_for(group, message.numel(), rows.numel(), message.device).gather(rows, message)()

@@ -20,13 +20,14 @@ import torch
 from torch.distributed import ProcessGroup
 
 from lamina.collectives import Handle
-from lamina.collectives.engine import all_reduce_small, host_device
+from lamina.collectives.engine import CommonFacts, Fact, all_reduce_small, host_device
 from lamina.ddp.backward.grad_attribute import follow_user, holds_zeros
 from lamina.ddp.backward.gradient_hooks import hook_gradients
 from lamina.ddp.gradients.scratch import ScratchBuffers
 from lamina.ddp.gradients.states import GradientState
 from lamina.ddp.group.group import ParameterGroup
 from lamina.ddp.group.weights import shares_storage
+from lamina.ddp.parameters.facts import common_facts_of
 from lamina.ddp.parameters.strategy import Cadence
 from lamina.mesh.engine import MeshAxis
 
@@ -137,6 +138,7 @@ class GradientReducer:
         self._turns: deque[int] = deque()  # what `Order.STATIC` has still to issue, in its order
         self._in_flight: deque[tuple[Iterator[Handle], Handle, int]] = deque()
         self._by_axes: dict[tuple[MeshAxis, MeshAxis], list[ParameterGroup]] = {}
+        self._common: dict[tuple[MeshAxis, MeshAxis], CommonFacts] = {}
         for number, group in enumerate(self.groups):
             self._by_axes.setdefault((group.axes.outer, group.axes.inner), []).append(group)
             hook_gradients(group, number, self)
@@ -351,11 +353,21 @@ class GradientReducer:
     def _settle(self) -> None:
         """After all reductions: agree on who has a gradient, and show it."""
         if self._is_final:
-            for groups in self._by_axes.values():
-                agree_on_produced(groups, groups[0].axes.groups("reduce"))
+            facts = self._step_facts()
+            for key, groups in self._by_axes.items():
+                axes, device = groups[0].axes, groups[0].device
+                if key not in self._common:
+                    self._common[key] = common_facts_of("at the end of a backward", axes, device)
+                agree_on_produced(groups, axes.groups("reduce"), self._common[key], facts)
             self._scratch.clear()
         self._is_waiting = not self._is_final
         self._show(final=self._is_final)
+
+    def _step_facts(self) -> list[Fact]:
+        """Steps and hyperparameters of the optimizers that update the groups."""
+        told = dict.fromkeys(source for group in self.groups for source in group.step_facts)
+        facts = (source() for source in told)
+        return [fact for tell in facts if tell is not None for fact in tell()]
 
     def _empty_grad_slots(self) -> None:
         for group in self.groups:
@@ -515,21 +527,34 @@ def _nothing() -> None:
 
 
 def agree_on_produced(
-    groups: Sequence[ParameterGroup], over: Iterable[ProcessGroup | None]
+    groups: Sequence[ParameterGroup],
+    over: Iterable[ProcessGroup | None],
+    common: CommonFacts | None = None,
+    facts: Sequence[Fact] = (),
 ) -> None:
     """A parameter that got a gradient on one rank got one on all: one small collective per group.
 
     Args:
         groups: alike on all those ranks, one at least.
         over: the ranks, by process groups; None is one rank alone, which asks nobody.
+        common: compares facts over the same ranks. Their digest rides in the same messages.
+        facts: what the ranks must have in common in this step.
+
+    Raises:
+        DisagreementError: ranks differ in facts.
     """
     several = [one for one in over if one is not None]
     if not several:
         return
     produced = [flag for group in groups for flag in group.trained.produced_gradient]
-    flags = torch.tensor(produced, dtype=torch.int32, device=host_device(several, groups[0].device))
+    device = host_device(several, groups[0].device)
+    shared = [torch.tensor(produced, dtype=torch.int32, device=device)]
+    if common is not None:
+        shared.append(common.words(facts))
     for one in several:
-        all_reduce_small([flags], one, op="max")
-    merged = iter(flags.tolist())
+        all_reduce_small(shared, one, op="max")
+    if common is not None:
+        common.compare(shared[1], facts)
+    merged = iter(shared[0].tolist())
     for group in groups:
         group.trained.mark_produced([bool(next(merged)) for _ in group.refs])

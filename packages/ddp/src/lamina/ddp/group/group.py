@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -10,7 +11,7 @@ from torch import nn
 
 from lamina.buffers import BufferLayout, FlatBuffer, Granularity, Replicate, ShardedTensor
 from lamina.buffers.engine import Placement, SpanSpec
-from lamina.collectives.engine import SpanGroups, broadcast
+from lamina.collectives.engine import Fact, SpanGroups, broadcast
 from lamina.ddp.gradients.group_gradients import GroupGradients
 from lamina.ddp.gradients.reduction import ORDERED, Reduction
 from lamina.ddp.gradients.scratch import ScratchBuffers
@@ -126,6 +127,8 @@ class ParameterGroup:
         self.requires_grad = self.refs[0].parameter.requires_grad
         self.has_optimizer = False
         """Whether somebody steps the main parameters, as far as this package knows."""
+        self.step_facts: list[weakref.WeakMethod[Callable[[], list[Fact]]]] = []
+        """What the optimizers of the main parameters must have in common on all ranks."""
         self._reduced: tuple[int, int] | None = None
         self._gradient_views: list[torch.Tensor] = []
         self.device = settings.device or self.refs[0].parameter.device

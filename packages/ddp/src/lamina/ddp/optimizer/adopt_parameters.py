@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import torch
 from torch.optim import Optimizer
 
+from lamina.collectives.engine import software
 from lamina.ddp.group.group import ParameterGroup
+from lamina.ddp.parameters.facts import common_facts_of, optimizer_facts
 
-__all__ = ["adopt_main_parameters", "cut_state", "locate_main_parameters", "refuse_optimizer"]
+__all__ = [
+    "adopt_main_parameters",
+    "cut_state",
+    "locate_main_parameters",
+    "refuse_optimizer",
+    "require_same_optimizer",
+]
 
 
 def locate_main_parameters(
@@ -21,6 +29,32 @@ def locate_main_parameters(
         for group in groups
         for index, main in enumerate(group.main_parameters)
     }
+
+
+def require_same_optimizer(
+    what: str, optimizer: Optimizer, groups: Sequence[ParameterGroup]
+) -> None:
+    """Compare an optimizer over the data-parallel ranks (one small collective).
+
+    Args:
+        what: what it is given to, for the message.
+        optimizer: made over the module's parameters.
+        groups: the module's groups.
+
+    Raises:
+        DisagreementError: ranks differ in its class, groups or hyperparameters.
+    """
+    if not groups:
+        return
+    axes = next((g.axes for g in groups if not g.refs[0].role.expert), groups[0].axes)
+    alike = [group for group in groups if group.axes == axes]  # of experts other ranks hold others
+    names = {id(ref.parameter): ref.name for group in alike for ref in group.refs}
+    mains = (
+        (main, ref) for g in alike for main, ref in zip(g.main_parameters, g.refs, strict=True)
+    )
+    names |= {id(main): ref.name for main, ref in mains}
+    facts = [*software(), ("the wrapper", what), *optimizer_facts(optimizer, names)]
+    common_facts_of(what, axes, groups[0].device).require(facts)
 
 
 def adopt_main_parameters(optimizer: Optimizer, groups: Iterable[ParameterGroup]) -> None:

@@ -20,8 +20,10 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from lamina.collectives.engine import Fact
 from lamina.ddp.backward.grad_attribute import refuse_unsummed
 from lamina.ddp.group.group import ParameterGroup
+from lamina.ddp.parameters.facts import optimizer_facts
 
 __all__ = ["BorrowedGroups"]
 
@@ -38,6 +40,8 @@ class BorrowedGroups(ABC):
     def __init__(self, optimizer: Optimizer) -> None:
         self.paused = False
         """Steps are made for their state alone: gradients are read from `.grad`, nobody is told."""
+        self._optimizer = weakref.ref(optimizer)
+        self._steps = 0
         self._trained: list[ParameterGroup] = []
         self._computes: dict[int, str] = {}  # names of parameters whose main ones are others
         self._after_step: list[Callable[[], None]] = []
@@ -52,6 +56,8 @@ class BorrowedGroups(ABC):
         """Step over these groups as well, and call `after_step` after each step."""
         given = list(groups)
         self._after_step.append(after_step)
+        for group in given:
+            group.step_facts.append(weakref.WeakMethod(self.step_facts))
         self._trained += [group for group in given if group.requires_grad]
         self._computes.update(
             (id(ref.parameter), ref.name)
@@ -59,6 +65,13 @@ class BorrowedGroups(ABC):
             for ref, main in zip(group.refs, group.main_parameters, strict=True)
             if main is not ref.parameter
         )
+
+    def step_facts(self) -> list[Fact]:
+        """What all ranks must have in common in a step: steps so far, hyperparameters."""
+        if (optimizer := self._optimizer()) is None:
+            return []
+        steps = f"steps of {type(optimizer).__name__}", str(self._steps)
+        return [steps, *optimizer_facts(optimizer, {})]
 
     def restore(self, optimizer: Optimizer) -> None:
         """Put the user's parameters back after a step that raised; do nothing after any other."""
@@ -105,6 +118,7 @@ class BorrowedGroups(ABC):
     def _after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._take_back(optimizer, stepped=True)
         if not self.paused:
+            self._steps += 1
             for tell in self._after_step:
                 tell()
 

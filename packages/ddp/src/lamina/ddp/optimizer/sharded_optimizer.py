@@ -19,6 +19,7 @@ from lamina.ddp.optimizer.adopt_parameters import (
     adopt_main_parameters,
     cut_state,
     locate_main_parameters,
+    require_same_optimizer,
 )
 from lamina.ddp.optimizer.flat_step import COUNTERS, ELEMENTWISE, step_over_groups
 from lamina.ddp.optimizer.grad_scaler import answer_scalers
@@ -51,12 +52,14 @@ class ShardedOptimizer(Optimizer):
     Raises:
         TypeError: if the module was not wrapped by Lamina.
         ValueError: if the optimizer holds none of its parameters.
+        DisagreementError: for another optimizer than other ranks have.
     """
 
     def __init__(
         self, optimizer: Optimizer, module: nn.Module, mesh: ParallelMesh | DeviceMesh
     ) -> None:
         groups = groups_of(module)
+        require_same_optimizer(type(self).__name__, optimizer, groups)
         adopt_main_parameters(optimizer, groups)
         self.optimizer = optimizer
         self._groups = groups

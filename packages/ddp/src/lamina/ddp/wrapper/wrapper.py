@@ -26,6 +26,7 @@ from lamina.ddp.parameters.axes import (
     data_parallel_axes,
 )
 from lamina.ddp.parameters.dtypes import resolve_dtypes
+from lamina.ddp.parameters.facts import require_same_model
 from lamina.ddp.parameters.parameters import (
     GroupKey,
     ParameterRef,
@@ -64,6 +65,7 @@ class DistributedDataParallel(DataParallel):
         TypeError: for something else in place of config or mesh.
         ValueError: for a mesh that does not fit the config or the model's experts, or has
             dimensions of another kind, and for a model on the meta device.
+        DisagreementError: for another model or config than other ranks have.
     """
 
     def __init__(
@@ -79,9 +81,10 @@ class DistributedDataParallel(DataParallel):
         self.module = module
         self.config = config
         dense, expert = _axes(mesh, config)
+        refs = collect_parameters(module)
+        require_same_model(type(self).__name__, refs, dense, expert, config)
         if isinstance(mesh, ParallelMesh):
             tp, expert_tp, ep = (mesh.axis(name) for name in ("tp", "expert_tp", "ep"))
-            refs = collect_parameters(module)
             check_experts(refs, dense, expert, tp=tp, expert_tp=expert_tp, ep=ep)
         scratch = ScratchBuffers(keep_on_cpu=True)
         settings = _settings(config, dense)

@@ -20,6 +20,8 @@ from lamina.ddp.engine import (
     answer_scalers,
     collect_parameters,
     refuse_optimizer,
+    require_same_model,
+    require_same_optimizer,
     show_decoupled,
     step_over_groups,
     warn_of_unfinished_steps,
@@ -248,6 +250,7 @@ def fully_shard(
             or need each other.
         UnavailableError: for what this machine lacks.
         RuntimeError: if the module, or part of it, is sharded already.
+        DisagreementError: for another model, optimizer or setting than other ranks have.
     """
     settings = ShardingSettings(
         device_mesh=device_mesh,
@@ -319,10 +322,11 @@ def _shard(
         point_at_localised(optimizer, module)
     check_patterns(module, settings)
     sharding = resolve(module, settings, optimizer)
+    refs = collect_parameters(module)
+    require_same_model("fully_shard", refs, sharding.dense, sharding.expert, settings, optimizer)
     names.check(module, settings, sharding.dense, sharding.expert)
     transposing = _with_transposes(module) if settings.keep_fp8_transpose_cache else []
     if optimizer is not None:
-        refs = collect_parameters(module)
         known = {id(ref.parameter) for ref in refs}
         refuse_optimizer(optimizer, known, updated_apart(refs, sharding))
         refuse_cut_by_model(optimizer, refs, sharding.model)
@@ -404,11 +408,13 @@ def fully_shard_optimizer(optimizer: OptimizerT, module: nn.Module) -> Optimizer
         TypeError: if the module is not sharded.
         ValueError: if the optimizer holds none of its parameters, or needs whole tensors and the
             module's are cut.
+        DisagreementError: for another optimizer than other ranks have.
     """
     parts = _sharded_parts(module)
     groups = [group for part in parts for group in part.parameter_groups()]
     regions = regions_of(module)
     point_at_localised(optimizer, module)
+    require_same_optimizer("fully_shard_optimizer", optimizer, groups)
     refuse_cut_tensors(optimizer, groups, regions)
     adopt_main_parameters(optimizer, groups)
     warn_of_unfinished_steps(optimizer, module)

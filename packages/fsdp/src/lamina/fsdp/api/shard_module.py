@@ -18,7 +18,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import OffloadPolicy
 
 from lamina.buffers import StoragePool
-from lamina.ddp.engine import ParameterGroup, ParameterRef, ScratchBuffers, collect_parameters
+from lamina.ddp.engine import (
+    ParameterGroup,
+    ParameterRef,
+    ScratchBuffers,
+    collect_parameters,
+    require_same_model,
+)
 from lamina.fsdp.api.build import build_units, start_engine, storage_pool
 from lamina.fsdp.api.resolve import Sharding, resolve
 from lamina.fsdp.execution.engine import ShardingEngine
@@ -143,6 +149,7 @@ def shard_module(
         TypeError: for an unknown policy.
         UnavailableError: for an integer that is not one of the two, or offloading where the process
             group cannot reach host memory.
+        DisagreementError: for another module or setting than other ranks have.
     """
     modules = _listed(module)
     # What they share is found as in a model that they are all of.
@@ -161,7 +168,9 @@ def shard_module(
     sharding = resolve(around, settings)
     keep = _resharding(reshard_after_forward, sharding.dense.inner.size)
     inner = tuple(m for m in around.modules() if isinstance(m, ModuleWithUnit))
-    plan = UnitPlan("", around, tuple(_own(around, inner, ignored)), inner, len(modules))
+    own = tuple(_own(around, inner, ignored))
+    require_same_model("shard_module", own, sharding.dense, sharding.expert, settings)
+    plan = UnitPlan("", around, own, inner, len(modules))
     built = _Built(sharding, ScratchBuffers(), storage_pool(sharding))
     (unit,) = build_units(around, [plan], sharding, built.scratch, built.pool)
     if keep is not None:

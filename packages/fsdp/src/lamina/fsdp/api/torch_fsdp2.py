@@ -20,7 +20,12 @@ from torch.distributed.tensor import DTensor
 
 from lamina.collectives.engine import broadcast
 from lamina.ddp import DataParallel, MemoryPlan
-from lamina.ddp.engine import ParameterGroup
+from lamina.ddp.engine import (
+    ParameterGroup,
+    collect_parameters,
+    data_parallel_axes,
+    require_same_model,
+)
 from lamina.fsdp.units.plan import plan_units
 from lamina.mesh import ParallelMesh, role_of
 from lamina.mesh.engine import MODEL_AXES, mesh_axis, require_overlap
@@ -72,6 +77,7 @@ class TorchFullyShardedDataParallel(DataParallel):
 
     Raises:
         OverlapError: if CUDA_DEVICE_MAX_CONNECTIONS is 1 (FSDP2 always overlaps).
+        DisagreementError: for another model or config than other ranks have.
         ValueError: for expert parameters or tensor-parallel meshes, which FSDP2 needs told apart.
     """
 
@@ -87,6 +93,7 @@ class TorchFullyShardedDataParallel(DataParallel):
         _refuse_roles(module)
         self.config = config
         device_mesh = _mesh_for_torch(mesh)
+        _require_same(type(self).__name__, module, config, device_mesh)
         _take_first_ranks_values(module, device_mesh)
         settings: dict[str, Any] = {
             "mesh": device_mesh,
@@ -271,6 +278,19 @@ def _refuse_roles(module: nn.Module) -> None:
                 f"{name} is on the meta device: give it values first (lamina.fsdp.fully_shard "
                 "materialises unit by unit)"
             )
+
+
+def _require_same(
+    what: str,
+    module: nn.Module,
+    config: TorchFullyShardedDataParallelConfig,
+    mesh: DeviceMesh,
+) -> None:
+    """Compare over ranks what torch's FSDP2 takes for equal."""
+    names = mesh.mesh_dim_names or ()
+    if names:
+        axes = data_parallel_axes(mesh, names[-1], names[:-1])
+        require_same_model(what, collect_parameters(module), axes, None, config)
 
 
 def _take_first_ranks_values(module: nn.Module, mesh: DeviceMesh) -> None:

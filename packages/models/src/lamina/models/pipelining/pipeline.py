@@ -8,10 +8,10 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from lamina.collectives.engine import broadcast
+from lamina.collectives.engine import CommonFacts, broadcast, describe, software
 from lamina.ddp.engine import HasGroups, groups_of
 from lamina.mesh import ParallelMesh
-from lamina.mesh.engine import MeshAxis, mesh_axis
+from lamina.mesh.engine import DENSE_AXES, MeshAxis, mesh_axis
 from lamina.models.base.config import TransformerConfig
 from lamina.models.base.initialise import check_same_seed
 from lamina.models.base.mesh_axes import axis_of
@@ -76,11 +76,13 @@ def pipeline(
         TypeError: for another model than a `GPTModel`.
         ValueError: for a schedule, layout, number of microbatches or mesh that do not fit together,
             and for modules, hooks or methods that were added to the model and no stage would have.
+        DisagreementError: for another configuration than other ranks have.
     """
     model = require_gpt(model, "pipeline()")
     axis, kind = _pipeline_axis(mesh), schedule_kind(schedule)
     cut = _layout(model.config, schedule, axis.size, stages_per_rank, layout, sequence)
     mine = (0,) if axis.size == 1 else kind.stages_of(axis.rank, axis.size, len(cut))
+    _require_same(mesh, axis, (model.config, schedule, num_microbatches, cut, each_microbatch))
     _check(model, mesh, axis, wrap)
     modules = _make_modules(model, cut, mine, device)
     if model.head.tied and not kind.v_shape:  # in a V shape one rank has both ends
@@ -133,6 +135,16 @@ def _pipeline_axis(mesh: ParallelMesh | DeviceMesh) -> MeshAxis:
             "with lamina.mesh.ParallelLayout(pp=...)"
         )
     return mesh_axis(mesh, "pp")
+
+
+def _require_same(mesh: ParallelMesh | DeviceMesh, axis: MeshAxis, given: Sequence[object]) -> None:
+    """Compare over all ranks of the mesh what a pipeline is made of."""
+    names = DENSE_AXES if isinstance(mesh, ParallelMesh) else mesh.mesh_dim_names or ()
+    groups = [mesh_axis(mesh, name).group for name in reversed(names)]
+    here = f"rank {axis.ranks[axis.rank]} (pp={axis.rank})"
+    labels = "config", "schedule", "num_microbatches", "layers of each stage", "each_microbatch"
+    facts = zip(labels, map(describe, given), strict=True)
+    CommonFacts("pipeline", groups, here, mesh.device_type).require([*software(), *facts])
 
 
 def _check(

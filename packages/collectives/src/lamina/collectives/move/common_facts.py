@@ -1,0 +1,211 @@
+"""Facts that all ranks must have in common, compared by a digest before anything depends on them.
+
+Backends do not compare what ranks call: gloo ends the process or goes on with wrong numbers, NCCL
+hangs. So whoever makes something that ranks share (a wrapper, an optimizer, a directory of
+checkpoints) first compares its facts. Note [Compared before anything is sent] tells how.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib.metadata
+import json
+import platform
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from typing import TYPE_CHECKING, TypeAlias
+
+import torch
+import torch.distributed as dist
+
+from lamina.collectives.call.agreement import rows_of_all
+from lamina.collectives.move.small import all_reduce_small, broadcast, host_device
+from lamina.collectives.transport.groups import backend_name
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+__all__ = ["CommonFacts", "DisagreementError", "Fact", "describe", "software"]
+
+Fact: TypeAlias = tuple[str, str]
+"""What something is called, and its value in words."""
+
+_ROW = 640
+_LONGEST = 200
+_LAYERS = ("mesh", "buffers", "collectives", "ddp", "fsdp", "models", "checkpoint")
+
+
+class DisagreementError(RuntimeError):
+    """Ranks differ in what all of them must have in common."""
+
+
+class CommonFacts:
+    """Compares facts over the ranks of some process groups.
+
+    Note [Compared before anything is sent]
+    Every rank sends a digest of its facts: 32 bytes, whatever the facts are, so that the message
+    fits even where the ranks build different models. The ranks need only the largest digest and the
+    largest complement, which are complements of each other if and only if all digests are equal.
+    The facts themselves travel only after a mismatch: the first rank's to all, and from each rank
+    the first difference. See docs/decisions/0320-common-facts.md.
+
+    Args:
+        what: what is made, or done, with these facts; it begins the error.
+        groups: process groups, one for each axis, the innermost first; None is one rank alone.
+        here: this rank and its place in the mesh; by default its number.
+        device: where messages lie if a group serves accelerators only.
+    """
+
+    def __init__(
+        self,
+        what: str,
+        groups: Iterable[ProcessGroup | None],
+        here: str = "",
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self._what = what
+        several = [group for group in groups if group is not None and group.size() > 1]
+        self._device = host_device(several, device)
+        real = (group for group in several if backend_name(group, self._device) != "fake")
+        self._groups = [] if self._device.type == "meta" else list(real)
+        self._here = here or (f"rank {dist.get_rank()}" if self._groups else "")
+
+    def require(self, facts: Iterable[Fact]) -> None:
+        """Compare facts: one collective of 32 bytes; all ranks of the groups call it.
+
+        Raises:
+            DisagreementError: on every rank, if the facts of any two differ.
+        """
+        if not self._groups:
+            return
+        held = list(facts)
+        words = self.words(held)
+        for group in self._groups:
+            all_reduce_small([words], group, op="max")
+        self.compare(words, held)
+
+    def words(self, facts: Iterable[Fact]) -> torch.Tensor:
+        """What a message carries for `compare`: int64 [4], to be reduced by "max" over ranks."""
+        first, second = _digest(facts)
+        return torch.tensor([first, second, ~first, ~second], device=self._device)
+
+    def compare(self, words: torch.Tensor, facts: Iterable[Fact]) -> None:
+        """Whether all ranks had equal facts, from their reduced `words`; collective if not.
+
+        Raises:
+            DisagreementError: on every rank, if the facts of any two differ.
+        """
+        first, second, not_first, not_second = words.tolist()
+        if self._groups and (first, second) != (~not_first, ~not_second):
+            raise DisagreementError(self._explain(list(facts)))
+
+    def _explain(self, facts: Sequence[Fact]) -> str:
+        """Name the ranks that differ, and the first difference of each (collective)."""
+        row = "\n".join((str(_digest(facts)), self._here, *_difference(facts, self._first(facts))))
+        rows = torch.tensor(list(row.encode()[:_ROW].ljust(_ROW)), dtype=torch.uint8)
+        rows = rows.to(self._device)
+        for group in self._groups:
+            rows = rows_of_all(rows.view(-1), group)
+        said = [bytes(one).decode(errors="replace") for one in rows.view(-1, _ROW).tolist()]
+        return f"{self._what}: {_verdict([one.rstrip().split(chr(10)) for one in said])}"
+
+    def _first(self, facts: Sequence[Fact]) -> list[Fact]:
+        """The facts of the first rank on every axis."""
+        text = json.dumps(facts).encode()
+        for group in self._groups:
+            length = torch.tensor([len(text)], device=self._device)
+            broadcast(length, group, src=0).wait()
+            payload = torch.zeros(int(length), dtype=torch.uint8, device=self._device)
+            if group.rank() == 0:
+                payload.copy_(torch.frombuffer(bytearray(text), dtype=torch.uint8))
+            broadcast(payload, group, src=0).wait()
+            text = bytes(payload.tolist())
+        return [(name, value) for name, value in json.loads(text)]
+
+
+def _digest(facts: Iterable[Fact]) -> tuple[int, int]:
+    found = hashlib.blake2b(json.dumps(list(facts)).encode(), digest_size=16).digest()
+    return (
+        int.from_bytes(found[:8], "little", signed=True),
+        int.from_bytes(found[8:], "little", signed=True),
+    )
+
+
+def _difference(mine: Sequence[Fact], first: Sequence[Fact]) -> tuple[str, str, str]:
+    """What the first fact that differs is called, its value here and on the first rank."""
+    nothing = ("", "nothing")
+    for at in range(max(len(mine), len(first))):
+        own = mine[at] if at < len(mine) else nothing
+        other = first[at] if at < len(first) else nothing
+        if own != other:
+            name = own[0] or other[0]
+            if own[0] and other[0] and own[0] != other[0]:
+                return "fact", _short(" = ".join(own)), _short(" = ".join(other))
+            return _short(name), _short(own[1]), _short(other[1])
+    return "", "", ""
+
+
+def _verdict(rows: Sequence[Sequence[str]]) -> str:
+    """Who differs from whom; the rows are digest, rank, fact, value there, value on the first."""
+    usual = Counter(row[0] for row in rows).most_common(1)[0][0]
+    first = rows[0]
+    if first[0] == usual:
+        odd = [row for row in rows if row[0] != usual]
+        told = [
+            f"{name} is {mine} on {rank} and {other} on {first[1]}"
+            for _, rank, name, mine, other in odd[:4]
+        ]
+    else:
+        odd = [row for row in rows if row[0] != usual]
+        _, rank, name, mine, other = next(row for row in rows if row[0] == usual)
+        told = [f"{name} is {other} on {first[1]} and {mine} on {rank}"]
+    more = f"; {len(odd)} of {len(rows)} ranks differ" if len(odd) > 1 else ""
+    return (
+        f"ranks do not agree: {'; '.join(told)}{more}. All ranks must make the same thing, with "
+        "the same settings, in the same order"
+    )
+
+
+def _short(text: str) -> str:
+    text = text.replace("\n", " ")
+    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 4]} ..."
+
+
+def describe(value: object) -> str:
+    """A value in words that are equal on all ranks: no addresses, of devices only the kind."""
+    if isinstance(value, torch.Tensor):
+        known = value.numel() == 1 and value.device.type == "cpu"
+        return repr(value.item()) if known else f"{value.dtype} {tuple(value.shape)}"
+    if isinstance(value, torch.device):
+        return value.type
+    if value is None or isinstance(value, (bool, int, float, complex, str, bytes, torch.dtype)):
+        return repr(value)
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{describe(k)}: {describe(v)}" for k, v in value.items()) + "}"
+    if isinstance(value, (set, frozenset)):
+        return "{" + ", ".join(sorted(map(describe, value))) + "}"
+    if isinstance(value, (list, tuple)):
+        return "(" + ", ".join(map(describe, value)) + ")"
+    if is_dataclass(value) and not isinstance(value, type):
+        held = (f"{one.name}={describe(getattr(value, one.name))}" for one in fields(value))
+        return f"{type(value).__name__}({', '.join(held)})"
+    named = value if isinstance(value, (type, Callable)) else type(value)  # type: ignore[arg-type]
+    return str(getattr(named, "__qualname__", type(value).__qualname__))
+
+
+@functools.cache
+def software() -> tuple[Fact, ...]:
+    """Versions of Python, torch and the layers of Lamina that are installed."""
+    layers = []
+    for layer in _LAYERS:
+        try:
+            layers.append(f"{layer} {importlib.metadata.version(f'lamina-{layer}')}")
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return (
+        ("Python", platform.python_version()),
+        ("torch", str(torch.__version__)),
+        ("Lamina", ", ".join(layers) or "not installed as packages"),
+    )

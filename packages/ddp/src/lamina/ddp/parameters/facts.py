@@ -1,0 +1,98 @@
+"""What data-parallel ranks must have in common: parameters, settings, optimizers.
+
+Copies and pieces of a parameter lie on the ranks of its data-parallel axes. Ranks of other axes
+(tp, pp, ep) hold other parameters, so they are not compared here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields
+
+import torch
+from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
+
+from lamina.collectives.engine import CommonFacts, Fact, describe, software
+from lamina.ddp.parameters.axes import DataParallelAxes
+from lamina.ddp.parameters.parameters import ParameterRef
+
+__all__ = ["common_facts_of", "optimizer_facts", "require_same_model"]
+
+
+def common_facts_of(what: str, axes: DataParallelAxes, device: torch.device | str) -> CommonFacts:
+    """What compares facts over the ranks that hold copies or pieces of the same parameters."""
+    return CommonFacts(what, axes.groups("reduce")[::-1], axes.here, device)
+
+
+def require_same_model(
+    what: str,
+    refs: Sequence[ParameterRef],
+    dense: DataParallelAxes,
+    expert: DataParallelAxes | None,
+    settings: object,
+    optimizer: Optimizer | None = None,
+) -> None:
+    """Compare what a wrapper is about to be made of (one small collective, two with experts).
+
+    Call it before any collective whose size depends on the model or the settings.
+
+    Args:
+        what: the wrapper, for the message.
+        refs: the parameters, in order of registration.
+        dense: axes of ordinary parameters.
+        expert: axes of expert parameters; None if they have the dense ones.
+        settings: a dataclass.
+        optimizer: what will update the model, if the wrapper is told.
+
+    Raises:
+        DisagreementError: ranks differ.
+    """
+    device = next((ref.parameter.device for ref in refs), torch.device("cpu"))
+    if device.type == "meta":
+        device = torch.device("cpu")
+    apart = [ref for ref in refs if expert is not None and ref.role.expert]
+    alike = [ref for ref in refs if not any(ref is one for one in apart)] if apart else refs
+    facts: list[Fact] = [*software(), ("the wrapper", what)]
+    facts += [(one.name, describe(getattr(settings, one.name))) for one in fields(settings)]  # type: ignore[arg-type]
+    facts += [(f"size of axis {axis.name}", str(axis.size)) for axis in (dense.outer, dense.inner)]
+    facts += _parameter_facts(alike)
+    if optimizer is not None:
+        facts += optimizer_facts(optimizer, {id(ref.parameter): ref.name for ref in alike})
+    common_facts_of(what, dense, device).require(facts)
+    if expert is not None and any(ref.role.expert for ref in refs):
+        common_facts_of(f"{what}, experts", expert, device).require(_parameter_facts(apart))
+
+
+def _parameter_facts(refs: Sequence[ParameterRef]) -> Iterator[Fact]:
+    """The order of registration, and of each parameter what its buffer's layout depends on."""
+    yield "number of parameters", str(len(refs))
+    for index, ref in enumerate(refs):
+        parameter, role = ref.parameter, ref.role
+        shape = "uninitialised" if is_lazy(parameter) else str(tuple(parameter.shape))
+        frozen = "" if parameter.requires_grad else ", requires_grad=False"
+        tied = f", in {len(ref.owners)} places" if len(ref.owners) > 1 else ""
+        said = (f"{one.name}={value}" for one in fields(role) if (value := getattr(role, one.name)))
+        marks = "".join(f", {one}" for one in said)
+        yield (
+            f"parameter {index}",
+            f"{ref.name} {shape} {parameter.dtype}{frozen}{tied}{marks}",
+        )
+
+
+def optimizer_facts(optimizer: Optimizer, names: Mapping[int, str]) -> Iterator[Fact]:
+    """Class, groups and hyperparameters of an optimizer.
+
+    Args:
+        optimizer: any.
+        names: of the parameters to tell, by `id`; none tells only how many each group holds.
+    """
+    yield "the optimizer's class", describe(type(optimizer))
+    yield "its number of groups", str(len(optimizer.param_groups))
+    for number, group in enumerate(optimizer.param_groups):
+        for key, value in group.items():
+            if key != "params":
+                yield f"{key} of its group {number}", describe(value)
+        held = [names[id(p)] for p in group["params"] if id(p) in names]
+        if held:
+            yield f"parameters of its group {number}", ", ".join(held)

@@ -112,9 +112,15 @@ class ShardedTensor(SpanTensor):
     def full_tensor(self) -> torch.Tensor:
         """The whole as a plain tensor, on every rank. Collective where the tensor is cut.
 
+        Autograd follows it, unless gradients are off: what ranks compute from the whole may differ,
+        and the span's gradient is the mean of theirs (collective in backward).
+
         Raises:
             RuntimeError: the tensor is cut and has no communicator.
         """
+        if self.requires_grad and torch.is_grad_enabled():
+            whole: torch.Tensor = _FullTensor.apply(self)  # type: ignore[no-untyped-call]
+            return whole
         spec = self._spec
         local = self._local
         if not spec.is_cut:
@@ -247,6 +253,24 @@ class ShardedTensor(SpanTensor):
 
     def __get_tensor_shard__(self, index: Any) -> torch.Tensor:
         return checkpoint_protocol.tensor_shard(index, self._local, self._spec)
+
+
+class _FullTensor(torch.autograd.Function):
+    """The whole of a ShardedTensor, with a gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: ShardedTensor) -> torch.Tensor:
+        ctx.spec = tensor.spec
+        return tensor.detach().full_tensor()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> ShardedTensor:
+        spec: SpanSpec = ctx.spec
+        whole = gradient.contiguous()
+        if spec.is_cut:
+            communicator = spec.reach("the backward of full_tensor()")
+            whole = communicator.all_reduce(whole.clone(), "sum").div_(communicator.size)
+        return ShardedTensor.from_spec(whole.view(-1)[spec.start : spec.stop].clone(), spec)
 
 
 def _check(local: torch.Tensor, spec: SpanSpec) -> None:

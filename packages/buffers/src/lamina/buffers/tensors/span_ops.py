@@ -122,9 +122,12 @@ def _spans(values: Iterable[Any]) -> Iterator[SpanTensor]:
 def _pointwise(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     first = next(_spans((*args, *kwargs.values())))
     spec = first._spec
+    # In a backward, and not where an optimizer or a hook writes something in place.
+    backward = torch._C._current_graph_task_id() != -1 and not func._schema.is_mutable
+    operand = _gradient_of if backward and spec.is_cut else local_of
     result = func(
-        *(local_of(func, value, spec) for value in args),
-        **{key: local_of(func, value, spec) for key, value in kwargs.items()},
+        *(operand(func, value, spec) for value in args),
+        **{key: operand(func, value, spec) for key, value in kwargs.items()},
     )
     # In-place and out= forms hand back what they wrote, others make new tensors.
     written = [
@@ -173,6 +176,27 @@ def local_of(func: torch._ops.OpOverload, value: Any, spec: SpanSpec) -> Any:
         "elements belong here is not known. Use a Python scalar or a 0-d tensor, make the operand "
         "a ShardedTensor (torch.zeros_like(t).copy_(whole)), or work on .to_local()"
     )
+
+
+def _gradient_of(func: torch._ops.OpOverload, value: Any, spec: SpanSpec) -> Any:
+    """`local_of`, in a backward: a plain operand is the mean over the ranks of the spans.
+
+    Note [Gradients of a span]
+        A reduction over a ShardedTensor gives each rank the same number, and what ranks compute
+        from it may differ (a norm times an activation). So the gradient that comes back to the
+        reduction differs too, and each rank's span needs that of all ranks. By convention a span's
+        gradient is the mean over the ranks, and whoever sums over ranks multiplies by their number.
+        A gradient is still plain, one value for all elements, where it first meets a span. There
+        the mean is taken, which leaves constants as they are. (collective)
+    """
+    operand = local_of(func, value, spec)
+    plain = isinstance(value, torch.Tensor) and not isinstance(value, SpanTensor)
+    if not plain or not value.is_floating_point():
+        return operand
+    one = value.as_strided((1,), (1,)).clone()
+    communicator = spec.reach("a backward")
+    mean = communicator.all_reduce(one, "sum").div_(communicator.size)
+    return mean.reshape(()) if operand is value else mean.expand(operand.shape)
 
 
 def _lists(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -20,8 +20,7 @@ def follow_user(group: ParameterGroup) -> None:
     """
     gradients = group.trained
     dropped = not group.shows_gradients
-    # Where the optimizer's parameters are the module's, the backward itself has emptied `.grad`.
-    if gradients.at_risk and not (dropped and group.mains_are_separate):
+    if gradients.at_risk and not dropped:
         raise RuntimeError(
             f"a backward raised half-way, and the gradient of {group.refs[0].name} held earlier "
             "microbatches: some of the raised one's may be among them. Call zero_grad_buffer() of "

@@ -1,6 +1,10 @@
 """How gradients reach their buffers: from autograd through hooks, or from layers through sinks.
 
-A hook on each parameter takes what autograd has put into `.grad`, and hands it to the reducer.
+A hook on each leaf takes what autograd brings, and hands it to the reducer. A wrapped parameter
+has two leaves where its main weights are apart: the compute parameter that modules read in forward,
+and the main parameter that everybody reads at other times. Both have the same hook, so whatever a
+loss depends on arrives in one place. See Note [Two leaves of a parameter].
+
 Autograd hands a gradient over as a tensor of its own, which a hook then copies into the bucket. A
 layer that computes its weight gradient by a matrix product can name the destination itself:
 
@@ -16,16 +20,24 @@ layer that computes its weight gradient by a matrix product can name the destina
         grad_weight = None  # what backward returns
 
 Megatron-Core calls this gradient accumulation fusion.
+
+Note [Two leaves of a parameter]
+    A hook sits before the node that would accumulate into `.grad`, takes the gradient, and leaves
+    that node nothing to do. So `.grad` belongs to the engine and the user alone: what it shows
+    (earlier microbatches, or a final gradient) is never mixed with what the backward at hand
+    brings. The engine has to hold these nodes, since autograd makes a new one, without hooks, as
+    soon as nothing refers to the old one. A main parameter of which each rank has a span gets a
+    gradient for that span alone; `GroupGradients.accumulate_span` says how it is summed. See
+    docs/decisions/0411.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import Node, get_gradient_edge
 
 if TYPE_CHECKING:
     from lamina.ddp.gradients.group_gradients import GroupGradients
@@ -54,6 +66,10 @@ class TakesGradients(Protocol):
             index: the parameter's number in it.
             gradient: as autograd made it.
         """
+        ...
+
+    def take_main_gradient(self, number: int, index: int, gradient: torch.Tensor | None) -> None:
+        """The same, where the loss depends on the main parameter, which is another leaf."""
         ...
 
 
@@ -152,31 +168,47 @@ def has_gradient_sink(parameter: torch.Tensor) -> bool:
     return sink is not None and sink.alive
 
 
-def hook_gradients(group: ParameterGroup, number: int, reducer: TakesGradients) -> None:
+def hook_gradients(group: ParameterGroup, number: int, reducer: TakesGradients) -> list[Node]:
     """Hand every gradient that autograd brings to a group's parameters to `reducer`.
 
-    What holds hooks must not be held by them: the reducer holds the group, the group holds the
-    parameters, and a parameter holds its hooks. So hooks refer to the reducer weakly. Once the
-    wrapper is gone, gradients stay in `.grad`.
+    Hooks refer to the reducer weakly, since it holds the nodes that hold the hooks. Once the
+    wrapper is gone, gradients go to `.grad`.
 
     Args:
         group: whose parameters.
         number: the group's number in the reducer.
         reducer: gets the gradients.
+
+    Returns:
+        The nodes with the hooks, to be held as long as gradients are to be taken.
     """
     known = weakref.ref(reducer)
-    for index, ref in enumerate(group.refs):
-        hook = _gradient_hook(known, number, index)
-        ref.parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+    nodes = []
+    for index, (ref, main) in enumerate(zip(group.refs, group.main_parameters, strict=True)):
+        nodes.append(_hook(ref.parameter, known, number, index, is_main=False))
+        if main is not ref.parameter:
+            nodes.append(_hook(main, known, number, index, is_main=True))
         ref.parameter.__dict__[_SINK] = GradientSink(group, index)
+    return nodes
 
 
-def _gradient_hook(
-    reducer: weakref.ref[TakesGradients], number: int, index: int
-) -> Callable[[torch.Tensor], None]:
-    def take_gradient(parameter: torch.Tensor) -> None:
-        if (known := reducer()) is not None:
-            gradient, parameter.grad = parameter.grad, None
-            known.take_gradient(number, index, gradient)
+def _hook(
+    leaf: torch.Tensor,
+    reducer: weakref.ref[TakesGradients],
+    number: int,
+    index: int,
+    *,
+    is_main: bool,
+) -> Node:
+    def before_accumulation(gradients: tuple[torch.Tensor | None]) -> tuple[None] | None:
+        if (known := reducer()) is None:
+            return None
+        if is_main:
+            known.take_main_gradient(number, index, gradients[0])
+        else:
+            known.take_gradient(number, index, gradients[0])
+        return (None,)
 
-    return take_gradient
+    node = get_gradient_edge(leaf).node
+    node.register_prehook(before_accumulation)  # type: ignore[arg-type]
+    return node

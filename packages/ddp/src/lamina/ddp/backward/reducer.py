@@ -19,6 +19,7 @@ from typing import Protocol
 import torch
 from torch.distributed import ProcessGroup
 
+from lamina.buffers import ShardedTensor
 from lamina.collectives import Handle
 from lamina.collectives.engine import CommonFacts, Fact, all_reduce_small, host_device
 from lamina.ddp.backward.grad_attribute import follow_user, holds_zeros
@@ -26,7 +27,6 @@ from lamina.ddp.backward.gradient_hooks import hook_gradients
 from lamina.ddp.gradients.scratch import ScratchBuffers
 from lamina.ddp.gradients.states import GradientState
 from lamina.ddp.group.group import ParameterGroup
-from lamina.ddp.group.weights import shares_storage
 from lamina.ddp.parameters.facts import common_facts_of
 from lamina.ddp.parameters.strategy import Cadence
 from lamina.mesh.engine import MeshAxis
@@ -139,9 +139,11 @@ class GradientReducer:
         self._in_flight: deque[tuple[Iterator[Handle], Handle, int]] = deque()
         self._by_axes: dict[tuple[MeshAxis, MeshAxis], list[ParameterGroup]] = {}
         self._common: dict[tuple[MeshAxis, MeshAxis], CommonFacts] = {}
-        for number, group in enumerate(self.groups):
+        for group in self.groups:
             self._by_axes.setdefault((group.axes.outer, group.axes.inner), []).append(group)
-            hook_gradients(group, number, self)
+        self._hooked = [
+            hook_gradients(group, number, self) for number, group in enumerate(self.groups)
+        ]
 
     def tell(self, listener: BackwardListener) -> None:
         """Have `listener` (held weakly) told when a backward begins and ends."""
@@ -208,7 +210,6 @@ class GradientReducer:
                 "late gradients belong to none: use a schedule that does not split backward "
                 "(1f1b, interleaved_1f1b), or reproducible=False"
             )
-        self._empty_grad_slots()
         self._phase = ReducerPhase.LATE
         try:
             with self.no_sync():
@@ -228,8 +229,7 @@ class GradientReducer:
     def begin_backward(self) -> None:
         """A gradient has reached the wrapper: begin a backward, unless this one has begun.
 
-        It forgets what the user has zeroed, and takes autograd's `.grad` slots. A backward that
-        raised is abandoned first.
+        It forgets what the user has zeroed. A backward that raised is abandoned first.
 
         Raises:
             RuntimeError: between `start` and `finish`, and after a backward that raised over
@@ -255,8 +255,7 @@ class GradientReducer:
         for group, gradients in zip(self.groups, self._gradients, strict=True):
             if gradients.state is GradientState.FINALIZED and holds_zeros(group):
                 gradients.mark_zeroed()
-            gradients.begin_backward(self._is_final, emptied=not group.mains_are_separate)
-        self._empty_grad_slots()
+            gradients.begin_backward(self._is_final)
         self._phase = ReducerPhase.BACKWARD
         self._end.queue(self._end_backward)
 
@@ -264,7 +263,7 @@ class GradientReducer:
         """Autograd has brought a parameter's gradient, which belongs to the backward that runs."""
         gradients = self._gradients[number]
         if self._phase is not ReducerPhase.BACKWARD or self._end.queued() is None:
-            self._begin_by(number, gradient)
+            self._begin_by(number)
         if gradient is not None:
             if gradient.layout is not torch.strided:
                 raise TypeError(
@@ -281,21 +280,36 @@ class GradientReducer:
             if len(arrived) == len(self.groups[number].refs):
                 self._close(number)
 
-    def _begin_by(self, number: int, gradient: torch.Tensor | None) -> None:
+    def take_main_gradient(self, number: int, index: int, gradient: torch.Tensor | None) -> None:
+        """The loss depends on a main parameter: a penalty, or a weight read outside its unit.
+
+        A gradient of a whole parameter is summed over ranks like any other. One of this rank's
+        span stands for the gradients of all ranks, as each rank has the same penalty; see
+        `GroupGradients.accumulate_span`.
+        """
+        if gradient is None:
+            return
+        if self._phase is not ReducerPhase.BACKWARD or self._end.queued() is None:
+            self._begin_by(number)
+        gradients = self._gradients[number]
+        if isinstance(gradient, ShardedTensor):
+            gradients.accumulate_span(index, gradient, self.groups[number].ranks_of_spans)
+        else:
+            gradients.accumulate(index, gradient)
+
+    def _begin_by(self, number: int) -> None:
         """A gradient has come before any output of the wrapper: begin a backward, or none if late.
 
-        Refused where autograd has added it to an earlier gradient already.
+        Refused where a layer has written its gradient to the bucket already.
         """
         if self._phase is ReducerPhase.LATE:
             return
-        main, idle = self._gradients[number].main, self._phase is ReducerPhase.IDLE
-        added = gradient is not None and main.has_memory and shares_storage(gradient, main.data)
-        if idle and (added or any(gradients.by_layers for gradients in self._gradients)):
+        idle = self._phase is ReducerPhase.IDLE
+        if idle and any(gradients.by_layers for gradients in self._gradients):
             raise RuntimeError(
                 f"a gradient came to {self.groups[number].refs[0].name} or its neighbours before "
                 "the backward reached an output of the wrapper: call the wrapper, not the module "
-                "inside it; add a term of the loss that depends on parameters alone (a penalty) in "
-                "the module's forward, or to the step's first microbatch"
+                "inside it"
             )
         self.begin_backward()
 
@@ -368,11 +382,6 @@ class GradientReducer:
         told = dict.fromkeys(source for group in self.groups for source in group.step_facts)
         facts = (source() for source in told)
         return [fact for tell in facts if tell is not None for fact in tell()]
-
-    def _empty_grad_slots(self) -> None:
-        for group in self.groups:
-            for ref in group.refs:
-                ref.parameter.grad = None
 
     def _show(self, *, final: bool) -> None:
         for group in self.groups:

@@ -17,7 +17,7 @@ from operator import or_
 
 import torch
 
-from lamina.buffers import BufferLayout, FlatBuffer
+from lamina.buffers import BufferLayout, FlatBuffer, ShardedTensor
 from lamina.collectives import Handle
 from lamina.ddp.gradients.reduction import RankSumFactory
 from lamina.ddp.gradients.scratch import ScratchBuffers
@@ -77,6 +77,9 @@ class GroupGradients:
         self._is_last = False  # the backward at hand is the step's last one, as far as is known
         self._local: torch.Tensor | None = None
         self._in_local = [False] * count  # which parameters have a gradient there
+        # Gradients of spans that belong into the local buffer as soon as there has to be one:
+        # elements (start, stop) of the parameter, and the gradient.
+        self._of_spans: dict[int, tuple[int, int, torch.Tensor]] = {}
         self._by_layers: set[int] = set()  # whose gradient a layer has written in this backward
         self._layers_write = False  # some layer has asked where to write its gradient
         self._produced = [False] * count
@@ -98,7 +101,7 @@ class GroupGradients:
     @property
     def has_local(self) -> bool:
         """Whether this rank holds gradients that were not yet summed over ranks."""
-        return self._local is not None
+        return self._local is not None or bool(self._of_spans)
 
     @property
     def is_waiting(self) -> bool:
@@ -173,30 +176,23 @@ class GroupGradients:
 
     # -- a backward ---------------------------------------------------------------------------
 
-    def begin_backward(self, last: bool, *, emptied: bool) -> None:
-        """A backward begins.
-
-        Args:
-            last: whether it is the step's last one.
-            emptied: whether `.grad` is emptied for it, which then shows no longer that somebody
-                has dropped the gradients.
-        """
+    def begin_backward(self, last: bool) -> None:
+        """A backward begins; `last` is whether it is the step's last one."""
         self._by_layers.clear()
         self._is_last = last
-        if self.is_empty:
-            self._backward = self._backward.after(BackwardEvent.BEGAN)
-            return
-        self._backward = self._backward.after(BackwardEvent.BEGAN_BESIDE)
-        if emptied:
-            self._backward = self._backward.after(BackwardEvent.ADDED)
+        event = BackwardEvent.BEGAN if self.is_empty else BackwardEvent.BEGAN_BESIDE
+        self._backward = self._backward.after(event)
 
     def end_backward(self) -> None:
         """It has ended, and all that it brought is where it belongs."""
+        if self._of_spans:
+            self._add_spans()
         self._by_layers.clear()
         self._backward = self._backward.after(BackwardEvent.CLEARED)
 
     def abandon_backward(self) -> None:
         """It has raised: forget what it brought, unless that is mixed with what was held before."""
+        self._of_spans.clear()
         if self._backward in (BackwardPhase.IDLE, BackwardPhase.ALONE):
             self._close_local()
         self._backward = self._backward.after(BackwardEvent.RAISED)
@@ -214,6 +210,39 @@ class GroupGradients:
             self._open(self._narrow_dtype)
         self.view(index).copy_(gradient)
         self._in_local[index] = True
+
+    def accumulate_span(self, index: int, gradient: ShardedTensor, ranks: int) -> None:
+        """Add the gradient that a main parameter got of which each rank has a span.
+
+        A loss term over main parameters is the same on all ranks, and so is its gradient, of which
+        autograd gives each rank its own span. The sum over ranks is that span times their number,
+        since the others would have brought the same. So the span goes into the local buffer with
+        that factor, and the reduction brings it to its rank among zeros. It waits beside the buffer
+        until that is needed: a penalty over all parameters comes to all units at once, and would
+        open the whole model's buffers.
+
+        Args:
+            index: the parameter.
+            gradient: of this rank's span.
+            ranks: how many ranks the parameter is cut over.
+        """
+        added = gradient.to_local() * ranks
+        if index in self._of_spans:
+            added += self._of_spans[index][2]
+        self._of_spans[index] = (gradient.start, gradient.stop, added)
+
+    def _add_spans(self) -> None:
+        """Put what `accumulate_span` has kept into the local buffer."""
+        if self._backward is BackwardPhase.BESIDE:
+            self._backward = self._backward.after(BackwardEvent.ADDED)
+        for index, (start, stop, added) in self._of_spans.items():
+            self._widen()
+            view = self.view(index)
+            if not self._in_local[index]:
+                view.zero_()
+                self._in_local[index] = True
+            view.view(-1)[start:stop].add_(added)
+        self._of_spans.clear()
 
     def view(self, index: int) -> torch.Tensor:
         """One parameter's gradient in the local buffer, shaped like the parameter."""
@@ -389,6 +418,8 @@ class GroupGradients:
 
     def _sealed_local(self) -> torch.Tensor:
         """The local buffer with zeros wherever no gradient was written, padding included."""
+        if self._of_spans:
+            self._add_spans()
         local = self._local if self._local is not None else self._open()
         for start, stop in self._padding:
             local[start:stop].zero_()
@@ -405,6 +436,7 @@ class GroupGradients:
 
     def _forget_local(self) -> None:
         self._local = None
+        self._of_spans.clear()
         self._in_local = [False] * len(self._in_local)
 
     def _give_back(self, buffer: torch.Tensor) -> None:

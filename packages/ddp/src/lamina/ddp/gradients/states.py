@@ -10,10 +10,6 @@ Note [What a backward that raises leaves behind]
     accumulated, and the backward has added to them, nobody can tell the two apart any more. The
     group then stays MIXED: every step, norm and further backward is refused until the user has
     dropped the gradients. A backward that has not touched earlier gradients leaves them valid.
-
-    One case is MIXED from the start. Where the optimizer's parameters are the module's own, the
-    engine empties `.grad` for autograd at the beginning of a backward. If that backward raises,
-    `.grad` is None, which otherwise tells that the user has dropped the gradients.
 """
 
 from __future__ import annotations

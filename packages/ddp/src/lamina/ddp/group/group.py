@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -165,6 +166,12 @@ class ParameterGroup:
                 parameter.grad_dtype = self.dtypes.grads  # torch takes no other dtype in `.grad`
 
     @property
+    def ranks_of_spans(self) -> int:
+        """How many ranks main weights are cut over."""
+        both = zip(self.main_weights.cuts, (self.axes.outer, self.axes.inner), strict=True)
+        return math.prod(axis.size for cut, axis in both if cut)
+
+    @property
     def compute_parameters(self) -> list[nn.Parameter]:
         """The user's parameters: views of the whole weights."""
         return [ref.parameter for ref in self.refs]
@@ -251,8 +258,7 @@ class ParameterGroup:
     def release_zeroed_gradients(self) -> None:
         """Give main grads' memory back if the user has zeroed them (before a step's forward)."""
         gradients = self.gradients
-        # A backward that raised has emptied `.grad` too, where that is the module's.
-        if gradients is None or gradients.at_risk or not self.settings.release_gradients:
+        if gradients is None or not self.settings.release_gradients:
             return
         if gradients.main.has_memory and not self.shows_gradients:
             gradients.discard()

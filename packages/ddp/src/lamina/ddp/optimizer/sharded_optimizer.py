@@ -138,8 +138,6 @@ class ShardedOptimizer(Optimizer):
         for group in self._groups:
             if not set_to_none:
                 self._zero(group)
-            elif group.gradients is not None and group.gradients.at_risk and all(self._mine(group)):
-                group.discard_gradients()  # a backward has raised and emptied `.grad` itself
         self.optimizer.zero_grad(set_to_none)
 
     def _mine(self, group: ParameterGroup) -> list[bool]:

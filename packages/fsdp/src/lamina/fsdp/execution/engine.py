@@ -285,18 +285,19 @@ class ShardingEngine:
 
     def backward_is_over(self, *, raised: bool) -> None:
         """Gradients are reduced, or the backward has raised (called by the reducer)."""
-        self._leave_backward()
+        # One that raised is often noticed by the next, whose graph may read what is still whole.
+        self._leave_backward(release=torch._C._current_graph_task_id() == -1 or not raised)
         if not raised:
             self._plan_slots()
             if self.reducer.is_final:
                 self.expect_step()
 
-    def _leave_backward(self) -> None:
+    def _leave_backward(self, *, release: bool) -> None:
         self._ran_backward = []
         self._recomputed = None
         for unit in self.units:
             unit.calls.end_backward()
-            unit.end_backward()
+            unit.end_backward(release=release)
             if not (self._graph_kept or unit.calls.expects_more):
                 unit.forget_epochs()
 

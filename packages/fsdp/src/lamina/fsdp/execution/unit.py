@@ -261,10 +261,11 @@ class Unit:
         self.state = _BEGIN_BACKWARD.get(self.state, self.state)
         return begins
 
-    def end_backward(self) -> None:
+    def end_backward(self, *, release: bool = True) -> None:
         """The unit's gradients are complete, or the backward is over: give the weights back."""
         self.state = _END_BACKWARD.get(self.state, self.state)
-        self.reshard()
+        if release:
+            self.reshard()
 
     # -- where autograd saved views -----------------------------------------------------------
 

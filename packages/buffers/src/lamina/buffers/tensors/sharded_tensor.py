@@ -261,7 +261,7 @@ class _FullTensor(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: ShardedTensor) -> torch.Tensor:
         ctx.spec = tensor.spec
-        return tensor.detach().full_tensor()
+        return ShardedTensor.from_spec(tensor.to_local(), tensor.spec).full_tensor()
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> ShardedTensor:

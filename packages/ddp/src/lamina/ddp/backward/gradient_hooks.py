@@ -210,5 +210,5 @@ def _hook(
         return (None,)
 
     node = get_gradient_edge(leaf).node
-    node.register_prehook(before_accumulation)  # type: ignore[arg-type]
+    node.register_prehook(before_accumulation)
     return node

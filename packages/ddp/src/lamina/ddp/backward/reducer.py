@@ -284,8 +284,7 @@ class GradientReducer:
         """The loss depends on a main parameter: a penalty, or a weight read outside its unit.
 
         A gradient of a whole parameter is summed over ranks like any other. One of this rank's
-        span stands for the gradients of all ranks, as each rank has the same penalty; see
-        `GroupGradients.accumulate_span`.
+        span is the mean of all ranks' gradients there; see `GroupGradients.accumulate_span`.
         """
         if gradient is None:
             return

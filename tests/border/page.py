@@ -1,0 +1,73 @@
+"""Writes docs/border.md: every use under every wrapper, torch's own beside ours.
+
+python tests/border/page.py [--only PATTERN] [--columns 3,ddp] [--print]
+"""
+
+from __future__ import annotations
+
+import argparse
+import fnmatch
+import json
+import os
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).resolve()
+ROOT = HERE.parents[2]
+
+
+def main() -> None:
+    options = _options()
+    from border.case import COLUMNS
+    from border.session import Border
+    from border.uses import load_uses
+
+    columns = tuple(options.columns.split(",")) if options.columns else COLUMNS
+    uses = {n: u for n, u in load_uses().items() if fnmatch.fnmatch(n, options.only)}
+    cells = [cell for use in uses.values() for cell in use.cells(columns)]
+    if options.cover:
+        from border.test_border import USES, cover
+
+        cells = [
+            cell
+            for number, use in enumerate(USES.values())
+            if use.name in uses and not use.slow
+            for cell in cover(number, use.cells())
+        ]
+    border = Border()
+
+    def say(cell, answer):
+        if options.all or not answer.good:
+            print(f"{' '.join(cell):60} {answer.verdict:10} {answer.detail}", flush=True)
+
+    try:
+        found = border.run(cells, say)
+    finally:
+        border.close()
+    if options.answers:
+        lines = [
+            json.dumps([*cell, answer.verdict, answer.detail]) for cell, answer in found.items()
+        ]
+        options.answers.write_text("".join(f"{line}\n" for line in lines))
+    good = sum(answer.good for answer in found.values())
+    print(f"{len(uses)} uses, {len(found)} cells, {good} right or refused")
+    if not (options.columns or options.cover or options.only != "*"):
+        from border.table import page
+
+        (ROOT / "docs/border.md").write_text(page(uses, found))
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", default="*", help="uses whose name matches")
+    parser.add_argument("--columns", help="some of the columns, with commas between")
+    parser.add_argument("--cover", action="store_true", help="the cells of the default tests")
+    parser.add_argument("--answers", type=Path, help="a file for what was found, a line per cell")
+    parser.add_argument("--all", action="store_true", help="print good cells too")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    sys.path[:0] = [str(HERE.parents[1]), str(ROOT)]
+    main()

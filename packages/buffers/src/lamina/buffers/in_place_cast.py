@@ -1,7 +1,5 @@
 """Casts a region of memory to another dtype within the same storage."""
 
-from __future__ import annotations
-
 import torch
 
 __all__ = ["cast_in_place"]

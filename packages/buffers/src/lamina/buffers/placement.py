@@ -1,7 +1,5 @@
 """Where a buffer's state lives along each data-parallel axis."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from itertools import product

@@ -1,7 +1,5 @@
 """`python -m lamina.checkpoint verify | inspect | diff`: looks at checkpoints without a model."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Errors of this layer, one class for each thing that can be wrong with a checkpoint."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 __all__ = [

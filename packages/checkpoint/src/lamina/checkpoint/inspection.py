@@ -3,8 +3,6 @@
 Everything here runs in one process and holds one tensor at a time.
 """
 
-from __future__ import annotations
-
 import os
 import zlib
 from collections.abc import Iterator, Mapping

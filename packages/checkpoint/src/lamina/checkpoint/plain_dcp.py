@@ -1,7 +1,5 @@
 """Checkpoints that plain torch.distributed.checkpoint wrote, such as those of torch's own FSDP2."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import Any

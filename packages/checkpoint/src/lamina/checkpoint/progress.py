@@ -1,7 +1,5 @@
 """What saves and loads cost, and a bar for long ones."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """The ranks that save and restore together, and how they agree on failures, steps and names."""
 
-from __future__ import annotations
-
 import json
 import secrets
 import zlib

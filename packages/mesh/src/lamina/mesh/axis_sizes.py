@@ -3,8 +3,6 @@
 Nothing here touches torch.distributed, so a layout of a million ranks can be checked on a laptop.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields, replace

@@ -1,7 +1,5 @@
 """Choice of the device that a rank works on and of the backend for its collectives."""
 
-from __future__ import annotations
-
 import torch
 import torch.distributed as dist
 

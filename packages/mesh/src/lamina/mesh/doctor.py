@@ -1,7 +1,5 @@
 """`python -m lamina.mesh doctor`: looks at a machine and says what to change."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import textwrap

@@ -4,8 +4,6 @@ Every class also is the built-in error that a caller would expect, so `except Va
 works for callers who don't know Lamina.
 """
 
-from __future__ import annotations
-
 __all__ = [
     "AxisError",
     "EnvironmentVariableError",

@@ -1,7 +1,5 @@
 """Reads from torchrun's or SLURM's variables which rank of which world this process is."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Problems of an environment that make runs slow, wrong or impossible, and their remedies."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

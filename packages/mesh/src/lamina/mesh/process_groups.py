@@ -10,8 +10,6 @@ until the timeout. So groups are made by the function beneath `new_group`, with 
 and ranks (docs/decisions/0102-groups-made-by-their-members.md).
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

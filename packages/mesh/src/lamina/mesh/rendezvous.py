@@ -6,8 +6,6 @@ doesn't tell attempts apart: each agent counts the failures of its own workers o
 draws a name for the attempt and every rank's keys live under it (docs/decisions/0103).
 """
 
-from __future__ import annotations
-
 import time
 import uuid
 from datetime import timedelta

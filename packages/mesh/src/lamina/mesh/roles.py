@@ -1,7 +1,5 @@
 """What a parameter is to the mesh: the only thing layers know about somebody's model."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Literal, TypeVar

@@ -1,7 +1,5 @@
 """Rules for environment variables whose values slow a run down or break it."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 

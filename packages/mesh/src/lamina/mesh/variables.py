@@ -4,8 +4,6 @@ Layers above never read os.environ. They call `environment()` and read its field
 a run depends on can be listed, and a test can pass a dictionary instead.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Tensor parallelism for an existing model, by torch's `parallelize_module`."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch

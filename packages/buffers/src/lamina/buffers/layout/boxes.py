@@ -4,8 +4,6 @@ A run of elements in row-major order is no box, but it is a few: the end of the 
 rows, the start of the last row, and so on outwards, at most `2 * ndim - 1` of them.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple

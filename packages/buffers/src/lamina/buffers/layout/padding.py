@@ -1,7 +1,5 @@
 """What a layout's padding costs, beside what no layout could avoid: pure integers, no torch."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Tied parameters stored once: many names, one tensor, one spec."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Checks that a view of pooled storage is still valid when autograd unpacks it."""
 
-from __future__ import annotations
-
 from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """Pieces of memory whose bytes come and go while tensors over them stay."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass

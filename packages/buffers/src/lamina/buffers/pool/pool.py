@@ -17,8 +17,6 @@ over the same memory, of which autograd saves nothing.
 See docs/decisions/0207-gathers-write-through-another-tensor.md.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field

@@ -4,8 +4,6 @@ Two keys conflict when both may be live at once. A colouring gives each key a sl
 conflict never share one; the sum of the slots' sizes is what the pool holds for good.
 """
 
-from __future__ import annotations
-
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations

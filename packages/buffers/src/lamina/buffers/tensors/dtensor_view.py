@@ -6,8 +6,6 @@ aborts or returns wrong values without an error. So every rank's rows are compar
 torch.chunk's before a DTensor is made.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

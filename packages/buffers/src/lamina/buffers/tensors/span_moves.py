@@ -1,7 +1,5 @@
 """Aliases, copies, casts and factories of a ShardedTensor: operations that move whole spans."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

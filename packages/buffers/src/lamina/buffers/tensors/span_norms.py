@@ -4,8 +4,6 @@
 `lamina.ddp.clip_grad_norm` both add up with it.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Sequence

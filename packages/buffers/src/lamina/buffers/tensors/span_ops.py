@@ -1,7 +1,5 @@
 """What a ShardedTensor does with each aten operation: pointwise families, or a named refusal."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import zip_longest
 from typing import Any, NoReturn

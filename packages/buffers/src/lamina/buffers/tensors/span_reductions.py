@@ -4,8 +4,6 @@ Each rank reduces its span in fp64 (integers in int64), the communicator reduces
 and it is rounded once to the result's dtype. All of them are collective where the tensor is cut.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from typing import Any

@@ -6,8 +6,6 @@ an otherwise empty tensor, and the backend sums these in place. Adding -0.0 chan
 even a zero's sign, so the sum has the parts' bits.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Links between a model's tensors and those in Hugging Face's files."""
 
-from __future__ import annotations
-
 import importlib
 import math
 from collections.abc import Iterator, Mapping, Sequence

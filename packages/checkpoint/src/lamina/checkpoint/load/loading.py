@@ -1,7 +1,5 @@
 """One restore: opens a checkpoint, compares names, checks sums, reads, and loads the objects."""
 
-from __future__ import annotations
-
 import json
 import time
 import warnings

@@ -1,7 +1,5 @@
 """Reads chunks of tensors after their checksums fit, and metadata without executing any of it."""
 
-from __future__ import annotations
-
 import io
 import mmap
 import os

@@ -4,8 +4,6 @@
 does not fit before anything is read, and hands the tensors back after they have been filled.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any

@@ -1,7 +1,5 @@
 """What a rank offers to write of a state: tensors for DCP, values for JSON, digests to compare."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any

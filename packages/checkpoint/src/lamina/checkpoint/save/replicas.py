@@ -8,8 +8,6 @@ all. So each rank sums the beginning of what it offers as whole, and of its firs
 cut, and the coordinator compares before anything is written.
 """
 
-from __future__ import annotations
-
 import warnings
 import zlib
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """One save from plan to commit, in the training loop's thread or beside it."""
 
-from __future__ import annotations
-
 import sys
 import threading
 import time

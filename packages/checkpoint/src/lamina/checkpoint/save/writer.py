@@ -8,8 +8,6 @@ whose end DCP lets the others wait. So on every rank a save ends only once the c
 complete. See docs/decisions/0701-commit-rides-on-dcp.md.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os

@@ -6,8 +6,6 @@ tensor is shown to DCP as the part of the whole that it is. `lamina.fsdp` shows 
 so itself, and what it says counts; bare and DDP-wrapped modules are done here.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, is_dataclass
 from typing import Any

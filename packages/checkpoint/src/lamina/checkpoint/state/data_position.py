@@ -4,8 +4,6 @@ The order of samples is a function of seed and position; ranks take contiguous s
 So a run may go on with another number of ranks, and no sample is repeated or skipped.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterator, Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """Checks that every rank's state has the same entries, of the same kind."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """Several optimizers as one entry of a state."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

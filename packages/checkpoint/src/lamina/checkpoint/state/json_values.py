@@ -8,8 +8,6 @@ that are strings, named tuples, default dictionaries) would come back without wh
 different, so they are refused; but for strings, which are stored as what they say.
 """
 
-from __future__ import annotations
-
 import base64
 import math
 from collections import Counter, OrderedDict

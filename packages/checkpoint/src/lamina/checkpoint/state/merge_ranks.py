@@ -5,8 +5,6 @@ each rank has for itself (`PerRank`), and names. Where pipeline stages hold diff
 rank knows all names of the model; the coordinator joins what the ranks know.
 """
 
-from __future__ import annotations
-
 import json
 import zlib
 from collections.abc import Iterator, Mapping

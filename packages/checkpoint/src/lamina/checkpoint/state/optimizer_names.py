@@ -5,8 +5,6 @@ something else once layers move between pipeline stages or parameter groups are 
 names don't. So state is stored under names and put back under the numbers of the optimizer at hand.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """State that differs from rank to rank."""
 
-from __future__ import annotations
-
 import base64
 import warnings
 from collections.abc import Mapping, Sequence

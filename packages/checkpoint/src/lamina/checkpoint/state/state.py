@@ -1,7 +1,5 @@
 """One entry of a state, taken apart into tensors and JSON: what is saved, or what is filled."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any

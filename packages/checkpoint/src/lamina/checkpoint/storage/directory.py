@@ -17,8 +17,6 @@ start renames it back. After the commit's rename no failure may remove the new c
 it may be the only one. See docs/decisions/0701-commit-rides-on-dcp.md.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import fcntl

@@ -4,8 +4,6 @@ A `Location` can read and write files by name, and no more; how a checkpoint bec
 business of `stores`.
 """
 
-from __future__ import annotations
-
 import io
 import os
 import re

@@ -1,7 +1,5 @@
 """Which checkpoints to keep: the rules, and the deletion of what no rule keeps."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Chunks in a file: written with checksums as the bytes pass, read back as tensors."""
 
-from __future__ import annotations
-
 import ctypes
 import io
 import math

@@ -9,8 +9,6 @@ takes the same way, so that its bits do not depend on the rank that owns it. See
 docs/decisions/0307-wires-are-rows-of-blocks.md.
 """
 
-from __future__ import annotations
-
 from typing import Protocol
 
 import torch

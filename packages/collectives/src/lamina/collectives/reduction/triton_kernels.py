@@ -7,8 +7,6 @@ where the reference rounds twice.
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 # ruff: noqa: N803, N806
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

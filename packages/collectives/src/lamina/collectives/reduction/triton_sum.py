@@ -5,8 +5,6 @@ multiply-adds, and bfloat16 is rounded to nearest even. The squared norm is summ
 order within a block, and so its last bits, depend on the configuration that autotuning chose.
 """
 
-from __future__ import annotations
-
 import statistics as stats
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

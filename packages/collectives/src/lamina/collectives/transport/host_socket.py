@@ -6,8 +6,6 @@ once when the other process is gone. The socket carries no tensor data. It says 
 that they were read.
 """
 
-from __future__ import annotations
-
 import socket
 import struct
 import threading

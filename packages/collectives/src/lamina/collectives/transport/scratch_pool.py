@@ -1,7 +1,5 @@
 """Memory that one collective leaves for the next: on a CPU fresh pages cost as much as the work."""
 
-from __future__ import annotations
-
 import threading
 
 import torch

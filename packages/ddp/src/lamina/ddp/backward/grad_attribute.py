@@ -1,7 +1,5 @@
 """What users do to `.grad`: zeroing it, dropping it, putting tensors of their own there."""
 
-from __future__ import annotations
-
 import torch
 
 from lamina.ddp.gradients.states import GradientState

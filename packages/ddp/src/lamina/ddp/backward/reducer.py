@@ -6,8 +6,6 @@ whose unused parameters differ stay in step. With `Order.AS_CLOSED` groups go in
 which they close: right where the weights' own gathers already force one order on all ranks.
 """
 
-from __future__ import annotations
-
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence

@@ -3,8 +3,6 @@
 The gradients are main grads of groups, or `.grad` of parameters that no wrapper holds.
 """
 
-from __future__ import annotations
-
 import zlib
 from collections.abc import Iterable, Sequence
 from typing import TypeVar

@@ -10,8 +10,6 @@ A reduced gradient is never reduced again: once main grads are final, what a fur
 brings is summed apart and then added.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence, Set
 from operator import or_
 

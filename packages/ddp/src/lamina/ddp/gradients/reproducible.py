@@ -6,8 +6,6 @@ kept, at most one per power of two, so a step of n leaves keeps log2(n) shards; 
 power of two are a complete subtree, which the ordered reduce-scatter sums by itself.
 """
 
-from __future__ import annotations
-
 from collections.abc import Generator, Iterator
 
 import torch

@@ -4,8 +4,6 @@
 pair of collectives (the ordered ones, or the backend's own), `reproducible` does it leaf by leaf.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass

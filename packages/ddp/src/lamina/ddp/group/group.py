@@ -1,7 +1,5 @@
 """A group of parameters: one layout, and the three states (weights, main weights, main grads)."""
 
-from __future__ import annotations
-
 import math
 import weakref
 from collections.abc import Callable, Sequence

@@ -5,8 +5,6 @@ optimizer wrote, and the state machine of one gather. `WholeWeights` keeps them 
 rank (strategies 0 to 2); `lamina.fsdp` adds the class that gathers and releases.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from enum import Enum, auto
 

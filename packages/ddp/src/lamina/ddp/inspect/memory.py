@@ -1,7 +1,5 @@
 """Memory as a formula: what a wrapped model holds at rest and at its peak, from its layouts."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 

@@ -1,7 +1,5 @@
 """The true global gradient norm, on every mesh, with each parameter counted once."""
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Iterable, Sequence

@@ -4,8 +4,6 @@ A piece that an axis cuts is counted by all ranks along that axis. A piece that 
 is counted by the first of them along every axis that copies it.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 # ruff: noqa: N803
 
-from __future__ import annotations
-
 import math
 
 import torch

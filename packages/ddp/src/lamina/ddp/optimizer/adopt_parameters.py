@@ -1,7 +1,5 @@
 """Main parameters in an optimizer's groups, where the module's parameters were."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import torch

@@ -9,8 +9,6 @@ The optimizer has no hook for `zero_grad`, which would leave the user's gradient
 While its groups are borrowed, the optimizer object has a `zero_grad` of its own.
 """
 
-from __future__ import annotations
-
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable

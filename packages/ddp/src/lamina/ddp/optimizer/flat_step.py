@@ -17,8 +17,6 @@ new plan from the parameters' state. Hyperparameters are no part of a plan: ever
 See docs/decisions/0410.
 """
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass

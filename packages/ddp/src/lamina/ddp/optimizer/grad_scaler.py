@@ -10,8 +10,6 @@ gradients, and refuses a plain scaler where other ranks hold other parameters. S
 docs/decisions/0518.
 """
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Iterable
 from typing import Any

@@ -6,8 +6,6 @@ returns True; or it leaves all as it was, and returns False, where the optimizer
 something else.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 

@@ -1,7 +1,5 @@
 """`ShardedOptimizer`: any torch optimizer over the main weights of a wrapped module."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol, runtime_checkable
 

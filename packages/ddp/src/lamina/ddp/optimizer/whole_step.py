@@ -4,8 +4,6 @@ Where the layout cuts no tensor, each lies whole on one rank. That rank steps a 
 over it; the others have nothing to do. State stays under the main parameter, on the owner.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Iterable
 from typing import Any

@@ -1,7 +1,5 @@
 """The four dtypes of a group: compute weights, main weights, main grads and the wire."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -4,8 +4,6 @@ Copies and pieces of a parameter lie on the ranks of its data-parallel axes. Ran
 (tp, pp, ep) hold other parameters, so they are not compared here.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 

@@ -1,7 +1,5 @@
 """Which parameters share a buffer: finding a module's parameters and sorting them into groups."""
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace

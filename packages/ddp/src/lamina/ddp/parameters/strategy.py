@@ -4,8 +4,6 @@ A strategy is data (docs/ddp.md). The engine reads placements and cadence; no co
 this module knows a strategy's name.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from enum import Enum
 

@@ -1,7 +1,5 @@
 """Tensors inside whatever a module takes and gives: containers, dataclasses, users' objects."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Settings of `DistributedDataParallel`, under the names Megatron-Core documents them by."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

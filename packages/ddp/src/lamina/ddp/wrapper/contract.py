@@ -1,7 +1,5 @@
 """The contract that every data-parallel wrapper meets."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import AbstractContextManager

@@ -8,8 +8,6 @@ that it never calls (torch's `MultiheadAttention` reads `out_proj`), so those of
 has called in training yet are waited for by the nearest module around them that was called.
 """
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """`DistributedDataParallel`: whole parameters, bucketed gradients, optional sharded optimizer."""
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext

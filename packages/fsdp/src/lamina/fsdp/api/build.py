@@ -4,8 +4,6 @@
 one, for one unit, at each call, and the second one when the model is first used.
 """
 
-from __future__ import annotations
-
 import fnmatch
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence

@@ -8,8 +8,6 @@ copy that every rank trains alone on all ranks' batches, in plain PyTorch. The f
 or parameter that differs is named, with its step and rank.
 """
 
-from __future__ import annotations
-
 import argparse
 import copy
 import importlib

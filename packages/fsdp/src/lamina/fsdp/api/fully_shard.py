@@ -1,7 +1,5 @@
 """`fully_shard`: one line between a plain PyTorch loop and a sharded one."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, cast, overload
 

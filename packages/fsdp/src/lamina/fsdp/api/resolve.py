@@ -1,7 +1,5 @@
 """The one step that turns settings into what a model is sharded by, on its mesh and machine."""
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from dataclasses import dataclass
 

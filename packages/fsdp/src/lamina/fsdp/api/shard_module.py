@@ -5,8 +5,6 @@ The engine that runs all of them is made when the model is first used: only then
 module is the outermost one.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Concatenate, ParamSpec, Protocol, cast, overload

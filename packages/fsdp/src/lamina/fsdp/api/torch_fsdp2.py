@@ -4,8 +4,6 @@ For comparing engines on one job, and for those who want torch's. Its gradients 
 backend in the backend's order, so law 2 does not hold here.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

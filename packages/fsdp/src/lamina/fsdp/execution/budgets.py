@@ -1,7 +1,5 @@
 """Limits in bytes: of whole weights that are live, and of gradients on the wire."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 
 from lamina.fsdp.execution.unit import Unit, UnitState

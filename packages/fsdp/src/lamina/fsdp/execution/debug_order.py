@@ -7,8 +7,6 @@ and backward, ranks tell each other where they are: a small collective per axis 
 synchronisation each time, on communicators of their own.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -7,8 +7,6 @@ is asked what it reads, and what autograd saved of a unit is compared with what 
 backward comes for it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any

@@ -6,8 +6,6 @@ reaches any unit's output, what ends it is autograd's own callback, and both are
 recomputation, which runs forwards inside a backward.
 """
 
-from __future__ import annotations
-
 import functools
 import weakref
 from collections.abc import Iterable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """The methods of torch's `FSDPModule`, for sharded modules."""
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 

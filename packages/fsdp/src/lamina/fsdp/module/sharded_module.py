@@ -1,7 +1,5 @@
 """What a sharded module can do beside what its own class can."""
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager

@@ -1,7 +1,5 @@
 """Settings that need hardware: refused by name where it is lacking."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 

@@ -4,8 +4,6 @@ Each names something that Lamina does in any case. A value that cannot be meant 
 others change nothing, so nothing behind `fully_shard` sees them.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch.distributed as dist

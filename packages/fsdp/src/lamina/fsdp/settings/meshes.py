@@ -1,7 +1,5 @@
 """From a mesh and the settings about it to data-parallel axes, with the caller's own groups."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 

@@ -1,7 +1,5 @@
 """Mixed precision: which dtype each copy of the weights and gradients has."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol

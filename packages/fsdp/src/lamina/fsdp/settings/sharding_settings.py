@@ -4,8 +4,6 @@ A rule that settings decide among themselves is checked here, when the settings 
 needs the module, the mesh or the machine is decided in `lamina.fsdp.api.resolve`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from fnmatch import fnmatchcase

@@ -1,7 +1,5 @@
 """Optimizers that look at whole tensors: no shard boundary may cut what they update."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """What a precision policy says beside the dtypes of groups: buffers, and modules that are kept."""
 
-from __future__ import annotations
-
 import fnmatch
 from collections.abc import Iterable, Mapping
 from typing import Any

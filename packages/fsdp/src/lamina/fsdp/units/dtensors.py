@@ -6,8 +6,6 @@ gradients. While its unit computes, the module sees a DTensor made of it; autogr
 gradient back to the local tensor (and sums it over tp where the parameter is replicated).
 """
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass

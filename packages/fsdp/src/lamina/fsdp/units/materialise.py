@@ -1,7 +1,5 @@
 """Giving a model that was built on the meta device its first values, unit by unit."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 

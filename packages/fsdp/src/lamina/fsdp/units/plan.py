@@ -1,7 +1,5 @@
 """Finding a model's units: the modules whose parameters are gathered and released together."""
 
-from __future__ import annotations
-
 import pkgutil
 import statistics
 from collections.abc import Iterator, Sequence

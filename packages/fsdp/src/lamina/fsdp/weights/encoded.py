@@ -6,8 +6,6 @@ codes and side data, and the whole unit is decoded into the storage that its par
 of. Main weights stay what the optimizer updates, so nothing is lost from step to step.
 """
 
-from __future__ import annotations
-
 from collections.abc import Hashable
 
 import torch

@@ -1,7 +1,5 @@
 """Weights of a unit that are kept as shards, gathered into their storage before compute."""
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager

@@ -4,8 +4,6 @@
 replaces the `forward` of modules on the instance, so names, parameters and hooks stay as they are.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Self-attention: the module, and what every kind of attention has in common."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass

@@ -6,8 +6,6 @@ all-to-all gives each rank the whole sequence of some heads, and another one giv
 (Jacobs et al., 2023).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import partial
 

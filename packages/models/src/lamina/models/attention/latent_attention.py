@@ -1,7 +1,5 @@
 """Multi-head latent attention (DeepSeek-V2, 2024): the variant and its module."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any

@@ -7,8 +7,6 @@ Ring Attention, 2023). All tensors are `[batch, heads, tokens, width]`; keys and
 fewer heads.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

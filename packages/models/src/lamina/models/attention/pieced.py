@@ -4,8 +4,6 @@ The blocks are those of `lamina.models.attention.partial_softmax`. Keys and valu
 or they may pass round a ring of ranks, whose gradients then follow them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Cutting a whole weight over tensor-parallel ranks, and joining the pieces."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -7,8 +7,6 @@ full name. A rank that holds a piece of a weight draws the whole weight and keep
 (decision 0601).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import torch

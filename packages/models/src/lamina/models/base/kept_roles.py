@@ -1,7 +1,5 @@
 """Modules whose parameters keep their roles and ties when torch replaces the parameters."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any, TypeVar

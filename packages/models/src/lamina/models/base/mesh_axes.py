@@ -1,7 +1,5 @@
 """The axes of a mesh that layers are divided over, for every type that describes a mesh."""
 
-from __future__ import annotations
-
 from typing import TypeAlias
 
 from torch.distributed.device_mesh import DeviceMesh

@@ -3,8 +3,6 @@
 To read ids on a GPU the host would have to wait for the device in every forward.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """One Transformer block."""
 
-from __future__ import annotations
-
 from torch import Tensor, nn
 
 from lamina.models.attention.attention import variant_of

@@ -1,7 +1,5 @@
 """The costs of a model, in parameters and floating-point operations, from its config alone."""
 
-from __future__ import annotations
-
 from lamina.models.attention.attention import variant_of
 from lamina.models.base.config import TransformerConfig
 

@@ -1,7 +1,5 @@
 """Sampling text from a language model."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any

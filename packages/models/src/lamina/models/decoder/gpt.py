@@ -1,7 +1,5 @@
 """The decoder-only language model."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Literal
 

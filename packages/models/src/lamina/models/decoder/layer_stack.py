@@ -4,8 +4,6 @@
 letters are `LETTERS` of `base/configs/mamba.py`; `TransformerConfig.layer_kinds` adds others.
 """
 
-from __future__ import annotations
-
 from torch import Tensor, nn
 
 from lamina.models.attention.attention import variant_of

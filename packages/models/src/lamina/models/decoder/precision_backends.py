@@ -1,7 +1,5 @@
 """Setting the precision of the projections in a model's blocks."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import TypeVar
 

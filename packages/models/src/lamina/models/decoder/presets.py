@@ -1,7 +1,5 @@
 """Public architectures by name."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from difflib import get_close_matches

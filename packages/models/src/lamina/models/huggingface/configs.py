@@ -1,7 +1,5 @@
 """Hugging Face's `config.json` to `TransformerConfig` and back."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Reading and writing Hugging Face weights, without `transformers`."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial

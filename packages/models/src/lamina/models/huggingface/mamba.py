@@ -1,7 +1,5 @@
 """Mamba-2 in the `config.json` of Hugging Face's model_type mamba2."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from typing import Any

@@ -4,8 +4,6 @@ In files every expert has tensors of its own. A `transformers` model in memory (
 stacks the experts in one tensor, and Mixtral's names differ too. A `WeightLink` has both names.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any

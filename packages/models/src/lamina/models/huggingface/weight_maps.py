@@ -1,7 +1,5 @@
 """The correspondence between a model's parameters and the tensors of Hugging Face's models."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 

@@ -1,7 +1,5 @@
 """torch.autocast for Lamina's autograd functions, which autocast itself does not reach."""
 
-from __future__ import annotations
-
 from contextlib import AbstractContextManager, nullcontext
 
 import torch

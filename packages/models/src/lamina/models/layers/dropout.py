@@ -1,7 +1,5 @@
 """Dropout whose random numbers agree, or differ, between tensor-parallel ranks as they should."""
 
-from __future__ import annotations
-
 from contextlib import AbstractContextManager, nullcontext
 
 import torch.nn.functional as F

@@ -1,7 +1,5 @@
 """Embeddings of tokens and positions, and the head that turns hidden states into logits."""
 
-from __future__ import annotations
-
 from typing import Any, Literal
 
 import torch

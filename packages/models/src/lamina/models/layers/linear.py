@@ -1,7 +1,5 @@
 """Linear layers, whole or with the rows or columns of the weight cut over tensor-parallel ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -5,8 +5,6 @@ the logits, three numbers per token are exchanged: the largest logit, the sum of
 the label's logit.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import torch

@@ -5,8 +5,6 @@ the numbers may be multiplied in their own dtype or in FP8, and the weight's gra
 returned, written into a wrapper's bucket, or computed later.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 

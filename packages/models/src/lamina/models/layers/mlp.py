@@ -1,7 +1,5 @@
 """The feed-forward network of a block."""
 
-from __future__ import annotations
-
 from typing import get_args
 
 import torch.nn.functional as F

@@ -1,7 +1,5 @@
 """Normalisation over the last dimension."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

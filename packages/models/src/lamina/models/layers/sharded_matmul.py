@@ -10,8 +10,6 @@ holds a contiguous run of the batch's tokens in row-major order, so gathers need
 (decision 0602).
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -7,8 +7,6 @@ without a queue computes its weights' gradients in the first pass, which is corr
 work to fill idle time with.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol, runtime_checkable

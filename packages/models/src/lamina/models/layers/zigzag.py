@@ -5,8 +5,6 @@ sequence is cut into twice as many chunks as there are ranks, and rank r of n ho
 2n - 1 - r, an early and a late one (Brandon et al., Striped Attention, 2023; Llama 3, 2024).
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """The Mamba-2 mixer: projection, short convolution, selective scan, gated norm, projection."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

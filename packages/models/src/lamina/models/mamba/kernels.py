@@ -1,7 +1,5 @@
 """The choice between torch and the Triton kernels of flash-linear-attention for the scan."""
 
-from __future__ import annotations
-
 import functools
 import importlib
 import logging

@@ -6,8 +6,6 @@ starts to send the results back, and `Dispatch.combine` adds them up per token. 
 compute something else before `arrive` and before `combine`, while rows are sent.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

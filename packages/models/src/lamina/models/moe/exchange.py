@@ -6,8 +6,6 @@ exchange. Backward visits nodes in reverse order, so the backward of that comput
 the exchange of the gradients.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The experts of a rank: two projections each, for all experts at once or one by one."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 

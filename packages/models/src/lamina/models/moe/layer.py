@@ -1,7 +1,5 @@
 """A layer of experts, which replaces the MLP of a block."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from torch import Tensor, nn

@@ -5,8 +5,6 @@ backward scatters: there are no atomic additions, sums have one order, and the b
 every time (decision 0623).
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -4,8 +4,6 @@
 if there is one, as in linear layers.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, Literal
 

@@ -1,7 +1,5 @@
 """Statistics of the routers of a model in a step, over all ranks."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from itertools import islice

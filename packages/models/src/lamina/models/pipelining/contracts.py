@@ -1,7 +1,5 @@
 """Protocols of the wrappers around stages. This module does not import torch's pipelining."""
 
-from __future__ import annotations
-
 from contextlib import AbstractContextManager
 from typing import Protocol, runtime_checkable
 

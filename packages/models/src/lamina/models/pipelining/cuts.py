@@ -1,7 +1,5 @@
 """The layers of each pipeline stage, by cost or as the caller gives them."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """The part of a model that belongs to one pipeline stage."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass

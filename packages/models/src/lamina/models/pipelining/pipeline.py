@@ -1,7 +1,5 @@
 """`pipeline`: cutting a model into stages over the ranks of `pp`, which torch's schedules run."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import torch

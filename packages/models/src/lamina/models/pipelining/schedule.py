@@ -1,7 +1,5 @@
 """torch's schedules by name, and the stages that a rank holds under each of them."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal

@@ -8,8 +8,6 @@ may differ. Lamina's wrappers accumulate gradients and sum them over ranks when 
 the stage has been computed. Nothing is divided here, because each microbatch's loss has its weight.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any, cast

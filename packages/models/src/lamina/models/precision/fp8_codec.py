@@ -1,7 +1,5 @@
 """The codec by which `fully_shard` keeps and gathers weights in FP8."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -1,7 +1,5 @@
 """Images as sequences of patches; images of different sizes are padded to the longest."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias

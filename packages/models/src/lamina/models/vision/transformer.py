@@ -1,7 +1,5 @@
 """The vision Transformer, and the projector to the width of a language model."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 

@@ -1,7 +1,5 @@
 """Checks that the settings dataclasses share: each names the field, its value and the limit."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

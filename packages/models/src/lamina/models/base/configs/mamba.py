@@ -1,7 +1,5 @@
 """Sizes of Mamba-2 layers, and the letters of the layers of a hybrid stack."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

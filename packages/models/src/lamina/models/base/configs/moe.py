@@ -1,7 +1,5 @@
 """Settings of the mixture-of-experts layers of a Transformer."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal, get_args
 

@@ -1,7 +1,5 @@
 """The precision of a model's matrix products: a frozen, validated description."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, fields
 from typing import Literal, get_args
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import re
 
@@ -50,3 +51,28 @@ def test_a_page_of_the_reference_that_orders_names_leaves_none_out(layer):
     ordered = re.findall(r"^ {8}- (\w+)$", page, re.MULTILINE)
     if ordered:
         assert sorted(ordered) == sorted(importlib.import_module(f"lamina.{layer}").__all__)
+
+
+def texts_in_sources() -> str:
+    """Return all strings in the packages' sources; what an f-string inserts is left out."""
+    trees = [ast.parse(path.read_text()) for path in ROOT.glob("packages/*/src/**/*.py")]
+    nodes = [node for tree in trees for node in ast.walk(tree)]
+    joined = [
+        "".join(part.value if isinstance(part, ast.Constant) else "\0" for part in node.values)
+        for node in nodes
+        if isinstance(node, ast.JoinedStr)
+    ]
+    plain = [
+        node.value
+        for node in nodes
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    ]
+    return "\n".join(joined + plain)
+
+
+def test_texts_of_our_errors_are_in_the_sources():
+    page = (DOCS / "troubleshooting.md").read_text().partition("\n## torch\n")[0]
+    quoted = re.findall(r"^\| `([^`]+)`", page, re.MULTILINE)
+    sources = texts_in_sources()
+    assert len(quoted) > 50
+    assert [text for text in quoted if text not in sources] == []

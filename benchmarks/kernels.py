@@ -48,11 +48,11 @@ def check(
     ranks: int, wire: torch.dtype, out: torch.dtype, accumulate: bool, numel: int
 ) -> list[str]:
     """Compare with the reference, with a factor, for every configuration; return the failures."""
-    chunks = [torch.randn(numel, device="cuda").to(wire) for _ in range(ranks)]
+    chunks = torch.randn(ranks, numel, device="cuda").to(wire)
     before = torch.randn(numel, device="cuda").to(out)
     factor = torch.tensor(1 / 3, dtype=torch.float32).item()
     expected = before.clone()
-    norm, _ = reference_sum(chunks, expected, factor, accumulate)
+    norm, _ = reference_sum(list(chunks), expected, factor, accumulate)
     failures = []
     for config in (None, *triton_sum.CONFIGS):
         result, found = before.clone(), statistics()
@@ -75,7 +75,7 @@ def bandwidth(
 ) -> tuple[float, float, float]:
     """Milliseconds of the sum, its GB/s and the GB/s of a copy that moves as many bytes."""
     numel = mib * 2**20 // (ranks * wire.itemsize) // 128 * 128
-    chunks = list(torch.randn(ranks, numel, device="cuda").to(wire))
+    chunks = torch.randn(ranks, numel, device="cuda").to(wire)
     output = torch.zeros(numel, dtype=out, device="cuda")
     moved = numel * (ranks * wire.itemsize + (2 if accumulate else 1) * out.itemsize)
     found = statistics()

@@ -13,7 +13,11 @@ import itertools
 import re
 import sys
 
-from lamina.collectives.reduction.triton_kernels import finish_kernel, sum_kernel
+from lamina.collectives.reduction.triton_kernels import (
+    finish_kernel,
+    segment_kernel,
+    sum_kernel,
+)
 from lamina.collectives.reduction.triton_sum import CONFIGS, LEAVES, Config, configs_for
 from lamina_testing.triton_targets import compile_kernel, resources
 
@@ -23,7 +27,8 @@ NARROW = {"fp32": 4, "bf16": 2, "fp16": 2}
 def check_sum(ranks: int, wire: str, output: str, config: Config, capability: int) -> str:
     """Compile one case; return a line about it."""
     types = {
-        "chunks": ("*" + wire,) * ranks,
+        "rows": "*" + wire,
+        "stride": "i64",
         "output": "*" + output,
         "partials": "*fp64",
         "numel": "i32",
@@ -31,7 +36,7 @@ def check_sum(ranks: int, wire: str, output: str, config: Config, capability: in
     }
     constants = {"COUNT": ranks, "SCALED": True, "ACCUMULATE": True, "NORM": True}
     constants |= {"BLOCK": config.block, "BLOCKS": config.blocks}
-    aligned = [(0, rank) for rank in range(ranks)] + [(1,), (2,), (3,)]
+    aligned = [(place,) for place in range(5)]
     kernel = compile_kernel(
         sum_kernel, types, constants, aligned, capability, config.warps, enable_fp_fusion=False
     )
@@ -46,6 +51,22 @@ def check_sum(ranks: int, wire: str, output: str, config: Config, capability: in
     assert registers <= 255, line
     assert wide == loads == expected, line
     assert not re.search(r"fma\.rn\.f32", ptx), line
+    return line
+
+
+def check_segments(wire: str, capability: int) -> str:
+    """Compile the sum of segments; no spills, and no fused multiply-add."""
+    types = {"rows": "*" + wire, "stride": "i64", "sums": "*fp32", "numel": "i32"}
+    types |= dict.fromkeys(("count", "runs", "depth"), "i32")
+    constants = {"LEAVES": LEAVES, "BLOCK": 1024}
+    aligned = [(place,) for place in range(4)]
+    kernel = compile_kernel(
+        segment_kernel, types, constants, aligned, capability, 4, enable_fp_fusion=False
+    )
+    registers, stack = resources(kernel)
+    line = f"segments of {wire}: {registers} registers, {stack} B stack"
+    assert stack == 0, line
+    assert not re.search(r"fma\.rn\.f32", kernel.asm["ptx"]), line
     return line
 
 
@@ -76,6 +97,8 @@ def main() -> None:
     capabilities = [int(argument) for argument in sys.argv[1:] if argument != "--all"]
     for capability, case in itertools.product(capabilities, cases("--all" in sys.argv)):
         print(f"sm_{capability}", check_sum(*case, capability))
+    for capability, wire in itertools.product(capabilities, ("fp32", "bf16")):
+        print(f"sm_{capability}", check_segments(wire, capability))
     types = {"partials": "*fp64", "squared_norm": "*fp64", "nonfinite": "*i8", "count": "i32"}
     for capability in capabilities:
         finish = compile_kernel(finish_kernel, types, {"BLOCK": 2048}, [(0,)], capability, 8)

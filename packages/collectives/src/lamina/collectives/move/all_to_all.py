@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,7 +17,7 @@ from lamina.collectives.call.checks import (
 from lamina.collectives.call.collective import Handle, launch
 from lamina.collectives.call.record import issue
 from lamina.collectives.transport.groups import group_rank, group_size, where
-from lamina.collectives.transport.transport import Completion, exchange, nothing_left
+from lamina.collectives.transport.transport import exchange_rows
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -50,34 +51,27 @@ def all_to_all(
         ValueError: splits, shapes, dtypes, devices, strides or shared memory that don't fit.
     """
     name = "all_to_all"
-    size, rank = group_size(group), group_rank(group)
+    rank = group_rank(group)
     device = require_same_device(name, group, output=output, input=input)
     _check_tensors(output, input, group)
     output, input = output.detach(), input.detach()
-    receives = torch.split(output, row_splits("output_splits", output_splits, output, group))
-    sends = torch.split(input, row_splits("input_splits", input_splits, input, group))
-    if receives[rank].shape != sends[rank].shape:
+    receives = row_splits("output_splits", output_splits, output, group)
+    sends = row_splits("input_splits", input_splits, input, group)
+    if receives[rank] != sends[rank]:
         raise ValueError(
-            f"{name} {where(group)}: this rank sends itself {len(sends[rank])} rows but expects "
-            f"{len(receives[rank])} from itself; the splits of the two ends must agree"
+            f"{name} {where(group)}: this rank sends itself {sends[rank]} rows but expects "
+            f"{receives[rank]} from itself; the splits of the two ends must agree"
         )
     if check:
         row = tuple(input.shape[1:])
         require_agreement(name, group, device, dtype=input.dtype, row=row)
-        require_matching_splits(
-            name, group, device, [len(rows) for rows in sends], [len(rows) for rows in receives]
-        )
-    sent = (input.numel() - sends[rank].numel()) * input.element_size()
-    call = issue(name, group, input.dtype, sent, async_op=async_op)
-
-    def start() -> Completion:
-        complete = None
-        if group is not None and size > 1:
-            outgoing, incoming = list(enumerate(sends)), list(enumerate(receives))
-            complete = exchange(outgoing, incoming, group, device)
-        receives[rank].copy_(sends[rank])
-        return complete or nothing_left
-
+        require_matching_splits(name, group, device, sends, receives)
+    row_bytes = input[:1].nbytes if len(input) else 0
+    call = issue(
+        name, group, input.dtype, (len(input) - sends[rank]) * row_bytes, async_op=async_op
+    )
+    even = output_splits is None and input_splits is None
+    start = partial(exchange_rows, output, input, receives, sends, group, even=even)
     return launch(Handle(call, (output, input)), group, device, start, async_op=async_op)
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -13,6 +14,7 @@ from lamina.collectives.call.checks import require_same_device
 from lamina.collectives.call.collective import Handle, launch
 from lamina.collectives.call.record import issue
 from lamina.collectives.move.all_gather import AllGather
+from lamina.collectives.reduction.summation import sum_rows
 from lamina.collectives.transport.groups import group_rank, group_size, where
 from lamina.collectives.transport.transport import Completion, nothing_left, wait_all
 
@@ -22,11 +24,9 @@ if TYPE_CHECKING:
 __all__ = ["SmallReduction", "all_reduce_small", "broadcast", "host_device"]
 
 _ALIGNMENT = 16
-_COMBINE: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
-    "sum": torch.add,
-    "max": torch.maximum,
-    "min": torch.minimum,
-}
+_BACKEND = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+_ORDERLESS = (torch.uint8, torch.int32, torch.int64)
+"""Dtypes that every backend reduces, and whose reductions know no order and no NaN."""
 
 
 def broadcast(
@@ -82,6 +82,10 @@ def broadcast(
 class SmallReduction:
     """A reduction of a few small tensors, prepared once for tensors of their kinds.
 
+    Integers of one dtype are the backend's to reduce: no order changes them, and a rank then sends
+    and holds as much on a thousand ranks as on eight. Others are gathered and reduced here, in the
+    fixed tree over ranks.
+
     Args:
         tensors: any shapes and dtypes, on one device, the same on every rank.
         group: the ranks, or None for a group of one.
@@ -97,17 +101,23 @@ class SmallReduction:
         group: ProcessGroup | None,
         op: Literal["sum", "max", "min"] = "sum",
     ) -> None:
-        if op not in _COMBINE:
+        if op not in _BACKEND:
             raise ValueError(
-                f"all_reduce_small {where(group)}: op must be one of {sorted(_COMBINE)}, not {op!r}"
+                f"all_reduce_small {where(group)}: op must be one of {sorted(_BACKEND)}, not {op!r}"
             )
-        self._combine, self._size = _COMBINE[op], group_size(group)
+        self._op, self._group, self._size = op, group, group_size(group)
         self._alone = not tensors or self._size == 1
         if self._alone:
             return
         self._device = require_same_device(
             "all_reduce_small", group, **{f"tensors[{i}]": t for i, t in enumerate(tensors)}
         )
+        dtypes = {tensor.dtype for tensor in tensors}
+        if op != "sum" and dtypes == {torch.bool}:
+            dtypes = {torch.uint8}
+        self._dtype = dtypes.pop() if len(dtypes) == 1 and dtypes <= set(_ORDERLESS) else None
+        if self._dtype is not None:
+            return
         self._offsets = [0]
         for tensor in tensors:
             self._offsets.append(self._offsets[-1] + -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT)
@@ -122,15 +132,42 @@ class SmallReduction:
         """Overwrite each tensor with its reduction over all ranks, in one message."""
         if self._alone:
             return
+        if self._dtype is not None:
+            self._by_backend([tensor.detach() for tensor in tensors], self._dtype)
+            return
         everyone, packed = self._buffers()
         for tensor, offset in zip(tensors, self._offsets, strict=False):
             flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
             packed[offset : offset + tensor.nbytes].copy_(flat)
         self._gather.start(everyone, packed, async_op=False)
-        rows = everyone.view(self._size, -1).unbind()
+        rows = everyone.view(self._size, -1)
         for tensor, offset in zip(tensors, self._offsets, strict=False):
-            terms = [row[offset : offset + tensor.nbytes].view(tensor.dtype) for row in rows]
-            tensor.detach().copy_(_tree(terms, self._combine).view(tensor.shape))
+            terms = rows[:, offset : offset + tensor.nbytes].view(tensor.dtype)
+            tensor.detach().copy_(self._combined(terms).view(tensor.shape))
+
+    def _by_backend(self, tensors: Sequence[torch.Tensor], dtype: torch.dtype) -> None:
+        packed = torch.cat([tensor.contiguous().view(-1).view(dtype) for tensor in tensors])
+        sent = 2 * (self._size - 1) * -(-packed.numel() // self._size) * dtype.itemsize
+        call = issue("all_reduce_small", self._group, dtype, sent)
+
+        def start() -> Completion:
+            if packed.is_meta or not packed.numel():
+                return nothing_left
+            work = dist.all_reduce(packed, _BACKEND[self._op], self._group, async_op=True)
+            return partial(wait_all, work)
+
+        launch(Handle(call, (packed,)), self._group, self._device, start, async_op=False)
+        pieces = torch.split(packed, [tensor.numel() for tensor in tensors])
+        for tensor, piece in zip(tensors, pieces, strict=True):
+            tensor.copy_(piece.view(tensor.dtype).view(tensor.shape))
+
+    def _combined(self, rows: torch.Tensor) -> torch.Tensor:
+        """The reduction of the rows of [ranks, n], which it may overwrite."""
+        if self._op != "sum":
+            return rows.amax(0) if self._op == "max" else rows.amin(0)
+        if not rows.is_floating_point():
+            return rows.any(0) if rows.dtype == torch.bool else rows.sum(0, dtype=rows.dtype)
+        return sum_rows(rows.float() if rows.itemsize < 4 else rows)
 
 
 def all_reduce_small(
@@ -169,13 +206,3 @@ def host_device(groups: Iterable[ProcessGroup | None], device: torch.device | st
         if group is not None
     )
     return torch.device("cpu" if served else device)
-
-
-def _tree(
-    parts: list[torch.Tensor], combine: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-) -> torch.Tensor:
-    if len(parts) == 1:
-        narrow = parts[0].dtype in (torch.bfloat16, torch.float16)
-        return parts[0].float() if narrow else parts[0]
-    split = 1 << (len(parts) - 1).bit_length() - 1
-    return combine(_tree(parts[:split], combine), _tree(parts[split:], combine))

@@ -117,14 +117,28 @@ class Wire:
         side = rows[:, : self._side].view(self.codec.side_dtype)
         return rows[:, self._side :].view(self.codec.dtype), side.view(-1)
 
-    def encode(self, values: torch.Tensor, wire: torch.Tensor) -> None:
-        """Write a piece, flat [n], to its place on the wire, flat [items(n)]."""
+    def encode(self, values: torch.Tensor, wire: torch.Tensor, piece: int) -> None:
+        """Write all pieces to their places on the wire, in one call of the codec.
+
+        Args:
+            values: flat [n]: pieces of `piece` elements, of which the last may be shorter.
+            wire: flat: `items(piece)` for each piece, less for a shorter last one.
+            piece: elements of a piece. One that does not end with a block is filled with zeros.
+        """
         codes, side = self._split(wire)
-        rows = values
-        if values.numel() % self.block:
-            rows = values.new_zeros(codes.numel())
-            rows[: values.numel()].copy_(values)
-        self.codec.encode(rows.view(codes.shape), codes, side)
+        if piece % self.block:
+            full, rest = divmod(values.numel(), piece)
+            whole = values.new_zeros(codes.numel())
+            width = self.items(piece) // self.unit * self.block
+            rows = whole[: full * width].view(full, width)
+            rows[:, :piece].copy_(values[: full * piece].view(full, piece))
+            whole[full * width :][:rest].copy_(values[full * piece :])
+        elif values.numel() == codes.numel():
+            whole = values
+        else:
+            whole = values.new_zeros(codes.numel())
+            whole[: values.numel()].copy_(values)
+        self.codec.encode(whole.view(codes.shape), codes, side)
 
     def decode(self, wire: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         """Write the summands of a run of blocks to `values`, flat; return that."""

@@ -222,14 +222,13 @@ class OrderedReduction(Reduction):
         mine = self._own[1] - self._own[0]
         full, rest = divmod(self._padded, max(self._piece, 1))
         self._wire_total = full * wire.items(self._piece) + wire.items(rest)
-        self._wire_piece, self._scratch = (
-            wire.items(self._piece),
-            (self.size - 1) * wire.items(mine),
-        )
+        self._wire_piece = wire.items(self._piece)
         self._sent = (self._wire_total - wire.items(mine)) * wire.dtype.itemsize
         self._gathered = 0 if scatter else (self.size - 1) * mine
         self._route = route_for(group, self._wire_piece, self._wire_total, device, wire.unit)
         self._gather = route_for(group, self._piece, self._padded, device)
+        pieces = self.size if self._route.needs_scratch else self.size - 1
+        self._scratch = pieces * wire.items(mine)
         self._lane = None if group is None or self.size == 1 else lane_of(group)
 
     def _bytes(self, accumulate: bool) -> int:
@@ -280,10 +279,7 @@ class OrderedReduction(Reduction):
         source, sent, scratch, target = memory
         assert source is not None and sent is not None and target is not None  # noqa: S101, PT018
         if sent is not source and not source.is_meta:
-            for rank in range(self.size):
-                start, stop = bounds_of(rank, self._piece, self._padded)
-                first, last = bounds_of(rank, self._wire_piece, self._wire_total)
-                self._wire.encode(source[start:stop], sent[first:last])
+            self._wire.encode(source, sent, self._piece)
         chunks = self._route.collect(sent, scratch)
         if self.scatter or self._lane is None:
             return partial(self._sum, chunks, output, epilogue)
@@ -360,8 +356,8 @@ def reduce_scatter_fp32(
             sum, to the sum and never to the input.
         accumulate: add to `output` (in the dtype of the sum) instead of overwriting it.
         async_op: return at once; the sum runs beside the caller, not in `wait`.
-        scratch: flat, at least (N-1)*n elements of the wire dtype, for what other ranks send;
-            Lamina's own if None.
+        scratch: flat, of the wire dtype, for what other ranks send: at least (N-1)*n elements, and
+            N*n where a backend other than gloo fills it; Lamina's own if None.
         statistics: False leaves out squared norm and non-finite flag, which cost a little time.
         check: compare this call over the ranks first (for debugging; on all ranks or on none).
         codec: how `input` becomes what travels, the same on all ranks; None sends it as it is.

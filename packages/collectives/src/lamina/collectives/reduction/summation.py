@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 
@@ -28,10 +28,15 @@ from lamina.collectives.transport.scratch_pool import SumBuffers
 if TYPE_CHECKING:
     from lamina.collectives.call.collective import Statistics
 
-__all__ = ["Epilogue", "fused_sum", "reference_sum", "sum_chunks"]
+__all__ = ["Chunks", "Epilogue", "fused_sum", "reference_sum", "sum_chunks", "sum_rows"]
+
+Chunks: TypeAlias = Sequence[Chunk] | torch.Tensor
+"""Every rank's summands: one chunk per rank, or the rows of [ranks, items], which a sum overwrites.
+"""
 
 _BLOCK = 1 << 17  # elements per thread: larger blocks leave the cache, smaller ones cost calls
 _MOST_THREADS = 16  # bounds the workspace: 16 MiB for the squares, 8 MiB per level of the tree
+_STACKED = 1 << 20  # elements of all rows that a block of a stacked sum takes
 _ROW = 1 << 12  # squares are summed in rows of fixed length: their order knows no thread count
 
 
@@ -72,6 +77,32 @@ def reference_sum(
     return stored.square().sum(), output.isfinite().all().logical_not()
 
 
+def sum_rows(rows: torch.Tensor, into: torch.Tensor | None = None) -> torch.Tensor:
+    """Sum the rows in the fixed tree by as many operations as the tree has levels.
+
+    Note [Rows are added where they lie]
+    In each round every other row takes in its right neighbour, and the rows that are left are the
+    sums of twice as many ranks. An odd row at the end waits for a later round. So the split is
+    always at the largest power of two below the number of rows, which is the tree of `_tree`. The
+    rows are overwritten, so that no memory is needed.
+
+    Args:
+        rows: [ranks, n], overwritten.
+        into: [n], takes the sum where there are two rows or more.
+
+    Returns:
+        The sum, [n]: `into`, or the first row.
+    """
+    step, count = 1, rows.shape[0]
+    while step < count:
+        left, right = rows[: count - step : 2 * step], rows[step :: 2 * step]
+        if into is not None and 2 * step >= count:
+            return torch.add(left[0], right[0], out=into)
+        left.add_(right)
+        step *= 2
+    return rows[0]
+
+
 @dataclass(frozen=True)
 class Epilogue:
     """What becomes of a sum before it is stored.
@@ -88,7 +119,7 @@ class Epilogue:
 
 
 def sum_chunks(
-    chunks: Sequence[Chunk],
+    chunks: Chunks,
     output: torch.Tensor,
     epilogue: Epilogue,
     wire: Wire,
@@ -97,7 +128,7 @@ def sum_chunks(
     """Sum `chunks` into `output` in the fixed tree.
 
     Args:
-        chunks: one per rank, in rank order, as they come over `wire`.
+        chunks: of all ranks, in rank order, as they come over `wire`.
         output: overwritten, or added to.
         epilogue: what becomes of the sum before it is stored.
         wire: says how chunks become summands.
@@ -106,23 +137,34 @@ def sum_chunks(
     if output.device.type == "meta":
         return
     factor, accumulate, kept = epilogue.factor, epilogue.accumulate, epilogue.statistics
+    if isinstance(chunks, torch.Tensor) and not wire.plain:
+        chunks, wire = _decoded(chunks, wire, output.numel()), Wire(Cast(wire.sum_dtype))
     found: tuple[torch.Tensor, torch.Tensor] | None
     if output.device.type == "cpu":
         found = fused_sum(chunks, output, factor, accumulate, kept is not None, wire, buffers)
     else:
-        tensors = [chunk for chunk in chunks if isinstance(chunk, torch.Tensor)]
-        if not wire.plain:
-            decoded = output.new_empty(len(tensors), output.numel(), dtype=wire.sum_dtype)
-            tensors = [wire.decode(each, row) for each, row in zip(tensors, decoded, strict=True)]
+        if not isinstance(chunks, torch.Tensor):  # one rank alone
+            (alone,) = chunks
+            assert isinstance(alone, torch.Tensor)  # noqa: S101 - on a GPU nothing else comes
+            encoded = alone.view(1, -1)
+            chunks = encoded if wire.plain else _decoded(encoded, wire, output.numel())
         if wire.sum_dtype != torch.float64:
             wanted = None if kept is None else (kept.squared_norm, kept.nonfinite)
-            _triton_sum()(tensors, output, factor, accumulate, wanted)
+            _triton_sum()(chunks, output, factor, accumulate, wanted)
             return
         # float64 on a GPU serves comparisons, not training: plain operations are fast enough.
-        found = reference_sum(tensors, output, factor, accumulate)
+        found = reference_sum([sum_rows(chunks)], output, factor, accumulate)
     if kept is not None and found is not None:
         kept.squared_norm.copy_(found[0])
         kept.nonfinite.copy_(found[1])
+
+
+def _decoded(rows: torch.Tensor, wire: Wire, numel: int) -> torch.Tensor:
+    """The summands of all rows of [ranks, items]: [ranks, numel]."""
+    whole = -(-numel // wire.block) * wire.block
+    values = rows.new_empty(len(rows), whole, dtype=wire.sum_dtype)
+    wire.decode(rows.reshape(-1), values.view(-1))
+    return values[:, :numel]
 
 
 def _triton_sum() -> Callable[..., None]:
@@ -142,7 +184,7 @@ def _triton_sum() -> Callable[..., None]:
 
 
 def fused_sum(
-    chunks: Sequence[Chunk],
+    chunks: Chunks,
     output: torch.Tensor,
     factor: float | None = None,
     accumulate: bool = False,
@@ -157,15 +199,15 @@ def fused_sum(
     returns None.
     """
     numel, wire = output.numel(), wire or Wire(Cast(chunks[0].dtype))
-    block = _block_of(chunks, wire)
-    sum_of = _BlockSum(chunks, wire, min(block, numel), buffers or SumBuffers())
+    sum_of = _BlockSum(chunks, wire, numel, buffers or SumBuffers())
+    block = sum_of.block
     squares = torch.zeros(-(-numel // _ROW) if statistics else 0, dtype=torch.float64, device="cpu")
     direct = not accumulate and output.dtype == wire.sum_dtype and not _among(output, chunks)
     for start in range(0, numel, block):
         target = output[start : start + block] if numel > block else output
         sum_of.start, sum_of.width = start, target.numel()
         into = target if direct else sum_of.level(0)
-        total = sum_of.tree(range(len(chunks)), into)
+        total = sum_of.total(into)
         if total is not into:  # of one chunk, where it lies
             total = into.copy_(total)
         if factor is not None:
@@ -186,8 +228,10 @@ def fused_sum(
     return squared_norm, torch.tensor(not finite, device="cpu")
 
 
-def _block_of(chunks: Sequence[Chunk], wire: Wire) -> int:
+def _block_of(chunks: Chunks, wire: Wire) -> int:
     """Elements per block: whole blocks of the wire, and none that lies across two parts."""
+    if isinstance(chunks, torch.Tensor):  # whole rows of squares
+        return max(_STACKED // chunks.shape[0] // _ROW, 1) * _ROW
     block = _BLOCK * min(torch.get_num_threads(), _MOST_THREADS)
     for chunk in chunks:
         if isinstance(chunk, ChunkedMessage):
@@ -196,7 +240,9 @@ def _block_of(chunks: Sequence[Chunk], wire: Wire) -> int:
     return block
 
 
-def _among(output: torch.Tensor, chunks: Sequence[Chunk]) -> bool:
+def _among(output: torch.Tensor, chunks: Chunks) -> bool:
+    if isinstance(chunks, torch.Tensor):
+        return False
     return output.data_ptr() in [
         chunk.data_ptr() for chunk in chunks if isinstance(chunk, torch.Tensor)
     ]
@@ -210,13 +256,17 @@ def _accumulate(target: torch.Tensor, total: torch.Tensor) -> None:
 
 
 class _BlockSum:
-    """A sum of chunks, block by block; `start` and `width` say which elements are at hand."""
+    """A sum of chunks, block by block; `start` and `width` say which elements are at hand.
 
-    def __init__(
-        self, chunks: Sequence[Chunk], wire: Wire, length: int, buffers: SumBuffers
-    ) -> None:
+    Attributes:
+        block: elements per block.
+    """
+
+    def __init__(self, chunks: Chunks, wire: Wire, numel: int, buffers: SumBuffers) -> None:
         self.start = self.width = 0
         self._chunks, self._wire, self._buffers = chunks, wire, buffers
+        self.block = _block_of(chunks, wire)
+        length = min(self.block, numel)
         items = -(-length // wire.block) * wire.unit
         buffers.fit(length, items, wire.dtype, wire.sum_dtype)
 
@@ -224,7 +274,14 @@ class _BlockSum:
         """The block's buffer on one level of the tree."""
         return self._buffers.level(index)[: self.width]
 
-    def tree(self, ranks: range, into: torch.Tensor | None, depth: int = 1) -> torch.Tensor:
+    def total(self, into: torch.Tensor) -> torch.Tensor:
+        """Sum the block at hand: into `into`, or one chunk's where it lies."""
+        if isinstance(self._chunks, torch.Tensor):
+            rows = self._chunks[:, self.start : self.start + self.width]
+            return sum_rows(rows.to(self._wire.sum_dtype), into)
+        return self._tree(range(len(self._chunks)), into)
+
+    def _tree(self, ranks: range, into: torch.Tensor | None, depth: int = 1) -> torch.Tensor:
         """Sum the chunks of `ranks`; levels below `depth` are taken.
 
         Returns:
@@ -235,12 +292,13 @@ class _BlockSum:
         if into is None:
             into, depth = self.level(depth), depth + 1
         split = 1 << (len(ranks) - 1).bit_length() - 1
-        first = self.tree(ranks[:split], into, depth)
-        second = self.tree(ranks[split:], None, depth)
+        first = self._tree(ranks[:split], into, depth)
+        second = self._tree(ranks[split:], None, depth)
         return torch.add(first, second, out=into)
 
     def _leaf(self, rank: int, into: torch.Tensor | None, depth: int) -> torch.Tensor:
         """The summands of one chunk's block: where they lie, in `into`, or in a level."""
+        assert not isinstance(self._chunks, torch.Tensor)  # noqa: S101 - `total` adds these
         chunk, wire = self._chunks[rank], self._wire
         start = self.start // wire.block * wire.unit
         width = -(-self.width // wire.block) * wire.unit

@@ -10,25 +10,20 @@ where the reference rounds twice.
 import triton
 import triton.language as tl
 
-__all__ = ["finish_kernel", "sum_kernel"]
+__all__ = ["finish_kernel", "segment_kernel", "sum_kernel"]
 
 
 @triton.jit
-def _load(chunks, offsets, mask, RANK: tl.constexpr):
-    return tl.load(chunks[RANK] + offsets, mask=mask, other=0.0).to(tl.float32)
-
-
-@triton.jit
-def _tree(chunks, offsets, mask, FIRST: tl.constexpr, COUNT: tl.constexpr):
-    """Pairwise sum of chunks FIRST .. FIRST + COUNT, unrolled while compiling."""
+def _tree(rows, stride, offsets, mask, FIRST: tl.constexpr, COUNT: tl.constexpr):
+    """Pairwise sum of rows FIRST .. FIRST + COUNT, unrolled while compiling."""
     SPLIT: tl.constexpr = (
         16 if COUNT > 16 else (8 if COUNT > 8 else (4 if COUNT > 4 else (2 if COUNT > 2 else 1)))
     )
     if COUNT == 1:
-        total = _load(chunks, offsets, mask, FIRST)
+        total = tl.load(rows + FIRST * stride + offsets, mask=mask, other=0.0).to(tl.float32)
     else:
-        left = _tree(chunks, offsets, mask, FIRST, SPLIT)
-        right = _tree(chunks, offsets, mask, FIRST + SPLIT, COUNT - SPLIT)
+        left = _tree(rows, stride, offsets, mask, FIRST, SPLIT)
+        right = _tree(rows, stride, offsets, mask, FIRST + SPLIT, COUNT - SPLIT)
         total = left + right
     return total
 
@@ -43,8 +38,55 @@ def _round_to_bfloat16(value):
 
 
 @triton.jit
+def _masked_tree(rows, stride, offsets, mask, first, end, FIRST: tl.constexpr, COUNT: tl.constexpr):
+    """The same of COUNT rows, a power of two; those from `end` on are -0.0, which adds nothing."""
+    if COUNT == 1:
+        there = first + FIRST < end
+        place = rows + (first + FIRST) * stride + offsets
+        value = tl.load(place, mask=mask & there, other=0.0).to(tl.float32)
+        # Not `other=-0.0`, which Triton takes for 0.0: that would turn a sum of -0.0 into 0.0.
+        nothing = tl.full(value.shape, -0x80000000, tl.int32).to(tl.float32, bitcast=True)
+        total = tl.where(there, value, nothing)
+    else:
+        HALF: tl.constexpr = COUNT // 2
+        left = _masked_tree(rows, stride, offsets, mask, first, end, FIRST, HALF)
+        right = _masked_tree(rows, stride, offsets, mask, first, end, FIRST + HALF, HALF)
+        total = left + right
+    return total
+
+
+@triton.jit
+def segment_kernel(
+    rows, stride, sums, numel, count, runs, depth, LEAVES: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Sum segments of `runs` x LEAVES rows, both powers of two: program (block, segment).
+
+    The sums of runs are carried as in a binary counter: two sums of equally many runs become one.
+    At most `depth` wait at a time, in the segment's rows of `sums`; the first row ends as the sum.
+    """
+    segment = tl.program_id(1).to(tl.int64)
+    offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = offsets < numel
+    waiting = sums + segment * depth * numel + offsets
+    kept, run = 0, 0
+    while run < runs:
+        first = (segment * runs + run) * LEAVES
+        total = _masked_tree(rows, stride, offsets, mask, first, count, 0, LEAVES)
+        left = run
+        while left % 2 == 1:
+            kept -= 1
+            total = tl.load(waiting + kept * numel, mask=mask, other=0.0) + total
+            left = left // 2
+        tl.store(waiting + kept * numel, total, mask=mask)
+        tl.debug_barrier()  # other threads of the program may load what this one stores
+        kept += 1
+        run += 1
+
+
+@triton.jit
 def sum_kernel(
-    chunks,
+    rows,
+    stride,
     output,
     partials,
     numel,
@@ -56,13 +98,13 @@ def sum_kernel(
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
-    """Each program sums BLOCKS blocks of BLOCK elements and stores their sum of squares."""
+    """Each program sums BLOCKS blocks of BLOCK elements of COUNT rows, and keeps their squares."""
     program = tl.program_id(0)
     squares = tl.zeros((BLOCK,), dtype=tl.float64)
     for step in range(BLOCKS):
         offsets = (program.to(tl.int64) * BLOCKS + step) * BLOCK + tl.arange(0, BLOCK)
         mask = offsets < numel
-        total = _tree(chunks, offsets, mask, 0, COUNT)
+        total = _tree(rows, stride, offsets, mask, 0, COUNT)
         if SCALED:
             total = total * factor
         if ACCUMULATE:

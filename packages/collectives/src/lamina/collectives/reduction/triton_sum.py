@@ -6,7 +6,7 @@ order within a block, and so its last bits, depend on the configuration that aut
 """
 
 import statistics as stats
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -14,11 +14,15 @@ from typing import Any
 import torch
 import triton
 
-from lamina.collectives.reduction.triton_kernels import finish_kernel, sum_kernel
+from lamina.collectives.reduction.triton_kernels import (
+    finish_kernel,
+    segment_kernel,
+    sum_kernel,
+)
 
 __all__ = ["CONFIGS", "LEAVES", "Config", "configs_for", "fused_sum", "measured_choices"]
 
-LEAVES = 32  # chunks that one launch adds up; more go through float32 partial sums
+LEAVES = 32  # rows whose sum is unrolled; more go through float32 sums of segments
 
 
 @dataclass(frozen=True)
@@ -43,6 +47,7 @@ CONFIGS = (
     Config(4096, 1, 8),
 )
 _DEFAULT = CONFIGS[0]
+_SEGMENT_BLOCK = 1024  # elements per program of a segment's sum
 _HELD = 256  # elements of all chunks that a thread may hold: it has 255 registers of 32 bits
 _TUNE_FROM = 1 << 20  # elements; smaller sums take microseconds, whatever the configuration
 _TUNE_ON = 1 << 24  # elements: more than a cache holds, little enough to be a passing allocation
@@ -50,18 +55,21 @@ _choices: dict[tuple[Any, ...], Config] = {}
 
 
 def fused_sum(
-    chunks: Sequence[torch.Tensor],
+    rows: torch.Tensor,
     output: torch.Tensor,
     factor: float | None = None,
     accumulate: bool = False,
     statistics: tuple[torch.Tensor, torch.Tensor] | None = None,
     config: Config | None = None,
 ) -> None:
-    """Sum `chunks` in the fixed tree into `output` on the current stream.
+    """Sum the rows in the fixed tree into `output` on the current stream.
+
+    One launch sums up to LEAVES rows. More take one launch before, whatever their number: it sums
+    as many rows, a power of two, as leave at most LEAVES sums.
 
     Args:
-        chunks: one per rank, in rank order: flat [n]; float32, bfloat16 or float16. One of them
-            may be `output` itself.
+        rows: [ranks, n], with a stride between rows; float32, bfloat16 or float16. `output` may be
+            the only row.
         output: flat [n]; float32, bfloat16 or float16.
         factor: multiplies the sum; a float32 value.
         accumulate: add to `output`.
@@ -70,22 +78,16 @@ def fused_sum(
         config: left out, the fastest of CONFIGS is measured once per kind of sum, on a part of
             the data and beside the caller's buffers (never while a CUDA graph is captured).
     """
-    chunks = list(chunks)
-    while len(chunks) > LEAVES:
-        # An aligned run of LEAVES chunks (a power of two) is a subtree of the whole tree.
-        runs = [chunks[first : first + LEAVES] for first in range(0, len(chunks), LEAVES)]
-        partial_sums = [torch.empty_like(output, dtype=torch.float32) for _ in runs]
-        for run, partial_sum in zip(runs, partial_sums, strict=True):
-            _launch(run, partial_sum, None, False, None, config)
-        chunks = partial_sums
+    if len(rows) > LEAVES:
+        rows = _segment_sums(rows)
     if statistics is None:
-        _launch(chunks, output, factor, accumulate, None, config)
+        _launch(rows, output, factor, accumulate, None, config)
         return
     smallest = min(each.span for each in CONFIGS)
     partials = torch.empty(
         triton.cdiv(output.numel(), smallest), dtype=torch.float64, device=output.device
     )
-    span = _launch(chunks, output, factor, accumulate, partials, config)
+    span = _launch(rows, output, factor, accumulate, partials, config)
     squared_norm, nonfinite = statistics
     finish_kernel[(1,)](
         partials,
@@ -102,8 +104,31 @@ def measured_choices() -> dict[tuple[Any, ...], Config]:
     return dict(_choices)
 
 
+def _segment_sums(rows: torch.Tensor) -> torch.Tensor:
+    """Sums in float32 of at most LEAVES segments of rows, each a subtree of the whole tree."""
+    ranks, numel = rows.shape
+    runs = 1 << max(-(-ranks // LEAVES**2) - 1, 0).bit_length()
+    segments, depth = -(-ranks // (LEAVES * runs)), runs.bit_length()
+    sums = rows.new_empty(segments, depth, numel, dtype=torch.float32)
+    if numel:
+        segment_kernel[(triton.cdiv(numel, _SEGMENT_BLOCK), segments)](
+            rows,
+            rows.stride(0),
+            sums,
+            numel,
+            ranks,
+            runs,
+            depth,
+            LEAVES=LEAVES,
+            BLOCK=_SEGMENT_BLOCK,
+            num_warps=4,
+            enable_fp_fusion=False,
+        )
+    return sums[:, 0]
+
+
 def _launch(
-    chunks: Sequence[torch.Tensor],
+    rows: torch.Tensor,
     output: torch.Tensor,
     factor: float | None,
     accumulate: bool,
@@ -111,15 +136,16 @@ def _launch(
     config: Config | None,
 ) -> int:
     """Launch the kernel; return how many elements each of its programs took."""
-    config = config or _choose(chunks, output, accumulate, partials is not None)
+    config = config or _choose(rows, output, accumulate, partials is not None)
     if output.numel():
         sum_kernel[(triton.cdiv(output.numel(), config.span),)](
-            tuple(chunks),
+            rows,
+            rows.stride(0),
             output,
             output if partials is None else partials,
             output.numel(),
             1.0 if factor is None else factor,
-            COUNT=len(chunks),
+            COUNT=len(rows),
             SCALED=factor is not None,
             ACCUMULATE=accumulate,
             NORM=partials is not None,
@@ -131,10 +157,8 @@ def _launch(
     return config.span
 
 
-def _choose(
-    chunks: Sequence[torch.Tensor], output: torch.Tensor, accumulate: bool, norm: bool
-) -> Config:
-    kind = (output.device, len(chunks), chunks[0].dtype, output.dtype, accumulate, norm)
+def _choose(rows: torch.Tensor, output: torch.Tensor, accumulate: bool, norm: bool) -> Config:
+    kind = (output.device, len(rows), rows.dtype, output.dtype, accumulate, norm)
     if kind in _choices:
         return _choices[kind]
     if output.numel() < _TUNE_FROM or not output.is_cuda:
@@ -142,11 +166,11 @@ def _choose(
     if torch.cuda.is_current_stream_capturing():
         return _DEFAULT
     length = min(output.numel(), _TUNE_ON)
-    inputs, target = [chunk[:length] for chunk in chunks], torch.zeros_like(output[:length])
+    inputs, target = rows[:, :length], torch.zeros_like(output[:length])
     partials = torch.empty(length, dtype=torch.float64, device=output.device) if norm else None
     times = {
         config: _time(partial(_launch, inputs, target, None, accumulate, partials, config))
-        for config in configs_for(len(chunks))
+        for config in configs_for(len(rows))
     }
     _choices[kind] = min(times, key=times.__getitem__)
     return _choices[kind]

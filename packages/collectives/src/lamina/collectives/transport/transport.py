@@ -5,11 +5,12 @@ The choice is by the backend that serves the tensor's device:
 - gloo: pair by pair, straight from the source buffer into the destination (`gloo_exchange`).
   torch's own collectives on gloo copy through staging buffers and take two to three times as long.
 - gloo with CUDA tensors: messages through host memory, as gloo moves only that.
-- anything else (NCCL, fake): the backend's all-to-all over lists of tensors.
+- anything else (NCCL, fake): the backend's own all-to-all and all-gather of whole tensors, so that
+  the host's work does not depend on the number of ranks.
 - meta tensors: nothing moves; plans can be made and recorded without data.
 
-A `Route` is chosen once for all exchanges of one kind. `exchange` is for those that have no kind:
-uneven rows, rings.
+A `Route` is chosen once for all exchanges of one kind. `exchange` and `exchange_rows` are for those
+that have no kind: rings, and rows whose numbers differ from call to call.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ __all__ = [
     "Completion",
     "Route",
     "exchange",
+    "exchange_rows",
     "nothing_left",
     "route_for",
     "use_messages",
@@ -68,8 +70,8 @@ def use_messages(group: ProcessGroup | None) -> None:
 class Chunks(Protocol):
     """Every rank's chunk for this rank, on its way."""
 
-    def chunks(self) -> Sequence[Chunk]:
-        """Wait for the chunks; they come in rank order."""
+    def chunks(self) -> Sequence[Chunk] | torch.Tensor:
+        """Wait for the chunks, in rank order; they may be the rows of [ranks, items] of scratch."""
 
     def close(self) -> None:
         """The chunks have been read; afterwards all ranks may reuse their inputs."""
@@ -79,7 +81,7 @@ class Route(Protocol):
     """How pieces of flat tensors travel between the ranks of a group; it holds no tensors."""
 
     needs_scratch: bool
-    """Whether `collect` needs memory of the caller's for what other ranks send."""
+    """Whether `collect` needs memory of the caller's: one piece for every rank, this one too."""
 
     def gather(
         self, output: torch.Tensor, input: torch.Tensor, tag: int | None = None
@@ -98,7 +100,7 @@ class Route(Protocol):
 
         Args:
             input: the whole; unchanged until `Chunks.close`. This rank's piece is used in place.
-            scratch: flat, for the pieces of N - 1 ranks.
+            scratch: flat, for the pieces of N ranks where it is needed, else of N - 1.
         """
 
 
@@ -144,10 +146,10 @@ class _LocalRoute:
 class _Rows:
     """Chunks that are tensors of this rank once `complete` has run."""
 
-    def __init__(self, rows: list[torch.Tensor], complete: Completion) -> None:
+    def __init__(self, rows: list[torch.Tensor] | torch.Tensor, complete: Completion) -> None:
         self._rows, self._complete = rows, complete
 
-    def chunks(self) -> list[torch.Tensor]:
+    def chunks(self) -> list[torch.Tensor] | torch.Tensor:
         self._complete()
         return self._rows
 
@@ -162,12 +164,12 @@ class _BackendRoute:
 
     def __init__(self, group: ProcessGroup, piece: int, total: int, device: torch.device) -> None:
         self._group, self._piece, self._total, self._device = group, piece, total, device
-        self._gathers = total == piece * group.size() and not served_by_gloo(group, device)
+        self._by_backend = not served_by_gloo(group, device)
 
     def gather(
         self, output: torch.Tensor, input: torch.Tensor, tag: int | None = None
     ) -> Completion:
-        if self._gathers:
+        if self._by_backend:
             work = all_gather_single(output, input, self._group, async_op=True)
             return lambda: wait_all(work)
         pieces = self._cut(output)
@@ -180,11 +182,16 @@ class _BackendRoute:
 
     def collect(self, input: torch.Tensor, scratch: torch.Tensor | None = None) -> Chunks:
         assert scratch is not None  # noqa: S101 - the caller asks `needs_scratch`
-        sends, rank = self._cut(input), self._group.rank()
-        _, own = sends[rank]
-        rows = list(scratch[: (len(sends) - 1) * own.numel()].view(len(sends) - 1, -1).unbind())
-        rows.insert(rank, own)
-        return _Rows(rows, exchange(sends, list(enumerate(rows)), self._group, self._device))
+        size, rank = self._group.size(), self._group.rank()
+        if self._by_backend:
+            received = scratch[: self._total]
+            work = dist.all_to_all_single(received, input, group=self._group, async_op=True)
+            return _Rows(received.view(size, -1), lambda: wait_all(work))
+        sends = self._cut(input)
+        rows = scratch[: size * sends[rank][1].numel()].view(size, -1)
+        rows[rank].copy_(sends[rank][1])
+        receives = list(enumerate(rows))
+        return _Rows(rows, exchange(sends, receives, self._group, self._device))
 
     def _cut(self, whole: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
         bounds = (bounds_of(at, self._piece, self._total) for at in range(self._group.size()))
@@ -204,15 +211,14 @@ def exchange(
 ) -> Completion:
     """Send tensors to some ranks of `group` and receive others from some.
 
-    Nothing blocks: the messages are posted, and the returned function completes them (on NCCL it
-    makes the current stream wait). Empty tensors, and those for this rank itself, do not travel.
-    Sizes must match between the two ends; between ranks that read each other's memory a mismatch
-    raises, elsewhere nobody checks.
+    Nothing blocks: the messages are posted, and the returned function completes them. Empty
+    tensors, and those for this rank itself, do not travel. Sizes must match between the two ends;
+    between ranks that read each other's memory a mismatch raises, elsewhere nobody checks.
 
     Args:
         sends: unchanged until completion.
         receives: filled.
-        group: at least two ranks.
+        group: at least two ranks, of a gloo group.
         device: where the tensors lie.
         tag: see `Route.gather`.
     """
@@ -221,8 +227,6 @@ def exchange(
         return nothing_left
     sends = [(peer, tensor) for peer, tensor in sends if peer != rank and tensor.numel()]
     receives = [(peer, tensor) for peer, tensor in receives if peer != rank and tensor.numel()]
-    if not served_by_gloo(group, device):
-        return _all_to_all_lists(sends, receives, group, device)
     if tag is None:
         tag = lane_of(group).next_tag()
     sends.sort(key=lambda pair: (pair[0] - rank) % size)  # so that ranks start apart
@@ -230,6 +234,39 @@ def exchange(
     if device.type != "cpu":
         return _staged(sends, receives, group, tag)
     return _gloo_exchange(sends, receives, group, tag).fill
+
+
+def exchange_rows(
+    output: torch.Tensor,
+    input: torch.Tensor,
+    receives: Sequence[int],
+    sends: Sequence[int],
+    group: ProcessGroup | None,
+    *,
+    even: bool,
+) -> Completion:
+    """Send run i of the rows of `input` to rank i; what rank i sends becomes run i of `output`.
+
+    Args:
+        output: contiguous [R, ...].
+        input: contiguous [S, ...].
+        receives: rows that each rank sends here.
+        sends: rows for each rank.
+        group: the ranks, or None for a group of one.
+        even: all these counts are equal, so that a backend need not be told.
+    """
+    if group is None or group.size() == 1 or input.is_meta:
+        output.copy_(input)
+        return nothing_left
+    if not served_by_gloo(group, input.device):
+        incoming, outgoing = (None, None) if even else (list(receives), list(sends))
+        work = dist.all_to_all_single(output, input, incoming, outgoing, group, async_op=True)
+        return lambda: wait_all(work)
+    rows, room = torch.split(input, list(sends)), torch.split(output, list(receives))
+    pairs = list(enumerate(rows)), list(enumerate(room))
+    complete = exchange(*pairs, group, input.device)
+    room[group.rank()].copy_(rows[group.rank()])
+    return complete
 
 
 def _gloo_exchange(
@@ -261,19 +298,3 @@ def _staged(sends: Pairs, receives: Pairs, group: ProcessGroup, tag: int) -> Com
             target.copy_(source)
 
     return complete
-
-
-def _all_to_all_lists(
-    sends: Pairs, receives: Pairs, group: ProcessGroup, device: torch.device
-) -> Completion:
-    # All ranks take part, those that have nothing to move as well.
-    dtype = next((tensor.dtype for _, tensor in (*sends, *receives)), torch.uint8)
-
-    def everyone(pairs: Pairs) -> list[torch.Tensor]:
-        tensors = [torch.empty(0, dtype=dtype, device=device)] * group.size()
-        for peer, tensor in pairs:
-            tensors[peer] = tensor
-        return tensors
-
-    work = dist.all_to_all(everyone(receives), everyone(sends), group=group, async_op=True)
-    return lambda: wait_all(work)

@@ -554,7 +554,8 @@ def agree_on_produced(
         return
     produced = [flag for group in groups for flag in group.trained.produced_gradient]
     device = host_device(several, groups[0].device)
-    shared = [torch.tensor(produced, dtype=torch.int32, device=device)]
+    # Of the facts' dtype, so that the backend can reduce both at once (see `SmallReduction`).
+    shared = [torch.tensor(produced, dtype=torch.int64, device=device)]
     if common is not None:
         shared.append(common.words(facts))
     for one in several:

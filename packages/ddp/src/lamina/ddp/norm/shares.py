@@ -162,7 +162,7 @@ class _Shares:
             if role.tied in self._counted:
                 return False
             self._counted.add(role.tied)
-        parts = {axis.ranks for axis in cut}
+        parts = [axis.ranks for axis in cut]  # `in` asks for identity first: ranks may be many
         copying: list[MeshAxis | None] = [axis for axis in axes if axis.ranks not in parts]
         if self._mesh is not None:
             if role.tied is not None and self._copies[role.tied] < 2:

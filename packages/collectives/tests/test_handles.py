@@ -13,6 +13,7 @@ from torch.distributed import distributed_c10d
 
 from lamina.collectives import all_gather_into, all_reduce_fp32, reduce_scatter_fp32
 from lamina.collectives.transport.lanes import Lane, lane_of
+from lamina.mesh import ParallelLayout, init_distributed
 
 LONG = 1 << 20
 
@@ -202,3 +203,25 @@ def test_a_default_device_does_not_move_what_collectives_allocate():
         all_gather_into(whole, piece, group)
     assert handle.squared_norm == 0.25 * LONG
     assert torch.equal(whole, torch.full((2 * LONG,), 0.5))
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_collective_that_fails_names_the_rank_that_has_left_and_why(asynchronous, ranks):
+    runtime = init_distributed()
+    axis = ParallelLayout().build().axis("dp")
+    whole, piece = torch.zeros(2), torch.ones(1)
+    all_gather_into(whole, piece, axis.group)
+    if ranks.rank == 1:
+        runtime.__exit__(ValueError, ValueError("the batch is broken"), None)
+        dist.destroy_process_group()
+        return
+    named = r"rank 1 \(dp_shard=1\) is gone: it ended with ValueError: the batch is broken"
+    with runtime, pytest.raises(RuntimeError, match=named) as caught:
+        gather_until_it_fails(whole, piece, axis.group, asynchronous)
+    assert "all_gather_into (rank 0 of 2 in group" in str(caught.value)
+
+
+def gather_until_it_fails(whole, piece, group, asynchronous):
+    while True:
+        all_gather_into(whole, piece, group, async_op=asynchronous).wait()

@@ -8,7 +8,7 @@ from lamina.collectives.autograd_regions import (
     reduce_scatter_to,
     scatter_to,
 )
-from lamina.collectives.call.collective import Handle, ReduceHandle
+from lamina.collectives.call.collective import Handle, PeerLostError, ReduceHandle
 from lamina.collectives.call.ledger import Ledger, Record
 from lamina.collectives.call.registration import RegistrationError, register_pool
 from lamina.collectives.move.all_gather import all_gather_into
@@ -22,6 +22,7 @@ __all__ = [
     "DisagreementError",
     "Handle",
     "Ledger",
+    "PeerLostError",
     "Record",
     "ReduceHandle",
     "RegistrationError",

@@ -5,15 +5,19 @@ from lamina.mesh.axis_sizes import DENSE_AXES, DERIVED_AXES, EXPERT_AXES, MODEL_
 from lamina.mesh.errors import EnvironmentVariableError, GroupCreationError
 from lamina.mesh.machine import Machine
 from lamina.mesh.problems import EnvironmentProblem, require_overlap
+from lamina.mesh.process_groups import running_watchdog
 from lamina.mesh.rng import Seeded, recompute_contexts, require_stream
 from lamina.mesh.roles import copy_role, copy_roles
 from lamina.mesh.variables import Environment, environment
+from lamina.mesh.verdict import Wait
+from lamina.mesh.watchdog import Activity
 
 __all__ = [
     "DENSE_AXES",
     "DERIVED_AXES",
     "EXPERT_AXES",
     "MODEL_AXES",
+    "Activity",
     "Environment",
     "EnvironmentProblem",
     "EnvironmentVariableError",
@@ -21,6 +25,7 @@ __all__ = [
     "Machine",
     "MeshAxis",
     "Seeded",
+    "Wait",
     "axis_if_there",
     "copy_role",
     "copy_roles",
@@ -29,4 +34,5 @@ __all__ = [
     "recompute_contexts",
     "require_overlap",
     "require_stream",
+    "running_watchdog",
 ]

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from lamina.mesh.axis import MeshAxis, check_axis_names
 from lamina.mesh.axis_sizes import DENSE_AXES, DERIVED_AXES, EXPERT_AXES, AxisSizes
 from lamina.mesh.errors import AxisError
-from lamina.mesh.process_groups import current_world, group_of
+from lamina.mesh.process_groups import current_world, group_of, running_watchdog
 
 __all__ = ["ParallelLayout", "ParallelMesh"]
 
@@ -77,6 +77,10 @@ class ParallelMesh:
         self._submeshes: dict[str, DeviceMesh] = {}
         self.mesh = self._device_mesh(DENSE_AXES, self.layout.dense_shape)
         self._expert_mesh: DeviceMesh | None = None
+        if (watchdog := running_watchdog()) is not None:
+            sizes = zip(DENSE_AXES, self.layout.dense_shape, strict=True)
+            wide = [name for name, size in sizes if size > 1]
+            watchdog.locate(", ".join(f"{name}={self._coordinate[name]}" for name in wide))
 
     @property
     def expert_mesh(self) -> DeviceMesh:

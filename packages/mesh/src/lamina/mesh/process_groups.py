@@ -22,8 +22,9 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from lamina.mesh.errors import GroupCreationError
+from lamina.mesh.watchdog import Watchdog
 
-__all__ = ["current_world", "group_of"]
+__all__ = ["current_world", "group_of", "running_watchdog"]
 
 
 @dataclass
@@ -31,6 +32,7 @@ class World:
     """What Lamina knows of one default process group: its timeout and the groups made in it."""
 
     timeout: timedelta | None = None
+    watchdog: Watchdog | None = None
     groups: dict[tuple[str, tuple[int, ...]], dist.ProcessGroup] = field(default_factory=dict)
 
 
@@ -55,6 +57,14 @@ def current_world() -> World:
     if default is None:  # pragma: no cover - is_initialized() says otherwise
         raise RuntimeError("torch.distributed says it is started but has no default group.")
     return _worlds.setdefault(default, World())
+
+
+def running_watchdog() -> Watchdog | None:
+    """The watchdog of the running job, if it has one."""
+    if not dist.is_available() or not dist.is_initialized() or dist.group.WORLD is None:
+        return None
+    world = _worlds.get(dist.group.WORLD)
+    return None if world is None else world.watchdog
 
 
 def group_of(name: str, ranks: Sequence[int], purpose: str = "") -> dist.ProcessGroup:

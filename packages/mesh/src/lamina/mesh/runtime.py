@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from dataclasses import dataclass, field
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import Store
 
 from lamina.mesh.devices import bind_device, choose_device, default_backend
@@ -18,6 +20,7 @@ from lamina.mesh.process_groups import current_world
 from lamina.mesh.rendezvous import open_store
 from lamina.mesh.settings import settings_problems
 from lamina.mesh.variables import Environment, environment
+from lamina.mesh.watchdog import Watchdog
 
 __all__ = ["HarmfulSettingWarning", "Runtime", "init_distributed"]
 
@@ -52,6 +55,7 @@ class Runtime:
     owns_group: bool
     launcher: str
     _default_group: dist.ProcessGroup | None = field(default=None, repr=False)
+    _watchdog: Watchdog | None = field(default=None, repr=False)
 
     @property
     def is_main(self) -> bool:
@@ -60,6 +64,8 @@ class Runtime:
 
     def close(self) -> None:
         """Destroy the process groups, if `init_distributed` made them. May be called again."""
+        if self._watchdog is not None:
+            self._watchdog.close()
         still_there = dist.is_initialized() and dist.group.WORLD is self._default_group
         if self.owns_group and still_there:
             dist.destroy_process_group()
@@ -68,7 +74,9 @@ class Runtime:
     def __enter__(self) -> Runtime:
         return self
 
-    def __exit__(self, *exception: object) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, _: object) -> None:
+        if error is not None and self._watchdog is not None:
+            self._watchdog.close(f"it ended with {type(error).__name__}: {error}")
         self.close()
 
 
@@ -79,6 +87,8 @@ def init_distributed(
     *,
     rank: int | None = None,
     world_size: int | None = None,
+    soft_limit: float | None = 30.0,
+    verdict_directory: str | os.PathLike[str] | None = None,
 ) -> Runtime:
     """Start this process as a rank of its job. Collective over all ranks.
 
@@ -94,6 +104,10 @@ def init_distributed(
             use it, else the CPU. It becomes the current device.
         rank: which rank to play in a fake world; 0 by default. Only with backend="fake".
         world_size: size of a fake world. Only with backend="fake".
+        soft_limit: seconds after which a wait for other ranks is told, with who waits for whom, on
+            the first rank's terminal and in a file. None watches over nothing: a rank that dies is
+            then noticed by its direct neighbours, and hangs last until `timeout`.
+        verdict_directory: where that file goes; by default the directory for temporary files.
 
     Returns:
         The Runtime; use it in a `with` statement.
@@ -119,9 +133,24 @@ def init_distributed(
     else:
         launch = _fake_launch(env, rank, world_size) if backend == "fake" else read_launch(env)
         runtime = _start(launch, backend, limit, device)
+    if soft_limit is not None and runtime.world_size > 1 and runtime.backend != "fake":
+        _watch_over(runtime, soft_limit, verdict_directory)
     if runtime.local_rank == 0:
         _warn(settings_problems(env))
     return runtime
+
+
+def _watch_over(
+    runtime: Runtime, soft_limit: float, directory: str | os.PathLike[str] | None
+) -> None:
+    if not soft_limit > 0:
+        raise ValueError(f"soft_limit={soft_limit!r}: give a positive number of seconds, or None.")
+    world = current_world()
+    if world.watchdog is None:
+        store = distributed_c10d._get_default_store()
+        rank, size = runtime.rank, runtime.world_size
+        world.watchdog = Watchdog(store, rank, size, soft_limit, directory)
+    runtime._watchdog = world.watchdog
 
 
 def _start(

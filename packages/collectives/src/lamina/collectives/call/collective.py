@@ -18,21 +18,41 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 import torch
+import torch.distributed as dist
 
 from lamina.collectives.call.checks import require_disjoint, require_flat, require_same_device
 from lamina.collectives.call.record import Call, issue
 from lamina.collectives.transport.groups import group_rank, group_size, served_by_gloo, where
 from lamina.collectives.transport.lanes import Job, Lane, lane_of
+from lamina.mesh.engine import running_watchdog
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from lamina.collectives.transport.transport import Completion
 
-__all__ = ["Collective", "Handle", "ReduceHandle", "Statistics", "launch"]
+__all__ = ["Collective", "Handle", "PeerLostError", "ReduceHandle", "Statistics", "launch"]
+
+
+_LOOK_AROUND = 1.0  # seconds
+
+
+class PeerLostError(RuntimeError):
+    """A rank that a collective needs is gone."""
+
+
+def raise_for(error: RuntimeError, call: Call, group: ProcessGroup | None) -> NoReturn:
+    """Raise what a transport has raised, with the rank that is gone and why, if one is."""
+    watchdog = running_watchdog()
+    lost = None
+    if watchdog is not None and group is not None and not isinstance(error, PeerLostError):
+        lost = watchdog.cause(dist.get_process_group_ranks(group))
+    if lost is None:
+        raise error
+    raise PeerLostError(f"{call.told()} {where(group)}: {lost}\n({error})") from error
 
 
 class Handle:
@@ -47,6 +67,7 @@ class Handle:
         self._keep = keep  # see Note [Handles hold tensors until wait]
         self._pending = True
         self._job: Job | None = None
+        self._group: ProcessGroup | None = None
         self._event: torch.cuda.Event | None = None
         self._issued_on: torch.cuda.Stream | None = None
 
@@ -62,7 +83,7 @@ class Handle:
         call.wait_begins()
         try:
             if self._job is not None:
-                self._job.wait()
+                self._wait_for(self._job)
             if self._event is not None and self._issued_on is not None:
                 torch.cuda.current_stream(self._issued_on.device).wait_event(self._event)
             self._pending = False  # not after a failure, which every further wait reports again
@@ -70,6 +91,21 @@ class Handle:
             if call.finished_ns is None:
                 call.finish()
             self._keep = ()
+
+    def serves(self, purpose: str) -> None:
+        """Say which unit or bucket the collective is for, to whoever asks why it is waited for."""
+        self._call.purpose = purpose
+
+    def _wait_for(self, job: Job) -> None:
+        # Another thread waits for the messages, so this one can leave when a rank is gone that
+        # this rank has no connection to.
+        try:
+            while not job.wait(_LOOK_AROUND):
+                watchdog = running_watchdog()
+                if watchdog is not None and watchdog.gives_up() is not None:
+                    raise RuntimeError("the collective cannot end any more")
+        except RuntimeError as error:
+            raise_for(error, self._call, self._group)
 
     def __del__(self) -> None:
         # Dropped without a wait: the tensors are about to be freed on the stream they came from,
@@ -227,14 +263,18 @@ def launch(
         async_op: leave that to the group's lane.
     """
     lane = lane_of(group) if async_op and group is not None and group.size() > 1 else None
-    if device.type == "cuda":
-        _launch_on_cuda(handle, group, lane, device, begin)
-    else:
-        complete = begin()
-        if lane is None:
-            complete()
+    handle._group = group
+    try:
+        if device.type == "cuda":
+            _launch_on_cuda(handle, group, lane, device, begin)
         else:
-            handle._job = lane.submit(complete, handle._call.finish)
+            complete = begin()
+            if lane is None:
+                complete()
+            else:
+                handle._job = lane.submit(complete, handle._call.finish)
+    except RuntimeError as error:
+        raise_for(error, handle._call, group)
     if not async_op:
         handle.wait()
     return handle
@@ -272,6 +312,8 @@ def _launch_on_cuda(
     else:
         finish()
     handle._event, handle._issued_on = ended, current
+    if not torch.cuda.is_current_stream_capturing():  # an event of a graph has no end of its own
+        call.device_ended = ended
 
 
 def _event(timed: bool) -> torch.cuda.Event:

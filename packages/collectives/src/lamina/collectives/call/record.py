@@ -22,11 +22,15 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol, cast
 
 import torch
+import torch.distributed as dist
+
+from lamina.collectives.transport.lanes import lane_of, lanes
+from lamina.mesh.engine import Activity, Wait, running_watchdog
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["Call", "Recorder", "install", "issue", "recording", "remove"]
+__all__ = ["Call", "Recorder", "activity", "install", "issue", "recording", "remove"]
 
 
 class Recorder(Protocol):
@@ -55,6 +59,9 @@ class Call:
             recorders that want the device's times; None elsewhere.
         device_waited: on CUDA, the timing event of the moment the compute stream reached the first
             `wait`; made by `wait_begins` where `device_events` is there.
+        device_ended: on CUDA, the event after the collective on its stream.
+        purpose: the unit or bucket that it is for, in words.
+        number: how many collectives this rank has begun in the group, this one included.
     """
 
     op: str
@@ -68,6 +75,9 @@ class Call:
     waited_ns: int | None = None
     device_events: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
     device_waited: torch.cuda.Event | None = None
+    device_ended: torch.cuda.Event | None = None
+    purpose: str = ""
+    number: int = 0
     _recorders: tuple[Recorder, ...] = ()
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
@@ -94,6 +104,39 @@ class Call:
             self.waited_ns = time.perf_counter_ns()
             if self.device_events is not None:
                 self.device_waited = _timing_event()
+
+    def told(self) -> str:
+        """The operation, and what it is for."""
+        return f"{self.op} of {self.purpose}" if self.purpose else self.op
+
+    def waited_for(self) -> float | None:
+        """Seconds since which somebody waits for it; None if nobody does."""
+        now = time.perf_counter_ns()
+        if self.device_ended is not None:  # the host waits for nothing; the device may
+            late = (now - self.issued_ns) / 1e9
+            ended = late < _LONG or bool(self.device_ended.query())  # type: ignore[no-untyped-call]
+            return None if ended else late
+        since = self.waited_ns if self.async_op else self.issued_ns
+        return None if since is None or self.finished_ns is not None else (now - since) / 1e9
+
+
+_LONG = 1.0  # seconds; younger events are not asked, as a CUDA graph may be in capture
+
+
+def activity() -> Activity:
+    """What this rank does in collectives, over all groups."""
+    waits, recent = [], []
+    for group, lane in lanes():
+        for call in list(lane.newest):
+            seconds = call.waited_for()
+            if seconds is not None:
+                ranks = tuple(dist.get_process_group_ranks(group))
+                waits.append(Wait(call.told(), group.group_desc, call.number, seconds, ranks))
+            recent.append((call.issued_ns, f"{call.told()} ({group.group_desc} {call.number})"))
+    waits.sort(key=lambda wait: -wait.seconds)
+    recent.sort()
+    idle = (time.perf_counter_ns() - recent[-1][0]) / 1e9 if recent else 0.0
+    return Activity(waits, [text for _, text in recent[-16:]], idle)
 
 
 def _cuda_in_use() -> bool:
@@ -147,6 +190,12 @@ def issue(
     axis, size = ("self", 1) if group is None else (group.group_desc, group.size())
     now = time.perf_counter_ns()
     call = Call(op, axis, size, dtype, nbytes, async_op, now, _recorders=recorders)
+    if size > 1 and group is not None:
+        lane = lane_of(group)
+        if not lane.begun and (watchdog := running_watchdog()) is not None:
+            watchdog.watch(activity)
+        lane.begun = call.number = lane.begun + 1
+        lane.newest.append(call)
     for recorder in recorders:
         recorder.issued(call)
     return call

@@ -6,16 +6,19 @@ once when the other process is gone. The socket carries no tensor data. It says 
 that they were read.
 """
 
+import os
+import selectors
 import socket
 import struct
 import threading
 import time
-from contextlib import closing
+from contextlib import ExitStack, closing
 
 __all__ = ["HostSocket", "HostSocketListener"]
 
 _RECORD = struct.Struct("<QQQ")  # key, and two numbers
 _GREETING = struct.Struct("<QQ")  # rank of the caller, secret of the rank that is called
+_PEER = struct.Struct("3i")  # process, user and group, as the kernel knows them
 
 
 class HostSocket:
@@ -100,6 +103,11 @@ class HostSocketListener:
     """An abstract address, known by its number, at which other ranks of the host can connect.
 
     Abstract addresses need no file and are seen only within one network namespace.
+
+    Note [Whom a listener believes]
+    Any user of the host can connect to an abstract address. So the kernel is asked who it is
+    (SO_PEERCRED), and only the processes that are expected are listened to. Callers are read side
+    by side: one that connects and says nothing holds nobody up.
     """
 
     def __init__(self, number: int) -> None:
@@ -108,33 +116,104 @@ class HostSocketListener:
         self._socket.listen(4096)
 
     def connect(self, number: int, rank: int, secret: int, peer: int, timeout: float) -> HostSocket:
-        """Connect to the listener `number` of `peer`, as `rank`, showing the peer's secret."""
+        """Connect to the listener `number` of `peer`, as `rank`, showing the peer's secret.
+
+        Raises:
+            RuntimeError: the peer is gone.
+        """
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         connection.settimeout(timeout)
-        connection.connect(_address(number))
-        connection.send(_GREETING.pack(rank, secret))
+        try:
+            connection.connect(_address(number))
+            connection.send(_GREETING.pack(rank, secret))
+        except OSError as error:
+            connection.close()
+            raise RuntimeError(
+                f"rank {peer} of the group, on this host, is gone: it takes no connection "
+                f"({error}); look at its log"
+            ) from error
         return HostSocket(connection, peer, timeout)
 
-    def accept(self, callers: set[int], secret: int, timeout: float) -> dict[int, HostSocket]:
-        """Wait for the ranks `callers`; hang up on whoever does not show this rank's secret."""
+    def accept(self, callers: dict[int, int], secret: int, timeout: float) -> dict[int, HostSocket]:
+        """Wait for other ranks, and hang up on everybody else.
+
+        Args:
+            callers: the process of each rank that will call.
+            secret: what they have to show.
+            timeout: seconds for all of them.
+
+        Raises:
+            RuntimeError: one of them is gone, or does not call in time.
+        """
         sockets: dict[int, HostSocket] = {}
-        self._socket.settimeout(timeout)
-        while callers - sockets.keys():
-            connection, _ = self._socket.accept()
-            connection.settimeout(timeout)
-            greeting = connection.recv(_GREETING.size)
-            if len(greeting) == _GREETING.size:
-                rank, shown = _GREETING.unpack(greeting)
-                if shown == secret and rank in callers:
-                    sockets[rank] = HostSocket(connection, rank, timeout)
-                    continue
-            connection.close()
+        end = time.monotonic() + timeout
+        with selectors.DefaultSelector() as selector, ExitStack() as stack:
+            selector.register(self._socket, selectors.EVENT_READ)
+            for rank, process in callers.items():
+                if (ended := _end_of(process, stack)) is not None:
+                    selector.register(ended, selectors.EVENT_READ, rank)
+            while missing := callers.keys() - sockets.keys():
+                ready = selector.select(max(0.0, end - time.monotonic()))
+                if not ready:
+                    raise RuntimeError(
+                        f"Timed out after {timeout:g} s of waiting for ranks {sorted(missing)} of "
+                        "the group, on this host, to connect"
+                    )
+                # Calls come first: a rank may have called and ended.
+                for key, _ in sorted(ready, key=lambda one: one[0].data is not None):
+                    if key.fileobj is self._socket:
+                        self._take_call(selector, stack, set(callers.values()))
+                        continue
+                    selector.unregister(key.fileobj)
+                    if isinstance(key.fileobj, socket.socket):
+                        caller = _greeted(key.fileobj, secret, callers)
+                        if caller is not None:
+                            sockets[caller] = HostSocket(key.fileobj.dup(), caller, timeout)
+                    elif key.data not in sockets:
+                        raise RuntimeError(
+                            f"rank {key.data} of the group (process {callers[key.data]} on this "
+                            "host) is gone: it ended before it connected; look at its log"
+                        )
         return sockets
+
+    def _take_call(
+        self, selector: selectors.BaseSelector, stack: ExitStack, processes: set[int]
+    ) -> None:
+        connection = stack.enter_context(self._socket.accept()[0])
+        credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size)
+        process, user, _ = _PEER.unpack(credentials)
+        if process in processes and user == os.geteuid():
+            connection.setblocking(False)
+            selector.register(connection, selectors.EVENT_READ)
+        else:  # see Note [Whom a listener believes]
+            connection.close()
 
     def close(self) -> None:
         """Accept no more connections; those that are open stay."""
         with closing(self._socket):
             pass
+
+
+def _greeted(connection: socket.socket, secret: int, callers: dict[int, int]) -> int | None:
+    """The rank that has called, if it shows the secret."""
+    try:
+        greeting = connection.recv(_GREETING.size)
+    except OSError:
+        return None
+    if len(greeting) != _GREETING.size:
+        return None
+    rank, shown = _GREETING.unpack(greeting)
+    return rank if shown == secret and rank in callers else None
+
+
+def _end_of(process: int, stack: ExitStack) -> int | None:
+    """A descriptor that becomes readable when a process ends; None where there is no such thing."""
+    try:
+        descriptor = os.pidfd_open(process)
+    except (OSError, AttributeError):
+        return None
+    stack.callback(os.close, descriptor)
+    return descriptor
 
 
 def _address(number: int) -> str:

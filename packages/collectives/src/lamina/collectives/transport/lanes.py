@@ -20,7 +20,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
@@ -30,7 +30,7 @@ from lamina.collectives.transport.shared_host import HostPeer, find_host_peers
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["Job", "Lane", "kept_bytes", "lane_of", "release_kept"]
+__all__ = ["Job", "Lane", "LoggedCall", "kept_bytes", "lane_of", "lanes", "release_kept"]
 
 # Messages of collectives carry tags above those that users give to their own sends.
 _FIRST_TAG = 1 << 24
@@ -67,11 +67,25 @@ class Job:
         self._work = None
         self._done.set()
 
-    def wait(self) -> None:
-        """Block until the work is done; raise what it raised."""
-        self._done.wait()
+    def wait(self, timeout: float | None = None) -> bool:
+        """Block until the work is done, and raise what it raised; False after `timeout` seconds."""
+        done = self._done.wait(timeout)
         if self._error is not None:
             raise self._error
+        return done
+
+
+class LoggedCall(Protocol):
+    """A collective, as those who look at a lane see it."""
+
+    issued_ns: int
+    number: int
+
+    def told(self) -> str:
+        """The operation, and what it is for."""
+
+    def waited_for(self) -> float | None:
+        """Seconds since which somebody waits for it; None if nobody does."""
 
 
 class Lane:
@@ -88,6 +102,10 @@ class Lane:
         self.host_peers: tuple[HostPeer | None, ...] | None = None
         """Per rank, the peer whose memory can be read; None before `find_host_peers`."""
         self.scratch_pool = ScratchPool()
+        self.begun = 0
+        """Collectives that this rank has begun in the group."""
+        self.newest: deque[LoggedCall] = deque(maxlen=16)
+        """The last of them."""
 
     def next_tag(self) -> int:
         """Tag for the messages of one exchange; see Note [Tags are drawn ...]."""
@@ -163,6 +181,12 @@ def lane_of(group: ProcessGroup) -> Lane:
         if lane is None:
             lane = _lanes[group] = Lane()
         return lane
+
+
+def lanes() -> list[tuple[ProcessGroup, Lane]]:
+    """The lanes of all groups that have been used."""
+    with _lanes_lock:
+        return list(_lanes.items())
 
 
 def kept_bytes() -> int:

@@ -170,10 +170,11 @@ def find_host_peers(group: ProcessGroup, *, willing: bool) -> tuple[HostPeer | N
     mutual = _exchange_rows(group, verdicts, _VERDICT_TAG).view(-1).tolist()
     if listener is None:
         return (None,) * size
-    peers = {peer.rank: peer for peer, said in zip(believed, mutual, strict=True) if peer and said}
-    sockets = _connect(listener, rank, int(secret), set(peers), hellos, timeout_of(group))
+    both = zip(believed, mutual, strict=True)
+    peers = {peer.rank: peer.process for peer, said in both if peer and said}
+    sockets = _connect(listener, rank, int(secret), peers, hellos, timeout_of(group))
     return tuple(
-        HostPeer(at, peers[at].process, sockets[at]) if at in peers else None for at in range(size)
+        HostPeer(at, peers[at], sockets[at]) if at in peers else None for at in range(size)
     )
 
 
@@ -181,17 +182,27 @@ def _connect(
     listener: HostSocketListener,
     rank: int,
     secret: int,
-    peers: set[int],
+    peers: dict[int, int],
     hellos: torch.Tensor,
     timeout: float,
 ) -> dict[int, HostSocket]:
-    """Lower ranks connect to higher ones. Connecting needs no answer, so no rank waits."""
+    """Lower ranks connect to higher ones. Connecting needs no answer, so no rank waits.
+
+    Args:
+        listener: this rank's.
+        rank: this rank.
+        secret: what callers have to show.
+        peers: the process of each rank to be connected with.
+        hellos: what each rank has said.
+        timeout: seconds for all of it.
+    """
     sockets = {}
     for peer in sorted(peers):
         if peer > rank:
             shown, number = hellos[peer][_HOST_WORDS + 2 : _HOST_WORDS + 4].tolist()
             sockets[peer] = listener.connect(number, rank, shown, peer, timeout)
-    sockets |= listener.accept({peer for peer in peers if peer < rank}, secret, timeout)
+    callers = {peer: process for peer, process in peers.items() if peer < rank}
+    sockets |= listener.accept(callers, secret, timeout)
     listener.close()
     return sockets
 

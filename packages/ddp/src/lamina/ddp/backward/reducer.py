@@ -449,6 +449,7 @@ class GradientReducer:
         steps = gradients.reduce(self._is_final)
         handle = next(steps, None)
         if handle is not None:  # one rank alone may have nothing to wait for
+            handle.serves(group.layout.title)
             self._in_flight.append((steps, handle, gradients.wire_bytes))
         if not self._overlap:
             self._drain(0)

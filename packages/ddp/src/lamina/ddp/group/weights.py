@@ -98,6 +98,8 @@ class Weights(ABC):
             self._install()
             self._changed = self._written_through = False
         handle = self._gather()
+        if handle is not None:
+            handle.serves(self.local.layout.title)
         self._pending = [] if handle is None else [handle]
         self.state = WeightsState.GATHERING
 

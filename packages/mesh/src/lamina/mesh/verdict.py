@@ -1,0 +1,116 @@
+"""What the ranks of a job that does not go on have reported, in words: who waits for whom."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+__all__ = ["Report", "Wait", "verdict"]
+
+
+@dataclass(frozen=True)
+class Wait:
+    """A collective that has begun on a rank and not ended there.
+
+    Attributes:
+        what: its operation, and the unit or bucket it is for.
+        group: the group's description, such as "dp_shard:gather".
+        number: how many collectives this rank has begun in that group, this one included.
+        seconds: since when it waits.
+        ranks: the group's members.
+    """
+
+    what: str
+    group: str
+    number: int
+    seconds: float
+    ranks: tuple[int, ...] = ()
+
+    def __str__(self) -> str:
+        return f"{self.what} (collective {self.number} of {self.group})"
+
+
+@dataclass(frozen=True)
+class Report:
+    """What one rank does.
+
+    Attributes:
+        here: the rank and its place in the mesh.
+        at: the line of the user's program that its main thread has come to.
+        idle: seconds since it issued a collective.
+        waits: what it waits for, the oldest first.
+        recent: its last collectives in words.
+        stack: its main thread's Python stack, a line each.
+    """
+
+    here: str
+    at: str
+    idle: float
+    waits: tuple[Wait, ...]
+    recent: tuple[str, ...]
+    stack: Sequence[str]
+
+    @staticmethod
+    def read(text: bytes) -> Report:
+        """A report that was sent as JSON."""
+        found = json.loads(text)
+        waits = tuple(Wait(**{**one, "ranks": tuple(one["ranks"])}) for one in found.pop("waits"))
+        return Report(waits=waits, **found)
+
+
+def verdict(reports: Mapping[int, Report | None], states: Mapping[int, str]) -> tuple[str, str]:
+    """Who holds everybody up, and who waits.
+
+    Args:
+        reports: by rank; None from those that did not answer.
+        states: what /proc says of the processes that it shows ("T" is stopped).
+
+    Returns:
+        A sentence or two, and the details of every rank.
+    """
+    waiting: dict[tuple[str, str, int], list[int]] = {}
+    held_up: list[str] = []
+    for rank, report in reports.items():
+        if report is None:
+            state = "its process is stopped" if states.get(rank) in ("T", "t") else "no answer"
+            held_up.append(f"rank {rank} does not run ({state})")
+        elif report.waits:
+            wait = report.waits[0]
+            waiting.setdefault((wait.what, wait.group, wait.number), []).append(rank)
+        else:
+            held_up.append(
+                f"{report.here} is in no collective for {report.idle:.0f} s: it is at {report.at}"
+            )
+    said = []
+    for key, ranks in waiting.items():
+        report = reports[ranks[0]]
+        wait = report.waits[0] if report is not None else Wait(*key, 0.0)
+        who = f"{len(ranks)} ranks ({_ranges(ranks)}) wait" if len(ranks) > 1 else "1 rank waits"
+        who = who if len(ranks) > 1 or report is None else f"{report.here} waits"
+        missing = sorted(set(wait.ranks) - set(ranks))
+        absent = f", to which rank{'s'[: len(missing) > 1]} {_ranges(missing)} did not come"
+        said.append(f"{who} for {wait.seconds:.0f} s in {wait}{absent if missing else ''}")
+    if not held_up and len(waiting) > 1:
+        said.append("every rank waits, and not in the same collective: ranks make different calls")
+    details = "\n".join(_details(rank, report) for rank, report in reports.items())
+    return "The job does not go on: " + "; ".join([*held_up, *said]) + ".", details
+
+
+def _details(rank: int, report: Report | None) -> str:
+    if report is None:
+        return f"== rank {rank}: no report"
+    waits = [f"  waits for {wait.seconds:.1f} s: {wait}" for wait in report.waits]
+    last = [f"  did: {one}" for one in report.recent]
+    return "\n".join([f"== {report.here} at {report.at}", *waits, *last, "".join(report.stack)])
+
+
+def _ranges(ranks: Sequence[int]) -> str:
+    """0, 1, 2, 5 as "0-2, 5"."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    return ", ".join(f"{first}-{last}" if last > first else str(first) for first, last in runs)

@@ -1,0 +1,305 @@
+"""A thread that knows who is gone and, when a wait lasts, who waits for whom.
+
+Note [The watchdog talks over the store]
+A group that hangs cannot tell why it hangs, so ranks talk over a connection of their own to the
+store they met at. A rank that has waited longer than the soft limit sounds an alarm. Then each rank
+publishes what it waits for, its last collectives and its Python stack, and the first rank that
+answers puts all reports into words. Each rank also looks at the processes of its own host. A rank
+that dies is known there within a second, and its host's news tell the other hosts. In a run without
+faults a rank reads one key of the store and some lines of /proc each second
+(docs/decisions/0107-the-watchdog.md).
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import os
+import socket
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, cast
+
+from torch.distributed import Store  # type: ignore[attr-defined]  # public, but not in its stubs
+
+from lamina.mesh.verdict import Report, Wait, verdict
+
+__all__ = ["EXIT_STATUS", "Activity", "Watchdog"]
+
+EXIT_STATUS = 70
+"""Exit status of a rank that waited for one that is gone, until the watchdog ended it."""
+FINISHED = "it has finished"
+_PATIENCE = 8.0
+_ANSWERS_WITHIN = 4.0
+_FOREIGN = (f"{os.sep}torch{os.sep}", f"{os.sep}lamina{os.sep}", f"{os.sep}threading.py")
+
+
+@dataclass(frozen=True)
+class Activity:
+    """What a rank does in collectives: those that have not ended, and the last ones in words."""
+
+    waits: Sequence[Wait] = ()
+    recent: Sequence[str] = ()
+    idle: float = 0.0
+    """Seconds since the last collective was issued."""
+
+
+class Watchdog:
+    """Watches over this rank's waits and over the other processes of its host.
+
+    Args:
+        store: where the ranks of the job have met; the watchdog has its own connection to it.
+        rank: this rank.
+        world_size: ranks in all.
+        soft_limit: seconds after which a wait is told.
+        directory: where the first rank writes verdicts; None is the directory for temporary files.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        world_size: int,
+        soft_limit: float,
+        directory: str | os.PathLike[str] | None = None,
+    ) -> None:
+        self.lost: str | None = None
+        """Which rank is gone and why, once that is known."""
+        self._store: Any = cast(Any, store).clone()
+        self._rank, self._world_size, self._soft_limit = rank, world_size, soft_limit
+        self._directory = Path(tempfile.gettempdir() if directory is None else directory)
+        self._here = f"rank {rank}"
+        self._source: Callable[[], Activity] = Activity
+        self._on_host: dict[int, tuple[int, str]] = {}
+        self._pause = max(min(1.0, soft_limit / 4), world_size / 2000)
+        self._news = 0
+        self._next_alarm = soft_limit
+        self._answered: dict[int, float] = {}  # alarms without a verdict, and since when
+        self._lost_since = 0.0
+        self._still: tuple[object, float] = (None, 0.0)
+        self._main = threading.main_thread().ident
+        self._busy = threading.Lock()
+        self._end = threading.Event()
+        self._host = f"host/{_host_name()}"
+        number = self._store.add(f"{self._host}/count", 1)
+        me = [rank, os.getpid(), (_state_of(os.getpid()) or ("", ""))[1]]
+        self._store.set(f"{self._host}/{number}", json.dumps(me))
+        self._thread = threading.Thread(target=self._watch, name="lamina-watchdog", daemon=True)
+        self._thread.start()
+        atexit.register(self._at_exit)
+
+    def watch(self, source: Callable[[], Activity]) -> None:
+        """Ask `source` what this rank does in collectives."""
+        self._source = source
+
+    def locate(self, coordinates: str) -> None:
+        """Tell this rank's place in the mesh."""
+        self._here = f"rank {self._rank} ({coordinates})"
+        self._store.set(f"here/{self._rank}", self._here)
+
+    def close(self, why: str = FINISHED) -> None:
+        """Stop; other ranks that still wait for this one are told why it has left."""
+        if not self._end.is_set():
+            self._end.set()
+            atexit.unregister(self._at_exit)
+            # Without the store nobody is there to read it.
+            with contextlib.suppress(RuntimeError):
+                self._store.set(f"left/{self._rank}", why)
+
+    def _at_exit(self) -> None:
+        """The program has not closed its `Runtime`; no thread may use the store any more."""
+        error = getattr(sys, "last_value", None)
+        ended = f"it ended with {type(error).__name__}: {error}" if error else FINISHED
+        self.close(ended)
+        self._thread.join(2.0)
+
+    def gives_up(self, patience: float = 3.0) -> str | None:
+        """Which rank is gone, once waits that are still going on cannot end any more."""
+        long_ago = time.monotonic() - self._lost_since > patience
+        return self.lost if long_ago else None
+
+    def cause(self, ranks: Iterable[int], patience: float = 3.0) -> str | None:
+        """Why a collective of `ranks` has failed, if a rank is gone.
+
+        Args:
+            ranks: members of the group; those that have left in order count as well.
+            patience: seconds to wait for the news of it.
+        """
+        others, end = [one for one in ranks if one != self._rank], time.monotonic() + patience
+        while self.lost is None and not self._end.is_set():
+            try:
+                with self._busy:
+                    self._look_around()
+                    for one in others if self.lost is None else ():
+                        if self._left(one):
+                            self._lose(one)
+            except RuntimeError as error:
+                self._lose_store(error)
+            if time.monotonic() > end:
+                break
+            time.sleep(0.05)
+        return self.lost
+
+    # -- the thread ---------------------------------------------------------------------------
+
+    def _watch(self) -> None:
+        while not self._end.wait(self._pause):
+            try:
+                with self._busy:
+                    self._look_around()
+                    self._look_at_waits()
+            except RuntimeError as error:
+                if not self._end.is_set():
+                    self._lose_store(error)
+            if self.lost is not None:
+                self._end_if_stuck(self.lost)
+
+    def _look_around(self) -> None:
+        """Processes of this host, and news of others."""
+        if len(self._on_host) < self._world_size:
+            for number in range(
+                len(self._on_host) + 1, self._store.add(f"{self._host}/count", 0) + 1
+            ):
+                if self._store.check([f"{self._host}/{number}"]):
+                    rank, process, started = json.loads(self._store.get(f"{self._host}/{number}"))
+                    self._on_host[rank] = process, started
+        for rank, (process, started) in list(self._on_host.items()):
+            found = _state_of(process)
+            if found is None or found[1] != started or found[0] in "ZX":
+                self._on_host[rank] = -1, ""
+                news = process > 0 and rank != self._rank and self.lost is None
+                if news and self._left(rank) != FINISHED:
+                    self._lose(rank, f" (process {process} on {socket.gethostname()})")
+        while self._store.check([f"news/{self._news + 1}"]):
+            self._news += 1
+            kind, text = json.loads(self._store.get(f"news/{self._news}"))
+            if kind == "lost" and self.lost is None:
+                self._lost_since, self.lost = time.monotonic(), text
+            elif kind == "alarm":
+                self._answer(self._news)
+            elif kind == "verdict":
+                self._answered.clear()
+
+    def _lose(self, rank: int, process: str = "") -> None:
+        """A rank of this host, or of a group that failed, is gone."""
+        known = self._store.check([f"here/{rank}"])
+        here = self._store.get(f"here/{rank}").decode() if known else f"rank {rank}"
+        left = self._left(rank)
+        why = left or "killed, or it crashed; see its log"
+        self._lost_since, self.lost = time.monotonic(), f"{here}{process} is gone: {why}"
+        if not left:
+            self._publish("lost", self.lost)
+
+    def _left(self, rank: int) -> str:
+        """What a rank has said when it left; nothing if it did not."""
+        key = f"left/{rank}"
+        return self._store.get(key).decode() if self._store.check([key]) else ""
+
+    def _lose_store(self, error: RuntimeError) -> None:
+        if self.lost is None:
+            served = _state_of(self._on_host[0][0]) if 0 in self._on_host else None
+            who = "rank 0 is gone, with the store that it served" if served is None else "no answer"
+            self._lost_since = time.monotonic()
+            self.lost = f"the store that the ranks met at cannot be reached: {who} ({error})"
+        self._end.wait(self._pause)
+
+    def _publish(self, kind: str, text: str) -> None:
+        number = self._store.add("news", 1)
+        self._store.set(f"news/{number}", json.dumps([kind, text]))
+
+    def _end_if_stuck(self, lost: str) -> None:
+        """End this process if its main thread has waited all along for somebody who is gone.
+
+        Waits of Lamina's raise by themselves. What is left are waits in code of others: the store's
+        while a group is made, torch's own collectives.
+        """
+        frame = sys._current_frames().get(self._main or 0)
+        spot = None if frame is None else (id(frame), frame.f_lasti)
+        inside = frame is not None and any(one in frame.f_code.co_filename for one in _FOREIGN)
+        now = time.monotonic()
+        if spot != self._still[0] or not inside:
+            self._still = spot, now
+        if now - max(self._still[1], self._lost_since) > _PATIENCE:
+            stack = "".join(traceback.format_stack(frame)[-3:]) if frame is not None else ""
+            text = f"{self._here} ends, as it still waits: {lost}\n{stack}"
+            print(text, file=sys.stderr, flush=True)
+            os._exit(EXIT_STATUS)
+
+    # -- waits that last ----------------------------------------------------------------------
+
+    def _look_at_waits(self) -> None:
+        longest = max((wait.seconds for wait in self._source().waits), default=0.0)
+        if longest < self._soft_limit:
+            self._next_alarm = self._soft_limit
+        elif longest > self._next_alarm and not self._answered:
+            self._next_alarm = 2 * longest
+            self._publish("alarm", self._here)
+        for alarm, since in self._answered.items():
+            # The first rank speaks. If it does not, the next one does after a while.
+            late = time.monotonic() - since > _ANSWERS_WITHIN * (1 + self._rank)
+            if late or (self._rank == 0 and self._store.check(self._reports(alarm))):
+                self._conclude(alarm)
+                return
+
+    def _reports(self, alarm: int) -> list[str]:
+        return [f"report/{alarm}/{rank}" for rank in range(self._world_size)]
+
+    def _answer(self, alarm: int) -> None:
+        activity = self._source()
+        frame = sys._current_frames().get(self._main or 0)
+        stack = [] if frame is None else traceback.extract_stack(frame)
+        own = [one for one in stack if not any(part in one.filename for part in _FOREIGN)] or stack
+        at = f"{Path(own[-1].filename).name}:{own[-1].lineno} in {own[-1].name}" if own else "?"
+        text = traceback.format_list(stack)
+        report = Report(
+            self._here, at, activity.idle, tuple(activity.waits), tuple(activity.recent), text
+        )
+        self._store.set(f"report/{alarm}/{self._rank}", json.dumps(asdict(report)))
+        self._answered[alarm] = time.monotonic()
+
+    def _conclude(self, alarm: int) -> None:
+        """Put the reports of all ranks into words, on the terminal and in a file."""
+        reports: dict[int, Report | None] = {}
+        for rank, key in enumerate(self._reports(alarm)):
+            there = self._store.check([key])
+            reports[rank] = Report.read(self._store.get(key)) if there else None
+        states = {
+            rank: found[0]
+            for rank, (process, _) in self._on_host.items()
+            if (found := _state_of(process)) is not None
+        }
+        words, details = verdict(reports, states)
+        path = self._directory / f"lamina-verdict-{os.getpid()}-{alarm}.txt"
+        try:
+            path.write_text(f"{words}\n\n{details}")
+            words += f"\nStacks and last collectives of all ranks: {path}"
+        except OSError as error:
+            words += f"\n(no file with the stacks: {error})"
+        print(words, file=sys.stderr, flush=True)
+        self._answered.clear()
+        self._publish("verdict", words)
+
+
+def _state_of(process: int) -> tuple[str, str] | None:
+    """State (R, S, T, Z, ...) and start time of a process of this host; None if there is none."""
+    try:
+        words = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return words[0], words[19]
+
+
+def _host_name() -> str:
+    """Equal for processes that see each other under /proc; of its own for any other."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot}/{Path('/proc/self/ns/pid').stat().st_ino}"
+    except OSError:
+        return f"{socket.gethostname()}/{os.getpid()}"

@@ -1,0 +1,128 @@
+"""Who is gone and who waits for whom: what the watchdog of each rank tells."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from torch.distributed import HashStore  # type: ignore[attr-defined]
+
+from lamina.mesh import init_distributed
+from lamina.mesh.engine import Activity, Wait, running_watchdog
+from lamina.mesh.verdict import Report, verdict
+from lamina.mesh.watchdog import Watchdog
+
+
+def eventually(condition, seconds=15.0):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it did not happen"
+        time.sleep(0.05)
+
+
+def wait(what="gather of blocks.3", number=7, ranks=(0, 1, 2, 3)):
+    return Wait(what, "dp_shard:gather", number, 31.0, ranks)
+
+
+def report(rank, *waits, at="train.py:5 in loop", idle=31.0):
+    return Report(f"rank {rank} (dp_shard={rank})", at, idle, waits, (), ["stack\n"])
+
+
+def test_a_verdict_names_who_is_in_no_collective_and_where():
+    reports = {rank: report(rank, wait()) for rank in range(3)}
+    reports[3] = report(3, at="data.py:88 in load")
+    words, details = verdict(reports, {})
+    assert "rank 3 (dp_shard=3) is in no collective for 31 s: it is at data.py:88 in load" in words
+    assert "3 ranks (0-2) wait for 31 s in gather of blocks.3" in words
+    assert "to which rank 3 did not come" in words
+    assert details.count("stack") == 4
+
+
+def test_a_verdict_names_ranks_that_make_different_calls_and_those_that_are_stopped():
+    words, _ = verdict({0: report(0, wait()), 1: report(1, wait("sum of head", 9))}, {})
+    assert "not in the same collective" in words
+    assert "gather of blocks.3 (collective 7" in words
+    assert "sum of head (collective 9" in words
+    words, _ = verdict({0: report(0, wait()), 1: None, 2: None}, {1: "T"})
+    assert "rank 1 does not run (its process is stopped)" in words
+    assert "rank 2 does not run (no answer)" in words
+
+
+def test_a_rank_whose_process_has_ended_is_known_within_two_seconds(tmp_path):
+    """The other rank is a process that has only signed, and is then killed."""
+    store = HashStore()
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    watchdog = Watchdog(store, 0, 2, 30.0, tmp_path)
+    started = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[19]
+    number = store.add(f"{watchdog._host}/count", 1)
+    store.set(f"{watchdog._host}/{number}", f'[1, {process.pid}, "{started}"]')
+    store.set("here/1", "rank 1 (tp=1)")
+    try:
+        time.sleep(1.5)
+        assert watchdog.lost is None
+        process.kill()
+        begun = time.monotonic()  # a process that nobody has waited for is as dead
+        eventually(lambda: watchdog.lost is not None)
+        assert time.monotonic() - begun < 4
+        assert watchdog.lost.startswith(f"rank 1 (tp=1) (process {process.pid} on ")
+    finally:
+        watchdog.close()
+        process.kill()
+        process.wait()
+
+
+def test_a_rank_that_has_finished_is_no_fault_until_somebody_needs_it(tmp_path):
+    store = HashStore()
+    watchdog = Watchdog(store, 0, 2, 30.0, tmp_path)
+    other = Watchdog(store, 1, 2, 30.0, tmp_path)
+    try:
+        assert watchdog.cause([0, 1], patience=0.2) is None
+        other.close()
+        time.sleep(1.5)
+        assert watchdog.lost is None
+        assert watchdog.cause([0, 1]) == "rank 1 is gone: it has finished"
+    finally:
+        watchdog.close()
+
+
+def test_a_rank_that_raised_tells_the_others_what(tmp_path):
+    store = HashStore()
+    watchdog, other = (Watchdog(store, rank, 2, 30.0, tmp_path) for rank in (0, 1))
+    try:
+        other.close("it ended with ValueError: the batch is broken")
+        assert "ValueError: the batch is broken" in watchdog.cause([0, 1])
+    finally:
+        watchdog.close()
+
+
+def test_a_wait_beyond_the_soft_limit_is_told_by_the_first_rank_and_in_a_file(tmp_path, capfd):
+    store = HashStore()
+    dogs = [Watchdog(store, rank, 2, 0.4, tmp_path) for rank in (0, 1)]
+    try:
+        dogs[1].locate("dp_shard=1")
+        dogs[0].watch(lambda: Activity([wait(ranks=(0, 1))], ["gather of blocks.2"], 31.0))
+        eventually(lambda: list(tmp_path.iterdir()))
+        time.sleep(0.5)
+        told = capfd.readouterr().err
+    finally:
+        for dog in dogs:
+            dog.close()
+    assert "rank 1 (dp_shard=1) is in no collective" in told
+    assert "rank 0 waits for 31 s in gather of blocks.3" in told
+    (file,) = tmp_path.iterdir()
+    assert str(file) in told
+    assert "did: gather of blocks.2" in file.read_text()
+    assert "test_watchdog.py" in file.read_text()  # stacks
+
+
+@pytest.mark.ranks(2)
+def test_every_world_of_several_ranks_has_one_unless_it_is_switched_off(ranks):
+    with init_distributed(soft_limit=None):
+        assert running_watchdog() is None
+    with pytest.raises(ValueError, match="soft_limit=-1"):
+        init_distributed(soft_limit=-1)
+    with init_distributed():
+        assert running_watchdog() is not None

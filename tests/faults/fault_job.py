@@ -1,0 +1,238 @@
+"""One rank of a small job in which something goes wrong: `fault_job.py WRAPPER FAULT PHASE`.
+
+The last rank is the one that misbehaves, in step 2 where the phase is in a step. Every rank writes
+one line of JSON at its end: how it ended, and when.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import signal
+import sys
+import time
+
+import torch
+from torch import nn
+
+STEPS = 4
+
+
+def model(width=8, order=("first", "second")):
+    torch.manual_seed(0)
+    made = {name: nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for name in order}
+    return nn.ModuleDict({**made, "last": nn.Linear(8, width)})
+
+
+class Model(nn.Module):
+    def __init__(self, **how):
+        super().__init__()
+        self.parts = model(**how)
+
+    def forward(self, x):
+        for name in ("first", "second", "last"):
+            x = self.parts[name](x)
+        return x
+
+
+def lamina_world(given):
+    from lamina.mesh import ParallelLayout, init_distributed
+
+    runtime = init_distributed(
+        timeout=given.timeout, soft_limit=given.soft_limit, verdict_directory=given.directory
+    )
+    return runtime, ParallelLayout().build()
+
+
+def torch_world(given):
+    import datetime
+
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=given.timeout))
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",))
+    return contextlib.nullcontext(), mesh
+
+
+def ddp(module, make, mesh, *, sharded):
+    from lamina.ddp import DistributedDataParallel, DistributedDataParallelConfig, ShardedOptimizer
+
+    config = DistributedDataParallelConfig(use_distributed_optimizer=sharded)
+    wrapped = DistributedDataParallel(module, config, mesh)
+    return wrapped, ShardedOptimizer(make(module.parameters()), wrapped, mesh)
+
+
+def fully_sharded(module, make, mesh, strategy):
+    from lamina.fsdp import fully_shard
+
+    return fully_shard(
+        module,
+        make(module.parameters()),
+        device_mesh=mesh,
+        fsdp_unit_modules=[nn.Sequential],
+        zero_dp_strategy=strategy,
+    )
+
+
+def per_module(module, make, mesh):
+    from lamina.fsdp import fully_shard_optimizer, shard_module
+
+    for part in (module.parts["first"], module.parts["second"], module):
+        shard_module(part, mesh)
+    optimizer = make(module.parameters())
+    return module, fully_shard_optimizer(optimizer, module)
+
+
+def torch_fsdp2(module, make, mesh):
+    from torch.distributed.fsdp import fully_shard
+
+    for part in (module.parts["first"], module.parts["second"], module):
+        fully_shard(part, mesh=mesh)
+    return module, make(module.parameters())
+
+
+WRAPPERS = {
+    "ddp": lambda *given: ddp(*given, sharded=False),
+    "ddp_sharded": lambda *given: ddp(*given, sharded=True),
+    "zero1": lambda *given: fully_sharded(*given, 1),
+    "zero3": lambda *given: fully_sharded(*given, 3),
+    "shard_module": per_module,
+    "torch_fsdp2": torch_fsdp2,
+}
+
+
+def sgd(parameters):
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+def adamw(parameters):
+    return torch.optim.AdamW(parameters, lr=0.1)
+
+
+def other_lr(parameters):
+    return torch.optim.SGD(parameters, lr=0.2)
+
+
+class Faults:
+    """What goes wrong, when, and on which rank."""
+
+    def __init__(self, fault, phase, rank, size):
+        self.fault, self.phase, self.mine = fault, phase, rank == size - 1
+        self.step = 0
+
+    def here(self, phase):
+        late = phase in ("before_wrap", "first_use") or self.step == 2
+        if not (self.mine and phase == self.phase and late):
+            return
+        mark("fault")
+        if self.fault == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif self.fault == "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        elif self.fault == "exception":
+            raise RuntimeError("planted: the batch is broken")
+        elif self.fault == "exit0":
+            os._exit(0)
+        elif self.fault == "sleep":
+            time.sleep(3600)
+
+
+def mark(what, **more):
+    sys.stdout.write(json.dumps({"what": what, "time": time.time(), **more}) + "\n")
+    sys.stdout.flush()
+
+
+def hooked(wrapped, faults):
+    """Phases inside forward and backward: at the second block."""
+    inner = next(m for name, m in wrapped.named_modules() if name.endswith("parts.second"))
+    inner.register_forward_pre_hook(lambda *_: faults.here("forward"))
+    inner.register_full_backward_hook(lambda *_: faults.here("backward"))
+
+
+def train(given, faults, wrapped, optimizer, saver):
+    hooked(wrapped, faults)
+    rank = int(os.environ["RANK"])
+    for faults.step in range(STEPS):
+        faults.here("step")
+        batch = torch.ones(4, 8) * (1 + rank)
+        if faults.fault == "skip_unit" and faults.mine and faults.step == 2:
+            loss = wrapped.parts["first"](batch).sum()
+        else:
+            loss = wrapped(batch).square().mean()
+        loss.backward()
+        if not (faults.fault == "no_step" and faults.mine and faults.step == 2):
+            optimizer.step()
+        optimizer.zero_grad()
+        if faults.fault == "lr_later" and faults.mine and faults.step == 1:
+            optimizer.param_groups[0]["lr"] *= 3
+        if saver is not None:
+            faults.here("save")
+            saver(faults.step, wrapped, optimizer)
+        if faults.fault == "evaluate_alone" and faults.mine and faults.step == 2:
+            with torch.no_grad():
+                wrapped(batch)
+        faults.here("evaluation")
+        with torch.no_grad():
+            wrapped(batch)
+
+
+def saving(given, faults):
+    if given.phase != "save" and given.fault not in ("directory", "save_step"):
+        return None
+    from lamina.checkpoint import CheckpointManager
+
+    name = "other" if given.fault == "directory" and faults.mine else "same"
+    manager = CheckpointManager(os.path.join(given.directory, name))
+
+    def save(step, wrapped, optimizer):
+        step += 10 if given.fault == "save_step" and faults.mine else 0
+        manager.save(step, {"model": wrapped, "optimizer": optimizer})
+
+    return save
+
+
+def run(given, faults):
+    world = torch_world if given.wrapper == "torch_fsdp2" else lamina_world
+    runtime, mesh = world(given)
+    with runtime:
+        faults.here("before_wrap")
+        odd = given.fault if faults.mine else ""
+        how = {"width": 9} if odd == "width" else {}
+        if odd == "order":
+            how = {"order": ("second", "first")}
+        module = Model(**how)
+        if odd == "dtype":
+            module = module.double()
+        if odd == "frozen":
+            module.parts["first"].requires_grad_(False)
+        make = {"optimizer": adamw, "lr": other_lr}.get(odd, sgd)
+        wrapped, optimizer = WRAPPERS[given.wrapper](module, make, mesh)
+        faults.here("first_use")
+        train(given, faults, wrapped, optimizer, saving(given, faults))
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("wrapper", choices=WRAPPERS)
+    parser.add_argument("fault")
+    parser.add_argument("phase")
+    parser.add_argument("--timeout", type=float, default=60)
+    parser.add_argument("--soft-limit", type=float, default=3)
+    parser.add_argument("--directory", required=True)
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    faults = Faults(given.fault, given.phase, rank, size)
+    try:
+        run(given, faults)
+    except Exception as error:
+        mark("error", rank=rank, text=f"{type(error).__name__}: {error}")
+        raise
+    mark("finished", rank=rank)
+
+
+if __name__ == "__main__":
+    main()

@@ -236,13 +236,14 @@ def ddp_without_config(case: Case):
     return {}
 
 
-@wrong("config|mesh", columns=("ddp",))
+@use(F, columns=("ddp", "torch_ddp"), dtypes=("fp32",))
 def ddp_with_the_model_alone(case: Case):
     """`DistributedDataParallel(model)`, as torch's"""
     from lamina.ddp import DistributedDataParallel
 
-    DistributedDataParallel(case.net())
-    return {}
+    wraps = {"ddp": DistributedDataParallel, "torch_ddp": torch.nn.parallel.DistributedDataParallel}
+    model = wraps.get(case.column, lambda model: model)(case.net())
+    return case.train(model, sgd(model.parameters()))
 
 
 @wrong("device_ids|process_group|find_unused|gradient_as_bucket_view", "mesh", columns=("ddp",))

@@ -20,6 +20,7 @@ from lamina.ddp.group.group import (
     plan_layout,
     whole_weights,
 )
+from lamina.ddp.group.module_watch import ModuleWatch
 from lamina.ddp.group.weights import Weights, WeightsState, WholeWeights
 from lamina.ddp.inspect.inspection import HasGroups, InspectsItself, groups_of
 from lamina.ddp.inspect.memory import MemoryBudgets
@@ -36,6 +37,7 @@ from lamina.ddp.parameters.axes import (
     check_dimensions,
     check_experts,
     data_parallel_axes,
+    refuse_unplaced,
 )
 from lamina.ddp.parameters.dtypes import GroupDtypes, resolve_dtypes
 from lamina.ddp.parameters.facts import require_same_model
@@ -65,6 +67,7 @@ __all__ = [
     "HasGroups",
     "InspectsItself",
     "MemoryBudgets",
+    "ModuleWatch",
     "Order",
     "ParameterGroup",
     "ParameterRef",
@@ -91,6 +94,7 @@ __all__ = [
     "map_tensors",
     "plan_layout",
     "refuse_optimizer",
+    "refuse_unplaced",
     "registration_refusal",
     "require_same_model",
     "require_same_optimizer",

@@ -1,5 +1,6 @@
-"""What the layers above build on: axes of any mesh, the environment, roles, random streams."""
+"""What the layers above build on: axes of any mesh, environment, roles, random streams, words."""
 
+from lamina.mesh.arguments import named_mesh, translates
 from lamina.mesh.axis import MeshAxis, axis_if_there, mesh_axis
 from lamina.mesh.axis_sizes import DENSE_AXES, DERIVED_AXES, EXPERT_AXES, MODEL_AXES
 from lamina.mesh.errors import EnvironmentVariableError, GroupCreationError
@@ -31,8 +32,10 @@ __all__ = [
     "copy_roles",
     "environment",
     "mesh_axis",
+    "named_mesh",
     "recompute_contexts",
     "require_overlap",
     "require_stream",
     "running_watchdog",
+    "translates",
 ]

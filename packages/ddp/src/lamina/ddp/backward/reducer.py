@@ -376,8 +376,9 @@ class GradientReducer:
 
     def _step_facts(self) -> list[Fact]:
         """Steps and hyperparameters of the optimizers that update the groups."""
-        told = dict.fromkeys(source for group in self.groups for source in group.step_facts)
-        facts = (source() for source in told)
+        # By identity: a weak reference whose optimizer is gone cannot be hashed.
+        told = {id(source): source for group in self.groups for source in group.step_facts}
+        facts = (source() for source in told.values())
         return [fact for tell in facts if tell is not None for fact in tell()]
 
     def _show(self, *, final: bool) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 
+import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -18,7 +19,13 @@ from lamina.ddp.parameters.parameters import ParameterRef
 from lamina.mesh import ParallelMesh
 from lamina.mesh.engine import MeshAxis, mesh_axis
 
-__all__ = ["DataParallelAxes", "check_dimensions", "check_experts", "data_parallel_axes"]
+__all__ = [
+    "DataParallelAxes",
+    "check_dimensions",
+    "check_experts",
+    "data_parallel_axes",
+    "refuse_unplaced",
+]
 
 
 @dataclass(frozen=True)
@@ -196,6 +203,31 @@ def check_experts(
                 f"says that experts are not (expert_tp=1): its copies would be sought along "
                 f"{copies.describe()}. Use ParallelLayout(expert_tp={tp.size}), or build the model "
                 "with the whole mesh, which keeps experts uncut"
+            )
+
+
+def refuse_unplaced(
+    refs: Iterable[ParameterRef], dense: DataParallelAxes, tp: MeshAxis | None
+) -> None:
+    """Refuse parameters that are cut over tp, where all ranks of the world would be copies.
+
+    Args:
+        refs: a model's parameters.
+        dense: the data-parallel axes of dense ones.
+        tp: axis that cuts dense parameters, if the mesh has one.
+
+    Raises:
+        ValueError: naming the first such parameter.
+    """
+    if (tp is not None and tp.size > 1) or not 1 < dense.size == dist.get_world_size():
+        return
+    for ref in refs:
+        if ref.role.tp_shard_dim is not None and not ref.role.expert:
+            raise ValueError(
+                f"{ref.name} is marked tp_shard_dim={ref.role.tp_shard_dim}, and the mesh takes "
+                f"all {dense.size} ranks for copies ({dense.describe()}): the first one's tp piece "
+                "would overwrite the others'. Pass the mesh that the model was built with "
+                "(device_mesh= of fully_shard, mesh= of the others), with its tp dimension"
             )
 
 

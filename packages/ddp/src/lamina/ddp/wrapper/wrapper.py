@@ -16,12 +16,14 @@ from lamina.ddp.backward.reducer import GradientReducer
 from lamina.ddp.gradients.reduction import resolve_reduction
 from lamina.ddp.gradients.scratch import ScratchBuffers
 from lamina.ddp.group.group import GroupSettings, ParameterGroup, refuse_changed
+from lamina.ddp.group.module_watch import ModuleWatch
 from lamina.ddp.inspect.memory import MemoryBudgets
 from lamina.ddp.parameters.axes import (
     DataParallelAxes,
     check_dimensions,
     check_experts,
     data_parallel_axes,
+    refuse_unplaced,
 )
 from lamina.ddp.parameters.dtypes import resolve_dtypes
 from lamina.ddp.parameters.facts import require_same_model
@@ -35,13 +37,28 @@ from lamina.ddp.parameters.tensor_trees import tensors_in
 from lamina.ddp.wrapper.config import DistributedDataParallelConfig
 from lamina.ddp.wrapper.contract import DataParallel
 from lamina.ddp.wrapper.param_gathers import ParamGathers, adopt_model_weights, registered_pool
-from lamina.mesh import ParallelMesh
-from lamina.mesh.engine import require_overlap
+from lamina.mesh import ParallelLayout, ParallelMesh
+from lamina.mesh.engine import axis_if_there, named_mesh, require_overlap, translates
 
 __all__ = ["DistributedDataParallel", "plan_buckets"]
 
 _IN_FLIGHT = 4
 """Reductions that are not waited for yet."""
+
+_LEAVE_OUT = "nothing in its place; leave it out"
+_TORCH_NAMES = {
+    "device_ids": "mesh=, and move the model to its device before it is wrapped",
+    "output_device": "mesh=, and move outputs yourself",
+    "process_group": "mesh=, such as DeviceMesh.from_group(group, device_type)",
+    "device_mesh": "mesh=",
+    "find_unused_parameters": f"{_LEAVE_OUT}: unused parameters are found in any case",
+    "static_graph": f"{_LEAVE_OUT}: buckets never depend on the first iteration",
+    "gradient_as_bucket_view": f"{_LEAVE_OUT}: gradients always are views of buckets",
+    "bucket_cap_mb": "config=DistributedDataParallelConfig(bucket_size=elements)",
+    "mixed_precision": "a model in bfloat16 and ShardedOptimizer, which keeps fp32 main weights",
+    "optimizer": "ShardedOptimizer(optimizer, module, mesh) around the optimizer afterwards",
+}
+"""What torch's `DistributedDataParallel` is told, and what does the same here."""
 
 
 class DistributedDataParallel(DataParallel):
@@ -55,9 +72,10 @@ class DistributedDataParallel(DataParallel):
     Args:
         module: the model, with the same architecture on every rank; its first data-parallel
             rank's values are taken.
-        config: see `DistributedDataParallelConfig`.
+        config: see `DistributedDataParallelConfig`; None is the defaults.
         mesh: a `ParallelMesh`, or a `DeviceMesh` with a dimension called `dp_shard` or `dp`, or
             `dp_replicate`, or both, or with one dimension; beside them it may have `tp` and `pp`.
+            None is one axis over the whole world.
 
     Raises:
         TypeError: for something else in place of config or mesh.
@@ -66,20 +84,25 @@ class DistributedDataParallel(DataParallel):
         DisagreementError: for another model or config than other ranks have.
     """
 
+    @translates(_TORCH_NAMES)
     def __init__(
         self,
         module: nn.Module,
-        config: DistributedDataParallelConfig,
-        mesh: ParallelMesh | DeviceMesh,
+        config: DistributedDataParallelConfig | None = None,
+        mesh: ParallelMesh | DeviceMesh | None = None,
     ) -> None:
         super().__init__()
+        config = DistributedDataParallelConfig() if config is None else config
+        mesh = ParallelLayout().build() if mesh is None else named_mesh(mesh)
         _check_kinds(config, mesh)
         if config.overlap_grad_reduce or config.overlap_param_gather:
             require_overlap("DistributedDataParallel with overlap")
         self.module = module
         self.config = config
         dense, expert = _axes(mesh, config)
-        refs = collect_parameters(module)
+        left_alone = _left_alone(module)
+        refs = [ref for ref in collect_parameters(module) if id(ref.parameter) not in left_alone]
+        refuse_unplaced(refs, dense, axis_if_there(mesh, "tp"))
         require_same_model(type(self).__name__, refs, dense, expert, config)
         if isinstance(mesh, ParallelMesh):
             tp, expert_tp, ep = (mesh.axis(name) for name in ("tp", "expert_tp", "ep"))
@@ -87,7 +110,7 @@ class DistributedDataParallel(DataParallel):
         scratch = ScratchBuffers(keep_on_cpu=True)
         settings = _settings(config, dense)
         with self._memory(dense, expert):
-            self._groups = _make_groups(module, config, settings, dense, expert, scratch)
+            self._groups = _make_groups(refs, config, settings, dense, expert, scratch)
         self._reducer = GradientReducer(
             [group for group in self._groups if group.requires_grad],
             scratch,
@@ -97,6 +120,7 @@ class DistributedDataParallel(DataParallel):
             check_finite=config.check_for_nan_in_grad,
             largest=config.check_for_large_grads,
         )
+        self._watch = ModuleWatch(self._groups, "DistributedDataParallel", left_alone)
         self._gathers = ParamGathers(
             module,
             self._groups[::-1],
@@ -121,6 +145,7 @@ class DistributedDataParallel(DataParallel):
 
     def _refuse_what_never_trains(self) -> None:
         """Gradients that nobody will step, and parameters whose gradients nobody would sum."""
+        self._watch.look(self.module, optimizer_known=True)
         for group in self._groups:
             refuse_changed(group)
             if group.gradients is None or not group.gradients.state.is_final:
@@ -284,14 +309,13 @@ def _settings(config: DistributedDataParallelConfig, dense: DataParallelAxes) ->
 
 
 def _make_groups(
-    module: nn.Module,
+    refs: Sequence[ParameterRef],
     config: DistributedDataParallelConfig,
     settings: GroupSettings,
     dense: DataParallelAxes,
     expert: DataParallelAxes | None,
     scratch: ScratchBuffers,
 ) -> list[ParameterGroup]:
-    refs = collect_parameters(module)
     meta = [ref.name for ref in refs if ref.parameter.is_meta]
     if meta:
         raise ValueError(
@@ -305,6 +329,12 @@ def _make_groups(
         axes = expert if key.expert and expert is not None else dense
         groups.append(ParameterGroup(members, axes, dtypes, settings, scratch))
     return groups
+
+
+def _left_alone(module: nn.Module) -> set[int]:
+    """`id`s of the parameters that torch's DDP leaves alone too."""
+    names = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+    return {id(p) for name, p in module.named_parameters(remove_duplicate=False) if name in names}
 
 
 def _axes(

@@ -6,7 +6,7 @@ one, for one unit, at each call, and the second one when the model is first used
 
 import fnmatch
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -19,6 +19,7 @@ from lamina.ddp.engine import (
     GradientReducer,
     GroupDtypes,
     GroupSettings,
+    ModuleWatch,
     Order,
     ParameterGroup,
     ParameterRef,
@@ -140,6 +141,9 @@ def start_engine(
     sharding: Sharding,
     scratch: ScratchBuffers,
     pool: StoragePool,
+    *,
+    wrapper: str = "fully_shard",
+    left_alone: Collection[int] = (),
 ) -> ShardingEngine:
     """Put the units of one model to work.
 
@@ -148,6 +152,8 @@ def start_engine(
         sharding: the root's.
         scratch: the gradient buffers of all units.
         pool: memory of whole weights; only slots are planned for all units together.
+        wrapper: what the user has called, for messages.
+        left_alone: `id`s of parameters that were to be left out.
     """
     settings = sharding.settings
     units = list(dict.fromkeys(each.unit for each in hooks))
@@ -173,6 +179,7 @@ def start_engine(
         gather_budget=settings.gather_budget,
         order_check=check,
         storage_check=StorageCheck(pool) if settings.check_storage else None,
+        watch=ModuleWatch((g for unit in units for g in unit.groups), wrapper, left_alone),
     )
     for each in hooks:
         each.start(engine)

@@ -45,13 +45,39 @@ from lamina.fsdp.units.dtensors import localise_dtensors, point_at_localised
 from lamina.fsdp.units.materialise import refuse_uninitialised
 from lamina.fsdp.units.plan import plan_units, refine
 from lamina.mesh import ParallelMesh
-from lamina.mesh.engine import require_overlap
+from lamina.mesh.engine import require_overlap, translates
 
 __all__ = ["fully_shard", "fully_shard_model", "fully_shard_optimizer"]
 
 OptimizerT = TypeVar("OptimizerT", bound=Optimizer)
 _P = ParamSpec("_P")
 _TRANSPOSES = "keep_fp8_transpose_cache"
+_PER_MODULE = "shard_module(module, mesh, {}), which goes module by module as FSDP2 does"
+_LEAVE_OUT = "nothing in its place; leave it out"
+_FOREIGN = {
+    "mesh": "device_mesh=",
+    "process_group": "device_mesh=, such as DeviceMesh.from_group(group, device_type)",
+    "mp_policy": "mixed_precision_policy=",
+    "mixed_precision": "mixed_precision_policy=",
+    "ignored_params": _PER_MODULE.format("ignored_params="),
+    "ignored_modules": _PER_MODULE.format("ignored_params="),
+    "ignored_states": _PER_MODULE.format("ignored_params="),
+    "shard_placement_fn": "lamina.mesh.mark(parameter, block_rows=) where a cut must not separate "
+    "rows; shards are spans of elements and not of a dimension",
+    "auto_wrap_policy": "fsdp_unit_modules=[Block, ...]",
+    "sharding_strategy": "zero_dp_strategy=3 (FULL_SHARD), 2 (SHARD_GRAD_OP) or 0 (NO_SHARD)",
+    "stage": "zero_dp_strategy=",
+    "zero_stage": "zero_dp_strategy=",
+    "data_parallel_sharding_strategy": "zero_dp_strategy=",
+    "cpu_offload": "offload_policy=CPUOffloadPolicy() of torch.distributed.fsdp",
+    "device_id": "device=",
+    "param_init_fn": "init_module=",
+    "use_orig_params": f"{_LEAVE_OUT}: parameters keep their names and groups in any case",
+    "limit_all_gathers": "gather_budget=bytes",
+    "forward_prefetch": "overlap_param_gather=",
+    "backward_prefetch": "overlap_param_gather=",
+}
+"""What peers' functions are told, and what does the same here."""
 
 
 class _FullyShard(Protocol[_P]):
@@ -88,6 +114,7 @@ def _with_settings_of(
 
 
 @_typed
+@translates(_FOREIGN)
 def fully_shard(
     module: nn.Module,
     optimizer: Optimizer | None = None,
@@ -297,7 +324,27 @@ def fully_shard(
         fsdp_db_use_persist_buf_on_alloc_fail=fsdp_db_use_persist_buf_on_alloc_fail,
     )
     sharded = _shard(module, optimizer, settings, names)
-    return sharded if optimizer is None else (sharded, fully_shard_optimizer(optimizer, sharded))
+    if optimizer is None:
+        return sharded
+    return _Both((sharded, fully_shard_optimizer(optimizer, sharded)))
+
+
+class _Both(tuple[ShardedModule, Optimizer]):
+    """A model and its optimizer. Whoever takes it for the model is told to unpack it."""
+
+    __slots__ = ()
+
+    def __call__(self, *_: Any, **__: Any) -> Any:
+        raise TypeError(_UNPACK)
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"no {name!r}: {_UNPACK}")
+
+
+_UNPACK = (
+    "fully_shard(model, optimizer) has returned a tuple of both: write "
+    "model, optimizer = fully_shard(model, optimizer)"
+)
 
 
 @_with_settings_of(fully_shard)
@@ -313,6 +360,7 @@ def _shard(
     names: MegatronNames,
 ) -> ShardedModule:
     """Shard a model; `optimizer` is looked at, and not changed yet."""
+    _check_kinds(module, optimizer)
     _refuse_sharded(module)
     if settings.overlap_grad_reduce or settings.overlap_param_gather:
         require_overlap("fully_shard(overlap_grad_reduce=, overlap_param_gather=)")
@@ -369,12 +417,32 @@ def _build(module: nn.Module, sharding: Sharding) -> ShardedModule:
     return adopt(module, WatchedModule if settings.check_storage else ShardedModule, "FullySharded")
 
 
+def _check_kinds(module: object, optimizer: object) -> None:
+    if not isinstance(module, nn.Module):
+        raise TypeError(
+            f"fully_shard({type(module).__name__}, ...): the first argument is the module itself, "
+            "and not its parameters() or a list"
+        )
+    if isinstance(optimizer, ParallelMesh | DeviceMesh):
+        raise TypeError(
+            f"fully_shard(module, {type(optimizer).__name__}): the second argument is the "
+            "optimizer. Name the mesh, fully_shard(module, optimizer, device_mesh=mesh), or shard "
+            "module by module with shard_module(module, mesh)"
+        )
+    if optimizer is not None and not hasattr(optimizer, "param_groups"):
+        given = optimizer.__name__ if isinstance(optimizer, type) else type(optimizer).__name__
+        raise TypeError(
+            f"fully_shard(module, {given}): the second argument is an optimizer that is made "
+            "already, such as torch.optim.AdamW(module.parameters(), lr=1e-3)"
+        )
+
+
 def _refuse_sharded(module: nn.Module) -> None:
     for name, child in module.named_modules():
         if is_sharded(child):
             raise RuntimeError(
                 f"{name or type(module).__name__} is sharded already: call fully_shard once, on "
-                "the whole model"
+                "the whole model, or shard_module(block, mesh) on each block and then on the root"
             )
 
 

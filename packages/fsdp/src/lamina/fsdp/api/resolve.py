@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from lamina.ddp.engine import DataParallelAxes, collect_parameters
+from lamina.ddp.engine import DataParallelAxes, collect_parameters, refuse_unplaced
 from lamina.fsdp.settings.hardware_limits import SlotMemory, slot_memory
 from lamina.fsdp.settings.meshes import (
     Mesh,
@@ -21,6 +21,7 @@ from lamina.fsdp.state.cut_regions import beside_parts
 from lamina.fsdp.state.whole_tensors import needs_whole_tensors
 from lamina.fsdp.weights.offloaded import Offload, resolve_offload
 from lamina.mesh import ParallelLayout
+from lamina.mesh.engine import named_mesh
 
 __all__ = ["Sharding", "resolve"]
 
@@ -66,11 +67,12 @@ def resolve(
         ValueError: for unknown mesh dimensions, and settings that this model or mesh excludes.
         UnavailableError: for what this machine lacks.
     """
-    mesh = settings.device_mesh
+    mesh = named_mesh(settings.device_mesh)
     if mesh is None:
         mesh = ParallelLayout().build()
     dense, expert = resolve_meshes(mesh, settings)
     refs, model = collect_parameters(module), model_axes(mesh, settings)
+    refuse_unplaced(refs, dense, model.tp)
     dense = beside_parts(dense, refs, model)
     expert = None if expert is None else beside_parts(expert, refs, model)
     device, offload = _device_and_offload(module, mesh, settings, dense)

@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import OffloadPolicy
 
-from lamina.buffers import StoragePool
+from lamina.buffers import ShardedTensor, StoragePool
 from lamina.ddp.engine import (
     ParameterGroup,
     ParameterRef,
@@ -37,10 +37,22 @@ from lamina.fsdp.state.cut_regions import TensorRegions, show_parts
 from lamina.fsdp.units.dtensors import localise_dtensors
 from lamina.fsdp.units.plan import UnitPlan, refuse_container
 from lamina.mesh import ParallelMesh
+from lamina.mesh.engine import named_mesh, translates
 
 __all__ = ["ModuleWithUnit", "shard_module"]
 
 _P = ParamSpec("_P")
+_ONE_STRATEGY = "fully_shard(model, optimizer, zero_dp_strategy=), as shard_module is ZeRO-3"
+_FOREIGN = {
+    "device_mesh": "mesh=",
+    "optimizer": "an optimizer made over model.parameters() after the last shard_module",
+    "mixed_precision_policy": "mp_policy=",
+    "zero_dp_strategy": _ONE_STRATEGY,
+    "fsdp_unit_modules": "shard_module on each such module, and then on the root",
+    "shard_placement_fn": "granularity of rows, lamina.mesh.mark(parameter, block_rows=), where a "
+    "cut must not separate some; shards are spans of elements and not of a dimension",
+}
+"""What `fully_shard` and torch's `fully_shard` are told, and what does the same here."""
 _BUILT = "_lamina_built"
 
 
@@ -51,6 +63,7 @@ class _Built:
     sharding: Sharding
     scratch: ScratchBuffers
     pool: StoragePool
+    ignored: frozenset[int]
 
 
 class ModuleWithUnit(ShardedModule):
@@ -106,6 +119,7 @@ def _typed(
 
 
 @_typed
+@translates(_FOREIGN)
 def shard_module(
     module: nn.Module | list[nn.Module],
     mesh: ParallelMesh | DeviceMesh | None = None,
@@ -149,6 +163,12 @@ def shard_module(
             group cannot reach host memory.
         DisagreementError: for another module or setting than other ranks have.
     """
+    if mesh is not None and not isinstance(mesh, ParallelMesh | DeviceMesh):
+        raise TypeError(
+            f"shard_module(module, {type(mesh).__name__}): the second argument is the mesh. Make "
+            "the optimizer over model.parameters() after the last shard_module"
+        )
+    mesh = named_mesh(mesh)
     modules = _listed(module)
     # What they share is found as in a model that they are all of.
     around = modules[0] if len(modules) == 1 else nn.ModuleList(modules)
@@ -169,7 +189,7 @@ def shard_module(
     own = tuple(_own(around, inner, ignored))
     require_same_model("shard_module", own, sharding.dense, sharding.expert, settings)
     plan = UnitPlan("", around, own, inner, len(modules))
-    built = _Built(sharding, ScratchBuffers(), storage_pool(sharding))
+    built = _Built(sharding, ScratchBuffers(), storage_pool(sharding), frozenset(ignored))
     (unit,) = build_units(around, [plan], sharding, built.scratch, built.pool)
     if keep is not None:
         unit.set_reshard_after_forward(keep)
@@ -243,6 +263,12 @@ def _own(
             left_out.update(map(id, group.main_parameters))
     refs = [ref for ref in collect_parameters(module) if id(ref.parameter) not in left_out]
     for ref in refs:
+        if isinstance(ref.parameter.data, ShardedTensor):
+            raise ValueError(
+                f"{ref.name} of {type(module).__name__} is sharded already, with the module around "
+                "it: shard_module goes bottom-up (blocks first, the root last), and the optimizer "
+                "is made after it"
+            )
         if id(ref.parameter) in compute:
             raise ValueError(
                 f"{ref.name} of {type(module).__name__} is tied to a parameter of a module inside "
@@ -306,4 +332,11 @@ def _make_engine(root: ModuleWithUnit) -> None:
     first, *others = built
     for other in others:
         other.scratch.share(first.scratch)
-    start_engine(hooks, first.sharding, first.scratch, first.pool)
+    start_engine(
+        hooks,
+        first.sharding,
+        first.scratch,
+        first.pool,
+        wrapper="shard_module",
+        left_alone=frozenset[int]().union(*(each.ignored for each in built)),
+    )

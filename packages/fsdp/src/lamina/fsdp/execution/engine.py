@@ -12,10 +12,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 
 import torch
+from torch import nn
 from torch.optim import Optimizer
 
 from lamina.buffers import StaleStorageError, StoragePool
-from lamina.ddp.engine import GradientReducer, ParameterGroup
+from lamina.ddp.engine import GradientReducer, ModuleWatch, ParameterGroup
 from lamina.fsdp.execution.budgets import GatherBudget
 from lamina.fsdp.execution.debug_order import OrderCheck
 from lamina.fsdp.execution.debug_storage import StorageCheck
@@ -41,6 +42,7 @@ class ShardingEngine:
         slot_memory: registered memory that the slots lie in, to be let go of before the process
             group is.
         storage_check: watches over reads of released weights.
+        watch: looks for parameters that modules hold since, before each forward of training.
     """
 
     def __init__(
@@ -55,6 +57,7 @@ class ShardingEngine:
         order_check: OrderCheck | None = None,
         slot_memory: SlotMemory | None = None,
         storage_check: StorageCheck | None = None,
+        watch: ModuleWatch | None = None,
     ) -> None:
         self.units = tuple(units)
         self.root = self.units[0]
@@ -65,6 +68,7 @@ class ShardingEngine:
             self.gather_budget = GatherBudget(self.units, gather_budget)
         self.slot_memory = slot_memory
         self._storage_check = storage_check
+        self._watch = watch
         self._order_check = order_check
         if order_check is not None:
             engine = weakref.ref(self)  # the engine holds its units, and not the other way round
@@ -95,6 +99,11 @@ class ShardingEngine:
     def watching(self) -> AbstractContextManager[None]:
         """Entered around a forward of the model: with `check_storage`, reads are watched over."""
         return nullcontext() if self._storage_check is None else self._storage_check.watching()
+
+    def look(self, root: nn.Module) -> None:
+        """Before a forward of the outermost module: raise for parameters that it holds since."""
+        if self._watch is not None and not self.reducer.in_backward:
+            self._watch.look(root, optimizer_known=bool(self._told))
 
     # -- forward ------------------------------------------------------------------------------
 

@@ -91,11 +91,13 @@ class UnitHooks:
             )
         return self._engine
 
-    def before(self, _: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+    def before(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         """Gather, and mark the inputs that gradients will come back through."""
         if self._in_method:
             return None
         engine, unit = self.engine, self.unit
+        if unit is engine.root and torch.is_grad_enabled():
+            engine.look(module)
         engine.before_forward(unit)
         if unit.localised:
             show_dtensors(unit.localised)

@@ -56,7 +56,11 @@ def resolve_meshes(
     """
     if settings.tp_dim is not None:
         _check_tp(mesh, settings, settings.tp_dim)
-    dense = data_parallel_axes(mesh, _shard_dim(mesh, settings), _outer_dim(mesh, settings))
+    shard, outer = _shard_dim(mesh, settings), _outer_dim(mesh, settings)
+    try:
+        dense = data_parallel_axes(mesh, shard, outer)
+    except AxisError as error:
+        raise AxisError(f"dp_shard_dim={shard!r}, dp_outer_dim={outer!r}: {error}") from error
     if isinstance(mesh, DeviceMesh):
         check_dimensions(mesh, dense, {*_PARTS, *_names(settings.tp_dim)}, _REMEDY)
     expert = _expert_axes(mesh, settings, dense)

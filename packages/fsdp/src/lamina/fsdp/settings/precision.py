@@ -113,6 +113,6 @@ def policy_from(given: Any, argument: str = "mp_policy") -> MixedPrecisionPolicy
         )
     except AttributeError as error:
         raise TypeError(
-            f"{argument}={given!r}: use torch.distributed.fsdp.MixedPrecisionPolicy or "
-            "lamina.fsdp.MixedPrecisionPolicy"
+            f"{argument}={given!r}: use lamina.fsdp.MixedPrecisionPolicy(param_dtype=...) or "
+            "torch.distributed.fsdp.MixedPrecisionPolicy(param_dtype=...)"
         ) from error

@@ -35,8 +35,7 @@ class Argument:
 class Job:
     """One test body to be run on every rank of one world.
 
-    `reuse` lets the ranks and their process group outlive the job, for the next one of the same
-    world: starting CUDA and NCCL takes seconds.
+    `reuse` lets the ranks' processes outlive the job. See Note [Processes that are used again].
     """
 
     module_name: str
@@ -61,12 +60,21 @@ class Job:
         """Processes to start: one per rank, but one in all for the fake backend."""
         return 1 if self.backend == "fake" else self.world_size
 
+    @property
+    def keeps_group(self) -> bool:
+        """Whether the process group outlives the job too: starting CUDA and NCCL takes seconds."""
+        return self.reuse and self.device == "cuda"
+
 
 @dataclass(frozen=True)
 class Place:
-    """Where the server has laid things for one job, and the port a body may rendezvous on."""
+    """Where the server has laid things for one job, and where its ranks find each other.
+
+    `store` is the file that the process group meets at; `port` is for bodies that make their own.
+    """
 
     directory: str
+    store: str
     port: int
 
 
@@ -80,7 +88,12 @@ class Assignment:
 
 @dataclass(frozen=True)
 class Release:
-    """Tells a rank that all have an outcome: leave the process group and exit."""
+    """Tells a rank that all have an outcome: leave the process group, and exit unless it stays.
+
+    A rank that stays answers once it has left; one that cannot leave exits all the same.
+    """
+
+    stays: bool = False
 
 
 @dataclass(frozen=True)
@@ -103,7 +116,8 @@ class RankOutcome:
     """How one rank ended.
 
     `time` is when, on the machine's monotonic clock in seconds; `summary` one line; `text`
-    the formatted traceback or the stack of a rank that had to be killed.
+    the formatted traceback or the stack of a rank that had to be killed. `reusable` says that
+    the process is as it was before the body, so that another body can follow.
     """
 
     rank: int
@@ -114,6 +128,7 @@ class RankOutcome:
     warnings: list[RankWarning] = field(default_factory=list)
     stdout: str = ""
     stderr: str = ""
+    reusable: bool = False
 
 
 def send(connection: socket.socket, message: object) -> None:

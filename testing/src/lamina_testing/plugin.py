@@ -101,10 +101,8 @@ class Marker:
         return self.device or ("cuda" if self.backend_in(config) == "nccl" else "cpu")
 
     def reuse_in(self, config: pytest.Config) -> bool:
-        """Return whether ranks outlive the test: with CUDA, whose start takes seconds."""
-        if self.reuse is not None:
-            return self.reuse
-        return self.init and self.device_in(config) == "cuda"
+        """Return whether ranks outlive the test: if it does not start them in its own way."""
+        return self.init if self.reuse is None else self.reuse
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -15,6 +15,7 @@ import random
 import signal
 import socket
 import sys
+import threading
 import time
 import traceback
 import warnings
@@ -37,6 +38,7 @@ from lamina_testing.jobs import (
     Job,
     RankOutcome,
     RankWarning,
+    Release,
     receive,
     send,
 )
@@ -64,8 +66,14 @@ class RankProcess:
         os.setpgid(0, 0)
         # Prints of a rank that is killed must not be lost in a buffer.
         sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
-        while isinstance(assignment := receive(self._connection), Assignment):
-            outcome = self._run(assignment)
+        while message := receive(self._connection):
+            if isinstance(message, Release):
+                code = _leave()
+                if code or not message.stays:
+                    os._exit(code)
+                send(self._connection, code)
+                continue
+            outcome = self._run(message)
             _flush()
             send(self._connection, outcome)
             if outcome.status == "failed":
@@ -84,15 +92,30 @@ class RankProcess:
         if previous is not None:
             previous.close()
         recorded: list[RankWarning] = []
+        before = _process_state()
         try:
             _enter_environment(assignment, self._rank)
             with _recorded_warnings(job, recorded):
                 _run_body(assignment, self._rank, self._loader)
             outcome = RankOutcome(self._rank, "passed", time.monotonic())
+            outcome.reusable = _process_state() == before
         except BaseException as error:  # SystemExit and KeyboardInterrupt are failures of the body
             outcome = _failure(job, self._rank, error)
         outcome.warnings = recorded
         return outcome
+
+
+def _process_state() -> tuple[object, ...]:
+    """Return what a body could leave changed for another one in the same process."""
+    return (
+        torch.get_default_dtype(),
+        torch.get_default_device(),
+        torch.get_num_threads(),
+        torch.is_grad_enabled(),
+        torch.are_deterministic_algorithms_enabled(),
+        threading.active_count(),
+        [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)],
+    )
 
 
 def _flush() -> None:
@@ -165,6 +188,7 @@ def _run_body(assignment: Assignment, rank: int, loader: ModuleLoader) -> None:
     if job.reuse:
         del arguments
         gc.collect()
+    if job.keeps_group:
         torch.cuda.empty_cache()
 
 
@@ -198,7 +222,7 @@ def _join(assignment: Assignment, rank: int) -> torch.device:
         else:
             dist.init_process_group(
                 "cpu:gloo,cuda:nccl" if job.backend == "nccl" else job.backend,
-                init_method=f"file://{assignment.place.directory}/store",
+                init_method=f"file://{assignment.place.store}",
                 rank=rank,
                 world_size=job.world_size,
                 timeout=limit,

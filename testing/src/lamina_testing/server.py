@@ -1,4 +1,4 @@
-"""The fork server: imports torch and the lamina layers once, then forks ranks for every job.
+"""The fork server: imports torch and the lamina layers once, then forks ranks for jobs.
 
 Started by the plugin as `python -m lamina_testing.server FD DIRECTORY`. It stays single-threaded
 (a fork copies one thread only) and never touches CUDA (a forked child could not use it). It ends,
@@ -54,14 +54,26 @@ _PRELOADED = (
 )
 
 
+# Note [Processes that are used again]
+#
+# A new process costs a rank 100 ms of CPU time and more: a fork, first writes to shared pages, and
+# everything that torch does once per process. Most bodies need less. So the ranks of a test module
+# stay for its next tests, and the tests of another module get others. Each test has a process group
+# of its own: all ranks leave it once each of them has an outcome. The test module is executed anew,
+# the environment and random seeds are set anew. A process does not stay after a test that did not
+# pass, or that changed what `_process_state` in rank.py compares. `reuse=False` gives a test
+# processes of its own. With CUDA the process group stays as well, and processes outlive the module.
+# docs/decisions/0018-ranks-run-a-module.md tells what was weighed.
+
+
 @dataclass
 class Server:
-    """Runs jobs one after another; `pools` holds ranks that outlive their job (NCCL)."""
+    """Runs jobs one after another; `pools` holds ranks that outlive their job, by number."""
 
     control: socket.socket
     directory: Path
     loader: ModuleLoader = field(default_factory=ModuleLoader)
-    pools: dict[tuple[int, str, str], list[Member]] = field(default_factory=dict)
+    pools: dict[tuple[object, ...], dict[int, Member]] = field(default_factory=dict)
     jobs: int = 0
 
     def run_forever(self) -> None:
@@ -89,26 +101,45 @@ class Server:
     def run(self, job: Job) -> list[RankOutcome]:
         """Run one job and return every rank's outcome, in rank order."""
         self.jobs += 1
-        key = (job.world_size, job.backend, job.device)
         place = self.directory / f"job{self.jobs}"
         place.mkdir()
         with contextlib.suppress(OSError, SyntaxError):
             self.loader.compile(job.path)  # in vain if it fails: the ranks will say why
-        members = self.pools.pop(key, []) if job.reuse else []
-        if not members:
-            members = [self.fork(rank) for rank in range(job.processes)]
-        assignment = Assignment(job, Place(str(place), 0 if job.init else _free_port()))
+        store = place.with_suffix(".store")  # it must outlive the job if the process group does
+        pool = self.pool_of(job)
+        members = [
+            pool.pop(rank) if rank in pool else self.fork(rank) for rank in range(job.processes)
+        ]
+        port = 0 if job.init else _free_port()
+        assignment = Assignment(job, Place(str(place), str(store), port))
         for member in members:
             member.tell(assignment)
         supervision = Supervision(self.control, job, place, members)
         outcomes = supervision.outcomes()
-        if job.reuse and all(outcome.status == "passed" for outcome in outcomes):
-            self.pools[key] = members
+        if job.reuse and supervision.can_stay():
+            pool.update({member.rank: member for member in members})
         else:
             supervision.end()
         supervision.collect_output()
+        if not job.keeps_group:
+            store.unlink(missing_ok=True)
         shutil.rmtree(place)
         return outcomes
+
+    def pool_of(self, job: Job) -> dict[int, Member]:
+        """Return the processes that may run this job; end those of another test module."""
+        if not job.reuse:
+            return {}
+        kept = (job.world_size, job.backend, job.device)
+        key = kept if job.keeps_group else (job.path,)
+        for other in [other for other in self.pools if len(other) == 1 and other != key]:
+            self.end_pool(self.pools.pop(other))
+        return self.pools.setdefault(key, {})
+
+    def end_pool(self, pool: dict[int, Member]) -> None:
+        """Kill processes that wait for a job and have left their process group."""
+        for member in pool.values():
+            member.end(patience=0.0)
 
     def fork(self, rank: int) -> Member:
         """Fork one rank's process."""
@@ -124,9 +155,8 @@ class Server:
 
     def close(self) -> None:
         """End all pooled ranks and remove the run directory."""
-        for members in self.pools.values():
-            for member in members:
-                member.end(patience=0.0)
+        for pool in self.pools.values():
+            self.end_pool(pool)
         shutil.rmtree(self.directory, ignore_errors=True)
 
 

@@ -116,7 +116,7 @@ class Supervision:
 
     def release(self) -> None:
         """Let the ranks that have reported leave their process group and exit."""
-        if self.released or self.job.reuse:
+        if self.released or self.job.keeps_group:
             return
         self.released = True
         for member in self.members:
@@ -139,6 +139,23 @@ class Supervision:
         for member in waiting:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(member.pid, signal.SIGKILL)
+
+    def can_stay(self) -> bool:
+        """Have all ranks leave their process group; return whether a next job may use them."""
+        if self.released or not all(outcome.reusable for outcome in self.known.values()):
+            return False
+        if self.job.keeps_group:
+            return True
+        for member in self.members:
+            member.tell(Release(stays=True))
+            member.connection.settimeout(_END)
+        try:
+            return all(receive(member.connection) is not None for member in self.members)
+        except TimeoutError:
+            return False
+        finally:
+            for member in self.members:
+                member.connection.settimeout(None)
 
     def end(self) -> None:
         """End all processes; a rank that passed but cannot end has not passed."""

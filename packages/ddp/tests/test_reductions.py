@@ -15,7 +15,7 @@ from lamina.ddp import (
     full_gradients,
     full_parameters,
 )
-from lamina.ddp.backward.reducer import agree_on_produced
+from lamina.ddp.backward.reducer import ProducedFlags
 from lamina.ddp.engine import ScratchBuffers, resolve_reduction
 from lamina.ddp.gradients.reproducible import PartialSums
 from lamina.mesh import ParallelLayout
@@ -174,21 +174,29 @@ def test_flags_of_produced_gradients_lie_on_the_host_and_one_rank_asks_nobody():
     ]
     group = object()
 
-    def combined(tensors, over, op):
-        assert (over, op, len(tensors)) == (group, "max", 1)
-        assert tensors[0].device.type == "cpu"
-        tensors[0][1] = 1
+    prepared = []
+
+    class Combined:
+        def __init__(self, tensors, over, op):
+            assert (over, op, len(tensors)) == (group, "max", 1)
+            prepared.append(self)
+
+        def reduce(self, tensors):
+            assert tensors[0].device.type == "cpu"
+            tensors[0][1] = 1
 
     with (
         mock.patch(
             "lamina.ddp.backward.reducer.host_device", return_value=torch.device("cpu")
         ) as place,
-        mock.patch("lamina.ddp.backward.reducer.all_reduce_small", side_effect=combined) as send,
+        mock.patch("lamina.ddp.backward.reducer.SmallReduction", Combined),
     ):
-        agree_on_produced(groups, [None])
+        ProducedFlags(groups, [None]).agree()
         assert not place.called
-        assert not send.called
-        agree_on_produced(groups, [None, group])
+        assert not prepared
+        flags = ProducedFlags(groups, [None, group])
+        flags.agree()
+        flags.agree()
         place.assert_called_once_with([group], "cuda")
-        assert send.call_count == 1
+        assert len(prepared) == 1
     assert [one.trained.produced_gradient for one in groups] == [[True, True], [False]]

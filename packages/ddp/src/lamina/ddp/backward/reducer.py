@@ -19,7 +19,7 @@ from torch.distributed import ProcessGroup
 
 from lamina.buffers import ShardedTensor
 from lamina.collectives import Handle
-from lamina.collectives.engine import CommonFacts, Fact, all_reduce_small, host_device
+from lamina.collectives.engine import CommonFacts, Fact, SmallReduction, host_device
 from lamina.ddp.backward.grad_attribute import follow_user, holds_zeros
 from lamina.ddp.backward.gradient_hooks import hook_gradients
 from lamina.ddp.gradients.scratch import ScratchBuffers
@@ -36,7 +36,7 @@ __all__ = [
     "LargeGradientError",
     "NonFiniteGradientError",
     "Order",
-    "agree_on_produced",
+    "ProducedFlags",
 ]
 
 
@@ -136,7 +136,7 @@ class GradientReducer:
         self._turns: deque[int] = deque()  # what `Order.STATIC` has still to issue, in its order
         self._in_flight: deque[tuple[Iterator[Handle], Handle, int]] = deque()
         self._by_axes: dict[tuple[MeshAxis, MeshAxis], list[ParameterGroup]] = {}
-        self._common: dict[tuple[MeshAxis, MeshAxis], CommonFacts] = {}
+        self._produced: dict[tuple[MeshAxis, MeshAxis], ProducedFlags] = {}
         for group in self.groups:
             self._by_axes.setdefault((group.axes.outer, group.axes.inner), []).append(group)
         self._hooked = [
@@ -366,10 +366,11 @@ class GradientReducer:
         if self._is_final:
             facts = self._step_facts()
             for key, groups in self._by_axes.items():
-                axes, device = groups[0].axes, groups[0].device
-                if key not in self._common:
-                    self._common[key] = common_facts_of("at the end of a backward", axes, device)
-                agree_on_produced(groups, axes.groups("reduce"), self._common[key], facts)
+                if key not in self._produced:
+                    axes, device = groups[0].axes, groups[0].device
+                    common = common_facts_of("at the end of a backward", axes, device)
+                    self._produced[key] = ProducedFlags(groups, axes.groups("reduce"), common)
+                self._produced[key].agree(facts)
             self._scratch.clear()
         self._is_waiting = not self._is_final
         self._show(final=self._is_final)
@@ -534,36 +535,48 @@ def _nothing() -> None:
     return None
 
 
-def agree_on_produced(
-    groups: Sequence[ParameterGroup],
-    over: Iterable[ProcessGroup | None],
-    common: CommonFacts | None = None,
-    facts: Sequence[Fact] = (),
-) -> None:
-    """A parameter that got a gradient on one rank got one on all: one small collective per group.
+class ProducedFlags:
+    """Which parameters got a gradient on any rank: agreed upon in one small collective per group.
 
     Args:
         groups: alike on all those ranks, one at least.
         over: the ranks, by process groups; None is one rank alone, which asks nobody.
         common: compares facts over the same ranks. Their digest rides in the same messages.
-        facts: what the ranks must have in common in this step.
-
-    Raises:
-        DisagreementError: ranks differ in facts.
     """
-    several = [one for one in over if one is not None]
-    if not several:
-        return
-    produced = [flag for group in groups for flag in group.trained.produced_gradient]
-    device = host_device(several, groups[0].device)
-    # Of the facts' dtype, so that the backend can reduce both at once (see `SmallReduction`).
-    shared = [torch.tensor(produced, dtype=torch.int64, device=device)]
-    if common is not None:
-        shared.append(common.words(facts))
-    for one in several:
-        all_reduce_small(shared, one, op="max")
-    if common is not None:
-        common.compare(shared[1], facts)
-    merged = iter(shared[0].tolist())
-    for group in groups:
-        group.trained.mark_produced([bool(next(merged)) for _ in group.refs])
+
+    def __init__(
+        self,
+        groups: Sequence[ParameterGroup],
+        over: Iterable[ProcessGroup | None],
+        common: CommonFacts | None = None,
+    ) -> None:
+        self._groups, self._common = groups, common
+        self._over = [one for one in over if one is not None]
+        self._device = host_device(self._over, groups[0].device) if self._over else None
+        self._reductions: list[SmallReduction] = []
+
+    def agree(self, facts: Sequence[Fact] = ()) -> None:
+        """A parameter that got a gradient on one rank got one on all; collective.
+
+        Args:
+            facts: what the ranks must have in common in this step.
+
+        Raises:
+            DisagreementError: ranks differ in facts.
+        """
+        if not self._over:
+            return
+        produced = [flag for group in self._groups for flag in group.trained.produced_gradient]
+        # Of the facts' dtype, so that the backend can reduce both at once (see `SmallReduction`).
+        shared = [torch.tensor(produced, dtype=torch.int64, device=self._device)]
+        if self._common is not None:
+            shared.append(self._common.words(facts))
+        if not self._reductions:
+            self._reductions = [SmallReduction(shared, one, "max") for one in self._over]
+        for reduction in self._reductions:
+            reduction.reduce(shared)
+        if self._common is not None:
+            self._common.compare(shared[1], facts)
+        merged = iter(shared[0].tolist())
+        for group in self._groups:
+            group.trained.mark_produced([bool(next(merged)) for _ in group.refs])

@@ -12,6 +12,7 @@ import torch
 
 from lamina.buffers import FlatBuffer
 from lamina.collectives import Handle, all_gather_into
+from lamina.collectives.engine import AllGather
 from lamina.ddp.parameters.axes import DataParallelAxes
 
 __all__ = ["Weights", "WeightsState", "WholeWeights", "shares_storage"]
@@ -48,6 +49,7 @@ class Weights(ABC):
         # Whether main weights are cut along the (outer, inner) axis and `local` is not.
         self._spreads = (False, False)
         self._pending: list[Handle] = []
+        self._all_gather: AllGather | None = None
         self._changed = False
         self._written_through = False
 
@@ -72,6 +74,12 @@ class Weights(ABC):
     @abstractmethod
     def _invalidate(self) -> None:
         """Forget whole weights that no longer are what the main weights say."""
+
+    def _gather_over_inner(self, whole: torch.Tensor, own: torch.Tensor) -> Handle:
+        """Start the gather over the inner axis, which is prepared when it is first needed."""
+        if self._all_gather is None or not self._all_gather.fits(whole, own):
+            self._all_gather = AllGather(whole, own, self.axes.inner.sibling("gather"))
+        return self._all_gather.start(whole, own)
 
     def attach(self, main: FlatBuffer) -> None:
         """Say which buffer the optimizer updates."""
@@ -163,7 +171,7 @@ class WholeWeights(Weights):
         whole = self.local.data
         piece = whole.numel() // self.axes.inner.size
         own = whole[self.axes.inner.rank * piece : (self.axes.inner.rank + 1) * piece]
-        return all_gather_into(whole, own, self.axes.inner.sibling("gather"), async_op=True)
+        return self._gather_over_inner(whole, own)
 
 
 def shares_storage(first: torch.Tensor, second: torch.Tensor) -> bool:

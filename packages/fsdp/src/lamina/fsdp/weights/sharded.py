@@ -8,7 +8,6 @@ import torch
 
 from lamina.buffers import FlatBuffer, StoragePool
 from lamina.collectives import Handle
-from lamina.collectives.engine import AllGather
 from lamina.ddp.engine import DataParallelAxes, ParameterGroup, Weights, WeightsState
 
 __all__ = ["ShardedWeights"]
@@ -43,7 +42,6 @@ class ShardedWeights(Weights):
         self._destination: torch.Tensor | None = None
         self._saved_epoch: int | None = None
         self._group: weakref.ref[ParameterGroup] | None = None
-        self._all_gather: AllGather | None = None  # prepared when it is first needed
 
     @property
     def full(self) -> torch.Tensor:
@@ -105,10 +103,7 @@ class ShardedWeights(Weights):
             parameter.data = view
 
     def _gather(self) -> Handle | None:
-        whole, local = self.acquire(), self.local.data
-        if self._all_gather is None or not self._all_gather.fits(whole, local):
-            self._all_gather = AllGather(whole, local, self.axes.inner.sibling("gather"))
-        return self._all_gather.start(whole, local)
+        return self._gather_over_inner(self.acquire(), self.local.data)
 
     def _invalidate(self) -> None:
         self.release()

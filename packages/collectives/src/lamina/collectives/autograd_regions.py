@@ -27,13 +27,12 @@ Backwards are collective: a rank whose loss does not depend on a region's output
 that the others wait in. Let every rank's loss depend on it, with weight zero if need be.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
+from typing import Any, Literal, TypeAlias, cast
 
 import torch
 from torch._compile import _disable_dynamo as one_graph_break
+from torch.distributed import ProcessGroup
 
 from lamina.collectives.call.checks import require_divisible
 from lamina.collectives.move.all_to_all import row_splits
@@ -46,9 +45,6 @@ from lamina.collectives.move.shaped import (
 )
 from lamina.collectives.reduction.native import ReductionName, reduction_class
 from lamina.collectives.transport.groups import group_rank, group_size
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 __all__ = [
     "all_to_all_tokens",

@@ -9,6 +9,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 from lamina.buffers.resolve_axes import Axis
 from lamina.buffers.tensors import checkpoint_protocol
@@ -17,7 +18,6 @@ from lamina.buffers.tensors.span_ops import dispatch
 from lamina.buffers.tensors.span_spec import Extents, SpanCommunicator, SpanSpec
 
 if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor.placement_types import Placement
 

@@ -7,18 +7,13 @@ every call and not only at the first of its kind: a rank that has seen a call be
 otherwise not answer one that has not.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
+from torch.distributed import ProcessGroup
 
 from lamina.collectives.transport.groups import where
 from lamina.collectives.transport.transport import route_for
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 __all__ = ["require_agreement", "require_matching_splits", "rows_of_all"]
 

@@ -4,16 +4,10 @@ gloo kills the process on mismatched dtypes and lets mismatched sizes pass in si
 rank can see is checked at every call, and what only the ranks together can see on request.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 import torch
+from torch.distributed import ProcessGroup
 
 from lamina.collectives.transport.groups import group_size, where
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 __all__ = [
     "WIRE_DTYPES",

@@ -14,25 +14,20 @@ stay referenced until `wait` has ordered the caller's stream behind the collecti
 allocator's own stream order protects them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, NoReturn, TypeVar
+from typing import NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed import ProcessGroup
 
 from lamina.collectives.call.checks import require_disjoint, require_flat, require_same_device
 from lamina.collectives.call.record import Call, issue
 from lamina.collectives.transport.groups import group_rank, group_size, served_by_gloo, where
 from lamina.collectives.transport.lanes import Job, Lane, lane_of
+from lamina.collectives.transport.transport import Completion
 from lamina.mesh.engine import running_watchdog
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-
-    from lamina.collectives.transport.transport import Completion
 
 __all__ = ["Collective", "Handle", "PeerLostError", "ReduceHandle", "Statistics", "launch"]
 

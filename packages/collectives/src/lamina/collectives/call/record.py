@@ -19,16 +19,14 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import Protocol, cast
 
 import torch
 import torch.distributed as dist
+from torch.distributed import ProcessGroup
 
 from lamina.collectives.transport.lanes import lane_of, lanes
 from lamina.mesh.engine import Activity, Wait, running_watchdog
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 __all__ = ["Call", "Recorder", "activity", "install", "issue", "recording", "remove"]
 

@@ -15,19 +15,16 @@ all allocations of a symmetric pool are made in one block, and registered togeth
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import ProcessGroup
 
 from lamina.collectives.call.record import recording
 from lamina.collectives.transport.groups import backend_name
-
-if TYPE_CHECKING:
-    from contextlib import AbstractContextManager
-
-    from torch.distributed import ProcessGroup
 
 __all__ = ["RegisteredPool", "RegistrationError", "register_pool", "registration_problem"]
 

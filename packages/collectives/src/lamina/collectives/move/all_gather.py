@@ -1,17 +1,12 @@
 """All-gather straight into the destination."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
+import torch
+from torch.distributed import ProcessGroup
 
 from lamina.collectives.call.agreement import require_agreement
 from lamina.collectives.call.collective import Collective, Handle
 from lamina.collectives.transport.groups import where
 from lamina.collectives.transport.transport import route_for
-
-if TYPE_CHECKING:
-    import torch
-    from torch.distributed import ProcessGroup
 
 __all__ = ["AllGather", "all_gather_into"]
 

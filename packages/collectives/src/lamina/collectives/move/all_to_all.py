@@ -1,12 +1,10 @@
 """All-to-all with even or uneven splits."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
+from torch.distributed import ProcessGroup
 
 from lamina.collectives.call.agreement import require_agreement, require_matching_splits
 from lamina.collectives.call.checks import (
@@ -18,9 +16,6 @@ from lamina.collectives.call.collective import Handle, launch
 from lamina.collectives.call.record import issue
 from lamina.collectives.transport.groups import group_rank, group_size, where
 from lamina.collectives.transport.transport import exchange_rows
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 __all__ = ["all_to_all", "row_splits"]
 

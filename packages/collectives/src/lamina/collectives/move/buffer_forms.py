@@ -1,22 +1,16 @@
 """Gather and reduce for flat buffers: the placements say which collective it is."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
+from torch.distributed import ProcessGroup
 
 from lamina.buffers import FlatBuffer, Partial
 from lamina.collectives.call.collective import Handle, ReduceHandle
 from lamina.collectives.move.all_gather import all_gather_into
 from lamina.collectives.reduction.native import ReductionName, reduction_class
+from lamina.collectives.reduction.ordered import SumOp
 from lamina.collectives.transport.groups import group_rank, group_size, where
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-
-    from lamina.collectives.reduction.ordered import SumOp
 
 __all__ = ["gather", "reduce"]
 

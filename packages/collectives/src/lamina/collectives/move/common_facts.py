@@ -5,8 +5,6 @@ hangs. So whoever makes something that ranks share (a wrapper, an optimizer, a d
 checkpoints) first compares its facts. Note [Compared before anything is sent] tells how.
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import importlib.metadata
@@ -15,17 +13,15 @@ import platform
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
+from torch.distributed import ProcessGroup
 
 from lamina.collectives.call.agreement import rows_of_all
 from lamina.collectives.move.small import all_reduce_small, broadcast, host_device
 from lamina.collectives.transport.groups import backend_name
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 __all__ = ["CommonFacts", "DisagreementError", "Fact", "describe", "software"]
 

@@ -5,18 +5,14 @@ torch's pipeline schedules decide when messages go and batch those that meet; th
 over.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
+from torch.distributed import ProcessGroup
 
 from lamina.collectives.call.record import issue
 from lamina.collectives.transport.groups import group_size, where
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 __all__ = ["Message", "receive_operation", "send_operation"]
 

@@ -5,24 +5,19 @@ the caller works on what it holds, that is already on its way to the next rank a
 rank's is arriving.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch._compile import _disable_dynamo as one_graph_break
+from torch.distributed import ProcessGroup
 
 from lamina.collectives.call.checks import require_disjoint, require_same_device
 from lamina.collectives.call.collective import Handle, launch
 from lamina.collectives.call.record import issue
 from lamina.collectives.transport.groups import backend_name, group_rank, group_size, where
 from lamina.collectives.transport.transport import Completion, exchange, wait_all
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 __all__ = ["RingHandle", "ring", "send_recv"]
 

@@ -9,22 +9,18 @@ torch.compile breaks the graph at each of them, once, and looks no further: `one
 longer than importing the rest of torch.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 from torch._compile import _disable_dynamo as one_graph_break
+from torch.distributed import ProcessGroup
 
 from lamina.collectives.call.checks import require_divisible
 from lamina.collectives.move.all_gather import all_gather_into
 from lamina.collectives.move.all_to_all import all_to_all, row_splits
 from lamina.collectives.reduction.native import ReductionName, reduction_class
 from lamina.collectives.transport.groups import group_size, where
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 __all__ = [
     "Pending",

@@ -1,13 +1,12 @@
 """Broadcast, and reductions of a few small tensors at once."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
 import torch.distributed as dist
+from torch.distributed import ProcessGroup
 
 from lamina.collectives.call.agreement import require_agreement
 from lamina.collectives.call.checks import require_same_device
@@ -17,9 +16,6 @@ from lamina.collectives.move.all_gather import AllGather
 from lamina.collectives.reduction.summation import sum_rows
 from lamina.collectives.transport.groups import group_rank, group_size, where
 from lamina.collectives.transport.transport import Completion, nothing_left, wait_all
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 __all__ = ["SmallReduction", "all_reduce_small", "broadcast", "host_device"]
 

@@ -1,21 +1,15 @@
 """How a `lamina.buffers.ShardedTensor` reaches the other ranks that hold its spans."""
 
-from __future__ import annotations
-
 import math
-from typing import TYPE_CHECKING, Literal
+from collections.abc import Sequence
+from typing import Literal
 
 import torch
+from torch.distributed import ProcessGroup
 
 from lamina.collectives.move.all_gather import all_gather_into
 from lamina.collectives.move.small import all_reduce_small
 from lamina.collectives.transport.groups import group_size
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from torch.distributed import ProcessGroup
-
 
 __all__ = ["SpanGroups"]
 

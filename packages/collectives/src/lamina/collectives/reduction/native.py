@@ -7,25 +7,19 @@ bfloat16), as each of the N - 1 additions rounds once. Averages are the backend'
 accumulation and statistics are applied to the result in fp32, as in the ordered reductions.
 """
 
-from __future__ import annotations
-
 from functools import partial
-from typing import TYPE_CHECKING, Literal, TypeAlias, TypedDict
+from typing import Literal, TypeAlias, TypedDict, Unpack
 
 import torch
 import torch.distributed as dist
+from torch.distributed import ProcessGroup, Work
 
+from lamina.collectives.call.collective import ReduceHandle
 from lamina.collectives.reduction.codec import Cast, Wire
 from lamina.collectives.reduction.ordered import Memory, OrderedReduction, Reduction, SumOp
 from lamina.collectives.reduction.summation import Epilogue, sum_chunks
 from lamina.collectives.transport.compat import reduce_scatter_single
 from lamina.collectives.transport.transport import Completion, wait_all
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup, Work
-    from typing_extensions import Unpack
-
-    from lamina.collectives.call.collective import ReduceHandle
 
 __all__ = [
     "NativeReduction",

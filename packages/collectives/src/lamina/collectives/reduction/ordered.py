@@ -7,14 +7,13 @@ So the sum's bits depend neither on the transport nor on the size of the buffer,
 costs rounding once per input, not at every hop.
 """
 
-from __future__ import annotations
-
 import ctypes
 from abc import abstractmethod
 from functools import partial
-from typing import TYPE_CHECKING, ClassVar, Literal, TypeAlias
+from typing import ClassVar, Literal, TypeAlias
 
 import torch
+from torch.distributed import ProcessGroup
 
 from lamina.collectives.call.agreement import require_agreement
 from lamina.collectives.call.checks import (
@@ -31,9 +30,6 @@ from lamina.collectives.transport.gloo_exchange import bounds_of
 from lamina.collectives.transport.groups import served_by_gloo, where
 from lamina.collectives.transport.lanes import lane_of
 from lamina.collectives.transport.transport import Chunks, Completion, route_for
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 __all__ = [
     "OrderedReduction",

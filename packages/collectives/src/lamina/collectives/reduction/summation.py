@@ -11,22 +11,18 @@ twice. So `torch.add(alpha=)` and `addcmul`, which may contract, are not used he
 kernel is compiled without contraction. See docs/decisions/0301-one-tree-one-factor.md.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 import torch
 
+from lamina.collectives.call.collective import Statistics
 from lamina.collectives.reduction.codec import Cast, Wire
 from lamina.collectives.transport.chunked_messages import ChunkedMessage
 from lamina.collectives.transport.gloo_exchange import Chunk
 from lamina.collectives.transport.scratch_pool import SumBuffers
-
-if TYPE_CHECKING:
-    from lamina.collectives.call.collective import Statistics
 
 __all__ = ["Chunks", "Epilogue", "fused_sum", "reference_sum", "sum_chunks", "sum_rows"]
 

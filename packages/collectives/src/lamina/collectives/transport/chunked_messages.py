@@ -5,17 +5,11 @@ in parts of a fixed size, a few ahead of the sum: memory for some parts instead 
 parts still in cache when they are added, and the sum done soon after the last part has come.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 import torch
 import torch.distributed as dist
+from torch.distributed import ProcessGroup, Work
 
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup, Work
-
-    from lamina.collectives.transport.scratch_pool import ScratchPool
+from lamina.collectives.transport.scratch_pool import ScratchPool
 
 __all__ = ["CUT_FROM", "ChunkedMessage", "part_items"]
 

@@ -1,14 +1,10 @@
 """Where torch 2.11, 2.12 and 2.13 differ."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup, Work
+from torch.distributed import ProcessGroup, Work
 
 __all__ = ["all_gather_single", "reduce_scatter_single"]
 

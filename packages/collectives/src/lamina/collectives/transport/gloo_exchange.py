@@ -7,13 +7,12 @@ the bytes lie, the receiver reads them there and acknowledges, and then the send
 buffer. Large messages that a sum waits for come in parts (`chunked_messages`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
+from torch.distributed import ProcessGroup, Work
 
 from lamina.collectives.transport.chunked_messages import (
     CUT_FROM,
@@ -23,9 +22,6 @@ from lamina.collectives.transport.chunked_messages import (
 from lamina.collectives.transport.groups import where
 from lamina.collectives.transport.lanes import Lane, lane_of
 from lamina.collectives.transport.shared_host import HostPeer, RemoteMemory
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup, Work
 
 __all__ = ["Chunk", "GlooExchange", "GlooRoute", "bounds_of"]
 

@@ -1,14 +1,10 @@
 """What a process group says about itself: its size, this rank's place, its backend, its timeout."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch.distributed import ProcessGroup
 from torch.distributed.constants import default_pg_timeout
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 __all__ = ["backend_name", "group_rank", "group_size", "served_by_gloo", "timeout_of", "where"]
 

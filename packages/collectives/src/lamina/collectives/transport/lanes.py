@@ -14,21 +14,17 @@ the order in which its threads happened to run, and messages of two collectives 
 A collective of two exchanges draws both tags when it is called. See docs/decisions/0304-lanes.md.
 """
 
-from __future__ import annotations
-
 import threading
 import weakref
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
+from torch.distributed import ProcessGroup
 
 from lamina.collectives.transport.scratch_pool import ScratchPool
 from lamina.collectives.transport.shared_host import HostPeer, find_host_peers
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 __all__ = ["Job", "Lane", "LoggedCall", "kept_bytes", "lane_of", "lanes", "release_kept"]
 

@@ -8,8 +8,6 @@ network namespaces wants them to use the network), and each must really have rea
 the other's memory. Every other pair exchanges messages, with the same results.
 """
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import os
@@ -17,16 +15,14 @@ import secrets
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import torch
 import torch.distributed as dist
+from torch.distributed import ProcessGroup, Work
 
 from lamina.collectives.transport.groups import timeout_of
 from lamina.collectives.transport.host_socket import HostSocket, HostSocketListener
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup, Work
 
 __all__ = ["HostPeer", "RemoteMemory", "find_host_peers"]
 

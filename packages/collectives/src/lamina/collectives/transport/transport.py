@@ -13,13 +13,12 @@ A `Route` is chosen once for all exchanges of one kind. `exchange` and `exchange
 that have no kind: rings, and rows whose numbers differ from call to call.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Protocol, TypeAlias
+from typing import Protocol, TypeAlias
 
 import torch
 import torch.distributed as dist
+from torch.distributed import ProcessGroup, Work
 
 from lamina.collectives.transport.compat import all_gather_single
 from lamina.collectives.transport.gloo_exchange import (
@@ -30,9 +29,6 @@ from lamina.collectives.transport.gloo_exchange import (
 )
 from lamina.collectives.transport.groups import served_by_gloo
 from lamina.collectives.transport.lanes import lane_of
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup, Work
 
 __all__ = [
     "Completion",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib
 import re
+import statistics
 
 import pytest
 from tasks.book import write_decisions
@@ -12,6 +13,7 @@ from tasks.bootstrap import LAYERS, ROOT
 from tasks.figures import FIGURES, FOLDER
 
 DOCS = ROOT / "docs"
+APART = ("decisions", "records", "reference")  # folders of pages that are not the book's prose
 NAV = (ROOT / "mkdocs.yml").read_text().partition("\nnav:\n")[2].partition("\nvalidation:")[0]
 
 
@@ -76,3 +78,86 @@ def test_texts_of_our_errors_are_in_the_sources():
     sources = texts_in_sources()
     assert len(quoted) > 50
     assert [text for text in quoted if text not in sources] == []
+
+
+# ------------------------------------------------------------------------ the prose
+
+PROSE = [
+    ROOT / "README.md",
+    *(page for page in sorted(DOCS.rglob("*.md")) if page.parent.name not in APART),
+]
+LONGEST = 35  # words of a sentence
+MEDIAN = 15
+# Pages that still have longer sentences. Take out what is rewritten; nothing is added.
+NOT_YET = {
+    f"docs/{name}.md"
+    for name in (
+        "buffers checkpoint collectives-nccl collectives ddp fsdp index mamba mesh models moe open "
+        "pipeline pretrain testing vision walkthrough"
+    ).split()
+}
+
+
+def sentences(text: str) -> list[str]:
+    """Return the sentences of a page's paragraphs, list items and table cells, without code."""
+    text = re.sub(r"^( *)```.*?^\1```[ ]*$", "\n\n", text, flags=re.DOTALL | re.MULTILINE)
+    text = re.sub(r"<!--.*?-->|!\[[^\]]*\]\([^)]*\)", "", text, flags=re.DOTALL)
+    text = re.sub(r"`[^`]*`", "CODE", text)
+    text = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", text)
+    pieces = re.split(r"\n\s*\n|\n(?=\s*(?:[-*]|\d+\.)\s)|\n(?=\|)|\n(?=#)|^#.*$", text, flags=re.M)
+    cells = [
+        cell for piece in pieces for cell in (piece.split("|") if piece[:1] == "|" else [piece])
+    ]
+    return [end.strip() for cell in cells for end in re.split(r"(?<=[.?!])[)\"]?\s+", cell)]
+
+
+def words(sentence: str) -> int:
+    return len(re.findall(r"[A-Za-z0-9][\w'/.-]*", sentence))
+
+
+@pytest.mark.parametrize("page", PROSE, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_sentences_of_a_page_are_short(page):
+    found = [sentence for sentence in sentences(page.read_text()) if words(sentence) > 3]
+    long = [sentence for sentence in found if words(sentence) > LONGEST]
+    short_enough = not found or statistics.median(map(words, found)) <= MEDIAN
+    if page.relative_to(ROOT).as_posix() in NOT_YET:
+        assert long or not short_enough, f"{page.name} is rewritten: take it out of NOT_YET"
+    else:
+        assert not long, "\n\n".join(long)
+        assert short_enough, f"half of the sentences have more than {MEDIAN} words"
+
+
+def test_long_sentences_are_found_and_code_is_left_out():
+    long = "word " * 36
+    page = f"# {long}\n\nShort one. {long}.\n\n- item {long}\n\n```\n{long}\n```\n| a | {long} |\n"
+    assert [words(s) for s in sentences(page) if words(s) > LONGEST] == [36, 37, 36]
+    assert sentences("`a b c` of [one two](three)!") == ["CODE of one two!"]
+
+
+def resolves(name: str) -> bool:
+    """Whether a dotted name is a module, or leads from one to an attribute."""
+    parts = name.split(".")
+    for end in range(len(parts), 1, -1):
+        module_name = ".".join(parts[:end])
+        try:
+            found = importlib.import_module(module_name)
+        except ImportError:
+            continue
+        for part in parts[end:]:
+            if not hasattr(found, part):
+                return False
+            found = getattr(found, part)
+        return True
+    return False
+
+
+@pytest.mark.parametrize("page", PROSE, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_names_in_a_page_are_alive(page):
+    text = page.read_text()
+    names = set(re.findall(r"`(lamina(?:\.[a-z]\w*)(?:\.\w+)*)", text))
+    assert [name for name in sorted(names) if not resolves(name)] == []
+    terms = (DOCS / "index.md").read_text().partition("## Words")[2].partition("## Laws")[0]
+    last = [row.split("|")[-2] for row in terms.splitlines() if row.startswith("|")]
+    dead = {word for cell in last for word in re.findall(r"`(\w+)`", cell)}
+    spans = set(re.findall(r"`(\w+)`", text)) if page.name != "index.md" else set()
+    assert spans & dead == set()

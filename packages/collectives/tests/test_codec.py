@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from lamina.collectives import Ledger, all_reduce_fp32, reduce_scatter_fp32
-from lamina.collectives.engine import Cast, use_messages
+from lamina.collectives.engine import Cast, ErrorFeedback, Int8Blocks, use_messages
 
 
 class BlockInt8:
@@ -133,3 +133,29 @@ def test_a_block_that_no_sum_can_be_cut_at_is_refused(block):
 def test_side_data_that_would_not_be_aligned_are_refused():
     with pytest.raises(ValueError, match="would not be aligned"):
         reduce_scatter_fp32(torch.empty(4), torch.empty(4), None, codec=BlockInt8(2))
+
+
+@pytest.mark.parametrize("numel", [128, 1000])
+def test_what_a_wire_has_lost_comes_later(numel):
+    """Over many reductions the error stays that of one; without feedback it grows."""
+    gradient, turns = of_rank(5, numel), 200
+    errors = {}
+    for name, codec in (("kept", ErrorFeedback(Int8Blocks())), ("dropped", Int8Blocks())):
+        total, output = torch.zeros(numel, dtype=torch.float64), torch.empty(numel)
+        for _ in range(turns):
+            reduce_scatter_fp32(output, gradient, None, codec=codec)
+            total += output
+        errors[name] = (total - turns * gradient.double()).abs()
+    step = torch.cat([one.abs().max().expand(len(one)) for one in gradient.split(128)]) / 127
+    assert (errors["kept"] <= 1.01 * step).all()
+    assert errors["dropped"].max() > 20 * errors["kept"].max()
+
+
+def test_an_infinity_is_seen_and_does_not_spoil_the_next_step():
+    codec, gradient, output = ErrorFeedback(Int8Blocks()), torch.randn(256), torch.empty(256)
+    spoiled = gradient.clone()
+    spoiled[3] = float("inf")
+    assert reduce_scatter_fp32(output, spoiled, None, codec=codec).nonfinite
+    handle = reduce_scatter_fp32(output, gradient, None, codec=codec)
+    assert not handle.nonfinite
+    assert ((output - gradient).abs() <= 2 * gradient.abs().max() / 127).all()

@@ -14,14 +14,14 @@ from lamina.collectives.move.shaped import (
 )
 from lamina.collectives.move.small import SmallReduction, all_reduce_small, broadcast, host_device
 from lamina.collectives.move.span_groups import SpanGroups
-from lamina.collectives.reduction.codec import Cast, GradientCodec
+from lamina.collectives.reduction.codec import Cast, ErrorFeedback, GradientCodec, Int8Blocks
 from lamina.collectives.reduction.native import (
     ReductionName,
     all_reduce_native,
     reduce_scatter_native,
     reduction_class,
 )
-from lamina.collectives.reduction.ordered import Reduction, SumOp
+from lamina.collectives.reduction.ordered import OrderedReduction, Reduction, SumOp
 from lamina.collectives.transport.lanes import kept_bytes, release_kept
 from lamina.collectives.transport.transport import use_messages
 
@@ -29,9 +29,12 @@ __all__ = [
     "AllGather",
     "Cast",
     "CommonFacts",
+    "ErrorFeedback",
     "Fact",
     "GradientCodec",
+    "Int8Blocks",
     "Message",
+    "OrderedReduction",
     "Pending",
     "Reduction",
     "ReductionName",

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from lamina.buffers import FlatBuffer
-from lamina.collectives.engine import ReductionName
+from lamina.collectives.engine import ErrorFeedback, Int8Blocks, ReductionName
 from lamina.ddp.gradients.reproducible import ReproducibleSum
 from lamina.ddp.gradients.scratch import ScratchBuffers
 from lamina.ddp.gradients.sums import AxisSum, Collectives, RankSum, TwoAxisSum
@@ -26,15 +26,20 @@ class Reduction:
         name: for messages.
         make: makes the sum of one group.
         cadence: the cadence it needs whatever the strategy's; None leaves that to the strategy.
+        keeps_losses: whether a rank keeps what its wire has lost: one fp32 number per element.
     """
 
     name: str
     make: RankSumFactory
     cadence: Cadence | None = None
+    keeps_losses: bool = False
 
 
-def _by(reduction: ReductionName, *, averages: bool = False) -> RankSumFactory:
-    """A factory of sums over axes; with `averages` the collectives divide by the ranks already."""
+def _by(reduction: ReductionName, *, averages: bool = False, int8: bool = False) -> RankSumFactory:
+    """A factory of sums over axes; with `averages` the collectives divide by the ranks already.
+
+    With `int8` each sum has a codec of its own, because what it has lost belongs to its buffer.
+    """
 
     def make(
         main: FlatBuffer, axes: DataParallelAxes, scale: float | None, scratch: ScratchBuffers
@@ -43,7 +48,8 @@ def _by(reduction: ReductionName, *, averages: bool = False) -> RankSumFactory:
         if averages:
             rest = (1.0 if scale is None else scale) * axes.size
             scale = None if rest == 1.0 else rest
-        collectives = Collectives(reduction, average=averages)
+        codec = ErrorFeedback(Int8Blocks()) if int8 else None
+        collectives = Collectives(reduction, average=averages, codec=codec)
         return kind(collectives, main, axes, scale, scratch)
 
     return make
@@ -55,6 +61,7 @@ ORDERED = Reduction("ordered", _by("ordered"))
 _REDUCTIONS = {
     "ordered": ORDERED,
     "native": Reduction("native", _by("native")),
+    "int8": Reduction("int8", _by("ordered", int8=True), keeps_losses=True),
 }
 _NATIVE_AVERAGE = Reduction("native", _by("native", averages=True))
 """The backend divides by the number of ranks: sums in fp16 do not overflow."""
@@ -71,7 +78,8 @@ def resolve_reduction(
     """The reduction that settings ask for.
 
     Args:
-        reduction: "ordered", or "native" for the backend's own (tolerance only).
+        reduction: "ordered"; "native" for the backend's own (tolerance only); "int8" for the
+            ordered sum of what a wire of int8 blocks makes of the gradients (docs/ddp.md).
         reproducible: one tree over microbatches and ranks: the same bits for every strategy and
             number of ranks. Every microbatch is reduced.
         average: let the backend average instead of sum, where it is the backend that adds. The
@@ -93,6 +101,12 @@ def resolve_reduction(
     if not reproducible:
         native_average = average and reduction == "native"
         return _NATIVE_AVERAGE if native_average else _REDUCTIONS[reduction]
+    if reduction == "int8":
+        raise ValueError(
+            "reduction='int8' adds to each gradient what this rank's earlier ones have lost on the "
+            "wire, so other ranks would send other numbers, and reproducible=True gives the same "
+            "bits for any number of ranks: use reduction='ordered'"
+        )
     if reduction != "ordered":
         raise ValueError(
             f"reduction={reduction!r} leaves the order of the sum to the backend, which "

@@ -12,7 +12,14 @@ import torch
 
 from lamina.buffers import FlatBuffer
 from lamina.collectives import Handle, all_gather_into
-from lamina.collectives.engine import Reduction, ReductionName, SumOp, reduction_class
+from lamina.collectives.engine import (
+    GradientCodec,
+    OrderedReduction,
+    Reduction,
+    ReductionName,
+    SumOp,
+    reduction_class,
+)
 from lamina.ddp.gradients.scratch import ScratchBuffers
 from lamina.ddp.gradients.states import GradientState
 from lamina.ddp.parameters.axes import DataParallelAxes
@@ -41,11 +48,20 @@ class Collectives:
     Args:
         reduction: who adds.
         average: whether the ranks' gradients are averaged by it.
+        codec: how a rank's own gradients become what an ordered sum sends. Sums that a further
+            axis adds up travel as they are.
     """
 
-    def __init__(self, reduction: ReductionName, *, average: bool = False) -> None:
+    def __init__(
+        self,
+        reduction: ReductionName,
+        *,
+        average: bool = False,
+        codec: GradientCodec | None = None,
+    ) -> None:
         self._kind = reduction_class(reduction)
         self._op: SumOp = "avg" if average else "sum"
+        self._codec = codec
         self._prepared: dict[str, Reduction] = {}
 
     @property
@@ -54,13 +70,32 @@ class Collectives:
         return self._kind.piecewise
 
     def along(
-        self, axis: MeshAxis, output: torch.Tensor, input: torch.Tensor, *, scatter: bool
+        self,
+        axis: MeshAxis,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        *,
+        scatter: bool,
+        own: bool = True,
     ) -> Reduction:
-        """The reduction of such buffers along an axis: a reduce-scatter, or an all-reduce."""
+        """The reduction of such buffers along an axis: a reduce-scatter, or an all-reduce.
+
+        Args:
+            axis: the ranks.
+            output: takes the sum.
+            input: is summed.
+            scatter: whether a rank keeps its piece of the sum alone.
+            own: whether `input` holds this rank's own gradients, and no sums over an axis.
+        """
         found = self._prepared.get(axis.name)
         if found is None or not found.fits(output, input):
             group = axis.sibling("reduce")
-            found = self._kind(output, input, group, scatter=scatter, op=self._op)
+            if self._codec is None or not own or axis.size == 1:
+                found = self._kind(output, input, group, scatter=scatter, op=self._op)
+            else:
+                found = OrderedReduction(
+                    output, input, group, scatter=scatter, op=self._op, codec=self._codec
+                )
             self._prepared[axis.name] = found
         return found
 
@@ -188,7 +223,7 @@ class TwoAxisSum(RankSum):
             piece = partial.numel()
             own = main[inner.rank * piece : (inner.rank + 1) * piece]
         finds = self.finds_squares
-        over_outer = chosen.along(outer, own, partial, scatter=self.outer_sharded)
+        over_outer = chosen.along(outer, own, partial, scatter=self.outer_sharded, own=False)
         handle = over_outer.start(own, partial, scale=self.scale, statistics=finds)
         yield handle
         outer_piece = self.outer_sharded or chosen.piecewise

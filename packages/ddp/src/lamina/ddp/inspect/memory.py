@@ -57,6 +57,7 @@ class MemoryPlan:
             the device as well); with a budget, that many bytes, what they receive, and the largest
             buffer being filled.
         padding: the part of `weights` that belongs to no parameter.
+        losses: what an int8 wire has lost of this rank's gradients (`reduction="int8"`).
         kept_buffers: gradient buffers of a step that are kept for the next one, at most
             (`DistributedDataParallel` on a CPU); part of what `local_grads` and `in_flight` count.
     """
@@ -69,11 +70,13 @@ class MemoryPlan:
     in_flight: int
     padding: int
     kept_buffers: int = 0
+    losses: int = 0
 
     @property
     def resident(self) -> int:
         """Bytes held between steps."""
-        return self.weights + self.main_weights + self.main_grads + self.kept_buffers
+        states = self.weights + self.main_weights + self.main_grads
+        return states + self.losses + self.kept_buffers
 
     @property
     def peak(self) -> int:
@@ -86,6 +89,7 @@ class MemoryPlan:
             ("model weights", self.weights),
             ("main weights", self.main_weights),
             ("main grads", self.main_grads),
+            ("lost on the wire so far", self.losses),
             ("buffers kept", self.kept_buffers),
             ("at rest", self.resident),
             ("local gradients of a step", self.local_grads),
@@ -131,6 +135,11 @@ def memory_plan(module: nn.Module) -> MemoryPlan:
         else _within(trained, budgets.reductions),
         padding=sum(_padding(group) for group in groups),
         kept_buffers=local + sent if budgets.keeps_buffers else 0,
+        losses=sum(
+            group.layout.size * torch.float32.itemsize
+            for group in trained
+            if group.settings.reduction.keeps_losses and group.axes.size > 1
+        ),
     )
 
 

@@ -52,7 +52,9 @@ class DistributedDataParallelConfig:
             no buffers of its own (docs/collectives-nccl.md). Refused where hardware or build lack
             it, with the reason.
         reduction: "ordered" sums in fp32 in one fixed order (the same bits on any transport);
-            "native" leaves the sum to the backend (SHARP, user buffers) and claims a tolerance.
+            "native" leaves the sum to the backend (SHARP, user buffers) and claims a tolerance;
+            "int8" is the ordered sum over a wire of int8 blocks with error feedback: a quarter of
+            the bytes of fp32 gradients, for one fp32 number per parameter on every rank.
         reproducible: one order of summation over microbatches and ranks: the same bits for every
             strategy and number of ranks. Every microbatch is reduced, so M microbatches send M
             times the bytes.
@@ -77,7 +79,7 @@ class DistributedDataParallelConfig:
     reduce_scatter_with_fp32_accumulation: bool = False
     average_in_collective: bool = False
     nccl_ub: bool = False
-    reduction: Literal["ordered", "native"] = "ordered"
+    reduction: Literal["ordered", "native", "int8"] = "ordered"
     reproducible: bool = False
     calculate_per_token_loss: bool = False
     keep_tensors_whole: bool = False

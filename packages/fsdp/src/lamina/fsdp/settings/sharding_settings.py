@@ -104,7 +104,7 @@ class ShardingSettings:
     """Modules that multiply in FP8 keep transposed weights until backward."""
 
     reduction: str = "ordered"
-    """Who sums gradients over ranks: "ordered" is Lamina, "native" the backend."""
+    """Who sums gradients over ranks: Lamina ("ordered", "int8") or the backend ("native")."""
     reproducible: bool = False
     """The same bits for every strategy and every number of ranks."""
     average_in_collective: bool = False

@@ -159,19 +159,24 @@ def train(given, faults, wrapped, optimizer, saver):
         faults.here("step")
         batch = torch.ones(4, 8) * (1 + rank)
         if faults.fault == "skip_unit" and faults.mine and faults.step == 2:
+            mark("fault")
             loss = wrapped.parts["first"](batch).sum()
         else:
             loss = wrapped(batch).square().mean()
         loss.backward()
-        if not (faults.fault == "no_step" and faults.mine and faults.step == 2):
+        if faults.fault == "no_step" and faults.mine and faults.step == 2:
+            mark("fault")
+        else:
             optimizer.step()
         optimizer.zero_grad()
         if faults.fault == "lr_later" and faults.mine and faults.step == 1:
+            mark("fault")
             optimizer.param_groups[0]["lr"] *= 3
         if saver is not None:
             faults.here("save")
             saver(faults.step, wrapped, optimizer)
         if faults.fault == "evaluate_alone" and faults.mine and faults.step == 2:
+            mark("fault")
             with torch.no_grad():
                 wrapped(batch)
         faults.here("evaluation")
@@ -208,6 +213,9 @@ def run(given, faults):
             module = module.double()
         if odd == "frozen":
             module.parts["first"].requires_grad_(False)
+        if given.phase == "wrap":
+            mark("differs")
+        mark("wrap")
         make = {"optimizer": adamw, "lr": other_lr}.get(odd, sgd)
         wrapped, optimizer = WRAPPERS[given.wrapper](module, make, mesh)
         faults.here("first_use")
@@ -234,5 +242,35 @@ def main():
     mark("finished", rank=rank)
 
 
+def nursery():
+    """Import everything once, fork the ranks of each job that is asked for, tell how they ended.
+
+    Returns in the ranks only, with their arguments.
+    """
+
+    for line in sys.stdin:
+        words, ranks, port = json.loads(line)
+        started = []
+        for rank in range(ranks):
+            process = os.fork()
+            if process == 0:
+                place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks}
+                place |= {"LOCAL_WORLD_SIZE": ranks, "MASTER_PORT": port}
+                os.environ.update({name: str(value) for name, value in place.items()})
+                os.environ["MASTER_ADDR"] = "127.0.0.1"
+                directory = words[words.index("--directory") + 1]
+                for kind, descriptor in (("out", 1), ("err", 2)):
+                    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
+                    os.dup2(os.open(f"{directory}/{kind}-{rank}", flags), descriptor)
+                return words
+            started.append(process)
+        print(json.dumps(started), flush=True)
+        found = dict(os.wait() for _ in started)
+        print(json.dumps([os.waitstatus_to_exitcode(found[one]) for one in started]), flush=True)
+    sys.exit(0)
+
+
 if __name__ == "__main__":
+    if sys.argv[1:] == ["nursery"]:
+        sys.argv[1:] = nursery()
     main()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -23,8 +25,8 @@ class Played:
     """What became of a job.
 
     Attributes:
-        seconds: from the fault (or, for ranks that differ, from the start of the wrapper) to the
-            last survivor's end; the limit if one had to be killed.
+        seconds: from the fault (or, for ranks that differ, from the start of the last rank's
+            wrapper) to the end of all ranks; the limit if one had to be killed.
         told: seconds to the first message on any survivor; None if none was seen.
         message: the first error of a survivor, or the watchdog's verdict.
         statuses: exit status of each rank; None if it had to be killed.
@@ -46,78 +48,112 @@ def free_port():
         return found.getsockname()[1]
 
 
-def play(wrapper, fault, phase="step", *, ranks=2, limit=45.0, soft_limit=3.0):
-    """Run one job until all its ranks have ended, or for `limit` seconds after the fault."""
+def play(wrapper, fault, phase="step", *, ranks=2, limit=15.0, soft_limit=3.0):
+    """Run one job until all its ranks have ended, or for `limit` seconds after the fault.
+
+    A job whose last rank is stopped, or asleep, ends when the others have told so.
+    """
     with tempfile.TemporaryDirectory() as directory:
-        port, started = free_port(), time.time()
-        processes = [
-            _start(wrapper, fault, phase, directory, rank, ranks, port, soft_limit)
-            for rank in range(ranks)
+        files = [
+            Path(directory, f"{kind}-{rank}") for kind in ("out", "err") for rank in range(ranks)
         ]
-        # The rank that was stopped, or sleeps on purpose, is not a survivor.
-        survivors = processes[:-1] if fault in ("stop", "sleep", "kill", "exit0") else processes
-        statuses = _ends(processes, survivors, started + 30 + limit, fault)
+        for file in files:
+            file.touch()
+        words = [wrapper, fault, phase, "--directory", directory, "--soft-limit", str(soft_limit)]
+        with Nursery() as nursery:
+            nursery.start(words, ranks, free_port())
+            statuses = _ends(nursery, files, fault, limit)
         ended = time.time()
-        outputs = [Path(directory, f"out-{rank}").read_text() for rank in range(ranks)]
-        errors = [Path(directory, f"err-{rank}").read_text() for rank in range(ranks)]
-    return _judge(wrapper, fault, phase, statuses, outputs, errors, started, ended)
+        texts = [file.read_text() for file in files]
+    return _judge(wrapper, fault, phase, statuses, texts[:ranks], texts[ranks:], ended)
 
 
-def _start(wrapper, fault, phase, directory, rank, ranks, port, soft_limit):
-    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
-    environment = {
-        **os.environ,
-        **{name: str(value) for name, value in place.items()},
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-    }
-    words = [wrapper, fault, phase, "--directory", directory, "--soft-limit", str(soft_limit)]
-    with (
-        open(Path(directory, f"out-{rank}"), "w") as out,
-        open(Path(directory, f"err-{rank}"), "w") as err,
-    ):
-        return subprocess.Popen(
-            [sys.executable, str(JOB), *words], env=environment, stdout=out, stderr=err
+class Nursery:
+    """A process that has imported everything, and forks the ranks of a job."""
+
+    _idle = []  # noqa: RUF012 - nurseries that have no ranks now
+
+    def __enter__(self):
+        self._process = (
+            self._idle.pop()
+            if self._idle
+            else subprocess.Popen(
+                [sys.executable, str(JOB), "nursery"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+            )
         )
+        return self
+
+    def start(self, words, ranks, port):
+        self._process.stdin.write(json.dumps([words, ranks, port]) + "\n")
+        self._process.stdin.flush()
+        self.ranks = json.loads(self._process.stdout.readline())
+
+    def ends(self, seconds):
+        """Exit statuses of all ranks, or None if some still run after so many seconds."""
+        ready, _, _ = select.select([self._process.stdout], [], [], seconds)
+        return json.loads(self._process.stdout.readline()) if ready else None
+
+    def __exit__(self, *exception):
+        if exception[0] is None:
+            self._idle.append(self._process)
+        else:
+            self._process.kill()
 
 
-def _ends(processes, survivors, deadline, fault):
-    while time.time() < deadline and any(one.poll() is None for one in survivors):
-        time.sleep(0.05)
-        if fault in ("stop", "sleep") and any(one.poll() is not None for one in survivors):
-            processes[-1].send_signal(signal.SIGKILL)
-    statuses = []
-    for one in processes:
-        killed = one.poll() is None
-        if killed:
-            one.kill()
-        one.wait()
-        statuses.append(None if killed else one.returncode)
-    return statuses
+def _ends(nursery, files, fault, limit):
+    """Exit statuses; None of ranks that had to be killed."""
+    started, begun = time.time(), None
+    while (statuses := nursery.ends(0.1)) is None:
+        begun = begun or _begun(files)
+        late = time.time() > (begun + limit if begun else started + 90)
+        if late or (fault in PAUSES and any(VERDICT in file.read_text() for file in files)):
+            for rank in nursery.ranks:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(rank, signal.SIGUSR2)
+                    os.kill(rank, signal.SIGCONT)
+            statuses = nursery.ends(30)
+            break
+    return [None if one == -signal.SIGUSR2 else one for one in statuses]
 
 
-def _judge(wrapper, fault, phase, statuses, outputs, errors, started, ended):
-    marks = [json.loads(line) for text in outputs for line in text.splitlines() if line[:1] == "{"]
-    begun = min([one["time"] for one in marks if one["what"] == "fault"], default=started)
+def _begun(files):
+    """When the fault happened; of ranks that differ, when the last of them began to wrap."""
+    marks = _marks([file.read_text() for file in files])
+    planted = [one["time"] for one in marks if one["what"] == "fault"]
+    differ = any(one["what"] == "differs" for one in marks)
+    wraps = [one["time"] for one in marks if one["what"] == "wrap"] if differ else []
+    return min(planted) if planted else max(wraps, default=None)
+
+
+def _marks(texts):
+    lines = [line for text in texts for line in text.splitlines()]
+    return [json.loads(line) for line in lines if line.startswith('{"what"')]
+
+
+def _judge(wrapper, fault, phase, statuses, outputs, errors, ended):
+    marks = _marks(outputs)
+    planted = [one["time"] for one in marks if one["what"] == "fault"]
+    wraps = [one["time"] for one in marks if one["what"] == "wrap"]
+    begun = min(planted) if planted else max(wraps, default=ended)
     last = len(outputs) - 1
-    told = [
-        one for one in marks if one["what"] == "error" and (one["rank"] != last or fault in AGREE)
-    ]
+    alone = fault in ("exception",)  # its own message is no news
+    told = [one for one in marks if one["what"] == "error" and not (alone and one["rank"] == last)]
     told.sort(key=lambda one: one["time"])
-    verdicts = [
-        line for text in errors for line in text.splitlines() if "The job does not go on" in line
-    ]
-    ends = [
-        line for text in errors for line in text.splitlines() if "ends, as it still waits" in line
-    ]
-    message = " / ".join([*verdicts[:1], *ends[:1], *(one["text"] for one in told[:1])])
-    first = told[0]["time"] - begun if told else None
+    lines = [line for text in errors for line in text.splitlines()]
+    verdicts = [line for line in lines if line.startswith(VERDICT)]
+    ends = [line for line in lines if "ends, as it still waits" in line]
+    said = [*verdicts[-1:], *(one["text"].splitlines()[0] for one in told[:1]), *ends[:1]]
+    first = told[0]["time"] - begun if told else (ended - begun if said else None)
     return Played(
-        wrapper, fault, phase, ended - begun, first, message, statuses, [*outputs, *errors]
+        wrapper, fault, phase, ended - begun, first, said[0] if said else "", statuses, lines
     )
 
 
-AGREE = ("width", "order", "dtype", "frozen", "optimizer", "lr", "no_step", "lr_later")
+VERDICT = "The job does not go on"
+PAUSES = ("stop", "sleep")
 
 
 if __name__ == "__main__":

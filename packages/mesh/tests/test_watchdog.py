@@ -34,7 +34,9 @@ def report(rank, *waits, at="train.py:5 in loop", idle=31.0):
 def test_a_verdict_names_who_is_in_no_collective_and_where():
     reports = {rank: report(rank, wait()) for rank in range(3)}
     reports[3] = report(3, at="data.py:88 in load")
-    words, details = verdict(reports, {})
+    told = verdict(reports, {})
+    words, details = told.words, told.details
+    assert not told.hopeless  # rank 3 may still come
     assert "rank 3 (dp_shard=3) is in no collective for 31 s: it is at data.py:88 in load" in words
     assert "3 ranks (0-2) wait for 31 s in gather of blocks.3" in words
     assert "to which rank 3 did not come" in words
@@ -42,13 +44,20 @@ def test_a_verdict_names_who_is_in_no_collective_and_where():
 
 
 def test_a_verdict_names_ranks_that_make_different_calls_and_those_that_are_stopped():
-    words, _ = verdict({0: report(0, wait()), 1: report(1, wait("sum of head", 9))}, {})
+    told = verdict({0: report(0, wait()), 1: report(1, wait("sum of head", 9))}, {})
+    words = told.words
+    assert told.hopeless
     assert "not in the same collective" in words
     assert "gather of blocks.3 (collective 7" in words
     assert "sum of head (collective 9" in words
-    words, _ = verdict({0: report(0, wait()), 1: None, 2: None}, {1: "T"})
+    words = verdict({0: report(0, wait()), 1: None, 2: None}, {1: "T"}).words
     assert "rank 1 does not run (its process is stopped)" in words
     assert "rank 2 does not run (no answer)" in words
+
+
+def test_ranks_that_all_wait_in_one_collective_are_slow_and_not_hopeless():
+    same = wait(ranks=(0, 1))
+    assert not verdict({0: report(0, same), 1: report(1, same)}, {}).hopeless
 
 
 def test_a_rank_whose_process_has_ended_is_known_within_two_seconds(tmp_path):

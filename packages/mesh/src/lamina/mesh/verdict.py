@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-__all__ = ["Report", "Wait", "verdict"]
+__all__ = ["Report", "Verdict", "Wait", "verdict"]
 
 
 @dataclass(frozen=True)
@@ -59,15 +59,27 @@ class Report:
         return Report(waits=waits, **found)
 
 
-def verdict(reports: Mapping[int, Report | None], states: Mapping[int, str]) -> tuple[str, str]:
+@dataclass(frozen=True)
+class Verdict:
     """Who holds everybody up, and who waits.
+
+    Attributes:
+        words: a sentence or two.
+        details: what every rank has reported.
+        hopeless: whether all ranks wait, each in a collective to which some member does not come.
+    """
+
+    words: str
+    details: str
+    hopeless: bool
+
+
+def verdict(reports: Mapping[int, Report | None], states: Mapping[int, str]) -> Verdict:
+    """Put reports together.
 
     Args:
         reports: by rank; None from those that did not answer.
         states: what /proc says of the processes that it shows ("T" is stopped).
-
-    Returns:
-        A sentence or two, and the details of every rank.
     """
     waiting: dict[tuple[str, str, int], list[int]] = {}
     held_up: list[str] = []
@@ -82,19 +94,22 @@ def verdict(reports: Mapping[int, Report | None], states: Mapping[int, str]) -> 
             held_up.append(
                 f"{report.here} is in no collective for {report.idle:.0f} s: it is at {report.at}"
             )
-    said = []
+    said, complete = [], False
     for key, ranks in waiting.items():
         report = reports[ranks[0]]
         wait = report.waits[0] if report is not None else Wait(*key, 0.0)
         who = f"{len(ranks)} ranks ({_ranges(ranks)}) wait" if len(ranks) > 1 else "1 rank waits"
         who = who if len(ranks) > 1 or report is None else f"{report.here} waits"
         missing = sorted(set(wait.ranks) - set(ranks))
+        complete = complete or not missing
         absent = f", to which rank{'s'[: len(missing) > 1]} {_ranges(missing)} did not come"
         said.append(f"{who} for {wait.seconds:.0f} s in {wait}{absent if missing else ''}")
-    if not held_up and len(waiting) > 1:
+    hopeless = not held_up and not complete
+    if hopeless:
         said.append("every rank waits, and not in the same collective: ranks make different calls")
     details = "\n".join(_details(rank, report) for rank, report in reports.items())
-    return "The job does not go on: " + "; ".join([*held_up, *said]) + ".", details
+    words = "The job does not go on: " + "; ".join([*held_up, *said]) + "."
+    return Verdict(words, details, hopeless)
 
 
 def _details(rank: int, report: Report | None) -> str:

@@ -36,7 +36,7 @@ __all__ = ["EXIT_STATUS", "Activity", "Watchdog"]
 EXIT_STATUS = 70
 """Exit status of a rank that waited for one that is gone, until the watchdog ended it."""
 FINISHED = "it has finished"
-_PATIENCE = 8.0
+_PATIENCE = 5.0
 _ANSWERS_WITHIN = 4.0
 _FOREIGN = (f"{os.sep}torch{os.sep}", f"{os.sep}lamina{os.sep}", f"{os.sep}threading.py")
 
@@ -108,17 +108,20 @@ class Watchdog:
         """Stop; other ranks that still wait for this one are told why it has left."""
         if not self._end.is_set():
             self._end.set()
-            atexit.unregister(self._at_exit)
             # Without the store nobody is there to read it.
             with contextlib.suppress(RuntimeError):
                 self._store.set(f"left/{self._rank}", why)
 
     def _at_exit(self) -> None:
-        """The program has not closed its `Runtime`; no thread may use the store any more."""
+        """No thread may use the store any more, and none may hold up a process that has failed."""
         error = getattr(sys, "last_value", None)
-        ended = f"it ended with {type(error).__name__}: {error}" if error else FINISHED
-        self.close(ended)
+        self.close(f"it ended with {type(error).__name__}: {error}" if error else FINISHED)
         self._thread.join(2.0)
+        if error is not None and self.lost is not None:
+            # Lanes still wait in gloo, and Python's end of such threads ends in std::terminate.
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(1)
 
     def gives_up(self, patience: float = 3.0) -> str | None:
         """Which rank is gone, once waits that are still going on cannot end any more."""
@@ -180,12 +183,12 @@ class Watchdog:
         while self._store.check([f"news/{self._news + 1}"]):
             self._news += 1
             kind, text = json.loads(self._store.get(f"news/{self._news}"))
+            if kind == "alarm":
+                self._answer(self._news)
+                continue
+            self._answered.clear()
             if kind == "lost" and self.lost is None:
                 self._lost_since, self.lost = time.monotonic(), text
-            elif kind == "alarm":
-                self._answer(self._news)
-            elif kind == "verdict":
-                self._answered.clear()
 
     def _lose(self, rank: int, process: str = "") -> None:
         """A rank of this host, or of a group that failed, is gone."""
@@ -275,16 +278,17 @@ class Watchdog:
             for rank, (process, _) in self._on_host.items()
             if (found := _state_of(process)) is not None
         }
-        words, details = verdict(reports, states)
+        told = verdict(reports, states)
+        words = told.words
         path = self._directory / f"lamina-verdict-{os.getpid()}-{alarm}.txt"
         try:
-            path.write_text(f"{words}\n\n{details}")
+            path.write_text(f"{words}\n\n{told.details}")
             words += f"\nStacks and last collectives of all ranks: {path}"
         except OSError as error:
             words += f"\n(no file with the stacks: {error})"
         print(words, file=sys.stderr, flush=True)
         self._answered.clear()
-        self._publish("verdict", words)
+        self._publish("lost" if told.hopeless else "verdict", words)
 
 
 def _state_of(process: int) -> tuple[str, str] | None:

@@ -36,6 +36,20 @@ def bounds_of(rank: int, piece: int, total: int) -> tuple[int, int]:
     return min(rank * piece, total), min((rank + 1) * piece, total)
 
 
+_SIZE_SHIFT, _SIZES = 25, 61  # tags of lanes end below 2**25, and torch takes tags below 2**31
+
+
+def _tag_of_size(tag: int, nbytes: int) -> int:
+    """The tag of a message of so many bytes.
+
+    Note [Sizes are in the tags]
+    If the two ends of a message expect different sizes, gloo ends the process of one of them
+    (`EnforceNotMet`) or delivers a part. With the size in its tag, such a message meets no receive.
+    Both ranks wait, and the watchdog says in which collectives. See docs/decisions/0107.
+    """
+    return tag + (nbytes % _SIZES << _SIZE_SHIFT)
+
+
 class GlooExchange:
     """Messages, announcements and acknowledgements of one exchange.
 
@@ -102,7 +116,8 @@ class GlooExchange:
                     self._borrowed.append(self._lane.scratch_pool.borrow(nbytes))
                     target = self._borrowed[-1][:nbytes].view(self._dtype)
                 self._arriving[source] = target
-                work = dist.irecv(target, group=self._group, group_src=source, tag=self._tag)
+                tag = _tag_of_size(self._tag, nbytes)
+                work = dist.irecv(target, group=self._group, group_src=source, tag=tag)
                 self._works[source] = work
         for rank, tensor in self._sends:
             nbytes = tensor.nbytes
@@ -113,15 +128,17 @@ class GlooExchange:
             parts: Sequence[torch.Tensor] = (tensor,)
             if self._unit is not None and nbytes > CUT_FROM:
                 parts = torch.split(tensor, part_items(tensor.dtype, self._unit))
+            tag = _tag_of_size(self._tag, nbytes)
             for part in parts:
-                work = dist.isend(part, group=self._group, group_dst=rank, tag=self._tag)
+                work = dist.isend(part, group=self._group, group_dst=rank, tag=tag)
                 self._outbound.append((work, part))
 
     def _receive_in_parts(
         self, source: int, numel: int, whole: torch.Tensor | None, unit: int
     ) -> ChunkedMessage:
         pool = self._lane.scratch_pool
-        return ChunkedMessage(source, numel, self._dtype, self._group, self._tag, unit, pool, whole)
+        tag = _tag_of_size(self._tag, numel * self._dtype.itemsize)
+        return ChunkedMessage(source, numel, self._dtype, self._group, tag, unit, pool, whole)
 
     def _lend(self, peer: HostPeer, tensor: torch.Tensor) -> None:
         """Tell a rank of this host where its data lie; it acknowledges when it has read them."""

@@ -1,0 +1,161 @@
+"""The gallery of faults, played and written down: `python tests/faults/gallery.py [--write]`.
+
+Each line is a fault, the phase it happens in and a wrapper. torch's FSDP2 plays each fault and
+phase beside them, in the same run. `--write` writes docs/faults.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import subprocess
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+from play import Played, play
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = ROOT / "docs" / "faults.md"
+
+ALL = ("ddp", "ddp_sharded", "zero1", "zero3", "shard_module")
+SOME = ("ddp", "zero3")
+GALLERY = {
+    ("kill", "before_wrap"): ("zero3",),
+    ("kill", "first_use"): ("ddp", "zero3"),
+    ("kill", "forward"): ALL,
+    ("kill", "backward"): ("ddp", "zero3", "shard_module"),
+    ("kill", "step"): ("ddp_sharded", "zero3"),
+    ("kill", "save"): ("zero3",),
+    ("kill", "evaluation"): ("zero3",),
+    ("exit0", "step"): SOME,
+    ("exception", "forward"): ("ddp", "zero3"),
+    ("exception", "backward"): ("zero3",),
+    ("exception", "save"): ("zero3",),
+    ("stop", "forward"): ("ddp", "zero3"),
+    ("sleep", "step"): ("zero3",),
+    ("sleep", "backward"): ("shard_module",),
+    ("width", "wrap"): ALL,
+    ("order", "wrap"): SOME,
+    ("dtype", "wrap"): ("ddp", "shard_module"),
+    ("frozen", "wrap"): ("zero1", "zero3"),
+    ("optimizer", "wrap"): ("ddp_sharded", "zero3"),
+    ("lr", "wrap"): ("ddp", "shard_module"),
+    ("no_step", "step"): ("ddp", "ddp_sharded", "zero3"),
+    ("lr_later", "step"): ("ddp", "zero3"),
+    ("skip_unit", "step"): ("zero3",),
+    ("evaluate_alone", "step"): ("zero3",),
+    ("directory", "save"): ("zero3",),
+    ("save_step", "save"): ("ddp",),
+}
+NO_TORCH = ("save", "directory", "save_step")  # its job here saves nothing
+
+WORDS = {
+    "kill": "kill -9",
+    "exit0": "exit with status 0",
+    "exception": "an exception",
+    "stop": "SIGSTOP",
+    "sleep": "asleep in the user's code",
+    "width": "another width",
+    "order": "parameters registered in another order",
+    "dtype": "another dtype",
+    "frozen": "frozen parameters",
+    "optimizer": "another optimizer",
+    "lr": "another learning rate",
+    "no_step": "no optimizer.step()",
+    "lr_later": "the learning rate changes on one rank",
+    "skip_unit": "a unit does not run",
+    "evaluate_alone": "an evaluation on one rank only",
+    "directory": "another directory of checkpoints",
+    "save_step": "another step is saved",
+}
+
+INTRODUCTION = """\
+One of two ranks misbehaves. Each table shows what the other rank, or both, were told: the time from
+the fault to the first message, the time until all ranks had ended (of ranks that are stopped or
+asleep: until they were told of), the exit statuses of rank 0 and rank 1, and the message. torch's
+FSDP2 played the same fault in the same run. The soft limit of the watchdog was 3 s and not 30 s,
+and a job had 15 s from the fault on. Status 70 is the watchdog's: the rank waited in code that
+cannot raise.""".splitlines()
+
+
+def cells():
+    """Every line: wrapper, fault, phase."""
+    return [(w, fault, phase) for (fault, phase), wrappers in GALLERY.items() for w in wrappers]
+
+
+def is_told(played: Played) -> bool:
+    """Whether somebody was told of the other rank, and nothing hung."""
+    paused = played.fault in ("stop", "sleep")
+    ended = paused or None not in played.statuses
+    return bool(ended and played.told is not None and "rank 1" in played.message)
+
+
+def line_of(played: Played) -> str:
+    """A row of the page."""
+    message = played.message if len(played.message) < 330 else played.message[:330] + " ..."
+    statuses = ", ".join("hung" if one is None else str(one) for one in played.statuses)
+    if played.fault in ("stop", "sleep") and played.told is not None:
+        statuses = "the others wait"
+    elif played.statuses == [0, 0]:
+        statuses = "0, 0: nobody noticed"
+    told = "never" if played.told is None else f"{played.told:.1f} s"
+    message = message.replace("|", "/") or "(nothing)"
+    return f"| {played.wrapper} | {told} | {played.seconds:.1f} s | {statuses} | {message} |"
+
+
+def page(played: list[Played], begun: str) -> str:
+    """docs/faults.md."""
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.strip()
+    mine = [one for one in played if one.wrapper != "torch_fsdp2"]
+    good = sum(map(is_told, mine))
+    software = f"torch {torch.__version__}, Python {platform.python_version()}"
+    lines = [
+        "# A gallery of faults",
+        "",
+        *INTRODUCTION,
+        "",
+        f"{good} of {len(mine)} faults were told with the rank and ended in time. Written by",
+        f"`python tests/faults/gallery.py --write` at {commit}, {begun}, {software}, gloo,",
+        "2 processes on a busy machine of 2 cores (times are upper bounds).",
+    ]
+    for fault, phase in GALLERY:
+        rows = [line_of(one) for one in played if (one.fault, one.phase) == (fault, phase)]
+        if rows:
+            head = [
+                "| wrapper | told after | over after | exit statuses | message |",
+                "| --- " * 5 + "|",
+            ]
+            where = "when the wrapper is made" if phase == "wrap" else phase.replace("_", " ")
+            lines += ["", f"## {WORDS[fault]}: {where}", "", *head, *rows]
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--write", action="store_true", help="write docs/faults.md")
+    parser.add_argument("--jobs", type=int, default=2, help="faults that are played side by side")
+    given = parser.parse_args()
+    begun = time.strftime("%Y-%m-%d")
+    asked = []
+    for (fault, phase), wrappers in GALLERY.items():
+        beside = () if phase in NO_TORCH or fault in NO_TORCH else ("torch_fsdp2",)
+        asked += [(wrapper, fault, phase) for wrapper in (*wrappers, *beside)]
+    found: list[Played] = []
+    with ThreadPoolExecutor(given.jobs) as pool:
+        for played in pool.map(lambda one: play(*one), asked):
+            found.append(played)
+            print(line_of(played), flush=True)
+    if given.write:
+        PAGE.write_text(page(found, begun))
+
+
+if __name__ == "__main__":
+    main()

@@ -22,17 +22,17 @@ from source_trees import LAYERS, ROOT, SUB_FACES, lamina_imports, public_face, s
 # The floors of each layer from the ground up: its folders, and the files beside them. A floor
 # imports only from those before it. mesh is one flat folder; the circle rule is enough for it.
 FLOORS = {
-    "buffers": "layout placement resolve_axes in_place_cast tensors flat_buffer pool",
-    "collectives": "transport call reduction move autograd_regions",
-    "ddp": "parameters gradients group inspect backward finalize norm optimizer wrapper",
-    "fsdp": "settings units weights execution module state api",
+    "buffers": "compat layout placement resolve_axes in_place_cast tensors flat_buffer pool",
+    "collectives": "compat transport call reduction move autograd_regions",
+    "ddp": "compat parameters gradients group inspect backward finalize norm optimizer wrapper",
+    "fsdp": "compat settings units weights execution module state api",
     "models": """
-        base precision layers moe attention mamba decoder activation_memory torch_plan huggingface
-        vision pipelining
+        compat base precision layers moe attention mamba decoder activation_memory torch_plan
+        huggingface vision pipelining
     """,
     "checkpoint": """
-        errors progress storage ranks state save load manager preemption huggingface inspection
-        plain_dcp
+        compat errors progress storage ranks state save load manager preemption huggingface
+        inspection plain_dcp
     """,
 }
 FACE_FILES = ("__init__", "engine", "__main__")
@@ -45,6 +45,7 @@ SHARED_NAMES = {
     "__init__": "what a package shows",
     "__main__": "what `python -m` runs",
     "engine": "what a layer shows to upper layers",
+    "compat": "what a layer takes from torch that torch does not promise",
     "errors": "the exceptions that a layer raises",
     "config": "the settings that a user writes",
     "inspection": "what a user may look at",

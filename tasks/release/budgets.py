@@ -23,15 +23,15 @@ from tasks.release.packages import git
 
 __all__ = ["Cost", "measure", "over"]
 
-# Costs of the import beyond torch's own, which every user pays anyway: the best of some runs, since
-# whatever else the machine does only adds to it.
+# Costs of the import beyond torch's own, which every user pays anyway: processor time, the best of
+# some runs, since whatever else the machine does only adds to it.
 PROBE = """
 import sys, time
 import torch, torch.distributed
 before = set(sys.modules)
-began = time.perf_counter()
+began = time.process_time()
 import lamina.{layer}
-print(time.perf_counter() - began, len(set(sys.modules) - before))
+print(time.process_time() - began, len(set(sys.modules) - before))
 """
 
 
@@ -39,8 +39,8 @@ PAGE = """\
 # What a layer costs to import and to install
 
 Made by `python3 noxfile.py -s budgets -- --keep` on {date} at commit `{commit}`, {machine}; don't
-edit. In brackets the budget. Time (the best of five runs) and modules are those beyond torch's own,
-with the layers beneath.
+edit. In brackets the budget. Processor time (the best of five runs) and modules are those beyond
+torch's own, with the layers beneath.
 
 | layer | import | modules | installed |
 | --- | --- | --- | --- |
@@ -53,7 +53,7 @@ class Cost:
     """What one layer costs.
 
     Args:
-        milliseconds: of its import in a process that has torch.
+        milliseconds: of a processor, for its import in a process that has torch.
         modules: that its import adds.
         kilobytes: of its own installed files, byte code left out.
     """
@@ -115,6 +115,7 @@ def main(words: Sequence[str]) -> int:
         print(rows[-1], "; ".join(complaints), flush=True)
     if "--keep" in words:
         path = ROOT / "docs" / "records" / "budgets.md"
+        path.parent.mkdir(parents=True, exist_ok=True)
         commit = git(ROOT, "rev-parse", "--short=12", "HEAD")
         path.write_text(
             PAGE.format(

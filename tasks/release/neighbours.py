@@ -194,6 +194,7 @@ def main(words: Sequence[str]) -> int:
             print("    " + outcome.detail.strip().replace("\n", "\n    "))
     if options.keep:
         path = ROOT / "docs" / "records" / "neighbours.md"
+        path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(page(outcomes, ROOT))
         print(f"wrote {path.relative_to(ROOT)}")
     return int(any(outcome.verdict == "breaks" for outcome in outcomes))

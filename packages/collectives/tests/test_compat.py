@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lamina.collectives.transport import compat
+from lamina.collectives import compat
 from lamina.collectives.transport.groups import backend_name
 
 

@@ -31,10 +31,10 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal, TypeAlias, cast
 
 import torch
-from torch._compile import _disable_dynamo as one_graph_break
 from torch.distributed import ProcessGroup
 
 from lamina.collectives.call.checks import require_divisible
+from lamina.collectives.compat import one_graph_break
 from lamina.collectives.move.all_to_all import row_splits
 from lamina.collectives.move.shaped import (
     dimension,

@@ -24,7 +24,19 @@ from torch.distributed import distributed_c10d as c10d
 from lamina.mesh.errors import GroupCreationError
 from lamina.mesh.watchdog import Watchdog
 
-__all__ = ["current_world", "group_of", "running_watchdog"]
+__all__ = ["current_world", "default_store", "fake_store", "group_of", "running_watchdog"]
+
+
+def default_store() -> c10d.Store:
+    """Return the store where the ranks of the running job have met."""
+    return c10d._get_default_store()
+
+
+def fake_store() -> c10d.Store:
+    """Return the store of a simulated job, and register the backend `fake` on the way."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    return FakeStore()
 
 
 @dataclass

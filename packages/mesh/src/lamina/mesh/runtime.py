@@ -9,14 +9,12 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
-from torch.distributed.distributed_c10d import Store
 
 from lamina.mesh.devices import bind_device, choose_device, default_backend
 from lamina.mesh.errors import EnvironmentVariableError
 from lamina.mesh.launch import Launch, read_launch
 from lamina.mesh.problems import EnvironmentProblem
-from lamina.mesh.process_groups import current_world
+from lamina.mesh.process_groups import current_world, default_store, fake_store
 from lamina.mesh.rendezvous import open_store
 from lamina.mesh.settings import settings_problems
 from lamina.mesh.variables import Environment, environment
@@ -147,7 +145,7 @@ def _watch_over(
         raise ValueError(f"soft_limit={soft_limit!r}: give a positive number of seconds, or None.")
     world = current_world()
     if world.watchdog is None:
-        store = distributed_c10d._get_default_store()
+        store = default_store()
         rank, size = runtime.rank, runtime.world_size
         world.watchdog = Watchdog(store, rank, size, soft_limit, directory)
     runtime._watchdog = world.watchdog
@@ -161,7 +159,7 @@ def _start(
 ) -> Runtime:
     place = choose_device(launch.local_rank, backend, device)
     chosen = backend if backend is not None else default_backend(place)
-    store = _fake_store() if chosen == "fake" else open_store(launch, timeout)
+    store = fake_store() if chosen == "fake" else open_store(launch, timeout)
     bind_device(place)
     # No device_id= here: see Note [No bound device].
     dist.init_process_group(
@@ -213,13 +211,6 @@ def _fake_launch(env: Environment, rank: int | None, world_size: int | None) -> 
     if size < 1 or not 0 <= own < size:
         raise ValueError(f"rank={own} of a fake world of {size}: ranks run from 0 to {size - 1}.")
     return Launch("fake", own, size)
-
-
-def _fake_store() -> Store:
-    # Importing the module registers the backend.
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    return FakeStore()
 
 
 def _as_timedelta(timeout: timedelta | float | None) -> timedelta:

@@ -12,8 +12,9 @@ from collections.abc import Sequence
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor.placement_types import Placement, _StridedShard
+from torch.distributed.tensor.placement_types import Placement
 
+from lamina.buffers.compat import strided_shard
 from lamina.buffers.placement import Cut
 from lamina.buffers.tensors.span_spec import SpanSpec
 
@@ -88,7 +89,7 @@ def _row_placements(spec: SpanSpec, sizes: Sequence[int], first: int) -> list[Pl
                 f"to_dtensor: {spec.shape[0]} rows over {tuple(sizes)} ranks are cut unevenly "
                 "after another axis, which DTensor gets wrong: keep the ShardedTensor"
             )
-        placements.append(_StridedShard(0, split_factor=earlier))
+        placements.append(strided_shard(0, split_factor=earlier))
     return placements
 
 

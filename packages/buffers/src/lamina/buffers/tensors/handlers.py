@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import torch
-from torch._C import _disabled_torch_function_impl
 
+from lamina.buffers.compat import OpOverload, disabled_torch_function_impl
 from lamina.buffers.tensors.span_spec import SpanSpec
 
 __all__ = ["Handler", "HandlerTable", "SpanTensor"]
@@ -20,10 +20,10 @@ __all__ = ["Handler", "HandlerTable", "SpanTensor"]
 Handler: TypeAlias = Callable[..., Any]
 
 
-class HandlerTable(dict[torch._ops.OpOverload, Handler]):
+class HandlerTable(dict[OpOverload, Handler]):
     """Operation to handler; fill it with the `handles` decorator."""
 
-    def handles(self, *overloads: torch._ops.OpOverload) -> Callable[[Handler], Handler]:
+    def handles(self, *overloads: OpOverload) -> Callable[[Handler], Handler]:
         """Register a function for some overloads."""
 
         def register(handler: Handler) -> Handler:
@@ -47,12 +47,12 @@ class SpanTensor(torch.Tensor):
     # only the base named would be shared with training, and the next step would overwrite it while
     # the file is written.
     __slots__ = ()
-    __torch_function__ = _disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls,
-        func: torch._ops.OpOverload,
+        func: OpOverload,
         types: Sequence[type],
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
@@ -63,9 +63,7 @@ class SpanTensor(torch.Tensor):
         return cls._run(func, args, kwargs or {})
 
     @classmethod
-    def _run(
-        cls, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def _run(cls, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operation on this rank's elements. Called by torch below autograd."""
         raise NotImplementedError
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from lamina.buffers.compat import OpOverload, foreach_types, make_wrapper_subclass
 from lamina.buffers.resolve_axes import Axis
 from lamina.buffers.tensors import checkpoint_protocol
 from lamina.buffers.tensors.handlers import SpanTensor
@@ -80,7 +81,7 @@ class ShardedTensor(SpanTensor):
             local: as many elements as `spec` says, without autograd's history.
             spec: the place.
         """
-        wrapper: ShardedTensor = torch.Tensor._make_wrapper_subclass(
+        wrapper: ShardedTensor = make_wrapper_subclass(
             cls, spec.shape, strides=spec.strides, dtype=local.dtype, device=local.device
         )
         wrapper._local = local
@@ -172,9 +173,7 @@ class ShardedTensor(SpanTensor):
     # -- torch's hooks for tensor subclasses ------------------------------------------------------
 
     @classmethod
-    def _run(
-        cls, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def _run(cls, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         result = dispatch(func, args, kwargs)
         if "_foreach_" in func._schema.name and func._schema.is_mutable:
             # torch counts writes through lists where it unpacks them, which is beneath this class.
@@ -303,11 +302,7 @@ def register_foreach() -> None:
     They decide by exact type; DTensor enters itself in the same two lists. Only tensors of this
     class are affected.
     """
-    from torch.optim import optimizer
-    from torch.utils import _foreach_utils
-
-    for module in (optimizer, _foreach_utils):
-        supported: list[type] = getattr(module, "_foreach_supported_types", [])
+    for supported in foreach_types():
         if ShardedTensor not in supported:
             supported.append(ShardedTensor)
 

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from lamina.buffers.compat import OpOverload
 from lamina.buffers.layout.boxes import boxes_of_span
 from lamina.buffers.tensors.handlers import HandlerTable, SpanTensor
 
@@ -28,7 +29,7 @@ aten = torch.ops.aten
     aten.full_like.default,
 )
 def _same_span(
-    func: torch._ops.OpOverload,
+    func: OpOverload,
     source: SpanTensor,
     *args: Any,
     memory_format: torch.memory_format | None = None,
@@ -39,7 +40,7 @@ def _same_span(
 
 
 @HANDLERS.handles(aten.is_pinned.default)
-def _on_span(func: torch._ops.OpOverload, source: SpanTensor, *args: Any, **kwargs: Any) -> Any:
+def _on_span(func: OpOverload, source: SpanTensor, *args: Any, **kwargs: Any) -> Any:
     return func(source._local, *args, **kwargs)
 
 
@@ -52,9 +53,7 @@ def _on_span(func: torch._ops.OpOverload, source: SpanTensor, *args: Any, **kwar
     aten.squeeze.dims,
     aten.unsqueeze.default,
 )
-def _other_shape(
-    func: torch._ops.OpOverload, source: SpanTensor, *args: Any, **kwargs: Any
-) -> SpanTensor:
+def _other_shape(func: OpOverload, source: SpanTensor, *args: Any, **kwargs: Any) -> SpanTensor:
     """Views that keep row-major order: the span is the same run of elements under a new shape."""
     # A meta tensor lets torch resolve -1 and negative dimensions, and refuse what does not fit.
     meta = torch.empty(source.shape, device="meta")
@@ -64,7 +63,7 @@ def _other_shape(
 
 @HANDLERS.handles(aten.copy_.default)
 def _copy(
-    func: torch._ops.OpOverload,
+    func: OpOverload,
     target: torch.Tensor,
     source: torch.Tensor,
     non_blocking: bool = False,
@@ -125,7 +124,7 @@ def copy_span(
 
 @HANDLERS.handles(aten.index_put_.default)
 def _masked_write(
-    func: torch._ops.OpOverload,
+    func: OpOverload,
     target: SpanTensor,
     indices: Sequence[torch.Tensor | None],
     value: torch.Tensor,
@@ -160,7 +159,7 @@ def _mask_of(target: torch.Tensor, indices: Sequence[torch.Tensor | None]) -> to
     aten.new_empty.default, aten.new_zeros.default, aten.new_ones.default, aten.new_full.default
 )
 def _new(
-    func: torch._ops.OpOverload, source: SpanTensor, size: Sequence[int], *args: Any, **kwargs: Any
+    func: OpOverload, source: SpanTensor, size: Sequence[int], *args: Any, **kwargs: Any
 ) -> torch.Tensor:
     """Of this tensor's own shape: a tensor cut alike. Of another: a plain tensor."""
     if tuple(size) != tuple(source.shape):

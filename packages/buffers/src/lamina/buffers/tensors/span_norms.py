@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from lamina.buffers.compat import OpOverload
 from lamina.buffers.tensors.handlers import HandlerTable, SpanTensor
 from lamina.buffers.tensors.span_reductions import (
     extremes_over_ranks,
@@ -132,7 +133,7 @@ def _rounded(norm: torch.Tensor, tensor: SpanTensor, dtype: torch.dtype | None) 
     aten.norm.ScalarOpt_dim_dtype,
 )
 def _norm(
-    func: torch._ops.OpOverload,
+    func: OpOverload,
     tensor: SpanTensor,
     order: float | None = 2,
     dim: Any = None,
@@ -147,7 +148,7 @@ def _norm(
 
 @HANDLERS.handles(aten._foreach_norm.Scalar)
 def _foreach_norm(
-    func: torch._ops.OpOverload,
+    func: OpOverload,
     tensors: Sequence[torch.Tensor],
     order: float = 2,
     dtype: torch.dtype | None = None,
@@ -165,7 +166,7 @@ def _foreach_norm(
 
 @HANDLERS.handles(aten._amp_foreach_non_finite_check_and_unscale_.default)
 def _unscale(
-    func: torch._ops.OpOverload,
+    func: OpOverload,
     tensors: Sequence[torch.Tensor],
     found_inf: torch.Tensor,
     inv_scale: torch.Tensor,

@@ -6,6 +6,7 @@ from typing import Any, NoReturn
 
 import torch
 
+from lamina.buffers.compat import OpOverload, current_graph_task_id
 from lamina.buffers.tensors import span_moves, span_norms, span_reductions
 from lamina.buffers.tensors.handlers import Handler, SpanTensor
 from lamina.buffers.tensors.span_spec import SpanSpec
@@ -13,7 +14,7 @@ from lamina.buffers.tensors.span_spec import SpanSpec
 __all__ = ["dispatch"]
 
 
-_SPECIAL: dict[torch._ops.OpOverload, Handler] = {
+_SPECIAL: dict[OpOverload, Handler] = {
     **span_moves.HANDLERS,
     **span_reductions.HANDLERS,
     **span_norms.HANDLERS,
@@ -48,7 +49,7 @@ _MATRIX = ("mm", "matmul", "addmm", "bmm", "linear", "conv", "embedding", "einsu
 _INDEX = ("select", "slice", "index", "gather", "scatter", "narrow", "split", "unbind", "diagonal")
 
 
-def dispatch(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def dispatch(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run `func` on spans. Called by torch below autograd.
 
     Raises:
@@ -92,7 +93,7 @@ _UNTAGGED_POINTWISE = frozenset(
 )
 
 
-def refuse(func: torch._ops.OpOverload, args: tuple[Any, ...]) -> NoReturn:
+def refuse(func: OpOverload, args: tuple[Any, ...]) -> NoReturn:
     """Raise NotImplementedError that names the operation, the tensor and the remedy."""
     name = func._schema.name.removeprefix("aten::")
     bare = name.strip("_")
@@ -117,11 +118,11 @@ def _spans(values: Iterable[Any]) -> Iterator[SpanTensor]:
             yield from _spans(value)
 
 
-def _pointwise(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _pointwise(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     first = next(_spans((*args, *kwargs.values())))
     spec = first._spec
     # In a backward, and not where an optimizer or a hook writes something in place.
-    backward = torch._C._current_graph_task_id() != -1 and not func._schema.is_mutable
+    backward = current_graph_task_id() != -1 and not func._schema.is_mutable
     operand = _gradient_of if backward and spec.is_cut else local_of
     result = func(
         *(operand(func, value, spec) for value in args),
@@ -140,7 +141,7 @@ def _pointwise(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[
     return first._with(result)
 
 
-def local_of(func: torch._ops.OpOverload, value: Any, spec: SpanSpec) -> Any:
+def local_of(func: OpOverload, value: Any, spec: SpanSpec) -> Any:
     """An operand as it meets spans of `spec`: a span of the same cut, or a value for all elements.
 
     Raises:
@@ -176,7 +177,7 @@ def local_of(func: torch._ops.OpOverload, value: Any, spec: SpanSpec) -> Any:
     )
 
 
-def _gradient_of(func: torch._ops.OpOverload, value: Any, spec: SpanSpec) -> Any:
+def _gradient_of(func: OpOverload, value: Any, spec: SpanSpec) -> Any:
     """`local_of`, in a backward: a plain operand is the mean over the ranks of the spans.
 
     Note [Gradients of a span]
@@ -197,7 +198,7 @@ def _gradient_of(func: torch._ops.OpOverload, value: Any, spec: SpanSpec) -> Any
     return mean.reshape(()) if operand is value else mean.expand(operand.shape)
 
 
-def _lists(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _lists(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Foreach and fused optimizer kernels: the i-th tensors of all lists belong together."""
     lists = [value for value in (*args, *kwargs.values()) if _is_tensor_list(value)]
     firsts = _first_spans(func, lists)
@@ -227,9 +228,7 @@ def _is_tensor_list(value: Any) -> bool:
     return isinstance(value, list | tuple) and any(isinstance(one, torch.Tensor) for one in value)
 
 
-def _first_spans(
-    func: torch._ops.OpOverload, lists: Sequence[Sequence[Any]]
-) -> list[SpanTensor | None]:
+def _first_spans(func: OpOverload, lists: Sequence[Sequence[Any]]) -> list[SpanTensor | None]:
     """At each place of the lists the first span that any of them has there."""
     firsts: list[SpanTensor | None] = [
         next((one for one in place if isinstance(one, SpanTensor)), None)

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from lamina.buffers.compat import OpOverload
 from lamina.buffers.tensors.handlers import HandlerTable, SpanTensor
 from lamina.buffers.tensors.span_spec import ReduceOp, SpanSpec
 
@@ -47,7 +48,7 @@ def extremes_over_ranks(
     return torch.where(flags != 0, math.nan, extremes)
 
 
-def refuse_dims(func: torch._ops.OpOverload, tensor: SpanTensor, dim: Any, keep: bool) -> None:
+def refuse_dims(func: OpOverload, tensor: SpanTensor, dim: Any, keep: bool) -> None:
     """Only reductions over all dimensions are right on a span."""
     dims = [] if dim is None else [dim] if isinstance(dim, int) else list(dim)
     ndim = tensor.dim()
@@ -84,7 +85,7 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 @HANDLERS.handles(aten.sum.default, aten.sum.dim_IntList)
 def _sum(
-    func: torch._ops.OpOverload,
+    func: OpOverload,
     tensor: SpanTensor,
     dim: Any = None,
     keepdim: bool = False,
@@ -100,7 +101,7 @@ def _sum(
 
 @HANDLERS.handles(aten.mean.default)
 def _mean(
-    func: torch._ops.OpOverload, tensor: SpanTensor, *, dtype: torch.dtype | None = None
+    func: OpOverload, tensor: SpanTensor, *, dtype: torch.dtype | None = None
 ) -> torch.Tensor:
     dtype = dtype or tensor.dtype
     if not dtype.is_floating_point:
@@ -112,7 +113,7 @@ def _mean(
 
 @HANDLERS.handles(aten.var.correction, aten.std.correction)
 def _variance(
-    func: torch._ops.OpOverload,
+    func: OpOverload,
     tensor: SpanTensor,
     dim: Any = None,
     *,
@@ -135,7 +136,7 @@ def _variance(
 
 
 @HANDLERS.handles(aten.dot.default, aten.vdot.default)
-def _dot(func: torch._ops.OpOverload, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+def _dot(func: OpOverload, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     if not isinstance(left, SpanTensor) or not isinstance(right, SpanTensor):
         raise ValueError(f"{func}: both operands must be ShardedTensors")
     if not left._spec.matches(right._spec):
@@ -147,23 +148,21 @@ def _dot(func: torch._ops.OpOverload, left: torch.Tensor, right: torch.Tensor) -
 
 
 @HANDLERS.handles(aten.count_nonzero.default)
-def _count_nonzero(
-    func: torch._ops.OpOverload, tensor: SpanTensor, dim: Any = None
-) -> torch.Tensor:
+def _count_nonzero(func: OpOverload, tensor: SpanTensor, dim: Any = None) -> torch.Tensor:
     refuse_dims(func, tensor, dim, False)
     mine = torch.count_nonzero(tensor._local)
     return reduce_over_ranks(tensor._spec, "count_nonzero()", mine, "sum")
 
 
 @HANDLERS.handles(aten.all.default, aten.any.default)
-def _truth(func: torch._ops.OpOverload, tensor: SpanTensor) -> torch.Tensor:
+def _truth(func: OpOverload, tensor: SpanTensor) -> torch.Tensor:
     op: ReduceOp = "min" if func is aten.all.default else "max"
     mine = func(tensor._local).to(torch.int64)
     return reduce_over_ranks(tensor._spec, f"{func}", mine, op).to(torch.bool)
 
 
 @HANDLERS.handles(aten.equal.default)
-def _equal(func: torch._ops.OpOverload, left: torch.Tensor, right: torch.Tensor) -> bool:
+def _equal(func: OpOverload, left: torch.Tensor, right: torch.Tensor) -> bool:
     if not (isinstance(left, SpanTensor) and isinstance(right, SpanTensor)):
         raise NotImplementedError(
             "torch.equal of a ShardedTensor and a plain tensor: compare .full_tensor()"
@@ -177,13 +176,13 @@ def _equal(func: torch._ops.OpOverload, left: torch.Tensor, right: torch.Tensor)
 
 
 @HANDLERS.handles(aten.allclose.default)
-def _allclose(func: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> bool:
+def _allclose(func: OpOverload, *args: Any, **kwargs: Any) -> bool:
     return bool(torch.isclose(*args, **kwargs).all().item())
 
 
 @HANDLERS.handles(aten.max.default, aten.min.default, aten.amax.default, aten.amin.default)
 def _extreme(
-    func: torch._ops.OpOverload, tensor: SpanTensor, dim: Any = (), keepdim: bool = False
+    func: OpOverload, tensor: SpanTensor, dim: Any = (), keepdim: bool = False
 ) -> torch.Tensor:
     refuse_dims(func, tensor, dim, keepdim)
     if not tensor._spec.numel:
@@ -207,7 +206,7 @@ def _extremes(spec: SpanSpec, name: str, local: torch.Tensor, op: ReduceOp) -> t
 
 
 @HANDLERS.handles(aten._local_scalar_dense.default)
-def _item(func: torch._ops.OpOverload, tensor: SpanTensor) -> Any:
+def _item(func: OpOverload, tensor: SpanTensor) -> Any:
     if tensor._spec.numel != 1:
         raise RuntimeError(f"a tensor of {tensor._spec.numel} elements is no Python scalar")
     # Exactly one rank holds the element, the others add nothing.

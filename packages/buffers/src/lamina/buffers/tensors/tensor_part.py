@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
+from lamina.buffers.compat import OpOverload, make_wrapper_subclass
 from lamina.buffers.tensors.handlers import HandlerTable, SpanTensor
 from lamina.buffers.tensors.sharded_tensor import ShardedTensor
 from lamina.buffers.tensors.span_moves import HANDLERS as MOVES
@@ -73,7 +74,7 @@ class TensorPart(SpanTensor):
     @classmethod
     def _wrap(cls, local: torch.Tensor, spec: SpanSpec, region: TensorRegion) -> TensorPart:
         strides = torch.empty(region.shape, device="meta").stride()
-        part: TensorPart = torch.Tensor._make_wrapper_subclass(
+        part: TensorPart = make_wrapper_subclass(
             cls, torch.Size(region.shape), strides=strides, dtype=local.dtype, device=local.device
         )
         part._local, part._spec, part._tensor_region = local, spec, region
@@ -110,9 +111,7 @@ class TensorPart(SpanTensor):
         return self._local[start : start + box.box.numel].view(box.box.sizes)[box.inner]
 
     @classmethod
-    def _run(
-        cls, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def _run(cls, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         handler = _HANDLERS.get(func)
         if handler is None:
             raise NotImplementedError(
@@ -159,7 +158,7 @@ class TensorPart(SpanTensor):
 
 @_HANDLERS.handles(aten.copy_.default)
 def _copy(
-    func: torch._ops.OpOverload,
+    func: OpOverload,
     target: torch.Tensor,
     source: torch.Tensor,
     non_blocking: bool = False,

@@ -15,9 +15,7 @@ from pathlib import PurePath
 from typing import Any, BinaryIO, NoReturn, cast
 
 import torch
-from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
-    _MEM_FORMAT_ENCODING,
     BytesStorageMetadata,
     ChunkStorageMetadata,
     Metadata,
@@ -29,9 +27,9 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
-from torch.serialization import _get_layout
 
 from lamina.buffers.engine import narrowed
+from lamina.checkpoint.compat import MemoryFormatCode, StorageInfo, get_layout
 from lamina.checkpoint.errors import CheckpointDamagedError, CheckpointUnsafeError
 from lamina.checkpoint.storage.locations import LocalLocation, Location, crc_of, pieces_of
 from lamina.checkpoint.storage.manifest import METADATA, ChunkSums, Manifest, unreadable
@@ -54,7 +52,7 @@ _RECORDS = (
     BytesStorageMetadata,
     ChunkStorageMetadata,
     TensorProperties,
-    _StorageInfo,
+    StorageInfo,
 )
 _PATHS = {
     ("pathlib", name)  # of a plain DCP checkpoint: where it was saved
@@ -87,7 +85,7 @@ class _MemoryFormat:
     __slots__ = ("_member",)
 
     def __init__(self, number: int) -> None:
-        self._member = _MEM_FORMAT_ENCODING(number)
+        self._member = MemoryFormatCode(number)
 
     def __eq__(self, other: object) -> bool:
         return self._member is other
@@ -120,10 +118,10 @@ _KNOWN: dict[tuple[str, str], Any] = {
         for k in _RECORDS
     },
     **{path: _maker_of(path[1], _path_text) for path in _PATHS},
-    (_MEM_FORMAT_ENCODING.__module__, "_MEM_FORMAT_ENCODING"): _maker_of(
+    (MemoryFormatCode.__module__, "_MEM_FORMAT_ENCODING"): _maker_of(
         "_MEM_FORMAT_ENCODING", _MemoryFormat
     ),
-    ("torch.serialization", "_get_layout"): _maker_of("_get_layout", _get_layout),
+    ("torch.serialization", "_get_layout"): _maker_of("_get_layout", get_layout),
     **{("torch", name): getattr(torch, name) for name in _DTYPES if hasattr(torch, name)},
 }
 
@@ -269,8 +267,8 @@ class Reader(StorageReader):
         """Leave the plans as they are."""
         return plans
 
-    def _info(self, item: ReadItem) -> _StorageInfo:
-        info: _StorageInfo = self._metadata.storage_data[item.storage_index]
+    def _info(self, item: ReadItem) -> StorageInfo:
+        info: StorageInfo = self._metadata.storage_data[item.storage_index]
         if info.transform_descriptors:
             raise CheckpointUnsafeError(
                 f"{item.storage_index.fqn} was written through {info.transform_descriptors}, which "
@@ -361,7 +359,7 @@ class Reader(StorageReader):
         self.bytes_read += info.length
         self._read(info.length)
 
-    def _is_fetched_again(self, info: _StorageInfo) -> bool:
+    def _is_fetched_again(self, info: StorageInfo) -> bool:
         """Whether a chunk comes over a network a second time, after its check."""
         kept, chunk = self._fetched, (info.relative_path, info.offset)
         return kept is not None and not kept.holds(*chunk) and self._sums.of(*chunk) is not None

@@ -17,12 +17,13 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import BinaryIO, cast
 
 import torch
-from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
+from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
+from lamina.checkpoint.compat import StorageInfo
 from lamina.checkpoint.errors import CheckpointDamagedError
 from lamina.checkpoint.save.offer import Offered
 from lamina.checkpoint.save.replicas import Digests, compare
@@ -189,7 +190,7 @@ class Writer(StorageWriter):
                     cast(BinaryIO, stream),
                 )
                 length = stream.end_chunk()
-                info = _StorageInfo(name, offset, length)
+                info = StorageInfo(name, offset, length)
                 results.append(WriteResult(item.index, length, info))
                 self._wrote(length)
         if self._save.verify:

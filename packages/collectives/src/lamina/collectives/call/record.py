@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from lamina.collectives.compat import get_in_thread, is_in_thread, remove_from_thread, set_in_thread
 from lamina.collectives.transport.lanes import lane_of, lanes
 from lamina.mesh.engine import Activity, Wait, running_watchdog
 
@@ -151,16 +152,16 @@ _KEY = "lamina.collectives.recorders"
 
 
 def _installed() -> tuple[Recorder, ...]:
-    if not torch._C._is_key_in_tls(_KEY):
+    if not is_in_thread(_KEY):
         return ()
-    return cast("tuple[Recorder, ...]", torch._C._get_obj_in_tls(_KEY))
+    return cast("tuple[Recorder, ...]", get_in_thread(_KEY))
 
 
 def _store(recorders: tuple[Recorder, ...]) -> None:
-    if recorders or not hasattr(torch._C, "_remove_obj_from_tls"):
-        torch._C._stash_obj_in_tls(_KEY, recorders)
+    if recorders or remove_from_thread is None:
+        set_in_thread(_KEY, recorders)
     else:  # torch 2.13: a thread that ends with an entry has to take the GIL for it; leave none
-        torch._C._remove_obj_from_tls(_KEY)
+        remove_from_thread(_KEY)
 
 
 def install(recorder: Recorder) -> None:

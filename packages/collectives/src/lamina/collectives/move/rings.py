@@ -10,12 +10,12 @@ from collections.abc import Iterator, Sequence
 
 import torch
 import torch.distributed as dist
-from torch._compile import _disable_dynamo as one_graph_break
 from torch.distributed import ProcessGroup
 
 from lamina.collectives.call.checks import require_disjoint, require_same_device
 from lamina.collectives.call.collective import Handle, launch
 from lamina.collectives.call.record import issue
+from lamina.collectives.compat import one_graph_break
 from lamina.collectives.transport.groups import backend_name, group_rank, group_size, where
 from lamina.collectives.transport.transport import Completion, exchange, wait_all
 

@@ -13,10 +13,10 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
-from torch._compile import _disable_dynamo as one_graph_break
 from torch.distributed import ProcessGroup
 
 from lamina.collectives.call.checks import require_divisible
+from lamina.collectives.compat import one_graph_break
 from lamina.collectives.move.all_gather import all_gather_into
 from lamina.collectives.move.all_to_all import all_to_all, row_splits
 from lamina.collectives.reduction.native import ReductionName, reduction_class

@@ -15,10 +15,10 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup, Work
 
 from lamina.collectives.call.collective import ReduceHandle
+from lamina.collectives.compat import reduce_scatter_single
 from lamina.collectives.reduction.codec import Cast, Wire
 from lamina.collectives.reduction.ordered import Memory, OrderedReduction, Reduction, SumOp
 from lamina.collectives.reduction.summation import Epilogue, sum_chunks
-from lamina.collectives.transport.compat import reduce_scatter_single
 from lamina.collectives.transport.transport import Completion, wait_all
 
 __all__ = [

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup, Work
 
-from lamina.collectives.transport.compat import all_gather_single
+from lamina.collectives.compat import all_gather_single
 from lamina.collectives.transport.gloo_exchange import (
     Chunk,
     GlooExchange,

@@ -43,6 +43,8 @@ if TYPE_CHECKING:
     from lamina.ddp.gradients.group_gradients import GroupGradients
     from lamina.ddp.group.group import ParameterGroup
 
+from lamina.ddp.compat import will_execute
+
 __all__ = [
     "GradientSink",
     "TakesGradients",
@@ -152,7 +154,7 @@ def gradient_sink(parameter: torch.Tensor) -> GradientSink | None:
     if sink is None or not sink.alive:
         return None
     try:
-        reached = torch._C._will_engine_execute_node(get_gradient_edge(parameter).node)
+        reached = will_execute(get_gradient_edge(parameter).node)
     except RuntimeError:  # the gradient is what torch.autograd.grad was asked for
         return None
     return sink if reached else None

@@ -22,6 +22,7 @@ from lamina.collectives import Handle
 from lamina.collectives.engine import CommonFacts, Fact, SmallReduction, host_device
 from lamina.ddp.backward.grad_attribute import follow_user, holds_zeros
 from lamina.ddp.backward.gradient_hooks import hook_gradients
+from lamina.ddp.compat import current_graph_task_id, queue_callback
 from lamina.ddp.gradients.scratch import ScratchBuffers
 from lamina.ddp.gradients.states import GradientState
 from lamina.ddp.group.group import ParameterGroup
@@ -312,7 +313,7 @@ class GradientReducer:
 
     def abandon_if_raised(self) -> None:
         """A forward runs outside any backward: one that has begun and not ended has raised."""
-        if self.in_backward and torch._C._current_graph_task_id() == -1:
+        if self.in_backward and current_graph_task_id() == -1:
             self.abandon_backward()
 
     def abandon_backward(self) -> None:
@@ -523,7 +524,7 @@ class BackwardEnd:
         """Have `end` called when the backward that runs now has ended."""
         held = partial(end)
         self.queued = weakref.ref(held)
-        torch.autograd.Variable._execution_engine.queue_callback(held)
+        queue_callback(held)
 
     @property
     def will_come(self) -> bool:

@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves, tree_map
+
+from lamina.ddp.compat import tree_leaves, tree_map
 
 __all__ = ["map_tensors", "tensors_in"]
 

@@ -12,11 +12,10 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from lamina.buffers import StaleStorageError, StoragePool
 from lamina.buffers.engine import SavedTensorGuard
+from lamina.fsdp.compat import TorchDispatchMode, tree_leaves
 
 __all__ = ["StorageCheck"]
 

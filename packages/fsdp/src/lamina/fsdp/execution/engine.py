@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from lamina.buffers import StaleStorageError, StoragePool
 from lamina.ddp.engine import GradientReducer, ModuleWatch, ParameterGroup
+from lamina.fsdp.compat import current_graph_task_id, graph_is_kept
 from lamina.fsdp.execution.budgets import GatherBudget
 from lamina.fsdp.execution.debug_order import OrderCheck
 from lamina.fsdp.execution.debug_storage import StorageCheck
@@ -279,7 +280,7 @@ class ShardingEngine:
                 "back before a second backward comes to them. Use zero_dp_strategy=2 (or less), "
                 "which keeps weights whole"
             )
-        self._graph_kept = torch._C._autograd._get_current_graph_task_keep_graph()  # type: ignore[attr-defined, unused-ignore]
+        self._graph_kept = graph_is_kept()
         self._ran_backward = []
         self._recomputed = None
 
@@ -293,7 +294,7 @@ class ShardingEngine:
     def backward_is_over(self, *, raised: bool) -> None:
         """Gradients are reduced, or the backward has raised (called by the reducer)."""
         # One that raised is often noticed by the next, whose graph may read what is still whole.
-        self._leave_backward(release=torch._C._current_graph_task_id() == -1 or not raised)
+        self._leave_backward(release=current_graph_task_id() == -1 or not raised)
         if not raised:
             self._plan_slots()
             if self.reducer.is_final:

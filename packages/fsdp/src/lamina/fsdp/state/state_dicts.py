@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map_only
 
 from lamina.buffers import ShardedTensor
 from lamina.ddp.engine import ELEMENTWISE
+from lamina.fsdp.compat import tree_map_only
 from lamina.fsdp.execution.engine import ShardingEngine
 from lamina.fsdp.state.cut_regions import TensorRegions
 

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from lamina.buffers.engine import Run, TensorRegion
 from lamina.ddp.engine import ParameterRef, collect_parameters
+from lamina.fsdp.compat import local_shape_and_offset
 from lamina.mesh import mark
 
 __all__ = [
@@ -121,9 +122,7 @@ def region_of_dtensor(parameter: torch.Tensor) -> TensorRegion | None:
     form: _Form | None = parameter.__dict__.get(_FORM)
     if form is None:
         return None
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-    local, offset = compute_local_shape_and_global_offset(form.shape, form.mesh, form.placements)
+    local, offset = local_shape_and_offset(form.shape, form.mesh, form.placements)
     if tuple(local) == tuple(form.shape):
         return None
     runs = tuple((Run(0, size, start),) for size, start in zip(local, offset, strict=True))

@@ -12,7 +12,6 @@ from typing import Any, Literal, TypeVar, get_args
 
 import torch
 from torch import Tensor, nn
-from torch._compile import _disable_dynamo as one_graph_break
 from torch.utils.checkpoint import checkpoint
 
 from lamina.mesh.engine import recompute_contexts
@@ -20,6 +19,7 @@ from lamina.models.activation_memory.offload import Offloader
 from lamina.models.activation_memory.selective import Discarder
 from lamina.models.attention.attention import AttentionCore
 from lamina.models.base.configs.field_checks import require_at_least, require_one_of
+from lamina.models.compat import one_graph_break
 from lamina.models.decoder.block import TransformerBlock
 from lamina.models.decoder.layer_stack import ResidualBlock
 from lamina.models.layers.dropout import Dropout

@@ -12,6 +12,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lamina.models.compat import (
+    flash_attention,
+    flash_attention_backward,
+    flash_attention_backward_for_cpu,
+    flash_attention_for_cpu,
+)
+
 __all__ = ["Block", "merge"]
 
 
@@ -38,7 +45,7 @@ class Block:
         Logs are float32 or wider. For a query without any key they are -inf and its values are 0.
         """
         if _flash_on_cpu(query):
-            out, logs = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            out, logs = flash_attention_for_cpu(
                 query, key, value, 0.0, self.causal, attn_mask=self._bias(query), scale=self.scale
             )
             if self.mask is not None:
@@ -46,9 +53,7 @@ class Block:
                 logs = logs.masked_fill(~self.mask.any(dim=-1), -torch.inf)
             return out, logs
         if _flash_on_cuda(query) and self.mask is None:
-            found = torch.ops.aten._scaled_dot_product_flash_attention(
-                query, key, value, 0.0, self.causal, False, scale=self.scale
-            )
+            found = flash_attention(query, key, value, 0.0, self.causal, False, scale=self.scale)
             return found[0], found[1]
         scores = self._scores(query, key)
         logs = scores.logsumexp(dim=-1)
@@ -69,7 +74,7 @@ class Block:
             logs: the whole attention's logs of sums.
         """
         if _flash_on_cpu(query):
-            found: Gradients = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            found: Gradients = flash_attention_backward_for_cpu(
                 grad, query, key, value, out, logs, 0.0, self.causal,
                 attn_mask=self._bias(query), scale=self.scale,
             )  # fmt: skip
@@ -94,7 +99,7 @@ class Block:
     ) -> Gradients:
         none = torch.empty(0, dtype=torch.int64, device="cpu")
         # Without dropout the kernel does not read seed and offset, nor lengths of equal sequences.
-        found: Gradients = torch.ops.aten._scaled_dot_product_flash_attention_backward(
+        found: Gradients = flash_attention_backward(
             grad, query, _repeat(key, query), _repeat(value, query), out, logs.contiguous(),
             None, None,
             query.shape[2], key.shape[2], 0.0, self.causal, none, none, scale=self.scale,

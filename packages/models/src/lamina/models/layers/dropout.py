@@ -4,11 +4,11 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._compile import _disable_dynamo as one_graph_break
 
 from lamina.mesh import rng_stream
 from lamina.mesh.engine import MeshAxis, require_stream
 from lamina.models.base.mesh_axes import MeshLike, axis_of
+from lamina.models.compat import one_graph_break
 
 __all__ = ["Dropout", "dropout_stream"]
 

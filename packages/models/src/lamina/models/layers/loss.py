@@ -16,6 +16,7 @@ from lamina.ddp.engine import gradient_sink
 from lamina.mesh.engine import MeshAxis
 from lamina.models.base.mesh_axes import MeshLike, axis_of
 from lamina.models.base.vocabulary import check_ids, label_weights
+from lamina.models.compat import graph_is_kept
 from lamina.models.layers.autocast import under_autocast
 
 __all__ = ["IGNORED", "check_reduction", "linear_cross_entropy", "vocab_parallel_cross_entropy"]
@@ -288,7 +289,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         grad_hidden, grad_weight = ctx.saved_tensors
         # See Note [Gradients that forward has computed].
-        kept = torch.compiler.is_compiling() or _graph_is_kept()
+        kept = torch.compiler.is_compiling() or graph_is_kept()
         if not kept:
             ctx.maybe_clear_saved_tensors()
         if grad_hidden is not None:
@@ -298,12 +299,6 @@ class _LinearCrossEntropy(torch.autograd.Function):
         if grad_weight is not None:
             grad_weight = _scaled(grad_weight, grad, ctx.parameter, ctx.weight_dtype, kept)
         return grad_hidden, grad_weight, None, None, None, None, None, None
-
-
-def _graph_is_kept() -> bool:
-    """Whether the backward that runs now was asked to keep its graph."""
-    kept: bool = torch._C._autograd._get_current_graph_task_keep_graph()  # type: ignore[attr-defined, unused-ignore]
-    return kept
 
 
 def _scaled(

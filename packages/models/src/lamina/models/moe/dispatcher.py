@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
-from torch._compile import _disable_dynamo as one_graph_break
 from torch.distributed import ProcessGroup
 
 from lamina.collectives import copy_to, reduce_from
@@ -24,6 +23,7 @@ from lamina.collectives.engine import (
 )
 from lamina.mesh.engine import MeshAxis
 from lamina.models.base.configs.moe import Dispatcher
+from lamina.models.compat import one_graph_break
 from lamina.models.moe.exchange import RowExchange, gather_rows, reduce_rows
 from lamina.models.moe.expert_axes import ExpertAxes
 from lamina.models.moe.permutation import copies_to_rows, rows_to_tokens

@@ -12,13 +12,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._compile import _disable_dynamo as one_graph_break
 from torch.autograd.function import once_differentiable
 
 from lamina.collectives import scatter_to
 from lamina.collectives.engine import all_reduce_small
 from lamina.mesh.engine import MeshAxis
 from lamina.models.base.configs.moe import MoEConfig
+from lamina.models.compat import one_graph_break
 from lamina.models.layers.zigzag import cut_sequence
 from lamina.models.moe.expert_axes import ExpertAxes
 from lamina.models.moe.routing import count_copies

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._compile import _disable_dynamo as one_graph_break
 from torch.distributed.device_mesh import DeviceMesh
 
 from lamina.collectives.engine import all_reduce_small
@@ -18,6 +17,7 @@ from lamina.mesh import ParallelMesh, mark
 from lamina.models.base.configs.moe import MoEConfig
 from lamina.models.base.initialise import fill_normal
 from lamina.models.base.mesh_axes import MeshLike
+from lamina.models.compat import current_graph_task_id, one_graph_break
 from lamina.models.layers.dropout import dropout_stream
 from lamina.models.moe.expert_axes import ExpertAxes
 from lamina.models.moe.losses import (
@@ -344,4 +344,4 @@ def axes_from(mesh: MeshLike | ExpertAxes, sequence_parallel: bool) -> ExpertAxe
 
 def _running_again() -> bool:
     """Whether this forward runs inside a backward, because activations are recomputed."""
-    return torch._C._current_graph_task_id() != -1
+    return current_graph_task_id() != -1

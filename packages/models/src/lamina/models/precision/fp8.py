@@ -15,6 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lamina.models.compat import HAS_SCALED_MM_V2_ON_CPU, scaled_mm, scaled_mm_v2
+
 __all__ = [
     "BACKWARD",
     "FORWARD",
@@ -37,8 +39,7 @@ MULTIPLE = 16
 """The widths of a product must be divisible by this on CUDA."""
 
 
-# torch 2.13 has the operator behind F.scaled_mm on CPUs. Builds without it use the older operator.
-_OLDER_ON_CPU = not torch._C._dispatch_has_kernel_for_dispatch_key("aten::_scaled_mm_v2", "CPU")
+_OLDER_ON_CPU = not HAS_SCALED_MM_V2_ON_CPU
 
 
 class Coded(NamedTuple):
@@ -157,7 +158,7 @@ def scaled_product(
 def _older_product(
     left: Coded, right: Coded, out: torch.dtype, into: Tensor | None = None
 ) -> Tensor:
-    product: Tensor = torch._scaled_mm(
+    product: Tensor = scaled_mm(
         left.codes, right.codes.t(), left.decode, right.decode.t(), out_dtype=out, out=into
     )
     return product
@@ -168,7 +169,7 @@ def _written(left: Coded, right: Coded, kind: F.ScalingType, into: Tensor) -> Te
     if _OLDER_ON_CPU and not left.codes.is_cuda:
         return _older_product(left, right, into.dtype, into)
     recipe = [kind.value]
-    product: Tensor = torch._scaled_mm_v2(
+    product: Tensor = scaled_mm_v2(
         left.codes, right.codes.t(), [left.decode], recipe, [], [right.decode.t()], recipe, [],
         None, into.dtype, out=into,
     )  # fmt: skip

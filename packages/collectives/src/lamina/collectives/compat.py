@@ -1,12 +1,33 @@
-"""Where torch 2.11, 2.12 and 2.13 differ."""
+"""What a collective takes from torch that torch does not promise: its private names.
 
+Beside them stand the names that torch 2.11 to 2.15 spell differently.
+
+No other module of this layer uses one (tests/test_compat.py), so what a new torch breaks is here.
+"""
+
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+from torch._C import _get_obj_in_tls as get_in_thread
+from torch._C import _is_key_in_tls as is_in_thread
+from torch._C import _stash_obj_in_tls as set_in_thread
+from torch._compile import _disable_dynamo as one_graph_break
 from torch.distributed import ProcessGroup, Work
 
-__all__ = ["all_gather_single", "reduce_scatter_single"]
+__all__ = [
+    "all_gather_single",
+    "get_in_thread",
+    "is_in_thread",
+    "one_graph_break",
+    "reduce_scatter_single",
+    "remove_from_thread",
+    "set_in_thread",
+]
+
+remove_from_thread: Callable[[str], None] | None = getattr(torch._C, "_remove_obj_from_tls", None)
+"""Removes what `set_in_thread` left. None before torch 2.13, which needs no removal."""
 
 
 def _first(*names: str) -> Any:

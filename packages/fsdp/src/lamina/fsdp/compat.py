@@ -1,0 +1,39 @@
+"""What sharding takes from torch that torch does not promise: its private names.
+
+No other module of this layer uses one (tests/test_compat.py), so what a new torch breaks is here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch._C import _current_graph_task_id as current_graph_task_id
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor.placement_types import Placement
+
+__all__ = [
+    "TorchDispatchMode",
+    "current_graph_task_id",
+    "graph_is_kept",
+    "local_shape_and_offset",
+    "tree_leaves",
+    "tree_map_only",
+]
+
+graph_is_kept = torch._C._autograd._get_current_graph_task_keep_graph  # type: ignore[attr-defined, unused-ignore]
+"""Whether the backward that runs now was asked to keep its graph."""
+
+
+def local_shape_and_offset(
+    shape: torch.Size, mesh: DeviceMesh, placements: Sequence[Placement]
+) -> tuple[Sequence[int], Sequence[int]]:
+    """Return the shape of this rank's shard of a DTensor, and where the shard begins."""
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    return compute_local_shape_and_global_offset(shape, mesh, placements)

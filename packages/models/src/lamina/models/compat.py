@@ -1,0 +1,41 @@
+"""What a layer of a model takes from torch that torch does not promise: its private names.
+
+No other module of this layer uses one (tests/test_compat.py), so what a new torch breaks is here.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch._C import _current_graph_task_id as current_graph_task_id
+from torch._compile import _disable_dynamo as one_graph_break
+
+__all__ = [
+    "HAS_SCALED_MM_V2_ON_CPU",
+    "current_graph_task_id",
+    "flash_attention",
+    "flash_attention_backward",
+    "flash_attention_backward_for_cpu",
+    "flash_attention_for_cpu",
+    "graph_is_kept",
+    "one_graph_break",
+    "scaled_mm",
+    "scaled_mm_v2",
+]
+
+graph_is_kept = torch._C._autograd._get_current_graph_task_keep_graph  # type: ignore[attr-defined, unused-ignore]
+"""Whether the backward that runs now was asked to keep its graph."""
+
+# torch 2.13 has the operator behind F.scaled_mm on CPUs. Builds without it use the older operator.
+HAS_SCALED_MM_V2_ON_CPU = torch._C._dispatch_has_kernel_for_dispatch_key(
+    "aten::_scaled_mm_v2", "CPU"
+)
+scaled_mm = torch._scaled_mm
+scaled_mm_v2 = torch._scaled_mm_v2
+
+# Attention that gives the logarithm of each row's sum beside the output.
+flash_attention = torch.ops.aten._scaled_dot_product_flash_attention
+flash_attention_backward = torch.ops.aten._scaled_dot_product_flash_attention_backward
+flash_attention_for_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+flash_attention_backward_for_cpu = (
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+)

@@ -1,0 +1,266 @@
+"""Private names of torch stand in one module per layer and do what the layer needs of them.
+
+Run with another torch (`python3 noxfile.py -s torch -- 2.15 tests/test_compat.py`), these tests say
+which of them a version has lost or changed.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+import pytest
+import torch
+from source_trees import LAYERS, dotted, names_of, public_face, source_of
+
+from lamina.buffers import ShardedTensor
+from lamina.buffers import compat as of_buffers
+from lamina.checkpoint import compat as of_checkpoint
+from lamina.collectives import compat as of_collectives
+from lamina.ddp import compat as of_ddp
+from lamina.fsdp import compat as of_fsdp
+from lamina.mesh import init_distributed
+from lamina.mesh.process_groups import fake_store
+from lamina.models import compat as of_models
+
+# Where a layer says the private names of torch that it uses.
+HOME = dict.fromkeys(LAYERS, "compat.py") | {"mesh": "process_groups.py"}
+ALLOWED = {
+    # The base class of a stage. Its module takes a second to import, which only pipelines pay.
+    ("models/pipelining/stage.py", "torch.distributed.pipelining.stage._PipelineStageBase"),
+}
+
+
+def private_names(source: str) -> Iterator[str]:
+    """Yield each private name of torch that a module imports, or reaches from what it imports."""
+    tree = ast.parse(source)
+    bound = names_of(tree)
+    for node in ast.walk(tree):
+        found: list[str | None] = []
+        if isinstance(node, ast.Attribute):
+            found = [dotted(node, bound)]
+        elif isinstance(node, ast.Import):
+            found = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            found = [f"{node.module}.{alias.name}" for alias in node.names]
+        for path in filter(None, found):
+            parts = path.split(".")
+            if parts[0] == "torch" and any(p[0] == "_" and p[:2] != "__" for p in parts):
+                yield path
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_private_names_of_torch_stand_in_one_module(layer):
+    top = source_of(layer)
+    found = {
+        (f"{layer}/{path.relative_to(top)}", name)
+        for path in top.rglob("*.py")
+        if path != top / HOME[layer]
+        for name in private_names(path.read_text())
+    }
+    assert found - ALLOWED == set()
+    assert list(private_names((top / HOME[layer]).read_text())), "a module of no use"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "from torch._C import x",
+        "import torch._dynamo",
+        "def f():\n    from torch.utils import _pytree",
+        "import torch\ntorch._C.x()",
+        "from torch import distributed as d\nd.distributed_c10d._world",
+    ],
+)
+def test_a_planted_private_name_is_seen(source):
+    assert list(private_names(source))
+
+
+# ------------------------------------------------------------------------ what each must do
+
+
+class Probe(torch.Tensor):
+    """A wrapper that has no memory of its own."""
+
+    __torch_function__ = of_buffers.disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        assert isinstance(func, of_buffers.OpOverload)
+        return torch.ones(3)
+
+
+def wrappers_have_a_shape_and_no_memory():
+    probe = of_buffers.make_wrapper_subclass(Probe, (3,), dtype=torch.float32)
+    assert isinstance(probe, Probe)
+    assert probe.shape == (3,)
+    assert torch.equal(probe + 1, torch.ones(3))
+
+
+def optimizers_can_be_told_of_a_class():
+    lists = of_buffers.foreach_types()
+    assert len(lists) == 2
+    assert all(torch.Tensor in types for types in lists)
+    assert all(ShardedTensor in types for types in lists)
+
+
+def a_strided_shard_knows_its_split():
+    placement = of_buffers.strided_shard(1, 4)
+    assert (placement.dim, placement.split_factor) == (1, 4)
+
+
+def in_backward(look):
+    """What `look` returns outside, inside and after a backward."""
+    seen = [look()]
+
+    class Seen(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            seen.append(look())
+            return grad
+
+    Seen.apply(torch.ones(1, requires_grad=True)).sum().backward(retain_graph=True)
+    return [*seen, look()]
+
+
+def a_backward_has_a_number():
+    for compat in (of_buffers, of_ddp, of_fsdp, of_models):
+        outside, inside, after = in_backward(compat.current_graph_task_id)
+        assert outside == after == -1 != inside
+
+
+def a_kept_graph_is_known():
+    for compat in (of_fsdp, of_models):
+        assert (
+            in_backward(
+                lambda compat=compat: of_ddp.current_graph_task_id() == -1 or compat.graph_is_kept()
+            )[1]
+            is True
+        )
+
+
+def callbacks_come_at_the_end_of_a_backward():
+    seen = []
+    x = torch.ones(1, requires_grad=True)
+    y = x * 2
+    y.register_hook(lambda grad: of_ddp.queue_callback(lambda: seen.append(x.grad.item())))
+    y.sum().backward()
+    assert seen == [2.0]
+
+
+def the_engine_says_which_nodes_it_will_execute():
+    x, z = (torch.ones(1, requires_grad=True) for _ in range(2))
+    nodes = [torch.autograd.graph.get_gradient_edge(t).node for t in (x, z)]
+    y = x * 2
+    seen = []
+    y.register_hook(lambda grad: seen.append([of_ddp.will_execute(node) for node in nodes]))
+    y.sum().backward()
+    assert seen == [[True, False]]
+
+
+def threads_carry_objects():
+    of_collectives.set_in_thread("lamina.tests", ("x",))
+    assert of_collectives.is_in_thread("lamina.tests")
+    assert of_collectives.get_in_thread("lamina.tests") == ("x",)
+    if of_collectives.remove_from_thread:
+        of_collectives.remove_from_thread("lamina.tests")
+        assert not of_collectives.is_in_thread("lamina.tests")
+
+
+def trees_are_walked():
+    tree = {"a": [1, (2,)], "b": 3}
+    assert of_ddp.tree_leaves(tree) == of_fsdp.tree_leaves(tree) == [1, 2, 3]
+    assert of_ddp.tree_map(lambda x: -x, tree) == {"a": [-1, (-2,)], "b": -3}
+    assert of_fsdp.tree_map_only(str, len, ["ab", 1]) == [2, 1]
+
+
+def operators_are_seen_below_autograd():
+    names = []
+
+    class Seen(of_fsdp.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            names.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    with Seen():
+        torch.ones(2).add(1)
+    assert "aten.add.Tensor" in names
+
+
+def a_rank_knows_its_shard_of_a_dtensor():
+    with init_distributed("fake", world_size=2, rank=1):
+        mesh = torch.distributed.init_device_mesh("cpu", (2,))
+        placements = [torch.distributed.tensor.Shard(0)]
+        shape, offset = of_fsdp.local_shape_and_offset(torch.Size([5, 3]), mesh, placements)
+    assert (tuple(shape), tuple(offset)) == ((2, 3), (3, 0))
+
+
+def a_graph_break_runs_the_function_as_it_is():
+    for compat in (of_collectives, of_models):
+        assert compat.one_graph_break(lambda: 7)() == 7
+
+
+def attention_gives_the_logarithm_of_sums():
+    query = torch.zeros(1, 1, 3, 8)
+    output, logs = of_models.flash_attention_for_cpu(query, query, torch.ones_like(query))
+    assert torch.allclose(output, torch.ones_like(output))
+    assert torch.allclose(logs.flatten(), torch.tensor(3.0).log().expand(3))
+    for name in ("flash_attention", "flash_attention_backward", "flash_attention_backward_for_cpu"):
+        assert getattr(of_models, name).default
+
+
+def products_of_float8_are_there():
+    assert callable(of_models.scaled_mm)
+    assert callable(of_models.scaled_mm_v2)
+    assert isinstance(of_models.HAS_SCALED_MM_V2_ON_CPU, bool)
+
+
+def dcp_names_what_it_pickles():
+    info = of_checkpoint.StorageInfo("file", 1, 2)
+    assert (info.relative_path, info.offset, info.length) == ("file", 1, 2)
+    assert of_checkpoint.MemoryFormatCode(0).name
+    assert of_checkpoint.get_layout("torch.strided") is torch.strided
+
+
+CHECKS = {
+    wrappers_have_a_shape_and_no_memory: (
+        "make_wrapper_subclass OpOverload disabled_torch_function_impl"
+    ),
+    optimizers_can_be_told_of_a_class: "foreach_types",
+    a_strided_shard_knows_its_split: "strided_shard",
+    a_backward_has_a_number: "current_graph_task_id",
+    a_kept_graph_is_known: "graph_is_kept",
+    callbacks_come_at_the_end_of_a_backward: "queue_callback",
+    the_engine_says_which_nodes_it_will_execute: "will_execute",
+    threads_carry_objects: "set_in_thread is_in_thread get_in_thread remove_from_thread",
+    trees_are_walked: "tree_leaves tree_map tree_map_only",
+    operators_are_seen_below_autograd: "TorchDispatchMode",
+    a_rank_knows_its_shard_of_a_dtensor: "local_shape_and_offset",
+    a_graph_break_runs_the_function_as_it_is: "one_graph_break",
+    attention_gives_the_logarithm_of_sums: (
+        "flash_attention flash_attention_for_cpu flash_attention_backward "
+        "flash_attention_backward_for_cpu"
+    ),
+    products_of_float8_are_there: "scaled_mm scaled_mm_v2 HAS_SCALED_MM_V2_ON_CPU",
+    dcp_names_what_it_pickles: "StorageInfo MemoryFormatCode get_layout",
+}
+ELSEWHERE = {"all_gather_single", "reduce_scatter_single"}  # in collectives' own test_compat.py
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+def test_what_a_layer_needs_of_a_private_name_holds(check):
+    check()
+
+
+def test_a_simulated_job_has_a_store():
+    assert fake_store() is not None
+
+
+def test_each_name_has_a_check():
+    named = {name for names in CHECKS.values() for name in names.split()} | ELSEWHERE
+    homes = [source_of(layer) / home for layer, home in HOME.items() if home == "compat.py"]
+    assert set().union(*(public_face(home.read_text()) for home in homes)) == named

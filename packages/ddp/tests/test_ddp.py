@@ -17,8 +17,17 @@ from lamina.ddp import (
 )
 from lamina.mesh import ParallelLayout
 from lamina_testing import parity
-from lamina_testing.oracles import bit_oracle, whole_batch_oracle
-from lamina_testing.parity import MODELS, OPTIMIZERS, assert_bits, batches, build, loss_fn
+from lamina_testing.oracles import bit_oracle
+from lamina_testing.parity import (
+    MODELS,
+    OPTIMIZERS,
+    assert_bits,
+    batches,
+    bits_of_one_process,
+    build,
+    loss_fn,
+    whole_batch_of_one_process,
+)
 from lamina_testing.toys import OddNet, inputs
 
 STEPS, MAX_NORM = 5, 0.05
@@ -87,7 +96,6 @@ def test_ddp_equals_the_bit_oracle_and_one_process_on_the_whole_batch(
     dtype = PRECISIONS[precision]
     bf16 = torch.bfloat16 if precision == "bf16" else None
     model = build(name, dtype)
-    main_dtype = torch.promote_types(dtype, torch.float32)
     world, max_norm = ranks.world_size, MAX_NORM if clip else None
     data = batches(model, world, microbatches)
     wrapped, stepper = wrap(
@@ -102,8 +110,8 @@ def test_ddp_equals_the_bit_oracle_and_one_process_on_the_whole_batch(
         reduce_scatter_with_fp32_accumulation=microbatches == 2,
     )
     found = train(wrapped, stepper, data, ranks.rank, max_norm=max_norm)
-    one_process = (lambda: build(name, dtype).to(main_dtype), data, loss_fn, OPTIMIZERS[optimizer])
-    oracle = bit_oracle(
+    one_process = (name, optimizer, world, microbatches, dtype)
+    oracle = bits_of_one_process(
         *one_process,
         steps=STEPS,
         max_norm=max_norm,
@@ -114,7 +122,7 @@ def test_ddp_equals_the_bit_oracle_and_one_process_on_the_whole_batch(
     )
     assert_bits(found, oracle)
     if tolerance := NEAR.get((precision, optimizer)):
-        whole = whole_batch_oracle(*one_process, steps=STEPS, max_norm=max_norm)
+        whole = whole_batch_of_one_process(*one_process, steps=STEPS, max_norm=max_norm)
         for key, value in whole[-1].parameters.items():
             torch.testing.assert_close(found[-1][1][key], value, rtol=0, atol=tolerance, msg=key)
 

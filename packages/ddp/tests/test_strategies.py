@@ -20,7 +20,14 @@ from lamina.ddp.engine import resolve_strategy
 from lamina.mesh import ParallelLayout
 from lamina_testing import parity
 from lamina_testing.oracles import bit_oracle
-from lamina_testing.parity import OPTIMIZERS, assert_bits, batches, build, loss_fn
+from lamina_testing.parity import (
+    OPTIMIZERS,
+    assert_bits,
+    batches,
+    bits_of_one_process,
+    build,
+    loss_fn,
+)
 
 STEPS, MAX_NORM = 4, 0.05
 PLACEMENT = {"R": Replicate(), "S": Shard(), "P": Partial()}
@@ -55,7 +62,7 @@ def train(strategy, optimizer, rank, world, replicate=1, microbatches=2, clip=Fa
         **config,
     )
     wrapped = DistributedDataParallel(model, settings, mesh)
-    found = parity.train(
+    return parity.train(
         wrapped,
         ShardedOptimizer(plain, wrapped, mesh),
         lambda step: data(step)[rank],
@@ -64,8 +71,6 @@ def train(strategy, optimizer, rank, world, replicate=1, microbatches=2, clip=Fa
         full_parameters,
         (lambda model: clip_grad_norm(model, MAX_NORM)) if clip else None,
     )
-    oracle = {"batches": data, "loss_fn": loss_fn, "build_optimizer": OPTIMIZERS[optimizer]}
-    return found, oracle
 
 
 @pytest.mark.matrix
@@ -88,7 +93,7 @@ def test_every_combination_equals_the_bit_oracle_or_is_refused(
         with pytest.raises(ValueError, match=r"cuts weights: use lamina\.fsdp\.fully_shard"):
             DistributedDataParallelConfig(zero_dp_strategy=strategy, use_distributed_optimizer=True)
         return
-    found, oracle = train(
+    found = train(
         strategy,
         optimizer,
         ranks.rank,
@@ -99,8 +104,8 @@ def test_every_combination_equals_the_bit_oracle_or_is_refused(
         overlap_param_gather=overlap and strategy.shards_optimizer,
     )
     max_norm = MAX_NORM if clip else None
-    wanted = bit_oracle(
-        lambda: build("odd"), **oracle, steps=STEPS, cadence=cadence, max_norm=max_norm
+    wanted = bits_of_one_process(
+        "odd", optimizer, 2, microbatches, steps=STEPS, cadence=cadence, max_norm=max_norm
     )
     assert_bits(found, wanted)
 
@@ -112,15 +117,10 @@ def test_every_combination_equals_the_bit_oracle_or_is_refused(
 @pytest.mark.parametrize("clip", [False, True])
 def test_combinations_over_two_axes_equal_the_bit_oracle(states, cadence, clip, ranks):
     strategy = strategy_of(states, cadence)
-    found, oracle = train(strategy, "adamw", ranks.rank, 4, replicate=2, clip=clip)
+    found = train(strategy, "adamw", ranks.rank, 4, replicate=2, clip=clip)
     max_norm = MAX_NORM if clip else None
-    wanted = bit_oracle(
-        lambda: build("odd"),
-        **oracle,
-        steps=STEPS,
-        cadence=cadence,
-        axes=(2, 2),
-        max_norm=max_norm,
+    wanted = bits_of_one_process(
+        "odd", "adamw", 4, 2, steps=STEPS, cadence=cadence, axes=(2, 2), max_norm=max_norm
     )
     assert_bits(found, wanted)
 

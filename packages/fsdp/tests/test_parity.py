@@ -6,16 +6,16 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from lamina.ddp import full_gradients, full_parameters
 from lamina.fsdp import MixedPrecisionPolicy, fully_shard
-from lamina_testing.oracles import bit_oracle, whole_batch_oracle
 from lamina_testing.parity import (
     MODELS,
     OPTIMIZERS,
     assert_bits,
     assert_same,
     batches,
+    bits_of_one_process,
     build,
-    loss_fn,
     train,
+    whole_batch_of_one_process,
 )
 
 STEPS = 5
@@ -67,11 +67,11 @@ def test_every_strategy_equals_the_bit_oracle(
         **settings,
     )
     found = run(sharded, stepper, data, ranks.rank)
-    oracle = bit_oracle(
-        lambda: build(name),
-        data,
-        loss_fn,
-        OPTIMIZERS[optimizer],
+    oracle = bits_of_one_process(
+        name,
+        optimizer,
+        world,
+        microbatches,
         steps=STEPS,
         cadence="once" if strategy < 2 else "every",
         axes=None if outer is None else (2, world // 2),
@@ -92,7 +92,7 @@ def test_every_strategy_equals_one_process_on_the_whole_batch(name, strategy, ra
         model, OPTIMIZERS["sgd"](model), device_mesh=mesh, zero_dp_strategy=strategy, **settings
     )
     found = run(sharded, stepper, data, ranks.rank)
-    oracle = whole_batch_oracle(lambda: build(name), data, loss_fn, OPTIMIZERS["sgd"], steps=STEPS)
+    oracle = whole_batch_of_one_process(name, "sgd", 2, 2, steps=STEPS)
     for key, value in oracle[-1].parameters.items():
         torch.testing.assert_close(found[-1][1][key], value, rtol=0, atol=1e-5)
 

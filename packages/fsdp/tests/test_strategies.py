@@ -9,8 +9,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from lamina.buffers import Placements, Replicate, Shard
 from lamina.ddp import Cadence, Strategy, full_gradients, full_parameters
 from lamina.fsdp import fully_shard
-from lamina_testing.oracles import bit_oracle
-from lamina_testing.parity import OPTIMIZERS, assert_bits, batches, build, loss_fn, train
+from lamina_testing.parity import (
+    OPTIMIZERS,
+    assert_bits,
+    batches,
+    bits_of_one_process,
+    build,
+    train,
+)
 
 STEPS = 4
 PLACEMENT = {"R": Replicate(), "S": Shard()}
@@ -47,14 +53,9 @@ def check(
     )
     mine = lambda step: data(step)[rank]  # noqa: E731
     found = train(sharded, stepper, mine, STEPS, full_gradients, full_parameters)
-    wanted = bit_oracle(
-        lambda: build(name),
-        data,
-        loss_fn,
-        OPTIMIZERS[optimizer],
-        steps=STEPS,
-        cadence=cadence,
-        axes=shape,
+    world = math.prod(shape)
+    wanted = bits_of_one_process(
+        name, optimizer, world, microbatches, steps=STEPS, cadence=cadence, axes=shape
     )
     assert_bits(found, wanted)
 

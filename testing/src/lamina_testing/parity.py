@@ -6,6 +6,7 @@ in), so that this package needs no part of Lamina.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lamina_testing.oracles import OracleStep
+from lamina_testing.oracles import OracleStep, bit_oracle, whole_batch_oracle
 from lamina_testing.toys import ConvNet, OddNet, TiedNet, TinyTransformer, inputs
 
 __all__ = [
@@ -23,9 +24,11 @@ __all__ = [
     "assert_bits",
     "assert_same",
     "batches",
+    "bits_of_one_process",
     "build",
     "loss_fn",
     "train",
+    "whole_batch_of_one_process",
 ]
 
 MODELS: dict[str, type[nn.Module]] = {
@@ -69,6 +72,46 @@ def batches(model: nn.Module, world: int, microbatches: int) -> Data:
         [inputs(model, 1000 * step + 10 * rank + m) for m in range(microbatches)]
         for rank in range(world)
     ]
+
+
+def _one_process(
+    name: str, optimizer: str, world: int, microbatches: int, dtype: torch.dtype
+) -> tuple[Callable[[], nn.Module], Data, Any, Callable[[nn.Module], Optimizer]]:
+    main_dtype = torch.promote_types(dtype, torch.float32)
+    data = batches(build(name, dtype), world, microbatches)
+    return lambda: build(name, dtype).to(main_dtype), data, loss_fn, OPTIMIZERS[optimizer]
+
+
+@functools.lru_cache(maxsize=64)
+def bits_of_one_process(
+    name: str,
+    optimizer: str,
+    world: int,
+    microbatches: int,
+    dtype: torch.dtype = torch.float32,
+    **settings: Any,
+) -> list[OracleStep]:
+    """Train a model of `MODELS` on `batches` by `bit_oracle`, which takes the settings.
+
+    The result depends on the arguments alone, and most cases of a product differ in something
+    that is none of them. So it is kept: ranks run all tests of a module, and train it once. Do
+    not change it.
+    """
+    return bit_oracle(*_one_process(name, optimizer, world, microbatches, dtype), **settings)
+
+
+@functools.lru_cache(maxsize=64)
+def whole_batch_of_one_process(
+    name: str,
+    optimizer: str,
+    world: int,
+    microbatches: int,
+    dtype: torch.dtype = torch.float32,
+    **settings: Any,
+) -> list[OracleStep]:
+    """Train on the whole batch by `whole_batch_oracle`; kept like `bits_of_one_process`."""
+    one_process = _one_process(name, optimizer, world, microbatches, dtype)
+    return whole_batch_oracle(*one_process, **settings)
 
 
 def train(

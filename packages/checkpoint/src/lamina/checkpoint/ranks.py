@@ -22,7 +22,6 @@ from lamina.mesh.engine import MeshAxis
 
 __all__ = ["Ranks", "own_error"]
 
-
 T = TypeVar("T")
 _FINE, _FAILED, _DAMAGED = 0, 1, 2
 

@@ -14,7 +14,6 @@ __all__ = ["DENSE_AXES", "DERIVED_AXES", "EXPERT_AXES", "MODEL_AXES", "AxisSizes
 
 SizesT = TypeVar("SizesT", bound="AxisSizes")
 
-
 DENSE_AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 """Axes of dense parameters, outermost first: neighbours in rank order share a tp group."""
 

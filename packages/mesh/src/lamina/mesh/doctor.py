@@ -15,7 +15,6 @@ from lamina.mesh.variables import Environment, environment
 
 __all__ = ["check_environment", "main", "report"]
 
-
 _ORDER = {"error": 0, "warning": 1, "note": 2}
 
 

@@ -18,7 +18,6 @@ from lamina.mesh.variables import Environment
 
 __all__ = ["MACHINE_CHECKS", "TORCH_SUPPORTED", "Machine"]
 
-
 TORCH_SUPPORTED = ((2, 11), (2, 16))
 """First supported version of torch, and the first one above that isn't tested."""
 

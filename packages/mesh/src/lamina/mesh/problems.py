@@ -8,7 +8,6 @@ from lamina.mesh.variables import Environment, environment
 
 __all__ = ["EnvironmentProblem", "Severity", "require_overlap"]
 
-
 Severity = Literal["error", "warning", "note"]
 
 

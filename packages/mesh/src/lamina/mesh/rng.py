@@ -32,7 +32,6 @@ __all__ = [
     "set_rng_state",
 ]
 
-
 _TENSOR_AXES = ("tp", "expert_tp")
 
 

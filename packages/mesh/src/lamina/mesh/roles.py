@@ -9,7 +9,6 @@ from torch import nn
 
 __all__ = ["Role", "copy_role", "copy_roles", "mark", "role_of"]
 
-
 TpGrad = Literal["sum", "mean"]
 _TensorT = TypeVar("_TensorT", bound=torch.Tensor)
 

@@ -22,7 +22,6 @@ from lamina.mesh.watchdog import Watchdog
 
 __all__ = ["HarmfulSettingWarning", "Runtime", "init_distributed"]
 
-
 DEFAULT_TIMEOUT = timedelta(minutes=10)
 
 

@@ -8,7 +8,6 @@ from lamina.mesh.variables import Environment
 
 __all__ = ["settings_problems"]
 
-
 _ON, _ZERO, _SET = "1|true|yes|on|y|t", "0", "(?s:.+)"
 
 

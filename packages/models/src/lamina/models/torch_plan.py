@@ -19,7 +19,6 @@ from lamina.models.precision.fp8_products import Float8Products
 
 __all__ = ["tensor_parallel_plan"]
 
-
 _BYTES_AT_ONCE = 1 << 24
 
 

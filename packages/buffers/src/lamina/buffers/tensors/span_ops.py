@@ -13,7 +13,6 @@ from lamina.buffers.tensors.span_spec import SpanSpec
 
 __all__ = ["dispatch"]
 
-
 _SPECIAL: dict[OpOverload, Handler] = {
     **span_moves.HANDLERS,
     **span_reductions.HANDLERS,

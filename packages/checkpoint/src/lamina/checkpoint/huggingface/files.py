@@ -24,7 +24,6 @@ from lamina.checkpoint.storage.streams import memory_of
 
 __all__ = ["DTYPES", "INDEX", "Described", "FileWriter", "Files", "divide", "index_text"]
 
-
 INDEX = "model.safetensors.index.json"
 _CODES = {
     torch.float64: "F64",

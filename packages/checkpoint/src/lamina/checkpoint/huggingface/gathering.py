@@ -20,7 +20,6 @@ from lamina.collectives.engine import all_reduce_native, all_reduce_small, broad
 
 __all__ = ["Whole", "boxes_of", "fill", "gathered", "meet"]
 
-
 Box = tuple[tuple[int, ...], tuple[int, ...]]  # offsets and sizes
 
 

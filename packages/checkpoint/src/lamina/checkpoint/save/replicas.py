@@ -21,7 +21,6 @@ from lamina.checkpoint.storage.streams import memory_of
 
 __all__ = ["Digests", "Kind", "compare", "digests", "first_box"]
 
-
 _BYTES = 4096
 """Of each tensor or box: enough to tell two that were trained apart, little beside copying them."""
 

@@ -21,7 +21,6 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
 __all__ = ["Stage", "Staged", "StagedPlanner", "signature"]
 
-
 Signature = tuple[tuple[Any, ...], ...]
 
 

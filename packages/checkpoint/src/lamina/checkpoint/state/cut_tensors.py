@@ -23,7 +23,6 @@ from lamina.mesh.engine import MeshAxis, axis_if_there
 
 __all__ = ["NO_HINTS", "CutTensors", "Hints", "Mesh", "as_part"]
 
-
 _AXES = ("tp", "expert_tp", "ep")
 _LAYOUT = ("pp", "cp", "tp")  # with the number of ranks they say what a rank's number means
 Mesh = ParallelMesh | DeviceMesh | None

@@ -14,7 +14,6 @@ from lamina.checkpoint.state.state import is_stateful
 
 __all__ = ["check_entries"]
 
-
 _OBJECT = "an object with state_dict"
 _PLAIN = "a plain value"
 

@@ -22,7 +22,6 @@ from lamina.checkpoint.errors import CheckpointError
 
 __all__ = ["PAIRS", "Json", "decode", "encode", "join"]
 
-
 Json = Any  # what json.dumps takes: None, bool, int, float, str, list, dict with string keys
 
 _DTYPES = {

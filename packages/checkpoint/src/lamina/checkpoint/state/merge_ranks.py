@@ -15,7 +15,6 @@ from lamina.checkpoint.state.json_values import PAIRS, Json, decode
 
 __all__ = ["RANKS", "RankValues", "names_in"]
 
-
 RANKS = "$ranks"
 
 

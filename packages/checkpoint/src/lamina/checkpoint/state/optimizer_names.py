@@ -12,7 +12,6 @@ import torch
 
 __all__ = ["OptimizerNames", "is_optimizer", "parameters_of", "unwrapped"]
 
-
 Tree = dict[str, Any]
 
 

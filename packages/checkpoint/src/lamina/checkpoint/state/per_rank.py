@@ -14,7 +14,6 @@ from lamina.mesh import rng_state, set_rng_state
 
 __all__ = ["PerRank", "RngState"]
 
-
 Coordinates = Mapping[str, Sequence[int]]
 """Axis -> this rank's place on it, and its size, of axes of more than one rank."""
 

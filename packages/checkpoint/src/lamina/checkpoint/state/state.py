@@ -17,7 +17,6 @@ from lamina.checkpoint.state.optimizer_names import (
 
 __all__ = ["Path", "Taken", "holds", "is_stateful", "take_entry"]
 
-
 Path = tuple[str, ...]
 
 

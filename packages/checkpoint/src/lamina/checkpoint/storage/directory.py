@@ -32,7 +32,6 @@ from lamina.checkpoint.storage.manifest import Manifest
 
 __all__ = ["LocalStore", "WritingDirectory", "fsync_directory"]
 
-
 _COMPLETE = re.compile(r"step-(\d{8,})")
 _PASSING = re.compile(r"\.(writing|replaced|deleting)-(\d{8,})-[0-9a-f]{8}")
 _LOCK = ".lock"

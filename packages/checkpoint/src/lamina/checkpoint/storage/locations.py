@@ -28,7 +28,6 @@ __all__ = [
     "write_whole",
 ]
 
-
 _CHUNK = 4 << 20  # bytes read at a time: large enough for the disk, small beside a tensor
 _SHORT_OF_A_SLASH = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/(?!/)")
 

@@ -25,7 +25,6 @@ from lamina.checkpoint.storage.locations import (
 
 __all__ = ["CHUNKS", "MANIFEST", "METADATA", "VALUES", "ChunkSums", "Manifest", "unreadable"]
 
-
 MANIFEST = "manifest.json"
 METADATA = ".metadata"
 VALUES = "values.json"

@@ -32,7 +32,6 @@ from lamina.checkpoint.storage.manifest import MANIFEST, Manifest
 
 __all__ = ["Attempt", "Store", "store_of"]
 
-
 _ATTEMPT = re.compile(r"step-(\d{8,})(?:-(\d+))?")
 
 

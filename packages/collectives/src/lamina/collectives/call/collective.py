@@ -31,7 +31,6 @@ from lamina.mesh.engine import running_watchdog
 
 __all__ = ["Collective", "Handle", "PeerLostError", "ReduceHandle", "Statistics", "launch"]
 
-
 _LOOK_AROUND = 1.0  # seconds
 
 

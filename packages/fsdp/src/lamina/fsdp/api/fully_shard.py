@@ -26,7 +26,7 @@ from lamina.ddp.engine import (
 )
 from lamina.fsdp.api.build import build_units, start_engine, storage_pool, updated_apart
 from lamina.fsdp.api.resolve import Sharding, resolve
-from lamina.fsdp.execution.hooks import attach_hooks
+from lamina.fsdp.execution.hooks import attach_hooks, finish_before_steps
 from lamina.fsdp.module.sharded_module import ShardedModule, WatchedModule, adopt, is_sharded
 from lamina.fsdp.settings.hardware_limits import UnavailableError
 from lamina.fsdp.settings.megatron_names import MegatronNames
@@ -34,7 +34,6 @@ from lamina.fsdp.settings.precision import MixedPrecisionPolicy
 from lamina.fsdp.settings.sharding_settings import ShardingSettings, StrategyChoice
 from lamina.fsdp.state.cut_regions import TensorRegions, refuse_parts, regions_of, show_parts
 from lamina.fsdp.state.state_dicts import (
-    finish_before_steps,
     give_whole_tensors,
     gives_whole_tensors,
     prepare_optimizer_state,

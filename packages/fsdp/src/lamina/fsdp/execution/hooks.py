@@ -1,4 +1,4 @@
-"""What ties the engine to modules: forward hooks, and marks on the autograd graph."""
+"""What ties the engine to modules and optimizers: hooks, and marks on the autograd graph."""
 
 from __future__ import annotations
 
@@ -9,15 +9,24 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from lamina.ddp.engine import map_tensors, tensors_in
 from lamina.fsdp.execution.engine import ShardingEngine
 from lamina.fsdp.execution.unit import PendingBackward, Unit
 from lamina.fsdp.units.dtensors import hide_dtensors, show_dtensors
 
-__all__ = ["UnitHooks", "attach_hooks", "hooks_of", "register_forward_method", "unit_of"]
+__all__ = [
+    "UnitHooks",
+    "attach_hooks",
+    "finish_before_steps",
+    "hooks_of",
+    "register_forward_method",
+    "unit_of",
+]
 
 _HOOKS = "_lamina_unit_hooks"
+_FINISHED = "_lamina_finished_engines"
 
 
 class _AfterBackward(torch.autograd.Function):
@@ -297,3 +306,36 @@ def _mark_outputs(engine: ShardingEngine, unit: Unit, member: int, output: Any) 
 
 def _cast(tree: Any, dtype: torch.dtype) -> Any:
     return map_tensors(tree, lambda t: t.to(dtype) if torch.is_floating_point(t) else t)
+
+
+def finish_before_steps(optimizer: Optimizer, engine: ShardingEngine) -> None:
+    """Before each step, sum gradients that no backward was told to be the last for.
+
+    A step with a closure whose backward would not be the last is refused (RuntimeError). An
+    optimizer of several models has one hook for all: it comes before those that read gradients, and
+    finishes the models in one order on all ranks.
+    """
+    engines: list[weakref.ref[ShardingEngine]] | None = optimizer.__dict__.get(_FINISHED)
+    if engines is not None:
+        engines.append(weakref.ref(engine))
+        return
+    engines = optimizer.__dict__[_FINISHED] = [weakref.ref(engine)]
+
+    def before(held: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        # args[0] is the optimizer
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        for reference in engines:
+            if (found := reference()) is not None and not found.reducer.is_final:
+                finish(held, found, closure)
+
+    def finish(held: Optimizer, found: ShardingEngine, closure: Any) -> None:
+        if closure is not None:
+            raise RuntimeError(
+                f"{type(held).__name__}.step(closure) where no backward is the step's last "
+                "(sync_model_each_microbatch=False, or inside no_sync()): the gradients that the "
+                "closure computes would never be summed over ranks. Call "
+                "model.set_model_auto_sync(True) first, or step() without a closure"
+            )
+        found.reducer.finish()
+
+    optimizer.register_step_pre_hook(before)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import warnings
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,53 +14,17 @@ from torch.optim import Optimizer
 from lamina.buffers import ShardedTensor
 from lamina.ddp.engine import ELEMENTWISE
 from lamina.fsdp.compat import tree_map_only
-from lamina.fsdp.execution.engine import ShardingEngine
 from lamina.fsdp.state.cut_regions import TensorRegions
 
 __all__ = [
-    "finish_before_steps",
     "give_whole_tensors",
     "gives_whole_tensors",
     "prepare_optimizer_state",
 ]
 
 _WHOLE = "_lamina_whole_state"
-_FINISHED = "_lamina_finished_engines"
 _REGULAR = ELEMENTWISE | {getattr(torch.optim, "Muon", torch.optim.SGD)}
 """Optimizers whose state is one tensor per name, of the parameter's shape, and counts."""
-
-
-def finish_before_steps(optimizer: Optimizer, engine: ShardingEngine) -> None:
-    """Before each step, sum gradients that no backward was told to be the last for.
-
-    A step with a closure whose backward would not be the last is refused (RuntimeError). An
-    optimizer of several models has one hook for all: it comes before those that read gradients, and
-    finishes the models in one order on all ranks.
-    """
-    engines: list[weakref.ref[ShardingEngine]] | None = optimizer.__dict__.get(_FINISHED)
-    if engines is not None:
-        engines.append(weakref.ref(engine))
-        return
-    engines = optimizer.__dict__[_FINISHED] = [weakref.ref(engine)]
-
-    def before(held: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        # args[0] is the optimizer
-        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
-        for reference in engines:
-            if (found := reference()) is not None and not found.reducer.is_final:
-                finish(held, found, closure)
-
-    def finish(held: Optimizer, found: ShardingEngine, closure: Any) -> None:
-        if closure is not None:
-            raise RuntimeError(
-                f"{type(held).__name__}.step(closure) where no backward is the step's last "
-                "(sync_model_each_microbatch=False, or inside no_sync()): the gradients that the "
-                "closure computes would never be summed over ranks. Call "
-                "model.set_model_auto_sync(True) first, or step() without a closure"
-            )
-        found.reducer.finish()
-
-    optimizer.register_step_pre_hook(before)
 
 
 def give_whole_tensors(module: nn.Module) -> None:

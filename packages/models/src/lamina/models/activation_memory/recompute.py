@@ -31,7 +31,6 @@ from lamina.models.precision.fp8_products import Float8Products, replaying_scale
 
 __all__ = ["RecomputePolicy", "apply_recompute", "is_recomputed"]
 
-
 Kind = Literal["none", "full", "selective", "offload"]
 Operation = Literal["attention", "norm", "activation", "scan"]
 ModuleT = TypeVar("ModuleT", bound=nn.Module)

@@ -21,7 +21,6 @@ from lamina.models.compat import (
 
 __all__ = ["Block", "merge"]
 
-
 Gradients = tuple[Tensor, Tensor, Tensor]
 
 

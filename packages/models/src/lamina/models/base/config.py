@@ -38,7 +38,6 @@ __all__ = [
     "yarn_magnitude",
 ]
 
-
 AttentionPath = Literal["auto", "sdpa", "varlen", "flex"]
 Activation = Literal["gelu", "gelu_tanh", "swiglu", "relu2"]
 Norm = Literal["rmsnorm", "layernorm"]

@@ -11,7 +11,6 @@ from lamina.mesh.engine import copy_role, copy_roles
 
 __all__ = ["KeepsRoles"]
 
-
 ModuleT = TypeVar("ModuleT", bound="KeepsRoles")
 
 

@@ -9,7 +9,6 @@ from lamina.mesh.engine import MeshAxis, mesh_axis
 
 __all__ = ["MeshLike", "axis_of", "context_ranks"]
 
-
 MeshLike: TypeAlias = ParallelMesh | DeviceMesh | MeshAxis | None
 
 

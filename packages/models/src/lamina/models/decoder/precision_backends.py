@@ -17,7 +17,6 @@ from lamina.models.precision.fp8_products import AmaxExchange, Cut, Float8Produc
 
 __all__ = ["amax_exchanges", "apply_precision", "float8_weights", "follow_histories"]
 
-
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 

@@ -20,7 +20,6 @@ from lamina.models.huggingface.weight_maps import model_type
 
 __all__ = ["config_from_huggingface", "huggingface_config"]
 
-
 _ARCHITECTURES = {
     "gpt2": "GPT2LMHeadModel",
     "llama": "LlamaForCausalLM",

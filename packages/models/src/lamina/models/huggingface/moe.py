@@ -14,7 +14,6 @@ from lamina.models.base.weight_link import WeightLink
 
 __all__ = ["moe_links", "moe_model_type", "read_moe", "written_moe"]
 
-
 _PROJECTIONS = {
     "mixtral": ("w1", "w3", "w2"),
     "qwen3_moe": ("gate_proj", "up_proj", "down_proj"),

@@ -21,7 +21,6 @@ from lamina.models.layers.autocast import under_autocast
 
 __all__ = ["IGNORED", "check_reduction", "linear_cross_entropy", "vocab_parallel_cross_entropy"]
 
-
 IGNORED = -100
 """The label of tokens that are left out of the loss, as in torch."""
 

@@ -13,7 +13,6 @@ from lamina.models.base.configs.mamba import MambaPath
 
 __all__ = ["choose_path", "fused_scan", "kernel_scan"]
 
-
 _LOGGER = logging.getLogger(__name__)
 _HALF = (torch.float16, torch.bfloat16)
 

@@ -12,7 +12,6 @@ from lamina.models.base.mesh_axes import MeshLike, axis_of
 
 __all__ = ["ExpertAxes"]
 
-
 _NOT_DATA = ("pp", "tp", "cp")
 
 

@@ -18,7 +18,6 @@ from lamina.models.moe.router import axes_from
 
 __all__ = ["GroupedExperts"]
 
-
 _GROUPED = (torch.float32, torch.bfloat16, torch.float16)
 
 

@@ -16,7 +16,6 @@ from lamina.models.layers.matmul_products import may_sink, weight_gradient, writ
 
 __all__ = ["ExpertRuns", "Way", "expert_product"]
 
-
 Way = Literal["batched", "grouped", "loop"]
 
 

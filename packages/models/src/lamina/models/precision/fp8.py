@@ -30,14 +30,12 @@ __all__ = [
     "write_scaled_product",
 ]
 
-
 FORWARD = torch.float8_e4m3fn
 """The dtype of activations and weights: three bits of fraction, up to 448."""
 BACKWARD = torch.float8_e5m2
 """The dtype of gradients: two bits of fraction, up to 57,344."""
 MULTIPLE = 16
 """The widths of a product must be divisible by this on CUDA."""
-
 
 _OLDER_ON_CPU = not HAS_SCALED_MM_V2_ON_CPU
 

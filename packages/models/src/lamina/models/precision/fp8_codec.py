@@ -9,7 +9,6 @@ from lamina.models.precision.fp8 import FORWARD, magnitude, power_of_two, scale_
 
 __all__ = ["Float8Codec"]
 
-
 _BIAS = 127
 _NAN = 255
 

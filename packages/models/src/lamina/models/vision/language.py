@@ -20,7 +20,6 @@ from lamina.models.vision.transformer import Projector, VisionTransformer, blank
 
 __all__ = ["VisionLanguageModel"]
 
-
 Part = Literal["vision", "projector", "language"]
 
 

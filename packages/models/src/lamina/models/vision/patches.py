@@ -13,7 +13,6 @@ from lamina.models.base.configs.field_checks import require_at_least
 
 __all__ = ["Images", "Patches", "VisionConfig", "cut_patches"]
 
-
 Images: TypeAlias = Tensor | Sequence[Tensor]
 
 

@@ -9,7 +9,6 @@ from lamina.models.base.configs.field_checks import require_at_least, require_on
 
 __all__ = ["LETTERS", "MambaConfig", "MambaPath", "check_pattern"]
 
-
 MambaPath = Literal["auto", "torch", "fla"]
 
 LETTERS = {

@@ -7,7 +7,6 @@ from lamina.models.base.configs.field_checks import require_at_least, require_on
 
 __all__ = ["Precision"]
 
-
 Backend = Literal["torch", "torch-fp8", "transformer_engine"]
 Scaling = Literal["tensorwise", "rowwise", "block", "mxfp8", "nvfp4"]
 Amax = Literal["current", "delayed"]

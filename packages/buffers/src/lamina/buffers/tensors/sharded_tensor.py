@@ -175,7 +175,7 @@ class ShardedTensor(SpanTensor):
     @classmethod
     def _run(cls, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         result = dispatch(func, args, kwargs)
-        if "_foreach_" in func._schema.name and func._schema.is_mutable:
+        if func._schema.is_mutable and isinstance(args[0], list | tuple):
             # torch counts writes through lists where it unpacks them, which is beneath this class.
             torch.autograd.graph.increment_version([t for t in args[0] if isinstance(t, cls)])
         return result

@@ -173,6 +173,8 @@ def has_gradient_sink(parameter: torch.Tensor) -> bool:
 def hook_gradients(group: ParameterGroup, number: int, reducer: TakesGradients) -> list[Node]:
     """Hand every gradient that autograd brings to a group's parameters to `reducer`.
 
+    From here on the engine calls the hooks that users have registered on them.
+
     Hooks refer to the reducer weakly, since it holds the nodes that hold the hooks. Once the
     wrapper is gone, gradients go to `.grad`.
 
@@ -188,8 +190,10 @@ def hook_gradients(group: ParameterGroup, number: int, reducer: TakesGradients) 
     nodes = []
     for index, (ref, main) in enumerate(zip(group.refs, group.main_parameters, strict=True)):
         nodes.append(_hook(ref.parameter, known, number, index, is_main=False))
+        group.user_hooks.take(ref.parameter, index)
         if main is not ref.parameter:
             nodes.append(_hook(main, known, number, index, is_main=True))
+            group.user_hooks.take(main, index)
         ref.parameter.__dict__[_SINK] = GradientSink(group, index)
     return nodes
 

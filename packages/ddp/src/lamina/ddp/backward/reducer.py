@@ -135,14 +135,16 @@ class GradientReducer:
         self._arrived: list[set[int]] = [set() for _ in self.groups]
         self._closed: set[int] = set()  # numbers of groups whose gradients are complete
         self._turns: deque[int] = deque()  # what `Order.STATIC` has still to issue, in its order
-        self._in_flight: deque[tuple[Iterator[Handle], Handle, int]] = deque()
+        self._in_flight: deque[tuple[Iterator[Handle], Handle, int, ParameterGroup]] = deque()
         self._by_axes: dict[tuple[MeshAxis, MeshAxis], list[ParameterGroup]] = {}
         self._produced: dict[tuple[MeshAxis, MeshAxis], ProducedFlags] = {}
         for group in self.groups:
             self._by_axes.setdefault((group.axes.outer, group.axes.inner), []).append(group)
-        self._hooked = [
-            hook_gradients(group, number, self) for number, group in enumerate(self.groups)
-        ]
+        self._leaves = [hook_gradients(each, at, self) for at, each in enumerate(self.groups)]
+        # Of the backward at hand: how many leaves it has come to, and who waits for the rest.
+        self._reached = [0] * len(self.groups)
+        self._closing: set[int] = set()
+        self._hooks_called: dict[int, set[int]] = {}  # in the backward at hand, by group
 
     def tell(self, listener: BackwardListener) -> None:
         """Have `listener` (held weakly) told when a backward begins and ends."""
@@ -248,6 +250,9 @@ class GradientReducer:
         self._in_flight.clear()
         for arrived in self._arrived:
             arrived.clear()
+        self._reached = [0] * len(self.groups)
+        self._closing.clear()
+        self._hooks_called.clear()
         self._open_all()
         for group in self.groups:
             follow_user(group)
@@ -271,13 +276,14 @@ class GradientReducer:
                     "embedding with sparse=False"
                 )
             gradients.accumulate(index, gradient)
-        elif index not in gradients.by_layers:
-            return
-        if self._close_when_complete:
+        self._reached[number] += 1
+        if self._close_when_complete and (gradient is not None or index in gradients.by_layers):
             arrived = self._arrived[number]
             arrived.add(index)
             if len(arrived) == len(self.groups[number].refs):
-                self._close(number)
+                self._closing.add(number)
+        if number in self._closing:
+            self.close(self.groups[number])
 
     def take_main_gradient(self, number: int, index: int, gradient: torch.Tensor | None) -> None:
         """The loss depends on a main parameter: a penalty, or a weight read outside its unit.
@@ -285,15 +291,16 @@ class GradientReducer:
         A gradient of a whole parameter is summed over ranks like any other. One of this rank's
         span is the mean of all ranks' gradients there; see `GroupGradients.accumulate_span`.
         """
-        if gradient is None:
-            return
         if self._phase is not ReducerPhase.BACKWARD or self._end.queued() is None:
             self._begin_by(number)
         gradients = self._gradients[number]
         if isinstance(gradient, ShardedTensor):
             gradients.accumulate_span(index, gradient, self.groups[number].ranks_of_spans)
-        else:
+        elif gradient is not None:
             gradients.accumulate(index, gradient)
+        self._reached[number] += 1
+        if number in self._closing:
+            self.close(self.groups[number])
 
     def _begin_by(self, number: int) -> None:
         """A gradient has come before any output of the wrapper: begin a backward, or none if late.
@@ -319,7 +326,7 @@ class GradientReducer:
     def abandon_backward(self) -> None:
         """A backward died half-way: drop what it left, unless that is mixed with earlier ones'."""
         self._phase = ReducerPhase.IDLE
-        for _, handle, _ in self._in_flight:
+        for _, handle, *_ in self._in_flight:
             handle.wait()
         self._in_flight.clear()
         for gradients in self._gradients:
@@ -365,6 +372,11 @@ class GradientReducer:
     def _settle(self) -> None:
         """After all reductions: agree on who has a gradient, and show it."""
         if self._is_final:
+            for number, called in self._hooks_called.items():
+                produced = self._gradients[number].produced_gradient
+                self._gradients[number].mark_produced(
+                    [flag or index in called for index, flag in enumerate(produced)]
+                )
             facts = self._step_facts()
             for key, groups in self._by_axes.items():
                 if key not in self._produced:
@@ -372,6 +384,7 @@ class GradientReducer:
                     common = common_facts_of("at the end of a backward", axes, device)
                     self._produced[key] = ProducedFlags(groups, axes.groups("reduce"), common)
                 self._produced[key].agree(facts)
+            self._call_late_hooks()
             self._scratch.clear()
         self._is_waiting = not self._is_final
         self._show(final=self._is_final)
@@ -424,8 +437,16 @@ class GradientReducer:
     # -- the order of reductions --------------------------------------------------------------
 
     def close(self, group: ParameterGroup) -> None:
-        """A group's gradients of this microbatch are complete: reduce it when its turn comes."""
-        self._close(self._numbers[id(group)])
+        """The unit's gradients of this microbatch are there: reduce them when their turn comes.
+
+        A loss that depends on a parameter elsewhere too (a penalty) may bring more. So the group
+        waits until the backward has come to each of its leaves that it will come to.
+        """
+        number = self._numbers[id(group)]
+        if self._reached[number] < sum(map(_will_reach, self._leaves[number])):
+            self._closing.add(number)
+        else:
+            self._close(number)
 
     def _open_all(self) -> None:
         self._closed.clear()
@@ -451,9 +472,11 @@ class GradientReducer:
         self._drain(self._room_for(gradients.wire_bytes))
         steps = gradients.reduce(self._is_final)
         handle = next(steps, None)
-        if handle is not None:  # one rank alone may have nothing to wait for
+        if handle is not None:
             handle.serves(group.layout.title)
-            self._in_flight.append((steps, handle, gradients.wire_bytes))
+            self._in_flight.append((steps, handle, gradients.wire_bytes, group))
+        elif group.user_hooks:  # one rank alone may have nothing to wait for
+            self._call_hooks(group)
         if not self._overlap:
             self._drain(0)
 
@@ -462,7 +485,7 @@ class GradientReducer:
         if self.max_bytes_in_flight is None:
             return self._max_in_flight - 1
         left, count = self.max_bytes_in_flight - nbytes, 0
-        for *_, held in reversed(self._in_flight):
+        for *_, held, _ in reversed(self._in_flight):
             left -= held
             if left < 0:
                 break
@@ -471,10 +494,47 @@ class GradientReducer:
 
     def _drain(self, leave: int) -> None:
         while len(self._in_flight) > leave:
-            steps, handle, _ = self._in_flight.popleft()
+            steps, handle, _, group = self._in_flight.popleft()
             handle.wait()
             for further in steps:
                 further.wait()
+            if group.user_hooks:
+                self._call_hooks(group)
+
+    def _call_hooks(self, group: ParameterGroup) -> None:
+        """A group's gradients are summed: call users' hooks, and free what these have dropped.
+
+        A parameter without a gradient on this rank may have one on another. Nobody knows before the
+        end of the backward, so its hooks are called there.
+        """
+        if not self._is_final:
+            return
+        gradients = group.trained
+        called = self._hooks_called.setdefault(self._numbers[id(group)], set())
+        if called:
+            raise RuntimeError(
+                f"a gradient came to {group.refs[min(called)].name} or its neighbours after their "
+                "hooks were called with the final one: use torch.utils.checkpoint with "
+                "use_reentrant=False, or let an optimizer step after the backward"
+            )
+        group.show_gradients()
+        group.user_hooks.call(group.main_parameters, called)
+        gradients.forget_squares()
+        if len(called) == len(group.refs):
+            group.release_zeroed_gradients()
+
+    def _call_late_hooks(self) -> None:
+        """All ranks know by now which parameters have a gradient, from this rank or from others."""
+        for number, called in self._hooks_called.items():
+            group, gradients = self.groups[number], self._gradients[number]
+            mains = group.main_parameters
+            for index, produced in enumerate(gradients.produced_gradient):
+                if produced and index not in called:
+                    mains[index].grad = group.gradient_views[index]
+            group.user_hooks.call(mains, called)
+            gradients.forget_squares()
+            gradients.mark_produced([main.grad is not None for main in mains])
+            group.release_zeroed_gradients()
 
 
 def _refuse_large(group: ParameterGroup, limit: float) -> None:
@@ -504,6 +564,10 @@ def _refuse_nonfinite(group: ParameterGroup) -> None:
 def _held_here(group: ParameterGroup) -> Iterator[int]:
     """The parameters of which this rank has a gradient to send."""
     return (index for index in range(len(group.refs)) if group.trained.is_local(index))
+
+
+_will_reach = torch._C._will_engine_execute_node
+"""Whether the backward at hand comes to a node, or has come to it."""
 
 
 class BackwardEnd:

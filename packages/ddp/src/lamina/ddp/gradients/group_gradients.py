@@ -161,6 +161,10 @@ class GroupGradients:
         self._refuse_held("the factor of their sum")
         self._sum = make(self.main, self._sum.axes, scale, self._scratch)
 
+    def forget_squares(self) -> None:
+        """Somebody has changed main grads since their reduction."""
+        self._sum.squares = None
+
     def on_final(self, change: Callable[[torch.Tensor], None] | None) -> None:
         """Have `change` called with main grads (flat) that a step's last reduction has made."""
         self._on_final = change

@@ -4,6 +4,7 @@ import math
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 
 import torch
 from torch import nn
@@ -15,6 +16,7 @@ from lamina.ddp.gradients.group_gradients import GroupGradients
 from lamina.ddp.gradients.reduction import ORDERED, Reduction
 from lamina.ddp.gradients.scratch import ScratchBuffers
 from lamina.ddp.gradients.sums import Squares
+from lamina.ddp.group.user_hooks import UserHooks
 from lamina.ddp.group.weights import Weights, WholeWeights
 from lamina.ddp.parameters.axes import DataParallelAxes
 from lamina.ddp.parameters.dtypes import GroupDtypes
@@ -30,6 +32,8 @@ __all__ = [
     "refuse_changed",
     "whole_weights",
 ]
+
+_VERSION = attrgetter("_version")
 
 WeightsFactory = Callable[[BufferLayout, FlatBuffer, DataParallelAxes], Weights]
 """Makes the weights of a group from its layout, the buffer a rank keeps, and the axes."""
@@ -128,6 +132,9 @@ class ParameterGroup:
         """Whether somebody steps the main parameters, as far as this package knows."""
         self.step_facts: list[weakref.WeakMethod[Callable[[], list[Fact]]]] = []
         """What the optimizers of the main parameters must have in common on all ranks."""
+        self._main_versions = 0
+        self._compute_versions: list[int] = []
+        self.user_hooks = UserHooks([ref.name for ref in self.refs])
         self._reduced: tuple[int, int] | None = None
         self._gradient_views: list[torch.Tensor] = []
         self.device = settings.device or self.refs[0].parameter.device
@@ -198,13 +205,45 @@ class ParameterGroup:
                 if ref.parameter.requires_grad is not main.requires_grad:
                     ref.parameter.requires_grad_(main.requires_grad)
                 ref.install(ref.parameter)
+            self._compute_versions = [*map(_VERSION, self.compute_parameters)]
         refuse_changed(self)
 
     def install_main_parameters(self) -> None:
-        """Make the module hold what the optimizer updates (at rest)."""
+        """Make the module hold what the optimizer updates (at rest).
+
+        It takes over what the module has written to compute parameters in place (a codebook, a norm
+        that is enforced), for their storage goes. All ranks write the same, as in any replica.
+        """
         if self.mains_are_separate:
+            seen, self._compute_versions = self._compute_versions, []
+            if seen and seen != [*map(_VERSION, self.compute_parameters)]:
+                self._adopt_compute_parameters()
             for ref, main in zip(self.refs, self.main_parameters, strict=True):
                 ref.install(main)
+
+    @torch.no_grad()
+    def _adopt_compute_parameters(self) -> None:
+        if not self.weights.ready:
+            raise RuntimeError(
+                f"{self.refs[0].name} or a neighbour was written in place while its weights were "
+                "on their way or given back: write inside the forward of its module, or write to "
+                "the parameter that model.parameters() gives between steps"
+            )
+        main = self.main_weights.data
+        model = self.weights.full[slice(*self.main_weights.range)].to(main.device)
+        main.copy_(torch.where(main.to(model.dtype) == model, main, model.to(main.dtype)))
+        self.weights.mark_changed()
+
+    @property
+    def mains_written(self) -> bool:
+        """Whether somebody has written main parameters since this was asked last.
+
+        Optimizers that step over flat memory tell of it, and are not counted.
+        """
+        if not self.mains_are_separate:
+            return False
+        before, self._main_versions = self._main_versions, sum(map(_VERSION, self.main_parameters))
+        return before != self._main_versions
 
     # -- what the optimizer works on ----------------------------------------------------------
 
@@ -252,6 +291,12 @@ class ParameterGroup:
             self.gradients.discard()
         for main in self.main_parameters:
             main.grad = None
+
+    def begin_forward(self) -> None:
+        """A forward of the model begins: follow what was done to main parameters since the last."""
+        if self.mains_written:
+            self.weights.mark_changed()
+        self.release_zeroed_gradients()
 
     def release_zeroed_gradients(self) -> None:
         """Give main grads' memory back if the user has zeroed them (before a step's forward)."""

@@ -133,6 +133,9 @@ class DistributedDataParallel(DataParallel):
         self._reducer.abandon_if_raised()
         if torch.is_grad_enabled():
             self._refuse_what_never_trains()
+        written = [group.mains_written for group in self._groups]  # asks all of them
+        if any(written):
+            self._gathers.changed()
         self._gathers.begin(overlapped=self.training and torch.is_grad_enabled())
         output = self.module(*args, **kwargs)
         self._gathers.begin_all()  # those of modules that ran on other ranks only

@@ -134,7 +134,7 @@ class ShardingEngine:
         self._recording = []
         self._computing = [self.root]
         for group in self.reducer.groups:
-            group.release_zeroed_gradients()
+            group.begin_forward()
         for unit in self.units:
             unit.calls.new_forward()
 
@@ -384,6 +384,8 @@ class ShardingEngine:
             if self._pool is not None:  # as no step needs them: slots are not planned for this
                 stack.callback(self._follow_storage)  # last of all: some go back to their slots
                 stack.enter_context(self._pool.out_of_turn())
+            for group in self.reducer.groups:
+                group.begin_forward()
             for unit in self.units:
                 stack.callback(unit.reshard)
                 for weights in unit.gathered:

@@ -247,13 +247,13 @@ class Unit:
         if self.state is UnitState.AT_REST or (self.stays_whole and not even_if_kept):
             return
         self.state = _RELEASE.get(self.state, self.state)
-        for weights in self.gathered:
-            if weights.state is not WeightsState.RELEASED:
-                weights.release()
         if self.localised:
             hide_dtensors(self.localised)  # a forward that raised has left them there
         for group in self.groups:
             group.install_main_parameters()
+        for weights in self.gathered:
+            if weights.state is not WeightsState.RELEASED:
+                weights.release()
 
     def begin_backward(self) -> bool:
         """The first gradient has reached an output: whether the unit's backward begins with it."""

@@ -15,16 +15,8 @@ _WRONG = {
         "part_of_the_model_is_called": "2 3: bf16",
     },
     "weights written by hand are installed late or not at all": {
-        "averages_swapped_in_and_back": "3: bf16",
-        "weights_clamped_between_steps": "ddp_sharded: fp32",
         "weights_read_by_a_plain_model": "shard_module: bf16",
         "to_empty_and_init_after_sharding": "shard_module: fp32",
-        "optimizer_holds_a_parameter_twice_over_steps": "ddp_sharded: fp32",
-        "sam_perturbs_weights": "3: bf16",
-    },
-    "hooks of parameters are not called, or not with the final gradient": {
-        "post_accumulate_hook_sees_final_gradients": "1 2: bf16",
-        "optimizer_in_backward": "3 ddp: fp32",
     },
     "subclasses, complex and sparse gradients are not refused by name at wrapping": {
         "trained_subclass_parameter": "0 shard_module: bf16",

@@ -74,13 +74,12 @@ class UserHooks:
                     shown.copy_(gradient)
                 for after in list(self.on_parameter.get(index, {}).values()):
                     after(main)
-            except Exception as error:
-                error.add_note(
-                    f"in a hook of {self._names[index]}. A hook gets the parameter that the "
-                    "optimizer updates, which model.parameters() gives after wrapping: make "
-                    "optimizers and tables of parameters from those"
-                )
-                raise
+            except KeyError as error:
+                raise RuntimeError(
+                    f"a hook of {self._names[index]} raised KeyError: it gets the parameter that "
+                    "the optimizer updates, which model.parameters() gives after wrapping. Make "
+                    "tables of parameters, and optimizers that step in backward, after wrapping"
+                ) from error
 
 
 class _Table(OrderedDict[int, Any]):

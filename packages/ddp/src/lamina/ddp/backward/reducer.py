@@ -22,7 +22,7 @@ from lamina.collectives import Handle
 from lamina.collectives.engine import CommonFacts, Fact, SmallReduction, host_device
 from lamina.ddp.backward.grad_attribute import follow_user, holds_zeros
 from lamina.ddp.backward.gradient_hooks import hook_gradients
-from lamina.ddp.compat import current_graph_task_id, queue_callback
+from lamina.ddp.compat import current_graph_task_id, queue_callback, will_execute
 from lamina.ddp.gradients.scratch import ScratchBuffers
 from lamina.ddp.gradients.states import GradientState
 from lamina.ddp.group.group import ParameterGroup
@@ -443,7 +443,7 @@ class GradientReducer:
         waits until the backward has come to each of its leaves that it will come to.
         """
         number = self._numbers[id(group)]
-        if self._reached[number] < sum(map(_will_reach, self._leaves[number])):
+        if self._reached[number] < sum(map(will_execute, self._leaves[number])):
             self._closing.add(number)
         else:
             self._close(number)
@@ -564,10 +564,6 @@ def _refuse_nonfinite(group: ParameterGroup) -> None:
 def _held_here(group: ParameterGroup) -> Iterator[int]:
     """The parameters of which this rank has a gradient to send."""
     return (index for index in range(len(group.refs)) if group.trained.is_local(index))
-
-
-_will_reach = torch._C._will_engine_execute_node
-"""Whether the backward at hand comes to a node, or has come to it."""
 
 
 class BackwardEnd:

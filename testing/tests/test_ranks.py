@@ -101,3 +101,18 @@ def test_ranks_run_on_one_thread():
 def test_the_server_has_one_thread():
     # A fork copies only one; locks that others hold would stay locked for ever.
     assert len(os.listdir(f"/proc/{os.getppid()}/task")) == 1
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("case", range(3))
+def test_each_test_of_shared_ranks_can_make_groups(case, ranks):
+    total = torch.ones(())
+    dist.all_reduce(total, group=dist.new_group())
+    assert total == 2
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("case", range(2))
+def test_a_process_that_a_test_has_changed_runs_no_other_test(case, ranks):
+    assert torch.get_default_dtype() == torch.float32
+    torch.set_default_dtype(torch.float64)

@@ -212,7 +212,7 @@ def torch_save_of_the_state(case: Case):
     return case.train(model, optimizer, 1, begin=1)
 
 
-@use(B, says=("state_dict|full", "export|full_parameters|get_model_state_dict|preproc"))
+@use(B, says=("ShardedTensor", "get_model_state_dict"))
 def safetensors_of_the_state(case: Case):
     """`safetensors.torch.save_file(model.state_dict())`"""
     from safetensors.torch import load_file, save_file
@@ -225,7 +225,7 @@ def safetensors_of_the_state(case: Case):
     return {n: v.float() for n, v in load_file(file).items()}
 
 
-@use(B)
+@use(B, says=("full_tensor|get_model_state_dict",))
 def data_pointers(case: Case):
     """`data_ptr()` and `untyped_storage()` of the model's parameters between steps"""
     model, optimizer = case.setup()
@@ -234,7 +234,7 @@ def data_pointers(case: Case):
     return {"all": all(a and b for a, b in found)}
 
 
-@use(B)
+@use(B, says=("full_tensor|get_model_state_dict",))
 def numpy_of_parameters(case: Case):
     """`p.detach().float().numpy()` and `p.tolist()` of parameters between steps"""
     model, optimizer = case.setup()
@@ -293,7 +293,7 @@ def averaged_model(case: Case):
         return {"loss": case.mean(case.loss(averaged, 9))}
 
 
-@use(B)
+@use(B, says=("full_tensor",))
 def weights_read_by_a_plain_model(case: Case):
     """A plain model of the same class loads `model.state_dict()`"""
     model, optimizer = case.setup()
@@ -335,7 +335,12 @@ def optimizer_state_round_trip(case: Case):
     return case.moved(model, start)
 
 
-@use(B, columns=(*OURS, "fsdp2"), slow=True, says=("save_pretrained", "state_dict|export"))
+@use(
+    B,
+    columns=(*OURS, "fsdp2"),
+    slow=True,
+    says=("ShardedTensor|save_pretrained", "get_model_state_dict|export"),
+)
 def transformers_save_pretrained(case: Case):
     """transformers' `save_pretrained` of a wrapped model, read back"""
     model, optimizer = case.wrap(_llama(case))
@@ -376,7 +381,12 @@ def transformers_generate(case: Case):
     return {"tokens": out.tolist()}
 
 
-@use(B, columns=(*OURS, "fsdp2"), slow=True, says=("save_pretrained", "state_dict|export"))
+@use(
+    B,
+    columns=(*OURS, "fsdp2"),
+    slow=True,
+    says=("ShardedTensor|save_pretrained", "get_model_state_dict|export"),
+)
 def peft_save_pretrained(case: Case):
     """peft's `save_pretrained` of a wrapped model with adapters"""
     from peft import LoraConfig, get_peft_model

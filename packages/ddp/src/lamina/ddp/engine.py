@@ -49,6 +49,7 @@ from lamina.ddp.parameters.parameters import (
 )
 from lamina.ddp.parameters.strategy import resolve_strategy
 from lamina.ddp.parameters.tensor_trees import map_tensors, tensors_in
+from lamina.ddp.wrapper.module_buffers import broadcast_buffers
 from lamina.ddp.wrapper.param_gathers import registration_refusal
 
 __all__ = [
@@ -81,6 +82,7 @@ __all__ = [
     "WholeWeights",
     "adopt_main_parameters",
     "answer_scalers",
+    "broadcast_buffers",
     "check_dimensions",
     "check_experts",
     "collect_parameters",

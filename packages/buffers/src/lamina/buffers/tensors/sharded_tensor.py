@@ -154,6 +154,36 @@ class ShardedTensor(SpanTensor):
         pairs = communicator.all_gather(mine, [2] * communicator.size).view(-1, 2).tolist()
         return tuple((start, stop) for start, stop in pairs)
 
+    def data_ptr(self) -> int:
+        """Refused: the elements of other ranks have no address here.
+
+        Raises:
+            RuntimeError: always, with what to call instead.
+        """
+        return self._refuse_storage("data_ptr()")
+
+    def untyped_storage(self) -> NoReturn:
+        """Refused, as `data_ptr` is."""
+        self._refuse_storage("untyped_storage()")
+
+    def storage(self) -> NoReturn:
+        """Refused, as `data_ptr` is."""
+        self._refuse_storage("storage()")
+
+    def numpy(self, *, force: bool = False) -> NoReturn:
+        """Refused, as `data_ptr` is."""
+        self._refuse_storage("numpy()")
+
+    def _refuse_storage(self, asked: str) -> NoReturn:
+        # Not NotImplementedError: safetensors takes that for a tensor without storage, and goes on.
+        raise RuntimeError(
+            f"{asked} of a ShardedTensor of shape {list(self.shape)}: other ranks hold the rest. "
+            "For files of whole tensors take the state from "
+            "torch.distributed.checkpoint.state_dict.get_model_state_dict(model, "
+            "options=StateDictOptions(full_state_dict=True)), such as save_pretrained(..., "
+            "state_dict=state); for one tensor .full_tensor(), or .to_local() for this rank's span"
+        )
+
     def to_dtensor(self, mesh: DeviceMesh, tp_placements: Sequence[Placement] = ()) -> DTensor:
         """This tensor as a torch DTensor, without a copy, where the cut is `torch.chunk`'s.
 

@@ -60,6 +60,9 @@ class DistributedDataParallelConfig:
             times the bytes.
         calculate_per_token_loss: leave sums over ranks instead of means; `finalize_grads(...,
             num_tokens=)` divides by the global token count. The loss is then a sum over tokens.
+        broadcast_buffers: when the first data-parallel rank's buffers (running statistics, tables)
+            are sent to the others: "forward" at the start, before each forward of training and the
+            first one after it, as torch does; "start" once; or "never". True and False are "forward" and "never".
         keep_tensors_whole: no shard boundary cuts a parameter, for optimizers that look at whole
             matrices (Muon, Adafactor); shards are then less even.
     """
@@ -83,6 +86,7 @@ class DistributedDataParallelConfig:
     reproducible: bool = False
     calculate_per_token_loss: bool = False
     keep_tensors_whole: bool = False
+    broadcast_buffers: Literal["forward", "start", "never"] | bool = "forward"
 
     def __post_init__(self) -> None:
         if self.bucket_size is not None and self.num_buckets is not None:
@@ -103,6 +107,11 @@ class DistributedDataParallelConfig:
                 "largest magnitude that is still right, such as 1e4, or None not to look"
             )
         self._check_reduction()
+        if self.broadcast_buffers not in ("forward", "start", "never", True, False):
+            raise ValueError(
+                f"broadcast_buffers={self.broadcast_buffers!r}: it is 'forward' (before each "
+                "forward of training), 'start' (once) or 'never'"
+            )
 
     @property
     def strategy(self) -> Strategy:

@@ -36,6 +36,7 @@ from lamina.ddp.parameters.parameters import (
 from lamina.ddp.parameters.tensor_trees import tensors_in
 from lamina.ddp.wrapper.config import DistributedDataParallelConfig
 from lamina.ddp.wrapper.contract import DataParallel
+from lamina.ddp.wrapper.module_buffers import broadcast_buffers
 from lamina.ddp.wrapper.param_gathers import ParamGathers, adopt_model_weights, registered_pool
 from lamina.mesh import ParallelLayout, ParallelMesh
 from lamina.mesh.engine import axis_if_there, named_mesh, require_overlap, translates
@@ -100,6 +101,7 @@ class DistributedDataParallel(DataParallel):
         self.module = module
         self.config = config
         dense, expert = _axes(mesh, config)
+        self._dense_axes = dense
         left_alone = _left_alone(module)
         refs = [ref for ref in collect_parameters(module) if id(ref.parameter) not in left_alone]
         refuse_unplaced(refs, dense, axis_if_there(mesh, "tp"))
@@ -120,6 +122,10 @@ class DistributedDataParallel(DataParallel):
             check_finite=config.check_for_nan_in_grad,
             largest=config.check_for_large_grads,
         )
+        self._experts_axes = expert
+        self._buffers_written = False
+        if config.broadcast_buffers not in ("never", False):
+            self._broadcast_buffers()
         self._watch = ModuleWatch(self._groups, "DistributedDataParallel", left_alone)
         self._gathers = ParamGathers(
             module,
@@ -136,6 +142,10 @@ class DistributedDataParallel(DataParallel):
         written = [group.mains_written for group in self._groups]  # asks all of them
         if any(written):
             self._gathers.changed()
+        if self.config.broadcast_buffers in ("forward", True):
+            if self.training or self._buffers_written:  # evaluation after training, as in torch
+                self._broadcast_buffers()
+            self._buffers_written = self.training
         self._gathers.begin(overlapped=self.training and torch.is_grad_enabled())
         output = self.module(*args, **kwargs)
         self._gathers.begin_all()  # those of modules that ran on other ranks only
@@ -145,6 +155,58 @@ class DistributedDataParallel(DataParallel):
                 if tensor.requires_grad:
                     tensor.register_hook(_starting(begin))  # type: ignore[no-untyped-call]
         return output
+
+    def _broadcast_buffers(self) -> None:
+        """Take the first data-parallel rank's buffers (collective)."""
+        ignored = set(getattr(self.module, "_ddp_params_and_buffers_to_ignore", ()))
+        broadcast_buffers(
+            self.module,
+            [
+                module
+                for prefix, module in self.module.named_modules()
+                if not ignored or ignored.isdisjoint(_names_of_buffers(prefix, module))
+            ],
+            self._dense_axes,
+            self._experts_axes,
+        )
+
+    def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
+        """Torch's communication hooks, refused by name.
+
+        Raises:
+            NotImplementedError: always.
+        """
+        raise NotImplementedError(
+            f"register_comm_hook({getattr(hook, '__name__', hook)}): gradients are summed in one "
+            "fixed order, and a hook would replace the sum. A bf16 wire is what a bf16 model has "
+            "by default; DistributedDataParallelConfig(reduction='native') leaves sums to the "
+            "backend; for another scheme, sum by hand after no_sync()"
+        )
+
+    def join(self, *_: Any, **__: Any) -> AbstractContextManager[None]:
+        """Torch's context for uneven inputs, refused by name.
+
+        Raises:
+            NotImplementedError: always.
+        """
+        raise NotImplementedError(
+            "join(): ranks have to run the same number of backwards. Give all ranks equally many "
+            "batches (drop_last=True), or let a rank without one run a forward whose loss is "
+            "multiplied by 0"
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        raise NotImplementedError(
+            "DistributedDataParallel cannot be copied, as its buckets and communicators are the "
+            "job's: copy.deepcopy(model.module) before it is wrapped, or build a second model and "
+            "load_state_dict(model.state_dict())"
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise NotImplementedError(
+            "DistributedDataParallel cannot be pickled, as its buckets and communicators are the "
+            "job's: save model.state_dict(), and load it into a model built anew"
+        )
 
     def _refuse_what_never_trains(self) -> None:
         """Gradients that nobody will step, and parameters whose gradients nobody would sum."""
@@ -338,6 +400,10 @@ def _left_alone(module: nn.Module) -> set[int]:
     """`id`s of the parameters that torch's DDP leaves alone too."""
     names = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
     return {id(p) for name, p in module.named_parameters(remove_duplicate=False) if name in names}
+
+
+def _names_of_buffers(prefix: str, module: nn.Module) -> Iterator[str]:
+    return (f"{prefix}.{name}" if prefix else name for name in module._buffers)
 
 
 def _axes(

@@ -26,6 +26,7 @@ from lamina.ddp.engine import (
     ScratchBuffers,
     Weights,
     WholeWeights,
+    broadcast_buffers,
     check_experts,
     group_parameters,
     plan_layout,
@@ -39,7 +40,7 @@ from lamina.fsdp.execution.hooks import UnitHooks
 from lamina.fsdp.execution.unit import Unit
 from lamina.fsdp.settings.precision import MixedPrecisionPolicy
 from lamina.fsdp.units.casting import cast_buffers, keep_modules
-from lamina.fsdp.units.materialise import broadcast_buffers, materialise_unit, move_buffers
+from lamina.fsdp.units.materialise import materialise_unit, move_buffers
 from lamina.fsdp.units.plan import UnitPlan
 from lamina.fsdp.weights.encoded import EncodedWeights
 from lamina.fsdp.weights.offloaded import OffloadedWeights, offloaded
@@ -323,7 +324,7 @@ def _make_unit(
     )
     move_buffers(plan.own_modules(), device)
     if settings.sync_module_states:
-        broadcast_buffers(plan, sharding.dense, sharding.expert)
+        broadcast_buffers(plan.module, plan.own_modules(), sharding.dense, sharding.expert)
     made = [
         ParameterGroup(
             group.refs,

@@ -389,6 +389,7 @@ def _shard(
         show_decoupled(main for group in groups for main in group.main_parameters)
     if settings.preproc_state_dict_for_dcp_ckpt:
         show_parts(sharded, TensorRegions(groups, sharding.model))
+        give_whole_tensors(sharded, always=False)
     else:
         give_whole_tensors(sharded)
     return sharded

@@ -34,6 +34,7 @@ from lamina.fsdp.settings.meshes import Mesh
 from lamina.fsdp.settings.precision import MixedPrecisionPolicy, policy_from
 from lamina.fsdp.settings.sharding_settings import ShardingSettings
 from lamina.fsdp.state.cut_regions import TensorRegions, show_parts
+from lamina.fsdp.state.state_dicts import give_whole_tensors
 from lamina.fsdp.units.dtensors import localise_dtensors
 from lamina.fsdp.units.plan import UnitPlan, refuse_container
 from lamina.mesh import ParallelMesh
@@ -284,6 +285,7 @@ def _show_parts(modules: Sequence[ModuleWithUnit], sharding: Sharding) -> None:
     regions = TensorRegions(unit.groups, sharding.model)
     for module in modules:
         show_parts(module, regions)
+        give_whole_tensors(module, always=False)
     known = isinstance(sharding.mesh, ParallelMesh)
     if known or sharding.dense.size == dist.get_world_size():
         return

@@ -189,6 +189,13 @@ class ShardedModule(UnitMethods, StepMethods, nn.Module):
             "fully_shard, or build a second one and load_state_dict(model.state_dict())"
         )
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise NotImplementedError(
+            f"{type(self).__name__} is sharded and cannot be pickled: save model.state_dict() "
+            "(torch.distributed.checkpoint, or fully_shard(preproc_state_dict_for_dcp_ckpt=False) "
+            "and torch.save), and load it into a model built anew"
+        )
+
 
 class WatchedModule(ShardedModule):
     """Mixin of `fully_shard(check_storage=True)`: reads in forward are watched over."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -12,6 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lamina.buffers import ShardedTensor
+from lamina.buffers.engine import TensorPart
 from lamina.ddp.engine import ELEMENTWISE
 from lamina.fsdp.compat import tree_map_only
 from lamina.fsdp.state.cut_regions import TensorRegions
@@ -23,23 +25,59 @@ __all__ = [
 ]
 
 _WHOLE = "_lamina_whole_state"
+_DEPTH = 64
+"""Frames to look at, from `state_dict` outwards."""
 _REGULAR = ELEMENTWISE | {getattr(torch.optim, "Muon", torch.optim.SGD)}
 """Optimizers whose state is one tensor per name, of the parameter's shape, and counts."""
 
 
-def give_whole_tensors(module: nn.Module) -> None:
+def give_whole_tensors(module: nn.Module, *, always: bool = True) -> None:
     """Let `module.state_dict()` hold whole plain tensors on every rank (collective).
 
     `load_state_dict` takes whole tensors under every strategy, and needs nothing.
+
+    Args:
+        module: the sharded module.
+        always: if False, only where `torch.distributed.checkpoint.state_dict` was asked for them.
     """
 
     def after(_: nn.Module, state: dict[str, Any], prefix: str, __: Any) -> None:
+        if not always and not _asked_for_whole():
+            return
         for name, value in state.items():
-            if name.startswith(prefix) and isinstance(value, ShardedTensor):
+            if not name.startswith(prefix):
+                continue
+            if isinstance(value, TensorPart):
+                raise NotImplementedError(
+                    f"full_state_dict=True: {name} is this rank's part of a tensor that tensor or "
+                    "expert parallelism has cut. Use lamina.checkpoint.export_huggingface, or "
+                    "save without full_state_dict and load on one rank"
+                )
+            if isinstance(value, ShardedTensor):
                 state[name] = value.full_tensor()
 
     module.register_state_dict_post_hook(after)  # type: ignore[no-untyped-call]
-    module.__dict__[_WHOLE] = True
+    module.__dict__[_WHOLE] = always
+
+
+def _asked_for_whole() -> bool:
+    """Whether this state is for a caller of torch's functions who wants full tensors.
+
+    Note [Options that torch keeps to itself]: `get_model_state_dict(options=)` and its like call
+    `state_dict()` and then make tensors full themselves, of the classes that they know: `DTensor`,
+    and torch's old `ShardedTensor`. Any other class passes through untouched. The options are a
+    local variable named `info` of the caller, and nothing else tells of them (decision 0540).
+    """
+    frame = sys._getframe(1)
+    for _ in range(_DEPTH):
+        if frame.f_globals.get("__name__") == "torch.distributed.checkpoint.state_dict":
+            info = frame.f_locals.get("info")
+            if info is not None:
+                return bool(info.full_state_dict or info.broadcast_from_rank0)
+        if frame.f_back is None:
+            break
+        frame = frame.f_back
+    return False
 
 
 def gives_whole_tensors(module: nn.Module) -> bool:
@@ -63,9 +101,9 @@ def prepare_optimizer_state(
     """
 
     def after(held: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-        if whole or type(held) not in _REGULAR:
-            if whole:
-                return {**state, "state": _whole_tree(state["state"])}
+        if whole or _asked_for_whole():
+            return {**state, "state": _whole_tree(state["state"])}
+        if type(held) not in _REGULAR:
             _warn_of_missing(held, state["state"])
             return state
         return {**state, "state": _completed(held, state["state"])}

@@ -23,7 +23,12 @@ def main() -> None:
     from border.uses import load_uses
 
     columns = tuple(options.columns.split(",")) if options.columns else COLUMNS
-    uses = {n: u for n, u in load_uses().items() if fnmatch.fnmatch(n, options.only)}
+    patterns = options.only.split(",")
+    uses = {
+        name: use
+        for name, use in load_uses().items()
+        if any(fnmatch.fnmatch(name, pattern) for pattern in patterns)
+    }
     cells = [cell for use in uses.values() for cell in use.cells(columns)]
     if options.cover:
         from border.test_border import USES, cover
@@ -59,7 +64,7 @@ def main() -> None:
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", default="*", help="uses whose name matches")
+    parser.add_argument("--only", default="*", help="uses whose name matches one of these")
     parser.add_argument("--columns", help="some of the columns, with commas between")
     parser.add_argument("--cover", action="store_true", help="the cells of the default tests")
     parser.add_argument("--answers", type=Path, help="a file for what was found, a line per cell")

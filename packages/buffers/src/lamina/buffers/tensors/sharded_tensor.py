@@ -154,24 +154,20 @@ class ShardedTensor(SpanTensor):
         pairs = communicator.all_gather(mine, [2] * communicator.size).view(-1, 2).tolist()
         return tuple((start, stop) for start, stop in pairs)
 
-    def data_ptr(self) -> int:
-        """Refused: the elements of other ranks have no address here.
+    def untyped_storage(self) -> NoReturn:
+        """Refused: the elements of other ranks have no storage here (and `data_ptr()` is 0).
 
         Raises:
             RuntimeError: always, with what to call instead.
         """
-        return self._refuse_storage("data_ptr()")
-
-    def untyped_storage(self) -> NoReturn:
-        """Refused, as `data_ptr` is."""
         self._refuse_storage("untyped_storage()")
 
     def storage(self) -> NoReturn:
-        """Refused, as `data_ptr` is."""
+        """Refused, as `untyped_storage` is."""
         self._refuse_storage("storage()")
 
     def numpy(self, *, force: bool = False) -> NoReturn:
-        """Refused, as `data_ptr` is."""
+        """Refused, as `untyped_storage` is."""
         self._refuse_storage("numpy()")
 
     def _refuse_storage(self, asked: str) -> NoReturn:

@@ -62,7 +62,8 @@ class DistributedDataParallelConfig:
             num_tokens=)` divides by the global token count. The loss is then a sum over tokens.
         broadcast_buffers: when the first data-parallel rank's buffers (running statistics, tables)
             are sent to the others: "forward" at the start, before each forward of training and the
-            first one after it, as torch does; "start" once; or "never". True and False are "forward" and "never".
+            first one after it, as torch does; "start" once; or "never". True and False are
+            "forward" and "never".
         keep_tensors_whole: no shard boundary cuts a parameter, for optimizers that look at whole
             matrices (Muon, Adafactor); shards are then less even.
     """

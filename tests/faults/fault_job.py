@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import faulthandler
 import json
 import os
 import signal
@@ -231,6 +232,9 @@ def main():
     parser.add_argument("--soft-limit", type=float, default=3)
     parser.add_argument("--directory", required=True)
     given = parser.parse_args()
+    faulthandler.register(
+        signal.SIGUSR2, chain=True
+    )  # a rank that has to be ended tells its stacks
     torch.set_num_threads(1)
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     faults = Faults(given.fault, given.phase, rank, size)

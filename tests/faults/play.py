@@ -108,7 +108,7 @@ def _ends(nursery, files, fault, limit):
     started, begun = time.time(), None
     while (statuses := nursery.ends(0.1)) is None:
         begun = begun or _begun(files)
-        late = time.time() > (begun + limit if begun else started + 90)
+        late = time.time() > (begun + limit if begun else started + 150)
         if late or (fault in PAUSES and any(VERDICT in file.read_text() for file in files)):
             for rank in nursery.ranks:
                 with contextlib.suppress(ProcessLookupError):
@@ -145,7 +145,8 @@ def _judge(wrapper, fault, phase, statuses, outputs, errors, ended):
     lines = [line for text in errors for line in text.splitlines()]
     verdicts = [line for line in lines if line.startswith(VERDICT)]
     ends = [line for line in lines if "ends, as it still waits" in line]
-    said = [*verdicts[-1:], *(one["text"].splitlines()[0] for one in told[:1]), *ends[:1]]
+    errors_told = [one["text"].splitlines()[0] for one in told[:1]]
+    said = verdicts[-1:] if fault in PAUSES else [*errors_told, *ends[:1], *verdicts[-1:]]
     first = told[0]["time"] - begun if told else (ended - begun if said else None)
     return Played(
         wrapper, fault, phase, ended - begun, first, said[0] if said else "", statuses, lines

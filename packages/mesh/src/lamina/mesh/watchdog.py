@@ -111,6 +111,8 @@ class Watchdog:
             # Without the store nobody is there to read it.
             with contextlib.suppress(RuntimeError):
                 self._store.set(f"left/{self._rank}", why)
+                if why != FINISHED:  # others need not wait until this process has ended
+                    self._publish("lost", f"{self._here} is gone: {why}")
 
     def _at_exit(self) -> None:
         """No thread may use the store any more, and none may hold up a process that has failed."""

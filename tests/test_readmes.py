@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import re
 import sysconfig
-from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 from tasks.bootstrap import LAYERS, ROOT
 from tasks.clean_install import closure, gather, layers_of
-from tasks.snippets import Job, run, serve, snippets
+from tasks.snippets import Job, run, snippets
 
 SOURCES = {layer: ROOT / "packages" / layer / "src" for layer in LAYERS}
 ALL = (*SOURCES.values(), Path(sysconfig.get_path("purelib")))
@@ -39,6 +38,10 @@ def complaints(tmp_path_factory: pytest.TempPathFactory) -> dict[object, str]:
     planted = tmp_path_factory.mktemp("planted") / "page.md"
     planted.write_text("```python\nimport lamina.fsdp\n```\n")
     jobs["planted"] = Job(tuple(snippets(planted)), job_of("ddp").paths)
+    for size, restarts in RANKS_CASES:
+        page = planted.with_name(f"ranks-{size}-{restarts}.md")
+        page.write_text(PAGE_OF_RANKS.format(size=size, restarts=restarts))
+        jobs[size, restarts] = Job(tuple(snippets(page)), ())
     # numpy is what the checkpoint layer declares beside torch (test_packages.py holds who may).
     third_party = closure("torch", "numpy").values()
     base = gather(third_party, tmp_path_factory.mktemp("torch") / "only")
@@ -92,23 +95,19 @@ if os.environ["RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
 """
 
 
-@pytest.mark.parametrize(
-    ("size", "restarts", "complaint"),
-    [
-        (2, 1, None),
-        (3, 1, "instead of"),
-        (2, 0, "attempt 0 failed"),
-        (2, 2, "attempt 1 did not fail"),
-    ],
-)
-def test_a_block_for_ranks_runs_on_all_and_prints_what_its_page_says(
-    tmp_path, monkeypatch, size, restarts, complaint
-):
-    page = tmp_path / "page.md"
-    page.write_text(PAGE_OF_RANKS.format(size=size, restarts=restarts))
-    monkeypatch.setattr("tasks.snippets.importlib.import_module", lambda name: None)
-    answer = serve([{"paths": [], "blocks": [asdict(block) for block in snippets(page)]}])[0]
-    assert complaint in answer if complaint else not answer, answer
+RANKS_CASES = {
+    (2, 1): "",
+    (3, 1): "instead of",
+    (2, 0): "attempt 0 failed",
+    (2, 2): "attempt 1 did not fail",
+}
+
+
+@pytest.mark.parametrize("case", RANKS_CASES)
+def test_a_block_for_ranks_runs_on_all_and_prints_what_its_page_says(case, complaints):
+    complaint = RANKS_CASES[case]
+    assert complaint in complaints[case]
+    assert complaint or not complaints[case], complaints[case]
 
 
 READ_ON_GITHUB = [

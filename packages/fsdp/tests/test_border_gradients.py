@@ -198,3 +198,27 @@ def test_a_backward_that_raises_takes_its_terms_along(ranks):
     oracle = build(OddNet)
     alone(oracle, None).backward()
     compare(model, full_gradients(model), oracle, grads_of(oracle), 1e-6)
+
+
+def given_gradients(model, optimizer, x):
+    """A step over gradients that the user made, and one where a backward adds to such ones."""
+    for adds in (False, True, False):
+        for parameter in model.parameters():
+            parameter.grad = torch.full_like(parameter, 0.25)
+        if adds:
+            model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("strategy", [0, 1, 2, 3, "module"])
+def test_gradients_that_the_user_made_before_any_backward_are_stepped(strategy, ranks):
+    oracle = build(OddNet)
+    x = inputs(oracle, 1)
+    given_gradients(oracle, sgd(oracle.parameters()), x)
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("shard",))
+    model, optimizer = wrapped(OddNet, strategy, mesh)
+    given_gradients(model, optimizer, x)
+    for name, wanted in oracle.named_parameters():
+        torch.testing.assert_close(full_parameters(model)[name], wanted, msg=name)

@@ -24,12 +24,16 @@ def follow_user(group: ParameterGroup) -> None:
             "microbatches: some of the raised one's may be among them. Call zero_grad_buffer() of "
             "the wrapped module and begin the step again (from its first microbatch)"
         )
-    if gradients.is_empty:
-        return
     if dropped:
-        gradients.discard()
+        if not gradients.is_empty:
+            gradients.discard()
         return
     views = group.gradient_views
+    if gradients.is_empty:
+        mains = zip(group.main_parameters, views, strict=True)
+        if all(main.grad is None or main.grad is view for main, view in mains):
+            return  # nothing was put there since they were zeroed
+        gradients.zero_if_empty()
     for index, main in enumerate(group.main_parameters):
         if main.grad is None:
             if gradients.is_kept_apart and gradients.state is GradientState.PARTIAL:

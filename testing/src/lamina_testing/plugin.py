@@ -208,7 +208,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Take what was collected out of the garbage collector's sight.
 
-    It is a million objects that live until the end. Tests that call `gc.collect`, as meters do,
+    These objects live until the end. Tests that call `gc.collect`, as meters do,
     would walk all of them each time.
     """
     if not session.config.option.collectonly:

@@ -56,7 +56,7 @@ _PRELOADED = (
 
 # Note [Processes that are used again]
 #
-# A new process costs a rank 100 ms of CPU time and more: a fork, first writes to shared pages, and
+# A new process costs a rank about 55 ms of CPU time: a fork, first writes to shared pages, and
 # everything that torch does once per process. Most bodies need less. So the ranks of a test module
 # stay for its next tests, and the tests of another module get others. Each test has a process group
 # of its own: all ranks leave it once each of them has an outcome. The test module is executed anew,

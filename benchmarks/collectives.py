@@ -24,8 +24,8 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from lamina.collectives import all_gather_into, all_reduce_fp32, reduce_scatter_fp32
-from lamina.collectives.engine import use_messages
 from lamina.collectives.compat import all_gather_single, reduce_scatter_single
+from lamina.collectives.engine import use_messages
 
 Contest = tuple[str, Callable[[], object], dict[str, Callable[[], object]]]
 

@@ -82,12 +82,12 @@ WORDS = {
 }
 
 INTRODUCTION = """\
-One of two ranks misbehaves. Each table shows what the other rank, or both, were told: the time from
-the fault to the first message, the time until all ranks had ended (of ranks that are stopped or
-asleep: until they were told of), the exit statuses of rank 0 and rank 1, and the message. torch's
-FSDP2 played some of the faults in the same run. The soft limit of the watchdog was 3 s (by default
-it is 30 s), and a job had 45 s from the fault on. Status 70 is the watchdog's: the rank waited in
-code that cannot raise.""".splitlines()
+One of two ranks misbehaves. Each table shows what the other rank, or both, were told. The columns
+are the time from the fault to the first message, and the time until all ranks had ended. Of ranks
+that are stopped or asleep, the second time is the one until they were told of. Then come the exit
+statuses of rank 0 and rank 1, and the message. torch's FSDP2 played some of the faults in the same
+run. The soft limit of the watchdog was 3 s (by default it is 30 s), and a job had 45 s from the
+fault on. Status 70 is the watchdog's: the rank waited in code that cannot raise.""".splitlines()
 
 
 def cells():
@@ -111,8 +111,9 @@ def line_of(played: Played) -> str:
     elif played.statuses == [0, 0]:
         statuses = "0, 0: nobody noticed"
     told = "never" if played.told is None else f"{played.told:.1f} s"
-    message = message.replace("|", "/") or "(nothing)"
-    return f"| {played.wrapper} | {told} | {played.seconds:.1f} s | {statuses} | {message} |"
+    # As code, since these are a program's words.
+    message = message.replace("|", "/").replace("`", "'") or "(nothing)"
+    return f"| {played.wrapper} | {told} | {played.seconds:.1f} s | {statuses} | `{message}` |"
 
 
 def page(played: list[Played], begun: str) -> str:

@@ -5,7 +5,6 @@ Imports no torch: the fork server does, while pytest collects. See testing/READM
 
 from __future__ import annotations
 
-import gc
 import inspect
 import os
 import pickle
@@ -203,17 +202,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = _shuffled(items, seed)
     if not config.option.collectonly and any(i.get_closest_marker("ranks") for i in items):
         config.stash[_STATE].start()
-
-
-def pytest_collection_finish(session: pytest.Session) -> None:
-    """Take what was collected out of the garbage collector's sight.
-
-    These objects live until the end. Tests that call `gc.collect`, as meters do,
-    would walk all of them each time.
-    """
-    if not session.config.option.collectonly:
-        gc.collect()
-        gc.freeze()
 
 
 def _shuffled(items: list[pytest.Item], seed: int) -> list[pytest.Item]:

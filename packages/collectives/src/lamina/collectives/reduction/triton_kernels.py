@@ -41,7 +41,8 @@ def _round_to_bfloat16(value):
 def _masked_tree(rows, stride, offsets, mask, first, end, FIRST: tl.constexpr, COUNT: tl.constexpr):
     """The same of COUNT rows, a power of two; those from `end` on are -0.0, which adds nothing."""
     if COUNT == 1:
-        there = first + FIRST < end
+        # A block, as masks are: Triton 3.9's interpreter takes no scalar for a part of a mask.
+        there = first + FIRST + tl.zeros_like(offsets) < end
         place = rows + (first + FIRST) * stride + offsets
         value = tl.load(place, mask=mask & there, other=0.0).to(tl.float32)
         # Not `other=-0.0`, which Triton takes for 0.0: that would turn a sum of -0.0 into 0.0.

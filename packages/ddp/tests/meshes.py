@@ -71,7 +71,8 @@ class Stage(nn.Module):
         rows = HIDDEN // self.tp.size
         start = self.tp.rank * rows
         self.w = nn.Parameter(whole[f"w{self.stage}"][start : start + rows].clone())
-        mark(self.w, tp_shard_dim=0)
+        if self.tp.size > 1:
+            mark(self.w, tp_shard_dim=0)
         if self.stage in (0, stages - 1):
             self.embedding = nn.Parameter(whole["embedding"].clone())
             mark(self.embedding, tied="embedding", tp_grad="sum")

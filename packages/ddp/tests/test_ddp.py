@@ -30,6 +30,8 @@ from lamina_testing.parity import (
 )
 from lamina_testing.toys import OddNet, inputs
 
+from .passing import pass_gradients
+
 STEPS, MAX_NORM = 5, 0.05
 SHARDED = pytest.mark.parametrize("sharded", [False, True])
 STRATEGIES = pytest.mark.parametrize("strategy", [0, 1, 2])
@@ -262,8 +264,13 @@ def test_gradients_that_come_several_times_in_a_backward_are_added_in_fp32(shard
     torch.manual_seed(7)
     wrapped, _ = wrap(CheckpointedReentrant().bfloat16(), "sgd", int(sharded))
     wrapped.module.order = (0, 1, 0, 0, 2)
-    weight, came = wrapped.module.blocks[0].up.weight, []
-    weight.register_hook(lambda gradient: came.append(gradient.clone()))
+    came = []
+
+    def note(gradient):
+        came.append(gradient.clone())
+        return gradient
+
+    pass_gradients(wrapped.module.blocks[0].up, "weight", note)
     wrapped(toy_input(0, 0).bfloat16()).float().square().mean().backward()
     assert len(came) == 3
     first, second, third = (gradient.float() for gradient in came)

@@ -20,6 +20,8 @@ from lamina.ddp.wrapper.wrapper import plan_buckets
 from lamina.mesh import ParallelLayout
 from lamina_testing.toys import OddNet
 
+from .passing import pass_gradients
+
 
 def build():
     torch.manual_seed(7)
@@ -46,7 +48,7 @@ def test_the_one_bad_gradient_is_named_with_its_rank_before_it_is_sent(ranks):
     if ranks.rank % 2:
         return  # these are fine, and wait for ranks 0 and 2, which have not sent anything
     factor = float("nan") if ranks.rank == 2 else 1e9
-    wrapped.module.leave.bias.register_hook(lambda gradient: gradient * factor)
+    pass_gradients(wrapped.module.leave, "bias", lambda gradient: gradient * factor)
     error = {0: LargeGradientError, 2: NonFiniteGradientError}[ranks.rank]
     place = f"on rank {ranks.rank} (dp_shard={ranks.rank // 2}, tp=0)"
     with pytest.raises(error, match="gradient of leave.bias .*" + re.escape(place)):
@@ -56,7 +58,7 @@ def test_the_one_bad_gradient_is_named_with_its_rank_before_it_is_sent(ranks):
 @pytest.mark.ranks(1)
 def test_nan_is_above_every_limit_of_large_gradients(ranks):
     wrapped, _ = wrap(build(), check_for_large_grads=1e3)
-    wrapped.module.leave.bias.register_hook(lambda gradient: gradient * float("nan"))
+    pass_gradients(wrapped.module.leave, "bias", lambda gradient: gradient * float("nan"))
     with pytest.raises(LargeGradientError, match=r"leave\.bias reaches nan"):
         wrapped(toy_input(0, 0)).mean().backward()
 

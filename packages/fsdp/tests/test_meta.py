@@ -219,7 +219,7 @@ class Marked(nn.Module):
     def __init__(self):
         super().__init__()
         self.parts = nn.ModuleList(nn.Linear(4, 8) for _ in range(2))
-        mark(self.parts[0].weight, tp_shard_dim=0)
+        mark(self.parts[0].weight, tp_grad="sum")
         mark(self.parts[1].weight, expert=True)
         self.parts[1].weight.is_special = True
 
@@ -227,7 +227,7 @@ class Marked(nn.Module):
 @pytest.mark.ranks(2)
 def test_roles_and_users_marks_survive(ranks):
     model = shard(on_meta(Marked), 2)
-    assert role_of(model.parts[0].weight).tp_shard_dim == 0
+    assert role_of(model.parts[0].weight).tp_grad == "sum"
     assert role_of(model.parts[1].weight).expert
     assert model.parts[1].weight.is_special
 

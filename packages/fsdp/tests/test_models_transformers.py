@@ -145,7 +145,7 @@ def test_lora_shards_adapters_and_sends_nothing_of_the_frozen_weights(name, rank
             model(**batch_of(name, ranks.rank, step)).loss.backward()
         assert ledger.bytes(axis="dp:gather") == sent
         assert ledger.bytes(op="reduce_scatter_fp32") == sent
-        assert ledger.bytes() - 2 * sent <= 4 * sum(len(group.refs) for group in adapters) + 64
+        assert ledger.bytes() - 2 * sent <= 8 * sum(len(group.refs) for group in adapters) + 32
         optimizer.step()
         optimizer.zero_grad()
     plain = adapted()

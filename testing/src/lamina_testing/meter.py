@@ -212,10 +212,10 @@ def _storage(tensor: Tensor) -> torch.UntypedStorage | None:
     """Return the storage, or None where there is no memory behind it (meta, fake, wrappers)."""
     if tensor.layout != torch.strided:
         return None
-    storage = tensor.untyped_storage()
-    if storage.device.type == "meta":
-        return None
     try:
+        storage = tensor.untyped_storage()
+        if storage.device.type == "meta":
+            return None
         storage.data_ptr()
     except RuntimeError:  # a wrapper's: its memory is in the tensors that it wraps
         return None

@@ -227,7 +227,8 @@ def refuse_unplaced(
                 f"{ref.name} is marked tp_shard_dim={ref.role.tp_shard_dim}, and the mesh takes "
                 f"all {dense.size} ranks for copies ({dense.describe()}): the first one's tp piece "
                 "would overwrite the others'. Pass the mesh that the model was built with "
-                "(device_mesh= of fully_shard, mesh= of the others), with its tp dimension"
+                "(device_mesh= of fully_shard, mesh= of the others), with its tp dimension; mark "
+                "no parameter that is whole because tp has one rank"
             )
 
 

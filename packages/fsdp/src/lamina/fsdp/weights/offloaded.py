@@ -230,6 +230,9 @@ class _Beside:
         with self._side.use():
             self._handle.wait()
 
+    def serves(self, purpose: str) -> None:
+        self._handle.serves(purpose)
+
 
 def offloaded(reduction: Reduction, device: torch.device) -> Reduction:
     """The same reduction for main grads on the host."""

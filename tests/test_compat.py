@@ -104,6 +104,17 @@ def optimizers_can_be_told_of_a_class():
     assert all(ShardedTensor in types for types in lists)
 
 
+def tracing_is_known():
+    seen = []
+
+    def note(graph, inputs):
+        seen.append(of_buffers.is_traced())
+        return graph.forward
+
+    torch.compile(lambda x: x + 1, backend=note)(torch.ones(1))
+    assert (seen, of_buffers.is_traced()) == ([True], False)
+
+
 def a_strided_shard_knows_its_split():
     placement = of_buffers.strided_shard(1, 4)
     assert (placement.dim, placement.split_factor) == (1, 4)
@@ -232,6 +243,7 @@ CHECKS = {
     ),
     optimizers_can_be_told_of_a_class: "foreach_types",
     a_strided_shard_knows_its_split: "strided_shard",
+    tracing_is_known: "is_traced",
     a_backward_has_a_number: "current_graph_task_id",
     a_kept_graph_is_known: "graph_is_kept",
     callbacks_come_at_the_end_of_a_backward: "queue_callback",

@@ -63,7 +63,7 @@ _PRELOADED = (
 # the environment and random seeds are set anew. A process does not stay after a test that did not
 # pass, or that changed what `_process_state` in rank.py compares. `reuse=False` gives a test
 # processes of its own. With CUDA the process group stays as well, and processes outlive the module.
-# docs/decisions/0018-ranks-run-a-module.md tells what was weighed.
+# docs/decisions/0023-ranks-run-a-module.md tells what was weighed.
 
 
 @dataclass

@@ -20,6 +20,7 @@ __all__ = [
     "current_graph_task_id",
     "disabled_torch_function_impl",
     "foreach_types",
+    "is_traced",
     "make_wrapper_subclass",
     "strided_shard",
 ]
@@ -34,6 +35,11 @@ def foreach_types() -> list[list[type]]:
     from torch.utils import _foreach_utils
 
     return [getattr(at, "_foreach_supported_types", []) for at in (optimizer, _foreach_utils)]
+
+
+def is_traced() -> bool:
+    """Whether `torch.compile` is tracing: it then describes inputs, their storage included."""
+    return torch._guards.TracingContext.try_get() is not None
 
 
 def strided_shard(dim: int, split_factor: int) -> Placement:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from lamina.buffers.compat import OpOverload, foreach_types, make_wrapper_subclass
+from lamina.buffers.compat import OpOverload, foreach_types, is_traced, make_wrapper_subclass
 from lamina.buffers.resolve_axes import Axis
 from lamina.buffers.tensors import checkpoint_protocol
 from lamina.buffers.tensors.handlers import SpanTensor
@@ -154,13 +154,17 @@ class ShardedTensor(SpanTensor):
         pairs = communicator.all_gather(mine, [2] * communicator.size).view(-1, 2).tolist()
         return tuple((start, stop) for start, stop in pairs)
 
-    def untyped_storage(self) -> NoReturn:
+    def untyped_storage(self) -> torch.UntypedStorage:
         """Refused: the elements of other ranks have no storage here (and `data_ptr()` is 0).
 
+        `torch.compile` alone gets what stands for one, by which it tells inputs apart.
+
         Raises:
-            RuntimeError: always, with what to call instead.
+            RuntimeError: outside of its tracing, with what to call instead.
         """
-        self._refuse_storage("untyped_storage()")
+        if not is_traced():
+            self._refuse_storage("untyped_storage()")
+        return super().untyped_storage()
 
     def storage(self) -> NoReturn:
         """Refused, as `untyped_storage` is."""

@@ -162,9 +162,13 @@ def stage_torch(session: nox.Session, where: Environment) -> None:
 def stage_requirements(session: nox.Session, where: Environment, name: str) -> None:
     """Install a file of requirements, holding torch to the version that is there."""
     probe = "import importlib.metadata as m; print(m.version('torch'))"
-    found = run(session, "python", "-c", probe, where=where, silent=True, log=False)
+    found = str(run(session, "python", "-c", probe, where=where, silent=True, log=False)).strip()
+    bounds = [f"torch=={found}", *where.bounds]
+    # Each torch goes with one Triton, which CPU builds do not ask for: up to 2.13 with 3.7.
+    if tuple(map(int, found.split(".")[:2])) < (2, 14):
+        bounds.append("triton<3.8")
     pin = HOUSE / f"{where.name}-constraints.txt"
-    pin.write_text("\n".join([f"torch=={str(found).strip()}", *where.bounds]) + "\n")
+    pin.write_text("\n".join(bounds) + "\n")
     pip(session, where, "-c", pin, "-r", ROOT / "requirements" / name)
 
 

@@ -7,9 +7,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 from lamina.collectives import Ledger
+from lamina.collectives.engine import AllGather
 from lamina.ddp import full_parameters, memory_plan
 from lamina.fsdp import fully_shard
-from lamina.fsdp.weights import sharded as weights
 from lamina_testing.toys import Block
 
 WIDTH, DEPTH = 16, 5
@@ -52,7 +52,7 @@ def sizes(model):
 def watched(monkeypatch, model):
     """Bytes of the storages behind all parameters, after each gather has got its own."""
     found = []
-    gather = weights.all_gather_into
+    start = AllGather.start
     storages = {
         p.untyped_storage()._cdata: p.untyped_storage()
         for group in model.parameter_groups()
@@ -61,9 +61,9 @@ def watched(monkeypatch, model):
 
     def noting(*args, **settings):
         found.append(sum(storage.nbytes() for storage in storages.values()))
-        return gather(*args, **settings)
+        return start(*args, **settings)
 
-    monkeypatch.setattr(weights, "all_gather_into", noting)
+    monkeypatch.setattr(AllGather, "start", noting)
     return found
 
 

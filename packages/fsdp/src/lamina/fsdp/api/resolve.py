@@ -72,7 +72,9 @@ def resolve(
         mesh = ParallelLayout().build()
     dense, expert = resolve_meshes(mesh, settings)
     refs, model = collect_parameters(module), model_axes(mesh, settings)
-    refuse_unplaced(refs, dense, model.tp)
+    # A mesh that the user has made, and that names tp, says how many ranks it has: one, perhaps.
+    if settings.device_mesh is None or model.tp is None:
+        refuse_unplaced(refs, dense, model.tp)
     dense = beside_parts(dense, refs, model)
     expert = None if expert is None else beside_parts(expert, refs, model)
     device, offload = _device_and_offload(module, mesh, settings, dense)

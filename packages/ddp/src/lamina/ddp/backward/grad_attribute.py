@@ -61,7 +61,7 @@ def _adopt(group: ParameterGroup, index: int, given: torch.Tensor) -> None:
 
 
 def _follow_zeroing(group: ParameterGroup) -> None:
-    """Somebody has written to placeholders of gradients that are elsewhere: zeros, one hopes.
+    """Somebody has written to placeholders: drop the gradients if it was zeros, or refuse it.
 
     Note [Zeros that tell zeroing]
         Gradients that wait for a step's last microbatch may lie outside main grads. `.grad` then

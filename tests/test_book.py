@@ -88,8 +88,6 @@ PROSE = [
 ]
 LONGEST = 35  # words of a sentence
 MEDIAN = 15
-# Pages that still have longer sentences. Take out what is rewritten; nothing is added.
-NOT_YET = {f"docs/{name}.md" for name in "open".split()}
 
 
 def sentences(text: str) -> list[str]:
@@ -113,12 +111,9 @@ def words(sentence: str) -> int:
 def test_sentences_of_a_page_are_short(page):
     found = [sentence for sentence in sentences(page.read_text()) if words(sentence) > 3]
     long = [sentence for sentence in found if words(sentence) > LONGEST]
+    assert not long, "\n\n".join(long)
     short_enough = not found or statistics.median(map(words, found)) <= MEDIAN
-    if page.relative_to(ROOT).as_posix() in NOT_YET:
-        assert long or not short_enough, f"{page.name} is rewritten: take it out of NOT_YET"
-    else:
-        assert not long, "\n\n".join(long)
-        assert short_enough, f"half of the sentences have more than {MEDIAN} words"
+    assert short_enough, f"half of the sentences have more than {MEDIAN} words"
 
 
 def test_long_sentences_are_found_and_code_is_left_out():

@@ -1,0 +1,274 @@
+"""The same bits on any number of ranks: one SHA-256 for all strategies, beside torch's spread.
+
+    python benchmarks/bits.py [--steps 10] [--ranks 1 2 3 4]
+
+The main job's GPT (4 layers, 192 wide, bytes of Python's own library) is trained on each number of
+ranks: by `fully_shard(reproducible=True)` under strategies 0 to 3, HSDP and HFSDP, and for
+comparison without `reproducible`, by torch's DDP and by torch's FSDP2. A step is 12 sequences,
+however many ranks share them. Losses are sums over tokens, gradients are clipped, AdamW steps.
+
+The script prints one SHA-256 of all parameters after the first and the last step for each system,
+and the largest difference of a parameter from the same system on the first number of ranks. It
+fails if a reproducible system has another SHA-256 than the others. Other machines have other
+kernels, and so perhaps another SHA-256, but one for all systems.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import hashlib
+import os
+import socket
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+
+from lamina.ddp import clip_grad_norm, finalize_grads, full_parameters
+from lamina.fsdp import fully_shard
+from lamina.mesh import ParallelLayout, Runtime, init_distributed
+from lamina.models import GPTModel, TransformerBlock, TransformerConfig
+
+SEQUENCES = 12  # per step: divisible by 1, 2, 3 and 4 ranks
+LENGTH = 128  # a power of two: a mean times it is the sum, with the same bits
+LEARNING_RATE, WARMUP, CLIP = 2e-3, 60, 1.0
+
+Step = Callable[[list[torch.Tensor]], None]
+"""Trains on this rank's sequences, one microbatch for each."""
+
+
+@dataclass
+class Built:
+    """A system on this rank: how it makes a step, and its whole parameters."""
+
+    step: Step
+    whole: Callable[[], Mapping[str, torch.Tensor]]
+    optimizer: torch.optim.Optimizer
+
+
+@dataclass
+class Outcome:
+    """What one system did on one number of ranks."""
+
+    seconds: float = 0.0
+    hashes: dict[int, str] = field(default_factory=dict)
+    parameters: dict[int, dict[str, torch.Tensor]] = field(default_factory=dict)
+
+
+def model_and_optimizer() -> tuple[GPTModel, torch.optim.Optimizer]:
+    config = TransformerConfig(
+        vocab_size=256, hidden_size=192, num_layers=4, num_heads=6, max_sequence_length=LENGTH
+    )
+    model = GPTModel(config, seed=1234)
+    return model, adamw(model)
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95))
+
+
+def by_lamina(
+    ranks: int, *, replicas: int = 1, reproducible: bool = True, **strategies: Any
+) -> Built:
+    mesh = ParallelLayout(dp_replicate=replicas).build("cpu")
+    model, optimizer = fully_shard(
+        *model_and_optimizer(),
+        device_mesh=mesh,
+        fsdp_unit_modules=[TransformerBlock],
+        calculate_per_token_loss=True,
+        reproducible=reproducible,
+        **strategies,
+    )
+
+    def step(mine: list[torch.Tensor]) -> None:
+        for place, text in enumerate(mine):
+            last = place == len(mine) - 1
+            with contextlib.nullcontext() if last else model.no_sync():
+                (model(text[:, :-1], labels=text[:, 1:]) * LENGTH).backward()
+        finalize_grads(model, mesh, num_tokens=len(mine) * LENGTH)
+        clip_grad_norm(model, CLIP, mesh)
+
+    return Built(step, lambda: full_parameters(model), optimizer)
+
+
+def by_ddp(ranks: int) -> Built:
+    model, optimizer = model_and_optimizer()
+    wrapped = TorchDDP(model)
+
+    def step(mine: list[torch.Tensor]) -> None:
+        for place, text in enumerate(mine):
+            last = place == len(mine) - 1
+            with contextlib.nullcontext() if last else wrapped.no_sync():
+                (wrapped(text[:, :-1], labels=text[:, 1:]) * (ranks / SEQUENCES)).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+
+    return Built(step, lambda: dict(model.named_parameters()), optimizer)
+
+
+def by_fsdp2(ranks: int) -> Built:
+    model, _ = model_and_optimizer()
+    mesh = torch.distributed.init_device_mesh("cpu", (ranks,))
+    for module in model.modules():
+        if isinstance(module, TransformerBlock):
+            torch_fully_shard(module, mesh=mesh)
+    sharded: Any = torch_fully_shard(model, mesh=mesh)
+
+    def step(mine: list[torch.Tensor]) -> None:
+        for text in mine:
+            (sharded(text[:, :-1], labels=text[:, 1:]) * (ranks / SEQUENCES)).backward()
+        nn.utils.clip_grad_norm_(sharded.parameters(), CLIP)
+
+    def whole() -> dict[str, torch.Tensor]:
+        return {name: each.full_tensor() for name, each in sharded.named_parameters()}
+
+    return Built(step, whole, adamw(sharded))
+
+
+def systems(ranks: int) -> dict[str, Callable[[], Built]]:
+    """What runs on a number of ranks. Those called `lamina` are to have one SHA-256."""
+    made: dict[str, Callable[[], Built]] = {
+        f"lamina {number}": lambda number=number: by_lamina(ranks, zero_dp_strategy=number)
+        for number in range(4)
+    }
+    if ranks % 2 == 0:
+        for outer, name in enumerate(("HSDP", "HFSDP")):
+            made[f"lamina {name} 2x{ranks // 2}"] = lambda outer=outer: by_lamina(
+                ranks, replicas=2, zero_dp_strategy=3, outer_dp_sharding_strategy=outer
+            )
+    made["without reproducible, 3"] = lambda: by_lamina(
+        ranks, reproducible=False, zero_dp_strategy=3
+    )
+    made["torch DDP"] = lambda: by_ddp(ranks)
+    made["torch FSDP2"] = lambda: by_fsdp2(ranks)
+    return made
+
+
+def text_windows() -> torch.Tensor:
+    """Bytes of Python's asyncio, cut to rows of LENGTH + 1."""
+    folder = Path(sysconfig.get_paths()["stdlib"]) / "asyncio"
+    text = b"\0".join(path.read_bytes() for path in sorted(folder.glob("*.py")))
+    tokens = torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
+    return tokens.unfold(0, LENGTH + 1, LENGTH)
+
+
+def train(built: Built, runtime: Runtime, steps: int) -> Outcome:
+    windows, ranks = text_windows(), runtime.world_size
+    outcome, begin = Outcome(), time.perf_counter()
+    for number in range(steps):
+        for group in built.optimizer.param_groups:
+            group["lr"] = LEARNING_RATE * min(1.0, (number + 1) / WARMUP)
+        leaves = [SEQUENCES * number + m * ranks for m in range(SEQUENCES // ranks)]
+        rows = [(first + runtime.rank) % len(windows) for first in leaves]
+        built.step([windows[row : row + 1] for row in rows])
+        built.optimizer.step()
+        built.optimizer.zero_grad()
+        if number + 1 in (1, steps):
+            whole = {name: each.detach().clone() for name, each in built.whole().items()}
+            outcome.hashes[number + 1] = sha256(whole)
+            outcome.parameters[number + 1] = whole
+    outcome.seconds = (time.perf_counter() - begin) / steps
+    return outcome
+
+
+def sha256(whole: Mapping[str, torch.Tensor]) -> str:
+    total = hashlib.sha256()
+    for name in sorted(whole):
+        total.update(name.encode() + whole[name].contiguous().numpy().tobytes())
+    return total.hexdigest()
+
+
+def run_rank(settings: argparse.Namespace) -> None:
+    """Be one rank: all systems in turn. Rank 0 writes what came out."""
+    torch.set_num_threads(1)
+    with init_distributed() as runtime:
+        found = {}
+        for name, build in systems(runtime.world_size).items():
+            found[name] = train(build(), runtime, settings.steps)
+        if runtime.is_main:
+            torch.save(found, settings.write)
+
+
+def launch(ranks: int, settings: argparse.Namespace) -> dict[str, Outcome]:
+    """Start this program as every rank of a world."""
+    with tempfile.TemporaryDirectory() as folder, socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port, path = probe.getsockname()[1], Path(folder) / "found.pt"
+        probe.close()
+        common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+        common |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
+        program = [sys.executable, __file__, "--steps", str(settings.steps), "--write", str(path)]
+        started = [
+            subprocess.Popen(
+                program, env={**os.environ, **common, "RANK": str(r), "LOCAL_RANK": str(r)}
+            )
+            for r in range(ranks)
+        ]
+        codes = [rank.wait() for rank in started]
+        if any(codes):
+            raise SystemExit(f"a rank of {ranks} failed")
+        found: dict[str, Outcome] = torch.load(path, weights_only=False)
+        return found
+
+
+def difference(found: Outcome, first: Outcome, step: int) -> float:
+    pairs = [(found.parameters[step][name], one) for name, one in first.parameters[step].items()]
+    return max(float((here - there).abs().max()) for here, there in pairs)
+
+
+def report(outcomes: Mapping[int, Mapping[str, Outcome]], steps: int) -> bool:
+    """Print a row for each system and number of ranks; return whether the bits are the same."""
+    marks = sorted({1, steps})
+    firsts: dict[str, Outcome] = {}
+    print(f"| system | ranks | {' | '.join(f'SHA-256, step {mark}' for mark in marks)} | "
+          f"largest difference, step {steps} | s per step |")  # fmt: skip
+    print(f"| --- | --- | {'--- | ' * len(marks)}--- | --- |")
+    for ranks, found in outcomes.items():
+        for name, one in found.items():
+            family = "lamina" if name.startswith("lamina") else name
+            first = firsts.setdefault(family, one)
+            cells = [f"`{one.hashes[mark][:12]}`" for mark in marks]
+            cells += [f"{difference(one, first, steps):.1e}", f"{one.seconds:.2f}"]
+            print(f"| {name} | {ranks} | {' | '.join(cells)} |")
+    alike = {
+        tuple(one.hashes[mark] for mark in marks)
+        for found in outcomes.values()
+        for name, one in found.items()
+        if name.startswith("lamina")
+    }
+    for hashes in sorted(alike):
+        pairs = zip(marks, hashes, strict=True)
+        print("\n" + "\n".join(f"reproducible, step {mark}: {value}" for mark, value in pairs))
+    return len(alike) == 1
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 3, 4])
+    parser.add_argument("--write", help=argparse.SUPPRESS)
+    settings = parser.parse_args()
+    if settings.write:
+        run_rank(settings)
+        return
+    if wrong := [ranks for ranks in settings.ranks if SEQUENCES % ranks]:
+        parser.error(f"--ranks {wrong}: a step has {SEQUENCES} sequences, which must be divisible")
+    outcomes = {ranks: launch(ranks, settings) for ranks in settings.ranks}
+    if not report(outcomes, settings.steps):
+        raise SystemExit("reproducible runs differ")
+
+
+if __name__ == "__main__":
+    main()

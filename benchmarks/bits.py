@@ -18,10 +18,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import hashlib
-import os
-import socket
-import subprocess
-import sys
 import sysconfig
 import tempfile
 import time
@@ -31,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from local_ranks import start_ranks
 from torch import nn
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
@@ -200,23 +197,10 @@ def run_rank(settings: argparse.Namespace) -> None:
 
 
 def launch(ranks: int, settings: argparse.Namespace) -> dict[str, Outcome]:
-    """Start this program as every rank of a world."""
-    with tempfile.TemporaryDirectory() as folder, socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port, path = probe.getsockname()[1], Path(folder) / "found.pt"
-        probe.close()
-        common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
-        common |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
-        program = [sys.executable, __file__, "--steps", str(settings.steps), "--write", str(path)]
-        started = [
-            subprocess.Popen(
-                program, env={**os.environ, **common, "RANK": str(r), "LOCAL_RANK": str(r)}
-            )
-            for r in range(ranks)
-        ]
-        codes = [rank.wait() for rank in started]
-        if any(codes):
-            raise SystemExit(f"a rank of {ranks} failed")
+    """Start this program as every rank of a world, and read what rank 0 wrote."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "found.pt"
+        start_ranks(ranks, __file__, ["--steps", str(settings.steps), "--write", str(path)])
         found: dict[str, Outcome] = torch.load(path, weights_only=False)
         return found
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import hashlib
 import sysconfig
 import tempfile
@@ -49,9 +50,10 @@ Step = Callable[[list[torch.Tensor]], None]
 class Built:
     """A system on this rank: how it makes a step, and its whole parameters."""
 
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
     step: Step
     whole: Callable[[], Mapping[str, torch.Tensor]]
-    optimizer: torch.optim.Optimizer
 
 
 @dataclass
@@ -96,7 +98,7 @@ def by_lamina(
         finalize_grads(model, mesh, num_tokens=len(mine) * LENGTH)
         clip_grad_norm(model, CLIP, mesh)
 
-    return Built(step, lambda: full_parameters(model), optimizer)
+    return Built(model, optimizer, step, lambda: full_parameters(model))
 
 
 def by_ddp(ranks: int) -> Built:
@@ -110,7 +112,7 @@ def by_ddp(ranks: int) -> Built:
                 (wrapped(text[:, :-1], labels=text[:, 1:]) * (ranks / SEQUENCES)).backward()
         nn.utils.clip_grad_norm_(model.parameters(), CLIP)
 
-    return Built(step, lambda: dict(model.named_parameters()), optimizer)
+    return Built(wrapped, optimizer, step, lambda: dict(model.named_parameters()))
 
 
 def by_fsdp2(ranks: int) -> Built:
@@ -129,7 +131,7 @@ def by_fsdp2(ranks: int) -> Built:
     def whole() -> dict[str, torch.Tensor]:
         return {name: each.full_tensor() for name, each in sharded.named_parameters()}
 
-    return Built(step, whole, adamw(sharded))
+    return Built(sharded, adamw(sharded), step, whole)
 
 
 def systems(ranks: int) -> dict[str, Callable[[], Built]]:
@@ -151,6 +153,7 @@ def systems(ranks: int) -> dict[str, Callable[[], Built]]:
     return made
 
 
+@functools.cache
 def text_windows() -> torch.Tensor:
     """Bytes of Python's asyncio, cut to rows of LENGTH + 1."""
     folder = Path(sysconfig.get_paths()["stdlib"]) / "asyncio"
@@ -159,17 +162,22 @@ def text_windows() -> torch.Tensor:
     return tokens.unfold(0, LENGTH + 1, LENGTH)
 
 
-def train(built: Built, runtime: Runtime, steps: int) -> Outcome:
+def train_step(built: Built, runtime: Runtime, number: int) -> None:
+    """One step; its sequences and learning rate follow from its number."""
     windows, ranks = text_windows(), runtime.world_size
+    for group in built.optimizer.param_groups:
+        group["lr"] = LEARNING_RATE * min(1.0, (number + 1) / WARMUP)
+    leaves = [SEQUENCES * number + m * ranks for m in range(SEQUENCES // ranks)]
+    rows = [(first + runtime.rank) % len(windows) for first in leaves]
+    built.step([windows[row : row + 1] for row in rows])
+    built.optimizer.step()
+    built.optimizer.zero_grad()
+
+
+def train(built: Built, runtime: Runtime, steps: int) -> Outcome:
     outcome, begin = Outcome(), time.perf_counter()
     for number in range(steps):
-        for group in built.optimizer.param_groups:
-            group["lr"] = LEARNING_RATE * min(1.0, (number + 1) / WARMUP)
-        leaves = [SEQUENCES * number + m * ranks for m in range(SEQUENCES // ranks)]
-        rows = [(first + runtime.rank) % len(windows) for first in leaves]
-        built.step([windows[row : row + 1] for row in rows])
-        built.optimizer.step()
-        built.optimizer.zero_grad()
+        train_step(built, runtime, number)
         if number + 1 in (1, steps):
             whole = {name: each.detach().clone() for name, each in built.whole().items()}
             outcome.hashes[number + 1] = sha256(whole)

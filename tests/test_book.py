@@ -94,6 +94,7 @@ def sentences(text: str) -> list[str]:
     """Return the sentences of a page's paragraphs, list items and table cells, without code."""
     text = re.sub(r"^( *)```.*?^\1```[ ]*$", "\n\n", text, flags=re.DOTALL | re.MULTILINE)
     text = re.sub(r"<!--.*?-->|!\[[^\]]*\]\([^)]*\)", "", text, flags=re.DOTALL)
+    text = re.sub(r"^\[[^\]]+\]: \S+$", "", text, flags=re.MULTILINE)  # where links lead
     text = re.sub(r"`[^`]*`", "CODE", text)
     text = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", text)
     pieces = re.split(r"\n\s*\n|\n(?=\s*(?:[-*]|\d+\.)\s)|\n(?=\|)|\n(?=#)|^#.*$", text, flags=re.M)

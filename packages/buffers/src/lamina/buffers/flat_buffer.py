@@ -45,6 +45,11 @@ class FlatBuffer:
     Raises:
         ValueError: axes and placements differ in number, pieces do not divide the shards, or the
             storage has another size, dtype or device.
+
+    Examples:
+        >>> layout = BufferLayout.plan([TensorSpec("q", (8, 4))], num_shards=1)
+        >>> FlatBuffer(layout, Replicate()).views()["q"].shape
+        torch.Size([8, 4])
     """
 
     def __init__(

@@ -57,6 +57,11 @@ class Placements:
 
     Raises:
         ValueError: the three states name different numbers of axes.
+
+    Examples:
+        >>> zero_1 = Placements(Replicate(), Shard(), Shard())
+        >>> zero_1.num_axes
+        1
     """
 
     model_weights: tuple[Placement, ...]

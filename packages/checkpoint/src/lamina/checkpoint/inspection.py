@@ -155,6 +155,12 @@ def verify_checkpoint(location: str | os.PathLike[str]) -> list[str]:
 
     Returns:
         What is wrong, each with file, tensor and rank; empty for an undamaged checkpoint.
+
+    Examples:
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     report = CheckpointManager(folder).save(1, {"model": torch.nn.Linear(4, 1)})
+        ...     verify_checkpoint(report.path)
+        []
     """
     at = location_of(location)
     try:
@@ -202,6 +208,12 @@ def compare_checkpoints(
     """Compare two checkpoints by names, shapes, dtypes, bits of tensors, and plain values.
 
     How many ranks wrote them and how tensors were cut does not matter.
+
+    Examples:
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     report = CheckpointManager(folder).save(1, {"model": torch.nn.Linear(4, 1)})
+        ...     compare_checkpoints(report.path, report.path)
+        []
     """
     a, b = Opened(first), Opened(second)
     differences = [

@@ -84,6 +84,14 @@ class CheckpointManager:
     Raises:
         ValueError: a number below 1.
         DisagreementError: another directory, or other settings, than other ranks have.
+
+    Examples:
+        >>> model = torch.nn.Linear(4, 1)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     manager = CheckpointManager(folder, keep_last=2)
+        ...     report = manager.save(1, {"model": model})
+        ...     print(manager.latest(), manager.restore({"model": model}))
+        1 1
     """
 
     def __init__(

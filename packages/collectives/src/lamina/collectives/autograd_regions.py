@@ -75,6 +75,9 @@ def copy_to(
         ValueError: an unknown `reduction`.
 
     Source: "f" of Shoeybi et al., Megatron-LM, arXiv:1909.08053, section 3.
+
+    Examples:
+        >>> hidden = copy_to(torch.ones(2, 8, requires_grad=True), None)
     """
     reduction_class(reduction)
     if group_size(group) == 1:
@@ -100,6 +103,9 @@ def reduce_from(
         ValueError: a dtype that can't be summed, or an unknown `reduction`.
 
     Source: "g" of Shoeybi et al., Megatron-LM, arXiv:1909.08053, section 3.
+
+    Examples:
+        >>> whole = reduce_from(torch.ones(2, 8), None)
     """
     reduction_class(reduction)
     if group_size(group) == 1:
@@ -122,6 +128,9 @@ def scatter_to(tensor: torch.Tensor, group: ProcessGroup | None, dim: int = 0) -
     Raises:
         IndexError: no such dimension.
         ValueError: its size is not divisible by N.
+
+    Examples:
+        >>> piece = scatter_to(torch.ones(2, 8), None, dim=1)
     """
     dim = dimension("scatter_to", tensor, dim)
     if group_size(group) == 1:
@@ -160,6 +169,9 @@ def gather_from(
 
     Source: "g-bar" of Korthikanti et al., Reducing Activation Recomputation, arXiv:2205.05198,
     section 4.2 ("reduce_scatter").
+
+    Examples:
+        >>> logits = gather_from(torch.ones(2, 8), None, dim=-1)
     """
     if grad not in ("split", "reduce_scatter"):
         raise ValueError(f"gather_from: grad must be 'split' or 'reduce_scatter', not {grad!r}")
@@ -197,6 +209,9 @@ def reduce_scatter_to(
             `reduction`.
 
     Source: Korthikanti et al., Reducing Activation Recomputation, arXiv:2205.05198, section 4.2.
+
+    Examples:
+        >>> piece = reduce_scatter_to(torch.ones(2, 8), None)
     """
     reduction_class(reduction)
     dim = dimension("reduce_scatter_to", tensor, dim)
@@ -229,6 +244,9 @@ def all_to_all_tokens(
         ValueError: splits that don't fit (see `start_all_to_all`).
 
     Source: Lepikhin et al., GShard, arXiv:2006.16668, section 3.
+
+    Examples:
+        >>> tokens = all_to_all_tokens(torch.ones(4, 8), None)
     """
     receives = row_splits("output_splits", output_splits, tensor, group, add_up=False)
     sends = row_splits("input_splits", input_splits, tensor, group)

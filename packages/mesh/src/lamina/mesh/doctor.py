@@ -26,6 +26,9 @@ def check_environment(
     Args:
         env: by default this process' variables.
         machine: by default the one this process runs on.
+
+    Examples:
+        >>> wrong = [str(one) for one in check_environment() if one.severity == "error"]
     """
     variables = env if env is not None else environment()
     place = machine if machine is not None else Machine.inspect()

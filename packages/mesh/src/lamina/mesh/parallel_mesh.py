@@ -37,6 +37,10 @@ class ParallelLayout(AxisSizes):
 
     The order of the axes, pp outermost and tp innermost, puts the most talkative axes on the
     nearest ranks, as in Megatron-LM (Narayanan et al. 2021, section 3).
+
+    Examples:
+        >>> ParallelLayout(dp_shard=-1, tp=2).validate(world_size=8).dp_shard
+        4
     """
 
     def build(self, device_type: str | None = None) -> ParallelMesh:
@@ -65,6 +69,11 @@ class ParallelMesh:
     every other group (expert axes, axes taken as one, siblings, the embedding group) is made when
     first asked for, by its members. Axes with the same ranks share one group, named after
     the first of them in the order pp, dp_replicate, dp_shard, cp, tp, and equal meshes share all.
+
+    Examples:
+        >>> mesh = ParallelLayout().build("cpu")
+        >>> mesh.axis("dp").size
+        1
     """
 
     def __init__(self, layout: ParallelLayout, device_type: str | None = None) -> None:

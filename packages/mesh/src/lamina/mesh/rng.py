@@ -79,9 +79,9 @@ def seed_everything(seed: int, mesh: ParallelMesh | DeviceMesh | None = None) ->
 
     Use it around the building of the model:
 
-        with seed_everything(1234, mesh):
-            model = Model()      # equal on all ranks of a pipeline stage
-        ...                      # from here on, dropout differs between data-parallel ranks
+    >>> with seed_everything(1234, ParallelLayout().build()):
+    ...     model = torch.nn.Linear(4, 1)  # equal on all ranks of a pipeline stage
+    >>> dropped = torch.rand(4) < 0.1  # dropout differs between data-parallel ranks
 
     | draws | equal along | differ along |
     | --- | --- | --- |
@@ -132,6 +132,9 @@ def derive_seed(seed: int, *parts: object) -> int:
 
     Returns:
         An integer in 0 .. 2**63 - 1.
+
+    Examples:
+        >>> generator = torch.Generator().manual_seed(derive_seed(1234, "head.weight"))
     """
     text = "\x1f".join(map(str, (seed, *parts)))
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
@@ -160,6 +163,11 @@ def rng_stream(name: str) -> Iterator[None]:
 
     Raises:
         KeyError: no such stream.
+
+    Examples:
+        >>> seeded = seed_everything(1234)
+        >>> with rng_stream("tp"):
+        ...     kept = torch.rand(4) < 0.9
     """
     require_stream(name)
     stream = _streams[name]
@@ -208,6 +216,12 @@ def rng_state() -> dict[str, Any]:
     Holds Python's and NumPy's (if imported) global generators, torch's for the CPU and for the
     current CUDA device (if CUDA has been used), and the named streams. It is small (about 20 KB)
     and belongs to one rank: another rank's numbers must not be loaded in its place.
+
+    Examples:
+        >>> state, first = rng_state(), torch.rand(3)
+        >>> set_rng_state(state)
+        >>> torch.equal(first, torch.rand(3))
+        True
     """
     version, internal, gauss = random.getstate()
     states = _default_states()
@@ -233,6 +247,9 @@ def set_rng_state(state: Mapping[str, Any], *, strict: bool = True) -> None:
 
     Raises:
         ValueError: it isn't such a state, or it doesn't fit this process.
+
+    Examples:
+        >>> set_rng_state(rng_state())
     """
     missing = {"python", "numpy", "torch_cpu", "torch_cuda", "streams"} - set(state)
     if missing:

@@ -73,6 +73,11 @@ def mark(
 
     Raises:
         ValueError: a field is out of range or contradicts another or an earlier mark.
+
+    Examples:
+        >>> weight = mark(torch.nn.Parameter(torch.empty(8, 4)), tp_shard_dim=0)
+        >>> role_of(weight).tp_shard_dim
+        0
     """
     said = Role(
         tp_shard_dim=None if tp_shard_dim is None else _dimension(parameter, tp_shard_dim),
@@ -89,7 +94,12 @@ def mark(
 
 
 def role_of(parameter: torch.Tensor) -> Role:
-    """What `parameter` was marked as; the default Role if it never was."""
+    """What `parameter` was marked as; the default Role if it never was.
+
+    Examples:
+        >>> role_of(torch.nn.Parameter(torch.empty(3))).expert
+        False
+    """
     role = getattr(parameter, _ATTRIBUTE, None)
     return role if isinstance(role, Role) else Role()
 

@@ -42,6 +42,10 @@ class Runtime:
         owns_group: whether `close` destroys the process groups; False if they were there before.
         launcher: "torchrun", "slurm", "none", "fake", or "existing" for a default group that was
             there before.
+
+    Examples:
+        >>> with init_distributed() as runtime:
+        ...     model = torch.nn.Linear(2, 2).to(runtime.device)
     """
 
     rank: int
@@ -117,6 +121,11 @@ def init_distributed(
 
     Warns:
         HarmfulSettingWarning: for each setting that hurts, by name, once per machine.
+
+    Examples:
+        >>> with init_distributed() as runtime:
+        ...     print(f"rank {runtime.rank} of {runtime.world_size}")
+        rank 0 of 1
     """
     env = environment()
     limit = _as_timedelta(timeout)

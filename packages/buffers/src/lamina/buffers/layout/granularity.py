@@ -21,6 +21,9 @@ class Granularity:
 
     A row is a run along the last dimension, so experts of shape `[E, F, D]` are `E * F` rows of
     `D` elements. Tensors of fewer than two dimensions have rows of one element.
+
+    Examples:
+        >>> layout = BufferLayout.plan([TensorSpec("q", (8, 4), Granularity.row())], num_shards=2)
     """
 
     kind: Kind = "element"
@@ -79,6 +82,10 @@ class TensorSpec:
 
     Raises:
         ValueError: a negative dimension.
+
+    Examples:
+        >>> TensorSpec("weight", (512, 256)).numel
+        131072
     """
 
     name: str

@@ -40,6 +40,11 @@ class BufferLayout:
         offsets: where each of `specs` starts.
         alignment: every tensor and every shard starts at a multiple of it.
         reordered: True where a granularity made the planner leave the given order.
+
+    Examples:
+        >>> layout = BufferLayout.plan([TensorSpec("q", (512, 256))], num_shards=4)
+        >>> layout.spans("q")[1].start
+        32768
     """
 
     specs: tuple[TensorSpec, ...]

@@ -64,7 +64,12 @@ class PaddingReport:
 
 
 def padding_report(layout: BufferLayout) -> PaddingReport:
-    """Measure a layout against the lower bound and against one buffer per row size."""
+    """Measure a layout against the lower bound and against one buffer per row size.
+
+    Examples:
+        >>> layout = BufferLayout.plan([TensorSpec("q", (512, 256))], num_shards=4)
+        >>> report = padding_report(layout)
+    """
     items = [Item(spec.numel, spec.granule) for spec in layout.specs]
     least = 0
     if layout.numel:

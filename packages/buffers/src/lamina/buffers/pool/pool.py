@@ -99,6 +99,10 @@ class StoragePool:
 
     Raises:
         ValueError: unknown mode or a budget below zero.
+
+    Examples:
+        >>> pool = StoragePool()
+        >>> whole = pool.register("block", 1024, torch.float32)
     """
 
     def __init__(

@@ -46,6 +46,11 @@ class ShardedTensor(SpanTensor):
     Raises:
         TypeError: `local` is no plain tensor.
         ValueError: `local` is not flat or does not fit in `shape` at `start`.
+
+    Examples:
+        >>> tensor = ShardedTensor(torch.ones(12), shape=(4, 3))  # one rank holds all
+        >>> (2 * tensor).full_tensor().shape
+        torch.Size([4, 3])
     """
 
     __slots__ = ("_local", "_spec")  # see Note [Slots of a tensor subclass]

@@ -144,6 +144,11 @@ def export_huggingface(
             `dtype` than float64, float32, float16 or bfloat16.
         CheckpointMismatchError: its weight map names tensors that no rank has.
         OSError: the first rank could not write; others raise CheckpointError.
+
+    Examples:
+        >>> config = TransformerConfig(vocab_size=256, hidden_size=64, num_layers=2, num_heads=4)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     directory = export_huggingface(GPTModel(config), folder)
     """
     if dtype is not None and dtype not in _FLOATING:
         wide = ", ".join(map(str, _FLOATING))
@@ -333,6 +338,13 @@ def import_huggingface(
             meta device here, by name.
         CheckpointDamagedError: a file is cut off or no safetensors file.
         CheckpointError: another rank failed.
+
+    Examples:
+        >>> config = TransformerConfig(vocab_size=256, hidden_size=64, num_layers=2, num_heads=4)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     directory = export_huggingface(GPTModel(config), folder)
+        ...     import_huggingface(GPTModel(config), directory)
+        ()
     """
     model = unwrapped(model)
     links = weights_of(model).links

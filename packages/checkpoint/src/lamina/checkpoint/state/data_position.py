@@ -32,6 +32,11 @@ class DataPosition:
 
     Raises:
         ValueError: a size below 1.
+
+    Examples:
+        >>> position = DataPosition(size=100, seed=0)
+        >>> len(position.indices(4))
+        4
     """
 
     def __init__(self, size: int, seed: int | None = None) -> None:
@@ -118,6 +123,10 @@ def shuffled(position: int, size: int, seed: int) -> int:
     stored: a Feistel network of four rounds permutes the numbers below a power of four, and numbers
     that fall outside `size` go through it again until they fall inside (cycle walking; Black and
     Rogaway, 2002).
+
+    Examples:
+        >>> sorted(shuffled(position, 5, seed=0) for position in range(5))
+        [0, 1, 2, 3, 4]
     """
     epoch, value = divmod(position, size)
     half = max(1, ((size - 1).bit_length() + 1) // 2)

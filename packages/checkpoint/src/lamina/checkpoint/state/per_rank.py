@@ -30,6 +30,9 @@ class PerRank:
             along pp, cp or tp, so that "its own" has no meaning: "keep" what each rank has (with a
             warning), give all ranks the "first" rank's, or "raise". Places are known from the
             modules in the state, and for certain from `CheckpointManager(mesh=...)`.
+
+    Examples:
+        >>> state = {"losses": PerRank([0.5])}
     """
 
     def __init__(
@@ -96,7 +99,11 @@ class PerRank:
 
 
 class RngState:
-    """This rank's random number generators, for `PerRank(RngState())` in a state."""
+    """This rank's random number generators, for `PerRank(RngState())` in a state.
+
+    Examples:
+        >>> state = {"model": torch.nn.Linear(4, 1), "rng": RngState()}
+    """
 
     def state_dict(self) -> dict[str, Any]:
         """Return Python's, NumPy's, torch's and `lamina.mesh`'s named generators."""

@@ -63,6 +63,10 @@ def all_gather_into(
 
     Raises:
         ValueError: sizes, dtypes, devices, strides or shared memory that don't fit.
+
+    Examples:
+        >>> shard, whole = torch.ones(4), torch.empty(4)
+        >>> all_gather_into(whole, shard, None, async_op=True).wait()
     """
     gather = AllGather(output, input, group)
     if check:

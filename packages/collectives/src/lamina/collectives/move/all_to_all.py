@@ -44,6 +44,10 @@ def all_to_all(
 
     Raises:
         ValueError: splits, shapes, dtypes, devices, strides or shared memory that don't fit.
+
+    Examples:
+        >>> rows, received = torch.ones(4, 2), torch.empty(4, 2)
+        >>> all_to_all(received, rows, None).wait()
     """
     name = "all_to_all"
     rank = group_rank(group)

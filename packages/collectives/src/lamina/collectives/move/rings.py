@@ -70,6 +70,9 @@ def send_recv(
     Raises:
         TypeError: one tensor in place of a sequence.
         ValueError: no tensors, several devices, or an `out` that doesn't fit.
+
+    Examples:
+        >>> (received,) = send_recv([torch.ones(3)], None, shift=1).wait()
     """
     size, rank = group_size(group), group_rank(group)
     sends = _sources(tensors, group)

@@ -363,6 +363,11 @@ def reduce_scatter_fp32(
 
     Raises:
         ValueError: sizes, dtypes, devices, strides or shared memory that don't fit.
+
+    Examples:
+        >>> gradients, shard = torch.ones(4, dtype=torch.bfloat16), torch.empty(4)
+        >>> reduce_scatter_fp32(shard, gradients, None, op="avg").squared_norm.item()
+        4.0
     """
     reduction = OrderedReduction(output, input, group, scatter=True, op=op, codec=codec)
     if check:
@@ -415,6 +420,10 @@ def all_reduce_fp32(
 
     Raises:
         ValueError: sizes, dtypes, devices, strides or shared memory that don't fit.
+
+    Examples:
+        >>> norms = torch.ones(4)
+        >>> all_reduce_fp32(norms, norms, None).wait()
     """
     reduction = OrderedReduction(output, input, group, scatter=False, op=op, codec=codec)
     if check:

@@ -73,6 +73,12 @@ def finalize_grads(
         ValueError: for a token count where gradients are means already, or for tied parameters
             whose copies are not on the first and the last stage (or both here).
         RuntimeError: a second time for the same step, where that would sum or divide again.
+
+    Examples:
+        >>> mesh = ParallelLayout().build("cpu")
+        >>> model = DistributedDataParallel(torch.nn.Linear(4, 1), mesh=mesh)
+        >>> model(torch.ones(2, 4)).mean().backward()
+        >>> finalize_grads(model, mesh)
     """
     stages = [modules] if isinstance(modules, nn.Module) else list(modules)
     for stage in stages:

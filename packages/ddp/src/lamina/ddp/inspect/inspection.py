@@ -72,6 +72,11 @@ def full_parameters(module: nn.Module) -> dict[str, torch.Tensor]:
 
     Returns:
         Copies, in the parameters' shapes, in the order of `named_parameters`' groups.
+
+    Examples:
+        >>> model = DistributedDataParallel(torch.nn.Linear(4, 1))
+        >>> full_parameters(model)["weight"].shape
+        torch.Size([1, 4])
     """
     if isinstance(module, InspectsItself):
         return module.full_parameters()
@@ -82,6 +87,12 @@ def full_gradients(module: nn.Module) -> dict[str, torch.Tensor]:
     """Whole main grads by qualified name, on every rank; collective like `full_parameters`.
 
     Parameters that have no gradient (frozen, or used on no rank) are left out.
+
+    Examples:
+        >>> model = DistributedDataParallel(torch.nn.Linear(4, 1))
+        >>> model(torch.ones(2, 4)).mean().backward()
+        >>> full_gradients(model)["weight"]
+        tensor([[1., 1., 1., 1.]])
     """
     if isinstance(module, InspectsItself):
         return module.full_gradients()

@@ -106,6 +106,11 @@ def memory_plan(module: nn.Module) -> MemoryPlan:
 
     Raises:
         TypeError: if the module was not wrapped by Lamina.
+
+    Examples:
+        >>> plan = memory_plan(DistributedDataParallel(torch.nn.Linear(256, 256)))
+        >>> plan.weights + plan.padding >= 4 * 256 * 257
+        True
     """
     if isinstance(module, InspectsItself):
         plan: MemoryPlan = module.memory_plan()

@@ -52,6 +52,12 @@ def clip_grad_norm(
             mesh for parameters of which other ranks hold other parts.
         RuntimeError: with `error_if_nonfinite`, on every rank, naming parameters with non-finite
             gradients where they are.
+
+    Examples:
+        >>> model = DistributedDataParallel(torch.nn.Linear(4, 1, bias=False))
+        >>> model(torch.ones(2, 4)).mean().backward()
+        >>> clip_grad_norm(model, max_norm=1.0).item()
+        2.0
     """
     if not max_norm >= 0 or not norm_type > 0:
         raise ValueError(f"max_norm={max_norm} must be >= 0 and norm_type={norm_type} above 0")

@@ -38,6 +38,9 @@ class ShardedGradScaler(torch.amp.GradScaler):  # type: ignore[misc, unused-igno
     Args:
         mesh: the mesh the model was wrapped over.
         settings: of `torch.amp.GradScaler`; `device` is the mesh's unless given.
+
+    Examples:
+        >>> scaler = ShardedGradScaler(ParallelLayout().build("cpu"), device="cpu")
     """
 
     def __init__(self, mesh: ParallelMesh | DeviceMesh, **settings: Any) -> None:

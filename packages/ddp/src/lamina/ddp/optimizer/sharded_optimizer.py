@@ -51,6 +51,11 @@ class ShardedOptimizer(Optimizer):
         TypeError: if the module was not wrapped by Lamina.
         ValueError: if the optimizer holds none of its parameters.
         DisagreementError: for another optimizer than other ranks have.
+
+    Examples:
+        >>> mesh = ParallelLayout().build("cpu")
+        >>> model = DistributedDataParallel(torch.nn.Linear(4, 1), mesh=mesh)
+        >>> optimizer = ShardedOptimizer(torch.optim.AdamW(model.parameters()), model, mesh)
     """
 
     def __init__(

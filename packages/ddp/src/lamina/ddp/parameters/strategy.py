@@ -47,6 +47,11 @@ class Strategy:
     Raises:
         TypeError: something else than a `Placements` or a `Cadence`.
         ValueError: a combination that cannot train, or that would waste what it claims to save.
+
+    Examples:
+        >>> zero_redundancy = Strategy(Placements(Replicate(), Replicate(), Shard()), Cadence.ONCE)
+        >>> zero_redundancy.gathers, zero_redundancy.shards_optimizer
+        (False, True)
     """
 
     placements: Placements

@@ -66,6 +66,10 @@ class DistributedDataParallelConfig:
             "forward" and "never".
         keep_tensors_whole: no shard boundary cuts a parameter, for optimizers that look at whole
             matrices (Muon, Adafactor); shards are then less even.
+
+    Examples:
+        >>> config = DistributedDataParallelConfig(use_distributed_optimizer=True)  # ZeRO-1
+        >>> model = DistributedDataParallel(torch.nn.Linear(4, 1), config)
     """
 
     grad_reduce_in_fp32: bool = False

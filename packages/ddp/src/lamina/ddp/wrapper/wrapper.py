@@ -83,6 +83,13 @@ class DistributedDataParallel(DataParallel):
         ValueError: for a mesh that does not fit the config or the model's experts, or has
             dimensions of another kind, and for a model on the meta device.
         DisagreementError: for another model or config than other ranks have.
+
+    Examples:
+        >>> mesh = ParallelLayout().build("cpu")
+        >>> model = DistributedDataParallel(torch.nn.Linear(4, 1), mesh=mesh)
+        >>> optimizer = ShardedOptimizer(torch.optim.AdamW(model.parameters()), model, mesh)
+        >>> model(torch.ones(2, 4)).mean().backward()
+        >>> optimizer.step()
     """
 
     @translates(_TORCH_NAMES)

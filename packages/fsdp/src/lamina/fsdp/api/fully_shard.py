@@ -276,6 +276,13 @@ def fully_shard(
         UnavailableError: for what this machine lacks.
         RuntimeError: if the module, or part of it, is sharded already.
         DisagreementError: for another model, optimizer or setting than other ranks have.
+
+    Examples:
+        >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 1))
+        >>> optimizer = torch.optim.AdamW(model.parameters())
+        >>> model, optimizer = fully_shard(model, optimizer, zero_dp_strategy=3)
+        >>> model(torch.ones(2, 8)).mean().backward()
+        >>> optimizer.step()
     """
     settings = ShardingSettings(
         device_mesh=device_mesh,
@@ -349,7 +356,12 @@ _UNPACK = (
 
 @_with_settings_of(fully_shard)
 def fully_shard_model(module: nn.Module, **settings: Any) -> ShardedModule:
-    """Shard a model's parameters and gradients, in place; settings as of `fully_shard`."""
+    """Shard a model's parameters and gradients, in place; settings as of `fully_shard`.
+
+    Examples:
+        >>> model = fully_shard_model(torch.nn.Linear(8, 1))
+        >>> optimizer = fully_shard_optimizer(torch.optim.AdamW(model.parameters()), model)
+    """
     return fully_shard(module, None, **settings)
 
 
@@ -476,6 +488,10 @@ def fully_shard_optimizer(optimizer: OptimizerT, module: nn.Module) -> Optimizer
         ValueError: if the optimizer holds none of its parameters, or needs whole tensors and the
             module's are cut.
         DisagreementError: for another optimizer than other ranks have.
+
+    Examples:
+        >>> model = fully_shard_model(torch.nn.Linear(8, 1))
+        >>> optimizer = fully_shard_optimizer(torch.optim.AdamW(model.parameters()), model)
     """
     parts = _sharded_parts(module)
     groups = [group for part in parts for group in part.parameter_groups()]

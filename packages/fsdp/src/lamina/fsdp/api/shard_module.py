@@ -163,6 +163,12 @@ def shard_module(
         UnavailableError: for an integer that is not one of the two, or offloading where the process
             group cannot reach host memory.
         DisagreementError: for another module or setting than other ranks have.
+
+    Examples:
+        >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 1))
+        >>> for block in (*model, model):
+        ...     sharded = shard_module(block)
+        >>> optimizer = torch.optim.AdamW(model.parameters())
     """
     if mesh is not None and not isinstance(mesh, ParallelMesh | DeviceMesh):
         raise TypeError(

@@ -250,6 +250,10 @@ def register_forward_method(module: nn.Module, name: str) -> None:
     Raises:
         AttributeError: if the module has no such method.
         ValueError: if the module is not a unit's.
+
+    Examples:
+        >>> model = fully_shard(torch.nn.Linear(8, 1))
+        >>> register_forward_method(model, "extra_repr")
     """
     hooks = hooks_of(module)
     if hooks is None:

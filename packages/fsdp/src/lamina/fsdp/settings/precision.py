@@ -64,6 +64,10 @@ class MixedPrecisionPolicy:
             `param_dtype` are encoded too.
         encoded: names (`fnmatch` patterns) of the parameters that `weight_codec` encodes; the
             others are gathered as they are. All by default.
+
+    Examples:
+        >>> policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, keep_full_precision=["*bias"])
+        >>> model = fully_shard(torch.nn.Linear(8, 1), mixed_precision_policy=policy)
     """
 
     main_params_dtype: torch.dtype | None = torch.float32

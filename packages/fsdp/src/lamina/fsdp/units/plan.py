@@ -62,6 +62,11 @@ def plan_units(
     Raises:
         ValueError: if classes are given and the model has no module of any of them, or has a
             container among them that is never called.
+
+    Examples:
+        >>> layer = torch.nn.TransformerEncoderLayer(d_model=8, nhead=2)
+        >>> [unit.name for unit in plan_units(torch.nn.TransformerEncoder(layer, 2), None)]
+        ['', 'layers.0', 'layers.1']
     """
     if unit_classes is None:
         names = _find_units(root)

@@ -106,6 +106,10 @@ def apply_recompute(
 
     Raises:
         ValueError: if the model has no such block.
+
+    Examples:
+        >>> config = TransformerConfig(vocab_size=256, hidden_size=64, num_layers=2, num_heads=4)
+        >>> model = apply_recompute(GPTModel(config), "full")
     """
     if isinstance(policy, str):
         policy = RecomputePolicy(kind=policy)

@@ -143,6 +143,10 @@ class SelfAttention(Attention):
 
     Raises:
         ValueError: if query or key heads are not divisible by the number of ranks.
+
+    Examples:
+        >>> config = TransformerConfig(vocab_size=256, hidden_size=64, num_layers=2, num_heads=4)
+        >>> attention = SelfAttention(config)
     """
 
     def __init__(self, config: TransformerConfig, mesh: MeshLike = None) -> None:

@@ -304,6 +304,9 @@ class TransformerConfig:
 
     Raises:
         ValueError: for sizes that do not fit together, with the arithmetic and a remedy.
+
+    Examples:
+        >>> config = TransformerConfig(vocab_size=256, hidden_size=64, num_layers=2, num_heads=4)
     """
 
     vocab_size: int

@@ -25,6 +25,10 @@ class TransformerBlock(nn.Module):
         mesh: has an axis `tp`, or is that axis; None is one process.
         layer: number in the stack, which decides whether there are experts (`config.moe`).
         experts: the axes of the experts; by default those of `mesh`.
+
+    Examples:
+        >>> config = TransformerConfig(vocab_size=256, hidden_size=64, num_layers=2, num_heads=4)
+        >>> block = TransformerBlock(config)
     """
 
     def __init__(

@@ -10,6 +10,10 @@ def matrix_parameters(config: TransformerConfig) -> int:
     """Count the weights that a token is multiplied with: projections and the head.
 
     Of the experts only those count that a token is sent to.
+
+    Examples:
+        >>> matrix_parameters(preset("llama3-8b")) > 7e9
+        True
     """
     attention = variant_of(config).parameters(config)
     products = 3 if config.activation == "swiglu" else 2
@@ -44,6 +48,10 @@ def training_flops_per_token(config: TransformerConfig, sequence: int) -> float:
     Args:
         config: the model's.
         sequence: tokens per sequence.
+
+    Examples:
+        >>> config = TransformerConfig(vocab_size=256, hidden_size=64, num_layers=2, num_heads=4)
+        >>> flops = training_flops_per_token(config, sequence=128)
     """
     window = min(config.sliding_window or sequence, sequence)
     # The first `window` tokens attend to 1, 2, ... tokens, and the others to `window` each.

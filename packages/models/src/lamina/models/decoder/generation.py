@@ -50,6 +50,11 @@ def generate(
     Raises:
         ValueError: for an empty prompt, a context that ranks cannot share, and images that
             would leave the context before the end.
+
+    Examples:
+        >>> config = TransformerConfig(vocab_size=256, hidden_size=64, num_layers=2, num_heads=4)
+        >>> generate(GPTModel(config), torch.randint(256, (1, 4)), max_new_tokens=2).shape
+        torch.Size([1, 6])
     """
     inner = _without_wrappers(model)
     config = getattr(inner, "config", None)

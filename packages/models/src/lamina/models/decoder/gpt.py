@@ -52,6 +52,12 @@ class GPTModel(KeepsRoles):
     Raises:
         ValueError: if heads, inner width or vocabulary are not divisible by the number of ranks, or
             if ranks of `tp` or `pp` have different seeds.
+
+    Examples:
+        >>> config = TransformerConfig(vocab_size=256, hidden_size=64, num_layers=2, num_heads=4)
+        >>> tokens = torch.randint(256, (1, 16))
+        >>> GPTModel(config)(tokens).shape
+        torch.Size([1, 16, 256])
     """
 
     def __init__(

@@ -151,7 +151,12 @@ _PRESETS: dict[str, TransformerConfig] = {
 
 
 def preset_names() -> tuple[str, ...]:
-    """Names that `preset` knows."""
+    """Names that `preset` knows.
+
+    Examples:
+        >>> "llama3-8b" in preset_names()
+        True
+    """
     return tuple(_PRESETS)
 
 
@@ -166,6 +171,10 @@ def preset(name: str, **changes: Any) -> TransformerConfig:
     Raises:
         ValueError: for a name that does not exist, with the nearest that do.
         TypeError: for a field that does not exist.
+
+    Examples:
+        >>> preset("llama3-8b").num_layers
+        32
     """
     if name not in _PRESETS:
         near = get_close_matches(name, _PRESETS, n=3) or preset_names()

@@ -45,6 +45,10 @@ def to_huggingface(
     Raises:
         TypeError: for another model than a `GPTModel`.
         ValueError: if no architecture known here has the config's features.
+
+    Examples:
+        >>> config = TransformerConfig(vocab_size=256, hidden_size=64, num_layers=2, num_heads=4)
+        >>> tensors = to_huggingface(GPTModel(config))
     """
     model = require_gpt(model, "to_huggingface()")
     held, buffers = dict(model.named_parameters()), dict(model.named_buffers())

@@ -99,6 +99,10 @@ class ColumnParallelLinear(nn.Module):
 
     Raises:
         ValueError: if a width is not divisible by the number of ranks.
+
+    Examples:
+        >>> ColumnParallelLinear(8, 16)(torch.ones(2, 8)).shape
+        torch.Size([2, 16])
     """
 
     def __init__(
@@ -183,6 +187,10 @@ class RowParallelLinear(nn.Module):
 
     Raises:
         ValueError: if `in_features` is not divisible by the number of ranks.
+
+    Examples:
+        >>> RowParallelLinear(16, 8)(torch.ones(2, 16)).shape
+        torch.Size([2, 8])
     """
 
     def __init__(

@@ -52,6 +52,9 @@ def vocab_parallel_cross_entropy(
     Raises:
         ValueError: for shapes that do not fit and a `chunk` below 1; on a CPU, for labels that do
             not exist.
+
+    Examples:
+        >>> loss = vocab_parallel_cross_entropy(torch.randn(4, 256), torch.randint(256, (4,)))
     """
     _check("logits", logits, labels, chunk)
     axis = axis_of(mesh, "tp")

@@ -40,6 +40,11 @@ class MLP(nn.Module):
     Args:
         config: the shape.
         mesh: has an axis `tp`, or is that axis; None is one process.
+
+    Examples:
+        >>> config = TransformerConfig(vocab_size=256, hidden_size=64, num_layers=2, num_heads=4)
+        >>> MLP(config)(torch.ones(1, 16, 64)).shape
+        torch.Size([1, 16, 64])
     """
 
     def __init__(self, config: TransformerConfig, mesh: MeshLike = None) -> None:

@@ -20,6 +20,10 @@ class RMSNorm(nn.Module):
         size: width of the last dimension.
         eps: added to the mean square under the root.
         partial: each tensor-parallel rank sees other tokens or heads, so that gradients are summed.
+
+    Examples:
+        >>> RMSNorm(8)(torch.ones(2, 8)).shape
+        torch.Size([2, 8])
     """
 
     def __init__(self, size: int, eps: float = 1e-5, *, partial: bool = False) -> None:

@@ -64,6 +64,10 @@ class MoEConfig:
 
     Raises:
         ValueError: for sizes that do not fit together.
+
+    Examples:
+        >>> shape = dict(vocab_size=256, hidden_size=64, num_layers=2, num_heads=4)
+        >>> config = TransformerConfig(**shape, moe=MoEConfig(num_experts=8, top_k=2))
     """
 
     num_experts: int

@@ -345,32 +345,54 @@ def frozen_subclass_parameter(case: Case):
     return {k: v for k, v in moved.items() if "blocks.0.up.weight" not in k}
 
 
-@use(A, columns=(*UNITS, "1", "2"))
+RELEASED = "released|Storage that is invalid"
+"""What is said of released weights: a build of torch without CUDA can't name what a view is of."""
+
+
+@use(A, columns=(*UNITS, "1", "2"), says=("blocks.0.up.weight", "released", "unsharded"))
 def released_weight_read_through_a_reference(case: Case):
-    """A Python reference to another unit's weight, taken in a forward, read while it is released"""
-    model, optimizer = case.setup()
-    kept = []
-    block = case.core(model).blocks[0]
-    handle = block.register_forward_hook(lambda m, *_: kept.append(m.up.weight))
-    before = case.parameters(model)["blocks.0.up.weight"]
-    case.loss(model, 0).backward()
-    handle.remove()
-    del optimizer
-    value = kept[0].detach().float()
-    return {"value": _plain(value).clone(), "before": before}
+    """A Python reference to a weight, taken in its module's forward, read while it is released"""
+    return {"value": _kept(case, lambda m, _: m.weight).detach().float().clone()}
 
 
-@use(A, columns=(*UNITS, "1", "2"))
+@use(A, columns=(*UNITS, "1", "2"), says=("blocks.0.up.weight", "released", "unsharded"))
+def released_weight_read_through_its_data(case: Case):
+    """`weight.data` of a reference that was taken in a forward"""
+    return {"value": _kept(case, lambda m, _: m.weight).data.float().clone()}
+
+
+@use(A, columns=(*UNITS, "1", "2"), says=(RELEASED,))
 def released_weight_read_through_a_view(case: Case):
-    """A view of a weight (`weight.data[0]`), taken in a forward and read later"""
+    """A view of a weight (`weight.data[0]`), taken in its module's forward and read later"""
+    return {"sum": _kept(case, lambda m, _: m.weight.data[0]).float().sum().clone()}
+
+
+@use(A, columns=(*UNITS, "1", "2"), says=(RELEASED,))
+def released_weight_read_through_what_autograd_saved(case: Case):
+    """What autograd saved of a weight (`out.grad_fn._saved_mat2`), read later"""
+    saved = _kept(case, lambda _, out: out.grad_fn._saved_mat2.detach())
+    return {"sum": saved.float().sum().clone()}
+
+
+@use(A, columns=(*UNITS, "1", "2"), says=("blocks.0.up.weight", "released", "unsharded"))
+def released_weight_written_through_a_reference(case: Case):
+    """A write under no_grad through a reference to a weight that was taken in a forward"""
+    weight = _kept(case, lambda m, _: m.weight)
+    with torch.no_grad():
+        weight.mul_(2)
+    return {"value": weight.detach().float().clone()}
+
+
+def _kept(case: Case, take) -> Tensor:
+    """What `take(module, output)` finds in the forward of the first block's linear layer."""
     model, optimizer = case.setup()
     kept = []
-    block = case.core(model).blocks[0]
-    handle = block.register_forward_hook(lambda m, *_: kept.append(m.up.weight.data[0]))
+    layer = case.core(model).blocks[0].up
+    handle = layer.register_forward_hook(lambda m, _, out: kept.append(take(m, out)))
     case.loss(model, 0).backward()
     handle.remove()
     del optimizer
-    return {"sum": kept[0].float().sum().clone()}
+    return kept[0]
 
 
 class Complex(nn.Module):

@@ -11,7 +11,7 @@ from lamina_testing.toys import Block, OddNet, inputs
 
 
 class Keeping(OddNet):
-    """Keeps a reference to a block's weight and uses it when the block has been released."""
+    """Keeps a view of a block's weight and uses it when the block has been released."""
 
     use = staticmethod(lambda weight: 0.0)
     kept = None
@@ -32,7 +32,7 @@ def build(use=None, **settings):
     model = Keeping()
     model.kept = []
     model.blocks[0].register_forward_hook(
-        lambda block, *_: model.kept.__setitem__(slice(None), [block.up.weight])
+        lambda block, *_: model.kept.__setitem__(slice(None), [block.up.weight[:]])
     )
     if use is not None:
         model.use = use

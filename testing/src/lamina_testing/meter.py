@@ -209,7 +209,10 @@ def _tensors(value: object) -> Iterator[Tensor]:
 
 
 def _storage(tensor: Tensor) -> torch.UntypedStorage | None:
-    """Return the storage, or None where there is no memory behind it (meta, fake, wrappers)."""
+    """Return the storage, or None where there is no memory behind it (meta, fake, wrappers).
+
+    A storage that refuses access for now (a free slot of a pool) may hold memory.
+    """
     if tensor.layout != torch.strided:
         return None
     try:
@@ -217,13 +220,22 @@ def _storage(tensor: Tensor) -> torch.UntypedStorage | None:
         if storage.device.type == "meta":
             return None
         storage.data_ptr()
-    except RuntimeError:  # a wrapper's: its memory is in the tensors that it wraps
-        return None
+    except RuntimeError as error:  # a wrapper's: its memory is in the tensors that it wraps
+        return storage if _refuses_access(error) else None
     return storage
+
+
+def _refuses_access(error: RuntimeError) -> bool:
+    return any(
+        words in str(error) for words in ("Storage that is invalid", "is released", "are released")
+    )
 
 
 def _enter(found: dict[int, int], storage: torch.UntypedStorage) -> None:
     size = storage.nbytes()
     if size:
-        address = storage.data_ptr()
+        try:
+            address = storage.data_ptr()
+        except RuntimeError:
+            address = storage._cdata
         found[address] = max(size, found.get(address, 0))

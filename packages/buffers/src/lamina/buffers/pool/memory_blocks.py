@@ -2,9 +2,12 @@
 
 from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager
+from ctypes import c_bool
 from dataclasses import dataclass
 
 import torch
+
+from lamina.buffers.compat import refusals_of
 
 __all__ = ["MemoryBlock", "MemoryBlocks"]
 
@@ -15,21 +18,26 @@ class MemoryBlock:
 
     Attributes:
         storage: what the keys' tensors view; of `nbytes` bytes, or none while released.
+        refusals: switches; while they are True, whoever reads or writes the bytes gets an error.
         owner: the key that is live here.
     """
 
     storage: torch.UntypedStorage
     nbytes: int
     fixed: bool
+    refusals: tuple[c_bool, ...]
     owner: Hashable | None = None
 
 
 class MemoryBlocks:
     """Makes blocks on one device, fills and empties them, and finds the block of a tensor.
 
+    A block in which nobody lives refuses access. Whoever reads it through a tensor that was kept
+    gets an error, and not a crash or what another key has left there.
+
     Args:
         device: where.
-        poison: released bytes become 0xFF and are kept, instead of being given back.
+        poison: released bytes become 0xFF and are kept, instead of being given back or refused.
         context: entered around every allocation and release.
     """
 
@@ -44,18 +52,23 @@ class MemoryBlocks:
         self._context = context
         self._by_storage: dict[int, MemoryBlock] = {}
 
-    def make(self, nbytes: int, *, fixed: bool) -> MemoryBlock:
-        """A new block: a slot with its bytes, or a key's own without any."""
+    def make(self, nbytes: int, released: str, *, fixed: bool) -> MemoryBlock:
+        """A new block: a slot with its bytes, or a key's own without any.
+
+        `released` is the error's message for whoever reads it while nobody lives there.
+        """
         with self._context():
             made = torch.empty(nbytes if fixed else 0, dtype=torch.uint8, device=self.device)
-        block = MemoryBlock(made.untyped_storage(), nbytes, fixed)
+        storage = made.untyped_storage()
+        block = MemoryBlock(storage, nbytes, fixed, refusals_of(storage, released))
         self._by_storage[block.storage._cdata] = block
-        if fixed and self.poison:
-            self._fill(block)
+        self.close(block)
         return block
 
     def grow(self, block: MemoryBlock) -> None:
         """Give a block its bytes. What they hold is undefined (0xFF under poison)."""
+        for refusal in block.refusals:
+            refusal.value = False
         if block.storage.nbytes() != block.nbytes:
             with self._context():
                 block.storage.resize_(block.nbytes)
@@ -67,14 +80,19 @@ class MemoryBlocks:
         block.owner = None
         if self.poison:
             self._fill(block)
-        elif not block.fixed:
+            return
+        if not block.fixed:
             with self._context():
                 block.storage.resize_(0)
+        for refusal in block.refusals:
+            refusal.value = True
 
     def empty(self, block: MemoryBlock) -> None:
         """Give back the bytes, under poison too."""
+        _switch(block, False)
         with self._context():
             block.storage.resize_(0)
+        _switch(block, True)
 
     def discard(self, block: MemoryBlock) -> None:
         """Give back the bytes and forget the block."""
@@ -87,15 +105,29 @@ class MemoryBlocks:
         with torch.inference_mode(False), torch.no_grad(), self._context():
             made = torch.empty(0, dtype=dtype, device=self.device)
             held = block.storage.nbytes()
+            _switch(block, False)
             made.set_(block.storage, 0, (numel,), (1,))
             if block.storage.nbytes() != held:
                 block.storage.resize_(held)  # set_ gives a storage that is too small its bytes
+            _switch(block, block.owner is None and not self.poison)
         return made
 
     def find(self, tensor: torch.Tensor) -> MemoryBlock | None:
         """The block that a tensor views, or None."""
         return self._by_storage.get(tensor.untyped_storage()._cdata)
 
+    def close(self, block: MemoryBlock) -> None:
+        """Nobody lives here: refuse access, or fill with 0xFF."""
+        if self.poison:
+            self._fill(block)
+        else:
+            _switch(block, True)
+
     def _fill(self, block: MemoryBlock) -> None:
         if block.storage.nbytes():
             self.view(block, block.nbytes, torch.uint8).fill_(0xFF)
+
+
+def _switch(block: MemoryBlock, refuse: bool) -> None:
+    for refusal in block.refusals:
+        refusal.value = refuse

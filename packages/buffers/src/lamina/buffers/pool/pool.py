@@ -52,6 +52,7 @@ class _Entry:
     block: MemoryBlock
     tensor: torch.Tensor
     destination: torch.Tensor
+    released: str
     generation: int = 0
     epoch: int = 0
     stamp: int = 0
@@ -133,8 +134,17 @@ class StoragePool:
 
     # -- keys -----------------------------------------------------------------------------------
 
-    def register(self, key: Key, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    def register(
+        self, key: Key, numel: int, dtype: torch.dtype, *, released: str = ""
+    ) -> torch.Tensor:
         """Make a key's flat tensor of `numel` elements, without memory until `acquire`.
+
+        Args:
+            key: its name.
+            numel: elements of its tensor.
+            dtype: of its tensor.
+            released: message of the RuntimeError for whoever reads the memory, through whatever
+                tensor, while no key lives there. A build of torch without CUDA cannot say it.
 
         Raises:
             ValueError: the key is None or registered already, or `numel` is negative.
@@ -144,9 +154,10 @@ class StoragePool:
                 f"cannot register {key!r} with {numel} elements: keys are not None, are registered "
                 "once (unregister first), and have 0 or more elements"
             )
-        block = self._blocks.make(numel * dtype.itemsize, fixed=False)
+        released = released or f"the memory of {key!r} is released: acquire the key to read it"
+        block = self._blocks.make(numel * dtype.itemsize, released, fixed=False)
         tensor, destination = (self._blocks.view(block, numel, dtype) for _ in range(2))
-        self._entries[key] = _Entry(key, numel, dtype, block, tensor, destination)
+        self._entries[key] = _Entry(key, numel, dtype, block, tensor, destination, released)
         return tensor
 
     def unregister(self, key: Key) -> None:
@@ -241,8 +252,8 @@ class StoragePool:
         try:
             yield entry.tensor
         finally:
-            if released and block.owner is None:
-                self._blocks.empty(block)
+            if block.owner is None:
+                (self._blocks.empty if released else self._blocks.close)(block)
 
     def views(self, key: Key, layout: BufferLayout) -> dict[str, torch.Tensor]:
         """Every tensor of `layout` with its shape, as views of the key's flat tensor.
@@ -360,7 +371,10 @@ class StoragePool:
                 "under SavedTensorGuard(pool, relocate=True)"
             )
         self._fallbacks[entry.key] = self._fallbacks.get(entry.key, 0) + 1
-        self._move(entry, self._blocks.make(entry.nbytes, fixed=False))
+        self._move(entry, self._own_block(entry))
+
+    def _own_block(self, entry: _Entry) -> MemoryBlock:
+        return self._blocks.make(entry.nbytes, entry.released, fixed=False)
 
     def _exhausted(self, entry: _Entry, budget: int) -> PoolExhaustedError:
         return PoolExhaustedError(
@@ -447,17 +461,22 @@ class StoragePool:
         self._slots = []
         with nullcontext() if all(block for _, block in kept) else self._slot_context():
             for plan, same in kept:
-                self._slots.append(same or self._blocks.make(plan.nbytes, fixed=True))
+                self._slots.append(same or self._make_slot(plan))
                 target.update(dict.fromkeys(plan.keys, self._slots[-1]))
         moved = set()
         for key, entry in self._entries.items():
             slot = target.get(key)
             if slot is not entry.block and (slot is not None or entry.block.fixed):
-                self._move(entry, slot or self._blocks.make(entry.nbytes, fixed=False))
+                self._move(entry, slot or self._own_block(entry))
                 moved.add(key)
         self._fallbacks.clear()
         self._count(sum(block.nbytes for block in self._slots))
         return moved
+
+    def _make_slot(self, plan: SlotPlan) -> MemoryBlock:
+        """A new slot; reads of it while it is empty name the first of its keys."""
+        released = self._entries[plan.keys[0]].released
+        return self._blocks.make(plan.nbytes, released, fixed=True)
 
     def _slot_like(self, plan: SlotPlan) -> MemoryBlock | None:
         """The slot there is for just these keys, if its size is right."""

@@ -17,7 +17,7 @@ from lamina.ddp.gradients.reduction import ORDERED, Reduction
 from lamina.ddp.gradients.scratch import ScratchBuffers
 from lamina.ddp.gradients.sums import Squares
 from lamina.ddp.group.user_hooks import UserHooks
-from lamina.ddp.group.weights import Weights, WholeWeights
+from lamina.ddp.group.weights import Weights, WholeWeights, shares_storage
 from lamina.ddp.parameters.axes import DataParallelAxes
 from lamina.ddp.parameters.dtypes import GroupDtypes
 from lamina.ddp.parameters.parameters import ParameterRef, read_parameters, spec_of
@@ -459,7 +459,7 @@ class ParameterGroup:
     def _make_main_parameters(self) -> list[nn.Parameter]:
         """The compute parameters themselves where they are what the optimizer updates."""
         flat = self.main_weights.data
-        if flat.data_ptr() == self.weights.full.data_ptr() and not self._span_specs:
+        if not self._span_specs and shares_storage(flat, self.weights.full):
             return self.compute_parameters
         made = []
         for index, ref in enumerate(self.refs):

@@ -175,5 +175,5 @@ class WholeWeights(Weights):
 
 
 def shares_storage(first: torch.Tensor, second: torch.Tensor) -> bool:
-    """Whether two tensors lie in the same memory."""
-    return first.untyped_storage().data_ptr() == second.untyped_storage().data_ptr()
+    """Whether two tensors lie in the same memory; released memory too."""
+    return bool(first.untyped_storage()._cdata == second.untyped_storage()._cdata)

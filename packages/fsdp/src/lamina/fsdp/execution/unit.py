@@ -207,6 +207,8 @@ class Unit:
 
         for group in self.groups:
             group.refs = tuple(replace(ref, name=whole(ref.name)) for ref in group.refs)
+            if isinstance(group.weights, ShardedWeights):
+                group.weights.belongs_to(group)
 
     @property
     def live_bytes(self) -> int:

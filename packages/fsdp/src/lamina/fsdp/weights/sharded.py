@@ -1,14 +1,21 @@
 """Weights of a unit that are kept as shards, gathered into their storage before compute."""
 
-import weakref
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
+from typing import Any, ClassVar
 
 import torch
+from torch import nn
 
-from lamina.buffers import FlatBuffer, StoragePool
+from lamina.buffers import FlatBuffer, StaleStorageError, StoragePool
 from lamina.collectives import Handle
-from lamina.ddp.engine import DataParallelAxes, ParameterGroup, Weights, WeightsState
+from lamina.ddp.engine import (
+    DataParallelAxes,
+    ParameterGroup,
+    Weights,
+    WeightsState,
+    tensors_in,
+)
 
 __all__ = ["ShardedWeights"]
 
@@ -38,10 +45,13 @@ class ShardedWeights(Weights):
         is over never comes back."""
         self._fixed = False
         self._pool = pool
-        self._full = pool.register(key, local.layout.size, local.data.dtype)
+        self._full = pool.register(
+            key, local.layout.size, local.data.dtype, released=_released(local.layout.title)
+        )
         self._destination: torch.Tensor | None = None
         self._saved_epoch: int | None = None
-        self._group: weakref.ref[ParameterGroup] | None = None
+        self._parameters: list[nn.Parameter] = []
+        self._released_class: type[nn.Parameter] = nn.Parameter
 
     @property
     def full(self) -> torch.Tensor:
@@ -49,8 +59,20 @@ class ShardedWeights(Weights):
         return self._full
 
     def belongs_to(self, group: ParameterGroup) -> None:
-        """Say whose parameters are views of the storage, so that they can follow it."""
-        self._group = weakref.ref(group)
+        """Say whose parameters are views of the storage, so that they can follow it (again)."""
+        self._parameters = group.compute_parameters
+        names = {id(ref.parameter): ref.name for ref in group.refs}
+        self._released_class = type("ReleasedParameter", (_Released,), {"names": names})
+        if self.state is WeightsState.RELEASED:
+            for parameter in self._parameters:
+                parameter.__class__ = self._released_class
+
+    def wait(self) -> None:
+        """Wait for the gather: from then on the parameters can be read."""
+        if self.state is WeightsState.GATHERING:
+            super().wait()
+            for parameter in self._parameters:
+                parameter.__class__ = nn.Parameter
 
     def save_epoch(self) -> None:
         """Autograd saves views now: until `forget_epoch` the storage has to be this one."""
@@ -90,16 +112,12 @@ class ShardedWeights(Weights):
         """
         self._fixed = self._fixed if fixed is None else fixed
         moved = self._pool.tensor(self.key)
-        group = self._group() if self._group is not None else None
-        if moved is self._full or group is None:
+        if moved is self._full or not self._parameters:
             return
         self._full, self._destination = moved, None
         self.epoch = self._pool.epoch(self.key)
-        for parameter, view in zip(
-            group.compute_parameters,
-            self._pool.views(self.key, self.local.layout).values(),
-            strict=True,
-        ):
+        views = self._pool.views(self.key, self.local.layout)
+        for parameter, view in zip(self._parameters, views.values(), strict=True):
             parameter.data = view
 
     def _gather(self) -> Handle | None:
@@ -114,4 +132,58 @@ class ShardedWeights(Weights):
             return
         self.wait()
         self._pool.release(self.key)
+        for parameter in self._parameters:
+            parameter.__class__ = self._released_class
         self.state = WeightsState.RELEASED
+
+
+class _Released(nn.Parameter):
+    """The class of a parameter while its whole is released: it names itself when it is read.
+
+    The storage refuses reads through any tensor (Note [Storage that refuses access] in
+    `lamina.buffers.compat`), but in a build of torch without CUDA its error has no name, and a slot
+    that holds another unit's weights by now is readable.
+    """
+
+    names: ClassVar[dict[int, str]]
+    """Of the parameters of a group, by `id`."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        known = func.__name__
+        view = known == "__get__" and func.__self__.__name__ in _VIEWS
+        if view or known not in _DESCRIBING:
+            for one in tensors_in((args, kwargs)):
+                if isinstance(one, _Released):
+                    raise StaleStorageError(_released(one.names[id(one)]))
+        call: Any = super().__torch_function__
+        return call(func, types, args, kwargs or {})
+
+
+_VIEWS = {"data", "T", "mT", "H", "mH", "real", "imag"}
+"""Attributes through which a tensor's memory can be read."""
+_DESCRIBING = {
+    *(
+        "__get__",
+        "__set__",
+        "__hash__",
+        "__len__",
+        "size",
+        "dim",
+        "ndimension",
+        "numel",
+        "nelement",
+    ),
+    *("stride", "storage_offset", "element_size", "is_contiguous", "is_floating_point"),
+    *("is_complex", "requires_grad_", "register_hook", "register_post_accumulate_grad_hook"),
+    *("untyped_storage", "view_as", "expand_as"),  # autograd finds a leaf's node through a view
+}
+"""What may be asked of a released parameter: nothing of it reads memory."""
+
+
+def _released(what: str) -> str:
+    return (
+        f"{what} was read or written while its unit's whole weights are released (strategy 3): use "
+        "it in the forward of its own module or inside model.unsharded(), and between steps the "
+        "parameter that the module holds then"
+    )

@@ -115,6 +115,22 @@ def tracing_is_known():
     assert (seen, of_buffers.is_traced()) == ([True], False)
 
 
+def a_storage_refuses_access_while_its_switches_are_on():
+    kept = torch.arange(4.0)
+    view = kept.view(2, 2)[1]
+    switches = of_buffers.refusals_of(kept.untyped_storage(), "released")
+    assert switches, "this torch keeps the flags elsewhere: released weights are not refused"
+    for switch in switches:
+        switch.value = True
+    for access in (kept.sum, view.clone, view.tolist, kept.zero_, kept.data_ptr):
+        with pytest.raises(RuntimeError, match=r"invalid|released"):
+            access()
+    assert kept.untyped_storage().nbytes() == 16
+    for switch in switches:
+        switch.value = False
+    assert view.tolist() == [2.0, 3.0]
+
+
 def a_strided_shard_knows_its_split():
     placement = of_buffers.strided_shard(1, 4)
     assert (placement.dim, placement.split_factor) == (1, 4)
@@ -242,6 +258,7 @@ CHECKS = {
         "make_wrapper_subclass OpOverload disabled_torch_function_impl"
     ),
     optimizers_can_be_told_of_a_class: "foreach_types",
+    a_storage_refuses_access_while_its_switches_are_on: "refusals_of",
     a_strided_shard_knows_its_split: "strided_shard",
     tracing_is_known: "is_traced",
     a_backward_has_a_number: "current_graph_task_id",

@@ -51,6 +51,7 @@ class ShardedWeights(Weights):
         self._destination: torch.Tensor | None = None
         self._saved_epoch: int | None = None
         self._parameters: list[nn.Parameter] = []
+        self._named: list[nn.Parameter] = []
         self._released_class: type[nn.Parameter] = nn.Parameter
 
     @property
@@ -62,16 +63,20 @@ class ShardedWeights(Weights):
         """Say whose parameters are views of the storage, so that they can follow it (again)."""
         self._parameters = group.compute_parameters
         names = {id(ref.parameter): ref.name for ref in group.refs}
+        # A user's own class of parameters stays: its storage refuses all the same.
+        self._named = [
+            p for p in self._parameters if type(p) is nn.Parameter or isinstance(p, _Released)
+        ]
         self._released_class = type("ReleasedParameter", (_Released,), {"names": names})
         if self.state is WeightsState.RELEASED:
-            for parameter in self._parameters:
+            for parameter in self._named:
                 parameter.__class__ = self._released_class
 
     def wait(self) -> None:
         """Wait for the gather: from then on the parameters can be read."""
         if self.state is WeightsState.GATHERING:
             super().wait()
-            for parameter in self._parameters:
+            for parameter in self._named:
                 parameter.__class__ = nn.Parameter
 
     def save_epoch(self) -> None:
@@ -132,7 +137,7 @@ class ShardedWeights(Weights):
             return
         self.wait()
         self._pool.release(self.key)
-        for parameter in self._parameters:
+        for parameter in self._named:
             parameter.__class__ = self._released_class
         self.state = WeightsState.RELEASED
 

@@ -18,8 +18,7 @@ from lamina.checkpoint import (
     CheckpointNotFoundError,
 )
 from lamina.checkpoint.load.loading import open_checkpoint
-from lamina.checkpoint.load.restore_plan import Plan
-from lamina.checkpoint.load.selection import Selection
+from lamina.checkpoint.load.restore_plan import Plan, Selection
 from lamina.checkpoint.storage.locations import LocalLocation
 
 

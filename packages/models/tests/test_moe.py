@@ -23,8 +23,13 @@ from lamina.models import (
     routing_statistics,
 )
 from lamina.models.moe import ExpertRows
-from lamina.models.moe.permutation import copies_to_rows, rows_to_tokens
-from lamina.models.moe.routing import choose_experts, rows_by_expert, rows_to_capacity
+from lamina.models.moe.routing import (
+    choose_experts,
+    copies_to_rows,
+    rows_by_expert,
+    rows_to_capacity,
+    rows_to_tokens,
+)
 
 from . import moe_oracle
 

@@ -18,14 +18,14 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lamina.checkpoint.errors import CheckpointDamagedError, CheckpointNotFoundError
 from lamina.checkpoint.load.loading import load, open_step
-from lamina.checkpoint.load.selection import Selection
+from lamina.checkpoint.load.restore_plan import Selection
 from lamina.checkpoint.progress import RestoreReport, SaveReport
 from lamina.checkpoint.ranks import Ranks
 from lamina.checkpoint.save.offer import take
 from lamina.checkpoint.save.saving import Saver
 from lamina.checkpoint.save.writer import Save
 from lamina.checkpoint.state.cut_tensors import Hints
-from lamina.checkpoint.state.entries import check_entries
+from lamina.checkpoint.state.state import check_entries
 from lamina.checkpoint.storage.locations import is_url, local_path
 from lamina.checkpoint.storage.retention import Kept, Retention, whole
 from lamina.checkpoint.storage.stores import store_of

@@ -11,13 +11,13 @@ from lamina.checkpoint.errors import CheckpointMismatchError
 from lamina.checkpoint.inspection import tensors_of
 from lamina.checkpoint.load.loading import Source, load
 from lamina.checkpoint.load.reader import read_metadata
-from lamina.checkpoint.load.selection import Selection
+from lamina.checkpoint.load.restore_plan import Selection
 from lamina.checkpoint.progress import RestoreReport
 from lamina.checkpoint.ranks import Ranks
 from lamina.checkpoint.state.cut_tensors import Hints, Mesh
-from lamina.checkpoint.state.entries import check_entries
 from lamina.checkpoint.state.json_values import Json
 from lamina.checkpoint.state.optimizer_names import OptimizerNames, is_optimizer
+from lamina.checkpoint.state.state import check_entries
 from lamina.checkpoint.storage.locations import location_of
 
 __all__ = ["import_dcp"]

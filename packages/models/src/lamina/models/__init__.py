@@ -15,7 +15,6 @@ from lamina.models.base.config import (
 from lamina.models.base.configs.mamba import MambaConfig
 from lamina.models.base.configs.moe import MoEConfig
 from lamina.models.base.configs.product_precision import Precision
-from lamina.models.decoder.block import TransformerBlock
 from lamina.models.decoder.cost import matrix_parameters, training_flops_per_token
 from lamina.models.decoder.generation import generate
 from lamina.models.decoder.gpt import GPTModel
@@ -25,6 +24,7 @@ from lamina.models.decoder.layer_stack import (
     MambaBlock,
     MLPBlock,
     ResidualBlock,
+    TransformerBlock,
     make_block,
 )
 from lamina.models.decoder.precision_backends import apply_precision, float8_weights
@@ -47,7 +47,7 @@ from lamina.models.moe.router import TopKRouter
 from lamina.models.moe.statistics import routing_statistics
 from lamina.models.pipelining.pipeline import pipeline
 from lamina.models.pipelining.runner import PipelineRunner
-from lamina.models.precision.fp8_codec import Float8Codec
+from lamina.models.precision.fp8 import Float8Codec
 from lamina.models.vision.language import VisionLanguageModel
 from lamina.models.vision.patches import VisionConfig
 

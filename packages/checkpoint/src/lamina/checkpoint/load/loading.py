@@ -19,8 +19,7 @@ from lamina.checkpoint.errors import (
     shortened,
 )
 from lamina.checkpoint.load.reader import Reader, read_metadata
-from lamina.checkpoint.load.restore_plan import Plan
-from lamina.checkpoint.load.selection import Selection
+from lamina.checkpoint.load.restore_plan import Plan, Selection
 from lamina.checkpoint.progress import Progress, RestoreReport
 from lamina.checkpoint.ranks import Ranks, own_error
 from lamina.checkpoint.state.cut_tensors import Hints

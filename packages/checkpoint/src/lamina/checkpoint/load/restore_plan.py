@@ -1,18 +1,20 @@
-"""One restore: which stored tensor goes into which tensor at hand.
+"""One restore: what is selected, and which stored tensor goes into which tensor at hand.
 
 `Plan` compares what a checkpoint holds with what the objects at hand expect, says by name what
 does not fit before anything is read, and hands the tensors back after they have been filled.
 """
 
-from collections.abc import Mapping, MutableMapping
+from __future__ import annotations
+
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from lamina.checkpoint.errors import CheckpointError, CheckpointMismatchError, shortened
-from lamina.checkpoint.load.selection import Selection, matches
 from lamina.checkpoint.state.cut_tensors import NO_HINTS, CutTensors, Hints, as_part
 from lamina.checkpoint.state.json_values import Json, decode
 from lamina.checkpoint.state.merge_ranks import RANKS, names_in
@@ -20,7 +22,37 @@ from lamina.checkpoint.state.optimizer_names import is_optimizer, unwrapped
 from lamina.checkpoint.state.per_rank import PerRank
 from lamina.checkpoint.state.state import Taken, holds, is_stateful, take_entry
 
-__all__ = ["Plan"]
+__all__ = ["Plan", "Selection"]
+
+
+@dataclass(frozen=True)
+class Selection:
+    """What a restore takes of a checkpoint.
+
+    Attributes:
+        strict: names on one side only are an error; without it they are left alone.
+        include: patterns of names (`fnmatch`; a name selects all beneath it); empty is all.
+        exclude: patterns that are left alone.
+        allow_cast: a tensor may be loaded into one of another dtype.
+    """
+
+    strict: bool = True
+    include: tuple[str, ...] = ()
+    exclude: tuple[str, ...] = ()
+    allow_cast: bool = False
+
+    def takes(self, name: str) -> bool:
+        """Whether a tensor or entry is selected."""
+
+        def among(patterns: Sequence[str]) -> bool:
+            return any(matches(name, pattern) for pattern in patterns)
+
+        return (not self.include or among(self.include)) and not among(self.exclude)
+
+
+def matches(name: str, pattern: str) -> bool:
+    """Whether a pattern selects a name: itself, or something above it."""
+    return fnmatchcase(name, pattern) or name.startswith(f"{pattern}.")
 
 
 @dataclass

@@ -20,8 +20,7 @@ from lamina.models.activation_memory.selective import Discarder
 from lamina.models.attention.attention import AttentionCore
 from lamina.models.base.configs.field_checks import require_at_least, require_one_of
 from lamina.models.compat import one_graph_break
-from lamina.models.decoder.block import TransformerBlock
-from lamina.models.decoder.layer_stack import ResidualBlock
+from lamina.models.decoder.layer_stack import ResidualBlock, TransformerBlock
 from lamina.models.layers.dropout import Dropout
 from lamina.models.layers.mlp import ActivationFunction
 from lamina.models.layers.norms import LayerNorm, RMSNorm

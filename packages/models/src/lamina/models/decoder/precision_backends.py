@@ -8,8 +8,7 @@ from torch import nn
 from lamina.ddp.engine import has_gradient_sink
 from lamina.models.base.configs.product_precision import Precision
 from lamina.models.base.mesh_axes import MeshLike
-from lamina.models.decoder.block import TransformerBlock
-from lamina.models.decoder.layer_stack import ResidualBlock
+from lamina.models.decoder.layer_stack import ResidualBlock, TransformerBlock
 from lamina.models.decoder.transformer_engine import use_transformer_engine
 from lamina.models.layers.linear import ColumnParallelLinear, RowParallelLinear
 from lamina.models.precision.fp8 import MULTIPLE

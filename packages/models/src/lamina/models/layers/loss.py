@@ -17,7 +17,7 @@ from lamina.mesh.engine import MeshAxis
 from lamina.models.base.mesh_axes import MeshLike, axis_of
 from lamina.models.base.vocabulary import check_ids, label_weights
 from lamina.models.compat import graph_is_kept
-from lamina.models.layers.autocast import under_autocast
+from lamina.models.layers.matmul_products import under_autocast
 
 __all__ = ["IGNORED", "check_reduction", "linear_cross_entropy", "vocab_parallel_cross_entropy"]
 

@@ -2,10 +2,12 @@
 
 Layers that are cut over ranks interleave these products with communication. Behind the interface
 the numbers may be multiplied in their own dtype or in FP8, and the weight's gradient may be
-returned, written into a wrapper's bucket, or computed later.
+returned, written into a wrapper's bucket, or computed later. `torch.autocast` does not reach these
+products, so `under_autocast` casts their inputs.
 """
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -14,7 +16,16 @@ from torch import Tensor
 
 from lamina.ddp.engine import gradient_sink, has_gradient_sink
 
-__all__ = ["PLAIN", "Gradients", "Products", "may_sink", "weight_gradient", "write_product"]
+__all__ = [
+    "PLAIN",
+    "Gradients",
+    "Products",
+    "may_sink",
+    "under_autocast",
+    "weight_gradient",
+    "without_autocast",
+    "write_product",
+]
 
 
 class Gradients(Protocol):
@@ -139,3 +150,25 @@ def write_product(left: Tensor, right: Tensor, total: Tensor, accumulate: bool) 
         total.add_(left @ right)
     else:
         total.copy_(left @ right)
+
+
+def under_autocast(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Cast the inputs of a matrix product to autocast's dtype where it is on.
+
+    The caller casts before it calls the autograd function. So the function's backward sees one
+    dtype, and autograd casts the gradients back.
+    """
+    kind = x.device.type
+    if not torch.is_autocast_enabled(kind) or x.dtype == torch.float64:
+        return x, weight, bias
+    dtype = torch.get_autocast_dtype(kind)
+    return x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+
+
+def without_autocast(device: torch.device) -> AbstractContextManager[object]:
+    """Inside, matrix products keep the dtype of their inputs."""
+    if not torch.amp.is_autocast_available(device.type):
+        return nullcontext()
+    return torch.autocast(device.type, enabled=False)

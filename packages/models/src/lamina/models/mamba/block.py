@@ -15,8 +15,8 @@ from lamina.models.base.configs.mamba import MambaConfig
 from lamina.models.base.cut_weights import require_divisible
 from lamina.models.base.initialise import fill_uniform
 from lamina.models.base.mesh_axes import MeshLike, axis_of
-from lamina.models.layers.autocast import under_autocast
 from lamina.models.layers.linear import ColumnParallelLinear, RowParallelLinear
+from lamina.models.layers.matmul_products import under_autocast
 from lamina.models.mamba.kernels import choose_path, kernel_scan
 from lamina.models.mamba.scan import chunked_scan, scan_step, wide_dtype
 

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lamina.models.layers.autocast import without_autocast
+from lamina.models.layers.matmul_products import without_autocast
 
 __all__ = ["chunked_scan", "scan_step", "wide_dtype"]
 

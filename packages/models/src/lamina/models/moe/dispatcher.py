@@ -26,8 +26,13 @@ from lamina.models.base.configs.moe import Dispatcher
 from lamina.models.compat import one_graph_break
 from lamina.models.moe.exchange import RowExchange, gather_rows, reduce_rows
 from lamina.models.moe.expert_axes import ExpertAxes
-from lamina.models.moe.permutation import copies_to_rows, rows_to_tokens
-from lamina.models.moe.routing import Routing, rows_by_expert, rows_to_capacity
+from lamina.models.moe.routing import (
+    Routing,
+    copies_to_rows,
+    rows_by_expert,
+    rows_to_capacity,
+    rows_to_tokens,
+)
 
 __all__ = ["Dispatch", "ExpertRows", "TokenDispatcher"]
 

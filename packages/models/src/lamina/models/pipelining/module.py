@@ -2,7 +2,9 @@
 
 import copy
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +18,35 @@ from lamina.models.decoder.gpt import GPTModel
 from lamina.models.decoder.precision_backends import follow_histories
 from lamina.models.layers.zigzag import cut_sequence
 
-__all__ = ["GPTStage", "Microbatch", "materialise"]
+__all__ = ["GPTStage", "Microbatch", "OncePerStep", "SumsGradients", "materialise"]
+
+
+@runtime_checkable
+class SumsGradients(Protocol):
+    """A data-parallel wrapper, as a stage uses it."""
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Inside, backwards are not the last of the step."""
+
+    def late_gradients(self) -> AbstractContextManager[None]:
+        """Inside, gradients belong to backwards that have ended."""
+
+    def start_grad_sync(self) -> None:
+        """Start to sum the accumulated gradients over ranks."""
+
+
+@runtime_checkable
+class OncePerStep(Protocol):
+    """A wrapper that gathers weights, as a schedule uses it."""
+
+    def gather_once_per_step(self, once: bool = True) -> None:
+        """Keep units gathered from their first use to the end of a step."""
+
+    def reduce_once_per_step(self, once: bool = True) -> None:
+        """Sum gradients over ranks in the final backwards only."""
+
+    def release_units(self) -> None:
+        """Release the units, as the step has ended."""
 
 
 @dataclass(frozen=True, eq=False)

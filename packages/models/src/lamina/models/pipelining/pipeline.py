@@ -15,9 +15,8 @@ from lamina.models.base.initialise import check_same_seed
 from lamina.models.base.mesh_axes import axis_of
 from lamina.models.decoder.gpt import HOOKS, GPTModel, require_gpt
 from lamina.models.decoder.precision_backends import amax_exchanges
-from lamina.models.pipelining.contracts import OncePerStep
 from lamina.models.pipelining.cuts import Layout, cut_layers, resolve_layout
-from lamina.models.pipelining.module import GPTStage, materialise
+from lamina.models.pipelining.module import GPTStage, OncePerStep, materialise
 from lamina.models.pipelining.runner import PipelineRunner
 from lamina.models.pipelining.schedule import (
     Schedule,

@@ -18,9 +18,8 @@ from lamina.models.attention.context import same_for_all
 from lamina.models.base.mesh_axes import axis_of
 from lamina.models.layers.loss import IGNORED
 from lamina.models.layers.zigzag import cut_sequence
-from lamina.models.pipelining.contracts import OncePerStep
 from lamina.models.pipelining.cuts import Layout
-from lamina.models.pipelining.module import Microbatch
+from lamina.models.pipelining.module import Microbatch, OncePerStep
 
 if TYPE_CHECKING:
     from lamina.models.pipelining.stage import LaminaStage

@@ -20,8 +20,7 @@ from torch.distributed.pipelining.stage import _PipelineStageBase
 
 from lamina.collectives.engine import Message, receive_operation, send_operation
 from lamina.models.layers.weight_queue import Late, WeightGradientQueue, attach_queue, deliver
-from lamina.models.pipelining.contracts import SumsGradients
-from lamina.models.pipelining.module import GPTStage, Microbatch
+from lamina.models.pipelining.module import GPTStage, Microbatch, SumsGradients
 
 __all__ = ["LaminaStage"]
 

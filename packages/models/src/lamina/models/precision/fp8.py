@@ -1,4 +1,4 @@
-"""FP8: quantising a matrix to codes and scales, and the product of two quantised matrices.
+"""FP8: quantising a matrix to codes and scales, products of codes, and the codec of gathers.
 
 Scales are powers of two, and multiplying by a power of two changes no digit. So a weight that was
 rounded to FP8 before, by a gather of codes, is not rounded again. Results do not depend on the
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import struct
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -22,13 +23,13 @@ __all__ = [
     "FORWARD",
     "MULTIPLE",
     "Coded",
+    "Float8Codec",
     "encode",
     "magnitude",
-    "power_of_two",
-    "scale_exponent",
     "scaled_product",
     "write_scaled_product",
 ]
+
 
 FORWARD = torch.float8_e4m3fn
 """The dtype of activations and weights: three bits of fraction, up to 448."""
@@ -211,3 +212,44 @@ def require_float8(device: torch.device) -> None:
             f"{capability[0]}.{capability[1]}): FP8 products need 8.9 or above; use "
             "Precision(backend='torch')"
         )
+
+
+_BIAS = 127
+_NAN = 255
+
+
+@dataclass(frozen=True)
+class Float8Codec:
+    """A `lamina.fsdp.WeightCodec`: e4m3 codes, and a power of two per block of elements.
+
+    The exponent of a block is one byte, as in the OCP microscaling format's e8m0, so a weight takes
+    `1 + 1/block` bytes. Decoded weights are exact in bf16. An FP8 product quantises them again
+    without rounding, unless they are below 2^-13 of the largest of their tensor.
+
+    Args:
+        block: elements that share a scale; a divisor of 128.
+    """
+
+    block: int = 128
+    dtype: torch.dtype = FORWARD
+    side_dtype: torch.dtype = torch.uint8
+
+    def __post_init__(self) -> None:
+        if self.block < 1 or 128 % self.block:
+            raise ValueError(f"block is {self.block}: it must be a divisor of 128")
+
+    def encode(self, weights: Tensor, codes: Tensor, side: Tensor) -> None:
+        """Write codes `[blocks, block]` and exponents uint8 `[blocks]` of weights."""
+        amax = magnitude(weights, rows=True)
+        exponent = scale_exponent(amax, self.dtype)
+        codes.copy_(weights * power_of_two(exponent))
+        biased = torch.where(torch.isfinite(amax), _BIAS - exponent, _NAN)
+        side.copy_(biased.squeeze(1))
+
+    def decode(self, codes: Tensor, side: Tensor, weights: Tensor) -> None:
+        """Write weights `[blocks, block]` from codes and exponents."""
+        exponent = side.to(torch.int32) - _BIAS
+        scale = torch.where(side == _NAN, torch.nan, power_of_two(exponent))
+        # Exact in bf16 and float32: the factors have few digits, and both have the same exponents.
+        weights.copy_(codes)
+        weights.mul_(scale.to(weights.dtype)[:, None])

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from lamina.models.attention.context import AttentionContext
 from lamina.models.attention.kernels import Masked
 from lamina.models.base.mesh_axes import MeshLike, axis_of
-from lamina.models.decoder.block import TransformerBlock
+from lamina.models.decoder.layer_stack import TransformerBlock
 from lamina.models.layers.embedding import PositionEmbedding
 from lamina.models.layers.linear import ColumnParallelLinear, Linear, RowParallelLinear
 from lamina.models.layers.mlp import ActivationFunction

@@ -19,6 +19,7 @@ from torch.autograd.function import once_differentiable
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from lamina.mesh.engine import recompute_contexts
+from lamina.models.base.applied import applied
 
 __all__ = ["Discarder"]
 
@@ -50,7 +51,7 @@ class Discarder:
             return forward(*inputs)
         recipe = _Recipe(module, forward, inputs)
         tensors = [x for x in inputs if isinstance(x, Tensor)]
-        output: Tensor = _Recomputed.apply(recipe, len(tensors), *tensors, *module.parameters())  # type: ignore[no-untyped-call]
+        output = applied(_Recomputed, recipe, len(tensors), *tensors, *module.parameters())
         if output.requires_grad:
             storage = output.untyped_storage()
             self._known[storage._cdata] = StorageWeakRef(storage), output._version, recipe  # type: ignore[no-untyped-call]

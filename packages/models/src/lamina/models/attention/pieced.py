@@ -18,6 +18,7 @@ from lamina.collectives import send_recv
 from lamina.collectives.engine import ring
 from lamina.models.attention.kernels import refuse_dropout
 from lamina.models.attention.partial_softmax import Block, merge
+from lamina.models.base.applied import applied
 
 __all__ = ["InPieces", "Piece", "attend_in_pieces"]
 
@@ -123,8 +124,7 @@ def attend_in_pieces(
         `[batch, tokens, heads, value_width]`.
     """
     padded = _to_one_width(query, key, value)
-    mixed: Tensor = _PiecedAttention.apply(*padded, pieces, group)  # type: ignore[no-untyped-call]
-    return mixed[..., : value.shape[-1]]
+    return applied(_PiecedAttention, *padded, pieces, group)[..., : value.shape[-1]]
 
 
 class _PiecedAttention(torch.autograd.Function):

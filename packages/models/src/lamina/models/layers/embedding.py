@@ -10,6 +10,7 @@ from torch.autograd.function import once_differentiable
 from lamina.collectives import copy_to, gather_from, reduce_from, reduce_scatter_to
 from lamina.ddp.engine import gradient_sink
 from lamina.mesh import mark
+from lamina.models.base.applied import applied
 from lamina.models.base.config import Reduction, TransformerConfig
 from lamina.models.base.cut_weights import require_divisible
 from lamina.models.base.initialise import fill_normal
@@ -27,8 +28,7 @@ def look_up(weight: Tensor, ids: Tensor) -> Tensor:
     # would add in any order there.
     if weight.is_cuda or not may_sink(weight):
         return F.embedding(ids, weight)
-    rows: Tensor = _LookUp.apply(weight, ids)  # type: ignore[no-untyped-call]
-    return rows
+    return applied(_LookUp, weight, ids)
 
 
 class _LookUp(torch.autograd.Function):

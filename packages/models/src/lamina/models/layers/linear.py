@@ -1,6 +1,6 @@
 """Linear layers, whole or with the rows or columns of the weight cut over tensor-parallel ranks.
 
-The cut maps are those of Shoeybi et al. (2019) and Korthikanti et al. (2022). Each is one autograd
+The cut products are those of Shoeybi et al. (2019) and Korthikanti et al. (2022), as one autograd
 function. The autograd regions of `lamina.collectives` would communicate before or after the
 products; a function of its own can communicate during them. Its backward has two products, and only
 the input's gradient is sent to other ranks, so the weight's gradient is computed in the meantime.
@@ -11,17 +11,25 @@ holds a contiguous run of the batch's tokens in row-major order, so gathers need
 """
 
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.distributed import ProcessGroup
 
 from lamina.collectives import gather_from
-from lamina.collectives.engine import start_all_gather, start_all_reduce, start_reduce_scatter
+from lamina.collectives.engine import (
+    Pending,
+    start_all_gather,
+    start_all_reduce,
+    start_reduce_scatter,
+)
 from lamina.mesh import mark
 from lamina.mesh.engine import MeshAxis
+from lamina.models.base.applied import applied
 from lamina.models.base.config import Reduction
 from lamina.models.base.cut_weights import require_divisible
 from lamina.models.base.initialise import fill_normal
@@ -34,21 +42,45 @@ from lamina.models.layers.matmul_products import (
     weight_gradient,
 )
 from lamina.models.layers.weight_queue import WeightGradientQueue
-from lamina.models.precision.fp8_products import Float8Products
+from lamina.models.precision.fp8_products import Cut, Float8Products
 
 __all__ = ["ColumnParallelLinear", "Linear", "RowParallelLinear"]
 
 
-def bias_gradient(grad: Tensor) -> Tensor:
-    """Sum over all leading dimensions: `[out]`."""
-    return grad.flatten(0, -2).sum(dim=0)
+@dataclass(frozen=True)
+class _CutProduct:
+    """How the ranks of a group share a product; a group of None is one process.
+
+    Each holds some rows of the weight (`side` is `output`) or some columns (`input`). With
+    `sequence`, activations outside of the product are cut over tokens.
+    """
+
+    group: ProcessGroup | None
+    side: Cut
+    sequence: bool
+    reduction: Reduction
+
+    def gathered(self, x: Tensor) -> Tensor:
+        """All tokens of activations that may be cut over tokens."""
+        return start_all_gather(x, self.group, async_op=False).wait() if self.sequence else x
+
+    def start_sum(self, partial: Tensor, *, async_op: bool = True) -> Pending:
+        """Sum over the ranks, and scatter over tokens if activations are cut over them."""
+        how: Any = {"reduction": self.reduction, "async_op": async_op}
+        if self.sequence:
+            return start_reduce_scatter(partial, self.group, **how)
+        return start_all_reduce(partial, self.group, in_place=True, **how)
 
 
-class ColumnLinear(torch.autograd.Function):
-    """`x @ weight.T + bias` with the rows of `weight` cut over ranks.
+class _Multiply(torch.autograd.Function):
+    """`x @ weight.T + bias`, whole or cut.
 
-    Under sequence parallelism forward first gathers the tokens. Backward sums the input's gradient
+    With rows cut, sequence parallelism first gathers the tokens. Backward sums the input's gradient
     over ranks, and scatters it under sequence parallelism, while it computes the weight's gradient.
+
+    With columns cut, the ranks' products are summed, so every rank has the whole sum. Under
+    sequence parallelism the sum is scattered over tokens instead, and backward first gathers the
+    gradient, which both of its products need.
     """
 
     @staticmethod
@@ -57,20 +89,18 @@ class ColumnLinear(torch.autograd.Function):
         x: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        axis: MeshAxis | None,
-        sequence: bool,
+        cut: _CutProduct,
         products: Products,
-        reduction: Reduction,
     ) -> Tensor:
-        """Compute `[..., out / size]`; see the class."""
-        ctx.group = None if axis is None else axis.group
-        ctx.cut, ctx.sequence, ctx.products = axis is not None, sequence, products
-        ctx.reduction = reduction
-        whole = start_all_gather(x, ctx.group, async_op=False).wait() if sequence else x
+        """Compute `[..., out]`, or with rows cut `[..., out / size]`."""
+        ctx.cut, ctx.products = cut, products
+        whole = cut.gathered(x) if cut.side == "output" else x
         y, kept = products.output(whole, weight, bias)
         ctx.parameter = weight if weight.is_leaf else None
         ctx.save_for_backward(x, weight, *kept)
-        return y
+        if cut.side == "output" or cut.group is None:
+            return y
+        return cut.start_sum(y, async_op=False).wait()
 
     @staticmethod
     @once_differentiable
@@ -78,76 +108,80 @@ class ColumnLinear(torch.autograd.Function):
         """Gradients of x, weight and bias."""
         x, weight, *kept = ctx.saved_tensors
         for_x, for_weight, for_bias = ctx.needs_input_grad[:3]
-        group = ctx.group
+        cut, by_rows = ctx.cut, ctx.cut.side == "output"
+        grad = grad if by_rows else cut.gathered(grad)
         products = ctx.products.gradients(grad, kept)
         arriving = departing = grad_x = grad_weight = None
-        if ctx.sequence and for_weight:
+        if by_rows and cut.sequence and for_weight:
             # The input is gathered again instead of saved. The product with the weight hides this.
-            arriving = start_all_gather(x, group)
+            arriving = start_all_gather(x, cut.group)
         if for_x:
             grad_x = products.by_input(weight)
-            if ctx.sequence:
-                departing = start_reduce_scatter(grad_x, group, reduction=ctx.reduction)
-            elif ctx.cut:
-                departing = start_all_reduce(grad_x, group, in_place=True, reduction=ctx.reduction)
+            if by_rows and cut.group is not None:
+                departing = cut.start_sum(grad_x)
         if for_weight:
             whole = x if arriving is None else arriving.wait()
             grad_weight = weight_gradient(products, ctx.parameter, whole)
-        grad_bias = bias_gradient(grad) if for_bias else None
+        grad_bias = grad.flatten(0, -2).sum(dim=0) if for_bias else None
         if departing is not None:
             grad_x = departing.wait()
-        return grad_x, grad_weight, grad_bias, None, None, None, None
+        return grad_x, grad_weight, grad_bias, None, None
 
 
-class RowLinear(torch.autograd.Function):
-    """`x @ weight.T` with the columns of `weight` cut over ranks and the products summed.
+class _Projection(nn.Module):
+    """What all linear layers have in common: the parameters, and how they multiply."""
 
-    Every rank has the whole sum. Under sequence parallelism the sum is scattered over tokens
-    instead, and backward first gathers the gradient, which both of its products need.
-    """
+    side: ClassVar[Cut] = "output"
+    bias: nn.Parameter | None
 
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        axis: MeshAxis | None,
-        sequence: bool,
-        products: Products,
-        reduction: Reduction,
-    ) -> Tensor:
-        """Compute `[..., out]`; see the class."""
-        ctx.group = None if axis is None else axis.group
-        ctx.sequence, ctx.products = sequence, products
-        partial, kept = products.output(x, weight, None)
-        ctx.parameter = weight if weight.is_leaf else None
-        ctx.save_for_backward(x, weight, *kept)
-        if sequence:
-            return start_reduce_scatter(
-                partial, ctx.group, reduction=reduction, async_op=False
-            ).wait()
-        if axis is None:
-            return partial
-        return start_all_reduce(
-            partial, ctx.group, in_place=True, reduction=reduction, async_op=False
-        ).wait()
+    def __init__(
+        self,
+        rows: int,
+        columns: int,
+        bias: bool,
+        init_std: float,
+        axis: MeshAxis | None = None,
+        sequence_parallel: bool = False,
+        reduction: Reduction = "ordered",
+    ) -> None:
+        super().__init__()
+        self.axis = axis
+        self.sequence_parallel = sequence_parallel and axis is not None
+        self.reduction = reduction
+        self.init_std = init_std
+        self.init_seed: int | None = None
+        self.float8: Float8Products | None = None
+        self.weight_queue: WeightGradientQueue | None = None
+        self.weight = nn.Parameter(torch.empty(rows, columns))
+        self.bias = nn.Parameter(torch.empty(rows)) if bias else None
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Gradients of x and weight."""
-        x, weight, *kept = ctx.saved_tensors
-        if ctx.sequence:
-            grad = start_all_gather(grad, ctx.group, async_op=False).wait()
-        products = ctx.products.gradients(grad, kept)
-        grad_x = products.by_input(weight) if ctx.needs_input_grad[0] else None
-        grad_weight = None
-        if ctx.needs_input_grad[1]:
-            grad_weight = weight_gradient(products, ctx.parameter, x)
-        return grad_x, grad_weight, None, None, None, None
+    def draw(self, *, dim: int = 0, blocks: Sequence[int] | None = None) -> None:
+        """Cut the weight from a whole one drawn from N(0, init_std^2), and zero the bias."""
+        fill_normal(self.weight, self.init_std, self.init_seed, self.axis, dim=dim, blocks=blocks)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`[..., in_features]` to `[..., out_features]`; of the side that is cut, this rank's."""
+        products: Products = PLAIN
+        if self.float8 is not None:
+            products = self.float8
+            if self.float8.amax_history is not None:
+                self.float8.remembers = torch.is_grad_enabled()
+        if self.weight_queue is not None:
+            products = self.weight_queue.deferring(products)
+        if self.axis is None and products is PLAIN and not may_sink(self.weight):
+            return F.linear(x, self.weight, self.bias)
+        x, weight, bias = under_autocast(x, self.weight, self.bias)
+        # Ranks that hold columns add the bias to the sum of their products.
+        first, last = (bias, None) if self.side == "output" else (None, bias)
+        group = None if self.axis is None else self.axis.group
+        cut = _CutProduct(group, self.side, self.sequence_parallel, self.reduction)
+        y = applied(_Multiply, x, weight, first, cut, products)
+        return y if last is None else y + last
 
 
-class Linear(nn.Module):
+class Linear(_Projection):
     """`x @ weight.T + bias`, whole on every rank.
 
     Args:
@@ -167,30 +201,15 @@ class Linear(nn.Module):
         init_std: float = 0.02,
         partial: bool = False,
     ) -> None:
-        super().__init__()
+        super().__init__(out_features, in_features, bias, init_std)
         self.partial = partial
-        self.init_std = init_std
-        self.init_seed: int | None = None
-        self.weight = nn.Parameter(torch.empty(out_features, in_features))
-        self.bias = nn.Parameter(torch.empty(out_features)) if bias else None
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         """Draw the weight from N(0, init_std^2), set the bias to zero, and mark their roles."""
-        for parameter in (self.weight, self.bias):
-            if parameter is not None:
-                mark(parameter, tp_grad="sum" if self.partial else None)
-        fill_normal(self.weight, self.init_std, self.init_seed)
-        if self.bias is not None:
-            nn.init.zeros_(self.bias)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """`[..., in_features]` to `[..., out_features]`."""
-        if not may_sink(self.weight):
-            return F.linear(x, self.weight, self.bias)
-        x, weight, bias = under_autocast(x, self.weight, self.bias)
-        y: Tensor = ColumnLinear.apply(x, weight, bias, None, False, PLAIN, "ordered")  # type: ignore[no-untyped-call]
-        return y
+        for parameter in self.parameters(recurse=False):
+            mark(parameter, tp_grad="sum" if self.partial else None)
+        self.draw()
 
     def extra_repr(self) -> str:
         """Sizes, for printing."""
@@ -198,14 +217,7 @@ class Linear(nn.Module):
         return f"{in_features} -> {out_features}, bias={self.bias is not None}"
 
 
-def _products(float8: Float8Products | None, queue: WeightGradientQueue | None) -> Products:
-    if float8 is not None and float8.amax_history is not None:
-        float8.remembers = torch.is_grad_enabled()
-    products = PLAIN if float8 is None else float8
-    return products if queue is None else queue.deferring(products)
-
-
-class ColumnParallelLinear(nn.Module):
+class ColumnParallelLinear(_Projection):
     """A linear layer whose output is cut over ranks (Shoeybi et al., 2019, section 3).
 
     Each rank holds some rows of `weight`. The whole weight is the same for all numbers of ranks.
@@ -244,49 +256,30 @@ class ColumnParallelLinear(nn.Module):
         init_std: float = 0.02,
         reduction: Reduction = "ordered",
     ) -> None:
-        super().__init__()
-        self.axis = axis_of(mesh, "tp")
-        self.blocks = (out_features,) if blocks is None else tuple(blocks)
-        if sum(self.blocks) != out_features:
+        axis = axis_of(mesh, "tp")
+        blocks = (out_features,) if blocks is None else tuple(blocks)
+        if sum(blocks) != out_features:
             raise ValueError(
-                f"blocks {self.blocks} sum to {sum(self.blocks)}, not out_features {out_features}"
+                f"blocks {blocks} sum to {sum(blocks)}, not out_features {out_features}"
             )
-        self.local_blocks = tuple(
-            require_divisible("output width", block, self.axis) for block in self.blocks
-        )
-        if gather_output and len(self.blocks) > 1:
-            raise ValueError(f"gather_output with blocks {self.blocks}: gather each by itself")
-        self.sequence_parallel = sequence_parallel and self.axis is not None
-        self.reduction = reduction
-        self.gather_output = gather_output
-        self.init_std = init_std
-        self.init_seed: int | None = None
-        self.float8: Float8Products | None = None
-        self.weight_queue: WeightGradientQueue | None = None
-        self.weight = nn.Parameter(torch.empty(sum(self.local_blocks), in_features))
-        self.bias = nn.Parameter(torch.empty(sum(self.local_blocks))) if bias else None
+        if gather_output and len(blocks) > 1:
+            raise ValueError(f"gather_output with blocks {blocks}: gather each by itself")
+        rows = sum(require_divisible("output width", block, axis) for block in blocks)
+        super().__init__(rows, in_features, bias, init_std, axis, sequence_parallel, reduction)
+        self.blocks, self.gather_output = blocks, gather_output
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         """Cut the weight from a whole one drawn from N(0, init_std^2); mark the roles."""
         fused = self.blocks if len(self.blocks) > 1 else None
         if self.axis is not None:
-            for parameter in (self.weight, self.bias):
-                if parameter is not None:
-                    mark(parameter, tp_shard_dim=0, tp_blocks=fused)
-        fill_normal(self.weight, self.init_std, self.init_seed, self.axis, dim=0, blocks=fused)
-        if self.bias is not None:
-            nn.init.zeros_(self.bias)
+            for parameter in self.parameters(recurse=False):
+                mark(parameter, tp_shard_dim=0, tp_blocks=fused)
+        self.draw(blocks=fused)
 
     def forward(self, x: Tensor) -> Tensor:
         """`[..., in_features]` to `[..., out_features / size]`, whole with gather_output."""
-        products = _products(self.float8, self.weight_queue)
-        if self.axis is None and products is PLAIN and not may_sink(self.weight):
-            return F.linear(x, self.weight, self.bias)
-        x, weight, bias = under_autocast(x, self.weight, self.bias)
-        y: Tensor = ColumnLinear.apply(  # type: ignore[no-untyped-call]
-            x, weight, bias, self.axis, self.sequence_parallel, products, self.reduction
-        )
+        y = super().forward(x)
         if self.axis is None or not self.gather_output:
             return y
         return gather_from(y, self.axis.group, dim=-1)
@@ -297,7 +290,7 @@ class ColumnParallelLinear(nn.Module):
         return f"{self.weight.shape[1]} -> {' + '.join(map(str, self.blocks))}, cut by {size}"
 
 
-class RowParallelLinear(nn.Module):
+class RowParallelLinear(_Projection):
     """A linear layer whose input is cut over ranks; the products of the ranks are summed.
 
     Each rank holds some columns of `weight`. The whole weight is the same for all numbers of ranks.
@@ -319,6 +312,8 @@ class RowParallelLinear(nn.Module):
         torch.Size([2, 8])
     """
 
+    side = "input"
+
     def __init__(
         self,
         in_features: int,
@@ -330,40 +325,20 @@ class RowParallelLinear(nn.Module):
         init_std: float = 0.02,
         reduction: Reduction = "ordered",
     ) -> None:
-        super().__init__()
-        self.axis = axis_of(mesh, "tp")
-        self.sequence_parallel = sequence_parallel and self.axis is not None
-        self.reduction = reduction
-        self.init_std = init_std
-        self.init_seed: int | None = None
-        width = require_divisible("input width", in_features, self.axis)
-        self.float8: Float8Products | None = None
-        self.weight_queue: WeightGradientQueue | None = None
-        self.weight = nn.Parameter(torch.empty(out_features, width))
-        self.bias = nn.Parameter(torch.empty(out_features)) if bias else None
+        axis = axis_of(mesh, "tp")
+        columns = require_divisible("input width", in_features, axis)
+        super().__init__(out_features, columns, bias, init_std, axis, sequence_parallel, reduction)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         """Cut the weight from a whole one drawn from N(0, init_std^2); mark the roles."""
         if self.axis is not None:
             mark(self.weight, tp_shard_dim=1)
-        fill_normal(self.weight, self.init_std, self.init_seed, self.axis, dim=1)
         if self.bias is not None:
             # The bias is added after the sum. Under sequence parallelism it is added to this rank's
             # tokens only, so its gradients are summed over ranks.
             mark(self.bias, tp_grad="sum" if self.sequence_parallel else None)
-            nn.init.zeros_(self.bias)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """`[..., in_features / size]` to `[..., out_features]`."""
-        products = _products(self.float8, self.weight_queue)
-        if self.axis is None and products is PLAIN and not may_sink(self.weight):
-            return F.linear(x, self.weight, self.bias)
-        x, weight, bias = under_autocast(x, self.weight, self.bias)
-        y: Tensor = RowLinear.apply(  # type: ignore[no-untyped-call]
-            x, weight, self.axis, self.sequence_parallel, products, self.reduction
-        )
-        return y if bias is None else y + bias
+        self.draw(dim=1)
 
     def extra_repr(self) -> str:
         """Sizes, for printing."""

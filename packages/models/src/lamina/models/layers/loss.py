@@ -14,6 +14,7 @@ from torch.autograd.function import once_differentiable
 from lamina.collectives.engine import all_reduce_small
 from lamina.ddp.engine import gradient_sink
 from lamina.mesh.engine import MeshAxis
+from lamina.models.base.applied import applied
 from lamina.models.base.mesh_axes import MeshLike, axis_of
 from lamina.models.base.vocabulary import check_ids, label_weights
 from lamina.models.compat import graph_is_kept
@@ -59,10 +60,8 @@ def vocab_parallel_cross_entropy(
     _check("logits", logits, labels, chunk)
     axis = axis_of(mesh, "tp")
     check_ids("labels", labels, _total(logits.shape[-1], axis), ignore_index)
-    losses: Tensor = _CrossEntropy.apply(  # type: ignore[no-untyped-call]
-        logits, labels, axis, ignore_index, chunk or _tokens_at_a_time(logits.shape[-1])
-    )
-    return losses
+    chunk = chunk or _tokens_at_a_time(logits.shape[-1])
+    return applied(_CrossEntropy, logits, labels, axis, ignore_index, chunk)
 
 
 def linear_cross_entropy(
@@ -115,10 +114,9 @@ def linear_cross_entropy(
     check_ids("labels", labels, vocab_size, ignore_index)
     grad_enabled = torch.is_grad_enabled()
     needed = (grad_enabled and hidden.requires_grad, grad_enabled and weight.requires_grad)
-    total: Tensor = _LinearCrossEntropy.apply(  # type: ignore[no-untyped-call]
-        hidden, weight, labels, axis, vocab_size, chunk, ignore_index, needed
+    return applied(
+        _LinearCrossEntropy, hidden, weight, labels, axis, vocab_size, chunk, ignore_index, needed
     )
-    return total
 
 
 def check_reduction(reduction: str) -> None:

@@ -1,6 +1,6 @@
 """Normalisation over the last dimension."""
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -8,12 +8,39 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from lamina.mesh import mark
+from lamina.models.base.applied import applied
 from lamina.models.base.config import TransformerConfig
 
 __all__ = ["LayerNorm", "RMSNorm", "make_norm"]
 
 
-class RMSNorm(nn.Module):
+class _Norm(nn.Module):
+    """What both norms have in common: parameters over the last dimension."""
+
+    has_bias: ClassVar[bool] = False
+    bias: nn.Parameter | None
+
+    def __init__(self, size: int, eps: float = 1e-5, *, partial: bool = False) -> None:
+        super().__init__()
+        self.size, self.eps, self.partial = size, eps, partial
+        self.weight = nn.Parameter(torch.empty(size))
+        self.bias = nn.Parameter(torch.empty(size)) if self.has_bias else None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Set the weight to ones and a bias to zeros, and mark their roles."""
+        for parameter in self.parameters(recurse=False):
+            mark(parameter, tp_grad="sum" if self.partial else None)
+        nn.init.ones_(self.weight)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+    def extra_repr(self) -> str:
+        """Sizes, for printing."""
+        return f"{self.size}, eps={self.eps}"
+
+
+class RMSNorm(_Norm):
     """`x / rms(x) * weight` over the last dimension (Zhang and Sennrich, 2019).
 
     Args:
@@ -26,31 +53,14 @@ class RMSNorm(nn.Module):
         torch.Size([2, 8])
     """
 
-    def __init__(self, size: int, eps: float = 1e-5, *, partial: bool = False) -> None:
-        super().__init__()
-        self.size = size
-        self.eps = eps
-        self.partial = partial
-        self.weight = nn.Parameter(torch.empty(size))
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Set the weight to ones, and mark its role."""
-        mark(self.weight, tp_grad="sum" if self.partial else None)
-        nn.init.ones_(self.weight)
-
     def forward(self, x: Tensor) -> Tensor:
         """Normalise `[..., size]` with statistics in float32 or wider; keeps x's dtype."""
         if x.device.type != "cpu":
             return torch.rms_norm(x, (self.size,), self.weight, self.eps)
         # torch has no fused RMSNorm on a CPU; its backward takes three times as long (0605).
         wide = torch.promote_types(x.dtype, torch.float32)
-        normed: Tensor = _RMSNormOnCPU.apply(x.to(wide), self.weight.to(wide), self.eps)  # type: ignore[no-untyped-call]
+        normed = applied(_RMSNormOnCPU, x.to(wide), self.weight.to(wide), self.eps)
         return normed.to(dtype=x.dtype)
-
-    def extra_repr(self) -> str:
-        """Sizes, for printing."""
-        return f"{self.size}, eps={self.eps}"
 
 
 class _RMSNormOnCPU(torch.autograd.Function):
@@ -76,7 +86,7 @@ class _RMSNormOnCPU(torch.autograd.Function):
         return grad_x, grad_weight, None
 
 
-class LayerNorm(nn.Module):
+class LayerNorm(_Norm):
     """`(x - mean) / std * weight + bias` over the last dimension (Ba et al., 2016).
 
     Args:
@@ -85,29 +95,11 @@ class LayerNorm(nn.Module):
         partial: each tensor-parallel rank sees other tokens, so that gradients are summed.
     """
 
-    def __init__(self, size: int, eps: float = 1e-5, *, partial: bool = False) -> None:
-        super().__init__()
-        self.size = size
-        self.eps = eps
-        self.partial = partial
-        self.weight = nn.Parameter(torch.empty(size))
-        self.bias = nn.Parameter(torch.empty(size))
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Set the weight to ones and the bias to zeros, and mark their roles."""
-        for parameter in (self.weight, self.bias):
-            mark(parameter, tp_grad="sum" if self.partial else None)
-        nn.init.ones_(self.weight)
-        nn.init.zeros_(self.bias)
+    has_bias = True
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise `[..., size]`; the result has x's dtype."""
         return F.layer_norm(x, (self.size,), self.weight, self.bias, self.eps)
-
-    def extra_repr(self) -> str:
-        """Sizes, for printing."""
-        return f"{self.size}, eps={self.eps}"
 
 
 def make_norm(config: TransformerConfig, *, partial: bool = False) -> RMSNorm | LayerNorm:

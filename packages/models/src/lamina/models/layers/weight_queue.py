@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from lamina.models.base.applied import applied
 from lamina.models.layers.matmul_products import Gradients, Products, weight_gradient
 
 __all__ = ["Late", "WeightGradientQueue", "attach_queue", "deliver"]
@@ -85,7 +86,7 @@ def deliver(late: Sequence[Late]) -> None:
     """
     if late:
         with torch.enable_grad():
-            outputs = [_LateGradient.apply(*item) for item in late]  # type: ignore[no-untyped-call]
+            outputs = [applied(_LateGradient, *item) for item in late]
         torch.autograd.backward(outputs)
 
 

@@ -16,6 +16,7 @@ from torch.distributed import ProcessGroup
 
 from lamina.collectives import all_to_all_tokens, gather_from, reduce_scatter_to
 from lamina.collectives.engine import Pending, start_all_to_all
+from lamina.models.base.applied import applied
 
 __all__ = ["RowExchange", "gather_rows", "reduce_rows"]
 
@@ -37,14 +38,13 @@ class RowExchange:
         self.sends = sends
         self.receives = receives
         self.pending: Pending | None = None
-        self._ticket: Tensor | None = _Send.apply(rows, self)  # type: ignore[no-untyped-call]
+        self._ticket: Tensor | None = applied(_Send, rows, self)
 
     def wait(self) -> Tensor:
         """Return the received rows `[sum(receives), hidden]`, in the order of the sending ranks."""
         # The ticket's node refers to this exchange. Dropping the ticket avoids a reference cycle.
         ticket, self._ticket = self._ticket, None
-        rows: Tensor = _Receive.apply(ticket, self)  # type: ignore[no-untyped-call]
-        return rows
+        return applied(_Receive, ticket, self)
 
     def start(self, rows: Tensor, *, back: bool) -> None:
         """Start sending rows, or gradients in the opposite direction."""

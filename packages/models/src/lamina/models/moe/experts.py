@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from lamina.mesh import derive_seed, mark
+from lamina.models.base.applied import applied
 from lamina.models.base.config import Activation
 from lamina.models.base.configs.moe import ExpertsPath
 from lamina.models.base.cut_weights import require_divisible
@@ -83,13 +84,9 @@ def expert_product(rows: Tensor, weight: Tensor, runs: ExpertRuns) -> Tensor:
         runs: the number of rows of each expert, and how to multiply.
     """
     if may_sink(weight):
-        sunk: Tensor = _ExpertProduct.apply(rows, weight, runs)  # type: ignore[no-untyped-call]
-        return sunk
+        return applied(_ExpertProduct, rows, weight, runs)
     results = runs.multiply(rows, weight.transpose(1, 2))
-    if runs.way != "grouped":
-        return results
-    contiguous: Tensor = _ContiguousGradient.apply(results)  # type: ignore[no-untyped-call]
-    return contiguous
+    return applied(_ContiguousGradient, results) if runs.way == "grouped" else results
 
 
 class ExpertGradients:

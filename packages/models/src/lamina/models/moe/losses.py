@@ -17,6 +17,7 @@ from torch.autograd.function import once_differentiable
 from lamina.collectives import scatter_to
 from lamina.collectives.engine import all_reduce_small
 from lamina.mesh.engine import MeshAxis
+from lamina.models.base.applied import applied
 from lamina.models.base.configs.moe import MoEConfig
 from lamina.models.compat import one_graph_break
 from lamina.models.layers.zigzag import cut_sequence
@@ -220,8 +221,7 @@ def inject(carrier: Tensor, loss: Tensor, scale: AuxiliaryScale) -> Tensor:
         loss: a scalar.
         scale: its value in backward is the gradient of the loss.
     """
-    tied: Tensor = _Inject.apply(carrier, loss, scale)  # type: ignore[no-untyped-call]
-    return tied
+    return applied(_Inject, carrier, loss, scale)
 
 
 class _Inject(torch.autograd.Function):

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from lamina.models.base.applied import applied
 from lamina.models.base.configs.moe import Drop, MoEConfig
 
 __all__ = [
@@ -160,10 +161,7 @@ def rows_to_capacity(experts: Tensor, num_experts: int, capacity: int) -> RowOrd
 
 def copies_to_rows(x: Tensor, order: RowOrder) -> Tensor:
     """Copy tokens `[tokens, hidden]` into rows `[rows, hidden]`."""
-    rows: Tensor = _CopiesToRows.apply(  # type: ignore[no-untyped-call]
-        x, order.copy_of_row, order.row_of_copy, order.holes
-    )
-    return rows
+    return applied(_CopiesToRows, x, order.copy_of_row, order.row_of_copy, order.holes)
 
 
 def rows_to_tokens(rows: Tensor, weights: Tensor, order: RowOrder) -> Tensor:
@@ -177,10 +175,7 @@ def rows_to_tokens(rows: Tensor, weights: Tensor, order: RowOrder) -> Tensor:
     Returns:
         `[tokens, hidden]` in the rows' dtype; summed in the weights', best expert first.
     """
-    tokens: Tensor = _RowsToTokens.apply(  # type: ignore[no-untyped-call]
-        rows, weights, order.copy_of_row, order.row_of_copy, order.holes
-    )
-    return tokens
+    return applied(_RowsToTokens, rows, weights, order.copy_of_row, order.row_of_copy, order.holes)
 
 
 def _take(rows: Tensor, index: Tensor, holes: bool) -> Tensor:

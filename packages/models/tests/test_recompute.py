@@ -165,7 +165,7 @@ class Watch:
             held.add(tensor)
             self.events.append((name, tensor.owner.index))
             found = method(tensor)
-            self.back.append({each.owner.index for each in held if each.is_back})
+            self.back.append({each.owner.index for each in held if each._copy is not None})
             return found
 
         return run

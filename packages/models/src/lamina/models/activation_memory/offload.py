@@ -173,11 +173,6 @@ class OnHost:
         # The copy may still read the tensor after its last reference is gone.
         tensor.record_stream(streams.away)
 
-    @property
-    def is_back(self) -> bool:
-        """Whether a copy is on the device, or has been started."""
-        return self._copy is not None
-
     def send_for(self) -> None:
         """Start the copy to the device, unless there is one."""
         if self._copy is not None:

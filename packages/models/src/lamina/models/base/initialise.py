@@ -34,12 +34,7 @@ def draw_seed() -> int:
 
 
 def check_same_seed(seed: int, *axes: MeshAxis | None) -> None:
-    """Raise ValueError if ranks that hold parts of one model have different seeds. Collective.
-
-    Args:
-        seed: the model's, here.
-        axes: the axes along which seeds must be equal; None is one rank.
-    """
+    """Raise ValueError if ranks of an axis have different seeds; None is one rank. Collective."""
     for axis in axes:
         if axis is None:
             continue
@@ -54,12 +49,7 @@ def check_same_seed(seed: int, *axes: MeshAxis | None) -> None:
 
 
 def extremes(values: Sequence[int], axis: MeshAxis) -> list[tuple[int, int]]:
-    """The lowest and the highest of each value over the ranks of an axis. Collective.
-
-    Args:
-        values: above -2^63 and below 2^63, as many on every rank.
-        axis: the ranks.
-    """
+    """The lowest and the highest of each int64 value over the ranks of an axis. Collective."""
     if axis.group is None:
         return [(value, value) for value in values]
     device = host_device([axis.group], "cuda" if torch.cuda.is_available() else "cpu")
@@ -115,16 +105,9 @@ def fill_uniform(
     blocks: Sequence[int] | None = None,
     then: Callable[[Tensor], Tensor] | None = None,
 ) -> None:
-    """Fill a parameter, or a rank's rows of one, evenly from [low, high); as `fill_normal`.
+    """Fill a parameter, or a rank's rows of one, evenly from [low, high); see `fill_normal`.
 
-    Args:
-        parameter: what this rank holds.
-        low: the lowest value.
-        high: the highest.
-        seed: decides the numbers; None draws from the device's default generator.
-        axis: the ranks that hold rows; None holds the whole.
-        blocks: lengths, over all ranks, of what is fused along the rows.
-        then: applied to the whole before it is cut.
+    `then` is applied to the whole before it is cut.
     """
     if not parameter.is_meta:
         whole, generator = _whole(parameter, seed, axis, 0)
@@ -143,16 +126,7 @@ def fill_normal_stack(
     dim: int = 0,
     blocks: Sequence[int] | None = None,
 ) -> None:
-    """Fill each tensor of a stack from a seed of its own: see `fill_normal`.
-
-    Args:
-        parameter: `[tensors, ...]`, what this rank holds.
-        std: standard deviation.
-        seeds: one for each tensor.
-        axis: the ranks that hold pieces of each; None holds the whole.
-        dim: the dimension of each that is cut.
-        blocks: lengths, over all ranks, of what is fused along `dim`.
-    """
+    """Fill each tensor of a stack `[tensors, ...]` from a seed of its own: see `fill_normal`."""
     if parameter.is_meta:
         return
     elsewhere = hasattr(parameter, "device_mesh")

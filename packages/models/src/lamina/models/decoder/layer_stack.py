@@ -4,6 +4,8 @@
 letters are `LETTERS` of `base/configs/mamba.py`; `TransformerConfig.layer_kinds` adds others.
 """
 
+from typing import Any
+
 from torch import Tensor, nn
 
 from lamina.models.attention.attention import variant_of
@@ -69,20 +71,23 @@ class TransformerBlock(nn.Module):
 
     def forward(self, x: Tensor, context: AttentionContext | None = None) -> Tensor:
         """`[batch, sequence, hidden]` to the same, or `[tokens / tp, hidden]` to the same."""
-        x = self.add(x, self.attention(self.attention_norm(x), context), self.attention_post_norm)
-        normed = self.mlp_norm(x)
-        if isinstance(self.mlp, MoELayer) and context is not None:
-            update: Tensor = self.mlp(normed, context.routing, context.shape)
-        else:
-            update = self.mlp(normed)
-        return self.add(x, update, self.mlp_post_norm)
+        update = self.attention(self.attention_norm(x), context)
+        x = _add(x, update, self.attention_post_norm, self.dropout)
+        update = _feed_forward(self.mlp, self.mlp_norm(x), context)
+        return _add(x, update, self.mlp_post_norm, self.dropout)
 
-    def add(self, x: Tensor, update: Tensor, norm: nn.Module | None) -> Tensor:
-        """Add an update to the residual stream, after post-norm and dropout."""
-        if norm is not None:
-            update = norm(update)
-        dropped: Tensor = self.dropout(update)
-        return x + dropped
+
+def _add(x: Tensor, update: Tensor, norm: nn.Module | None, dropout: nn.Module) -> Tensor:
+    """Add an update to the residual stream, after post-norm and dropout."""
+    dropped: Tensor = dropout(update if norm is None else norm(update))
+    return x + dropped
+
+
+def _feed_forward(mlp: nn.Module, x: Tensor, context: AttentionContext | None) -> Any:
+    """Apply an MLP, or experts, whose routers share a context."""
+    if isinstance(mlp, MoELayer) and context is not None:
+        return mlp(x, context.routing, context.shape)
+    return mlp(x)
 
 
 class ResidualBlock(nn.Module):
@@ -110,10 +115,7 @@ class ResidualBlock(nn.Module):
 
     def add(self, x: Tensor, update: Tensor) -> Tensor:
         """Add an update to the residual stream, after post-norm and dropout."""
-        if self.post_norm is not None:
-            update = self.post_norm(update)
-        dropped: Tensor = self.dropout(update)
-        return x + dropped
+        return _add(x, update, self.post_norm, self.dropout)
 
 
 class MambaBlock(ResidualBlock):
@@ -146,18 +148,22 @@ class AttentionBlock(ResidualBlock):
         super().__init__(config, variant_of(config).make(config, mesh), mesh)
 
 
-class MLPBlock(ResidualBlock):
+class _FeedForwardBlock(ResidualBlock):
+    """A layer whose mixer treats each token by itself."""
+
+    def forward(self, x: Tensor, context: AttentionContext | None = None) -> Tensor:
+        """`[batch, sequence, hidden]` to the same, or `[tokens / tp, hidden]` to the same."""
+        return self.add(x, _feed_forward(self.mixer, self.norm(x), context))
+
+
+class MLPBlock(_FeedForwardBlock):
     """An MLP layer: `x + mlp(norm(x))` (letter `-`)."""
 
     def __init__(self, config: TransformerConfig, mesh: MeshLike = None) -> None:
         super().__init__(config, MLP(config, mesh), mesh)
 
-    def forward(self, x: Tensor, context: AttentionContext | None = None) -> Tensor:
-        """`[batch, sequence, hidden]` to the same, or `[tokens / tp, hidden]` to the same."""
-        return self.add(x, self.mixer(self.norm(x)))
 
-
-class ExpertBlock(ResidualBlock):
+class ExpertBlock(_FeedForwardBlock):
     """A layer of experts: `x + experts(norm(x))` (letter `E`).
 
     Args:
@@ -173,13 +179,6 @@ class ExpertBlock(ResidualBlock):
         experts: ExpertAxes | None = None,
     ) -> None:
         super().__init__(config, MoELayer(config, mesh if experts is None else experts), mesh)
-
-    def forward(self, x: Tensor, context: AttentionContext | None = None) -> Tensor:
-        """`[batch, sequence, hidden]` to the same, or `[tokens / tp, hidden]` to the same."""
-        normed = self.norm(x)
-        if context is None:
-            return self.add(x, self.mixer(normed))
-        return self.add(x, self.mixer(normed, context.routing, context.shape))
 
 
 _BLOCKS: dict[str, type[nn.Module]] = {

@@ -91,9 +91,10 @@ class _Multiply(torch.autograd.Function):
         bias: Tensor | None,
         cut: _CutProduct,
         products: Products,
+        queue: WeightGradientQueue | None,
     ) -> Tensor:
         """Compute `[..., out]`, or with rows cut `[..., out / size]`."""
-        ctx.cut, ctx.products = cut, products
+        ctx.cut, ctx.products, ctx.queue = cut, products, queue
         whole = cut.gathered(x) if cut.side == "output" else x
         y, kept = products.output(whole, weight, bias)
         ctx.parameter = weight if weight.is_leaf else None
@@ -121,11 +122,13 @@ class _Multiply(torch.autograd.Function):
                 departing = cut.start_sum(grad_x)
         if for_weight:
             whole = x if arriving is None else arriving.wait()
-            grad_weight = weight_gradient(products, ctx.parameter, whole)
+            later = None if ctx.parameter is None else ctx.queue
+            if later is None or not later.put(ctx.parameter, products, whole):
+                grad_weight = weight_gradient(products, ctx.parameter, whole)
         grad_bias = grad.flatten(0, -2).sum(dim=0) if for_bias else None
         if departing is not None:
             grad_x = departing.wait()
-        return grad_x, grad_weight, grad_bias, None, None
+        return grad_x, grad_weight, grad_bias, None, None, None
 
 
 class _Projection(nn.Module):
@@ -168,16 +171,15 @@ class _Projection(nn.Module):
             products = self.float8
             if self.float8.amax_history is not None:
                 self.float8.remembers = torch.is_grad_enabled()
-        if self.weight_queue is not None:
-            products = self.weight_queue.deferring(products)
-        if self.axis is None and products is PLAIN and not may_sink(self.weight):
+        plain = self.float8 is None and self.weight_queue is None
+        if self.axis is None and plain and not may_sink(self.weight):
             return F.linear(x, self.weight, self.bias)
         x, weight, bias = under_autocast(x, self.weight, self.bias)
         # Ranks that hold columns add the bias to the sum of their products.
         first, last = (bias, None) if self.side == "output" else (None, bias)
         group = None if self.axis is None else self.axis.group
         cut = _CutProduct(group, self.side, self.sequence_parallel, self.reduction)
-        y = applied(_Multiply, x, weight, first, cut, products)
+        y = applied(_Multiply, x, weight, first, cut, products, self.weight_queue)
         return y if last is None else y + last
 
 

@@ -8,7 +8,7 @@ products, so `under_autocast` casts their inputs.
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -41,14 +41,6 @@ class Gradients(Protocol):
         """Write `grad.T @ x` into `total` `[out, in]`, or add it."""
 
 
-@runtime_checkable
-class PutsOff(Protocol):
-    """Gradients that can compute the weight's product later than in this backward."""
-
-    def put_off(self, weight: Tensor, x: Tensor) -> None:
-        """Record that `grad.T @ x` is still to be computed for the parameter `weight`."""
-
-
 def weight_gradient(gradients: Gradients, weight: Tensor | None, x: Tensor) -> Tensor | None:
     """Compute what a backward returns as the gradient of its weight.
 
@@ -59,11 +51,8 @@ def weight_gradient(gradients: Gradients, weight: Tensor | None, x: Tensor) -> T
         x: the layer's whole input.
 
     Returns:
-        The gradient; None if it was put off, or was written into a wrapper's bucket.
+        The gradient; None if it was written into a wrapper's bucket.
     """
-    if weight is not None and isinstance(gradients, PutsOff):
-        gradients.put_off(weight, x)
-        return None
     sink = None if weight is None else gradient_sink(weight)
     if sink is None:
         return gradients.by_weight(x)

@@ -7,7 +7,7 @@ without a queue computes its weights' gradients in the first pass, which is corr
 work to fill idle time with.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol, runtime_checkable
 
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from lamina.models.base.applied import applied
-from lamina.models.layers.matmul_products import Gradients, Products, weight_gradient
+from lamina.models.layers.matmul_products import Gradients, weight_gradient
 
 __all__ = ["Late", "WeightGradientQueue", "attach_queue", "deliver"]
 
@@ -37,11 +37,6 @@ class WeightGradientQueue:
     def __init__(self) -> None:
         self._open: list[Late] | None = None
 
-    @property
-    def is_open(self) -> bool:
-        """Whether the backward that runs now puts weights' gradients off."""
-        return self._open is not None
-
     @contextmanager
     def collecting(self) -> Iterator[list[Late]]:
         """Inside, backwards append to the list that this yields."""
@@ -52,15 +47,12 @@ class WeightGradientQueue:
         finally:
             self._open = None
 
-    def put(self, late: Late) -> None:
-        """Append a product. Raises RuntimeError outside of `collecting`."""
-        if self._open is None:
-            raise RuntimeError("no backward is collecting weights' gradients")
-        self._open.append(late)
-
-    def deferring(self, products: Products) -> Products:
-        """The same products, whose weights' gradients go to this queue while it is open."""
-        return _DeferringProducts(products, self)
+    def put(self, weight: Tensor, gradients: Gradients, x: Tensor) -> bool:
+        """Put a product off, if the backward that runs now does so; whether it does."""
+        if self._open is not None:
+            # Detached, because the saved input would otherwise keep the whole graph alive.
+            self._open.append((weight, gradients, x.detach()))
+        return self._open is not None
 
 
 @runtime_checkable
@@ -70,12 +62,11 @@ class PutsOffWeights(Protocol):
     weight_queue: WeightGradientQueue | None
 
 
-def attach_queue(module: nn.Module, queue: WeightGradientQueue | None) -> int:
-    """Give a queue to all layers below a module that can use one; returns their number."""
-    layers = [layer for layer in module.modules() if isinstance(layer, PutsOffWeights)]
-    for layer in layers:
-        layer.weight_queue = queue
-    return len(layers)
+def attach_queue(module: nn.Module, queue: WeightGradientQueue) -> None:
+    """Give a queue to all layers below a module that can use one."""
+    for layer in module.modules():
+        if isinstance(layer, PutsOffWeights):
+            layer.weight_queue = queue
 
 
 def deliver(late: Sequence[Late]) -> None:
@@ -104,32 +95,3 @@ class _LateGradient(torch.autograd.Function):
         gradient = weight_gradient(ctx.gradients, ctx.weight, ctx.x)
         ctx.gradients = ctx.x = None
         return gradient, None, None
-
-
-class _DeferringProducts:
-    def __init__(self, products: Products, queue: WeightGradientQueue) -> None:
-        self._products = products
-        self._queue = queue
-        self.output: Callable[..., tuple[Tensor, tuple[Tensor, ...]]] = products.output
-
-    def gradients(self, grad: Tensor, kept: Sequence[Tensor]) -> Gradients:
-        """See `Products`."""
-        plain = self._products.gradients(grad, kept)
-        return _DeferringGradients(plain, self._queue) if self._queue.is_open else plain
-
-
-class _DeferringGradients:
-    def __init__(self, plain: Gradients, queue: WeightGradientQueue) -> None:
-        self._plain = plain
-        self._queue = queue
-        self.by_input = plain.by_input
-        self.by_weight = plain.by_weight
-
-    def add_by_weight(self, x: Tensor, total: Tensor, accumulate: bool) -> None:
-        """See `Gradients`."""
-        self._plain.add_by_weight(x, total, accumulate)
-
-    def put_off(self, weight: Tensor, x: Tensor) -> None:
-        """Put off the product for a weight; autograd gets no gradient for it now."""
-        # Detached, because the saved input would otherwise keep the whole graph alive.
-        self._queue.put((weight, self._plain, x.detach()))

@@ -136,7 +136,7 @@ class StateSpaceScan(nn.Module):
         path = choose_path(self.sizes.path, x.device, x.dtype)
         steps = self.steps(dt)
         if path == "fla":
-            y, _ = kernel_scan(x, steps, self.rate, b, c, runs=runs)
+            y = kernel_scan(x, steps, self.rate, b, c, runs=runs)
         else:
             chunk = self.sizes.chunk_size
             y, _ = chunked_scan(x, steps, self.rate, b, c, chunk=chunk, runs=runs)

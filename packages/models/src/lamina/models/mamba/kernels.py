@@ -76,29 +76,19 @@ def kernel_scan(
     c: Tensor,
     *,
     runs: Tensor | None = None,
-    state: Tensor | None = None,
-) -> tuple[Tensor, Tensor | None]:
+) -> Tensor:
     """Run the scan by flash-linear-attention; arguments as of `chunked_scan`, in the dtype of x.
 
     The recurrence is simple gated linear attention with queries C, keys B, values dt x and gates
-    dt A. With documents no state is returned, because each document has its own.
-
-    Raises:
-        ValueError: for documents together with a state.
+    dt A.
     """
     heads = x.shape[2]
     query, key = (part.repeat_interleave(heads // b.shape[2], dim=2).to(x.dtype) for part in (c, b))
     value = (x * dt.unsqueeze(-1)).to(x.dtype)
     gate = dt.float() * rate.float()
-    options: dict[str, Any] = {"scale": 1.0, "output_final_state": runs is None}
-    if state is not None:
-        # The library's states are [state_size, head_dim].
-        options["initial_state"] = state.float().transpose(-1, -2).contiguous()
+    parts = (query, key, value, gate)
     if runs is None:
-        y, last = fused_scan()(query, key, value, gate, **options)
-        return y, last.transpose(-1, -2)
-    if state is not None:
-        raise ValueError("documents together with a state: each document starts with none")
-    parts = (part.flatten(0, 1).unsqueeze(0) for part in (query, key, value, gate))
-    y, _ = fused_scan()(*parts, cu_seqlens=document_starts(runs), **options)
-    return cast(Tensor, y).view_as(x), None
+        return cast(Tensor, fused_scan()(*parts, scale=1.0)[0])
+    flat = (part.flatten(0, 1).unsqueeze(0) for part in parts)
+    y, _ = fused_scan()(*flat, cu_seqlens=document_starts(runs), scale=1.0)
+    return cast(Tensor, y).view_as(x)

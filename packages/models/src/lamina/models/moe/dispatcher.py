@@ -23,11 +23,13 @@ from lamina.collectives.engine import (
 )
 from lamina.mesh.engine import MeshAxis
 from lamina.models.base.configs.moe import Dispatcher
+from lamina.models.base.cut_weights import require_divisible
 from lamina.models.compat import one_graph_break
 from lamina.models.moe.exchange import RowExchange, gather_rows, reduce_rows
 from lamina.models.moe.expert_axes import ExpertAxes
 from lamina.models.moe.routing import (
     Routing,
+    RowOrder,
     copies_to_rows,
     rows_by_expert,
     rows_to_capacity,
@@ -87,12 +89,7 @@ class TokenDispatcher:
         self.num_experts = num_experts
         self.axes = mesh
         self.kind = kind
-        ep = 1 if mesh.ep is None else mesh.ep.size
-        if num_experts % ep:
-            raise ValueError(
-                f"num_experts {num_experts} is not divisible by ep {ep} (remainder "
-                f"{num_experts % ep}): change one of them"
-            )
+        require_divisible("num_experts", num_experts, mesh.ep)
 
     def dispatch(
         self,
@@ -124,7 +121,7 @@ class TokenDispatcher:
             known = {} if capacities is None else capacities
             if axis.ranks not in known:
                 known[axis.ranks] = _largest(routing.capacity, group, x.device)
-            return _Padded(x, replace(routing, capacity=known[axis.ranks]), way)
+            return _Padded(x, routing, way, known[axis.ranks])
         return _AllToAll(x, routing, way)
 
 
@@ -205,38 +202,28 @@ class _Replicated(_Local):
         return reduce_from(super().combine(), self.group)
 
 
-class _AllToAll(Dispatch):
-    """Each copy is sent to its expert, after ranks have exchanged how many rows they send."""
+class _Sent(Dispatch):
+    """Rows are sent to the ranks of their experts by one all-to-all, and back by another."""
 
-    def __init__(self, x: Tensor, routing: Routing, way: _Way) -> None:
+    counts: Tensor
+
+    def __init__(self, routing: Routing, way: _Way) -> None:
         super().__init__(routing)
         self.way = way
-        counts = routing.counts.view(way.homes, 1, way.held)
-        counts = counts.expand(-1, way.pieces, -1).reshape(way.axis.size, way.held)
-        asked = start_all_to_all(counts, way.group)
-        order = rows_by_expert(routing.experts)  # while the counts travel
-        self.received = asked.wait()
-        # This is the only time in a layer that the host waits for the device.
-        known = torch.cat((routing.counts, self.received.flatten())).tolist()
-        sent, got = known[: way.num_experts], known[way.num_experts :]
-        self.chunks: list[list[int]] = [
-            got[start : start + way.held] for start in range(0, len(got), way.held)
-        ]
-        self.sends = [
-            sum(sent[start : start + way.held]) for start in range(0, len(sent), way.held)
-        ]
-        self.order = order.first(sum(sent)) if routing.holes else order
+
+    def send(self, x: Tensor, order: RowOrder, sends: list[int], chunks: list[list[int]]) -> None:
+        """Start to send `sends` rows to each rank of ep; `chunks[i][j]` come from i for j."""
+        self.order, self.sends, self.chunks = order, sends, chunks
         self.going = RowExchange(
-            repeat_runs(copies_to_rows(x, self.order), self.sends, way.pieces),
-            way.group,
-            [count for count in self.sends for _ in range(way.pieces)],
-            [sum(chunk) for chunk in self.chunks],
+            repeat_runs(copies_to_rows(x, order), sends, self.way.pieces),
+            self.way.group,
+            [count for count in sends for _ in range(self.way.pieces)],
+            [sum(chunk) for chunk in chunks],
         )
 
     def arrive(self) -> ExpertRows:
         rows = regroup(self.going.wait(), self.chunks)
-        on_host = tuple(map(sum, zip(*self.chunks, strict=True)))
-        return ExpertRows(rows, self.received.sum(0), on_host)
+        return ExpertRows(rows, self.counts, tuple(map(sum, zip(*self.chunks, strict=True))))
 
     def give_back(self, rows: Tensor) -> None:
         by_expert = [list(column) for column in zip(*self.chunks, strict=True)]
@@ -249,41 +236,35 @@ class _AllToAll(Dispatch):
         return rows_to_tokens(rows, self.routing.weights, self.order)
 
 
-class _Padded(Dispatch):
-    """Each rank sends each expert the same number of rows, so no counts are exchanged."""
+class _AllToAll(_Sent):
+    """Each copy is sent to its expert, after ranks have exchanged how many rows they send."""
 
     def __init__(self, x: Tensor, routing: Routing, way: _Way) -> None:
-        super().__init__(routing)
-        if routing.capacity is None:
-            raise ValueError("rows are padded to a capacity, and there is none")
-        self.way, self.capacity = way, routing.capacity
-        self.order = rows_to_capacity(routing.experts, way.num_experts, routing.capacity)
-        rows = copies_to_rows(x, self.order)
-        self.each = [way.held * self.capacity] * way.axis.size
-        runs = [way.held * self.capacity] * way.homes
-        self.going = RowExchange(
-            repeat_runs(rows, runs, way.pieces), way.group, self.each, self.each
+        super().__init__(routing, way)
+        counts = routing.counts.view(way.homes, 1, way.held)
+        counts = counts.expand(-1, way.pieces, -1).reshape(way.axis.size, way.held)
+        asked = start_all_to_all(counts, way.group)
+        order = rows_by_expert(routing.experts)  # while the counts travel
+        received = asked.wait()
+        self.counts = received.sum(0)
+        # This is the only time in a layer that the host waits for the device.
+        known = torch.cat((routing.counts, received.flatten())).tolist()
+        runs = [known[start : start + way.held] for start in range(0, len(known), way.held)]
+        sends = [sum(run) for run in runs[: way.homes]]
+        order = order.first(sum(sends)) if routing.holes else order
+        self.send(x, order, sends, runs[way.homes :])
+
+
+class _Padded(_Sent):
+    """Each rank sends each expert the same number of rows, so no counts are exchanged."""
+
+    def __init__(self, x: Tensor, routing: Routing, way: _Way, capacity: int) -> None:
+        super().__init__(routing, way)
+        order = rows_to_capacity(routing.experts, way.num_experts, capacity)
+        self.counts = routing.counts.new_full((way.held,), way.axis.size * capacity)
+        self.send(
+            x, order, [way.held * capacity] * way.homes, [[capacity] * way.held] * way.axis.size
         )
-
-    def arrive(self) -> ExpertRows:
-        way = self.way
-        rows = self.going.wait().view(way.axis.size, way.held, self.capacity, -1)
-        rows = rows.transpose(0, 1).flatten(0, 2)
-        count = way.axis.size * self.capacity
-        counts = torch.full((way.held,), count, dtype=torch.int64, device=rows.device)
-        return ExpertRows(rows, counts, (count,) * way.held)
-
-    def give_back(self, rows: Tensor) -> None:
-        way = self.way
-        rows = rows.view(way.held, way.axis.size, self.capacity, -1)
-        rows = rows.transpose(0, 1).flatten(0, 2)
-        self.coming = RowExchange(rows, way.group, self.each, self.each)
-
-    def combine(self) -> Tensor:
-        way = self.way
-        runs = [way.held * self.capacity] * way.homes
-        rows = sum_runs(self.coming.wait(), runs, way.pieces)
-        return rows_to_tokens(rows, self.routing.weights, self.order)
 
 
 class _AllGather(Dispatch):
@@ -325,6 +306,10 @@ def regroup(rows: Tensor, chunks: Sequence[Sequence[int]]) -> Tensor:
     """Reorder chunks of rows, of the sizes `chunks[i][j]`, from the order (i, j) to (j, i)."""
     if len(chunks) == 1 or len(chunks[0]) == 1:
         return rows
+    sizes = {size for row in chunks for size in row}
+    if len(sizes) == 1:
+        cut = rows.view(len(chunks), len(chunks[0]), sizes.pop(), rows.shape[-1])
+        return cut.transpose(0, 1).flatten(0, 2)
     parts = torch.split(rows, [size for row in chunks for size in row])
     width = len(chunks[0])
     return torch.cat([parts[i * width + j] for j in range(width) for i in range(len(chunks))])

@@ -39,8 +39,8 @@ class ExpertAxes:
     replicated: bool = False
 
     @staticmethod
-    def of(mesh: MeshLike, *, sequence_parallel: bool = False) -> ExpertAxes:
-        """Find the axes of a mesh.
+    def of(mesh: MeshLike | ExpertAxes, *, sequence_parallel: bool = False) -> ExpertAxes:
+        """Find the axes of a mesh; axes that were found before are returned as they are.
 
         Dimensions of a DeviceMesh that are called `ep` and `expert_tp` are the experts' axes.
         Without them, and for a bare axis, experts are cut over `tp` like the dense layers. Wrappers
@@ -51,16 +51,12 @@ class ExpertAxes:
             LayoutError: for tp beside expert parallelism without sequence parallelism.
             ValueError: the same on a DeviceMesh.
         """
-        if mesh is None:
-            return ExpertAxes()
+        if mesh is None or isinstance(mesh, ExpertAxes):
+            return mesh or ExpertAxes()
         tp = axis_of(mesh, "tp")
+        replicated = tp is not None and not sequence_parallel
         if isinstance(mesh, MeshAxis):
-            return ExpertAxes(
-                expert_tp=tp,
-                dispatch=tp,
-                tp=tp,
-                replicated=tp is not None and not sequence_parallel,
-            )
+            return ExpertAxes(expert_tp=tp, dispatch=tp, tp=tp, replicated=replicated)
         if isinstance(mesh, ParallelMesh):
             mesh.layout.require_sequence_parallel(sequence_parallel)
         ep, expert_tp = axis_of(mesh, "ep"), axis_of(mesh, "expert_tp")
@@ -69,21 +65,18 @@ class ExpertAxes:
         both = ep or expert_tp
         if ep is not None and expert_tp is not None:
             both = mesh_axis(mesh, ("ep", "expert_tp"))
-        return ExpertAxes(
-            ep,
-            expert_tp,
-            both,
-            tp,
-            axis_of(mesh, "cp"),
-            _data_axis(mesh),
-            replicated=tp is not None and not sequence_parallel,
-        )
+        cp, dp = axis_of(mesh, "cp"), _data_axis(mesh)
+        return ExpertAxes(ep, expert_tp, both, tp, cp, dp, replicated)
+
+    @property
+    def tokens_tp(self) -> MeshAxis | None:
+        """The axis `tp`, if its ranks hold different tokens."""
+        return None if self.replicated else self.tp
 
     @property
     def along_sequence(self) -> tuple[MeshAxis, ...]:
         """Axes whose ranks share a microbatch and hold different tokens of it."""
-        tp = None if self.replicated else self.tp
-        return tuple(axis for axis in (tp, self.cp) if axis is not None)
+        return tuple(axis for axis in (self.tokens_tp, self.cp) if axis is not None)
 
     @property
     def token_axes(self) -> tuple[MeshAxis, ...]:

@@ -27,7 +27,6 @@ from lamina.models.layers.matmul_products import (
 from lamina.models.layers.mlp import ActivationFunction
 from lamina.models.moe.dispatcher import ExpertRows
 from lamina.models.moe.expert_axes import ExpertAxes
-from lamina.models.moe.router import axes_from
 
 __all__ = ["GroupedExperts"]
 
@@ -206,7 +205,7 @@ class GroupedExperts(nn.Module):
         path: ExpertsPath = "auto",
     ) -> None:
         super().__init__()
-        self.axes = axes_from(mesh, sequence_parallel=True)
+        self.axes = ExpertAxes.of(mesh, sequence_parallel=True)
         self.path = path
         self.init_std = init_std
         self.output_std = init_std if output_std is None else output_std

@@ -11,7 +11,7 @@ from lamina.models.moe.dispatcher import TokenDispatcher
 from lamina.models.moe.expert_axes import ExpertAxes
 from lamina.models.moe.experts import GroupedExperts
 from lamina.models.moe.losses import RoutingContext
-from lamina.models.moe.router import TopKRouter, axes_from
+from lamina.models.moe.router import TopKRouter
 
 __all__ = ["MoELayer"]
 
@@ -36,8 +36,7 @@ class MoELayer(nn.Module):
         moe = config.moe
         if moe is None:
             raise ValueError("config.moe is None: give the TransformerConfig a MoEConfig")
-        axes = axes_from(mesh, config.sequence_parallel)
-        self.axes = axes
+        self.axes = axes = ExpertAxes.of(mesh, sequence_parallel=config.sequence_parallel)
         self.router = TopKRouter(
             config.hidden_size,
             moe,

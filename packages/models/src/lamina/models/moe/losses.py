@@ -117,8 +117,8 @@ class RoutingContext:
         padding = None
         if padding_mask is not None:
             padding = cut_sequence(padding_mask, axes.cp).flatten()
-            if axes.tp is not None and not axes.replicated:
-                padding = scatter_to(padding, axes.tp.group)
+            if axes.tokens_tp is not None:
+                padding = scatter_to(padding, axes.tokens_tp.group)
         return RoutingContext(AuxiliaryScale(scale), padding)
 
 

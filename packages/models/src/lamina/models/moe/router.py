@@ -30,7 +30,7 @@ from lamina.models.moe.losses import (
 )
 from lamina.models.moe.routing import Routing, choose_experts, count_copies, within_capacity
 
-__all__ = ["RoutingTotals", "TopKRouter", "axes_from"]
+__all__ = ["RoutingTotals", "TopKRouter"]
 
 
 class RoutingTotals:
@@ -80,7 +80,7 @@ class TopKRouter(nn.Module):
     ) -> None:
         super().__init__()
         self.moe = moe
-        self.axes = axes_from(mesh, sequence_parallel)
+        self.axes = ExpertAxes.of(mesh, sequence_parallel=sequence_parallel)
         self.init_std = init_std
         self.init_seed: int | None = None
         self.weight = nn.Parameter(torch.empty(moe.num_experts, hidden_size))
@@ -95,8 +95,7 @@ class TopKRouter(nn.Module):
 
     def reset_parameters(self) -> None:
         """Draw the weight from N(0, init_std^2), zero the bias, mark the weight's role."""
-        split = self.axes.tp is not None and not self.axes.replicated
-        mark(self.weight, tp_grad="sum" if split else None)
+        mark(self.weight, tp_grad=None if self.axes.tokens_tp is None else "sum")
         fill_normal(self.weight, self.init_std, self.init_seed)
         if self.expert_bias is not None:
             nn.init.zeros_(self.expert_bias)
@@ -152,7 +151,7 @@ class TopKRouter(nn.Module):
         x = x.to(wide)
         if self.training and self.moe.jitter:
             low, high = 1.0 - self.moe.jitter, 1.0 + self.moe.jitter
-            split = self.axes.tp is not None and not self.axes.replicated
+            split = self.axes.tokens_tp is not None
             with dropout_stream(self.moe.jitter, split, self.axes.tp):
                 x = x * torch.empty_like(x).uniform_(low, high)
         with torch.autocast(x.device.type, enabled=False):
@@ -225,9 +224,8 @@ class TopKRouter(nn.Module):
                     f"{tuple(logits.shape[:1])}: which sequences are they of? Pass [batch, "
                     "sequence, hidden], or a context"
                 )
-            axes = self.axes
-            split = axes.tp is not None and not axes.replicated
-            first = axes.tp.rank * logits.shape[0] if axes.tp is not None and split else 0
+            tp = self.axes.tokens_tp
+            first = 0 if tp is None else tp.rank * logits.shape[0]
             index = torch.arange(first, first + logits.shape[0], device=logits.device)
             sequence = index.div(shape[1], rounding_mode="floor")
         counted = None if padding is None else ~padding
@@ -333,13 +331,6 @@ class TopKRouter(nn.Module):
             kept = torch.empty_like(after, dtype=before.dtype)
             self.expert_bias = kept if before.is_meta else kept.copy_(before)
         return self
-
-
-def axes_from(mesh: MeshLike | ExpertAxes, sequence_parallel: bool) -> ExpertAxes:
-    """Return the given axes, or find those of a mesh."""
-    if isinstance(mesh, ExpertAxes):
-        return mesh
-    return ExpertAxes.of(mesh, sequence_parallel=sequence_parallel)
 
 
 def _running_again() -> bool:

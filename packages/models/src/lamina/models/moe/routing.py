@@ -19,6 +19,7 @@ from lamina.models.base.configs.moe import Drop, MoEConfig
 
 __all__ = [
     "Routing",
+    "RowOrder",
     "choose_experts",
     "copies_to_rows",
     "count_copies",

@@ -8,7 +8,7 @@ may differ. Lamina's wrappers accumulate gradients and sum them over ranks when 
 the stage has been computed. Nothing is divided here, because each microbatch's loss has its weight.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any, cast
 
@@ -23,6 +23,8 @@ from lamina.models.layers.weight_queue import Late, WeightGradientQueue, attach_
 from lamina.models.pipelining.module import GPTStage, Microbatch, SumsGradients
 
 __all__ = ["LaminaStage"]
+
+Operation = Callable[..., Message]
 
 
 class LaminaStage(_PipelineStageBase):
@@ -65,9 +67,10 @@ class LaminaStage(_PipelineStageBase):
         self.args_recv_info = {0: ()}
         self.act_send_info = {}
         self._batches: Sequence[Microbatch] = ()
-        self._clear()
+        self.clear_runtime_states()
 
-    def _clear(self) -> None:
+    def clear_runtime_states(self) -> None:
+        """Clear the state of the previous step."""
         self.output_chunks: list[Any] = []
         self._inputs: dict[int, Tensor] = {}
         self._outputs: dict[int, Tensor | GradientEdge] = {}
@@ -94,10 +97,6 @@ class LaminaStage(_PipelineStageBase):
 
     def _get_init_p2p_neighbors_ops(self) -> list[Message]:
         return []  # `pipeline` has already sent a message over the group
-
-    def clear_runtime_states(self) -> None:
-        """Clear the state of the previous step."""
-        self._clear()
 
     # -- compute ------------------------------------------------------------------------------
 
@@ -188,27 +187,28 @@ class LaminaStage(_PipelineStageBase):
         if self.is_first:
             return []
         self._inputs[chunk] = buffer = self._empty(chunk)
-        return self._receive(buffer, self.stage_index - 1, chunk, forward=True)
+        return [self._message(receive_operation, buffer, self.stage_index - 1, chunk)]
 
     def get_fwd_send_ops(self, chunk: int) -> list[Message]:
         """Send the activations of a microbatch."""
         if self.is_last:
             return []
-        return self._send(self._to_send.pop(chunk), self.stage_index + 1, chunk, forward=True)
+        sent = self._to_send.pop(chunk)
+        return [self._message(send_operation, sent, self.stage_index + 1, chunk)]
 
     def get_bwd_recv_ops(self, chunk: int) -> list[Message]:
         """Receive the gradient of a microbatch's output."""
         if self.is_last or not self.has_backward:
             return []
         self._output_grads[chunk] = buffer = self._empty(chunk)
-        return self._receive(buffer, self.stage_index + 1, chunk, forward=False)
+        return [self._message(receive_operation, buffer, self.stage_index + 1, chunk)]
 
     def get_bwd_send_ops(self, chunk: int) -> list[Message]:
         """Send the gradient of a microbatch's input."""
         if self.is_first or not self.has_backward:
             return []
         gradient = self._input_grads.pop(chunk).contiguous()
-        return self._send(gradient, self.stage_index - 1, chunk, forward=False)
+        return [self._message(send_operation, gradient, self.stage_index - 1, chunk)]
 
     def set_local_fwd_input(self, prev_stage_outputs: Any, chunk: int) -> None:
         """Take the input from the stage before, if that is on this rank too."""
@@ -229,19 +229,16 @@ class LaminaStage(_PipelineStageBase):
         shape = self.stage.activation_shape(self._batches[chunk])
         return torch.empty(shape, dtype=self.dtype, device=self.device)
 
-    def _send(self, tensor: Tensor, to: int, chunk: int, *, forward: bool) -> list[Message]:
-        peer = self.stage_index_to_group_rank[to]
-        tag = self._tag(max(to, self.stage_index), chunk, forward)
-        return [send_operation(tensor, cast(ProcessGroup, self.group), peer, tag=tag)]
+    def _message(self, make: Operation, tensor: Tensor, other: int, chunk: int) -> Message:
+        """A message between this stage and a neighbour.
 
-    def _receive(self, tensor: Tensor, of: int, chunk: int, *, forward: bool) -> list[Message]:
-        peer = self.stage_index_to_group_rank[of]
-        tag = self._tag(max(of, self.stage_index), chunk, forward)
-        return [receive_operation(tensor, cast(ProcessGroup, self.group), peer, tag=tag)]
-
-    def _tag(self, boundary: int, chunk: int, forward: bool) -> int:
-        """The tag of a message: each message of a step has another one, for gloo to match them."""
-        return (chunk * self.num_stages + boundary) * 2 + forward
+        Each message of a step has a tag of its own, for gloo to match them. Activations, which
+        are sent to the stage behind, and gradients have different ones.
+        """
+        forward = (other > self.stage_index) == (make is send_operation)
+        tag = (chunk * self.num_stages + max(other, self.stage_index)) * 2 + forward
+        peer = self.stage_index_to_group_rank[other]
+        return make(tensor, cast(ProcessGroup, self.group), peer, tag=tag)
 
 
 def _no_sync(module: nn.Module) -> AbstractContextManager[None]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
@@ -111,12 +110,11 @@ class Float8Products(nn.Module):
             kept += self.code_turned(weight) if self.rowwise else right.transposed()
         return y.view(*x.shape[:-1], -1), kept
 
-    def gradients(self, grad: Tensor, kept: Sequence[Tensor]) -> Gradients8:
+    def gradients(self, grad: Tensor, kept: Sequence[Tensor]) -> _Gradients:
         """See `lamina.models.layers.matmul_products.Products`."""
         if self.passing is not None:
             self.passing.ends_with_backward()
-        kind = RowwiseGradients if self.rowwise else TensorwiseGradients
-        return kind(self, grad, kept)
+        return _Gradients(self, grad, kept)
 
     def code(self, x: Tensor, amax: Tensor, dtype: torch.dtype = FORWARD) -> Coded:
         """Quantise by a maximum, which may be too small if it comes from a history."""
@@ -229,82 +227,55 @@ def _taped(layers: Sequence[Float8Products], contexts: Contexts) -> Any:
     return _Taped(tape, forward, False), _Taped(tape, again, True)
 
 
-class Gradients8(ABC):
-    """The products of a backward; the subclasses differ in what shares a scale."""
+class _Gradients:
+    """The products of a backward.
+
+    With one scale per matrix both products use the same codes, transposed for one of them. With one
+    scale per row each product quantises its own operands, as their rows differ.
+    """
 
     def __init__(self, products: Float8Products, grad: Tensor, kept: Sequence[Tensor]) -> None:
         self.products = products
         self.shape = grad.shape
         self.grad = grad.flatten(0, -2)
-        self.kept = kept
+        # The scales of forward, and the weight's codes if they are kept for backward.
+        self.amax, self.codes_kept = ((), kept) if products.rowwise else (kept[:2], kept[2:])
+        if not products.rowwise:
+            self.codes = self._coded()
+
+    def _coded(self) -> Coded:
+        products = self.products
+        amax = products.maxima({GRADIENT: self.grad}, products.cut == "output")
+        return products.code(self.grad, amax[0], BACKWARD)
 
     def by_input(self, weight: Tensor) -> Tensor:
         """See `lamina.models.layers.matmul_products.Gradients`."""
-        product = scaled_product(self.row_codes(), self.turned(weight), self.grad.dtype)
-        return product.view(*self.shape[:-1], -1)
+        products = self.products
+        codes = self._coded() if products.rowwise else self.codes
+        if self.codes_kept:
+            turned = Coded(*self.codes_kept)
+        elif products.rowwise:
+            turned = products.code_turned(weight)
+        else:
+            turned = products.code(weight, self.amax[WEIGHT]).transposed()
+        return scaled_product(codes, turned, self.grad.dtype).view(*self.shape[:-1], -1)
 
     def by_weight(self, x: Tensor) -> Tensor:
         """See `lamina.models.layers.matmul_products.Gradients`."""
-        return scaled_product(*self.column_codes(x.flatten(0, -2)), self.grad.dtype)
+        return scaled_product(*self._columns(x), self.grad.dtype)
 
     def add_by_weight(self, x: Tensor, total: Tensor, accumulate: bool) -> None:
         """See `lamina.models.layers.matmul_products.Gradients`."""
-        write_scaled_product(*self.column_codes(x.flatten(0, -2)), total, accumulate)
+        write_scaled_product(*self._columns(x), total, accumulate)
 
-    @abstractmethod
-    def row_codes(self) -> Coded:
-        """The gradient `[tokens, out]`."""
-
-    @abstractmethod
-    def column_codes(self, x: Tensor) -> tuple[Coded, Coded]:
+    def _columns(self, x: Tensor) -> tuple[Coded, Coded]:
         """The gradient `[out, tokens]` and the input `[in, tokens]`."""
-
-    @abstractmethod
-    def turned(self, weight: Tensor) -> Coded:
-        """The weight `[in, out]`."""
-
-
-class TensorwiseGradients(Gradients8):
-    """One scale per matrix. Both products use the same codes, transposed for one of them."""
-
-    def __init__(self, products: Float8Products, grad: Tensor, kept: Sequence[Tensor]) -> None:
-        super().__init__(products, grad, kept)
-        amax = products.maxima({GRADIENT: self.grad}, products.cut == "output")
-        self.codes = products.code(self.grad, amax[0], BACKWARD)
-
-    def row_codes(self) -> Coded:
-        """See `Gradients8`."""
-        return self.codes
-
-    def column_codes(self, x: Tensor) -> tuple[Coded, Coded]:
-        """See `Gradients8`."""
-        return self.codes.transposed(), self.products.code(x, self.kept[INPUT]).transposed()
-
-    def turned(self, weight: Tensor) -> Coded:
-        """See `Gradients8`."""
-        if len(self.kept) > 2:
-            return Coded(*self.kept[2:])
-        return self.products.code(weight, self.kept[WEIGHT]).transposed()
-
-
-class RowwiseGradients(Gradients8):
-    """One scale per row. Rows differ between the products, so each quantises its own operands."""
-
-    def row_codes(self) -> Coded:
-        """See `Gradients8`."""
-        products = self.products
-        amax = products.maxima({GRADIENT: self.grad}, products.cut == "output")
-        return encode(self.grad, amax[0], BACKWARD)
-
-    def column_codes(self, x: Tensor) -> tuple[Coded, Coded]:
-        """See `Gradients8`."""
+        x = x.flatten(0, -2)
+        if not self.products.rowwise:
+            return self.codes.transposed(), self.products.code(x, self.amax[INPUT]).transposed()
         sides = (self.grad.t(), BACKWARD), (x.t(), FORWARD)
         left, right = (encode(m, magnitude(m, rows=True), dtype) for m, dtype in sides)
         return left, right
-
-    def turned(self, weight: Tensor) -> Coded:
-        """See `Gradients8`."""
-        return Coded(*self.kept) if self.kept else self.products.code_turned(weight)
 
 
 class AmaxExchange:

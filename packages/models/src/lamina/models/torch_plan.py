@@ -27,10 +27,7 @@ class CutOverRanks(ParallelStyle):
 
     torch's own styles cut a weight into runs of rows. That would be wrong for projections that are
     fused into one weight (queries, keys and values; gate and up), which are cut separately here.
-
-    Args:
-        sequence_parallel: also cut the tokens between the products; by default as in the model's
-            config.
+    Arguments are those of `tensor_parallel_plan`.
     """
 
     def __init__(self, *, sequence_parallel: bool | None = None) -> None:

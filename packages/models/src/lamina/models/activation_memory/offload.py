@@ -40,12 +40,10 @@ class Offloader:
 
     @contextmanager
     def hooks(self, block: nn.Module, index: int, min_numel: int) -> Iterator[None]:
-        """Inside, tensors that autograd saves are moved to host memory.
+        """Inside, tensors that autograd saves are moved to host memory, except for small ones.
 
-        Args:
-            block: its parameters are not moved.
-            index: its number among the blocks; backward visits them from the last to the first.
-            min_numel: smaller tensors are not moved.
+        Parameters of the block are not moved. Backward visits blocks from the last `index` to the
+        first.
         """
         parameters = {p.untyped_storage()._cdata for p in block.parameters()}
         before = self._last()

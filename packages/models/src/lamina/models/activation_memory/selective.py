@@ -40,12 +40,10 @@ class Discarder:
             self._known.clear()
 
     def run(self, module: nn.Module, forward: Callable[..., Tensor], *inputs: Any) -> Tensor:
-        """Call `forward`, and save its inputs rather than its output.
+        """Call `forward`, which returns one tensor, and save its inputs rather than its output.
 
-        Args:
-            module: owns the parameters that `forward` uses.
-            forward: returns one tensor.
-            inputs: of `forward`; tensors among them may require gradients.
+        `module` owns the parameters that `forward` uses. Tensors among the inputs may require
+        gradients.
         """
         if not torch.is_grad_enabled():
             return forward(*inputs)

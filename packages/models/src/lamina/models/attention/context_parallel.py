@@ -43,10 +43,7 @@ def positions_of(rank: int, size: int, sequence: int, device: torch.device) -> T
 class Ring:
     """Keys and values are sent round a ring; pieces of attention are merged in float32.
 
-    Attributes:
-        axis: the ranks.
-        window: how many tokens, itself included, a token attends to; None is all before it.
-        runs: each token's document, of the whole sequence: int64 `[batch, sequence]`.
+    `runs`, int64 `[batch, sequence]`, is each token's document, of the whole sequence.
     """
 
     axis: MeshAxis
@@ -88,12 +85,7 @@ class Ring:
 
 @dataclass(frozen=True)
 class GatheredKeys:
-    """Every rank gathers all keys and values, and attends to them.
-
-    Attributes:
-        axis: the ranks.
-        inner: attention of this rank's queries to all keys.
-    """
+    """Every rank gathers all keys and values; `inner` is its queries' attention to all keys."""
 
     axis: MeshAxis
     inner: AttentionPattern
@@ -111,12 +103,7 @@ class GatheredKeys:
 
 @dataclass(frozen=True)
 class Ulysses:
-    """Each rank attends over the whole sequence, for some of the heads.
-
-    Attributes:
-        axis: the ranks.
-        inner: attention over the whole sequence.
-    """
+    """Each rank attends over the whole sequence by `inner`, for some of the heads."""
 
     axis: MeshAxis
     inner: AttentionPattern
@@ -229,13 +216,8 @@ def parallel_pattern(
 ) -> AttentionPattern:
     """Build the pattern that the config names.
 
-    Args:
-        config: names the kind of context parallelism and the window.
-        axis: context-parallel ranks.
-        tokens: any tensor `[batch, sequence, ...]` of whole sequences.
-        dtype: of queries, keys and values.
-        document_ids: integers `[batch, sequence]` of whole sequences, or None.
-        dropout: of attention probabilities.
+    `tokens` `[batch, sequence, ...]` and `document_ids` `[batch, sequence]` are of whole sequences;
+    `dtype` is that of queries, keys and values.
 
     Raises:
         ValueError: if that kind does not support the case.

@@ -225,17 +225,11 @@ def allowed_pairs(
     query_runs: Tensor | None = None,
     key_runs: Tensor | None = None,
 ) -> Tensor:
-    """Make the mask of the queries and the keys that they may attend to.
+    """Make the mask of queries and the keys that they may attend to: bool `[batch or 1, 1, q, k]`.
 
-    Args:
-        queries: int64 `[q]`: positions of the queries in the sequence.
-        keys: int64 `[k]`: positions of the keys.
-        window: how many tokens, itself included, a token attends to.
-        query_runs: int64 `[batch, q]`: each query's document.
-        key_runs: int64 `[batch, k]`.
-
-    Returns:
-        bool `[batch or 1, 1, q, k]`.
+    `queries` `[q]` and `keys` `[k]` are positions in the sequence, and `query_runs` `[batch, q]`
+    and `key_runs` `[batch, k]` their documents, all int64. A token attends to `window` tokens,
+    itself included.
     """
     distance = queries[:, None] - keys[None, :]
     allowed = distance >= 0

@@ -64,13 +64,8 @@ class Block:
     ) -> Gradients:
         """Compute this piece's part of the gradients.
 
-        Args:
-            grad: gradient of the whole attention's result.
-            query: as in forward.
-            key: as in forward.
-            value: as in forward.
-            out: the whole attention's result.
-            logs: the whole attention's logs of sums.
+        `grad`, `out` and `logs` are those of the whole attention: the gradient of its result, the
+        result, and its logs of sums.
         """
         if _flash_on_cpu(query):
             found: Gradients = flash_attention_backward_for_cpu(

@@ -32,12 +32,10 @@ class Piece:
     block: Block
 
     def add_values(self, out: Tensor, logs: Tensor, inputs: tuple[Tensor, Tensor, Tensor]) -> None:
-        """Merge this piece into the result.
+        """Merge this piece into the result `out` and the `logs` of sums, both heads first.
 
-        Args:
-            out: `[batch, heads, tokens, width]` in float32 or wider.
-            logs: of sums of exponentials, `[batch, heads, tokens]`.
-            inputs: queries, heads first; keys and values `[batch, tokens, heads, width]`.
+        Logs are of sums of exponentials. Of the inputs the queries are heads first, keys and values
+        not.
         """
         rows, columns = self.queries, self.keys
         query, keys, values = inputs[0], *(x.transpose(1, 2) for x in inputs[1:])
@@ -53,11 +51,9 @@ class Piece:
     ) -> None:
         """Add this piece's part of the gradients, and free what the kernel returned.
 
-        Args:
-            grad_query: of the queries, `[batch, tokens, heads, width]`.
-            sums: of the keys and values, in the same order of dimensions.
-            inputs: as of `add_values`.
-            whole: the result's gradient, the result, and logs of sums, heads first.
+        `grad_query` and the `sums` of keys and values are `[batch, tokens, heads, width]`. Inputs
+        are as of `add_values`. `whole` is the result's gradient, the result, and logs of sums,
+        heads first.
         """
         rows, columns = self.queries, self.keys
         query, keys, values = inputs[0], *(x.transpose(1, 2) for x in inputs[1:])
@@ -87,11 +83,7 @@ def _to_one_width(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 @dataclass(frozen=True)
 class InPieces:
-    """Attention over keys and values that this rank has, in pieces that are known.
-
-    Attributes:
-        pieces: every allowed pair of a query and a key is in one of them.
-    """
+    """Attention over keys that this rank has: each allowed pair is in one of the pieces."""
 
     pieces: tuple[Piece, ...]
 
@@ -113,15 +105,9 @@ def attend_in_pieces(
 ) -> Tensor:
     """Attend to this rank's keys and values, or over a group to those of all ranks in turn.
 
-    Args:
-        query: `[batch, tokens, heads, width]`.
-        key: `[batch, tokens, kv_heads, width]`.
-        value: `[batch, tokens, kv_heads, value_width]`.
-        pieces: what the queries attend to of the keys of a rank of the group.
-        group: ranks round which keys and values pass; None: all keys are here.
-
-    Returns:
-        `[batch, tokens, heads, value_width]`.
+    Queries are `[batch, tokens, heads, width]`. Keys and values may have fewer heads, and values,
+    as the result, another width. `pieces` gives what the queries attend to of the keys of a rank.
+    Without a group all keys are here.
     """
     padded = _to_one_width(query, key, value)
     return applied(_PiecedAttention, *padded, pieces, group)[..., : value.shape[-1]]

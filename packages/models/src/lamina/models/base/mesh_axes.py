@@ -15,10 +15,8 @@ MeshLike: TypeAlias = ParallelMesh | DeviceMesh | MeshAxis | None
 def axis_of(mesh: MeshLike, name: str) -> MeshAxis | None:
     """Find the axis of a mesh that has this name and more than one rank.
 
-    Args:
-        mesh: a ParallelMesh, a torch DeviceMesh with named dimensions, the axis itself, or None for
-            one process.
-        name: `tp` or `cp`. A DeviceMesh without it is one process along it.
+    The mesh may be the axis itself, or None for one process. A DeviceMesh without the name is one
+    process along it.
     """
     if mesh is None:
         return None

@@ -17,14 +17,10 @@ def check_ids(
     *,
     remedy: str | None = None,
 ) -> None:
-    """Raise ValueError for ids outside of `0 .. vocab_size - 1`; on a CPU only.
+    """Raise ValueError for ids outside of `0 .. vocab_size - 1` but for `ignored`; on a CPU only.
 
-    Args:
-        name: what they are, for the error.
-        ids: integers of any shape. They are not read on another device or while compiling.
-        vocab_size: ids that exist.
-        ignored: one more value that may occur.
-        remedy: the end of the error message; by default a question about the tokenizer.
+    They are not read on another device or while compiling. `name` and `remedy` are for the message,
+    which by default asks about the tokenizer.
 
     Raises:
         TypeError: if the ids are not integers.

@@ -79,13 +79,8 @@ def use_transformer_engine(
 ) -> None:
     """Replace the cut layers inside blocks, and run root and blocks inside TE's autocast.
 
-    Blocks are included because recomputation runs them outside of the root's forward.
-
-    Args:
-        root: the module whose forward updates the histories of delayed scaling, once.
-        blocks: modules below the root, or the root itself.
-        precision: gives the recipe.
-        mesh: ranks that see other tokens or pieces and share maxima.
+    Blocks are included because recomputation runs them outside of the root's forward, which updates
+    the histories of delayed scaling, once. Ranks of `mesh` share maxima.
 
     Raises:
         PrecisionUnavailableError: where Transformer Engine is not installed.

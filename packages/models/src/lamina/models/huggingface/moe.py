@@ -26,12 +26,8 @@ def moe_model_type(
 ) -> str | None:
     """Name the architecture with these experts; None if there is none known here.
 
-    The caller has checked all fields that neither experts nor attention read.
-
-    Args:
-        config: the model's.
-        moe: its experts.
-        attention_type: the architecture that the attention belongs to; None is multi-head.
+    The caller has checked all fields that neither experts nor attention read. `attention_type` is
+    the architecture that the attention belongs to; None is multi-head.
     """
     plain = moe.scores == "softmax" and moe.num_groups == 1 and moe.weight_scale == 1.0
     plain = plain and moe.bias_rate is None and moe.shared_ffn_size is None
@@ -57,12 +53,8 @@ def moe_links(
 ) -> Iterator[WeightLink]:
     """Link a layer's router, experts and shared experts.
 
-    Args:
-        config: the model's.
-        moe: its experts.
-        kind: from `moe_model_type`.
-        ours: prefix of our layer, `blocks.0.mlp`.
-        theirs: prefix of their layer, `model.layers.0`.
+    `kind` is that of `moe_model_type`; `ours` and `theirs` are prefixes of names, `blocks.0.mlp`
+    and `model.layers.0`.
     """
     inner, hidden = _inner(config, moe), config.hidden_size
     files = f"{theirs}.block_sparse_moe" if kind == "mixtral" else f"{theirs}.mlp"

@@ -16,16 +16,11 @@ __all__ = ["Dropout", "dropout_stream"]
 def dropout_stream(
     rate: float, sharded: bool, axis: MeshAxis | None = None
 ) -> AbstractContextManager[None]:
-    """Select the random numbers for dropout of activations.
+    """Select the random numbers for dropout of activations; with a rate of 0 nothing is drawn.
 
-    Tensor-parallel ranks that hold the same activations must drop the same elements; their default
-    generators agree after `lamina.mesh.seed_everything`. Ranks that hold different activations must
-    draw independently; they use the stream `tp`, which `seed_everything` made.
-
-    Args:
-        rate: probability; with 0 nothing is drawn.
-        sharded: each rank holds other elements.
-        axis: the ranks that hold the same elements; None is one rank.
+    Ranks of `axis` that hold the same activations must drop the same elements; their default
+    generators agree after `lamina.mesh.seed_everything`. Ranks that hold different activations
+    (`sharded`) must draw independently; they use the stream `tp`, which `seed_everything` made.
 
     Raises:
         KeyError: over more than one rank, where `seed_everything` was not called.

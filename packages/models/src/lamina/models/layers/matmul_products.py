@@ -42,16 +42,10 @@ class Gradients(Protocol):
 
 
 def weight_gradient(gradients: Gradients, weight: Tensor | None, x: Tensor) -> Tensor | None:
-    """Compute what a backward returns as the gradient of its weight.
+    """Compute what a backward returns as the gradient of its weight, from the layer's whole input.
 
-    Args:
-        gradients: the products.
-        weight: the parameter that the layer was called with; None if it was called with another
-            tensor, such as a cast copy.
-        x: the layer's whole input.
-
-    Returns:
-        The gradient; None if it was written into a wrapper's bucket.
+    `weight` is None if the layer was called with another tensor than the parameter, such as a cast
+    copy. The result is None if the gradient was written into a wrapper's bucket.
     """
     sink = None if weight is None else gradient_sink(weight)
     if sink is None:

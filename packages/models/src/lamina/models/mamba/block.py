@@ -24,15 +24,11 @@ __all__ = ["CausalConvolution", "GatedNorm", "MambaMixer", "MambaState", "StateS
 
 
 class CausalConvolution(nn.Module):
-    """A causal convolution of each channel over the last few tokens, then SiLU.
+    """A causal convolution of each channel over the last `taps` tokens, then SiLU.
 
     `weight` is `[channels, 1, taps]` as in `nn.Conv1d`; the last tap is that of the token itself.
-
-    Args:
-        blocks: numbers of channels, over all ranks, of x, B and C; each is cut separately.
-        taps: the number of tokens in the window, the token itself included.
-        axis: the ranks that hold runs of the channels.
-        bias: whether there is a bias (it starts at zero).
+    `blocks` are the numbers of channels, over all ranks of the axis, of x, B and C, each of which
+    is cut separately.
     """
 
     def __init__(
@@ -82,13 +78,8 @@ class CausalConvolution(nn.Module):
 class StateSpaceScan(nn.Module):
     """The recurrence and its parameters: a decay rate, a bias of the step and a skip per head.
 
-    The names are those of the paper and of checkpoints: `A = -exp(A_log)`,
-    `dt = softplus(dt + dt_bias)`, `y += D x`.
-
-    Args:
-        sizes: of the layer.
-        heads: over all ranks.
-        axis: the ranks that hold runs of the heads.
+    The names are those of the paper and of checkpoints: `A = -exp(A_log)`, `dt = softplus(dt +
+    dt_bias)`, `y += D x`. The number of heads is that over all ranks of the axis.
     """
 
     casts_itself = True  # wrappers that cast inputs of modules in fp32 read this
@@ -160,12 +151,7 @@ class GatedNorm(nn.Module):
     """RMSNorm of `x * silu(gate)`, separately over each group of channels.
 
     A group is on one rank as a whole, so tensor-parallel ranks exchange no statistics (0682).
-
-    Args:
-        channels: over all ranks.
-        groups: over all ranks.
-        eps: added to the mean square under the root.
-        axis: the ranks that hold runs of the groups.
+    Numbers of channels and groups are those over all ranks of the axis.
     """
 
     def __init__(self, channels: int, groups: int, eps: float, axis: MeshAxis | None) -> None:

@@ -27,17 +27,9 @@ def fused_scan() -> Any:
 
 
 def choose_path(wanted: MambaPath, device: torch.device, dtype: torch.dtype) -> str:
-    """Choose how the scan runs, and log the choice once per process.
+    """Choose how the scan runs, `torch` or `fla`, and log the choice once per process.
 
     The kernels round float32 to TF32 in products, so `auto` uses torch for float32.
-
-    Args:
-        wanted: `auto`, `torch` or `fla`.
-        device: of the activations.
-        dtype: of the activations.
-
-    Returns:
-        `torch` or `fla`.
 
     Raises:
         RuntimeError: if `fla` is asked for and cannot run.

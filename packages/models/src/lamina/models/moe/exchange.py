@@ -93,12 +93,9 @@ class _Receive(torch.autograd.Function):
 
 
 def gather_rows(x: Tensor, group: ProcessGroup, sizes: Sequence[int]) -> Tensor:
-    """Gather the rows of all ranks, in rank order; gradients are summed over the ranks.
+    """Gather the rows `[rows, ...]` of all ranks, in rank order; gradients are summed over ranks.
 
-    Args:
-        x: `[rows, ...]`, with this rank's number of rows in `sizes`.
-        group: the ranks.
-        sizes: rows of each rank.
+    `sizes` are the rows of each rank.
     """
     if len(set(sizes)) == 1:
         return gather_from(x, group, grad="reduce_scatter")
@@ -108,14 +105,7 @@ def gather_rows(x: Tensor, group: ProcessGroup, sizes: Sequence[int]) -> Tensor:
 
 
 def reduce_rows(x: Tensor, group: ProcessGroup, sizes: Sequence[int], rank: int) -> Tensor:
-    """Sum over ranks and keep this rank's rows: the transpose of `gather_rows`.
-
-    Args:
-        x: `[sum(sizes), ...]`.
-        group: the ranks.
-        sizes: rows of each rank.
-        rank: this rank's index in the group.
-    """
+    """Sum `[sum(sizes), ...]` over ranks, and keep this rank's rows: `gather_rows` transposed."""
     if len(set(sizes)) == 1:
         return reduce_scatter_to(x, group)
     mine = [sizes[rank]] * len(sizes)

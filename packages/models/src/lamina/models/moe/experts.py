@@ -75,13 +75,7 @@ class ExpertRuns:
 
 
 def expert_product(rows: Tensor, weight: Tensor, runs: ExpertRuns) -> Tensor:
-    """`rows @ weight[e].T` for the rows of each expert e.
-
-    Args:
-        rows: `[rows, in]`.
-        weight: `[experts, out, in]`.
-        runs: the number of rows of each expert, and how to multiply.
-    """
+    """`rows @ weight[e].T` for the rows `[rows, in]` of each expert e of `[experts, out, in]`."""
     if may_sink(weight):
         return applied(_ExpertProduct, rows, weight, runs)
     results = runs.multiply(rows, weight.transpose(1, 2))

@@ -146,8 +146,7 @@ class Scored:
 def load_by_sequence(scored: Scored, num_experts: int, axes: tuple[MeshAxis, ...]) -> Tensor:
     """Count each sequence's copies for each expert, over all ranks that share the microbatch.
 
-    Returns:
-        int64 `[sequences, num_experts]`, or `[1, num_experts]` without sequences.
+    The result is int64 `[sequences, num_experts]`, or `[1, num_experts]` without sequences.
     """
     if scored.sequence is None:
         loads = count_copies(scored.experts, num_experts).unsqueeze(0)
@@ -166,15 +165,9 @@ def auxiliary_losses(
 ) -> dict[str, Tensor]:
     """Compute this rank's part of each loss with a coefficient, times the coefficient.
 
-    Args:
-        scored: this rank's tokens.
-        moe: coefficients.
-        loads: from `load_by_sequence`.
-        everywhere: int64 `[num_experts]`: loads over all ranks, for `global_loss`.
-
-    Returns:
-        Scalars by name. Their sums over the ranks of a microbatch, averaged over microbatches and
-        data-parallel ranks, are the losses.
+    `loads` are those of `load_by_sequence`, and `everywhere`, int64 `[num_experts]`, those over all
+    ranks, for `global_loss`. Sums of the results over the ranks of a microbatch, averaged over
+    microbatches and data-parallel ranks, are the losses.
     """
     wide = scored.probabilities.dtype
     tokens = (loads.sum() / moe.top_k).clamp(min=1).to(wide)
@@ -214,12 +207,8 @@ def _by_sequence(scored: Scored, probabilities: Tensor, loads: Tensor) -> Tensor
 def inject(carrier: Tensor, loss: Tensor, scale: AuxiliaryScale) -> Tensor:
     """Return a tensor unchanged, such that backward through it also goes through a loss.
 
-    See Note [Auxiliary losses ride on the routing weights].
-
-    Args:
-        carrier: any shape.
-        loss: a scalar.
-        scale: its value in backward is the gradient of the loss.
+    The loss is a scalar, whose gradient is the scale's value in backward. See Note [Auxiliary
+    losses ride on the routing weights].
     """
     return applied(_Inject, carrier, loss, scale)
 

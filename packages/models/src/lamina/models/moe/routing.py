@@ -53,13 +53,8 @@ class Routing:
 def choose_experts(scores: Tensor, moe: MoEConfig, bias: Tensor | None = None) -> Tensor:
     """Choose each token's best experts, within its best groups if there are groups.
 
-    Args:
-        scores: `[tokens, num_experts]`.
-        moe: the numbers of experts and groups.
-        bias: `[num_experts]`, added to the scores for this choice only.
-
-    Returns:
-        int64 `[tokens, top_k]`, best first.
+    `scores` are `[tokens, num_experts]`. `bias` `[num_experts]` is added to them for this choice
+    only. The result is int64 `[tokens, top_k]`, best first.
 
     Source: DeepSeek-V3, arXiv:2412.19437, section 2.1.2 (groups and bias).
     """
@@ -83,13 +78,9 @@ def count_copies(experts: Tensor, num_experts: int) -> Tensor:
 
 
 def within_capacity(experts: Tensor, weights: Tensor, capacity: int, drop: Drop) -> Tensor:
-    """Choose the copies that experts with a capacity take: bool `[tokens, top_k]`.
+    """Choose the copies that experts with a capacity take: bool `[tokens, top_k]`, as inputs.
 
-    Args:
-        experts: int64 `[tokens, top_k]`.
-        weights: `[tokens, top_k]`.
-        capacity: copies that an expert takes.
-        drop: `weight` keeps the heaviest, `position` the first tokens. Ties go to the first.
+    `drop="weight"` keeps the heaviest, `position` the first tokens. Ties go to the first.
     """
     flat = experts.flatten()
     if drop == "weight":
@@ -132,10 +123,9 @@ class RowOrder:
 
 
 def rows_by_expert(experts: Tensor) -> RowOrder:
-    """Lay copies out by expert, and those of one expert in token order.
+    """Lay copies `[tokens, top_k]` out by expert, and those of one expert in token order.
 
-    Args:
-        experts: int64 `[tokens, top_k]`; copies of an id that no expert has lie behind.
+    Copies of an id that no expert has lie behind.
     """
     copy_of_row = experts.flatten().argsort(stable=True)
     row_of_copy = torch.empty_like(copy_of_row)
@@ -166,15 +156,9 @@ def copies_to_rows(x: Tensor, order: RowOrder) -> Tensor:
 
 
 def rows_to_tokens(rows: Tensor, weights: Tensor, order: RowOrder) -> Tensor:
-    """Add up each token's rows, weighted.
+    """Add up each token's rows `[rows, hidden]`, weighted by `[tokens, top_k]`.
 
-    Args:
-        rows: `[rows, hidden]`.
-        weights: `[tokens, top_k]`, in float32 or wider.
-        order: how the tokens' copies lie in the rows.
-
-    Returns:
-        `[tokens, hidden]` in the rows' dtype; summed in the weights', best expert first.
+    The result `[tokens, hidden]` has the rows' dtype. Sums are in the weights', best expert first.
     """
     return applied(_RowsToTokens, rows, weights, order.copy_of_row, order.row_of_copy, order.holes)
 

@@ -21,14 +21,9 @@ its gradient move bytes, and a device computes about 60 operations in the time o
 
 
 def part_costs(config: TransformerConfig, sequence: int) -> tuple[float, list[float], float]:
-    """The cost of a training step per token, in floating-point operations or their equivalent.
+    """The cost of a training step per token: of the embedding, of each layer, and of the head.
 
-    Args:
-        config: the model's.
-        sequence: tokens per sequence (attention grows with it).
-
-    Returns:
-        Costs of the embedding, of each layer, and of the head.
+    It is in floating-point operations or their equivalent, for sequences of this many tokens.
     """
     head = 6.0 * config.padded_vocab_size * config.hidden_size
     kinds = [(letter, config.has_experts(at)) for at, letter in enumerate(config.pattern)]

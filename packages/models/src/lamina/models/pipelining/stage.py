@@ -30,15 +30,9 @@ Operation = Callable[..., Message]
 class LaminaStage(_PipelineStageBase):
     """A `GPTStage`, wrapped or not, for the schedules of `torch.distributed.pipelining`.
 
-    Args:
-        module: the stage's module, or the wrapper around it.
-        stage: the stage's module.
-        index: which stage it is.
-        num_stages: of how many.
-        device: where it computes.
-        group: the pipeline ranks; None if there is one.
-        dtype: of activations and their gradients between stages.
-        splits_backward: whether the schedule computes weights' gradients separately.
+    `module` is the stage's module or the wrapper around it, and `stage` the module. A `group` of
+    None is one pipeline rank. Activations between stages, and their gradients, have this dtype.
+    With `splits_backward` the schedule computes weights' gradients separately.
     """
 
     def __init__(

@@ -67,12 +67,8 @@ def magnitude(x: Tensor, *, rows: bool = False) -> Tensor:
 def scale_exponent(amax: Tensor, dtype: torch.dtype) -> Tensor:
     """Exponent of the largest power of two that amax can be multiplied by within `dtype`.
 
-    Args:
-        amax: float32, 0 or above, any shape.
-        dtype: float8.
-
-    Returns:
-        int32, of the same shape, between -120 and 120; for 0 it is 120.
+    `amax` is float32, 0 or above, of any shape. The result is int32 between -120 and 120; for 0 it
+    is 120.
     """
     # The bits of a positive float32 are its exponent followed by its fraction. If the fraction of
     # the limit is below that of amax, the difference of the bits borrows from the exponent, which
@@ -88,15 +84,11 @@ def power_of_two(exponent: Tensor) -> Tensor:
 
 
 def encode(x: Tensor, amax: Tensor, dtype: torch.dtype, *, saturate: bool = False) -> Coded:
-    """Quantise a matrix, rounding to nearest even.
+    """Quantise a matrix `[rows, columns]`, rounding to nearest even.
 
-    Args:
-        x: `[rows, columns]`.
-        amax: float32 `[]` or `[rows, 1]`: decides the scale. If it is infinite or NaN, the
-            decoded numbers are NaN, so that an overflow is visible.
-        dtype: float8.
-        saturate: `amax` may be below the largest magnitude of `x` (delayed scaling). Numbers that
-            are too large become the largest code.
+    `amax`, float32 `[]` or `[rows, 1]`, decides the scale. If it is infinite or NaN, the decoded
+    numbers are NaN, so that an overflow is visible. With `saturate` it may be below the largest
+    magnitude of `x` (delayed scaling), and numbers that are too large become the largest code.
     """
     exponent = scale_exponent(amax, dtype)
     scale = power_of_two(exponent)
@@ -120,16 +112,9 @@ def scaled_product(
 ) -> Tensor:
     """`left @ right.T` of decoded numbers, accumulated in float32.
 
-    Args:
-        left: `[rows, inner]`.
-        right: `[columns, inner]`, with as many scales per row as `left`: one or all.
-        dtype: of the result.
-        fast_accumulation: allow Hopper's tensor cores to keep fewer digits of partial sums.
-        into: `[rows, columns]` in `dtype`, where the result is written, without a temporary if
-            the kernel supports it.
-
-    Returns:
-        `[rows, columns]` in `dtype`, or `into`.
+    Both have as many scales per row: one, or one for all. `fast_accumulation` allows Hopper's
+    tensor cores to keep fewer digits of partial sums. `into` `[rows, columns]` in `dtype` receives
+    the result, without a temporary if the kernel supports it.
 
     Raises:
         RuntimeError: on a GPU without FP8.

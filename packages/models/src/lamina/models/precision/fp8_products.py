@@ -210,11 +210,9 @@ Contexts = Callable[[], tuple[AbstractContextManager[None], AbstractContextManag
 
 
 def replaying_scales(block: nn.Module, contexts: Contexts) -> Contexts:
-    """Make a `context_fn` of `torch.utils.checkpoint` that repeats the scales of forward.
+    """Make a `context_fn` of `torch.utils.checkpoint` that repeats the scales of a block's forward.
 
-    Args:
-        block: the block that is recomputed, with or without layers in FP8.
-        contexts: another `context_fn`, which is called too.
+    `contexts` is another `context_fn`, which is called too.
     """
     layers = [m for m in block.modules() if isinstance(m, Float8Products)]
     layers = [layer for layer in layers if layer.amax_history is not None]

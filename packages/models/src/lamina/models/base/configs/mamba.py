@@ -103,11 +103,7 @@ def check_pattern(
 ) -> None:
     """Raise ValueError unless the pattern's letters are known and fit the other fields.
 
-    Args:
-        pattern: of `TransformerConfig`.
-        num_layers: of `TransformerConfig`.
-        mamba: of `TransformerConfig`.
-        own: letters of the caller's own layers.
+    `own` are the letters of the caller's own layers.
     """
     if pattern is None:
         if mamba is not None:

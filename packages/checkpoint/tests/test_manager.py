@@ -19,6 +19,7 @@ from lamina.checkpoint import (
 )
 from lamina.checkpoint.load.loading import open_checkpoint
 from lamina.checkpoint.load.restore_plan import Plan, Selection
+from lamina.checkpoint.state.cut_tensors import Hints
 from lamina.checkpoint.storage.locations import LocalLocation
 
 
@@ -171,7 +172,9 @@ def test_ranks_that_compare_names_by_position_have_them_in_one_order(tmp_path):
     CheckpointManager(tmp_path, verify=False).save(1, state)
     opened = open_checkpoint(LocalLocation(tmp_path / "step-00000001"))
     metadata, trees = opened.metadata, opened.trees
-    names = [n for n in Plan(state, trees, metadata, Selection()).claims if "param_groups" in n]
+    names = [
+        n for n in Plan(state, trees, metadata, Selection(), Hints()).claims if "param_groups" in n
+    ]
     stored = trees["optimizer"]["param_groups"][0]["params"]
     assert names == [f"optimizer.param_groups.0: {name}" for name in stored]
 

@@ -216,6 +216,7 @@ class CheckpointManager:
         started = time.perf_counter()
 
         def ready() -> tuple[int, float | None]:
+            """Check the arguments, and end what was before."""
             given = as_step(step), as_metric(metric)
             self.wait()
             self._clean()
@@ -361,6 +362,7 @@ class CheckpointManager:
         """
 
         def chosen() -> int | None:
+            """The first rank's choice, with a warning of newer checkpoints."""
             if not self._ranks.is_first:
                 return None
             locations = self._store.locations()

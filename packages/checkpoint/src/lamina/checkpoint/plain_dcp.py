@@ -63,6 +63,7 @@ def import_dcp(
     selection = Selection(strict, tuple(include), tuple(exclude), allow_cast)
 
     def open_source() -> Source:
+        """Read the metadata, and show it as a checkpoint of this layer."""
         location = location_of(path)
         metadata = read_metadata(location)
         names = list(tensors_of(metadata))

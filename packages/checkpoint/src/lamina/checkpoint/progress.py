@@ -10,7 +10,20 @@ __all__ = ["Progress", "RestoreReport", "SaveReport"]
 
 
 @dataclass(frozen=True)
-class SaveReport:
+class _Report:
+    step: int
+    path: Path | str
+    bytes: int
+    seconds: float
+
+    @property
+    def bytes_per_second(self) -> float:
+        """Of the whole save, or read by this rank."""
+        return self.bytes / self.seconds if self.seconds else 0.0
+
+
+@dataclass(frozen=True)
+class SaveReport(_Report):
     """What a save cost.
 
     Attributes:
@@ -22,21 +35,12 @@ class SaveReport:
         complete: whether the checkpoint is complete and on the disk.
     """
 
-    step: int
-    path: Path | str
-    bytes: int
-    seconds: float
     blocked_seconds: float
     complete: bool
 
-    @property
-    def bytes_per_second(self) -> float:
-        """Of the whole save."""
-        return self.bytes / self.seconds if self.seconds else 0.0
-
 
 @dataclass(frozen=True)
-class RestoreReport:
+class RestoreReport(_Report):
     """What a restore did.
 
     Attributes:
@@ -49,27 +53,16 @@ class RestoreReport:
         skipped: damaged checkpoints that were passed over (`fallback=True`): step -> why.
     """
 
-    step: int
-    path: Path | str
-    bytes: int
-    seconds: float
     missing: tuple[str, ...] = ()
     unexpected: tuple[str, ...] = ()
     skipped: dict[int, str] = field(default_factory=dict)
-
-    @property
-    def bytes_per_second(self) -> float:
-        """Read by this rank."""
-        return self.bytes / self.seconds if self.seconds else 0.0
 
 
 class Progress:
     """A bar on a terminal, after the first second; nothing anywhere else.
 
-    Args:
-        what: the word in front.
-        total: bytes to come.
-        shown: whether this rank shows it at all.
+    `what` is the word in front, `total` are bytes to come, and `shown` says whether this rank shows
+    it at all.
     """
 
     def __init__(self, what: str, total: int, shown: bool) -> None:

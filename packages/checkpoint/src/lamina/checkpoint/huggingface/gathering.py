@@ -27,12 +27,8 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]  # offsets and sizes
 class Whole:
     """A tensor of the whole model, of which this rank holds all, boxes, or nothing.
 
-    Attributes:
-        name: for messages.
-        shape: of the whole.
-        dtype: of it.
-        device: where to gather it.
-        everywhere: every rank holds something of it (with pipeline stages, not so).
+    It is gathered on `device`. `everywhere` says that every rank holds something of it (with
+    pipeline stages, not so). The name is for messages.
     """
 
     name: str
@@ -48,14 +44,9 @@ def gathered(
     """Yield boxes of a whole tensor, right at least on the first rank (collective).
 
     Each is made when it is asked for, in the memory of the one before if that has its shape: what
-    is to be kept must be copied.
-
-    Args:
-        whole: what to gather.
-        part: this rank's: a plain tensor is whole on every rank that has it; a `ShardedTensor`,
-            `TensorPart` or DTensor holds boxes; None is nothing.
-        boxes: which boxes, the same on all ranks.
-        ranks: all that hold a part.
+    is to be kept must be copied. The boxes are the same on all ranks. Of this rank's `part`, a
+    plain tensor is whole on every rank that has it; a `ShardedTensor`, `TensorPart` or DTensor
+    holds boxes; None is nothing.
     """
     if whole.everywhere and part is not None and not _is_cut(part):
         yield from (narrowed(part, *box) for box in boxes)

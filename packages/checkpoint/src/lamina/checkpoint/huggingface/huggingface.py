@@ -55,9 +55,6 @@ class _Tensors:
         self._cut_tensors = CutTensors({"model": model}, Hints(mesh))
         self._parameters = dict(parameters_of(model))
 
-    def is_parameter(self, name: str) -> bool:
-        return name in self._parameters
-
     def region_of(self, name: str) -> TensorRegion | None:
         parameter = self._parameters.get(name)
         return None if parameter is None else self._cut_tensors.region_of(name, parameter)
@@ -94,7 +91,7 @@ class _Tensors:
             if dtype not in DTYPES:
                 raise TypeError(f"'{name}' is {dtype}, which safetensors lacks")
             sizes = [*shape, *[0] * (_DIMENSIONS - len(shape))]
-            known = [1, 0, self.is_parameter(name), DTYPES.index(dtype), len(shape), *sizes]
+            known = [1, 0, name in self._parameters, DTYPES.index(dtype), len(shape), *sizes]
             row.copy_(torch.tensor(known))
         all_reduce_small([table], ranks.group, op="max")
         rows = dict(zip(names, table.tolist(), strict=True))
@@ -214,15 +211,10 @@ def _export_one(
     boxes = [(piece.offsets, piece.sizes) for piece in planned.pieces]
     found = gathered(planned.whole, part, boxes, ranks)
     for piece, made in zip(planned.pieces, planned.made, strict=True):
-        _write(piece.link, next(found), made, writer)
-
-
-def _write(
-    link: HuggingFaceLink, tensor: Tensor, planned: Sequence[Described], writer: _Export | None
-) -> None:
-    """Write one piece; a function, so that nothing is held while the next one is gathered."""
-    if writer is not None:
-        writer.add(link, tensor, planned)
+        if writer is None:
+            next(found)
+        else:  # nothing here holds the piece while the next one is gathered
+            writer.add(piece.link, next(found), made)
 
 
 def _dtype_name(files: Mapping[str, Sequence[Described]]) -> str:
@@ -351,6 +343,7 @@ def import_huggingface(
     tensors = _Tensors(model, mesh)
 
     def read() -> tuple[str, ...]:
+        """Read what this rank has of the tensors; return the names without a use."""
         with Files(_directory(path)) as files:
             for link in links:
                 _check_link(link, tensors, files)

@@ -130,6 +130,7 @@ class _MetadataUnpickler(pickle.Unpickler):
     """Knows metadata's classes and no others."""
 
     def find_class(self, module: str, name: str) -> Any:
+        """Return the stand-in of a class that metadata has."""
         if (module, name) in _KNOWN:
             return _KNOWN[module, name]
         raise CheckpointUnsafeError(
@@ -139,11 +140,7 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 
 def read_metadata(location: Location, text: bytes | None = None) -> Metadata:
-    """Read DCP's `.metadata`, a pickle, without executing any of it.
-
-    Args:
-        location: of the checkpoint.
-        text: of the file, if it was read before.
+    """Read DCP's `.metadata`, a pickle, or the text of one, without executing any of it.
 
     Raises:
         CheckpointUnsafeError: it names anything but metadata's own classes.
@@ -181,11 +178,8 @@ def opened(
 ) -> Iterator[Callable[[int, int], memoryview]]:
     """Open a file and give a function (offset, length) -> bytes, without copies where possible.
 
-    Args:
-        location: of the file.
-        name: of the file.
-        mapped: map a local file into memory. A bad sector then kills the process (SIGBUS); without
-            it, reading raises OSError.
+    With `mapped` a local file is mapped into memory. A bad sector then kills the process (SIGBUS);
+    without it, reading raises OSError.
     """
     with location.open(name) as file:
         if mapped and isinstance(location, LocalLocation) and os.fstat(file.fileno()).st_size:
@@ -195,6 +189,7 @@ def opened(
             return
 
         def read(offset: int, length: int) -> memoryview:
+            """Read some bytes of the open file."""
             file.seek(offset)
             return memoryview(bytearray(file.read(length)))
 
@@ -205,13 +200,8 @@ class Reader(StorageReader):
     """Reads what a plan asks for, after checking every chunk that the plan touches.
 
     The check runs while DCP plans, before it writes into any tensor; a failure on one rank reaches
-    all ranks by DCP's own exchange of plans.
-
-    Args:
-        location: the checkpoint.
-        metadata: DCP's, read before.
-        manifest: None for a checkpoint of plain DCP, which has no sums to check.
-        read: called with the bytes of each chunk read.
+    all ranks by DCP's own exchange of plans. A manifest of None is that of plain DCP's checkpoints,
+    which have no sums to check. `read` is called with the bytes of each chunk read.
     """
 
     def __init__(
@@ -222,12 +212,8 @@ class Reader(StorageReader):
         read: Callable[[int], None] = lambda _: None,
     ) -> None:
         super().__init__()
-        self._location, self._metadata, self._manifest, self._read = (
-            location,
-            metadata,
-            manifest,
-            read,
-        )
+        self._location, self._metadata = location, metadata
+        self._manifest, self._read = manifest, read
         self._sums = ChunkSums({}) if manifest is None else ChunkSums.read(manifest, location)
         # A local file is read twice, the second time from memory; others come over a network.
         near = manifest is None or isinstance(location, LocalLocation)
@@ -379,8 +365,7 @@ class Reader(StorageReader):
         if stored.dtype != dtype or stored.shape != sizes:
             raise CheckpointDamagedError(
                 f"'{index.fqn}' from {list(index.offset or ())} in {self._location} is "
-                f"{stored.dtype} "
-                f"{list(stored.shape)}, its metadata says {dtype} {list(sizes)}"
+                f"{stored.dtype} {list(stored.shape)}, its metadata says {dtype} {list(sizes)}"
             )
         return stored
 

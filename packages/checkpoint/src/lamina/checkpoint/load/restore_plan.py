@@ -15,7 +15,7 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from lamina.checkpoint.errors import CheckpointError, CheckpointMismatchError, shortened
-from lamina.checkpoint.state.cut_tensors import NO_HINTS, CutTensors, Hints, as_part
+from lamina.checkpoint.state.cut_tensors import CutTensors, Hints, as_part
 from lamina.checkpoint.state.json_values import Json, decode
 from lamina.checkpoint.state.merge_ranks import RANKS, names_in
 from lamina.checkpoint.state.optimizer_names import is_optimizer, unwrapped
@@ -65,14 +65,7 @@ class _Entry:
 
 
 class Plan:
-    """Compares a state at hand with a checkpoint.
-
-    Args:
-        state: what to load into.
-        trees: the parsed `values.json`.
-        metadata: DCP's.
-        selection: what to take.
-        hints: what the state does not say.
+    """Compares a state at hand with the trees of a checkpoint's `values.json` and DCP's metadata.
 
     Raises:
         CheckpointMismatchError: entries, shapes or dtypes that don't fit, by name.
@@ -84,7 +77,7 @@ class Plan:
         trees: Mapping[str, Json],
         metadata: Metadata,
         selection: Selection,
-        hints: Hints = NO_HINTS,
+        hints: Hints,
     ) -> None:
         self._state, self._trees, self._selection = state, trees, selection
         self._objects = {entry: unwrapped(value) for entry, value in state.items()}
@@ -135,11 +128,11 @@ class Plan:
                 self._fill(name, kept, None)
             return _Entry(None)
         taken = self._taken(entry, value)
+        planned = _Entry(taken)
         if taken is None:
             for name in stored:
                 self._fill(name, None, None)
-            return _Entry(None)
-        planned = _Entry(taken)
+            return planned
         known = isinstance(value, torch.nn.Module) or taken.optimizer is not None
         tree = self._trees[entry]
         if taken.optimizer is not None and not (isinstance(tree, dict) and "param_groups" in tree):
@@ -273,16 +266,11 @@ class Plan:
         return made, made
 
     def conclude(self, claimed: Mapping[str, bool], rank: int, world_size: int) -> None:
-        """Compare names, once it is known which names have a place on some rank.
-
-        Args:
-            claimed: like `claims`, true where any rank has a place.
-            rank: this one.
-            world_size: how many load.
+        """Compare names, once it is known which names have a place on some rank (`claimed`).
 
         Raises:
-            CheckpointMismatchError: a name on one side only, and the selection is strict; a
-                pattern that matches nothing; or a `PerRank` that refuses another layout.
+            CheckpointMismatchError: a name on one side only, and the selection is strict; a pattern
+                that matches nothing; or a `PerRank` that refuses another layout.
         """
         for entry, planned in self._entries.items():
             value = self._objects[entry]

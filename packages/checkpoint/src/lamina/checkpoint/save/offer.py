@@ -20,13 +20,10 @@ __all__ = ["Offered", "take"]
 
 @dataclass(frozen=True)
 class Offered:
-    """What a rank offers of a state.
+    """What a rank offers of a state: tensors, nested for DCP, and the other values.
 
-    Attributes:
-        tensors: nested, for DCP.
-        trees: the other values.
-        digests: of the weights, buffers and optimizer state that this rank offers as whole, and of
-            its first box of each that is cut.
+    Digests are of the weights, buffers and optimizer state that this rank offers as whole, and of
+    its first box of each that is cut.
     """
 
     tensors: dict[str, Any]
@@ -37,14 +34,10 @@ class Offered:
 def take(
     state: Mapping[str, Any], hints: Hints, *, first: bool = True, check: bool = True
 ) -> Offered:
-    """Split a state into what DCP saves and what JSON saves.
+    """Split a state into what DCP saves and what JSON saves; with `check` make digests.
 
-    Args:
-        state: name -> object or plain value.
-        hints: what the objects don't say.
-        first: this is the first rank, whose plain values count. Others offer of their tensors only
-            the sharded ones: of a whole one DCP would take any rank's.
-        check: make digests.
+    The first rank's plain values count. Others offer of their tensors only the sharded ones: of a
+    whole one DCP would take any rank's.
 
     Raises:
         TypeError: an entry holds something that is neither a tensor nor a plain value.
@@ -99,9 +92,7 @@ def _is_cut(tensor: torch.Tensor) -> bool:
 def _compared(taken: Taken, known: bool) -> Iterator[tuple[str, torch.Tensor, Kind]]:
     """Yield what other ranks may hold too: name, tensor, and what a difference means.
 
-    Args:
-        taken: of an object.
-        known: it is a module or an optimizer; of others whole tensors are the first rank's.
+    Of modules and optimizers (`known`) all; of other objects whole tensors are the first rank's.
     """
     for name, tensor in taken.shown.items():
         trained: Kind = "trained" if name in taken.trained else "usual"

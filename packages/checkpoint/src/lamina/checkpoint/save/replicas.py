@@ -34,11 +34,9 @@ Digests = dict[str, tuple[int, Kind]]
 
 
 def digests(whole: Mapping[str, torch.Tensor], kinds: Mapping[str, Kind]) -> Digests:
-    """Sum the beginnings of tensors, one copy per device.
+    """Sum the beginnings of what this rank offers as all there is under a name, or in a box.
 
-    Args:
-        whole: name -> tensor that this rank offers as all there is under that name (or box).
-        kinds: name -> what a difference means.
+    Beginnings are copied once per device. `kinds` say what a difference means.
     """
     found: Digests = {}
     by_device: dict[torch.device, dict[str, torch.Tensor]] = {}
@@ -83,9 +81,6 @@ def _beginning(tensor: torch.Tensor) -> torch.Tensor:
 
 def compare(of_ranks: Sequence[Digests]) -> None:
     """Refuse weights, optimizer state and objects' tensors that differ; warn of buffers.
-
-    Args:
-        of_ranks: by rank, what `digests` gave there.
 
     Raises:
         CheckpointError: naming tensors, two ranks and the remedies.

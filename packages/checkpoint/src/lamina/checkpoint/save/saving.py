@@ -26,14 +26,10 @@ __all__ = ["Saver"]
 
 
 class Saver:
-    """Writes saves, one at a time.
+    """Writes saves, one at a time; `in_background` in a thread, over a process group of its own.
 
-    Args:
-        store: the directory of checkpoints.
-        ranks: who saves.
-        in_background: write in a thread, over a process group of its own.
-        committed: called on the first rank after each commit, with what was committed.
-        progress: show a bar on the first rank.
+    `committed` is called on the first rank after each commit, with what was committed. A bar of
+    progress is shown there too.
     """
 
     def __init__(
@@ -106,7 +102,7 @@ class Saver:
         bar = Progress(f"saving step {save.step}", _bytes(tensors) if shown else 0, shown)
         writer = Writer(self._store, save, bar.advance)
         try:
-            metadata = dcp_quietly(dcp_save, tensors, writer, planner, self._group)
+            metadata = _dcp_save(tensors, writer, planner, self._group)
         except BaseException as error:
             writer.abandon()
             raise own_error(f"saving step {save.step}", error) from error
@@ -117,16 +113,9 @@ class Saver:
         if writer.manifest is not None:
             self._retire(writer.manifest)
         seconds = time.perf_counter() - save.started
-        report = SaveReport(
-            save.step,
-            location.address,
-            size,
-            seconds,
-            seconds if blocked is None else blocked,
-            complete=True,
-        )
-        self.last = report
-        return writer, report
+        blocked = seconds if blocked is None else blocked
+        self.last = SaveReport(save.step, location.address, size, seconds, blocked, complete=True)
+        return writer, self.last
 
     def _retire(self, saved: Manifest) -> None:
         """Delete what is no longer kept. The save is complete: no failure of this is its own."""
@@ -140,25 +129,23 @@ class Saver:
             )
 
 
-def dcp_quietly(
-    save: Callable[..., Metadata],
+def _dcp_save(
     tensors: dict[str, Any],
     writer: Writer,
     planner: DefaultSavePlanner,
     group: dist.ProcessGroup | None,
 ) -> Metadata:
-    """Call DCP; it warns that a world of one has no process group, which here is a choice."""
-    arguments: dict[str, Any] = {
-        "storage_writer": writer,
-        "planner": planner,
-        "process_group": group,
-        "no_dist": group is None,
-    }
-    if group is not None:
-        return save(tensors, **arguments)
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        return save(tensors, **arguments)
+        if group is None:  # a world of one has no process group, which here is a choice
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        saved: Metadata = dcp_save(
+            tensors,
+            storage_writer=writer,
+            planner=planner,
+            process_group=group,
+            no_dist=group is None,
+        )
+    return saved
 
 
 def _size(location: Location, metadata: Metadata) -> int:
@@ -191,18 +178,9 @@ class Background:
         self._failure: list[BaseException] = []
         self._last_words = weakref.finalize(self, _tell, self._failure)
 
-    @property
-    def busy(self) -> bool:
-        """Whether a task is running."""
-        return self._thread is not None and self._thread.is_alive()
-
     def start(self, task: Callable[[], object], name: str) -> None:
-        """Run a task.
-
-        Raises:
-            RuntimeError: another one runs.
-        """
-        if self.busy:
+        """Run a task; RuntimeError if another one runs."""
+        if self._thread is not None and self._thread.is_alive():
             raise RuntimeError("a task is running: wait() first")
         failure = self._failure
 

@@ -25,13 +25,7 @@ Signature = tuple[tuple[Any, ...], ...]
 
 
 class Staged:
-    """One save's copies, complete once `ready()` has returned.
-
-    Attributes:
-        plan: what this rank offers to write.
-        tensors: the copies.
-        bytes: of all of them.
-    """
+    """One save's copies of the tensors of `plan`, complete once `ready()` has returned."""
 
     def __init__(
         self,
@@ -74,9 +68,8 @@ class Stage:
     def copy(self, offer: _Offer, *, known: bool) -> Staged:
         """Copy what this rank may have to write.
 
-        Args:
-            offer: of `plan`.
-            known: all ranks offer what they offered before: copy only what fell to this one.
+        `known` means that all ranks offer what they offered before: only what fell to this one is
+        copied.
         """
         plan = offer.plan
         if known:

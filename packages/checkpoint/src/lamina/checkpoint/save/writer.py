@@ -37,16 +37,11 @@ __all__ = ["Save", "Writer"]
 
 @dataclasses.dataclass(frozen=True)
 class Save:
-    """One save.
+    """One save: of a training step, of what this rank offers to write.
 
-    Attributes:
-        step: training step.
-        offered: what this rank offers to write.
-        overwrite: replace a complete checkpoint of the same step.
-        verify: read every file back and compare before committing.
-        threads: files, and threads writing them, per rank.
-        metric: for the manifest.
-        started: `time.perf_counter()` when the caller asked for it.
+    `overwrite` replaces a complete checkpoint of the same step. `verify` reads every file back and
+    compares before committing. Each rank writes so many files, each in a thread. The metric is for
+    the manifest. `started` is `time.perf_counter()` when the caller asked for it.
     """
 
     step: int
@@ -92,10 +87,7 @@ class _Results(list[WriteResult]):
 class Writer(StorageWriter):
     """One save: makes the location, writes, verifies, commits.
 
-    Args:
-        store: the directory of checkpoints.
-        save: what to write, and how.
-        wrote: called with the bytes of each chunk written.
+    `wrote` is called with the bytes of each chunk written.
     """
 
     def __init__(
@@ -112,7 +104,6 @@ class Writer(StorageWriter):
         self.manifest: Manifest | None = None
         #: where the checkpoint is once the save has ended well
         self.final: Location | None = None
-        self.bytes_written = 0
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -160,15 +151,13 @@ class Writer(StorageWriter):
         self.assigned = frozenset(item.index for item in plan.items)
         shares = _shares(plan.items, self._save.threads)
         names = [f"__{assignment.rank}_{number}.distcp" for number in range(len(shares))]
+        work = names, shares, [planner] * len(shares)
         if len(shares) > 1:
             with ThreadPoolExecutor(len(shares)) as pool:
-                written = list(pool.map(self._write_file, names, shares, [planner] * len(shares)))
+                written = list(pool.map(self._write_file, *work))
         else:
-            written = [
-                self._write_file(n, share, planner) for n, share in zip(names, shares, strict=True)
-            ]
+            written = list(map(self._write_file, *work))
         files = {name: file for name, (file, _) in zip(names, written, strict=True)}
-        self.bytes_written = sum(file.sum.bytes for file in files.values())
         results = [result for _, of_file in written for result in of_file]
         differs = assignment.trees_crc != self._values.crc32
         trees = self._values.for_coordinator(differs)
@@ -185,13 +174,10 @@ class Writer(StorageWriter):
             stream = SummingStream(raw)
             for item in items:
                 offset = stream.tell()
-                torch.save(
-                    own_memory(cast(torch.Tensor, planner.resolve_data(item))),
-                    cast(BinaryIO, stream),
-                )
+                data = own_memory(cast(torch.Tensor, planner.resolve_data(item)))
+                torch.save(data, cast(BinaryIO, stream))
                 length = stream.end_chunk()
-                info = StorageInfo(name, offset, length)
-                results.append(WriteResult(item.index, length, info))
+                results.append(WriteResult(item.index, length, StorageInfo(name, offset, length)))
                 self._wrote(length)
         if self._save.verify:
             _verify_written(location, name, stream.sum)

@@ -21,7 +21,7 @@ from lamina.checkpoint.state.optimizer_names import parameters_of
 from lamina.mesh import ParallelMesh, Role, role_of
 from lamina.mesh.engine import MeshAxis, axis_if_there
 
-__all__ = ["NO_HINTS", "CutTensors", "Hints", "Mesh", "as_part"]
+__all__ = ["CutTensors", "Hints", "Mesh", "as_part"]
 
 _AXES = ("tp", "expert_tp", "ep")
 _LAYOUT = ("pp", "cp", "tp")  # with the number of ranks they say what a rank's number means
@@ -30,26 +30,19 @@ Mesh = ParallelMesh | DeviceMesh | None
 
 @dataclass(frozen=True)
 class Hints:
-    """What the caller says of the models at hand.
+    """What the caller says of the models: the axes, where modules don't, and names.
 
-    Attributes:
-        mesh: names the axes where modules don't.
-        rename: from a name that this rank's module has to the name in the whole model.
+    `rename` goes from a name that this rank's module has to the name in the whole model.
     """
 
     mesh: Mesh = None
     rename: Callable[[str], str] = str
 
 
-NO_HINTS = Hints()
-
-
 class CutTensors:
     """Knows which parameters are cut, and where in the whole model's tensors they lie.
 
-    Args:
-        state: the modules in it are searched for regions, and for the axes that they were built on.
-        hints: what the modules don't say.
+    The modules in `state` are searched for regions, and for the axes that they were built on.
     """
 
     def __init__(self, state: Mapping[str, Any], hints: Hints) -> None:
@@ -149,13 +142,10 @@ def _axes_in(module: torch.nn.Module, names: Sequence[str]) -> Iterator[MeshAxis
 
 
 def as_part(tensor: torch.Tensor, region: TensorRegion | None, held: torch.Tensor) -> torch.Tensor:
-    """Show a tensor of the parameter's shape as the part that the parameter is.
+    """Show a tensor of the shape of the parameter `held` as the part that the parameter is.
 
-    Args:
-        tensor: the parameter as a state_dict holds it, or a state of the same shape, which is the
-            same part; others (step counts) are left alone.
-        region: of the parameter.
-        held: the parameter.
+    It is the parameter as a state_dict holds it, or a state of the same shape, which is the same
+    part; others (step counts) are left alone.
     """
     if region is None or tensor.shape != held.shape or isinstance(tensor, TensorPart):
         return tensor

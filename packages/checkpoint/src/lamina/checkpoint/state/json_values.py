@@ -41,13 +41,11 @@ def join(path: tuple[str, ...]) -> str:
 
 
 def encode(value: Any, path: tuple[str, ...], tensors: dict[tuple[str, ...], torch.Tensor]) -> Json:
-    """Turn a tree into JSON, moving its tensors into `tensors`.
+    """Turn a tree into JSON, moving its tensors into `tensors`, by path.
 
-    Args:
-        value: None, bool, int, float, complex, str, bytes, tensor, dtype, device, a number of
-            NumPy's, and lists, tuples, sets and dicts (OrderedDict, Counter) of these.
-        path: where `value` stands in the state; a tensor is stored under it.
-        tensors: receives path -> tensor for every tensor in the tree.
+    The tree is made of None, bool, int, float, complex, str, bytes, tensor, dtype, device, numbers
+    of NumPy's, and lists, tuples, sets and dicts (OrderedDict, Counter) of these. `path` is where
+    it stands in the state.
 
     Raises:
         TypeError: a value of another type, with its path.
@@ -119,11 +117,7 @@ def _encode_rare(value: Any, path: tuple[str, ...]) -> Json:
 
 
 def decode(value: Json, tensor: Callable[[str], Any]) -> Any:
-    """Turn JSON made by `encode` back into the tree.
-
-    Args:
-        value: the JSON.
-        tensor: maps the name of a stored tensor to the object to put in its place.
+    """Turn JSON made by `encode` back into the tree; `tensor` gives what a stored tensor becomes.
 
     Raises:
         CheckpointError: a `$` key that `encode` never writes.

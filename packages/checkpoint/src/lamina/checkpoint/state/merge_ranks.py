@@ -19,12 +19,9 @@ RANKS = "$ranks"
 
 
 class RankValues:
-    """This rank's values that are no tensors.
+    """This rank's values that are no tensors: those shared by all ranks, and its own, by entry.
 
-    Args:
-        shared: entry -> JSON of what should be the same on all ranks.
-        joined: entries of modules and optimizers, whose names are joined over ranks.
-        own: entry -> JSON that belongs to this rank.
+    `joined` are entries of modules and optimizers, whose names are joined over ranks.
     """
 
     def __init__(
@@ -37,18 +34,14 @@ class RankValues:
     def for_coordinator(self, differs: bool) -> bytes | None:
         """Return what the coordinator does not know: nothing, for most ranks of most states.
 
-        Args:
-            differs: the coordinator's `crc32` is another one than this rank's.
+        `differs` says that the coordinator's `crc32` is another one than this rank's.
         """
         if not differs and not self._own:
             return None
         return json.dumps({"joined": self._joined if differs else {}, "own": self._own}).encode()
 
     def merged(self, of_ranks: list[bytes | None]) -> bytes:
-        """Return the text of `values.json`.
-
-        Args:
-            of_ranks: by rank, what `for_coordinator` gave there.
+        """Return the text of `values.json`, given what `for_coordinator` gave on each rank.
 
         Raises:
             CheckpointError: an optimizer's groups differ between ranks.

@@ -54,12 +54,10 @@ def parameters_of(module: torch.nn.Module) -> list[tuple[str, torch.nn.Parameter
 def parameter_names(
     optimizer: Any, state: Mapping[str, Any], rename: Callable[[str], str] = str
 ) -> dict[int, str]:
-    """Name the parameters of `optimizer` after the modules in `state`.
+    """Name the parameters of `optimizer`, by id, after the modules in `state`.
 
-    Returns:
-        id(parameter) -> its name in its module, as `rename` changes it; with the entry's name in
-        front where the optimizer's parameters come from several modules. Empty where a parameter is
-        in none.
+    These are names in the module, as `rename` changes them, with the entry's name in front where
+    the parameters come from several modules. Empty where a parameter is in none.
     """
     owners: dict[int, tuple[str, str]] = {}
     for entry, value in state.items():
@@ -76,14 +74,8 @@ def parameter_names(
 class OptimizerNames:
     """The names and the numbers of one optimizer's parameters.
 
-    Args:
-        optimizer: whose parameters.
-        state: the modules in it have the names.
-        rename: from these to the names of the whole model.
-
-    Attributes:
-        tree: its state_dict, with the numbers.
-        parameters: name -> parameter.
+    The modules in `state` have the names, which `rename` turns into those of the whole model.
+    `tree` is the state_dict, with the numbers; `parameters` are by name.
     """
 
     def __init__(

@@ -17,11 +17,9 @@ __all__ = ["Kept", "Retention", "whole"]
 class Kept:
     """A checkpoint is kept if any rule keeps it; the newest always is.
 
-    Attributes:
-        last: the newest so many; None keeps all if no other rule is given, else the newest one.
-        every: those whose step is a multiple of this.
-        best: so many of those saved with a metric.
-        best_is: whether a small or a large metric is good.
+    `last` are the newest so many; None keeps all if no other rule is given, else the newest one.
+    `every` keeps those whose step is a multiple of it, and `best` so many of those saved with a
+    metric, of which small or large ones are good.
     """
 
     last: int | None = None
@@ -30,11 +28,7 @@ class Kept:
     best_is: Literal["min", "max"] = "min"
 
     def __post_init__(self) -> None:
-        """Refuse numbers below 1.
-
-        Raises:
-            ValueError: naming the argument.
-        """
+        """Raise ValueError, naming the argument, for numbers below 1."""
         for name in ("last", "every", "best"):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -51,11 +45,9 @@ class Kept:
         return self.last is None and self.every is None and self.best is None
 
     def doomed(self, checkpoints: Mapping[int, float | None]) -> list[int]:
-        """Return the steps to delete, ascending.
+        """Return the steps to delete, ascending, of undamaged checkpoints (step -> metric).
 
-        Args:
-            checkpoints: step -> metric (None: saved without one) of the undamaged checkpoints.
-                Damaged ones don't count, so that they can't push the last good one out.
+        Damaged ones don't count, so that they can't push the last good one out.
         """
         if self.all:
             return []
@@ -75,14 +67,9 @@ class Kept:
 
 
 class Retention:
-    """Deletes from a store what is not kept.
+    """Deletes from a store what the rules do not keep.
 
-    Args:
-        store: the directory of checkpoints.
-        kept: the rules.
-
-    Attributes:
-        damaged: steps whose checkpoint a restore could not read; they count for no rule.
+    `damaged` are steps whose checkpoint a restore could not read; they count for no rule.
     """
 
     def __init__(self, store: Store, kept: Kept) -> None:
@@ -107,12 +94,7 @@ class Retention:
 
 
 def whole(location: Location, known: Manifest | None = None) -> Manifest | None:
-    """Return the manifest of a whole checkpoint; None if a file is missing or too short.
-
-    Args:
-        location: of the checkpoint.
-        known: its manifest, if it was read before.
-    """
+    """Return the manifest, or what is known of it; None if a file is missing or too short."""
     try:
         manifest = Manifest.read(location) if known is None else known
         manifest.check_sizes(location)

@@ -100,6 +100,7 @@ class _RemoteAttempt:
         self.final = self.location
 
     def commit(self, manifest: Manifest, *, overwrite: bool) -> None:
+        """Write the manifest, and delete older attempts at the step."""
         if not overwrite and self._store.has(self._step):
             raise FileExistsError(
                 f"{self._store.location(self._step)} exists: save with overwrite=True to replace it"
@@ -114,6 +115,7 @@ class _RemoteAttempt:
             warnings.warn(f"older attempts at {self.location} are left: {error}", stacklevel=2)
 
     def abandon(self) -> None:
+        """Delete the attempt, unless it is committed."""
         if not self._committed:
             self._store.delete(self._step, self._number)
 

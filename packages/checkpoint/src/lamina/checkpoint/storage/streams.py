@@ -82,12 +82,8 @@ def tensor_in(chunk: memoryview, dtype: torch.dtype, sizes: Sequence[int]) -> to
     """Return the tensor in a chunk that this layer wrote, sharing the chunk's memory if it can.
 
     A chunk is what torch.save wrote: a zip file with one uncompressed record of the elements. A
-    contiguous tensor's record is its elements in order.
-
-    Args:
-        chunk: bytes; read-only ones are fine, for the result is only read.
-        dtype: of the tensor.
-        sizes: its shape.
+    contiguous tensor's record is its elements in order. Read-only bytes are fine, for the result is
+    only read.
     """
     with zipfile.ZipFile(_Window(chunk)) as archive:
         records = [i for i in archive.infolist() if i.filename.split("/")[-2:-1] == ["data"]]
@@ -152,16 +148,10 @@ _POLYNOMIAL = 0xEDB88320  # CRC-32 of zlib, bits reversed
 
 
 def combine(first: int, second: int, length: int) -> int:
-    """Return the CRC-32 of `a + b`.
+    """Return the CRC-32 of `a + b` from those of a and of b, which has `length` bytes.
 
-    Args:
-        first: CRC-32 of a.
-        second: CRC-32 of b.
-        length: of b, in bytes.
-
-    Source:
-        Mark Adler's crc32_combine in zlib: appending n zero bytes multiplies a CRC by a matrix
-        over GF(2); powers of two of that matrix are made by squaring.
+    Source: Mark Adler's crc32_combine in zlib: appending n zero bytes multiplies a CRC by a matrix
+    over GF(2); powers of two of that matrix are made by squaring.
     """
     for matrix in _of_zeros():
         if not length:

@@ -78,9 +78,10 @@ def kernel_scan(
     query, key = (part.repeat_interleave(heads // b.shape[2], dim=2).to(x.dtype) for part in (c, b))
     value = (x * dt.unsqueeze(-1)).to(x.dtype)
     gate = dt.float() * rate.float()
-    parts = (query, key, value, gate)
-    if runs is None:
-        return cast(Tensor, fused_scan()(*parts, scale=1.0)[0])
-    flat = (part.flatten(0, 1).unsqueeze(0) for part in parts)
-    y, _ = fused_scan()(*flat, cu_seqlens=document_starts(runs), scale=1.0)
+    parts: tuple[Tensor, ...] = (query, key, value, gate)
+    options: dict[str, Any] = {"scale": 1.0, "output_final_state": False}
+    if runs is not None:
+        parts = tuple(part.flatten(0, 1).unsqueeze(0) for part in parts)
+        options["cu_seqlens"] = document_starts(runs)
+    y, _ = fused_scan()(*parts, **options)
     return cast(Tensor, y).view_as(x)

@@ -113,16 +113,8 @@ def chunks_of(metadata: Metadata, name: str | None = None) -> Iterator[Chunk]:
         sizes = boxes[index.fqn].get(index.offset)
         if sizes is None:
             raise CheckpointDamagedError(f"'{index.fqn}' has no box at {index.offset}")
-        dtype = tensors[index.fqn].properties.dtype
-        yield Chunk(
-            index.fqn,
-            tuple(index.offset),
-            tuple(sizes),
-            dtype,
-            info.relative_path,
-            info.offset,
-            info.length,
-        )
+        dtype, place = tensors[index.fqn].properties.dtype, (info.relative_path, info.offset)
+        yield Chunk(index.fqn, tuple(index.offset), tuple(sizes), dtype, *place, info.length)
 
 
 def check_chunk(location: Location, sums: ChunkSums, chunk: Chunk) -> str | None:

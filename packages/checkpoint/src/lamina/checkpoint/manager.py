@@ -9,6 +9,7 @@ import time
 import warnings
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -133,13 +134,8 @@ class CheckpointManager:
         )
         self._cleaned = False
         self._ranks.together(self._clean if self._store.has_locks else self._note)
-        self._saver = Saver(
-            self._store,
-            self._ranks,
-            in_background=async_save,
-            committed=self._retention.retire,
-            progress=progress,
-        )
+        done = self._retention.retire
+        self._saver = Saver(self._store, self._ranks, async_save, done, progress)
 
     def __enter__(self) -> CheckpointManager:
         return self
@@ -322,14 +318,9 @@ class CheckpointManager:
     ) -> CheckpointDamagedError | None:
         """Load a checkpoint, or return its damage, the same kind of error on all ranks."""
         try:
-            report = load(
-                lambda: open_step(self._store, step),
-                state,
-                selection,
-                self._ranks,
-                self._hints,
-                progress=self._progress,
-            )
+            how = selection, self._ranks, self._hints
+            opened = partial(open_step, self._store, step)
+            report = load(opened, state, *how, progress=self._progress)
         except CheckpointDamagedError as error:
             return error
         self.last_restore = replace(report, skipped=skipped)

@@ -36,7 +36,6 @@ class Saver:
         self,
         store: Store,
         ranks: Ranks,
-        *,
         in_background: bool,
         committed: Callable[[Manifest], None],
         progress: bool,

@@ -36,17 +36,13 @@ def is_stateful(value: Any) -> bool:
 class Taken:
     """One entry of a state, taken apart.
 
-    Attributes:
-        tree: its state_dict, or the plain value itself; an optimizer's with parameter names, a
-            module's with the names of the whole model.
-        json: the tree without its tensors.
-        tensors: name -> tensor, as the tree holds it.
-        shown: name -> tensor, as the whole model's tensor that it is a part of: what DCP sees.
-        paths: name -> its keys.
-        optimizer: names and numbers, of an optimizer.
-        own_names: of a module whose names were changed, by the names of the whole model.
-        trained: names of parameters and of what an optimizer keeps of them, which are equal
-            wherever they are whole; but step counts, for experts without a token are not stepped.
+    `tree` is its state_dict, or the plain value itself: an optimizer's with parameter names, a
+    module's with the names of the whole model. `json` is the tree without its tensors. By name,
+    `tensors` are those that the tree holds, `shown` the whole model's tensors that they are parts
+    of, which DCP sees, and `paths` their keys. `optimizer` has names and numbers. `own_names` are
+    those of a module whose names were changed, by the names of the whole model. `trained` are names
+    of parameters and of what an optimizer keeps of them, which are equal wherever they are whole;
+    but step counts, for experts without a token are not stepped.
     """
 
     tree: Any

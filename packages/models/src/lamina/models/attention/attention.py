@@ -14,7 +14,7 @@ from lamina.models.base.cut_weights import require_divisible
 from lamina.models.base.mesh_axes import MeshLike, axis_of, context_ranks
 from lamina.models.base.weight_link import WeightLink
 from lamina.models.layers.dropout import dropout_stream
-from lamina.models.layers.linear import ColumnParallelLinear, RowParallelLinear
+from lamina.models.layers.linear import RowParallelLinear, from_residual, into_residual
 from lamina.models.layers.norms import RMSNorm
 
 __all__ = [
@@ -118,15 +118,8 @@ class Attention(nn.Module, ABC):
 
 def output_projection(config: TransformerConfig, mesh: MeshLike = None) -> RowParallelLinear:
     """Build the projection of the heads' values back into the residual stream."""
-    return RowParallelLinear(
-        config.num_heads * config.value_width,
-        config.hidden_size,
-        mesh,
-        bias=config.output_bias,
-        sequence_parallel=config.sequence_parallel,
-        init_std=config.residual_init_std,
-        reduction=config.tp_reduction,
-    )
+    width = config.num_heads * config.value_width
+    return into_residual(config, width, mesh, bias=config.output_bias)
 
 
 class SelfAttention(Attention):
@@ -157,16 +150,8 @@ class SelfAttention(Attention):
         queries = require_divisible("num_heads", config.num_heads, axis)
         keys = require_divisible("num_kv_heads", config.kv_heads, axis)
         self.head_counts = (queries, keys, keys)
-        self.qkv = ColumnParallelLinear(
-            config.hidden_size,
-            (config.num_heads + 2 * config.kv_heads) * width,
-            axis,
-            bias=config.attention_bias,
-            blocks=(config.num_heads * width, config.kv_heads * width, config.kv_heads * width),
-            sequence_parallel=config.sequence_parallel,
-            init_std=config.init_std,
-            reduction=config.tp_reduction,
-        )
+        blocks = (config.num_heads * width, config.kv_heads * width, config.kv_heads * width)
+        self.qkv = from_residual(config, blocks, axis, bias=config.attention_bias)
         self.query_norm = self.key_norm = None
         if config.qk_norm:
             self.query_norm = RMSNorm(width, config.norm_eps, partial=sharded)

@@ -53,7 +53,7 @@ class Ring:
     def __call__(
         self, query: Tensor, key: Tensor, value: Tensor, *, scale: float, dropout: float
     ) -> Tensor:
-        """See `AttentionPattern`; tokens are this rank's."""
+        """See `AttentionPattern`."""
         refuse_dropout("Ring", dropout)
         pieces = partial(self.pieces, tokens=query.shape[1], scale=scale, device=query.device)
         return attend_in_pieces(query, key, value, pieces, self.axis.group)
@@ -93,7 +93,7 @@ class GatheredKeys:
     def __call__(
         self, query: Tensor, key: Tensor, value: Tensor, *, scale: float, dropout: float
     ) -> Tensor:
-        """See `AttentionPattern`; tokens are this rank's."""
+        """See `AttentionPattern`."""
         both = torch.cat((key, value), dim=-1)
         gathered = gather_from(both, self.axis.group, dim=1, grad="reduce_scatter")
         widths = [key.shape[-1], value.shape[-1]]
@@ -111,7 +111,7 @@ class Ulysses:
     def __call__(
         self, query: Tensor, key: Tensor, value: Tensor, *, scale: float, dropout: float
     ) -> Tensor:
-        """See `AttentionPattern`; tokens are this rank's."""
+        """See `AttentionPattern`."""
         size = self.axis.size
         if key.shape[2] % size:
             # There are fewer key heads than ranks, so ranks that share one each get a copy.

@@ -8,6 +8,7 @@ with `kv_heads` heads, and return `[batch, sequence, heads, value_width]`.
 from __future__ import annotations
 
 import functools
+import importlib
 import inspect
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
@@ -164,19 +165,18 @@ class Flex:
         """See `AttentionPattern`."""
         refuse_dropout("Flex", dropout)
         q, k, v = _heads_second(query, key, value)
-        mixed: Tensor = _flex_kernel(query.is_cuda)(
+        mixed: Tensor = _flex("flex_attention", query.is_cuda, dynamic=False)(
             q, k, v, block_mask=self.mask, scale=scale, enable_gqa=k.shape[1] != q.shape[1]
         )
         return mixed.transpose(1, 2)
 
 
 @functools.cache
-def _flex_kernel(compiled: bool) -> Any:
-    # In torch 2.15 the module imports sympy, which costs everybody half a second.
-    from torch.nn.attention.flex_attention import flex_attention
-
-    # Uncompiled, flex_attention stores all scores. The first call compiles it, which takes seconds.
-    return torch.compile(flex_attention, dynamic=False) if compiled else flex_attention
+def _flex(name: str, compiled: bool, **options: Any) -> Any:
+    """A function of torch's flex attention; uncompiled, it stores every pair of tokens."""
+    # Imported here, as in torch 2.15 the module imports sympy, which costs everybody half a second.
+    function = getattr(importlib.import_module("torch.nn.attention.flex_attention"), name)
+    return torch.compile(function, **options) if compiled else function  # takes seconds once
 
 
 def _first_of_run(ids: Tensor) -> Tensor:
@@ -358,13 +358,5 @@ def flex_over(
 
     rows = None if runs is None else runs.shape[0]
     lengths = queries.numel(), keys.numel()
-    make = _block_mask_maker(queries.is_cuda)
+    make = _flex("create_block_mask", queries.is_cuda)
     return Flex(make(mask_mod, rows, None, *lengths, device=queries.device))
-
-
-@functools.cache
-def _block_mask_maker(compiled: bool) -> Any:
-    from torch.nn.attention.flex_attention import create_block_mask
-
-    # Uncompiled, create_block_mask stores every pair before it reduces pairs to blocks.
-    return torch.compile(create_block_mask) if compiled else create_block_mask

@@ -20,7 +20,7 @@ from lamina.models.base.configs.field_checks import (
 from lamina.models.base.cut_weights import require_divisible
 from lamina.models.base.mesh_axes import MeshLike
 from lamina.models.base.weight_link import WeightLink
-from lamina.models.layers.linear import ColumnParallelLinear, Linear
+from lamina.models.layers.linear import ColumnParallelLinear, Linear, from_residual
 from lamina.models.layers.norms import RMSNorm
 
 __all__ = ["LatentAttention", "LatentSelfAttention"]
@@ -207,14 +207,7 @@ class LatentSelfAttention(Attention):
         return RMSNorm(width, self.sizes.norm_eps, partial=self.sequence_parallel)
 
     def _up(self, in_features: int, out_features: int) -> ColumnParallelLinear:
-        return ColumnParallelLinear(
-            in_features,
-            out_features,
-            self.axis,
-            sequence_parallel=self.sequence_parallel,
-            init_std=self.config.init_std,
-            reduction=self.config.tp_reduction,
-        )
+        return from_residual(self.config, (out_features,), self.axis, bias=False, width=in_features)
 
     def mix(self, x: Tensor, context: AttentionContext) -> Tensor:
         """See `Attention.mix`."""

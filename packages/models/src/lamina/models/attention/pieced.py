@@ -90,7 +90,7 @@ class InPieces:
     def __call__(
         self, query: Tensor, key: Tensor, value: Tensor, *, scale: float, dropout: float
     ) -> Tensor:
-        """See `lamina.models.attention.kernels.AttentionPattern`; `scale` is every piece's."""
+        """See `AttentionPattern`."""
         refuse_dropout("InPieces", dropout)
         pieces = tuple(replace(p, block=replace(p.block, scale=scale)) for p in self.pieces)
         return attend_in_pieces(query, key, value, lambda _: pieces)

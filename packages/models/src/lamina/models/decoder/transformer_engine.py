@@ -53,11 +53,7 @@ def transformer_engine() -> tuple[ModuleType, ModuleType]:
 
 
 def make_recipe(precision: Precision) -> Any:
-    """Transformer Engine's recipe for a precision.
-
-    Raises:
-        PrecisionUnavailableError: where Transformer Engine is not installed.
-    """
+    """Transformer Engine's recipe for a precision."""
     _, recipes = transformer_engine()
     if precision.amax == "delayed":
         return recipes.DelayedScaling(
@@ -97,11 +93,7 @@ def use_transformer_engine(
 
 
 def make_linear(layer: ColumnParallelLinear | RowParallelLinear, precision: Precision) -> nn.Module:
-    """Make Transformer Engine's layer for one of ours, and copy its weights unless on meta.
-
-    Raises:
-        PrecisionUnavailableError: where Transformer Engine is not installed.
-    """
+    """Make Transformer Engine's layer for one of ours, and copy its weights unless on meta."""
     te, _ = transformer_engine()
     arguments = linear_arguments(layer)
     roles = {name: asdict(role_of(p)) for name, p in layer.named_parameters(recurse=False)}

@@ -30,7 +30,7 @@ from lamina.collectives.engine import (
 from lamina.mesh import mark
 from lamina.mesh.engine import MeshAxis
 from lamina.models.base.applied import applied
-from lamina.models.base.config import Reduction
+from lamina.models.base.config import Reduction, TransformerConfig
 from lamina.models.base.cut_weights import require_divisible
 from lamina.models.base.initialise import fill_normal
 from lamina.models.base.mesh_axes import MeshLike, axis_of
@@ -44,7 +44,13 @@ from lamina.models.layers.matmul_products import (
 from lamina.models.layers.weight_queue import WeightGradientQueue
 from lamina.models.precision.fp8_products import Cut, Float8Products
 
-__all__ = ["ColumnParallelLinear", "Linear", "RowParallelLinear"]
+__all__ = [
+    "ColumnParallelLinear",
+    "Linear",
+    "RowParallelLinear",
+    "from_residual",
+    "into_residual",
+]
 
 
 @dataclass(frozen=True)
@@ -346,3 +352,35 @@ class RowParallelLinear(_Projection):
         """Sizes, for printing."""
         size = 1 if self.axis is None else self.axis.size
         return f"{self.weight.shape[1] * size} -> {self.weight.shape[0]}, cut by {size}"
+
+
+def from_residual(
+    config: TransformerConfig,
+    blocks: Sequence[int],
+    mesh: MeshLike,
+    *,
+    bias: bool,
+    width: int | None = None,
+    reduction: Reduction | None = None,
+) -> ColumnParallelLinear:
+    """Build fused projections of the residual stream, or of `width` elements made from it."""
+    return ColumnParallelLinear(
+        width or config.hidden_size, sum(blocks), mesh, bias=bias, blocks=blocks,
+        sequence_parallel=config.sequence_parallel, init_std=config.init_std,
+        reduction=reduction or config.tp_reduction,
+    )  # fmt: skip
+
+
+def into_residual(
+    config: TransformerConfig,
+    width: int,
+    mesh: MeshLike,
+    *,
+    bias: bool,
+    reduction: Reduction | None = None,
+) -> RowParallelLinear:
+    """Build the projection of `width` elements into the residual stream."""
+    return RowParallelLinear(
+        width, config.hidden_size, mesh, bias=bias, sequence_parallel=config.sequence_parallel,
+        init_std=config.residual_init_std, reduction=reduction or config.tp_reduction,
+    )  # fmt: skip

@@ -77,40 +77,35 @@ class Products(Protocol):
         """Prepare the products of backward, given the output's gradient `[..., out]`."""
 
 
-class PlainGradients:
-    """Products in the dtype of their operands."""
+class _PlainGradients:
+    """`Gradients` in the dtype of their operands."""
 
     def __init__(self, grad: Tensor) -> None:
         self.grad = grad
 
     def by_input(self, weight: Tensor) -> Tensor:
-        """See `Gradients`."""
         return self.grad @ weight
 
     def by_weight(self, x: Tensor) -> Tensor:
-        """See `Gradients`."""
         return self.grad.flatten(0, -2).t() @ x.flatten(0, -2)
 
     def add_by_weight(self, x: Tensor, total: Tensor, accumulate: bool) -> None:
-        """See `Gradients`."""
         write_product(self.grad.flatten(0, -2).t(), x.flatten(0, -2), total, accumulate)
 
 
-class PlainProducts:
-    """Products in the dtype of their operands; saves nothing for backward."""
+class _PlainProducts:
+    """`Products` in the dtype of their operands; saves nothing for backward."""
 
     def output(
         self, x: Tensor, weight: Tensor, bias: Tensor | None
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """See `Products`."""
         return F.linear(x, weight, bias), ()
 
-    def gradients(self, grad: Tensor, kept: Sequence[Tensor]) -> PlainGradients:
-        """See `Products`."""
-        return PlainGradients(grad)
+    def gradients(self, grad: Tensor, kept: Sequence[Tensor]) -> _PlainGradients:
+        return _PlainGradients(grad)
 
 
-PLAIN = PlainProducts()
+PLAIN = _PlainProducts()
 
 
 def write_product(left: Tensor, right: Tensor, total: Tensor, accumulate: bool) -> None:

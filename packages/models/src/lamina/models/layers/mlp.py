@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from lamina.models.base.config import Activation, TransformerConfig
 from lamina.models.base.configs.field_checks import require_one_of
 from lamina.models.base.mesh_axes import MeshLike, axis_of
-from lamina.models.layers.linear import ColumnParallelLinear, RowParallelLinear
+from lamina.models.layers.linear import from_residual, into_residual
 
 __all__ = ["MLP", "ActivationFunction"]
 
@@ -50,28 +50,11 @@ class MLP(nn.Module):
     def __init__(self, config: TransformerConfig, mesh: MeshLike = None) -> None:
         super().__init__()
         axis = axis_of(mesh, "tp")
-        hidden, ffn = config.hidden_size, config.ffn_width
+        ffn = config.ffn_width
         blocks = (ffn, ffn) if config.activation == "swiglu" else (ffn,)
-        self.up = ColumnParallelLinear(
-            hidden,
-            sum(blocks),
-            axis,
-            bias=config.mlp_bias,
-            blocks=blocks,
-            sequence_parallel=config.sequence_parallel,
-            init_std=config.init_std,
-            reduction=config.tp_reduction,
-        )
+        self.up = from_residual(config, blocks, axis, bias=config.mlp_bias)
         self.activation = ActivationFunction(config.activation)
-        self.down = RowParallelLinear(
-            ffn,
-            hidden,
-            axis,
-            bias=config.mlp_bias,
-            sequence_parallel=config.sequence_parallel,
-            init_std=config.residual_init_std,
-            reduction=config.tp_reduction,
-        )
+        self.down = into_residual(config, ffn, axis, bias=config.mlp_bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """`[..., hidden]` to `[..., hidden]`."""

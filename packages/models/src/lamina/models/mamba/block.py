@@ -15,7 +15,7 @@ from lamina.models.base.configs.mamba import MambaConfig
 from lamina.models.base.cut_weights import require_divisible
 from lamina.models.base.initialise import fill_uniform
 from lamina.models.base.mesh_axes import MeshLike, axis_of
-from lamina.models.layers.linear import ColumnParallelLinear, RowParallelLinear
+from lamina.models.layers.linear import from_residual, into_residual
 from lamina.models.layers.matmul_products import under_autocast
 from lamina.models.mamba.kernels import choose_path, kernel_scan
 from lamina.models.mamba.scan import chunked_scan, scan_step, wide_dtype
@@ -219,28 +219,15 @@ class MambaMixer(nn.Module):
         ranks = 1 if axis is None else axis.size
         self.widths = (inner // ranks, (inner + 2 * shared) // ranks, self.heads)
         self.channels = (inner // ranks, shared // ranks, shared // ranks)
-        self.input = ColumnParallelLinear(
-            config.hidden_size,
-            2 * inner + 2 * shared + heads,
-            axis,
-            bias=sizes.bias,
-            blocks=(inner, inner, shared, shared, heads),
-            sequence_parallel=config.sequence_parallel,
-            init_std=config.init_std,
-        )
+        # Nothing is sent between the two projections, and what is sent outside is summed in order.
+        blocks = (inner, inner, shared, shared, heads)
+        self.input = from_residual(config, blocks, axis, bias=sizes.bias, reduction="ordered")
         self.conv = CausalConvolution(
             (inner, shared, shared), sizes.conv_kernel, axis, bias=sizes.conv_bias
         )
         self.scan = StateSpaceScan(sizes, heads, axis)
         self.norm = GatedNorm(inner, sizes.groups, config.norm_eps, axis)
-        self.output = RowParallelLinear(
-            inner,
-            config.hidden_size,
-            axis,
-            bias=sizes.bias,
-            sequence_parallel=config.sequence_parallel,
-            init_std=config.residual_init_std,
-        )
+        self.output = into_residual(config, inner, axis, bias=sizes.bias, reduction="ordered")
 
     def forward(self, x: Tensor, context: AttentionContext | None = None) -> Tensor:
         """Mix each token with those before it in its sequence.

@@ -156,14 +156,8 @@ class GPTStage(GPTModel):
             x = self.embed(cut_sequence(batch.tokens, self.cp), cut)
         if x is None:
             raise ValueError("x is None: only the first stage makes its own input")
-        context = self.context(
-            batch.tokens,
-            x.dtype,
-            positions,
-            batch.document_ids,
-            batch.padding_mask,
-            batch.auxiliary,
-        )
+        masks = batch.document_ids, batch.padding_mask
+        context = self.context(batch.tokens, x.dtype, positions, *masks, batch.auxiliary)
         for block in self.blocks:
             x = block(x, context)
         if not self.last:

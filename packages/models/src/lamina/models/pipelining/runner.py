@@ -215,25 +215,17 @@ class PipelineRunner(nn.Module):
         if not self.per_token:
             factor = parts / (labels != IGNORED).sum().clamp(min=1).double()
         whole = positions is None or positions.ndim == 1
-        batches = [
-            Microbatch(
-                one,
-                own,
-                positions if whole else at,
-                ids,
-                factor,
-                (own != IGNORED).sum() * factor,
-                padding,
-            )
-            for one, own, at, ids, padding in zip(
-                tokens.tensor_split(number),
-                labels.tensor_split(number),
-                _pieces(None if whole else positions, number),
-                _pieces(document_ids, number),
-                _pieces(padding_mask, number),
-                strict=True,
-            )
-        ]
+        batches = []
+        for one, own, at, ids, padding in zip(
+            tokens.tensor_split(number),
+            labels.tensor_split(number),
+            _pieces(None if whole else positions, number),
+            _pieces(document_ids, number),
+            _pieces(padding_mask, number),
+            strict=True,
+        ):
+            at, auxiliary = positions if whole else at, (own != IGNORED).sum() * factor
+            batches.append(Microbatch(one, own, at, ids, factor, auxiliary, padding))
         for each in batches:  # the size of a piece may not fit although that of the batch does
             check(each.tokens, each.labels, each.document_ids)
         return batches

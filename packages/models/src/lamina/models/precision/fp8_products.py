@@ -226,7 +226,7 @@ def _taped(layers: Sequence[Float8Products], contexts: Contexts) -> Any:
 
 
 class _Gradients:
-    """The products of a backward.
+    """The products of a backward, as `lamina.models.layers.matmul_products.Gradients` says.
 
     With one scale per matrix both products use the same codes, transposed for one of them. With one
     scale per row each product quantises its own operands, as their rows differ.
@@ -247,7 +247,6 @@ class _Gradients:
         return products.code(self.grad, amax[0], BACKWARD)
 
     def by_input(self, weight: Tensor) -> Tensor:
-        """See `lamina.models.layers.matmul_products.Gradients`."""
         products = self.products
         codes = self._coded() if products.rowwise else self.codes
         if self.codes_kept:
@@ -259,11 +258,9 @@ class _Gradients:
         return scaled_product(codes, turned, self.grad.dtype).view(*self.shape[:-1], -1)
 
     def by_weight(self, x: Tensor) -> Tensor:
-        """See `lamina.models.layers.matmul_products.Gradients`."""
         return scaled_product(*self._columns(x), self.grad.dtype)
 
     def add_by_weight(self, x: Tensor, total: Tensor, accumulate: bool) -> None:
-        """See `lamina.models.layers.matmul_products.Gradients`."""
         write_scaled_product(*self._columns(x), total, accumulate)
 
     def _columns(self, x: Tensor) -> tuple[Coded, Coded]:

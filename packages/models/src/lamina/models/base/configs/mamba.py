@@ -5,7 +5,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from lamina.models.base.configs.field_checks import require_at_least, require_one_of
+from lamina.models.base.configs.field_checks import (
+    require_at_least,
+    require_divides,
+    require_one_of,
+)
 
 __all__ = ["LETTERS", "MambaConfig", "MambaPath", "check_pattern"]
 
@@ -84,12 +88,10 @@ class MambaConfig:
         """
         inner = self.expand * hidden_size
         heads = self.num_heads or inner // self.head_dim
-        if self.num_heads is None and inner % self.head_dim:
-            raise ValueError(
-                f"expand {self.expand} x hidden_size {hidden_size} = {inner} is not divisible by "
-                f"head_dim {self.head_dim} (remainder {inner % self.head_dim}): change one, or "
-                "give num_heads"
-            )
+        if self.num_heads is None:
+            what = f"expand {self.expand} x hidden_size {hidden_size} ="
+            remedy = "change one, or give num_heads"
+            require_divides(what, inner, "head_dim", self.head_dim, remedy)
         if heads % self.groups:
             raise ValueError(
                 f"{heads} heads are not divisible by groups {self.groups} (remainder "

@@ -3,7 +3,11 @@
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from lamina.models.base.configs.field_checks import require_at_least, require_one_of
+from lamina.models.base.configs.field_checks import (
+    require_at_least,
+    require_divides,
+    require_one_of,
+)
 
 __all__ = ["Dispatcher", "Drop", "ExpertsPath", "MoEConfig"]
 
@@ -124,11 +128,8 @@ class MoEConfig:
         require_at_least(0, self, "bias_rate", optional=True)
 
     def _check_groups(self) -> None:
-        if self.num_experts % self.num_groups:
-            raise ValueError(
-                f"num_experts {self.num_experts} is not divisible by num_groups {self.num_groups} "
-                f"(remainder {self.num_experts % self.num_groups}): groups are equally large"
-            )
+        require_divides("num_experts", self.num_experts, "num_groups", self.num_groups,
+                        "groups are equally large")  # fmt: skip
         if self.groups_kept > self.num_groups:
             raise ValueError(
                 f"groups_kept {self.groups_kept} is above num_groups {self.num_groups}"

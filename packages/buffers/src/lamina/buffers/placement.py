@@ -18,19 +18,32 @@ class Placement:
 
 @dataclass(frozen=True)
 class Replicate(Placement):
-    """Every rank of the axis holds the same whole."""
+    """Every rank of the axis holds the same whole.
+
+    Examples:
+        >>> data_parallel = Placements(Replicate(), Replicate(), Replicate())
+    """
 
 
 @dataclass(frozen=True)
 class Shard(Placement):
-    """Every rank of the axis holds its own piece; pieces are equal in size."""
+    """Every rank of the axis holds its own piece; pieces are equal in size.
+
+    Examples:
+        >>> zero_3 = Placements(Shard(), Shard(), Shard())
+    """
 
     cuts: ClassVar[bool] = True
 
 
 @dataclass(frozen=True)
 class Partial(Placement):
-    """Every rank of the axis holds a whole that is still to be summed over the axis."""
+    """Every rank of the axis holds a whole that is still to be summed over the axis.
+
+    Examples:
+        >>> layout = BufferLayout.plan([TensorSpec("q", (8, 4))], num_shards=1)
+        >>> local_gradients = FlatBuffer(layout, Partial())
+    """
 
 
 def as_placements(placement: Placement | Sequence[Placement]) -> tuple[Placement, ...]:

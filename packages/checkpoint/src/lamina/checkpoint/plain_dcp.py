@@ -58,6 +58,12 @@ def import_dcp(
         CheckpointMismatchError: names, shapes or dtypes that don't fit.
         CheckpointUnsafeError: the metadata names code.
         CheckpointDamagedError: the metadata can't be read.
+
+    Examples:
+        >>> state = {"model": torch.nn.Linear(4, 1)}
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     path = CheckpointManager(folder).save(1, state).path
+        ...     report = import_dcp(state, path)
     """
     ranks, hints = Ranks(group), Hints(mesh, rename)
     selection = Selection(strict, tuple(include), tuple(exclude), allow_cast)

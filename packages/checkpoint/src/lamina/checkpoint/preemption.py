@@ -48,6 +48,12 @@ class Preemption:
 
     Raises:
         ValueError: not in the main thread, where alone Python lets signals be handled.
+
+    Examples:
+        >>> preemption = Preemption()
+        >>> preemption.requested()
+        False
+        >>> preemption.close()
     """
 
     exit_code = RESUME_EXIT_CODE

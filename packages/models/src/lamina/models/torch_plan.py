@@ -177,6 +177,10 @@ def tensor_parallel_plan(
     Raises:
         TypeError: for another model than a `GPTModel`.
         ValueError: if the model is cut already.
+
+    Examples:
+        >>> config = TransformerConfig(vocab_size=256, hidden_size=64, num_layers=2, num_heads=4)
+        >>> plan = tensor_parallel_plan(GPTModel(config))  # for torch's parallelize_module
     """
     model = require_gpt(model, "tensor_parallel_plan")
     if model.axis is not None:

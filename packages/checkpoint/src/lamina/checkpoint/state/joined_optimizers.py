@@ -22,6 +22,11 @@ class JoinedOptimizers:
     Raises:
         ValueError: there is none, they differ in kind or in their number of groups, or two hold one
             parameter.
+
+    Examples:
+        >>> first, second = torch.nn.Linear(4, 4), torch.nn.Linear(4, 1)
+        >>> optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (first, second)]
+        >>> state = {"optimizer": JoinedOptimizers(optimizers)}
     """
 
     def __init__(self, optimizers: Sequence[Any]) -> None:

@@ -36,6 +36,12 @@ def gather(
     Raises:
         ValueError: the buffer is not sharded along that many axes, a group has another size than
             its axis, or the destination doesn't fit.
+
+    Examples:
+        >>> layout = BufferLayout.plan([TensorSpec("q", (8, 4))], num_shards=1)
+        >>> mesh = ParallelLayout().build("cpu")
+        >>> shard = FlatBuffer(layout, Shard(), mesh=mesh["dp_shard"])
+        >>> handle = gather(shard, torch.empty(layout.size), mesh.group("dp_shard"))
     """
     groups = [group] if group is None or not isinstance(group, Sequence) else list(group)
     axes = [axis for axis, cut in zip(buffer.axes, buffer.cuts, strict=True) if cut]
@@ -97,6 +103,12 @@ def reduce(
     Raises:
         ValueError: no Partial axis of the group's size and rank, an unknown reduction, or a
             destination that doesn't fit.
+
+    Examples:
+        >>> layout = BufferLayout.plan([TensorSpec("q", (8, 4))], num_shards=1)
+        >>> mesh = ParallelLayout().build("cpu")
+        >>> gradients = FlatBuffer(layout, Partial(), mesh=mesh["dp_shard"])
+        >>> handle = reduce(gradients, torch.empty(layout.size), mesh.group("dp_shard"))
     """
     _require_partial(buffer, group)
     kind = reduction_class(reduction)

@@ -43,6 +43,9 @@ class TorchFullyShardedDataParallelConfig:
         ckpt_format: has to be "torch_dist": its DTensors are saved by
             `torch.distributed.checkpoint`.
         mp_policy: torch's `MixedPrecisionPolicy`; None means fp32 throughout.
+
+    Examples:
+        >>> config = TorchFullyShardedDataParallelConfig(reshard_after_forward=False)
     """
 
     reshard_after_forward: bool | int = True

@@ -60,6 +60,9 @@ class RecomputePolicy:
     Raises:
         ValueError: for a kind or operation that does not exist, no operation, `every` below 1,
             or a setting that the kind does not use.
+
+    Examples:
+        >>> policy = RecomputePolicy(kind="selective", operations=["attention"])
     """
 
     kind: Kind = "none"

@@ -68,6 +68,9 @@ class RopeScaling:
         beta_fast: `yarn`: pairs that turn this often or more within `original_length` are kept.
         beta_slow: `yarn`: pairs that turn at most this often are stretched by `factor`.
         attention_factor: `yarn`: multiplies cosines and sines; `0.1 * ln(factor) + 1` if None.
+
+    Examples:
+        >>> scaling = RopeScaling(kind="yarn", factor=4.0, original_length=32768)
     """
 
     kind: RopeScalingKind

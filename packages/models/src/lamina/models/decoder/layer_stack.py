@@ -98,6 +98,10 @@ class ResidualBlock(nn.Module):
         mixer: of activations `[batch, sequence, hidden]` (`[tokens / tp, hidden]` under
             sequence parallelism).
         mesh: has an axis `tp`, or is that axis; None is one process.
+
+    Examples:
+        >>> config = TransformerConfig(vocab_size=256, hidden_size=64, num_layers=2, num_heads=4)
+        >>> block = ResidualBlock(config, MLP(config))
     """
 
     def __init__(self, config: TransformerConfig, mixer: nn.Module, mesh: MeshLike = None) -> None:
@@ -124,6 +128,10 @@ class MambaBlock(ResidualBlock):
     Args:
         config: the shape; its `mamba` has the layer's own sizes.
         mesh: has an axis `tp`, or is that axis; None is one process.
+
+    Examples:
+        >>> shape = dict(vocab_size=256, hidden_size=64, num_layers=2, num_heads=4)
+        >>> block = MambaBlock(TransformerConfig(**shape, layer_pattern="MM", mamba=MambaConfig()))
     """
 
     mixer: MambaMixer
@@ -142,7 +150,12 @@ class MambaBlock(ResidualBlock):
 
 
 class AttentionBlock(ResidualBlock):
-    """An attention layer: `x + attention(norm(x))` (letter `*`)."""
+    """An attention layer: `x + attention(norm(x))` (letter `*`).
+
+    Examples:
+        >>> config = TransformerConfig(vocab_size=256, hidden_size=64, num_layers=2, num_heads=4)
+        >>> block = AttentionBlock(config)
+    """
 
     def __init__(self, config: TransformerConfig, mesh: MeshLike = None) -> None:
         super().__init__(config, variant_of(config).make(config, mesh), mesh)
@@ -157,7 +170,12 @@ class _FeedForwardBlock(ResidualBlock):
 
 
 class MLPBlock(_FeedForwardBlock):
-    """An MLP layer: `x + mlp(norm(x))` (letter `-`)."""
+    """An MLP layer: `x + mlp(norm(x))` (letter `-`).
+
+    Examples:
+        >>> config = TransformerConfig(vocab_size=256, hidden_size=64, num_layers=2, num_heads=4)
+        >>> block = MLPBlock(config)
+    """
 
     def __init__(self, config: TransformerConfig, mesh: MeshLike = None) -> None:
         super().__init__(config, MLP(config, mesh), mesh)
@@ -170,6 +188,10 @@ class ExpertBlock(_FeedForwardBlock):
         config: the shape; its `moe` has the layer's own sizes.
         mesh: has an axis `tp`, or is that axis; None is one process.
         experts: the axes of the experts; by default those of `mesh`.
+
+    Examples:
+        >>> shape = dict(vocab_size=256, hidden_size=64, num_layers=2, num_heads=4)
+        >>> block = ExpertBlock(TransformerConfig(**shape, moe=MoEConfig(num_experts=8, top_k=2)))
     """
 
     def __init__(
@@ -203,6 +225,10 @@ def make_block(
         index: `0 <= index < config.num_layers`.
         mesh: has an axis `tp`, or is that axis; None is one process.
         experts: the axes of the experts; by default those of `mesh`.
+
+    Examples:
+        >>> config = TransformerConfig(vocab_size=256, hidden_size=64, num_layers=2, num_heads=4)
+        >>> first = make_block(config, 0)
     """
     letter = config.pattern[index]
     if letter in config.own_layers:

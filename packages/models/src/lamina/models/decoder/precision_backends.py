@@ -46,6 +46,10 @@ def apply_precision(
         ValueError: if no block is left to change, for widths that FP8 products do not support,
             or for a model that is in a wrapper already.
         PrecisionUnavailableError: `transformer_engine` where it is not installed.
+
+    Examples:
+        >>> config = TransformerConfig(vocab_size=256, hidden_size=64, num_layers=2, num_heads=4)
+        >>> model = apply_precision(GPTModel(config), Precision(backend="torch"))
     """
     _require_bare(model)
     found = [(name, m) for name, m in model.named_modules() if isinstance(m, blocks)]
@@ -92,6 +96,10 @@ def float8_weights(model: nn.Module) -> list[str]:
 
     `lamina.fsdp.MixedPrecisionPolicy(weight_codec=Float8Codec(), encoded=...)` takes them: these
     weights can be gathered in FP8 too.
+
+    Examples:
+        >>> config = TransformerConfig(vocab_size=256, hidden_size=64, num_layers=2, num_heads=4)
+        >>> names = float8_weights(GPTModel(config))
     """
     return [
         f"{name}.weight" if name else "weight"

@@ -38,6 +38,10 @@ def huggingface_config(config: TransformerConfig) -> dict[str, Any]:
 
     Raises:
         ValueError: if no architecture known here has the config's features.
+
+    Examples:
+        >>> config = TransformerConfig(vocab_size=256, hidden_size=64, num_layers=2, num_heads=4)
+        >>> fields = huggingface_config(config)
     """
     kind = model_type(config)
     common: dict[str, Any] = {
@@ -135,6 +139,11 @@ def config_from_huggingface(
 
     Raises:
         ValueError: for another architecture, or a feature that `TransformerConfig` lacks.
+
+    Examples:
+        >>> config = TransformerConfig(vocab_size=256, hidden_size=64, num_layers=2, num_heads=4)
+        >>> config_from_huggingface(huggingface_config(config)).num_layers
+        2
     """
     kind = source.get("model_type")
     kinds: list[type[AttentionVariant]] = [LatentAttention, *variants]

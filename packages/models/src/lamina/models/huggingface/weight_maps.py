@@ -108,6 +108,10 @@ def weight_map(config: TransformerConfig) -> tuple[WeightLink, ...]:
 
     Raises:
         ValueError: if no architecture known here has the config's features.
+
+    Examples:
+        >>> config = TransformerConfig(vocab_size=256, hidden_size=64, num_layers=2, num_heads=4)
+        >>> links = weight_map(config)
     """
     links = {"gpt2": _gpt2, "mamba2": _mamba2}.get(model_type(config), _llama_like)
     return tuple(links(config))

@@ -45,6 +45,9 @@ class Dropout(nn.Module):
         mesh: has an axis `tp`, or is that axis; None is one process.
         sharded: each tensor-parallel rank holds other elements. Otherwise they hold the same
             elements, and need `lamina.mesh.seed_everything` to drop the same ones.
+
+    Examples:
+        >>> hidden = Dropout(0.1)(torch.ones(2, 8))
     """
 
     def __init__(self, rate: float, mesh: MeshLike = None, *, sharded: bool = False) -> None:

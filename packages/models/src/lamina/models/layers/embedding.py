@@ -68,6 +68,10 @@ class VocabParallelEmbedding(nn.Module):
 
     Raises:
         ValueError: if `rows` is not divisible by the number of ranks, or fewer than the ids.
+
+    Examples:
+        >>> VocabParallelEmbedding(256, 64)(torch.tensor([[1, 2]])).shape
+        torch.Size([1, 2, 64])
     """
 
     def __init__(

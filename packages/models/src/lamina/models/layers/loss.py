@@ -97,6 +97,10 @@ def linear_cross_entropy(
     Raises:
         ValueError: for shapes that do not fit, a `chunk` below 1, and a `vocab_size` above the
             number of rows; on a CPU, for labels that do not exist.
+
+    Examples:
+        >>> hidden, weight, labels = torch.randn(4, 8), torch.randn(256, 8), torch.arange(4)
+        >>> loss = linear_cross_entropy(hidden, weight, labels)
     """
     if hidden.ndim != 2:
         raise ValueError(f"hidden has shape {tuple(hidden.shape)}: need [tokens, hidden]")

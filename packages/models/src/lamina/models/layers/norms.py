@@ -93,6 +93,10 @@ class LayerNorm(_Norm):
         size: width of the last dimension.
         eps: added to the variance under the root.
         partial: each tensor-parallel rank sees other tokens, so that gradients are summed.
+
+    Examples:
+        >>> LayerNorm(8)(torch.ones(2, 8)).shape
+        torch.Size([2, 8])
     """
 
     has_bias = True

@@ -184,6 +184,9 @@ class GroupedExperts(nn.Module):
 
     Raises:
         ValueError: if experts or inner width are not divisible by the number of ranks.
+
+    Examples:
+        >>> experts = GroupedExperts(num_experts=8, hidden_size=64, ffn_size=128)
     """
 
     def __init__(

@@ -29,6 +29,10 @@ class MoELayer(nn.Module):
 
     Raises:
         ValueError: if the config has no `moe`, or sizes are not divisible by the ranks.
+
+    Examples:
+        >>> shape = dict(vocab_size=256, hidden_size=64, num_layers=2, num_heads=4)
+        >>> layer = MoELayer(TransformerConfig(**shape, moe=MoEConfig(num_experts=8, top_k=2)))
     """
 
     def __init__(self, config: TransformerConfig, mesh: MeshLike | ExpertAxes = None) -> None:

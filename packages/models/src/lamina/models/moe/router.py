@@ -63,6 +63,9 @@ class TopKRouter(nn.Module):
         mesh: the model's mesh, or its `ExpertAxes`; None is one process.
         sequence_parallel: each tensor-parallel rank sees other tokens.
         init_std: standard deviation of the initial weight.
+
+    Examples:
+        >>> router = TopKRouter(64, MoEConfig(num_experts=8, top_k=2))
     """
 
     expert_bias: Tensor | None

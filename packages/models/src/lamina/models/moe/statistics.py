@@ -47,6 +47,11 @@ def routing_statistics(model: nn.Module, mesh: MeshLike = None) -> dict[str, Lay
     Args:
         model: holds routers, at any depth; the same on all ranks of the mesh.
         mesh: the mesh; None for one process.
+
+    Examples:
+        >>> config = TransformerConfig(vocab_size=256, hidden_size=64, num_layers=2, num_heads=4)
+        >>> routing_statistics(GPTModel(config))  # a model without experts
+        {}
     """
     routers = {
         name: module

@@ -74,6 +74,12 @@ def pipeline(
         ValueError: for a schedule, layout, number of microbatches or mesh that do not fit together,
             and for modules, hooks or methods that were added to the model and no stage would have.
         DisagreementError: for another configuration than other ranks have.
+
+    Examples:
+        >>> config = TransformerConfig(vocab_size=256, hidden_size=64, num_layers=2, num_heads=4)
+        >>> runner = pipeline(GPTModel(config), ParallelLayout().build("cpu"), num_microbatches=2)
+        >>> tokens = torch.randint(256, (2, 17))
+        >>> loss = runner.step(tokens[:, :-1], tokens[:, 1:])
     """
     model = require_gpt(model, "pipeline()")
     axis, kind = _pipeline_axis(mesh), schedule_kind(schedule)

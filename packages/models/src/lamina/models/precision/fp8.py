@@ -213,6 +213,9 @@ class Float8Codec:
 
     Args:
         block: elements that share a scale; a divisor of 128.
+
+    Examples:
+        >>> codec = Float8Codec(block=128)
     """
 
     block: int = 128

@@ -41,6 +41,11 @@ class VisionLanguageModel(KeepsRoles):
 
     Raises:
         ValueError: if `image_token` is not an id, and for configs that the parts refuse.
+
+    Examples:
+        >>> vision = VisionConfig(hidden_size=64, num_layers=2, num_heads=4, patch_size=8)
+        >>> language = TransformerConfig(vocab_size=256, hidden_size=64, num_layers=2, num_heads=4)
+        >>> model = VisionLanguageModel(vision, language, image_token=255)
     """
 
     def __init__(

@@ -35,6 +35,9 @@ class VisionConfig:
 
     Raises:
         ValueError: for sizes below 1, and for sizes that `TransformerConfig` refuses.
+
+    Examples:
+        >>> vision = VisionConfig(hidden_size=64, num_layers=2, num_heads=4, patch_size=8)
     """
 
     hidden_size: int

@@ -48,6 +48,9 @@ class MambaConfig:
 
     Raises:
         ValueError: for sizes below 1, ranges that are empty, or an unknown path.
+
+    Examples:
+        >>> mamba = MambaConfig(state_size=16, head_dim=16)
     """
 
     state_size: int = 128

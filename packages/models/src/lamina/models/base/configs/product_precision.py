@@ -47,6 +47,9 @@ class Precision:
 
     Raises:
         ValueError: for settings that the backend does not have or does not use.
+
+    Examples:
+        >>> precision = Precision(backend="torch-fp8", scaling="rowwise")
     """
 
     backend: Backend = "torch"

@@ -56,9 +56,9 @@ def test_a_chunk_of_another_dtype_or_shape_is_named(saved, capsys):
     metadata.state_dict_metadata["model.weight"] = type(described)(
         type(described.properties)(dtype=torch.float64), described.size, described.chunks
     )
-    manifest = Manifest.read(saved)
+    manifest = Manifest.read(LocalLocation(saved))
     summed = write_whole(location, ".metadata", pickle.dumps(metadata))
-    Manifest(1, 1, "x", {**manifest.files, ".metadata": summed}).write(saved)
+    Manifest(1, 1, "x", {**manifest.files, ".metadata": summed}).write(LocalLocation(saved))
     assert main(["verify", str(saved)]) == 1
     out = capsys.readouterr().out
     assert "'model.weight'" in out

@@ -147,9 +147,9 @@ def test_a_pickle_that_would_run_code_is_refused(saved, tmp_path, place):
         payload = pickle.loads((path / ".metadata").read_bytes())
         payload.planner_data = bomb
     summed = write_whole(LocalLocation(path), ".metadata", pickle.dumps(payload))
-    manifest = Manifest.read(path)  # a forger can fix checksums too
+    manifest = Manifest.read(LocalLocation(path))  # a forger can fix checksums too
     forged = Manifest(1, 1, manifest.torch, {**manifest.files, ".metadata": summed})
-    forged.write(path)
+    forged.write(LocalLocation(path))
     with pytest.raises(CheckpointUnsafeError, match="system"):
         CheckpointManager(saved).restore({"n": 0})
     assert not target.exists()
@@ -178,8 +178,8 @@ def test_a_pickle_in_a_chunk_that_would_run_code_is_refused(saved, tmp_path, who
     }
     at = LocalLocation(path)
     sums = {name: write_whole(at, name, content) for name, content in small.items()}
-    manifest = Manifest.read(path)
-    Manifest(1, 1, manifest.torch, {**manifest.files, **sums}).write(path)
+    manifest = Manifest.read(LocalLocation(path))
+    Manifest(1, 1, manifest.torch, {**manifest.files, **sums}).write(LocalLocation(path))
     state = {"model": nn.Linear(64, 64)}
     loads = {
         "ours": lambda: CheckpointManager(saved).restore(state),
@@ -193,9 +193,9 @@ def test_a_pickle_in_a_chunk_that_would_run_code_is_refused(saved, tmp_path, who
 
 
 def test_a_manifest_that_points_outside_is_refused(saved):
-    manifest = Manifest.read(saved / STEP)
+    manifest = Manifest.read(LocalLocation(saved / STEP))
     outside = Manifest(1, 1, "x", {**manifest.files, "../../etc/passwd": FileSum(1, 1)})
-    outside.write(saved / STEP)
+    outside.write(LocalLocation(saved / STEP))
     with pytest.raises(CheckpointDamagedError, match="outside"):
         CheckpointManager(saved).restore({"n": 0}, step=1)
 
@@ -225,8 +225,10 @@ def test_metadata_that_points_outside_is_refused(saved, outside):
     for info in metadata.storage_data.values():
         info.relative_path = outside
     summed = write_whole(LocalLocation(path), ".metadata", pickle.dumps(metadata))
-    manifest = Manifest.read(path)
-    Manifest(1, 1, manifest.torch, {**manifest.files, ".metadata": summed}).write(path)
+    manifest = Manifest.read(LocalLocation(path))
+    Manifest(1, 1, manifest.torch, {**manifest.files, ".metadata": summed}).write(
+        LocalLocation(path)
+    )
     state = {"model": nn.Linear(64, 64)}
     for load in (
         lambda: import_dcp(state, path),

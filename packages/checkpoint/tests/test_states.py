@@ -170,9 +170,9 @@ def test_a_value_of_ranks_that_is_refused_changes_no_tensor(tmp_path):
     path = tmp_path / "step-00000001"
 
     text = LocalLocation(path).read(VALUES).replace(b'"$ranks": [', b'"$ranks": [null, ')
-    manifest = Manifest.read(path)
+    manifest = Manifest.read(LocalLocation(path))
     summed = write_whole(LocalLocation(path), VALUES, text)
-    Manifest(1, 2, manifest.torch, {**manifest.files, VALUES: summed}).write(path)
+    Manifest(1, 2, manifest.torch, {**manifest.files, VALUES: summed}).write(LocalLocation(path))
     other = {**make(torch.optim.SGD, seed=3), "mine": PerRank(4, on_change="raise")}
     before = other["model"][0].weight.clone()
     with pytest.raises(CheckpointMismatchError, match="saved by 2 ranks"):

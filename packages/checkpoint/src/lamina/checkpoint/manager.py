@@ -373,11 +373,7 @@ class CheckpointManager:
 
 
 def as_step(step: Any) -> int:
-    """Return a training step as an int.
-
-    Raises:
-        ValueError: it is no integer, or negative.
-    """
+    """Return a training step as an int; ValueError if it is no integer, or negative."""
     try:
         number = int(operator.index(step))
     except TypeError:

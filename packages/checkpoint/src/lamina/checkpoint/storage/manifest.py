@@ -17,7 +17,6 @@ from pathlib import Path
 from lamina.checkpoint.errors import CheckpointDamagedError, CheckpointError
 from lamina.checkpoint.storage.locations import (
     FileSum,
-    LocalLocation,
     Location,
     sum_of,
     write_whole,
@@ -63,19 +62,18 @@ class Manifest:
         text = json.dumps({"crc32": zlib.crc32(body.encode()), "body": json.loads(body)}, indent=1)
         return text.encode()
 
-    def write(self, location: Location | Path) -> None:
+    def write(self, location: Location) -> None:
         """Write `manifest.json` durably."""
-        write_whole(_location(location), MANIFEST, self.encoded())
+        write_whole(location, MANIFEST, self.encoded())
 
     @classmethod
-    def read(cls, location: Location | Path) -> Manifest:
+    def read(cls, location: Location) -> Manifest:
         """Read `manifest.json`.
 
         Raises:
             CheckpointDamagedError: it is missing or altered.
             CheckpointError: a newer lamina-checkpoint wrote it.
         """
-        location = _location(location)
         where = f"{location}/{MANIFEST}"
         try:
             parsed = json.loads(location.read(MANIFEST))
@@ -100,7 +98,7 @@ class Manifest:
         except (ValueError, KeyError, TypeError) as error:
             raise CheckpointDamagedError(f"{where} can't be read: {error}") from error
 
-    def check_sizes(self, location: Location | Path) -> None:
+    def check_sizes(self, location: Location) -> None:
         """Check that every file is there and as long as it was (cheap: reads no data).
 
         Raises:
@@ -110,7 +108,7 @@ class Manifest:
         if damaged is not None:
             raise CheckpointDamagedError(damaged[2])
 
-    def wrong_size(self, location: Location | Path) -> tuple[str, int, str] | None:
+    def wrong_size(self, location: Location) -> tuple[str, int, str] | None:
         """Return the first file that is missing or of another length.
 
         Returns:
@@ -119,7 +117,6 @@ class Manifest:
         Raises:
             CheckpointDamagedError: the disk is faulty at one.
         """
-        location = _location(location)
         for name, expected in self.files.items():
             try:
                 found = location.size(name)
@@ -133,13 +130,12 @@ class Manifest:
                 return name, found, message
         return None
 
-    def check_file(self, location: Location | Path, name: str) -> None:
+    def check_file(self, location: Location, name: str) -> None:
         """Read a whole file and compare its checksum.
 
         Raises:
             CheckpointDamagedError: it differs, is missing, or is not in the manifest.
         """
-        location = _location(location)
         with self._reading(location, name):
             found = sum_of(location, name)
         self._compare(location, name, found)
@@ -180,10 +176,6 @@ def unreadable(where: str, error: OSError) -> Exception:
     if error.errno != errno.EIO:
         return error
     return CheckpointDamagedError(f"{where} can't be read: {error}: the disk is faulty there")
-
-
-def _location(location: Location | Path) -> Location:
-    return LocalLocation(location) if isinstance(location, Path) else location
 
 
 class ChunkSums:

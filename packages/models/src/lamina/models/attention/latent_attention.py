@@ -25,6 +25,8 @@ from lamina.models.layers.norms import RMSNorm
 
 __all__ = ["LatentAttention", "LatentSelfAttention"]
 
+_SIZES = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+
 
 @dataclass(frozen=True, kw_only=True)
 class LatentAttention(AttentionVariant):
@@ -51,8 +53,7 @@ class LatentAttention(AttentionVariant):
     norm_eps: float = 1e-6
 
     def __post_init__(self) -> None:
-        sizes = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-        require_at_least(1, self, *sizes)
+        require_at_least(1, self, *_SIZES)
         require_at_least(1, self, "q_lora_rank", optional=True)
         require_positive(self, "norm_eps")
         turned = "RoPE turns pairs of elements"
@@ -104,11 +105,7 @@ class LatentAttention(AttentionVariant):
     def huggingface_fields(self, config: TransformerConfig) -> dict[str, Any]:
         """See `AttentionVariant.huggingface_fields`."""
         return {
-            "q_lora_rank": self.q_lora_rank,
-            "kv_lora_rank": self.kv_lora_rank,
-            "qk_nope_head_dim": self.qk_nope_head_dim,
-            "qk_rope_head_dim": self.qk_rope_head_dim,
-            "v_head_dim": self.v_head_dim,
+            **{name: getattr(self, name) for name in ("q_lora_rank", *_SIZES)},
             "rope_interleave": True,
             "head_dim": self.qk_rope_head_dim,
             # All layers are dense, unless the fields of experts say otherwise.
@@ -121,9 +118,8 @@ class LatentAttention(AttentionVariant):
         """See `AttentionVariant.read_huggingface`."""
         if not source.get("rope_interleave", True):
             raise ValueError("rope_interleave is False: only DeepSeek's own order is known")
-        sizes = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-        found = cls(q_lora_rank=source.get("q_lora_rank"), **{name: source[name] for name in sizes})
-        return {"mla": found}
+        sizes = {name: source[name] for name in _SIZES}
+        return {"mla": cls(q_lora_rank=source.get("q_lora_rank"), **sizes)}
 
     def huggingface_links(
         self, config: TransformerConfig, ours: str, theirs: str

@@ -328,12 +328,10 @@ class GPTModel(KeepsRoles):
         Args:
             embeddings: False leaves out embeddings and head.
         """
-        skip = set() if embeddings else {self.head.weight, *self._embedding_weights()}
+        ends = () if embeddings else ("embedding", "position_embedding", "head")
+        modules = [module for name in ends if (module := self._modules.get(name)) is not None]
+        skip = {parameter for module in modules for parameter in module.parameters()}
         return sum(p.numel() for p in self.parameters() if p not in skip)
-
-    def _embedding_weights(self) -> list[nn.Parameter]:
-        tables = (self.embedding, self.position_embedding)
-        return [table.weight for table in tables if table is not None]
 
 
 def require_gpt(model: nn.Module, what: str) -> GPTModel:

@@ -14,7 +14,7 @@ from lamina.models.layers.linear import ColumnParallelLinear, RowParallelLinear
 from lamina.models.precision.fp8 import MULTIPLE
 from lamina.models.precision.fp8_products import AmaxExchange, Cut, Float8Products
 
-__all__ = ["amax_exchanges", "apply_precision", "float8_weights", "follow_histories"]
+__all__ = ["amax_exchanges", "apply_precision", "float8_weights"]
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
@@ -83,12 +83,6 @@ def _require_bare(model: nn.Module) -> None:
 def amax_exchanges(model: nn.Module) -> list[AmaxExchange]:
     """The hook that shifts the histories of a model's delayed scaling: one, or none."""
     return [hook for hook in model._forward_pre_hooks.values() if isinstance(hook, AmaxExchange)]
-
-
-def follow_histories(source: nn.Module, target: nn.Module) -> None:
-    """Let a module that has taken another's blocks shift their histories, as that one did."""
-    for hook in amax_exchanges(source):
-        target.register_forward_pre_hook(hook)
 
 
 def float8_weights(model: nn.Module) -> list[str]:

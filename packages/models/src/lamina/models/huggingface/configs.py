@@ -106,19 +106,12 @@ def _written_rope(config: TransformerConfig) -> dict[str, Any]:
     if scaling is None:
         return written
     written |= {"rope_type": scaling.kind, "factor": scaling.factor}
-    if scaling.kind == "llama3":
-        written |= {
-            "original_max_position_embeddings": scaling.original_length,
-            "low_freq_factor": scaling.low_freq_factor,
-            "high_freq_factor": scaling.high_freq_factor,
-        }
+    names = {"llama3": ("low_freq_factor", "high_freq_factor"), "yarn": ("beta_fast", "beta_slow")}
+    written |= {name: getattr(scaling, name) for name in names.get(scaling.kind, ())}
+    if scaling.kind != "linear":
+        written["original_max_position_embeddings"] = scaling.original_length
     if scaling.kind == "yarn":
-        written |= {
-            "original_max_position_embeddings": scaling.original_length,
-            "beta_fast": scaling.beta_fast,
-            "beta_slow": scaling.beta_slow,
-            "attention_factor": scaling.magnitude,
-        }
+        written["attention_factor"] = scaling.magnitude
         if config.attention_scale is not None:
             # DeepSeek folds a factor into the softmax scale: solve for what it is written as.
             ratio = math.sqrt(config.attention_scale * math.sqrt(config.head_width))
@@ -262,13 +255,8 @@ def _read_scaling(rope: Mapping[str, Any], source: Mapping[str, Any]) -> RopeSca
     if kind not in ("linear", "llama3", "yarn"):
         raise ValueError(f"rope_type is {kind!r}: known are default, linear, llama3 and yarn")
     original = "original_max_position_embeddings"
-    names = {
-        "low_freq_factor": "low_freq_factor",
-        "high_freq_factor": "high_freq_factor",
-        "beta_fast": "beta_fast",
-        "beta_slow": "beta_slow",
-    }
-    found = {ours: rope[theirs] for ours, theirs in names.items() if rope.get(theirs) is not None}
+    names = ("low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow")
+    found = {name: rope[name] for name in names if rope.get(name) is not None}
     if kind != "linear":
         length = source.get(original) or rope.get(original) or source["max_position_embeddings"]
         found["original_length"] = length

@@ -52,20 +52,6 @@ def chunked_scan(
         `y` like `x`, and the state after the last token like `state`, both in float32 or
         wider, also under autocast.
     """
-    with without_autocast(x.device):
-        return _scan_chunks(x, dt, rate, b, c, chunk, runs, state)
-
-
-def _scan_chunks(
-    x: Tensor,
-    dt: Tensor,
-    rate: Tensor,
-    b: Tensor,
-    c: Tensor,
-    chunk: int,
-    runs: Tensor | None,
-    state: Tensor | None,
-) -> tuple[Tensor, Tensor]:
     length, groups, wide = x.shape[1], b.shape[2], wide_dtype(x.dtype)
     chunk = min(chunk, length)
     steps = dt.to(wide)
@@ -74,7 +60,22 @@ def _scan_chunks(
     inputs = _cut(x.to(wide) * steps.unsqueeze(-1), chunk, groups)
     keys, queries = (_cut(part.to(wide), chunk, groups).squeeze(2) for part in (b, c))
     documents = None if runs is None else _Documents(runs, chunk)
+    with without_autocast(x.device):
+        y, last = _scan(decay, inputs, keys, queries, documents, state)
+    # [batch, groups, per, chunks, chunk, width] back to [batch, sequence, heads, width]
+    y = y.permute(0, 3, 4, 1, 2, 5).flatten(1, 2).flatten(2, 3)
+    return y[:, :length], last.flatten(1, 2)
 
+
+def _scan(
+    decay: Tensor,
+    inputs: Tensor,
+    keys: Tensor,
+    queries: Tensor,
+    documents: _Documents | None,
+    state: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Run the recurrence over operands that `_cut` has cut into chunks."""
     total = decay.cumsum(dim=-1)  # [batch, groups, heads per group, chunks, chunk]
     weights = _between(total, documents)
     scores = queries @ keys.transpose(-1, -2)
@@ -93,10 +94,7 @@ def _scan_chunks(
     if documents is not None:
         from_start = from_start * documents.reach_start
     carried = queries.unsqueeze(2) @ entering.transpose(-1, -2)
-    y = y + carried * from_start.unsqueeze(-1)
-    # [batch, groups, per, chunks, chunk, width] back to [batch, sequence, heads, width]
-    y = y.permute(0, 3, 4, 1, 2, 5).flatten(1, 2).flatten(2, 3)
-    return y[:, :length], last.flatten(1, 2)
+    return y + carried * from_start.unsqueeze(-1), last
 
 
 def _cut(tensor: Tensor, chunk: int, groups: int) -> Tensor:

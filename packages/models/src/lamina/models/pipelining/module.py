@@ -15,7 +15,7 @@ from lamina.models.attention.context import default_positions
 from lamina.models.attention.context_parallel import check_pattern
 from lamina.models.base.kept_roles import KeepsRoles
 from lamina.models.decoder.gpt import GPTModel
-from lamina.models.decoder.precision_backends import follow_histories
+from lamina.models.decoder.precision_backends import amax_exchanges
 from lamina.models.layers.zigzag import cut_sequence
 
 __all__ = ["GPTStage", "Microbatch", "OncePerStep", "SumsGradients", "materialise"]
@@ -119,7 +119,8 @@ class GPTStage(GPTModel):
                 self._copy_embedding()
         if tied and first is not last:
             mark(self.embedding.weight, tied="embedding")
-        follow_histories(model, self)
+        for hook in amax_exchanges(model):  # histories shift as those of the model do
+            self.register_forward_pre_hook(hook)
         # The modules of the model keep their own modes.
         self.training = self.blocks.training = model.training
 
@@ -186,18 +187,6 @@ class GPTStage(GPTModel):
         if self.axis is not None and self.sequence_parallel:
             return (rows * columns // self.axis.size, self.config.hidden_size)
         return (rows, columns, self.config.hidden_size)
-
-    def num_parameters(self, *, embeddings: bool = True) -> int:
-        """Count the parameters that this rank holds of this stage; see `GPTModel`."""
-        skip: set[nn.Parameter] = set()
-        if not embeddings:
-            skip = {
-                parameter
-                for name in ("embedding", "position_embedding", "head")
-                if (module := self._modules.get(name)) is not None
-                for parameter in module.parameters()
-            }
-        return sum(p.numel() for p in self.parameters() if p not in skip)
 
     def extra_repr(self) -> str:
         """The layers and ends of the stage, for printing."""

@@ -127,36 +127,33 @@ def scaled_product(
     if rowwise and left.codes.is_cuda:
         out = torch.bfloat16  # the only dtype that torch's rowwise kernel writes
     left, right = _padded(left, right)
-    if into is not None and out == dtype:
-        return _written(left, right, kind, into)
-    if _OLDER_ON_CPU and not left.codes.is_cuda:
-        product = _older_product(left, right, out)
-    else:
-        product = F.scaled_mm(
-            left.codes, right.codes.t(), left.decode, kind, right.decode.t(), kind,
-            output_dtype=out, use_fast_accum=fast_accumulation,
-        )  # fmt: skip
-    return product.to(dtype) if into is None else into.copy_(product)
+    target = into if out == dtype else None
+    product = _multiply(left, right, kind, out, fast_accumulation, target)
+    if into is None:
+        return product.to(dtype)
+    return product if target is not None else into.copy_(product)
 
 
-def _older_product(
-    left: Coded, right: Coded, out: torch.dtype, into: Tensor | None = None
+def _multiply(
+    left: Coded,
+    right: Coded,
+    kind: F.ScalingType,
+    out: torch.dtype,
+    fast: bool,
+    into: Tensor | None,
 ) -> Tensor:
-    product: Tensor = scaled_mm(
-        left.codes, right.codes.t(), left.decode, right.decode.t(), out_dtype=out, out=into
-    )
-    return product
-
-
-def _written(left: Coded, right: Coded, kind: F.ScalingType, into: Tensor) -> Tensor:
-    """Write the product into a tensor by the operator behind `F.scaled_mm`, which has no `out`."""
+    codes, scales = (left.codes, right.codes.t()), (left.decode, right.decode.t())
     if _OLDER_ON_CPU and not left.codes.is_cuda:
-        return _older_product(left, right, into.dtype, into)
-    recipe = [kind.value]
-    product: Tensor = scaled_mm_v2(
-        left.codes, right.codes.t(), [left.decode], recipe, [], [right.decode.t()], recipe, [],
-        None, into.dtype, out=into,
-    )  # fmt: skip
+        product: Tensor = scaled_mm(*codes, *scales, out_dtype=out, out=into)
+    elif into is None:
+        product = F.scaled_mm(
+            *codes, scales[0], kind, scales[1], kind, output_dtype=out, use_fast_accum=fast
+        )
+    else:  # the operator behind F.scaled_mm, which has no `out`
+        recipe = [kind.value]
+        product = scaled_mm_v2(
+            *codes, [scales[0]], recipe, [], [scales[1]], recipe, [], None, out, out=into
+        )
     return product
 
 

@@ -70,7 +70,7 @@ class Float8Products(nn.Module):
         self.looks_back = False
         self.passing: Pass | None = None
         # Set while a recomputed block runs: it records the maxima of forward and replays them.
-        self.tape: AmaxTape | None = None
+        self.kept_scales: _ScalesKept | None = None
         history = None
         if precision.amax == "delayed":
             history = torch.zeros(1 + precision.history, 3, dtype=torch.int32)
@@ -99,7 +99,8 @@ class Float8Products(nn.Module):
         # Each rank has seen a part of a tensor, whichever side is cut. Rows may be whole.
         cut = not self.rowwise or self.cut == "input"
         sides = {INPUT: flat, WEIGHT: weight}
-        amax = self.maxima(sides, cut) if self.tape is None else self.tape.run(self, sides, cut)
+        scales = self.kept_scales
+        amax = self.maxima(sides, cut) if scales is None else scales.run(self, sides, cut)
         left, right = (self.code(m, a) for m, a in zip((flat, weight), amax, strict=True))
         y = scaled_product(left, right, x.dtype, fast_accumulation=True)
         if bias is not None:
@@ -166,44 +167,40 @@ class Float8Products(nn.Module):
         self.looks_back = True
 
 
-class AmaxTape:
-    """The maxima of a block's forward, which the same block uses again when it is recomputed.
+class _ScalesKept(AbstractContextManager[None]):
+    """Inside, layers record the maxima of a block's forward, or replay them.
 
-    The history may have changed in between: under 1F1B other backwards end before this one runs.
+    The history may have changed before the block is recomputed: under 1F1B other backwards end
+    before this one runs. This is a class, as a graph that is kept may enter it several times.
     """
 
-    def __init__(self, layers: Sequence[Float8Products]) -> None:
-        self.layers = layers
-        self.found: list[list[Tensor]] = []
-        self.next: int | None = None
-
-    def run(self, layer: Float8Products, sides: dict[int, Tensor], cut: bool) -> list[Tensor]:
-        """A layer's maxima: recorded in forward in the order of calls, and replayed afterwards."""
-        if self.next is None:
-            self.found.append(layer.maxima(sides, cut))
-            return self.found[-1]
-        self.next += 1
-        return self.found[self.next - 1]
-
-
-class _Taped(AbstractContextManager[None]):
-    """Inside, layers use a tape. A class, as a graph that is kept may enter it several times."""
-
-    def __init__(self, tape: AmaxTape, inner: AbstractContextManager[None], replay: bool) -> None:
-        self._tape = tape
-        self._inner = inner
-        self._replay = replay
+    def __init__(
+        self,
+        layers: Sequence[Float8Products],
+        inner: AbstractContextManager[None],
+        found: list[list[Tensor]],
+        replay: bool,
+    ) -> None:
+        self._layers, self._inner = layers, inner
+        self._found, self._replay = found, replay
 
     def __enter__(self) -> None:
         self._inner.__enter__()
-        self._tape.next = 0 if self._replay else None
-        for layer in self._tape.layers:
-            layer.tape = self._tape
+        self._replayed = iter(self._found)
+        for layer in self._layers:
+            layer.kept_scales = self
 
     def __exit__(self, *exception: Any) -> None:
-        for layer in self._tape.layers:
-            layer.tape = None
+        for layer in self._layers:
+            layer.kept_scales = None
         self._inner.__exit__(*exception)
+
+    def run(self, layer: Float8Products, sides: dict[int, Tensor], cut: bool) -> list[Tensor]:
+        """A layer's maxima: recorded in the order of calls, or replayed."""
+        if self._replay:
+            return next(self._replayed)
+        self._found.append(layer.maxima(sides, cut))
+        return self._found[-1]
 
 
 Contexts = Callable[[], tuple[AbstractContextManager[None], AbstractContextManager[None]]]
@@ -216,13 +213,13 @@ def replaying_scales(block: nn.Module, contexts: Contexts) -> Contexts:
     """
     layers = [m for m in block.modules() if isinstance(m, Float8Products)]
     layers = [layer for layer in layers if layer.amax_history is not None]
-    return partial(_taped, layers, contexts) if layers else contexts
+    return partial(_keeping, layers, contexts) if layers else contexts
 
 
-def _taped(layers: Sequence[Float8Products], contexts: Contexts) -> Any:
-    tape = AmaxTape(layers)
+def _keeping(layers: Sequence[Float8Products], contexts: Contexts) -> Any:
+    found: list[list[Tensor]] = []
     forward, again = contexts()
-    return _Taped(tape, forward, False), _Taped(tape, again, True)
+    return _ScalesKept(layers, forward, found, False), _ScalesKept(layers, again, found, True)
 
 
 class _Gradients:

@@ -185,7 +185,11 @@ def _discard(root: Path, path: Path, step: int) -> None:
 
 
 class LocalStore:
-    """A directory of checkpoints on a file system that every rank sees."""
+    """A directory of checkpoints on a file system that every rank sees.
+
+    Attributes:
+        has_locks: whether `clean` can tell a writer at work from one that was killed.
+    """
 
     has_locks = True
 
@@ -193,7 +197,7 @@ class LocalStore:
         self.root = root.absolute()  # for the program may change its working directory
 
     def locations(self) -> dict[int, Location]:
-        """Return the directories that have a complete name, by step."""
+        """Return step -> directory of all that have a complete name, steps ascending."""
         try:
             names = os.listdir(self.root)
         except FileNotFoundError:
@@ -202,7 +206,7 @@ class LocalStore:
         return {step: self.location(step) for step in steps}
 
     def location(self, step: int) -> LocalLocation:
-        """Return the directory of a step."""
+        """Return the directory of a step, or where it would be."""
         return LocalLocation(_complete_path(self.root, step))
 
     expected = location

@@ -11,7 +11,7 @@ import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol, cast
+from typing import Any, BinaryIO, cast
 
 __all__ = [
     "FileSum",
@@ -40,29 +40,6 @@ class FileSum:
     crc32: int
 
 
-class Location(Protocol):
-    """The files of one checkpoint. `str()` of it is enough to open it in another process."""
-
-    def read(self, name: str) -> bytes:
-        """Return a small file's contents."""
-
-    def size(self, name: str) -> int:
-        """Return a file's length in bytes; FileNotFoundError if it is not there."""
-
-    def open(self, name: str, *, from_disk: bool = False) -> BinaryIO:
-        """Open a file for reading and seeking; `from_disk` drops cached pages first."""
-
-    def create(self, name: str) -> BinaryIO:
-        """Open a new file for writing. It is durable once closed."""
-
-    def is_there(self) -> bool:
-        """Whether this process can see the location."""
-
-    @property
-    def address(self) -> Path | str:
-        """What users call it: a path, or a URL as text."""
-
-
 class _SyncedFile(io.BufferedWriter):
     """A file that is on the disk once it is closed."""
 
@@ -77,7 +54,7 @@ class _SyncedFile(io.BufferedWriter):
 
 
 class LocalLocation:
-    """A directory."""
+    """A directory; its `address` is what users call it."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -90,11 +67,11 @@ class LocalLocation:
         return (self.path / name).read_bytes()
 
     def size(self, name: str) -> int:
-        """Return a file's length in bytes."""
+        """Return a file's length in bytes; FileNotFoundError if it is not there."""
         return os.stat(self.path / name).st_size
 
     def open(self, name: str, *, from_disk: bool = False) -> BinaryIO:
-        """Open a file for reading."""
+        """Open a file for reading and seeking; `from_disk` drops cached pages first."""
         file = open(self.path / name, "rb", buffering=0)  # noqa: SIM115 (the caller closes it)
         if from_disk and hasattr(os, "posix_fadvise"):
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
@@ -116,7 +93,7 @@ class LocalLocation:
 
 
 class RemoteLocation:
-    """A prefix of any file system that fsspec knows."""
+    """A prefix of any file system that fsspec knows, as a `LocalLocation`."""
 
     def __init__(self, url: str) -> None:
         self.url = url.rstrip("/")
@@ -130,7 +107,7 @@ class RemoteLocation:
         return bytes(self.fs.cat_file(f"{self._root}/{name}"))
 
     def size(self, name: str) -> int:
-        """Return an object's length in bytes."""
+        """Return an object's length in bytes; FileNotFoundError if it is not there."""
         return int(self.fs.info(f"{self._root}/{name}")["size"])
 
     def open(self, name: str, *, from_disk: bool = False) -> BinaryIO:
@@ -149,6 +126,10 @@ class RemoteLocation:
     def address(self) -> str:
         """The URL."""
         return self.url
+
+
+Location = LocalLocation | RemoteLocation
+"""The files of one checkpoint. `str()` of it is enough to open it in another process."""
 
 
 def filesystem(url: str) -> tuple[Any, str]:

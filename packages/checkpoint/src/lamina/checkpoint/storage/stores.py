@@ -17,9 +17,8 @@ from __future__ import annotations
 import os
 import re
 import warnings
-from typing import Protocol
 
-from lamina.checkpoint.storage.directory import LocalStore
+from lamina.checkpoint.storage.directory import LocalStore, WritingDirectory
 from lamina.checkpoint.storage.locations import (
     Location,
     RemoteLocation,
@@ -35,64 +34,9 @@ __all__ = ["Attempt", "Store", "store_of"]
 _ATTEMPT = re.compile(r"step-(\d{8,})(?:-(\d+))?")
 
 
-class Attempt(Protocol):
-    """A save in progress, held by the coordinator."""
+class RemoteAttempt:
+    """A save in progress, as a `WritingDirectory`."""
 
-    @property
-    def location(self) -> Location:
-        """Where to write; the checkpoint's own location once it is committed."""
-
-    @property
-    def final(self) -> Location:
-        """The checkpoint's own location, before it is committed too."""
-
-    def commit(self, manifest: Manifest, *, overwrite: bool) -> None:
-        """Make it complete; FileExistsError if the step is there and `overwrite` is False."""
-
-    def abandon(self) -> None:
-        """Remove what was written."""
-
-
-class Store(Protocol):
-    """A directory of checkpoints.
-
-    Attributes:
-        has_locks: whether `clean` can tell a writer at work from one that was killed.
-    """
-
-    has_locks: bool
-
-    def locations(self) -> dict[int, Location]:
-        """Return step -> location of all that have a complete name, steps ascending."""
-
-    def location(self, step: int) -> Location:
-        """Return where the complete checkpoint of a step is, or would be."""
-
-    def expected(self, step: int) -> Location:
-        """Return where a step that was never saved will be; looks at nothing."""
-
-    def has(self, step: int) -> bool:
-        """Whether a step has a complete name."""
-
-    def begin(self, step: int) -> Attempt:
-        """Make the location for a save."""
-
-    def remove(self, step: int) -> None:
-        """Delete a checkpoint so that no reader sees half of it."""
-
-    def note_unfinished(self) -> None:
-        """Note what is unfinished before this program writes anything."""
-
-    def clean(self) -> list[str]:
-        """Remove what killed writers left; return the names dealt with."""
-
-
-def store_of(path: str | os.PathLike[str]) -> Store:
-    """Return the store at a path or URL."""
-    return RemoteStore(str(path)) if is_url(path) else LocalStore(local_path(path))
-
-
-class _RemoteAttempt:
     def __init__(self, store: RemoteStore, step: int, number: int) -> None:
         self._store, self._step, self._number = store, step, number
         self._committed = False
@@ -126,7 +70,7 @@ def _attempt_name(step: int, number: int) -> str:
 
 
 class RemoteStore:
-    """A prefix of an object store, by fsspec."""
+    """A prefix of an object store, by fsspec: as a `LocalStore`, but without locks."""
 
     has_locks = False
 
@@ -179,9 +123,9 @@ class RemoteStore:
         """Whether the step has a manifest."""
         return any(self.attempts().get(step, {}).values())
 
-    def begin(self, step: int) -> Attempt:
+    def begin(self, step: int) -> RemoteAttempt:
         """Choose a prefix that was never used."""
-        return _RemoteAttempt(self, step, max(self.attempts().get(step, {}), default=-1) + 1)
+        return RemoteAttempt(self, step, max(self.attempts().get(step, {}), default=-1) + 1)
 
     def remove(self, step: int) -> None:
         """Delete the manifests first: without them nothing else counts."""
@@ -218,3 +162,15 @@ class RemoteStore:
                     self.delete(step, number)
                     dealt_with.append(_attempt_name(step, number))
         return dealt_with
+
+
+Attempt = WritingDirectory | RemoteAttempt
+"""A save in progress, held by the coordinator."""
+
+Store = LocalStore | RemoteStore
+"""A directory of checkpoints."""
+
+
+def store_of(path: str | os.PathLike[str]) -> Store:
+    """Return the store at a path or URL."""
+    return RemoteStore(str(path)) if is_url(path) else LocalStore(local_path(path))

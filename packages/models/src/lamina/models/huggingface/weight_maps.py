@@ -1,7 +1,8 @@
 """The correspondence between a model's parameters and the tensors of Hugging Face's models."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from lamina.models.attention.attention import MultiHeadAttention, variant_of
 from lamina.models.base.config import AttentionVariant, TransformerConfig
@@ -28,48 +29,13 @@ def model_type(config: TransformerConfig) -> str:
         )
     _check_scale(config, variant)
     variant.check_huggingface(config)
-    rope = config.positions == "rope" and config.norm == "rmsnorm" and not config.post_norm
-    modern = rope and config.activation == "swiglu"
-    output_like_qkv = config.output_bias == config.attention_bias
-    gpt2 = (
-        config.positions == "learned"
-        and config.norm == "layernorm"
-        and config.activation == "gelu_tanh"
-        and config.attention_bias
-        and config.output_bias
-        and config.mlp_bias
-        and config.tie_embeddings
-        and config.kv_heads == config.num_heads
-        and config.head_width * config.num_heads == config.hidden_size
-        and not config.qk_norm
-        and not config.post_norm
-        and config.sliding_window is None
-    )
-    if config.moe is not None:
-        kind = None
-        if modern and output_like_qkv:
-            kind = moe_model_type(config, config.moe, variant.huggingface_type)
-        if kind is None:
-            raise ValueError(
-                "no Hugging Face architecture known here has these experts and features together; "
-                f"known are mixtral, qwen3_moe and deepseek_v3: {config.moe}"
-            )
+    if (kind := _kind(config, variant)) is not None:
         return kind
-    if gpt2 and multi_head:
-        return "gpt2"
-    if modern and variant.huggingface_type is not None:
-        if not config.mlp_bias and output_like_qkv:
-            return variant.huggingface_type
-    elif modern:
-        if config.qk_norm and not config.mlp_bias and output_like_qkv:
-            return "qwen3"
-        if not config.qk_norm and config.sliding_window is None and output_like_qkv:
-            return "llama"
-        plain = not config.qk_norm and not config.output_bias and not config.mlp_bias
-        if plain and config.attention_bias:
-            return "qwen2"
-        if plain:
-            return "mistral"
+    if config.moe is not None:
+        raise ValueError(
+            "no Hugging Face architecture known here has these experts and features together; "
+            f"known are mixtral, qwen3_moe and deepseek_v3: {config.moe}"
+        )
     raise ValueError(
         "no Hugging Face architecture known here has these features together: positions "
         f"{config.positions!r}, norm {config.norm!r}, activation {config.activation!r}, qk_norm "
@@ -77,6 +43,40 @@ def model_type(config: TransformerConfig) -> str:
         f"{config.output_bias}, {config.mlp_bias}; known are gpt2, llama, mistral, qwen2, qwen3 "
         "and deepseek_v3 (dense)"
     )
+
+
+_GPT2: dict[str, Any] = {
+    "positions": "learned", "norm": "layernorm", "activation": "gelu_tanh", "attention_bias": True,
+    "output_bias": True, "mlp_bias": True, "tie_embeddings": True, "qk_norm": False,
+    "post_norm": False, "sliding_window": None,
+}  # fmt: skip
+_LLAMA_LIKE: dict[str, Any] = {
+    "positions": "rope", "norm": "rmsnorm", "activation": "swiglu", "post_norm": False,
+}  # fmt: skip
+
+
+def _has(config: TransformerConfig, fields: Mapping[str, Any]) -> bool:
+    return all(getattr(config, name) == value for name, value in fields.items())
+
+
+def _kind(config: TransformerConfig, variant: AttentionVariant) -> str | None:
+    like_qkv, plain_mlp = config.output_bias == config.attention_bias, not config.mlp_bias
+    whole = config.kv_heads == config.num_heads
+    whole = whole and config.head_width * config.num_heads == config.hidden_size
+    if config.moe is not None:
+        fits = like_qkv and _has(config, _LLAMA_LIKE)
+        return moe_model_type(config, config.moe, variant.huggingface_type) if fits else None
+    if whole and _has(config, _GPT2) and type(variant) is MultiHeadAttention:
+        return "gpt2"
+    if not _has(config, _LLAMA_LIKE):
+        return None
+    if variant.huggingface_type is not None or config.qk_norm:
+        return (variant.huggingface_type or "qwen3") if plain_mlp and like_qkv else None
+    if config.sliding_window is None and like_qkv:
+        return "llama"
+    if plain_mlp and not config.output_bias:
+        return "qwen2" if config.attention_bias else "mistral"
+    return None
 
 
 def _check_scale(config: TransformerConfig, variant: AttentionVariant) -> None:

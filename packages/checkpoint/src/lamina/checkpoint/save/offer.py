@@ -9,11 +9,11 @@ import torch
 from lamina.checkpoint.errors import CheckpointError
 from lamina.checkpoint.save.replicas import Digests, Kind, digests, first_box
 from lamina.checkpoint.state.cut_tensors import CutTensors, Hints
-from lamina.checkpoint.state.json_values import Json, join
+from lamina.checkpoint.state.json_values import Json
 from lamina.checkpoint.state.merge_ranks import RankValues
 from lamina.checkpoint.state.optimizer_names import unwrapped
 from lamina.checkpoint.state.per_rank import PerRank
-from lamina.checkpoint.state.state import Path, Taken, is_stateful, take_entry
+from lamina.checkpoint.state.state import Path, Taken, claim, is_stateful, take_entry
 
 __all__ = ["Offered", "take"]
 
@@ -68,11 +68,7 @@ def take(
         for name, tensor in taken.shown.items():
             if not (known or first or _is_cut(tensor)):
                 continue
-            if seen.setdefault(name, taken.paths[name]) != taken.paths[name]:
-                raise CheckpointError(
-                    f"two tensors are called '{name}': {seen[name]} and {taken.paths[name]}; "
-                    "rename one entry"
-                )
+            claim(taken.paths[name], seen)
             _insert(nested, taken.paths[name], tensor)
     trees = RankValues(shared, frozenset(joined), own)
     return Offered(nested, trees, digests(compared, kinds))
@@ -106,7 +102,7 @@ def _insert(nested: dict[str, Any], path: Path, tensor: torch.Tensor) -> None:
     for key in path[:-1]:
         nested = nested.setdefault(key, {})
         if not isinstance(nested, dict):
-            raise CheckpointError(f"'{join(path)}' is below a tensor of the same name")
+            raise CheckpointError(f"'{'.'.join(path)}' is below a tensor of the same name")
     if path[-1] in nested:
-        raise CheckpointError(f"two tensors are called '{join(path)}'")
+        raise CheckpointError(f"two tensors are called '{'.'.join(path)}'")
     nested[path[-1]] = tensor

@@ -20,7 +20,7 @@ import torch
 
 from lamina.checkpoint.errors import CheckpointError
 
-__all__ = ["PAIRS", "Json", "decode", "encode", "join"]
+__all__ = ["PAIRS", "Json", "decode", "encode"]
 
 Json = Any  # what json.dumps takes: None, bool, int, float, str, list, dict with string keys
 
@@ -33,11 +33,6 @@ _SEQUENCES: dict[type, str] = {tuple: "$tuple", set: "$set", frozenset: "$frozen
 _MAPPINGS: dict[type, str] = {dict: "$dict", OrderedDict: "$ordered", Counter: "$counter"}
 PAIRS = tuple(_MAPPINGS.values())
 """Kinds that hold a list of [key, value]."""
-
-
-def join(path: tuple[str, ...]) -> str:
-    """Return the name of a place in the tree: its keys joined by dots, as DCP joins them."""
-    return ".".join(path)
 
 
 def encode(value: Any, path: tuple[str, ...], tensors: dict[tuple[str, ...], torch.Tensor]) -> Json:
@@ -57,11 +52,11 @@ def encode(value: Any, path: tuple[str, ...], tensors: dict[tuple[str, ...], tor
     if isinstance(value, torch.Tensor):
         if path in tensors:
             raise CheckpointError(
-                f"two tensors are called '{join(path)}': keys such as 1 and '1' look alike in a "
-                "name; rename one"
+                f"two tensors are called '{'.'.join(path)}': keys such as 1 and '1' look alike in "
+                "a name; rename one"
             )
         tensors[path] = value
-        return {"$tensor": join(path)}
+        return {"$tensor": ".".join(path)}
     if kind is float:
         return value if math.isfinite(value) else {"$float": repr(value)}
     if kind is torch.Size:
@@ -88,7 +83,9 @@ def _encode_mapping(
         for key, item in value.items()
     ]
     if in_keys:
-        raise TypeError(f"'{join(path)}' has a tensor for a key: give it names or numbers for keys")
+        raise TypeError(
+            f"'{'.'.join(path)}' has a tensor for a key: give it names or numbers for keys"
+        )
     return {_MAPPINGS[type(value)]: pairs}
 
 
@@ -109,7 +106,7 @@ def _encode_rare(value: Any, path: tuple[str, ...]) -> Json:
     if isinstance(value, torch.device):
         return {"$device": str(value)}
     raise TypeError(
-        f"'{join(path)}' is a {type(value).__module__}.{type(value).__qualname__}, which a "
+        f"'{'.'.join(path)}' is a {type(value).__module__}.{type(value).__qualname__}, which a "
         "checkpoint can't hold without pickle: save tensors, numbers, strings, bytes and lists, "
         "tuples, sets and dicts of them (of classes derived from these the plain value, such as "
         "dict(value)), or give it state_dict() and load_state_dict()"

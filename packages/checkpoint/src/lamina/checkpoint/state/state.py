@@ -10,7 +10,7 @@ import torch
 from lamina.checkpoint.errors import CheckpointError
 from lamina.checkpoint.ranks import Ranks
 from lamina.checkpoint.state.cut_tensors import CutTensors, as_part
-from lamina.checkpoint.state.json_values import Json, encode, join
+from lamina.checkpoint.state.json_values import Json, encode
 from lamina.checkpoint.state.optimizer_names import (
     OptimizerNames,
     is_optimizer,
@@ -19,7 +19,7 @@ from lamina.checkpoint.state.optimizer_names import (
 )
 from lamina.checkpoint.state.per_rank import PerRank
 
-__all__ = ["Path", "Taken", "check_entries", "holds", "is_stateful", "take_entry"]
+__all__ = ["Path", "Taken", "check_entries", "claim", "holds", "is_stateful", "take_entry"]
 
 
 Path = tuple[str, ...]
@@ -73,19 +73,23 @@ def take_entry(entry: str, value: Any, state: Mapping[str, Any], cut: CutTensors
     found: dict[Path, torch.Tensor] = {}
     json = encode(tree, (entry,), found)
     paths: dict[str, Path] = {}
-    for path in found:
-        if paths.setdefault(join(path), path) != path:
-            raise CheckpointError(
-                f"two tensors are called '{join(path)}': {paths[join(path)]} and {path}; rename "
-                "one entry"
-            )
-    tensors = {join(path): tensor for path, tensor in found.items()}
+    tensors = {claim(path, paths): tensor for path, tensor in found.items()}
     owners = _owners(entry, value, paths, optimizer, cut)
     shown = {name: tensor.detach() for name, tensor in tensors.items()}
     for name, held in owners.items():
         shown[name] = as_part(shown[name], cut.region_of(name, held), held)
     trained = frozenset(n for n in owners if optimizer is None or tensors[n].ndim > 0)
     return Taken(tree, json, tensors, shown, paths, optimizer, own_names, trained)
+
+
+def claim(path: Path, paths: dict[str, Path]) -> str:
+    """Note the name of a path; CheckpointError if another path has that name."""
+    name = ".".join(path)
+    if paths.setdefault(name, path) != path:
+        raise CheckpointError(
+            f"two tensors are called '{name}': {paths[name]} and {path}; rename one entry"
+        )
+    return name
 
 
 def _renamed(tree: dict[str, Any], cut: CutTensors) -> tuple[dict[str, Any], dict[str, str]]:

@@ -66,6 +66,11 @@ def _heads_second(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(x.transpose(1, 2) for x in tensors)
 
 
+def _sdpa(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
+    q, k, v = _heads_second(query, key, value)
+    return F.scaled_dot_product_attention(q, k, v, **options).transpose(1, 2)
+
+
 @dataclass(frozen=True)
 class Causal:
     """Plain causal attention, which needs no mask and has the fastest kernel on every device."""
@@ -79,12 +84,8 @@ class Causal:
         grouped = not query.is_cuda or query.dtype in (torch.float16, torch.bfloat16)
         if not grouped:
             key, value = repeat_heads(key, query.shape[2]), repeat_heads(value, query.shape[2])
-        q, k, v = _heads_second(query, key, value)
-        mixed = F.scaled_dot_product_attention(
-            q, k, v, dropout_p=dropout, is_causal=True, scale=scale,
-            enable_gqa=k.shape[1] != q.shape[1],
-        )  # fmt: skip
-        return mixed.transpose(1, 2)
+        options = {"is_causal": True, "enable_gqa": key.shape[2] != query.shape[2]}
+        return _sdpa(query, key, value, dropout_p=dropout, scale=scale, **options)
 
 
 @dataclass(frozen=True)
@@ -103,11 +104,7 @@ class Masked:
     ) -> Tensor:
         """See `AttentionPattern`."""
         key, value = repeat_heads(key, query.shape[2]), repeat_heads(value, query.shape[2])
-        q, k, v = _heads_second(query, key, value)
-        mixed = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=self.mask, dropout_p=dropout, scale=scale
-        )
-        return mixed.transpose(1, 2)
+        return _sdpa(query, key, value, attn_mask=self.mask, dropout_p=dropout, scale=scale)
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ full name. A rank that holds a piece of a weight draws the whole weight and keep
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -67,7 +68,6 @@ def assign_seeds(model: nn.Module, seed: int) -> None:
             module.init_seed = derive_seed(seed, name)
 
 
-@torch.no_grad()
 def fill_normal(
     parameter: Tensor,
     std: float,
@@ -88,13 +88,9 @@ def fill_normal(
         dim: the dimension that is cut.
         blocks: lengths, over all ranks, of what is fused along `dim`.
     """
-    if not parameter.is_meta:
-        whole, generator = _whole(parameter, seed, axis, dim)
-        whole.normal_(0.0, std, generator=generator)
-        _keep_piece(parameter, whole, axis, dim, blocks)
+    _fill(parameter, partial(Tensor.normal_, mean=0.0, std=std), seed, axis, dim, blocks)
 
 
-@torch.no_grad()
 def fill_uniform(
     parameter: Tensor,
     low: float,
@@ -109,11 +105,13 @@ def fill_uniform(
 
     `then` is applied to the whole before it is cut.
     """
-    if not parameter.is_meta:
-        whole, generator = _whole(parameter, seed, axis, 0)
-        whole.uniform_(low, high, generator=generator)
-        whole = whole if then is None else then(whole)
-        _keep_piece(parameter, whole, axis, 0, blocks)
+
+    def draw(whole: Tensor, *, generator: torch.Generator | None) -> Tensor:
+        """Draw the whole, and apply what is to be applied."""
+        whole = whole.uniform_(low, high, generator=generator)
+        return whole if then is None else then(whole)
+
+    _fill(parameter, draw, seed, axis, 0, blocks)
 
 
 @torch.no_grad()
@@ -139,10 +137,18 @@ def fill_normal_stack(
         _fill_dtensor(parameter, stack)
 
 
-def _whole(
-    parameter: Tensor, seed: int | None, axis: MeshAxis | None, dim: int
-) -> tuple[Tensor, torch.Generator | None]:
-    """Allocate the whole weight, and make the generator that fills it."""
+@torch.no_grad()
+def _fill(
+    parameter: Tensor,
+    draw: Callable[..., Tensor],
+    seed: int | None,
+    axis: MeshAxis | None,
+    dim: int,
+    blocks: Sequence[int] | None,
+) -> None:
+    """Draw the whole weight, and keep this rank's piece; nothing on the meta device."""
+    if parameter.is_meta:
+        return
     generator = None
     if seed is not None:
         generator = torch.Generator(device=parameter.device)
@@ -151,16 +157,8 @@ def _whole(
     shape[dim] *= 1 if axis is None else axis.size
     # In float32 for any dtype of the parameter, so that a bf16 model starts from the rounded
     # weights of the fp32 model.
-    return torch.empty(shape, dtype=torch.float32, device=parameter.device), generator
-
-
-def _keep_piece(
-    parameter: Tensor,
-    whole: Tensor,
-    axis: MeshAxis | None,
-    dim: int,
-    blocks: Sequence[int] | None,
-) -> None:
+    whole = torch.empty(shape, dtype=torch.float32, device=parameter.device)
+    whole = draw(whole, generator=generator)
     if axis is not None:
         whole = cut_weight(whole, dim, axis.rank, axis.size, blocks)
     if hasattr(parameter, "device_mesh"):

@@ -3,6 +3,7 @@
 import math
 from dataclasses import dataclass
 from itertools import islice
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -78,9 +79,7 @@ def routing_statistics(model: nn.Module, mesh: MeshLike = None) -> dict[str, Lay
 
 def _row(totals: RoutingTotals) -> Tensor:
     """Counts, sums, and the number of forwards, in which ranks may differ."""
-    chosen = totals.chosen
-    if chosen is None:
-        raise ValueError("a router without counts")
+    chosen = cast(Tensor, totals.chosen)
     sums = (value.double().flatten() for value in totals.sums.values())
     # torch.tensor would copy from the host, which waits on CUDA.
     forwards = torch.full((1,), totals.forwards, dtype=torch.float64, device=chosen.device)

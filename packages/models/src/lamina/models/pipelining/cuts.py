@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 
 from lamina.models.base.config import TransformerConfig
 from lamina.models.base.configs.product_precision import Precision
@@ -67,7 +68,8 @@ def cut_layers(config: TransformerConfig, num_stages: int, sequence: int | None 
             f"the first and the last needs one, {needed} in all; use fewer stages"
         )
     first, layers, last = part_costs(config, sequence or config.max_sequence_length)
-    return _runs(_best_ends(layers, first, last, num_stages))
+    ends = _best_ends(layers, first, last, num_stages)
+    return tuple(tuple(range(*run)) for run in pairwise((0, *ends)))
 
 
 def _best_ends(
@@ -97,11 +99,6 @@ def _best_ends(
     if chosen is None:  # cut_layers has checked the number of layers
         raise AssertionError(f"no cut of {len(layers)} layers into {num_stages} stages")
     return chosen[2]
-
-
-def _runs(ends: Sequence[int]) -> Layout:
-    starts = (0, *ends[:-1])
-    return tuple(tuple(range(start, end)) for start, end in zip(starts, ends, strict=True))
 
 
 def resolve_layout(layout: Sequence[int] | Sequence[Sequence[int]], num_layers: int) -> Layout:

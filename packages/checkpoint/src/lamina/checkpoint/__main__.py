@@ -73,7 +73,7 @@ def _verify(directory: str) -> int:
 
 def _inspect(directory: str, *, values: bool) -> int:
     opened = Opened(_checkpoints(directory)[-1])
-    manifest, tensors = opened.manifest, opened.tensors()
+    manifest, tensors = opened.manifest, opened.tensors
     print(
         f"{opened.location}: step {manifest.step}, {manifest.bytes:,} bytes in "
         f"{len(manifest.files)} files, written by {manifest.world_size} ranks with torch "

@@ -16,7 +16,6 @@ from lamina.buffers.engine import narrowed
 from lamina.checkpoint.errors import CheckpointDamagedError, CheckpointError
 from lamina.checkpoint.load.loading import open_checkpoint
 from lamina.checkpoint.load.reader import opened, read_metadata
-from lamina.checkpoint.state.json_values import Json
 from lamina.checkpoint.storage.locations import Location, location_of
 from lamina.checkpoint.storage.manifest import CHUNKS, METADATA, VALUES, ChunkSums, Manifest
 from lamina.checkpoint.storage.streams import tensor_in
@@ -32,29 +31,22 @@ __all__ = [
 
 
 class Opened:
-    """A complete checkpoint, open for reading.
+    """A complete checkpoint (`.../step-00000100`), open for reading.
 
-    Args:
-        location: path or URL of the checkpoint itself (`.../step-00000100`).
+    Attributes:
+        tensors: name -> shape, dtype and boxes of every tensor.
 
     Raises:
         CheckpointDamagedError: one of its small files is missing or altered.
         CheckpointUnsafeError: its metadata names code.
     """
 
-    manifest: Manifest
-    metadata: Metadata
-    values: Mapping[str, Json]
-
     def __init__(self, location: str | os.PathLike[str]) -> None:
         self.location = location_of(location)
         source = open_checkpoint(self.location)
         self.metadata, self.values = source.metadata, source.trees
         self.manifest = cast(Manifest, source.manifest)
-
-    def tensors(self) -> dict[str, TensorStorageMetadata]:
-        """Return name -> shape, dtype and boxes of every tensor."""
-        return tensors_of(self.metadata)
+        self.tensors = tensors_of(self.metadata)
 
     def tensor(self, name: str) -> torch.Tensor:
         """Read one tensor whole.
@@ -62,7 +54,7 @@ class Opened:
         Raises:
             CheckpointDamagedError: one of its chunks is altered.
         """
-        described = self.tensors()[name]
+        described = self.tensors[name]
         whole = torch.empty(described.size, dtype=described.properties.dtype)
         sums = ChunkSums.read(self.manifest, self.location)
         for chunk in chunks_of(self.metadata, name):
@@ -209,10 +201,10 @@ def compare_checkpoints(
     """
     a, b = Opened(first), Opened(second)
     differences = [
-        Difference(name, "only in the second" if name in b.tensors() else "only in the first")
-        for name in sorted(a.tensors().keys() ^ b.tensors().keys())
+        Difference(name, "only in the second" if name in b.tensors else "only in the first")
+        for name in sorted(a.tensors.keys() ^ b.tensors.keys())
     ]
-    for name in sorted(a.tensors().keys() & b.tensors().keys()):
+    for name in sorted(a.tensors.keys() & b.tensors.keys()):
         how = _compare(a, b, name)
         if how is not None:
             differences.append(Difference(name, how))
@@ -225,7 +217,7 @@ def compare_checkpoints(
 
 
 def _compare(a: Opened, b: Opened, name: str) -> str | None:
-    one, other = a.tensors()[name], b.tensors()[name]
+    one, other = a.tensors[name], b.tensors[name]
     if one.size != other.size:
         return f"shape {list(one.size)} / {list(other.size)}"
     if one.properties.dtype != other.properties.dtype:

@@ -384,11 +384,7 @@ def as_step(step: Any) -> int:
 
 
 def as_metric(metric: Any) -> float | None:
-    """Return a metric as a float, None where there is nothing to compare by (NaN, infinity).
-
-    Raises:
-        ValueError: it is no number.
-    """
+    """Return a metric as a float, or None if it is not finite; ValueError if it is no number."""
     if metric is None:
         return None
     try:

@@ -72,11 +72,7 @@ class Ranks:
         return bool((sums == sums[0]).all())
 
     def require_same(self, what: str, **facts: object) -> None:
-        """Compare arguments over ranks (collective).
-
-        Raises:
-            DisagreementError: they differ, on every rank.
-        """
+        """Compare arguments over ranks; DisagreementError on all if they differ (collective)."""
         common = CommonFacts(what, [self.group])
         common.require([*software(), *((name, describe(value)) for name, value in facts.items())])
 

@@ -18,7 +18,7 @@ from lamina.mesh.engine import recompute_contexts
 from lamina.models.activation_memory.offload import Offloader
 from lamina.models.activation_memory.selective import Discarder
 from lamina.models.attention.attention import AttentionCore
-from lamina.models.base.configs.field_checks import require_at_least, require_one_of
+from lamina.models.base.configs.field_checks import require_at_least, require_choices
 from lamina.models.compat import one_graph_break
 from lamina.models.decoder.layer_stack import ResidualBlock, TransformerBlock
 from lamina.models.layers.dropout import Dropout
@@ -71,7 +71,7 @@ class RecomputePolicy:
     min_numel: int = 1 << 16
 
     def __post_init__(self) -> None:
-        require_one_of("kind", self.kind, get_args(Kind))
+        require_choices(self)
         unknown = sorted(set(self.operations) - set(get_args(Operation)))
         if unknown:
             raise ValueError(f"operations {unknown} do not exist: take of {get_args(Operation)}")

@@ -17,8 +17,8 @@ from torch import nn
 
 from lamina.models.base.configs.field_checks import (
     require_at_least,
+    require_choices,
     require_divides,
-    require_one_of,
     require_positive,
 )
 from lamina.models.base.configs.mamba import LETTERS, MambaConfig, check_pattern
@@ -83,7 +83,7 @@ class RopeScaling:
     attention_factor: float | None = None
 
     def __post_init__(self) -> None:
-        require_one_of("kind", self.kind, get_args(RopeScalingKind))
+        require_choices(self)
         if self.factor < 1.0:
             raise ValueError(f"RoPE's factor is {self.factor}: it must be at least 1")
         require_at_least(1, self, "original_length")
@@ -352,7 +352,7 @@ class TransformerConfig:
     init_std: float = 0.02
 
     def __post_init__(self) -> None:
-        self._check_choices()
+        require_choices(self)
         self._check_numbers()
         self._check_heads()
         self.precision.check_blocks(self.num_layers)
@@ -379,14 +379,6 @@ class TransformerConfig:
                 f"layer_pattern {self.pattern!r} has layers of experts (letter 'E'), and no moe is "
                 "given: give moe=MoEConfig(...)"
             )
-
-    def _check_choices(self) -> None:
-        require_one_of("activation", self.activation, get_args(Activation))
-        require_one_of("norm", self.norm, get_args(Norm))
-        require_one_of("positions", self.positions, get_args(PositionEncoding))
-        require_one_of("tp_reduction", self.tp_reduction, get_args(Reduction))
-        require_one_of("context_parallel", self.context_parallel, get_args(ContextParallel))
-        require_one_of("attention_path", self.attention_path, get_args(AttentionPath))
 
     def _check_numbers(self) -> None:
         sizes = ("vocab_size", "hidden_size", "num_layers", "num_heads", "max_sequence_length")

@@ -9,6 +9,21 @@ from lamina.models.base.configs.mamba import MambaConfig
 
 __all__ = ["read_mamba2", "write_mamba2"]
 
+# Sizes by their names in `config.json`; files may lack the second kind.
+_ALWAYS = {
+    "state_size": "state_size",
+    "head_dim": "head_dim",
+    "groups": "n_groups",
+    "conv_kernel": "conv_kernel",
+    "chunk_size": "chunk_size",
+}
+_MAYBE = {
+    "conv_bias": "use_conv_bias",
+    "bias": "use_bias",
+    "dt_min": "time_step_min",
+    "dt_max": "time_step_max",
+}
+
 
 def write_mamba2(config: TransformerConfig) -> dict[str, Any]:
     """Write the fields of `config.json` that only Mamba-2 has.
@@ -30,17 +45,9 @@ def write_mamba2(config: TransformerConfig) -> dict[str, Any]:
         "hidden_size": config.hidden_size,
         "num_hidden_layers": config.num_layers,
         "layer_norm_epsilon": config.norm_eps,
-        "state_size": sizes.state_size,
-        "head_dim": sizes.head_dim,
         "num_heads": heads,
         "expand": expand,
-        "n_groups": sizes.groups,
-        "conv_kernel": sizes.conv_kernel,
-        "use_conv_bias": sizes.conv_bias,
-        "use_bias": sizes.bias,
-        "chunk_size": sizes.chunk_size,
-        "time_step_min": sizes.dt_min,
-        "time_step_max": sizes.dt_max,
+        **{theirs: getattr(sizes, ours) for ours, theirs in (_ALWAYS | _MAYBE).items()},
         "hidden_act": "silu",
         "residual_in_fp32": True,
     }
@@ -79,17 +86,10 @@ def read_mamba2(source: Mapping[str, Any]) -> TransformerConfig:
         norm_eps=source.get("layer_norm_epsilon", 1e-5),
         layer_pattern="M" * layers,
         mamba=MambaConfig(
-            state_size=source["state_size"],
-            head_dim=source["head_dim"],
             num_heads=source["num_heads"],
             expand=source.get("expand", 2),
-            groups=source["n_groups"],
-            conv_kernel=source["conv_kernel"],
-            conv_bias=source.get("use_conv_bias", True),
-            bias=source.get("use_bias", False),
-            chunk_size=source["chunk_size"],
-            dt_min=source.get("time_step_min", 0.001),
-            dt_max=source.get("time_step_max", 0.1),
+            **{ours: source[theirs] for ours, theirs in _ALWAYS.items()},
+            **{ours: source[theirs] for ours, theirs in _MAYBE.items() if theirs in source},
             dt_limit=(_read_bound(limit[0]), _read_bound(limit[1])),
         ),
         tie_embeddings=source.get("tie_word_embeddings", False),

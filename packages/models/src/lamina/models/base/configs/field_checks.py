@@ -1,9 +1,22 @@
 """Checks that the settings dataclasses share: each names the field, its value and the limit."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-__all__ = ["require_at_least", "require_divides", "require_one_of", "require_positive"]
+__all__ = [
+    "require_at_least",
+    "require_choices",
+    "require_divides",
+    "require_one_of",
+    "require_positive",
+]
+
+
+def require_choices(settings: object) -> None:
+    """Raise ValueError for a field whose type is a Literal, and whose value is none of its."""
+    for name, kind in get_type_hints(type(settings)).items():
+        if get_origin(kind) is Literal:
+            require_one_of(name, getattr(settings, name), get_args(kind))
 
 
 def require_one_of(what: str, value: Any, choices: Sequence[Any]) -> None:

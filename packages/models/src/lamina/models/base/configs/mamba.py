@@ -3,12 +3,12 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
 from lamina.models.base.configs.field_checks import (
     require_at_least,
+    require_choices,
     require_divides,
-    require_one_of,
 )
 
 __all__ = ["LETTERS", "MambaConfig", "MambaPath", "check_pattern"]
@@ -80,7 +80,7 @@ class MambaConfig:
                 raise ValueError(f"{name} are {low} and {high}: they must be positive and in order")
         if not 0.0 <= self.dt_limit[0] < self.dt_limit[1]:
             raise ValueError(f"dt_limit is {self.dt_limit}: it must be in order, from 0 up")
-        require_one_of("path", self.path, get_args(MambaPath))
+        require_choices(self)
 
     def heads(self, hidden_size: int) -> int:
         """Count the heads of a layer in a stream of this width.

@@ -1,12 +1,12 @@
 """Settings of the mixture-of-experts layers of a Transformer."""
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
 from lamina.models.base.configs.field_checks import (
     require_at_least,
+    require_choices,
     require_divides,
-    require_one_of,
 )
 
 __all__ = ["Dispatcher", "Drop", "ExpertsPath", "MoEConfig"]
@@ -99,10 +99,7 @@ class MoEConfig:
     experts: ExpertsPath = "auto"
 
     def __post_init__(self) -> None:
-        require_one_of("scores", self.scores, get_args(Scores))
-        require_one_of("drop", self.drop, get_args(Drop))
-        require_one_of("dispatcher", self.dispatcher, get_args(Dispatcher))
-        require_one_of("experts", self.experts, get_args(ExpertsPath))
+        require_choices(self)
         self._check_sizes()
         self._check_groups()
         self._check_capacity()

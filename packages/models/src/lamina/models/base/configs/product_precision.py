@@ -1,9 +1,13 @@
 """The precision of a model's matrix products: a frozen, validated description."""
 
 from dataclasses import dataclass, fields
-from typing import Literal, get_args
+from typing import Literal
 
-from lamina.models.base.configs.field_checks import require_at_least, require_one_of
+from lamina.models.base.configs.field_checks import (
+    require_at_least,
+    require_choices,
+    require_one_of,
+)
 
 __all__ = ["Precision"]
 
@@ -62,8 +66,7 @@ class Precision:
     quantized_weights: bool = False
 
     def __post_init__(self) -> None:
-        for name, kinds in (("backend", Backend), ("scaling", Scaling), ("amax", Amax)):
-            require_one_of(name, getattr(self, name), get_args(kinds))
+        require_choices(self)
         scalings = _SCALINGS[self.backend]
         require_one_of(f"scaling of backend {self.backend!r}", self.scaling, scalings)
         if self.amax == "delayed" and self.scaling != "tensorwise":

@@ -1,6 +1,6 @@
 """What other layers and tools build on: stages, weight maps and the pieces of blocks."""
 
-from lamina.models.base.cut_weights import cut_weight, join_weight
+from lamina.models.base.mesh_axes import cut_weight, join_weight
 from lamina.models.decoder.generation import sample
 from lamina.models.layers.embedding import OutputHead, PositionEmbedding
 from lamina.models.layers.linear import Linear

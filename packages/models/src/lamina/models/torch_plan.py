@@ -11,8 +11,8 @@ from lamina.mesh import derive_seed, role_of
 from lamina.mesh.engine import MeshAxis, copy_role, mesh_axis
 from lamina.models.activation_memory.recompute import is_recomputed
 from lamina.models.base.config import TransformerConfig
-from lamina.models.base.cut_weights import cut_weight
 from lamina.models.base.initialise import check_same_seed, extremes
+from lamina.models.base.mesh_axes import cut_weight
 from lamina.models.decoder.gpt import HOOKS, GPTModel, require_gpt
 from lamina.models.decoder.precision_backends import amax_exchanges, apply_precision
 from lamina.models.precision.fp8_products import Float8Products

@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from lamina.models.attention.context import AttentionContext
 from lamina.models.attention.rotary import apply_rotary
 from lamina.models.base.config import AttentionVariant, TransformerConfig
-from lamina.models.base.cut_weights import require_divisible
-from lamina.models.base.mesh_axes import MeshLike, axis_of, context_ranks
+from lamina.models.base.mesh_axes import MeshLike, axis_of, context_ranks, require_divisible
 from lamina.models.base.weight_link import WeightLink
 from lamina.models.layers.dropout import dropout_stream
 from lamina.models.layers.linear import RowParallelLinear, from_residual, into_residual

@@ -17,8 +17,7 @@ from lamina.models.base.configs.field_checks import (
     require_divides,
     require_positive,
 )
-from lamina.models.base.cut_weights import require_divisible
-from lamina.models.base.mesh_axes import MeshLike
+from lamina.models.base.mesh_axes import MeshLike, require_divisible
 from lamina.models.base.weight_link import WeightLink
 from lamina.models.layers.linear import ColumnParallelLinear, Linear, from_residual
 from lamina.models.layers.norms import RMSNorm

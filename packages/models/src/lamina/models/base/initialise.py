@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from lamina.collectives.engine import all_reduce_small, host_device
 from lamina.mesh import derive_seed
 from lamina.mesh.engine import MeshAxis
-from lamina.models.base.cut_weights import cut_weight
+from lamina.models.base.mesh_axes import cut_weight
 
 __all__ = [
     "assign_seeds",

@@ -1,13 +1,17 @@
-"""The axes of a mesh that layers are divided over, for every type that describes a mesh."""
+"""The axes of a mesh that layers are divided over, and weights that are cut over one of them."""
 
+from collections.abc import Sequence
 from typing import TypeAlias
 
+import torch
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from lamina.mesh import ParallelMesh
 from lamina.mesh.engine import MeshAxis, mesh_axis
 
-__all__ = ["MeshLike", "axis_of", "context_ranks"]
+__all__ = ["MeshLike", "axis_of", "context_ranks", "cut_weight", "join_weight", "require_divisible"]
+
 
 MeshLike: TypeAlias = ParallelMesh | DeviceMesh | MeshAxis | None
 
@@ -30,3 +34,44 @@ def context_ranks(mesh: MeshLike) -> int:
     """Count the ranks that share a sequence; 1 for a bare axis, which is that of tp."""
     axis = None if isinstance(mesh, MeshAxis) else axis_of(mesh, "cp")
     return 1 if axis is None else axis.size
+
+
+def require_divisible(what: str, total: int, axis: MeshAxis | None) -> int:
+    """Return `total / axis.size`, or raise ValueError with the arithmetic."""
+    size = 1 if axis is None else axis.size
+    if total % size:
+        raise ValueError(
+            f"{what} {total} is not divisible by {axis.name if axis else 'tp'} {size} "
+            f"(remainder {total % size}): change one of them"
+        )
+    return total // size
+
+
+def cut_weight(
+    whole: Tensor, dim: int, rank: int, size: int, blocks: Sequence[int] | None = None
+) -> Tensor:
+    """Take one rank's piece of a whole tensor.
+
+    Args:
+        whole: any shape.
+        dim: the dimension that is cut.
+        rank: whose piece, 0 <= rank < size.
+        size: number of pieces.
+        blocks: lengths of the matrices fused along `dim` (queries, keys, values; gate, up): each
+            is cut by itself, and the piece is the pieces' concatenation. None: one matrix.
+    """
+    parts = torch.split(whole, [whole.shape[dim]] if blocks is None else list(blocks), dim=dim)
+    pieces = [
+        part.narrow(dim, rank * (part.shape[dim] // size), part.shape[dim] // size)
+        for part in parts
+    ]
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=dim)
+
+
+def join_weight(pieces: Sequence[Tensor], dim: int, blocks: Sequence[int] | None = None) -> Tensor:
+    """Join the pieces of all ranks: the inverse of `cut_weight`."""
+    size = len(pieces)
+    total = sum(piece.shape[dim] for piece in pieces)
+    lengths = [block // size for block in ([total] if blocks is None else blocks)]
+    per_rank = [torch.split(piece, lengths, dim=dim) for piece in pieces]
+    return torch.cat([parts[i] for i in range(len(lengths)) for parts in per_rank], dim=dim)

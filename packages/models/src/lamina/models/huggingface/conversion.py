@@ -13,8 +13,7 @@ from lamina.collectives.engine import start_all_gather
 from lamina.mesh import role_of
 from lamina.mesh.engine import MeshAxis
 from lamina.models.base.config import AttentionVariant
-from lamina.models.base.cut_weights import cut_weight, join_weight
-from lamina.models.base.mesh_axes import MeshLike
+from lamina.models.base.mesh_axes import MeshLike, cut_weight, join_weight
 from lamina.models.decoder.gpt import GPTModel, require_gpt
 from lamina.models.huggingface.configs import config_from_huggingface
 from lamina.models.huggingface.weight_maps import weight_map

@@ -12,9 +12,8 @@ from lamina.ddp.engine import gradient_sink
 from lamina.mesh import mark
 from lamina.models.base.applied import applied
 from lamina.models.base.config import Reduction, TransformerConfig
-from lamina.models.base.cut_weights import require_divisible
 from lamina.models.base.initialise import fill_normal
-from lamina.models.base.mesh_axes import MeshLike, axis_of
+from lamina.models.base.mesh_axes import MeshLike, axis_of, require_divisible
 from lamina.models.base.vocabulary import check_ids
 from lamina.models.layers.loss import IGNORED, check_reduction, linear_cross_entropy
 from lamina.models.layers.matmul_products import may_sink

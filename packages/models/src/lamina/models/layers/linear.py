@@ -31,9 +31,8 @@ from lamina.mesh import mark
 from lamina.mesh.engine import MeshAxis
 from lamina.models.base.applied import applied
 from lamina.models.base.config import Reduction, TransformerConfig
-from lamina.models.base.cut_weights import require_divisible
 from lamina.models.base.initialise import fill_normal
-from lamina.models.base.mesh_axes import MeshLike, axis_of
+from lamina.models.base.mesh_axes import MeshLike, axis_of, require_divisible
 from lamina.models.layers.matmul_products import (
     PLAIN,
     Products,

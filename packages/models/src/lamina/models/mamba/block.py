@@ -12,9 +12,8 @@ from lamina.mesh.engine import MeshAxis
 from lamina.models.attention.context import AttentionContext
 from lamina.models.base.config import TransformerConfig
 from lamina.models.base.configs.mamba import MambaConfig
-from lamina.models.base.cut_weights import require_divisible
 from lamina.models.base.initialise import fill_uniform
-from lamina.models.base.mesh_axes import MeshLike, axis_of
+from lamina.models.base.mesh_axes import MeshLike, axis_of, require_divisible
 from lamina.models.layers.linear import from_residual, into_residual
 from lamina.models.layers.matmul_products import under_autocast
 from lamina.models.mamba.kernels import choose_path, kernel_scan

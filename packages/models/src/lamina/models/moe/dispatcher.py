@@ -23,7 +23,7 @@ from lamina.collectives.engine import (
 )
 from lamina.mesh.engine import MeshAxis
 from lamina.models.base.configs.moe import Dispatcher
-from lamina.models.base.cut_weights import require_divisible
+from lamina.models.base.mesh_axes import require_divisible
 from lamina.models.compat import one_graph_break
 from lamina.models.moe.exchange import RowExchange, gather_rows, reduce_rows
 from lamina.models.moe.expert_axes import ExpertAxes

@@ -15,9 +15,8 @@ from lamina.mesh import derive_seed, mark
 from lamina.models.base.applied import applied
 from lamina.models.base.config import Activation
 from lamina.models.base.configs.moe import ExpertsPath
-from lamina.models.base.cut_weights import require_divisible
 from lamina.models.base.initialise import draw_seed, fill_normal_stack
-from lamina.models.base.mesh_axes import MeshLike
+from lamina.models.base.mesh_axes import MeshLike, require_divisible
 from lamina.models.layers.matmul_products import (
     may_sink,
     under_autocast,

@@ -19,7 +19,7 @@ import pytest
 from lamina.checkpoint import RESUME_EXIT_CODE
 
 TRAIN = Path(__file__).parents[1] / "pretrain" / "train.py"
-STEPS, SAVE_EVERY = 400, 40
+STEPS, SAVE_EVERY = 200, 20
 SETTINGS = f"""
 [data]
 path = "{TRAIN.parent}"
@@ -34,9 +34,9 @@ dropout = 0.1
 steps = {STEPS}
 batch_size = 4
 microbatches = 2
-warmup_steps = 20
+warmup_steps = 10
 [eval]
-every = 100
+every = 50
 tokens = 512
 samples = 1
 sample_tokens = 8
@@ -130,7 +130,7 @@ def runs(tmp_path_factory) -> dict[str, object]:
     whole, torn = base / "whole", base / "torn"
     quiet = "--log.no-tensorboard"
     job = start(torn, quiet)
-    job.wait_for_step(torn, 60)
+    job.wait_for_step(torn, SAVE_EVERY + 10)
     job.signal(signal.SIGKILL)
     job.output()
     after_kill = records(torn)[-1]["step"]

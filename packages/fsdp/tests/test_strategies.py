@@ -91,10 +91,18 @@ def test_the_others_are_refused_before_any_model_is_touched(states, cadence):
         strategy_of(states, cadence)
 
 
-@pytest.mark.matrix
+SAMPLE = list(zip(OVER_TWO_AXES, itertools.cycle(CADENCE)))
+"""One cadence for each; the other one is slow."""
+
+
 @pytest.mark.ranks(4)
-@pytest.mark.parametrize("states", OVER_TWO_AXES)
-@pytest.mark.parametrize("cadence", list(CADENCE))
+@pytest.mark.parametrize(
+    ("states", "cadence"),
+    [
+        one if one in SAMPLE else pytest.param(*one, marks=pytest.mark.slow)
+        for one in itertools.product(OVER_TWO_AXES, CADENCE)
+    ],
+)
 def test_combinations_over_two_axes_equal_the_bit_oracle(states, cadence, ranks):
     check(strategy_of(states, cadence), cadence, ranks.rank, (2, 2))
 

@@ -5,6 +5,7 @@ Imports no torch: the fork server does, while pytest collects. See testing/READM
 
 from __future__ import annotations
 
+import gc
 import inspect
 import os
 import pickle
@@ -202,6 +203,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = _shuffled(items, seed)
     if not config.option.collectonly and any(i.get_closest_marker("ranks") for i in items):
         config.stash[_STATE].start()
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Keep what imports and the collection made out of the collector's way.
+
+    That is most of a million objects. Tests collect garbage on purpose, and each time would
+    look at all of them.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 def _shuffled(items: list[pytest.Item], seed: int) -> list[pytest.Item]:

@@ -5,13 +5,23 @@
 
 Needs one GPU. First the kernel's bits are compared with the plain reference for every case, then
 it is timed: median of triton's do_bench. Exits with 1 if bits differ or if a case of 64 MiB and
-more stays below 85% of the copy's bandwidth.
+more stays below 85% of the copy's bandwidth. `--rehearse` runs the same on a CPU in Triton's
+interpreter, with small tensors, and says nothing about speed.
 """
+
+# ruff: noqa: E402
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
+import time
+from collections.abc import Callable
+
+REHEARSAL = "--rehearse" in sys.argv[1:]
+if REHEARSAL:  # Triton reads this when it is imported
+    os.environ["TRITON_INTERPRET"] = "1"
 
 import torch
 import triton
@@ -20,6 +30,7 @@ from triton.testing import do_bench
 from lamina.collectives.reduction import triton_sum
 from lamina.collectives.reduction.summation import reference_sum
 
+DEVICE = "cpu" if REHEARSAL else "cuda"
 LEAST_SHARE = 0.85
 CASES = [
     # ranks, wire dtype, output dtype, added to the output
@@ -40,16 +51,16 @@ CASES = [
 
 def statistics() -> tuple[torch.Tensor, torch.Tensor]:
     """Room for the squared norm and the flag."""
-    norm = torch.empty((), dtype=torch.float64, device="cuda")
-    return norm, torch.empty((), dtype=torch.bool, device="cuda")
+    norm = torch.empty((), dtype=torch.float64, device=DEVICE)
+    return norm, torch.empty((), dtype=torch.bool, device=DEVICE)
 
 
 def check(
     ranks: int, wire: torch.dtype, out: torch.dtype, accumulate: bool, numel: int
 ) -> list[str]:
     """Compare with the reference, with a factor, for every configuration; return the failures."""
-    chunks = torch.randn(ranks, numel, device="cuda").to(wire)
-    before = torch.randn(numel, device="cuda").to(out)
+    chunks = torch.randn(ranks, numel, device=DEVICE).to(wire)
+    before = torch.randn(numel, device=DEVICE).to(out)
     factor = torch.tensor(1 / 3, dtype=torch.float32).item()
     expected = before.clone()
     norm, _ = reference_sum(list(chunks), expected, factor, accumulate)
@@ -70,13 +81,22 @@ def check(
     return failures
 
 
+def median(call: Callable[[], object]) -> float:
+    """Milliseconds of a call on the GPU; in a rehearsal of one call on the host."""
+    if not REHEARSAL:
+        return do_bench(call, return_mode="median")
+    begin = time.perf_counter()
+    call()
+    return 1e3 * (time.perf_counter() - begin)
+
+
 def bandwidth(
-    ranks: int, wire: torch.dtype, out: torch.dtype, accumulate: bool, mib: int
+    ranks: int, wire: torch.dtype, out: torch.dtype, accumulate: bool, mib: float
 ) -> tuple[float, float, float]:
     """Milliseconds of the sum, its GB/s and the GB/s of a copy that moves as many bytes."""
-    numel = mib * 2**20 // (ranks * wire.itemsize) // 128 * 128
-    chunks = torch.randn(ranks, numel, device="cuda").to(wire)
-    output = torch.zeros(numel, dtype=out, device="cuda")
+    numel = int(mib * 2**20) // (ranks * wire.itemsize) // 128 * 128
+    chunks = torch.randn(ranks, numel, device=DEVICE).to(wire)
+    output = torch.zeros(numel, dtype=out, device=DEVICE)
     moved = numel * (ranks * wire.itemsize + (2 if accumulate else 1) * out.itemsize)
     found = statistics()
 
@@ -84,10 +104,10 @@ def bandwidth(
         triton_sum.fused_sum(chunks, output, 0.5, accumulate, found)
 
     run()
-    source = torch.empty(moved // 2, dtype=torch.uint8, device="cuda")
+    source = torch.empty(moved // 2, dtype=torch.uint8, device=DEVICE)
     target = torch.empty_like(source)
-    milliseconds = do_bench(run, return_mode="median")
-    copy = do_bench(lambda: target.copy_(source), return_mode="median")
+    milliseconds = median(run)
+    copy = median(lambda: target.copy_(source))
     return milliseconds, moved / milliseconds / 1e6, moved / copy / 1e6
 
 
@@ -95,22 +115,22 @@ def main() -> int:
     """Check, time, print."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--mib", type=int, nargs="+", default=[16, 64, 256])
+    parser.add_argument("--rehearse", action="store_true", help="small, on a CPU")
     options = parser.parse_args()
-    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}")
-    failures = [
-        failure
-        for case in CASES
-        for numel in (1000, 1 << 16, (1 << 20) + 7)
-        for failure in check(*case, numel)
-    ]
+    cases, sizes, pieces = CASES, options.mib, (1000, 1 << 16, (1 << 20) + 7)
+    if REHEARSAL:
+        cases, sizes, pieces = CASES[1:4], [1 / 32], (1000,)
+    place = "CPU, interpreted" if REHEARSAL else torch.cuda.get_device_name()
+    print(f"{place}, torch {torch.__version__}, triton {triton.__version__}")
+    failures = [failure for case in cases for numel in pieces for failure in check(*case, numel)]
     print("bits equal the reference's in all cases" if not failures else "\n".join(failures))
     heads = ["ranks", "wire", "output", "adds", "received", "ms", "GB/s", "copy GB/s", "share"]
     print("| " + " | ".join(heads) + " |\n|" + " --- |" * len(heads))
-    for mib in options.mib:
-        for ranks, wire, out, accumulate in CASES:
+    for mib in sizes:
+        for ranks, wire, out, accumulate in cases:
             spent, ours, copy = bandwidth(ranks, wire, out, accumulate, mib)
             names = [str(dtype).removeprefix("torch.") for dtype in (wire, out)]
-            cells = [str(ranks), *names, "yes" if accumulate else "no", f"{mib} MiB"]
+            cells = [str(ranks), *names, "yes" if accumulate else "no", f"{mib:g} MiB"]
             cells += [f"{spent:.3f}", f"{ours:.0f}", f"{copy:.0f}", f"{ours / copy:.0%}"]
             print("| " + " | ".join(cells) + " |", flush=True)
             if mib >= 64 and ours / copy < LEAST_SHARE:

@@ -91,6 +91,12 @@ def ready(name: str, *install: str) -> Path:
 def start() -> None:
     """Restart under an environment that has nox, then run nox on this file."""
     os.chdir(ROOT)
+    if sys.argv[1:2] == ["-s"] and sys.argv[2:3] in (["gpu"], ["validate"]):
+        # They need no nox: a machine that was lent for minutes may have no network to fetch it.
+        from tasks.hardware.command import main as command
+
+        words = sys.argv[3:]
+        sys.exit(command(sys.argv[2], words[1:] if words[:1] == ["--"] else words))
     if Path(sys.prefix).resolve() != (HOUSE / "bootstrap").resolve():  # `.nox` may be a link
         python = str(ready("bootstrap", NOX))
         os.execv(python, [python, str(ROOT / "noxfile.py"), *sys.argv[1:]])

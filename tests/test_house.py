@@ -22,7 +22,7 @@ from source_trees import LAYERS, ROOT, SUB_FACES, lamina_imports, public_face, s
 # The floors of each layer from the ground up: its folders, and the files beside them. A floor
 # imports only from those before it. mesh is one flat folder; the circle rule is enough for it.
 FLOORS = {
-    "buffers": "compat layout placement resolve_axes in_place_cast tensors flat_buffer pool",
+    "buffers": "compat layout placement resolve_axes tensors flat_buffer pool",
     "collectives": "compat transport call reduction move autograd_regions",
     "ddp": "compat parameters gradients group inspect backward finalize norm optimizer wrapper",
     "fsdp": "compat settings units weights execution module state api",

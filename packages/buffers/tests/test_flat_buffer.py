@@ -184,19 +184,6 @@ def test_missing_and_misshapen_tensors_are_named():
         buffer.load("w", torch.zeros(6, 1))
 
 
-def test_padding_can_be_cleared_without_touching_tensors():
-    specs = [TensorSpec("a", (5,)), TensorSpec("b", (3,))]
-    layout = BufferLayout.plan(specs, 2, alignment=4)
-    for rank in range(2):
-        storage = torch.full((layout.shard_size,), torch.nan)
-        buffer = buffer_of(layout, Shard(), (2,), (rank,), storage=storage)
-        for spec in specs:
-            buffer.span_view(spec.name).fill_(1.0)
-        buffer.zero_padding()
-        held = sum(buffer.span_view(spec.name).numel() for spec in specs)
-        assert buffer.data.sum() == held
-
-
 def test_partial_buffers_give_no_sharded_tensors():
     layout = BufferLayout.plan([TensorSpec("w", (8,))], 2)
     with pytest.raises(ValueError, match=r"Partial.*reduce it first"):
@@ -264,19 +251,6 @@ def test_impossible_buffers_are_named(call, error, words):
     layout = BufferLayout.plan([TensorSpec("w", (8,))], 4)
     with pytest.raises(error, match=words):
         call(layout)
-
-
-def test_a_buffer_is_cast_where_it_lies():
-    specs = [TensorSpec("w", (300, 7)), TensorSpec("b", (5,))]
-    buffer = FlatBuffer(BufferLayout.plan(specs, 1), Replicate())
-    full = values(specs)
-    buffer.load_all(full)
-    address = buffer.data.data_ptr()
-    buffer.cast_(torch.bfloat16)
-    assert buffer.data.data_ptr() == address
-    assert torch.equal(buffer.views()["w"], full["w"].bfloat16())
-    buffer.cast_(torch.float32)
-    assert torch.equal(buffer.views()["b"], full["b"].bfloat16().float())
 
 
 def test_a_buffer_made_in_inference_mode_can_be_saved_for_backward():

@@ -98,12 +98,9 @@ def test_spans_gaps_and_overlaps_say_what_the_cells_say(plan):
     assert gaps == [at for at, cell in enumerate(cells) if cell is None]
     assert len(gaps) == layout.padding
     for start, stop in ((0, layout.size), (layout.size // 3, layout.size // 2)):
-        listed = [
-            (name, element)
-            for name, low, high in layout.overlapping(start, stop)
-            for element in range(low, high)
-        ]
-        assert listed == [cell for cell in cells[start:stop] if cell is not None]
+        within = [(spec.name, layout.within(spec.name, start, stop)) for spec in specs]
+        listed = {(name, element) for name, run in within for element in range(*run)}
+        assert listed == {cell for cell in cells[start:stop] if cell is not None}
 
 
 @settings(max_examples=60, deadline=None)

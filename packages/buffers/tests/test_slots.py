@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lamina.buffers.engine import color_slots, conflict_graph
+from lamina.buffers.engine import color_slots
+
+from .pools import conflicts_of, live_sets
 
 
 @st.composite
@@ -23,22 +24,11 @@ def runs(draw):
     return order, prefetch, nesting, sizes
 
 
-def live_sets(order, prefetch, nesting):
-    """Oracle: walk through the run and note who is live at every step."""
-    for place, key in enumerate(order):
-        live = set(order[place : place + 1 + prefetch])
-        parent = nesting.get(key)
-        while parent is not None:
-            live.add(parent)
-            parent = nesting.get(parent)
-        yield live
-
-
 @settings(max_examples=200, deadline=None)
 @given(runs(), st.none() | st.integers(0, 3), st.none() | st.integers(0, 20), st.booleans())
 def test_no_two_live_keys_share_a_slot(run, max_slots, max_bytes, dedicated):
     order, prefetch, nesting, sizes = run
-    graph = conflict_graph(order, prefetch=prefetch, nesting=nesting)
+    graph = conflicts_of(order, prefetch=prefetch, nesting=nesting)
     plans = color_slots(sizes, graph, max_slots=max_slots, max_bytes=max_bytes, dedicated=dedicated)
     slot = {key: at for at, plan in enumerate(plans) for key in plan.keys}
     for live in live_sets(order, prefetch, nesting):
@@ -56,21 +46,21 @@ def test_no_two_live_keys_share_a_slot(run, max_slots, max_bytes, dedicated):
 
 def test_a_chain_of_equal_units_needs_two_slots():
     order = [f"block{at}" for at in range(80)]
-    plans = color_slots(dict.fromkeys(order, 10), conflict_graph(order))
+    plans = color_slots(dict.fromkeys(order, 10), conflicts_of(order))
     assert [plan.nbytes for plan in plans] == [10, 10]
     assert sum(len(plan.keys) for plan in plans) == 80
 
 
 def test_unequal_units_share_by_size():
     sizes = {"a": 8, "b": 2, "c": 8, "d": 2, "e": 8}
-    plans = color_slots(sizes, conflict_graph("abcde"))
+    plans = color_slots(sizes, conflicts_of("abcde"))
     assert sorted(plan.nbytes for plan in plans) == [2, 8]
 
 
 def test_a_unit_that_can_share_with_none_gets_no_slot_unless_asked():
     nesting = dict.fromkeys("abcd", "root")
     sizes = {"root": 100, **dict.fromkeys("abcd", 10)}
-    graph = conflict_graph("abcd", nesting=nesting)
+    graph = conflicts_of("abcd", nesting=nesting)
     assert all("root" not in plan.keys for plan in color_slots(sizes, graph))
     dedicated = color_slots(sizes, graph, dedicated=True)
     assert sorted(plan.nbytes for plan in dedicated) == [10, 10, 100]
@@ -78,13 +68,6 @@ def test_a_unit_that_can_share_with_none_gets_no_slot_unless_asked():
 
 def test_several_forwards_before_a_backward_conflict_as_the_whole_order_says():
     order = ["a", "b", "c", "a", "b", "c", "c", "b", "a", "c", "b", "a"]
-    graph = conflict_graph(order)
+    graph = conflicts_of(order)
     assert graph["c"] == {"a", "b"}  # the last unit's forward prefetches the next forward's first
     assert len(color_slots(dict.fromkeys("abc", 1), graph, dedicated=True)) == 3
-
-
-def test_impossible_graphs_are_named():
-    with pytest.raises(ValueError, match="prefetch is -1"):
-        conflict_graph("ab", prefetch=-1)
-    with pytest.raises(ValueError, match="round in a circle"):
-        conflict_graph("ab", nesting={"a": "b", "b": "a"})

@@ -165,16 +165,21 @@ def test_units_share_few_places_with_fixed_addresses(ranks):
                 pool.release(weights.key)
     assert all(len(addresses) == 1 for addresses in seen.values())
     blocks = [w.key for u in model.sharding_engine.units[1:] for w in u.gathered]
-    places = {pool.slot_of(key) for key in blocks}
-    assert None not in places
-    assert len(places) <= 3, "five blocks, of which two or three are live together"
+    assert not any(f"own: {key!r} " in pool.describe() for key in blocks)
+    assert len({pool.tensor(key).untyped_storage()._cdata for key in blocks}) <= 3, (
+        "five blocks, of which two or three are live together"
+    )
 
 
 def held(model):
-    """Where each unit's weights live, and how many places there are."""
+    """Which units' weights share memory, which have memory of their own, and the pool."""
     pool = model.sharding_engine.units[1].gathered[0]._pool
     keys = [w.key for unit in model.sharding_engine.units for w in unit.gathered]
-    return [pool.slot_of(key) for key in keys], pool
+    storages = [pool.tensor(key).untyped_storage()._cdata for key in keys]
+    own = [f"own: {key!r} " in pool.describe() for key in keys]
+    return [
+        (storages.index(storage), mine) for storage, mine in zip(storages, own, strict=True)
+    ], pool
 
 
 def addresses(model):
@@ -204,7 +209,6 @@ def test_looking_at_the_whole_model_changes_no_places(ranks):
         seen.append(addresses(model))
     assert seen[1:] == seen[1:2] * 3
     assert held(model)[0] == held(other)[0]
-    assert held(model)[1].fallbacks == {}
     assert held(model)[1].bytes_resident == held(other)[1].bytes_resident
     for name, value in full_parameters(other).items():
         assert torch.equal(full_parameters(model)[name], value), name
@@ -224,7 +228,7 @@ def test_for_cuda_graphs_no_unit_ever_moves(ranks):
         with model.sharding_engine.unsharded():
             pass
     assert seen[1:] == seen[1:2] * 3
-    assert held(model)[1].fallbacks == {}
+    assert not any(own for _, own in held(model)[0])
 
 
 class Registered:

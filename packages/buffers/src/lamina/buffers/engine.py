@@ -1,6 +1,5 @@
 """What the layers above build on: axes, spans, regions and the pieces of a storage pool."""
 
-from lamina.buffers.in_place_cast import cast_in_place
 from lamina.buffers.layout.boxes import Box, boxes_of_span
 from lamina.buffers.layout.layout import Span
 from lamina.buffers.layout.padding import PaddingReport, split_by_row
@@ -8,7 +7,7 @@ from lamina.buffers.layout.tying import CollectedSpecs, collect_specs
 from lamina.buffers.placement import Placement
 from lamina.buffers.pool.guard import SavedTensorGuard
 from lamina.buffers.pool.pool import PoolExhaustedError
-from lamina.buffers.pool.slots import SlotPlan, color_slots, conflict_graph
+from lamina.buffers.pool.slots import SlotPlan, color_slots
 from lamina.buffers.resolve_axes import Axis, PlainAxis, resolve_axes
 from lamina.buffers.tensors.span_moves import narrowed
 from lamina.buffers.tensors.span_norms import PNorm
@@ -35,10 +34,8 @@ __all__ = [
     "TensorPart",
     "TensorRegion",
     "boxes_of_span",
-    "cast_in_place",
     "collect_specs",
     "color_slots",
-    "conflict_graph",
     "narrowed",
     "resolve_axes",
     "split_by_row",

@@ -8,7 +8,6 @@ from functools import cached_property
 
 import torch
 
-from lamina.buffers.in_place_cast import cast_in_place
 from lamina.buffers.layout.layout import BufferLayout, Span
 from lamina.buffers.placement import Cut, Partial, Placement, Replicate, Shard, as_placements
 from lamina.buffers.resolve_axes import Axis, MeshLike, resolve_axes
@@ -286,23 +285,6 @@ class FlatBuffer:
             raise ValueError(f"{len(missing)} tensors are missing: {', '.join(missing[:8])}")
         for name in self.layout.names():
             self.load(name, tensors[name])
-
-    def zero_padding(self) -> None:
-        """Set the elements that belong to no tensor to zero (norms and NaN checks read them)."""
-        low, high = self.range
-        with torch.no_grad():
-            for start, stop in self.layout.padding_ranges():
-                inside = slice(max(start, low) - low, max(min(stop, high), low) - low)
-                if inside.start < inside.stop:
-                    self.data[inside].zero_()
-
-    def cast_(self, dtype: torch.dtype) -> None:
-        """Cast the buffer where it lies; views made before must not be read again.
-
-        Raises:
-            ValueError: a wider dtype whose elements do not fit in the storage.
-        """
-        self.data, self.dtype = cast_in_place(self.data, dtype), dtype
 
     def __repr__(self) -> str:
         return (

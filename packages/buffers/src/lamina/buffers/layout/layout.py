@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -195,29 +194,8 @@ class BufferLayout:
         low = min(max(start - offset, 0), numel)
         return low, max(min(stop - offset, numel), low)
 
-    def overlapping(self, start: int, stop: int) -> tuple[tuple[str, int, int], ...]:
-        """Tensors with elements in `start..stop` of the buffer, in buffer order.
-
-        Returns:
-            (name, first, last + 1) in elements of the flattened tensor.
-        """
-        offsets, order = self._by_offset
-        found = []
-        at = max(bisect_right(offsets, start) - 1, 0)
-        while at < len(offsets) and offsets[at] < stop:
-            name = self.specs[order[at]].name
-            low, high = self.within(name, start, stop)
-            if low < high:
-                found.append((name, low, high))
-            at += 1
-        return tuple(found)
-
     def padding_ranges(self) -> tuple[tuple[int, int], ...]:
         """Runs `(start, stop)` of the buffer that belong to no tensor, ascending."""
-        return self._padding_ranges
-
-    @cached_property
-    def _padding_ranges(self) -> tuple[tuple[int, int], ...]:
         offsets, order = self._by_offset
         ends = [self.offsets[position] + self.specs[position].numel for position in order]
         gaps = zip([0, *ends], [*offsets, self.size], strict=True)

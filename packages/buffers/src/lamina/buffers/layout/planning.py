@@ -14,6 +14,7 @@ import math
 from bisect import bisect_left, insort
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import neg
 from typing import NamedTuple
 
 # Placements of one tensor that an exhaustive search may cost.
@@ -93,7 +94,7 @@ class Divisors:
     def next(self, size: int) -> int:
         """The least allowed shard size that is not below `size`."""
         # _floors descends; the tensors with a floor above `size` force their granules.
-        forced = len(self._floors) - bisect_right_descending(self._floors, size)
+        forced = bisect_left(self._floors, -size, key=neg)
         while True:
             candidate = round_up(size, self._multiples[forced])
             if forced == 0 or candidate < self._floors[forced - 1]:
@@ -105,18 +106,6 @@ class Divisors:
     def easy_sizes(self) -> list[int]:
         """For each set of granules, longest tensors first, the least size that all divide."""
         return sorted({round_up(self.least, multiple) for multiple in set(self._multiples)})[:64]
-
-
-def bisect_right_descending(values: Sequence[int], value: int) -> int:
-    """How many of descending `values` are at most `value`."""
-    low, high = 0, len(values)
-    while low < high:
-        middle = (low + high) // 2
-        if values[middle] > value:
-            low = middle + 1
-        else:
-            high = middle
-    return len(values) - low
 
 
 def _orders(items: Sequence[Item], alignment: int) -> list[list[int]]:

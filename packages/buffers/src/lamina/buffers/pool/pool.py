@@ -129,7 +129,6 @@ class StoragePool:
         self._entries = _Entries()
         self._live: dict[Key, _Entry] = {}
         self._slots: list[MemoryBlock] = []
-        self._fallbacks: dict[Key, int] = {}
         self._observing = True
 
     # -- keys -----------------------------------------------------------------------------------
@@ -179,10 +178,6 @@ class StoragePool:
     def live_keys(self) -> tuple[Key, ...]:
         """Keys that hold memory now, in order of registration."""
         return tuple(key for key in self._entries if key in self._live)
-
-    def is_live(self, key: Key) -> bool:
-        """Whether the key holds memory now."""
-        return self._live.get(key) is self._entries[key]
 
     def generation(self, key: Key) -> int:
         """How many times the key has been acquired."""
@@ -325,15 +320,6 @@ class StoragePool:
             if not entry.block.fixed:
                 self.bytes_resident -= entry.nbytes
 
-    @contextmanager
-    def using(self, key: Key) -> Iterator[torch.Tensor]:
-        """`acquire` on entry, `release` on exit."""
-        tensor = self.acquire(key)
-        try:
-            yield tensor
-        finally:
-            self.release(key)
-
     def fits(self, key: Key) -> bool:
         """Whether `acquire` of the key would stay within the budget."""
         entry = self._entries[key]
@@ -350,12 +336,11 @@ class StoragePool:
         it at the end, if it was released by then.
         """
         homes = {key: entry.block for key, entry in self._entries.items() if entry.block.fixed}
-        before = self._observing, dict(self._fallbacks)
-        self._observing = False
+        before, self._observing = self._observing, False
         try:
             yield
         finally:
-            self._observing, self._fallbacks = before
+            self._observing = before
             for key, home in homes.items():
                 entry = self._entries.get(key)
                 away = entry is not None and entry.block is not home and key not in self._live
@@ -370,7 +355,6 @@ class StoragePool:
                 "one. Call plan_slots() again between steps, use mode='resize', or run forward "
                 "under SavedTensorGuard(pool, relocate=True)"
             )
-        self._fallbacks[entry.key] = self._fallbacks.get(entry.key, 0) + 1
         self._move(entry, self._own_block(entry))
 
     def _own_block(self, entry: _Entry) -> MemoryBlock:
@@ -418,7 +402,7 @@ class StoragePool:
         Conflicts that were observed count beside those given. Live keys stay where they are.
 
         Args:
-            conflicts: who may be live with whom (see `conflict_graph`).
+            conflicts: who may be live with whom at once; the pool adds what it has observed.
             max_slots: at most so many slots (two: one unit computes, one is gathered).
             max_bytes: at most so many bytes of slots, beside the pool's budget.
             dedicated: also give a slot to a key that can share with none (fixed addresses).
@@ -469,7 +453,6 @@ class StoragePool:
             if slot is not entry.block and (slot is not None or entry.block.fixed):
                 self._move(entry, slot or self._own_block(entry))
                 moved.add(key)
-        self._fallbacks.clear()
         self._count(sum(block.nbytes for block in self._slots))
         return moved
 
@@ -483,16 +466,6 @@ class StoragePool:
         block = self._entries[plan.keys[0]].block
         same = block.nbytes == plan.nbytes and set(self._keys_of(block)) == set(plan.keys)
         return block if block.fixed and same else None
-
-    def slot_of(self, key: Key) -> int | None:
-        """Index of the key's slot, or None where it has a block of its own."""
-        block = self._entries[key].block
-        return self._slots.index(block) if block.fixed else None
-
-    @property
-    def fallbacks(self) -> dict[Key, int]:
-        """How often keys found their slot taken since `plan_slots`: a reason to plan again."""
-        return dict(self._fallbacks)
 
     def describe(self) -> str:
         """A table: slots with their keys, keys with blocks of their own, bytes."""

@@ -1,4 +1,4 @@
-"""Which unsharded units may share a slot: conflict graphs and their colouring. No torch.
+"""Which unsharded units may share a slot: the colouring of a conflict graph. No torch.
 
 Two keys conflict when both may be live at once. A colouring gives each key a slot such that keys in
 conflict never share one; the sum of the slots' sizes is what the pool holds for good.
@@ -6,10 +6,9 @@ conflict never share one; the sum of the slots' sizes is what the pool holds for
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import combinations
 from typing import TypeAlias
 
-__all__ = ["ConflictGraph", "SlotPlan", "color_slots", "conflict_graph"]
+__all__ = ["ConflictGraph", "SlotPlan", "color_slots"]
 
 Key: TypeAlias = Hashable
 ConflictGraph: TypeAlias = dict[Key, set[Key]]
@@ -23,50 +22,10 @@ class SlotPlan:
     keys: tuple[Key, ...]
 
 
-def conflict_graph(
-    order: Sequence[Key],
-    *,
-    prefetch: int = 1,
-    nesting: Mapping[Key, Key] | None = None,
-) -> ConflictGraph:
-    """Who may be live together, from the order in which units are used.
-
-    Args:
-        order: keys as a step uses them: forward alone is enough where backward is its mirror image;
-            several forwards before a backward need the whole sequence. A key may repeat.
-        prefetch: how many units ahead are gathered while one computes.
-        nesting: child to the unit around it, which stays live while the child runs.
-
-    Returns:
-        For every key the keys it conflicts with; symmetric, without itself.
-
-    Raises:
-        ValueError: negative prefetch, or a nesting that goes round in a circle.
-    """
-    if prefetch < 0:
-        raise ValueError(f"prefetch is {prefetch}; it must be 0 or more")
-    graph: ConflictGraph = {key: set() for key in order}
-    for place, key in enumerate(order):
-        live = [*order[place : place + 1 + prefetch], *_ancestors(key, nesting or {})]
-        for one, other in combinations(live, 2):
-            _join(graph, one, other)
-    return graph
-
-
 def _join(graph: ConflictGraph, one: Key, other: Key) -> None:
     if one != other:
         graph.setdefault(one, set()).add(other)
         graph.setdefault(other, set()).add(one)
-
-
-def _ancestors(key: Key, parents: Mapping[Key, Key]) -> list[Key]:
-    found: list[Key] = []
-    while key in parents:
-        key = parents[key]
-        if key in found:
-            raise ValueError(f"nesting of {key!r} goes round in a circle: {found}")
-        found.append(key)
-    return found
 
 
 def color_slots(

@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from native import all_reduce_native, reduce_scatter_native
 
 from lamina.collectives import (
     Ledger,
@@ -25,12 +26,7 @@ from lamina.collectives import (
     all_to_all,
     reduce_scatter_fp32,
 )
-from lamina.collectives.engine import (
-    all_reduce_native,
-    all_reduce_small,
-    broadcast,
-    reduce_scatter_native,
-)
+from lamina.collectives.engine import all_reduce_small, broadcast
 
 CPU = "cpu" in sys.argv[1:]
 DEVICE = torch.device("cpu" if CPU else "cuda")

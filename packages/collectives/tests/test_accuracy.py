@@ -7,7 +7,8 @@ import torch
 import torch.distributed as dist
 
 from lamina.collectives import reduce_scatter_fp32
-from lamina.collectives.engine import reduce_scatter_native
+
+from .native import reduce_scatter_native
 
 TRIALS, NUMEL = 20, 100_000
 

@@ -9,8 +9,9 @@ import torch
 import torch.distributed as dist
 
 from lamina.collectives import all_reduce_fp32, reduce_scatter_fp32
-from lamina.collectives.engine import all_reduce_native, reduce_scatter_native
 from lamina.collectives.reduction import native as native_module
+
+from .native import all_reduce_native, reduce_scatter_native
 
 REDUCE_SCATTERS = [reduce_scatter_fp32, reduce_scatter_native]
 ALL_REDUCES = [all_reduce_fp32, all_reduce_native]
@@ -129,8 +130,8 @@ def test_a_native_average_is_the_backends_own(op, monkeypatch):
     monkeypatch.setattr(native_module.dist, "all_reduce", noting(dist.all_reduce))
     rank, output, whole = dist.get_rank(), torch.empty(3), torch.empty(6)
     mine = torch.full((6,), 1.0 + rank)
-    native_module.reduce_scatter_native(output, mine, dist.group.WORLD, op=op, scale=3.0)
-    native_module.all_reduce_native(whole, mine, dist.group.WORLD, op=op, scale=3.0)
+    reduce_scatter_native(output, mine, dist.group.WORLD, op=op, scale=3.0)
+    all_reduce_native(whole, mine, dist.group.WORLD, op=op, scale=3.0)
     expected = 9.0 if op == "sum" else 4.5
     assert set(output.tolist()) == set(whole.tolist()) == {expected}
     assert [str(one).lower() for one in asked] == [f"redoptype.{op}"] * 2

@@ -1,26 +1,25 @@
 """What the layers above build on: native reductions, small messages, rings, shaped collectives."""
 
+from lamina.collectives.call.collective import Pending
 from lamina.collectives.call.registration import RegisteredPool, registration_problem
 from lamina.collectives.move.all_gather import AllGather
 from lamina.collectives.move.common_facts import CommonFacts, Fact, describe, software
-from lamina.collectives.move.point_to_point import Message, receive_operation, send_operation
-from lamina.collectives.move.rings import RingHandle, ring
+from lamina.collectives.move.rings import Message, receive_operation, ring, send_operation
 from lamina.collectives.move.shaped import (
-    Pending,
     start_all_gather,
     start_all_reduce,
     start_all_to_all,
     start_reduce_scatter,
 )
-from lamina.collectives.move.small import SmallReduction, all_reduce_small, broadcast, host_device
-from lamina.collectives.move.span_groups import SpanGroups
-from lamina.collectives.reduction.codec import Cast, ErrorFeedback, GradientCodec, Int8Blocks
-from lamina.collectives.reduction.native import (
-    ReductionName,
-    all_reduce_native,
-    reduce_scatter_native,
-    reduction_class,
+from lamina.collectives.move.small import (
+    SmallReduction,
+    SpanGroups,
+    all_reduce_small,
+    broadcast,
+    host_device,
 )
+from lamina.collectives.reduction.codec import Cast, ErrorFeedback, GradientCodec, Int8Blocks
+from lamina.collectives.reduction.native import ReductionName, reduction_class
 from lamina.collectives.reduction.ordered import OrderedReduction, Reduction, SumOp
 from lamina.collectives.transport.lanes import kept_bytes, release_kept
 from lamina.collectives.transport.transport import use_messages
@@ -39,18 +38,15 @@ __all__ = [
     "Reduction",
     "ReductionName",
     "RegisteredPool",
-    "RingHandle",
     "SmallReduction",
     "SpanGroups",
     "SumOp",
-    "all_reduce_native",
     "all_reduce_small",
     "broadcast",
     "describe",
     "host_device",
     "kept_bytes",
     "receive_operation",
-    "reduce_scatter_native",
     "reduction_class",
     "registration_problem",
     "release_kept",

@@ -16,7 +16,7 @@ allocator's own stream order protects them.
 
 from collections.abc import Callable
 from functools import partial
-from typing import NoReturn, TypeVar
+from typing import Generic, NoReturn, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -29,7 +29,15 @@ from lamina.collectives.transport.lanes import Job, Lane, lane_of
 from lamina.collectives.transport.transport import Completion
 from lamina.mesh.engine import running_watchdog
 
-__all__ = ["Collective", "Handle", "PeerLostError", "ReduceHandle", "Statistics", "launch"]
+__all__ = [
+    "Collective",
+    "Handle",
+    "PeerLostError",
+    "Pending",
+    "ReduceHandle",
+    "Statistics",
+    "launch",
+]
 
 _LOOK_AROUND = 1.0  # seconds
 
@@ -156,6 +164,36 @@ class ReduceHandle(Handle):
 
 
 AnyHandle = TypeVar("AnyHandle", bound=Handle)
+ResultT = TypeVar("ResultT")
+
+
+class Pending(Generic[ResultT]):
+    """The result of a collective in flight.
+
+    It holds the tensors the collective reads and writes, so the caller may drop theirs. Dropping
+    a Pending without waiting is safe, and loses the result.
+    """
+
+    def __init__(self, handle: Handle | None, result: Callable[[], ResultT]) -> None:
+        self._handle = handle
+        self._result: Callable[[], ResultT] | None = result
+        self._value: ResultT | None = None
+
+    def wait(self) -> ResultT:
+        """Return the result, waiting for it if need be; further calls return the same one.
+
+        On CUDA the current stream waits, not the host.
+
+        Raises:
+            RuntimeError: what the transport raised (a peer that died, a timeout).
+        """
+        if self._handle is not None:
+            self._handle.wait()
+            self._handle = None
+        if self._result is not None:
+            self._value = self._result()
+            self._result = None
+        return cast("ResultT", self._value)
 
 
 class Collective:

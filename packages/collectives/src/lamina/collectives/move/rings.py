@@ -1,46 +1,33 @@
-"""Rings: every rank hands tensors to its peer, for context parallelism.
+"""Messages between two ranks: rings for context parallelism, operations for pipeline schedules.
 
 `send_recv` is one step. `ring` is the whole way round with two sets of buffers: while
 the caller works on what it holds, that is already on its way to the next rank and the previous
 rank's is arriving.
+
+torch's pipeline schedules decide when messages go and batch those that meet; they want each as a
+`torch.distributed.P2POp`. Made here, a message is on the ledger like every other, when it is handed
+over.
 """
 
 import math
 from collections.abc import Iterator, Sequence
+from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from lamina.collectives.call.checks import require_disjoint, require_same_device
-from lamina.collectives.call.collective import Handle, launch
+from lamina.collectives.call.collective import Handle, Pending, launch
 from lamina.collectives.call.record import issue
 from lamina.collectives.compat import one_graph_break
 from lamina.collectives.transport.groups import backend_name, group_rank, group_size, where
 from lamina.collectives.transport.transport import Completion, exchange, wait_all
 
-__all__ = ["RingHandle", "ring", "send_recv"]
+__all__ = ["Message", "receive_operation", "ring", "send_operation", "send_recv"]
 
-
-class RingHandle:
-    """One step of a ring in flight; it holds the tensors sent and received until `wait`."""
-
-    def __init__(self, handle: Handle | None, received: tuple[torch.Tensor, ...]) -> None:
-        self._handle = handle
-        self._received = received
-
-    def wait(self) -> tuple[torch.Tensor, ...]:
-        """Return the tensors received, once they are here and one's own have left.
-
-        On CUDA the current stream waits, not the host.
-
-        Raises:
-            RuntimeError: what the transport raised (a peer that died, a timeout).
-        """
-        if self._handle is not None:
-            self._handle.wait()
-            self._handle = None
-        return self._received
+Message: TypeAlias = dist.P2POp
+"""A send or a receive that has not been issued."""
 
 
 @one_graph_break
@@ -50,7 +37,7 @@ def send_recv(
     shift: int = 1,
     *,
     out: Sequence[torch.Tensor] | None = None,
-) -> RingHandle:
+) -> Pending[tuple[torch.Tensor, ...]]:
     """Send `tensors` to the rank `shift` places on and receive as many from `shift` places back.
 
     Point to point and never blocking, so rings of any size and any shift, odd or even, cannot
@@ -83,7 +70,7 @@ def send_recv(
     if group is None or shift % size == 0:
         for copy, tensor in zip(received, sends, strict=True):
             copy.copy_(tensor)
-        return RingHandle(None, received)
+        return Pending(None, lambda: received)
     ring_group, target, source = group, (rank + shift) % size, (rank - shift) % size
     dtypes = {tensor.dtype for tensor in sends}
     call = issue(
@@ -99,7 +86,7 @@ def send_recv(
         return _post(outgoing, incoming, target, source, ring_group, device)
 
     handle = launch(Handle(call, (*sends, *received)), group, device, start, async_op=True)
-    return RingHandle(handle, received)
+    return Pending(handle, lambda: received)
 
 
 def ring(
@@ -215,3 +202,47 @@ def _post(
     ]
     works = dist.batch_isend_irecv(operations) if operations else []
     return lambda: wait_all(*works)
+
+
+def send_operation(
+    tensor: torch.Tensor, group: ProcessGroup, peer: int, *, tag: int = 0
+) -> Message:
+    """An operation that sends a tensor to another rank.
+
+    Args:
+        tensor: contiguous; it must stay as it is until the operation has finished.
+        group: the ranks.
+        peer: the receiver's rank within the group.
+        tag: on gloo a message meets a receive of the same tag; NCCL matches by order alone.
+
+    Raises:
+        ValueError: a tensor with strides, or a peer outside the group.
+    """
+    _check_message("send_operation", tensor, group, peer)
+    nbytes = tensor.numel() * tensor.element_size()
+    issue("send_operation", group, tensor.dtype, nbytes, async_op=True)
+    return dist.P2POp(dist.isend, tensor, group=group, tag=tag, group_peer=peer)
+
+
+def receive_operation(
+    tensor: torch.Tensor, group: ProcessGroup, peer: int, *, tag: int = 0
+) -> Message:
+    """An operation that fills a tensor with what another rank sends; see `send_operation`.
+
+    Raises:
+        ValueError: a tensor with strides, or a peer outside the group.
+    """
+    _check_message("receive_operation", tensor, group, peer)
+    return dist.P2POp(dist.irecv, tensor, group=group, tag=tag, group_peer=peer)
+
+
+def _check_message(name: str, tensor: torch.Tensor, group: ProcessGroup, peer: int) -> None:
+    if not 0 <= peer < group_size(group):
+        raise ValueError(
+            f"{name} {where(group)}: peer={peer} is not a rank of the group "
+            f"(0..{group_size(group) - 1}); it counts within the group"
+        )
+    if not tensor.is_contiguous():
+        raise ValueError(
+            f"{name} {where(group)}: `tensor` has strides {tensor.stride()}; it must be contiguous"
+        )

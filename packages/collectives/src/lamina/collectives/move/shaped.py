@@ -9,13 +9,13 @@ torch.compile breaks the graph at each of them, once, and looks no further: `one
 longer than importing the rest of torch.
 """
 
-from collections.abc import Callable, Sequence
-from typing import Protocol
+from collections.abc import Sequence
 
 import torch
 from torch.distributed import ProcessGroup
 
 from lamina.collectives.call.checks import require_divisible
+from lamina.collectives.call.collective import Pending
 from lamina.collectives.compat import one_graph_break
 from lamina.collectives.move.all_gather import all_gather_into
 from lamina.collectives.move.all_to_all import all_to_all, row_splits
@@ -23,7 +23,6 @@ from lamina.collectives.reduction.native import ReductionName, reduction_class
 from lamina.collectives.transport.groups import group_size, where
 
 __all__ = [
-    "Pending",
     "start_all_gather",
     "start_all_reduce",
     "start_all_to_all",
@@ -31,44 +30,10 @@ __all__ = [
 ]
 
 
-class _Waitable(Protocol):
-    def wait(self) -> None: ...
-
-
-class Pending:
-    """The result of a collective in flight.
-
-    It holds the tensors the collective reads and writes, so the caller may drop theirs. Dropping
-    a Pending without waiting is safe, and loses the result.
-    """
-
-    def __init__(self, handle: _Waitable | None, result: Callable[[], torch.Tensor]) -> None:
-        self._handle = handle
-        self._result: Callable[[], torch.Tensor] | None = result
-        self._value: torch.Tensor | None = None
-
-    def wait(self) -> torch.Tensor:
-        """Return the result, waiting for it if need be; further calls return the same tensor.
-
-        On CUDA the current stream waits, not the host.
-
-        Raises:
-            RuntimeError: what the transport raised (a peer that died, a timeout).
-        """
-        if self._handle is not None:
-            self._handle.wait()
-            self._handle = None
-        if self._result is not None:
-            self._value = self._result()
-            self._result = None
-        assert self._value is not None  # noqa: S101 - a bug in this class
-        return self._value
-
-
 @one_graph_break
 def start_all_gather(
     tensor: torch.Tensor, group: ProcessGroup | None, *, dim: int = 0, async_op: bool = True
-) -> Pending:
+) -> Pending[torch.Tensor]:
     """Concatenate the ranks' tensors along `dim`, in rank order.
 
     Along the first dimension (of size above one) the pieces arrive where they belong; along
@@ -100,7 +65,7 @@ def start_reduce_scatter(
     dim: int = 0,
     reduction: ReductionName = "ordered",
     async_op: bool = True,
-) -> Pending:
+) -> Pending[torch.Tensor]:
     """Sum over the ranks and keep this rank's piece along `dim`.
 
     Sent in the tensor's dtype, summed in fp32 (fp64 for fp64) in the fixed tree of
@@ -111,8 +76,8 @@ def start_reduce_scatter(
             Along any but the first dimension (of size above one) it is copied once.
         group: the N ranks, or None for a group of one (the result is then `tensor` itself).
         dim: dimension to cut; its size becomes n.
-        reduction: "native" leaves the sum to the backend, with the tolerance of
-            `reduce_scatter_native` in place of fixed bits.
+        reduction: "native" leaves the sum to the backend, with a tolerance (docs/collectives.md) in
+            place of fixed bits.
         async_op: False to complete before returning.
 
     Raises:
@@ -141,7 +106,7 @@ def start_all_reduce(
     in_place: bool = False,
     reduction: ReductionName = "ordered",
     async_op: bool = True,
-) -> Pending:
+) -> Pending[torch.Tensor]:
     """Sum over the ranks; every rank gets the whole sum, with the same bits.
 
     Sent in the tensor's dtype, summed in fp32 (fp64 for fp64) in the fixed tree, rounded once.
@@ -150,8 +115,8 @@ def start_all_reduce(
         tensor: any shape; float32, bfloat16, float16 or float64, unchanged until `wait`.
         group: the ranks, or None for a group of one (the result is then `tensor` itself).
         in_place: write the sum into `tensor`, which must be contiguous, and return it.
-        reduction: "native" leaves the sum to the backend, with the tolerance of
-            `all_reduce_native` in place of fixed bits.
+        reduction: "native" leaves the sum to the backend, with a tolerance (docs/collectives.md) in
+            place of fixed bits.
         async_op: False to complete before returning.
 
     Raises:
@@ -180,7 +145,7 @@ def start_all_to_all(
     output_splits: Sequence[int] | None = None,
     input_splits: Sequence[int] | None = None,
     async_op: bool = True,
-) -> Pending:
+) -> Pending[torch.Tensor]:
     """Send `input_splits[r]` rows to every rank r and receive `output_splits[r]` rows from it.
 
     Args:

@@ -1,5 +1,6 @@
-"""Broadcast, and reductions of a few small tensors at once."""
+"""Broadcast, reductions of a few small tensors at once, and what `ShardedTensor` asks of ranks."""
 
+import math
 from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Literal
@@ -12,12 +13,12 @@ from lamina.collectives.call.agreement import require_agreement
 from lamina.collectives.call.checks import require_same_device
 from lamina.collectives.call.collective import Handle, launch
 from lamina.collectives.call.record import issue
-from lamina.collectives.move.all_gather import AllGather
+from lamina.collectives.move.all_gather import AllGather, all_gather_into
 from lamina.collectives.reduction.summation import sum_rows
 from lamina.collectives.transport.groups import group_rank, group_size, where
 from lamina.collectives.transport.transport import Completion, nothing_left, wait_all
 
-__all__ = ["SmallReduction", "all_reduce_small", "broadcast", "host_device"]
+__all__ = ["SmallReduction", "SpanGroups", "all_reduce_small", "broadcast", "host_device"]
 
 _ALIGNMENT = 16
 _BACKEND = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
@@ -202,3 +203,52 @@ def host_device(groups: Iterable[ProcessGroup | None], device: torch.device | st
         if group is not None
     )
     return torch.device("cpu" if served else device)
+
+
+class SpanGroups:
+    """The ranks of the product of some axes: how a `ShardedTensor` reaches its other spans.
+
+    It meets `lamina.buffers.engine.SpanCommunicator`.
+
+    Args:
+        groups: one process group per axis that cuts the tensor, outer axis first; None for an axis
+            of one rank.
+    """
+
+    def __init__(self, groups: Sequence[ProcessGroup | None]) -> None:
+        self._groups = tuple(groups)
+
+    def __eq__(self, other: object) -> bool:
+        """Whether two communicators reach the same ranks over the same groups."""
+        return isinstance(other, SpanGroups) and self._groups == other._groups
+
+    def __hash__(self) -> int:
+        return hash(self._groups)
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return math.prod(group_size(group) for group in self._groups)
+
+    def all_reduce(self, tensor: torch.Tensor, op: Literal["sum", "max", "min"]) -> torch.Tensor:
+        """Reduce a small tensor in place, inner axis first; integers and float64 as such."""
+        for group in reversed(self._groups):
+            all_reduce_small([tensor], group, op=op)
+        return tensor
+
+    def all_gather(self, local: torch.Tensor, numels: Sequence[int]) -> torch.Tensor:
+        """Concatenate the ranks' flat tensors, of `numels[rank]` elements, in rank order.
+
+        Pieces travel padded to the longest, so that one equal-sized gather per axis serves.
+        """
+        width = max(numels)
+        piece = torch.zeros(width, dtype=local.dtype, device=local.device)
+        piece[: local.numel()].copy_(local.detach())
+        for group in reversed(self._groups):
+            size = group_size(group)
+            if size > 1:
+                whole = torch.empty(size * piece.numel(), dtype=piece.dtype, device=piece.device)
+                all_gather_into(whole, piece, group)
+                piece = whole
+        rows = piece.view(len(numels), width)
+        return torch.cat([row[:numel] for row, numel in zip(rows, numels, strict=True)])

@@ -1,31 +1,29 @@
 """Reductions by the backend itself: SHARP, user buffers, thousands of ranks.
 
 The backend chooses the order of the sum and rounds in the wire dtype after every addition, so
-these functions claim a tolerance and no bits: against the exact sum of N ranks' elements x_i, the
+these reductions claim a tolerance and no bits: against the exact sum of N ranks' elements x_i, the
 error is at most (N - 1) * eps * sum |x_i|, with eps the wire dtype's (2^-24 for float32, 2^-8 for
 bfloat16), as each of the N - 1 additions rounds once. Averages are the backend's as well. Scale,
 accumulation and statistics are applied to the result in fp32, as in the ordered reductions.
 """
 
 from functools import partial
-from typing import Literal, TypeAlias, TypedDict, Unpack
+from typing import Literal, TypeAlias
 
 import torch
 import torch.distributed as dist
-from torch.distributed import ProcessGroup, Work
+from torch.distributed import Work
 
-from lamina.collectives.call.collective import ReduceHandle
 from lamina.collectives.compat import reduce_scatter_single
-from lamina.collectives.reduction.codec import Cast, Wire
-from lamina.collectives.reduction.ordered import Memory, OrderedReduction, Reduction, SumOp
+from lamina.collectives.reduction.codec import Cast, GradientCodec, Wire
+from lamina.collectives.reduction.ordered import Memory, OrderedReduction, Reduction
 from lamina.collectives.reduction.summation import Epilogue, sum_chunks
+from lamina.collectives.transport.groups import where
 from lamina.collectives.transport.transport import Completion, wait_all
 
 __all__ = [
     "NativeReduction",
     "ReductionName",
-    "all_reduce_native",
-    "reduce_scatter_native",
     "reduction_class",
 ]
 
@@ -42,21 +40,17 @@ class NativeReduction(Reduction):
     suffix = "native"
     piecewise = False
 
-    def __init__(
-        self,
-        output: torch.Tensor,
-        input: torch.Tensor,
-        group: ProcessGroup | None,
-        *,
-        scatter: bool,
-        op: SumOp = "sum",
-    ) -> None:
-        super().__init__(output, input, group, scatter=scatter, op=op)
+    def _prepare(self, codec: GradientCodec | None) -> None:
+        if codec is not None:
+            raise ValueError(
+                f"{self.op} {where(self.group)}: the backend adds what it is given, so nothing can "
+                f"decode {type(codec).__name__}; use reduction='ordered'"
+            )
         # An all-reduce sends at least what a reduce-scatter and a gather in the wire dtype send.
-        trips = 1 if scatter else 2
-        self._sent = trips * (self.size - 1) * self._piece * input.itemsize
-        self._wire, self._wire_dtype = Wire(Cast(input.dtype)), input.dtype
-        self._backend_op, self.sum_op = _BACKEND[op], "sum"
+        trips = 1 if self.scatter else 2
+        self._sent = trips * (self.size - 1) * self._piece * self._wire_dtype.itemsize
+        self._wire = Wire(Cast(self._wire_dtype))
+        self._backend_op, self.sum_op = _BACKEND[self.sum_op], "sum"
 
     def _memory(
         self,
@@ -105,47 +99,3 @@ def reduction_class(name: str) -> type[Reduction]:
     if name not in _CLASSES:
         raise ValueError(f"reduction must be 'ordered' or 'native', not {name!r}")
     return _CLASSES[name]
-
-
-class _Options(TypedDict, total=False):
-    scale: float | None
-    accumulate: bool
-    statistics: bool
-
-
-def reduce_scatter_native(
-    output: torch.Tensor,
-    input: torch.Tensor,
-    group: ProcessGroup | None,
-    *,
-    op: SumOp = "sum",
-    async_op: bool = False,
-    **options: Unpack[_Options],
-) -> ReduceHandle:
-    """Sum `input` over the ranks by the backend's reduce-scatter; keep this rank's piece.
-
-    Arguments, handle and errors are those of `reduce_scatter_fp32`; bits depend on the backend,
-    its algorithm and the sizes. Over N ranks the sum of x_i is within (N - 1) * eps * sum |x_i| of
-    the exact one, with eps the wire dtype's (2^-24 for float32, 2^-8 for bfloat16).
-    """
-    reduction = NativeReduction(output, input, group, scatter=True, op=op)
-    return reduction.start(output, input, async_op=async_op, **options)
-
-
-def all_reduce_native(
-    output: torch.Tensor,
-    input: torch.Tensor,
-    group: ProcessGroup | None,
-    *,
-    op: SumOp = "sum",
-    async_op: bool = False,
-    **options: Unpack[_Options],
-) -> ReduceHandle:
-    """Sum `input` over the ranks by the backend's all-reduce; every rank gets the whole sum.
-
-    Arguments and errors are those of `all_reduce_fp32`; bits depend on the backend, its
-    algorithm and the sizes, within the tolerance of `reduce_scatter_native`. Unlike there, the
-    handle's statistics are of the whole output.
-    """
-    reduction = NativeReduction(output, input, group, scatter=False, op=op)
-    return reduction.start(output, input, async_op=async_op, **options)

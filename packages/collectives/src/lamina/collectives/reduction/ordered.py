@@ -55,9 +55,10 @@ class Reduction(Collective):
         group: the ranks, or None for a group of one.
         scatter: keep this rank's piece of the sum, an N-th of `input`; else the whole.
         op: "sum", or "avg" to divide by the number of ranks.
+        codec: how gradients become what travels; a cast to the dtype of `input` (none) if None.
 
     Raises:
-        ValueError: op, dtypes, sizes, strides or devices that don't fit.
+        ValueError: op, codec, dtypes, sizes, strides or devices that don't fit.
     """
 
     suffix: ClassVar[str]
@@ -77,6 +78,7 @@ class Reduction(Collective):
         *,
         scatter: bool,
         op: SumOp = "sum",
+        codec: GradientCodec | None = None,
     ) -> None:
         name = f"{'reduce_scatter' if scatter else 'all_reduce'}_{self.suffix}"
         if op not in ("sum", "avg"):
@@ -96,6 +98,11 @@ class Reduction(Collective):
         self._require_sizes(output.numel(), input.numel())
         self._numel = input.numel()
         self._piece = output.numel() if scatter else -(-self._numel // self.size)
+        self._prepare(codec)
+
+    @abstractmethod
+    def _prepare(self, codec: GradientCodec | None) -> None:
+        """Find out what is the same for all starts: the wire, the bytes, the way."""
 
     def _require_sizes(self, output: int, input: int) -> None:
         if self.scatter and input != self.size * output:
@@ -183,34 +190,16 @@ class Reduction(Collective):
 
 
 class OrderedReduction(Reduction):
-    """Chunks travel to the rank that sums them, in fp32, in a fixed pairwise tree over the ranks.
-
-    Args:
-        output: see `Reduction`, as for all that follow.
-        input: as there.
-        group: as there.
-        scatter: as there.
-        op: as there.
-        codec: how gradients become what travels; a cast to the dtype of `input` (none) if None.
-    """
+    """Chunks travel to the rank that sums them in fp32, in a fixed pairwise tree over the ranks."""
 
     suffix = "fp32"
     piecewise = True
 
-    def __init__(
-        self,
-        output: torch.Tensor,
-        input: torch.Tensor,
-        group: ProcessGroup | None,
-        *,
-        scatter: bool,
-        op: SumOp = "sum",
-        codec: GradientCodec | None = None,
-    ) -> None:
-        super().__init__(output, input, group, scatter=scatter, op=op)
-        wire = self._wire = Wire(codec or Cast(input.dtype))
+    def _prepare(self, codec: GradientCodec | None) -> None:
+        group = self.group
+        wire = self._wire = Wire(codec or Cast(self._wire_dtype))
+        self._sends_input = wire.plain and wire.dtype == self._wire_dtype
         self._wire_dtype, device = wire.dtype, self.device
-        self._sends_input = wire.plain and wire.dtype == input.dtype
         # Backends know only equal pieces.
         needs_even = device.type != "meta" and not served_by_gloo(group, device)
         self._padded = self._piece * self.size if needs_even else self._numel
@@ -220,7 +209,7 @@ class OrderedReduction(Reduction):
         self._wire_total = full * wire.items(self._piece) + wire.items(rest)
         self._wire_piece = wire.items(self._piece)
         self._sent = (self._wire_total - wire.items(mine)) * wire.dtype.itemsize
-        self._gathered = 0 if scatter else (self.size - 1) * mine
+        self._gathered = 0 if self.scatter else (self.size - 1) * mine
         self._route = route_for(group, self._wire_piece, self._wire_total, device, wire.unit)
         self._gather = route_for(group, self._piece, self._padded, device)
         pieces = self.size if self._route.needs_scratch else self.size - 1

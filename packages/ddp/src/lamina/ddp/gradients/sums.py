@@ -14,7 +14,6 @@ from lamina.buffers import FlatBuffer
 from lamina.collectives import Handle, all_gather_into
 from lamina.collectives.engine import (
     GradientCodec,
-    OrderedReduction,
     Reduction,
     ReductionName,
     SumOp,
@@ -90,12 +89,8 @@ class Collectives:
         found = self._prepared.get(axis.name)
         if found is None or not found.fits(output, input):
             group = axis.sibling("reduce")
-            if self._codec is None or not own or axis.size == 1:
-                found = self._kind(output, input, group, scatter=scatter, op=self._op)
-            else:
-                found = OrderedReduction(
-                    output, input, group, scatter=scatter, op=self._op, codec=self._codec
-                )
+            codec = self._codec if own and axis.size > 1 else None
+            found = self._kind(output, input, group, scatter=scatter, op=self._op, codec=codec)
             self._prepared[axis.name] = found
         return found
 

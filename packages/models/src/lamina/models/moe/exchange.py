@@ -37,7 +37,7 @@ class RowExchange:
         self.group = group
         self.sends = sends
         self.receives = receives
-        self.pending: Pending | None = None
+        self.pending: Pending[Tensor] | None = None
         self._ticket: Tensor | None = applied(_Send, rows, self)
 
     def wait(self) -> Tensor:

@@ -196,15 +196,20 @@ def folders_form_no_circle(house: House) -> Iterator[str]:
 
 
 def no_small_file_serves_one_sibling(house: House) -> Iterator[str]:
-    importers = defaultdict(set)
+    """A face is no user: what one sibling and a face import, or a face alone, is small as well."""
+    users: dict[str, set[str]] = {path: set() for path in house.sources}
     for path, others in house.imports.items():
         for other in others:
-            importers[other].add(path)
-    for path, users in importers.items():
+            users[other].add(path)
+    for path, all_users in users.items():
         lines = len(house.sources[path].splitlines())
-        (user,) = users if len(users) == 1 else ("",)
-        if lines < SMALL_FILE and user and folder_of(user) == folder_of(path) and not is_face(user):
-            yield f"{path}: {lines} lines for {stem_of(user)} alone; merge them"
+        if lines >= SMALL_FILE or is_face(path) or not all_users:
+            continue
+        own = [user for user in all_users if not is_face(user)]
+        if not own:
+            yield f"{path}: {lines} lines that a face alone shows; merge them into a sibling"
+        elif len(own) == 1 and folder_of(own[0]) == folder_of(path):
+            yield f"{path}: {lines} lines for {stem_of(own[0])} alone; merge them"
 
 
 # ------------------------------------------------------------------------ faces
@@ -461,6 +466,20 @@ PLANTED: dict[str, tuple[str, House, str]] = {
         "no_small_file_serves_one_sibling",
         House(planted(ddp__group__a=IMPORT.format("group.b"), ddp__group__b="x = 1")),
         "ddp/group/b.py: 1 lines for a alone",
+    ),
+    "satellite that a face shows as well": (
+        "no_small_file_serves_one_sibling",
+        House(planted(
+            ddp__group__a=IMPORT.format("group.b"),
+            ddp__group__b="x = 1",
+            ddp__engine=IMPORT.format("group.b"),
+        )),
+        "ddp/group/b.py: 1 lines for a alone",
+    ),
+    "satellite that a face alone shows": (
+        "no_small_file_serves_one_sibling",
+        House(planted(ddp__group__b="x = 1", ddp__engine=IMPORT.format("group.b"))),
+        "ddp/group/b.py: 1 lines that a face alone shows",
     ),
     "module without __all__": (
         "modules_say_what_they_show", House(planted(ddp__group__a="def f(): ...")), "ddp/group/a",

@@ -190,10 +190,7 @@ class FlatBuffer:
                 f"{self.layout.size} ({self._where()}): shaped views need the whole; use "
                 "span_view(name) or as_sharded(name)"
             )
-        return {
-            spec.name: self.data[offset : offset + spec.numel].view(spec.shape)
-            for spec, offset in zip(self.layout.specs, self.layout.offsets, strict=True)
-        }
+        return dict(zip(self.layout.names(), self.layout.views(self.data), strict=True))
 
     def span(self, name: str | int) -> tuple[int, int]:
         """Elements `(start, stop)` of a flattened tensor that this rank holds."""

@@ -9,8 +9,7 @@ from lamina.ddp.optimizer.grad_scaler import ShardedGradScaler
 from lamina.ddp.optimizer.sharded_optimizer import ShardedOptimizer
 from lamina.ddp.parameters.strategy import Cadence, Strategy
 from lamina.ddp.wrapper.config import DistributedDataParallelConfig
-from lamina.ddp.wrapper.contract import DataParallel
-from lamina.ddp.wrapper.wrapper import DistributedDataParallel
+from lamina.ddp.wrapper.wrapper import DataParallel, DistributedDataParallel
 
 __all__ = [
     "Cadence",

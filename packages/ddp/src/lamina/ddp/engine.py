@@ -1,7 +1,6 @@
 """What wrappers build on: parameter groups, weights, gradients, the reducer and the flat step."""
 
 from lamina.ddp.backward.gradient_hooks import (
-    GradientSink,
     gradient_sink,
     has_gradient_sink,
     main_of,
@@ -9,20 +8,18 @@ from lamina.ddp.backward.gradient_hooks import (
 from lamina.ddp.backward.reducer import BackwardEnd, BackwardListener, GradientReducer, Order
 from lamina.ddp.finalize.finalize import finalize_plain_gradients, warn_of_unfinished_steps
 from lamina.ddp.gradients.group_gradients import GroupGradients
-from lamina.ddp.gradients.reduction import ORDERED, Reduction, resolve_reduction
+from lamina.ddp.gradients.reduction import Reduction, resolve_reduction
 from lamina.ddp.gradients.scratch import ScratchBuffers
 from lamina.ddp.gradients.states import GradientState
 from lamina.ddp.gradients.sums import RankSum, Squares
 from lamina.ddp.group.group import (
     GroupSettings,
     ParameterGroup,
-    WeightsFactory,
     plan_layout,
-    whole_weights,
 )
 from lamina.ddp.group.module_watch import ModuleWatch
 from lamina.ddp.group.weights import Weights, WeightsState, WholeWeights
-from lamina.ddp.inspect.inspection import HasGroups, InspectsItself, groups_of
+from lamina.ddp.inspect.inspection import HasGroups, groups_of
 from lamina.ddp.inspect.memory import MemoryBudgets
 from lamina.ddp.optimizer.adopt_parameters import (
     adopt_main_parameters,
@@ -42,31 +39,26 @@ from lamina.ddp.parameters.axes import (
 from lamina.ddp.parameters.dtypes import GroupDtypes, resolve_dtypes
 from lamina.ddp.parameters.facts import require_same_model
 from lamina.ddp.parameters.parameters import (
-    GroupKey,
     ParameterRef,
     collect_parameters,
     group_parameters,
 )
 from lamina.ddp.parameters.strategy import resolve_strategy
 from lamina.ddp.parameters.tensor_trees import map_tensors, tensors_in
-from lamina.ddp.wrapper.module_buffers import broadcast_buffers
 from lamina.ddp.wrapper.param_gathers import registration_refusal
+from lamina.ddp.wrapper.wrapper import broadcast_buffers
 
 __all__ = [
     "ELEMENTWISE",
-    "ORDERED",
     "BackwardEnd",
     "BackwardListener",
     "DataParallelAxes",
     "GradientReducer",
-    "GradientSink",
     "GradientState",
     "GroupDtypes",
     "GroupGradients",
-    "GroupKey",
     "GroupSettings",
     "HasGroups",
-    "InspectsItself",
     "MemoryBudgets",
     "ModuleWatch",
     "Order",
@@ -77,7 +69,6 @@ __all__ = [
     "ScratchBuffers",
     "Squares",
     "Weights",
-    "WeightsFactory",
     "WeightsState",
     "WholeWeights",
     "adopt_main_parameters",
@@ -107,5 +98,4 @@ __all__ = [
     "step_over_groups",
     "tensors_in",
     "warn_of_unfinished_steps",
-    "whole_weights",
 ]

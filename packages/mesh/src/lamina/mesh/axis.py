@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar, cast
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -18,7 +18,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from lamina.mesh.errors import AxisError
 from lamina.mesh.process_groups import group_of
 
-__all__ = ["MeshAxis", "axis_if_there", "check_axis_names", "mesh_axis"]
+__all__ = ["MeshAxis", "axis_if_there", "check_axis_names", "mesh_axis", "named_mesh"]
+
+MeshT = TypeVar("MeshT")
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,8 @@ class MeshAxis:
         rank: this rank's place, 0 <= rank < size. Equals its rank in `group`.
         ranks: global ranks in axis order.
         group: process group over `ranks`; None for an axis of one rank, which needs none.
+        apart: names of other axes that have cut what lies along this one, for those who ask for a
+            norm of many tensors.
     """
 
     name: str
@@ -38,6 +42,7 @@ class MeshAxis:
     rank: int
     ranks: tuple[int, ...]
     group: dist.ProcessGroup | None
+    apart: tuple[str, ...] = ()
 
     def sibling(self, purpose: str) -> dist.ProcessGroup | None:
         """A second communicator over the same ranks, made at the first call and kept.
@@ -116,6 +121,20 @@ def axis_if_there(mesh: NamedAxes | DeviceMesh, name: str) -> MeshAxis | None:
     if isinstance(mesh, DeviceMesh) and name not in (mesh.mesh_dim_names or ()):
         return None
     return mesh_axis(mesh, name)
+
+
+def named_mesh(mesh: MeshT) -> MeshT:
+    """A mesh whose dimensions have names: a DeviceMesh of one unnamed dimension is `dp_shard`.
+
+    That is how most users of FSDP2 make theirs. It keeps its process group. Other meshes come back
+    as they are.
+    """
+    if not isinstance(mesh, DeviceMesh) or mesh.mesh_dim_names or mesh.ndim != 1:
+        return mesh
+    named = DeviceMesh.from_group(
+        mesh.get_group(), mesh.device_type, mesh=mesh.mesh, mesh_dim_names=("dp_shard",)
+    )
+    return cast("MeshT", named)
 
 
 def _device_mesh_axis(mesh: DeviceMesh, names: tuple[str, ...]) -> MeshAxis:

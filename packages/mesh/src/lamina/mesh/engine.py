@@ -1,9 +1,8 @@
 """What the layers above build on: axes of any mesh, environment, roles, random streams, words."""
 
-from lamina.mesh.arguments import named_mesh, translates
-from lamina.mesh.axis import MeshAxis, axis_if_there, mesh_axis
+from lamina.mesh.axis import MeshAxis, axis_if_there, mesh_axis, named_mesh
 from lamina.mesh.axis_sizes import DENSE_AXES, DERIVED_AXES, EXPERT_AXES, MODEL_AXES
-from lamina.mesh.errors import EnvironmentVariableError, GroupCreationError
+from lamina.mesh.errors import EnvironmentVariableError, GroupCreationError, translates
 from lamina.mesh.machine import Machine
 from lamina.mesh.problems import EnvironmentProblem, require_overlap
 from lamina.mesh.process_groups import running_watchdog

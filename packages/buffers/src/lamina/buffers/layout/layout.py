@@ -7,10 +7,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from lamina.buffers.layout.granularity import TensorSpec
 from lamina.buffers.layout.planning import Item, plan_items
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = ["BufferLayout", "Span"]
 
@@ -193,6 +196,13 @@ class BufferLayout:
         offset, numel = self.offsets[position], self.specs[position].numel
         low = min(max(start - offset, 0), numel)
         return low, max(min(stop - offset, numel), low)
+
+    def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """Every tensor with its shape, by position: views of a flat tensor of `size` elements."""
+        return [
+            flat[offset : offset + spec.numel].view(spec.shape)
+            for spec, offset in zip(self.specs, self.offsets, strict=True)
+        ]
 
     def padding_ranges(self) -> tuple[tuple[int, int], ...]:
         """Runs `(start, stop)` of the buffer that belong to no tensor, ascending."""

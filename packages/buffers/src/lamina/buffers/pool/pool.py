@@ -260,10 +260,7 @@ class StoragePool:
         if layout.size != entry.numel:
             raise ValueError(f"{key!r} has {entry.numel} elements, the layout {layout.size}")
         with self.viewing(key) as flat, torch.inference_mode(False), torch.no_grad():
-            return {
-                spec.name: flat[offset : offset + spec.numel].view(spec.shape)
-                for spec, offset in zip(layout.specs, layout.offsets, strict=True)
-            }
+            return dict(zip(layout.names(), layout.views(flat), strict=True))
 
     # -- acquire and release --------------------------------------------------------------------
 

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from lamina.buffers.engine import narrowed
 from lamina.checkpoint.ranks import Ranks
-from lamina.collectives.engine import all_reduce_native, all_reduce_small, broadcast
+from lamina.collectives.engine import all_reduce_small, broadcast, reduction_class
 
 __all__ = ["Whole", "boxes_of", "fill", "gathered", "meet"]
 
@@ -86,7 +86,8 @@ def _sum(
             narrowed(made, *_within(common, box)).fill_(-0.0)
     if ranks is not None:
         flat = made.view(-1)
-        all_reduce_native(flat, flat, ranks.group, statistics=False).wait()
+        total = reduction_class("native")(flat, flat, ranks.group, scatter=False)
+        total.start(flat, flat, statistics=False).wait()
 
 
 def _broadcast(whole: Whole, part: Tensor | None, source: int, ranks: Ranks) -> Tensor:

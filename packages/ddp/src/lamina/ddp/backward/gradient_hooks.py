@@ -66,12 +66,8 @@ class TakesGradients(Protocol):
         Args:
             number: the number of the parameter's group.
             index: the parameter's number in it.
-            gradient: as autograd made it.
+            gradient: as autograd made it; of the compute parameter, or of the main one.
         """
-        ...
-
-    def take_main_gradient(self, number: int, index: int, gradient: torch.Tensor | None) -> None:
-        """The same, where the loss depends on the main parameter, which is another leaf."""
         ...
 
 
@@ -189,30 +185,22 @@ def hook_gradients(group: ParameterGroup, number: int, reducer: TakesGradients) 
     known = weakref.ref(reducer)
     nodes = []
     for index, (ref, main) in enumerate(zip(group.refs, group.main_parameters, strict=True)):
-        nodes.append(_hook(ref.parameter, known, number, index, is_main=False))
+        nodes.append(_hook(ref.parameter, known, number, index))
         group.user_hooks.take(ref.parameter, index)
         if main is not ref.parameter:
-            nodes.append(_hook(main, known, number, index, is_main=True))
+            nodes.append(_hook(main, known, number, index))
             group.user_hooks.take(main, index)
         ref.parameter.__dict__[_SINK] = GradientSink(group, index)
     return nodes
 
 
 def _hook(
-    leaf: torch.Tensor,
-    reducer: weakref.ref[TakesGradients],
-    number: int,
-    index: int,
-    *,
-    is_main: bool,
+    leaf: torch.Tensor, reducer: weakref.ref[TakesGradients], number: int, index: int
 ) -> Node:
     def before_accumulation(gradients: tuple[torch.Tensor | None]) -> tuple[None] | None:
         if (known := reducer()) is None:
             return None
-        if is_main:
-            known.take_main_gradient(number, index, gradients[0])
-        else:
-            known.take_gradient(number, index, gradients[0])
+        known.take_gradient(number, index, gradients[0])
         return (None,)
 
     node = get_gradient_edge(leaf).node

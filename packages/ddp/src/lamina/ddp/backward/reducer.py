@@ -264,43 +264,32 @@ class GradientReducer:
         self._end.queue(self._end_backward)
 
     def take_gradient(self, number: int, index: int, gradient: torch.Tensor | None) -> None:
-        """Autograd has brought a parameter's gradient, which belongs to the backward that runs."""
-        gradients = self._gradients[number]
+        """Autograd has brought a parameter's gradient, which belongs to the backward that runs.
+
+        It comes from the compute parameter, or from the main one (a penalty, or a weight read
+        outside its unit). That of a whole parameter is summed over ranks. One of this rank's span
+        is the mean of all ranks' gradients there; see `GroupGradients.accumulate_span`.
+        """
+        group, gradients = self.groups[number], self._gradients[number]
         if self._phase is not ReducerPhase.BACKWARD or self._end.queued() is None:
             self._begin_by(number)
-        if gradient is not None:
+        if isinstance(gradient, ShardedTensor):
+            gradients.accumulate_span(index, gradient, group.ranks_of_spans)
+        elif gradient is not None:
             if gradient.layout is not torch.strided:
                 raise TypeError(
-                    f"{self.groups[number].refs[index].name} has a gradient of layout "
-                    f"{gradient.layout}; flat buffers hold strided gradients only: build the "
-                    "embedding with sparse=False"
+                    f"{group.refs[index].name} has a gradient of layout {gradient.layout}; flat "
+                    "buffers hold strided gradients only: build the embedding with sparse=False"
                 )
             gradients.accumulate(index, gradient)
         self._reached[number] += 1
         if self._close_when_complete and (gradient is not None or index in gradients.by_layers):
             arrived = self._arrived[number]
             arrived.add(index)
-            if len(arrived) == len(self.groups[number].refs):
+            if len(arrived) == len(group.refs):
                 self._closing.add(number)
         if number in self._closing:
-            self.close(self.groups[number])
-
-    def take_main_gradient(self, number: int, index: int, gradient: torch.Tensor | None) -> None:
-        """The loss depends on a main parameter: a penalty, or a weight read outside its unit.
-
-        A gradient of a whole parameter is summed over ranks like any other. One of this rank's
-        span is the mean of all ranks' gradients there; see `GroupGradients.accumulate_span`.
-        """
-        if self._phase is not ReducerPhase.BACKWARD or self._end.queued() is None:
-            self._begin_by(number)
-        gradients = self._gradients[number]
-        if isinstance(gradient, ShardedTensor):
-            gradients.accumulate_span(index, gradient, self.groups[number].ranks_of_spans)
-        elif gradient is not None:
-            gradients.accumulate(index, gradient)
-        self._reached[number] += 1
-        if number in self._closing:
-            self.close(self.groups[number])
+            self.close(group)
 
     def _begin_by(self, number: int) -> None:
         """A gradient has come before any output of the wrapper: begin a backward, or none if late.

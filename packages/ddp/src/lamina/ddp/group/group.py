@@ -27,21 +27,14 @@ from lamina.mesh.engine import copy_role
 __all__ = [
     "GroupSettings",
     "ParameterGroup",
-    "WeightsFactory",
     "plan_layout",
     "refuse_changed",
-    "whole_weights",
 ]
 
 _VERSION = attrgetter("_version")
 
-WeightsFactory = Callable[[BufferLayout, FlatBuffer, DataParallelAxes], Weights]
-"""Makes the weights of a group from its layout, the buffer a rank keeps, and the axes."""
-
-
-def whole_weights(layout: BufferLayout, local: FlatBuffer, axes: DataParallelAxes) -> Weights:
-    """The factory of strategies that keep weights whole."""
-    return WholeWeights(local, axes)
+WeightsFactory = Callable[[FlatBuffer, DataParallelAxes], Weights]
+"""Makes the weights of a group from the buffer that a rank keeps, and the axes."""
 
 
 @dataclass(frozen=True)
@@ -121,7 +114,7 @@ class ParameterGroup:
         dtypes: GroupDtypes,
         settings: GroupSettings,
         scratch: ScratchBuffers,
-        factory: WeightsFactory = whole_weights,
+        factory: WeightsFactory = WholeWeights,
     ) -> None:
         self.refs = tuple(refs)
         self.axes = axes.ranks_inside()
@@ -150,7 +143,7 @@ class ParameterGroup:
         # that starts on the meta device must never need two whole units at once.
         del whole
         self._let_go_of_parameters()
-        self.weights = factory(self.layout, local, self.axes)
+        self.weights = factory(local, self.axes)
         if main is not None:
             self.weights.attach(main)
         self.main_weights = local if main is None else main
@@ -440,11 +433,9 @@ class ParameterGroup:
         """Make the user's parameters views of the whole weights, wherever those will be."""
         self.weights.start()
         self.weights.wait()
-        full = self.weights.full
-        layout = self.layout
-        for ref, spec, offset in zip(self.refs, layout.specs, layout.offsets, strict=True):
+        for ref, view in zip(self.refs, self.layout.views(self.weights.full), strict=True):
             ref.parameter.grad = None
-            ref.parameter.data = full[offset : offset + spec.numel].view(spec.shape)
+            ref.parameter.data = view
         self.weights.release()
 
     def _make_span_specs(self) -> list[SpanSpec]:

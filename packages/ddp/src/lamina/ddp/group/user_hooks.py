@@ -65,21 +65,25 @@ class UserHooks:
             if (shown := main.grad) is None:
                 continue
             called.add(index)
-            try:
-                gradient = shown
-                for hook in list(self.on_gradient.get(index, {}).values()):
-                    changed = hook(gradient)
-                    gradient = gradient if changed is None else changed
-                if gradient is not shown:
-                    shown.copy_(gradient)
-                for after in list(self.on_parameter.get(index, {}).values()):
+            gradient = shown
+            for hook in list(self.on_gradient.get(index, {}).values()):
+                changed = hook(gradient)
+                gradient = gradient if changed is None else changed
+            if gradient is not shown:
+                shown.copy_(gradient)
+            for after in list(self.on_parameter.get(index, {}).values()):
+                try:
                     after(main)
-            except KeyError as error:
-                raise RuntimeError(
-                    f"a hook of {self._names[index]} raised KeyError: it gets the parameter that "
-                    "the optimizer updates, which model.parameters() gives after wrapping. Make "
-                    "tables of parameters, and optimizers that step in backward, after wrapping"
-                ) from error
+                except KeyError as error:
+                    key = error.args[0] if error.args else None
+                    if key is not main and not (isinstance(key, int) and key == id(main)):
+                        raise
+                    raise RuntimeError(
+                        f"a hook of {self._names[index]} looked the parameter up in a table that "
+                        "does not hold it: hooks get the parameter that the optimizer updates, "
+                        "which model.parameters() gives after wrapping. Make tables of parameters, "
+                        "and optimizers that step in backward, after wrapping"
+                    ) from error
 
 
 class _Table(OrderedDict[int, Any]):

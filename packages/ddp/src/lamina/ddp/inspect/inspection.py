@@ -127,10 +127,8 @@ def _collect(
             buffer = buffer_of(group)
             if buffer is None:
                 continue
-            whole = whole_of(buffer, group.axes)
-            for index, (ref, spec) in enumerate(zip(group.refs, group.layout.specs, strict=True)):
+            views = group.layout.views(whole_of(buffer, group.axes))
+            for index, (ref, view) in enumerate(zip(group.refs, views, strict=True)):
                 if wanted is None or wanted(group, index):
-                    offset = group.layout.offset(index)
-                    piece = whole[offset : offset + spec.numel]
-                    found[ref.name] = piece.view(spec.shape).clone()
+                    found[ref.name] = view.clone()
     return found

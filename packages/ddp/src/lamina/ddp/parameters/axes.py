@@ -48,16 +48,6 @@ class DataParallelAxes:
     apart: tuple[str, ...] = ()
 
     @property
-    def sizes(self) -> tuple[int, int]:
-        """(outer size, inner size)."""
-        return (self.outer.size, self.inner.size)
-
-    @property
-    def coordinates(self) -> tuple[int, int]:
-        """This rank's place along (outer, inner)."""
-        return (self.outer.rank, self.inner.rank)
-
-    @property
     def size(self) -> int:
         """Ranks that hold copies or pieces of the same parameter."""
         return self.outer.size * self.inner.size

@@ -121,8 +121,8 @@ def read_parameters(
     if whole is None:
         whole = torch.zeros(layout.size, dtype=dtype, device=device)
         with torch.no_grad():
-            for ref, spec, offset in zip(refs, layout.specs, layout.offsets, strict=True):
-                whole[offset : offset + spec.numel].view(spec.shape).copy_(ref.parameter)
+            for ref, view in zip(refs, layout.views(whole), strict=True):
+                view.copy_(ref.parameter)
     return whole
 
 

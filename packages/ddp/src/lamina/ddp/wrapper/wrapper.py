@@ -1,7 +1,11 @@
-"""`DistributedDataParallel`: whole parameters, bucketed gradients, optional sharded optimizer."""
+"""`DistributedDataParallel`: whole parameters, bucketed gradients, optional sharded optimizer.
+
+`DataParallel` is the contract that it, and every other wrapper, meets.
+"""
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -35,13 +39,11 @@ from lamina.ddp.parameters.parameters import (
 )
 from lamina.ddp.parameters.tensor_trees import tensors_in
 from lamina.ddp.wrapper.config import DistributedDataParallelConfig
-from lamina.ddp.wrapper.contract import DataParallel
-from lamina.ddp.wrapper.module_buffers import broadcast_buffers
 from lamina.ddp.wrapper.param_gathers import ParamGathers, adopt_model_weights, registered_pool
-from lamina.mesh import ParallelLayout, ParallelMesh
+from lamina.mesh import ParallelLayout, ParallelMesh, role_of
 from lamina.mesh.engine import axis_if_there, named_mesh, require_overlap, translates
 
-__all__ = ["DistributedDataParallel", "plan_buckets"]
+__all__ = ["DataParallel", "DistributedDataParallel", "broadcast_buffers", "plan_buckets"]
 
 _IN_FLIGHT = 4
 """Reductions that are not waited for yet."""
@@ -60,6 +62,50 @@ _TORCH_NAMES = {
     "optimizer": "ShardedOptimizer(optimizer, module, mesh) around the optimizer afterwards",
 }
 """What torch's `DistributedDataParallel` is told, and what does the same here."""
+
+
+class DataParallel(nn.Module, ABC):
+    """A module whose gradients are summed over data-parallel ranks.
+
+    A training step is `forward`, `backward`, optimizer; the methods below are for loops that
+    accumulate, that drive synchronisation themselves, or that change weights by hand.
+    """
+
+    @abstractmethod
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The wrapped module's forward."""
+
+    @abstractmethod
+    def parameter_groups(self) -> Iterator[ParameterGroup]:
+        """All groups of parameters, in the same order on every rank."""
+
+    @abstractmethod
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Backwards inside are not the step's last microbatch."""
+
+    @abstractmethod
+    def start_grad_sync(self) -> None:
+        """Begin to sum whatever was accumulated and not yet summed over ranks."""
+
+    @abstractmethod
+    def finish_grad_sync(self) -> None:
+        """Wait until gradients are summed and visible; harmless when they are."""
+
+    @abstractmethod
+    def scale_gradients(self, factor: float) -> None:
+        """Multiply all gradients, those of microbatches inside `no_sync` included."""
+
+    @abstractmethod
+    def zero_grad_buffer(self) -> None:
+        """Forget all gradients, those of microbatches inside `no_sync` included."""
+
+    @abstractmethod
+    def broadcast_params(self) -> None:
+        """Take the first data-parallel rank's weights."""
+
+    @abstractmethod
+    def start_param_sync(self) -> None:
+        """Begin to bring updated main weights into the module's weights."""
 
 
 class DistributedDataParallel(DataParallel):
@@ -506,3 +552,52 @@ def plan_buckets(
     place = {ref.name: index for index, ref in enumerate(reversed(refs))}
     # A bucket is complete when the last of its parameters is: order the kinds by that.
     return sorted(buckets, key=lambda bucket: place[bucket[1][-1].name])
+
+
+def broadcast_buffers(
+    root: nn.Module,
+    modules: Iterable[nn.Module],
+    dense: DataParallelAxes,
+    expert: DataParallelAxes | None,
+) -> None:
+    """Take the first rank's buffers, as parameters do (one collective for all of one device).
+
+    Random features or codebooks would else differ where ranks are seeded differently. Buffers of
+    experts go over the experts' axes: ranks along ep hold different ones.
+
+    Args:
+        root: the model, or the unit, that the modules are in.
+        modules: those whose own buffers are sent.
+        dense: data-parallel axes of ordinary parameters.
+        expert: those of expert parameters; None where the mesh has none.
+    """
+    experts = set(_of_experts(root)) if expert is not None else set()
+    found: dict[tuple[bool, torch.device], list[torch.Tensor]] = {}
+    for module in modules:
+        for buffer in module._buffers.values():
+            if buffer is not None and buffer.numel() and not buffer.is_meta:
+                found.setdefault((id(module) in experts, buffer.device), []).append(buffer)
+    for (of_expert, _), buffers in found.items():
+        axes = expert if of_expert and expert is not None else dense
+        _send(buffers, axes)
+
+
+def _send(buffers: list[torch.Tensor], axes: DataParallelAxes) -> None:
+    # Bytes, because backends do not know all dtypes.
+    sent = [b.detach().contiguous().reshape(-1).view(torch.uint8) for b in buffers]
+    together = torch.cat(sent)
+    for group in axes.groups("gather"):
+        broadcast(together, group, src=0).wait()
+    pieces = torch.split(together, [piece.numel() for piece in sent])
+    with torch.no_grad():
+        for buffer, piece in zip(buffers, pieces, strict=True):
+            # A copy, because a piece may begin where its dtype may not.
+            buffer.copy_(piece.clone().view(buffer.dtype).view(buffer.shape))
+
+
+def _of_experts(root: nn.Module) -> Iterator[int]:
+    """`id`s of the modules at and below which all parameters, one at least, are experts'."""
+    for module in root.modules():
+        roles = [role_of(parameter).expert for parameter in module.parameters()]
+        if roles and all(roles):
+            yield from (id(below) for below in module.modules())

@@ -38,7 +38,6 @@ from lamina.fsdp.execution.debug_storage import StorageCheck
 from lamina.fsdp.execution.engine import ShardingEngine
 from lamina.fsdp.execution.hooks import UnitHooks
 from lamina.fsdp.execution.unit import Unit
-from lamina.fsdp.settings.precision import MixedPrecisionPolicy
 from lamina.fsdp.units.casting import cast_buffers, keep_modules
 from lamina.fsdp.units.materialise import materialise_unit, move_buffers
 from lamina.fsdp.units.plan import UnitPlan
@@ -193,7 +192,7 @@ def updated_apart(refs: Iterable[ParameterRef], sharding: Sharding) -> dict[int,
     found: dict[int, str] = {}
     for ref in refs:
         placements = sharding.settings.strategy_of(ref.name).placements
-        dtypes = precision.dtypes(ref.parameter.dtype, keep=_kept(ref, precision))
+        dtypes = precision.dtypes(ref.parameter.dtype, keep=precision.keeps(ref.name))
         trained = ref.parameter.requires_grad  # frozen ones have no other main weights
         updated = placements.optimizer_state if trained else placements.model_weights
         axes = _axes_of(ref, sharding)
@@ -212,7 +211,7 @@ def _plan_groups(plan: UnitPlan, sharding: Sharding) -> Iterator[_GroupPlan]:
     kinds: dict[tuple[bool, bool, Strategy], list[ParameterRef]] = {}
     for ref in plan.refs:
         strategy = sharding.settings.strategy_of(ref.name)
-        kind = (_kept(ref, precision), _encoded(ref, sharding), strategy)
+        kind = (precision.keeps(ref.name), _encoded(ref, sharding), strategy)
         uncut = id(ref.parameter) in sharding.whole
         kinds.setdefault(kind, []).append(_uncut(ref) if uncut else ref)
     for (keep, encoded, strategy), chosen in kinds.items():
@@ -255,10 +254,6 @@ def _uncut(ref: ParameterRef) -> ParameterRef:
     shape = ref.parameter.shape
     rows = math.prod(shape[:-1]) if len(shape) > 1 else math.prod(shape)
     return replace(ref, role=replace(ref.role, block_rows=max(rows, 1)))
-
-
-def _kept(ref: ParameterRef, precision: MixedPrecisionPolicy) -> bool:
-    return any(fnmatch.fnmatch(ref.name, pattern) for pattern in precision.keep_full_precision)
 
 
 def _encoded(ref: ParameterRef, sharding: Sharding) -> bool:
@@ -341,10 +336,10 @@ def _make_unit(
 
 def _weights_factory(
     pool: StoragePool, group: _GroupPlan, sharding: Sharding
-) -> Callable[[BufferLayout, FlatBuffer, DataParallelAxes], Weights]:
+) -> Callable[[FlatBuffer, DataParallelAxes], Weights]:
     codec = sharding.settings.precision.weight_codec if group.encoded else None
 
-    def make(_: BufferLayout, local: FlatBuffer, axes: DataParallelAxes) -> Weights:
+    def make(local: FlatBuffer, axes: DataParallelAxes) -> Weights:
         if sharding.offload is not None:
             return OffloadedWeights(local, axes, pool, group.key)
         if codec is not None:

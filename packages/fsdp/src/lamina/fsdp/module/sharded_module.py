@@ -1,6 +1,5 @@
 """What a sharded module can do beside what its own class can."""
 
-from abc import abstractmethod
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeVar, cast
@@ -15,47 +14,12 @@ from lamina.fsdp.execution.hooks import UnitHooks, hooks_of, unit_of
 from lamina.fsdp.execution.unit import Unit
 from lamina.fsdp.module.fsdp2_methods import UnitMethods
 
-__all__ = ["ShardedModule", "StepMethods", "WatchedModule", "adopt", "is_sharded"]
+__all__ = ["ShardedModule", "WatchedModule", "adopt", "is_sharded"]
 
 ModuleT = TypeVar("ModuleT", bound="ShardedModule")
 
 
-class StepMethods:
-    """Mixin of sharded modules."""
-
-    @property
-    @abstractmethod
-    def sharding_engine(self) -> ShardingEngine:
-        """The model's engine."""
-
-    def gather_once_per_step(self, once: bool = True) -> None:
-        """Whether units that were gathered stay whole until `release_units`."""
-        for unit in self.sharding_engine.units:
-            unit.keep_for_step(once)
-        if not once:
-            self.release_units()
-
-    def reduce_once_per_step(self, once: bool = True) -> None:
-        """Whether gradients are summed over ranks by final backwards only, under any strategy.
-
-        Strategies 2 and 3 otherwise sum every microbatch's, inside `no_sync` too.
-
-        Raises:
-            RuntimeError: while gradients are accumulated.
-        """
-        self.sharding_engine.reducer.reduce_once_per_step(once)
-
-    def release_units(self) -> None:
-        """Give whole weights back (the end of a step)."""
-        for unit in self.sharding_engine.units:
-            unit.reshard(even_if_kept=True)
-
-    def late_gradients(self) -> AbstractContextManager[None]:
-        """Gradients that arrive inside belong to backwards that are over (split backwards)."""
-        return self.sharding_engine.reducer.late_gradients()
-
-
-class ShardedModule(UnitMethods, StepMethods, nn.Module):
+class ShardedModule(UnitMethods, nn.Module):
     """Mixin that `fully_shard` adds to the root module's class; `forward` stays the user's."""
 
     @property
@@ -119,6 +83,32 @@ class ShardedModule(UnitMethods, StepMethods, nn.Module):
         With False, `finish_grad_sync` or the optimizer's step ends it.
         """
         self.sharding_engine.reducer.expect_final(sync)
+
+    def gather_once_per_step(self, once: bool = True) -> None:
+        """Whether units that were gathered stay whole until `release_units`."""
+        for unit in self.sharding_engine.units:
+            unit.keep_for_step(once)
+        if not once:
+            self.release_units()
+
+    def reduce_once_per_step(self, once: bool = True) -> None:
+        """Whether gradients are summed over ranks by final backwards only, under any strategy.
+
+        Strategies 2 and 3 otherwise sum every microbatch's, inside `no_sync` too.
+
+        Raises:
+            RuntimeError: while gradients are accumulated.
+        """
+        self.sharding_engine.reducer.reduce_once_per_step(once)
+
+    def release_units(self) -> None:
+        """Give whole weights back (the end of a step)."""
+        for unit in self.sharding_engine.units:
+            unit.reshard(even_if_kept=True)
+
+    def late_gradients(self) -> AbstractContextManager[None]:
+        """Gradients that arrive inside belong to backwards that are over (split backwards)."""
+        return self.sharding_engine.reducer.late_gradients()
 
     def start_grad_sync(self) -> None:
         """Begin to sum what was accumulated and not yet summed over ranks."""

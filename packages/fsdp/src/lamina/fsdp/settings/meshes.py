@@ -179,7 +179,9 @@ def _with_gather(
         )
     return replace(
         axes,
-        inner=_WithGatherGroup(inner.name, inner.size, inner.rank, inner.ranks, inner.group, group),
+        inner=_WithGatherGroup(
+            inner.name, inner.size, inner.rank, inner.ranks, inner.group, gather=group
+        ),
     )
 
 

@@ -1,5 +1,6 @@
 """Mixed precision: which dtype each copy of the weights and gradients has."""
 
+import fnmatch
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -80,6 +81,10 @@ class MixedPrecisionPolicy:
     keep_full_precision: Sequence[str] = ()
     weight_codec: WeightCodec | None = None
     encoded: Sequence[str] = ("*",)
+
+    def keeps(self, name: str) -> bool:
+        """Whether a parameter or buffer of this name is kept in full precision."""
+        return any(fnmatch.fnmatch(name, pattern) for pattern in self.keep_full_precision)
 
     def dtypes(self, parameter_dtype: torch.dtype, *, keep: bool = False) -> GroupDtypes:
         """The dtypes of a group whose parameters were made in `parameter_dtype`."""

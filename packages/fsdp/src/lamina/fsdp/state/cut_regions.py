@@ -7,12 +7,11 @@ A tp rank's parameter is a region of the model's. `state_dict()` says which (`Te
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed import ProcessGroup
 
 from lamina.buffers import ShardedTensor
 from lamina.buffers.engine import TensorPart, TensorRegion
@@ -176,21 +175,6 @@ def _region_of(ref: ParameterRef, shape: tuple[int, ...], axes: ModelAxes) -> Te
     return region
 
 
-@dataclass(frozen=True)
-class _BesideParts(MeshAxis):
-    """A data-parallel axis of a model that is cut along others as well.
-
-    `lamina.buffers` reads `apart`, their names, when it is asked for a norm of many tensors.
-    """
-
-    apart: tuple[str, ...] = ()
-    plain: MeshAxis | None = field(default=None, repr=False, compare=False)
-
-    def sibling(self, purpose: str) -> ProcessGroup | None:
-        """As of the axis itself."""
-        return super().sibling(purpose) if self.plain is None else self.plain.sibling(purpose)
-
-
 def beside_parts(
     axes: DataParallelAxes, refs: Iterable[ParameterRef], model: ModelAxes
 ) -> DataParallelAxes:
@@ -204,7 +188,8 @@ def beside_parts(
     apart = tuple(dict.fromkeys(_apart(axes, refs, model)))
     if not apart:
         return axes
-    return replace(axes, outer=_marked(axes.outer, apart), inner=_marked(axes.inner, apart))
+    outer, inner = (replace(axis, apart=apart) for axis in (axes.outer, axes.inner))
+    return replace(axes, outer=outer, inner=inner)
 
 
 def _apart(axes: DataParallelAxes, refs: Iterable[ParameterRef], model: ModelAxes) -> Iterable[str]:
@@ -216,8 +201,3 @@ def _apart(axes: DataParallelAxes, refs: Iterable[ParameterRef], model: ModelAxe
         if ref.role.tp_shard_dim is not None:
             cuts.append(model.expert_tp if ref.role.expert else model.tp)
         yield from (axis.name for axis in cuts if axis is not None and axis.size > 1)
-
-
-def _marked(axis: MeshAxis, apart: tuple[str, ...]) -> MeshAxis:
-    own = {each.name: getattr(axis, each.name) for each in fields(MeshAxis)}
-    return _BesideParts(**own, apart=apart, plain=axis)

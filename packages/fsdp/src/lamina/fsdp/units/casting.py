@@ -61,7 +61,7 @@ def cast_buffers(modules: Iterable[tuple[str, nn.Module]], policy: MixedPrecisio
             path = f"{prefix}.{name}" if prefix else name
             if buffer is None or not buffer.is_floating_point():
                 continue
-            if name in full or _kept(path, policy):
+            if name in full or policy.keeps(path):
                 continue
             module._buffers[name] = made.setdefault(id(buffer), buffer.to(policy.buffer_dtype))
 
@@ -83,7 +83,7 @@ def keep_modules(
     narrow = policy.param_dtype
     if narrow is None or not policy.keep_full_precision:
         return
-    kept = {id(ref.parameter) for ref in refs if _kept(ref.name, policy)}
+    kept = {id(ref.parameter) for ref in refs if policy.keeps(ref.name)}
     for module in modules:
         if getattr(module, "casts_itself", False):
             continue
@@ -120,7 +120,3 @@ class _Cast:
 
     def _narrowed(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(self._narrow) if tensor.dtype == self._wide else tensor
-
-
-def _kept(name: str, policy: MixedPrecisionPolicy) -> bool:
-    return any(fnmatch.fnmatch(name, pattern) for pattern in policy.keep_full_precision)

@@ -64,8 +64,7 @@ def _views_in(
         if not all(ref.parameter.is_meta and ref.parameter.is_contiguous() for ref in refs):
             continue
         flat = torch.empty(layout.size, dtype=refs[0].parameter.dtype, device=device)
-        for ref, spec, offset in zip(refs, layout.specs, layout.offsets, strict=True):
-            views[id(ref.parameter)] = flat[offset : offset + spec.numel].view(spec.shape)
+        views |= zip((id(ref.parameter) for ref in refs), layout.views(flat), strict=True)
     return views
 
 

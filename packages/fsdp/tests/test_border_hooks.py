@@ -105,3 +105,18 @@ def test_an_optimizer_in_backward_trains_as_in_one_process(wrapper, make_optimiz
         assert all(p.grad is None for p in model.parameters())
         assert not full_gradients(model)
     assert_same(full_parameters(model), dict(oracle.named_parameters()), 2e-5)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("key", [lambda parameter: parameter, id, lambda _: "lr"])
+def test_a_key_error_of_a_hook_is_explained_where_the_parameter_is_the_key(key, ranks):
+    """Tables of before the wrapping do not hold it; other errors are the hook's own business."""
+    model = build(OddNet)
+    table = {key(parameter): None for parameter in model.parameters()}
+    table.pop("lr", None)
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda p: table[key(p)])
+    model, _ = wrapped(lambda: model, 3, mesh_of(2))
+    own = key(torch.empty(0)) == "lr"
+    with pytest.raises(KeyError if own else RuntimeError, match="lr" if own else "after wrapping"):
+        model(inputs(model, 0)).square().mean().backward()

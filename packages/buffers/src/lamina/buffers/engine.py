@@ -3,6 +3,7 @@
 from lamina.buffers.layout.boxes import Box, boxes_of_span
 from lamina.buffers.layout.layout import Span
 from lamina.buffers.layout.padding import PaddingReport, split_by_row
+from lamina.buffers.layout.tensor_region import RegionBox, Run, TensorRegion
 from lamina.buffers.layout.tying import CollectedSpecs, collect_specs
 from lamina.buffers.placement import Placement
 from lamina.buffers.pool.guard import SavedTensorGuard
@@ -13,7 +14,6 @@ from lamina.buffers.tensors.span_moves import narrowed
 from lamina.buffers.tensors.span_norms import PNorm
 from lamina.buffers.tensors.span_spec import SpanCommunicator, SpanSpec
 from lamina.buffers.tensors.tensor_part import TensorPart
-from lamina.buffers.tensors.tensor_region import RegionBox, Run, TensorRegion
 
 __all__ = [
     "Axis",

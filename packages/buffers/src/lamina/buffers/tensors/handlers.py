@@ -1,5 +1,8 @@
 """What every tensor that holds a span has, and the tables of what it does with aten operations.
 
+torch.distributed.checkpoint stores boxes (offsets and sizes). A span is a few boxes, each of them a
+contiguous run of the span, so nothing is copied to write one or to read one back.
+
 A handler takes the operation and then the operation's own arguments, with its schema's defaults:
 `def _sum(func, tensor, dim=None, keepdim=False, *, dtype=None)`. torch passes the arguments that
 the schema marks as keyword-only by keyword and all others by position, without trailing defaults.
@@ -8,12 +11,16 @@ the schema marks as keyword-only by keyword and all others by position, without 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
 from lamina.buffers.compat import OpOverload, disabled_torch_function_impl
 from lamina.buffers.tensors.span_spec import SpanSpec
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+    from torch.distributed.checkpoint.planner import WriteItem
 
 __all__ = ["Handler", "HandlerTable", "SpanTensor"]
 
@@ -70,3 +77,42 @@ class SpanTensor(torch.Tensor):
     def _with(self, local: torch.Tensor, spec: SpanSpec | None = None) -> SpanTensor:
         """A tensor of this class that holds `local`, at this tensor's place or at `spec`."""
         raise NotImplementedError
+
+    def boxes(self) -> Sequence[Any]:
+        """This rank's elements as boxes of the whole, with `offsets` and `sizes`."""
+        raise NotImplementedError
+
+    def view_of(self, box: Any) -> torch.Tensor:
+        """One of `boxes` as a view of this rank's elements."""
+        raise NotImplementedError
+
+    # -- torch.distributed.checkpoint's protocol: boxes from the layout, no collectives ------------
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+
+        return [
+            ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
+            for box in self.boxes()
+        ]
+
+    def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:
+        """One item per box. Replicas give equal items; DCP's planner drops all but one of them."""
+        from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
+        from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+        properties = TensorProperties.create_from_tensor(self._local)
+        return [
+            WriteItem(
+                index=MetadataIndex(fqn, chunk.offsets),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=self.shape),
+            )
+            for chunk in self.__create_chunk_list__()
+        ]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
+        for box in self.boxes():
+            if index.offset is None or torch.Size(box.offsets) == index.offset:
+                return self.view_of(box)
+        raise ValueError(f"{index.fqn}: no box of {self!r} starts at {index.offset}")

@@ -12,8 +12,8 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from lamina.buffers.compat import OpOverload, foreach_types, is_traced, make_wrapper_subclass
+from lamina.buffers.layout.boxes import Box, boxes_of_span
 from lamina.buffers.resolve_axes import Axis
-from lamina.buffers.tensors import checkpoint_protocol
 from lamina.buffers.tensors.handlers import SpanTensor
 from lamina.buffers.tensors.span_ops import dispatch
 from lamina.buffers.tensors.span_spec import Extents, SpanCommunicator, SpanSpec
@@ -277,16 +277,17 @@ class ShardedTensor(SpanTensor):
             "preproc_state_dict_for_dcp_ckpt=False) lets state_dict() hold whole tensors"
         )
 
-    # -- torch.distributed.checkpoint's protocol: no collectives ----------------------------------
+    def boxes(self) -> tuple[Box, ...]:
+        """This rank's span as boxes of the whole."""
+        spec = self._spec
+        if not spec.numel and spec.start == spec.stop:
+            # A tensor without elements still has a name and a shape to store: one, of every rank.
+            return (Box((0,) * len(spec.shape), tuple(spec.shape), 0),)
+        return boxes_of_span(spec.shape, spec.start, spec.stop)
 
-    def __create_write_items__(self, fqn: str, object: Any) -> list[Any]:
-        return checkpoint_protocol.write_items(fqn, self._local, self._spec)
-
-    def __create_chunk_list__(self) -> list[Any]:
-        return checkpoint_protocol.chunk_list(self._spec)
-
-    def __get_tensor_shard__(self, index: Any) -> torch.Tensor:
-        return checkpoint_protocol.tensor_shard(index, self._local, self._spec)
+    def view_of(self, box: Box) -> torch.Tensor:
+        """One of `boxes` as a view of the span."""
+        return self._local[box.start : box.start + box.numel].view(box.sizes)
 
 
 class _FullTensor(torch.autograd.Function):

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import torch
 
 from lamina.buffers.compat import OpOverload, make_wrapper_subclass
+from lamina.buffers.layout.tensor_region import RegionBox, TensorRegion
 from lamina.buffers.tensors.handlers import HandlerTable, SpanTensor
 from lamina.buffers.tensors.sharded_tensor import ShardedTensor
 from lamina.buffers.tensors.span_moves import HANDLERS as MOVES
 from lamina.buffers.tensors.span_moves import narrowed
 from lamina.buffers.tensors.span_spec import SpanSpec
-from lamina.buffers.tensors.tensor_region import RegionBox, TensorRegion
-
-if TYPE_CHECKING:
-    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
-    from torch.distributed.checkpoint.planner import WriteItem
 
 __all__ = ["TensorPart"]
 
@@ -133,27 +129,6 @@ class TensorPart(SpanTensor):
             f"TensorPart(shape={list(self.shape)}, span={self._spec.start}..{self._spec.stop} of "
             f"{self._tensor_region.part_shape}, {self._spec.where()}, local={self._local})"
         )
-
-    # -- torch.distributed.checkpoint's protocol --------------------------------------------------
-
-    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
-
-        return [
-            ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
-            for box in self.boxes()
-        ]
-
-    def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:
-        from lamina.buffers.tensors.checkpoint_protocol import items_of_chunks
-
-        return items_of_chunks(fqn, self.__create_chunk_list__(), self._local, self.shape)
-
-    def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
-        for box in self.boxes():
-            if index.offset is None or torch.Size(box.offsets) == index.offset:
-                return self.view_of(box)
-        raise ValueError(f"{index.fqn}: no box of {self!r} starts at {index.offset}")
 
 
 @_HANDLERS.handles(aten.copy_.default)

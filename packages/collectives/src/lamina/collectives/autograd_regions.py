@@ -80,9 +80,7 @@ def copy_to(
         >>> hidden = copy_to(torch.ones(2, 8, requires_grad=True), None)
     """
     reduction_class(reduction)
-    if group_size(group) == 1:
-        return tensor
-    return _apply(tensor, _same, _sum(group, reduction))
+    return _region(tensor, group, _same, _sum(group, reduction))
 
 
 @one_graph_break
@@ -108,9 +106,7 @@ def reduce_from(
         >>> whole = reduce_from(torch.ones(2, 8), None)
     """
     reduction_class(reduction)
-    if group_size(group) == 1:
-        return tensor
-    return _apply(tensor, _sum(group, reduction), _same)
+    return _region(tensor, group, _sum(group, reduction), _same)
 
 
 @one_graph_break
@@ -133,10 +129,8 @@ def scatter_to(tensor: torch.Tensor, group: ProcessGroup | None, dim: int = 0) -
         >>> piece = scatter_to(torch.ones(2, 8), None, dim=1)
     """
     dim = dimension("scatter_to", tensor, dim)
-    if group_size(group) == 1:
-        return tensor
     require_divisible("scatter_to", tensor, dim, group)
-    return _apply(tensor, _keep_piece(group, dim), _gather(group, dim))
+    return _region(tensor, group, _keep_piece(group, dim), _gather(group, dim))
 
 
 @one_graph_break
@@ -177,11 +171,9 @@ def gather_from(
         raise ValueError(f"gather_from: grad must be 'split' or 'reduce_scatter', not {grad!r}")
     reduction_class(reduction)
     dim = dimension("gather_from", tensor, dim)
-    if group_size(group) == 1:
-        return tensor
     whole_gradient = grad == "split"
     dual = _keep_piece(group, dim) if whole_gradient else _sum_and_keep_piece(group, dim, reduction)
-    return _apply(tensor, _gather(group, dim), dual)
+    return _region(tensor, group, _gather(group, dim), dual)
 
 
 @one_graph_break
@@ -215,10 +207,8 @@ def reduce_scatter_to(
     """
     reduction_class(reduction)
     dim = dimension("reduce_scatter_to", tensor, dim)
-    if group_size(group) == 1:
-        return tensor
     require_divisible("reduce_scatter_to", tensor, dim, group)
-    return _apply(tensor, _sum_and_keep_piece(group, dim, reduction), _gather(group, dim))
+    return _region(tensor, group, _sum_and_keep_piece(group, dim, reduction), _gather(group, dim))
 
 
 @one_graph_break
@@ -253,7 +243,7 @@ def all_to_all_tokens(
     exchange = _exchange_rows(group, receives, sends)
     if group_size(group) == 1:
         return exchange(tensor)
-    return _apply(tensor, exchange, _exchange_rows(group, sends, receives))
+    return _region(tensor, group, exchange, _exchange_rows(group, sends, receives))
 
 
 Function: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
@@ -278,6 +268,13 @@ class _DualFunction(torch.autograd.Function):
 
 def _apply(tensor: torch.Tensor, function: Function, dual: Function) -> torch.Tensor:
     return cast("torch.Tensor", _DualFunction.apply(tensor, function, dual))  # type: ignore[no-untyped-call]
+
+
+def _region(
+    tensor: torch.Tensor, group: ProcessGroup | None, function: Function, dual: Function
+) -> torch.Tensor:
+    """Apply a function and its dual over a group; in a group of one there is nothing to do."""
+    return tensor if group_size(group) == 1 else _apply(tensor, function, dual)
 
 
 def _same(tensor: torch.Tensor) -> torch.Tensor:

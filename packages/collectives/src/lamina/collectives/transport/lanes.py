@@ -192,9 +192,7 @@ def kept_bytes() -> int:
     `threads * 2**17 * (8 + 4 * levels + 4)` bytes each, with `levels` up to log2(ranks) + 1 and
     at most 16 threads counted), and up to 64 MiB per group of what was received by messages.
     """
-    with _lanes_lock:
-        lanes = list(_lanes.values())
-    return sum(lane.scratch_pool.nbytes for lane in lanes)
+    return sum(lane.scratch_pool.nbytes for _, lane in lanes())
 
 
 def release_kept() -> None:
@@ -202,7 +200,5 @@ def release_kept() -> None:
 
     No communication: each rank may call it when it likes, also while collectives run.
     """
-    with _lanes_lock:
-        lanes = list(_lanes.values())
-    for lane in lanes:
+    for _, lane in lanes():
         lane.scratch_pool.clear()

@@ -258,11 +258,13 @@ class _DualFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, function: Function, dual: Function) -> torch.Tensor:
+        """Apply the function."""
         ctx.function, ctx.dual = function, dual
         return function(tensor)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        """Apply the dual, as a region."""
         return _apply(gradient, ctx.dual, ctx.function), None, None
 
 

@@ -127,6 +127,7 @@ class _Pause:
         self._deadline = deadline
 
     def wait(self) -> bool:
+        """Sleep once; False when the time is over."""
         if time.monotonic() >= self._deadline:
             return False
         time.sleep(self._length)

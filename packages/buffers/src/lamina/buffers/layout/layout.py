@@ -6,7 +6,6 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 from lamina.buffers.layout.granularity import TensorSpec
@@ -210,32 +209,6 @@ class BufferLayout:
         ends = [self.offsets[position] + self.specs[position].numel for position in order]
         gaps = zip([0, *ends], [*offsets, self.size], strict=True)
         return tuple((start, stop) for start, stop in gaps if start < stop)
-
-    def check(self) -> None:
-        """Verify every promise of a layout; `plan` always meets them, hand-made ones may not.
-
-        Raises:
-            ValueError: tensors overlap, leave the buffer, lie unaligned, or a boundary cuts a
-                granule. Names the tensor.
-        """
-        for spec, offset in zip(self.specs, self.offsets, strict=True):
-            if offset % self.alignment or offset < 0 or offset + spec.numel > self.size:
-                raise ValueError(
-                    f"{spec.name}: offset {offset} is not a multiple of {self.alignment} with "
-                    f"{spec.numel} elements inside a buffer of {self.size}"
-                )
-            for span in self.spans(spec.name)[1:]:
-                if span.start % spec.granule:
-                    raise ValueError(
-                        f"{spec.name}: shard {span.shard} starts at element {span.start}, inside a "
-                        f"{spec.granularity.kind} of {spec.granule} elements"
-                    )
-        offsets, order = self._by_offset
-        for left, right in pairwise(range(len(order))):
-            if offsets[left] + self.specs[order[left]].numel > offsets[right]:
-                raise ValueError(
-                    f"{self.specs[order[left]].name} and {self.specs[order[right]].name} overlap"
-                )
 
     def describe(self) -> str:
         """A table of the tensors: offset, elements, first and last shard, granularity."""

@@ -136,6 +136,7 @@ def _search(
     """
 
     def attempt(size: int) -> list[int] | None:
+        """Offsets in shards of this size, if all fits."""
         return _Packer(items, alignment, size, num_shards * size).pack(order)
 
     high, found = _easy(attempt, divisors, best)
@@ -217,6 +218,7 @@ class _Packer:
         self.gaps: list[tuple[int, int]] = []  # (length, start), sorted; none crosses a boundary
 
     def pack(self, order: Sequence[int]) -> list[int] | None:
+        """Offsets of the items, placed in this order; None where they do not fit."""
         offsets = [0] * len(self.items)
         cursor = 0
         in_given_order = all(at == position for position, at in enumerate(order))

@@ -22,11 +22,6 @@ class CollectedSpecs:
     specs: tuple[TensorSpec, ...]
     canonical: Mapping[str, str]
 
-    def aliases(self, name: str) -> tuple[str, ...]:
-        """All names of the tensor that `name` means, the canonical one first."""
-        first = self.canonical[name]
-        return tuple(other for other, target in self.canonical.items() if target == first)
-
 
 def collect_specs(
     named_tensors: Iterable[tuple[str, torch.Tensor]],

@@ -295,11 +295,13 @@ class _FullTensor(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, tensor: ShardedTensor) -> torch.Tensor:
+        """Gather it."""
         ctx.spec = tensor.spec
         return ShardedTensor.from_spec(tensor.to_local(), tensor.spec).full_tensor()
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> ShardedTensor:
+        """This rank's span of the mean over ranks (Note [Gradients of a span]); collective."""
         spec: SpanSpec = ctx.spec
         whole = gradient.contiguous()
         if spec.is_cut:

@@ -204,6 +204,7 @@ def _lists(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     fused = func._schema.name.startswith("aten::_fused")
 
     def unwrap(value: Any) -> Any:
+        """A list of tensors as they meet the spans at their places; other arguments as they are."""
         if not _is_tensor_list(value):
             return value
         return [

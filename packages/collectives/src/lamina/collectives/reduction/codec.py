@@ -28,11 +28,16 @@ class GradientCodec(Protocol):
     """
 
     @property
-    def dtype(self) -> torch.dtype: ...  # noqa: D102
+    def dtype(self) -> torch.dtype:
+        """Of the codes."""
+
     @property
-    def side_dtype(self) -> torch.dtype | None: ...  # noqa: D102
+    def side_dtype(self) -> torch.dtype | None:
+        """Of the side data."""
+
     @property
-    def block(self) -> int: ...  # noqa: D102
+    def block(self) -> int:
+        """Elements per block."""
 
     def encode(self, values: torch.Tensor, codes: torch.Tensor, side: torch.Tensor | None) -> None:
         """Write codes and side data of gradients.

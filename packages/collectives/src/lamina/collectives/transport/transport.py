@@ -131,11 +131,13 @@ class _LocalRoute:
     def gather(
         self, output: torch.Tensor, input: torch.Tensor, tag: int | None = None
     ) -> Completion:
+        """Fill the whole with the one piece."""
         if not input.is_meta and output.data_ptr() != input.data_ptr():
             output.copy_(input)
         return nothing_left
 
     def collect(self, input: torch.Tensor, scratch: torch.Tensor | None = None) -> Chunks:
+        """The one chunk, in place."""
         return _Rows([input], nothing_left)
 
 
@@ -146,11 +148,12 @@ class _Rows:
         self._rows, self._complete = rows, complete
 
     def chunks(self) -> list[torch.Tensor] | torch.Tensor:
+        """Complete the messages; the rows."""
         self._complete()
         return self._rows
 
     def close(self) -> None:
-        pass
+        """Nothing is lent."""
 
 
 class _BackendRoute:
@@ -165,6 +168,7 @@ class _BackendRoute:
     def gather(
         self, output: torch.Tensor, input: torch.Tensor, tag: int | None = None
     ) -> Completion:
+        """By the backend's all-gather, or by messages through the host."""
         if self._by_backend:
             work = all_gather_single(output, input, self._group, async_op=True)
             return lambda: wait_all(work)
@@ -177,6 +181,7 @@ class _BackendRoute:
         return complete
 
     def collect(self, input: torch.Tensor, scratch: torch.Tensor | None = None) -> Chunks:
+        """By the backend's all-to-all, or by messages through the host; into `scratch`."""
         assert scratch is not None  # noqa: S101 - the caller asks `needs_scratch`
         size, rank = self._group.size(), self._group.rank()
         if self._by_backend:

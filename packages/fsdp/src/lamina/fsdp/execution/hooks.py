@@ -40,11 +40,13 @@ class _AfterBackward(torch.autograd.Function):
         pending: PendingBackward,
         *inputs: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
+        """Pass the inputs on."""
         ctx.engine, ctx.unit, ctx.pending = engine, unit, pending
         return inputs
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """Pass their gradients on, once the engine knows that all of them are there."""
         ctx.engine.after_backward(ctx.unit, ctx.pending)
         return (None, None, None, *gradients)
 

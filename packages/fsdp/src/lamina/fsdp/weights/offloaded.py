@@ -227,10 +227,12 @@ class _Beside:
         self._side = side
 
     def wait(self) -> None:
+        """Wait on the side stream."""
         with self._side.use():
             self._handle.wait()
 
     def serves(self, purpose: str) -> None:
+        """As of the handle."""
         self._handle.serves(purpose)
 
 

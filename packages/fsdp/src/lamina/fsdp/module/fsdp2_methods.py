@@ -1,13 +1,13 @@
 """The methods of torch's `FSDPModule`, for sharded modules."""
 
-from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
+from typing import cast
 
 import torch
 from torch import nn
 
 from lamina.fsdp.execution.engine import ShardingEngine
-from lamina.fsdp.execution.hooks import unit_of
+from lamina.fsdp.execution.hooks import UnitHooks, hooks_of, unit_of
 from lamina.fsdp.execution.unit import Unit, UnitState
 from lamina.fsdp.settings.hardware_limits import UnavailableError
 
@@ -30,22 +30,26 @@ class UnshardHandle:
         self._unit = None
 
 
-class UnitMethods:
-    """What torch's FSDP2 offers on its modules, under the same names."""
+class UnitMethods(nn.Module):
+    """What torch's FSDP2 offers on its modules, under the same names, and the module's units."""
 
     @property
-    @abstractmethod
     def sharding_engine(self) -> ShardingEngine:
-        """The model's engine."""
+        """The engine that gathers, releases and reduces."""
+        return self._unit_hooks.engine
 
     @property
-    @abstractmethod
-    def sharding_unit(self) -> Unit:
-        """The module's own unit."""
+    def _unit_hooks(self) -> UnitHooks:
+        return cast(UnitHooks, hooks_of(self))
 
-    @abstractmethod
+    @property
+    def sharding_unit(self) -> Unit:
+        """The unit of what no other unit holds."""
+        return self.sharding_engine.root
+
     def sharding_units(self, recurse: bool = True) -> Iterator[Unit]:
-        """The module's own unit and (`recurse`) those inside it."""
+        """The model's units, the root's first; without `recurse` the root's alone."""
+        yield from self.sharding_engine.units if recurse else (self.sharding_engine.root,)
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Gather this module's own whole weights (collective, not recursive).

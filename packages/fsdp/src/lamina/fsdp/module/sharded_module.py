@@ -9,8 +9,7 @@ from torch import nn
 from lamina.collectives.engine import broadcast
 from lamina.ddp import DataParallel
 from lamina.ddp.engine import MemoryBudgets, ParameterGroup
-from lamina.fsdp.execution.engine import ShardingEngine
-from lamina.fsdp.execution.hooks import UnitHooks, hooks_of, unit_of
+from lamina.fsdp.execution.hooks import unit_of
 from lamina.fsdp.execution.unit import Unit
 from lamina.fsdp.module.fsdp2_methods import UnitMethods
 
@@ -19,26 +18,8 @@ __all__ = ["ShardedModule", "WatchedModule", "adopt", "is_sharded"]
 ModuleT = TypeVar("ModuleT", bound="ShardedModule")
 
 
-class ShardedModule(UnitMethods, nn.Module):
+class ShardedModule(UnitMethods):
     """Mixin that `fully_shard` adds to the root module's class; `forward` stays the user's."""
-
-    @property
-    def sharding_engine(self) -> ShardingEngine:
-        """The engine that gathers, releases and reduces."""
-        return self._unit_hooks.engine
-
-    @property
-    def _unit_hooks(self) -> UnitHooks:
-        return cast(UnitHooks, hooks_of(self))
-
-    @property
-    def sharding_unit(self) -> Unit:
-        """The unit of what no other unit holds."""
-        return self.sharding_engine.root
-
-    def sharding_units(self, recurse: bool = True) -> Iterator[Unit]:
-        """The model's units, the root's first; without `recurse` the root's alone."""
-        yield from self.sharding_engine.units if recurse else (self.sharding_engine.root,)
 
     def unit_of(self, module: nn.Module | str) -> Unit:
         """The unit of one of the model's modules, to gather, release or set up by itself.

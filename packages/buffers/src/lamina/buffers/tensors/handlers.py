@@ -115,4 +115,8 @@ class SpanTensor(torch.Tensor):
         for box in self.boxes():
             if index.offset is None or torch.Size(box.offsets) == index.offset:
                 return self.view_of(box)
-        raise ValueError(f"{index.fqn}: no box of {self!r} starts at {index.offset}")
+        spec = self._spec
+        raise ValueError(
+            f"{index.fqn}: no box of span {spec.start}..{spec.stop} of shape {list(spec.shape)} "
+            f"starts at {index.offset} ({spec.where()})"
+        )

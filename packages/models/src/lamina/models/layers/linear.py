@@ -69,7 +69,7 @@ class _CutProduct:
         """All tokens of activations that may be cut over tokens."""
         return start_all_gather(x, self.group, async_op=False).wait() if self.sequence else x
 
-    def start_sum(self, partial: Tensor, *, async_op: bool = True) -> Pending:
+    def start_sum(self, partial: Tensor, *, async_op: bool = True) -> Pending[Tensor]:
         """Sum over the ranks, and scatter over tokens if activations are cut over them."""
         how: Any = {"reduction": self.reduction, "async_op": async_op}
         if self.sequence:

@@ -31,6 +31,7 @@ from lamina.ddp.optimizer.grad_scaler import answer_scalers
 from lamina.ddp.optimizer.whole_step import show_decoupled
 from lamina.ddp.parameters.axes import (
     DataParallelAxes,
+    ModelAxes,
     check_dimensions,
     check_experts,
     data_parallel_axes,
@@ -60,6 +61,7 @@ __all__ = [
     "GroupSettings",
     "HasGroups",
     "MemoryBudgets",
+    "ModelAxes",
     "ModuleWatch",
     "Order",
     "ParameterGroup",

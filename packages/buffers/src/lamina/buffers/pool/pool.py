@@ -390,8 +390,6 @@ class StoragePool:
         self,
         conflicts: Mapping[Key, Iterable[Key]] | None = None,
         *,
-        max_slots: int | None = None,
-        max_bytes: int | None = None,
         dedicated: bool = False,
     ) -> set[Key]:
         """Give keys that are never live together common fixed memory.
@@ -400,8 +398,6 @@ class StoragePool:
 
         Args:
             conflicts: who may be live with whom at once; the pool adds what it has observed.
-            max_slots: at most so many slots (two: one unit computes, one is gathered).
-            max_bytes: at most so many bytes of slots, beside the pool's budget.
             dedicated: also give a slot to a key that can share with none (fixed addresses).
 
         Returns:
@@ -419,17 +415,11 @@ class StoragePool:
         graph = self.observed_conflicts()
         for key, others in (conflicts or {}).items():
             graph.setdefault(key, set()).update(others)
+        room = None
         if self.budget is not None:
             room = max(self.budget - sum(entry.nbytes for entry in self._live.values()), 0)
-            max_bytes = room if max_bytes is None else min(room, max_bytes)
-        plans = color_slots(
-            {key: entry.nbytes for key, entry in self._entries.items() if key not in self._live},
-            graph,
-            max_slots=max_slots,
-            max_bytes=max_bytes,
-            dedicated=dedicated,
-        )
-        return self._rebuild(plans)
+        sizes = {key: one.nbytes for key, one in self._entries.items() if key not in self._live}
+        return self._rebuild(color_slots(sizes, graph, max_bytes=room, dedicated=dedicated))
 
     def _rebuild(self, plans: Iterable[SlotPlan]) -> set[Key]:
         """Move keys to their slots; a slot whose size and keys are unchanged stays as it is."""

@@ -22,17 +22,10 @@ class SlotPlan:
     keys: tuple[Key, ...]
 
 
-def _join(graph: ConflictGraph, one: Key, other: Key) -> None:
-    if one != other:
-        graph.setdefault(one, set()).add(other)
-        graph.setdefault(other, set()).add(one)
-
-
 def color_slots(
     sizes: Mapping[Key, int],
     conflicts: Mapping[Key, Iterable[Key]],
     *,
-    max_slots: int | None = None,
     max_bytes: int | None = None,
     dedicated: bool = False,
 ) -> tuple[SlotPlan, ...]:
@@ -44,40 +37,38 @@ def color_slots(
     Args:
         sizes: bytes of each key; its order is the first order tried.
         conflicts: a conflict graph; made symmetric here.
-        max_slots: at most so many slots; keys that fit none are left out.
-        max_bytes: at most so many bytes of slots together.
+        max_bytes: at most so many bytes of slots together; keys that fit none are left out.
         dedicated: whether a key that shares with no other gets a slot as well. It saves no memory,
             but fixes the address.
     """
     graph: ConflictGraph = {key: set() for key in sizes}
     for key, others in conflicts.items():
         for other in others:
-            if key in sizes and other in sizes:
-                _join(graph, key, other)
+            if key in sizes and other in sizes and key != other:
+                graph[key].add(other)
+                graph[other].add(key)
     given = list(sizes)
     orders = (
         given,
         sorted(given, key=lambda key: -sizes[key]),
         sorted(given, key=lambda key: (-len(graph[key]), -sizes[key])),
     )
-    best: tuple[SlotPlan, ...] = ()
-    best_score: tuple[int, int] | None = None
-    for order in orders:
-        plans = _greedy(order, sizes, graph, max_slots, max_bytes)
-        if not dedicated:
-            plans = tuple(plan for plan in plans if len(plan.keys) > 1)
+
+    def coloured(order: Sequence[Key]) -> tuple[SlotPlan, ...]:
+        plans = _greedy(order, sizes, graph, max_bytes)
+        return tuple(plan for plan in plans if dedicated or len(plan.keys) > 1)
+
+    def score(plans: tuple[SlotPlan, ...]) -> tuple[int, int]:
         placed = sum(sizes[key] for plan in plans for key in plan.keys)
-        score = (-placed, sum(plan.nbytes for plan in plans))
-        if best_score is None or score < best_score:
-            best, best_score = plans, score
-    return best
+        return -placed, sum(plan.nbytes for plan in plans)
+
+    return min(map(coloured, orders), key=score)
 
 
 def _greedy(
     order: Sequence[Key],
     sizes: Mapping[Key, int],
     graph: Mapping[Key, set[Key]],
-    max_slots: int | None,
     max_bytes: int | None,
 ) -> tuple[SlotPlan, ...]:
     slots: list[list[Key]] = []
@@ -96,7 +87,7 @@ def _greedy(
         if at is not None:
             slots[at].append(key)
             nbytes[at] += grow
-        elif max_slots is None or len(slots) < max_slots:
+        else:
             slots.append([key])
             nbytes.append(need)
     return tuple(SlotPlan(size, tuple(keys)) for size, keys in zip(nbytes, slots, strict=True))

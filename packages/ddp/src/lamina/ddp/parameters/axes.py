@@ -21,6 +21,7 @@ from lamina.mesh.engine import MeshAxis, mesh_axis
 
 __all__ = [
     "DataParallelAxes",
+    "ModelAxes",
     "check_dimensions",
     "check_experts",
     "data_parallel_axes",
@@ -81,6 +82,15 @@ class DataParallelAxes:
             f"{self.outer.name}={self.outer.rank}/{self.outer.size}, "
             f"{self.inner.name}={self.inner.rank}/{self.inner.size}"
         )
+
+
+@dataclass(frozen=True)
+class ModelAxes:
+    """Axes along which ranks hold different parts of the model; None where the mesh has none."""
+
+    tp: MeshAxis | None = None
+    expert_tp: MeshAxis | None = None
+    ep: MeshAxis | None = None
 
 
 def data_parallel_axes(
@@ -152,10 +162,7 @@ def check_experts(
     refs: Iterable[ParameterRef],
     dense: DataParallelAxes,
     expert: DataParallelAxes | None,
-    *,
-    tp: MeshAxis | None,
-    expert_tp: MeshAxis | None,
-    ep: MeshAxis | None,
+    model: ModelAxes,
 ) -> None:
     """Refuse expert parameters that ranks hold different parts of and would take for copies.
 
@@ -163,13 +170,12 @@ def check_experts(
         refs: a model's parameters.
         dense: the data-parallel axes of dense ones.
         expert: those of experts; None if they have the dense ones.
-        tp: axis that cuts dense parameters, if the mesh has one.
-        expert_tp: axis that cuts experts, if the mesh has one.
-        ep: axis that experts are spread over, if the mesh has one.
+        model: the axes that cut the model.
 
     Raises:
         ValueError: naming the first such parameter.
     """
+    tp, expert_tp, ep = model.tp, model.expert_tp, model.ep
     copies = dense if expert is None else expert
     same = (copies.outer.ranks, copies.inner.ranks) == (dense.outer.ranks, dense.inner.ranks)
     held = (set(copies.outer.ranks), set(copies.inner.ranks))

@@ -24,6 +24,7 @@ from lamina.ddp.group.module_watch import ModuleWatch
 from lamina.ddp.inspect.memory import MemoryBudgets
 from lamina.ddp.parameters.axes import (
     DataParallelAxes,
+    ModelAxes,
     check_dimensions,
     check_experts,
     data_parallel_axes,
@@ -160,8 +161,8 @@ class DistributedDataParallel(DataParallel):
         refuse_unplaced(refs, dense, axis_if_there(mesh, "tp"))
         require_same_model(type(self).__name__, refs, dense, expert, config)
         if isinstance(mesh, ParallelMesh):
-            tp, expert_tp, ep = (mesh.axis(name) for name in ("tp", "expert_tp", "ep"))
-            check_experts(refs, dense, expert, tp=tp, expert_tp=expert_tp, ep=ep)
+            model = ModelAxes(*(mesh.axis(name) for name in ("tp", "expert_tp", "ep")))
+            check_experts(refs, dense, expert, model)
         scratch = ScratchBuffers(keep_on_cpu=True)
         settings = _settings(config, dense)
         with self._memory(dense, expert):

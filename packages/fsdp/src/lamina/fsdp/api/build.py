@@ -110,16 +110,8 @@ def build_units(
     """
     settings, precision = sharding.settings, sharding.settings.precision
     groups = [tuple(_plan_groups(plan, sharding)) for plan in plans]
-    axes = sharding.model
     for plan, planned in zip(plans, groups, strict=True):
-        check_experts(
-            plan.refs,
-            sharding.dense,
-            sharding.expert,
-            tp=axes.tp,
-            expert_tp=axes.expert_tp,
-            ep=axes.ep,
-        )
+        check_experts(plan.refs, sharding.dense, sharding.expert, sharding.model)
         for group in planned:
             _check_gradient_dtypes(group)
     if settings.gather_budget is not None or settings.reduce_budget is not None:

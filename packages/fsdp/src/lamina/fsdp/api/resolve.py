@@ -7,11 +7,10 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from lamina.ddp.engine import DataParallelAxes, collect_parameters, refuse_unplaced
+from lamina.ddp.engine import DataParallelAxes, ModelAxes, collect_parameters, refuse_unplaced
 from lamina.fsdp.settings.hardware_limits import SlotMemory, slot_memory
 from lamina.fsdp.settings.meshes import (
     Mesh,
-    ModelAxes,
     computing_device,
     model_axes,
     resolve_meshes,

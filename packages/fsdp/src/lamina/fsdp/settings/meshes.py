@@ -9,27 +9,18 @@ from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from lamina.ddp.engine import DataParallelAxes, check_dimensions, data_parallel_axes
+from lamina.ddp.engine import DataParallelAxes, ModelAxes, check_dimensions, data_parallel_axes
 from lamina.fsdp.settings.sharding_settings import ShardingSettings
 from lamina.mesh import AxisError, ParallelMesh
 from lamina.mesh.engine import MeshAxis, axis_if_there, mesh_axis
 
-__all__ = ["Mesh", "ModelAxes", "computing_device", "model_axes", "resolve_meshes"]
+__all__ = ["Mesh", "computing_device", "model_axes", "resolve_meshes"]
 
 Names = str | Sequence[str]
 Mesh = ParallelMesh | DeviceMesh
 
 _PARTS, _EXPERT_PARTS = ("tp", "pp"), ("ep", "expert_tp")
 """Dimensions along which ranks hold different parts of the model, and of its experts."""
-
-
-@dataclass(frozen=True)
-class ModelAxes:
-    """Axes along which ranks hold different parts of the model; None where the mesh has none."""
-
-    tp: MeshAxis | None = None
-    expert_tp: MeshAxis | None = None
-    ep: MeshAxis | None = None
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,13 @@ from torch import nn
 
 from lamina.buffers import ShardedTensor
 from lamina.buffers.engine import TensorPart, TensorRegion
-from lamina.ddp.engine import DataParallelAxes, ParameterGroup, ParameterRef, collect_parameters
-from lamina.fsdp.settings.meshes import ModelAxes
+from lamina.ddp.engine import (
+    DataParallelAxes,
+    ModelAxes,
+    ParameterGroup,
+    ParameterRef,
+    collect_parameters,
+)
 from lamina.fsdp.units.dtensors import is_cut_dtensor, region_of_dtensor
 from lamina.mesh.engine import MeshAxis
 

@@ -6,8 +6,7 @@ import torch
 from torch.optim import Optimizer
 
 from lamina.buffers import ShardedTensor
-from lamina.ddp.engine import ParameterGroup, ParameterRef
-from lamina.fsdp.settings.meshes import ModelAxes
+from lamina.ddp.engine import ModelAxes, ParameterGroup, ParameterRef
 from lamina.fsdp.state.cut_regions import TensorRegions, parts_among
 
 __all__ = ["needs_whole_tensors", "refuse_cut_by_model", "refuse_cut_tensors"]

@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 import torch
 
 from lamina.buffers.compat import OpOverload, current_graph_task_id
-from lamina.buffers.tensors import span_moves, span_norms, span_reductions
+from lamina.buffers.tensors import span_moves, span_reductions
 from lamina.buffers.tensors.handlers import Handler, SpanTensor
 from lamina.buffers.tensors.span_spec import SpanSpec
 
@@ -16,7 +16,6 @@ __all__ = ["dispatch"]
 _SPECIAL: dict[OpOverload, Handler] = {
     **span_moves.HANDLERS,
     **span_reductions.HANDLERS,
-    **span_norms.HANDLERS,
 }
 
 # Tagged pointwise by torch, but not one element at a time.

@@ -9,8 +9,7 @@ from dataclasses import asdict
 from lamina.mesh.errors import EnvironmentVariableError
 from lamina.mesh.launch import read_launch
 from lamina.mesh.machine import MACHINE_CHECKS, Machine
-from lamina.mesh.problems import EnvironmentProblem
-from lamina.mesh.settings import settings_problems
+from lamina.mesh.settings import EnvironmentProblem, settings_problems
 from lamina.mesh.variables import Environment, environment
 
 __all__ = ["check_environment", "main", "report"]

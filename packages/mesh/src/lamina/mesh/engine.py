@@ -4,10 +4,10 @@ from lamina.mesh.axis import MeshAxis, axis_if_there, mesh_axis, named_mesh
 from lamina.mesh.axis_sizes import DENSE_AXES, DERIVED_AXES, EXPERT_AXES, MODEL_AXES
 from lamina.mesh.errors import EnvironmentVariableError, GroupCreationError, translates
 from lamina.mesh.machine import Machine
-from lamina.mesh.problems import EnvironmentProblem, require_overlap
 from lamina.mesh.process_groups import running_watchdog
 from lamina.mesh.rng import Seeded, recompute_contexts, require_stream
 from lamina.mesh.roles import copy_role, copy_roles
+from lamina.mesh.settings import EnvironmentProblem, require_overlap
 from lamina.mesh.variables import Environment, environment
 from lamina.mesh.verdict import Wait
 from lamina.mesh.watchdog import Activity

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from lamina.mesh.problems import EnvironmentProblem
+from lamina.mesh.settings import EnvironmentProblem
 from lamina.mesh.variables import Environment
 
 __all__ = ["MACHINE_CHECKS", "TORCH_SUPPORTED", "Machine"]

@@ -13,10 +13,9 @@ import torch.distributed as dist
 from lamina.mesh.devices import bind_device, choose_device, default_backend
 from lamina.mesh.errors import EnvironmentVariableError
 from lamina.mesh.launch import Launch, read_launch
-from lamina.mesh.problems import EnvironmentProblem
 from lamina.mesh.process_groups import current_world, default_store, fake_store
 from lamina.mesh.rendezvous import open_store
-from lamina.mesh.settings import settings_problems
+from lamina.mesh.settings import EnvironmentProblem, settings_problems
 from lamina.mesh.variables import Environment, environment
 from lamina.mesh.watchdog import Watchdog
 

@@ -3,7 +3,7 @@
 import torch
 from torch.distributed import ProcessGroup
 
-from lamina.collectives.call.agreement import require_agreement
+from lamina.collectives.call.checks import require_agreement
 from lamina.collectives.call.collective import Collective, Handle
 from lamina.collectives.transport.groups import where
 from lamina.collectives.transport.transport import route_for

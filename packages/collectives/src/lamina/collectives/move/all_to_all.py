@@ -6,10 +6,11 @@ from functools import partial
 import torch
 from torch.distributed import ProcessGroup
 
-from lamina.collectives.call.agreement import require_agreement, require_matching_splits
 from lamina.collectives.call.checks import (
+    require_agreement,
     require_disjoint,
     require_divisible,
+    require_matching_splits,
     require_same_device,
 )
 from lamina.collectives.call.collective import Handle, launch

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from lamina.collectives.call.agreement import rows_of_all
+from lamina.collectives.call.checks import rows_of_all
 from lamina.collectives.move.small import all_reduce_small, broadcast, host_device
 from lamina.collectives.transport.groups import backend_name
 

@@ -9,8 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from lamina.collectives.call.agreement import require_agreement
-from lamina.collectives.call.checks import require_same_device
+from lamina.collectives.call.checks import require_agreement, require_same_device
 from lamina.collectives.call.collective import Handle, launch
 from lamina.collectives.call.record import issue
 from lamina.collectives.move.all_gather import AllGather, all_gather_into

@@ -15,9 +15,9 @@ from typing import ClassVar, Literal, TypeAlias
 import torch
 from torch.distributed import ProcessGroup
 
-from lamina.collectives.call.agreement import require_agreement
 from lamina.collectives.call.checks import (
     WIRE_DTYPES,
+    require_agreement,
     require_disjoint,
     require_flat,
     require_same_device,

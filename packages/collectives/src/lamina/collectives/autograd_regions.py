@@ -80,7 +80,7 @@ def copy_to(
         >>> hidden = copy_to(torch.ones(2, 8, requires_grad=True), None)
     """
     reduction_class(reduction)
-    return _region(tensor, group, _same, _sum(group, reduction))
+    return _over(tensor, group, _same, _sum(group, reduction))
 
 
 @one_graph_break
@@ -106,7 +106,7 @@ def reduce_from(
         >>> whole = reduce_from(torch.ones(2, 8), None)
     """
     reduction_class(reduction)
-    return _region(tensor, group, _sum(group, reduction), _same)
+    return _over(tensor, group, _sum(group, reduction), _same)
 
 
 @one_graph_break
@@ -130,7 +130,7 @@ def scatter_to(tensor: torch.Tensor, group: ProcessGroup | None, dim: int = 0) -
     """
     dim = dimension("scatter_to", tensor, dim)
     require_divisible("scatter_to", tensor, dim, group)
-    return _region(tensor, group, _keep_piece(group, dim), _gather(group, dim))
+    return _over(tensor, group, _keep_piece(group, dim), _gather(group, dim))
 
 
 @one_graph_break
@@ -173,7 +173,7 @@ def gather_from(
     dim = dimension("gather_from", tensor, dim)
     whole_gradient = grad == "split"
     dual = _keep_piece(group, dim) if whole_gradient else _sum_and_keep_piece(group, dim, reduction)
-    return _region(tensor, group, _gather(group, dim), dual)
+    return _over(tensor, group, _gather(group, dim), dual)
 
 
 @one_graph_break
@@ -208,7 +208,7 @@ def reduce_scatter_to(
     reduction_class(reduction)
     dim = dimension("reduce_scatter_to", tensor, dim)
     require_divisible("reduce_scatter_to", tensor, dim, group)
-    return _region(tensor, group, _sum_and_keep_piece(group, dim, reduction), _gather(group, dim))
+    return _over(tensor, group, _sum_and_keep_piece(group, dim, reduction), _gather(group, dim))
 
 
 @one_graph_break
@@ -243,7 +243,7 @@ def all_to_all_tokens(
     exchange = _exchange_rows(group, receives, sends)
     if group_size(group) == 1:
         return exchange(tensor)
-    return _region(tensor, group, exchange, _exchange_rows(group, sends, receives))
+    return _over(tensor, group, exchange, _exchange_rows(group, sends, receives))
 
 
 Function: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
@@ -272,7 +272,7 @@ def _apply(tensor: torch.Tensor, function: Function, dual: Function) -> torch.Te
     return cast("torch.Tensor", _DualFunction.apply(tensor, function, dual))  # type: ignore[no-untyped-call]
 
 
-def _region(
+def _over(
     tensor: torch.Tensor, group: ProcessGroup | None, function: Function, dual: Function
 ) -> torch.Tensor:
     """Apply a function and its dual over a group; in a group of one there is nothing to do."""

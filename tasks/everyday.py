@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
+from pathlib import Path
 
 import nox
+from nox.command import CommandFailed
 
 from tasks.book import write_decisions
 from tasks.bootstrap import LAYERS, ROOT, ready
@@ -15,14 +18,28 @@ from tasks.environment import CORES, gpus, pytest, run, task
 @nox.session(venv_backend="none", requires=["env_train"], default=False)
 def train(session: nox.Session) -> None:
     """The main job: train a small GPT on real text on all GPUs, or on 2 CPU ranks."""
-    ranks = gpus() or 2
+    job, words = "examples/pretrain/train.py", session.posargs
+    if "--dry-run" in words:
+        run(session, "python", job, *words)
+        return
+    asked = words[words.index("--ranks") + 1 :] if "--ranks" in words else []
+    ranks = int(asked[0]) if asked and asked[0].isdigit() else 0
+    ranks = ranks or gpus() or 2
     threads = os.environ.get("OMP_NUM_THREADS", str(max(1, CORES // ranks)))
-    run(
-        session, "python", "-m", "torch.distributed.run", "--standalone",
-        f"--nproc-per-node={ranks}", "examples/pretrain/train.py", *session.posargs,
-        env={"OMP_NUM_THREADS": threads},
-        interrupt_timeout=90,  # Ctrl-C leaves a checkpoint
-    )  # fmt: skip
+    last = Path(session.create_tmp()) / "last-line"
+    last.unlink(missing_ok=True)
+    try:
+        run(
+            session, "python", "tasks/torchrun.py", last, "--standalone",
+            f"--nproc-per-node={ranks}", job, *words,
+            env={"OMP_NUM_THREADS": threads},
+            interrupt_timeout=90,  # Ctrl-C leaves a checkpoint
+        )  # fmt: skip
+    except CommandFailed:
+        if not last.exists():
+            raise
+        again = shlex.join(["python3", "noxfile.py", "-s", "train", "--", *words])
+        session.error(f"{last.read_text()}; to go on from the newest checkpoint: {again}")
 
 
 @task

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, Any, Literal, NamedTuple
+
+import tyro
+
+from lamina.mesh import LayoutError, ParallelLayout
 
 
 @dataclass(frozen=True)
@@ -14,6 +19,8 @@ class RunConfig:
     """The run writes to runs/NAME, or runs/NAME-2 and so on once that one is finished."""
     directory: str = ""
     """Directory of the run instead of one made from the name; a run that is there is continued."""
+    export: str = ""
+    """Directory to write the trained model to, as transformers reads it."""
     seed: int = 1234
     """Seed of the initial weights, of the order of the data and of the samples."""
 
@@ -23,8 +30,8 @@ class DataConfig:
     """The text."""
 
     path: str = "stdlib"
-    """Text file, directory of text files, .tokens shard or directory of shards; 'stdlib' is the
-    source text of this Python's standard library."""
+    """Text file, directory of text files, .npy file of tokens or directory of those; 'stdlib' is
+    the source text of this Python's standard library."""
     pattern: str = "**/*.py"
     """Which files of a directory to read (glob)."""
     tokenizer: str = "bytes"
@@ -35,16 +42,20 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The shape of the GPT."""
+    """The architecture, and what to change in it; 0 keeps a size as the architecture has it."""
 
-    num_layers: int = 4
+    name: Annotated[str, tyro.conf.arg(aliases=("--model",))] = "gpt"
+    """'gpt' (small), 'mamba-hybrid', 'vision-language', a name of lamina.models.preset_names(), or
+    a directory of Hugging Face's, whose weights are trained on. A file configs/NAME.toml is read
+    first."""
+    num_layers: int = 0
     """Transformer blocks."""
-    hidden_size: int = 192
+    hidden_size: int = 0
     """Width of the residual stream, in elements."""
-    num_heads: int = 6
+    num_heads: int = 0
     """Query heads."""
     num_kv_heads: int = 0
-    """Key and value heads; 0 is as many as query heads."""
+    """Key and value heads."""
     sequence_length: int = 256
     """Length of a sample, in tokens."""
     dropout: float = 0.0
@@ -61,7 +72,7 @@ class TrainConfig:
     """Stop (with a checkpoint) after this many seconds of training; 0 is no limit. The schedule
     still counts steps."""
     batch_size: int = 16
-    """Sequences per step over all ranks: a multiple of ranks times microbatches."""
+    """Sequences per step over all ranks: a multiple of data-parallel ranks times microbatches."""
     microbatches: int = 1
     """Forward and backward passes per step and rank; more of them need less memory."""
     learning_rate: float = 3e-3
@@ -82,9 +93,11 @@ class TrainConfig:
     """What shards the model: Lamina's own engine, or torch's FSDP2 (always strategy 3)."""
     strategy: Literal[0, 1, 2, 3] = 3
     """What is sharded over ranks: 0 nothing, 1 optimizer state, 2 gradients too, 3 weights too."""
-    precision: Literal["auto", "fp32", "bf16"] = "auto"
-    """Dtype of compute and communication; 'auto' is bf16 on GPUs and fp32 on CPUs. Main weights,
-    gradients and optimizer state are fp32."""
+    precision: Annotated[
+        Literal["auto", "fp32", "bf16", "fp8"], tyro.conf.arg(aliases=("--precision",))
+    ] = "auto"
+    """Dtype of compute and communication; 'auto' is bf16 on GPUs and fp32 on CPUs. 'fp8' is 'auto'
+    with matrix products of blocks in FP8. Main weights, gradients and optimizer state are fp32."""
 
 
 @dataclass(frozen=True)
@@ -127,13 +140,33 @@ class LogConfig:
 
 @dataclass(frozen=True)
 class Config:
-    """Pretrain a GPT on text: python3 noxfile.py -s train -- [OPTIONS], or
+    """Pretrain a language model on text: python3 noxfile.py -s train -- [OPTIONS], or
     torchrun --nproc-per-node=2 examples/pretrain/train.py [OPTIONS].
 
-    Defaults come from configs/cpu.toml or configs/gpu.toml, whichever fits the machine, or from a
-    file of your own: --config FILE.toml. Options on the command line come last.
+    Defaults come from configs/cpu.toml or configs/gpu.toml, whichever fits the machine, from
+    configs/NAME.toml with --model NAME, or from a file of your own: --config FILE.toml. Options on
+    the command line come last.
     """
 
+    mesh: str = "dp_shard=-1"
+    """Ranks per axis: tp=2,pp=2,dp_shard=-1. Axes are dp_replicate, dp_shard, cp, tp, pp, ep and
+    expert_tp; one of them may be -1, which takes the ranks that the others leave."""
+    schedule: Literal[
+        "gpipe", "1f1b", "interleaved_1f1b", "looped_bfs", "interleaved_zero_bubble",
+        "zbv_zero_bubble", "dualpipev",
+    ] = "1f1b"  # fmt: skip
+    """In which order pipeline stages (pp) run microbatches."""
+    recompute: Literal["none", "selective", "full", "offload"] = "none"
+    """Activations: keep all, compute cheap ones or whole blocks again, or keep them on the host."""
+    compile: bool = False
+    """Compile the blocks (torch.compile)."""
+    tiny: bool = False
+    """Keep the architecture's kinds of layers and shrink everything else, to try it in seconds."""
+    dry_run: bool = False
+    """Say what each rank would hold, compute and send, without a GPU, weights or other ranks."""
+    ranks: int = 0
+    """Ranks that `-s train` starts, by default one per GPU, or two; with --dry-run those of the run
+    in question, by default the fewest that the mesh allows."""
     run: RunConfig = field(default_factory=RunConfig)
     data: DataConfig = field(default_factory=DataConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -142,36 +175,109 @@ class Config:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     log: LogConfig = field(default_factory=LogConfig)
 
+    def layout(self) -> ParallelLayout:
+        """The axes of `mesh`.
+
+        Raises:
+            ValueError: it is no list of axes and sizes.
+        """
+        try:
+            pairs = [pair.split("=") for pair in self.mesh.split(",")]
+            return ParallelLayout(**{name.strip(): int(size) for name, size in pairs})
+        except (ValueError, TypeError, LayoutError) as error:
+            raise ValueError(f"--mesh {self.mesh}: {error}; write tp=2,pp=2,dp_shard=-1") from None
+
+
+class Limits(NamedTuple):
+    """What a number must be."""
+
+    least: float
+    most: float = math.inf
+    without_least: bool = False
+    without_most: bool = True
+
+    def hold(self, value: float) -> bool:
+        """Whether a value is within them (NaN is not)."""
+        above = value > self.least if self.without_least else value >= self.least
+        return above and (value < self.most if self.without_most else value <= self.most)
+
+    def __str__(self) -> str:
+        low = f"above {self.least:g}" if self.without_least else f"at least {self.least:g}"
+        high = f"below {self.most:g}" if self.without_most else f"at most {self.most:g}"
+        return low if self.most == math.inf else f"{low} and {high}"
+
+
+_COUNT, _OR_ZERO, _POSITIVE = Limits(1), Limits(0), Limits(0, without_least=True)
+_FRACTION = Limits(0, 1)
+LIMITS = {
+    "ranks": _OR_ZERO,
+    "data.held_out": Limits(0, 1, without_least=True),
+    "model.num_layers": _OR_ZERO,
+    "model.hidden_size": _OR_ZERO,
+    "model.num_heads": _OR_ZERO,
+    "model.num_kv_heads": _OR_ZERO,
+    "model.sequence_length": _COUNT,
+    "model.dropout": _FRACTION,
+    "train.steps": _COUNT,
+    "train.seconds": _OR_ZERO,
+    "train.batch_size": _COUNT,
+    "train.microbatches": _COUNT,
+    "train.learning_rate": _POSITIVE,
+    "train.warmup_steps": _OR_ZERO,
+    "train.final_fraction": Limits(0, 1, without_most=False),
+    "train.weight_decay": _OR_ZERO,
+    "train.beta1": _FRACTION,
+    "train.beta2": _FRACTION,
+    "train.clip_norm": _POSITIVE,
+    "eval.every": _COUNT,
+    "eval.tokens": _COUNT,
+    "eval.samples": _OR_ZERO,
+    "eval.sample_tokens": _COUNT,
+    "eval.temperature": _OR_ZERO,
+    "checkpoint.every": _COUNT,
+    "checkpoint.keep": _COUNT,
+    "log.every": _COUNT,
+    "log.line_seconds": _OR_ZERO,
+}
+
 
 def check(config: Config, ranks: int) -> None:
     """Refuse settings that can't run, before anything is started.
 
+    What depends on the architecture, `TransformerConfig` and `GPTModel` refuse themselves.
+
     Raises:
-        ValueError: with the arithmetic and what to change.
+        ValueError: with the limit or the arithmetic, and what to change.
     """
-    per_pass = ranks * config.train.microbatches
+    for name, limits in LIMITS.items():
+        value, default = _get(config, name), _get(Config(), name)
+        if not limits.hold(value):
+            option = name.replace("_", "-")
+            raise ValueError(
+                f"--{option} {value}: it must be {limits}, such as --{option} {default}"
+            )
+    try:
+        layout = config.layout().validate(ranks)
+    except LayoutError as error:
+        raise ValueError(f"--mesh {config.mesh}: {error}") from None
+    copies = layout.dp_replicate * layout.dp_shard
+    per_pass = copies * config.train.microbatches
     if config.train.batch_size % per_pass:
         below = config.train.batch_size // per_pass * per_pass
         raise ValueError(
-            f"--train.batch-size {config.train.batch_size} is not divisible by {ranks} ranks x "
+            f"--train.batch-size {config.train.batch_size} is not divisible by {copies} ranks x "
             f"{config.train.microbatches} microbatches = {per_pass}: take {below or per_pass} or "
             f"{below + per_pass}"
         )
-    for name, value, least in (
-        ("train.steps", config.train.steps, 1),
-        ("train.microbatches", config.train.microbatches, 1),
-        ("model.sequence-length", config.model.sequence_length, 1),
-        ("eval.every", config.eval.every, 1),
-        ("checkpoint.every", config.checkpoint.every, 1),
-        ("checkpoint.keep", config.checkpoint.keep, 1),
-        ("log.every", config.log.every, 1),
-    ):
-        if value < least:
-            raise ValueError(f"--{name} {value}: it must be at least {least}")
-    if config.train.engine == "torch_fsdp2" and config.train.strategy != 3:
+    if config.train.engine == "torch_fsdp2" and (config.train.strategy, layout.pp) != (3, 1):
         raise ValueError(
-            f"--train.strategy {config.train.strategy}: torch's FSDP2 shards everything (3); use "
-            "--train.engine lamina for the others"
+            f"--train.strategy {config.train.strategy} and pp={layout.pp}: torch's FSDP2 shards "
+            "everything (3), and pipelines are Lamina's; use --train.engine lamina for the others"
         )
-    if not 0.0 < config.data.held_out < 1.0:
-        raise ValueError(f"--data.held-out {config.data.held_out}: it must be between 0 and 1")
+
+
+def _get(config: Config, name: str) -> Any:
+    value: Any = config
+    for part in name.split("."):
+        value = getattr(value, part)
+    return value

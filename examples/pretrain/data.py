@@ -1,5 +1,8 @@
 """The data: prepared once, then read in an order that is a function of (seed, step) alone.
 
+Tokens are `.npy` files, which every rank maps into memory: opening a terabyte takes as long as
+opening a kilobyte, and ranks of a machine share the pages.
+
 The order does not depend on how many ranks there are, nor on where a run was interrupted: step s
 takes samples s*B .. s*B+B-1 of an endless shuffled sequence, and rank r of R takes the r-th
 contiguous R-th of them. So there is no loader state to save.
@@ -9,17 +12,18 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
 from config import DataConfig
-from shards import SUFFIX, open_shard, write_shard
 from text import Document, Tokenizer, find_documents, load_tokenizer, tokens_of
 
 from lamina.checkpoint import shuffled
+
+SUFFIX = ".npy"
 
 
 @dataclass(frozen=True)
@@ -57,14 +61,14 @@ class Corpus:
 
 
 def prepare(config: DataConfig, directory: Path) -> None:
-    """Tokenise the source into shards in `directory`, once; on one rank only.
+    """Tokenise the source into `directory`, once; on one rank only.
 
-    A run keeps its shards, so that it continues on the same text whatever happens to the source.
+    A run keeps its tokens, so that it continues on the same text whatever happens to the source.
 
     Raises:
         ValueError: the directory holds another corpus.
     """
-    if _shards_given(config):
+    if _tokens_given(config):
         return
     if (directory / "corpus.json").exists():
         made_of = json.loads((directory / "corpus.json").read_text())["source"]
@@ -77,37 +81,39 @@ def prepare(config: DataConfig, directory: Path) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     tokenizer = load_tokenizer(config.tokenizer)
     documents = find_documents(config.path, config.pattern)
-    if len(documents) == 1:
-        sizes = _split_one(documents[0], tokenizer, config.held_out, directory)
-    else:
-        sizes = _split_many(documents, tokenizer, config.held_out, directory)
+    parts = _split(documents, tokenizer, config.held_out)
+    size = sum(
+        write_tokens(directory / f"{name}{SUFFIX}", chunks, tokenizer.vocab_size)
+        for name, chunks in parts.items()
+    )
     text_bytes = sum(document.path.stat().st_size for document in documents)
     about = {
         "source": asdict(config),
         "documents": len(documents),
         "bytes": text_bytes,
-        "bytes_per_token": text_bytes / sum(sizes),
+        "bytes_per_token": text_bytes / size,
     }
     (directory / "corpus.json").write_text(json.dumps(about, indent=1))
 
 
-def _split_many(
-    documents: list[Document], tokenizer: Tokenizer, fraction: float, directory: Path
-) -> list[int]:
-    """Hold out whole documents, each by a hash of its own name, at least one and never all."""
+def _split(
+    documents: list[Document], tokenizer: Tokenizer, fraction: float
+) -> dict[str, Iterable[np.ndarray]]:
+    """Hold out whole documents, each by a hash of its own name, at least one and never all.
+
+    Of the only document the end is held out.
+    """
+    if len(documents) == 1:
+        tokens = np.concatenate(list(tokens_of(documents, tokenizer)))
+        cut = tokens.size - max(1, round(tokens.size * fraction))
+        return {"train": [tokens[:cut]], "held-out": [tokens[cut:]]}
     place = {d.name: _uniform(d.name) for d in documents}
     ranked = sorted(place, key=place.__getitem__)
     held_out = {name for name in ranked[:-1] if place[name] < fraction} or {ranked[0]}
-    parts = {
-        "train": [d for d in documents if d.name not in held_out],
-        "held-out": [d for d in documents if d.name in held_out],
+    return {
+        "train": tokens_of([d for d in documents if d.name not in held_out], tokenizer),
+        "held-out": tokens_of([d for d in documents if d.name in held_out], tokenizer),
     }
-    return [
-        write_shard(
-            directory / f"{name}{SUFFIX}", tokens_of(part, tokenizer), tokenizer.vocab_size
-        ).tokens
-        for name, part in parts.items()
-    ]
 
 
 def _uniform(name: str) -> float:
@@ -115,52 +121,78 @@ def _uniform(name: str) -> float:
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") / 2**64
 
 
-def _split_one(
-    document: Document, tokenizer: Tokenizer, fraction: float, directory: Path
-) -> list[int]:
-    """Hold out the end of the only document."""
-    tokens = np.concatenate(list(tokens_of([document], tokenizer)))
-    cut = tokens.size - max(1, round(tokens.size * fraction))
-    parts = {"train": tokens[:cut], "held-out": tokens[cut:]}
-    return [
-        write_shard(directory / f"{name}{SUFFIX}", [part], tokenizer.vocab_size).tokens
-        for name, part in parts.items()
-    ]
+def write_tokens(path: Path, chunks: Iterable[np.ndarray], vocab_size: int) -> int:
+    """Write tokens as a 1-D `.npy` of the smallest dtype, and return their number.
+
+    Chunks go to the disk as they come, so the text need not fit into memory.
+
+    Raises:
+        ValueError: a token is outside the vocabulary.
+    """
+    dtype = np.min_scalar_type(vocab_size - 1)
+    chunked, size = path.with_suffix(".writing"), 0
+    with open(chunked, "wb") as file:
+        for chunk in chunks:
+            check_tokens(chunk, vocab_size, "the text")
+            chunk.astype(dtype).tofile(file)
+            size += chunk.size
+    written = np.lib.format.open_memmap(path, "w+", dtype, (size,))
+    if size:
+        written[:] = np.memmap(chunked, dtype, mode="r")
+    written.flush()
+    chunked.unlink()
+    return size
 
 
-def _shards_given(config: DataConfig) -> bool:
+def check_tokens(tokens: np.ndarray, vocab_size: int, where: object) -> None:
+    """Raise ValueError for a token outside the vocabulary."""
+    if tokens.size and int(tokens.max()) >= vocab_size:
+        raise ValueError(
+            f"{where} has token {int(tokens.max())} in a vocabulary of {vocab_size}: name the "
+            "--data.tokenizer that made it"
+        )
+
+
+def open_tokens(path: Path) -> np.ndarray:
+    """Map tokens into memory.
+
+    Raises:
+        ValueError: it is no whole `.npy` file of a 1-D array of unsigned integers.
+    """
+    try:
+        tokens = np.load(path, mmap_mode="r", allow_pickle=False)
+    except (ValueError, EOFError) as error:
+        raise ValueError(f"{path} is no whole .npy file: {error}") from None
+    if tokens.ndim != 1 or tokens.dtype.kind != "u":
+        raise ValueError(f"{path} has {tokens.dtype}{tokens.shape}: 1-D unsigned integers needed")
+    return tokens
+
+
+def _tokens_given(config: DataConfig) -> bool:
     path = Path(config.path)
     return path.suffix == SUFFIX or (path.is_dir() and any(path.glob(f"*{SUFFIX}")))
 
 
 def open_corpus(config: DataConfig, directory: Path) -> Corpus:
-    """Map what `prepare` made, or the shards that the config names.
+    """Map what `prepare` made, or the files of tokens that the config names.
 
-    Of shards, those called held-out* are held out; without any, the end of the last shard is.
+    Of the latter, those called held-out* are held out; without any, the end of the last is.
 
     Raises:
-        ValueError: shards of different vocabularies, or a tokenizer of another.
+        ValueError: a file is none of tokens, or has one that the tokenizer does not have.
     """
     tokenizer = load_tokenizer(config.tokenizer)
-    if not _shards_given(config):
+    if not _tokens_given(config):
         about = json.loads((directory / "corpus.json").read_text())
-        return Corpus(
-            [open_shard(directory / f"train{SUFFIX}")[1]],
-            [open_shard(directory / f"held-out{SUFFIX}")[1]],
-            tokenizer,
-            about["bytes_per_token"],
-        )
+        parts = [[open_tokens(directory / f"{name}{SUFFIX}")] for name in ("train", "held-out")]
+        return Corpus(*parts, tokenizer, about["bytes_per_token"])
     given = Path(config.path)
-    paths = [given] if given.is_file() else sorted(given.glob(f"*{SUFFIX}"))
-    shards = {path: open_shard(path) for path in paths}
-    for path, (header, _) in shards.items():
-        if header.vocab_size != tokenizer.vocab_size:
-            raise ValueError(
-                f"{path} has a vocabulary of {header.vocab_size}, the tokenizer "
-                f"{config.tokenizer!r} one of {tokenizer.vocab_size}: name the one that made it"
-            )
-    held_out = [t for path, (_, t) in shards.items() if path.name.startswith("held-out")]
-    train = [t for path, (_, t) in shards.items() if not path.name.startswith("held-out")]
+    files = {path: open_tokens(path) for path in sorted(given.glob(f"*{SUFFIX}")) or [given]}
+    for path, tokens in files.items():
+        # Another tokenizer's ids show early, and reading all of a large file would take minutes.
+        check_tokens(tokens[: 1 << 24], tokenizer.vocab_size, path)
+    held_out = [t for path, t in files.items() if path.name.startswith("held-out")]
+    train = [t for path, t in files.items() if not path.name.startswith("held-out")]
     if not held_out:
         cut = train[-1].size - max(1, round(sum(t.size for t in train) * config.held_out))
         train, held_out = [*train[:-1], train[-1][:cut]], [train[-1][cut:]]
@@ -217,11 +249,19 @@ def slice_of_step(step: int, seed: int, size: int, batch: int, rank: int, ranks:
 
 
 def held_out_batches(
-    windows: Windows, tokens: int, batch: int, rank: int, ranks: int, device: torch.device
+    windows: Windows,
+    tokens: int,
+    batch: int,
+    rank: int,
+    ranks: int,
+    device: torch.device,
+    *,
+    whole: bool = False,
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Yield this rank's batches of the held-out text, equally many on every rank.
 
-    The windows are spread evenly over the text, about `tokens` tokens in all.
+    The windows are spread evenly over the text, about `tokens` tokens in all. With `whole`
+    all batches are full: the last is left out, or filled up if there is no other.
     """
     wanted = min(len(windows), max(1, tokens // windows.length))
     chosen = [k * len(windows) // wanted for k in range(wanted)]
@@ -230,5 +270,7 @@ def held_out_batches(
     else:
         share = wanted // ranks
         mine = chosen[rank * share : (rank + 1) * share]
+    if whole:
+        mine = (mine * batch)[: max(batch, len(mine) // batch * batch)]
     for first in range(0, len(mine), batch):
         yield windows.batch(mine[first : first + batch], device)

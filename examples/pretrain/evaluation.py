@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import torch
+import torch.distributed as dist
+from build import Shape, Sharded
 from config import Config
 from data import Corpus, Windows, held_out_batches
-from engines import Sharded
 
 from lamina.collectives.engine import all_reduce_small
 from lamina.mesh import Runtime
 from lamina.mesh.engine import MeshAxis
-from lamina.models import generate
+from lamina.models import PipelineRunner, generate
 
 
 class Evaluator:
@@ -19,12 +20,13 @@ class Evaluator:
     def __init__(
         self,
         model: Sharded,
+        shape: Shape,
         corpus: Corpus,
         config: Config,
         dp: MeshAxis,
         runtime: Runtime,
     ) -> None:
-        self.corpus = corpus
+        self.corpus, self._shape = corpus, shape
         self._model, self._config, self._dp, self._device = model, config, dp, runtime.device
         self._windows = Windows(corpus.held_out, config.model.sequence_length)
 
@@ -32,7 +34,9 @@ class Evaluator:
     def held_out_loss(self) -> float:
         """Return the mean loss over the held-out text, in nats per token."""
         train = self._config.train
-        batch = max(1, train.batch_size // self._dp.size // train.microbatches)
+        pipelined = isinstance(self._model, PipelineRunner)
+        # A pipeline takes whole batches only, of at least a sequence per microbatch.
+        batch = train.batch_size // self._dp.size // (1 if pipelined else train.microbatches)
         total, tokens = 0.0, 0
         self._model.eval()
         for inputs, labels in held_out_batches(
@@ -42,22 +46,24 @@ class Evaluator:
             self._dp.rank,
             self._dp.size,
             self._device,
+            whole=pipelined,
         ):
-            total += self._model(inputs, labels=labels).item() * labels.numel()
+            loss = self._model(**self._shape.arguments(inputs, labels))
+            total += loss.item() * labels.numel()
             tokens += labels.numel()
         self._model.train()
         sums = torch.tensor([total, tokens], dtype=torch.float64)
-        all_reduce_small([sums], self._dp.group)
+        all_reduce_small([sums], dist.group.WORLD)
         return float(sums[0] / sums[1])
 
     def samples(self) -> list[tuple[str, str]]:
-        """Let the model continue pieces of held-out text.
+        """Let the model continue pieces of held-out text; a pipeline cannot (no samples).
 
         Returns:
             Pairs of what was given and what the model wrote.
         """
         length, count = self._config.model.sequence_length, self._config.eval.samples
-        if count == 0:
+        if count == 0 or isinstance(self._model, PipelineRunner):
             return []
         chosen = [(2 * k + 1) * len(self._windows) // (2 * count) for k in range(count)]
         given, _ = self._windows.batch(chosen, self._device)

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import dataclasses
-import difflib
 import io
 import sys
 import tomllib
-import typing
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 import tyro
-from config import Config, check
+from config import LIMITS, Config, check
 
 from lamina.mesh import Runtime
 
@@ -23,90 +21,77 @@ CONFIGS = Path(__file__).parent / "configs"
 
 
 class OptionError(Exception):
-    """A setting that does not exist or has the wrong type; the message says where and what else."""
+    """A file that cannot be read as settings."""
 
 
 def load(arguments: list[str], device_type: str) -> Config:
-    """Build the config.
+    """Build the config: the command line over a file over the defaults.
 
     Args:
         arguments: of the command line.
         device_type: "cpu" or "cuda": which defaults to begin with.
 
     Raises:
-        OptionError: an unknown key of the file, or a value of the wrong type.
-        SystemExit: --help, or an unknown option (tyro has then printed what is wrong).
+        OptionError: no such file, or no TOML.
+        SystemExit: --help, or what is no setting (tyro has then printed what is wrong, and the
+            nearest that exists).
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--config", type=Path)
+    parser.add_argument("--model", "--model.name")
     given, rest = parser.parse_known_args(arguments)
-    path = given.config or CONFIGS / ("gpu.toml" if device_type == "cuda" else "cpu.toml")
-    return tyro.cli(Config, default=from_toml(path), args=rest, prog="train.py")
+    named = CONFIGS / f"{given.model or ('gpu' if device_type == 'cuda' else 'cpu')}.toml"
+    config = Config()
+    if given.config or not given.model or named.is_file():
+        config = from_toml(given.config or named)
+    if given.model and (given.config or not named.is_file()):
+        rest += ["--model.name", given.model]
+    if config.tiny or "--tiny" in rest:
+        config = from_toml(CONFIGS / "tiny.toml", config)
+    return tyro.cli(Config, default=config, args=rest, prog="train.py")
 
 
-def from_toml(path: Path) -> Config:
+def from_toml(path: Path, default: Config | None = None) -> Config:
     """Read a config; keys that are not in the file keep their defaults.
 
+    A file says what the command line can say, so it is read as one.
+
     Raises:
-        OptionError: no such file, not TOML, unknown keys, values of the wrong type.
+        OptionError: no such file, or no TOML.
+        SystemExit: unknown keys, values of the wrong type (printed, with the file's name).
     """
     try:
-        return from_dict(Config, tomllib.loads(path.read_text()), str(path))
+        words = list(_words(tomllib.loads(path.read_text())))
     except FileNotFoundError:
         near = ", ".join(sorted(p.name for p in CONFIGS.glob("*.toml")))
         raise OptionError(f"--config {path}: no such file; in {CONFIGS} there are {near}") from None
     except tomllib.TOMLDecodeError as error:
         raise OptionError(f"{path}: {error}") from None
+    try:
+        return tyro.cli(Config, default=default or Config(), args=words, prog=path.name)
+    except SystemExit:
+        for name in (word[2:].split("=")[0] for word in words):
+            print(f"{path}: '{name}'{_hint(name)}", file=sys.stderr)
+        raise
 
 
-def from_dict(kind: type, values: dict[str, Any], source: str, prefix: str = "") -> Any:
-    """Fill a dataclass of dataclasses from nested dicts, refusing what is not a field."""
-    types = typing.get_type_hints(kind)
-    arguments = {}
-    for key, value in values.items():
-        name = f"{prefix}{key}"
-        if key not in types:
-            raise OptionError(f"{source}: unknown key '{name}'{_nearest(name, _all_names())}")
-        wanted = types[key]
-        if dataclasses.is_dataclass(wanted):
-            if not isinstance(value, dict):
-                raise OptionError(f"{source}: '{name}' is a section: write [{name}] above its keys")
-            arguments[key] = from_dict(wanted, value, source, f"{name}.")
+def _hint(name: str) -> str:
+    """What tyro does not say: that a key is in the wrong section, or is a section itself."""
+    if any(known.startswith(f"{name}.") for known in LIMITS):
+        return f" is a section: write [{name}] above its keys"
+    tails = {known.rpartition(".")[2]: known for known in LIMITS}
+    right = tails.get(name.rpartition(".")[2], name)
+    return f"; did you mean '{right}'?" if right != name else " was read"
+
+
+def _words(table: dict[str, Any], prefix: str = "") -> Iterator[str]:
+    for key, value in table.items():
+        if isinstance(value, dict):
+            yield from _words(value, f"{prefix}{key}.")
+        elif isinstance(value, bool):
+            yield f"--{prefix}{'' if value else 'no-'}{key}"
         else:
-            arguments[key] = _checked(value, wanted, f"{source}: '{name}'")
-    return kind(**arguments)
-
-
-def _checked(value: Any, wanted: Any, where: str) -> Any:
-    if typing.get_origin(wanted) is typing.Literal:
-        choices = typing.get_args(wanted)
-        if value not in choices:
-            raise OptionError(f"{where} is {value!r}: choose {', '.join(map(repr, choices))}")
-        return value
-    if wanted is float and type(value) is int:
-        return float(value)
-    if type(value) is not wanted:
-        raise OptionError(f"{where} is {value!r}: it must be {wanted.__name__}")
-    return value
-
-
-def _all_names(kind: type = Config, prefix: str = "") -> list[str]:
-    names = []
-    for key, wanted in typing.get_type_hints(kind).items():
-        names.append(f"{prefix}{key}")
-        if dataclasses.is_dataclass(wanted):
-            names += _all_names(wanted, f"{prefix}{key}.")
-    return names
-
-
-def _nearest(name: str, names: list[str]) -> str:
-    # A key is often right but in the wrong section: then its last part decides.
-    tails = {n.rpartition(".")[2]: n for n in reversed(names)}
-    close = difflib.get_close_matches(name, names, n=1, cutoff=0.7)
-    if not close:
-        tail = difflib.get_close_matches(name.rpartition(".")[2], list(tails), n=1)
-        close = [tails[tail[0]]] if tail else []
-    return f"; did you mean '{close[0]}'?" if close else f"; there are {', '.join(names)}"
+            yield f"--{prefix}{key}={value}"
 
 
 def configure(arguments: list[str], runtime: Runtime) -> Config:

@@ -1,41 +1,42 @@
-"""What a run ends with."""
+"""What a run begins and ends with."""
 
 from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
+from itertools import accumulate
+from pathlib import Path
 from typing import Any
 
 import torch
 from config import Config
 from data import Corpus, Windows
-from engines import Sharded
 from evaluation import Evaluator
 from metrics import Metrics
-from run import Run
-from stopping import Stop, Stopping
+from run import Run, Stop, Stopping, command
 
 from lamina.checkpoint import CheckpointManager, SaveReport
 
-_COMMAND = "python3 noxfile.py -s train --"
+_FADE = 0.9  # weight of the past in the smoothed training loss, per step
 
 
-def opening(model: Sharded, corpus: Corpus, samples: Windows, config: Config, run: Run) -> str:
+def opening(parameters: int, corpus: Corpus, samples: Windows, config: Config, run: Run) -> str:
     """Describe what is about to be trained, where and on what."""
-    parameters = sum(parameter.numel() for parameter in model.parameters())
     ranks = run.runtime.world_size
     epochs = config.train.steps * config.train.batch_size / len(samples)
     return (
-        f"{run.directory}: a GPT of {parameters / 1e6:.2f} million parameters on {ranks} "
+        f"{run.directory}: {config.model.name}{' (tiny)' if config.tiny else ''} of "
+        f"{parameters / 1e6:.2f} million parameters on {ranks} "
         f"{run.runtime.device.type} rank{'s' if ranks > 1 else ''} ({run.runtime.backend}), "
-        f"strategy {config.train.strategy}; {corpus.tokens / 1e6:.1f} million tokens, "
-        f"{epochs:.2g} epochs of them"
+        f"{config.mesh}, strategy {config.train.strategy}; {corpus.tokens / 1e6:.1f} million "
+        f"tokens, {epochs:.2g} epochs of them"
     )
 
 
 def report(
-    model: Sharded,
     optimizer: torch.optim.Optimizer,
+    parameters: int,
     evaluator: Evaluator,
     stopping: Stopping,
     checkpoints: CheckpointManager,
@@ -46,7 +47,7 @@ def report(
     """Write samples, plot and report.json, and print what came out (collective)."""
     latest = checkpoints.latest()
     where = f"{run.checkpoints}/step-{latest:08d}"
-    if stopping.reason in (Stop.INTERRUPT, Stop.PREEMPTED):
+    if stopping.told:
         metrics.finish()
         metrics.say(f"stopped on request after step {latest}; checkpoint: {where}")
         metrics.say("to continue: the same command again")
@@ -55,7 +56,6 @@ def report(
     if loss is None:  # the run was finished before: nothing was trained now
         loss = evaluator.held_out_loss()
     samples = evaluator.samples()
-    here, alone = state_bytes(model, optimizer)
     metrics.finish()
     if not run.runtime.is_main:
         return
@@ -65,14 +65,15 @@ def report(
             for given, written in samples
         )
     )
+    draw(metrics.records, metrics.entropy, run.plot)
     numbers = {
         "held_out_loss": loss,
         "unigram_entropy": metrics.entropy,
         "ratio": loss / metrics.entropy,
         "step": latest,
         "ranks": run.runtime.world_size,
-        "state_bytes_per_rank": here,
-        "state_bytes_of_one_process": alone,
+        "state_bytes_per_rank": state_bytes(optimizer),
+        "state_bytes_of_one_process": 16 * parameters,  # weight, gradient and two moments in fp32
         "peak_bytes_per_rank": metrics.peak_bytes,
     }
     if stopping.reason is not Stop.OUT_OF_TIME:
@@ -105,6 +106,7 @@ def _lines(
     bits = "" if math.isnan(per_token) else f", {loss / per_token / math.log(2):.2f} bits per byte"
     here, alone = numbers["state_bytes_per_rank"], numbers["state_bytes_of_one_process"]
     kind = "GPU" if run.runtime.device.type == "cuda" else "process"
+    board = f", {run.directory}/tensorboard" if config.log.tensorboard else ""
     ending = {
         Stop.OUT_OF_TIME: f"stopped by --train.seconds after step {numbers['step']}",
         Stop.FINISHED: f"finished {numbers['step']} steps on {numbers['ranks']} ranks",
@@ -112,46 +114,65 @@ def _lines(
     }[stopping.reason]
     return [
         "",
-        f"{ending}",
+        ending,
         f"held-out loss    {loss:.3f} nats per token{bits}: {loss / entropy:.2f} of the text's "
         f"unigram entropy, {entropy:.3f}",
         f"model state      {here / 2**20:.1f} MiB per rank (weights, gradients, optimizer); one "
         f"process alone would need {alone / 2**20:.1f} MiB",
         f"memory           {numbers['peak_bytes_per_rank'] / 2**20:,.0f} MiB peak per {kind}",
         f"checkpoint       {where}",
-        f"metrics          {run.metrics}"
-        + (f", {run.directory}/tensorboard" if config.log.tensorboard else ""),
+        f"metrics          {run.metrics}{board}",
         f"plot             {run.plot}",
         f"samples          {run.samples}",
-        f"next             {_next(stopping, config, run)}",
+        *_next(stopping, config, run),
     ]
 
 
-def _next(stopping: Stopping, config: Config, run: Run) -> str:
+def _next(stopping: Stopping, config: Config, run: Run) -> list[str]:
+    """How this run goes on, and what else there is to do."""
+    place = ["--run.directory", str(run.directory)] if not config.run.directory else []
     if stopping.reason is Stop.OUT_OF_TIME:
-        return f"{_COMMAND} --run.directory {run.directory} --train.seconds 0"
-    if config.data.path == "stdlib":
-        return f"{_COMMAND} --run.name mine --data.path PATH/TO/TEXT --data.pattern '**/*.txt'"
-    return f"{_COMMAND} --run.directory {run.directory} --train.steps {2 * config.train.steps}"
+        return [f"next             {command(*place, '--train.seconds 0')}"]
+    longer = command(*place, f"--train.steps {2 * config.train.steps}")
+    text = "--run.name mine --data.path PATH/TO/TEXT --data.pattern '**/*.txt'"
+    mine = [f"next             {command(text, anew=True)}"]
+    return [f"to go on         {longer}", *(mine if config.data.path == "stdlib" else [])]
 
 
-def state_bytes(model: Sharded, optimizer: torch.optim.Optimizer) -> tuple[int, int]:
-    """Count the model's state between backward and step.
+def state_bytes(optimizer: torch.optim.Optimizer) -> int:
+    """Count main weights, main grads (as large) and optimizer state that this rank holds."""
+    held: list[torch.Tensor] = []
+    for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+        state = optimizer.state.get(parameter, {}).values()
+        held += [parameter, parameter, *(t for t in state if isinstance(t, torch.Tensor))]
+    local = (t.to_local() if hasattr(t, "to_local") else t for t in held)
+    return sum(tensor.numel() * tensor.element_size() for tensor in local)
 
-    Returns:
-        Bytes of main weights, main grads and optimizer state on this rank, and of the same
-        things unsharded.
+
+def draw(records: Sequence[dict[str, Any]], entropy: float, path: Path) -> None:
+    """Draw training and held-out loss over steps, with the unigram entropy as a yardstick.
+
+    Args:
+        records: lines of metrics.jsonl.
+        entropy: nats per token.
+        path: of the PNG.
     """
-    here = alone = 0
-    for parameter in model.parameters():
-        held = [parameter, parameter, *_state_tensors(optimizer, parameter)]  # weight, gradient
-        for tensor in held:
-            local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-            here += local.numel() * local.element_size()
-            alone += tensor.numel() * tensor.element_size()
-    return here, alone
+    from matplotlib.figure import Figure  # without pyplot no display is needed
 
-
-def _state_tensors(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> list[torch.Tensor]:
-    state = optimizer.state.get(parameter, {})
-    return [value for value in state.values() if isinstance(value, torch.Tensor)]
+    train = [(r["step"], r["loss"]) for r in records if "loss" in r]
+    held_out = [(r["step"], r["held_out_loss"]) for r in records if "held_out_loss" in r]
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    axes = figure.subplots()
+    if train:
+        steps, losses = zip(*train, strict=True)
+        # The first value counts as if it had been there for ever.
+        smooth = list(accumulate(losses, lambda past, new: _FADE * past + (1 - _FADE) * new))
+        axes.plot(steps, losses, color="tab:blue", alpha=0.25, linewidth=0.8)
+        axes.plot(steps, smooth, color="tab:blue", label="training loss (smoothed)")
+    if held_out:
+        axes.plot(*zip(*held_out, strict=True), "o-", color="tab:orange", label="held-out loss")
+    axes.axhline(entropy, color="gray", linestyle="--", label="unigram entropy of the text")
+    axes.axhline(0.6 * entropy, color="gray", linestyle=":", label="0.6 of it")
+    axes.set(xlabel="step", ylabel="nats per token", ylim=(0, None))
+    axes.legend()
+    figure.savefig(path, dpi=120)

@@ -1,9 +1,14 @@
-"""The directory of a run: which one, and what is where in it."""
+"""A run: its directory, when it ends, and how it goes on."""
 
 from __future__ import annotations
 
 import dataclasses
+import enum
 import json
+import shlex
+import signal
+import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,48 +18,32 @@ import torch
 import torch.distributed as dist
 from config import Config
 
-from lamina.collectives.engine import broadcast
+from lamina.checkpoint import Preemption
+from lamina.collectives.engine import all_reduce_small, broadcast
 from lamina.mesh import Runtime
 
 RUNS = Path("runs")
+_COMMAND = "python3 noxfile.py -s train --"
+
+
+def command(*changes: str, anew: bool = False) -> str:
+    """The command of this run, with other options after its own; `anew` leaves its own out."""
+    return " ".join((_COMMAND, *([] if anew else map(shlex.quote, sys.argv[1:])), *changes))
 
 
 @dataclass(frozen=True)
 class Run:
-    """Places within one run's directory."""
+    """One run's directory, with paths of what is in it."""
 
     directory: Path
     runtime: Runtime
 
-    @property
-    def data(self) -> Path:
-        """The tokenised text."""
-        return self.directory / "data"
-
-    @property
-    def checkpoints(self) -> Path:
-        """The checkpoints."""
-        return self.directory / "checkpoints"
-
-    @property
-    def metrics(self) -> Path:
-        """One JSON object per line: steps and evaluations."""
-        return self.directory / "metrics.jsonl"
-
-    @property
-    def plot(self) -> Path:
-        """The loss, drawn."""
-        return self.directory / "loss.png"
-
-    @property
-    def samples(self) -> Path:
-        """What the trained model writes."""
-        return self.directory / "samples.txt"
-
-    @property
-    def report(self) -> Path:
-        """The numbers of the report; it is there once the run is finished."""
-        return self.directory / "report.json"
+    def __getattr__(self, name: str) -> Path:
+        files = {"data": "data", "checkpoints": "checkpoints", "metrics": "metrics.jsonl",
+                 "plot": "loss.png", "samples": "samples.txt", "report": "report.json"}  # fmt: skip
+        if name not in files:
+            raise AttributeError(name)
+        return self.directory / files[name]
 
     def main_first(self, work: Callable[[], None]) -> None:
         """Do something on the first rank while the others wait; a failure there ends all."""
@@ -125,3 +114,49 @@ def _agree(value: int) -> int:
     shared = torch.tensor([value], dtype=torch.int64)
     broadcast(shared, dist.group.WORLD).wait()
     return int(shared)
+
+
+class Stop(enum.Enum):
+    """Why a run ends."""
+
+    FINISHED = "finished"
+    OUT_OF_TIME = "out of time"
+    INTERRUPT = "interrupted"
+    PREEMPTED = "preempted"
+
+
+class Stopping:
+    """Turns signals into flags and lets the ranks agree on them after every step.
+
+    Signals and clocks reach ranks at different moments; a rank that left the loop alone would leave
+    the others waiting. So each step ends with one small message: the loss, and who wants to stop.
+    torchrun passes Ctrl-C on to its ranks and waits half a minute, long enough for a checkpoint.
+    SIGTERM and SIGUSR1 mean that the machine is wanted back: the run ends with an exit code that
+    lets `torchrun --max-restarts` or a requeued SLURM job go on.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self.reason: Stop | None = None
+        self._signals = Preemption((signal.SIGINT, signal.SIGTERM, signal.SIGUSR1))
+        self._seconds = config.train.seconds
+        self._started = time.monotonic()
+
+    @property
+    def told(self) -> bool:
+        """Whether the run ends because somebody said so, and goes on later."""
+        return self.reason in (Stop.INTERRUPT, Stop.PREEMPTED)
+
+    def share(self, loss: float, *, last: bool) -> float:
+        """Agree on whether this was the last step, and average the loss over the ranks.
+
+        Ranks of tp and pp have equal losses, and ranks of cp have parts whose mean is the loss.
+        """
+        late = 0.0 < self._seconds <= time.monotonic() - self._started
+        told = self._signals.received
+        interrupted, preempted = told is signal.SIGINT, told not in (None, signal.SIGINT)
+        shared = torch.tensor([loss, last, interrupted, preempted, late], dtype=torch.float64)
+        all_reduce_small([shared], dist.group.WORLD)
+        total, *votes = shared.tolist()
+        reasons = (Stop.FINISHED, Stop.INTERRUPT, Stop.PREEMPTED, Stop.OUT_OF_TIME)
+        self.reason = next((r for r, vote in zip(reasons, votes, strict=True) if vote), None)
+        return total / dist.get_world_size()

@@ -42,7 +42,7 @@ class ByteTokenizer:
 
     def decode(self, ids: list[int]) -> str:
         """Decode UTF-8; what is not UTF-8 becomes a replacement character."""
-        return bytes(i for i in ids if i).decode("utf-8", errors="replace")
+        return bytes(i for i in ids if 0 < i < 256).decode("utf-8", errors="replace")
 
 
 class HuggingFaceTokenizer:

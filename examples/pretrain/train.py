@@ -1,4 +1,4 @@
-"""Pretrain a GPT on text: the main job, read from top to bottom.
+"""Pretrain a language model on text: the main job, read from top to bottom.
 
 python3 noxfile.py -s train                                       # all GPUs, or two CPU ranks
 torchrun --nproc-per-node=2 examples/pretrain/train.py --help     # by hand
@@ -7,73 +7,98 @@ torchrun --nproc-per-node=2 examples/pretrain/train.py --help     # by hand
 from __future__ import annotations
 
 import contextlib
+import math
 import sys
+from pathlib import Path
 
 import torch
+from build import Shape, Sharded, learning_rate, make_model, model_shape, shard, whole_size
 from config import Config
 from data import Windows, open_corpus, prepare, slice_of_step
-from engines import Sharded, sharded_model
+from dry_run import dry_run
 from evaluation import Evaluator
 from metrics import Metrics
 from options import configure
 from report import opening, report
-from run import open_run
-from schedule import learning_rate
-from stopping import Stop, Stopping
-from torch.distributed.tensor import DTensor
+from run import Stop, Stopping, open_run
+from text import load_tokenizer
+from torch.distributed.elastic.multiprocessing.errors import record
 
-from lamina.checkpoint import RESUME_EXIT_CODE, CheckpointManager
-from lamina.mesh import ParallelLayout, Runtime, derive_seed, init_distributed
-from lamina.mesh.engine import MeshAxis
+from lamina.checkpoint import (
+    RESUME_EXIT_CODE,
+    CheckpointManager,
+    export_huggingface,
+    import_huggingface,
+)
+from lamina.ddp import clip_grad_norm, finalize_grads
+from lamina.fsdp import ShardedModule
+from lamina.mesh import ParallelMesh, Runtime, derive_seed, init_distributed, seed_everything
+from lamina.models import PipelineRunner
 
 
+@record  # torchrun then knows what a rank that failed had to say
 def main() -> None:
     """Start this rank, read the settings, train."""
+    if "--dry-run" in sys.argv:
+        dry_run(sys.argv[1:])
+        return
     with init_distributed() as runtime:
-        config = configure(sys.argv[1:], runtime)
-        train(config, runtime)
+        train(configure(sys.argv[1:], runtime), runtime)
 
 
 def train(config: Config, runtime: Runtime) -> None:
-    """The recipe: ranks, text, model, sharding, checkpoints, loop, report."""
-    # Ranks: all share the work of every batch, and shard the model's state.
-    mesh = ParallelLayout(dp_shard=-1).build(runtime.device.type)
+    """The recipe: ranks, model, text, sharding, checkpoints, loop, report."""
+    # Ranks: an axis for each way to share the work. The model, so far without memory: this rank's
+    # pieces over tp, cp and ep. What does not fit is refused here, before anything is written.
+    mesh = config.layout().build(runtime.device.type)
     dp = mesh.axis("dp")
-    run = open_run(config, runtime)
+    tokenizer = load_tokenizer(config.data.tokenizer)
+    shape = model_shape(config, tokenizer.vocab_size)
+    model = make_model(shape, config, mesh)
+    parameters = whole_size(shape)
 
     # Text: the first rank tokenises it, once per run; all map it into memory.
+    run = open_run(config, runtime)
     run.main_first(lambda: prepare(config.data, run.data))
     corpus = open_corpus(config.data, run.data)
     samples = Windows(corpus.train, config.model.sequence_length)
 
-    # Model and optimizer: each rank holds its part, and the loop below stays plain PyTorch.
-    model, optimizer = sharded_model(config, corpus, mesh, runtime)
+    # Sharding: each rank gets its part of weights, gradients and optimizer state.
+    model, optimizer = shard(model, config, mesh, runtime.device)
 
     # Checkpoints: the newest one, if there is one, says where to go on.
     # Each is written while training goes on. A damaged one is passed over for the one before it.
     checkpoints = CheckpointManager(
-        run.checkpoints, keep_last=config.checkpoint.keep, async_save=True
+        run.checkpoints, keep_last=config.checkpoint.keep, async_save=True, mesh=mesh
     )
     state = {"model": model, "optimizer": optimizer}
     done = checkpoints.restore(state, default=0, fallback=True)
+    if done == 0 and Path(config.model.name).is_dir():
+        import_huggingface(model, config.model.name, mesh=mesh)
 
-    evaluator = Evaluator(model, corpus, config, dp, runtime)
-    stopping = Stopping(config, dp)
-    with Metrics(config, runtime, run, corpus, done) as metrics:
-        metrics.say(opening(model, corpus, samples, config, run))
+    evaluator = Evaluator(model, shape, corpus, config, dp, runtime)
+    stopping = Stopping(config)
+    with Metrics(config, run, corpus, shape, done) as metrics:
+        metrics.say(opening(parameters, corpus, samples, config, run))
         while done < config.train.steps and not stopping.reason:
-            loss, norm = step(done, model, optimizer, samples, config, dp, runtime)
+            with metrics.watched(done):
+                loss, norm = step(done, model, optimizer, shape, samples, config, mesh, metrics)
             done += 1
             loss = stopping.share(loss, last=done == config.train.steps)
+            if not math.isfinite(loss + norm):
+                raise FloatingPointError(
+                    f"step {done}: loss {loss}, gradient norm {norm}; the newest checkpoint is of "
+                    f"step {checkpoints.latest() or 0}: lower --train.learning-rate"
+                )
             metrics.step(done, loss, norm, optimizer.param_groups[0]["lr"])
             if stopping.reason or done % config.checkpoint.every == 0:
                 metrics.saved(checkpoints.save(done, state))
-            if stopping.reason not in (Stop.INTERRUPT, Stop.PREEMPTED) and (
-                stopping.reason or done % config.eval.every == 0
-            ):
+            if not stopping.told and (stopping.reason or done % config.eval.every == 0):
                 metrics.held_out(done, evaluator.held_out_loss())
         checkpoints.close()
-        report(model, optimizer, evaluator, stopping, checkpoints, metrics, config, run)
+        report(optimizer, parameters, evaluator, stopping, checkpoints, metrics, config, run)
+    if config.run.export and not stopping.told:
+        export_huggingface(model, config.run.export, mesh=mesh)
     if stopping.reason is Stop.PREEMPTED:
         raise SystemExit(RESUME_EXIT_CODE)  # torchrun --max-restarts starts it again
 
@@ -82,35 +107,46 @@ def step(
     number: int,
     model: Sharded,
     optimizer: torch.optim.Optimizer,
+    shape: Shape,
     samples: Windows,
     config: Config,
-    dp: MeshAxis,
-    runtime: Runtime,
+    mesh: ParallelMesh,
+    metrics: Metrics,
 ) -> tuple[float, float]:
     """One optimizer step. Its samples, learning rate and random numbers follow from its number.
 
     Returns:
         This rank's loss (nats per token) and the norm of the whole gradient before clipping.
     """
-    seed, microbatches = config.run.seed, config.train.microbatches
-    torch.manual_seed(derive_seed(seed, "step", number, dp.rank))
+    seed, train, dp, device = config.run.seed, config.train, mesh.axis("dp"), metrics.device
+    seed_everything(derive_seed(seed, "step", number), mesh).begin_training()
     for group in optimizer.param_groups:
-        group["lr"] = learning_rate(number, config.train)
+        group["lr"] = learning_rate(number, train)
 
-    mine = slice_of_step(number, seed, len(samples), config.train.batch_size, dp.rank, dp.size)
-    loss, share = 0.0, len(mine) // microbatches
-    for first in range(0, len(mine), share):
-        inputs, labels = samples.batch(mine[first : first + share], runtime.device)
-        last = first + share == len(mine)
-        with contextlib.nullcontext() if last else model.no_sync():
-            part = model(inputs, labels=labels) / microbatches
-            part.backward()
-        loss += part.item()
+    with metrics.timed("data"):
+        mine = slice_of_step(number, seed, len(samples), train.batch_size, dp.rank, dp.size)
+        inputs, labels = samples.batch(mine, device)
+    if isinstance(model, PipelineRunner):
+        loss = model.step(**shape.arguments(inputs, labels)).item()
+    else:
+        loss = 0.0
+        pieces = list(
+            zip(inputs.chunk(train.microbatches), labels.chunk(train.microbatches), strict=True)
+        )
+        for index, piece in enumerate(pieces):
+            last = index == len(pieces) - 1
+            with contextlib.nullcontext() if last else model.no_sync():
+                part = model(**shape.arguments(*piece)) / len(pieces)
+                part.backward()
+            loss += part.item()
+        if isinstance(model, ShardedModule):
+            finalize_grads(model, mesh)  # sums over tp, and what else a step ends with
 
-    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.train.clip_norm)
+    stages = model.stages if isinstance(model, PipelineRunner) else model
+    norm = clip_grad_norm(stages, train.clip_norm, mesh)
     optimizer.step()
     optimizer.zero_grad()
-    return loss, float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+    return loss, float(norm)
 
 
 if __name__ == "__main__":

@@ -6,10 +6,18 @@ import numpy as np
 import pytest
 import torch
 from config import DataConfig
-from data import Windows, held_out_batches, open_corpus, prepare, shuffled, slice_of_step
+from data import (
+    Windows,
+    held_out_batches,
+    open_corpus,
+    open_tokens,
+    prepare,
+    shuffled,
+    slice_of_step,
+    write_tokens,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from shards import open_shard, write_shard
 from text import ByteTokenizer, find_documents
 
 CPU = torch.device("cpu")
@@ -59,28 +67,31 @@ def test_windows_predict_every_token_once_and_never_cross_two_parts(sizes, lengt
 
 
 @pytest.mark.parametrize("vocab_size", [2, 256, 257, 65_536, 65_537])
-def test_a_shard_comes_back_as_written(tmp_path, vocab_size):
+def test_tokens_come_back_as_written(tmp_path, vocab_size):
     tokens = np.random.default_rng(0).integers(0, vocab_size, 1000)
-    path = tmp_path / "a.tokens"
-    write_shard(path, [tokens[:10], tokens[10:10], tokens[10:]], vocab_size)
-    header, back = open_shard(path)
-    assert header.vocab_size == vocab_size
+    path = tmp_path / "a.npy"
+    assert write_tokens(path, [tokens[:10], tokens[10:10], tokens[10:]], vocab_size) == 1000
+    back = open_tokens(path)
     assert isinstance(back, np.memmap)
     assert np.array_equal(back, tokens)
     assert back.dtype.itemsize == {2: 1, 256: 1, 257: 2, 65_536: 2, 65_537: 4}[vocab_size]
+    assert [p.name for p in tmp_path.iterdir()] == ["a.npy"]
 
 
-def test_a_shard_that_is_cut_or_none_is_refused(tmp_path):
-    path = tmp_path / "a.tokens"
-    write_shard(path, [np.arange(100)], 256)
+def test_a_file_that_is_cut_or_holds_no_tokens_is_refused(tmp_path):
+    path = tmp_path / "a.npy"
+    write_tokens(path, [np.arange(100)], 256)
     path.write_bytes(path.read_bytes()[:-1])
-    with pytest.raises(ValueError, match="its header says"):
-        open_shard(path)
+    with pytest.raises(ValueError, match=r"no whole \.npy file"):
+        open_tokens(path)
     path.write_bytes(b"some text, not tokens")
-    with pytest.raises(ValueError, match="not a token shard"):
-        open_shard(path)
+    with pytest.raises(ValueError, match=r"no whole \.npy file"):
+        open_tokens(path)
+    np.save(path, np.ones((2, 2)))
+    with pytest.raises(ValueError, match=r"float64.*1-D unsigned integers"):
+        open_tokens(path)
     with pytest.raises(ValueError, match="token 300 in a vocabulary of 256"):
-        write_shard(path, [np.array([300])], 256)
+        write_tokens(path, [np.array([300])], 256)
 
 
 def library(root, files=50):
@@ -148,18 +159,18 @@ def test_one_file_holds_out_its_end(tmp_path):
     assert abs(len(decode(corpus.held_out)) / len(text) - 0.1) < 0.01
 
 
-def test_shards_are_read_as_they_are(tmp_path):
-    write_shard(tmp_path / "a.tokens", [np.arange(200)], 256)
-    write_shard(tmp_path / "b.tokens", [np.arange(100)], 256)
+def test_files_of_tokens_are_read_as_they_are(tmp_path):
+    write_tokens(tmp_path / "a.npy", [np.arange(200)], 256)
+    write_tokens(tmp_path / "b.npy", [np.arange(100)], 256)
     corpus = open_corpus(DataConfig(path=str(tmp_path), held_out=0.1), tmp_path / "unused")
     assert [part.size for part in corpus.train] == [200, 70]
     assert corpus.held_out[0].tolist() == list(range(70, 100))
-    write_shard(tmp_path / "held-out-1.tokens", [np.arange(7)], 256)
+    write_tokens(tmp_path / "held-out-1.npy", [np.arange(7)], 256)
     corpus = open_corpus(DataConfig(path=str(tmp_path)), tmp_path / "unused")
     assert [part.size for part in corpus.train] == [200, 100]
     assert corpus.held_out[0].tolist() == list(range(7))
-    write_shard(tmp_path / "c.tokens", [np.arange(7)], 300)
-    with pytest.raises(ValueError, match="vocabulary of 300"):
+    write_tokens(tmp_path / "c.npy", [np.array([299])], 300)
+    with pytest.raises(ValueError, match="token 299 in a vocabulary of 256"):
         open_corpus(DataConfig(path=str(tmp_path)), tmp_path / "unused")
 
 
@@ -192,8 +203,8 @@ def test_a_hugging_face_tokenizer_is_read_from_disk(tmp_path):
 
 
 def test_the_unigram_entropy_is_that_of_the_frequencies(tmp_path):
-    write_shard(tmp_path / "a.tokens", [np.arange(4)], 256)
-    write_shard(tmp_path / "held-out.tokens", [np.array([1, 1, 2, 3] * 10)], 256)
+    write_tokens(tmp_path / "a.npy", [np.arange(4)], 256)
+    write_tokens(tmp_path / "held-out.npy", [np.array([1, 1, 2, 3] * 10)], 256)
     corpus = open_corpus(DataConfig(path=str(tmp_path)), tmp_path)
     assert corpus.unigram_entropy() == pytest.approx(1.5 * np.log(2))
 

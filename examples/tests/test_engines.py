@@ -91,14 +91,3 @@ def test_torchs_engine_goes_on_from_its_checkpoint(tmp_path):
     found = losses(train(directory, "torch_fsdp2", 12))
     assert min(found) > 6
     assert found == pytest.approx({step: wanted[step] for step in found}, abs=1e-6)
-
-
-def test_torchs_engine_is_not_asked_for_another_strategy():
-    program = (
-        "from config import *; import dataclasses as d; "
-        "check(Config(train=TrainConfig(engine='torch_fsdp2', strategy=1)), 1)"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", program], cwd=PRETRAIN, capture_output=True, text=True, check=False
-    )
-    assert "--train.engine lamina" in done.stderr

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import fields, is_dataclass
+
 import pytest
-from config import Config, ModelConfig, TrainConfig, check
+from build import model_shape
+from config import LIMITS, Config, ModelConfig, TrainConfig, check
 from options import CONFIGS, OptionError, from_toml, load
 
 
@@ -31,21 +34,44 @@ def test_defaults_follow_the_device():
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
+    ("text", "messages"),
     [
-        ("[train]\nlearning_rat = 1.0", r"'train\.learning_rat'; did you mean 'train\.learning_r"),
-        ("[trian]\nsteps = 1", r"'trian'; did you mean 'train'"),
-        ("[train]\nnum_layers = 1", r"did you mean 'model\.num_layers'"),
-        ("[train]\nsteps = 1.5", r"'train\.steps' is 1\.5: it must be int"),
-        ("[train]\nsteps = true", r"'train\.steps' is True: it must be int"),
-        ("[train]\nstrategy = 4", r"'train\.strategy' is 4: choose 0, 1, 2, 3"),
-        ("train = 4", r"'train' is a section"),
-        ("[train", r"a\.toml"),
+        ("[train]\nlearning_rat = 1.0", ["train.learning_rat", "--train.learning-rate"]),
+        ("[trian]\nsteps = 1", ["trian.steps", "--train.steps"]),
+        ("[train]\nnum_layers = 1", ["'train.num_layers'; did you mean 'model.num_layers'?"]),
+        ("[train]\nsteps = 1.5", ["--train.steps", "int", "1.5"]),
+        ("[train]\nsteps = true", ["--train.steps"]),
+        ("[train]\nstrategy = 4", ["--train.strategy", "'4'", "'0', '1', '2', '3'"]),
+        ("train = 4", ["'train' is a section: write [train]"]),
     ],
 )
-def test_a_wrong_file_is_refused_with_the_place_and_the_nearest(toml, text, message):
-    with pytest.raises(OptionError, match=message):
+def test_a_wrong_file_is_refused_with_the_place_and_the_nearest(toml, text, messages, capsys):
+    with pytest.raises(SystemExit) as caught:
         load(["--config", str(toml(text))], "cpu")
+    assert caught.value.code == 2
+    said = " ".join(capsys.readouterr().err.replace("│", "").split())
+    for message in ["a.toml", *messages]:
+        assert message in said
+
+
+def test_a_file_that_is_no_toml_or_not_there_is_refused(toml, tmp_path):
+    with pytest.raises(OptionError, match=r"a\.toml"):
+        load(["--config", str(toml("[train"))], "cpu")
+    with pytest.raises(OptionError, match=r"no such file; in .* there are .*llama3-8b\.toml"):
+        load(["--config", str(tmp_path / "b.toml")], "cpu")
+
+
+def test_a_model_is_a_file_of_settings_or_a_name():
+    assert load(["--model", "llama3-8b"], "cpu") == from_toml(CONFIGS / "llama3-8b.toml")
+    assert load(["--model", "qwen3-4b"], "cpu") == Config(model=ModelConfig(name="qwen3-4b"))
+
+
+def test_tiny_comes_after_the_file_and_before_the_command_line():
+    config = load(["--model", "gpt2", "--tiny", "--train.steps", "3", "--mesh", "pp=2"], "cpu")
+    tiny = from_toml(CONFIGS / "tiny.toml")
+    assert config.model.sequence_length == tiny.model.sequence_length
+    assert config.train.learning_rate == from_toml(CONFIGS / "gpt2.toml").train.learning_rate
+    assert (config.train.steps, config.model.name, config.mesh) == (3, "gpt2", "pp=2")
 
 
 def test_an_unknown_option_is_refused_with_the_nearest(capsys):
@@ -73,12 +99,69 @@ def test_a_batch_that_does_not_divide_is_refused_with_the_nearest_ones():
 
 
 @pytest.mark.parametrize(
-    "config",
+    ("option", "limit"),
     [
-        Config(train=TrainConfig(steps=0)),
-        Config(model=ModelConfig(sequence_length=0)),
+        ("--train.steps 0", "at least 1"),
+        ("--train.batch-size -8", "at least 1"),
+        ("--train.microbatches 0", "at least 1"),
+        ("--train.learning-rate -1", "above 0"),
+        ("--train.learning-rate nan", "above 0"),
+        ("--train.clip-norm -1", "above 0"),
+        ("--train.warmup-steps -1", "at least 0"),
+        ("--train.weight-decay -0.1", "at least 0"),
+        ("--train.final-fraction 2", "at most 1"),
+        ("--train.beta2 1", "below 1"),
+        ("--train.seconds -1", "at least 0"),
+        ("--model.dropout 2", "below 1"),
+        ("--model.sequence-length 0", "at least 1"),
+        ("--model.num-layers -1", "at least 0"),
+        ("--data.held-out 0", "above 0"),
+        ("--data.held-out 1", "below 1"),
+        ("--eval.temperature -1", "at least 0"),
+        ("--eval.tokens 0", "at least 1"),
+        ("--checkpoint.keep 0", "at least 1"),
+        ("--log.every 0", "at least 1"),
     ],
 )
-def test_impossible_numbers_are_refused(config):
-    with pytest.raises(ValueError, match="at least 1"):
-        check(config, ranks=1)
+def test_impossible_numbers_are_refused_with_the_limit_and_a_number_that_works(option, limit):
+    config = load(option.split(), "cpu")
+    with pytest.raises(ValueError, match=f"{option.split()[0]} .*{limit}") as refused:
+        check(config, ranks=2)
+    remedy = str(refused.value).split("such as ")[1]
+    check(load([*remedy.split(), "--train.batch-size", "16"], "cpu"), ranks=2)
+
+
+def test_every_number_has_limits():
+    sections = {"": Config(), **{f.name: getattr(Config(), f.name) for f in fields(Config)}}
+    numbers = {
+        f"{prefix}.{setting.name}".lstrip(".")
+        for prefix, section in sections.items()
+        if is_dataclass(section)
+        for setting in fields(section)
+        if type(getattr(section, setting.name)) in (int, float)
+    }
+    assert numbers - set(LIMITS) == {"run.seed", "train.strategy"}  # any, and one of four
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ("--model.num-heads 5", "192 is not divisible by num_heads 5"),
+        ("--model lama3-8b", "did you mean llama3"),
+        ("--mesh tp=x", "--mesh tp=x: .*write tp=2"),
+        ("--mesh tq=2", "--mesh tq=2: .*tq"),
+        ("--mesh tp=3", "--mesh tp=3: "),
+        ("--mesh dp_shard=2,tp=-1,cp=-1", "-1"),
+    ],
+)
+def test_what_does_not_fit_is_refused_with_the_arithmetic(options, said):
+    config = load(options.split(), "cpu")
+    with pytest.raises(ValueError, match=said):
+        check(config, ranks=2) or model_shape(config, 256)
+
+
+def test_torchs_engine_is_not_asked_for_what_it_does_not_do():
+    for options in ("--train.strategy 1", "--mesh pp=2"):
+        words = [*options.split(), "--train.engine", "torch_fsdp2"]
+        with pytest.raises(ValueError, match=r"--train\.engine lamina"):
+            check(load(words, "cpu"), ranks=2)

@@ -44,7 +44,7 @@ def materialise_unit(
     views = _views_in(layouts, device)
     new = (*_new_parameters(plan, device, views), *_new_buffers(plan, device))
     fresh = {id(tensor): tensor for tensor in new}
-    if not fresh:
+    if not fresh or device.type == "meta":  # a plan of shapes, without values
         return
     with torch.no_grad(), _only(fresh, plan.module):
         for module in _children_first(plan):

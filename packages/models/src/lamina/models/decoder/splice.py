@@ -68,6 +68,8 @@ def image_positions(tokens: Tensor, image_token: int, counts: Sequence[int]) -> 
     """
     is_image = tokens == image_token
     number = is_image.flatten().cumsum(dim=0).view_as(tokens) - 1
+    if tokens.is_meta:  # which have no values to check
+        return number
     starts = is_image.clone()
     starts[:, 1:] &= ~is_image[:, :-1]
     # If every run begins with the first vector of an image, every run also ends with the last

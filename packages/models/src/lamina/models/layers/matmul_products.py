@@ -139,7 +139,7 @@ def under_autocast(
     dtype, and autograd casts the gradients back.
     """
     kind = x.device.type
-    if not torch.is_autocast_enabled(kind) or x.dtype == torch.float64:
+    if x.is_meta or not torch.is_autocast_enabled(kind) or x.dtype == torch.float64:
         return x, weight, bias
     dtype = torch.get_autocast_dtype(kind)
     return x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)

@@ -19,6 +19,7 @@ from lamina.models.base.initialise import fill_normal
 from lamina.models.base.mesh_axes import MeshLike
 from lamina.models.compat import current_graph_task_id, one_graph_break
 from lamina.models.layers.dropout import dropout_stream
+from lamina.models.layers.matmul_products import without_autocast
 from lamina.models.moe.expert_axes import ExpertAxes
 from lamina.models.moe.losses import (
     AuxiliaryScale,
@@ -157,7 +158,7 @@ class TopKRouter(nn.Module):
             split = self.axes.tokens_tp is not None
             with dropout_stream(self.moe.jitter, split, self.axes.tp):
                 x = x * torch.empty_like(x).uniform_(low, high)
-        with torch.autocast(x.device.type, enabled=False):
+        with without_autocast(x.device):
             logits = F.linear(x, self.weight.to(wide))
         return logits, logits.softmax(-1) if self.moe.scores == "softmax" else logits.sigmoid()
 

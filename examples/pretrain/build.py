@@ -1,0 +1,286 @@
+"""From settings to a sharded model and its optimizer: architecture, precision, parallel axes."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from config import Config, TrainConfig
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy as TorchPolicy
+
+from lamina.ddp import DataParallel
+from lamina.fsdp import (
+    MixedPrecisionPolicy,
+    ShardedModule,
+    TorchFullyShardedDataParallel,
+    TorchFullyShardedDataParallelConfig,
+    fully_shard,
+)
+from lamina.fsdp import fully_shard_model as shard_stage
+from lamina.fsdp import fully_shard_optimizer as shard_optimizer
+from lamina.mesh import ParallelMesh
+from lamina.models import (
+    GPTModel,
+    LatentAttention,
+    MambaConfig,
+    PipelineRunner,
+    Precision,
+    ResidualBlock,
+    TransformerBlock,
+    TransformerConfig,
+    VisionConfig,
+    VisionLanguageModel,
+    apply_recompute,
+    config_from_huggingface,
+    pipeline,
+    preset,
+)
+
+Sharded = ShardedModule | DataParallel | PipelineRunner
+_SMALL = TransformerConfig(vocab_size=1, hidden_size=192, num_layers=4, num_heads=6)
+_BLOCKS = (TransformerBlock, ResidualBlock)
+_BITS = 16  # of a token in a picture
+
+
+def _hybrid() -> TransformerConfig:
+    """Mamba-2 with four layers of attention, as in Nemotron-H 8B (NVIDIA, 2025)."""
+    return TransformerConfig(
+        vocab_size=131072,
+        hidden_size=4096,
+        num_layers=52,
+        num_heads=32,
+        num_kv_heads=8,
+        head_dim=128,
+        ffn_size=21504,
+        activation="relu2",
+        positions="none",
+        layer_pattern="M-M-M-M*-" + "M-M-M-M-M*-" * 3 + "M-M-M-M-M-",
+        mamba=MambaConfig(num_heads=128, head_dim=64, state_size=128, groups=8),
+    )
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The decoder, and the encoder of a model that sees."""
+
+    language: TransformerConfig
+    vision: VisionConfig | None = None
+
+    def arguments(self, tokens: Tensor, labels: Tensor) -> dict[str, Any]:
+        """A batch as the model takes it. A model that sees is shown each sample's first tokens.
+
+        They are drawn, one in each patch, as the bits of their ids; in the text the image token
+        stands for them. So any text trains the encoder too, and nothing has to be downloaded.
+        """
+        if self.vision is None:
+            return {"tokens": tokens, "labels": labels}
+        side, scale = self.vision.max_grid, self.vision.patch_size // 4
+        seen = side * side
+        bits = tokens[:, :seen, None] >> torch.arange(_BITS, device=tokens.device) & 1
+        pixels = bits.view(-1, side, side, 4, 4).transpose(2, 3).reshape(-1, 1, 4 * side, 4 * side)
+        images = pixels.repeat_interleave(scale, 2).repeat_interleave(scale, 3).float()
+        image_token = torch.full_like(tokens[:, :seen], self.language.vocab_size - 1)
+        unknown = torch.full_like(image_token[:, :-1], -100)  # the last of them says what follows
+        return {
+            "tokens": torch.cat((image_token, tokens[:, seen:]), 1),
+            "labels": torch.cat((unknown, labels[:, seen - 1 :]), 1),
+            "images": images,
+        }
+
+
+def model_shape(config: Config, vocab_size: int) -> Shape:
+    """Describe the model for tokens of this vocabulary.
+
+    Raises:
+        ValueError: sizes that do not fit together, and names that do not exist.
+    """
+    name, vision = config.model.name, None
+    if (Path(name) / "config.json").is_file():
+        shape = config_from_huggingface(json.loads((Path(name) / "config.json").read_text()))
+    elif name == "vision-language":  # a ViT-L before Llama 3 8B
+        vision = VisionConfig(
+            hidden_size=1024, num_layers=24, num_heads=16, channels=1, max_grid=16
+        )
+        shape = preset("llama3-8b")
+    else:
+        shape = {"gpt": _SMALL, "mamba-hybrid": _hybrid()}.get(name) or preset(name)
+    if config.tiny:
+        shape = _tiny(shape)
+        vision = vision and VisionConfig(
+            hidden_size=64, num_layers=2, num_heads=4, patch_size=4, channels=1, max_grid=4
+        )
+    given = ("num_layers", "hidden_size", "num_heads", "num_kv_heads", "dropout")
+    changes = {key: value for key in given if (value := getattr(config.model, key))}
+    if config.train.precision == "fp8":
+        changes["precision"] = Precision(backend="torch-fp8")
+    tp = config.layout().tp
+    own = name == "gpt" or config.tiny
+    shape = replace(
+        shape,
+        vocab_size=(vocab_size if own else max(shape.vocab_size, vocab_size)) + bool(vision),
+        max_sequence_length=config.model.sequence_length,
+        vocab_multiple=tp,
+        sequence_parallel=tp > 1,
+        **changes,
+    )
+    return Shape(shape, vision)
+
+
+def _tiny(shape: TransformerConfig) -> TransformerConfig:
+    """Four layers of the same kinds, of widths that tp up to 4 and FP8 can cut."""
+    changes: dict[str, Any] = {"num_layers": 4, "hidden_size": 64, "num_heads": 8, "ffn_size": 128}
+    if shape.layer_pattern is not None:
+        changes["layer_pattern"] = ("".join(dict.fromkeys(shape.layer_pattern)) * 4)[:4]
+    if shape.mla is not None:
+        changes["mla"] = LatentAttention(
+            kv_lora_rank=16, q_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=8
+        )
+    else:
+        changes["num_kv_heads"] = 4 if shape.kv_heads < shape.num_heads else None
+        changes["head_dim"] = 8
+    if shape.mamba is not None:
+        changes["mamba"] = replace(
+            shape.mamba, num_heads=16, head_dim=8, state_size=16, groups=4, chunk_size=16
+        )
+    if shape.moe is not None:
+        grouped = {"num_groups": 4, "groups_kept": 2} if shape.moe.num_groups > 1 else {}
+        shared = None if shape.moe.shared_ffn_size is None else 32
+        changes["moe"] = replace(
+            shape.moe, num_experts=8, top_k=2, ffn_size=32, shared_ffn_size=shared,
+            first_dense=min(1, shape.moe.first_dense), **grouped,
+        )  # fmt: skip
+    return replace(shape, **changes)
+
+
+def make_model(shape: Shape, config: Config, mesh: ParallelMesh) -> GPTModel | VisionLanguageModel:
+    """Describe the model without memory: this rank's pieces over tp, cp and ep.
+
+    Raises:
+        ValueError: the axes cannot cut these sizes.
+    """
+    with torch.device("meta"):
+        if shape.vision is None:
+            model = GPTModel(shape.language, mesh, seed=config.run.seed)
+        else:
+            if mesh.axis("pp").size > 1:
+                raise ValueError("--mesh pp: a vision-language model has no pipeline; use pp=1")
+            token = shape.language.vocab_size - 1
+            model = VisionLanguageModel(
+                shape.vision, shape.language, mesh, image_token=token, seed=config.run.seed
+            )
+    return model if config.recompute == "none" else apply_recompute(model, config.recompute)
+
+
+def whole_size(shape: Shape) -> int:
+    """Count the parameters of the whole model."""
+    with torch.device("meta"):
+        model: nn.Module = GPTModel(shape.language, seed=0)
+        if shape.vision is not None:
+            model = VisionLanguageModel(shape.vision, shape.language, image_token=0, seed=0)
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def shard(
+    model: nn.Module, config: Config, mesh: ParallelMesh, device: torch.device
+) -> tuple[Sharded, torch.optim.Optimizer]:
+    """Give each rank its part of the model on `device`, and make the optimizer of it."""
+    if config.train.engine == "torch_fsdp2":
+        sharded, optimizer = _by_torch(model, config, mesh, device)
+    elif mesh.axis("pp").size > 1:
+        sharded, optimizer = _in_stages(model, config, mesh, device)
+    else:
+        sharded, optimizer = shard_whole(model, config, mesh, device)
+    for block in sharded.modules() if config.compile else ():
+        if isinstance(block, _BLOCKS):
+            block.compile()
+    return sharded, optimizer
+
+
+def shard_whole(
+    model: nn.Module, config: Config, mesh: ParallelMesh, device: torch.device
+) -> tuple[ShardedModule, torch.optim.Optimizer]:
+    """Without pipeline stages: the one line."""
+    return fully_shard(model, _adamw(model, config.train), **_settings(model, config, mesh, device))
+
+
+def _in_stages(
+    model: GPTModel, config: Config, mesh: ParallelMesh, device: torch.device
+) -> tuple[PipelineRunner, torch.optim.Optimizer]:
+    """Each stage is sharded by itself; one optimizer steps over all stages of a rank."""
+    runner = pipeline(
+        model,
+        mesh,
+        config.schedule,
+        config.train.microbatches,
+        wrap=lambda stage: shard_stage(stage, **_settings(stage, config, mesh, device)),
+        sequence=config.model.sequence_length,
+    )
+    return runner, shard_optimizer(_adamw(runner, config.train), runner)
+
+
+def _settings(
+    model: nn.Module, config: Config, mesh: ParallelMesh, device: torch.device
+) -> dict[str, Any]:
+    kinds = [kind for kind in _BLOCKS if any(isinstance(m, kind) for m in model.modules())]
+    return {
+        "device_mesh": mesh,
+        "device": device,
+        "fsdp_unit_modules": kinds or None,
+        "zero_dp_strategy": config.train.strategy,
+        "mixed_precision_policy": MixedPrecisionPolicy(param_dtype=compute_dtype(config, device)),
+    }
+
+
+def compute_dtype(config: Config, device: torch.device) -> torch.dtype | None:
+    """The dtype of compute and communication: bf16, or None for fp32, as bf16 is slow on CPUs."""
+    precision = config.train.precision
+    wide = precision == "fp32" or (precision != "bf16" and device.type == "cpu")
+    return None if wide else torch.bfloat16
+
+
+def _by_torch(
+    model: nn.Module, config: Config, mesh: ParallelMesh, device: torch.device
+) -> tuple[Sharded, torch.optim.Optimizer]:
+    """FSDP2 shards parameters when it wraps them: whole ones first, the optimizer after."""
+    model.to_empty(device=device)
+    model.init_weights()
+    # Sums in fp32, as Lamina's are whatever is on the wire: torch sums in the wire's dtype.
+    policy = TorchPolicy(param_dtype=compute_dtype(config, device), reduce_dtype=torch.float32)
+    settings = TorchFullyShardedDataParallelConfig(mp_policy=policy)
+    sharded = TorchFullyShardedDataParallel(model, settings, mesh, [TransformerBlock])
+    return sharded, _adamw(sharded, config.train)
+
+
+def _adamw(model: nn.Module, train: TrainConfig) -> torch.optim.AdamW:
+    """Matrices decay; vectors (norms, biases) don't."""
+    make = partial(torch.optim.AdamW, lr=train.learning_rate, betas=(train.beta1, train.beta2))
+    return make(list(_groups(model, train.weight_decay)))
+
+
+def _groups(model: nn.Module, weight_decay: float) -> Iterable[dict[str, Any]]:
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    for decay, matrices in ((weight_decay, True), (0.0, False)):
+        chosen = [p for p in parameters if (p.ndim >= 2) == matrices]
+        if chosen:
+            yield {"params": chosen, "weight_decay": decay}
+
+
+def learning_rate(step: int, train: TrainConfig) -> float:
+    """Linear warm-up, then a cosine down to a fraction of the peak (Loshchilov and Hutter, 2017).
+
+    Args:
+        step: from 0. A function of it alone: nothing to save, nothing to restore.
+        train: peak, warm-up, length and end.
+    """
+    if step < train.warmup_steps:
+        return train.learning_rate * (step + 1) / train.warmup_steps
+    progress = (step - train.warmup_steps) / max(1, train.steps - train.warmup_steps)
+    cosine = 0.5 * (1.0 + math.cos(math.pi * min(1.0, progress)))
+    return train.learning_rate * (train.final_fraction + (1.0 - train.final_fraction) * cosine)

@@ -1,0 +1,334 @@
+"""Every architecture over every axis: the losses are those of one process."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+PRETRAIN = Path(__file__).parents[1] / "pretrain"
+sys.path.insert(0, str(PRETRAIN))  # ranks are processes of their own
+
+MODELS = (
+    "gpt",
+    "gpt2",
+    "llama3-8b",
+    "llama3-70b",
+    "mixtral-8x7b",
+    "deepseek-v3",
+    "mamba-hybrid",
+    "vision-language",
+)
+STEPS = 3
+SETTINGS = f"""
+tiny = true
+[data]
+path = "{PRETRAIN}"
+held_out = 0.2
+[train]
+steps = {STEPS}
+batch_size = 8
+microbatches = 2
+learning_rate = 1e-3
+warmup_steps = 1
+[eval]
+every = 1000
+tokens = 64
+samples = 0
+[log]
+tensorboard = false
+"""
+
+
+def settings(directory: Path, model: str, *options: str) -> list[str]:
+    """The command line of a small run: the architecture's kinds, without its schedule."""
+    path = directory / f"settings{os.getpid()}.toml"
+    path.write_text(SETTINGS)
+    steps = ["--train.steps", str(STEPS), "--eval.samples", "0", "--eval.tokens", "64"]
+    return ["--config", str(path), "--model", model, *steps, *options]
+
+
+def train_here(directory: Path, words: list[str]) -> None:
+    """Run the job in this process, which is a rank."""
+    from options import configure
+    from train import train
+
+    from lamina.mesh import init_distributed
+
+    with init_distributed() as runtime:
+        train(configure(["--run.directory", str(directory), *words], runtime), runtime)
+    dist.barrier()  # the first rank writes the report
+
+
+def losses(directory: Path) -> list[float]:
+    lines = (directory / "metrics.jsonl").read_text().splitlines()
+    return [record["loss"] for record in map(json.loads, lines) if "loss" in record]
+
+
+def one_process(directory: Path, words: list[str]) -> list[float]:
+    """The same model on the same batches: plain PyTorch, no mesh, the whole batch at once."""
+    from build import learning_rate, model_shape
+    from data import Windows, open_corpus, slice_of_step
+    from options import load
+
+    from lamina.models import GPTModel, VisionLanguageModel
+
+    config = load(words, "cpu")
+    corpus = open_corpus(config.data, directory / "data")
+    shape = model_shape(config, corpus.tokenizer.vocab_size)
+    if shape.vision is None:
+        model = GPTModel(shape.language, seed=config.run.seed)
+    else:
+        token = shape.language.vocab_size - 1
+        model = VisionLanguageModel(
+            shape.vision, shape.language, image_token=token, seed=config.run.seed
+        )
+    train, samples = config.train, Windows(corpus.train, config.model.sequence_length)
+    matrices = [p for p in model.parameters() if p.ndim >= 2]
+    vectors = [p for p in model.parameters() if p.ndim < 2]
+    optimizer = torch.optim.AdamW(
+        [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}],
+        betas=(train.beta1, train.beta2),
+        weight_decay=train.weight_decay,
+    )
+    found = []
+    for step in range(train.steps):
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(step, train)
+        mine = slice_of_step(step, config.run.seed, len(samples), train.batch_size, 0, 1)
+        loss = model(**shape.arguments(*samples.batch(mine, torch.device("cpu"))))
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), train.clip_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(loss.item())
+    return found
+
+
+def check_cell(directory: Path, model: str, mesh: str, *options: str) -> None:
+    """A run on these ranks has the losses of one process."""
+    words = settings(directory, model, "--mesh", mesh, *options)
+    train_here(directory / "run", words)
+    if dist.get_rank() == 0:
+        found = losses(directory / "run")
+        expected = one_process(directory / "run", words)
+        assert len(found) == STEPS
+        assert found[-1] < found[0]
+        # Each rank balances the load of its own tokens' experts, one process that of all tokens.
+        tolerance = 2e-2 if model in ("mixtral-8x7b", "deepseek-v3") else 2e-4
+        assert found == pytest.approx(expected, rel=tolerance)
+    dist.barrier()
+
+
+@pytest.mark.ranks(2, timeout=120)
+@pytest.mark.parametrize(
+    ("model", "mesh", "options"),
+    [
+        ("llama3-8b", "tp=2", "--recompute selective"),
+        ("llama3-70b", "pp=2", ""),
+        ("mixtral-8x7b", "ep=2,dp_shard=-1", "--train.strategy 1"),
+        ("vision-language", "dp_replicate=2,dp_shard=1", ""),
+    ],
+)
+def test_an_architecture_over_an_axis_trains_like_one_process(tmp_path, model, mesh, options):
+    check_cell(tmp_path, model, mesh, *options.split())
+
+
+LAYOUTS = (
+    "dp_shard=8",
+    "dp_replicate=2,dp_shard=4",
+    "tp=2,dp_shard=4",
+    "cp=2,dp_shard=4",
+    "pp=2,dp_shard=4",
+    "tp=2,pp=2,dp_shard=2",
+    "ep=4,dp_shard=8",
+    "tp=2,cp=2,dp_shard=2",
+)
+
+
+def fits(model: str, mesh: str) -> bool:
+    """What is refused, with the reason, is no cell."""
+    experts = model in ("mixtral-8x7b", "deepseek-v3")
+    return not (
+        ("ep=" in mesh and not experts)
+        or ("pp=" in mesh and model == "vision-language")
+        or ("cp=" in mesh and model == "mamba-hybrid")
+    )
+
+
+CELLS = [(model, mesh) for model in MODELS for mesh in LAYOUTS if fits(model, mesh)]
+
+
+@pytest.mark.slow
+@pytest.mark.ranks(8, timeout=300)
+@pytest.mark.parametrize(("model", "mesh"), CELLS)
+def test_every_architecture_trains_over_every_layout(tmp_path, model, mesh):
+    options = ("--train.batch-size", "16", "--model.dropout", "0")
+    check_cell(tmp_path, model, mesh, *options)
+
+
+@pytest.mark.ranks(2, timeout=120)
+def test_products_in_fp8_and_compiled_blocks_train(tmp_path):
+    words = settings(tmp_path, "llama3-8b", "--precision", "fp8", "--mesh", "dp_shard=2")
+    train_here(tmp_path / "run", words)
+    exact = settings(tmp_path, "llama3-8b", "--mesh", "dp_shard=2")
+    if dist.get_rank() == 0:
+        found, expected = losses(tmp_path / "run"), one_process(tmp_path / "run", exact)
+        assert found != expected
+        assert found == pytest.approx(expected, rel=2e-2)
+
+
+@pytest.mark.ranks(2, timeout=120)
+def test_weights_come_from_hugging_face_and_go_back(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    source, target = tmp_path / "source", tmp_path / "target"
+    if dist.get_rank() == 0:
+        torch.manual_seed(0)
+        shape = transformers.LlamaConfig(
+            vocab_size=256, hidden_size=64, intermediate_size=128, num_hidden_layers=2,
+            num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64,
+        )  # fmt: skip
+        transformers.LlamaForCausalLM(shape).save_pretrained(source)
+    dist.barrier()
+    rate = ("--train.learning-rate", "1e-12", "--train.weight-decay", "0")
+    tiny = [word for word in settings(tmp_path, str(source), *rate) if word != "--tiny"]
+    (tmp_path / f"settings{os.getpid()}.toml").write_text(SETTINGS.replace("tiny = true", ""))
+    export = ("--run.export", str(target), "--model.sequence-length", "32", "--mesh", "tp=2")
+    train_here(tmp_path / "run", [*tiny, *export])
+    if dist.get_rank() == 0:
+        load = transformers.AutoModelForCausalLM.from_pretrained
+        expected, found = load(source).state_dict(), load(target).state_dict()
+        assert expected.keys() == found.keys()
+        for name, value in expected.items():  # such a rate moves nothing
+            torch.testing.assert_close(found[name], value, rtol=0, atol=1e-6, msg=name)
+
+
+def dry_run(*words: str) -> subprocess.CompletedProcess[str]:
+    """`--dry-run` in a process, as it makes a world of its own."""
+    command = [sys.executable, str(PRETRAIN / "train.py"), "--dry-run", *words]
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=400)
+
+
+def plan(*words: str) -> str:
+    """What `--dry-run` prints."""
+    done = dry_run(*words)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def size(printed: str, label: str) -> float:
+    (line,) = [line for line in printed.splitlines() if line.startswith(f"{label}  ")]
+    return float(line.split()[-2]) * 2**20
+
+
+@pytest.mark.ranks(2, timeout=120)
+def test_the_plan_of_a_run_is_what_it_holds_and_sends(tmp_path):
+    from build import make_model, model_shape, shard
+    from options import load
+
+    from lamina.collectives import Ledger
+    from lamina.ddp import finalize_grads, memory_plan
+    from lamina.mesh import init_distributed
+
+    words = settings(
+        tmp_path, "llama3-8b", "--mesh", "dp_shard=2", "--precision", "fp32",
+        "--train.microbatches", "1",
+    )  # fmt: skip
+    with init_distributed() as runtime:
+        config = load(words, "cpu")
+        mesh = config.layout().build("cpu")
+        shape = model_shape(config, 256)
+        model, optimizer = shard(make_model(shape, config, mesh), config, mesh, runtime.device)
+        memory = memory_plan(model)
+        tokens = torch.randint(256, (4, 64))
+        saved: dict[int, int] = {}
+
+        def keep(tensor: torch.Tensor) -> torch.Tensor:
+            storage = tensor.untyped_storage()
+            saved[storage.data_ptr()] = storage.nbytes()
+            return tensor
+
+        with Ledger() as ledger:
+            with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+                loss = model(tokens, labels=tokens)
+            loss.backward()
+            finalize_grads(model, mesh)
+            optimizer.step()
+        moments = sum(
+            value.to_local().nbytes if hasattr(value, "to_local") else value.nbytes
+            for state in optimizer.state.values()
+            for value in state.values()
+            if isinstance(value, torch.Tensor) and value.numel() > 1
+        )
+    if runtime.rank == 0:
+        printed = plan(*words)
+        near = {"abs": 0.006 * 2**20}  # as printed, with two digits
+        assert size(printed, "at rest") == pytest.approx(memory.resident, **near)
+        assert size(printed, "peak") == pytest.approx(memory.peak, **near)
+        assert size(printed, "optimizer state") == pytest.approx(moments, **near)
+        assert size(printed, "dp_shard") == pytest.approx(ledger.bytes(), **near)
+        # Saved weights are no activations; a few saved numbers of the CPU's kernels differ.
+        weights = sum(p.numel() for p in make_model(shape, config, mesh).parameters()) * 4
+        kept = sum(saved.values())
+        assert size(printed, "activations of 1 passes") == pytest.approx(kept, abs=weights)
+
+
+BILLIONS = {
+    "gpt2": 0.124, "llama3-8b": 8.03, "llama3-70b": 70.6, "mixtral-8x7b": 46.7,
+    "deepseek-v3": 671.0, "mamba-hybrid": 8.1, "vision-language": 8.35,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("model", list(BILLIONS))
+def test_architectures_have_the_published_number_of_parameters(model):
+    from build import model_shape, whole_size
+    from options import load
+
+    shape = model_shape(load(["--model", model], "cpu"), 256)
+    assert whole_size(shape) / 1e9 == pytest.approx(BILLIONS[model], rel=0.01)
+
+
+def test_a_plan_takes_no_memory_for_what_it_counts():
+    before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
+    printed = plan("--model", "llama3-70b", "--model.num-layers", "2", "--mesh", "dp_shard=8")
+    assert size(printed, "peak") > 8 << 30
+    assert max(before, resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss) < 2 << 20  # KiB
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", list(BILLIONS))
+def test_every_architecture_is_planned_in_its_own_size(model):
+    printed = plan("--model", model, "--ranks", "256")
+    assert float(printed.split()[1]) == pytest.approx(BILLIONS[model], rel=0.01)
+    assert size(printed, "all at the peak") > size(printed, "peak")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("model", "mesh"), CELLS)
+def test_every_architecture_is_planned_over_every_layout(model, mesh):
+    printed = plan("--model", model, "--tiny", "--mesh", mesh, "--train.batch-size", "16")
+    for pair in mesh.split(","):
+        axis, count = pair.split("=")
+        assert f"{axis:>12}{count:>6}" in printed
+    wide = [pair.split("=")[0] for pair in mesh.split(",") if pair.split("=")[1] != "1"]
+    if "ep" not in wide:
+        assert all(size(printed, axis) > 0 for axis in wide if axis != "dp_replicate")
+
+
+def test_a_plan_refuses_what_a_run_would_refuse():
+    for words, said in (
+        (["--model.num-heads", "5"], "num_heads 5"),
+        (["--mesh", "tp=4", "--model", "gpt", "--model.num-heads", "6"], "tp"),
+        (["--train.learning-rate", "-1"], "above 0"),
+    ):
+        done = dry_run(*words)
+        assert done.returncode == 2
+        assert said in done.stderr
+        assert "Traceback" not in done.stderr

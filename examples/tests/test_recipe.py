@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import resource
 import subprocess
 import sys
@@ -332,3 +333,21 @@ def test_a_plan_refuses_what_a_run_would_refuse():
         assert done.returncode == 2
         assert said in done.stderr
         assert "Traceback" not in done.stderr
+
+
+def test_a_loss_that_is_not_finite_ends_the_run_unsaved_and_leaves_one_line(tmp_path):
+    line, directory = tmp_path / "line", tmp_path / "run"
+    words = settings(tmp_path, "gpt", "--train.learning-rate", "1e30", "--checkpoint.every", "1")
+    command = [
+        sys.executable, str(PRETRAIN.parents[1] / "tasks" / "torchrun.py"), str(line),
+        "--standalone", "--nproc-per-node=2", str(PRETRAIN / "train.py"),
+        "--run.directory", str(directory), *words,
+    ]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=100)
+    assert done.returncode == 1
+    said = line.read_text()
+    assert re.fullmatch(r"rank \d: FloatingPointError: step [23]: loss .*learning-rate", said), said
+    assert "ChildFailedError" not in done.stderr
+    step = int(said.split("step ")[1].partition(":")[0])
+    saved = sorted(path.name for path in (directory / "checkpoints").iterdir())
+    assert saved[-1] < f"step-{step:08d}"

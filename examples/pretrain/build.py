@@ -140,7 +140,7 @@ def _tiny(shape: TransformerConfig) -> TransformerConfig:
         changes["layer_pattern"] = ("".join(dict.fromkeys(shape.layer_pattern)) * 4)[:4]
     if shape.mla is not None:
         changes["mla"] = LatentAttention(
-            kv_lora_rank=16, q_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=8
+            kv_lora_rank=16, q_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=16, v_head_dim=8
         )
     else:
         changes["num_kv_heads"] = 4 if shape.kv_heads < shape.num_heads else None

@@ -19,10 +19,8 @@ class RunConfig:
     """The run writes to runs/NAME, or runs/NAME-2 and so on once that one is finished."""
     directory: str = ""
     """Directory of the run instead of one made from the name; a run that is there is continued."""
-    export: str = ""
-    """Directory to write the trained model to, as transformers reads it."""
-    seed: int = 1234
-    """Seed of the initial weights, of the order of the data and of the samples."""
+    export: str = ""  # Directory to write the trained model to, as transformers reads it
+    seed: int = 1234  # Seed of the initial weights, of the order of the data and of the samples
 
 
 @dataclass(frozen=True)
@@ -32,10 +30,8 @@ class DataConfig:
     path: str = "stdlib"
     """Text file, directory of text files, .npy file of tokens or directory of those; 'stdlib' is
     the source text of this Python's standard library."""
-    pattern: str = "**/*.py"
-    """Which files of a directory to read (glob)."""
-    tokenizer: str = "bytes"
-    """'bytes' (every byte is a token) or a Hugging Face tokenizer.json."""
+    pattern: str = "**/*.py"  # Which files of a directory to read (glob)
+    tokenizer: str = "bytes"  # 'bytes' (every byte is a token) or a Hugging Face tokenizer.json
     held_out: float = 0.02
     """Fraction of the documents (of one document: of its tokens) that is never trained on."""
 
@@ -48,26 +44,19 @@ class ModelConfig:
     """'gpt' (small), 'mamba-hybrid', 'vision-language', a name of lamina.models.preset_names(), or
     a directory of Hugging Face's, whose weights are trained on. A file configs/NAME.toml is read
     first."""
-    num_layers: int = 0
-    """Transformer blocks."""
-    hidden_size: int = 0
-    """Width of the residual stream, in elements."""
-    num_heads: int = 0
-    """Query heads."""
-    num_kv_heads: int = 0
-    """Key and value heads."""
-    sequence_length: int = 256
-    """Length of a sample, in tokens."""
-    dropout: float = 0.0
-    """Probability of dropping an activation while training."""
+    num_layers: int = 0  # Transformer blocks
+    hidden_size: int = 0  # Width of the residual stream, in elements
+    num_heads: int = 0  # Query heads
+    num_kv_heads: int = 0  # Key and value heads
+    sequence_length: int = 256  # Length of a sample, in tokens
+    dropout: float = 0.0  # Probability of dropping an activation while training
 
 
 @dataclass(frozen=True)
 class TrainConfig:
     """The optimisation."""
 
-    steps: int = 400
-    """Optimizer steps in all."""
+    steps: int = 400  # Optimizer steps in all
     seconds: float = 0.0
     """Stop (with a checkpoint) after this many seconds of training; 0 is no limit. The schedule
     still counts steps."""
@@ -75,18 +64,12 @@ class TrainConfig:
     """Sequences per step over all ranks: a multiple of data-parallel ranks times microbatches."""
     microbatches: int = 1
     """Forward and backward passes per step and rank; more of them need less memory."""
-    learning_rate: float = 3e-3
-    """Peak learning rate of AdamW."""
-    warmup_steps: int = 40
-    """Steps over which the learning rate rises from 0."""
-    final_fraction: float = 0.05
-    """Where the cosine ends, as a fraction of the peak."""
-    weight_decay: float = 0.1
-    """Decoupled weight decay of matrices; vectors have none."""
-    beta1: float = 0.9
-    """AdamW's decay of the first moment."""
-    beta2: float = 0.95
-    """AdamW's decay of the second moment."""
+    learning_rate: float = 3e-3  # Peak learning rate of AdamW
+    warmup_steps: int = 40  # Steps over which the learning rate rises from 0
+    final_fraction: float = 0.05  # Where the cosine ends, as a fraction of the peak
+    weight_decay: float = 0.1  # Decoupled weight decay of matrices; vectors have none
+    beta1: float = 0.9  # AdamW's decay of the first moment
+    beta2: float = 0.95  # AdamW's decay of the second moment
     clip_norm: float = 1.0
     """Largest norm of the gradient over all parameters; larger ones are scaled down."""
     engine: Literal["lamina", "torch_fsdp2"] = "lamina"
@@ -104,38 +87,28 @@ class TrainConfig:
 class EvalConfig:
     """Held-out loss and samples."""
 
-    every: int = 100
-    """Steps between evaluations; the last step is always evaluated."""
-    tokens: int = 65_536
-    """Held-out text per evaluation, in tokens over all ranks."""
-    samples: int = 3
-    """Texts to write at the end."""
-    sample_tokens: int = 200
-    """Length of each, in tokens."""
-    temperature: float = 0.8
-    """Below 1 takes likelier tokens, above 1 less likely ones."""
+    every: int = 100  # Steps between evaluations; the last step is always evaluated
+    tokens: int = 65_536  # Held-out text per evaluation, in tokens over all ranks
+    samples: int = 3  # Texts to write at the end
+    sample_tokens: int = 200  # Length of each, in tokens
+    temperature: float = 0.8  # Below 1 takes likelier tokens, above 1 less likely ones
 
 
 @dataclass(frozen=True)
 class CheckpointConfig:
     """Checkpoints."""
 
-    every: int = 100
-    """Steps between checkpoints; the last step always has one."""
-    keep: int = 2
-    """How many to keep, the newest."""
+    every: int = 100  # Steps between checkpoints; the last step always has one
+    keep: int = 2  # How many to keep, the newest
 
 
 @dataclass(frozen=True)
 class LogConfig:
     """What is written about the run."""
 
-    every: int = 1
-    """Steps between lines of metrics.jsonl and TensorBoard."""
-    line_seconds: float = 5.0
-    """Without a terminal: seconds between lines of progress."""
-    tensorboard: bool = True
-    """Write TensorBoard events beside metrics.jsonl."""
+    every: int = 1  # Steps between lines of metrics.jsonl and TensorBoard
+    line_seconds: float = 5.0  # Without a terminal: seconds between lines of progress
+    tensorboard: bool = True  # Write TensorBoard events beside metrics.jsonl
 
 
 @dataclass(frozen=True)
@@ -158,8 +131,7 @@ class Config:
     """In which order pipeline stages (pp) run microbatches."""
     recompute: Literal["none", "selective", "full", "offload"] = "none"
     """Activations: keep all, compute cheap ones or whole blocks again, or keep them on the host."""
-    compile: bool = False
-    """Compile the blocks (torch.compile)."""
+    compile: bool = False  # Compile the blocks (torch.compile)
     tiny: bool = False
     """Keep the architecture's kinds of layers and shrink everything else, to try it in seconds."""
     dry_run: bool = False
@@ -263,10 +235,10 @@ def check(config: Config, ranks: int) -> None:
     copies = layout.dp_replicate * layout.dp_shard
     per_pass = copies * config.train.microbatches
     if config.train.batch_size % per_pass:
-        below = config.train.batch_size // per_pass * per_pass
+        below = max(per_pass, config.train.batch_size // per_pass * per_pass)
         raise ValueError(
             f"--train.batch-size {config.train.batch_size} is not divisible by {copies} ranks x "
-            f"{config.train.microbatches} microbatches = {per_pass}: take {below or per_pass} or "
+            f"{config.train.microbatches} microbatches = {per_pass}: take {below} or "
             f"{below + per_pass}"
         )
     if config.train.engine == "torch_fsdp2" and (config.train.strategy, layout.pp) != (3, 1):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import itertools
 import json
 import shlex
 import signal
@@ -78,13 +79,10 @@ def _numbered(name: str, number: int) -> Path:
 
 
 def _choose_number(config: Config) -> int:
-    number = 1
-    while _numbered(config.run.name, number + 1).exists():
-        number += 1
+    numbers = itertools.count(1)
+    number = next(n for n in numbers if not _numbered(config.run.name, n + 1).exists())
     newest = _numbered(config.run.name, number)
-    if not newest.exists() or _can_continue(newest, config):
-        return number
-    return number + 1
+    return number + (newest.exists() and not _can_continue(newest, config))
 
 
 def _can_continue(directory: Path, config: Config) -> bool:
@@ -100,7 +98,8 @@ def _can_continue(directory: Path, config: Config) -> bool:
 def _settings(config: Config) -> dict[str, Any]:
     """Return what decides the numbers that come out of a run."""
     settings = json.loads(json.dumps(dataclasses.asdict(config)))
-    del settings["run"]["directory"], settings["train"]["seconds"], settings["log"]
+    del settings["run"]["directory"], settings["run"]["export"], settings["train"]["seconds"]
+    del settings["log"], settings["ranks"]
     return settings
 
 

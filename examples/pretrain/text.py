@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import sysconfig
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple
 
 import numpy as np
 
@@ -15,26 +14,11 @@ BYTES = "bytes"
 _SKIPPED = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
 
 
-class Tokenizer(Protocol):
-    """Text to token ids and back."""
-
-    vocab_size: int
-    separator: int  # the token between two documents
-
-    def encode(self, text: bytes) -> np.ndarray:
-        """Return the ids of a text."""
-        ...
-
-    def decode(self, ids: list[int]) -> str:
-        """Return the text of some ids."""
-        ...
-
-
 class ByteTokenizer:
     """Every byte is a token. Byte 0, which no text has, separates documents."""
 
     vocab_size = 256
-    separator = 0
+    separator = 0  # the token between two documents
 
     def encode(self, text: bytes) -> np.ndarray:
         """Return the bytes themselves."""
@@ -69,6 +53,9 @@ class HuggingFaceTokenizer:
         return self._tokenizer.decode(ids)
 
 
+Tokenizer = ByteTokenizer | HuggingFaceTokenizer
+
+
 def load_tokenizer(name: str) -> Tokenizer:
     """Return the byte tokenizer for "bytes", else the one in a `tokenizer.json`.
 
@@ -77,16 +64,13 @@ def load_tokenizer(name: str) -> Tokenizer:
     """
     if name == BYTES:
         return ByteTokenizer()
-    path = Path(name)
-    if path.is_dir():
-        path = path / "tokenizer.json"
+    path = Path(name) / "tokenizer.json" if Path(name).is_dir() else Path(name)
     if not path.is_file():
         raise FileNotFoundError(f"--data.tokenizer {name}: neither 'bytes' nor a tokenizer.json")
     return HuggingFaceTokenizer(path)
 
 
-@dataclass(frozen=True)
-class Document:
+class Document(NamedTuple):
     """A text file: its name within the corpus (which decides whether it is held out) and place."""
 
     name: str
@@ -119,10 +103,7 @@ def find_documents(source: str, pattern: str) -> list[Document]:
             f"--data.path {source}: no file matches {pattern!r} in {root}; "
             "set --data.path to text and --data.pattern to which files of it to read"
         )
-    return sorted(
-        (Document(path.relative_to(root).as_posix(), path) for path in paths),
-        key=lambda document: document.name,
-    )
+    return sorted(Document(path.relative_to(root).as_posix(), path) for path in paths)
 
 
 def tokens_of(documents: list[Document], tokenizer: Tokenizer) -> Iterator[np.ndarray]:

@@ -122,16 +122,13 @@ class Plan:
                 f"'{entry}' is {'' if of_ranks else 'not '}PerRank in the checkpoint and "
                 f"{'not ' if of_ranks else ''}here"
             )
-        if of_ranks or not is_stateful(value):
-            kept = None if of_ranks else self._sharded(entry, value)
-            for name in stored:
-                self._fill(name, kept, None)
-            return _Entry(None)
-        taken = self._taken(entry, value)
+        plain = of_ranks or not is_stateful(value)
+        taken = None if plain else self._taken(entry, value)
         planned = _Entry(taken)
         if taken is None:
+            kept = self._sharded(entry, value) if plain and not of_ranks else None
             for name in stored:
-                self._fill(name, None, None)
+                self._fill(name, kept, None)
             return planned
         known = isinstance(value, torch.nn.Module) or taken.optimizer is not None
         tree = self._trees[entry]

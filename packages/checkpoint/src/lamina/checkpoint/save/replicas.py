@@ -1,11 +1,10 @@
 """Checks that tensors which several ranks offer under one name are the same.
 
 DCP stores one of the tensors that several ranks offer as the whole, or as the same box, of one
-name. Copies are meant to be equal. Where they are not (experts in modules of equal names on every
-ep rank, parameters cut by marks that nobody told the manager of, the numbered state of two pipeline
-stages) one rank's would be kept and the others' lost without a word, and a load would give it to
-all. So each rank sums the beginning of what it offers as whole, and of its first box of what is
-cut, and the coordinator compares before anything is written.
+name. Where they are not equal (experts in modules of equal names on every ep rank, parameters that
+are marked as cut along an unknown axis), all but one would be lost without a word. So each rank
+sums the beginning of what it offers as whole, and of its first box of what is cut, and the
+coordinator compares before anything is written.
 """
 
 import warnings

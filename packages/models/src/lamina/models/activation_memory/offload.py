@@ -128,19 +128,18 @@ class _Saved:
         self._tensors.append(weakref.ref(held))
         return held
 
+    def _alive(self) -> list[OnHost]:
+        return [held for reference in self._tensors if (held := reference()) is not None]
+
     def send_for(self) -> None:
         """Start the copies to the device, beginning with the tensor that was saved last."""
-        for reference in reversed(self._tensors):
-            held = reference()
-            if held is not None:
-                held.send_for()
+        for held in reversed(self._alive()):
+            held.send_for()
 
     def let_go(self) -> None:
         """Free the copies on the device, as backward is at another block."""
-        for reference in self._tensors:
-            held = reference()
-            if held is not None:
-                held.let_go()
+        for held in self._alive():
+            held.let_go()
 
 
 class OnHost:

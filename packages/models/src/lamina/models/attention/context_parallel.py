@@ -1,9 +1,7 @@
 """Three attention patterns for sequences that are cut over ranks, in zigzag order.
 
-`ring`: keys and values are sent from rank to rank while each rank attends to those that it has (Liu
-et al., 2023). `all_gather`: every rank gathers all keys and values (Llama 3, 2024). `ulysses`: an
-all-to-all gives each rank the whole sequence of some heads, and another one gives the results back
-(Jacobs et al., 2023).
+These are `ring` (Liu et al., 2023), `all_gather` (Llama 3, 2024), and `ulysses` (Jacobs et al.,
+2023).
 """
 
 from dataclasses import dataclass

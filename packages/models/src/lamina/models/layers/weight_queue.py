@@ -1,10 +1,7 @@
 """Weights' gradients that are computed later than inputs' gradients, for zero-bubble schedules.
 
 A linear layer's backward has two products, and other pipeline stages wait only for the input's
-gradient. Layers that have a queue put the other product off: their backward returns no gradient for
-the weight, and the schedule runs the product when the rank would otherwise be idle. A module
-without a queue computes its weights' gradients in the first pass, which is correct, and leaves less
-work to fill idle time with.
+gradient. Layers that have a queue put the other product off until the rank would otherwise be idle.
 """
 
 from collections.abc import Iterator, Sequence

@@ -139,7 +139,9 @@ class TopKRouter(nn.Module):
             probabilities = scores
             if moe.scores == "sigmoid":
                 probabilities = scores / (scores.sum(-1, keepdim=True) + 1e-20)
-            scored = self._scored(logits, probabilities, experts, padding, shape)
+            counted = None if padding is None else ~padding
+            sequence, count = self._sequences(logits, shape), 1 if shape is None else shape[0]
+            scored = Scored(logits, probabilities, experts, counted, sequence, count)
             losses = self._losses(scored, context.scale) if moe.has_losses else {}
             if losses and weights.requires_grad:
                 weights = inject(weights, torch.stack([*losses.values()]).sum(), context.scale)
@@ -212,29 +214,20 @@ class TopKRouter(nn.Module):
         moe = self.moe
         return f"{self.weight.shape[1]} -> {moe.top_k} of {moe.num_experts}, {moe.scores}"
 
-    def _scored(
-        self,
-        logits: Tensor,
-        probabilities: Tensor,
-        experts: Tensor,
-        padding: Tensor | None,
-        shape: tuple[int, int] | None,
-    ) -> Scored:
-        sequence = None
-        if self.moe.sequence_loss:
-            if shape is None:
-                raise ValueError(
-                    f"sequence_loss is {self.moe.sequence_loss} and tokens come as "
-                    f"{tuple(logits.shape[:1])}: which sequences are they of? Pass [batch, "
-                    "sequence, hidden], or a context"
-                )
-            tp = self.axes.tokens_tp
-            first = 0 if tp is None else tp.rank * logits.shape[0]
-            index = torch.arange(first, first + logits.shape[0], device=logits.device)
-            sequence = index.div(shape[1], rounding_mode="floor")
-        counted = None if padding is None else ~padding
-        sequences = 1 if shape is None else shape[0]
-        return Scored(logits, probabilities, experts, counted, sequence, sequences)
+    def _sequences(self, logits: Tensor, shape: tuple[int, int] | None) -> Tensor | None:
+        """The sequence of each token, for `sequence_loss`."""
+        if not self.moe.sequence_loss:
+            return None
+        if shape is None:
+            raise ValueError(
+                f"sequence_loss is {self.moe.sequence_loss} and tokens come as "
+                f"{tuple(logits.shape[:1])}: which sequences are they of? Pass [batch, "
+                "sequence, hidden], or a context"
+            )
+        tp, tokens = self.axes.tokens_tp, logits.shape[0]
+        first = 0 if tp is None else tp.rank * tokens
+        index = torch.arange(first, first + tokens, device=logits.device)
+        return index.div(shape[1], rounding_mode="floor")
 
     def _losses(self, scored: Scored, scale: AuxiliaryScale) -> dict[str, Tensor]:
         running_again = _running_again()

@@ -17,7 +17,7 @@ from lamina.models import (
 )
 from lamina.models.attention import choose_pattern
 from lamina.models.attention.kernels import Flex, Masked, Varlen
-from lamina.models.attention.partial_softmax import Block, merge
+from lamina.models.attention.pieced import Block, merge
 from lamina.models.layers.matmul_products import write_product
 from lamina.models.precision import fp8
 

@@ -164,12 +164,9 @@ def _check_files(metadata: Any) -> None:
     """Refuse chunks that lie outside the checkpoint; below it, plain DCP may have directories."""
     infos = (getattr(metadata, "storage_data", None) or {}).values()
     names = {info.relative_path for info in infos}
-    if outside := sorted(name for name in names if _is_outside(PurePath(name))):
+    paths = map(PurePath, sorted(names))
+    if outside := [str(path) for path in paths if path.is_absolute() or ".." in path.parts]:
         raise ValueError(f"it lists files outside the checkpoint: {outside}")
-
-
-def _is_outside(path: PurePath) -> bool:
-    return path.is_absolute() or ".." in path.parts
 
 
 @contextmanager

@@ -25,8 +25,7 @@ from torch.futures import Future
 
 from lamina.checkpoint.compat import StorageInfo
 from lamina.checkpoint.errors import CheckpointDamagedError
-from lamina.checkpoint.save.offer import Offered
-from lamina.checkpoint.save.replicas import Digests, compare
+from lamina.checkpoint.save.offer import Digests, Offered, compare
 from lamina.checkpoint.storage.locations import FileSum, Location, location_of, sum_of, write_whole
 from lamina.checkpoint.storage.manifest import CHUNKS, METADATA, VALUES, Manifest
 from lamina.checkpoint.storage.stores import Attempt, Store

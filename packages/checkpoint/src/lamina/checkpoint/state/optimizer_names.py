@@ -127,12 +127,9 @@ class OptimizerNames:
             for name, values in saved["state"].items()
             for key in keys.get(name, ())
         }
-        extra = {n: v for n, v in saved["state"].items() if self._is_other(n)}
+        others = self.tree["state"].keys() - self._names.keys()  # keys that are no parameters
+        extra = {n: v for n, v in saved["state"].items() if n in others}
         return {**saved, "state": {**state, **extra}, "param_groups": groups}
-
-    def _is_other(self, key: str) -> bool:
-        """Whether this optimizer keeps state under a key that is no parameter."""
-        return key in self.tree["state"] and key not in self._names
 
 
 def _copied(values: Any) -> Any:

@@ -23,8 +23,7 @@ from lamina.models.attention.kernels import (
     refuse_dropout,
     repeat_heads,
 )
-from lamina.models.attention.partial_softmax import Block
-from lamina.models.attention.pieced import InPieces, Piece, attend_in_pieces
+from lamina.models.attention.pieced import Block, InPieces, Piece, attend_in_pieces
 from lamina.models.base.config import TransformerConfig
 from lamina.models.layers.zigzag import cut_sequence, in_order, out_of_order
 

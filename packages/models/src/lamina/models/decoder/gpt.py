@@ -109,8 +109,11 @@ class GPTModel(KeepsRoles):
                 init_std=config.init_std,
             )
         self.dropout = Dropout(config.dropout, self.axis, sharded=partial)
+        if config.moe is not None and axis is not None and self.expert_axes.tp is None:
+            # Experts are cut as the other weights are.
+            self.expert_axes = ExpertAxes.of(axis, sequence_parallel=config.sequence_parallel)
         self.blocks = nn.ModuleList(
-            make_block(config, index, self.axis, self.experts_beside(axis))
+            make_block(config, index, self.axis, self.expert_axes)
             for index in range(config.num_layers)
         )
         for module in self.blocks.modules():
@@ -121,13 +124,6 @@ class GPTModel(KeepsRoles):
             config, self.axis, tied=self.embedding.weight if config.tie_embeddings else None
         )
         assign_seeds(self, self.seed)
-
-    def experts_beside(self, axis: MeshAxis | None) -> ExpertAxes:
-        """The axes of the experts: those of the mesh, or `axis`, which cuts the other weights."""
-        if self.config.moe is not None and axis is not None and self.expert_axes.tp is None:
-            sequence_parallel = self.config.sequence_parallel
-            self.expert_axes = ExpertAxes.of(axis, sequence_parallel=sequence_parallel)
-        return self.expert_axes
 
     def tie_weights(self) -> None:
         """Make the head use the embedding's weight, if the config ties them."""

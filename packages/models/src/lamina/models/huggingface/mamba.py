@@ -52,13 +52,9 @@ def write_mamba2(config: TransformerConfig) -> dict[str, Any]:
         "residual_in_fp32": True,
     }
     if sizes.dt_limit != (0.0, math.inf):  # the default; JSON has no infinity
-        written["time_step_limit"] = list(map(_written_bound, sizes.dt_limit))
+        infinity = {"__float__": "Infinity"}  # as transformers writes it
+        written["time_step_limit"] = [infinity if b == math.inf else b for b in sizes.dt_limit]
     return written
-
-
-def _written_bound(bound: float) -> float | dict[str, str]:
-    # transformers writes infinity in this form.
-    return {"__float__": "Infinity"} if bound == math.inf else bound
 
 
 def _read_bound(bound: float | Mapping[str, str]) -> float:

@@ -9,7 +9,7 @@ the stage has been computed. Nothing is divided here, because each microbatch's 
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import ExitStack, nullcontext
 from typing import Any, cast
 
 import torch
@@ -146,8 +146,8 @@ class LaminaStage(_PipelineStageBase):
         x = self._inputs.pop(chunk, None)
         received = None if self.is_last else self._output_grads.pop(chunk)
         with ExitStack() as stack:
-            if not (full_backward and last_backward):
-                stack.enter_context(_no_sync(self.submod))
+            if not (full_backward and last_backward) and isinstance(self.submod, SumsGradients):
+                stack.enter_context(self.submod.no_sync())
             if not full_backward:
                 self._late[chunk] = stack.enter_context(self.queue.collecting())
             if not isinstance(output, Tensor) or self.is_last or output.requires_grad:
@@ -163,10 +163,11 @@ class LaminaStage(_PipelineStageBase):
         """Compute the gradients of weights that `backward_one_chunk` has put off."""
         if not self.has_backward:
             return
-        with _late_gradients(self.submod):
+        sums = self.submod if isinstance(self.submod, SumsGradients) else None
+        with nullcontext() if sums is None else sums.late_gradients():
             deliver(self._late.pop(chunk))
-        if last_backward and isinstance(self.submod, SumsGradients):
-            self.submod.start_grad_sync()
+        if last_backward and sums is not None:
+            sums.start_grad_sync()
 
     def perform_reduce_grad(self, grad_scale_factor: int = 1) -> None:
         """Do nothing: the last gradient has started reductions, and `finalize_grads` ends them."""
@@ -233,11 +234,3 @@ class LaminaStage(_PipelineStageBase):
         tag = (chunk * self.num_stages + max(other, self.stage_index)) * 2 + forward
         peer = self.stage_index_to_group_rank[other]
         return make(tensor, cast(ProcessGroup, self.group), peer, tag=tag)
-
-
-def _no_sync(module: nn.Module) -> AbstractContextManager[None]:
-    return module.no_sync() if isinstance(module, SumsGradients) else nullcontext()
-
-
-def _late_gradients(module: nn.Module) -> AbstractContextManager[None]:
-    return module.late_gradients() if isinstance(module, SumsGradients) else nullcontext()

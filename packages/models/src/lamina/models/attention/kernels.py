@@ -62,12 +62,8 @@ def refuse_dropout(name: str, dropout: float) -> None:
         )
 
 
-def _heads_second(*tensors: Tensor) -> tuple[Tensor, ...]:
-    return tuple(x.transpose(1, 2) for x in tensors)
-
-
 def _sdpa(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
-    q, k, v = _heads_second(query, key, value)
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     return F.scaled_dot_product_attention(q, k, v, **options).transpose(1, 2)
 
 
@@ -161,7 +157,7 @@ class Flex:
     ) -> Tensor:
         """See `AttentionPattern`."""
         refuse_dropout("Flex", dropout)
-        q, k, v = _heads_second(query, key, value)
+        q, k, v = (x.transpose(1, 2) for x in (query, key, value))
         mixed: Tensor = _flex("flex_attention", query.is_cuda, dynamic=False)(
             q, k, v, block_mask=self.mask, scale=scale, enable_gqa=k.shape[1] != q.shape[1]
         )

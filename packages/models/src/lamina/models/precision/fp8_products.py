@@ -167,6 +167,12 @@ class Float8Products(nn.Module):
         self.looks_back = True
 
 
+def _remembering(module: nn.Module) -> list[Float8Products]:
+    """All layers at or below a module that have a history."""
+    layers = (m for m in module.modules() if isinstance(m, Float8Products))
+    return [layer for layer in layers if layer.amax_history is not None]
+
+
 class _ScalesKept(AbstractContextManager[None]):
     """Inside, layers record the maxima of a block's forward, or replay them.
 
@@ -211,8 +217,7 @@ def replaying_scales(block: nn.Module, contexts: Contexts) -> Contexts:
 
     `contexts` is another `context_fn`, which is called too.
     """
-    layers = [m for m in block.modules() if isinstance(m, Float8Products)]
-    layers = [layer for layer in layers if layer.amax_history is not None]
+    layers = _remembering(block)
     return partial(_keeping, layers, contexts) if layers else contexts
 
 
@@ -290,8 +295,7 @@ class AmaxExchange:
         """Start a pass of every layer below `root`."""
         if not torch.is_grad_enabled():
             return
-        layers = [m for m in root.modules() if isinstance(m, Float8Products)]
-        layers = [layer for layer in layers if layer.amax_history is not None]
+        layers = _remembering(root)
         begun = Pass(layers, self.axes)
         for layer in layers:
             layer.passing = begun

@@ -15,7 +15,7 @@ from lamina.models import (
     VisionLanguageModel,
 )
 from lamina.models.mamba import chunked_scan
-from lamina.models.mamba.kernels import fused_scan, kernel_scan
+from lamina.models.mamba.scan import fused_scan, kernel_scan
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lamina.models.mamba import chunked_scan, scan_step
-from lamina.models.mamba.kernels import choose_path, kernel_scan
+from lamina.models.mamba.scan import choose_path, kernel_scan
 
 
 def recurrence(x, dt, rate, b, c, runs=None):
@@ -119,7 +119,7 @@ def test_the_kernel_is_called_by_its_documented_meaning(monkeypatch):
     for name in ("fla", "fla.ops"):
         monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
     monkeypatch.setitem(sys.modules, "fla.ops.simple_gla", module)
-    from lamina.models.mamba import kernels as mamba_kernels
+    from lamina.models.mamba import scan as mamba_kernels
 
     mamba_kernels.fused_scan.cache_clear()
     x, dt, rate, b, c = (t.detach().float() for t in scan_inputs(13))
@@ -135,7 +135,7 @@ def test_the_kernel_is_called_by_its_documented_meaning(monkeypatch):
 
 
 def test_which_path_runs_is_decided_and_said_once(monkeypatch, caplog):
-    from lamina.models.mamba import kernels as mamba_kernels
+    from lamina.models.mamba import scan as mamba_kernels
 
     gpu, cpu = torch.device("cuda"), torch.device("cpu")
     monkeypatch.setattr(mamba_kernels, "fused_scan", lambda: None)

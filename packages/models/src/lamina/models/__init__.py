@@ -43,13 +43,12 @@ from lamina.models.moe.dispatcher import TokenDispatcher
 from lamina.models.moe.experts import GroupedExperts
 from lamina.models.moe.layer import MoELayer
 from lamina.models.moe.losses import RoutingContext
-from lamina.models.moe.router import TopKRouter
-from lamina.models.moe.statistics import routing_statistics
+from lamina.models.moe.router import TopKRouter, routing_statistics
 from lamina.models.pipelining.pipeline import pipeline
 from lamina.models.pipelining.runner import PipelineRunner
 from lamina.models.precision.fp8 import Float8Codec
 from lamina.models.vision.language import VisionLanguageModel
-from lamina.models.vision.patches import VisionConfig
+from lamina.models.vision.transformer import VisionConfig
 
 if TYPE_CHECKING:
     from lamina.models.torch_plan import tensor_parallel_plan

@@ -16,8 +16,7 @@ from lamina.models.base.initialise import fill_uniform
 from lamina.models.base.mesh_axes import MeshLike, axis_of, require_divisible
 from lamina.models.layers.linear import from_residual, into_residual
 from lamina.models.layers.matmul_products import under_autocast
-from lamina.models.mamba.kernels import choose_path, kernel_scan
-from lamina.models.mamba.scan import chunked_scan, scan_step, wide_dtype
+from lamina.models.mamba.scan import choose_path, chunked_scan, kernel_scan, scan_step, wide_dtype
 
 __all__ = ["CausalConvolution", "GatedNorm", "MambaMixer", "MambaState", "StateSpaceScan"]
 

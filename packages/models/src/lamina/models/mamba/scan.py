@@ -1,4 +1,4 @@
-"""The selective scan of Mamba-2 as matrix products over chunks (state-space duality).
+"""The selective scan of Mamba-2: as matrix products over chunks, or by Triton kernels.
 
 The state of a head is a matrix `[head_dim, state_size]`. At each token it decays, and an outer
 product is added:
@@ -11,13 +11,20 @@ decay between s and t. Only the state is carried from chunk to chunk (Dao and Gu
 
 from __future__ import annotations
 
+import functools
+import importlib
+import logging
+from typing import Any, cast
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lamina.models.attention.kernels import document_starts
+from lamina.models.base.configs.mamba import MambaPath
 from lamina.models.layers.matmul_products import without_autocast
 
-__all__ = ["chunked_scan", "scan_step", "wide_dtype"]
+__all__ = ["choose_path", "chunked_scan", "fused_scan", "kernel_scan", "scan_step", "wide_dtype"]
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -174,3 +181,77 @@ def scan_step(
     state = kept + (x.to(wide) * dt.unsqueeze(-1)).unsqueeze(-1) * key.unsqueeze(-2)
     with without_autocast(x.device):
         return (state @ query.unsqueeze(-1)).squeeze(-1), state
+
+
+_LOGGER = logging.getLogger(__name__)
+_HALF = (torch.float16, torch.bfloat16)
+
+
+@functools.cache
+def fused_scan() -> Any:
+    """Find `chunk_simple_gla` of flash-linear-attention (Yang et al., 2024); None without it."""
+    try:
+        return importlib.import_module("fla.ops.simple_gla").chunk_simple_gla
+    except ImportError:
+        return None
+
+
+def choose_path(wanted: MambaPath, device: torch.device, dtype: torch.dtype) -> str:
+    """Choose how the scan runs, `torch` or `fla`, and log the choice once per process.
+
+    The kernels round float32 to TF32 in products, so `auto` uses torch for float32.
+
+    Raises:
+        RuntimeError: if `fla` is asked for and cannot run.
+    """
+    if wanted == "torch" or (wanted == "auto" and device.type != "cuda"):
+        return "torch"
+    if device.type != "cuda" or fused_scan() is None:
+        lacking = (
+            f"activations are on {device}: its kernels need CUDA"
+            if device.type != "cuda"
+            else "it is not installed: pip install 'lamina-models[mamba]'"
+        )
+        if wanted == "fla":
+            raise RuntimeError(
+                f"path is 'fla', which is flash-linear-attention, and {lacking}, or set path='auto'"
+            )
+        _say("torch", f"flash-linear-attention would be faster; {lacking}")
+        return "torch"
+    if wanted == "auto" and dtype not in _HALF:
+        _say("torch", f"activations are {dtype}; flash-linear-attention is used for half precision")
+        return "torch"
+    _say("fla", "flash-linear-attention's Triton kernels")
+    return "fla"
+
+
+@functools.cache
+def _say(path: str, why: str) -> None:
+    _LOGGER.warning("Mamba's scan runs in %s: %s", path, why)
+
+
+def kernel_scan(
+    x: Tensor,
+    dt: Tensor,
+    rate: Tensor,
+    b: Tensor,
+    c: Tensor,
+    *,
+    runs: Tensor | None = None,
+) -> Tensor:
+    """Run the scan by flash-linear-attention; arguments as of `chunked_scan`, in the dtype of x.
+
+    The recurrence is simple gated linear attention with queries C, keys B, values dt x and gates
+    dt A.
+    """
+    heads = x.shape[2]
+    query, key = (part.repeat_interleave(heads // b.shape[2], dim=2).to(x.dtype) for part in (c, b))
+    value = (x * dt.unsqueeze(-1)).to(x.dtype)
+    gate = dt.float() * rate.float()
+    parts: tuple[Tensor, ...] = (query, key, value, gate)
+    options: dict[str, Any] = {"scale": 1.0, "output_final_state": False}
+    if runs is not None:
+        parts = tuple(part.flatten(0, 1).unsqueeze(0) for part in parts)
+        options["cu_seqlens"] = document_starts(runs)
+    y, _ = fused_scan()(*parts, **options)
+    return cast(Tensor, y).view_as(x)

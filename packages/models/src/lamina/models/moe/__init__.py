@@ -6,9 +6,8 @@ from lamina.models.moe.expert_axes import ExpertAxes
 from lamina.models.moe.experts import GroupedExperts
 from lamina.models.moe.layer import MoELayer
 from lamina.models.moe.losses import AuxiliaryScale, RoutingContext
-from lamina.models.moe.router import TopKRouter
+from lamina.models.moe.router import LayerRouting, TopKRouter, routing_statistics
 from lamina.models.moe.routing import Routing
-from lamina.models.moe.statistics import LayerRouting, routing_statistics
 
 __all__ = [
     "AuxiliaryScale",

@@ -2,8 +2,14 @@
 
 from lamina.models.decoder.splice import Splice, image_positions
 from lamina.models.vision.language import VisionLanguageModel
-from lamina.models.vision.patches import Patches, VisionConfig, cut_patches
-from lamina.models.vision.transformer import Projector, VisionTransformer, WithinImages
+from lamina.models.vision.transformer import (
+    Patches,
+    Projector,
+    VisionConfig,
+    VisionTransformer,
+    WithinImages,
+    cut_patches,
+)
 
 __all__ = [
     "Patches",

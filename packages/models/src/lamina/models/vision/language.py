@@ -15,8 +15,13 @@ from lamina.models.base.kept_roles import KeepsRoles
 from lamina.models.base.mesh_axes import MeshLike
 from lamina.models.decoder.gpt import GPTModel
 from lamina.models.decoder.splice import Splice, image_positions
-from lamina.models.vision.patches import Images, VisionConfig
-from lamina.models.vision.transformer import Projector, VisionTransformer, blank_image
+from lamina.models.vision.transformer import (
+    Images,
+    Projector,
+    VisionConfig,
+    VisionTransformer,
+    blank_image,
+)
 
 __all__ = ["VisionLanguageModel"]
 

@@ -112,10 +112,7 @@ def _difference(module: nn.Module, was: nn.Module) -> str:
 
 
 def _require_same(model: GPTModel, config: TransformerConfig, axis: MeshAxis) -> None:
-    """Raise ValueError if the ranks hold different models.
-
-    Weights are compared by the sums of their bytes, and weights on the meta device by the seed.
-    """
+    """Raise ValueError if the ranks hold different models, by bytes, or on meta by the seed."""
     if any(parameter.is_meta for parameter in model.parameters()):
         check_same_seed(model.seed, axis)
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}

@@ -69,13 +69,7 @@ class HuggingFaceWeights:
 
 @dataclass(frozen=True)
 class Piece:
-    """A box of one of our tensors, and a link of what is in it.
-
-    Attributes:
-        offsets: where it begins in our whole tensor.
-        sizes: its shape.
-        link: of the box.
-    """
+    """A box of one of our whole tensors, where it begins there, and a link of what is in it."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]

@@ -79,10 +79,9 @@ def _lost(location: Location, manifest: Manifest, file: str, found: int) -> str:
 
 
 def open_step(store: Store, step: int) -> Source:
-    """Open the checkpoint of a step.
+    """Open a step's checkpoint; CheckpointNotFoundError without one.
 
     Raises:
-        CheckpointNotFoundError: there is none.
         CheckpointMismatchError: it is another step's.
     """
     location = store.location(step)

@@ -29,11 +29,9 @@ __all__ = ["Plan", "Selection"]
 class Selection:
     """What a restore takes of a checkpoint.
 
-    Attributes:
-        strict: names on one side only are an error; without it they are left alone.
-        include: patterns of names (`fnmatch`; a name selects all beneath it); empty is all.
-        exclude: patterns that are left alone.
-        allow_cast: a tensor may be loaded into one of another dtype.
+    With `strict`, names on one side only are an error; without it they are left alone. Patterns are
+    of names (`fnmatch`; a name selects all beneath it); no `include` is all. With `allow_cast` a
+    tensor may be loaded into one of another dtype.
     """
 
     strict: bool = True

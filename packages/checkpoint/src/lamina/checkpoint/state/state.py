@@ -139,12 +139,9 @@ _PLAIN = "a plain value"
 def check_entries(state: Mapping[str, Any], ranks: Ranks) -> None:
     """Compare names and kinds of entries between ranks (collective).
 
-    What only some ranks hold would be lost: of plain values and of objects that are neither modules
-    nor optimizers the first rank's are stored. So an object such as a loader may be there on the
-    first rank alone, with a plain value (None) in its place on others.
-
-    Raises:
-        CheckpointError: they differ, the same on every rank.
+    Of plain values, and of objects that are neither modules nor optimizers, the first rank's are
+    stored. So an object such as a loader may be there on the first rank alone, with a plain value
+    (None) in its place on others. CheckpointError, the same on every rank, says what differs.
     """
     own = ranks.together(
         lambda: [f"{entry}\n{_kind(unwrapped(value))}" for entry, value in sorted(state.items())]

@@ -70,8 +70,7 @@ def _make(root: Path) -> None:
 class WritingDirectory:
     """The coordinator's hold on one `.writing-` directory, from its making to its rename.
 
-    Attributes:
-        final: the checkpoint's own location, before it is committed too.
+    `final` is the checkpoint's own location, before it is committed too.
     """
 
     def __init__(self, root: Path, step: int) -> None:
@@ -230,12 +229,9 @@ class LocalStore:
         """Do nothing: locks tell who is at work."""
 
     def clean(self) -> list[str]:
-        """Remove what killed writers left and finish a replacement they had begun.
+        """Remove what killed writers left, and finish a replacement they had begun; return names.
 
         What may not be removed (another user's, a file system to read from) is left alone.
-
-        Returns:
-            The names of the leftovers that were dealt with.
         """
         root = self.root
         if not root.is_dir():

@@ -133,11 +133,7 @@ Location = LocalLocation | RemoteLocation
 
 
 def filesystem(url: str) -> tuple[Any, str]:
-    """Return fsspec's file system for a URL, and the path in it.
-
-    Raises:
-        ImportError: without fsspec.
-    """
+    """Return fsspec's file system for a URL, and the path in it; ImportError without fsspec."""
     try:
         from fsspec.core import url_to_fs
     except ImportError as error:

@@ -99,20 +99,13 @@ class Manifest:
             raise CheckpointDamagedError(f"{where} can't be read: {error}") from error
 
     def check_sizes(self, location: Location) -> None:
-        """Check that every file is there and as long as it was (cheap: reads no data).
-
-        Raises:
-            CheckpointDamagedError: naming the first that is not.
-        """
+        """Raise CheckpointDamagedError unless every file is there, as long as it was."""
         damaged = self.wrong_size(location)
         if damaged is not None:
             raise CheckpointDamagedError(damaged[2])
 
     def wrong_size(self, location: Location) -> tuple[str, int, str] | None:
-        """Return the first file that is missing or of another length.
-
-        Returns:
-            Its name, the bytes that are there, and what to say of it.
+        """Return the first file that is missing or of another length: name, bytes, and what to say.
 
         Raises:
             CheckpointDamagedError: the disk is faulty at one.
@@ -131,21 +124,13 @@ class Manifest:
         return None
 
     def check_file(self, location: Location, name: str) -> None:
-        """Read a whole file and compare its checksum.
-
-        Raises:
-            CheckpointDamagedError: it differs, is missing, or is not in the manifest.
-        """
+        """Read a whole file; CheckpointDamagedError if its checksum differs, or it is not there."""
         with self._reading(location, name):
             found = sum_of(location, name)
         self._compare(location, name, found)
 
     def read_file(self, location: Location, name: str) -> _Text:
-        """Read a small file and compare its checksum.
-
-        Raises:
-            CheckpointDamagedError: it differs, is missing, or is not in the manifest.
-        """
+        """Read a small file; CheckpointDamagedError if its checksum differs, or it is not there."""
         with self._reading(location, name):
             data = location.read(name)  # once: over a network it may not be the same twice
         self._compare(location, name, FileSum(len(data), zlib.crc32(data)))
@@ -195,11 +180,7 @@ class ChunkSums:
 
     @classmethod
     def read(cls, manifest: Manifest, location: Location) -> ChunkSums:
-        """Read `chunks.json`; a checkpoint of format 1 has none.
-
-        Raises:
-            CheckpointDamagedError: it is altered.
-        """
+        """Read `chunks.json`, which format 1 lacks; CheckpointDamagedError if it is altered."""
         if CHUNKS not in manifest.files:
             return cls({})
         return cls(json.loads(manifest.read_file(location, CHUNKS)))

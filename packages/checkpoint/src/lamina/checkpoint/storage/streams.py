@@ -100,11 +100,7 @@ def tensor_in(chunk: memoryview, dtype: torch.dtype, sizes: Sequence[int]) -> to
 
 
 def safely_loaded(file: BinaryIO) -> torch.Tensor:
-    """Load what torch.save wrote, if it is a tensor and nothing else.
-
-    Raises:
-        CheckpointUnsafeError: it names code.
-    """
+    """Load what torch.save wrote; CheckpointUnsafeError if it is not a tensor and no more."""
     try:
         loaded: torch.Tensor = torch.load(file, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:

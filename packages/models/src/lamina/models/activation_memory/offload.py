@@ -22,9 +22,7 @@ __all__ = ["Offloader", "OnHost"]
 class Offloader:
     """Moves the saved tensors of a model's blocks; one object serves all of the blocks.
 
-    Args:
-        devices: types of devices whose tensors are moved. Tensors on a CPU are in host memory
-            already, and only tests name it.
+    Only tests name the CPU, whose tensors are in host memory already, among the types of `devices`.
     """
 
     def __init__(self, devices: Sequence[str] = ("cuda",)) -> None:
@@ -145,9 +143,7 @@ class _Saved:
 class OnHost:
     """A tensor in (pinned) host memory, and its copy on the device while backward needs it.
 
-    Attributes:
-        owner: the forward of a block that saved the tensor.
-        uses: how many times autograd saved the tensor.
+    `owner` is the forward of a block that saved the tensor, and `uses` how many times it did.
     """
 
     def __init__(self, owner: _Saved, tensor: Tensor, streams: _Streams | None) -> None:

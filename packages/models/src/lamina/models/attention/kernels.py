@@ -88,9 +88,8 @@ class Causal:
 class Masked:
     """Attention with a stored mask, on any device, for sequence^2 bools per row of the batch.
 
-    Attributes:
-        mask: bool, broadcast to `[batch, 1, sequence, sequence]`: True where the query (rows) may
-            attend to the key (columns). None: every query attends to every key.
+    The mask is broadcast to `[batch, 1, sequence, sequence]`: True where the query (rows) may
+    attend to the key (columns). None: every query attends to every key.
     """
 
     mask: Tensor | None
@@ -107,12 +106,10 @@ class Masked:
 class Varlen:
     """Concatenated documents, by torch's variable-length flash kernel (CUDA, fp16 and bf16).
 
-    Attributes:
-        starts: int32 `[documents + 1]`: where each document of the flattened batch starts, and
-            the end of the last.
-        longest: the number of tokens in the longest document.
-        window: how many tokens, itself included, a token attends to; None is all before it.
-        grouped_heads: whether the kernel takes fewer heads of keys than of queries.
+    `starts`, int32 `[documents + 1]`, is where each document of the flattened batch starts, and the
+    end of the last. `longest` is the number of tokens in the longest document, and `window` that
+    which a token attends to, itself included; None is all before it. `grouped_heads` says whether
+    the kernel takes fewer heads of keys than of queries.
     """
 
     starts: Tensor

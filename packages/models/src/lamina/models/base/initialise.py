@@ -79,14 +79,9 @@ def fill_normal(
 ) -> None:
     """Fill a parameter, or a rank's piece of one, from N(0, std^2); nothing on the meta device.
 
-    Args:
-        parameter: what this rank holds.
-        std: standard deviation.
-        seed: decides the numbers, together with the device's type; None draws from the device's
-            default generator.
-        axis: the ranks that hold pieces; None holds the whole.
-        dim: the dimension that is cut.
-        blocks: lengths, over all ranks, of what is fused along `dim`.
+    The seed decides the numbers, together with the device's type; None draws from the device's
+    default generator. Ranks of the axis hold pieces along `dim`, where `blocks` are the lengths,
+    over all ranks, of what is fused.
     """
     _fill(parameter, partial(Tensor.normal_, mean=0.0, std=std), seed, axis, dim, blocks)
 

@@ -24,11 +24,7 @@ __all__ = ["RowExchange", "gather_rows", "reduce_rows"]
 class RowExchange:
     """An all-to-all of rows that starts with the object's construction and ends with `wait`.
 
-    Args:
-        rows: `[sum(sends), hidden]`.
-        group: the ranks.
-        sends: rows for each rank.
-        receives: rows from each rank.
+    `sends` and `receives` are the rows for and from each rank of the group.
     """
 
     def __init__(

@@ -35,13 +35,10 @@ Way = Literal["batched", "grouped", "loop"]
 
 @dataclass(frozen=True)
 class ExpertRuns:
-    """The number of rows of each expert, and the way in which they are multiplied.
+    """The number of rows of each expert, also on the host if it knows, and how they are multiplied.
 
-    Attributes:
-        counts: int64 `[experts]`: the number of rows of each, on the rows' device.
-        on_host: the same numbers on the host, if the host knows them.
-        way: `batched` if all experts have the same number of rows, `grouped` by
-            `torch.nn.functional.grouped_mm`, `loop` one expert after the other.
+    `way` is `batched` if all experts have the same number of rows, `grouped` by
+    `torch.nn.functional.grouped_mm`, `loop` one expert after the other.
     """
 
     counts: Tensor

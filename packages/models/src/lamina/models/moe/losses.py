@@ -126,13 +126,10 @@ class RoutingContext:
 class Scored:
     """The scores that a router has given its tokens.
 
-    Attributes:
-        logits: `[tokens, num_experts]`.
-        probabilities: `[tokens, num_experts]`, each token's sum to one.
-        experts: int64 `[tokens, top_k]`, `num_experts` for padding.
-        counted: bool `[tokens]`: False for padding; None if there is none.
-        sequence: int64 `[tokens]`: the sequence of each token; None if that is not needed.
-        sequences: the number of sequences.
+    Logits and probabilities are `[tokens, num_experts]`, and each token's probabilities sum to one.
+    `experts` are int64 `[tokens, top_k]`, `num_experts` for padding. `counted` is False for
+    padding; None if there is none. `sequence` is the sequence of each token, or None, of so many
+    `sequences`.
     """
 
     logits: Tensor

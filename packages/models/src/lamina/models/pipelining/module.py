@@ -51,16 +51,11 @@ class OncePerStep(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class Microbatch:
-    """A microbatch, as every stage is given it.
+    """A microbatch, as every stage is given it: tensors `[batch, sequence]`, or None.
 
-    Attributes:
-        tokens: int64 `[batch, sequence]`.
-        labels: int64 `[batch, sequence]`; only the last stage uses them.
-        positions: int64 `[sequence]` or `[batch, sequence]`, or None.
-        document_ids: integers `[batch, sequence]`, or None.
-        factor: multiplies the sum of the tokens' losses.
-        auxiliary: the weight of the microbatch's auxiliary losses.
-        padding_mask: bool `[batch, sequence]`, True for tokens that go to no expert, or None.
+    Only the last stage uses labels. Positions may be `[sequence]`. The sum of the tokens' losses is
+    multiplied by `factor`, and auxiliary losses by `auxiliary`. The padding mask is True for tokens
+    that go to no expert.
     """
 
     tokens: Tensor

@@ -34,18 +34,13 @@ INPUT, WEIGHT, GRADIENT = range(3)
 class Float8Products(nn.Module):
     """How one layer multiplies in FP8. It holds the history of maxima, as a buffer.
 
-    The scales of a matrix that is cut over tensor-parallel ranks follow from the maximum over all
-    ranks, so results do not depend on the number of ranks.
+    The scales of a matrix that is cut over tensor-parallel ranks (on the side `cut` of the weight)
+    follow from the maximum over all ranks, so results do not depend on the number of ranks.
 
-    `amax_history` (delayed scaling only) is int32 `[1 + history, 3]`: maxima of input, weight
-    and gradient. Row 0 has those of the current pass, which is a backward and the forwards before
-    it that record gradients, one per microbatch; the backward's end moves it to row 1. See
-    Note [Maxima are stored as integers].
-
-    Args:
-        precision: what scales come from.
-        axis: ranks that hold pieces of the layer; None is one process.
-        cut: which side of the weight they cut.
+    `amax_history` (delayed scaling only) is int32 `[1 + history, 3]`: maxima of input, weight and
+    gradient. Row 0 has those of the current pass, which is a backward and the forwards before it
+    that record gradients, one per microbatch; the backward's end moves it to row 1. See Note
+    [Maxima are stored as integers].
     """
 
     # Note [Maxima are stored as integers]
@@ -278,12 +273,9 @@ class _Gradients:
 class AmaxExchange:
     """A forward pre-hook of the root module: histories shift at the end of each backward.
 
-    At that time ranks that saw other tokens or pieces exchange their maxima, in one small message
-    per axis for all layers together. So between two steps histories are equal on all ranks, and a
-    resumed run needs no other state.
-
-    Args:
-        mesh: ranks of its data-parallel, `cp` and `tp` axes exchange maxima. None is one process.
+    At that time ranks of the data-parallel, `cp` and `tp` axes, which saw other tokens or pieces,
+    exchange their maxima, in one small message per axis for all layers together. So between two
+    steps histories are equal on all ranks, and a resumed run needs no other state.
     """
 
     def __init__(self, mesh: MeshLike = None) -> None:

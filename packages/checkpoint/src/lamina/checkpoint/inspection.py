@@ -49,11 +49,7 @@ class Opened:
         self.tensors = tensors_of(self.metadata)
 
     def tensor(self, name: str) -> torch.Tensor:
-        """Read one tensor whole.
-
-        Raises:
-            CheckpointDamagedError: one of its chunks is altered.
-        """
+        """Read one tensor whole; CheckpointDamagedError if one of its chunks is altered."""
         described = self.tensors[name]
         whole = torch.empty(described.size, dtype=described.properties.dtype)
         sums = ChunkSums.read(self.manifest, self.location)

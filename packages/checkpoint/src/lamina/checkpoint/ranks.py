@@ -27,11 +27,7 @@ _FINE, _FAILED, _DAMAGED = 0, 1, 2
 
 
 class Ranks:
-    """The ranks that save and restore together.
-
-    Args:
-        group: None is all, or this process alone if torch.distributed has not been started.
-    """
+    """The ranks that save and restore together: a group, or all, or this process alone."""
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         started = dist.is_available() and dist.is_initialized()

@@ -127,11 +127,7 @@ class FileWriter:
         self._expected.pop(0)
 
     def close(self) -> None:
-        """Sync and close.
-
-        Raises:
-            RuntimeError: a tensor is missing.
-        """
+        """Sync and close; RuntimeError if a tensor is missing."""
         with self._file:
             if self._expected:
                 raise RuntimeError(f"{self._path} was closed without '{self._expected[0].name}'")
@@ -198,11 +194,7 @@ class Files:
         return self._entries.keys()
 
     def tensor(self, name: str) -> torch.Tensor:
-        """Return a tensor that shares the file's pages: what is not touched is not read.
-
-        Raises:
-            CheckpointMismatchError: there is none of that name, or of a dtype not known here.
-        """
+        """Return a tensor that shares the file's pages: what is not touched is not read."""
         data, entry = self._entries[self.find(name)]
         dtype, shape = self.dtype(name), entry["shape"]
         start, count = entry["data_offsets"][0], math.prod(shape)
@@ -214,10 +206,9 @@ class Files:
         return torch.frombuffer(raw, dtype=dtype).view(shape)
 
     def dtype(self, name: str) -> torch.dtype:
-        """Return the dtype that a tensor has in the files.
+        """Return the dtype of a tensor in the files.
 
-        Raises:
-            CheckpointMismatchError: there is no such tensor, or its dtype is not known here.
+        CheckpointMismatchError if it is not known here.
         """
         code = self._entries[self.find(name)][1]["dtype"]
         if code not in _DTYPES:
@@ -227,11 +218,9 @@ class Files:
         return _DTYPES[code]
 
     def find(self, name: str) -> str:
-        """Return the name that a tensor has in the files.
+        """Return the name that a tensor has in the files, or CheckpointMismatchError.
 
-        Raises:
-            CheckpointMismatchError: there is none of that name, nor of it without the prefix that
-                a base model's own files leave out.
+        A base model's own files leave out a prefix.
         """
         for candidate in (name, name.removeprefix("transformer.").removeprefix("model.")):
             if candidate in self._entries:

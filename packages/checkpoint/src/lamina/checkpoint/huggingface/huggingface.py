@@ -72,14 +72,10 @@ class _Tensors:
         return tensor if region is None else as_part(tensor, region, self._parameters[name])
 
     def survey(self, names: Sequence[str], ranks: Ranks) -> dict[str, tuple[Whole, bool]]:
-        """Ask all ranks what the tensors of the whole model are (collective).
+        """Ask all ranks what the tensors are, by name, and if they are parameters (collective).
 
-        Returns:
-            Name -> the tensor, and whether it is a parameter.
-
-        Raises:
-            CheckpointMismatchError: no rank has one.
-            TypeError: of a dtype that safetensors lacks.
+        CheckpointMismatchError says that no rank has one, TypeError that safetensors lacks its
+        dtype.
         """
         # Of each: here, not here, parameter, dtype, dimensions, sizes.
         table = torch.zeros(len(names), 5 + _DIMENSIONS, dtype=torch.int64)

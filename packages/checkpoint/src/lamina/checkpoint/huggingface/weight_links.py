@@ -77,11 +77,7 @@ class Piece:
 
 
 def pieces_of(link: HuggingFaceLink, shape: Sequence[int]) -> list[Piece]:
-    """Cut a tensor of ours where its link says that it can be cut.
-
-    Raises:
-        ValueError: the pieces are not all of the tensor.
-    """
+    """Cut a tensor of ours where its link says so; ValueError if the pieces are not all of it."""
     zeros, whole = (0,) * len(shape), tuple(shape)
     cut: Iterator[tuple[tuple[slice, ...], HuggingFaceLink]] | None = None
     if hasattr(link, "pieces"):

@@ -45,12 +45,7 @@ class Source:
 
 
 def open_checkpoint(location: Location) -> Source:
-    """Read and check the small files of a checkpoint.
-
-    Raises:
-        CheckpointDamagedError: a file is missing or altered.
-        CheckpointUnsafeError: the metadata names code.
-    """
+    """Read the small files of a checkpoint; CheckpointDamagedError or -UnsafeError as they are."""
     manifest = Manifest.read(location)
     if (damaged := manifest.wrong_size(location)) is not None:
         name, found, message = damaged
@@ -79,11 +74,7 @@ def _lost(location: Location, manifest: Manifest, file: str, found: int) -> str:
 
 
 def open_step(store: Store, step: int) -> Source:
-    """Open a step's checkpoint; CheckpointNotFoundError without one.
-
-    Raises:
-        CheckpointMismatchError: it is another step's.
-    """
+    """Open a step's checkpoint; CheckpointNotFoundError, or -MismatchError if it is another's."""
     location = store.location(step)
     if not store.has(step):
         raise CheckpointNotFoundError(

@@ -65,8 +65,7 @@ class _Entry:
 class Plan:
     """Compares a state at hand with the trees of a checkpoint's `values.json` and DCP's metadata.
 
-    Raises:
-        CheckpointMismatchError: entries, shapes or dtypes that don't fit, by name.
+    CheckpointMismatchError names entries, shapes or dtypes that don't fit.
     """
 
     def __init__(

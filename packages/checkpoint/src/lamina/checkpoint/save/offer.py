@@ -88,8 +88,7 @@ def _beginning(tensor: torch.Tensor) -> torch.Tensor:
 def compare(of_ranks: Sequence[Digests]) -> None:
     """Refuse weights, optimizer state and objects' tensors that differ; warn of buffers.
 
-    Raises:
-        CheckpointError: naming tensors, two ranks and the remedies.
+    CheckpointError names tensors, two ranks and the remedies.
     """
     first: dict[str, tuple[int, int]] = {}
     found: dict[Kind, dict[str, tuple[int, int]]] = {"trained": {}, "usual": {}, "first": {}}

@@ -124,11 +124,7 @@ class Writer(StorageWriter):
         return dataclasses.replace(plan, storage_data=self._save.offered.digests)
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Make the location (coordinator) and tell every rank its name.
-
-        Raises:
-            CheckpointError: the ranks offer different tensors under one name.
-        """
+        """Compare what ranks offer, make the location (coordinator), tell every rank its name."""
         compare([cast(Digests, plan.storage_data) for plan in plans])
         self._attempt = self._store.begin(self._save.step)
         location, final = str(self._attempt.location), str(self._attempt.final)

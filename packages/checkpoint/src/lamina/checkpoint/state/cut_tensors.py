@@ -86,8 +86,7 @@ class CutTensors:
     def region_of(self, name: str, parameter: torch.Tensor) -> TensorRegion | None:
         """Return where this rank's parameter lies in the whole model's; None if it is whole.
 
-        Raises:
-            CheckpointError: it is marked as cut and nothing says over which ranks.
+        CheckpointError says that it is marked as cut and nothing says over which ranks.
         """
         role = role_of(parameter)
         if not _may_be_cut(role) or hasattr(parameter, "placements"):

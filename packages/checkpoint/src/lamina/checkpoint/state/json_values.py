@@ -116,8 +116,7 @@ def _encode_rare(value: Any, path: tuple[str, ...]) -> Json:
 def decode(value: Json, tensor: Callable[[str], Any]) -> Any:
     """Turn JSON made by `encode` back into the tree; `tensor` gives what a stored tensor becomes.
 
-    Raises:
-        CheckpointError: a `$` key that `encode` never writes.
+    CheckpointError names a `$` key that `encode` never writes.
     """
     if isinstance(value, list):
         return [decode(item, tensor) for item in value]

@@ -43,8 +43,7 @@ class RankValues:
     def merged(self, of_ranks: list[bytes | None]) -> bytes:
         """Return the text of `values.json`, given what `for_coordinator` gave on each rank.
 
-        Raises:
-            CheckpointError: an optimizer's groups differ between ranks.
+        CheckpointError says that an optimizer's groups differ between ranks.
         """
         merged = dict(self._shared)
         own: dict[str, list[Json]] = {entry: [] for entry in self._own}

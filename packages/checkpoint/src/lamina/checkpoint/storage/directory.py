@@ -99,10 +99,8 @@ class WritingDirectory:
     def commit(self, manifest: Manifest, *, overwrite: bool) -> None:
         """Write the manifest and give the directory its complete name, durably.
 
-        See Note [A commit is a rename].
-
-        Raises:
-            FileExistsError: the step is there already and `overwrite` is False.
+        See Note [A commit is a rename]. Without `overwrite`, FileExistsError if the step is there
+        already.
         """
         manifest.write(self.location)
         final = self.final.path

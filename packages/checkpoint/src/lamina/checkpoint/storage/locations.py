@@ -151,11 +151,7 @@ def is_url(path: str | os.PathLike[str]) -> bool:
 
 
 def local_path(path: str | os.PathLike[str]) -> Path:
-    """Return the path of a local path; `file://` is taken off.
-
-    Raises:
-        ValueError: a `Path` made from a URL, which has lost a slash.
-    """
+    """Return a local path without `file://`; ValueError for a `Path` made from a URL."""
     text = os.fspath(path)
     if not isinstance(path, str) and _SHORT_OF_A_SLASH.match(text):
         raise ValueError(

@@ -105,11 +105,7 @@ class Manifest:
             raise CheckpointDamagedError(damaged[2])
 
     def wrong_size(self, location: Location) -> tuple[str, int, str] | None:
-        """Return the first file that is missing or of another length: name, bytes, and what to say.
-
-        Raises:
-            CheckpointDamagedError: the disk is faulty at one.
-        """
+        """Return the first file that is missing or of another length: name, bytes, a message."""
         for name, expected in self.files.items():
             try:
                 found = location.size(name)

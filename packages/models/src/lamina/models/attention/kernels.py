@@ -141,10 +141,9 @@ class Varlen:
 
 @dataclass(frozen=True)
 class Flex:
-    """Attention by torch's `flex_attention` with a block mask (trains on CUDA only).
+    """Attention by torch's `flex_attention` (trains on CUDA only).
 
-    Attributes:
-        mask: the block mask; blocks without an allowed pair are skipped.
+    Blocks of the mask without an allowed pair are skipped.
     """
 
     mask: BlockMask

@@ -33,11 +33,7 @@ class PrecisionUnavailableError(RuntimeError):
 
 
 def transformer_engine() -> tuple[ModuleType, ModuleType]:
-    """Import `transformer_engine.pytorch` and `transformer_engine.common.recipe`.
-
-    Raises:
-        PrecisionUnavailableError: if they cannot be imported, with the reason.
-    """
+    """Import TE's `pytorch` and `common.recipe`; PrecisionUnavailableError says why that fails."""
     try:
         return (
             importlib.import_module("transformer_engine.pytorch"),
@@ -77,9 +73,6 @@ def use_transformer_engine(
 
     Blocks are included because recomputation runs them outside of the root's forward, which updates
     the histories of delayed scaling, once. Ranks of `mesh` share maxima.
-
-    Raises:
-        PrecisionUnavailableError: where Transformer Engine is not installed.
     """
     recipe = make_recipe(precision)
     for block in blocks:

@@ -304,11 +304,7 @@ _MAYBE = {
 
 
 def _written_mamba2(config: TransformerConfig) -> dict[str, Any]:
-    """Write the fields of `config.json` that only Mamba-2 has.
-
-    Raises:
-        ValueError: if the inner width is not a multiple of the hidden size.
-    """
+    """Write the fields of `config.json` that only Mamba-2 has."""
     sizes = config.mamba
     if sizes is None:
         raise ValueError("the config has no mamba")
@@ -340,11 +336,7 @@ def _read_bound(bound: float | Mapping[str, str]) -> float:
 
 
 def _read_mamba2(source: Mapping[str, Any]) -> TransformerConfig:
-    """Read the contents of the `config.json` of a stack of Mamba-2 layers.
-
-    Raises:
-        ValueError: for an activation other than SiLU.
-    """
+    """Read the contents of the `config.json` of a stack of Mamba-2 layers."""
     if source.get("hidden_act", "silu") != "silu":
         raise ValueError(f"hidden_act is {source['hidden_act']!r}: only silu is known")
     layers = source["num_hidden_layers"]

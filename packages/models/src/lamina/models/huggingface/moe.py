@@ -137,10 +137,8 @@ def written_moe(config: TransformerConfig, moe: MoEConfig, kind: str) -> dict[st
 def read_moe(kind: str, source: Mapping[str, Any]) -> MoEConfig | None:
     """Read the experts of a `config.json`; None where all layers are dense.
 
-    Coefficients of auxiliary losses are not read, as they belong to training.
-
-    Raises:
-        ValueError: for layers that no `MoEConfig` describes, or experts without a number.
+    Coefficients of auxiliary losses are not read, as they belong to training. ValueError names
+    layers that no `MoEConfig` describes, or experts without a number.
     """
     if kind == "mixtral":
         return MoEConfig(

@@ -13,11 +13,7 @@ __all__ = ["WeightLink", "model_type", "weight_map"]
 
 
 def model_type(config: TransformerConfig) -> str:
-    """Name the Hugging Face architecture that has the config's features.
-
-    Raises:
-        ValueError: if none has all of them.
-    """
+    """Name the Hugging Face architecture with the config's features; ValueError if none has all."""
     if set(config.pattern) != {"T"}:
         return _stack_type(config)
     variant = variant_of(config)

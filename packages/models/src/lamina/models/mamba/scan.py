@@ -123,11 +123,7 @@ def _between(total: Tensor, documents: _Documents | None) -> Tensor:
 
 
 def _across_chunks(added: Tensor, through: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Carry the state from chunk to chunk.
-
-    Returns:
-        The state before each chunk, shaped like `added`, and the state after the last.
-    """
+    """Carry the state from chunk to chunk: those before each, like `added`, and the last."""
     groups, per, chunks = added.shape[1:4]
     if state is None:
         current = torch.zeros_like(added[:, :, :, 0])
@@ -199,10 +195,8 @@ def fused_scan() -> Any:
 def choose_path(wanted: MambaPath, device: torch.device, dtype: torch.dtype) -> str:
     """Choose how the scan runs, `torch` or `fla`, and log the choice once per process.
 
-    The kernels round float32 to TF32 in products, so `auto` uses torch for float32.
-
-    Raises:
-        RuntimeError: if `fla` is asked for and cannot run.
+    The kernels round float32 to TF32 in products, so `auto` uses torch for float32. RuntimeError
+    says why `fla`, which was asked for, cannot run.
     """
     if wanted == "torch" or (wanted == "auto" and device.type != "cuda"):
         return "torch"

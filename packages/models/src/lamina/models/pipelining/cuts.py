@@ -102,10 +102,9 @@ def _best_ends(
 
 
 def resolve_layout(layout: Sequence[int] | Sequence[Sequence[int]], num_layers: int) -> Layout:
-    """Turn the caller's layout, numbers of layers or lists of layers, into the layers of stages.
+    """Turn numbers or lists of layers into the layers of stages.
 
-    Raises:
-        ValueError: unless every layer is in it once, in order, and no inner stage is empty.
+    ValueError unless every layer is in it once, in order, and no inner stage is empty.
     """
     runs: list[tuple[int, ...]] = []
     start = 0

@@ -72,8 +72,7 @@ def schedule_kind(name: str) -> ScheduleKind:
 def number_of_stages(name: str, ranks: int, given: int | None, layout_length: int | None) -> int:
     """The number of stages of a schedule, from the layout's length or the stages per rank.
 
-    Raises:
-        ValueError: if layout, stages per rank and schedule do not fit together.
+    ValueError says why layout, stages per rank and schedule do not fit together.
     """
     fixed = schedule_kind(name).stages_per_rank
     per_rank = given if given is not None else fixed
@@ -95,8 +94,7 @@ def number_of_stages(name: str, ranks: int, given: int | None, layout_length: in
 def make_schedule(name: str, stages: Sequence[Any], num_microbatches: int) -> Any:
     """Make torch's schedule for this rank's stages, which compute the loss themselves.
 
-    Raises:
-        ValueError: if the schedule cannot run this number of microbatches.
+    ValueError says that it cannot run this number of microbatches.
     """
     if stages[0].group is None:
         return _OneStage(stages[0], num_microbatches)

@@ -110,14 +110,11 @@ def scaled_product(
     fast_accumulation: bool = False,
     into: Tensor | None = None,
 ) -> Tensor:
-    """`left @ right.T` of decoded numbers, accumulated in float32.
+    """`left @ right.T` of decoded numbers, accumulated in float32; RuntimeError on older GPUs.
 
     Both have as many scales per row: one, or one for all. `fast_accumulation` allows Hopper's
     tensor cores to keep fewer digits of partial sums. `into` `[rows, columns]` in `dtype` receives
     the result, without a temporary if the kernel supports it.
-
-    Raises:
-        RuntimeError: on a GPU without FP8.
     """
     if not torch.compiler.is_compiling():
         require_float8(left.codes.device)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, TypeVar, get_args
+from typing import Any, Literal, TypeVar, cast, get_args
 
 import torch
 from torch import Tensor, nn
@@ -200,7 +200,6 @@ def _within(
     if not torch.is_grad_enabled():
         return forward(*inputs, **options)
     if torch.compiler.is_compiling():
-        output: Tensor = _outside_of_graphs(_within, hooks, forward, *inputs, **options)
-        return output
+        return cast(Tensor, _outside_of_graphs(_within, hooks, forward, *inputs, **options))
     with hooks():
         return forward(*inputs, **options)

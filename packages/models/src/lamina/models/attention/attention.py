@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor, nn
 
@@ -111,8 +111,7 @@ class Attention(nn.Module, ABC):
         context.check(self.config)
         mixed = self.mix(x, context)
         mixed = mixed.flatten(2) if x.ndim == 3 else mixed.flatten(0, 1).flatten(1)
-        output: Tensor = self.output(mixed)
-        return output
+        return cast(Tensor, self.output(mixed))
 
 
 def output_projection(config: TransformerConfig, mesh: MeshLike = None) -> RowParallelLinear:
@@ -164,8 +163,7 @@ class SelfAttention(Attention):
         query, key, value = heads.split(self.head_counts, dim=-2)
         if self.query_norm is not None and self.key_norm is not None:
             query, key = self.query_norm(query), self.key_norm(key)
-        mixed: Tensor = self.core(query, key, value, context, context.rotary)
-        return mixed
+        return cast(Tensor, self.core(query, key, value, context, context.rotary))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,7 @@ import functools
 import importlib
 import inspect
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
 import torch.nn.functional as F
@@ -135,8 +135,7 @@ class Varlen:
             query.flatten(0, 1), key.flatten(0, 1), value.flatten(0, 1),
             self.starts, self.starts, self.longest, self.longest, **options,
         )  # fmt: skip
-        whole: Tensor = mixed.view(*query.shape[:2], *mixed.shape[1:])
-        return whole
+        return cast(Tensor, mixed.view(*query.shape[:2], *mixed.shape[1:]))
 
 
 @dataclass(frozen=True)

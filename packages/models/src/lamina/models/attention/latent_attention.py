@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -208,8 +208,7 @@ class LatentSelfAttention(Attention):
         """See `Attention.mix`."""
         query = self.queries(x, context)
         key, value = self.keys_and_values(x, context)
-        mixed: Tensor = self.core(query, key, value, context)
-        return mixed
+        return cast(Tensor, self.core(query, key, value, context))
 
     def queries(self, x: Tensor, context: AttentionContext) -> Tensor:
         """Queries `[batch, sequence, heads, nope + rope]`."""

@@ -1,7 +1,7 @@
 """The decoder-only language model."""
 
 from dataclasses import replace
-from typing import Literal
+from typing import Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -248,8 +248,7 @@ class GPTModel(KeepsRoles):
             if self.axis is not None and self.sequence_parallel:
                 positions = scatter_to(positions.expand_as(tokens).flatten(), self.axis.group)
             x = x + self.position_embedding(positions)
-        embedded: Tensor = self.dropout(x)
-        return embedded
+        return cast(Tensor, self.dropout(x))
 
     def check_inputs(
         self,

@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from functools import partial
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -98,8 +98,7 @@ def make_linear(layer: ColumnParallelLinear | RowParallelLinear, precision: Prec
         with torch.no_grad():
             for name, parameter in layer.named_parameters(recurse=False):
                 getattr(made, name).copy_(parameter)
-    module: nn.Module = made
-    return module
+    return cast(nn.Module, made)
 
 
 def linear_arguments(layer: ColumnParallelLinear | RowParallelLinear) -> dict[str, Any]:

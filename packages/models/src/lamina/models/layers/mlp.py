@@ -1,6 +1,6 @@
 """The feed-forward network of a block."""
 
-from typing import get_args
+from typing import cast, get_args
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -58,5 +58,4 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """`[..., hidden]` to `[..., hidden]`."""
-        down: Tensor = self.down(self.activation(self.up(x)))
-        return down
+        return cast(Tensor, self.down(self.activation(self.up(x))))

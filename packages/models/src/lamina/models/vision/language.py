@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+from typing import Literal, cast, get_args
 
 import torch
 from torch import Tensor
@@ -123,8 +123,7 @@ class VisionLanguageModel(KeepsRoles):
         trained = any(parameter.requires_grad for parameter in self.vision.parameters())
         with torch.set_grad_enabled(torch.is_grad_enabled() and trained):
             patches = self.vision(images)
-        projected: Tensor = self.projector(patches)
-        return projected
+        return cast(Tensor, self.projector(patches))
 
     def forward(
         self,

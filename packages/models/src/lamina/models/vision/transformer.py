@@ -5,7 +5,7 @@ Images of different sizes are padded to the longest.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
@@ -275,8 +275,7 @@ class Projector(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """`[patches, vision hidden]` to `[patches / merge^2, hidden]`."""
-        projected: Tensor = self.down(self.activation(self.up(x.reshape(-1, self.joined))))
-        return projected
+        return cast(Tensor, self.down(self.activation(self.up(x.reshape(-1, self.joined)))))
 
 
 def blank_image(config: VisionConfig, device: torch.device) -> Tensor:

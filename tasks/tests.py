@@ -32,6 +32,12 @@ def slow(session: nox.Session) -> None:
     pytest(session, "--slow", "-m", "slow", *session.posargs)
 
 
+@task(default=False)
+def order(session: nox.Session) -> None:
+    """Records the streams of each scenario, then deletes each wait; `-- --keep` writes a record."""
+    run(session, "python", "tests/order_scenarios.py", *session.posargs)
+
+
 def tests_on(session: nox.Session, where: Environment, words: list[str]) -> None:
     """Run the default tests in an environment with another torch, which is made if need be."""
     bring_up_to_date(session, last="tools", where=where)

@@ -75,7 +75,7 @@ def test_correctness_comes_first_and_one_gpu_is_enough():
     kinds = [step.figures for step in plan]
     assert kinds == sorted(kinds)
     assert {step.gpus for step in plan} == {1}
-    assert set(parts(plan)) >= {"kernels", "step", "models", "checkpoint"}
+    assert set(parts(plan)) >= {"kernels", "step", "models", "checkpoint", "order"}
     for step in (plan, validate(8)):
         names = [one.name for one in step]
         assert len(set(names)) == len(names)

@@ -67,9 +67,9 @@ DRY_EXPERTS = (
     "torchrun --nproc-per-node=1 benchmarks/moe.py --tokens 32 --hidden 16 --inner 16 --rounds 1"
 )
 DRY_SAVES = "torchrun --nproc-per-node=1 benchmarks/checkpoint.py --model tiny --rounds 1"
-JOB = "examples/pretrain/train.py --run.directory {out} --run.name"
+JOB = "examples/pretrain/train.py --run.directory {out}/"
 DRY_JOB = (
-    f"torchrun --nproc-per-node=1 {JOB} rehearsal --train.steps 2 --train.batch-size 2 "
+    f"torchrun --nproc-per-node=1 {JOB}rehearsal --train.steps 2 --train.batch-size 2 "
     "--model.num-layers 1 --model.hidden-size 64 --model.num-heads 2 --model.sequence-length 32"
 )
 
@@ -88,6 +88,7 @@ CHECKS = (
         "pytest packages/models/tests/test_on_gpu.py",
         limit=90,
     ),
+    Step("order", "every wait orders its streams", "pytest tests/test_order.py", limit=45),
     Step("models", "experts", "pytest packages/models/tests/test_moe_on_gpu.py"),
     Step("models", "Mamba", "pytest packages/models/tests/test_mamba_on_gpu.py"),
     Step(
@@ -134,7 +135,7 @@ ROWS = (
         "models",
         "blocks beside plain PyTorch, MFU, FP8",
         "python benchmarks/blocks.py --size block-8b --batch 2 --rounds 3",
-        "python benchmarks/blocks.py --batch 1 --sequence 32 --rounds 1 --steps 1 --threads 1",
+        "python benchmarks/blocks.py --batch 1 --sequence 32 --rounds 1 --steps 1 --systems lamina",
         limit=100,
         figures=True,
     ),
@@ -148,7 +149,7 @@ ROWS = (
     Step(
         "checkpoint",
         "the main job",
-        f"torchrun --nproc-per-node=1 {JOB} main-job --train.steps 40 --checkpoint.every 20",
+        f"torchrun --nproc-per-node=1 {JOB}main-job --train.steps 40 --checkpoint.every 20",
         DRY_JOB,
         limit=75,
         figures=True,
@@ -236,8 +237,8 @@ def validate(count: int) -> list[Step]:
         Step(
             "nccl",
             "the main job over GPUs",
-            f"{ranks} {JOB} main-job-nccl --train.steps 200",
-            DRY_JOB.replace(" rehearsal ", " rehearsal-nccl "),
+            f"{ranks} {JOB}main-job-nccl --train.steps 200",
+            DRY_JOB.replace("/rehearsal ", "/rehearsal-nccl "),
             limit=300,
             figures=True,
             gpus=most,

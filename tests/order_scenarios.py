@@ -1,0 +1,274 @@
+"""Training steps whose order of streams is recorded: each a function of a `Recording`.
+
+They run within `recorded_order()`, so this process is rank 0 of a simulated world.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy
+from torch.utils.checkpoint import checkpoint
+
+from lamina.collectives import reduce_scatter_fp32
+from lamina.ddp import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    ShardedOptimizer,
+    clip_grad_norm,
+)
+from lamina.fsdp import MixedPrecisionPolicy, fully_shard
+from lamina.fsdp.weights import offloaded
+from lamina.mesh import ParallelLayout
+from lamina.models import GPTModel, TransformerBlock, TransformerConfig
+from lamina_testing.order import CUDA, Recording, Site, recorded_order
+from lamina_testing.toys import Block, OddNet, inputs
+
+ROOT = Path(__file__).resolve().parents[1]
+RANKS = 4
+STEPS = 2
+Scenario = Callable[[Recording], None]
+
+
+def train(model: nn.Module, optimizer: Any, mesh: Any, first: nn.Module) -> None:
+    """Two steps of two microbatches, with clipping."""
+    for step in range(STEPS):
+        with model.no_sync():
+            model(inputs(first, step)).float().square().mean().backward()
+        model(inputs(first, step)).float().square().mean().backward()
+        clip_grad_norm(model, 1.0, mesh)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def sharded(
+    layout: dict[str, int] | None = None, net: type[nn.Module] = OddNet, **settings: Any
+) -> Scenario:
+    """A scenario of `fully_shard` with these settings."""
+
+    def run(recording: Recording) -> None:
+        torch.manual_seed(0)
+        model = net(11)
+        mesh = ParallelLayout(**layout or {}).build("cpu")
+        adamw = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        wrapped, optimizer = fully_shard(
+            model, adamw, device_mesh=mesh, fsdp_unit_modules=[Block], **settings
+        )
+        train(wrapped, optimizer, mesh, model)
+
+    return run
+
+
+class Recomputed(OddNet):
+    """Blocks run again in backward, and one is used twice."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[batch, 5] to [batch, 3]."""
+        x = self.enter(x)
+        for block in (*self.blocks, self.blocks[0]):
+            x = checkpoint(block, x, use_reentrant=False)
+        out: torch.Tensor = self.leave(x) * self.temperature
+        return out
+
+
+def several_forwards(recording: Recording) -> None:
+    """Two forwards before their backwards, as 1F1B has them, then an evaluation."""
+    torch.manual_seed(0)
+    model = OddNet(11)
+    mesh = ParallelLayout().build("cpu")
+    adamw = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    wrapped, optimizer = fully_shard(model, adamw, device_mesh=mesh, fsdp_unit_modules=[Block])
+    for step in range(STEPS):
+        losses = [wrapped(inputs(model, step + k)).square().mean() for k in range(2)]
+        with wrapped.no_sync():
+            losses[0].backward()
+        losses[1].backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            wrapped(inputs(model, step))
+
+
+def ddp(**settings: Any) -> Scenario:
+    """A scenario of `DistributedDataParallel`."""
+
+    def run(recording: Recording) -> None:
+        torch.manual_seed(0)
+        model = OddNet(11)
+        mesh = ParallelLayout().build("cpu")
+        config = DistributedDataParallelConfig(bucket_size=400, **settings)
+        wrapped = DistributedDataParallel(model, config, mesh)
+        optimizer: Any = torch.optim.AdamW(wrapped.parameters(), lr=1e-3)
+        if config.use_distributed_optimizer:
+            optimizer = ShardedOptimizer(optimizer, wrapped, mesh)
+        train(wrapped, optimizer, mesh, model)
+
+    return run
+
+
+def dropped(recording: Recording) -> None:
+    """Reductions whose handle and tensors nobody keeps."""
+    group = ParallelLayout().build("cpu").group("dp")
+    for _ in range(3):
+        shard = torch.empty(100)
+        reduce_scatter_fp32(shard, torch.ones(RANKS * 100), group, async_op=True)
+        torch.full((RANKS * 100,), -1.0)
+        shard.add_(1.0)
+
+
+def offloaded_weights(recording: Recording) -> None:
+    """Shards, main grads and the optimizer on the host."""
+
+    class OnDevice(offloaded.SideStream):
+        def __init__(self, device: torch.device) -> None:
+            super().__init__(CUDA)
+
+    with mock.patch.object(offloaded, "SideStream", OnDevice):
+        torch.manual_seed(0)
+        model = OddNet(11)
+        mesh = ParallelLayout().build("cpu")
+        adamw = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        wrapped, optimizer = fully_shard(
+            model, adamw, device_mesh=mesh, fsdp_unit_modules=[Block],
+            offload_policy=CPUOffloadPolicy(pin_memory=False),
+        )  # fmt: skip
+        for group in wrapped.parameter_groups():
+            main = group.gradients.main.data if group.gradients else group.main_weights.data
+            recording.on_host(group.main_weights.data, group.weights.local.data, main)
+        for step in range(STEPS):
+            wrapped(inputs(model, step)).square().mean().backward()
+            with torch.no_grad():
+                wrapped(inputs(model, step))  # its copies to the device may still read the shards
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def transformer(layout: dict[str, int], **settings: Any) -> Scenario:
+    """A scenario of a GPT over several axes under strategy 3."""
+
+    def run(recording: Recording) -> None:
+        mesh = ParallelLayout(**layout).build("cpu")
+        config = TransformerConfig(
+            vocab_size=64, hidden_size=32, num_layers=2, num_heads=4, ffn_size=32,
+            max_sequence_length=32, **settings,
+        )  # fmt: skip
+        model = GPTModel(config, mesh, seed=0)
+        adamw = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        wrapped, optimizer = fully_shard(
+            model, adamw, device_mesh=mesh, fsdp_unit_modules=[TransformerBlock]
+        )
+        tokens = torch.randint(0, 64, (2, 17))
+        for _ in range(STEPS):
+            wrapped(tokens[:, :-1], labels=tokens[:, 1:]).backward()
+            clip_grad_norm(wrapped, 1.0, mesh)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    return run
+
+
+SCENARIOS: dict[str, Scenario] = {
+    **{f"strategy {number}": sharded(zero_dp_strategy=number) for number in range(4)},
+    "HSDP": sharded({"dp_replicate": 2}),
+    "HFSDP": sharded({"dp_replicate": 2}, outer_dp_sharding_strategy=1),
+    "slots": sharded(fsdp_double_buffer=True),
+    "bf16": sharded(mixed_precision_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16)),
+    "native sums": sharded(reduction="native"),
+    "native sums, averaged": sharded(reduction="native", average_in_collective=True),
+    "reproducible sums": sharded(reproducible=True),
+    "no overlap": sharded(overlap_grad_reduce=False, overlap_param_gather=False),
+    "budgets": sharded(gather_budget=16_000, reduce_budget=8_000),
+    "recomputation, a block used twice": sharded(net=Recomputed),
+    "two forwards before their backwards": several_forwards,
+    "DDP": ddp(),
+    "DDP, sharded optimizer": ddp(use_distributed_optimizer=True, overlap_param_gather=True),
+    "dropped handles": dropped,
+    "offload": offloaded_weights,
+    "tp 2": transformer({"tp": 2}),
+    "cp 2": transformer({"cp": 2}),
+}
+
+
+def record(name: str, without: Site | None = None) -> Recording:
+    """Record a scenario, perhaps without one of its waits."""
+    with recorded_order(RANKS, without) as recording:
+        SCENARIOS[name](recording)
+    return recording
+
+
+def races_without(name: str, site: Site) -> list[str]:
+    """Return the races of a scenario from which a wait was deleted.
+
+    What was overwritten too early may also be noticed by the engine itself, which then raises.
+    """
+    with recorded_order(RANKS, site) as recording:
+        try:
+            SCENARIOS[name](recording)
+        except Exception as error:
+            return [*recording.races, f"{type(error).__name__}: {error}"]
+    return recording.races
+
+
+def measure(names: Iterable[str]) -> tuple[list[list[str]], dict[Site, list[str]]]:
+    """Record scenarios, then delete each of their waits; return rows, and who caught each wait."""
+    rows, caught = [], {}
+    for name in names:
+        whole = record(name)
+        found = {site: bool(races_without(name, site)) for site in sorted(whole.waits)}
+        for site, seen in found.items():
+            caught.setdefault(site, []).extend([name] if seen else [])
+        numbers = [whole.history.nodes, len(whole.races), sum(whole.waits.values())]
+        deleted = f"{sum(found.values())} of {len(found)}"
+        rows.append([name, *map(str, numbers), deleted])
+        print(*rows[-1], sep=" | ", flush=True)
+    return rows, caught
+
+
+def page(rows: list[list[str]], caught: dict[Site, list[str]]) -> Iterator[str]:
+    """Yield the record in Markdown."""
+    git = ["git", "describe", "--always", "--dirty", "--exclude=*"]
+    commit = subprocess.run(git, capture_output=True, text=True, cwd=ROOT).stdout.strip()
+    yield "# The order of streams\n"
+    yield f"`python3 noxfile.py -s order -- --keep` at `{commit}` on {time.strftime('%Y-%m-%d')},"
+    yield f"torch {torch.__version__}, {RANKS} simulated ranks. No GPU took part: the engine's code"
+    yield "for CUDA ran on a CPU with streams that only record (`lamina_testing.order`).\n"
+    yield "A race is two accesses of the same bytes, one of which writes, that no chain of waits"
+    yield "orders. Each line of the packages that waited was then deleted, and the scenario was"
+    yield "recorded again: the last column counts the lines whose deletion was seen.\n"
+    yield "| scenario | nodes | races | waits | deleted lines seen |"
+    yield "| --- | --- | --- | --- | --- |"
+    yield from (f"| {' | '.join(row)} |" for row in rows)
+    yield "\n| line that waits | scenarios in which its deletion is seen |"
+    yield "| --- | --- |"
+    for site, names in sorted(caught.items()):
+        yield f"| `{site}` | {len(names)}{': ' + names[0] if names else ''} |"
+    yield "\n## What this does not show\n"
+    yield "- Another order in which the host queues work, such as that of hooks on another model."
+    yield "- Streams that autograd would choose by itself: all backward work is on one stream here."
+    yield "- Work inside one operator, a Triton kernel or NCCL, and graphs that CUDA has captured."
+    yield "- Waits of the host for gloo's messages, which move the data of a CPU and small facts."
+    yield "- What no scenario runs: pipelines, experts, offloaded activations, staged checkpoints."
+
+
+def main() -> int:
+    """Print the table; return 1 for a race, or for a line whose deletion nobody sees."""
+    keep = "--keep" in sys.argv[1:]
+    words = [word for word in sys.argv[1:] if word != "--keep"]
+    rows, caught = measure(words or SCENARIOS)
+    unseen = [site for site, names in caught.items() if not names]
+    if keep:
+        (ROOT / "docs/records/order.md").write_text("\n".join(page(rows, caught)) + "\n")
+    print(f"{len(caught)} lines wait, {len(unseen)} deletions unseen:", *unseen)
+    return int(bool(unseen) or any(row[2] != "0" for row in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

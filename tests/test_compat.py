@@ -160,6 +160,13 @@ def a_backward_has_a_number():
         assert outside == after == -1 != inside
 
 
+def a_transform_of_functions_is_known():
+    seen = []
+    torch.vmap(lambda x: seen.append(of_fsdp.function_transform()) or x)(torch.ones(2))
+    assert seen[0] is not None
+    assert of_fsdp.function_transform() is None
+
+
 def a_kept_graph_is_known():
     for compat in (of_fsdp, of_models):
         assert (
@@ -263,6 +270,7 @@ CHECKS = {
     tracing_is_known: "is_traced",
     a_backward_has_a_number: "current_graph_task_id",
     a_kept_graph_is_known: "graph_is_kept",
+    a_transform_of_functions_is_known: "function_transform",
     callbacks_come_at_the_end_of_a_backward: "queue_callback",
     the_engine_says_which_nodes_it_will_execute: "will_execute",
     threads_carry_objects: "set_in_thread is_in_thread get_in_thread remove_from_thread",

@@ -600,7 +600,7 @@ class Images(nn.Module):
         return self.leave(self.conv(x).mean(dim=(2, 3)))
 
 
-@use(A, columns=(*OURS, "torch_ddp"))
+@use(A, columns=(*OURS, "torch_ddp"), warns="channels_last")
 def channels_last_weights_are_kept(case: Case):
     """channels_last weights stay channels_last while the model runs"""
     model = case.net(Images).to(memory_format=torch.channels_last)

@@ -20,11 +20,15 @@ if TYPE_CHECKING:
 __all__ = [
     "TorchDispatchMode",
     "current_graph_task_id",
+    "function_transform",
     "graph_is_kept",
     "local_shape_and_offset",
     "tree_leaves",
     "tree_map_only",
 ]
+
+function_transform = torch._C._functorch.peek_interpreter_stack
+"""The transform of `torch.func` (`vmap`, `grad`) that runs now; None if there is none."""
 
 graph_is_kept = torch._C._autograd._get_current_graph_task_keep_graph  # type: ignore[attr-defined, unused-ignore]
 """Whether the backward that runs now was asked to keep its graph."""

@@ -16,6 +16,7 @@ def follow_user(group: ParameterGroup) -> None:
             changed otherwise than all to zero; or if a backward raised that would have added to
             gradients held before it, and nobody has dropped both.
     """
+    group.follow_compute_grads()
     gradients = group.trained
     dropped = not group.shows_gradients
     if gradients.at_risk and not dropped:

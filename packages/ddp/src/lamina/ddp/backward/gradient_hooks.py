@@ -203,6 +203,8 @@ def _hook(
         known.take_gradient(number, index, gradients[0])
         return (None,)
 
-    node = get_gradient_edge(leaf).node
+    wants = leaf.requires_grad
+    node = get_gradient_edge(leaf.requires_grad_(True)).node  # of one that is frozen for now, too
+    leaf.requires_grad_(wants)
     node.register_prehook(before_accumulation)
     return node

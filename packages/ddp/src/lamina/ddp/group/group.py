@@ -126,7 +126,11 @@ class ParameterGroup:
         self.step_facts: list[weakref.WeakMethod[Callable[[], list[Fact]]]] = []
         """What the optimizers of the main parameters must have in common on all ranks."""
         self._main_versions = 0
+        self.shows_on_compute = False
+        """Whether compute parameters show final gradients too: of modules that always hold them."""
+        self._mirrored = False
         self._compute_versions: list[int] = []
+        """When modules began to hold the compute parameters; empty while they don't."""
         self.user_hooks = UserHooks([ref.name for ref in self.refs])
         self._reduced: tuple[int, int] | None = None
         self._gradient_views: list[torch.Tensor] = []
@@ -193,7 +197,7 @@ class ParameterGroup:
 
         They take over `requires_grad` from main parameters. Raises like `refuse_changed`.
         """
-        if self.mains_are_separate:
+        if self.mains_are_separate and not self._compute_versions:
             for ref, main in zip(self.refs, self.main_parameters, strict=True):
                 if ref.parameter.requires_grad is not main.requires_grad:
                     ref.parameter.requires_grad_(main.requires_grad)
@@ -212,6 +216,8 @@ class ParameterGroup:
             if seen and seen != [*map(_VERSION, self.compute_parameters)]:
                 self._adopt_compute_parameters()
             for ref, main in zip(self.refs, self.main_parameters, strict=True):
+                if seen and ref.parameter.requires_grad is not main.requires_grad:
+                    main.requires_grad_(ref.parameter.requires_grad)  # changed in the module
                 ref.install(main)
 
     @torch.no_grad()
@@ -284,6 +290,21 @@ class ParameterGroup:
             self.gradients.discard()
         for main in self.main_parameters:
             main.grad = None
+        self._mirror(shown=False)
+
+    def _mirror(self, *, shown: bool) -> None:
+        if self.shows_on_compute:
+            self._mirrored = shown
+            for ref, main in zip(self.refs, self.main_parameters, strict=True):
+                ref.parameter.grad = main.grad if shown else None
+
+    def follow_compute_grads(self) -> None:
+        """Where compute parameters show gradients too: who drops one there drops it here."""
+        if self._mirrored:
+            pairs = zip(self.refs, self.main_parameters, self.gradient_views, strict=True)
+            for ref, main, view in pairs:
+                if main.grad is view and ref.parameter.grad is None:
+                    main.grad = None
 
     def begin_forward(self) -> None:
         """A forward of the model begins: follow what was done to main parameters since the last."""
@@ -320,6 +341,7 @@ class ParameterGroup:
             gradients.clear_placeholders()
             shown = [not gradients.is_empty] * len(self.refs)
         self.show_where(shown)
+        self._mirror(shown=final)
 
     def show_where(self, shown: Sequence[bool]) -> None:
         """Set `.grad` of some main parameters to their place in main grads, and the rest to None.

@@ -1,5 +1,6 @@
 """Which parameters share a buffer: finding a module's parameters and sorting them into groups."""
 
+import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -81,9 +82,16 @@ def collect_parameters(module: nn.Module) -> list[ParameterRef]:
 
 
 def group_parameters(refs: Iterable[ParameterRef]) -> Iterator[tuple[GroupKey, list[ParameterRef]]]:
-    """Sort parameters into groups, each in order of registration."""
+    """Sort parameters into groups, each in order of registration.
+
+    Raises:
+        TypeError: for a parameter that is no plain tensor of real numbers.
+    """
     groups: dict[GroupKey, list[ParameterRef]] = {}
+    refs = list(refs)
+    _warn_of_memory_format(refs)
     for ref in refs:
+        _refuse_kind(ref)
         role = ref.role
         key = GroupKey(
             ref.parameter.dtype,
@@ -97,6 +105,48 @@ def group_parameters(refs: Iterable[ParameterRef]) -> Iterator[tuple[GroupKey, l
             key = replace(key, copy=key.copy + 1)
         groups.setdefault(key, []).append(ref)
     yield from groups.items()
+
+
+def _refuse_kind(ref: ParameterRef) -> None:
+    parameter, cls = ref.parameter, type(ref.parameter)
+    if parameter.dtype.is_complex:
+        raise TypeError(
+            f"{ref.name} is {parameter.dtype}, and gradients are summed over ranks as real "
+            "(complex ones are not): hold torch.view_as_real(value) as the parameter, and take "
+            "torch.view_as_complex of it in forward"
+        )
+    if parameter.layout is not torch.strided:
+        raise TypeError(
+            f"{ref.name} has the layout {parameter.layout}, and a flat buffer holds strided "
+            "tensors only: hold its dense values as the parameter"
+        )
+    dispatches = cls.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
+    if dispatches or _function_of(cls) not in (
+        _function_of(nn.Parameter),
+        _function_of(torch.Tensor),
+    ):
+        raise TypeError(
+            f"{ref.name} is a {cls.__name__}, a tensor subclass that takes operators into its own "
+            "hands: in a flat buffer it would become a plain tensor. Wrap the model before its "
+            "weights are converted (quantised), or leave such modules outside the wrapped model"
+        )
+
+
+def _warn_of_memory_format(refs: Sequence[ParameterRef]) -> None:
+    last = [
+        ref.name for ref in refs if ref.parameter.dim() > 3 and not ref.parameter.is_contiguous()
+    ]
+    if last:
+        warnings.warn(
+            f"{last[0]} and {len(last) - 1} more parameters are channels_last, and become "
+            "contiguous in their flat buffers: numbers stay the same, convolutions may be slower. "
+            "Inputs can still be channels_last",
+            stacklevel=2,
+        )
+
+
+def _function_of(cls: type[torch.Tensor]) -> object:
+    return getattr(cls.__torch_function__, "__func__", cls.__torch_function__)
 
 
 def spec_of(ref: ParameterRef, granularity: Granularity | None = None) -> TensorSpec:

@@ -176,6 +176,9 @@ class DistributedDataParallel(DataParallel):
             check_finite=config.check_for_nan_in_grad,
             largest=config.check_for_large_grads,
         )
+        for group in self._groups:
+            same = group.dtypes.grads == group.dtypes.weights
+            group.shows_on_compute = same and group.requires_grad and group.mains_are_separate
         self._experts_axes = expert
         self._buffers_written = False
         if config.broadcast_buffers not in ("never", False):
@@ -358,6 +361,18 @@ class DistributedDataParallel(DataParallel):
         """
         self._gathers.finish()
         return self.module.state_dict(*args, **kwargs)
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """The wrapped module's, under the names that `state_dict` has."""
+        return self.module.named_parameters(*args, **kwargs)
+
+    def _fqn_modifiers(self) -> dict[str, str]:
+        """Names that `state_dict()` has without "module.", and where they are.
+
+        `torch.distributed.checkpoint.state_dict` asks this of wrappers whose names have no prefix.
+        """
+        inside = (self.module._modules, self.module._parameters, self.module._buffers)
+        return {name: "module" for names in inside for name in names}
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Load into the wrapped module, and into main weights where those are apart.

@@ -423,8 +423,9 @@ def _build(module: nn.Module, sharding: Sharding) -> ShardedModule:
         hooks += attach_hooks(
             [plan.module],
             unit,
-            input_dtype=policy.param_dtype if root and policy.cast_forward_inputs else None,
+            input_dtype=policy.param_dtype if policy.cast_forward_inputs else None,
             output_dtype=policy.output_dtype if root else None,
+            inner=not root,
         )
     start_engine(hooks, sharding, scratch, pool)
     return adopt(module, WatchedModule if settings.check_storage else ShardedModule, "FullySharded")

@@ -106,6 +106,11 @@ class ShardingEngine:
         if self._watch is not None and not self.reducer.in_backward:
             self._watch.look(root, optimizer_known=bool(self._told))
 
+    @property
+    def computes(self) -> bool:
+        """Whether a forward of the root, or a backward, is going on: units are called by it."""
+        return self.reducer.in_backward or self.root in self._computing
+
     # -- forward ------------------------------------------------------------------------------
 
     def before_forward(self, unit: Unit) -> None:
@@ -123,6 +128,9 @@ class ShardingEngine:
         first = unit not in self._recording
         if first:
             self._recording.append(unit)
+        for group in unit.groups if unit is not self.root else ():
+            if group.mains_written:  # by a module around it, since the forward began
+                group.weights.mark_changed()
         self._start(unit)
         if first or unit.calls.members == 1:
             self._prefetch(unit, step=1)

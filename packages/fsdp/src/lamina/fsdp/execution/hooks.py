@@ -12,8 +12,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lamina.ddp.engine import map_tensors, tensors_in
+from lamina.fsdp.compat import function_transform
 from lamina.fsdp.execution.engine import ShardingEngine
 from lamina.fsdp.execution.unit import PendingBackward, Unit
+from lamina.fsdp.settings.hardware_limits import UnavailableError
 from lamina.fsdp.units.dtensors import hide_dtensors, show_dtensors
 
 __all__ = [
@@ -61,6 +63,7 @@ class UnitHooks:
         member: which of the unit's modules this is.
         input_dtype: cast floating inputs to this dtype first.
         output_dtype: cast floating outputs to this dtype.
+        inner: inputs are cast only where the unit is called by itself, and not by the root.
     """
 
     def __init__(
@@ -69,11 +72,13 @@ class UnitHooks:
         member: int,
         input_dtype: torch.dtype | None,
         output_dtype: torch.dtype | None,
+        inner: bool,
     ) -> None:
         self.unit = unit
         self.member = member
         self._input_dtype = input_dtype
         self._output_dtype = output_dtype
+        self._inner = inner
         self._engine: ShardingEngine | None = None
         self._in_method = False
         """Inside a registered method: calls of `forward` from there find the unit gathered, and
@@ -107,13 +112,22 @@ class UnitHooks:
         if self._in_method:
             return None
         engine, unit = self.engine, self.unit
+        if unit.gathered and function_transform() is not None:
+            raise UnavailableError(
+                f"{unit.title} was called inside torch.vmap or another transform of torch.func, "
+                "whose backward would read its weights after they are released: use "
+                "zero_dp_strategy=2 (or less), or apply the transform inside a module's forward"
+            )
         if unit is engine.root and torch.is_grad_enabled():
             engine.look(module)
+        dtype = self._input_dtype
+        if dtype is not None and self._inner and engine.computes:
+            dtype = None  # the root has cast its own
         engine.before_forward(unit)
         if unit.localised:
             show_dtensors(unit.localised)
-        if self._input_dtype is not None:
-            args, kwargs = _cast((args, kwargs), self._input_dtype)
+        if dtype is not None:
+            args, kwargs = _cast((args, kwargs), dtype)
         if torch.is_grad_enabled():
             args, kwargs = _mark_inputs(engine, unit, (args, kwargs))
         return args, kwargs
@@ -150,6 +164,7 @@ def attach_hooks(
     *,
     input_dtype: torch.dtype | None = None,
     output_dtype: torch.dtype | None = None,
+    inner: bool = False,
 ) -> list[UnitHooks]:
     """Let modules tell the engine when they run, as soon as there is one.
 
@@ -158,8 +173,11 @@ def attach_hooks(
         unit: the unit.
         input_dtype: cast floating inputs to this dtype first.
         output_dtype: cast floating outputs to this dtype.
+        inner: cast inputs only where the unit is called by itself, and not by the root.
     """
-    made = [UnitHooks(unit, member, input_dtype, output_dtype) for member in range(len(modules))]
+    made = [
+        UnitHooks(unit, member, input_dtype, output_dtype, inner) for member in range(len(modules))
+    ]
     for module, hooks in zip(modules, made, strict=True):
         module.__dict__[_HOOKS] = hooks
         before, after = map(torch.compiler.disable, (hooks.before, hooks.after))

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeVar, cast
 
+import torch
 from torch import nn
 
 from lamina.collectives.engine import broadcast
@@ -153,6 +154,20 @@ class ShardedModule(UnitMethods):
         memory = self.sharding_engine.slot_memory
         if memory is not None:
             memory.close()
+
+    def to_empty(self, *, device: torch.device | str | int | None, recurse: bool = True) -> Any:
+        """As of any module; parameters have memory in their shards already, and keep it.
+
+        Raises:
+            ValueError: for another kind of device than they are on.
+        """
+        kinds = {parameter.device.type for parameter in self.parameters()}
+        if device is not None and kinds - {torch.device(device).type}:
+            raise ValueError(
+                f"to_empty(device={device!r}) of a model whose shards are on {sorted(kinds)}: say "
+                "where to compute with device= or the mesh when it is sharded"
+            )
+        return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         raise NotImplementedError(

@@ -191,12 +191,12 @@ def _mapped(
 ) -> dict[str, Any]:
     """A state dictionary with the state of parameters that are regions changed."""
     mapped = dict(state["state"])
-    for index, parameter in enumerate(_parameters(optimizer)):
+    for key, parameter in _keyed(optimizer, state).items():
         for one in regions:
-            if index in mapped and one.of(parameter) is not None:
-                mapped[index] = {
+            if key in mapped and one.of(parameter) is not None:
+                mapped[key] = {
                     name: value if name == "step" else change(one, parameter, value)
-                    for name, value in mapped[index].items()
+                    for name, value in mapped[key].items()
                 }
     return {**state, "state": mapped}
 
@@ -205,12 +205,18 @@ def _parameters(optimizer: Optimizer) -> list[torch.Tensor]:
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 
+def _keyed(optimizer: Optimizer, state: dict[str, Any]) -> dict[Any, torch.Tensor]:
+    """The optimizer's parameters by what a state dictionary calls them: numbers, or names."""
+    keys = (key for group in state["param_groups"] for key in group["params"])
+    return dict(zip(keys, _parameters(optimizer), strict=False))
+
+
 def _cut_whole(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
     """Whole tensors of a state dictionary as this rank's part of them."""
-    parameters = _parameters(optimizer)
+    parameters = _keyed(optimizer, state)
     cut = {
         key: {name: _like(name, one, parameters[key]) for name, one in value.items()}
-        if isinstance(key, int) and key < len(parameters)
+        if key in parameters
         else value
         for key, value in state["state"].items()
     }

@@ -27,9 +27,6 @@ _WRONG = {
         "cpu_offloaded_state": "ddp_sharded: fp32",
         "distributed_checkpoint_round_trip": "ddp_sharded: fp32",
     },
-    "FSDP2's doors": {
-        "every_method_of_fsdp_module": "shard_module: bf16 fp32",
-    },
 }
 """Reason -> use -> "columns: dtypes; columns: dtypes", where * is all columns of ours."""
 

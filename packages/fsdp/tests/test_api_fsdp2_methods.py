@@ -14,6 +14,7 @@ from lamina.fsdp import (
     register_forward_method,
     shard_module,
 )
+from lamina.fsdp.module.fsdp2_methods import UnitMethods
 from lamina_testing.toys import Block, OddNet, inputs
 
 from .module_models import assert_same, build, loss_of, mesh_of, one_line, run, sgd
@@ -234,3 +235,38 @@ def test_embeddings_need_not_be_gathered_for_backward(by_module, ranks):
         for name, found in full_gradients(model).items():
             torch.testing.assert_close(found, reference.get_parameter(name).grad, msg=name)
     assert counts == [3, 2, 1], "the last block is known, and kept, from the second step on"
+
+
+def test_every_method_of_torchs_modules_is_there_and_says_what_to_do_instead():
+    from torch.distributed.fsdp import FSDPModule
+
+    public = {name for name in vars(FSDPModule) if not name.startswith("_")}
+    assert public <= set(dir(UnitMethods))
+    absent = {"set_custom_all_gather", "set_custom_reduce_scatter", "set_symm_mem_for_comm"}
+    for name in absent & public:
+        with pytest.raises(UnavailableError, match=rf"{name}\(\): "):
+            getattr(UnitMethods, name)(object(), None)
+
+
+@pytest.mark.ranks(2)
+def test_after_a_backward_that_raised_the_state_can_be_reset(ranks):
+    mesh = mesh_of(2)
+    wanted_gradients, wanted = one_line(mesh, ranks.rank)
+    model = ends_as_one(mesh)
+    optimizer = fully_shard_optimizer(sgd(model), model)
+
+    def fail(_):
+        raise ArithmeticError("here")
+
+    with model.no_sync():
+        loss_of(model, 3, ranks.rank).backward()
+    handle = model.blocks[1].register_forward_hook(
+        lambda _, args, out: out.register_hook(fail) and None
+    )
+    with pytest.raises(ArithmeticError, match="here"):
+        loss_of(model, 0, ranks.rank).backward()
+    handle.remove()
+    model.reset_iter_state()
+    gradients, parameters = run(model, optimizer, ranks.rank)
+    assert_same(gradients, wanted_gradients)
+    assert_same(parameters, wanted)

@@ -341,7 +341,7 @@ class ParameterGroup:
             gradients.clear_placeholders()
             shown = [not gradients.is_empty] * len(self.refs)
         self.show_where(shown)
-        self._mirror(shown=final)
+        self._mirror(shown=final and self.has_optimizer)
 
     def show_where(self, shown: Sequence[bool]) -> None:
         """Set `.grad` of some main parameters to their place in main grads, and the rest to None.

@@ -179,6 +179,70 @@ class UnitMethods(nn.Module):
         """Gather these modules' weights when this one's backward begins, instead of the next's."""
         self.sharding_unit.prefetch[-1] = _units_of(modules)
 
+    def reset_iter_state(self) -> None:
+        """Forget a forward or backward that raised, and all gradients, unsummed ones included.
+
+        Without it the next backward does the same, and raises where earlier microbatches' gradients
+        are among them.
+
+        Raises:
+            UnavailableError: for a part of the model.
+        """
+        engine = self.sharding_engine
+        if self.sharding_unit is not engine.root:
+            raise UnavailableError(
+                f"reset_iter_state on {self.sharding_unit.name}: a step is the whole model's; call "
+                "it on the outermost module"
+            )
+        engine.reducer.abandon_if_raised()
+        for group in engine.groups:
+            group.discard_gradients()
+        for unit in engine.units:
+            unit.reshard(even_if_kept=True)
+
+    def set_reduce_scatter_divide_factor(self, factor: float) -> None:
+        """Torch's old name of `set_gradient_divide_factor`."""
+        self.set_gradient_divide_factor(factor)
+
+
+_ORDER = "it would go around the order of summation, the ledger and the slots"
+_REFUSED = {
+    "set_custom_all_gather": f"{_ORDER}; a communicator of your own: fully_shard(fsdp_group_ag=)",
+    "set_custom_reduce_scatter": f"{_ORDER}; the backend's own sum: reduction='native'",
+    "set_allocate_memory_from_process_group_for_comm": (
+        "memory is registered by fully_shard(nccl_ub=True, fsdp_double_buffer=True)"
+    ),
+    "set_symm_mem_for_comm": (
+        "memory is registered by fully_shard(nccl_ub=True, fsdp_double_buffer=True)"
+    ),
+    "set_force_sum_reduction_for_comms": "sums are all that is sent; leave the call out",
+    "set_separate_reduce_scatter_group": (
+        "gathers and reductions always have communicators of their own; leave the call out"
+    ),
+    "set_reduce_scatter_max_input_buffers": "say fully_shard(reduce_budget=), in bytes",
+    "set_reduce_scatter_unused_params": (
+        "a parameter without a gradient counts as zero here, and ranks agree on who has one; leave "
+        "the call out"
+    ),
+    "set_post_optim_event": (
+        "gathers wait for what was queued on the current stream when they begin; leave the call out"
+    ),
+}
+"""Methods of torch's that have no meaning here, and what to do instead."""
+
+
+def _refusing(name: str, reason: str) -> Callable[..., None]:
+    def refuse(self: UnitMethods, *args: object, **kwargs: object) -> None:
+        raise UnavailableError(f"{name}(): {reason}")
+
+    refuse.__name__ = name
+    refuse.__doc__ = f"Refused: {reason}."
+    return refuse
+
+
+for _name, _reason in _REFUSED.items():
+    setattr(UnitMethods, _name, _refusing(_name, _reason))
+
 
 def _units_of(modules: Sequence[nn.Module]) -> tuple[Unit, ...]:
     units = []

@@ -8,6 +8,7 @@ import shutil
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -209,15 +210,7 @@ def _host_name(machine: Machine, env: Environment) -> EnvironmentProblem | None:
     )
 
 
-def _gloo_interface(machine: Machine, env: Environment) -> EnvironmentProblem | None:
-    return _interface(machine, env, "GLOO_SOCKET_IFNAME")
-
-
-def _nccl_interface(machine: Machine, env: Environment) -> EnvironmentProblem | None:
-    return _interface(machine, env, "NCCL_SOCKET_IFNAME")
-
-
-def _interface(machine: Machine, env: Environment, variable: str) -> EnvironmentProblem | None:
+def _interface(variable: str, machine: Machine, env: Environment) -> EnvironmentProblem | None:
     value = env.variables.get(variable, "").strip()
     # NCCL also takes "^name" (all but) and "=name" (exactly); plain names are prefixes there.
     asked = [part.strip().lstrip("=") for part in value.split(",") if part.strip()]
@@ -246,8 +239,8 @@ MACHINE_CHECKS: tuple[Check, ...] = (
     _shared_memory,
     _files,
     _host_name,
-    _gloo_interface,
-    _nccl_interface,
+    partial(_interface, "GLOO_SOCKET_IFNAME"),
+    partial(_interface, "NCCL_SOCKET_IFNAME"),
 )
 """Each looks at one thing and returns what is wrong with it, or None."""
 

@@ -5,7 +5,7 @@ import torch
 from lamina.ddp.gradients.states import GradientState
 from lamina.ddp.group.group import ParameterGroup
 
-__all__ = ["follow_user", "holds_zeros", "refuse_unsummed", "zero_gradients"]
+__all__ = ["follow_user", "holds_zeros", "local_of", "refuse_unsummed", "zero_gradients"]
 
 
 def follow_user(group: ParameterGroup) -> None:
@@ -49,7 +49,7 @@ def follow_user(group: ParameterGroup) -> None:
 def _adopt(group: ParameterGroup, index: int, given: torch.Tensor) -> None:
     """The user put a tensor of their own in `.grad`: take its values."""
     gradients = group.trained
-    span, local = _span(group, index), _local_of(given)
+    span, local = _span(group, index), local_of(given)
     if local.data_ptr() == span.data_ptr() or not span.numel():
         return
     span.copy_(local.reshape(-1))
@@ -135,6 +135,7 @@ def _span(group: ParameterGroup, index: int) -> torch.Tensor:
     return group.gradients_to_step.data[start:stop]
 
 
-def _local_of(tensor: torch.Tensor) -> torch.Tensor:
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank holds of a tensor: the span of a sharded one, or all of it."""
     to_local = getattr(tensor, "to_local", None)
     return to_local() if to_local is not None else tensor

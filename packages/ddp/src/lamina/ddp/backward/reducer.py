@@ -566,7 +566,7 @@ class BackwardEnd:
     """
 
     def __init__(self) -> None:
-        self.queued: Callable[[], object] = _nothing
+        self.queued: Callable[[], object] = lambda: None
         """Gives the newest callback while it is still to be called, and then None."""
 
     def queue(self, end: Callable[[], None]) -> None:
@@ -579,10 +579,6 @@ class BackwardEnd:
     def will_come(self) -> bool:
         """Whether the newest `end` is still to be called."""
         return self.queued() is not None
-
-
-def _nothing() -> None:
-    return None
 
 
 class ProducedFlags:

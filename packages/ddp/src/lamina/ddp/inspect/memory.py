@@ -124,6 +124,8 @@ def memory_plan(module: nn.Module) -> MemoryPlan:
     local = sum(_local(group) for group in trained)
     sent = _largest([_sent(group) for group in trained], budgets.buffers)
     received = _largest([_received(group) for group in trained], budgets.buffers)
+    sizes = [_bytes(g, g.layout.size, "weights") for g in coming]
+    live = _largest(sizes, 2) if budgets.gathers is None else min(budgets.gathers, sum(sizes))
     return MemoryPlan(
         weights=sum(_bytes(g, g.weights.local.data.numel(), "weights") for g in groups),
         main_weights=sum(
@@ -133,8 +135,7 @@ def memory_plan(module: nn.Module) -> MemoryPlan:
         ),
         main_grads=sum(_bytes(g, g.trained.main.numel, "grads") for g in trained),
         local_grads=local,
-        gathered=_gathered([_bytes(g, g.layout.size, "weights") for g in coming], budgets.gathers)
-        + sum(_bytes(g, g.layout.size, "weights") for g in kept),
+        gathered=live + sum(_bytes(g, g.layout.size, "weights") for g in kept),
         in_flight=sent + received
         if budgets.reductions is None
         else _within(trained, budgets.reductions),
@@ -195,10 +196,6 @@ def _padding(group: ParameterGroup) -> int:
     """Bytes of padding in an average shard."""
     held = group.weights.local.data.numel()
     return _bytes(group, held, "weights") * group.layout.padding // max(1, group.layout.size)
-
-
-def _gathered(sizes: list[int], budget: int | None) -> int:
-    return _largest(sizes, 2) if budget is None else min(budget, sum(sizes))
 
 
 def _within(groups: list[ParameterGroup], budget: int) -> int:

@@ -26,6 +26,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from lamina.ddp.backward.grad_attribute import local_of
 from lamina.ddp.group.group import ParameterGroup
 from lamina.ddp.optimizer.adopt_parameters import locate_main_parameters
 from lamina.ddp.optimizer.borrowed_groups import BorrowedGroups
@@ -230,13 +231,13 @@ class FlatStep(BorrowedGroups):
                 # hold the same tensor from a run that they were part of.
                 run.state[name] = value.clone() if isinstance(value, torch.Tensor) else value
                 continue
-            flat = self._flat_state(run.group, name, _local(value).dtype)
+            flat = self._flat_state(run.group, name, local_of(value).dtype)
             for index, main in zip(run.indices, run.mains, strict=True):
                 held = optimizer.state[main][name]
                 if held is self._members.get((run.group, name, index)):
                     continue
                 start, stop = run.group.spans[index]
-                local = _local(held).reshape(-1)
+                local = local_of(held).reshape(-1)
                 if local.numel() and local.data_ptr() != flat[start:stop].data_ptr():
                     flat[start:stop].copy_(local)  # loaded, or made before the first flat step
             run.state[name] = flat[run.start : run.stop]
@@ -309,8 +310,3 @@ def _same_history(group: ParameterGroup, first: int, second: int, optimizer: Opt
         return False
     steps = one.get("step"), other.get("step")
     return steps[0] is steps[1] or bool(steps[0] == steps[1])
-
-
-def _local(value: torch.Tensor) -> torch.Tensor:
-    to_local = getattr(value, "to_local", None)
-    return value if to_local is None else to_local()

@@ -112,7 +112,8 @@ def data_parallel_axes(
         AxisError: for a name the mesh does not have (from `mesh_axis`).
         ValueError: for axes that share ranks.
     """
-    alone = MeshAxis("none", 1, 0, (_rank(mesh),), None)
+    torch_mesh = mesh.mesh if isinstance(mesh, ParallelMesh) else mesh
+    alone = MeshAxis("none", 1, 0, (int(torch_mesh.get_rank()),), None)
     inner_axis = mesh_axis(mesh, inner) if inner else alone
     outer_axis = mesh_axis(mesh, outer) if outer else alone
     if len(set(inner_axis.ranks) & set(outer_axis.ranks)) > 1:
@@ -122,7 +123,7 @@ def data_parallel_axes(
             "counted twice: name two different dimensions"
         )
     divisor = divisor or outer_axis.size * inner_axis.size
-    return DataParallelAxes(outer_axis, inner_axis, divisor, _coordinates(mesh), _apart(mesh))
+    return DataParallelAxes(outer_axis, inner_axis, divisor, _coordinates(mesh), _apart(torch_mesh))
 
 
 def check_dimensions(
@@ -228,13 +229,8 @@ def refuse_unplaced(
             )
 
 
-def _rank(mesh: ParallelMesh | DeviceMesh) -> int:
-    return int((mesh.mesh if isinstance(mesh, ParallelMesh) else mesh).get_rank())
-
-
-def _apart(mesh: ParallelMesh | DeviceMesh) -> tuple[str, ...]:
-    torch_mesh = mesh.mesh if isinstance(mesh, ParallelMesh) else mesh
-    sizes = zip(torch_mesh.mesh_dim_names or (), torch_mesh.shape, strict=False)
+def _apart(mesh: DeviceMesh) -> tuple[str, ...]:
+    sizes = zip(mesh.mesh_dim_names or (), mesh.shape, strict=False)
     return tuple(name for name, size in sizes if size > 1 and name in ("pp", "tp"))
 
 

@@ -216,16 +216,12 @@ class DistributedDataParallel(DataParallel):
     def _broadcast_buffers(self) -> None:
         """Take the first data-parallel rank's buffers (collective)."""
         ignored = set(getattr(self.module, "_ddp_params_and_buffers_to_ignore", ()))
-        broadcast_buffers(
-            self.module,
-            [
-                module
-                for prefix, module in self.module.named_modules()
-                if not ignored or ignored.isdisjoint(_names_of_buffers(prefix, module))
-            ],
-            self._dense_axes,
-            self._experts_axes,
-        )
+        sent = [
+            module
+            for prefix, module in self.module.named_modules()
+            if ignored.isdisjoint(f"{prefix}.{name}".removeprefix(".") for name in module._buffers)
+        ]
+        broadcast_buffers(self.module, sent, self._dense_axes, self._experts_axes)
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
         """Torch's communication hooks, refused by name.
@@ -469,10 +465,6 @@ def _left_alone(module: nn.Module) -> set[int]:
     """`id`s of the parameters that torch's DDP leaves alone too."""
     names = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
     return {id(p) for name, p in module.named_parameters(remove_duplicate=False) if name in names}
-
-
-def _names_of_buffers(prefix: str, module: nn.Module) -> Iterator[str]:
-    return (f"{prefix}.{name}" if prefix else name for name in module._buffers)
 
 
 def _axes(

@@ -6,20 +6,8 @@ and the main parameter that everybody reads at other times. Both have the same h
 loss depends on arrives in one place. See Note [Two leaves of a parameter].
 
 Autograd hands a gradient over as a tensor of its own, which a hook then copies into the bucket. A
-layer that computes its weight gradient by a matrix product can name the destination itself:
-
-    sink = gradient_sink(weight)
-    if sink is None:
-        grad_weight = grad_output.t() @ x
-    elif sink.accumulate:
-        torch.addmm(sink.view, grad_output.t(), x, out=sink.view)
-    else:
-        torch.mm(grad_output.t(), x, out=sink.view)
-    if sink is not None:
-        sink.written()
-        grad_weight = None  # what backward returns
-
-Megatron-Core calls this gradient accumulation fusion.
+layer that computes its weight gradient by a matrix product can name the destination itself: it asks
+`gradient_sink` (docs/ddp.md has an example). Megatron-Core calls this gradient accumulation fusion.
 
 Note [Two leaves of a parameter]
     A hook sits before the node that would accumulate into `.grad`, takes the gradient, and leaves

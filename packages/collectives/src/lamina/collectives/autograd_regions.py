@@ -1,30 +1,9 @@
 """Autograd regions: what tensor, sequence, context and expert parallelism do at their borders.
 
-A region is a collective (or nothing) in the forward and its dual in the backward:
-
-===================  ========================  =================================
-region               forward                   backward
-===================  ========================  =================================
-copy_to              nothing                   sum over the ranks
-reduce_from          sum over the ranks        nothing
-scatter_to           keep this rank's piece    gather the pieces
-gather_from          gather the pieces         keep this rank's piece, or
-                                               sum and keep (`reduce_scatter`)
-reduce_scatter_to    sum, keep the own piece   gather the pieces
-all_to_all_tokens    exchange rows             exchange them back
-===================  ========================  =================================
-
-The convention, Megatron-LM's: a replicated tensor is one value that every rank holds, and its
-gradient is one value too; a loss that every rank computes counts once. Each backward is itself a
-region (the table read from right to left), so derivatives of any order are right.
-
-Sums travel in the tensor's dtype and are made in fp32 in one fixed order (fp64 for fp64), so they
-have the same bits run after run and on every rank; `reduction="native"` leaves them to the backend
-(in-switch sums, fewer messages) and claims a tolerance instead. Under torch.compile each region is
-one graph break: the compiler neither traces nor reorders it.
-
-Backwards are collective: a rank whose loss does not depend on a region's output skips the backward
-that the others wait in. Let every rank's loss depend on it, with weight zero if need be.
+A region is a collective (or nothing) in the forward and its dual in the backward. Each backward is
+itself a region, so derivatives of any order are right. docs/collectives.md has the table of regions
+and duals, and what is the same for all of them: Megatron-LM's convention for gradients of
+replicated tensors, the order of sums, and why a rank must not leave out a backward.
 """
 
 from collections.abc import Callable, Sequence

@@ -84,10 +84,6 @@ class Ranks:
         rows = zip(table.tolist(), lengths.tolist(), strict=True)
         return [json.loads(bytes(row[:length])) for row, length in rows]
 
-    def union(self, names: Sequence[str]) -> list[str]:
-        """Return all names that any rank has, in the order of their alphabet (collective)."""
-        return sorted({name for of_rank in self.lists(names) for name in of_rank})
-
     def together(self, work: Callable[[], T]) -> T:
         """Run `work`; if it fails on any rank, raise on every rank instead of letting some wait."""
         failure: BaseException | None = None

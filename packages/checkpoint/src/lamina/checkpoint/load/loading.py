@@ -126,9 +126,11 @@ def load(
     ranks.together(lambda: plan.apply(ranks.rank, ranks.size))
     seconds = time.perf_counter() - started
     # With pipeline stages each rank knows of its own names only.
-    missing = tuple(plan.missing if selection.strict else ranks.union(plan.missing))
+    missing = plan.missing
+    if not selection.strict:
+        missing = sorted({name for of_rank in ranks.lists(missing) for name in of_rank})
     unexpected = tuple(plan.unexpected)
-    return RestoreReport(step, source.location.address, read, seconds, missing, unexpected)
+    return RestoreReport(step, source.location.address, read, seconds, tuple(missing), unexpected)
 
 
 def _dcp_load(tensors: dict[str, Any], reader: Reader, ranks: Ranks) -> None:

@@ -8,7 +8,7 @@ import tempfile
 import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from itertools import groupby
 from pathlib import PurePath
@@ -308,21 +308,15 @@ class Reader(StorageReader):
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read each chunk once, and copy from it all that is wanted of it."""
         for name, items in self._by_file(plan.items):
-            with self._opened(name, items) as read:
+            kept = self._fetched  # what was kept of a file when it was checked
+            near = kept is not None and all(kept.holds(name, self._info(i).offset) for i in items)
+            source = nullcontext(partial(kept.read, name)) if kept and near else None
+            with source or opened(self._location, name) as read:
                 for _, of_chunk in groupby(items, key=lambda item: self._info(item).offset):
                     self._read_chunk(read, list(of_chunk), planner)
         future: Future[None] = Future()
         future.set_result(None)
         return future
-
-    def _opened(
-        self, name: str, items: list[ReadItem]
-    ) -> AbstractContextManager[Callable[[int, int], memoryview]]:
-        """Open a file, or what was kept of it when it was checked."""
-        kept = self._fetched
-        if kept is not None and all(kept.holds(name, self._info(item).offset) for item in items):
-            return nullcontext(partial(kept.read, name))
-        return opened(self._location, name)
 
     def _read_chunk(
         self,

@@ -78,7 +78,7 @@ class Saver:
         blocked = time.perf_counter() - save.started
         # The thread holds copies only: what was made for this save may go before it is written.
         held = replace(save, offered=replace(save.offered, tensors={}))
-        offered = signature(offer.plan)
+        offered = signature(offer[1])
 
         def write() -> None:
             writer, _ = self._write(held, {}, StagedPlanner(staged), blocked=blocked)

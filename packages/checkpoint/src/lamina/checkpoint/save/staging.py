@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 __all__ = ["Stage", "Staged", "StagedPlanner", "signature"]
 
 Signature = tuple[tuple[Any, ...], ...]
+Offer = tuple[DefaultSavePlanner, SavePlan]
 
 
 class Staged:
@@ -55,30 +56,30 @@ class Stage:
         """Bytes that the buffers hold."""
         return sum(buffer.nbytes for buffer in self._buffers.values())
 
-    def plan(self, tensors: dict[str, Any], coordinator: bool) -> _Offer:
-        """Ask DCP what of a state this rank could write."""
+    def plan(self, tensors: dict[str, Any], coordinator: bool) -> Offer:
+        """Ask DCP what of a state this rank could write: its planner, and its plan."""
         planner = DefaultSavePlanner()
         planner.set_up_planner(tensors, None, coordinator)
-        return _Offer(planner, planner.create_local_plan())
+        return planner, planner.create_local_plan()
 
-    def is_known(self, offer: _Offer) -> bool:
+    def is_known(self, offer: Offer) -> bool:
         """Whether this rank's offer is the one that the last finished save answered."""
-        return self._signature == signature(offer.plan)
+        return self._signature == signature(offer[1])
 
-    def copy(self, offer: _Offer, *, known: bool) -> Staged:
+    def copy(self, offer: Offer, *, known: bool) -> Staged:
         """Copy what this rank may have to write.
 
         `known` means that all ranks offer what they offered before: only what fell to this one is
         copied.
         """
-        plan = offer.plan
+        planner, plan = offer
         if known:
             items = [item for item in plan.items if item.index in self._assigned]
             plan = dataclasses.replace(plan, items=items)
         self._buffers = {item.index: self._buffer(item) for item in plan.items}
         on_gpu: torch.device | None = None
         for item in plan.items:
-            source = offer.planner.resolve_data(item)
+            source = planner.resolve_data(item)
             if not isinstance(source, torch.Tensor):
                 raise TypeError(f"{item.index.fqn} is no tensor")
             self._buffers[item.index].copy_(source.detach(), non_blocking=True)
@@ -107,14 +108,6 @@ class Stage:
     def release(self) -> None:
         """Let go of all buffers; the next save makes its own."""
         self._buffers = {}
-
-
-@dataclasses.dataclass(frozen=True)
-class _Offer:
-    """What a rank could write: DCP's planner, and its plan."""
-
-    planner: DefaultSavePlanner
-    plan: SavePlan
 
 
 def signature(plan: SavePlan) -> Signature:

@@ -47,6 +47,7 @@ __all__ = [
     "ColumnParallelLinear",
     "Linear",
     "RowParallelLinear",
+    "attach_queue",
     "from_residual",
     "into_residual",
 ]
@@ -351,6 +352,13 @@ class RowParallelLinear(_Projection):
         """Sizes, for printing."""
         size = 1 if self.axis is None else self.axis.size
         return f"{self.weight.shape[1] * size} -> {self.weight.shape[0]}, cut by {size}"
+
+
+def attach_queue(module: nn.Module, queue: WeightGradientQueue) -> None:
+    """Let all linear layers below a module put their weights' gradients off."""
+    for layer in module.modules():
+        if isinstance(layer, _Projection):
+            layer.weight_queue = queue
 
 
 def from_residual(

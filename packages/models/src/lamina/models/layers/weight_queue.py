@@ -6,16 +6,16 @@ gradient. Layers that have a queue put the other product off until the rank woul
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from lamina.models.base.applied import applied
 from lamina.models.layers.matmul_products import Gradients, weight_gradient
 
-__all__ = ["Late", "WeightGradientQueue", "attach_queue", "deliver"]
+__all__ = ["Late", "WeightGradientQueue", "deliver"]
 
 
 # Note [Weights' gradients are put off by layers]
@@ -50,20 +50,6 @@ class WeightGradientQueue:
             # Detached, because the saved input would otherwise keep the whole graph alive.
             self._open.append((weight, gradients, x.detach()))
         return self._open is not None
-
-
-@runtime_checkable
-class PutsOffWeights(Protocol):
-    """A module that can put off its weight's gradient."""
-
-    weight_queue: WeightGradientQueue | None
-
-
-def attach_queue(module: nn.Module, queue: WeightGradientQueue) -> None:
-    """Give a queue to all layers below a module that can use one."""
-    for layer in module.modules():
-        if isinstance(layer, PutsOffWeights):
-            layer.weight_queue = queue
 
 
 def deliver(late: Sequence[Late]) -> None:

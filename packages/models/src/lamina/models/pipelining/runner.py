@@ -204,7 +204,11 @@ class PipelineRunner(nn.Module):
         padding_mask: Tensor | None,
     ) -> list[Microbatch]:
         number = self.num_microbatches
-        _check_shapes(tokens, labels, number)
+        if tokens.ndim != 2 or labels.shape != tokens.shape or tokens.shape[0] < number:
+            raise ValueError(
+                f"tokens {tuple(tokens.shape)} and labels {tuple(labels.shape)}: both must be "
+                f"[batch, sequence], with at least num_microbatches={number} sequences"
+            )
         # Every rank checks this, because the others would wait for a stage that raises.
         check = self._drivers[0].stage.check_inputs
         check(tokens, labels, document_ids, positions, padding_mask)
@@ -263,11 +267,3 @@ class PipelineRunner(nn.Module):
 
 def _pieces(tensor: Tensor | None, number: int) -> Sequence[Tensor | None]:
     return [None] * number if tensor is None else tensor.tensor_split(number)
-
-
-def _check_shapes(tokens: Tensor, labels: Tensor, number: int) -> None:
-    if tokens.ndim != 2 or labels.shape != tokens.shape or tokens.shape[0] < number:
-        raise ValueError(
-            f"tokens {tuple(tokens.shape)} and labels {tuple(labels.shape)}: both must be "
-            f"[batch, sequence], with at least num_microbatches={number} sequences"
-        )

@@ -19,7 +19,8 @@ from torch.distributed import ProcessGroup
 from torch.distributed.pipelining.stage import _PipelineStageBase
 
 from lamina.collectives.engine import Message, receive_operation, send_operation
-from lamina.models.layers.weight_queue import Late, WeightGradientQueue, attach_queue, deliver
+from lamina.models.layers.linear import attach_queue
+from lamina.models.layers.weight_queue import Late, WeightGradientQueue, deliver
 from lamina.models.pipelining.module import GPTStage, Microbatch, SumsGradients
 
 __all__ = ["LaminaStage"]

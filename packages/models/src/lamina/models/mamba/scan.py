@@ -26,6 +26,9 @@ from lamina.models.layers.matmul_products import without_autocast
 
 __all__ = ["choose_path", "chunked_scan", "fused_scan", "kernel_scan", "scan_step", "wide_dtype"]
 
+_LOGGER = logging.getLogger(__name__)
+_HALF = (torch.float16, torch.bfloat16)
+
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
     """At least float32, because sums of decays lose their precision in 16 bits."""
@@ -177,10 +180,6 @@ def scan_step(
     state = kept + (x.to(wide) * dt.unsqueeze(-1)).unsqueeze(-1) * key.unsqueeze(-2)
     with without_autocast(x.device):
         return (state @ query.unsqueeze(-1)).squeeze(-1), state
-
-
-_LOGGER = logging.getLogger(__name__)
-_HALF = (torch.float16, torch.bfloat16)
 
 
 @functools.cache

@@ -294,37 +294,24 @@ class CheckpointManager:
         """Load a checkpoint or, with `fallback`, the first undamaged one before it."""
         skipped: dict[int, str] = {}
         while chosen is not None:
-            damage = self._load(chosen, state, selection, skipped)
-            if damage is None:
+            opened, how = partial(open_step, self._store, chosen), (self._ranks, self._hints)
+            try:
+                report = load(opened, state, selection, *how, progress=self._progress)
+            except CheckpointDamagedError as damage:  # the same kind of error on all ranks
+                self._retention.damaged.add(chosen)
+                if not fallback:
+                    raise
+                skipped[chosen] = str(damage)
+                warnings.warn(f"step {chosen} is passed over: {damage}", stacklevel=4)
+                chosen = self._agree_on_step(None, below=chosen)
+            else:
+                self.last_restore = replace(report, skipped=skipped)
                 return chosen
-            self._retention.damaged.add(chosen)
-            if not fallback:
-                raise damage
-            skipped[chosen] = str(damage)
-            warnings.warn(f"step {chosen} is passed over: {damage}", stacklevel=4)
-            chosen = self._agree_on_step(None, below=chosen)
         raise CheckpointNotFoundError(
             f"no complete checkpoint in {self.directory}"
             + "".join(f"; step {n}: {why}" for n, why in skipped.items())
             + ("" if skipped else "; to begin anew there, pass default=0")
         )
-
-    def _load(
-        self,
-        step: int,
-        state: MutableMapping[str, object],
-        selection: Selection,
-        skipped: dict[int, str],
-    ) -> CheckpointDamagedError | None:
-        """Load a checkpoint, or return its damage, the same kind of error on all ranks."""
-        try:
-            how = selection, self._ranks, self._hints
-            opened = partial(open_step, self._store, step)
-            report = load(opened, state, *how, progress=self._progress)
-        except CheckpointDamagedError as error:
-            return error
-        self.last_restore = replace(report, skipped=skipped)
-        return None
 
     def _note(self) -> None:
         if self._ranks.is_first:

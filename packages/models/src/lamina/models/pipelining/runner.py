@@ -196,13 +196,9 @@ class PipelineRunner(nn.Module):
     # -- a step -------------------------------------------------------------------------------
 
     def _microbatches(
-        self,
-        tokens: Tensor,
-        labels: Tensor,
-        positions: Tensor | None,
-        document_ids: Tensor | None,
-        padding_mask: Tensor | None,
+        self, tokens: Tensor, labels: Tensor, *others: Tensor | None
     ) -> list[Microbatch]:
+        positions, document_ids, padding_mask = others
         number = self.num_microbatches
         if tokens.ndim != 2 or labels.shape != tokens.shape or tokens.shape[0] < number:
             raise ValueError(

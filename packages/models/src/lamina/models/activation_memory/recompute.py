@@ -71,7 +71,7 @@ class RecomputePolicy:
     min_numel: int = 1 << 16
 
     def __post_init__(self) -> None:
-        require_choices(self)
+        require_choices(self, RecomputePolicy)
         unknown = sorted(set(self.operations) - set(get_args(Operation)))
         if unknown:
             raise ValueError(f"operations {unknown} do not exist: take of {get_args(Operation)}")

@@ -83,7 +83,7 @@ class RopeScaling:
     attention_factor: float | None = None
 
     def __post_init__(self) -> None:
-        require_choices(self)
+        require_choices(self, RopeScaling)
         if self.factor < 1.0:
             raise ValueError(f"RoPE's factor is {self.factor}: it must be at least 1")
         require_at_least(1, self, "original_length")
@@ -352,7 +352,7 @@ class TransformerConfig:
     init_std: float = 0.02
 
     def __post_init__(self) -> None:
-        require_choices(self)
+        require_choices(self, TransformerConfig)
         self._check_numbers()
         self._check_heads()
         self.precision.check_blocks(self.num_layers)

@@ -12,11 +12,11 @@ __all__ = [
 ]
 
 
-def require_choices(settings: object) -> None:
-    """Raise ValueError for a field whose type is a Literal, and whose value is none of its."""
-    for name, kind in get_type_hints(type(settings)).items():
-        if get_origin(kind) is Literal:
-            require_one_of(name, getattr(settings, name), get_args(kind))
+def require_choices(settings: object, kind: type) -> None:
+    """Raise ValueError for a field that is a Literal in `kind`, and has none of its values."""
+    for name, hint in get_type_hints(kind).items():
+        if get_origin(hint) is Literal:
+            require_one_of(name, getattr(settings, name), get_args(hint))
 
 
 def require_one_of(what: str, value: Any, choices: Sequence[Any]) -> None:

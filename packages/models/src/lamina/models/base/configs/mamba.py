@@ -80,7 +80,7 @@ class MambaConfig:
                 raise ValueError(f"{name} are {low} and {high}: they must be positive and in order")
         if not 0.0 <= self.dt_limit[0] < self.dt_limit[1]:
             raise ValueError(f"dt_limit is {self.dt_limit}: it must be in order, from 0 up")
-        require_choices(self)
+        require_choices(self, MambaConfig)
 
     def heads(self, hidden_size: int) -> int:
         """Count the heads of a layer in a stream of this width.

@@ -99,7 +99,7 @@ class MoEConfig:
     experts: ExpertsPath = "auto"
 
     def __post_init__(self) -> None:
-        require_choices(self)
+        require_choices(self, MoEConfig)
         self._check_sizes()
         self._check_groups()
         self._check_capacity()

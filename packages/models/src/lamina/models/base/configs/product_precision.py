@@ -66,7 +66,7 @@ class Precision:
     quantized_weights: bool = False
 
     def __post_init__(self) -> None:
-        require_choices(self)
+        require_choices(self, Precision)
         scalings = _SCALINGS[self.backend]
         require_one_of(f"scaling of backend {self.backend!r}", self.scaling, scalings)
         if self.amax == "delayed" and self.scaling != "tensorwise":

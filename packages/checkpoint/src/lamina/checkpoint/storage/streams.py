@@ -140,42 +140,35 @@ class _Window(io.RawIOBase):
         return len(found)
 
 
-_POLYNOMIAL = 0xEDB88320  # CRC-32 of zlib, bits reversed
+_POLYNOMIAL = 0xEDB88320  # CRC-32 of zlib, bits reversed: the highest bit is x^0
 
 
 def combine(first: int, second: int, length: int) -> int:
     """Return the CRC-32 of `a + b` from those of a and of b, which has `length` bytes.
 
-    Source: Mark Adler's crc32_combine in zlib: appending n zero bytes multiplies a CRC by a matrix
-    over GF(2); powers of two of that matrix are made by squaring.
+    Source: Mark Adler's crc32_combine in zlib: appending n zero bytes multiplies a CRC by x^(8n).
     """
-    for matrix in _of_zeros():
-        if not length:
-            break
+    for power in _powers():
         if length & 1:
-            first = _times(matrix, first)
+            first = _times(power, first)
         length >>= 1
     return first ^ second
 
 
-def _times(matrix: tuple[int, ...], vector: int) -> int:
-    total = 0
-    row = 0
-    while vector:
-        if vector & 1:
-            total ^= matrix[row]
-        vector >>= 1
-        row += 1
-    return total
+def _times(one: int, other: int) -> int:
+    """Multiply two polynomials over GF(2), modulo that of the CRC."""
+    product = 0
+    for bit in range(31, -1, -1):
+        if one >> bit & 1:
+            product ^= other
+        other = other >> 1 ^ _POLYNOMIAL * (other & 1)
+    return product
 
 
 @cache
-def _of_zeros() -> tuple[tuple[int, ...], ...]:
-    """Return, for k = 0 .. 47, the matrix that appends 2**k zero bytes."""
-    matrix = (_POLYNOMIAL, *(1 << bit for bit in range(31)))  # one zero bit
-    made = []
-    for power in range(3 + 48):
-        if power >= 3:
-            made.append(matrix)
-        matrix = tuple(_times(matrix, row) for row in matrix)
-    return tuple(made)
+def _powers() -> list[int]:
+    """Return x^8, x^16, x^32, ...: what appending 1, 2, 4, ... zero bytes multiplies by."""
+    powers = [1 << 31 - 8]
+    while len(powers) < 48:
+        powers.append(_times(powers[-1], powers[-1]))
+    return powers

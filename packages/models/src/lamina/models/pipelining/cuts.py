@@ -1,8 +1,10 @@
 """The layers of each pipeline stage, by cost or as the caller gives them."""
 
+import functools
+import math
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 from lamina.models.base.config import TransformerConfig
 from lamina.models.base.configs.product_precision import Precision
@@ -15,6 +17,8 @@ Layout = tuple[tuple[int, ...], ...]
 
 _Cut = tuple[float, float, tuple[int, ...]]
 """The largest cost, the sum of squared costs, and the end of each stage."""
+
+_IMPOSSIBLE: _Cut = (math.inf, math.inf, ())
 
 LOOKUP_COST = 600
 """The cost of looking up one element of an embedding, as a number of operations. The look-up and
@@ -76,29 +80,24 @@ def _best_ends(
     layers: Sequence[float], first: float, last: float, num_stages: int
 ) -> tuple[int, ...]:
     """Find the end of each stage, by dynamic programming over numbers of stages and layers."""
-    before = [0.0]
-    for cost in layers:
-        before.append(before[-1] + cost)
-    best: list[_Cut | None] = [(0.0, 0.0, ()), *([None] * len(layers))]
-    for stage in range(num_stages):
-        ends = stage == 0, stage == num_stages - 1
+    before = list(accumulate(layers, initial=0.0))
+
+    @functools.cache
+    def best(stages: int, end: int) -> _Cut:
+        """The best cut of the layers before `end` into this many stages."""
+        if stages == 0:
+            return (0.0, 0.0, ()) if end == 0 else _IMPOSSIBLE
+        ends = stages == 1, stages == num_stages
         extra = first * ends[0] + last * ends[1]
         least = 0 if any(ends) and num_stages > 1 else 1
-        following: list[_Cut | None] = []
-        for end in range(len(layers) + 1):
-            candidates = []
-            for begin in range(end - least + 1):
-                so_far = best[begin]
-                if so_far is not None:
-                    cost = before[end] - before[begin] + extra
-                    largest = max(so_far[0], cost)
-                    candidates.append((largest, so_far[1] + cost * cost, (*so_far[2], end)))
-            following.append(min(candidates, default=None))
-        best = following
-    chosen = best[len(layers)]
-    if chosen is None:  # cut_layers has checked the number of layers
-        raise AssertionError(f"no cut of {len(layers)} layers into {num_stages} stages")
-    return chosen[2]
+        found = []
+        for begin in range(end - least + 1):
+            largest, squares, cuts = best(stages - 1, begin)
+            cost = before[end] - before[begin] + extra
+            found.append((max(largest, cost), squares + cost * cost, (*cuts, end)))
+        return min(found, default=_IMPOSSIBLE)
+
+    return best(num_stages, len(layers))[2]
 
 
 def resolve_layout(layout: Sequence[int] | Sequence[Sequence[int]], num_layers: int) -> Layout:

@@ -5,10 +5,12 @@ They run within `recorded_order()`, so this process is rank 0 of a simulated wor
 
 from __future__ import annotations
 
+import ast
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -18,6 +20,7 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.utils.checkpoint import checkpoint
 
+from lamina.checkpoint.save.staging import Stage
 from lamina.collectives import reduce_scatter_fp32
 from lamina.ddp import (
     DistributedDataParallel,
@@ -28,13 +31,22 @@ from lamina.ddp import (
 from lamina.fsdp import MixedPrecisionPolicy, fully_shard
 from lamina.fsdp.weights import offloaded
 from lamina.mesh import ParallelLayout
-from lamina.models import GPTModel, TransformerBlock, TransformerConfig
+from lamina.models import (
+    GPTModel,
+    MoEConfig,
+    RecomputePolicy,
+    TransformerBlock,
+    TransformerConfig,
+    apply_recompute,
+)
+from lamina.models.activation_memory import offload
 from lamina_testing.order import CUDA, Recording, Site, recorded_order
 from lamina_testing.toys import Block, OddNet, inputs
 
 ROOT = Path(__file__).resolve().parents[1]
 RANKS = 4
 STEPS = 2
+WAITS = {"wait", "wait_event", "wait_stream", "synchronize", "record_stream"}
 Scenario = Callable[[Recording], None]
 
 
@@ -151,16 +163,19 @@ def offloaded_weights(recording: Recording) -> None:
             optimizer.zero_grad()
 
 
+SMALL = TransformerConfig(
+    vocab_size=64, hidden_size=32, num_layers=2, num_heads=4, ffn_size=32, max_sequence_length=32
+)
+MOE = MoEConfig(num_experts=4, top_k=2, ffn_size=32, shared_ffn_size=32)
+PADDED = replace(MOE, capacity_factor=2.0, pad_to_capacity=True)
+
+
 def transformer(layout: dict[str, int], **settings: Any) -> Scenario:
     """A scenario of a GPT over several axes under strategy 3."""
 
     def run(recording: Recording) -> None:
         mesh = ParallelLayout(**layout).build("cpu")
-        config = TransformerConfig(
-            vocab_size=64, hidden_size=32, num_layers=2, num_heads=4, ffn_size=32,
-            max_sequence_length=32, **settings,
-        )  # fmt: skip
-        model = GPTModel(config, mesh, seed=0)
+        model = GPTModel(replace(SMALL, **settings), mesh, seed=0)
         adamw = torch.optim.AdamW(model.parameters(), lr=1e-3)
         wrapped, optimizer = fully_shard(
             model, adamw, device_mesh=mesh, fsdp_unit_modules=[TransformerBlock]
@@ -173,6 +188,38 @@ def transformer(layout: dict[str, int], **settings: Any) -> Scenario:
             optimizer.zero_grad()
 
     return run
+
+
+def offloaded_activations(recording: Recording) -> None:
+    """Saved tensors go to the host and come back, block by block."""
+    make = offload.Offloader.__init__
+    streams = offload._Streams(CUDA)
+    with (
+        mock.patch.object(offload.Offloader, "__init__", lambda one, *_: make(one, ("cpu",))),
+        mock.patch.object(offload.Offloader, "_streams_of", return_value=streams),
+    ):
+        model = GPTModel(replace(SMALL, num_layers=3), seed=0)
+        apply_recompute(model, RecomputePolicy(kind="offload", min_numel=16))
+        for _ in range(STEPS):
+            tokens = torch.randint(0, 64, (2, 17))
+            model(tokens[:, :-1], labels=tokens[:, 1:]).backward()
+            model.zero_grad()
+
+
+def staged_checkpoint(recording: Recording) -> None:
+    """Copies for a save are queued, training goes on, and the writer reads them on the host."""
+    stage, weights = Stage(), torch.ones(1000)
+    with (
+        mock.patch.object(torch.Tensor, "is_cuda", True),
+        mock.patch.object(torch.cuda, "is_available", return_value=True),
+    ):
+        for _ in range(STEPS):
+            offer = stage.plan({"weights": weights}, coordinator=True)
+            staged = stage.copy(offer, known=False)
+            weights.mul_(2.0)
+            staged.ready()
+            for copy in staged.tensors.values():
+                copy.sum()  # as the writer does, on the host
 
 
 SCENARIOS: dict[str, Scenario] = {
@@ -194,6 +241,13 @@ SCENARIOS: dict[str, Scenario] = {
     "offload": offloaded_weights,
     "tp 2": transformer({"tp": 2}),
     "cp 2": transformer({"cp": 2}),
+    "sequence parallelism": transformer({"tp": 2}, sequence_parallel=True),
+    "ep 2": transformer({"ep": 2}, moe=MOE),
+    "ep 2, padded": transformer(
+        {"ep": 2}, moe=replace(MOE, capacity_factor=2.0, pad_to_capacity=True)
+    ),
+    "offloaded activations": offloaded_activations,
+    "staged checkpoint": staged_checkpoint,
 }
 
 
@@ -232,6 +286,22 @@ def measure(names: Iterable[str]) -> tuple[list[list[str]], dict[Site, list[str]
     return rows, caught
 
 
+def unvisited(caught: Iterable[Site]) -> dict[str, list[int]]:
+    """Return the lines of the packages that wait, by their text, and that no scenario came by."""
+    found: dict[str, list[int]] = {}
+    seen = {(site.file, site.line) for site in caught}
+    for path in sorted(ROOT.glob("packages/*/src/lamina/**/*.py")):
+        file = path.as_posix().partition("/src/lamina/")[2]
+        for node in ast.walk(ast.parse(path.read_text())):
+            called = node.func if isinstance(node, ast.Call) else None
+            if not isinstance(called, ast.Attribute) or called.attr not in WAITS:
+                continue
+            lines = range(node.lineno, (node.end_lineno or node.lineno) + 1)
+            if not any((file, line) in seen for line in lines):
+                found.setdefault(file, []).append(node.lineno)
+    return found
+
+
 def page(rows: list[list[str]], caught: dict[Site, list[str]]) -> Iterator[str]:
     """Yield the record in Markdown."""
     git = ["git", "describe", "--always", "--dirty", "--exclude=*"]
@@ -250,12 +320,16 @@ def page(rows: list[list[str]], caught: dict[Site, list[str]]) -> Iterator[str]:
     yield "| --- | --- |"
     for site, names in sorted(caught.items()):
         yield f"| `{site}` | {len(names)}{': ' + names[0] if names else ''} |"
+    yield "\nThese lines call `wait` or its like too. No scenario comes by them with work under"
+    yield "way. Many of them wait at once for what they have begun, or only pass a wait on.\n"
+    for file, lines in unvisited(caught).items():
+        yield f"- `{file}`: {', '.join(map(str, sorted(lines)))}"
     yield "\n## What this does not show\n"
     yield "- Another order in which the host queues work, such as that of hooks on another model."
     yield "- Streams that autograd would choose by itself: all backward work is on one stream here."
     yield "- Work inside one operator, a Triton kernel or NCCL, and graphs that CUDA has captured."
     yield "- Waits of the host for gloo's messages, which move the data of a CPU and small facts."
-    yield "- What no scenario runs: pipelines, experts, offloaded activations, staged checkpoints."
+    yield "- What no scenario runs: pipelines, and the lines that stand above."
 
 
 def main() -> int:

@@ -117,6 +117,7 @@ class Recording:
     _current: list[str] = field(default_factory=lambda: [COMPUTE])
     _memories: dict[int, Memory] = field(default_factory=dict)
     _host: set[int] = field(default_factory=set)
+    _pinned: set[int] = field(default_factory=set)
     _made: int = 0
 
     @property
@@ -144,9 +145,11 @@ class Recording:
             self.waits[site] += 1
         return site is None or site != self.without
 
-    def on_host(self, *tensors: Tensor) -> None:
+    def on_host(self, *tensors: Tensor, pinned: bool = False) -> None:
         """Operators on these tensors alone run on the host, which waits for no stream."""
-        self._host.update(tensor.untyped_storage()._cdata for tensor in tensors)
+        keys = {tensor.untyped_storage()._cdata for tensor in tensors}
+        self._host |= keys
+        self._pinned |= keys if pinned else set()
 
     # -- memory -----------------------------------------------------------------------------------
 
@@ -161,6 +164,8 @@ class Recording:
         if storage is None or not tensor.numel() or not storage.nbytes():
             return None
         memory = self.memory_of(storage)
+        if storage._cdata in self._pinned:  # a copy tells the allocator of pinned memory so itself
+            memory.lent_to.add(self.current)
         size = tensor.element_size()
         span = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)) + 1
         start = int(tensor.storage_offset()) * size
@@ -182,15 +187,19 @@ class Recording:
         freed = [key for key, memory in self._memories.items() if gone(memory)]
         for key in freed:
             self._host.discard(key)
+            self._pinned.discard(key)
             self.free(key)
 
     def free(self, key: int) -> None:
         """Give memory back to the allocator."""
         memory = self._memories.pop(key)
-        for stream in memory.lent_to:  # the allocator waits for streams it was told of
-            self.history.wait(memory.stream, self.history.record(stream))
+        stream = memory.stream
+        if memory.lent_to:  # the allocator waits for streams it was told of, and nobody else does
+            stream = f"allocator for {stream}"
+            for other in (memory.stream, *memory.lent_to):
+                self.history.wait(stream, self.history.record(other))
         whole = Access(memory.number, 0, sys.maxsize, writes=True)
-        self.history.run(memory.stream, "free", [whole], nearest())
+        self.history.run(stream, "free", [whole], nearest())
         self.history.forget(memory.number)
 
     def give_back(self, storage: torch.UntypedStorage, nbytes: int) -> None:
@@ -243,12 +252,13 @@ class Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     found.append(recording.access(tensor, writes=alias is not None))
         pinned = kwargs.get("pin_memory")
         result = func(*args, **{**kwargs, "pin_memory": False} if pinned else kwargs)
-        on_host = bool(given) and (large or given) <= recording._host
+        elsewhere = kwargs.get("device") is not None  # the new tensor need not lie with the others
+        on_host = bool(given) and not elsewhere and (large or given) <= recording._host
         if on_host and not given <= recording._host:
             # A number of the device: `.to("cpu")`, which is nothing here, waits for it there.
             recording.wait(HOST, recording.mark(recording.current))
         if pinned or on_host:
-            recording.on_host(*filter(has_memory, tensors_in(result)))
+            recording.on_host(*filter(has_memory, tensors_in(result)), pinned=bool(pinned))
         found += [
             recording.access(tensor, writes=True)
             for tensor in tensors_in(result)
@@ -359,7 +369,7 @@ def stand_ins(recording: Recording) -> dict[str, Any]:
                 recording.wait(HOST, recording.mark(self.name))
 
     def lend(tensor: Tensor, stream: FakeStream) -> None:
-        if (storage := storage_of(tensor)) is not None:
+        if recording.keeps(caller()) and (storage := storage_of(tensor)) is not None:
             recording.memory_of(storage).lent_to.add(stream.name)
 
     return {

@@ -10,6 +10,7 @@ import logging
 import sys
 from pathlib import Path
 
+from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.run import main
 
@@ -24,10 +25,12 @@ def start(file: Path, arguments: list[str]) -> int:
     except ChildFailedError as failed:
         rank, failure = failed.get_first_failure()
         if failure.exitcode != SETTINGS:
-            said = str(failure.message).partition("\n")[0]
-            known = "traceback" not in said  # torch's advice where a rank could not say anything
-            file.write_text(f"rank {rank}: {said if known else f'exit code {failure.exitcode}'}")
+            told = failure.message  # a table, where the rank could write one
+            said = told["message"] if isinstance(told, dict) else f"exit code {failure.exitcode}"
+            file.write_text(f"rank {rank}: {said.partition(chr(10))[0]}")
         return int(failure.exitcode) or 1
+    except SignalException:  # Ctrl-C: the ranks say what they have saved
+        return 1
     return 0
 
 

@@ -134,9 +134,10 @@ def _next(stopping: Stopping, config: Config, run: Run) -> list[str]:
     if stopping.reason is Stop.OUT_OF_TIME:
         return [f"next             {command(*place, '--train.seconds 0')}"]
     longer = command(*place, f"--train.steps {2 * config.train.steps}")
+    if config.data.path != "stdlib":
+        return [f"next             {longer}"]
     text = "--run.name mine --data.path PATH/TO/TEXT --data.pattern '**/*.txt'"
-    mine = [f"next             {command(text, anew=True)}"]
-    return [f"to go on         {longer}", *(mine if config.data.path == "stdlib" else [])]
+    return [f"to go on         {longer}", f"next             {command(text, anew=True)}"]
 
 
 def state_bytes(optimizer: torch.optim.Optimizer) -> int:

@@ -211,6 +211,20 @@ def test_weights_come_from_hugging_face_and_go_back(tmp_path):
             torch.testing.assert_close(found[name], value, rtol=0, atol=1e-6, msg=name)
 
 
+@pytest.mark.ranks(2, timeout=120)
+def test_a_run_goes_on_over_other_axes(tmp_path):
+    exact = settings(tmp_path, "llama3-8b", "--mesh", "dp_shard=2")
+    first = [*exact, "--train.steps", "2", "--train.warmup-steps", str(STEPS)]
+    rest = [*exact, "--mesh", "tp=2", "--train.warmup-steps", str(STEPS)]
+    train_here(tmp_path / "run", first)
+    train_here(tmp_path / "run", rest)
+    if dist.get_rank() == 0:
+        expected = one_process(tmp_path / "run", rest)
+        found = losses(tmp_path / "run")
+        assert len(found) == STEPS
+        assert found == pytest.approx(expected, rel=2e-4)
+
+
 def dry_run(*words: str) -> subprocess.CompletedProcess[str]:
     """`--dry-run` in a process, as it makes a world of its own."""
     command = [sys.executable, str(PRETRAIN / "train.py"), "--dry-run", *words]

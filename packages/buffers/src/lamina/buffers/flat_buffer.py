@@ -129,25 +129,17 @@ class FlatBuffer:
             found.append(Span(piece, start, stop, offset + start - low if stop > start else 0))
         return tuple(found)
 
-    def cut_range(self, placement: Placement | Sequence[Placement]) -> tuple[int, int]:
-        """The elements of the layout that this rank would hold under another placement.
+    def piece(self, placement: Placement | Sequence[Placement]) -> torch.Tensor:
+        """The part of `data` this rank would hold under another (finer) placement: a view.
 
         Raises:
-            ValueError: the placement names another number of axes.
+            ValueError: that part is not held here, or the placement names other axes in number.
         """
         chosen = as_placements(placement)
         if len(chosen) != len(self.axes):
             raise ValueError(f"{len(chosen)} placements for {len(self.axes)} axes")
         cut = Cut(self._cut.sizes, tuple(one.cuts for one in chosen))
-        return cut.range(self.layout.size, self._coordinate)
-
-    def piece(self, placement: Placement | Sequence[Placement]) -> torch.Tensor:
-        """The part of `data` this rank would hold under another (finer) placement: a view.
-
-        Raises:
-            ValueError: that part is not held here.
-        """
-        start, stop = self.cut_range(placement)
+        start, stop = cut.range(self.layout.size, self._coordinate)
         low, high = self.range
         if start < low or stop > high:
             raise ValueError(

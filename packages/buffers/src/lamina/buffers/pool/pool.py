@@ -26,7 +26,7 @@ import torch
 
 from lamina.buffers.layout.layout import BufferLayout
 from lamina.buffers.pool.memory_blocks import MemoryBlock, MemoryBlocks
-from lamina.buffers.pool.slots import ConflictGraph, SlotPlan, color_slots
+from lamina.buffers.pool.slots import SlotPlan, color_slots
 
 __all__ = ["PoolExhaustedError", "StaleStorageError", "StoragePool"]
 
@@ -382,10 +382,6 @@ class StoragePool:
 
     # -- slots ----------------------------------------------------------------------------------
 
-    def observed_conflicts(self) -> ConflictGraph:
-        """Which keys have been live together since they were registered."""
-        return {key: set(entry.conflicts) for key, entry in self._entries.items()}
-
     def plan_slots(
         self,
         conflicts: Mapping[Key, Iterable[Key]] | None = None,
@@ -412,7 +408,7 @@ class StoragePool:
         held = [key for key in self.live_keys() if self._live[key].block.fixed]
         if held:
             raise RuntimeError(f"plan_slots while {held} are live in slots: release them first")
-        graph = self.observed_conflicts()
+        graph = {key: set(entry.conflicts) for key, entry in self._entries.items()}
         for key, others in (conflicts or {}).items():
             graph.setdefault(key, set()).update(others)
         room = None

@@ -1,6 +1,7 @@
 """Aliases, copies, casts and factories of a ShardedTensor: operations that move whole spans."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -58,7 +59,7 @@ def _other_shape(func: OpOverload, source: SpanTensor, *args: Any, **kwargs: Any
     # A meta tensor lets torch resolve -1 and negative dimensions, and refuse what does not fit.
     meta = torch.empty(source.shape, device="meta")
     shape = func(meta, *args, **kwargs).shape
-    return source._with(source._local.view(-1), source._spec.reshaped(shape))
+    return source._with(source._local.view(-1), replace(source._spec, shape=shape))
 
 
 @HANDLERS.handles(aten.copy_.default)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal, Protocol, TypeAlias
 
@@ -95,10 +95,6 @@ class SpanSpec:
             and self.stop == other.stop
             and self.ranks == other.ranks
         )
-
-    def reshaped(self, shape: Sequence[int]) -> SpanSpec:
-        """The same elements under another shape of as many elements."""
-        return replace(self, shape=torch.Size(shape))
 
     def __deepcopy__(self, memo: dict[int, object]) -> SpanSpec:
         # Nothing here changes, and a communicator has no copy: copied tensors reach the same ranks.

@@ -270,17 +270,17 @@ def _own(
             left_out.update(map(id, group.main_parameters))
     refs = [ref for ref in collect_parameters(module) if id(ref.parameter) not in left_out]
     for ref in refs:
-        if isinstance(ref.parameter.data, ShardedTensor):
-            raise ValueError(
-                f"{ref.name} of {type(module).__name__} is sharded already, with the module around "
-                "it: shard_module goes bottom-up (blocks first, the root last), and the optimizer "
-                "is made after it"
-            )
         if id(ref.parameter) in compute:
             raise ValueError(
                 f"{ref.name} of {type(module).__name__} is tied to a parameter of a module inside "
                 "it that was sharded on its own: shard the innermost module that holds both "
                 "places instead, or let fully_shard() find the units"
+            )
+        if isinstance(ref.parameter.data, ShardedTensor):
+            raise ValueError(
+                f"{ref.name} of {type(module).__name__} is sharded already, with the module around "
+                "it: shard_module goes bottom-up (blocks first, the root last), and the optimizer "
+                "is made after it"
             )
     return refs
 

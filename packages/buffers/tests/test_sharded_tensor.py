@@ -167,8 +167,7 @@ REFUSED = {
     "argmax": (lambda t: t.argmax(), "aten.argmax"),
     "topk": (lambda t: t.topk(2), "aten.topk"),
     "nonzero": (lambda t: t.nonzero(), "aten.nonzero"),
-    "normal_": (nn.init.normal_, "aten.normal_.*initialise the whole tensor"),
-    "xavier": (nn.init.xavier_uniform_, "aten.uniform_.*initialise the whole tensor"),
+    "bernoulli_": (lambda t: t.bernoulli_(t), "aten.bernoulli_.*initialise the whole tensor"),
     "dropout": (nn.functional.dropout, "draws would differ"),
     "rrelu": (lambda t: nn.functional.rrelu(t, training=True), "draws would differ"),
     "rand_like": (torch.rand_like, "aten.rand_like.*draws would differ"),
@@ -181,6 +180,20 @@ REFUSED = {
     "pickle": (lambda t: torch.save(t, io.BytesIO()), "torch.distributed.checkpoint"),
     "data": (lambda t: setattr(t, "data", t), "copy_"),
 }
+
+
+@pytest.mark.parametrize("init", [nn.init.normal_, nn.init.xavier_uniform_])
+@pytest.mark.parametrize("world", WORLDS)
+def test_ranks_draw_the_tensor_of_one_process(init, world):
+    torch.manual_seed(7)
+    whole = init(torch.empty(13, 8)).reshape(-1)
+    after = torch.rand(1)
+    for of_rank in spans(values(), world):
+        span = of_rank["matrix"].detach()
+        torch.manual_seed(7)
+        assert init(span) is span
+        assert torch.equal(span.to_local(), whole[span.start : span.stop])
+        assert torch.equal(torch.rand(1), after), "the generator has gone on as in one process"
 
 
 @pytest.mark.parametrize("name", list(REFUSED))

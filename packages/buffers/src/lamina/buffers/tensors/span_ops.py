@@ -70,7 +70,25 @@ def dispatch(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         and schema.name not in _NOT_POINTWISE
     ) or name in _UNTAGGED_POINTWISE:
         return _pointwise(func, args, kwargs)
+    elif name in _FILLS and not any(getattr(axis, "apart", ()) for axis in args[0]._spec.axes):
+        return _draw(func, args, kwargs)
     return refuse(func, args)
+
+
+_FILLS = frozenset({"normal_", "uniform_"})
+"""What initialisers draw. Another axis must not have cut the tensor (an axis' `apart`)."""
+
+
+def _draw(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Draw the whole tensor, as one process would, and keep this rank's span of it.
+
+    Ranks whose generators are in the same state make the tensor of one process together.
+    """
+    first, spec = args[0], args[0]._spec
+    whole = torch.empty(spec.shape, dtype=first.dtype, device=first._local.device)
+    func(whole, *args[1:], **kwargs)
+    first._local.copy_(whole.view(-1)[spec.start : spec.stop])
+    return first
 
 
 # Pointwise in fact, without torch's tag.

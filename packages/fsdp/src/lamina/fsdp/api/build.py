@@ -95,6 +95,8 @@ def build_units(
     sharding: Sharding,
     scratch: ScratchBuffers,
     pool: StoragePool,
+    *,
+    buffers_later: bool = False,
 ) -> list[Unit]:
     """Give parameters values and buffers, unit by unit (collective).
 
@@ -104,6 +106,7 @@ def build_units(
         sharding: how they are sharded.
         scratch: short-lived gradient buffers.
         pool: memory of whole weights.
+        buffers_later: as of `materialise_unit`.
 
     Raises:
         ValueError: for what cannot be sharded like this, before anything is changed.
@@ -119,7 +122,7 @@ def build_units(
     own = {id(module): module for plan in plans for module in plan.own_modules()}
     keep_modules(own.values(), [ref for plan in plans for ref in plan.refs], precision)
     units = [
-        _make_unit(plan, planned, sharding, scratch, pool)
+        _make_unit(plan, planned, sharding, scratch, pool, buffers_later)
         for plan, planned in zip(plans, groups, strict=True)
     ]
     cast_buffers(((n, m) for n, m in root.named_modules() if id(m) in own), precision)
@@ -303,12 +306,12 @@ def _make_unit(
     sharding: Sharding,
     scratch: ScratchBuffers,
     pool: StoragePool,
+    buffers_later: bool,
 ) -> Unit:
     """Values for a unit's meta parameters, and buffers for all (collective)."""
     settings, device = sharding.settings, sharding.device
-    materialise_unit(
-        plan, device, settings.init_module, [(group.refs, group.layout()) for group in groups]
-    )
+    layouts = [(group.refs, group.layout()) for group in groups]
+    materialise_unit(plan, device, settings.init_module, layouts, buffers_later)
     move_buffers(plan.own_modules(), device)
     if settings.sync_module_states:
         broadcast_buffers(plan.module, plan.own_modules(), sharding.dense, sharding.expert)

@@ -36,6 +36,7 @@ from lamina.fsdp.settings.sharding_settings import ShardingSettings
 from lamina.fsdp.state.cut_regions import TensorRegions, show_parts
 from lamina.fsdp.state.state_dicts import give_whole_tensors
 from lamina.fsdp.units.dtensors import localise_dtensors
+from lamina.fsdp.units.materialise import refuse_unwritten_buffers
 from lamina.fsdp.units.plan import UnitPlan, refuse_container
 from lamina.mesh import ParallelMesh
 from lamina.mesh.engine import named_mesh, translates
@@ -138,9 +139,9 @@ def shard_module(
 
     Args:
         module: the module; its parameters become `ShardedTensor`s at once. On the meta device they
-            are initialised by `reset_parameters()` (no `to_empty` afterwards). Or a list of modules
-            that are one unit: gathered when the first of them is called, released when all have
-            run.
+            are initialised by `reset_parameters()`; a `to_empty` and an `init_weights` of the
+            model's own may follow. Or a list of modules that are one unit: gathered when the first
+            of them is called, released when all have run.
         mesh: one dimension shards; two replicate and shard; None is the whole world.
         reshard_after_forward: give whole weights back after forward and gather them again for
             backward. None means True, and False for the outermost module. The block whose backward
@@ -197,7 +198,7 @@ def shard_module(
     require_same_model("shard_module", own, sharding.dense, sharding.expert, settings)
     plan = UnitPlan("", around, own, inner, len(modules))
     built = _Built(sharding, ScratchBuffers(), storage_pool(sharding), frozenset(ignored))
-    (unit,) = build_units(around, [plan], sharding, built.scratch, built.pool)
+    (unit,) = build_units(around, [plan], sharding, built.scratch, built.pool, buffers_later=True)
     if keep is not None:
         unit.set_reshard_after_forward(keep)
     policy = settings.precision
@@ -336,6 +337,7 @@ def _make_engine(root: ModuleWithUnit) -> None:
                 "them first"
             )
         unit.rename(members)
+    refuse_unwritten_buffers(root)
     built: list[_Built] = [module.__dict__[_BUILT] for module in modules.values()]
     first, *others = built
     for other in others:

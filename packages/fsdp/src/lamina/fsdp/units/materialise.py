@@ -10,7 +10,12 @@ from lamina.buffers import BufferLayout
 from lamina.ddp.engine import ParameterRef
 from lamina.fsdp.units.plan import UnitPlan
 
-__all__ = ["materialise_unit", "move_buffers", "refuse_uninitialised"]
+__all__ = [
+    "materialise_unit",
+    "move_buffers",
+    "refuse_uninitialised",
+    "refuse_unwritten_buffers",
+]
 
 _UNWRITTEN = 0xA5
 _LOOK_AT = 4096  # bytes of a tensor that tell whether anybody wrote to it
@@ -21,6 +26,7 @@ def materialise_unit(
     device: torch.device,
     init: Callable[[nn.Module], None] | None = None,
     layouts: Iterable[tuple[Sequence[ParameterRef], BufferLayout]] = (),
+    buffers_later: bool = False,
 ) -> None:
     """Allocate a unit's meta parameters and buffers and run its modules' own initialisation.
 
@@ -37,6 +43,7 @@ def materialise_unit(
             its own `_init_weights`); None calls the module's `reset_parameters()`.
         layouts: parameters that are made in one flat tensor, as the buffer will have them, so
             that it need not be copied from them.
+        buffers_later: leave buffers that nothing has written for `refuse_unwritten_buffers`.
 
     Raises:
         ValueError: for a module with meta tensors that nothing has initialised.
@@ -52,7 +59,8 @@ def materialise_unit(
                 init(module)
             elif (reset := _own_initialisation(module)) is not None:
                 reset()
-    _refuse_unwritten(plan, fresh)
+    kinds = (nn.Parameter,) if buffers_later else (torch.Tensor,)
+    _refuse_unwritten(plan, {key: t for key, t in fresh.items() if isinstance(t, kinds)})
 
 
 def _views_in(
@@ -154,10 +162,29 @@ def _own_initialisation(module: nn.Module) -> Callable[[], object] | None:
     return None
 
 
+def _is_unwritten(tensor: torch.Tensor) -> bool:
+    return tensor.numel() > 0 and bool((_first_bytes(tensor) == _UNWRITTEN).all())
+
+
+def refuse_unwritten_buffers(root: nn.Module) -> None:
+    """Raise ValueError for a buffer that was made on the meta device and that nobody has written.
+
+    As in torch's order: meta device, `fully_shard`, `to_empty`, and then the model's own
+    initialisation, which may write buffers that no `reset_parameters()` does.
+    """
+    for path, module in root.named_modules():
+        names = [
+            name
+            for name, buffer in module._buffers.items()
+            if buffer is not None and not buffer.is_meta and buffer.nbytes > 3
+            if _is_unwritten(buffer)
+        ]
+        if names:
+            raise ValueError(_uninitialised(module, path or "the root", names))
+
+
 def _refuse_unwritten(plan: UnitPlan, fresh: dict[int, torch.Tensor]) -> None:
-    left = {
-        key for key, t in fresh.items() if t.numel() and bool((_first_bytes(t) == _UNWRITTEN).all())
-    }
+    left = {key for key, tensor in fresh.items() if _is_unwritten(tensor)}
     for path, module in plan.module.named_modules():
         tensors = {**module._parameters, **module._buffers}
         names = [name for name, tensor in tensors.items() if id(tensor) in left]

@@ -31,14 +31,9 @@ __all__ = [
 
 
 class Opened:
-    """A complete checkpoint (`.../step-00000100`), open for reading.
+    """A complete checkpoint (`.../step-00000100`), open for reading; tensors are by name.
 
-    Attributes:
-        tensors: name -> shape, dtype and boxes of every tensor.
-
-    Raises:
-        CheckpointDamagedError: one of its small files is missing or altered.
-        CheckpointUnsafeError: its metadata names code.
+    CheckpointDamagedError and CheckpointUnsafeError say what is wrong with its small files.
     """
 
     def __init__(self, location: str | os.PathLike[str]) -> None:

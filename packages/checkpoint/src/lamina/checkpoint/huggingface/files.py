@@ -146,14 +146,9 @@ class FileWriter:
 
 
 class Files:
-    """The tensors of a directory of safetensors files, read when they are asked for.
+    """The tensors of a directory of safetensors files, or one file, read when they are asked for.
 
-    Args:
-        path: a directory, or one file.
-
-    Raises:
-        FileNotFoundError: no safetensors files.
-        CheckpointDamagedError: a file that is none, or is cut off.
+    FileNotFoundError says that there are none, CheckpointDamagedError that one is none or cut off.
     """
 
     def __init__(self, path: Path) -> None:

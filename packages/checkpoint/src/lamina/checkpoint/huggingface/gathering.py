@@ -143,13 +143,10 @@ def _owners(mine: list[Box], shape: tuple[int, ...], ranks: Ranks) -> dict[Box, 
 
 def meet(one: Box, other: Box) -> Box | None:
     """Return what two boxes have in common."""
-    starts, stops = [], []
-    for a, n, b, m in zip(*one, *other, strict=True):
-        starts.append(max(a, b))
-        stops.append(min(a + n, b + m))
-    if any(start >= stop for start, stop in zip(starts, stops, strict=True)):
-        return None
-    return tuple(starts), tuple(b - a for a, b in zip(starts, stops, strict=True))
+    starts = tuple(map(max, one[0], other[0]))
+    stops = (min(a + n, b + m) for a, n, b, m in zip(*one, *other, strict=True))
+    sizes = tuple(stop - start for start, stop in zip(starts, stops, strict=True))
+    return (starts, sizes) if all(size > 0 for size in sizes) else None
 
 
 def _within(box: Box, outer: Box) -> Box:

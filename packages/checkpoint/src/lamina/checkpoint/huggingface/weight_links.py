@@ -102,9 +102,7 @@ def pieces_of(link: HuggingFaceLink, shape: Sequence[int]) -> list[Piece]:
 def weights_of(model: nn.Module) -> HuggingFaceWeights:
     """Ask a model, what it wraps, or a pipeline's stage, how Hugging Face stores the weights.
 
-    Raises:
-        TypeError: it does not say.
-        ValueError: no architecture of Hugging Face's has the model's features.
+    TypeError says that it does not say, ValueError that no architecture has the model's features.
     """
     inner: Any = model
     while inner is not None:

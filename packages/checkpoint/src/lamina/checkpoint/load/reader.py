@@ -142,9 +142,8 @@ class _MetadataUnpickler(pickle.Unpickler):
 def read_metadata(location: Location, text: bytes | None = None) -> Metadata:
     """Read DCP's `.metadata`, a pickle, or the text of one, without executing any of it.
 
-    Raises:
-        CheckpointUnsafeError: it names anything but metadata's own classes.
-        CheckpointDamagedError: it is no metadata.
+    CheckpointUnsafeError says that it names anything but metadata's own classes,
+    CheckpointDamagedError that it is no metadata.
     """
     file = f"{location}/{METADATA}"
     try:

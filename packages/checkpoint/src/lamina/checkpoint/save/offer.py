@@ -148,11 +148,7 @@ def take(
     """Split a state into what DCP saves and what JSON saves; with `check` make digests.
 
     The first rank's plain values count. Others offer of their tensors only the sharded ones: of a
-    whole one DCP would take any rank's.
-
-    Raises:
-        TypeError: an entry holds something that is neither a tensor nor a plain value.
-        CheckpointError: two tensors would be stored under one name.
+    whole one DCP would take any rank's. Errors are those of `take_entry`.
     """
     nested: dict[str, Any] = {}
     shared: dict[str, Json] = {}

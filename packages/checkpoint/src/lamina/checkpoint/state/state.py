@@ -58,9 +58,8 @@ class Taken:
 def take_entry(entry: str, value: Any, state: Mapping[str, Any], cut: CutTensors) -> Taken:
     """Ask one object for its state and take it apart.
 
-    Raises:
-        TypeError: it holds something that is neither a tensor nor a plain value.
-        CheckpointError: two tensors would be stored under one name.
+    TypeError names what is neither a tensor nor a plain value, CheckpointError two tensors that
+    would be stored under one name.
     """
     optimizer = OptimizerNames(value, state, cut.rename) if is_optimizer(value) else None
     own_names: dict[str, str] = {}

@@ -37,12 +37,8 @@ _READ = (1, 2)  # format 1 had no sums per chunk
 class Manifest:
     """What a complete checkpoint says about itself.
 
-    Attributes:
-        step: the training step it was saved at.
-        world_size: ranks that wrote it.
-        torch: the version of torch that wrote it.
-        files: by name relative to the checkpoint, every file but the manifest.
-        metric: what `save` was given, for `keep_best`.
+    Its files are all but the manifest, by name relative to the checkpoint. `world_size` ranks wrote
+    it, with this version of torch. The metric is what `save` was given, for `keep_best`.
     """
 
     step: int
@@ -70,9 +66,8 @@ class Manifest:
     def read(cls, location: Location) -> Manifest:
         """Read `manifest.json`.
 
-        Raises:
-            CheckpointDamagedError: it is missing or altered.
-            CheckpointError: a newer lamina-checkpoint wrote it.
+        CheckpointDamagedError says that it is missing or altered, CheckpointError that a newer
+        lamina-checkpoint wrote it.
         """
         where = f"{location}/{MANIFEST}"
         try:

@@ -19,11 +19,8 @@ def dropout_stream(
     """Select the random numbers for dropout of activations; with a rate of 0 nothing is drawn.
 
     Ranks of `axis` that hold the same activations must drop the same elements; their default
-    generators agree after `lamina.mesh.seed_everything`. Ranks that hold different activations
-    (`sharded`) must draw independently; they use the stream `tp`, which `seed_everything` made.
-
-    Raises:
-        KeyError: over more than one rank, where `seed_everything` was not called.
+    generators agree after `lamina.mesh.seed_everything`, without which this is a KeyError. Ranks
+    that hold different activations (`sharded`) must draw independently; they use the stream `tp`.
     """
     if rate > 0.0 and sharded:
         return rng_stream("tp")

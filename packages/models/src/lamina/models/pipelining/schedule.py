@@ -23,11 +23,10 @@ Schedule = Literal[
 class ScheduleKind:
     """The properties of a schedule that are needed before its stages are made.
 
-    Attributes:
-        torch_class: its name in `torch.distributed.pipelining.schedules`.
-        stages_per_rank: the number of stages of each rank; None leaves it to the caller, 2 or more.
-        v_shape: rank r of R holds stages r and 2 R - 1 - r, so the first rank computes the loss.
-        splits_backward: weights' gradients are computed separately from inputs' gradients.
+    `torch_class` is its name in `torch.distributed.pipelining.schedules`. `stages_per_rank` of None
+    leaves the number to the caller, 2 or more. With `v_shape`, rank r of R holds stages r and 2 R -
+    1 - r, so the first rank computes the loss. With `splits_backward`, weights' gradients are
+    computed separately from inputs' gradients.
     """
 
     torch_class: str

@@ -56,11 +56,8 @@ class Coded(NamedTuple):
 
 def magnitude(x: Tensor, *, rows: bool = False) -> Tensor:
     """Largest absolute value in float32: `[]`, or `[rows, 1]` of each row."""
-    infinity = float("inf")
-    if rows:
-        largest: Tensor = torch.linalg.vector_norm(x, ord=infinity, dim=1, keepdim=True)
-    else:
-        largest = torch.linalg.vector_norm(x, ord=infinity)
+    dim = 1 if rows else None
+    largest: Tensor = torch.linalg.vector_norm(x, ord=float("inf"), dim=dim, keepdim=rows)
     return largest.float()
 
 

@@ -35,6 +35,8 @@ CONFIGS = {
     "llama-linear": TransformerConfig(**TINY, rope_scaling=RopeScaling(kind="linear", factor=3.0)),
     "llama-yarn": TransformerConfig(**TINY, rope_scaling=LONG, max_sequence_length=64,
                                     attention_bias=True, mlp_bias=True),
+    "llama-yarn-uncut": TransformerConfig(  # pairs are interpolated between fractions
+        **TINY, rope_scaling=replace(LONG, truncate=False), max_sequence_length=64),
     "deepseek": TransformerConfig(  # latents have DeepSeek's own eps
         **TINY, norm_eps=1e-2,
         mla=LatentAttention(kv_lora_rank=16, q_lora_rank=24, qk_nope_head_dim=8,
@@ -202,6 +204,35 @@ def test_what_has_no_counterpart_is_refused():
     written = huggingface_config(CONFIGS["deepseek"]) | {"first_k_dense_replace": 1}
     with pytest.raises(ValueError, match="1 of 2 layers: the others have experts"):
         config_from_huggingface(written)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"truncated": False}, r"'truncated': False.*nothing here reads"),
+        ({"partial_rotary_factor": 0.5}, "nothing here reads"),
+    ],
+)
+def test_what_rope_is_told_is_read_or_refused(change, words):
+    written = huggingface_config(CONFIGS["llama-yarn"])
+    with pytest.raises(ValueError, match=words):
+        config_from_huggingface(written | {"rope_parameters": written["rope_parameters"] | change})
+
+
+def test_tensors_that_the_model_has_no_place_for_are_named(tmp_path):
+    save_file = pytest.importorskip("safetensors.torch").save_file
+    config = CONFIGS["llama"]
+    tensors = to_huggingface(perturbed(config))
+    (tmp_path / "config.json").write_text(json.dumps(huggingface_config(config)))
+    derived = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(2)}
+    save_file(
+        {n: t.contiguous() for n, t in (tensors | derived).items()}, tmp_path / "model.safetensors"
+    )
+    assert from_huggingface(tmp_path) is not None
+    odd = {"model.layers.0.self_attn.q_norm.weight": torch.ones(4)}
+    save_file(odd, tmp_path / "more.safetensors")
+    with pytest.raises(ValueError, match=r"layers\.0\.self_attn\.q_norm\.weight.*no place"):
+        from_huggingface(tmp_path)
 
 
 def test_an_empty_directory_is_named(tmp_path):

@@ -41,8 +41,10 @@ def _yarn_rates(rates: Tensor, scaling: RopeScaling, theta: float) -> Tensor:
         # Solves original_length * theta^(-pair / pairs) = 2 pi * times for the pair's index.
         return pairs * math.log(scaling.original_length / (times * 2 * math.pi)) / math.log(theta)
 
-    first = max(math.floor(pair_that_turns(scaling.beta_fast)), 0)
-    last = min(math.ceil(pair_that_turns(scaling.beta_slow)), 2 * pairs - 1)
+    first, last = map(pair_that_turns, (scaling.beta_fast, scaling.beta_slow))
+    if scaling.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, 2 * pairs - 1)
     index = torch.arange(pairs, dtype=torch.float32, device=rates.device)
     stretched = ((index - first) / max(last - first, 0.001)).clamp(0.0, 1.0)
     return rates / scaling.factor * stretched + rates * (1.0 - stretched)

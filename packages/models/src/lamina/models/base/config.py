@@ -68,6 +68,7 @@ class RopeScaling:
         beta_fast: `yarn`: pairs that turn this often or more within `original_length` are kept.
         beta_slow: `yarn`: pairs that turn at most this often are stretched by `factor`.
         attention_factor: `yarn`: multiplies cosines and sines; `0.1 * ln(factor) + 1` if None.
+        truncate: `yarn`: round the first and the last interpolated pair to whole numbers.
 
     Examples:
         >>> scaling = RopeScaling(kind="yarn", factor=4.0, original_length=32768)
@@ -81,6 +82,7 @@ class RopeScaling:
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     attention_factor: float | None = None
+    truncate: bool = True
 
     def __post_init__(self) -> None:
         require_choices(self, RopeScaling)

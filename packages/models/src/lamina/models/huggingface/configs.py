@@ -113,6 +113,7 @@ def _written_rope(config: TransformerConfig) -> dict[str, Any]:
         written["original_max_position_embeddings"] = scaling.original_length
     if scaling.kind == "yarn":
         written["attention_factor"] = scaling.magnitude
+        written |= {} if scaling.truncate else {"truncate": False}
         if config.attention_scale is not None:
             # DeepSeek folds a factor into the softmax scale: solve for what it is written as.
             ratio = math.sqrt(config.attention_scale * math.sqrt(config.head_width))
@@ -246,7 +247,22 @@ def _rope_of(source: Mapping[str, Any]) -> dict[str, Any]:
     rope = dict(source.get("rope_parameters") or source.get("rope_scaling") or {})
     rope.setdefault("rope_theta", source.get("rope_theta", 10_000.0))
     rope.setdefault("rope_type", rope.pop("type", "default"))
+    unknown = {name: value for name, value in rope.items() if name not in _ROPE}
+    if unknown or rope.get("partial_rotary_factor") not in (None, 1.0):
+        raise ValueError(
+            f"rope_parameters (or rope_scaling) has {unknown or rope}, which nothing here reads: "
+            "the positions would not be those of the model. Take it out of config.json if it "
+            "changes nothing"
+        )
     return rope
+
+
+_SCALING = ("low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "truncate")
+_ROPE = {
+    *("rope_type", "type", "rope_theta", "factor", "original_max_position_embeddings", "finetuned"),
+    *("attention_factor", "mscale", "mscale_all_dim", "partial_rotary_factor", *_SCALING),
+}
+"""All names that RoPE may have. `finetuned` says where the numbers come from, and nothing else."""
 
 
 def _read_scaling(rope: Mapping[str, Any], source: Mapping[str, Any]) -> RopeScaling | None:
@@ -256,8 +272,7 @@ def _read_scaling(rope: Mapping[str, Any], source: Mapping[str, Any]) -> RopeSca
     if kind not in ("linear", "llama3", "yarn"):
         raise ValueError(f"rope_type is {kind!r}: known are default, linear, llama3 and yarn")
     original = "original_max_position_embeddings"
-    names = ("low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow")
-    found = {name: rope[name] for name in names if rope.get(name) is not None}
+    found = {name: rope[name] for name in _SCALING if rope.get(name) is not None}
     if kind != "linear":
         length = source.get(original) or rope.get(original) or source["max_position_embeddings"]
         found["original_length"] = length

@@ -96,7 +96,8 @@ def from_huggingface(
         variants: kinds of attention of your own, which are found by their `huggingface_type`.
 
     Raises:
-        ValueError: for an architecture that is not known here, and for quantised weights.
+        ValueError: for an architecture that is not known here, for quantised weights, and for files
+            with tensors that the model has no place for.
         FileNotFoundError: if the directory has no `config.json` or no weights.
         KeyError: if a tensor is missing.
         ImportError: for a directory, without `safetensors` installed.
@@ -107,8 +108,9 @@ def from_huggingface(
         _refuse_quantised(written, tensors, type(source).__name__)
         config = config_from_huggingface(written, variants=variants)
         read: Callable[[str], Tensor] = partial(_read_module, tensors)
+        unread: set[str] = set()
     else:
-        written, read = _open_directory(Path(source))
+        written, read, unread = _open_directory(Path(source))
         config = config_from_huggingface(written, variants=variants)
     with torch.device("meta"):
         model = GPTModel(config, mesh, seed=0)
@@ -119,6 +121,7 @@ def from_huggingface(
         for link in links:
             tensor = held[link.ours]
             tensor.copy_(_piece(link.read(read), tensor, model.axis, model.expert_axes))
+    _refuse_unread(unread, tied=config.tie_embeddings, source=str(source))
     return model
 
 
@@ -133,7 +136,8 @@ def _piece(whole: Tensor, parameter: Tensor, axis: MeshAxis | None, experts: Exp
     return cut_weight(whole, role.tp_shard_dim, axis.rank, axis.size, role.tp_blocks)
 
 
-def _open_directory(path: Path) -> tuple[Any, Callable[[str], Tensor]]:
+def _open_directory(path: Path) -> tuple[Any, Callable[[str], Tensor], set[str]]:
+    """The contents of `config.json`, what reads a tensor, and the names that were not read yet."""
     try:
         from safetensors import safe_open
     except ImportError as error:
@@ -154,15 +158,33 @@ def _open_directory(path: Path) -> tuple[Any, Callable[[str], Tensor]]:
         raise FileNotFoundError(f"{path} has no *.safetensors: other formats are not read")
     where = {name: shard for shard in opened for name in shard.keys()}  # noqa: SIM118
     _refuse_quantised(written, where, str(path))
+    unread = set(where)
 
     def read(name: str) -> Tensor:
         # Checkpoints of the base model have names without the prefix.
         for candidate in (name, name.removeprefix("transformer.").removeprefix("model.")):
             if candidate in where:
+                unread.discard(candidate)
                 return _as_written(candidate, where[candidate].get_tensor(candidate))
         raise KeyError(f"{name} is in none of the {len(opened)} files under {path}")
 
-    return written, read
+    return written, read, unread
+
+
+_DERIVED = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
+"""Ends of names of tensors that follow from the config: frequencies, and GPT-2's causal masks."""
+
+
+def _refuse_unread(names: Iterable[str], *, tied: bool, source: str) -> None:
+    """Raise ValueError for weights that nothing has read: it would be another model."""
+    heads = ("lm_head.weight",) if tied else ()
+    left = sorted(name for name in names if not name.endswith((*_DERIVED, *heads)))
+    if left:
+        raise ValueError(
+            f"{source} has {', '.join(left[:3])}{' and others' if left[3:] else ''}, for which the "
+            f"model of its config.json has no place ({len(left)} tensors): config.json may be that "
+            "of another model. Take them out of the files if they change nothing"
+        )
 
 
 # Names of scales and codes: DeepSeek's and torchao's FP8, bitsandbytes, GPTQ and AWQ.

@@ -1,4 +1,8 @@
-"""What only a GPU shows: streams, CUDA kernels, NCCL. Skipped, with the reason, without one."""
+"""What only a GPU shows: streams, CUDA kernels, NCCL. Skipped, with the reason, without one.
+
+The last test runs the same body on a CPU, so that a GPU that is there for minutes meets no mistake
+of the test's own.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +19,9 @@ STEPS = 4
 MODELS = {"odd": OddNet, "transformer": TinyTransformer}
 
 
-def build(name: str) -> torch.nn.Module:
+def build(name: str, device: torch.device) -> torch.nn.Module:
     torch.manual_seed(7)
-    return MODELS[name]().cuda()
+    return MODELS[name]().to(device)
 
 
 def loss_fn(model, batch):
@@ -31,13 +35,13 @@ def sgd(model):
 
 
 def check(ranks, name, strategy, bf16):
-    world = ranks.world_size
+    world, device = ranks.world_size, torch.device(ranks.device)
     torch.backends.cuda.matmul.allow_tf32 = False
-    model = build(name)
+    model = build(name, device)
 
     def data(step):
         return [
-            [inputs(model, 1000 * step + 10 * rank + m).cuda() for m in range(2)]
+            [inputs(model, 1000 * step + 10 * rank + m).to(device) for m in range(2)]
             for rank in range(world)
         ]
 
@@ -45,13 +49,13 @@ def check(ranks, name, strategy, bf16):
     sharded, optimizer = fully_shard(
         model,
         sgd(model),
-        device_mesh=ParallelLayout().build("cuda"),
+        device_mesh=ParallelLayout().build(device.type),
         fsdp_unit_modules=[Block] if name == "odd" else None,
         zero_dp_strategy=strategy,
         mixed_precision_policy=policy,
     )
     oracle = bit_oracle(
-        lambda: build(name),
+        lambda: build(name, device),
         data,
         loss_fn,
         sgd,
@@ -87,3 +91,9 @@ def test_strategies_on_one_shared_gpu_equal_the_bit_oracle(name, strategy, bf16,
 @pytest.mark.parametrize("strategy", [0, 3])
 def test_a_world_of_one_on_nccl_equals_the_bit_oracle(strategy, bf16, ranks):
     check(ranks, "transformer", strategy, bf16)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(("strategy", "bf16"), [(0, True), (3, False)])
+def test_the_same_holds_on_a_cpu(strategy, bf16, ranks):
+    check(ranks, "odd", strategy, bf16)

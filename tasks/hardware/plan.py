@@ -81,7 +81,13 @@ CHECKS = (
         "python packages/collectives/tests/cuda_ranks.py cpu",
         limit=90,
     ),
-    Step("step", "strategies 0 to 3 equal the bit oracle", "pytest tests/test_gpu.py", limit=150),
+    Step(
+        "step",
+        "strategies 0 to 3 equal the bit oracle",
+        "pytest tests/test_gpu.py --deselect tests/test_gpu.py::test_the_same_holds_on_a_cpu",
+        "pytest tests/test_gpu.py",
+        limit=150,
+    ),
     Step(
         "models",
         "attention, FP8, offload, recomputation",

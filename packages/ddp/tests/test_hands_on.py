@@ -291,3 +291,31 @@ def test_lbfgs_under_strategy_0_is_lbfgs_in_one_process(ranks):
     assert not torch.equal(wanted[0], next(build().parameters()))
     for value, expected in zip(found, wanted, strict=True):
         torch.testing.assert_close(value, expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.ranks(1)
+def test_names_of_parameters_lead_to_the_wrapped_module(ranks):
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.module = nn.Linear(3, 3)  # a child with the name that the wrapper has for it
+            self.inner = nn.Linear(3, 3)
+            self.scale = nn.Parameter(torch.ones(3))
+
+        def forward(self, x):
+            return self.scale * self.inner(self.module(x))
+
+    torch.manual_seed(0)
+    plain = Scaled()
+    wrapped = DistributedDataParallel(copy.deepcopy(plain))
+    assert [name for name, _ in wrapped.named_parameters()] == list(wrapped.state_dict())
+    own = {n: p for n, p in wrapped.named_parameters() if not n.startswith("module.")}
+    x = torch.randn(2, 3)
+    assert torch.equal(torch.func.functional_call(wrapped, own, (x,)), plain(x))
+    others = {name: nn.Parameter(torch.randn_like(value)) for name, value in own.items()}
+    with pytest.raises(RuntimeError, match="scale is another parameter"):
+        torch.func.functional_call(wrapped, others, (x,))
+    assert torch.equal(wrapped(x), plain(x))
+    assert set(wrapped._parameters) == set()
+    with pytest.raises(AttributeError, match="nowhere"):
+        wrapped.nowhere  # noqa: B018

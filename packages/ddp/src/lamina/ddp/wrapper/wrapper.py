@@ -362,13 +362,36 @@ class DistributedDataParallel(DataParallel):
         """The wrapped module's, under the names that `state_dict` has."""
         return self.module.named_parameters(*args, **kwargs)
 
+    def __getattr__(self, name: str) -> Any:
+        """A member of the wrapped module, by the first part of a name of `named_parameters`.
+
+        `torch.func.functional_call` looks parameters up by their names.
+        """
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name in self._names_inside():
+                return getattr(self.module, name)
+            raise
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute; a tensor with the name of the wrapped module's goes there."""
+        if isinstance(value, torch.Tensor) and name in self._names_inside():
+            setattr(self.module, name, value)
+        else:
+            super().__setattr__(name, value)
+
+    def _names_inside(self) -> set[str]:
+        module = self.__dict__.get("_modules", {}).get("module")  # not there while it is made
+        kinds = (module._modules, module._parameters, module._buffers) if module is not None else ()
+        return {name for kind in kinds for name in kind}
+
     def _fqn_modifiers(self) -> dict[str, str]:
         """Names that `state_dict()` has without "module.", and where they are.
 
         `torch.distributed.checkpoint.state_dict` asks this of wrappers whose names have no prefix.
         """
-        inside = (self.module._modules, self.module._parameters, self.module._buffers)
-        return {name: "module" for names in inside for name in names}
+        return dict.fromkeys(self._names_inside(), "module")
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Load into the wrapped module, and into main weights where those are apart.

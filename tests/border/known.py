@@ -18,9 +18,6 @@ _WRONG = {
         "states_are_broadcast_from_rank_0": "shard_module: bf16 fp32",
         "peft_save_pretrained": "1 2 3: bf16 fp32",
     },
-    "Dynamo refuses a parameter whose .grad is a ShardedTensor, when it compiles after a step": {
-        "compile_of_the_model_first": "ddp_sharded: fp32",
-    },
     "ShardedOptimizer's state has names, where torch's generic code looks for numbers": {
         "full_optimizer_state_dict": "ddp_sharded: fp32",
         "full_state_dicts_are_loaded": "ddp_sharded: fp32",

@@ -319,3 +319,19 @@ def test_names_of_parameters_lead_to_the_wrapped_module(ranks):
     assert set(wrapped._parameters) == set()
     with pytest.raises(AttributeError, match="nowhere"):
         wrapped.nowhere  # noqa: B018
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("compiled", [False, True])
+def test_gradients_that_the_optimizer_drops_are_dropped_in_the_module(compiled, ranks):
+    mesh = ParallelLayout().build("cpu")
+    config = DistributedDataParallelConfig(use_distributed_optimizer=True)
+    model = DistributedDataParallel(nn.Linear(4, 4), config, mesh)
+    optimizer = ShardedOptimizer(torch.optim.SGD(model.parameters(), 0.1), model, mesh)
+    run = torch.compile(model, backend="eager") if compiled else model
+    for _ in range(2):
+        run(torch.ones(2, 4)).sum().backward()
+        assert all(p.grad is not None for p in model.parameters())
+        optimizer.step()
+        optimizer.zero_grad()
+        assert all(p.grad is None for p in model.parameters())

@@ -306,8 +306,16 @@ class ParameterGroup:
                 if main.grad is view and ref.parameter.grad is None:
                     main.grad = None
 
+    def follow_main_grads(self) -> None:
+        """Where compute parameters show gradients too: what was dropped here is dropped there."""
+        if self._mirrored:
+            for ref, main in zip(self.refs, self.main_parameters, strict=True):
+                if main.grad is None:
+                    ref.parameter.grad = None
+
     def begin_forward(self) -> None:
         """A forward of the model begins: follow what was done to main parameters since the last."""
+        self.follow_main_grads()
         if self.mains_written:
             self.weights.mark_changed()
         self.release_zeroed_gradients()

@@ -142,6 +142,8 @@ class ShardedOptimizer(Optimizer):
             if not set_to_none:
                 self._zero(group)
         self.optimizer.zero_grad(set_to_none)
+        for group in self._groups:
+            group.follow_main_grads()
 
     def _mine(self, group: ParameterGroup) -> list[bool]:
         held = {id(p) for settings in self.param_groups for p in settings["params"]}

@@ -7,7 +7,6 @@ from lamina.buffers.layout.tensor_region import RegionBox, Run, TensorRegion
 from lamina.buffers.layout.tying import CollectedSpecs, collect_specs
 from lamina.buffers.placement import Placement
 from lamina.buffers.pool.guard import SavedTensorGuard
-from lamina.buffers.pool.pool import PoolExhaustedError
 from lamina.buffers.pool.slots import SlotPlan, color_slots
 from lamina.buffers.resolve_axes import Axis, PlainAxis, resolve_axes
 from lamina.buffers.tensors.span_moves import narrowed
@@ -23,7 +22,6 @@ __all__ = [
     "PaddingReport",
     "Placement",
     "PlainAxis",
-    "PoolExhaustedError",
     "RegionBox",
     "Run",
     "SavedTensorGuard",

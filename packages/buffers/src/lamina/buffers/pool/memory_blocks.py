@@ -1,7 +1,6 @@
 """Pieces of memory whose bytes come and go while tensors over them stay."""
 
-from collections.abc import Callable, Hashable
-from contextlib import AbstractContextManager
+from collections.abc import Hashable
 from ctypes import c_bool
 from dataclasses import dataclass
 
@@ -38,18 +37,11 @@ class MemoryBlocks:
     Args:
         device: where.
         poison: released bytes become 0xFF and are kept, instead of being given back or refused.
-        context: entered around every allocation and release.
     """
 
-    def __init__(
-        self,
-        device: torch.device,
-        poison: bool,
-        context: Callable[[], AbstractContextManager[object]],
-    ) -> None:
+    def __init__(self, device: torch.device, poison: bool) -> None:
         self.device = device
         self.poison = poison
-        self._context = context
         self._by_storage: dict[int, MemoryBlock] = {}
 
     def make(self, nbytes: int, released: str, *, fixed: bool) -> MemoryBlock:
@@ -57,8 +49,7 @@ class MemoryBlocks:
 
         `released` is the error's message for whoever reads it while nobody lives there.
         """
-        with self._context():
-            made = torch.empty(nbytes if fixed else 0, dtype=torch.uint8, device=self.device)
+        made = torch.empty(nbytes if fixed else 0, dtype=torch.uint8, device=self.device)
         storage = made.untyped_storage()
         block = MemoryBlock(storage, nbytes, fixed, refusals_of(storage, released))
         self._by_storage[block.storage._cdata] = block
@@ -70,8 +61,7 @@ class MemoryBlocks:
         for refusal in block.refusals:
             refusal.value = False
         if block.storage.nbytes() != block.nbytes:
-            with self._context():
-                block.storage.resize_(block.nbytes)
+            block.storage.resize_(block.nbytes)
             if self.poison:
                 self._fill(block)
 
@@ -82,16 +72,14 @@ class MemoryBlocks:
             self._fill(block)
             return
         if not block.fixed:
-            with self._context():
-                block.storage.resize_(0)
+            block.storage.resize_(0)
         for refusal in block.refusals:
             refusal.value = True
 
     def empty(self, block: MemoryBlock) -> None:
         """Give back the bytes, under poison too."""
         _switch(block, False)
-        with self._context():
-            block.storage.resize_(0)
+        block.storage.resize_(0)
         _switch(block, True)
 
     def discard(self, block: MemoryBlock) -> None:
@@ -102,7 +90,7 @@ class MemoryBlocks:
     def view(self, block: MemoryBlock, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """A flat tensor over a block, with a version counter of its own."""
         # Autograd could never save an inference tensor for backward.
-        with torch.inference_mode(False), torch.no_grad(), self._context():
+        with torch.inference_mode(False), torch.no_grad():
             made = torch.empty(0, dtype=dtype, device=self.device)
             held = block.storage.nbytes()
             _switch(block, False)

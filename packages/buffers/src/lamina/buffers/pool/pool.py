@@ -9,8 +9,8 @@ Note [Saved views of released memory]
 Autograd saves views of a unit's weights in forward and reads them in backward; in between the unit
 is released and gathered again. Such a view is right once its key is back in the same block with the
 same content, which nothing in torch checks. So each key counts the times that it was acquired
-(`generation`) and the blocks that it has had (`epoch`), and carries the number of its content
-(`stamp`); `acquire(epoch=...)` and `SavedTensorGuard` compare them.
+(`generation`) and the blocks that it has had (`epoch`), and `acquire(epoch=...)` and
+`SavedTensorGuard` compare them.
 A gather brings back values that autograd has seen, and a version counter would take that for a
 modification of what was saved. So a gather writes through `destination(key)`, another tensor
 over the same memory, of which autograd saves nothing.
@@ -28,14 +28,10 @@ from lamina.buffers.layout.layout import BufferLayout
 from lamina.buffers.pool.memory_blocks import MemoryBlock, MemoryBlocks
 from lamina.buffers.pool.slots import SlotPlan, color_slots
 
-__all__ = ["PoolExhaustedError", "StaleStorageError", "StoragePool"]
+__all__ = ["StaleStorageError", "StoragePool"]
 
 Key: TypeAlias = Hashable
 Mode: TypeAlias = Literal["resize", "slots"]
-
-
-class PoolExhaustedError(RuntimeError):
-    """The pool's byte budget is spent: says the bytes wanted and the bytes there."""
 
 
 class StaleStorageError(RuntimeError):
@@ -55,7 +51,6 @@ class _Entry:
     released: str
     generation: int = 0
     epoch: int = 0
-    stamp: int = 0
     conflicts: set[Key] = field(default_factory=set)
 
     def __post_init__(self) -> None:
@@ -79,18 +74,14 @@ class StoragePool:
 
     Whoever gathers writes through `destination(key)`. Code that writes through the tensor or its
     views does it under `torch.autograd._unsafe_preserve_version_counter`. On CUDA, acquire and
-    release on one stream (or give `allocation_context`), and let that stream wait for the last use
-    before `release`. Methods that take a key raise KeyError for one that is not registered.
+    release on one stream, and let that stream wait for the last use before `release`. Methods that take a key raise KeyError for one that is not registered.
 
     Args:
         device: where the memory lies.
         mode: `"resize"`, or `"slots"` to allow `plan_slots` (keys that fit no free slot take
             `resize`).
-        budget: bytes of slots and live keys together, or None for no limit.
         poison: fill released memory with 0xFF bytes (NaN in fp64, fp32, bf16, fp16, e4m3fn, e5m2)
             and keep it, so that whoever reads it sees NaN instead of old values or a crash.
-        allocation_context: entered around every allocation and release, such as
-            `lambda: torch.cuda.stream(s)` or `lambda: torch.cuda.use_mem_pool(pool)`.
         slot_context: entered once around the allocation of all slots of a `plan_slots`, for memory
             that is registered as a whole (`lambda: register_pool(groups)`).
 
@@ -99,7 +90,7 @@ class StoragePool:
         bytes_peak: the most that has been.
 
     Raises:
-        ValueError: unknown mode or a budget below zero.
+        ValueError: unknown mode.
 
     Examples:
         >>> pool = StoragePool()
@@ -111,20 +102,15 @@ class StoragePool:
         device: torch.device | str = "cpu",
         mode: Mode = "resize",
         *,
-        budget: int | None = None,
         poison: bool = False,
-        allocation_context: Callable[[], AbstractContextManager[object]] | None = None,
         slot_context: Callable[[], AbstractContextManager[object]] | None = None,
     ) -> None:
         if mode not in ("resize", "slots"):
             raise ValueError(f"StoragePool mode is {mode!r}: use 'resize' or 'slots'")
-        if budget is not None and budget < 0:
-            raise ValueError(f"StoragePool budget is {budget} bytes: use 0 or more, or None")
         self.device = torch.device(device)
         self.mode: Mode = mode
-        self.budget = budget
         self.bytes_resident = self.bytes_peak = 0
-        self._blocks = MemoryBlocks(self.device, poison, allocation_context or nullcontext)
+        self._blocks = MemoryBlocks(self.device, poison)
         self._slot_context = slot_context or nullcontext
         self._entries = _Entries()
         self._live: dict[Key, _Entry] = {}
@@ -191,10 +177,6 @@ class StoragePool:
         """
         return self._entries[key].epoch
 
-    def stamp(self, key: Key) -> int:
-        """The number of the content last given to `acquire`."""
-        return self._entries[key].stamp
-
     def owner_of(self, tensor: torch.Tensor) -> Key | None:
         """The key that lives in the memory a tensor views; None where it is none of the pool's.
 
@@ -239,7 +221,7 @@ class StoragePool:
 
         torch refuses to slice a tensor whose storage holds no bytes, so views of a released key are
         made in here; they stay valid as objects afterwards. The content is undefined. Not counted
-        against the budget: nothing is read or written, and on CPU no page is touched.
+        in `bytes_resident`: nothing is read or written, and on CPU no page is touched.
         """
         entry = self._entries[key]
         block, released = entry.block, not entry.block.storage.nbytes()
@@ -264,9 +246,7 @@ class StoragePool:
 
     # -- acquire and release --------------------------------------------------------------------
 
-    def acquire(
-        self, key: Key, *, epoch: int | None = None, stamp: int | None = None
-    ) -> torch.Tensor:
+    def acquire(self, key: Key, *, epoch: int | None = None) -> torch.Tensor:
         """Give the key memory, with undefined content; a live key keeps what it has.
 
         A key whose slot another live key holds falls back to a block of its own, until the next
@@ -274,23 +254,21 @@ class StoragePool:
 
         Args:
             key: a registered key.
-            epoch: the epoch in which autograd saved views of the key, where it did and no
-                relocating `SavedTensorGuard` was active: then the key must come back to that block.
-            stamp: number of the content (such as the optimizer step); the guard compares it.
+            epoch: the epoch in which autograd saved views of the key, where it did: then the key
+                must come back to that block.
 
         Returns:
             The key's flat tensor.
 
         Raises:
-            PoolExhaustedError: the budget has no room. The key stays released.
             StaleStorageError: the key can't come back to where it was in `epoch`.
         """
         entry = self._entries[key]
         if epoch is not None and epoch != entry.epoch:
             raise StaleStorageError(
                 f"{key!r}: views were saved in epoch {epoch} and the key has moved since "
-                f"(epoch {entry.epoch}): a gather would not reach them. Run forward under "
-                "SavedTensorGuard(pool, relocate=True), or plan slots with the whole order of use"
+                f"(epoch {entry.epoch}): a gather would not reach them. Plan slots with the whole "
+                "order of use"
             )
         if key not in self._live:
             for other in self._live.values() if self._observing else ():
@@ -298,15 +276,11 @@ class StoragePool:
                 other.conflicts.add(entry.key)
             if entry.block.owner is not None:
                 self._fall_back(entry, epoch)
-            if self.budget is not None and not self.fits(key):
-                raise self._exhausted(entry, self.budget)
             self._blocks.grow(entry.block)
             entry.block.owner = entry.key
             entry.generation += 1
             self._live[key] = entry
             self._count(0 if entry.block.fixed else entry.nbytes)
-        if stamp is not None:
-            entry.stamp = stamp
         return entry.tensor
 
     def release(self, key: Key) -> None:
@@ -316,14 +290,6 @@ class StoragePool:
             self._blocks.release(entry.block)
             if not entry.block.fixed:
                 self.bytes_resident -= entry.nbytes
-
-    def fits(self, key: Key) -> bool:
-        """Whether `acquire` of the key would stay within the budget."""
-        entry = self._entries[key]
-        free_slot = entry.block.fixed and entry.block.owner is None
-        if key in self._live or free_slot or self.budget is None:
-            return True
-        return self.bytes_resident + entry.nbytes <= self.budget
 
     @contextmanager
     def out_of_turn(self) -> Iterator[None]:
@@ -349,20 +315,12 @@ class StoragePool:
             raise StaleStorageError(
                 f"{entry.key!r} must come back to its slot, where autograd saved views of it, but "
                 f"{entry.block.owner!r} is live there: the order of use differs from the planned "
-                "one. Call plan_slots() again between steps, use mode='resize', or run forward "
-                "under SavedTensorGuard(pool, relocate=True)"
+                "one. Call plan_slots() again between steps, or use mode='resize'"
             )
         self._move(entry, self._own_block(entry))
 
     def _own_block(self, entry: _Entry) -> MemoryBlock:
         return self._blocks.make(entry.nbytes, entry.released, fixed=False)
-
-    def _exhausted(self, entry: _Entry, budget: int) -> PoolExhaustedError:
-        return PoolExhaustedError(
-            f"{entry.key!r} wants {entry.nbytes} bytes, {max(budget - self.bytes_resident, 0)} of "
-            f"the budget of {budget} are there; live: {list(self.live_keys())}, slots: "
-            f"{len(self._slots)}. Release a unit first, prefetch less, or raise the budget"
-        )
 
     def _move(self, entry: _Entry, block: MemoryBlock) -> None:
         """Give a key that is not live another block."""
@@ -411,11 +369,8 @@ class StoragePool:
         graph = {key: set(entry.conflicts) for key, entry in self._entries.items()}
         for key, others in (conflicts or {}).items():
             graph.setdefault(key, set()).update(others)
-        room = None
-        if self.budget is not None:
-            room = max(self.budget - sum(entry.nbytes for entry in self._live.values()), 0)
         sizes = {key: one.nbytes for key, one in self._entries.items() if key not in self._live}
-        return self._rebuild(color_slots(sizes, graph, max_bytes=room, dedicated=dedicated))
+        return self._rebuild(color_slots(sizes, graph, dedicated=dedicated))
 
     def _rebuild(self, plans: Iterable[SlotPlan]) -> set[Key]:
         """Move keys to their slots; a slot whose size and keys are unchanged stays as it is."""
@@ -454,7 +409,7 @@ class StoragePool:
         """A table: slots with their keys, keys with blocks of their own, bytes."""
         lines = [
             f"StoragePool({self.device}, {self.mode}): {self.bytes_resident} bytes resident, peak "
-            f"{self.bytes_peak}, budget {self.budget}"
+            f"{self.bytes_peak}"
         ]
         for at, block in enumerate(self._slots):
             keys = self._keys_of(block)

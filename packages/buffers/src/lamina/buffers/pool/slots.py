@@ -26,7 +26,6 @@ def color_slots(
     sizes: Mapping[Key, int],
     conflicts: Mapping[Key, Iterable[Key]],
     *,
-    max_bytes: int | None = None,
     dedicated: bool = False,
 ) -> tuple[SlotPlan, ...]:
     """Give keys slots so that no two in conflict share one, in few bytes. Deterministic.
@@ -37,7 +36,6 @@ def color_slots(
     Args:
         sizes: bytes of each key; its order is the first order tried.
         conflicts: a conflict graph; made symmetric here.
-        max_bytes: at most so many bytes of slots together; keys that fit none are left out.
         dedicated: whether a key that shares with no other gets a slot as well. It saves no memory,
             but fixes the address.
     """
@@ -55,7 +53,7 @@ def color_slots(
     )
 
     def coloured(order: Sequence[Key]) -> tuple[SlotPlan, ...]:
-        plans = _greedy(order, sizes, graph, max_bytes)
+        plans = _greedy(order, sizes, graph)
         return tuple(plan for plan in plans if dedicated or len(plan.keys) > 1)
 
     def score(plans: tuple[SlotPlan, ...]) -> tuple[int, int]:
@@ -69,7 +67,6 @@ def _greedy(
     order: Sequence[Key],
     sizes: Mapping[Key, int],
     graph: Mapping[Key, set[Key]],
-    max_bytes: int | None,
 ) -> tuple[SlotPlan, ...]:
     slots: list[list[Key]] = []
     nbytes: list[int] = []
@@ -77,16 +74,12 @@ def _greedy(
         need = sizes[key]
         if not need:
             continue
-        room = None if max_bytes is None else max_bytes - sum(nbytes)
         free = [at for at, keys in enumerate(slots) if graph[key].isdisjoint(keys)]
         # The slot that grows least, and of those the smallest.
         at = min(free, key=lambda at: (max(need - nbytes[at], 0), nbytes[at], at), default=None)
-        grow = need if at is None else max(need - nbytes[at], 0)
-        if room is not None and grow > room:
-            continue
         if at is not None:
             slots[at].append(key)
-            nbytes[at] += grow
+            nbytes[at] = max(need, nbytes[at])
         else:
             slots.append([key])
             nbytes.append(need)

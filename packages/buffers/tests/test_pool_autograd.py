@@ -9,7 +9,7 @@ from torch import nn
 from lamina.buffers import BufferLayout, StaleStorageError, StoragePool, TensorSpec
 from lamina.buffers.engine import SavedTensorGuard
 
-from .pools import address, conflicts_of, has_own_block, slotted
+from .pools import address, conflicts_of, slotted
 
 
 class Unit(nn.Module):

@@ -74,7 +74,8 @@ class StoragePool:
 
     Whoever gathers writes through `destination(key)`. Code that writes through the tensor or its
     views does it under `torch.autograd._unsafe_preserve_version_counter`. On CUDA, acquire and
-    release on one stream, and let that stream wait for the last use before `release`. Methods that take a key raise KeyError for one that is not registered.
+    release on one stream, and let that stream wait for the last use before `release`. Methods that
+    take a key raise KeyError for one that is not registered.
 
     Args:
         device: where the memory lies.

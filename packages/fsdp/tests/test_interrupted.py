@@ -143,6 +143,23 @@ def test_a_part_of_the_model_may_be_loaded_by_itself(modules, ranks):
 
 
 @pytest.mark.ranks(2)
+def test_what_was_loaded_or_written_is_gathered_by_hand_too(ranks):
+    """`unshard()` outside a forward: after a load, and after a write to a parameter."""
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    model = fully_shard(build(), fsdp_unit_modules=[Block], mixed_precision_policy=policy)
+    model(inputs(model, 5))
+    model.load_state_dict({n: torch.full(p.shape, 2.0) for n, p in model.named_parameters()})
+    for unit, value in ((model, 2.0), (model.unit_of("blocks.0"), 2.0), (model, 3.0)):
+        if value == 3.0:
+            with torch.no_grad():
+                model.enter.weight.fill_(value)
+        unit.unshard()
+        held = model.enter if unit is model else model.blocks[0].up
+        assert torch.equal(held.weight, torch.full_like(held.weight, value)), value
+        unit.reshard()
+
+
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize(
     ("strategy", "slots", "step"), [(1, False, 0), (3, False, 0), (3, True, 0), (3, True, 1)]
 )

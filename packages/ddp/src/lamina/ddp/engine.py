@@ -28,7 +28,11 @@ from lamina.ddp.optimizer.adopt_parameters import (
 )
 from lamina.ddp.optimizer.flat_step import ELEMENTWISE, step_over_groups
 from lamina.ddp.optimizer.grad_scaler import answer_scalers
-from lamina.ddp.optimizer.whole_step import show_decoupled
+from lamina.ddp.optimizer.whole_step import (
+    needs_whole_tensors,
+    refuse_cut_tensors,
+    show_decoupled,
+)
 from lamina.ddp.parameters.axes import (
     DataParallelAxes,
     ModelAxes,
@@ -87,7 +91,9 @@ __all__ = [
     "has_gradient_sink",
     "main_of",
     "map_tensors",
+    "needs_whole_tensors",
     "plan_layout",
+    "refuse_cut_tensors",
     "refuse_optimizer",
     "refuse_unplaced",
     "registration_refusal",

@@ -316,9 +316,13 @@ class ParameterGroup:
     def begin_forward(self) -> None:
         """A forward of the model begins: follow what was done to main parameters since the last."""
         self.follow_main_grads()
+        self.follow_main_weights()
+        self.release_zeroed_gradients()
+
+    def follow_main_weights(self) -> None:
+        """Whole weights are about to be used: install what was written to main parameters."""
         if self.mains_written:
             self.weights.mark_changed()
-        self.release_zeroed_gradients()
 
     def release_zeroed_gradients(self) -> None:
         """Give main grads' memory back if the user has zeroed them (before a step's forward)."""

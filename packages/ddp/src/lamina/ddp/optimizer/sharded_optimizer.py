@@ -1,6 +1,6 @@
 """`ShardedOptimizer`: any torch optimizer over the main weights of a wrapped module."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -21,6 +21,7 @@ from lamina.ddp.optimizer.adopt_parameters import (
 )
 from lamina.ddp.optimizer.flat_step import COUNTERS, ELEMENTWISE, step_over_groups
 from lamina.ddp.optimizer.grad_scaler import answer_scalers
+from lamina.ddp.optimizer.whole_step import refuse_cut_tensors
 from lamina.mesh import ParallelMesh
 
 __all__ = ["ShardedOptimizer", "match_groups"]
@@ -83,7 +84,8 @@ class ShardedOptimizer(Optimizer):
                 module.weights_written()
 
         warn_of_unfinished_steps(optimizer, module)
-        _refuse_cut_tensors(optimizer, groups)
+        remedy = "wrap the model with keep_tensors_whole=True, or without use_distributed_optimizer"
+        refuse_cut_tensors(optimizer, groups, remedy)
         self._borrowed = step_over_groups(optimizer, groups, stepped)
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -260,23 +262,6 @@ class ShardedOptimizer(Optimizer):
         if is_cut and not isinstance(value, ShardedTensor):
             return cut_state(value, *self._located[id(parameter)])
         return value
-
-
-def _refuse_cut_tensors(optimizer: Optimizer, groups: Iterable[ParameterGroup]) -> None:
-    """Optimizers that look at whole matrices need them whole."""
-    if not isinstance(optimizer, (torch.optim.Adafactor, torch.optim.Muon)):
-        return
-    mains = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    for group in groups:
-        for ref, main in zip(group.refs, group.main_parameters, strict=True):
-            if id(main) not in mains or not isinstance(main, ShardedTensor):
-                continue
-            if main.to_local().numel() not in (0, main.numel()):
-                raise ValueError(
-                    f"{type(optimizer).__name__} looks at whole tensors, and {ref.name} is cut "
-                    f"over ranks ({group.axes.describe()}): wrap the model with "
-                    "keep_tensors_whole=True, or without use_distributed_optimizer"
-                )
 
 
 def _unshared(state: dict[str, Any]) -> dict[str, Any]:

@@ -16,7 +16,39 @@ from lamina.buffers import ShardedTensor
 from lamina.ddp.group.group import ParameterGroup
 from lamina.ddp.optimizer.borrowed_groups import BorrowedGroups
 
-__all__ = ["WholeStep", "show_decoupled", "shows_decoupled"]
+__all__ = [
+    "WholeStep",
+    "needs_whole_tensors",
+    "refuse_cut_tensors",
+    "show_decoupled",
+    "shows_decoupled",
+]
+
+_WHOLE: tuple[type[Optimizer], ...] = (torch.optim.Adafactor, torch.optim.Muon)
+"""Torch's optimizers whose update of an element reads others of its tensor."""
+
+
+def needs_whole_tensors(optimizer: Optimizer | None) -> frozenset[int]:
+    """`id`s of the parameters that an optimizer has to see whole."""
+    if not isinstance(optimizer, _WHOLE):
+        return frozenset()
+    return frozenset(id(p) for group in optimizer.param_groups for p in group["params"])
+
+
+def refuse_cut_tensors(optimizer: Optimizer, groups: Iterable[ParameterGroup], remedy: str) -> None:
+    """Raise ValueError if an optimizer looks at whole tensors that data-parallel ranks have cut."""
+    wanted = needs_whole_tensors(optimizer)
+    for group in groups if wanted else ():
+        for index, (ref, main) in enumerate(zip(group.refs, group.main_parameters, strict=True)):
+            if not wanted & {id(main), id(ref.parameter)} or not isinstance(main, ShardedTensor):
+                continue
+            # From the layout, and not from this rank's piece: all ranks must agree.
+            extents = group.main_weights.as_sharded(index).extents()
+            if all(stop - start < main.numel() for start, stop in extents):
+                raise ValueError(
+                    f"{type(optimizer).__name__} looks at whole tensors, and {ref.name} is cut "
+                    f"over data-parallel ranks ({group.axes.describe()}): {remedy}"
+                )
 
 
 class WholeStep(BorrowedGroups):

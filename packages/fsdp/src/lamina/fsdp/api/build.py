@@ -32,12 +32,12 @@ from lamina.ddp.engine import (
     plan_layout,
 )
 from lamina.fsdp.api.resolve import Sharding
-from lamina.fsdp.execution.budgets import check_budgets
 from lamina.fsdp.execution.debug_order import OrderCheck
 from lamina.fsdp.execution.debug_storage import StorageCheck
 from lamina.fsdp.execution.engine import ShardingEngine
 from lamina.fsdp.execution.hooks import UnitHooks
 from lamina.fsdp.execution.unit import Unit
+from lamina.fsdp.settings.sharding_settings import ShardingSettings
 from lamina.fsdp.units.casting import cast_buffers, keep_modules
 from lamina.fsdp.units.materialise import materialise_unit, move_buffers
 from lamina.fsdp.units.plan import UnitPlan
@@ -117,8 +117,7 @@ def build_units(
         check_experts(plan.refs, sharding.dense, sharding.expert, sharding.model)
         for group in planned:
             _check_gradient_dtypes(group)
-    if settings.gather_budget is not None or settings.reduce_budget is not None:
-        _check_budgets(plans, groups, sharding)
+    _check_budgets(plans, groups, settings)
     own = {id(module): module for plan in plans for module in plan.own_modules()}
     keep_modules(own.values(), [ref for plan in plans for ref in plan.refs], precision)
     units = [
@@ -283,18 +282,31 @@ def _check_gradient_dtypes(group: _GroupPlan) -> None:
 
 
 def _check_budgets(
-    plans: Sequence[UnitPlan], groups: Sequence[Sequence[_GroupPlan]], sharding: Sharding
+    plans: Sequence[UnitPlan], groups: Sequence[Sequence[_GroupPlan]], settings: ShardingSettings
 ) -> None:
-    gathered, on_wire = {}, {}
+    """Raise ValueError for limits under which a step could not be made."""
+    gathers, reductions = settings.gather_budget, settings.reduce_budget
+    gathered: dict[str, int] = {}
     for plan, planned in zip(plans, groups, strict=True):
         sizes = [(group, group.layout().size) for group in planned]
         gathered[plan.name] = sum(size * group.dtypes.weights.itemsize for group, size in sizes)
-        on_wire[plan.name] = max(
-            (size * group.dtypes.wire.itemsize for group, size in sizes if group.trained),
-            default=0,
-        )
-    settings = sharding.settings
-    check_budgets(plans, gathered, on_wire, settings.gather_budget, settings.reduce_budget)
+        for group, size in sizes:
+            sent = size * group.dtypes.wire.itemsize
+            if reductions is not None and group.trained and sent > reductions:
+                raise ValueError(
+                    f"reduce_budget={reductions} bytes, and gradients of {plan.name or 'the root'} "
+                    f"are {sent} bytes on the wire: raise it, or choose smaller fsdp_unit_modules"
+                )
+    within = {plan.name: set(map(id, plan.module.modules())) for plan in plans}
+    for plan in plans:
+        around = [name for name, inside in within.items() if id(plan.module) in inside]
+        needed = sum(gathered[name] for name in around)
+        if gathers is not None and needed > gathers:
+            names = " and ".join(name or "the root" for name in around)
+            raise ValueError(
+                f"gather_budget={gathers} bytes, and the whole weights of {names}, which compute "
+                f"together, are {needed} bytes: raise it, or choose smaller fsdp_unit_modules"
+            )
 
 
 # -- units ----------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from lamina.ddp.engine import (
     adopt_main_parameters,
     answer_scalers,
     collect_parameters,
+    refuse_cut_tensors,
     refuse_optimizer,
     require_same_model,
     require_same_optimizer,
@@ -32,13 +33,19 @@ from lamina.fsdp.settings.hardware_limits import UnavailableError
 from lamina.fsdp.settings.megatron_names import MegatronNames
 from lamina.fsdp.settings.precision import MixedPrecisionPolicy
 from lamina.fsdp.settings.sharding_settings import ShardingSettings, StrategyChoice
-from lamina.fsdp.state.cut_regions import TensorRegions, refuse_parts, regions_of, show_parts
+from lamina.fsdp.state.cut_regions import (
+    TensorRegions,
+    parts_among,
+    refuse_looking_at_part,
+    refuse_parts,
+    regions_of,
+    show_parts,
+)
 from lamina.fsdp.state.state_dicts import (
     give_whole_tensors,
     gives_whole_tensors,
     prepare_optimizer_state,
 )
-from lamina.fsdp.state.whole_tensors import refuse_cut_by_model, refuse_cut_tensors
 from lamina.fsdp.units.casting import check_patterns
 from lamina.fsdp.units.dtensors import localise_dtensors, point_at_localised
 from lamina.fsdp.units.materialise import refuse_uninitialised
@@ -387,7 +394,8 @@ def _shard(
     if optimizer is not None:
         known = {id(ref.parameter) for ref in refs}
         refuse_optimizer(optimizer, known, updated_apart(refs, sharding))
-        refuse_cut_by_model(optimizer, refs, sharding.model)
+        for ref in parts_among(refs, sharding.model):
+            refuse_looking_at_part(optimizer, ref.name, ref.parameter)
     if not settings.preproc_state_dict_for_dcp_ckpt:
         refuse_parts(module, sharding.model)
     sharded = _build(module, sharding)
@@ -499,7 +507,10 @@ def fully_shard_optimizer(optimizer: OptimizerT, module: nn.Module) -> Optimizer
     regions = regions_of(module)
     point_at_localised(optimizer, module)
     require_same_optimizer("fully_shard_optimizer", optimizer, groups)
-    refuse_cut_tensors(optimizer, groups, regions)
+    for ref, main in (one for g in groups for one in zip(g.refs, g.main_parameters, strict=True)):
+        if any(one.of(main) is not None for one in regions):
+            refuse_looking_at_part(optimizer, ref.name, main, ref.parameter)
+    refuse_cut_tensors(optimizer, groups, _KEEP_WHOLE)
     adopt_main_parameters(optimizer, groups)
     warn_of_unfinished_steps(optimizer, module)
     engines = [part.sharding_engine for part in parts]
@@ -518,6 +529,12 @@ def fully_shard_optimizer(optimizer: OptimizerT, module: nn.Module) -> Optimizer
     whole = any(map(gives_whole_tensors, parts))
     prepare_optimizer_state(optimizer, whole=whole, regions=regions)
     return optimizer
+
+
+_KEEP_WHOLE = (
+    "give the optimizer to fully_shard(model, optimizer), which keeps its tensors whole, or "
+    "mark(parameter, block_rows=rows) before sharding"
+)
 
 
 def _sharded_parts(module: nn.Module) -> list[ShardedModule]:

@@ -7,7 +7,13 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from lamina.ddp.engine import DataParallelAxes, ModelAxes, collect_parameters, refuse_unplaced
+from lamina.ddp.engine import (
+    DataParallelAxes,
+    ModelAxes,
+    collect_parameters,
+    needs_whole_tensors,
+    refuse_unplaced,
+)
 from lamina.fsdp.settings.hardware_limits import SlotMemory, slot_memory
 from lamina.fsdp.settings.meshes import (
     Mesh,
@@ -17,7 +23,6 @@ from lamina.fsdp.settings.meshes import (
 )
 from lamina.fsdp.settings.sharding_settings import ShardingSettings
 from lamina.fsdp.state.cut_regions import beside_parts
-from lamina.fsdp.state.whole_tensors import needs_whole_tensors
 from lamina.fsdp.weights.offloaded import Offload, resolve_offload
 from lamina.mesh import ParallelLayout
 from lamina.mesh.engine import named_mesh

@@ -18,13 +18,64 @@ from torch.optim import Optimizer
 from lamina.buffers import StaleStorageError, StoragePool
 from lamina.ddp.engine import GradientReducer, ModuleWatch, ParameterGroup
 from lamina.fsdp.compat import current_graph_task_id, graph_is_kept
-from lamina.fsdp.execution.budgets import GatherBudget
 from lamina.fsdp.execution.debug_order import OrderCheck
 from lamina.fsdp.execution.debug_storage import StorageCheck
 from lamina.fsdp.execution.unit import PendingBackward, Unit, UnitState
 from lamina.fsdp.settings.hardware_limits import SlotMemory, UnavailableError
 
 __all__ = ["ShardingEngine"]
+
+
+class GatherBudget:
+    """How many bytes of whole weights may be live at once, and who makes room for whom.
+
+    A unit is gathered ahead only where it fits. One that is about to compute is always gathered:
+    units that are not computing (gathered ahead, or kept since their forward) go first. Units that
+    stay whole for a step because somebody asked for it are not counted.
+
+    Args:
+        units: the model's units.
+        limit: bytes per rank.
+    """
+
+    def __init__(self, units: Iterable[Unit], limit: int) -> None:
+        self.limit = limit
+        self._units = tuple(units)
+
+    @property
+    def live(self) -> int:
+        """Bytes of whole weights that are there or on their way."""
+        return sum(unit.live_bytes for unit in self._units if not unit.stays_whole)
+
+    def fits(self, unit: Unit) -> bool:
+        """Whether a unit can be gathered beside what is live."""
+        return self.live + unit.gathered_bytes - unit.live_bytes <= self.limit
+
+    def make_room(self, unit: Unit, order: Sequence[Unit], computing: Sequence[Unit]) -> None:
+        """Give back what need not be there for a unit that is about to compute.
+
+        Args:
+            unit: the unit.
+            order: in which units run; those whose turn is farthest off go first.
+            computing: units in whose forward we are.
+        """
+        if self.fits(unit):
+            return
+        turn = {id(one): index for index, one in enumerate(order)}
+        here = turn.get(id(unit), 0)
+        idle = [
+            other
+            for other in self._units
+            if other.live_bytes
+            and other is not unit
+            and other.state is not UnitState.IN_BACKWARD
+            and not any(other is one for one in computing)
+        ]
+        idle.sort(key=lambda other: abs(turn.get(id(other), len(order)) - here), reverse=True)
+        for other in idle:
+            if self.fits(unit):
+                return
+            other.reshard()
 
 
 class ShardingEngine:
@@ -128,9 +179,8 @@ class ShardingEngine:
         first = unit not in self._recording
         if first:
             self._recording.append(unit)
-        for group in unit.groups if unit is not self.root else ():
-            if group.mains_written:  # by a module around it, since the forward began
-                group.weights.mark_changed()
+        if unit is not self.root:  # a module around it may have written since the forward began
+            unit.follow_main_weights()
         self._start(unit)
         if first or unit.calls.members == 1:
             self._prefetch(unit, step=1)

@@ -218,6 +218,11 @@ class Unit:
 
     # -- weights come and go ------------------------------------------------------------------
 
+    def follow_main_weights(self) -> None:
+        """What was written to main parameters since the last look is gathered next."""
+        for group in self.groups:
+            group.follow_main_weights()
+
     def start_unshard(self) -> None:
         """Begin the gathers of all groups."""
         self.state = _START.get(self.state, self.state)
@@ -237,6 +242,7 @@ class Unit:
 
     def unshard(self) -> None:
         """Make the whole weights ready and the modules compute with them."""
+        self.follow_main_weights()
         self.start_unshard()
         self.finish_unshard()
 

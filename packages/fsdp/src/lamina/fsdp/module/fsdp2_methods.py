@@ -57,6 +57,7 @@ class UnitMethods(nn.Module):
         Args:
             async_op: begin, and return a handle whose `wait()` (or the module's forward) ends it.
         """
+        self.sharding_unit.follow_main_weights()
         self.sharding_unit.start_unshard()
         handle = UnshardHandle(self.sharding_unit)
         if async_op:

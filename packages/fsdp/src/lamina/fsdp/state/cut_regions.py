@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from lamina.buffers import ShardedTensor
 from lamina.buffers.engine import TensorPart, TensorRegion
@@ -21,6 +22,7 @@ from lamina.ddp.engine import (
     ParameterGroup,
     ParameterRef,
     collect_parameters,
+    needs_whole_tensors,
 )
 from lamina.fsdp.units.dtensors import is_cut_dtensor, region_of_dtensor
 from lamina.mesh.engine import MeshAxis
@@ -29,6 +31,7 @@ __all__ = [
     "TensorRegions",
     "beside_parts",
     "parts_among",
+    "refuse_looking_at_part",
     "refuse_parts",
     "regions_of",
     "show_parts",
@@ -138,6 +141,15 @@ def parts_among(refs: Iterable[ParameterRef], axes: ModelAxes) -> Iterator[Param
         shape = tuple(ref.parameter.shape)
         if is_cut_dtensor(ref.parameter) or _region_of(ref, shape, axes) is not None:
             yield ref
+
+
+def refuse_looking_at_part(optimizer: Optimizer, name: str, *parameters: torch.Tensor) -> None:
+    """Raise ValueError if an optimizer that looks at whole tensors holds this part of one."""
+    if not needs_whole_tensors(optimizer).isdisjoint(map(id, parameters)):
+        raise ValueError(
+            f"{type(optimizer).__name__} looks at whole tensors, and {name} is cut over "
+            "tensor-parallel ranks: give it another optimizer"
+        )
 
 
 def regions_of(module: nn.Module) -> tuple[TensorRegions, ...]:

@@ -60,7 +60,9 @@ def materialise_unit(
             elif (reset := _own_initialisation(module)) is not None:
                 reset()
     kinds = (nn.Parameter,) if buffers_later else (torch.Tensor,)
-    _refuse_unwritten(plan, {key: t for key, t in fresh.items() if isinstance(t, kinds)})
+    unwritten = {k for k, t in fresh.items() if isinstance(t, kinds) and _is_unwritten(t)}
+    more = ". Units before it are sharded already: build the model anew"
+    _refuse_left(plan.module, plan.name, lambda tensor: id(tensor) in unwritten, more)
 
 
 def _views_in(
@@ -172,29 +174,23 @@ def refuse_unwritten_buffers(root: nn.Module) -> None:
     As in torch's order: meta device, `fully_shard`, `to_empty`, and then the model's own
     initialisation, which may write buffers that no `reset_parameters()` does.
     """
+
+    def left(tensor: torch.Tensor) -> bool:
+        buffer = not isinstance(tensor, nn.Parameter) and not tensor.is_meta
+        return buffer and tensor.nbytes > 3 and _is_unwritten(tensor)
+
+    _refuse_left(root, "", left)
+
+
+def _refuse_left(
+    root: nn.Module, name: str, left: Callable[[torch.Tensor], bool], more: str = ""
+) -> None:
+    """Raise ValueError for the first module below `root` (called `name`) with such tensors."""
     for path, module in root.named_modules():
-        names = [
-            name
-            for name, buffer in module._buffers.items()
-            if buffer is not None and not buffer.is_meta and buffer.nbytes > 3
-            if _is_unwritten(buffer)
-        ]
+        names = [key for key, tensor in _held(module).items() if left(tensor)]
         if names:
-            raise ValueError(_uninitialised(module, path or "the root", names))
-
-
-def _refuse_unwritten(plan: UnitPlan, fresh: dict[int, torch.Tensor]) -> None:
-    left = {key for key, tensor in fresh.items() if _is_unwritten(tensor)}
-    for path, module in plan.module.named_modules():
-        tensors = {**module._parameters, **module._buffers}
-        names = [name for name, tensor in tensors.items() if id(tensor) in left]
-        if not names:
-            continue
-        where = ".".join(part for part in (plan.name, path) if part) or "the root"
-        raise ValueError(
-            f"{_uninitialised(module, where, names)}. Units before it are sharded already: build "
-            "the model anew"
-        )
+            where = ".".join(part for part in (name, path) if part) or "the root"
+            raise ValueError(_uninitialised(module, where, names) + more)
 
 
 def refuse_uninitialised(root: nn.Module, init: Callable[[nn.Module], None] | None) -> None:
@@ -212,14 +208,7 @@ def refuse_uninitialised(root: nn.Module, init: Callable[[nn.Module], None] | No
     able = [module for module in root.modules() if _own_initialisation(module) is not None]
     covered = {id(below): below for module in able for below in module.modules()}
     written = {id(t) for module in covered.values() for t in _held(module).values()}
-    for path, module in root.named_modules():
-        names = [
-            name
-            for name, tensor in _held(module).items()
-            if tensor.is_meta and tensor.numel() and id(tensor) not in written
-        ]
-        if names:
-            raise ValueError(_uninitialised(module, path or "the root", names))
+    _refuse_left(root, "", lambda t: t.is_meta and bool(t.numel()) and id(t) not in written)
 
 
 def _held(module: nn.Module) -> dict[str, torch.Tensor]:

@@ -2,7 +2,7 @@
 
 import pkgutil
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -92,19 +92,23 @@ def plan_units(
         holders = [module for reference, _ in ref.owners if (module := reference()) is not None]
         places = [path for module in holders for path in paths[id(module)]]
         owned[_innermost(places, unit_names)].append(ref)
-    chosen = [name for name in unit_names if owned[name] or not name]
+    return _as_plans(root, owned, [name for name in unit_names if owned[name] or not name])
+
+
+def _as_plans(
+    root: nn.Module, owned: Mapping[str, Sequence[ParameterRef]], names: Sequence[str]
+) -> list[UnitPlan]:
+    """A plan for each name, from the parameters that each unit owns."""
+    modules = {name: root.get_submodule(name) for name in names}
+
+    def inside(name: str) -> Iterator[nn.Module]:
+        for other, module in modules.items():
+            if other != name and (not name or other.startswith(name + ".")):
+                yield module
+
     return [
-        UnitPlan(
-            name,
-            root.get_submodule(name),
-            tuple(owned[name]),
-            tuple(
-                root.get_submodule(other)
-                for other in chosen
-                if other != name and (not name or other.startswith(name + "."))
-            ),
-        )
-        for name in chosen
+        UnitPlan(name, module, tuple(owned[name]), tuple(inside(name)))
+        for name, module in modules.items()
     ]
 
 
@@ -221,21 +225,9 @@ def refine(root: nn.Module, plans: Sequence[UnitPlan]) -> list[UnitPlan]:
             name = _holder(ref, order)
             outermost = plan.name if name is None else _outermost(name, plan.name, holders)
             owned.setdefault(outermost, []).append(ref)
-    modules = {name: root.get_submodule(name) for name in owned if owned[name] or not name}
-    names = sorted(modules, key=lambda name: order[id(modules[name])][0])
-    return [
-        UnitPlan(
-            name,
-            modules[name],
-            tuple(owned[name]),
-            tuple(
-                modules[other]
-                for other in names
-                if other != name and (not name or other.startswith(name + "."))
-            ),
-        )
-        for name in names
-    ]
+    names = (name for name in owned if owned[name] or not name)
+    by_order = sorted(names, key=lambda name: order[id(root.get_submodule(name))][0])
+    return _as_plans(root, owned, by_order)
 
 
 def _holder(ref: ParameterRef, order: dict[int, tuple[int, str]]) -> str | None:

@@ -12,8 +12,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from lamina.buffers import BufferLayout, FlatBuffer, Replicate
-from lamina.buffers.engine import collect_specs
+from lamina.buffers import BufferLayout, FlatBuffer, Replicate, TensorSpec
 from lamina.collectives import all_gather_into, reduce_scatter_fp32
 from lamina.mesh import ParallelMesh
 
@@ -31,7 +30,7 @@ class Zero1:
         device = next(model.parameters()).device
 
         # Layout: where each parameter lies in a flat tensor that the ranks cut into equal pieces.
-        specs = collect_specs(model.named_parameters()).specs
+        specs = [TensorSpec(name, p.shape) for name, p in model.named_parameters()]
         self.layout = BufferLayout.plan(specs, num_shards=self.axis.size)
 
         # Buffers: autograd reads weights and adds gradients through views, so nothing is copied.

@@ -244,7 +244,7 @@ def test_an_empty_layout_has_no_elements():
         (lambda: BufferLayout.plan([], 1, shard_multiple=-1), "shard_multiple is -1"),
         (
             lambda: BufferLayout.plan([TensorSpec("w", ()), TensorSpec("w", ())], 1),
-            "two tensors are named 'w'.*collect_specs",
+            "two tensors are named 'w'.*named_parameters",
         ),
         (lambda: TensorSpec("w", (3, -1)), "negative dimension"),
         (lambda: Granularity.block(0), "block of 0 rows"),

@@ -7,7 +7,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lamina.buffers import StaleStorageError
 from lamina.buffers.compat import refusals_of
-from lamina.buffers.pool.memory_blocks import MemoryBlocks
+from lamina.buffers.pool.pool import MemoryBlocks
 from lamina.ddp import full_parameters
 from lamina.fsdp import fully_shard
 from lamina.fsdp.api import resolve

@@ -4,7 +4,6 @@ from lamina.buffers.layout.boxes import Box, boxes_of_span
 from lamina.buffers.layout.layout import Span
 from lamina.buffers.layout.padding import PaddingReport, split_by_row
 from lamina.buffers.layout.tensor_region import RegionBox, Run, TensorRegion
-from lamina.buffers.layout.tying import CollectedSpecs, collect_specs
 from lamina.buffers.placement import Placement
 from lamina.buffers.pool.guard import SavedTensorGuard
 from lamina.buffers.pool.slots import SlotPlan, color_slots
@@ -17,7 +16,6 @@ from lamina.buffers.tensors.tensor_part import TensorPart
 __all__ = [
     "Axis",
     "Box",
-    "CollectedSpecs",
     "PNorm",
     "PaddingReport",
     "Placement",
@@ -32,7 +30,6 @@ __all__ = [
     "TensorPart",
     "TensorRegion",
     "boxes_of_span",
-    "collect_specs",
     "color_slots",
     "narrowed",
     "resolve_axes",

@@ -76,7 +76,7 @@ class TensorSpec:
     """One named tensor of a buffer.
 
     Args:
-        name: its name, unique in a layout (tied parameters share one spec, see `collect_specs`).
+        name: its name, unique in a layout (tied parameters share one spec).
         shape: its shape; `()` is one element, a shape with a zero holds none.
         granularity: what a shard boundary may not cut.
 

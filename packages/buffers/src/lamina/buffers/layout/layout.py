@@ -233,6 +233,6 @@ def _refuse_duplicates(specs: Sequence[TensorSpec]) -> None:
         if spec.name in seen:
             raise ValueError(
                 f"two tensors are named {spec.name!r}: names must differ (tied parameters share "
-                "one spec: see lamina.buffers.engine.collect_specs)"
+                "one spec, as `named_parameters()` gives them once)"
             )
         seen.add(spec.name)

@@ -513,18 +513,12 @@ def fully_shard_optimizer(optimizer: OptimizerT, module: nn.Module) -> Optimizer
     refuse_cut_tensors(optimizer, groups, _KEEP_WHOLE)
     adopt_main_parameters(optimizer, groups)
     warn_of_unfinished_steps(optimizer, module)
-    engines = [part.sharding_engine for part in parts]
     world = dist.get_world_size() if dist.is_initialized() else 1
-    for part, engine in zip(parts, engines, strict=True):
+    for part in parts:
+        engine = part.sharding_engine
         finish_before_steps(optimizer, engine)
         answer_scalers(optimizer, part.parameter_groups(), world, engine.reducer)
-
-    def after_step() -> None:
-        for engine in engines:
-            engine.mark_weights_changed()
-
-    step_over_groups(optimizer, groups, after_step)
-    for engine in engines:
+        step_over_groups(optimizer, part.parameter_groups(), engine.mark_weights_changed)
         engine.follow(optimizer)
     whole = any(map(gives_whole_tensors, parts))
     prepare_optimizer_state(optimizer, whole=whole, regions=regions)

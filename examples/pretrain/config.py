@@ -103,6 +103,19 @@ class CheckpointConfig:
 
 
 @dataclass(frozen=True)
+class HealthConfig:
+    """What becomes of a step whose loss or gradient norm is not finite, or spikes."""
+
+    nonfinite: Literal["stop", "skip", "back"] = "stop"
+    """'skip' leaves the weights as they are; 'back' returns to the last healthy checkpoint and
+    passes over the batches since then."""
+    spike: Literal["ignore", "stop", "skip", "back"] = "skip"  # The same, for a spike
+    limit: float = 10.0
+    """A spike is so many deviations above the median of the last 64 steps."""
+    patience: int = 10  # Stop after so many unhealthy steps in a row, whatever else is set
+
+
+@dataclass(frozen=True)
 class LogConfig:
     """What is written about the run."""
 
@@ -145,6 +158,7 @@ class Config:
     train: TrainConfig = field(default_factory=TrainConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    health: HealthConfig = field(default_factory=HealthConfig)
     log: LogConfig = field(default_factory=LogConfig)
 
     def layout(self) -> ParallelLayout:
@@ -208,6 +222,8 @@ LIMITS = {
     "eval.temperature": _OR_ZERO,
     "checkpoint.every": _COUNT,
     "checkpoint.keep": _COUNT,
+    "health.limit": _POSITIVE,
+    "health.patience": _COUNT,
     "log.every": _COUNT,
     "log.line_seconds": _OR_ZERO,
 }

@@ -22,6 +22,7 @@ from run import Run
 
 from lamina.checkpoint import SaveReport
 from lamina.collectives import Ledger
+from lamina.ddp import Judgement
 from lamina.models import training_flops_per_token
 
 _RECENT = 20  # steps that the rate is averaged over
@@ -131,6 +132,14 @@ class Metrics:
         if done % self._config.log.every == 0:
             self._write(record)
 
+    def unhealthy(self, number: int, found: Judgement) -> None:
+        """Record a step that did not change the weights, and why."""
+        if self._active:
+            self._write(
+                {"step": number, "unhealthy": found.reason, "decision": found.decision.value}
+            )
+            self.say(f"step {number} ({found.decision.value}): {found.reason}")
+
     def held_out(self, done: int, loss: float) -> None:
         """Record an evaluation: the held-out loss in nats per token."""
         self.last_held_out = loss
@@ -193,7 +202,7 @@ class Metrics:
         self._file.write(json.dumps(record) + "\n")
         if self._board:
             for name, value in record.items():
-                if name != "step":
+                if name != "step" and not isinstance(value, str):
                     self._board.add_scalar(name, value, record["step"])
 
 

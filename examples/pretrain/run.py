@@ -128,7 +128,7 @@ class Stopping:
     """Turns signals into flags and lets the ranks agree on them after every step.
 
     Signals and clocks reach ranks at different moments; a rank that left the loop alone would leave
-    the others waiting. So each step ends with one small message: the loss, and who wants to stop.
+    the others waiting. So each step ends with one small message: who wants to stop.
     torchrun passes Ctrl-C on to its ranks and waits half a minute, long enough for a checkpoint.
     SIGTERM and SIGUSR1 mean that the machine is wanted back: the run ends with an exit code that
     lets `torchrun --max-restarts` or a requeued SLURM job go on.
@@ -145,17 +145,13 @@ class Stopping:
         """Whether the run ends because somebody said so, and goes on later."""
         return self.reason in (Stop.INTERRUPT, Stop.PREEMPTED)
 
-    def share(self, loss: float, *, last: bool) -> float:
-        """Agree on whether this was the last step, and average the loss over the ranks.
-
-        Ranks of tp and pp have equal losses, and ranks of cp have parts whose mean is the loss.
-        """
+    def agree(self, *, last: bool) -> None:
+        """Agree on whether this was the last step."""
         late = 0.0 < self._seconds <= time.monotonic() - self._started
         told = self._signals.received
         interrupted, preempted = told is signal.SIGINT, told not in (None, signal.SIGINT)
-        shared = torch.tensor([loss, last, interrupted, preempted, late], dtype=torch.float64)
-        all_reduce_small([shared], dist.group.WORLD)
-        total, *votes = shared.tolist()
+        shared = torch.tensor([last, interrupted, preempted, late], dtype=torch.uint8)
+        all_reduce_small([shared], dist.group.WORLD, op="max")
+        votes = shared.tolist()
         reasons = (Stop.FINISHED, Stop.INTERRUPT, Stop.PREEMPTED, Stop.OUT_OF_TIME)
         self.reason = next((r for r, vote in zip(reasons, votes, strict=True) if vote), None)
-        return total / dist.get_world_size()

@@ -7,7 +7,6 @@ torchrun --nproc-per-node=2 examples/pretrain/train.py --help     # by hand
 from __future__ import annotations
 
 import contextlib
-import math
 import sys
 from pathlib import Path
 
@@ -30,7 +29,7 @@ from lamina.checkpoint import (
     export_huggingface,
     import_huggingface,
 )
-from lamina.ddp import clip_grad_norm, finalize_grads
+from lamina.ddp import Decision, HealthMonitor, Judgement, clip_grad_norm, finalize_grads
 from lamina.fsdp import ShardedModule
 from lamina.mesh import ParallelMesh, Runtime, derive_seed, init_distributed, seed_everything
 from lamina.models import PipelineRunner
@@ -67,12 +66,19 @@ def train(config: Config, runtime: Runtime) -> None:
     model, optimizer = shard(model, config, mesh, runtime.device)
 
     # Checkpoints: the newest one, if there is one, says where to go on.
-    # Each is written while training goes on. A damaged one is passed over for the one before it.
+    # Each is written while training goes on. One that is damaged or was saved in an unhealthy step
+    # is passed over for the one before it.
     checkpoints = CheckpointManager(
         run.checkpoints, keep_last=config.checkpoint.keep, async_save=True, mesh=mesh
     )
-    state = {"model": model, "optimizer": optimizer}
-    done = checkpoints.restore(state, default=0, fallback=True)
+    health = HealthMonitor(
+        nonfinite=config.health.nonfinite,
+        spike=None if config.health.spike == "ignore" else config.health.spike,
+        limit=config.health.limit,
+        patience=config.health.patience,
+    )
+    state = {"model": model, "optimizer": optimizer, "health": health}
+    done = checkpoints.restore(state, default=0, fallback=True, healthy=True)
     if done == 0 and Path(config.model.name).is_dir():
         import_huggingface(model, config.model.name, mesh=mesh)
 
@@ -81,18 +87,28 @@ def train(config: Config, runtime: Runtime) -> None:
     with Metrics(config, run, corpus, shape, done) as metrics:
         metrics.say(opening(parameters, corpus, samples, config, run))
         while done < config.train.steps and not stopping.reason:
-            with metrics.watched(done):
-                loss, norm = step(done, model, optimizer, shape, samples, config, mesh, metrics)
-            done += 1
-            loss = stopping.share(loss, last=done == config.train.steps)
-            if not math.isfinite(loss + norm):
+            try:
+                with metrics.watched(done):
+                    found = step(
+                        done, model, optimizer, shape, samples, config, mesh, metrics, health
+                    )
+            except FloatingPointError as error:
                 raise FloatingPointError(
-                    f"step {done}: loss {loss}, gradient norm {norm}; the newest checkpoint is of "
-                    f"step {checkpoints.latest() or 0}: lower --train.learning-rate"
-                )
-            metrics.step(done, loss, norm, optimizer.param_groups[0]["lr"])
+                    f"step {done + 1}: {error}; the newest checkpoint is of step "
+                    f"{checkpoints.latest() or 0}: lower --train.learning-rate"
+                ) from None
+            if not found.healthy:
+                metrics.unhealthy(done + 1, found)
+            if found.decision is Decision.BACK:
+                bad = health.batch(done)
+                done = checkpoints.back(state, before=done)
+                health.went_back(done, bad)
+                continue
+            done += 1
+            stopping.agree(last=done == config.train.steps)
+            metrics.step(done, found.loss, found.norm, optimizer.param_groups[0]["lr"])
             if stopping.reason or done % config.checkpoint.every == 0:
-                metrics.saved(checkpoints.save(done, state))
+                metrics.saved(checkpoints.save(done, state, healthy=found.healthy))
             if not stopping.told and (stopping.reason or done % config.eval.every == 0):
                 metrics.held_out(done, evaluator.held_out_loss())
         checkpoints.close()
@@ -112,11 +128,18 @@ def step(
     config: Config,
     mesh: ParallelMesh,
     metrics: Metrics,
-) -> tuple[float, float]:
-    """One optimizer step. Its samples, learning rate and random numbers follow from its number.
+    health: HealthMonitor,
+) -> Judgement:
+    """One optimizer step. Its learning rate and random numbers follow from its number.
+
+    So do its samples, until `health` passes over batches.
 
     Returns:
-        This rank's loss (nats per token) and the norm of the whole gradient before clipping.
+        The mean loss of all ranks (nats per token), the norm of the whole gradient before
+        clipping, and whether these were healthy. If not, the weights are as they were.
+
+    Raises:
+        FloatingPointError: they were not, and training is to stop.
     """
     seed, train, dp, device = config.run.seed, config.train, mesh.axis("dp"), metrics.device
     seed_everything(derive_seed(seed, "step", number), mesh).begin_training()
@@ -124,29 +147,30 @@ def step(
         group["lr"] = learning_rate(number, train)
 
     with metrics.timed("data"):
-        mine = slice_of_step(number, seed, len(samples), train.batch_size, dp.rank, dp.size)
+        batch = health.batch(number)
+        mine = slice_of_step(batch, seed, len(samples), train.batch_size, dp.rank, dp.size)
         inputs, labels = samples.batch(mine, device)
     if isinstance(model, PipelineRunner):
-        loss = model.step(**shape.arguments(inputs, labels)).item()
+        health.note(model.step(**shape.arguments(inputs, labels)))
     else:
-        loss = 0.0
         pieces = list(
             zip(inputs.chunk(train.microbatches), labels.chunk(train.microbatches), strict=True)
         )
         for index, piece in enumerate(pieces):
             last = index == len(pieces) - 1
             with contextlib.nullcontext() if last else model.no_sync():
-                part = model(**shape.arguments(*piece)) / len(pieces)
-                part.backward()
-            loss += part.item()
+                loss = model(**shape.arguments(*piece))
+                health.note(loss)
+                (loss / len(pieces)).backward()
         if isinstance(model, ShardedModule):
             finalize_grads(model, mesh)  # sums over tp, and what else a step ends with
 
     stages = model.stages if isinstance(model, PipelineRunner) else model
-    norm = clip_grad_norm(stages, train.clip_norm, mesh)
-    optimizer.step()
+    clip_grad_norm(stages, train.clip_norm, mesh, health=health)
+    if health.last.decision is Decision.STEP:
+        optimizer.step()
     optimizer.zero_grad()
-    return loss, float(norm)
+    return health.last
 
 
 if __name__ == "__main__":

@@ -27,7 +27,8 @@ from lamina.checkpoint.save.saving import Saver
 from lamina.checkpoint.save.writer import Save
 from lamina.checkpoint.state.cut_tensors import Hints
 from lamina.checkpoint.state.state import check_entries
-from lamina.checkpoint.storage.locations import is_url, local_path
+from lamina.checkpoint.storage.locations import Location, is_url, local_path
+from lamina.checkpoint.storage.manifest import Manifest
 from lamina.checkpoint.storage.retention import Kept, Retention, whole
 from lamina.checkpoint.storage.stores import store_of
 from lamina.mesh import ParallelMesh
@@ -180,6 +181,7 @@ class CheckpointManager:
         state: Mapping[str, object],
         *,
         metric: float | None = None,
+        healthy: bool | None = None,
         overwrite: bool = False,
     ) -> SaveReport:
         """Save a state.
@@ -195,6 +197,9 @@ class CheckpointManager:
                 differs from rank to rank.
             metric: how good the state is, for `keep_best`: a number, or a tensor of one; the first
                 rank's counts.
+            healthy: whether the last step was (`lamina.ddp.HealthMonitor`); stored with the
+                checkpoint. Of those saved with True the newest is never deleted, and besides the
+                checkpoint just saved the one before it: damage may show in the next step only.
             overwrite: replace a checkpoint of the same step.
 
         Returns:
@@ -204,7 +209,7 @@ class CheckpointManager:
             ValueError: a negative step, or a metric that is no number.
             TypeError: something that can't be stored without pickle, by name.
             FileExistsError: the step has been saved (and overwrite is False). A checkpoint of the
-                step that is not whole, or that this manager found damaged, is replaced.
+                step that is not whole, unhealthy, or that this manager found damaged, is replaced.
             CheckpointError: a rank could not write, or what it wrote did not read back, or ranks
                 hold different weights under one name, or other entries; with `async_save`, in the
                 save before.
@@ -219,14 +224,14 @@ class CheckpointManager:
             return given
 
         step, metric = self._ranks.together(ready)
-        self._ranks.require_same("save", step=step, overwrite=overwrite)
+        self._ranks.require_same("save", step=step, overwrite=overwrite, healthy=healthy)
         check_entries(state, self._ranks)
         if not overwrite:
             overwrite = self._ranks.together(lambda: self._replaces(step))
         first, check = self._ranks.is_first, self._check_replicas
         offered = self._ranks.together(lambda: take(state, self._hints, first=first, check=check))
         return self._saver.save(
-            Save(step, offered, overwrite, self.verify, self.threads, metric, started)
+            Save(step, offered, overwrite, self.verify, self.threads, metric, healthy, started)
         )
 
     def restore(
@@ -240,6 +245,7 @@ class CheckpointManager:
         exclude: Sequence[str] = (),
         allow_cast: bool = False,
         fallback: bool = False,
+        healthy: bool = False,
     ) -> int:
         """Load a checkpoint into `state`.
 
@@ -261,6 +267,7 @@ class CheckpointManager:
             allow_cast: convert tensors that are stored in another dtype.
             fallback: pass over a damaged checkpoint, or one that lacks a file, with a warning, and
                 load the newest good one before it.
+            healthy: without a step: pass over checkpoints that were saved with `healthy=False`.
 
         Returns:
             The step of the checkpoint that was loaded.
@@ -272,16 +279,51 @@ class CheckpointManager:
             CheckpointMismatchError: names, shapes or dtypes that don't fit, by name.
         """
         self._ranks.together(self.wait)
-        how = {"strict": strict, "include": include, "exclude": exclude, "fallback": fallback}
+        how = {"strict": strict, "include": include, "exclude": exclude}
+        how |= {"fallback": fallback, "healthy": healthy}
         self._ranks.require_same(
             "restore", step=step, default=default, allow_cast=allow_cast, **how
         )
         check_entries(state, self._ranks)
         selection = Selection(strict, tuple(include), tuple(exclude), allow_cast)
-        chosen = self._agree_on_step(step)
+        chosen = self._agree_on_step(step, healthy=healthy)
         if chosen is None and default is not None:
             return default
-        return self._load_good(chosen, state, selection, fallback=fallback)
+        return self._load_good(chosen, state, selection, fallback=fallback, healthy=healthy)
+
+    def back(self, state: MutableMapping[str, object], before: int) -> int:
+        """Return to the last healthy checkpoint, and delete those after it (collective).
+
+        Damaged checkpoints are passed over, with a warning.
+
+        Args:
+            state: as for `restore`.
+            before: the step whose weights gave a loss or gradients that are not healthy. Its own
+                checkpoint is taken only if there is none before it.
+
+        Returns:
+            The step of the checkpoint that was loaded.
+
+        Raises:
+            CheckpointNotFoundError: there is no good one.
+            CheckpointMismatchError: names, shapes or dtypes that don't fit, by name.
+        """
+        self._ranks.together(self.wait)
+        self._ranks.require_same("back", before=before)
+        check_entries(state, self._ranks)
+        chosen = self._agree_on_step(None, before, healthy=True)
+        if chosen is None:
+            chosen = self._agree_on_step(None, before + 1, healthy=True)
+        step = self._load_good(chosen, state, Selection(), fallback=True, healthy=True)
+
+        def forget() -> None:
+            """Delete what the run that goes on from here has not made."""
+            for later in self._store.locations() if self._ranks.is_first else ():
+                if later > step:
+                    self._store.remove(later)
+
+        self._ranks.together(forget)
+        return step
 
     def _load_good(
         self,
@@ -290,6 +332,7 @@ class CheckpointManager:
         selection: Selection,
         *,
         fallback: bool,
+        healthy: bool,
     ) -> int:
         """Load a checkpoint or, with `fallback`, the first undamaged one before it."""
         skipped: dict[int, str] = {}
@@ -303,7 +346,7 @@ class CheckpointManager:
                     raise
                 skipped[chosen] = str(damage)
                 warnings.warn(f"step {chosen} is passed over: {damage}", stacklevel=4)
-                chosen = self._agree_on_step(None, below=chosen)
+                chosen = self._agree_on_step(None, below=chosen, healthy=healthy)
             else:
                 self.last_restore = replace(report, skipped=skipped)
                 return chosen
@@ -326,13 +369,16 @@ class CheckpointManager:
         """Whether what is there of a step is no use: a run that went back comes by it again."""
         if not self._ranks.is_first or not self._store.has(step):
             return False
-        if step not in self._retention.damaged and whole(self._store.location(step)):
+        manifest = None if step in self._retention.damaged else whole(self._store.location(step))
+        if manifest is not None and manifest.healthy is not False:
             raise FileExistsError(
                 f"{self._store.location(step)} exists: save with overwrite=True to replace it"
             )
         return True
 
-    def _agree_on_step(self, step: int | None, below: float = math.inf) -> int | None:
+    def _agree_on_step(
+        self, step: int | None, below: float = math.inf, *, healthy: bool = False
+    ) -> int | None:
         """Let the first rank choose: directories seen from two machines may differ for a moment.
 
         The newest is the newest that has its name: one that lacks a file must not be passed over
@@ -352,11 +398,22 @@ class CheckpointManager:
                     "them, and a save at one of these steps is refused",
                     stacklevel=5,
                 )
-            return max((s for s in locations if s < below), default=None) if step is None else step
+            if step is not None:
+                return step
+            usable = (s for s in reversed(locations) if s < below)
+            return next((s for s in usable if not healthy or _may_be_healthy(locations[s])), None)
 
         found = self._ranks.together(chosen)
         value = self._ranks.first(_NONE if found is None else found)
         return None if value == _NONE else value
+
+
+def _may_be_healthy(location: Location) -> bool:
+    """Whether a checkpoint was not saved as unhealthy; of a damaged one nobody knows."""
+    try:
+        return Manifest.read(location).healthy is not False
+    except CheckpointDamagedError:
+        return True
 
 
 def as_step(step: Any) -> int:

@@ -5,6 +5,7 @@ from lamina.ddp.finalize.finalize import FinalizesStep, finalize_grads
 from lamina.ddp.inspect.inspection import full_gradients, full_parameters
 from lamina.ddp.inspect.memory import MemoryPlan, memory_plan
 from lamina.ddp.norm.clip import clip_grad_norm
+from lamina.ddp.norm.health import Decision, HealthMonitor, Judgement
 from lamina.ddp.optimizer.grad_scaler import ShardedGradScaler
 from lamina.ddp.optimizer.sharded_optimizer import ShardedOptimizer
 from lamina.ddp.parameters.strategy import Cadence, Strategy
@@ -14,9 +15,12 @@ from lamina.ddp.wrapper.wrapper import DataParallel, DistributedDataParallel
 __all__ = [
     "Cadence",
     "DataParallel",
+    "Decision",
     "DistributedDataParallel",
     "DistributedDataParallelConfig",
     "FinalizesStep",
+    "HealthMonitor",
+    "Judgement",
     "LargeGradientError",
     "MemoryPlan",
     "NonFiniteGradientError",

@@ -39,8 +39,8 @@ class Save:
     """One save: of a training step, of what this rank offers to write.
 
     `overwrite` replaces a complete checkpoint of the same step. `verify` reads every file back and
-    compares before committing. Each rank writes so many files, each in a thread. The metric is for
-    the manifest. `started` is `time.perf_counter()` when the caller asked for it.
+    compares before committing. Each rank writes so many files, each in a thread. The metric and
+    `healthy` are for the manifest. `started` is `time.perf_counter()` when the caller asked for it.
     """
 
     step: int
@@ -49,6 +49,7 @@ class Save:
     verify: bool
     threads: int
     metric: float | None
+    healthy: bool | None
     started: float
 
 
@@ -199,7 +200,12 @@ class Writer(StorageWriter):
             if self._save.verify:
                 _verify_written(location, name, files[name])
         manifest = Manifest(
-            self._save.step, len(ranks), torch.__version__, files, metric=self._save.metric
+            self._save.step,
+            len(ranks),
+            torch.__version__,
+            files,
+            self._save.metric,
+            self._save.healthy,
         )
         manifest.check_sizes(location)  # sees that every rank wrote where the coordinator looks
         self._attempt.commit(manifest, overwrite=self._save.overwrite)

@@ -38,7 +38,8 @@ class Manifest:
     """What a complete checkpoint says about itself.
 
     Its files are all but the manifest, by name relative to the checkpoint. `world_size` ranks wrote
-    it, with this version of torch. The metric is what `save` was given, for `keep_best`.
+    it, with this version of torch. The metric is what `save` was given, for `keep_best`, and so is
+    `healthy`: whether the last step before it was, or None if nobody said.
     """
 
     step: int
@@ -46,6 +47,7 @@ class Manifest:
     torch: str
     files: dict[str, FileSum]
     metric: float | None = None
+    healthy: bool | None = None
 
     @property
     def bytes(self) -> int:
@@ -83,7 +85,8 @@ class Manifest:
             files = {name: FileSum(**entry) for name, entry in body["files"].items()}
             if outside := [name for name in files if Path(name).name != name]:
                 raise ValueError(f"it lists files outside the checkpoint: {outside}")
-            return cls(body["step"], body["world_size"], body["torch"], files, body.get("metric"))
+            said = body.get("metric"), body.get("healthy")
+            return cls(body["step"], body["world_size"], body["torch"], files, *said)
         except FileNotFoundError:
             raise CheckpointDamagedError(
                 f"{where} is missing: not a checkpoint of lamina, or an incomplete copy of one"

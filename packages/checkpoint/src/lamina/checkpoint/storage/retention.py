@@ -83,13 +83,17 @@ class Retention:
         if self.kept.all:
             return  # nobody needs to know what is there
         known, self._manifests = self._manifests, {}
-        metrics = {}
+        metrics, healthy = {}, set[int]()
         for step, location in self._store.locations().items():
             manifest = saved if step == saved.step else whole(location, known.get(str(location)))
             if manifest is not None and step not in self.damaged:
                 self._manifests[str(location)], metrics[step] = manifest, manifest.metric
+                healthy |= {step} if manifest.healthy else set()
+        # The newest in time stays, although a run that went back has saved others after its step.
+        # What its last step has damaged shows in the next one only, so a healthy one stays too.
+        spared = {saved.step, max(healthy - {saved.step}, default=saved.step)}
         for step in self.kept.doomed(metrics):
-            if step != saved.step:  # a run that went back: the newest in time
+            if step not in spared:
                 self._store.remove(step)
 
 

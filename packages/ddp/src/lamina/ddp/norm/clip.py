@@ -5,11 +5,13 @@ import math
 from collections.abc import Iterable, Sequence
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from lamina.buffers.engine import PNorm
 from lamina.collectives.engine import all_reduce_small
+from lamina.ddp.norm.health import HealthMonitor
 from lamina.ddp.norm.shares import Share, shares_of, whole_mesh
 from lamina.mesh import ParallelMesh
 from lamina.mesh.engine import MeshAxis
@@ -24,6 +26,7 @@ def clip_grad_norm(
     norm_type: float = 2.0,
     *,
     error_if_nonfinite: bool = False,
+    health: HealthMonitor | None = None,
 ) -> torch.Tensor:
     """Scale gradients so that their global norm is at most `max_norm`.
 
@@ -43,13 +46,18 @@ def clip_grad_norm(
         error_if_nonfinite: raise if the norm is not finite (synchronises the host, once). Without
             it such gradients are multiplied by NaN or zero, as torch does, unless `max_norm` is
             `inf`: nobody is told.
+        health: judges the step by this norm and by the losses that it was given, which ride in the
+            norm's message. Gradients of an unhealthy step are left as they are. The host waits for
+            the norm.
 
     Returns:
         The norm before clipping: fp32, no dimensions, equal on all ranks.
 
     Raises:
         ValueError: for a negative `max_norm` or NaN, an order that is not positive, and without a
-            mesh for parameters of which other ranks hold other parts.
+            mesh for parameters of which other ranks hold other parts, or with `health` on ranks
+            that share no parameter.
+        FloatingPointError: on every rank, if `health` says that training stops.
         RuntimeError: with `error_if_nonfinite`, on every rank, naming parameters with non-finite
             gradients where they are.
 
@@ -64,7 +72,15 @@ def clip_grad_norm(
     target = parameters_or_module
     items = [target] if isinstance(target, (nn.Module, torch.Tensor)) else list(target)
     shares = shares_of(items, PNorm(norm_type), mesh)
-    norm = _total(shares, PNorm(norm_type), mesh).to(torch.float32)
+    told = None if health is None else health.message(PNorm(norm_type).op, _device_of(shares, mesh))
+    total, axes = _total(shares, PNorm(norm_type), mesh, told)
+    norm = total.to(torch.float32)
+    if health is not None and told is not None:
+        loss, ranks, size = torch.cat([told, norm.double().reshape(1)]).tolist()
+        loss = None if not ranks else loss if math.isinf(norm_type) else loss / ranks
+        names = functools.partial(_names, shares)
+        if not health.judge(loss, size, axes, norm.device, names).healthy:
+            return norm
     # The host looks once at most, and never on a GPU that is not asked to refuse.
     known = float(norm) if error_if_nonfinite or norm.device.type == "cpu" else math.nan
     if error_if_nonfinite and not math.isfinite(known):
@@ -79,14 +95,18 @@ def clip_grad_norm(
 
 
 def _total(
-    shares: Sequence[Share], norm: PNorm, mesh: ParallelMesh | DeviceMesh | None
-) -> torch.Tensor:
+    shares: Sequence[Share],
+    norm: PNorm,
+    mesh: ParallelMesh | DeviceMesh | None,
+    told: torch.Tensor | None,
+) -> tuple[torch.Tensor, tuple[MeshAxis, ...]]:
     """The norm in fp64, with the same collectives on every rank whatever parameters it has.
 
     Over a mesh each rank adds one number (decision 0403). Without one it adds a number per set of
-    data-parallel axes, which all ranks along them have alike.
+    data-parallel axes, which all ranks along them have alike. The message over the widest set takes
+    along what is `told` (fp64), and that set is returned too.
     """
-    device = shares[0].gradient.device if shares else _device_of(mesh)
+    device = _device_of(shares, mesh)
     everyone = whole_mesh(mesh)
     sums: dict[tuple[MeshAxis, ...], torch.Tensor] = {}
     if mesh is not None:
@@ -96,19 +116,39 @@ def _total(
         before = sums.setdefault(axes, norm.empty(device))
         if share.value is not None:
             sums[axes] = norm.join(before, share.value)
+    widest = max(sums, key=_size, default=())
+    if told is not None and mesh is None and _size(widest) < _world_size():
+        raise ValueError(
+            f"clip_grad_norm(health=) without a mesh reaches {_size(widest)} of {_world_size()} "
+            "ranks, and the others would not know the verdict: pass mesh="
+        )
     for axes, value in sums.items():
+        message = [value] if told is None or axes is not widest else [value, told]
         for axis in axes:
-            all_reduce_small([value], axis.sibling("reduce"), op=norm.op)
-    return norm.root(functools.reduce(norm.join, sums.values(), norm.empty(device)))
+            all_reduce_small(message, axis.sibling("reduce"), op=norm.op)
+    return norm.root(functools.reduce(norm.join, sums.values(), norm.empty(device))), widest
+
+
+def _size(axes: Sequence[MeshAxis]) -> int:
+    return math.prod(axis.size for axis in axes)
+
+
+def _world_size() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def _names(shares: Sequence[Share], infinite: bool) -> list[str]:
+    """Parameters whose gradients are not finite on this rank, or else the one with the largest."""
+    named = [one for share in shares for one in share.named]
+    if infinite:
+        return [name for name, gradient in named if not bool(torch.isfinite(gradient).all())]
+    sizes = {name: float(part.double().norm()) for name, part in named if part.numel()}
+    name = max(sizes, key=sizes.__getitem__, default="")
+    return [f"{name} (norm {sizes[name]:.4g} on a rank)"] if name else []
 
 
 def _blame(norm: float, shares: Sequence[Share], mesh: ParallelMesh | DeviceMesh | None) -> str:
-    names = [
-        name
-        for share in shares
-        for name, gradient in share.named
-        if not bool(torch.isfinite(gradient).all())
-    ]
+    names = _names(shares, infinite=True)
     here = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
     where = f" (rank at {dict(mesh.coordinate)})" if isinstance(mesh, ParallelMesh) else ""
     return (
@@ -118,7 +158,9 @@ def _blame(norm: float, shares: Sequence[Share], mesh: ParallelMesh | DeviceMesh
     )
 
 
-def _device_of(mesh: ParallelMesh | DeviceMesh | None) -> torch.device:
-    """Where a rank without gradients makes its zero: where its peers' messages come from."""
+def _device_of(shares: Sequence[Share], mesh: ParallelMesh | DeviceMesh | None) -> torch.device:
+    """Where messages lie. A rank without gradients sends from where its peers do."""
+    if shares:
+        return shares[0].gradient.device
     kind = "cpu" if mesh is None else mesh.device_type
     return torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)

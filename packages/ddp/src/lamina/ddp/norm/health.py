@@ -1,0 +1,290 @@
+"""Whether a step may change the weights: its loss and gradient norm, judged alike on all ranks.
+
+Note [Judged without a message of its own]
+A rank that alone skipped a step would train other weights than its peers, or leave them waiting. So
+a verdict follows from nothing but values that all ranks have in the same bits: the norm, and the
+mean loss, which rides in the norm's message. Ranks send words only after an unhealthy step, to name
+the rank, microbatch and parameters. See docs/decisions/0415-health-rides-on-the-norm.md.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import warnings
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+
+from lamina.collectives import all_gather_into
+from lamina.collectives.engine import CommonFacts
+from lamina.mesh.engine import MeshAxis
+
+__all__ = ["Decision", "HealthMonitor", "Judgement"]
+
+Policy = Literal["stop", "skip", "back"]
+
+_ROW = 480  # bytes of words from each rank, after an unhealthy step only
+_TO_STANDARD_DEVIATION = 1.4826  # from the median distance, for normally distributed values
+
+
+class Decision(Enum):
+    """What becomes of a step."""
+
+    STEP = "step"
+    """It is healthy: the optimizer steps."""
+    SKIP = "skip"
+    """The optimizer does not step, and training goes on with the next batch."""
+    BACK = "back"
+    """Training returns to the last healthy checkpoint, and passes over the batches since then."""
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """What was found of one step; equal on all ranks.
+
+    Attributes:
+        loss: mean over the ranks of the losses noted (with `norm_type=inf` the largest); None if no
+            rank noted one.
+        norm: of the gradients, before clipping.
+        decision: what becomes of the step.
+        reason: what is wrong, with rank, microbatch and parameters where known; empty if healthy.
+    """
+
+    loss: float | None
+    norm: float
+    decision: Decision
+    reason: str = ""
+
+    @property
+    def healthy(self) -> bool:
+        """Whether nothing is wrong."""
+        return not self.reason
+
+
+class HealthMonitor:
+    """Judges every step before the optimizer's: finite loss and gradients, and no spikes.
+
+    A loss or norm spikes if it is above the median of the last `window` finite values by more than
+    `limit` deviations. A deviation is 1.4826 times the median distance from that median, but at
+    least a tenth of the median's magnitude. Nothing spikes before `least` values are known.
+
+    Call `note` with the loss of each microbatch, give the monitor to `clip_grad_norm`, and let the
+    optimizer step only where `last.decision` is `Decision.STEP`. Zero the gradients in any case. A
+    step that is skipped leaves weights and optimizer state alone, but not what a forward has
+    changed (statistics of BatchNorm, scales of FP8).
+
+    Args:
+        nonfinite: what to do about NaN and infinity: "stop" raises, "skip" and "back" as in
+            `Decision`.
+        spike: what to do about a spike; None does not look for any.
+        limit: how many deviations are a spike.
+        window: how many steps the median is of.
+        least: how many values must be known.
+        patience: stop after so many unhealthy steps in a row, whatever the policies say.
+
+    Attributes:
+        last: the newest judgement; None before the first.
+        counts: unhealthy steps by decision ("skip", "back"), of the whole run.
+
+    Raises:
+        ValueError: an unknown policy, or a number that cannot be.
+
+    Examples:
+        >>> model, health = DistributedDataParallel(torch.nn.Linear(4, 1)), HealthMonitor()
+        >>> loss = model(torch.ones(2, 4)).mean()
+        >>> health.note(loss)
+        >>> loss.backward()
+        >>> norm = clip_grad_norm(model, 1.0, health=health)
+        >>> health.last.decision
+        <Decision.STEP: 'step'>
+    """
+
+    def __init__(
+        self,
+        *,
+        nonfinite: Policy = "stop",
+        spike: Policy | None = "skip",
+        limit: float = 10.0,
+        window: int = 64,
+        least: int = 16,
+        patience: int = 10,
+    ) -> None:
+        for name, policy in (("nonfinite", nonfinite), ("spike", spike)):
+            if policy not in ("stop", "skip", "back") and (policy, name) != (None, "spike"):
+                raise ValueError(f"{name}={policy!r} is no policy: give 'stop', 'skip' or 'back'")
+        if not limit > 0 or not 1 <= least <= window or patience < 1:
+            raise ValueError(
+                f"limit={limit}, least={least}, window={window}, patience={patience}: limit must "
+                "be above 0, least from 1 to window, patience at least 1"
+            )
+        self.last: Judgement | None = None
+        self.counts: Counter[str] = Counter()
+        self._nonfinite, self._spike, self._limit = nonfinite, spike, limit
+        self._least, self._patience = least, patience
+        self._recent = {what: deque[float](maxlen=window) for what in ("loss", "gradient norm")}
+        self._noted: list[torch.Tensor] = []
+        self._in_a_row = 0
+        self._passed_over = 0
+        self._compared = False
+
+    # -- what a training loop calls -----------------------------------------------------------
+
+    def note(self, loss: torch.Tensor | float) -> None:
+        """Note the loss of this rank's next microbatch; the host does not wait for it."""
+        self._noted.append(torch.as_tensor(loss).detach().double().reshape(()))
+
+    def batch(self, step: int) -> int:
+        """Number of the batch that step `step` takes: its own, until batches are passed over."""
+        return step + self._passed_over
+
+    def went_back(self, step: int, bad: int) -> None:
+        """Training is at `step` again; it goes on with the batch after number `bad`."""
+        self._passed_over = bad + 1 - step
+
+    def state_dict(self) -> dict[str, Any]:
+        """The values that the next judgements depend on, the counts, the batches passed over."""
+        recent = {what: list(values) for what, values in self._recent.items()}
+        return {
+            "recent": recent, "counts": dict(self.counts), "passed_over": self._passed_over
+        }  # fmt: skip
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on as the monitor that the state is of. No unhealthy step is forgotten."""
+        for what, values in self._recent.items():
+            values.clear()
+            values.extend(state["recent"][what])
+        self.counts |= Counter(state["counts"])
+        self._passed_over = state["passed_over"]
+        self._compared = False
+
+    # -- what `clip_grad_norm` calls ----------------------------------------------------------
+
+    def message(self, op: str, device: torch.device) -> torch.Tensor:
+        """This rank's loss (mean, or with "max" the largest) and whether it has one: fp64 [2]."""
+        if not self._noted:
+            return torch.tensor([-math.inf if op == "max" else 0.0, 0.0], device=device).double()
+        losses = torch.stack([loss.to(device) for loss in self._noted])
+        loss = losses.max() if op == "max" else losses.mean()
+        return torch.stack([loss, torch.ones_like(loss)])
+
+    def judge(
+        self,
+        loss: float | None,
+        norm: float,
+        axes: Sequence[MeshAxis],
+        device: torch.device,
+        gradients: Callable[[bool], Sequence[str]],
+    ) -> Judgement:
+        """Judge a step by values that all ranks have; collective, the first time and if unhealthy.
+
+        Args:
+            loss: the mean loss; None if no rank has noted any.
+            norm: of the gradients.
+            axes: the ranks.
+            device: where messages lie.
+            gradients: names this rank's parameters whose gradients are not finite (True), or are
+                the largest (False).
+
+        Raises:
+            FloatingPointError: on every rank, if a policy says "stop", or patience is over.
+            DisagreementError: ranks have other settings, or another past.
+        """
+        self._compare(axes, device)
+        values = {"loss": loss, "gradient norm": norm}
+        known = {what: value for what, value in values.items() if value is not None}
+        infinite = [what for what, value in known.items() if not math.isfinite(value)]
+        spikes = {} if infinite or self._spike is None else self._spikes(known)
+        for what, value in known.items():
+            if math.isfinite(value):
+                self._recent[what].append(value)
+        if not infinite and not spikes:
+            self._in_a_row = 0
+            self.last = Judgement(loss, norm, Decision.STEP)
+        else:
+            cause = " and ".join(
+                [f"the {what} is not finite" for what in infinite]
+                + [f"the {what} is above its limit of {most:.4g}" for what, most in spikes.items()]
+            )
+            told = self._suspects(bool(infinite)), gradients(bool(infinite))
+            words = _words_of_all(*told, axes, device)
+            reason = f"loss {loss}, gradient norm {norm:.6g}: {cause}{words}"
+            self._conclude(loss, norm, reason, (self._nonfinite if infinite else self._spike) or "")
+        self._noted.clear()
+        return self.last  # type: ignore[return-value]  # set by either branch
+
+    def _conclude(self, loss: float | None, norm: float, reason: str, policy: str) -> None:
+        self._in_a_row += 1
+        if policy == "stop" or self._in_a_row >= self._patience:
+            self._noted.clear()
+            times = f" ({self._in_a_row} steps in a row)" if self._in_a_row > 1 else ""
+            raise FloatingPointError(reason + times)
+        self.last = Judgement(loss, norm, Decision(policy), reason)
+        self.counts[policy] += 1
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            told = "the step is skipped" if policy == "skip" else "training goes back"
+            warnings.warn(f"{reason}; {told}", stacklevel=5)
+
+    def _spikes(self, known: Mapping[str, float]) -> dict[str, float]:
+        """What is above its limit, and the limit."""
+        found = {}
+        for what, value in known.items():
+            if len(recent := self._recent[what]) >= self._least:
+                median = statistics.median(recent)
+                distance = statistics.median(abs(each - median) for each in recent)
+                deviation = max(_TO_STANDARD_DEVIATION * distance, 0.1 * abs(median))
+                if value > (most := median + self._limit * deviation):
+                    found[what] = most
+        return found
+
+    def _suspects(self, infinite: bool) -> str:
+        """The microbatches of this rank that may be the cause: not finite, or the largest."""
+        losses = [float(loss) for loss in self._noted]
+        chosen = [at for at, loss in enumerate(losses) if not math.isfinite(loss)][:3]
+        if not infinite and losses:
+            chosen = [max(range(len(losses)), key=losses.__getitem__)]
+        return ", ".join(f"microbatch {at} has loss {losses[at]:.6g}" for at in chosen)
+
+    def _compare(self, axes: Sequence[MeshAxis], device: torch.device) -> None:
+        if self._compared:
+            return
+        facts = [
+            ("nonfinite", str(self._nonfinite)),
+            ("spike", str(self._spike)),
+            ("limit, least, patience", str((self._limit, self._least, self._patience))),
+            ("window", str(self._recent["loss"].maxlen)),
+            ("state", str(self.state_dict())),
+        ]
+        groups = [axis.sibling("reduce") for axis in axes]
+        CommonFacts("HealthMonitor", groups, device=device).require(facts)
+        self._compared = True
+
+
+def _words_of_all(
+    suspects: str, names: Sequence[str], axes: Sequence[MeshAxis], device: torch.device
+) -> str:
+    """What all ranks know of the cause: suspects of each rank, and names of parameters."""
+    place = ", ".join(f"{axis.name}={axis.rank}" for axis in axes)
+    here = f"rank {dist.get_rank() if dist.is_initialized() else 0}" + (f" ({place})" * bool(place))
+    text = "\n".join([here, suspects, *names]).encode()[:_ROW].ljust(_ROW)
+    rows = torch.tensor(list(text), dtype=torch.uint8, device=device)
+    for axis in axes:
+        whole = rows.new_empty(rows.numel() * axis.size)
+        all_gather_into(whole, rows, axis.sibling("reduce")).wait()
+        rows = whole
+    said = [bytes(row).decode(errors="replace").rstrip() for row in rows.view(-1, _ROW).tolist()]
+    of_ranks = sorted((row + "\n").split("\n") for row in said)
+    blamed = [f"{rank}: {what}" for rank, what, *_ in of_ranks if what]
+    known = list(dict.fromkeys(name for _, _, *names in of_ranks for name in names if name))
+    gradients = [f"gradients of {_shortened(known, 5, ', ')}"] if known else []
+    return "".join(f"; {each}" for each in [_shortened(blamed, 3, "; "), *gradients] if each)
+
+
+def _shortened(words: Sequence[str], most: int, comma: str) -> str:
+    more = f" and {len(words) - most} more" if len(words) > most else ""
+    return comma.join(words[:most]) + more

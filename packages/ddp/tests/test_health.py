@@ -1,0 +1,166 @@
+"""A step's loss and gradient norm are judged alike on all ranks, in a message sent anyway."""
+
+import math
+import statistics
+from contextlib import nullcontext
+
+import pytest
+import torch
+from torch import nn
+
+from lamina.collectives import Ledger
+from lamina.collectives.move.common_facts import DisagreementError
+from lamina.ddp import (
+    Decision,
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    HealthMonitor,
+    clip_grad_norm,
+)
+from lamina.mesh import ParallelLayout
+
+
+def wrap(**config):
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 1))
+    mesh = ParallelLayout().build("cpu")
+    return DistributedDataParallel(module, DistributedDataParallelConfig(**config), mesh), mesh
+
+
+def backwards(model, health, batches):
+    model.zero_grad_buffer()
+    for index, batch in enumerate(batches):
+        with nullcontext() if index == len(batches) - 1 else model.no_sync():
+            loss = model(batch).square().mean()
+            health.note(loss)
+            loss.backward()
+
+
+def judged(health, loss, norm=1.0):
+    """The judgement of one process, whose loss and norm are given."""
+    return health.judge(loss, norm, (), torch.device("cpu"), lambda _: [])
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_nan_in_one_microbatch_is_named_on_all_ranks(sharded, ranks):
+    model, mesh = wrap(use_distributed_optimizer=sharded)
+    health = HealthMonitor(nonfinite="skip")
+    batches = torch.ones(3, 2, 3)
+    batches[2, 0, 1] = math.nan if ranks.rank == 1 else 1.0
+    backwards(model, health, batches)
+    told = pytest.warns(UserWarning, match="the step is skipped")
+    with told if ranks.rank == 0 else nullcontext():
+        clip_grad_norm(model, 1.0, mesh, health=health)
+    found = health.last
+    assert found.decision is Decision.SKIP
+    assert "rank 1 (dp_shard_cp=1): microbatch 2 has loss nan" in found.reason
+    assert "rank 0 (" not in found.reason
+    names = found.reason.partition("; gradients of ")[2]
+    assert set(names.split(", ")) == {"0.weight", "0.bias", "1.weight", "1.bias"}
+    backwards(model, health, torch.ones(1, 2, 3))
+    clip_grad_norm(model, 1.0, mesh, health=health)
+    assert health.last.decision is Decision.STEP
+
+
+@pytest.mark.ranks(2)
+def test_a_healthy_step_sends_no_message_for_it(ranks):
+    sent = []
+    for health in (None, HealthMonitor()):
+        model, mesh = wrap()
+        for _ in range(2):  # the first one compares settings
+            backwards(model, health or HealthMonitor(), torch.ones(1, 2, 3))
+            with Ledger() as ledger:
+                norm = clip_grad_norm(model, 1.0, mesh, health=health)
+        sent.append([(record.axis, record.op) for record in ledger.records])
+        last = norm if health is None else health.last
+    assert sent[0] == sent[1]
+    assert last.norm == float(norm)
+    with torch.no_grad():
+        assert last.loss == pytest.approx(float(model(torch.ones(2, 3)).square().mean()))
+
+
+@pytest.mark.ranks(2)
+def test_to_stop_raises_on_all_ranks(ranks):
+    model, mesh = wrap()
+    bad = torch.full((1, 2, 3), math.inf if ranks.rank == 0 else 1.0)
+    health = HealthMonitor()
+    backwards(model, health, bad)
+    with pytest.raises(FloatingPointError, match=r"not finite; rank 0 \(.*\): microbatch 0 has"):
+        clip_grad_norm(model, 1.0, mesh, health=health)
+
+
+@pytest.mark.ranks(2)
+def test_monitors_that_would_decide_differently_are_refused(ranks):
+    model, mesh = wrap()
+    health = HealthMonitor(spike="skip" if ranks.rank == 0 else "back")
+    backwards(model, health, torch.ones(1, 2, 3))
+    with pytest.raises(DisagreementError, match="spike is back on rank 1"):
+        clip_grad_norm(model, 1.0, mesh, health=health)
+
+
+@pytest.mark.ranks(2)
+def test_a_rank_without_a_loss_takes_the_others_verdict(ranks):
+    model, mesh = wrap()
+    health = HealthMonitor()
+    model(torch.ones(2, 3)).mean().backward()
+    if ranks.rank == 1:  # as the last stage of a pipeline does
+        health.note(3.0)
+    clip_grad_norm(model, 1.0, mesh, health=health)
+    assert health.last.loss == 3.0
+
+
+def test_a_spike_is_told_by_the_median_and_the_median_distance():
+    generator = torch.Generator().manual_seed(0)
+    for spread in (0.01, 1.0):  # a tenth of the median is the least deviation
+        health = HealthMonitor(window=32, least=8)
+        past = (5 + spread * torch.randn(40, generator=generator)).tolist()
+        for value in past:
+            assert judged(health, value).healthy
+        seen = past[-32:]
+        median = statistics.median(seen)
+        distance = statistics.median([abs(value - median) for value in seen])
+        most = median + 10 * max(1.4826 * distance, 0.1 * median)
+        with pytest.warns(UserWarning, match=r"the loss is above its limit"):
+            assert judged(health, most * 1.0001).decision is Decision.SKIP
+    assert judged(health, most * 0.98).healthy
+    with pytest.warns(UserWarning, match=r"the gradient norm is above"):
+        assert not judged(health, 5.0, norm=50.0).healthy
+    assert health.counts == {"skip": 2}
+
+
+def test_a_shift_that_lasts_is_no_spike_for_ever():
+    health = HealthMonitor(window=8, least=4, patience=8)
+    for _ in range(8):
+        judged(health, 1.0)
+    with pytest.warns(UserWarning, match="skipped"):
+        verdicts = [judged(health, 100.0).healthy for _ in range(8)]
+    assert verdicts == [False] * 4 + [True] * 4
+
+
+def test_patience_ends_what_skips_every_step():
+    health = HealthMonitor(nonfinite="skip", patience=3)
+    for _ in range(2):
+        with pytest.warns(UserWarning, match="skipped"):
+            judged(health, math.nan)
+    with pytest.raises(FloatingPointError, match=r"\(3 steps in a row\)"):
+        judged(health, math.nan)
+
+
+def test_a_monitor_goes_on_as_the_one_that_was_saved():
+    health, other = HealthMonitor(least=2), HealthMonitor(least=2)
+    for value in (1.0, 1.1, 1.2):
+        judged(health, value)
+    health.went_back(3, bad=7)
+    other.load_state_dict(health.state_dict())
+    assert (other.batch(3), other.batch(4)) == (8, 9)
+    for one in (health, other):
+        with pytest.warns(UserWarning, match="above its limit"):
+            assert not judged(one, 30.0).healthy
+    assert health.state_dict() == other.state_dict()
+
+
+def test_settings_that_mean_nothing_are_refused():
+    for settings in ({"nonfinite": "ignore"}, {"spike": "none"}, {"limit": 0}, {"least": 65}):
+        with pytest.raises(ValueError, match=next(iter(settings))):
+            HealthMonitor(**settings)

@@ -28,7 +28,7 @@ FLOORS = {
     "fsdp": "compat settings units weights execution module state api",
     "models": """
         compat base precision layers moe attention mamba decoder activation_memory torch_plan
-        huggingface vision pipelining
+        huggingface vision pipelining parallel_types
     """,
     "checkpoint": """
         compat errors progress storage ranks state save load manager preemption huggingface

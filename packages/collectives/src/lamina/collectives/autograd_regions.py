@@ -6,7 +6,8 @@ and duals, and what is the same for all of them: Megatron-LM's convention for gr
 replicated tensors, the order of sums, and why a rank must not leave out a backward.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal, TypeAlias, cast
 
 import torch
@@ -26,6 +27,8 @@ from lamina.collectives.reduction.native import ReductionName, reduction_class
 from lamina.collectives.transport.groups import group_rank, group_size
 
 __all__ = [
+    "REGION_STEPS",
+    "DualFunction",
     "all_to_all_tokens",
     "copy_to",
     "gather_from",
@@ -59,7 +62,7 @@ def copy_to(
         >>> hidden = copy_to(torch.ones(2, 8, requires_grad=True), None)
     """
     reduction_class(reduction)
-    return _over(tensor, group, _same, _sum(group, reduction))
+    return _over(tensor, group, _same, partial(_sum, group=group, reduction=reduction))
 
 
 @one_graph_break
@@ -85,7 +88,7 @@ def reduce_from(
         >>> whole = reduce_from(torch.ones(2, 8), None)
     """
     reduction_class(reduction)
-    return _over(tensor, group, _sum(group, reduction), _same)
+    return _over(tensor, group, partial(_sum, group=group, reduction=reduction), _same)
 
 
 @one_graph_break
@@ -109,7 +112,8 @@ def scatter_to(tensor: torch.Tensor, group: ProcessGroup | None, dim: int = 0) -
     """
     dim = dimension("scatter_to", tensor, dim)
     require_divisible("scatter_to", tensor, dim, group)
-    return _over(tensor, group, _keep_piece(group, dim), _gather(group, dim))
+    whole = partial(_gather, group=group, dim=dim)
+    return _over(tensor, group, partial(_keep_piece, group=group, dim=dim), whole)
 
 
 @one_graph_break
@@ -151,8 +155,10 @@ def gather_from(
     reduction_class(reduction)
     dim = dimension("gather_from", tensor, dim)
     whole_gradient = grad == "split"
-    dual = _keep_piece(group, dim) if whole_gradient else _sum_and_keep_piece(group, dim, reduction)
-    return _over(tensor, group, _gather(group, dim), dual)
+    dual: Function = partial(_sum_and_keep_piece, group=group, dim=dim, reduction=reduction)
+    if whole_gradient:
+        dual = partial(_keep_piece, group=group, dim=dim)
+    return _over(tensor, group, partial(_gather, group=group, dim=dim), dual)
 
 
 @one_graph_break
@@ -187,7 +193,8 @@ def reduce_scatter_to(
     reduction_class(reduction)
     dim = dimension("reduce_scatter_to", tensor, dim)
     require_divisible("reduce_scatter_to", tensor, dim, group)
-    return _over(tensor, group, _sum_and_keep_piece(group, dim, reduction), _gather(group, dim))
+    summed = partial(_sum_and_keep_piece, group=group, dim=dim, reduction=reduction)
+    return _over(tensor, group, summed, partial(_gather, group=group, dim=dim))
 
 
 @one_graph_break
@@ -219,16 +226,17 @@ def all_to_all_tokens(
     """
     receives = row_splits("output_splits", output_splits, tensor, group, add_up=False)
     sends = row_splits("input_splits", input_splits, tensor, group)
-    exchange = _exchange_rows(group, receives, sends)
+    exchange = partial(_exchange_rows, group=group, receives=receives, sends=sends)
     if group_size(group) == 1:
         return exchange(tensor)
-    return _over(tensor, group, exchange, _exchange_rows(group, sends, receives))
+    back = partial(_exchange_rows, group=group, receives=sends, sends=receives)
+    return _over(tensor, group, exchange, back)
 
 
 Function: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 
 
-class _DualFunction(torch.autograd.Function):
+class DualFunction(torch.autograd.Function):
     """One function forward and its dual backward.
 
     The dual of the dual is the function itself, so the backward is a region as well, and can be
@@ -248,7 +256,7 @@ class _DualFunction(torch.autograd.Function):
 
 
 def _apply(tensor: torch.Tensor, function: Function, dual: Function) -> torch.Tensor:
-    return cast("torch.Tensor", _DualFunction.apply(tensor, function, dual))  # type: ignore[no-untyped-call]
+    return cast("torch.Tensor", DualFunction.apply(tensor, function, dual))  # type: ignore[no-untyped-call]
 
 
 def _over(
@@ -262,33 +270,43 @@ def _same(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view_as(tensor)
 
 
-def _sum(group: ProcessGroup | None, reduction: ReductionName) -> Function:
-    return lambda tensor: start_all_reduce(
-        tensor, group, reduction=reduction, async_op=False
-    ).wait()
+def _sum(
+    tensor: torch.Tensor, group: ProcessGroup | None, reduction: ReductionName
+) -> torch.Tensor:
+    return start_all_reduce(tensor, group, reduction=reduction, async_op=False).wait()
 
 
-def _keep_piece(group: ProcessGroup | None, dim: int) -> Function:
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
-        # A copy, not a view: a view would keep the whole tensor alive for as long as the piece.
-        length = tensor.shape[dim] // group_size(group)
-        piece = tensor.narrow(dim, group_rank(group) * length, length)
-        return piece.clone(memory_format=torch.contiguous_format)
-
-    return keep
+def _keep_piece(tensor: torch.Tensor, group: ProcessGroup | None, dim: int) -> torch.Tensor:
+    # A copy, not a view: a view would keep the whole tensor alive for as long as the piece.
+    length = tensor.shape[dim] // group_size(group)
+    piece = tensor.narrow(dim, group_rank(group) * length, length)
+    return piece.clone(memory_format=torch.contiguous_format)
 
 
-def _gather(group: ProcessGroup | None, dim: int) -> Function:
-    return lambda tensor: start_all_gather(tensor, group, dim=dim, async_op=False).wait()
+def _gather(tensor: torch.Tensor, group: ProcessGroup | None, dim: int) -> torch.Tensor:
+    return start_all_gather(tensor, group, dim=dim, async_op=False).wait()
 
 
-def _sum_and_keep_piece(group: ProcessGroup | None, dim: int, reduction: ReductionName) -> Function:
-    return lambda tensor: start_reduce_scatter(
-        tensor, group, dim=dim, reduction=reduction, async_op=False
-    ).wait()
+def _sum_and_keep_piece(
+    tensor: torch.Tensor, group: ProcessGroup | None, dim: int, reduction: ReductionName
+) -> torch.Tensor:
+    return start_reduce_scatter(tensor, group, dim=dim, reduction=reduction, async_op=False).wait()
 
 
-def _exchange_rows(group: ProcessGroup | None, receives: list[int], sends: list[int]) -> Function:
-    return lambda tensor: start_all_to_all(
+def _exchange_rows(
+    tensor: torch.Tensor, group: ProcessGroup | None, receives: list[int], sends: list[int]
+) -> torch.Tensor:
+    return start_all_to_all(
         tensor, group, output_splits=receives, input_splits=sends, async_op=False
     ).wait()
+
+
+REGION_STEPS: Mapping[Callable[..., torch.Tensor], str] = {
+    _same: "EE VV PP",
+    _sum: "PE",
+    _keep_piece: "EV",
+    _gather: "VE",
+    _sum_and_keep_piece: "PV",
+    _exchange_rows: "VV",
+}
+"""What each step of a region makes of values over its ranks: equal, varying or partial ones."""

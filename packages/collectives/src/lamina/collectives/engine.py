@@ -1,5 +1,6 @@
 """What the layers above build on: native reductions, small messages, rings, shaped collectives."""
 
+from lamina.collectives.autograd_regions import REGION_STEPS, DualFunction
 from lamina.collectives.call.collective import Pending
 from lamina.collectives.call.registration import RegisteredPool, registration_problem
 from lamina.collectives.move.all_gather import AllGather
@@ -25,9 +26,11 @@ from lamina.collectives.transport.lanes import kept_bytes, release_kept
 from lamina.collectives.transport.transport import use_messages
 
 __all__ = [
+    "REGION_STEPS",
     "AllGather",
     "Cast",
     "CommonFacts",
+    "DualFunction",
     "ErrorFeedback",
     "Fact",
     "GradientCodec",

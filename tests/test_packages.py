@@ -16,7 +16,10 @@ from lamina.mesh.machine import TORCH_SUPPORTED
 ROOT = Path(__file__).resolve().parents[1]
 LAYERS = ("mesh", "buffers", "collectives", "ddp", "fsdp", "models", "checkpoint")
 # Distributions whose import name is another one.
-IMPORT_NAMES = {"transformer-engine": "transformer_engine"}
+IMPORT_NAMES = {
+    "pytorch-lightning": "pytorch_lightning",
+    "transformer-engine": "transformer_engine",
+}
 
 
 def project(layer: str) -> dict:

@@ -1,9 +1,7 @@
-"""Other people's libraries around sharded models: peft, Accelerate, Lightning.
+"""Adapters of peft in a sharded model, with a plain loop; test_bridges.py has other trainers.
 
-Importing each takes seconds in every rank, so these tests are slow ones.
+Importing it takes seconds in every rank, so the test is a slow one.
 """
-
-import os
 
 import pytest
 import torch
@@ -36,13 +34,11 @@ def shard(model, optimizer, strategy):
     return fully_shard(model, optimizer, device_mesh=mesh, zero_dp_strategy=strategy)
 
 
-def one_process(model, clip=None):
+def one_process(model):
     optimizer = sgd(model)
     for step in range(STEPS):
         optimizer.zero_grad()
         sum(model(batch(rank, step)).square().mean() / 2 for rank in range(2)).backward()
-        if clip is not None:
-            torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
         optimizer.step()
     return model
 
@@ -80,69 +76,3 @@ def test_lora_through_peft_trains_adapters_and_nothing_else(ranks):
         names = set(peft.get_peft_model_state_dict(model))
         assert names
         assert all("lora_" in name for name in names)
-
-
-@pytest.mark.ranks(2, timeout=200)
-def test_accelerate_prepares_and_steps_a_sharded_model(ranks):
-    """Accelerate sees one process and leaves the ranks to Lamina."""
-    accelerate = pytest.importorskip("accelerate", reason="pip install accelerate")
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
-        os.environ.pop(name, None)
-    for strategy in (3, 1):
-        model = build()
-        model, optimizer = shard(model, sgd(model), strategy)
-        accelerator = accelerate.Accelerator(cpu=True)
-        data = torch.utils.data.DataLoader(
-            [batch(ranks.rank, step) for step in range(STEPS)], batch_size=None
-        )
-        prepared, stepper, loader = accelerator.prepare(model, optimizer, data)
-        assert prepared is model
-        for x in loader:
-            accelerator.backward(prepared(x).square().mean())
-            accelerator.clip_grad_norm_(prepared.parameters(), 0.05)
-            stepper.step()
-            stepper.zero_grad()
-        assert_near(model, one_process(build(), clip=0.05))
-
-
-@pytest.mark.ranks(2, timeout=200)
-def test_lightning_trains_a_sharded_model(ranks, tmp_path):
-    """Lightning's trainer sees one device; the module is sharded where optimizers are made."""
-    lightning = pytest.importorskip("pytorch_lightning", reason="pip install pytorch-lightning")
-
-    class Task(lightning.LightningModule):
-        def __init__(self, strategy):
-            super().__init__()
-            self.strategy_number = strategy
-            self.net = build()
-
-        def configure_optimizers(self):
-            self.net, optimizer = shard(self.net, sgd(self.net), self.strategy_number)
-            return optimizer
-
-        def training_step(self, x, index):
-            return self.net(x).square().mean()
-
-    environments = pytest.importorskip("pytorch_lightning.plugins.environments")
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
-        os.environ.pop(name, None)
-    for strategy in (3, 1):
-        task = Task(strategy)
-        trainer = lightning.Trainer(
-            accelerator="cpu",
-            devices=1,
-            max_epochs=1,
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            default_root_dir=tmp_path,
-            plugins=[environments.LightningEnvironment()],
-        )
-        trainer.fit(
-            task,
-            torch.utils.data.DataLoader(
-                [batch(ranks.rank, step) for step in range(STEPS)], batch_size=None
-            ),
-        )
-        assert_near(task.net, one_process(build()))

@@ -436,7 +436,7 @@ def _build(module: nn.Module, sharding: Sharding) -> ShardedModule:
             inner=not root,
         )
     start_engine(hooks, sharding, scratch, pool)
-    return adopt(module, WatchedModule if settings.check_storage else ShardedModule, "FullySharded")
+    return adopt(module, WatchedModule if settings.check_storage else ShardedModule)
 
 
 def _check_kinds(module: object, optimizer: object) -> None:

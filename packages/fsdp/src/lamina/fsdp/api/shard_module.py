@@ -208,7 +208,7 @@ def shard_module(
         input_dtype=policy.param_dtype if policy.cast_forward_inputs else None,
         output_dtype=policy.output_dtype,
     )
-    sharded = [adopt(one, ModuleWithUnit, "Sharded") for one in modules]
+    sharded = [adopt(one, ModuleWithUnit) for one in modules]
     for one in sharded:
         one.__dict__[_BUILT] = built
     _show_parts(sharded, sharding)

@@ -196,10 +196,14 @@ class WatchedModule(ShardedModule):
 DataParallel.register(ShardedModule)
 
 
-def adopt(module: nn.Module, mixin: type[ModuleT], prefix: str) -> ModuleT:
-    """Give a module the methods of a mixin; its class is called `prefix` and its own name."""
+def adopt(module: nn.Module, mixin: type[ModuleT]) -> ModuleT:
+    """Give a module the methods of a mixin.
+
+    Its class keeps its name: transformers writes it into `config.json`, and looks up by it whether
+    a loss shifts its labels.
+    """
     cls = type(module)
-    module.__class__ = type(f"{prefix}{cls.__name__}", (mixin, cls), {})
+    module.__class__ = type(cls.__name__, (mixin, cls), {"__module__": cls.__module__})
     return cast(ModuleT, module)
 
 

@@ -1,0 +1,103 @@
+"""What the bridges share: models sharded over all ranks, and their state, sharded or whole."""
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
+
+from lamina.buffers import ShardedTensor
+from lamina.fsdp.api.fully_shard import fully_shard_model, fully_shard_optimizer
+from lamina.fsdp.execution.hooks import register_forward_method
+from lamina.fsdp.module.sharded_module import ShardedModule, is_sharded
+from lamina.mesh import ParallelMesh
+
+__all__ = ["attach_optimizer", "load_sharded", "shard_over_all_ranks", "whole_state"]
+
+
+def shard_over_all_ranks(model: nn.Module, sharding: Mapping[str, Any]) -> ShardedModule:
+    """Shard a model for a trainer that gives every rank other rows of the data.
+
+    A model that is sharded already comes back as it is. If it has a `generate`, that gathers the
+    root's weights too.
+
+    Args:
+        model: on any device, or on the meta device.
+        sharding: keyword arguments of `fully_shard`.
+
+    Raises:
+        ValueError: for a mesh with axes along which ranks need the same rows.
+    """
+    if is_sharded(model):
+        return cast(ShardedModule, model)
+    _refuse_shared_rows(sharding)
+    sharded = fully_shard_model(model, **sharding)
+    if callable(getattr(type(model), "generate", None)):
+        register_forward_method(sharded, "generate")
+    return sharded
+
+
+def _refuse_shared_rows(sharding: Mapping[str, Any]) -> None:
+    mesh = sharding.get("device_mesh")
+    mesh = mesh.mesh if isinstance(mesh, ParallelMesh) else mesh
+    if not isinstance(mesh, DeviceMesh):
+        return
+    for name, size in zip(mesh.mesh_dim_names or (), mesh.shape, strict=False):
+        if size > 1 and name in ("pp", "cp", "tp", sharding.get("tp_dim")):
+            raise ValueError(
+                f"device_mesh has {name}={size}: its ranks need the same rows of the data, and "
+                "this trainer gives every rank other rows. Use data-parallel axes only (dp_shard, "
+                "dp_replicate), or a loop of your own (examples/pretrain)"
+            )
+
+
+def attach_optimizer(optimizer: Optimizer, models: Iterable[nn.Module]) -> Optimizer:
+    """Let an optimizer update the shards of the one of `models` whose parameters it holds.
+
+    Raises:
+        ValueError: if it holds parameters of none of them.
+    """
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    for model in models:
+        if isinstance(model, ShardedModule):
+            groups = list(model.parameter_groups())
+            known = {id(ref.parameter) for group in groups for ref in group.refs}
+            known |= {id(main) for group in groups for main in group.main_parameters}
+            if held & known:
+                return fully_shard_optimizer(optimizer, model)
+    raise ValueError(
+        f"{type(optimizer).__name__} holds no parameters of a sharded model: prepare the model "
+        "first, or both in one call"
+    )
+
+
+def load_sharded(path: Path, parts: Mapping[str, Any]) -> None:
+    """Load what `torch.distributed.checkpoint.save` has written, on any ranks (collective).
+
+    Args:
+        path: the checkpoint's folder.
+        parts: models and optimizers by the names that their state dictionaries were saved under.
+    """
+    state = {name: part.state_dict() for name, part in parts.items()}
+    dcp.load(state, checkpoint_id=path)
+    for name, part in parts.items():
+        part.load_state_dict(state[name])
+
+
+def whole_state(model: nn.Module, *, keep: bool) -> dict[str, torch.Tensor]:
+    """Whole tensors of a model in host memory, gathered one by one (collective).
+
+    Args:
+        model: sharded or not.
+        keep: whether this rank keeps them. Others take part, and get an empty dictionary.
+    """
+    found = {}
+    for name, value in model.state_dict().items():
+        whole = value.full_tensor() if isinstance(value, ShardedTensor) else value
+        if keep:
+            found[name] = whole.cpu() if isinstance(whole, torch.Tensor) else whole
+    return found

@@ -117,7 +117,7 @@ class LaminaAccelerator(Accelerator):
         """
         with self._models_apart():
             location = Path(super().save_state(output_dir, *args, **kwargs))
-        state = {name: part.state_dict() for name, part in self._parts().items()}
+        state = {name: each.state_dict() for name, each in self._stateful().items()}
         dcp.save(state, checkpoint_id=location / _STATE)
         return location
 
@@ -130,7 +130,7 @@ class LaminaAccelerator(Accelerator):
                 super().load_state(input_dir, *args, **kwargs)
         finally:
             hook.remove()
-        load_sharded(Path(folders[0]) / _STATE, self._parts())
+        load_sharded(Path(folders[0]) / _STATE, self._stateful())
 
     @contextmanager
     def _models_apart(self) -> Iterator[None]:
@@ -142,7 +142,7 @@ class LaminaAccelerator(Accelerator):
         finally:
             self._models, self._optimizers = kept
 
-    def _parts(self) -> dict[str, Any]:
+    def _stateful(self) -> dict[str, Any]:
         models = {f"model_{i}": self._bare(each) for i, each in enumerate(self._models)}
         return models | {f"optimizer_{i}": each for i, each in enumerate(self._optimizers)}
 

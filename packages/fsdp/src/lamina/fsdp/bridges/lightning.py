@@ -103,10 +103,10 @@ class LaminaStrategy(DDPStrategy):
         """Load weights, and optimizers if it holds some, into the shards; return the rest."""
         path = Path(self.broadcast(checkpoint_path))
         rest: dict[str, Any] = torch.load(path / _REST, weights_only=bool(weights_only))
-        parts: dict[str, Any] = {"state_dict": self._sharded}
+        stateful: dict[str, Any] = {"state_dict": self._sharded}
         if "optimizer_states" in rest:
-            parts |= {f"optimizer_{i}": each for i, each in enumerate(self.optimizers)}
-        load_sharded(path, parts)
+            stateful |= {f"optimizer_{i}": each for i, each in enumerate(self.optimizers)}
+        load_sharded(path, stateful)
         return rest
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:

@@ -75,17 +75,17 @@ def attach_optimizer(optimizer: Optimizer, models: Iterable[nn.Module]) -> Optim
     )
 
 
-def load_sharded(path: Path, parts: Mapping[str, Any]) -> None:
+def load_sharded(path: Path, stateful: Mapping[str, Any]) -> None:
     """Load what `torch.distributed.checkpoint.save` has written, on any ranks (collective).
 
     Args:
         path: the checkpoint's folder.
-        parts: models and optimizers by the names that their state dictionaries were saved under.
+        stateful: models and optimizers by the names that their state was saved under.
     """
-    state = {name: part.state_dict() for name, part in parts.items()}
+    state = {name: each.state_dict() for name, each in stateful.items()}
     dcp.load(state, checkpoint_id=path)
-    for name, part in parts.items():
-        part.load_state_dict(state[name])
+    for name, each in stateful.items():
+        each.load_state_dict(state[name])
 
 
 def whole_state(model: nn.Module, *, keep: bool) -> dict[str, torch.Tensor]:

@@ -7,7 +7,6 @@ from typing import Any, Self
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from torch import nn
@@ -16,6 +15,7 @@ from torch.optim import Optimizer
 from lamina.fsdp.bridges.trainer_state import (
     attach_optimizer,
     load_sharded,
+    save_sharded,
     shard_over_all_ranks,
     whole_state,
 )
@@ -41,6 +41,9 @@ class LaminaAccelerator(Accelerator):
         ValueError: if a plugin or variable asks for FSDP, DeepSpeed or Megatron-LM as well, or if
             Accelerate counts other processes than there are ranks.
     """
+
+    _models: list[nn.Module]
+    _optimizers: list[Optimizer]
 
     def __init__(
         self, *args: Any, sharding: Mapping[str, Any] | None = None, **kwargs: Any
@@ -118,7 +121,7 @@ class LaminaAccelerator(Accelerator):
         with self._models_apart():
             location = Path(super().save_state(output_dir, *args, **kwargs))
         state = {name: each.state_dict() for name, each in self._stateful().items()}
-        dcp.save(state, checkpoint_id=location / _STATE)
+        save_sharded(location / _STATE, state)
         return location
 
     def load_state(self, input_dir: str | None = None, *args: Any, **kwargs: Any) -> None:

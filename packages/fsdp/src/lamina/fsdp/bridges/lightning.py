@@ -6,13 +6,12 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-import torch.distributed.checkpoint as dcp
 from pytorch_lightning import LightningModule, Trainer
 from pytorch_lightning.strategies import DDPStrategy
 from pytorch_lightning.trainer.states import TrainerFn
 
 from lamina.fsdp.api.fully_shard import fully_shard_optimizer
-from lamina.fsdp.bridges.trainer_state import load_sharded, shard_over_all_ranks
+from lamina.fsdp.bridges.trainer_state import load_sharded, save_sharded, shard_over_all_ranks
 from lamina.fsdp.execution.hooks import register_forward_method
 from lamina.fsdp.module.sharded_module import ShardedModule, is_sharded
 
@@ -92,7 +91,7 @@ class LaminaStrategy(DDPStrategy):
             rest["optimizer_states"] = []
             for index, each in enumerate(checkpoint["optimizer_states"]):
                 state[f"optimizer_{index}"] = each
-        dcp.save(state, checkpoint_id=path)
+        save_sharded(path, state)
         if self.is_global_zero:
             torch.save(rest, path / _REST)
         self.barrier()

@@ -5,8 +5,9 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
@@ -16,7 +17,13 @@ from lamina.fsdp.execution.hooks import register_forward_method
 from lamina.fsdp.module.sharded_module import ShardedModule, is_sharded
 from lamina.mesh import ParallelMesh
 
-__all__ = ["attach_optimizer", "load_sharded", "shard_over_all_ranks", "whole_state"]
+__all__ = [
+    "attach_optimizer",
+    "load_sharded",
+    "save_sharded",
+    "shard_over_all_ranks",
+    "whole_state",
+]
 
 
 def shard_over_all_ranks(model: nn.Module, sharding: Mapping[str, Any]) -> ShardedModule:
@@ -75,15 +82,20 @@ def attach_optimizer(optimizer: Optimizer, models: Iterable[nn.Module]) -> Optim
     )
 
 
+def save_sharded(path: Path, state: dict[str, Any]) -> None:
+    """Save state dictionaries of models and optimizers by torch's DCP, in shards (collective)."""
+    save(state, checkpoint_id=path)
+
+
 def load_sharded(path: Path, stateful: Mapping[str, Any]) -> None:
-    """Load what `torch.distributed.checkpoint.save` has written, on any ranks (collective).
+    """Load what `save_sharded` has written on any number of ranks (collective).
 
     Args:
         path: the checkpoint's folder.
         stateful: models and optimizers by the names that their state was saved under.
     """
     state = {name: each.state_dict() for name, each in stateful.items()}
-    dcp.load(state, checkpoint_id=path)
+    load(state, checkpoint_id=path)
     for name, each in stateful.items():
         each.load_state_dict(state[name])
 

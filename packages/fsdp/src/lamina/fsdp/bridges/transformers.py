@@ -5,20 +5,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import nn
 from transformers import Trainer
 from transformers.trainer import SCHEDULER_NAME
 
 from lamina.fsdp.bridges.accelerate import LaminaAccelerator
-from lamina.fsdp.bridges.trainer_state import load_sharded
+from lamina.fsdp.bridges.trainer_state import load_sharded, save_sharded
 
 __all__ = ["LaminaTrainer", "ShardedTraining"]
 
 _OPTIMIZER = "sharded_optimizer"
+_Mixin: Any = object  # mypy then lets it use what the trainer beside it has
 
 
-class ShardedTraining:
+class ShardedTraining(_Mixin):
     """Mixin for `Trainer` and classes made from it: `class Mine(ShardedTraining, SFTTrainer)`.
 
     Checkpoints hold the whole model in the files of `save_pretrained`, which the main process
@@ -53,8 +53,7 @@ class ShardedTraining:
         super()._save(output_dir, state_dict)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        state = {"optimizer": self.optimizer.state_dict()}
-        dcp.save(state, checkpoint_id=Path(output_dir, _OPTIMIZER))
+        save_sharded(Path(output_dir, _OPTIMIZER), {"optimizer": self.optimizer.state_dict()})
         if self.args.should_save:
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir, SCHEDULER_NAME))
 

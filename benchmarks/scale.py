@@ -5,11 +5,12 @@
 One process plays rank 0 (see `lamina_testing.simulated`): its collectives move nothing, so what is
 left is the host's own work. Counts come first, because they are no noise: the Python functions
 entered per unit and step (torch's own included, the smallest count of five steps), PyTorch's
-operators, the calls of the backend, the longest list of tensors that one call was given, messages,
-and bytes to ranks of the same host and to other hosts. Then times: of a step per unit (it still
-holds the arithmetic, on buffers that are padded to the number of ranks), of building the mesh, and
-of the wrapper. Last what stays: process groups and descriptors. Torch's FSDP2 stands beside it at
-the smallest number of ranks. Each row is a process of its own.
+operators, the calls of the backend, the longest list of tensors that one call was given, messages
+and those of them to other hosts, and bytes to ranks of the same host and to other hosts. Hosts have
+8 ranks, and Lamina is told so: its ordered sums add up a host's ranks first. Then times: of a step
+per unit (it still holds the arithmetic, on buffers that are padded to the number of ranks), of
+building the mesh, and of the wrapper. Last what stays: process groups and descriptors. Torch's
+FSDP2 stands beside it at the smallest number of ranks. Each row is a process of its own.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from lamina_testing.walk import Profile, least
 
 UNITS, WIDTH, STEPS = 4, 64, 5
 FSDP2 = "FSDP2"
-COUNTS = ("calls", "operators", "launches", "listed", "messages", "inside", "between")
+COUNTS = ("calls", "operators", "launches", "listed", "messages", "far", "inside", "between")
 COSTS = ("step ms", "mesh s", "wrapper s", "groups", "descriptors")
 
 
@@ -97,7 +98,7 @@ def measure(system: str, ranks: int) -> dict[str, float]:
     """All figures of one system on one number of ranks."""
     costs: dict[str, float] = {}
     torch.set_num_threads(1)
-    with simulated_world(ranks) as traffic, Profile(counted) as profile:
+    with simulated_world(ranks, hosts=True) as traffic, Profile(counted) as profile:
         step = step_of(system, ranks, costs)
         for _ in range(3):
             step()
@@ -113,7 +114,7 @@ def measure(system: str, ranks: int) -> dict[str, float]:
         costs["operators"] = operations.total / UNITS
         costs["launches"] = traffic.calls.total() / UNITS
         costs["listed"] = traffic.listed
-        for name in ("messages", "inside", "between"):
+        for name in ("messages", "far", "inside", "between"):
             costs[name] = getattr(traffic, name) / UNITS
         costs["groups"] = len(dist.distributed_c10d._world.pg_map)
         costs["descriptors"] = len(os.listdir("/proc/self/fd"))
@@ -123,7 +124,7 @@ def measure(system: str, ranks: int) -> dict[str, float]:
 def timed(system: str, ranks: int) -> dict[str, float]:
     """Times without anybody watching, once all is imported: a step's is the fastest of some."""
     found, costs = [], {}
-    with simulated_world(ranks):
+    with simulated_world(ranks, hosts=True):
         step = step_of(system, ranks, costs)
         gc.collect()
         for _ in range(3 + STEPS):

@@ -146,7 +146,7 @@ def test_who_cannot_show_a_secret_is_not_believed():
 
 
 def test_a_host_without_proc_is_nobodys_peer():
-    with mock.patch.object(module, "_host_words", side_effect=FileNotFoundError):
+    with mock.patch.object(module, "host_words", side_effect=FileNotFoundError):
         hello = module._hello(secret_of(1), 1, willing=True)
     assert hello.tolist() == [0] * module._WORDS
     assert module._believe(1, hello, hello) is None

@@ -2,9 +2,11 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
+from lamina.collectives.engine import reduction_class
 from lamina.ddp import clip_grad_norm
 from lamina.fsdp import fully_shard
 from lamina_testing.simulated import Operations, simulated_world
@@ -35,10 +37,10 @@ def step_of(strategy, world):
     return step
 
 
-def costs(strategy, world):
+def costs(strategy, world, **hosts):
     """Python calls, operators, calls of the backend, and the longest list of tensors in one."""
     with (
-        simulated_world(world) as traffic,
+        simulated_world(world, **hosts) as traffic,
         Profile(lambda file: "simulated" not in file) as profile,
     ):
         step = step_of(strategy, world)
@@ -72,3 +74,31 @@ def test_a_step_costs_the_host_as_much_on_many_ranks_as_on_eight(strategy, world
     # group of parameters, and the norm's. Ten more: a clip that scales, and what ends with it.
     levels = (world // 8).bit_length() - 1
     assert found[1] - operators <= 3 * levels * (UNITS + 1) + 10
+
+
+@pytest.mark.ranks(1, init=False)
+@pytest.mark.parametrize("strategy", [0, 3])
+def test_sums_over_hosts_cost_the_host_as_much_on_many_hosts_as_on_two(strategy, ranks):
+    calls, _, launches, _ = costs(strategy, 16, hosts=True)
+    found = costs(strategy, 1024, hosts=True)
+    assert 0.95 * calls <= found[0] <= 1.05 * calls
+    assert found[2] == launches
+    assert found[3] == 1
+
+
+@pytest.mark.ranks(1, init=False)
+def test_bytes_and_messages_between_hosts_are_those_of_one_rank_of_a_host(ranks):
+    """Hosts of 8: of N ranks every 8th is spoken to, and once for all ranks of its host."""
+    for world in (64, 1024):
+        sent = {}
+        for hosts in (False, True):
+            with simulated_world(world, hosts=hosts) as traffic:
+                piece, group = 128, dist.group.WORLD
+                reduction = reduction_class("ordered")
+                output, whole = torch.empty(piece), torch.ones(world * piece)
+                prepared = reduction(output, whole, group, scatter=True)
+                traffic.clear()
+                prepared.start(output, whole, async_op=False)
+                sent[hosts] = traffic.between, traffic.messages, traffic.far
+        assert sent[False] == (4 * piece * (world - 8), world - 1, world - 8)
+        assert sent[True] == (4 * piece * (world // 8 - 1), 7 + world // 8 - 1, world // 8 - 1)

@@ -17,6 +17,7 @@ meanwhile (collectives have threads of their own).
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -56,6 +57,7 @@ class Traffic:
         per_host: ranks of a host.
         calls: how often each method of `ProcessGroup` was called.
         messages: messages that this rank sends.
+        far: those of them that go to other hosts.
         inside: bytes that this rank sends to ranks of its own host.
         between: bytes that it sends to other hosts.
         listed: the most tensors that one call was given in a list.
@@ -64,6 +66,7 @@ class Traffic:
     per_host: int = 8
     calls: Counter[str] = field(default_factory=Counter)
     messages: int = 0
+    far: int = 0
     inside: int = 0
     between: int = 0
     listed: int = 0
@@ -72,7 +75,7 @@ class Traffic:
     def clear(self) -> None:
         """Count anew."""
         self.calls.clear()
-        self.messages = self.inside = self.between = self.listed = 0
+        self.messages = self.far = self.inside = self.between = self.listed = 0
 
     def note(self, name: str, group: dist.ProcessGroup, args: tuple[Any, ...]) -> None:
         """Count one call of the method `name`."""
@@ -82,7 +85,7 @@ class Traffic:
         size = group.size()
         peers = size - 1
         if name in _EXCHANGES:
-            piece, self.messages = _nbytes(args[1]) / size, self.messages + peers
+            piece = _nbytes(args[1]) / size
         elif name in _GATHERS:
             piece = _nbytes(args[1])
         elif name in _SCATTERS:
@@ -91,9 +94,10 @@ class Traffic:
             piece = 2 * _nbytes(args[0]) / size
         else:
             piece, peers = _nbytes(args[0]), peers if name == "broadcast" else 1
-        if name not in _EXCHANGES:
-            self.messages += peers.bit_length()
         near = min(peers, self._near(group))
+        tree = name not in _EXCHANGES
+        self.messages += peers.bit_length() if tree else peers
+        self.far += peers.bit_length() - near.bit_length() if tree else peers - near
         self.inside += int(near * piece)
         self.between += int((peers - near) * piece)
 
@@ -111,8 +115,14 @@ def _nbytes(value: torch.Tensor | Sequence[Any]) -> int:
 
 
 @contextlib.contextmanager
-def simulated_world(ranks: int, per_host: int = 8) -> Iterator[Traffic]:
-    """This process is rank 0 of `ranks`; no process group may be there before."""
+def simulated_world(ranks: int, per_host: int = 8, *, hosts: bool = False) -> Iterator[Traffic]:
+    """This process is rank 0 of `ranks`; no process group may be there before.
+
+    Args:
+        ranks: of the world.
+        per_host: ranks of a host, for what `Traffic` counts.
+        hosts: whether Lamina knows of these hosts, too. Otherwise it takes all for one.
+    """
     traffic = Traffic(per_host)
 
     def counted(name: str) -> Callable[..., object]:
@@ -126,6 +136,9 @@ def simulated_world(ranks: int, per_host: int = 8) -> Iterator[Traffic]:
         for name in (*_GATHERS, *_SCATTERS, *_EXCHANGES, *_SUMS, *_SINGLE):
             if hasattr(dist.ProcessGroup, name):  # versions of torch differ in which there are
                 stack.enter_context(mock.patch.object(dist.ProcessGroup, name, counted(name)))
+        if hosts:
+            told = {"LAMINA_RANKS_PER_HOST": str(min(per_host, ranks))}
+            stack.enter_context(mock.patch.dict(os.environ, told))
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
         stack.callback(dist.destroy_process_group)
         yield traffic

@@ -75,6 +75,21 @@ def report(machine: Machine, problems: Sequence[EnvironmentProblem]) -> str:
     return "\n".join(lines)
 
 
+def _hosts() -> str:
+    """Ranks of the job per host, as far as variables tell: the job itself compares its hosts."""
+    variables = environment()
+    try:
+        launch, here = read_launch(variables), variables.ranks_per_host
+    except EnvironmentVariableError:
+        return "unknown"
+    here = here or launch.local_world_size or 1
+    found = f"{here} of {_counted(launch.world_size, 'rank')} on each"
+    run = here & -here
+    return (
+        f"{found}; ordered sums begin with {run} of a host" if here < launch.world_size else found
+    )
+
+
 def _wrapped(text: str, bullet: str) -> list[str]:
     indent = " " * 8
     rest = indent + " " * len(bullet)
@@ -92,6 +107,7 @@ def _facts(machine: Machine) -> list[str]:
         ("GPUs", f"{count}{gpus}"),
         ("cores", str(machine.cores)),
         ("/dev/shm", shm),
+        ("hosts", _hosts()),
     )
     return [f"{name:<10}{value}" for name, value in rows]
 

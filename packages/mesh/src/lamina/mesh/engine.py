@@ -3,6 +3,13 @@
 from lamina.mesh.axis import MeshAxis, axis_if_there, mesh_axis, named_mesh
 from lamina.mesh.axis_sizes import DENSE_AXES, DERIVED_AXES, EXPERT_AXES, MODEL_AXES
 from lamina.mesh.errors import EnvironmentVariableError, GroupCreationError, translates
+from lamina.mesh.hosts import (
+    host_groups,
+    host_places,
+    host_words,
+    ranks_per_host,
+    split_over_hosts,
+)
 from lamina.mesh.machine import Machine
 from lamina.mesh.process_groups import running_watchdog
 from lamina.mesh.rng import Seeded, recompute_contexts, require_stream
@@ -30,11 +37,16 @@ __all__ = [
     "copy_role",
     "copy_roles",
     "environment",
+    "host_groups",
+    "host_places",
+    "host_words",
     "mesh_axis",
     "named_mesh",
+    "ranks_per_host",
     "recompute_contexts",
     "require_overlap",
     "require_stream",
     "running_watchdog",
+    "split_over_hosts",
     "translates",
 ]

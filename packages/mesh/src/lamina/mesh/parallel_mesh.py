@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from lamina.mesh.axis import MeshAxis, check_axis_names
 from lamina.mesh.axis_sizes import DENSE_AXES, DERIVED_AXES, EXPERT_AXES, AxisSizes
 from lamina.mesh.errors import AxisError
+from lamina.mesh.hosts import ranks_per_host
 from lamina.mesh.process_groups import current_world, group_of, running_watchdog
 
 __all__ = ["ParallelLayout", "ParallelMesh"]
@@ -163,10 +164,12 @@ class ParallelMesh:
 
     def describe(self, max_ranks: int = 32) -> str:
         """A table of the axes, and one of who is where: `max_ranks` ranks at most and this one."""
-        world = self.layout.world_size
+        world, per_host = self.layout.world_size, ranks_per_host()
+        hosts = f", {per_host} per host" if per_host < world else ""
+        ranks = f"{world} rank{'s'[: world > 1]} on {self.device_type}{hosts}"
         return "\n".join(
             [
-                f"{world} rank{'s'[: world > 1]} on {self.device_type}, this is rank {self.rank}",
+                f"{ranks}, this is rank {self.rank}",
                 "",
                 *_axis_table(self),
                 "",

@@ -24,7 +24,14 @@ from torch.distributed import distributed_c10d as c10d
 from lamina.mesh.errors import GroupCreationError
 from lamina.mesh.watchdog import Watchdog
 
-__all__ = ["current_world", "default_store", "fake_store", "group_of", "running_watchdog"]
+__all__ = [
+    "HostPlaces",
+    "current_world",
+    "default_store",
+    "fake_store",
+    "group_of",
+    "running_watchdog",
+]
 
 
 def default_store() -> c10d.Store:
@@ -39,13 +46,39 @@ def fake_store() -> c10d.Store:
     return FakeStore()
 
 
+@dataclass(frozen=True)
+class HostPlaces:
+    """Where the ranks of a group are.
+
+    Attributes:
+        near: the ranks of the group that are on the host of this rank, this one among them.
+        run: the largest power of two that divides the number of ranks, such that every aligned run
+            of so many ranks is on one host.
+    """
+
+    near: range
+    run: int
+
+
 @dataclass
 class World:
-    """What Lamina knows of one default process group: its timeout and the groups made in it."""
+    """What Lamina knows of one default process group: its timeout and the groups made in it.
+
+    Attributes:
+        timeout: of the groups that are made in it.
+        watchdog: watches over it.
+        ranks_per_host: None until `init_distributed` has found it out; see `hosts`.
+        groups: by description and ranks.
+        places: of a group's ranks on hosts, by group.
+    """
 
     timeout: timedelta | None = None
     watchdog: Watchdog | None = None
+    ranks_per_host: int | None = None
     groups: dict[tuple[str, tuple[int, ...]], dist.ProcessGroup] = field(default_factory=dict)
+    places: WeakKeyDictionary[dist.ProcessGroup, HostPlaces] = field(
+        default_factory=WeakKeyDictionary
+    )
 
 
 # Communicators belong to a started job, not to a mesh: equal meshes must share them, and torch

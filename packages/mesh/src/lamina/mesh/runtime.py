@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from lamina.mesh.devices import bind_device, choose_device, default_backend
 from lamina.mesh.errors import EnvironmentVariableError
+from lamina.mesh.hosts import agree_on_hosts
 from lamina.mesh.launch import Launch, read_launch
 from lamina.mesh.process_groups import current_world, default_store, fake_store
 from lamina.mesh.rendezvous import open_store
@@ -138,6 +139,8 @@ def init_distributed(
     else:
         launch = _fake_launch(env, rank, world_size) if backend == "fake" else read_launch(env)
         runtime = _start(launch, backend, limit, device)
+    if runtime.backend != "fake":
+        agree_on_hosts()
     if soft_limit is not None and runtime.world_size > 1 and runtime.backend != "fake":
         _watch_over(runtime, soft_limit, verdict_directory)
     if runtime.local_rank == 0:

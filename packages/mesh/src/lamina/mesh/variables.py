@@ -52,6 +52,11 @@ class Environment:
         """Ranks of this job on this machine, if the launcher says so."""
         return self.integer("LOCAL_WORLD_SIZE", minimum=1)
 
+    @property
+    def ranks_per_host(self) -> int | None:
+        """LAMINA_RANKS_PER_HOST: so many consecutive ranks count as a host, wherever they are."""
+        return self.integer("LAMINA_RANKS_PER_HOST", minimum=1)
+
     def flag(self, name: str) -> bool:
         """Whether `name` is set to something that means yes.
 

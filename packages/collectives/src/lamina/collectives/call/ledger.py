@@ -44,6 +44,7 @@ class Record:
         op: the public function ("all_gather_into", "send_recv", ...).
         dtype: what travelled.
         bytes: what this rank sent (docs/collectives.md has the formulas).
+        between: the part of `bytes` that went to ranks of other hosts.
         group_size: ranks in the group.
         asynchronous: whether the caller got a handle back before the end.
         issued, finished, waited: see above; None where it has not happened (yet).
@@ -54,6 +55,7 @@ class Record:
     op: str
     dtype: torch.dtype
     bytes: int
+    between: int
     group_size: int
     asynchronous: bool
     issued: float
@@ -147,15 +149,20 @@ class Ledger:
         clock = _DeviceClock()
         return [_record(call, clock) for call in tuple(self._calls)]
 
-    def bytes(self, axis: str | None = None, op: str | None = None) -> int:
+    def bytes(
+        self, axis: str | None = None, op: str | None = None, *, between_hosts: bool | None = None
+    ) -> int:
         """Bytes that this rank sent, in all or along one axis or by one function.
 
         Args:
             axis: "tp"; a full description with its purpose ("tp:gather") picks that communicator.
             op: name of a public function.
+            between_hosts: True counts what went to other hosts, False what stayed on this one.
         """
         return sum(
-            call.nbytes
+            {None: call.nbytes, True: call.between, False: call.nbytes - call.between}[
+                between_hosts
+            ]
             for call in tuple(self._calls)
             if axis in (None, _axis(call.axis), call.axis) and op in (None, call.op)
         )
@@ -230,6 +237,7 @@ def _record(call: Call, clock: _DeviceClock) -> Record:
         op=call.op,
         dtype=call.dtype,
         bytes=call.nbytes,
+        between=call.between,
         group_size=call.group_size,
         asynchronous=call.async_op,
         issued=issued,
@@ -247,7 +255,17 @@ def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-_HEADINGS = ["axis", "op", "dtype", "calls", "bytes sent", "time ms", "exposed ms", "overlapped"]
+_HEADINGS = [
+    "axis",
+    "op",
+    "dtype",
+    "calls",
+    "bytes sent",
+    "to other hosts",
+    "time ms",
+    "exposed ms",
+    "overlapped",
+]
 _LEFT_ALIGNED = 3
 
 
@@ -257,6 +275,7 @@ def _row(key: tuple[str, str, str], members: Iterable[Record]) -> list[str]:
         *key,
         f"{len(records)}",
         f"{sum(record.bytes for record in records):,}",
+        f"{sum(record.between for record in records):,}",
         f"{1e3 * sum(record.duration for record in records):.2f}",
         f"{1e3 * sum(record.exposed for record in records):.2f}",
         f"{sum(record.overlapped for record in records)}/{len(records)}",
@@ -302,6 +321,7 @@ def _events(
         }
         arguments = {
             "bytes": record.bytes,
+            "between_hosts": record.between,
             "dtype": _dtype_name(record.dtype),
             "ranks": record.group_size,
             "overlapped": record.overlapped,

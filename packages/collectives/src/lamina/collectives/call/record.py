@@ -17,7 +17,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Protocol, cast
 
@@ -27,7 +27,7 @@ from torch.distributed import ProcessGroup
 
 from lamina.collectives.compat import get_in_thread, is_in_thread, remove_from_thread, set_in_thread
 from lamina.collectives.transport.lanes import lane_of, lanes
-from lamina.mesh.engine import Activity, Wait, running_watchdog
+from lamina.mesh.engine import Activity, Wait, host_places, running_watchdog
 
 __all__ = ["Call", "Recorder", "activity", "install", "issue", "recording", "remove"]
 
@@ -51,6 +51,7 @@ class Call:
         nbytes: bytes this rank sends to the other ranks, where every byte that another rank needs
             is counted once and sent by its owner: no ring, tree or chunking of the transport
             changes it (docs/collectives.md has the table).
+        between: those of them that go to ranks of other hosts; 0 where nobody records.
         async_op: whether the caller got a handle to wait on.
         issued_ns, finished_ns, waited_ns: `time.perf_counter_ns` of the launch, of the end of the
             transport (None until known) and of the first `wait` (None where nobody waited).
@@ -77,6 +78,7 @@ class Call:
     device_ended: torch.cuda.Event | None = None
     purpose: str = ""
     number: int = 0
+    between: int = 0
     _recorders: tuple[Recorder, ...] = ()
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
@@ -182,9 +184,20 @@ def issue(
     dtype: torch.dtype,
     nbytes: int,
     *,
+    between: Callable[[range], int] | None = None,
     async_op: bool = False,
 ) -> Call:
-    """Record the launch of a collective and return its `Call`."""
+    """Record the launch of a collective and return its `Call`.
+
+    Args:
+        op: name of the public function.
+        group: the ranks, or None for a group of one.
+        dtype: wire dtype.
+        nbytes: that this rank sends.
+        between: says how many of them go to other hosts, from the ranks of the group on this one;
+            None where every other rank is sent as much.
+        async_op: whether the caller gets a handle.
+    """
     recorders = _installed()
     axis, size = ("self", 1) if group is None else (group.group_desc, group.size())
     now = time.perf_counter_ns()
@@ -195,6 +208,10 @@ def issue(
             watchdog.watch(activity)
         lane.begun = call.number = lane.begun + 1
         lane.newest.append(call)
+        if recorders:
+            near = host_places(group).near
+            far = nbytes * (size - len(near)) // (size - 1)
+            call.between = far if between is None else between(near)
     for recorder in recorders:
         recorder.issued(call)
     return call

@@ -67,9 +67,12 @@ def all_to_all(
         require_agreement(name, group, device, dtype=input.dtype, row=row)
         require_matching_splits(name, group, device, sends, receives)
     row_bytes = input[:1].nbytes if len(input) else 0
-    call = issue(
-        name, group, input.dtype, (len(input) - sends[rank]) * row_bytes, async_op=async_op
-    )
+    sent = (len(input) - sends[rank]) * row_bytes
+
+    def between(near: range) -> int:
+        return (len(input) - sum(sends[near.start : near.stop])) * row_bytes
+
+    call = issue(name, group, input.dtype, sent, between=between, async_op=async_op)
     even = output_splits is None and input_splits is None
     start = partial(exchange_rows, output, input, receives, sends, group, even=even)
     return launch(Handle(call, (output, input)), group, device, start, async_op=async_op)

@@ -11,6 +11,7 @@ over.
 
 import math
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import TypeAlias
 
 import torch
@@ -73,13 +74,10 @@ def send_recv(
         return Pending(None, lambda: received)
     ring_group, target, source = group, (rank + shift) % size, (rank - shift) % size
     dtypes = {tensor.dtype for tensor in sends}
-    call = issue(
-        "send_recv",
-        group,
-        dtypes.pop() if len(dtypes) == 1 else torch.uint8,
-        sum(tensor.numel() * tensor.element_size() for tensor in sends),
-        async_op=True,
-    )
+    dtype = dtypes.pop() if len(dtypes) == 1 else torch.uint8
+    sent = sum(tensor.nbytes for tensor in sends)
+    between = partial(_unless_near, target, sent)
+    call = issue("send_recv", group, dtype, sent, between=between, async_op=True)
     outgoing, incoming = _payloads(sends), _payloads(received)
 
     def start() -> Completion:
@@ -219,8 +217,8 @@ def send_operation(
         ValueError: a tensor with strides, or a peer outside the group.
     """
     _check_message("send_operation", tensor, group, peer)
-    nbytes = tensor.numel() * tensor.element_size()
-    issue("send_operation", group, tensor.dtype, nbytes, async_op=True)
+    between = partial(_unless_near, peer, tensor.nbytes)
+    issue("send_operation", group, tensor.dtype, tensor.nbytes, between=between, async_op=True)
     return dist.P2POp(dist.isend, tensor, group=group, tag=tag, group_peer=peer)
 
 
@@ -234,6 +232,10 @@ def receive_operation(
     """
     _check_message("receive_operation", tensor, group, peer)
     return dist.P2POp(dist.irecv, tensor, group=group, tag=tag, group_peer=peer)
+
+
+def _unless_near(peer: int, nbytes: int, near: range) -> int:
+    return 0 if peer in near else nbytes
 
 
 def _check_message(name: str, tensor: torch.Tensor, group: ProcessGroup, peer: int) -> None:

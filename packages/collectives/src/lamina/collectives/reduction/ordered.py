@@ -9,7 +9,9 @@ costs rounding once per input, not at every hop.
 
 import ctypes
 from abc import abstractmethod
+from collections.abc import Iterator, Sequence
 from functools import partial
+from itertools import pairwise
 from typing import ClassVar, Literal, TypeAlias
 
 import torch
@@ -27,9 +29,10 @@ from lamina.collectives.call.record import issue
 from lamina.collectives.reduction.codec import Cast, GradientCodec, Wire
 from lamina.collectives.reduction.summation import Epilogue, sum_chunks
 from lamina.collectives.transport.gloo_exchange import bounds_of
-from lamina.collectives.transport.groups import served_by_gloo, where
+from lamina.collectives.transport.groups import group_rank, group_size, served_by_gloo, where
 from lamina.collectives.transport.lanes import lane_of
 from lamina.collectives.transport.transport import Chunks, Completion, route_for
+from lamina.mesh.engine import host_groups, host_places
 
 __all__ = [
     "OrderedReduction",
@@ -139,6 +142,10 @@ class Reduction(Collective):
         """Bytes that this rank sends."""
         return self._sent
 
+    def _between_hosts(self, accumulate: bool, near: range) -> int:
+        """Those of them that are for other ranks than `near`, those of this host."""
+        return self._sent * (self.size - len(near)) // (self.size - 1)
+
     def start(
         self,
         output: torch.Tensor,
@@ -170,7 +177,10 @@ class Reduction(Collective):
         factor = None if scale is None and self.sum_op == "sum" else self._factor(scale)
         kept = Statistics(self.device) if statistics else None
         sent = self._bytes(accumulate)
-        call = issue(self.op, self.group, self._wire_dtype, sent, async_op=async_op)
+        between = partial(self._between_hosts, accumulate)
+        call = issue(
+            self.op, self.group, self._wire_dtype, sent, between=between, async_op=async_op
+        )
         return launch(
             ReduceHandle(call, (output, input, *memory), kept),
             self.group,
@@ -189,36 +199,122 @@ class Reduction(Collective):
         return None if factor == 1.0 else factor
 
 
+class _Exchange:
+    """One exchange that an ordered sum is made of: the ranks of a group add up a run of pieces.
+
+    Args:
+        group: the ranks, or None for a group of one.
+        wire: how the terms travel.
+        piece: elements of each rank's piece of the run; whole blocks, but for a run of one piece
+            per rank.
+        numel: elements of the run; the last ranks' pieces may be shorter, or empty.
+        items: the same on the wire.
+        device: where the tensors lie.
+    """
+
+    def __init__(
+        self,
+        group: ProcessGroup | None,
+        wire: Wire,
+        piece: int,
+        numel: int,
+        items: int,
+        device: torch.device,
+    ) -> None:
+        self.group, self.wire, self.size, rank = group, wire, group_size(group), group_rank(group)
+        self._lane = None if group is None or self.size == 1 else lane_of(group)
+        self._piece, self._whole, self._items = piece, numel, items
+        self.own = slice(*bounds_of(rank, piece, numel))
+        self.numel = self.own.stop - self.own.start
+        self.sent, self.gathered = self.beyond(range(rank, rank + 1))
+        self.route = route_for(group, wire.items(piece), items, device, wire.unit)
+        self.gather = route_for(group, piece, numel, device).gather
+        rows = self.size if self.route.needs_scratch else self.size - 1
+        self.scratch = rows * wire.items(self.numel)
+
+    def beyond(self, near: range) -> tuple[int, int]:
+        """Bytes of terms for other ranks than `near`, and elements of sums gathered by them."""
+        items = self._items
+        for start, stop in (bounds_of(rank, self._piece, self._whole) for rank in near):
+            items -= self.wire.items(stop - start)
+        return items * self.wire.dtype.itemsize, (self.size - len(near)) * self.numel
+
+    def next_tag(self) -> int | None:
+        """See Note [Tags are drawn when a collective is called]."""
+        return None if self._lane is None else self._lane.next_tag()
+
+    def room(self, device: torch.device) -> torch.Tensor | None:
+        """Memory for what the other ranks send, where the route does not find it."""
+        if not self.route.needs_scratch:
+            return None
+        return torch.empty(self.scratch, dtype=self.wire.dtype, device=device)
+
+
 class OrderedReduction(Reduction):
-    """Chunks travel to the rank that sums them in fp32, in a fixed pairwise tree over the ranks."""
+    """Chunks travel to the rank that sums them in fp32, in a fixed pairwise tree over the ranks.
+
+    Note [The tree is also a tree over hosts]
+    An aligned run of 2^k ranks is a subtree of the tree of law 2, and the sums of such runs are
+    added in the tree of their number. So the ranks of a run on one host exchange terms first, in
+    the wire dtype, and then the ranks at one place of all runs exchange partial sums, in the dtype
+    of the sum. Nothing is rounded in between, so the bits are those of one exchange over all
+    ranks. See docs/decisions/0314-sums-know-hosts.md.
+    """
 
     suffix = "fp32"
     piecewise = True
 
     def _prepare(self, codec: GradientCodec | None) -> None:
-        group = self.group
+        group, device = self.group, self.device
         wire = self._wire = Wire(codec or Cast(self._wire_dtype))
         self._sends_input = wire.plain and wire.dtype == self._wire_dtype
-        self._wire_dtype, device = wire.dtype, self.device
-        # Backends know only equal pieces.
-        needs_even = device.type != "meta" and not served_by_gloo(group, device)
-        self._padded = self._piece * self.size if needs_even else self._numel
-        self._own = bounds_of(self.rank, self._piece, self._padded)
-        mine = self._own[1] - self._own[0]
+        self._wire_dtype = wire.dtype
+        self._lane = None if group is None or self.size == 1 else lane_of(group)
+        # A partial sum holds whole pieces, so that no piece may end within a block of the codec.
+        hosts = None
+        if group is not None and self._piece and not self._piece % wire.block:
+            hosts = host_groups(group)
+        # Backends know only equal pieces, and so do sums in two exchanges.
+        even = device.type != "meta" and not served_by_gloo(group, device)
+        self._padded = self._piece * self.size if even or hosts else self._numel
         full, rest = divmod(self._padded, max(self._piece, 1))
         self._wire_total = full * wire.items(self._piece) + wire.items(rest)
-        self._wire_piece = wire.items(self._piece)
-        self._sent = (self._wire_total - wire.items(mine)) * wire.dtype.itemsize
-        self._gathered = 0 if self.scatter else (self.size - 1) * mine
-        self._route = route_for(group, self._wire_piece, self._wire_total, device, wire.unit)
-        self._gather = route_for(group, self._piece, self._padded, device)
-        pieces = self.size if self._route.needs_scratch else self.size - 1
-        self._scratch = pieces * wire.items(mine)
-        self._lane = None if group is None or self.size == 1 else lane_of(group)
+        if hosts is None:
+            whole = _Exchange(group, wire, self._piece, self._padded, self._wire_total, device)
+            self._exchanges = [whole]
+        else:
+            self._exchanges = self._over_hosts(hosts)
+        start = sum(exchange.own.start for exchange in self._exchanges)
+        self._own = slice(start, start + self._exchanges[-1].numel)  # of what all ranks gather
+        self._sent = sum(exchange.sent for exchange in self._exchanges)
+        self._gathered = sum(exchange.gathered for exchange in self._exchanges)
+
+    def _over_hosts(self, hosts: tuple[ProcessGroup, ProcessGroup]) -> list[_Exchange]:
+        """The exchange of terms inside a host, and that of partial sums between hosts."""
+        (inside, between), piece, wire = hosts, self._piece, self._wire
+        if self._lane is not None and not self._lane.willing:
+            for group in hosts:
+                lane_of(group).keep_to_messages()
+        run, sums = between.size() * piece, Wire(Cast(wire.sum_dtype))
+        return [
+            _Exchange(inside, wire, run, self._padded, self._wire_total, self.device),
+            _Exchange(between, sums, piece, run, run, self.device),
+        ]
 
     def _bytes(self, accumulate: bool) -> int:
-        gathered_in = self._wire.sum_dtype if accumulate else self._kinds[0][0]
-        return self._sent + self._gathered * gathered_in.itemsize
+        return self._sent + self._gathered_bytes(self._gathered, accumulate)
+
+    def _between_hosts(self, accumulate: bool, near: range) -> int:
+        total = 0
+        for exchange in self._exchanges:
+            if exchange.group is not None:
+                sent, gathered = exchange.beyond(host_places(exchange.group).near)
+                total += sent + self._gathered_bytes(gathered, accumulate)
+        return total
+
+    def _gathered_bytes(self, numel: int, accumulate: bool) -> int:
+        dtype = self._wire.sum_dtype if accumulate else self._kinds[0][0]
+        return 0 if self.scatter else numel * dtype.itemsize
 
     def _memory(
         self,
@@ -227,29 +323,38 @@ class OrderedReduction(Reduction):
         accumulate: bool,
         scratch: torch.Tensor | None,
     ) -> Memory:
-        """What is sent, before and after the codec; room for what comes; what is gathered into."""
+        """What is sent, before and after the codec; what is gathered into; room for exchanges."""
         source, target = input, output
+        first, *later = self._exchanges
         if self._padded != self._numel:
             source = input.new_zeros(self._padded)
             source[: self._numel].copy_(input)
+        elif later and self.scatter:
+            # A rank of this host gets the pieces of all ranks at its place of their hosts.
+            runs = source.view(later[0].size, first.size, self._piece)
+            source = runs.transpose(0, 1).reshape(-1)
         sent = source
         if not self._sends_input:
             sent = torch.empty(self._wire_total, dtype=self._wire.dtype, device=self.device)
         if scratch is not None:
             self._require_scratch(scratch, output, input)
-        elif self._route.needs_scratch:
-            scratch = torch.empty(self._scratch, dtype=self._wire.dtype, device=self.device)
+        else:
+            scratch = first.room(self.device)
         gathers = not self.scatter and self.size > 1
         if gathers and (accumulate or self._padded != self._numel):
             # To accumulate, the sums are gathered apart, as ranks may hold different outputs.
             dtype = self._wire.sum_dtype if accumulate else output.dtype
             target = torch.empty(self._padded, dtype=dtype, device=self.device)
-        return source, sent, scratch, target
+        rooms: list[torch.Tensor | None] = []
+        for before, exchange in pairwise(self._exchanges):
+            sums = torch.empty(before.numel, dtype=exchange.wire.dtype, device=self.device)
+            rooms += [sums, exchange.room(self.device)]
+        return source, sent, target, scratch, *rooms
 
     def _require_scratch(
         self, scratch: torch.Tensor, output: torch.Tensor, input: torch.Tensor
     ) -> None:
-        name, group, numel = self.op, self.group, self._scratch
+        name, group, numel = self.op, self.group, self._exchanges[0].scratch
         require_flat(name, "scratch", scratch, group)
         require_same_device(name, group, input=input, scratch=scratch)
         if scratch.dtype != self._wire.dtype or scratch.numel() < numel:
@@ -261,44 +366,63 @@ class OrderedReduction(Reduction):
         require_disjoint(name, group, ("scratch", scratch), ("output", output))
 
     def _reduce(self, output: torch.Tensor, memory: Memory, epilogue: Epilogue) -> Completion:
-        source, sent, scratch, target = memory
+        source, sent, target, scratch, *rooms = memory
         assert source is not None and sent is not None and target is not None  # noqa: S101, PT018
         if sent is not source and not source.is_meta:
             self._wire.encode(source, sent, self._piece)
-        chunks = self._route.collect(sent, scratch)
-        if self.scatter or self._lane is None:
-            return partial(self._sum, chunks, output, epilogue)
-        tag = self._lane.next_tag()  # see Note [Tags are drawn when a collective is called]
-        return partial(self._sum_and_gather, chunks, target, tag, output, epilogue)
+        first, *later = self._exchanges
+        chunks = first.route.collect(sent, scratch)
+        # See Note [Tags are drawn when a collective is called].
+        gathers = [] if self.scatter or self._lane is None else self._exchanges[::-1]
+        tags = iter([exchange.next_tag() for exchange in (*later, *gathers)])
+        return partial(self._complete, chunks, rooms, target, tags, output, epilogue)
 
-    def _sum(self, chunks: Chunks, output: torch.Tensor, epilogue: Epilogue) -> None:
-        """Wait for all chunks and sum them; afterwards all ranks may reuse their inputs."""
-        if self._lane is None:
-            sum_chunks(chunks.chunks(), output, epilogue, self._wire)
-        else:
-            buffers = self._lane.scratch_pool.borrow_sum_buffers()
-            sum_chunks(chunks.chunks(), output, epilogue, self._wire, buffers)
-            self._lane.scratch_pool.give_back_sum_buffers(buffers)
-        chunks.close()
-
-    def _sum_and_gather(
+    def _complete(
         self,
         chunks: Chunks,
+        rooms: Sequence[torch.Tensor | None],
         target: torch.Tensor,
-        tag: int,
+        tags: Iterator[int | None],
         output: torch.Tensor,
         epilogue: Epilogue,
     ) -> None:
-        start, stop = self._own
-        own, statistics = target[start:stop], epilogue.statistics
-        first = Epilogue(epilogue.factor, False, None if epilogue.accumulate else statistics)
-        self._sum(chunks, own, first)
-        self._gather.gather(target, own, tag)()
+        """Wait for the chunks of each exchange and sum them; gather the sums, if all want them."""
+        for (done, exchange), sums, room in zip(
+            pairwise(self._exchanges), rooms[::2], rooms[1::2], strict=True
+        ):
+            assert sums is not None  # noqa: S101 - see `_memory`
+            self._sum(chunks, sums, Epilogue(), done.wire)
+            chunks = exchange.route.collect(sums, room, next(tags))
+        wire = self._exchanges[-1].wire
+        if self.scatter or self._lane is None:
+            self._sum(chunks, output, epilogue, wire)
+            return
+        statistics = None if epilogue.accumulate else epilogue.statistics
+        self._sum(chunks, target[self._own], Epilogue(epilogue.factor, False, statistics), wire)
+        wholes = [target]
+        for exchange in self._exchanges:
+            wholes.append(wholes[-1][exchange.own])
+        for exchange, own in zip(self._exchanges[::-1], wholes[:0:-1], strict=True):
+            wholes.pop()
+            exchange.gather(wholes[-1], own, next(tags))()
+        self._store(target, output, epilogue)
+
+    def _sum(self, chunks: Chunks, output: torch.Tensor, epilogue: Epilogue, wire: Wire) -> None:
+        """Wait for all chunks and sum them; afterwards all ranks may reuse what they sent."""
+        buffers = None if self._lane is None else self._lane.scratch_pool.borrow_sum_buffers()
+        sum_chunks(chunks.chunks(), output, epilogue, wire, buffers)
+        if self._lane is not None and buffers is not None:
+            self._lane.scratch_pool.give_back_sum_buffers(buffers)
+        chunks.close()
+
+    def _store(self, target: torch.Tensor, output: torch.Tensor, epilogue: Epilogue) -> None:
+        """Bring gathered sums to the output, where they were gathered apart."""
         if epilogue.accumulate:
+            start, stop = self._own.start, self._own.stop
             cast = Wire(Cast(self._wire.sum_dtype))
             for begin, end in ((0, start), (start, stop), (stop, self._numel)):
                 place = slice(begin, min(end, self._numel))
-                kept = statistics if begin == start else None
+                kept = epilogue.statistics if begin == start else None
                 sum_chunks([target[place]], output[place], Epilogue(None, True, kept), cast)
         elif target is not output:  # padded
             output.copy_(target[: self._numel])

@@ -274,7 +274,9 @@ class GlooRoute:
             own.copy_(input)
         return exchange.fill
 
-    def collect(self, input: torch.Tensor, scratch: torch.Tensor | None = None) -> GlooExchange:
+    def collect(
+        self, input: torch.Tensor, scratch: torch.Tensor | None = None, tag: int | None = None
+    ) -> GlooExchange:
         """Send every rank its piece of `input`, and bring every rank's piece for this one here."""
         start, stop = self._own
         numel, receives = stop - start, []
@@ -282,7 +284,7 @@ class GlooRoute:
             target = None if scratch is None else scratch[row * numel : (row + 1) * numel]
             receives.append((peer, numel, target))
         sends = [(peer, input[first:last]) for peer, first, last in self._ahead if first < last]
-        own, tag = (self._rank, input[start:stop]), self._lane.next_tag()
+        own, tag = (self._rank, input[start:stop]), self._lane.next_tag() if tag is None else tag
         return GlooExchange(
             self._lane, self._group, sends, receives, input.dtype, tag, unit=self._unit, own=own
         )

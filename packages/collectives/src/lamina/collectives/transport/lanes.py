@@ -94,7 +94,8 @@ class Lane:
         self._tag = 0
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self._finding = threading.Lock()
-        self._willing = True
+        self.willing = True
+        """Whether this rank would read its peers' memory; see `keep_to_messages`."""
         self.host_peers: tuple[HostPeer | None, ...] | None = None
         """Per rank, the peer whose memory can be read; None before `find_host_peers`."""
         self.scratch_pool = ScratchPool()
@@ -141,7 +142,7 @@ class Lane:
         """Find out, with all ranks, whose memory can be read; only the first call asks."""
         with self._finding:
             if self.host_peers is None:
-                self.host_peers = find_host_peers(group, willing=self._willing)
+                self.host_peers = find_host_peers(group, willing=self.willing)
             return self.host_peers
 
     def keep_to_messages(self) -> None:
@@ -156,7 +157,7 @@ class Lane:
                     "this group's ranks already read each other's memory; call use_messages() "
                     "right after the group is made, before its first collective"
                 )
-            self._willing = False
+            self.willing = False
 
     def stream(self, device: torch.device) -> torch.cuda.Stream:
         """Side stream of this group on `device`."""

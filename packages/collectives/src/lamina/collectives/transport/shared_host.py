@@ -14,7 +14,6 @@ import os
 import secrets
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import cast
 
 import torch
@@ -23,6 +22,7 @@ from torch.distributed import ProcessGroup, Work
 
 from lamina.collectives.transport.groups import timeout_of
 from lamina.collectives.transport.host_socket import HostSocket, HostSocketListener
+from lamina.mesh.engine import host_words
 
 __all__ = ["HostPeer", "RemoteMemory", "find_host_peers"]
 
@@ -112,16 +112,9 @@ def _process_vm_readv() -> Callable[..., int]:
     return cast("Callable[..., int]", function)
 
 
-def _host_words() -> tuple[int, ...]:
-    """Words that are equal for processes of one boot, process and network namespace."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip().replace("-", "")
-    spaces = [Path(f"/proc/self/ns/{name}").stat().st_ino for name in ("pid", "net")]
-    return int(boot[:15], 16), *spaces
-
-
 def _hello(secret: torch.Tensor, listener: int, willing: bool) -> torch.Tensor:
     try:
-        host = _host_words()
+        host = host_words()
     except OSError:  # no /proc: not Linux, or hidden
         return torch.zeros(_WORDS, dtype=torch.int64, device="cpu")
     words = [*host, os.getpid(), secret.data_ptr(), int(secret), listener, int(willing)]

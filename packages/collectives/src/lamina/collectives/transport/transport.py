@@ -91,12 +91,15 @@ class Route(Protocol):
                 later. See Note [Tags are drawn when a collective is called].
         """
 
-    def collect(self, input: torch.Tensor, scratch: torch.Tensor | None = None) -> Chunks:
+    def collect(
+        self, input: torch.Tensor, scratch: torch.Tensor | None = None, tag: int | None = None
+    ) -> Chunks:
         """Send every rank its piece of `input`, and bring every rank's piece for this one here.
 
         Args:
             input: the whole; unchanged until `Chunks.close`. This rank's piece is used in place.
             scratch: flat, for the pieces of N ranks where it is needed, else of N - 1.
+            tag: as in `gather`.
         """
 
 
@@ -136,7 +139,9 @@ class _LocalRoute:
             output.copy_(input)
         return nothing_left
 
-    def collect(self, input: torch.Tensor, scratch: torch.Tensor | None = None) -> Chunks:
+    def collect(
+        self, input: torch.Tensor, scratch: torch.Tensor | None = None, tag: int | None = None
+    ) -> Chunks:
         """The one chunk, in place."""
         return _Rows([input], nothing_left)
 
@@ -180,7 +185,9 @@ class _BackendRoute:
             own.copy_(input)
         return complete
 
-    def collect(self, input: torch.Tensor, scratch: torch.Tensor | None = None) -> Chunks:
+    def collect(
+        self, input: torch.Tensor, scratch: torch.Tensor | None = None, tag: int | None = None
+    ) -> Chunks:
         """By the backend's all-to-all, or by messages through the host; into `scratch`."""
         assert scratch is not None  # noqa: S101 - the caller asks `needs_scratch`
         size, rank = self._group.size(), self._group.rank()
@@ -192,7 +199,7 @@ class _BackendRoute:
         rows = scratch[: size * sends[rank][1].numel()].view(size, -1)
         rows[rank].copy_(sends[rank][1])
         receives = list(enumerate(rows))
-        return _Rows(rows, exchange(sends, receives, self._group, self._device))
+        return _Rows(rows, exchange(sends, receives, self._group, self._device, tag))
 
     def _cut(self, whole: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
         bounds = (bounds_of(at, self._piece, self._total) for at in range(self._group.size()))

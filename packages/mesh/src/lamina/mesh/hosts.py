@@ -1,0 +1,139 @@
+"""Which ranks of the running job share a host, and the groups over and inside hosts.
+
+Note [Ranks of a host are an aligned run]
+All ranks have to agree on where hosts begin, or they would wait for each other in different
+exchanges. `init_distributed` finds it out once, over the store where the ranks have met: ranks
+r and s share a host if r // n == s // n, and n is the greatest common divisor of all places where
+the host changes. So n is the size of equal hosts, less where hosts differ, and 1 where ranks are
+dealt out to the hosts in turn. Sums have the same bits for any n (see
+docs/decisions/0314-sums-know-hosts.md), so a wrong one costs time alone.
+"""
+
+import math
+import socket
+from bisect import bisect_left
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+
+import torch.distributed as dist
+
+from lamina.mesh.errors import EnvironmentVariableError
+from lamina.mesh.process_groups import HostPlaces, current_world, default_store, group_of
+from lamina.mesh.variables import environment
+
+__all__ = [
+    "agree_on_hosts",
+    "host_groups",
+    "host_places",
+    "host_words",
+    "ranks_per_host",
+    "split_over_hosts",
+]
+
+
+def host_words() -> tuple[int, ...]:
+    """Words that are equal for processes of one boot, network namespace and process namespace.
+
+    Raises:
+        OSError: there is no /proc, or it is hidden.
+    """
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip().replace("-", "")
+    spaces = [Path(f"/proc/self/ns/{name}").stat().st_ino for name in ("net", "pid")]
+    return int(boot[:15], 16), *spaces
+
+
+def _host_name(rank: int) -> str:
+    """A text that is the same on all ranks of this host: LAMINA_RANKS_PER_HOST says otherwise."""
+    asked = _asked(dist.get_world_size())
+    if asked is not None:
+        return str(rank // asked)
+    try:
+        return str(host_words()[:2])  # containers of one host may differ in their processes
+    except OSError:
+        return socket.gethostname()
+
+
+def _asked(world_size: int) -> int | None:
+    asked = environment().ranks_per_host
+    if asked is not None and world_size % asked:
+        raise EnvironmentVariableError(
+            f"LAMINA_RANKS_PER_HOST={asked} does not divide the {world_size} ranks of the job: "
+            "give a divisor, or unset it, so that the hosts are found."
+        )
+    return asked
+
+
+def agree_on_hosts() -> None:
+    """Find out which ranks share a host. Collective over all ranks of the job.
+
+    Raises:
+        EnvironmentVariableError: LAMINA_RANKS_PER_HOST does not divide the number of ranks.
+    """
+    world, rank, size = current_world(), dist.get_rank(), dist.get_world_size()
+    if size == 1 or world.ranks_per_host is not None:
+        return
+    store, key = default_store(), f"lamina:hosts:{size}"
+    store.set(f"{key}:{rank}", _host_name(rank))
+    if rank == 0:
+        names = store.multi_get([f"{key}:{each}" for each in range(size)])
+        changes = [place for place, (a, b) in enumerate(pairwise(names), 1) if a != b]
+        store.set(key, str(math.gcd(size, *changes)))
+    world.ranks_per_host = int(store.get(key))
+    world.places.clear()
+
+
+def ranks_per_host() -> int:
+    """Ranks r and s of the job share a host if r // n == s // n, for this n.
+
+    A job that `init_distributed` has not started is taken to be on one host, unless
+    LAMINA_RANKS_PER_HOST says otherwise.
+    """
+    size = dist.get_world_size()
+    return current_world().ranks_per_host or _asked(size) or size
+
+
+def split_over_hosts(ranks: Sequence[int], rank: int, per_host: int) -> HostPlaces:
+    """Where the ranks of a group are, as rank `rank` of it sees it.
+
+    Args:
+        ranks: global ranks, ascending.
+        rank: this rank's number in the group.
+        per_host: ranks of a host.
+    """
+    host = ranks[rank] // per_host
+    first, last = (bisect_left(ranks, at * per_host) for at in (host, host + 1))
+    run = len(ranks) & -len(ranks)
+    hosts = [each // per_host for each in ranks]
+    while any(a != b for a, b in zip(hosts[::run], hosts[run - 1 :: run], strict=True)):
+        run //= 2
+    return HostPlaces(range(first, last), run)
+
+
+def host_places(group: dist.ProcessGroup) -> HostPlaces:
+    """Where the ranks of `group` are."""
+    known = current_world().places
+    found = known.get(group)
+    if found is None:
+        ranks = dist.get_process_group_ranks(group)
+        found = known[group] = split_over_hosts(ranks, group.rank(), ranks_per_host())
+    return found
+
+
+def host_groups(group: dist.ProcessGroup) -> tuple[dist.ProcessGroup, dist.ProcessGroup] | None:
+    """Two groups whose product is `group`: one inside this host, and one over the hosts.
+
+    The first has the aligned run of ranks around this one (see `HostPlaces.run`), the second the
+    ranks at the same place of all runs. The first call is collective over the ranks of `group`.
+
+    Returns:
+        None where there is nothing to gain: no two neighbours share a host, or all ranks do.
+    """
+    run, size, rank = host_places(group).run, group.size(), group.rank()
+    if run in (1, size):
+        return None
+    ranks, place = dist.get_process_group_ranks(group), rank % run
+    begin = rank - place
+    # Named after the group, because groups over the same ranks are used in orders of their own.
+    inside = group_of(group.group_name, ranks[begin : begin + run], "inside hosts")
+    return inside, group_of(group.group_name, ranks[place::run], "between hosts")

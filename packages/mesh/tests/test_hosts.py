@@ -1,0 +1,68 @@
+"""Which ranks share a host: what is found, and the groups that follow from it."""
+
+from unittest import mock
+
+import pytest
+import torch.distributed as dist
+
+from lamina.mesh import hosts, init_distributed
+from lamina.mesh.engine import (
+    EnvironmentVariableError,
+    host_groups,
+    host_places,
+    ranks_per_host,
+    split_over_hosts,
+)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "per_host", "rank", "near", "run"),
+    [
+        (range(24), 8, 9, (8, 16), 8),
+        (range(12), 6, 9, (6, 12), 2),  # 6 = 2 x 3
+        (range(6), 3, 4, (3, 6), 1),
+        (range(20), 8, 17, (16, 20), 4),  # the last host is smaller
+        (range(0, 32, 2), 8, 5, (4, 8), 4),  # every second rank: tp=2 inside
+        (range(0, 64, 8), 8, 5, (5, 6), 1),  # one rank per host
+        (range(4, 12), 8, 1, (0, 4), 4),  # from the middle of one host to that of another
+        (range(8), 8, 5, (0, 8), 8),
+    ],
+)
+def test_runs_are_the_largest_powers_of_two_that_lie_on_one_host(ranks, per_host, rank, near, run):
+    places = split_over_hosts(ranks, rank, per_host)
+    assert (places.near, places.run) == (range(*near), run)
+    for begin in range(0, len(ranks), run):
+        assert len({each // per_host for each in ranks[begin : begin + run]}) == 1
+
+
+@pytest.mark.ranks(4, init=False)
+@pytest.mark.parametrize(
+    ("names", "found"), [("aabb", 2), ("aaab", 1), ("abab", 1), ("aaaa", 4)], ids=str
+)
+def test_a_job_finds_out_who_shares_a_host(names, found):
+    with (
+        mock.patch.object(hosts, "_host_name", lambda rank: names[rank]),
+        init_distributed(device="cpu", soft_limit=None) as runtime,
+    ):
+        group = dist.group.WORLD
+        assert ranks_per_host() == found
+        assert list(host_places(group).near) == (
+            [runtime.rank // found * found + place for place in range(found)]
+        )
+        groups = host_groups(group)
+        assert (groups is None) is (found != 2)
+        if groups is not None:
+            inside, between = map(dist.get_process_group_ranks, groups)
+            host, place = divmod(runtime.rank, 2)
+            assert (inside, between) == ([2 * host, 2 * host + 1], [place, place + 2])
+            assert host_groups(group) == groups
+
+
+@pytest.mark.ranks(2)
+def test_a_job_that_others_have_started_is_on_one_host_unless_a_variable_says_more(monkeypatch):
+    assert ranks_per_host() == 2
+    monkeypatch.setenv("LAMINA_RANKS_PER_HOST", "1")
+    assert ranks_per_host() == 1
+    monkeypatch.setenv("LAMINA_RANKS_PER_HOST", "3")
+    with pytest.raises(EnvironmentVariableError, match="=3 does not divide the 2 ranks of the job"):
+        ranks_per_host()

@@ -148,6 +148,19 @@ class ShardingEngine:
         for unit in self.units:
             yield from unit.groups
 
+    def gathered_again(self) -> list[ParameterGroup]:
+        """Groups that are released after their forward, so that a backward gathers them again."""
+        last = self._order[-1] if self._order else self.units[-1]
+        kept = {self.root: self.root.reshard_after_forward is not True, last: True}
+        again = (
+            unit
+            for unit in self.units
+            if unit.unshard_in_backward
+            and not unit.stays_whole
+            and not kept.get(unit, unit.reshard_after_forward is False)
+        )
+        return [group for unit in again for group in unit.groups]
+
     def watching(self) -> AbstractContextManager[None]:
         """Entered around a forward of the model: with `check_storage`, reads are watched over."""
         return nullcontext() if self._storage_check is None else self._storage_check.watching()

@@ -51,6 +51,10 @@ class ShardedModule(UnitMethods):
         gathers = None if budget is None else budget.limit
         return MemoryBudgets(gathers, engine.reducer.max_bytes_in_flight)
 
+    def gathered_again(self) -> list[ParameterGroup]:
+        """Groups that a backward gathers again: for `wire_plan`."""
+        return self.sharding_engine.gathered_again()
+
     def parameter_groups(self) -> Iterator[ParameterGroup]:
         """All groups of parameters, frozen ones included, in the same order on every rank."""
         yield from self.sharding_engine.groups

@@ -1,0 +1,168 @@
+"""Bytes on the wire as a formula: what a rank sends in a step, inside its host and to others."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+import torch
+from torch import nn
+
+from lamina.ddp.group.group import ParameterGroup
+from lamina.ddp.inspect.inspection import groups_of
+from lamina.ddp.parameters.strategy import Cadence
+from lamina.mesh.engine import MeshAxis, host_places
+
+__all__ = ["WireBytes", "WirePlan", "wire_plan"]
+
+
+@dataclass(frozen=True)
+class WireBytes:
+    """What one rank sends.
+
+    Attributes:
+        inside: bytes to ranks of its own host.
+        between: bytes to other hosts.
+    """
+
+    inside: int = 0
+    between: int = 0
+
+    def __add__(self, other: WireBytes) -> WireBytes:
+        return WireBytes(self.inside + other.inside, self.between + other.between)
+
+    def __mul__(self, times: int) -> WireBytes:
+        return WireBytes(times * self.inside, times * self.between)
+
+
+@dataclass(frozen=True)
+class WirePlan:
+    """What one rank sends in a step. A byte counts once for each rank that needs it.
+
+    A few KiB are left out: norms, and flags of used parameters.
+
+    Attributes:
+        weights: gathers of weights.
+        gradients: reductions of gradients.
+    """
+
+    weights: WireBytes
+    gradients: WireBytes
+
+    @property
+    def total(self) -> WireBytes:
+        """Both together."""
+        return self.weights + self.gradients
+
+    def __str__(self) -> str:
+        rows = (("weights", self.weights), ("gradients", self.gradients), ("a step", self.total))
+        return "\n".join(
+            f"{label:<12}{sent.inside / 2**20:12.2f} MiB inside the host"
+            f"{sent.between / 2**20:12.2f} MiB to other hosts"
+            for label, sent in rows
+        )
+
+
+@runtime_checkable
+class _GathersAgain(Protocol):
+    def gathered_again(self) -> list[ParameterGroup]: ...
+
+
+def wire_plan(module: nn.Module, microbatches: int = 1) -> WirePlan:
+    """What this rank sends in a step of a wrapped module, from layouts and placements alone.
+
+    A step is: each microbatch forward and backward, the last one final, and the optimizer's update
+    of all weights. Under strategies that gather, a plan made after a step knows which unit's
+    forward comes last; before that it takes the last one that was registered.
+
+    Args:
+        module: what `DistributedDataParallel` or `fully_shard` returned.
+        microbatches: forwards and backwards in a step.
+
+    Raises:
+        TypeError: if the module was not wrapped by Lamina.
+        ValueError: the gradients are reduced in a way that has no formula here
+            (`reproducible=True`, `reduction="int8"`), or weights are gathered as codes.
+
+    Examples:
+        >>> wire_plan(DistributedDataParallel(torch.nn.Linear(256, 256))).total.between
+        0
+    """
+    again = module.gathered_again() if isinstance(module, _GathersAgain) else []
+    weights = gradients = WireBytes()
+    for group in groups_of(module):
+        weights += _installed(group) + _gathered(group, microbatches, again)
+        if group.gradients is not None:
+            gradients += _reduced(group, microbatches)
+    return WirePlan(weights, gradients)
+
+
+def _installed(group: ParameterGroup) -> WireBytes:
+    """Gathers of what the optimizer wrote: along each axis that cuts main weights alone."""
+    outer, inner = (
+        m and not w for m, w in zip(group.main_weights.cuts, group.weights.local.cuts, strict=True)
+    )
+    axes, nbytes, sent = group.axes, group.layout.size * group.dtypes.weights.itemsize, WireBytes()
+    if outer:
+        sent += _gather(
+            axes.outer, nbytes // (axes.inner.size if group.main_weights.cuts[1] else 1)
+        )
+    return sent + _gather(axes.inner, nbytes) if inner else sent
+
+
+def _gathered(group: ParameterGroup, microbatches: int, again: list[ParameterGroup]) -> WireBytes:
+    """Gathers before a forward, and before those backwards that come after a release."""
+    if group.weights.local.is_whole:
+        return WireBytes()
+    times = 1 if group.weights.kept_for_step else microbatches
+    times += microbatches * any(group is one for one in again)
+    return _gather(group.axes.inner, group.layout.size * group.dtypes.weights.itemsize) * times
+
+
+def _reduced(group: ParameterGroup, microbatches: int) -> WireBytes:
+    name, axes, dtypes = group.settings.reduction.name, group.axes, group.dtypes
+    if name not in ("ordered", "native"):
+        raise ValueError(f"wire_plan has no formula for reduction={name!r}: watch it by a Ledger")
+    ordered = name == "ordered"
+    times = microbatches if group.trained.cadence is Cadence.EVERY_MICROBATCH else 1
+    outer, inner = group.trained.main.cuts
+    numel, wide = group.layout.size, torch.promote_types(dtypes.wire, torch.float32)
+    if axes.outer.size == 1:
+        return (
+            _sum(axes.inner, numel, dtypes.wire, None if inner else dtypes.grads, ordered) * times
+        )
+    whole = outer and not inner
+    sent = _sum(axes.inner, numel, dtypes.wire, wide if whole else None, ordered) * times
+    part = numel if whole else numel // axes.inner.size
+    sent += _sum(axes.outer, part, wide, None if outer else dtypes.grads, ordered)
+    return sent if outer or inner else sent + _gather(axes.inner, numel * dtypes.grads.itemsize)
+
+
+def _gather(axis: MeshAxis, nbytes: int) -> WireBytes:
+    """A gather of a whole of so many bytes: this rank's piece goes to all others."""
+    return _to_others(axis, nbytes // axis.size)
+
+
+def _to_others(axis: MeshAxis, nbytes: int) -> WireBytes:
+    """So many bytes for each other rank."""
+    if axis.group is None:
+        return WireBytes()
+    near = len(host_places(axis.group).near)
+    return WireBytes((near - 1) * nbytes, (axis.size - near) * nbytes)
+
+
+def _sum(
+    axis: MeshAxis, numel: int, wire: torch.dtype, gathered: torch.dtype | None, ordered: bool
+) -> WireBytes:
+    """A reduction of `numel` elements; the sums are gathered in a dtype, or None for a scatter."""
+    piece = -(-numel // axis.size)
+    back = 0 if gathered is None else gathered.itemsize
+    places = None if axis.group is None else host_places(axis.group)
+    if places is None or not ordered or places.run in (1, axis.size):
+        back = back if ordered or not back else wire.itemsize
+        return _to_others(axis, piece * (wire.itemsize + back))
+    # Terms go to the run of ranks around this one, and partial sums in fp32 to the other runs.
+    partial = torch.promote_types(wire, torch.float32).itemsize + back
+    runs, near = axis.size // places.run, len(places.near) // places.run
+    inside = (places.run - 1) * runs * piece * (wire.itemsize + back)
+    return WireBytes(inside + (near - 1) * piece * partial, (runs - near) * piece * partial)

@@ -1,0 +1,70 @@
+"""Law 5, host by host: the plan of a step's bytes equals what the ledger counts."""
+
+import contextlib
+
+import pytest
+import torch
+from torch import nn
+
+from lamina.collectives import Ledger
+from lamina.ddp import WireBytes, wire_plan
+from lamina.fsdp import fully_shard
+from lamina.mesh import ParallelLayout
+from lamina_testing.toys import Block
+
+WIDTH = 32
+
+
+def step(model, optimizer, microbatches=1):
+    for left in reversed(range(microbatches)):
+        with model.no_sync() if left else contextlib.nullcontext():
+            model(torch.randn(4, WIDTH)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def counted(ledger, purpose):
+    """What went over the communicators of one purpose: flags of used parameters have others."""
+    records = [one for one in ledger.records if one.communicator.endswith(purpose)]
+    between = sum(one.between for one in records)
+    return WireBytes(sum(one.bytes for one in records) - between, between)
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize(
+    ("strategy", "replicate", "settings"),
+    [
+        (0, 1, {}),
+        (1, 1, {}),
+        (2, 1, {}),
+        (3, 1, {}),
+        (0, 2, {}),
+        (3, 2, {}),
+        (3, 2, {"outer_dp_sharding_strategy": 1}),
+        (3, 1, {"reduction": "native"}),
+    ],
+    ids=str,
+)
+def test_the_plan_of_a_step_is_what_the_ledger_counts(monkeypatch, strategy, replicate, settings):
+    """Two hosts of two ranks; one microbatch, and two."""
+    monkeypatch.setenv("LAMINA_RANKS_PER_HOST", "2")
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Block(WIDTH) for _ in range(3)))
+    model, optimizer = fully_shard(
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        device_mesh=ParallelLayout(dp_replicate=replicate).build("cpu"),
+        dp_outer_dim="dp_replicate",
+        fsdp_unit_modules=[Block],
+        zero_dp_strategy=strategy,
+        **settings,
+    )
+    step(model, optimizer)
+    for microbatches in (1, 2):
+        with Ledger() as ledger:
+            step(model, optimizer, microbatches)
+        plan = wire_plan(model, microbatches)
+        assert counted(ledger, ":gather") == plan.weights
+        assert counted(ledger, ":reduce") == plan.gradients
+        assert plan.gradients.between > 0
+        assert (plan.weights.between > 0) is (strategy > 0 and (replicate == 1 or bool(settings)))

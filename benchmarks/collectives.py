@@ -2,30 +2,42 @@
 
     python benchmarks/collectives.py                        # gloo on CPU, 2 and 4 ranks
     python benchmarks/collectives.py --backend nccl         # one rank per GPU
+    python benchmarks/collectives.py --mbit 2000 --hosts 4 --ranks 2    # namespaces (needs root)
 
 Every repetition runs all contestants one after the other, so that a noisy neighbour hits all of
 them; a contestant makes several calls in a row if they are short, and its time is that of the
 slowest rank, divided by the calls. Printed are medians, and the median over repetitions of torch's
 time divided by ours. "and norm": ours yields the squared norm, torch's does not. "messages only"
 is what ranks of different hosts get (`use_messages`).
+
+With `--mbit` hosts are network namespaces, each with a link of that speed. Ours then adds up the
+ranks of a host first, and "one exchange" does not. After the table it says whether both have the
+bits of the sum of one process, and how many bytes each sends to other hosts.
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from lamina.collectives import all_gather_into, all_reduce_fp32, reduce_scatter_fp32
+from lamina.collectives import Ledger, all_gather_into, all_reduce_fp32, reduce_scatter_fp32
 from lamina.collectives.compat import all_gather_single, reduce_scatter_single
 from lamina.collectives.engine import use_messages
+from lamina.collectives.reduction.summation import reference_sum
+from lamina.mesh import init_distributed
+from lamina.mesh.engine import environment, host_places
+from lamina.mesh.process_groups import current_world
+from lamina_testing.netns import shaped_link
 
 Contest = tuple[str, Callable[[], object], dict[str, Callable[[], object]]]
 
@@ -100,11 +112,17 @@ def rank_main(rank: int, world: int, path: str, options: argparse.Namespace) -> 
     if options.backend == "nccl":
         device = torch.device("cuda", rank)
         torch.cuda.set_device(device)
-    dist.init_process_group(
-        options.backend, init_method=f"file://{path}", rank=rank, world_size=world
-    )
+    if options.mbit:
+        init_distributed(device="cpu")
+    else:
+        dist.init_process_group(
+            options.backend, init_method=f"file://{path}", rank=rank, world_size=world
+        )
     groups = {"ours": dist.group.WORLD}
-    if options.backend == "gloo":
+    if options.mbit:
+        groups["one exchange"] = flat = dist.new_group()
+        current_world().places[flat] = replace(host_places(flat), run=1)
+    elif options.backend == "gloo":
         groups["messages"] = dist.new_group()
         use_messages(groups["messages"])
     dtype = getattr(torch, options.dtype)
@@ -119,7 +137,30 @@ def rank_main(rank: int, world: int, path: str, options: argparse.Namespace) -> 
                         times[key].append(spent)
             if rank == 0:
                 print_row(options, world, mib, name, times)
+    if options.mbit:
+        compare(groups, dtype, options.mib[-1])
     dist.destroy_process_group()
+
+
+def compare(groups: dict[str, dist.ProcessGroup], dtype: torch.dtype, mib: int) -> None:
+    """Whether each group's sum has the bits of one process, and what it sends to other hosts."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    piece = mib * 2**20 // dtype.itemsize // world
+    inputs = [
+        torch.randn(world * piece, generator=torch.Generator().manual_seed(each)).to(dtype)
+        for each in range(world)
+    ]
+    expected, output = torch.empty(piece), torch.empty(piece)
+    own = slice(rank * piece, (rank + 1) * piece)
+    reference_sum([each[own] for each in inputs], expected)
+    for name, group in groups.items():
+        with Ledger() as ledger:
+            reduce_scatter_fp32(output, inputs[rank], group)
+        same = torch.tensor(int(torch.equal(output, expected)))
+        dist.all_reduce(same, op=dist.ReduceOp.MIN)
+        if rank == 0:
+            sent = ledger.bytes(between_hosts=True)
+            print(f"{name}: bits of one process: {bool(same)}; to other hosts: {sent:,} bytes")
 
 
 def print_row(
@@ -146,13 +187,29 @@ def main() -> None:
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--repeat", type=int, default=15)
     parser.add_argument("--threads", type=int, default=1, help="torch threads per rank (CPU)")
+    parser.add_argument("--mbit", type=int, default=0, help="between network namespaces")
+    parser.add_argument("--hosts", type=int, default=2, help="with --mbit; --ranks are of a host")
+    parser.add_argument("--joined", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.joined:
+        env = environment()
+        rank, world = (env.integer(name, minimum=0) for name in ("RANK", "WORLD_SIZE"))
+        rank_main(rank or 0, world or 1, "", options)
+        return
     worlds = options.ranks or ([2, 4] if options.backend == "gloo" else [torch.cuda.device_count()])
     print(f"torch {torch.__version__}, wire {options.dtype}; buffers of N MiB per rank; ms, median")
     heads = ["backend", "ranks", "buffer", "operation", "torch", "ours", "ratio"]
-    if options.backend == "gloo":
+    if options.mbit:
+        heads += ["one exchange", "ratio"]
+    elif options.backend == "gloo":
         heads += ["ours, messages only", "ratio"]
     print("| " + " | ".join(heads) + " |\n|" + " --- |" * len(heads), flush=True)
+    if options.mbit:
+        with shaped_link(bits_per_second=options.mbit * 10**6, namespaces=options.hosts) as link:
+            program = [sys.executable, *sys.argv, "--joined"]
+            per_host = (options.ranks or [2])[0]
+            print(link.run_ranks(program, ranks_per_namespace=per_host, timeout=3600)[0], end="")
+        return
     for world in worlds:
         with tempfile.TemporaryDirectory() as folder:
             path = str(Path(folder) / "rendezvous")

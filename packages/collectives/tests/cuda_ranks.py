@@ -1,6 +1,6 @@
 """Several ranks share one GPU over gloo, or one per GPU over NCCL: a program, run by tests.
 
-    python cuda_ranks.py            # 2 and 3 ranks on GPU 0 over gloo, and a world of one on NCCL
+    python cuda_ranks.py            # 2, 3 and 2 x 2 ranks on GPU 0 over gloo, and a world of one on NCCL
     python cuda_ranks.py nccl       # one rank per GPU
     python cuda_ranks.py cpu        # a rehearsal: 2 ranks on the CPU over gloo, nothing to wait for
 
@@ -10,6 +10,7 @@ that tensors may be dropped while their collective is in flight.
 
 from __future__ import annotations
 
+import os
 import sys
 import tempfile
 from pathlib import Path
@@ -132,6 +133,8 @@ def delay() -> None:
 def rank_main(rank: int, world: int, backend: str, path: str) -> None:
     if not CPU:
         torch.cuda.set_device(rank if backend == "nccl" else 0)
+    if world > 2 and world % 2 == 0:  # sums over hosts
+        os.environ["LAMINA_RANKS_PER_HOST"] = "2"
     dist.init_process_group(backend, init_method=f"file://{path}", rank=rank, world_size=world)
     group = dist.group.WORLD
     assert group is not None
@@ -145,7 +148,7 @@ def rank_main(rank: int, world: int, backend: str, path: str) -> None:
 
 
 def main() -> None:
-    worlds = [(2, "gloo"), (3, "gloo"), (1, "nccl")]
+    worlds = [(2, "gloo"), (3, "gloo"), (4, "gloo"), (1, "nccl")]
     if "nccl" in sys.argv[1:]:
         worlds = [(torch.cuda.device_count(), "nccl")]
     if CPU:

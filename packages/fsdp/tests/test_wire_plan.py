@@ -24,8 +24,9 @@ def step(model, optimizer, microbatches=1):
 
 
 def counted(ledger, purpose):
-    """What went over the communicators of one purpose: flags of used parameters have others."""
-    records = [one for one in ledger.records if one.communicator.endswith(purpose)]
+    """What went over the communicators of one purpose, without the flags of used parameters."""
+    large = [one for one in ledger.records if one.op != "all_reduce_small"]
+    records = [one for one in large if one.communicator.endswith(purpose)]
     between = sum(one.between for one in records)
     return WireBytes(sum(one.bytes for one in records) - between, between)
 

@@ -1,4 +1,4 @@
-"""Two network namespaces joined by a link of chosen speed, for honest tests of overlap.
+"""Network namespaces joined by links of chosen speed, for honest tests of overlap.
 
 On the loopback device communication costs processor time that computation would need. Between
 namespaces, with `tc tbf` on the link, bytes take time and little else, as on a real network.
@@ -13,6 +13,7 @@ import re
 import shutil
 import signal
 import socket
+import string
 import subprocess
 import sys
 import time
@@ -21,7 +22,7 @@ from dataclasses import dataclass
 
 _PREFIX = "lamina-test"
 _DEVICE = "veth0"
-_ADDRESSES = ("10.77.0.1", "10.77.0.2")
+_ADDRESSES = tuple(f"10.77.0.{place}" for place in range(1, 27))
 _PORT = 29500  # free: each link has namespaces of its own
 
 
@@ -33,22 +34,23 @@ class RankProgramError(RuntimeError):
 class Traffic:
     """Bytes that have left each namespace over the link, headers included."""
 
-    sent: tuple[int, int]
+    sent: tuple[int, ...]
 
     def __sub__(self, earlier: Traffic) -> Traffic:
-        return Traffic((self.sent[0] - earlier.sent[0], self.sent[1] - earlier.sent[1]))
+        both = zip(self.sent, earlier.sent, strict=True)
+        return Traffic(tuple(now - before for now, before in both))
 
 
 @dataclass(frozen=True)
 class Link:
-    """Two namespaces and the link between them."""
+    """Namespaces and the links between them."""
 
-    namespaces: tuple[str, str]
+    namespaces: tuple[str, ...]
     bits_per_second: int
 
     def traffic(self) -> Traffic:
         """Read the interfaces' counters."""
-        return Traffic((_sent(self.namespaces[0]), _sent(self.namespaces[1])))
+        return Traffic(tuple(map(_sent, self.namespaces)))
 
     def run_ranks(
         self,
@@ -65,7 +67,7 @@ class Link:
         """
         processes = [
             self._start(program, rank, ranks_per_namespace, environment or {})
-            for rank in range(2 * ranks_per_namespace)
+            for rank in range(len(self.namespaces) * ranks_per_namespace)
         ]
         try:
             _wait(processes, time.monotonic() + timeout)
@@ -86,7 +88,7 @@ class Link:
         node, local_rank = divmod(rank, per_namespace)
         variables = {
             "RANK": rank,
-            "WORLD_SIZE": 2 * per_namespace,
+            "WORLD_SIZE": len(self.namespaces) * per_namespace,
             "LOCAL_RANK": local_rank,
             "LOCAL_WORLD_SIZE": per_namespace,
             "GROUP_RANK": node,
@@ -123,8 +125,8 @@ def unavailable() -> str | None:
 
 
 @contextlib.contextmanager
-def shaped_link(*, bits_per_second: int) -> Iterator[Link]:
-    """Make two namespaces joined by a veth whose both ends send at `bits_per_second`.
+def shaped_link(*, bits_per_second: int, namespaces: int = 2) -> Iterator[Link]:
+    """Make namespaces that each send at `bits_per_second`: two joined by a veth, more by a bridge.
 
     Everything is removed at the end; what a killed process has left is removed by the next one.
     Raises subprocess.CalledProcessError where the kernel or a missing right refuses.
@@ -134,22 +136,30 @@ def shaped_link(*, bits_per_second: int) -> Iterator[Link]:
     with socket.socket() as unique:
         unique.bind(("127.0.0.1", 0))
         number = unique.getsockname()[1]
-    first, second = (f"{_PREFIX}-{os.getpid()}-{number}-{side}" for side in "ab")
+    own = f"{_PREFIX}-{os.getpid()}-{number}"
+    names = [f"{own}-{side}" for side in string.ascii_lowercase[:namespaces]]
+    hub = f"{own}-hub" if namespaces > 2 else names[1]
     # A bucket must hold what flows between two ticks of the kernel's clock (at worst 10 ms).
     burst = max(bits_per_second // 8 // 100, 64 * 1024)
     shape = ("rate", f"{bits_per_second}bit", "burst", str(burst), "latency", "50ms")
     with contextlib.ExitStack() as stack:
-        for name in (first, second):
+        for name in dict.fromkeys((*names, hub)):
             _ip("netns", "add", name)
             stack.callback(_remove, name)
-        ends = ("netns", first, "type", "veth", "peer", "name", _DEVICE, "netns", second)
-        _ip("link", "add", _DEVICE, *ends)
-        for name, address in zip((first, second), _ADDRESSES, strict=True):
+        if namespaces > 2:
+            _ip("-n", hub, "link", "add", "bridge", "up", "type", "bridge")
+        for name in names if namespaces > 2 else names[:1]:
+            port = name[-1] if namespaces > 2 else _DEVICE
+            ends = ("netns", name, "type", "veth", "peer", "name", port, "netns", hub)
+            _ip("link", "add", _DEVICE, *ends)
+            if namespaces > 2:
+                _ip("-n", hub, "link", "set", port, "master", "bridge", "up")
+        for name, address in zip(names, _ADDRESSES, strict=False):
             _ip("-n", name, "addr", "add", f"{address}/24", "dev", _DEVICE)
             _ip("-n", name, "link", "set", _DEVICE, "up")
             _ip("-n", name, "link", "set", "lo", "up")
             _run("tc", "-n", name, "qdisc", "add", "dev", _DEVICE, "root", "tbf", *shape)
-        yield Link((first, second), bits_per_second)
+        yield Link(tuple(names), bits_per_second)
 
 
 def _wait(processes: list[subprocess.Popen[str]], deadline: float) -> None:
@@ -183,6 +193,6 @@ def _remove(namespace: str) -> None:
 
 
 def _remove_stale() -> None:
-    for match in re.finditer(rf"^{_PREFIX}-(\d+)-\d+-[ab]", _ip("netns", "list"), re.MULTILINE):
+    for match in re.finditer(rf"^{_PREFIX}-(\d+)-\d+-[a-z]+", _ip("netns", "list"), re.MULTILINE):
         if not os.path.exists(f"/proc/{match[1]}"):
             _remove(match[0])

@@ -1,6 +1,6 @@
 """Several ranks share one GPU over gloo, or one per GPU over NCCL: a program, run by tests.
 
-    python cuda_ranks.py            # 2, 3 and 2 x 2 ranks on GPU 0 over gloo, and a world of one on NCCL
+    python cuda_ranks.py            # 2, 3, 2 x 2 ranks on GPU 0 over gloo, a world of one on NCCL
     python cuda_ranks.py nccl       # one rank per GPU
     python cuda_ranks.py cpu        # a rehearsal: 2 ranks on the CPU over gloo, nothing to wait for
 

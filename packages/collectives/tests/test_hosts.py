@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import json
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -16,6 +18,7 @@ from lamina.collectives import Ledger, all_reduce_fp32, reduce_scatter_fp32
 from lamina.collectives.engine import Int8Blocks, use_messages
 from lamina.collectives.reduction import ordered
 from lamina.mesh.engine import split_over_hosts
+from lamina_testing.netns import shaped_link, unavailable
 
 WIRES = [torch.float32, torch.bfloat16]
 PIECE = 3
@@ -239,3 +242,52 @@ def test_hosts_that_are_no_power_of_two_sum_in_the_largest_runs_that_are(
     assert torch.equal(output, expected[rank * PIECE : (rank + 1) * PIECE])
     flat = (6 - per_host) * PIECE * 2
     assert ledger.bytes(between_hosts=True) == (2 * PIECE * 4 if run == 2 else flat)
+
+
+PROGRAM = """
+import json, time
+from pathlib import Path
+import torch
+import torch.distributed as dist
+from lamina.collectives import Ledger, all_reduce_fp32, reduce_scatter_fp32
+from lamina.mesh import ParallelLayout, init_distributed
+from lamina.mesh.engine import ranks_per_host
+
+def counter():
+    dist.barrier()
+    time.sleep(0.3)
+    return int(Path("/sys/class/net/veth0/statistics/tx_bytes").read_text())
+
+with init_distributed(device="cpu") as runtime:
+    group = ParallelLayout().build("cpu").axis("dp_shard").group
+    whole = torch.ones(1 << 21, dtype=torch.bfloat16)
+    piece, total = torch.empty(len(whole) // runtime.world_size), torch.empty(len(whole))
+    reduce_scatter_fp32(piece, whole, group)
+    before = counter()
+    with Ledger() as ledger:
+        reduce_scatter_fp32(piece, whole, group)
+        all_reduce_fp32(total, whole, group)
+    counted = counter() - before
+    right = bool((piece == runtime.world_size).all() and (total == runtime.world_size).all())
+    sent = ledger.bytes(between_hosts=True)
+    print(json.dumps([ranks_per_host(), right, sent, counted]))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("namespaces", [2, 4])
+def test_network_interfaces_count_the_bytes_between_hosts(namespaces):
+    """Namespaces are hosts, which nobody has named: two ranks each, found by `init_distributed`."""
+    problem = unavailable()
+    if problem is not None:
+        pytest.skip(problem)
+    with shaped_link(bits_per_second=2 * 10**9, namespaces=namespaces) as link:
+        outputs = link.run_ranks(
+            [sys.executable, "-c", PROGRAM], ranks_per_namespace=2, timeout=150
+        )
+    partial = (namespaces - 1) * 4 * (1 << 21) // (2 * namespaces)  # of each rank, in fp32
+    for output in outputs:
+        per_host, right, sent, counted = json.loads(output.splitlines()[-1])
+        assert (per_host, right) == (2, True)
+        assert sent == 3 * partial  # two reductions, and a gather of fp32 sums
+        assert 1.0 <= counted / (2 * sent) < 1.06

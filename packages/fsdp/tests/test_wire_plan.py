@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 from lamina.collectives import Ledger
-from lamina.ddp import WireBytes, wire_plan
+from lamina.ddp import wire_plan
+from lamina.ddp.engine import WireBytes
 from lamina.fsdp import fully_shard
 from lamina.mesh import ParallelLayout
 from lamina_testing.toys import Block

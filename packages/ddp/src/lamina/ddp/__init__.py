@@ -4,7 +4,7 @@ from lamina.ddp.backward.reducer import LargeGradientError, NonFiniteGradientErr
 from lamina.ddp.finalize.finalize import FinalizesStep, finalize_grads
 from lamina.ddp.inspect.inspection import full_gradients, full_parameters
 from lamina.ddp.inspect.memory import MemoryPlan, memory_plan
-from lamina.ddp.inspect.wire import WireBytes, WirePlan, wire_plan
+from lamina.ddp.inspect.wire import wire_plan
 from lamina.ddp.norm.clip import clip_grad_norm
 from lamina.ddp.norm.health import Decision, HealthMonitor, Judgement
 from lamina.ddp.optimizer.grad_scaler import ShardedGradScaler
@@ -28,8 +28,6 @@ __all__ = [
     "ShardedGradScaler",
     "ShardedOptimizer",
     "Strategy",
-    "WireBytes",
-    "WirePlan",
     "clip_grad_norm",
     "finalize_grads",
     "full_gradients",

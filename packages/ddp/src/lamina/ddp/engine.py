@@ -21,6 +21,7 @@ from lamina.ddp.group.module_watch import ModuleWatch
 from lamina.ddp.group.weights import Weights, WeightsState, WholeWeights
 from lamina.ddp.inspect.inspection import HasGroups, groups_of
 from lamina.ddp.inspect.memory import MemoryBudgets
+from lamina.ddp.inspect.wire import WireBytes, WirePlan
 from lamina.ddp.optimizer.adopt_parameters import (
     adopt_main_parameters,
     refuse_optimizer,
@@ -77,6 +78,8 @@ __all__ = [
     "Weights",
     "WeightsState",
     "WholeWeights",
+    "WireBytes",
+    "WirePlan",
     "adopt_main_parameters",
     "answer_scalers",
     "broadcast_buffers",

@@ -3,6 +3,7 @@
     python benchmarks/ddp.py                      # loopback
     python benchmarks/ddp.py --mbit 2000          # between two network namespaces (needs root)
     python benchmarks/ddp.py --mbit 400 --optimizer fused
+    python benchmarks/ddp.py --price [--mbit 2000]  # what ordered sums cost, in % of a step
 
 Every round runs one step of each contestant, one after the other, so that a noisy neighbour hits
 all of them; a contestant's step time is that of the slowest rank. Printed are the median step,
@@ -12,6 +13,10 @@ gradients times 2 (N - 1) / N); memory is the most bytes of live tensors within 
 included, seen by the meter. A second table says where a step's time goes: medians of forward,
 backward and optimizer, and how long of it the main thread waited for sums (in the backward) and
 for updated weights (in the optimizer or the forward), by the ledger, in steps of their own.
+
+`--price` runs ordered and native sums alone, strategies 0 and 1, and prints the median over rounds
+of the ordered step's time beside the native one's, in % of a step, with the quartiles. The aim is
+5%.
 
 Between namespaces "bound" is the longer of the step without communication and the bytes sent over
 the link's speed. Messages are forced there (`use_messages`): both namespaces are on one host, whose
@@ -102,8 +107,8 @@ def build() -> GPT:
     return GPT()
 
 
-def contestants(kind: str) -> list[Callable[[], Contestant]]:
-    """Makers of all contestants."""
+def contestants(kind: str, price: bool = False) -> list[Callable[[], Contestant]]:
+    """Makers of all contestants, or of those that show the price of ordered sums."""
     how: dict[str, Any] = {"lr": 1e-4, "foreach" if kind == "foreach" else "fused": True}
 
     def alone() -> Contestant:
@@ -141,6 +146,12 @@ def contestants(kind: str) -> list[Callable[[], Contestant]]:
 
         return make
 
+    if price:
+        return [
+            lamina(f"lamina {int(sharded)}, {how}", sharded, reduction=how)
+            for sharded in (False, True)
+            for how in ("ordered", "native")
+        ]
     return [
         torch_ddp,
         lamina("lamina 0, ordered", False),
@@ -154,7 +165,7 @@ def contestants(kind: str) -> list[Callable[[], Contestant]]:
 def rank_program(rank: int, arguments: argparse.Namespace) -> None:
     """What both ranks run; rank 0 prints what was found."""
     torch.set_num_threads(1)
-    makers = contestants(arguments.optimizer)
+    makers = contestants(arguments.optimizer, arguments.price)
     generator = torch.Generator().manual_seed(rank)
     tokens = torch.randint(VOCABULARY, (BATCH, LENGTH + 1), generator=generator)
     facts = {}
@@ -249,11 +260,25 @@ def report(found: dict[str, Any], title: str, mbit: int) -> None:
         print(f"| {name} | " + " | ".join([*(f"{1e3 * m:.0f}" for m in medians), *seen]) + " |")
 
 
+def report_price(times: dict[str, list[float]], title: str) -> None:
+    """Print what an ordered sum costs, in % of a step with the backend's own."""
+    print(
+        f"\n{title}\n| strategy | native step | ordered, in % more | quartiles |\n|{' --- |' * 4}"
+    )
+    for strategy in (0, 1):
+        ordered, native = (times[f"lamina {strategy}, {how}"] for how in ("ordered", "native"))
+        more = [100 * (a / b - 1) for a, b in zip(ordered, native, strict=True)]
+        low, middle, high = statistics.quantiles(more, n=4)
+        step = f"{1e3 * statistics.median(native):.0f} ms"
+        print(f"| {strategy} | {step} | {middle:+.1f}% | {low:+.1f}% to {high:+.1f}% |")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--optimizer", choices=["foreach", "fused"], default="foreach")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--mbit", type=int, default=0)
+    parser.add_argument("--price", action="store_true", help="what ordered sums cost, alone")
     parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.rank:
@@ -262,11 +287,11 @@ def main() -> None:
         dist.destroy_process_group()
         return
     os.environ["OMP_NUM_THREADS"] = "1"
+    program = [sys.executable, __file__, "--rank", "--optimizer", arguments.optimizer]
+    program += ["--rounds", str(arguments.rounds), *(["--price"] if arguments.price else [])]
     if arguments.mbit:
         from lamina_testing.netns import shaped_link
 
-        program = [sys.executable, __file__, "--rank", "--optimizer", arguments.optimizer]
-        program += ["--rounds", str(arguments.rounds)]
         with shaped_link(bits_per_second=arguments.mbit * 10**6) as link:
             outputs = link.run_ranks(program, environment={"LAMINA_MESSAGES": "1"}, timeout=900)
         text = outputs[0]
@@ -274,11 +299,9 @@ def main() -> None:
         import subprocess
 
         environment = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-        command = [sys.executable, __file__, "--rank", "--optimizer", arguments.optimizer]
-        command += ["--rounds", str(arguments.rounds)]
         ranks = [
             subprocess.Popen(
-                command, env={**environment, "RANK": str(r)}, stdout=subprocess.PIPE, text=True
+                program, env={**environment, "RANK": str(r)}, stdout=subprocess.PIPE, text=True
             )
             for r in range(2)
         ]
@@ -286,7 +309,11 @@ def main() -> None:
     line = next(line for line in text.splitlines() if line.startswith("{"))
     where = f"namespaces, {arguments.mbit} mbit, messages" if arguments.mbit else "loopback"
     title = f"{where}, AdamW {arguments.optimizer}, {arguments.rounds} rounds"
-    report(json.loads(line), title, arguments.mbit)
+    found = json.loads(line)
+    if arguments.price:
+        report_price(found["times"], title)
+    else:
+        report(found, title, arguments.mbit)
 
 
 def free_port() -> int:

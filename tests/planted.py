@@ -1,10 +1,15 @@
 """Bugs that other systems had, planted here one at a time: which test finds each?
 
-    python tests/planted.py [--only WORDS] [--write]
+    python tests/planted.py [--findings] [--only WORDS] [--write]
 
 A bug is one change of a line in a copy of a layer's sources. The test that is to find it then runs
 over the copy, and must fail. `--write` writes docs/records/planted.md. `test_planted.py` holds that
 every line is still there to be changed.
+
+`--findings` plants the public findings of silently wrong gradients in Megatron-Core's compositions
+(Megatron-LM, issue 7452), each in the place of Lamina that does the same. Two tests run over each:
+the types of parallelism, and one that compares numbers with one process. `--write` then writes
+docs/records/findings.md.
 """
 
 from __future__ import annotations
@@ -22,6 +27,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "records" / "planted.md"
+FINDINGS_PAGE = ROOT / "docs" / "records" / "findings.md"
+TYPES = "models/tests/test_parallel_types.py::test_models_fit"
 
 
 @dataclass(frozen=True)
@@ -33,6 +40,8 @@ class Bug:
     line: str
     becomes: str
     test: str  # below packages/
+    only: str = ""  # which cases of the test, as pytest's -k
+    typed: str = ""  # the case of TYPES that is to find it, or could
 
     @property
     def layer(self) -> str:
@@ -105,7 +114,7 @@ BUGS = [
     Bug(
         "the norm is that of one rank's shard",
         "ddp/norm/clip.py",
-        'all_reduce_small([value], axis.sibling("reduce"), op=norm.op)',
+        'all_reduce_small(message, axis.sibling("reduce"), op=norm.op)',
         "pass",
         "ddp/tests/test_finalize.py::test_the_norm_counts_every_parameter_once",
     ),
@@ -196,6 +205,103 @@ BUGS = [
 ]
 
 
+# A group of the same size as the right one, over other ranks, if the mesh has one.
+OTHER = (
+    "next((g for (_, r), g in __import__('lamina.mesh.process_groups', fromlist=['x'])"
+    ".current_world().groups.items() if len(r) == {0}.size() and list(r) != "
+    "__import__('torch').distributed.get_process_group_ranks({0})), {0})"
+)
+EXPERTS = "models/tests/test_moe_parity.py::test_four_ranks_equal_one_process[ranks4-ep 2, tp 2]"
+
+FINDINGS = [
+    Bug(
+        "1 (label smoothing sums over this rank's vocabulary): the sum of the exponentials does",
+        "models/layers/loss.py",
+        "all_reduce_small([total, chosen], group)",
+        "all_reduce_small([chosen], group)",
+        "models/tests/test_tensor_parallel.py::test_cross_entropy_over_ranks_equals_torch",
+        typed="plain-8",
+    ),
+    Bug(
+        "2 (the loss over cut vocabularies is given gathered logits): so is the head's",
+        "models/layers/embedding.py",
+        "        total = linear_cross_entropy(",
+        "        total = (lambda x, w, labels, axis, **_: "
+        "__import__('lamina.models', fromlist=['x']).vocab_parallel_cross_entropy("
+        "gather_from(x @ w.t(), axis.group, dim=-1) if axis else "
+        "x @ w.t(), labels, axis).sum())(",
+        "models/tests/test_tensor_parallel.py::test_training_equals_one_process_in_float64",
+        typed="plain-8",
+    ),
+    Bug(
+        "3 (a loss per token is divided by the tokens of this rank): so is the whole gradient",
+        "ddp/finalize/finalize.py",
+        'all_reduce_small([count], mesh.axis("dp_cp").sibling("reduce"))',
+        "pass",
+        "ddp/tests/test_finalize.py::test_unequal_token_counts_on_the_last_stage_weigh_tokens_and_not_ranks",
+        typed="plain-8",
+    ),
+    Bug(
+        "4 (saved activations are gathered over another tp group): those that backward gathers",
+        "models/layers/linear.py",
+        "arriving = start_all_gather(x, cut.group)",
+        f"arriving = start_all_gather(x, {OTHER.format('cut.group')})",
+        EXPERTS,
+        typed="experts-8",
+    ),
+    Bug(
+        "5 (the experts' padding mask is cut over another tp group): the same",
+        "models/moe/losses.py",
+        "padding = scatter_to(padding, axes.tokens_tp.group)",
+        f"padding = scatter_to(padding, {OTHER.format('axes.tokens_tp.group')})",
+        EXPERTS,
+        typed="experts-8",
+    ),
+    Bug(
+        "6 (its text was not at hand; of the kind of 4, 5 and 7): positions are cut over another",
+        "models/decoder/gpt.py",
+        "positions = scatter_to(positions.expand_as(tokens).flatten(), self.axis.group)",
+        "positions = scatter_to(positions.expand_as(tokens).flatten(), "
+        f"{OTHER.format('self.axis.group')})",
+        "models/tests/test_vision_ranks.py::test_images_reach_text_that_is_cut_over_ranks",
+        typed="learned positions-8",
+    ),
+    Bug(
+        "7 (embeddings with images are cut over another tp group): which images they are",
+        "models/decoder/splice.py",
+        "index = scatter_to(index.flatten(), scattered_over.group)",
+        f"index = scatter_to(index.flatten(), {OTHER.format('scattered_over.group')})",
+        "models/tests/test_vision_ranks.py::test_images_reach_text_that_is_cut_over_ranks",
+        typed="vision-8",
+    ),
+    Bug(
+        "8 (a parameter per head is not marked as cut: the norm misses it): Mamba's decay rates",
+        "models/mamba/block.py",
+        "for parameter in (self.A_log, self.dt_bias, self.D):",
+        "for parameter in ():",
+        "models/tests/test_mamba_ranks.py::test_heads_cut_over_ranks_train_like_one_process",
+        typed="mamba-8",
+    ),
+    Bug(
+        "10 (the load of this rank's tokens is summed over ranks once more): the same",
+        "models/moe/losses.py",
+        "    for axis in axes:",
+        "    for axis in (*axes, *axes):",
+        EXPERTS,
+        typed="experts-8",
+    ),
+    Bug(
+        "11 (a norm that tp ranks share for their heads gets no sum of gradients): that of queries",
+        "models/attention/attention.py",
+        "self.query_norm = RMSNorm(width, config.norm_eps, partial=sharded)",
+        "self.query_norm = RMSNorm(width, config.norm_eps, partial=False)",
+        "models/tests/test_tensor_parallel.py::test_training_equals_one_process_in_float64",
+        only="qwen",
+        typed="stages-8",
+    ),
+]
+
+
 @dataclass(frozen=True)
 class Verdict:
     """Whether the test failed, what it said, and how long it took."""
@@ -205,8 +311,8 @@ class Verdict:
     seconds: float
 
 
-def plant(bug: Bug) -> Verdict:
-    """Change the line in a copy, and run the test over it."""
+def plant(bug: Bug, test: str, only: str = "") -> Verdict:
+    """Change the line in a copy, and run the test (or some cases of it) over that."""
     with tempfile.TemporaryDirectory() as folder:
         copies = Path(folder)
         shutil.copytree(ROOT / "packages" / bug.layer / "src", copies / bug.layer / "src")
@@ -221,7 +327,7 @@ def plant(bug: Bug) -> Verdict:
         command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider"]
         begin = time.perf_counter()
         ended = subprocess.run(
-            [*command, f"packages/{bug.test}"],
+            [*command, f"packages/{test}", *(("-k", only) if only else ())],
             cwd=ROOT,
             env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths))},
             capture_output=True,
@@ -257,16 +363,51 @@ def page(verdicts: dict[Bug, Verdict]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def findings_page(verdicts: dict[Bug, tuple[Verdict, Verdict]]) -> str:
+    lines = [
+        "# Eleven findings, planted",
+        "",
+        "What the public findings of issue 7452 of Megatron-LM do, planted in Lamina's code, by "
+        f"`python tests/planted.py --findings --write`, "
+        f"{datetime.datetime.now(tz=datetime.UTC):%Y-%m-%d}.",
+        "",
+        "| finding, and what was planted | in | by types | by parity |",
+        "| --- | --- | --- | --- |",
+    ]
+    for bug, found in verdicts.items():
+        words = ["yes" if verdict.found else "no" for verdict in found]
+        lines.append(f"| {bug.what} | `{bug.file}` | {' | '.join(words)} |")
+    return "\n".join(lines) + "\n"
+
+
+def plant_findings(words: list[str], write: bool) -> None:
+    """Plant each finding twice: for the types, and for the test that compares numbers."""
+    verdicts = {}
+    for bug in (one for one in FINDINGS if any(text in one.what for text in words)):
+        verdicts[bug] = plant(bug, f"{TYPES}[{bug.typed}]"), plant(bug, bug.test, bug.only)
+        types, parity = verdicts[bug]
+        print(f"types {types.found}, parity {parity.found}: {bug.what}", flush=True)
+        print(f"    ({types.said}) ({parity.said})", flush=True)
+    if write:
+        FINDINGS_PAGE.write_text(findings_page(verdicts))
+    if not all(types.found or parity.found for types, parity in verdicts.values()):
+        raise SystemExit(1)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument(
         "--only", nargs="+", default=[""], help="bugs whose words hold one of these"
     )
-    parser.add_argument("--write", action="store_true", help="write docs/records/planted.md")
+    parser.add_argument("--write", action="store_true", help="write the page of docs/records")
+    parser.add_argument("--findings", action="store_true", help="plant those of issue 7452")
     settings = parser.parse_args()
+    if settings.findings:
+        plant_findings(settings.only, settings.write)
+        return
     verdicts = {}
     for bug in (one for one in BUGS if any(text in one.what for text in settings.only)):
-        verdicts[bug] = plant(bug)
+        verdicts[bug] = plant(bug, bug.test)
         word = "found" if verdicts[bug].found else "NOT FOUND"
         print(
             f"{word} in {verdicts[bug].seconds:.0f} s: {bug.what} ({verdicts[bug].said})",

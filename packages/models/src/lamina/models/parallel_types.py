@@ -160,12 +160,15 @@ def check_types(
                 of_experts = module is layer or module in layer.experts.modules()
                 stack.enter_context(_on_mesh(module, axes.expert if of_experts else axes.dense))
         stack.enter_context(typecheck("strict"))
+        given = [value for value in (*arguments, *named.values()) if isinstance(value, Tensor)]
+        for tensor in (*model.parameters(), *model.buffers(), *given):
+            stack.callback(_forget, tensor, set(vars(tensor)))
         for parameter in model.parameters():
             spmd.assert_type(parameter, axes.parameter(parameter))
         for buffer in model.buffers():
             spmd.assert_type(buffer, dict.fromkeys(axes.dense.values(), R))
-        for value in (*arguments, *named.values()):
-            if isinstance(value, Tensor) and not spmd.has_local_type(value):
+        for value in given:
+            if not spmd.has_local_type(value):
                 spmd.assert_type(value, axes.argument())
         stages = axis_if_there(mesh, "pp")
         try:
@@ -191,6 +194,12 @@ def refuse_untyped(model: nn.Module) -> None:
                 f"{name} drops elements: whether ranks of tp drop the same ones is in the state of "
                 "random generators, which types do not see. Check the model with rate 0"
             )
+
+
+def _forget(tensor: Tensor, kept: set[str]) -> None:
+    """Drop the types of a tensor, which are attributes."""
+    for name in set(vars(tensor)) - kept:
+        delattr(tensor, name)
 
 
 def _through_stages(model: GPTModel, stages: int, tokens: Tensor, labels: Tensor) -> Tensor:

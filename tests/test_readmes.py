@@ -27,25 +27,32 @@ PAGES = [
 def job_of(layer: str) -> Job:
     """A package's README may import torch, its layer and those beneath it: no path to others."""
     blocks = snippets(ROOT / "packages" / layer / "README.md")
-    return Job(tuple(blocks), tuple(SOURCES[other] for other in layers_of(layer)))
+    paths = tuple(SOURCES[other] for other in layers_of(layer))
+    return Job(tuple(blocks), paths, (f"lamina.{layer}",))
 
 
 @pytest.fixture(scope="module")
 def complaints(tmp_path_factory: pytest.TempPathFactory) -> dict[object, str]:
-    """What went wrong in each job; all run here at once, so that torch is imported once."""
-    jobs: dict[object, Job] = {layer: job_of(layer) for layer in LAYERS}
-    jobs |= {page: Job(tuple(snippets(page)), ALL) for page in PAGES}
+    """What went wrong in each job; all run here at once, so that little is imported twice."""
     planted = tmp_path_factory.mktemp("planted") / "page.md"
     planted.write_text("```python\nimport lamina.fsdp\n```\n")
-    jobs["planted"] = Job(tuple(snippets(planted)), job_of("ddp").paths)
+    jobs: dict[object, Job] = {}
     for size, restarts in RANKS_CASES:
         page = planted.with_name(f"ranks-{size}-{restarts}.md")
         page.write_text(PAGE_OF_RANKS.format(size=size, restarts=restarts))
         jobs[size, restarts] = Job(tuple(snippets(page)), ())
+    for layer in LAYERS:  # from below, so that a layer is imported once, for those above it too
+        jobs[layer] = job_of(layer)
+        if layer == "ddp":
+            jobs["planted"] = Job(tuple(snippets(planted)), jobs[layer].paths)
     # numpy is what the checkpoint layer declares beside torch (test_packages.py holds who may).
     third_party = closure("torch", "numpy").values()
     base = gather(third_party, tmp_path_factory.mktemp("torch") / "only")
-    return dict(zip(jobs, run(list(jobs.values()), base), strict=True))
+    found = dict(zip(jobs, run(list(jobs.values()), base), strict=True))
+    # A page may use all that is installed. A process that lacked it once must not run them.
+    faces = tuple(f"lamina.{layer}" for layer in LAYERS)
+    pages = [Job(tuple(snippets(page)), ALL, ("torch._dynamo", *faces)) for page in PAGES]
+    return found | dict(zip(PAGES, run(pages, base), strict=True))
 
 
 @pytest.mark.parametrize("layer", LAYERS)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import socket
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
+from lamina_testing.client import ForkServer
+from lamina_testing.programs import run_ranks
 
 PRETRAIN = Path(__file__).parents[1] / "pretrain"
 SETTINGS = f"""
@@ -36,44 +36,29 @@ every = 6
 """
 
 
-def train(directory: Path, engine: str, steps: int) -> list[dict[str, float]]:
-    """Two ranks; the lines of metrics.jsonl."""
-    config = directory.parent / "config.toml"
-    config.write_text(SETTINGS)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
-    words = [str(PRETRAIN / "train.py"), "--config", str(config), "--run.directory", str(directory)]
-    words += ["--train.engine", engine, "--train.steps", str(steps)]
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, *words],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            env={
-                **os.environ,
-                "OMP_NUM_THREADS": "1",
-                "WORLD_SIZE": "2",
-                "LOCAL_WORLD_SIZE": "2",
-                "RANK": str(rank),
-                "LOCAL_RANK": str(rank),
-                **place,
-            },
-        )
-        for rank in range(2)
-    ]
-    for process in ranks:
-        output, _ = process.communicate(timeout=120)
-        assert process.returncode == 0, output
-    return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+@pytest.fixture
+def train(rank_server: ForkServer) -> Callable[..., list[dict[str, float]]]:
+    """Train on two ranks; return the lines of metrics.jsonl."""
+
+    def train(directory: Path, engine: str, steps: int) -> list[dict[str, float]]:
+        config = directory.parent / "config.toml"
+        config.write_text(SETTINGS)
+        words = [str(PRETRAIN / "train.py"), "--config", str(config)]
+        words += ["--run.directory", str(directory)]
+        words += ["--train.engine", engine, "--train.steps", str(steps)]
+        ended = rank_server.call(run_ranks, words=words, ranks=2)
+        assert [each.code for each in ended] == [0, 0], "".join(each.output for each in ended)
+        lines = (directory / "metrics.jsonl").read_text().splitlines()
+        return [json.loads(line) for line in lines]
+
+    return train
 
 
 def losses(lines: list[dict[str, float]]) -> dict[float, float]:
     return {line["step"]: line["loss"] for line in lines if "loss" in line}
 
 
-def test_both_engines_train_to_the_same_losses(tmp_path):
+def test_both_engines_train_to_the_same_losses(train, tmp_path):
     wanted = losses(train(tmp_path / "lamina", "lamina", 6))
     found = losses(train(tmp_path / "torch", "torch_fsdp2", 6))
     assert found.keys() == wanted.keys()
@@ -82,7 +67,7 @@ def test_both_engines_train_to_the_same_losses(tmp_path):
 
 
 @pytest.mark.slow
-def test_torchs_engine_goes_on_from_its_checkpoint(tmp_path):
+def test_torchs_engine_goes_on_from_its_checkpoint(train, tmp_path):
     directory = tmp_path / "run"
     wanted = losses(train(directory, "torch_fsdp2", 12))
     (newest,) = directory.rglob("step-*12")

@@ -1,26 +1,18 @@
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
+
+from lamina_testing.programs import run_ranks
 
 EXAMPLE = Path(__file__).parents[1] / "moe" / "train.py"
 
 
-def test_experts_over_two_ranks_train_with_every_balance():
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    run = subprocess.run(
-        [*launch, EXAMPLE, "--steps", "3"],
-        capture_output=True,
-        text=True,
-        timeout=170,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        check=False,
-    )
-    assert run.returncode == 0, run.stderr
-    lines = run.stdout.splitlines()
+def test_experts_over_two_ranks_train_with_every_balance(rank_server):
+    words = [str(EXAMPLE), "--steps", "3"]
+    first, second = rank_server.call(run_ranks, words=words, ranks=2)
+    assert (first.code, second.code) == (0, 0), first.output + second.output
+    lines = first.output.splitlines()
     assert [re.match(r"balanced by (.*?)  ", line).group(1).strip() for line in lines] == [
         "nothing",
         "an auxiliary loss",

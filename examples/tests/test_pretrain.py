@@ -6,17 +6,18 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from lamina.checkpoint import RESUME_EXIT_CODE
+from lamina_testing.programs import Ended, Program, run_ranks, start_ranks
 
 TRAIN = Path(__file__).parents[1] / "pretrain" / "train.py"
 STEPS, SAVE_EVERY = 200, 20
@@ -45,51 +46,32 @@ every = {SAVE_EVERY}
 """
 
 
-def start(directory: Path, *options: str, ranks: int = 2, torchrun: bool = False) -> Job:
-    """Start the ranks, by torchrun or, to save its time, as torchrun would."""
+def words_of(directory: Path, *options: str) -> list[str]:
     config = directory.parent / "config.toml"
     config.write_text(SETTINGS)
-    program = [str(TRAIN), "--config", str(config), "--run.directory", str(directory), *options]
-    if torchrun:
-        launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-        return Job([spawn([*launcher, *program])])
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
-    counts = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
-    return Job(
-        [
-            spawn(program, RANK=str(rank), LOCAL_RANK=str(rank), **counts, **place)
-            for rank in range(ranks)
-        ]
-    )
-
-
-def spawn(words: list[str], **variables: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, *words],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1", **variables},
-        start_new_session=True,  # a group of its own, as a shell gives to a job
-    )
+    return [str(TRAIN), "--config", str(config), "--run.directory", str(directory), *options]
 
 
 @dataclass
 class Job:
-    processes: list[subprocess.Popen[str]]
+    """Ranks in processes of their own, or the launcher's process."""
+
+    programs: Sequence[Program | Launcher]
+
+    @classmethod
+    def start(cls, directory: Path, *options: str, ranks: int = 2) -> Job:
+        return cls(start_ranks(words_of(directory, *options), ranks, directory.parent))
 
     def signal(self, number: int) -> None:
-        for process in self.processes:
-            os.killpg(process.pid, number)
+        for program in self.programs:
+            program.signal(number)
 
     def output(self) -> str:
-        return "".join(process.communicate(timeout=120)[0] for process in self.processes)
+        return "".join(program.wait(120).output for program in self.programs)
 
     def finish(self) -> str:
         output = self.output()
-        assert [p.returncode for p in self.processes] == [0] * len(self.processes), output
+        assert [p.wait(0).code for p in self.programs] == [0] * len(self.programs), output
         return output
 
     def wait_for_step(self, directory: Path, step: int) -> None:
@@ -97,11 +79,35 @@ class Job:
         while time.monotonic() < deadline:
             if any(record["step"] >= step for record in records(directory)[-3:]):
                 return
-            if any(process.poll() is not None for process in self.processes):
+            if any(program.poll() is not None for program in self.programs):
                 break
             time.sleep(0.005)
         self.signal(signal.SIGKILL)
         pytest.fail(f"step {step} was not reached: {self.output()}")
+
+
+class Launcher:
+    """torchrun, as a user starts it: a group of processes, as a shell gives to a job."""
+
+    def __init__(self, words: list[str]) -> None:
+        launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+        self.process = subprocess.Popen(
+            [sys.executable, *launch, *words],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+
+    def signal(self, number: int) -> None:
+        os.killpg(self.process.pid, number)
+
+    def poll(self) -> int | None:
+        return self.process.poll()
+
+    def wait(self, seconds: float) -> Ended:
+        output = self.process.communicate(timeout=seconds)[0]
+        return Ended(self.process.returncode, output, 0)
 
 
 def records(directory: Path) -> list[dict[str, float]]:
@@ -123,19 +129,19 @@ def numbers(directory: Path) -> list[tuple[float, ...]]:
     ]
 
 
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory) -> dict[str, object]:
+def play(base: Path) -> dict[str, object]:
     """Run once without interruption, and once with a kill and a Ctrl-C."""
-    base = tmp_path_factory.mktemp("runs")
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        del os.environ[name]  # this process supervises
     whole, torn = base / "whole", base / "torn"
     quiet = "--log.no-tensorboard"
-    job = start(torn, quiet)
+    job = Job.start(torn, quiet)
     job.wait_for_step(torn, SAVE_EVERY + 10)
     job.signal(signal.SIGKILL)
     job.output()
     after_kill = records(torn)[-1]["step"]
 
-    job = start(torn, quiet, torchrun=True)
+    job = Job([Launcher(words_of(torn, quiet))])
     job.wait_for_step(torn, after_kill + 15)
     job.signal(signal.SIGINT)  # what a terminal does on Ctrl-C
     interrupted = job.output()
@@ -143,9 +149,9 @@ def runs(tmp_path_factory) -> dict[str, object]:
     shutil.copytree(torn, base / "fewer")
 
     outputs = {
-        "torn": start(torn, quiet).finish(),
-        "fewer": start(base / "fewer", quiet, ranks=1).finish(),
-        "whole": start(whole).finish(),
+        "torn": Job.start(torn, quiet).finish(),
+        "fewer": Job.start(base / "fewer", quiet, ranks=1).finish(),
+        "whole": Job.start(whole).finish(),
     }
     return {
         "base": base,
@@ -154,6 +160,11 @@ def runs(tmp_path_factory) -> dict[str, object]:
         "saved": saved,
         **outputs,
     }
+
+
+@pytest.fixture(scope="module")
+def runs(rank_server, tmp_path_factory) -> dict[str, object]:
+    return rank_server.call(play, base=tmp_path_factory.mktemp("runs"))
 
 
 def test_a_killed_run_continues_with_the_same_losses_bit_for_bit(runs):
@@ -203,11 +214,12 @@ def test_the_run_ends_with_what_it_promised(runs):
         assert words in output
 
 
-def test_a_wrong_setting_is_said_once_and_nothing_is_made(tmp_path):
+def test_a_wrong_setting_is_said_once_and_nothing_is_made(rank_server, tmp_path):
     directory = tmp_path / "run"
-    job = start(directory, "--train.stepz", "5")
-    output = job.output()
-    assert [process.returncode for process in job.processes] == [2, 2]
+    words = words_of(directory, "--train.stepz", "5")
+    ended = rank_server.call(run_ranks, words=words, ranks=2)
+    output = "".join(each.output for each in ended)
+    assert [each.code for each in ended] == [2, 2]
     assert output.count("Unrecognized options") == 2  # the box's title and its text, of one rank
     assert "--train.steps" in output
     assert not directory.exists()

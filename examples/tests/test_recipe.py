@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 import os
 import re
-import resource
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+
+from lamina_testing.client import ForkServer
+from lamina_testing.programs import Ended, run_ranks
 
 PRETRAIN = Path(__file__).parents[1] / "pretrain"
 sys.path.insert(0, str(PRETRAIN))  # ranks are processes of their own
@@ -225,17 +228,23 @@ def test_a_run_goes_on_over_other_axes(tmp_path):
         assert found == pytest.approx(expected, rel=2e-4)
 
 
-def dry_run(*words: str) -> subprocess.CompletedProcess[str]:
+@pytest.fixture
+def dry_run(rank_server: ForkServer) -> Callable[..., Ended]:
     """`--dry-run` in a process, as it makes a world of its own."""
-    command = [sys.executable, str(PRETRAIN / "train.py"), "--dry-run", *words]
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=400)
+
+    def dry_run(*words: str) -> Ended:
+        command = [str(PRETRAIN / "train.py"), "--dry-run", *words]
+        (ended,) = rank_server.call(run_ranks, words=command, ranks=0)
+        return ended
+
+    return dry_run
 
 
-def plan(*words: str) -> str:
+def plan(dry_run: Callable[..., Ended], *words: str) -> str:
     """What `--dry-run` prints."""
     done = dry_run(*words)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    assert done.code == 0, done.output
+    return done.output
 
 
 def size(printed: str, label: str) -> float:
@@ -243,8 +252,20 @@ def size(printed: str, label: str) -> float:
     return float(line.split()[-2]) * 2**20
 
 
+def words_to_plan(directory: Path) -> list[str]:
+    return settings(
+        directory, "llama3-8b", "--mesh", "dp_shard=2", "--precision", "fp32",
+        "--train.microbatches", "1",
+    )  # fmt: skip
+
+
+@pytest.fixture
+def printed(dry_run: Callable[..., Ended], tmp_path: Path) -> str:
+    return plan(dry_run, *words_to_plan(tmp_path))
+
+
 @pytest.mark.ranks(2, timeout=120)
-def test_the_plan_of_a_run_is_what_it_holds_and_sends(tmp_path):
+def test_the_plan_of_a_run_is_what_it_holds_and_sends(tmp_path, printed):
     from build import make_model, model_shape, shard
     from options import load
 
@@ -252,10 +273,7 @@ def test_the_plan_of_a_run_is_what_it_holds_and_sends(tmp_path):
     from lamina.ddp import finalize_grads, memory_plan
     from lamina.mesh import init_distributed
 
-    words = settings(
-        tmp_path, "llama3-8b", "--mesh", "dp_shard=2", "--precision", "fp32",
-        "--train.microbatches", "1",
-    )  # fmt: skip
+    words = words_to_plan(tmp_path)
     with init_distributed() as runtime:
         config = load(words, "cpu")
         mesh = config.layout().build("cpu")
@@ -283,7 +301,6 @@ def test_the_plan_of_a_run_is_what_it_holds_and_sends(tmp_path):
             if isinstance(value, torch.Tensor) and value.numel() > 1
         )
     if runtime.rank == 0:
-        printed = plan(*words)
         near = {"abs": 0.006 * 2**20}  # as printed, with two digits
         assert size(printed, "at rest") == pytest.approx(memory.resident, **near)
         assert size(printed, "peak") == pytest.approx(memory.peak, **near)
@@ -310,25 +327,25 @@ def test_architectures_have_the_published_number_of_parameters(model):
     assert whole_size(shape) / 1e9 == pytest.approx(BILLIONS[model], rel=0.01)
 
 
-def test_a_plan_takes_no_memory_for_what_it_counts():
-    before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
-    printed = plan("--model", "llama3-70b", "--model.num-layers", "2", "--mesh", "dp_shard=8")
-    assert size(printed, "peak") > 8 << 30
-    assert max(before, resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss) < 2 << 20  # KiB
+def test_a_plan_takes_no_memory_for_what_it_counts(dry_run):
+    words = ["--model", "llama3-70b", "--model.num-layers", "2", "--mesh", "dp_shard=8"]
+    done = dry_run(*words)
+    assert size(done.output, "peak") > 8 << 30
+    assert done.peak < 2 << 20  # KiB
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("model", list(BILLIONS))
-def test_every_architecture_is_planned_in_its_own_size(model):
-    printed = plan("--model", model, "--ranks", "256")
+def test_every_architecture_is_planned_in_its_own_size(model, dry_run):
+    printed = plan(dry_run, "--model", model, "--ranks", "256")
     assert float(printed.split()[1]) == pytest.approx(BILLIONS[model], rel=0.01)
     assert size(printed, "all at the peak") > size(printed, "peak")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("model", "mesh"), CELLS)
-def test_every_architecture_is_planned_over_every_layout(model, mesh):
-    printed = plan("--model", model, "--tiny", "--mesh", mesh, "--train.batch-size", "16")
+def test_every_architecture_is_planned_over_every_layout(model, mesh, dry_run):
+    printed = plan(dry_run, "--model", model, "--tiny", "--mesh", mesh, "--train.batch-size", "16")
     for pair in mesh.split(","):
         axis, count = pair.split("=")
         assert f"{axis:>12}{count:>6}" in printed
@@ -337,16 +354,16 @@ def test_every_architecture_is_planned_over_every_layout(model, mesh):
         assert all(size(printed, axis) > 0 for axis in wide if axis != "dp_replicate")
 
 
-def test_a_plan_refuses_what_a_run_would_refuse():
+def test_a_plan_refuses_what_a_run_would_refuse(dry_run):
     for words, said in (
         (["--model.num-heads", "5"], "num_heads 5"),
         (["--mesh", "tp=4", "--model", "gpt", "--model.num-heads", "6"], "tp"),
         (["--train.learning-rate", "-1"], "above 0"),
     ):
         done = dry_run(*words)
-        assert done.returncode == 2
-        assert said in done.stderr
-        assert "Traceback" not in done.stderr
+        assert done.code == 2
+        assert said in done.output
+        assert "Traceback" not in done.output
 
 
 def test_a_loss_that_is_not_finite_ends_the_run_unsaved_and_leaves_one_line(tmp_path):

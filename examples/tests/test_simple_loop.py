@@ -1,25 +1,17 @@
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
+
+from lamina_testing.programs import run_ranks
 
 LOOP = Path(__file__).parents[1] / "simple_loop.py"
 
 
-def test_the_shortest_loop_trains_on_two_ranks():
+def test_the_shortest_loop_trains_on_two_ranks(rank_server):
     assert len(LOOP.read_text().splitlines()) < 60
-    run = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", LOOP],
-        capture_output=True,
-        text=True,
-        timeout=100,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        check=False,
-    )
-    assert run.returncode == 0, run.stderr
-    losses = [float(x) for x in re.findall(r"loss (\d+\.\d+)", run.stdout)]
+    first, second = rank_server.call(run_ranks, words=[str(LOOP)], ranks=2)
+    assert (first.code, second.code) == (0, 0), first.output + second.output
+    losses = [float(x) for x in re.findall(r"loss (\d+\.\d+)", first.output + second.output)]
     assert len(losses) == 6
     assert losses[-1] < 0.6 * losses[0]

@@ -2,77 +2,63 @@
 
 from __future__ import annotations
 
-import os
 import re
 import resource
-import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from lamina_testing.client import ForkServer
+from lamina_testing.programs import run_ranks
+
 EXAMPLES = Path(__file__).parents[1]
 
 
-def run(program: str, *options: str, directory: Path, ranks: int = 2, limit: int = 240) -> str:
-    """Start the ranks as torchrun would, in an empty directory; return what they print."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
-    counts = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, str(EXAMPLES / program), *options],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            cwd=directory,
-            env={
-                **os.environ,
-                "OMP_NUM_THREADS": "1",
-                "RANK": str(rank),
-                "LOCAL_RANK": str(rank),
-                **counts,
-                **place,
-            },
-        )
-        for rank in range(ranks)
-    ]
-    outputs = [process.communicate(timeout=limit)[0] for process in processes]
-    assert [process.returncode for process in processes] == [0] * ranks, "".join(outputs)
-    return outputs[0]
+@pytest.fixture
+def run(rank_server: ForkServer, tmp_path: Path) -> Callable[..., str]:
+    """Run a program on two ranks, in an empty directory; return what the first prints."""
+
+    def run(program: str, *options: str) -> str:
+        words = [str(EXAMPLES / program), *options]
+        ended = rank_server.call(run_ranks, words=words, ranks=2, directory=tmp_path)
+        assert [each.code for each in ended] == [0, 0], "".join(each.output for each in ended)
+        return ended[0].output
+
+    return run
 
 
 def numbers(pattern: str, output: str) -> list[float]:
     return [float(found) for found in re.findall(pattern, output)]
 
 
-def test_a_zero_1_made_by_hand_equals_plain_pytorch(tmp_path):
-    output = run("custom_stack/train.py", "--steps", "30", directory=tmp_path)
+def test_a_zero_1_made_by_hand_equals_plain_pytorch(run):
+    output = run("custom_stack/train.py", "--steps", "30")
     assert numbers(r"plain PyTorch after 30 steps: (\S+)", output) == [0.0]
     (mine, whole) = re.findall(r"state: (\d+) numbers on this rank, (\d+)", output)[0]
     assert int(mine) < 0.55 * int(whole)  # half, and padding between tensors
     assert len((EXAMPLES / "custom_stack/zero1.py").read_text().splitlines()) <= 60
 
 
-def test_a_transformers_model_is_tuned_and_saved(tmp_path):
-    output = run("huggingface/train.py", "--steps", "12", directory=tmp_path)
+def test_a_transformers_model_is_tuned_and_saved(run, tmp_path):
+    output = run("huggingface/train.py", "--steps", "12")
     before, after = numbers(r"(\d\.\d+) before", output) + numbers(r"(\d\.\d+) after", output)
     assert after < 0.9 * before
     assert numbers(r"loaded by transformers again: (\S+)", output) == [after]
     assert (tmp_path / "runs/huggingface/tuned/model.safetensors").exists()
 
 
-def test_pictures_are_described_after_a_few_steps(tmp_path):
+def test_pictures_are_described_after_a_few_steps(run, tmp_path):
     options = ["--steps", "2", "--batch", "4", "--held-out", "12"]
-    output = run("multimodal/train.py", *options, directory=tmp_path)
+    output = run("multimodal/train.py", *options)
     assert len(numbers(r"(\d+) of 12", output)) == 2
     assert (tmp_path / "runs/multimodal/contact_sheet.png").read_bytes()[1:4] == b"PNG"
 
 
-def test_a_hybrid_stack_trains_a_few_steps(tmp_path):
-    output = run("mamba/train.py", "--steps", "2", directory=tmp_path)
+def test_a_hybrid_stack_trains_a_few_steps(run):
+    output = run("mamba/train.py", "--steps", "2")
     assert len(numbers(r"length \d+: (\d+)% right", output)) == 4
 
 

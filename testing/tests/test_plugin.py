@@ -32,7 +32,9 @@ def environment() -> dict[str, str]:
 
 
 def command(*arguments: str) -> list[str]:
-    options = ("-p", "no:cacheprovider", "--import-mode=importlib")
+    # The cases use torch.distributed alone, and the one about layers those that it makes.
+    preload = "ranks_preload=torch.distributed lamina.lamina_test_*"
+    options = ("-p", "no:cacheprovider", "--import-mode=importlib", "-o", preload)
     return [sys.executable, "-m", "pytest", *options, *arguments]
 
 

@@ -22,6 +22,8 @@ def main() -> None:
     from border.session import Border
     from border.uses import load_uses
 
+    from lamina_testing.client import ForkServer
+
     columns = tuple(options.columns.split(",")) if options.columns else COLUMNS
     patterns = options.only.split(",")
     uses = {
@@ -39,16 +41,16 @@ def main() -> None:
             if use.name in uses and not use.slow
             for cell in cover(number, use.cells())
         ]
-    border = Border()
+    server = ForkServer()
 
     def say(cell, answer):
         if options.all or not answer.good:
             print(f"{' '.join(cell):60} {answer.verdict:10} {answer.detail}", flush=True)
 
     try:
-        found = border.run(cells, say)
+        found = Border(server).run(cells, say)
     finally:
-        border.close()
+        server.close()
     if options.answers:
         lines = [
             json.dumps([*cell, answer.verdict, answer.detail]) for cell, answer in found.items()

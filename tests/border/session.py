@@ -94,11 +94,8 @@ def run_session(cells: list[Cell], out: str, ranks: Any) -> None:
 class Border:
     """Runs cells, in as few sessions as crashes allow."""
 
-    def __init__(self) -> None:
-        self._server = ForkServer()
-
-    def close(self) -> None:
-        self._server.close()
+    def __init__(self, server: ForkServer) -> None:
+        self._server = server
 
     def run(self, cells: Iterable[Cell], say: Any = lambda *_: None) -> dict[Cell, Answer]:
         """The answers; a session that a cell ends goes on with the next one."""

@@ -20,7 +20,7 @@ def cover(number: int, cells: list) -> list:
 
 
 @pytest.fixture(scope="module")
-def answers(request):
+def answers(request, rank_server):
     """Verdicts on the cells of all chosen tests, from a few pairs of ranks."""
     chosen = [
         i.callspec.params["name"] for i in request.session.items if "answers" in i.fixturenames
@@ -30,11 +30,7 @@ def answers(request):
     for number, (name, use) in enumerate(USES.items()):
         if name in chosen and (full or not use.slow):
             cells[name] = use.cells() if full else cover(number, use.cells())
-    border = Border()
-    try:
-        found = border.run([cell for of_use in cells.values() for cell in of_use])
-    finally:
-        border.close()
+    found = Border(rank_server).run([cell for of_use in cells.values() for cell in of_use])
     return {name: {cell: found[cell] for cell in of_use} for name, of_use in cells.items()}
 
 

@@ -3,16 +3,35 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import os
+import pickle
 import shutil
 import socket
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
-from lamina_testing.jobs import DeviceCount, Job, RankOutcome, receive, send
+from lamina_testing.jobs import Argument, DeviceCount, Job, RankOutcome, receive, send
+from lamina_testing.report import RanksFailed, RanksReport
+
+# What test modules import: once in the fork server, or else in every rank of every test.
+PRELOADED = (
+    "torch._dynamo",
+    "torch.distributed.checkpoint.state_dict",
+    "torch.distributed.fsdp",
+    "torch.distributed.pipelining",
+    "torch.distributed.tensor.experimental",
+    "torch.distributed.tensor.parallel",
+    "lamina_testing.delays",
+    "lamina_testing.meter",
+    "lamina_testing.oracles",
+    "hypothesis",
+    "lamina.*",
+)
 
 
 class RankServerError(RuntimeError):
@@ -22,7 +41,7 @@ class RankServerError(RuntimeError):
 class ForkServer:
     """A server process, started at once; its imports run while pytest goes on."""
 
-    def __init__(self) -> None:
+    def __init__(self, preload: Sequence[str] = PRELOADED) -> None:
         shared = Path("/dev/shm")
         base = shared if os.access(shared, os.W_OK) else None
         self._directory = Path(tempfile.mkdtemp(prefix="lamina-ranks-", dir=base))
@@ -37,7 +56,7 @@ class ForkServer:
         command = [sys.executable, "-m", "lamina_testing.server"]
         with theirs, (self._directory / "server.err").open("w") as errors:
             self._process = subprocess.Popen(
-                [*command, str(theirs.fileno()), str(self._directory)],
+                [*command, str(theirs.fileno()), str(self._directory), *preload],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
@@ -49,6 +68,43 @@ class ForkServer:
     def run(self, job: Job) -> list[RankOutcome]:
         """Run one body on every rank. Raises RankServerError."""
         return cast(list[RankOutcome], self._ask(job))
+
+    def call(
+        self,
+        function: Callable[..., Any],
+        *,
+        world_size: int = 1,
+        init: bool = False,
+        timeout: float = 300.0,
+        **arguments: object,
+    ) -> Any:
+        """Call a function of a module on new ranks and return what it returns on rank 0.
+
+        Arguments and the value are pickled. Raises RanksFailed, RankServerError.
+        """
+        job = Job(
+            module_name=function.__module__,
+            path=inspect.getfile(function),
+            qualname=(function.__qualname__,),
+            arguments={name: Argument(pickle.dumps(value)) for name, value in arguments.items()},
+            world_size=world_size,
+            backend="gloo",
+            device="cpu",
+            timeout=timeout,
+            init=init,
+            environment=dict(os.environ),
+            directory=os.getcwd(),
+            sys_path=list(sys.path),
+            warning_filters=[],
+            reuse=False,
+            traceback_style="auto",
+            show_locals=False,
+        )
+        outcomes = self.run(job)
+        if any(outcome.status != "passed" for outcome in outcomes):
+            raise RanksFailed(RanksReport(job, outcomes))
+        value = outcomes[0].value
+        return pickle.loads(value) if value else None
 
     def device_count(self) -> int:
         """Return how many GPUs this machine has. Raises RankServerError."""

@@ -117,7 +117,8 @@ class RankOutcome:
 
     `time` is when, on the machine's monotonic clock in seconds; `summary` one line; `text`
     the formatted traceback or the stack of a rank that had to be killed. `reusable` says that
-    the process is as it was before the body, so that another body can follow.
+    the process is as it was before the body, so that another body can follow. `value` is what the
+    body returned, pickled; empty for None.
     """
 
     rank: int
@@ -129,6 +130,7 @@ class RankOutcome:
     stdout: str = ""
     stderr: str = ""
     reusable: bool = False
+    value: bytes = b""
 
 
 def send(connection: socket.socket, message: object) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from lamina_testing.client import ForkServer, RankServerError
+from lamina_testing.client import PRELOADED, ForkServer, RankServerError
 from lamina_testing.jobs import Argument, Job, RankOutcome
 from lamina_testing.parametrization import parametrization
 from lamina_testing.report import RanksFailed, RanksReport
@@ -32,12 +32,13 @@ _STATE = pytest.StashKey["State"]()
 class State:
     """The plugin's state in one pytest process: the server, once something needs it."""
 
+    preload: list[str]
     server: ForkServer | None = None
 
     def start(self) -> ForkServer:
         """Return the server, starting it if there is none."""
         if self.server is None:
-            self.server = ForkServer()
+            self.server = ForkServer(self.preload)
         return self.server
 
     def stop(self) -> None:
@@ -121,6 +122,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="backend of `ranks` tests that name none (default: gloo); those that name another "
         "one are left out",
     )
+    parser.addini(
+        "ranks_preload",
+        "modules that are imported once, before ranks are forked; `lamina.*`: every layer",
+        type="args",
+        default=PRELOADED,
+    )
     group.addoption("--slow", action="store_true", help="run tests marked `slow` too")
     group.addoption(
         "--shuffle",
@@ -142,7 +149,7 @@ def pytest_configure(config: pytest.Config) -> None:
         "the body is the program of every rank of a world; see testing/README.md",
     )
     config.addinivalue_line("markers", "slow: takes long; left out without --slow")
-    config.stash[_STATE] = State()
+    config.stash[_STATE] = State(list(config.getini("ranks_preload")))
     if config.getoption("--shuffle") == 0:
         # A worker of pytest-xdist parses the same words, and must not draw an order of its own.
         drawn = random.SystemRandom().randrange(1, 1 << 31)
@@ -175,6 +182,12 @@ def ranks(request: pytest.FixtureRequest) -> int:
         )
     world_size: int = request.param
     return world_size
+
+
+@pytest.fixture(scope="module")
+def rank_server(pytestconfig: pytest.Config) -> ForkServer:
+    """The process that forks ranks: a fixture whose run several tests look at has it `call`."""
+    return pytestconfig.stash[_STATE].start()
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -49,6 +49,11 @@ from lamina_testing.ranks import Ranks
 _PR_SET_PDEATHSIG = 1
 
 
+def end_with_parent() -> None:
+    """Have the kernel kill this process when its parent ends, however that ends."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
 class RankProcess:
     """The rank's side of its connection to the server."""
 
@@ -60,7 +65,7 @@ class RankProcess:
 
     def serve(self, server: int) -> NoReturn:
         """Run assignments until told to leave; `server` is the parent's process id."""
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        end_with_parent()
         if os.getppid() != server:  # it ended before it could be noticed
             os._exit(1)
         os.setpgid(0, 0)
@@ -96,8 +101,8 @@ class RankProcess:
         try:
             _enter_environment(assignment, self._rank)
             with _recorded_warnings(job, recorded):
-                _run_body(assignment, self._rank, self._loader)
-            outcome = RankOutcome(self._rank, "passed", time.monotonic())
+                value = _run_body(assignment, self._rank, self._loader)
+            outcome = RankOutcome(self._rank, "passed", time.monotonic(), value=value)
             outcome.reusable = _process_state() == before
         except BaseException as error:  # SystemExit and KeyboardInterrupt are failures of the body
             outcome = _failure(job, self._rank, error)
@@ -160,7 +165,7 @@ def _enter_environment(assignment: Assignment, rank: int) -> None:
     sys.path[:] = job.sys_path
 
 
-def _run_body(assignment: Assignment, rank: int, loader: ModuleLoader) -> None:
+def _run_body(assignment: Assignment, rank: int, loader: ModuleLoader) -> bytes:
     job = assignment.job
     module = loader.load(job.module_name, job.path)
     body: Any = module
@@ -182,7 +187,7 @@ def _run_body(assignment: Assignment, rank: int, loader: ModuleLoader) -> None:
                 arguments[name] = monkeypatch
             else:
                 arguments[name] = _value(name, argument, body)
-        body(**arguments)
+        returned = body(**arguments)
     if device.type == "cuda":
         torch.cuda.synchronize()  # an error of a kernel belongs to this body
     if job.reuse:
@@ -190,6 +195,7 @@ def _run_body(assignment: Assignment, rank: int, loader: ModuleLoader) -> None:
         gc.collect()
     if job.keeps_group:
         torch.cuda.empty_cache()
+    return b"" if returned is None else pickle.dumps(returned)
 
 
 def _value(name: str, argument: Argument, body: Callable[..., Any]) -> Any:

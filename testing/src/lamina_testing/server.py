@@ -1,8 +1,9 @@
 """The fork server: imports torch and the lamina layers once, then forks ranks for jobs.
 
-Started by the plugin as `python -m lamina_testing.server FD DIRECTORY`. It stays single-threaded
-(a fork copies one thread only) and never touches CUDA (a forked child could not use it). It ends,
-with every rank, when its control socket closes: when pytest does, however pytest ends.
+Started by the plugin as `python -m lamina_testing.server FD DIRECTORY MODULE ...`. It stays
+single-threaded (a fork copies one thread only) and never touches CUDA (a forked child could not use
+it). It ends, with every rank, when its control socket closes: when pytest does, however pytest
+ends.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import fcntl
+import fnmatch
 import gc
 import importlib
 import importlib.util
@@ -38,21 +40,6 @@ from lamina_testing.jobs import (
 from lamina_testing.modules import ModuleLoader
 from lamina_testing.rank import RankProcess
 from lamina_testing.supervision import Member, Supervision
-
-# What test modules import: once here, or else in every rank of every test.
-_PRELOADED = (
-    "torch._dynamo",
-    "torch.distributed.checkpoint.state_dict",
-    "torch.distributed.fsdp",
-    "torch.distributed.pipelining",
-    "torch.distributed.tensor.experimental",
-    "torch.distributed.tensor.parallel",
-    "lamina_testing.delays",
-    "lamina_testing.meter",
-    "lamina_testing.oracles",
-    "hypothesis",
-)
-
 
 # Note [Processes that are used again]
 #
@@ -178,17 +165,22 @@ def _gpu_lock(job: Job) -> Iterator[None]:
         yield
 
 
-def preload() -> None:
-    """Import what tests use, and every lamina layer there is.
+def preload(names: list[str]) -> None:
+    """Import modules that tests use; `lamina.*` stands for every layer that is found.
 
     What does not import is left out: only tests that import it should fail, with its error.
     """
-    for name in _PRELOADED:
-        _import_or_forget(name)
-    if importlib.util.find_spec("lamina") is not None:
-        namespace: Any = importlib.import_module("lamina")
-        for layer in pkgutil.iter_modules(namespace.__path__, "lamina."):
-            _import_or_forget(layer.name)
+    for name in names:
+        for found in _layers(name) if name.startswith("lamina.") else [name]:
+            _import_or_forget(found)
+
+
+def _layers(pattern: str) -> list[str]:
+    if importlib.util.find_spec("lamina") is None:
+        return []
+    namespace: Any = importlib.import_module("lamina")
+    layers = pkgutil.iter_modules(namespace.__path__, "lamina.")
+    return [layer.name for layer in layers if fnmatch.fnmatchcase(layer.name, pattern)]
 
 
 def _import_or_forget(name: str) -> None:
@@ -229,10 +221,13 @@ def collapse_pages() -> None:
 
 
 def main() -> None:
-    """Serve the control socket whose file descriptor is the first argument."""
+    """Serve the control socket whose file descriptor is the first argument.
+
+    The second is the directory for runs, the others are what to import.
+    """
     control = socket.socket(fileno=int(sys.argv[1]))
     torch.set_num_threads(1)
-    preload()
+    preload(sys.argv[3:])
     gc.collect()
     gc.freeze()  # the collector must not touch, and so copy, pages shared with the ranks
     collapse_pages()

@@ -46,7 +46,7 @@ def train(rank_server: ForkServer) -> Callable[..., list[dict[str, float]]]:
         words = [str(PRETRAIN / "train.py"), "--config", str(config)]
         words += ["--run.directory", str(directory)]
         words += ["--train.engine", engine, "--train.steps", str(steps)]
-        ended = rank_server.call(run_ranks, words=words, ranks=2)
+        ended = rank_server.call(run_ranks, words=words, nproc=2)
         assert [each.code for each in ended] == [0, 0], "".join(each.output for each in ended)
         lines = (directory / "metrics.jsonl").read_text().splitlines()
         return [json.loads(line) for line in lines]

@@ -10,9 +10,9 @@ EXAMPLE = Path(__file__).parents[1] / "moe" / "train.py"
 
 def test_experts_over_two_ranks_train_with_every_balance(rank_server):
     words = [str(EXAMPLE), "--steps", "3"]
-    first, second = rank_server.call(run_ranks, words=words, ranks=2)
+    first, second = rank_server.call(run_ranks, words=words, nproc=2)
     assert (first.code, second.code) == (0, 0), first.output + second.output
-    lines = first.output.splitlines()
+    lines = first.stdout.splitlines()
     assert [re.match(r"balanced by (.*?)  ", line).group(1).strip() for line in lines] == [
         "nothing",
         "an auxiliary loss",

@@ -59,8 +59,8 @@ class Job:
     programs: Sequence[Program | Launcher]
 
     @classmethod
-    def start(cls, directory: Path, *options: str, ranks: int = 2) -> Job:
-        return cls(start_ranks(words_of(directory, *options), ranks, directory.parent))
+    def start(cls, directory: Path, *options: str, nproc: int = 2) -> Job:
+        return cls(start_ranks(words_of(directory, *options), nproc, directory.parent))
 
     def signal(self, number: int) -> None:
         for program in self.programs:
@@ -107,7 +107,7 @@ class Launcher:
 
     def wait(self, seconds: float) -> Ended:
         output = self.process.communicate(timeout=seconds)[0]
-        return Ended(self.process.returncode, output, 0)
+        return Ended(self.process.returncode, output, "")
 
 
 def records(directory: Path) -> list[dict[str, float]]:
@@ -150,7 +150,7 @@ def play(base: Path) -> dict[str, object]:
 
     outputs = {
         "torn": Job.start(torn, quiet).finish(),
-        "fewer": Job.start(base / "fewer", quiet, ranks=1).finish(),
+        "fewer": Job.start(base / "fewer", quiet, nproc=1).finish(),
         "whole": Job.start(whole).finish(),
     }
     return {
@@ -217,7 +217,7 @@ def test_the_run_ends_with_what_it_promised(runs):
 def test_a_wrong_setting_is_said_once_and_nothing_is_made(rank_server, tmp_path):
     directory = tmp_path / "run"
     words = words_of(directory, "--train.stepz", "5")
-    ended = rank_server.call(run_ranks, words=words, ranks=2)
+    ended = rank_server.call(run_ranks, words=words, nproc=2)
     output = "".join(each.output for each in ended)
     assert [each.code for each in ended] == [2, 2]
     assert output.count("Unrecognized options") == 2  # the box's title and its text, of one rank

@@ -234,7 +234,7 @@ def dry_run(rank_server: ForkServer) -> Callable[..., Ended]:
 
     def dry_run(*words: str) -> Ended:
         command = [str(PRETRAIN / "train.py"), "--dry-run", *words]
-        (ended,) = rank_server.call(run_ranks, words=command, ranks=0)
+        (ended,) = rank_server.call(run_ranks, words=command, nproc=0)
         return ended
 
     return dry_run

@@ -23,7 +23,7 @@ def run(rank_server: ForkServer, tmp_path: Path) -> Callable[..., str]:
 
     def run(program: str, *options: str) -> str:
         words = [str(EXAMPLES / program), *options]
-        ended = rank_server.call(run_ranks, words=words, ranks=2, directory=tmp_path)
+        ended = rank_server.call(run_ranks, words=words, nproc=2, directory=tmp_path)
         assert [each.code for each in ended] == [0, 0], "".join(each.output for each in ended)
         return ended[0].output
 

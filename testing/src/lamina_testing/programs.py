@@ -35,32 +35,38 @@ _OF_TORCHRUN = (
 
 @dataclass(frozen=True)
 class Ended:
-    """How a program ended: its exit code (negative: a signal's), its output, its memory in KiB."""
+    """How a program ended: its exit code (negative: a signal's), what it said, its memory in KiB."""
 
     code: int
-    output: str
-    peak: int
+    stdout: str
+    stderr: str
+    peak: int = 0
+
+    @property
+    def output(self) -> str:
+        """Return all that it said."""
+        return self.stdout + self.stderr
 
 
 class Program:
-    """One process, in a process group of its own; what it writes goes to the file `output`."""
+    """One process, in a process group of its own; what it says goes to `output` and `output`.err."""
 
     def __init__(
         self, words: Sequence[str], output: Path, directory: Path | None = None, **variables: str
     ) -> None:
-        self.output = output
+        self.outputs = (output, output.with_suffix(".err"))
         self.ended: Ended | None = None
         self.pid = os.fork()
         if self.pid == 0:
-            _become(words, output, directory, variables)
+            _become(words, self.outputs, directory, variables)
 
     def poll(self) -> Ended | None:
         """Return how the program ended, or None while it runs."""
         if self.ended is None:
             pid, status, usage = os.wait4(self.pid, os.WNOHANG)
             if pid:
-                text = self.output.read_text(errors="replace")
-                self.ended = Ended(os.waitstatus_to_exitcode(status), text, usage.ru_maxrss)
+                texts = [path.read_text(errors="replace") for path in self.outputs]
+                self.ended = Ended(os.waitstatus_to_exitcode(status), *texts, usage.ru_maxrss)
         return self.ended
 
     def wait(self, seconds: float) -> Ended:
@@ -69,7 +75,8 @@ class Program:
         while (ended := self.poll()) is None:
             if time.monotonic() > deadline:
                 self.signal(signal.SIGKILL)
-                raise TimeoutError(f"no end within {seconds} s: {self.output.read_text()}")
+                said = "".join(path.read_text(errors="replace") for path in self.outputs)
+                raise TimeoutError(f"no end within {seconds} s: {said}")
             time.sleep(0.002)
         return ended
 
@@ -79,7 +86,10 @@ class Program:
 
 
 def _become(
-    words: Sequence[str], output: Path, directory: Path | None, variables: dict[str, str]
+    words: Sequence[str],
+    outputs: tuple[Path, Path],
+    directory: Path | None,
+    variables: dict[str, str],
 ) -> NoReturn:
     """Be `python WORDS` until it ends."""
     code = 1
@@ -88,9 +98,8 @@ def _become(
         end_with_parent()
         faulthandler.unregister(STACK_SIGNAL)
         warnings.showwarning = _show  # the rank records warnings, a program prints them
-        target = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-        os.dup2(target, 1)
-        os.dup2(target, 2)
+        for number, path in enumerate(outputs, start=1):
+            os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), number)
         os.environ.update(variables)
         if directory is not None:
             os.chdir(directory)
@@ -121,14 +130,14 @@ def _exit_code(said: object) -> int:
 
 
 def start_ranks(
-    words: Sequence[str], ranks: int, place: Path, directory: Path | None = None
+    words: Sequence[str], nproc: int, place: Path, directory: Path | None = None
 ) -> list[Program]:
     """Start a program on ranks as torchrun would; outputs go to new files in `place`."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     started = []
-    for rank in range(ranks):
-        values = (rank, rank, ranks, ranks, "127.0.0.1", port)
+    for rank in range(nproc):
+        values = (rank, rank, nproc, nproc, "127.0.0.1", port)
         variables = dict(zip(_OF_TORCHRUN, map(str, values), strict=True))
         output = place / f"output-{time.monotonic_ns()}-{rank}"
         started.append(Program(words, output, directory, OMP_NUM_THREADS="1", **variables))
@@ -136,17 +145,17 @@ def start_ranks(
 
 
 def run_ranks(
-    words: Sequence[str], ranks: int, directory: Path | None = None, seconds: float = 240.0
+    words: Sequence[str], nproc: int, directory: Path | None = None, seconds: float = 240.0
 ) -> list[Ended]:
-    """Run a program to its end. With no ranks it is one process that torchrun did not start.
+    """Run a program to its end. With `nproc` 0 it is one process that torchrun did not start.
 
     A test has `rank_server.call(run_ranks, ...)` do it: pytest's own process has threads.
     """
     with tempfile.TemporaryDirectory() as name:
-        if ranks == 0:
+        if nproc == 0:
             for variable in _OF_TORCHRUN:
                 os.environ.pop(variable, None)
             started = [Program(words, Path(name, "output"), directory)]
         else:
-            started = start_ranks(words, ranks, Path(name), directory)
+            started = start_ranks(words, nproc, Path(name), directory)
         return [program.wait(seconds) for program in started]

@@ -35,7 +35,7 @@ _OF_TORCHRUN = (
 
 @dataclass(frozen=True)
 class Ended:
-    """How a program ended: its exit code (negative: a signal's), what it said, its memory in KiB."""
+    """How a program ended: its exit code (negative: a signal's), its words, its memory in KiB."""
 
     code: int
     stdout: str
@@ -49,7 +49,7 @@ class Ended:
 
 
 class Program:
-    """One process, in a process group of its own; what it says goes to `output` and `output`.err."""
+    """One process, in a process group of its own; it writes to files `output` and `output`.err."""
 
     def __init__(
         self, words: Sequence[str], output: Path, directory: Path | None = None, **variables: str

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tasks.matrix.cover import in_shard, pairwise_cover
+from tasks.matrix.cover import cover, in_shard
 
 AXES = st.lists(st.integers(1, 5), min_size=1, max_size=5)
 
@@ -25,15 +25,26 @@ def meetings(cases):
 def test_every_two_values_that_can_meet_do_meet_in_the_cover(lengths, random):
     product = list(itertools.product(*map(range, lengths)))
     cases = [case for case in product if random.random() < 0.7] or product[:1]
-    chosen = [cases[place] for place in pairwise_cover(cases)]
+    chosen = [cases[place] for place in cover(cases)]
     assert meetings(chosen) == meetings(cases)
     assert {c[0] for c in chosen} == {c[0] for c in cases}
+
+
+@given(AXES, st.randoms(use_true_random=False))
+def test_at_strength_one_every_value_is_in_as_few_cases_as_the_longest_axis_has(lengths, random):
+    product = list(itertools.product(*map(range, lengths)))
+    chosen = [product[place] for place in cover(product, strength=1)]
+    assert [len({case[axis] for case in chosen}) for axis in range(len(lengths))] == lengths
+    assert len(chosen) == max(lengths)
+    some = [case for case in product if random.random() < 0.7] or product[:1]
+    values = [set(column) for column in zip(*(some[p] for p in cover(some, 1)), strict=True)]
+    assert values == [set(column) for column in zip(*some, strict=True)]
 
 
 def test_cover_of_a_large_product_is_small():
     cases = list(itertools.product(range(4), range(3), range(3), range(3), range(2), range(2)))
     assert len(cases) == 432
-    assert len(pairwise_cover(cases)) <= 20  # 12 is the least that can be
+    assert len(cover(cases)) <= 20  # 12 is the least that can be
 
 
 @given(st.text(), st.integers(1, 60))

@@ -10,22 +10,20 @@ from itertools import combinations
 Case = tuple[int, ...]  # a case as the index of its value along each axis
 
 
-def pairs(case: Case) -> frozenset[tuple[int, int, int, int]]:
-    """Return the (axis, value, axis, value) pairs that a case shows together."""
-    if len(case) == 1:
-        return frozenset({(0, case[0], 0, case[0])})
-    along = combinations(enumerate(case), 2)
-    return frozenset((axis, value, other, second) for (axis, value), (other, second) in along)
+def together(case: Case, strength: int = 2) -> frozenset[tuple[tuple[int, int], ...]]:
+    """Return the groups of `strength` values, each with its axis, that a case shows together."""
+    return frozenset(combinations(enumerate(case), min(strength, len(case))))
 
 
-def pairwise_cover(cases: Sequence[Case]) -> list[int]:
-    """Choose few of `cases` so that every pair of values that occurs in one occurs in a chosen one.
+def cover(cases: Sequence[Case], strength: int = 2) -> list[int]:
+    """Choose few of `cases` so that what occurs together in one occurs together in a chosen one.
 
-    Takes the case with the most new pairs each time, the first of equals, so the choice depends on
-    the cases and their order alone. `cases` may be any part of a product: what is impossible is
-    left out of it. Returns positions in `cases`, ascending. One case has no pairs: it is chosen.
+    `strength` 2 is a pairwise cover: every pair of values. 1 has every value once. Takes the case
+    with the most new groups each time, the first of equals, so the choice depends on the cases and
+    their order alone. `cases` may be any part of a product: what is impossible is left out of it.
+    Returns positions in `cases`, ascending.
     """
-    shown = [pairs(case) for case in cases]
+    shown = [together(case, strength) for case in cases]
     missing = set().union(*shown) if shown else set()
     # What a case adds only shrinks, so an old count is an upper bound: recount the best one only.
     queue = [(-len(show), place) for place, show in enumerate(shown)]

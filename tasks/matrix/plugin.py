@@ -1,6 +1,6 @@
 """Pytest plugin: `@pytest.mark.matrix` on a parametrised test.
 
-    @pytest.mark.matrix                     # or matrix(where=..., limit=40)
+    @pytest.mark.matrix                     # or matrix(where=..., limit=40, strength=2)
     @pytest.mark.ranks(1, 2, 4)             # an axis as well
     @pytest.mark.parametrize("strategy", [0, 1, 2, 3])
     @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -10,7 +10,8 @@ The axes are the test's parameters. By default the cases of a pairwise cover run
 that can meet do meet in one of them. `--full` runs the whole product and keeps a record, so that a
 run that was cut off goes on; `--shard i/n` takes one of n parts of it. `where` is a predicate over
 the parameters, by name: cases for which it is false don't exist. `limit` is the most cases that the
-cover may have.
+cover may have. `strength=1` is for axes that have nothing to do with each other: the cover has each
+value once, instead of each pair.
 
 `--results FILE` adds each test's result to a file as soon as the test has ended, and leaves out the
 tests that the file says have ended without a failure: so a cell of the matrix goes on.
@@ -26,7 +27,7 @@ from typing import Any
 
 import pytest
 
-from tasks.matrix.cover import in_shard, pairwise_cover
+from tasks.matrix.cover import cover, in_shard
 from tasks.matrix.record import Product, Record, Result, add_result, read_results
 
 LIMIT = 40  # of a pairwise cover: CONTRIBUTING.md, "A test"
@@ -58,7 +59,7 @@ def shard(text: str) -> tuple[int, int]:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Register the mark; open the record."""
-    line = "matrix(where=None, limit=40): the parameters are axes: a pairwise cover, or --full"
+    line = "matrix(where=None, limit=40, strength=2): the parameters are axes: a cover, or --full"
     config.addinivalue_line("markers", line)
     if config.getoption("--shard") and not config.getoption("--full"):
         raise pytest.UsageError("--shard is a part of the whole product: add --full")
@@ -105,6 +106,16 @@ def full(config: pytest.Config) -> bool:
     return bool(config.getoption("--full"))
 
 
+@pytest.fixture
+def steps(pytestconfig: pytest.Config) -> int:
+    """Optimizer steps that a test compares: 2 by default, 4 in whole products and slow tests.
+
+    The second step reads all that the first has written: weights, state, buffers. The bit oracles
+    of ddp and fsdp compare four or five steps in every run.
+    """
+    return 4 if full(pytestconfig) or pytestconfig.getoption("--slow", False) else 2
+
+
 def wanted(config: pytest.Config, case: pytest.Function) -> bool:
     """Whether a case of the whole product runs now."""
     part = config.getoption("--shard") or (1, 1)
@@ -115,7 +126,7 @@ def settings(case: pytest.Function) -> dict[str, Any]:
     """Return the mark's keyword arguments."""
     mark = case.get_closest_marker("matrix")
     options = dict(mark.kwargs) if mark else {}
-    if unknown := set(options) - {"where", "limit"} or (mark and mark.args):
+    if unknown := set(options) - {"where", "limit", "strength"} or (mark and mark.args):
         raise pytest.UsageError(f"{case.nodeid}: @pytest.mark.matrix knows no {unknown}")
     return options
 
@@ -147,8 +158,9 @@ def cover_of(name: str, cases: list[pytest.Function]) -> list[pytest.Function]:
     if not cases or not hasattr(cases[0], "callspec"):
         return cases
     along = zip(*columns_of(cases).values(), strict=True)
-    chosen = [cases[place] for place in pairwise_cover(list(along))]
-    limit = settings(cases[0]).get("limit", LIMIT)
+    asked = settings(cases[0])
+    chosen = [cases[place] for place in cover(list(along), asked.get("strength", 2))]
+    limit = asked.get("limit", LIMIT)
     if len(chosen) > limit:
         raise pytest.UsageError(
             f"{name}: its pairwise cover has {len(chosen)} cases, the limit is {limit}; give the "

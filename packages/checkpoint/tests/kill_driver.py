@@ -134,7 +134,7 @@ def files_in(root: Path | str) -> list[str]:
     return os.listdir(str(root).removeprefix("objects://"))
 
 
-def sweep(base: Path, scenario: str) -> dict[str, object]:
+def sweep(base: Path, scenario: str, every: int, first: int) -> dict[str, object]:
     step, keep_last, allowed = {
         "new": (2, None, {1, 2}),
         "replace": (1, None, {1}),
@@ -149,7 +149,7 @@ def sweep(base: Path, scenario: str) -> dict[str, object]:
     }[scenario]
     background, kill = scenario == "background", not scenario.endswith("errors")
     outcomes = []
-    for number in range(10_000):
+    for number in range(first % every, 10_000, every):
         root: Path | str = base / str(number)
         if scenario.endswith("objects"):
             root = f"objects://{root}"
@@ -165,10 +165,15 @@ def sweep(base: Path, scenario: str) -> dict[str, object]:
         shutil.rmtree(base / str(number))
         if end == "lived":
             break
-    return {"kills": number, "outcomes": sorted(set(outcomes))}
+    return {"operations": number, "outcomes": sorted(set(outcomes))}
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    os.environ["UPLOADS"] = sys.argv[1]
-    print(json.dumps({s: sweep(Path(sys.argv[1]) / s, s) for s in sys.argv[2:]}))
+    base, every, *scenarios = sys.argv[1:]
+    os.environ["UPLOADS"] = base
+    found = {
+        scenario: sweep(Path(base) / scenario, scenario, int(every), place)
+        for place, scenario in enumerate(scenarios)
+    }
+    print(json.dumps(found))

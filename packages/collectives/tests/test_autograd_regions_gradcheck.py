@@ -45,6 +45,7 @@ def test_column_then_row():
     check_both(program, seeded(2, 3))
 
 
+@pytest.mark.matrix(strength=1)
 @pytest.mark.ranks(2, 4)
 @pytest.mark.parametrize("dim", [0, 1])
 def test_scatter_then_gather(dim):
@@ -57,6 +58,7 @@ def test_scatter_then_gather(dim):
     check_both(program, seeded(*shape))
 
 
+@pytest.mark.matrix(strength=1)
 @pytest.mark.ranks(2, 4)
 @pytest.mark.parametrize("dim", [0, 1])
 def test_sequence_parallel_gather_then_reduce_scatter(dim):
@@ -123,6 +125,7 @@ def test_a_gradient_penalty_over_tensor_parallel_layers_is_that_of_one_process()
     torch.testing.assert_close(parts[2].grad, whole[2].grad.chunk(size, 1)[rank])
 
 
+@pytest.mark.matrix(strength=1)
 @pytest.mark.ranks(2, 4)
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_gradients_of_tensor_parallel_layers_are_those_of_one_process(sequence_parallel):

@@ -96,6 +96,7 @@ def check(wrapped, wanted):
         torch.testing.assert_close(found[name], value, rtol=0, atol=3e-6, msg=name)
 
 
+@pytest.mark.matrix(strength=1)
 @pytest.mark.ranks(2)
 @CASES
 @pytest.mark.parametrize("used", [(1, 3), (3, 1), (1, 3, 1)])

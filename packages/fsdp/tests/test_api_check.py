@@ -44,6 +44,7 @@ class Noisy(OddNet):
         return self.leave(x) * self.temperature + self.empty.sum()
 
 
+@pytest.mark.matrix(strength=1)
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("strategy", [0, 1, 2, 3])
 @pytest.mark.parametrize("make", [OddNet, Noisy])

@@ -143,6 +143,7 @@ def test_asking_for_state_changes_nothing(optimizer, ranks):
         assert torch.equal(results[0][name], results[1][name]), name
 
 
+@pytest.mark.matrix(strength=1)
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("strategy", [0, 2, 3])
 @pytest.mark.parametrize("optimizer", list(OPTIMIZERS))

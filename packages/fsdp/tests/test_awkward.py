@@ -149,6 +149,7 @@ class CheckpointedSegment(OddNet):
         return self.leave(self.blocks[2](x)) * self.temperature + self.empty.sum()
 
 
+@pytest.mark.matrix(strength=1)
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("make", [Checkpointed, CheckpointedReentrant, CheckpointedSegment])
 @STRATEGIES

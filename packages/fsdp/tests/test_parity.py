@@ -81,6 +81,7 @@ def test_every_strategy_equals_the_bit_oracle(
     assert_bits(found, oracle)
 
 
+@pytest.mark.matrix(strength=1)
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("strategy", [0, 1, 2, 3])
 @pytest.mark.parametrize("name", list(MODELS))

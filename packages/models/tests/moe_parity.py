@@ -33,7 +33,7 @@ from lamina.models.engine import cut_weight
 
 from . import moe_oracle
 
-STEPS, BATCH, LENGTH = 4, 4, 8
+BATCH, LENGTH = 4, 8
 MOE = MoEConfig(num_experts=4, top_k=2, ffn_size=8)
 CONFIG = TransformerConfig(
     vocab_size=32,
@@ -278,7 +278,7 @@ class Run:
         return cut_weight(whole, role.tp_shard_dim, axis.rank, axis.size, role.tp_blocks)
 
 
-def check(case):
+def check(case, steps):
     fixed = {} if case.crowded is None else {"bias_rate": 0.0}
     config = replace(CONFIG, moe=replace(MOE, **case.moe, **fixed), **case.config)
     run = Run(case, config)
@@ -286,7 +286,7 @@ def check(case):
     at = run.mesh.coordinate
     here = oracle.senders[at["dp_replicate"] * run.mesh.axis("dp_shard").size + at["dp_shard"],
                           at["cp"], at["tp"]]  # fmt: skip
-    for step in range(STEPS):
+    for step in range(steps):
         run.step(step)
         oracle.step(step)
         assert set(run.chosen) == set(run.routers)

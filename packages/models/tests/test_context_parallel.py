@@ -96,6 +96,7 @@ def train_alike(config, layout, *, documents=False, recompute="none", dtype=torc
             )
 
 
+@pytest.mark.matrix(strength=1)
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", list(CONFIGS))
@@ -125,6 +126,7 @@ def test_losses_agree_beside_tensor_and_sequence_parallelism(way):
     train_alike(config, ParallelLayout(cp=2, tp=2))
 
 
+@pytest.mark.matrix(strength=1)
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("recompute", ["full", "selective"])
 @pytest.mark.parametrize("way", WAYS)

@@ -282,7 +282,8 @@ def learned_in_bf16():
 
 
 @pytest.mark.parametrize(
-    "name", ["tensorwise", pytest.param("rowwise", marks=pytest.mark.slow), "delayed"]
+    "name",
+    [*(pytest.param(n, marks=pytest.mark.slow) for n in ("tensorwise", "rowwise")), "delayed"],
 )
 def test_training_ends_where_bf16_does(name):
     config = replace(CONFIG, num_layers=1, precision=PRECISIONS[name])

@@ -74,6 +74,7 @@ def oracle():
     return dict(main.named_parameters())
 
 
+@pytest.mark.matrix(strength=1)
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("cache", [False, True])
 @pytest.mark.parametrize("recompute", ["none", "full"])

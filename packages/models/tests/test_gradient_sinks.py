@@ -146,6 +146,7 @@ def own_copies(model, wide) -> tuple[int, int]:
     return copied_in_backward(model, 0, wide)
 
 
+@pytest.mark.matrix(strength=1)
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("wrapper", ["ddp", "ddp sharded", 2, 3])
 @pytest.mark.parametrize("name", list(CONFIGS))

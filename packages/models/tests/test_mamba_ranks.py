@@ -67,6 +67,7 @@ def train(whole, model, optimizer, mesh, steps):
             each.zero_grad()
 
 
+@pytest.mark.matrix(strength=1)
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("recompute", ["none", "full"])
 @pytest.mark.parametrize("sequence_parallel", [False, True])

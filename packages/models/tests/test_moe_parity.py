@@ -63,14 +63,14 @@ FOUR = [name for name, case in CASES.items() if "dp_shard" in case.axes or case.
 
 @pytest.mark.ranks(2, timeout=120)
 @pytest.mark.parametrize("name", [name for name in CASES if name not in FOUR])
-def test_two_ranks_equal_one_process(name):
-    check(CASES[name])
+def test_two_ranks_equal_one_process(name, steps):
+    check(CASES[name], steps)
 
 
 @pytest.mark.ranks(4, timeout=120)
 @pytest.mark.parametrize("name", FOUR)
-def test_four_ranks_equal_one_process(name):
-    check(CASES[name])
+def test_four_ranks_equal_one_process(name, steps):
+    check(CASES[name], steps)
 
 
 LAYOUTS = {
@@ -93,7 +93,7 @@ LAYOUTS = {
 @pytest.mark.parametrize("microbatches", [1, 2])
 @pytest.mark.parametrize("fp32", [False, True])
 def test_every_layout_equals_one_process(
-    layout, strategy, capacity, dispatcher, scores, microbatches, fp32
+    layout, strategy, capacity, dispatcher, scores, microbatches, fp32, steps
 ):
     moe = {"capacity_factor": capacity, "dispatcher": dispatcher, "scores": scores}
     case = Case(
@@ -104,7 +104,7 @@ def test_every_layout_equals_one_process(
         microbatches=microbatches,
         fp32=fp32,
     )
-    check(case)
+    check(case, steps)
 
 
 @pytest.mark.slow
@@ -112,7 +112,7 @@ def test_every_layout_equals_one_process(
 @pytest.mark.parametrize("layout", list(LAYOUTS))
 @pytest.mark.parametrize("strategy", [1, 2, "ddp, sharded"])
 @pytest.mark.parametrize("microbatches", [1, 2])
-def test_every_strategy_equals_one_process_on_every_layout(layout, strategy, microbatches):
+def test_every_strategy_equals_one_process_on_every_layout(layout, strategy, microbatches, steps):
     case = Case(
         LAYOUTS[layout],
         LOSSES | BALANCED,
@@ -121,4 +121,4 @@ def test_every_strategy_equals_one_process_on_every_layout(layout, strategy, mic
         microbatches=microbatches,
         max_norm=math.inf,
     )
-    check(case)
+    check(case, steps)

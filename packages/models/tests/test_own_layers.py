@@ -155,6 +155,7 @@ STACK = replace(
 CONFIGS = {"gated": GATED, "stack": STACK, "averaging": replace(LLAMA, attention=Averaging())}
 
 
+@pytest.mark.matrix(strength=1)
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize("name", list(CONFIGS))

@@ -122,6 +122,7 @@ def check_alike(whole: GPTModel, model: GPTModel, tolerance: float) -> None:
             assert all(torch.equal(copy, copies[0]) for copy in copies), f"{name} differs"
 
 
+@pytest.mark.matrix(strength=1)
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize("name", list(CONFIGS))
@@ -147,6 +148,7 @@ def test_training_equals_one_process_on_four_ranks():
     check_alike(whole, model, 1e-9)
 
 
+@pytest.mark.matrix(strength=1)
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("recompute", ["full", "selective"])
 @pytest.mark.parametrize("name", ["qwen", "deepseek"])

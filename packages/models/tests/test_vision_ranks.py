@@ -109,6 +109,7 @@ def check(model, whole, roles=None, mesh=None):
         )
 
 
+@pytest.mark.matrix(strength=1)
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("frozen", [(), ("vision",), ("language",)], ids=str)
 @pytest.mark.parametrize("strategy", [0, 2, 3])
@@ -190,6 +191,7 @@ def test_generation_appends_no_image_tokens(ranks):
     assert torch.equal(*found)
 
 
+@pytest.mark.matrix(strength=1)
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("part", ["vision", "language"])
 @pytest.mark.parametrize("strategy", [0, 1, 2, 3])

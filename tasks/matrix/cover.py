@@ -4,26 +4,55 @@ from __future__ import annotations
 
 import heapq
 import zlib
+from collections import Counter
 from collections.abc import Sequence
 from itertools import combinations
 
 Case = tuple[int, ...]  # a case as the index of its value along each axis
 
 
-def together(case: Case, strength: int = 2) -> frozenset[tuple[tuple[int, int], ...]]:
-    """Return the groups of `strength` values, each with its axis, that a case shows together."""
-    return frozenset(combinations(enumerate(case), min(strength, len(case))))
+def pairs(case: Case) -> frozenset[tuple[int, int, int, int]]:
+    """Return the (axis, value, axis, value) pairs that a case shows together."""
+    if len(case) == 1:
+        return frozenset({(0, case[0], 0, case[0])})
+    along = combinations(enumerate(case), 2)
+    return frozenset((axis, value, other, second) for (axis, value), (other, second) in along)
 
 
 def cover(cases: Sequence[Case], strength: int = 2) -> list[int]:
-    """Choose few of `cases` so that what occurs together in one occurs together in a chosen one.
+    """Choose few of `cases` so that what occurs in one occurs in a chosen one.
 
-    `strength` 2 is a pairwise cover: every pair of values. 1 has every value once. Takes the case
-    with the most new groups each time, the first of equals, so the choice depends on the cases and
-    their order alone. `cases` may be any part of a product: what is impossible is left out of it.
-    Returns positions in `cases`, ascending.
+    At strength 2 every pair of values, at strength 1 every value. `cases` may be any part of a
+    product: what is impossible is left out of it. The choice depends on the cases and their order
+    alone. Returns positions in `cases`, ascending.
     """
-    shown = [together(case, strength) for case in cases]
+    chosen = _values(cases) if strength == 1 else _pairwise(cases)
+    return sorted(chosen) if chosen else list(range(min(1, len(cases))))
+
+
+def _values(cases: Sequence[Case]) -> list[int]:
+    """Take the case with the most new values; of equals the one whose values were taken least."""
+    taken: Counter[tuple[int, int]] = Counter()
+    missing = {value for case in cases for value in enumerate(case)}
+    chosen: list[int] = []
+    while missing:
+        best = max(
+            range(len(cases)),
+            key=lambda place: (
+                len(missing.intersection(enumerate(cases[place]))),
+                -sum(taken[value] for value in enumerate(cases[place])),
+                -place,
+            ),
+        )
+        missing.difference_update(enumerate(cases[best]))
+        taken.update(enumerate(cases[best]))
+        chosen.append(best)
+    return chosen
+
+
+def _pairwise(cases: Sequence[Case]) -> list[int]:
+    """Take the case with the most new pairs each time, the first of equals."""
+    shown = [pairs(case) for case in cases]
     missing = set().union(*shown) if shown else set()
     # What a case adds only shrinks, so an old count is an upper bound: recount the best one only.
     queue = [(-len(show), place) for place, show in enumerate(shown)]
@@ -37,7 +66,7 @@ def cover(cases: Sequence[Case], strength: int = 2) -> list[int]:
             continue
         missing -= shown[place]
         chosen.append(place)
-    return sorted(chosen) if chosen else list(range(min(1, len(cases))))
+    return chosen
 
 
 def in_shard(name: str, shard: int, shards: int) -> bool:

@@ -5,6 +5,7 @@ Ranks and the fork server inherit them, see testing/README.md.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 
@@ -14,6 +15,13 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Triton reads this when it is first imported, which importing torch._dynamo does.
 if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+# An example that takes long on a busy machine is no failure. A GPU's machine may lack hypothesis.
+with contextlib.suppress(ImportError):
+    from hypothesis import settings
+
+    settings.register_profile("busy machine", deadline=None)
+    settings.load_profile("busy machine")
 
 # `matrix` marks and `--full`; the closing line for noxfile.py. Both in tests/.
 pytest_plugins = ["tasks.matrix.plugin", "closing_line"]

@@ -21,7 +21,7 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn, TextIO
 
 from lamina_testing.jobs import STACK_SIGNAL
 from lamina_testing.rank import end_with_parent
@@ -65,8 +65,9 @@ class Program:
         if self.ended is None:
             pid, status, usage = os.wait4(self.pid, os.WNOHANG)
             if pid:
-                texts = [path.read_text(errors="replace") for path in self.outputs]
-                self.ended = Ended(os.waitstatus_to_exitcode(status), *texts, usage.ru_maxrss)
+                said, complained = (path.read_text(errors="replace") for path in self.outputs)
+                code = os.waitstatus_to_exitcode(status)
+                self.ended = Ended(code, said, complained, usage.ru_maxrss)
         return self.ended
 
     def wait(self, seconds: float) -> Ended:
@@ -118,8 +119,15 @@ def _become(
         os._exit(code)
 
 
-def _show(message: Warning | str, category: type[Warning], file: str, line: int, *_: Any) -> None:
-    sys.stderr.write(warnings.formatwarning(message, category, file, line))
+def _show(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    file: TextIO | None = None,
+    line: str | None = None,
+) -> None:
+    (file or sys.stderr).write(warnings.formatwarning(message, category, filename, lineno, line))
 
 
 def _exit_code(said: object) -> int:

@@ -57,7 +57,7 @@ class LocalLocation:
     """A directory; its `address` is what users call it."""
 
     def __init__(self, path: Path) -> None:
-        self.path = path
+        self.address = self.path = path
 
     def __str__(self) -> str:
         return str(self.path)
@@ -86,17 +86,12 @@ class LocalLocation:
         """Whether the directory exists."""
         return self.path.is_dir()
 
-    @property
-    def address(self) -> Path:
-        """The directory's path."""
-        return self.path
-
 
 class RemoteLocation:
     """A prefix of any file system that fsspec knows, as a `LocalLocation`."""
 
     def __init__(self, url: str) -> None:
-        self.url = url.rstrip("/")
+        self.address = self.url = url.rstrip("/")
         self.fs, self._root = filesystem(self.url)
 
     def __str__(self) -> str:
@@ -121,11 +116,6 @@ class RemoteLocation:
     def is_there(self) -> bool:
         """Prefixes have no existence of their own."""
         return True
-
-    @property
-    def address(self) -> str:
-        """The URL."""
-        return self.url
 
 
 Location = LocalLocation | RemoteLocation

@@ -129,7 +129,8 @@ class GradientReducer:
         self._largest = largest
         self._listener: weakref.ref[BackwardListener] | None = None
         self._phase = ReducerPhase.IDLE
-        self._is_final = True
+        self.is_final = True
+        """Whether the current microbatch is the step's last."""
         self._is_waiting = False  # a last reduction is still to come; the same on all ranks
         self._end = BackwardEnd()
         self._arrived: list[set[int]] = [set() for _ in self.groups]
@@ -155,14 +156,9 @@ class GradientReducer:
 
     # -- which microbatch it is ---------------------------------------------------------------
 
-    @property
-    def is_final(self) -> bool:
-        """Whether the current microbatch is the step's last."""
-        return self._is_final
-
     def expect_final(self, final: bool) -> None:
         """Say whether backwards from here on are each a step's last microbatch."""
-        self._is_final = final
+        self.is_final = final
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -172,15 +168,15 @@ class GradientReducer:
 
     @contextmanager
     def _expecting(self, final: bool) -> Iterator[None]:
-        before, self._is_final = self._is_final, final
+        before, self.is_final = self.is_final, final
         try:
             yield
         finally:
-            self._is_final = before
+            self.is_final = before
 
     def _reduces(self, number: int) -> bool:
         """Whether a group's gradients of the current microbatch go over the wire."""
-        return self._is_final or self._gradients[number].cadence is Cadence.EVERY_MICROBATCH
+        return self.is_final or self._gradients[number].cadence is Cadence.EVERY_MICROBATCH
 
     def reduce_once_per_step(self, once: bool) -> None:
         """Sum gradients over the inner axis in final backwards only, or as each group's strategy.
@@ -259,7 +255,7 @@ class GradientReducer:
         for group, gradients in zip(self.groups, self._gradients, strict=True):
             if gradients.state is GradientState.FINALIZED and holds_zeros(group):
                 gradients.mark_zeroed()
-            gradients.begin_backward(self._is_final)
+            gradients.begin_backward(self.is_final)
         self._phase = ReducerPhase.BACKWARD
         self._end.queue(self._end_backward)
 
@@ -345,11 +341,11 @@ class GradientReducer:
             gradients = self._gradients[number]
             # A group that no unit closed still takes part where the order is static, and
             # where an earlier microbatch left a sum that only the last one completes.
-            unfinished = self._is_final and gradients.state is GradientState.PARTIAL
+            unfinished = self.is_final and gradients.state is GradientState.PARTIAL
             if self._order is Order.STATIC or gradients.has_local or unfinished:
                 self._close(number)
             if number not in self._closed:
-                gradients.skip(self._is_final)
+                gradients.skip(self.is_final)
         self._drain(0)
         # What reached a group after it was closed (reentrant recomputation can come back to a
         # unit without notice) was summed by no collective yet.
@@ -360,7 +356,7 @@ class GradientReducer:
 
     def _settle(self) -> None:
         """After all reductions: agree on who has a gradient, and show it."""
-        if self._is_final:
+        if self.is_final:
             for number, called in self._hooks_called.items():
                 produced = self._gradients[number].produced_gradient
                 self._gradients[number].mark_produced(
@@ -375,8 +371,8 @@ class GradientReducer:
                 self._produced[key].agree(facts)
             self._call_late_hooks()
             self._scratch.clear()
-        self._is_waiting = not self._is_final
-        self._show(final=self._is_final)
+        self._is_waiting = not self.is_final
+        self._show(final=self.is_final)
 
     def _step_facts(self) -> list[Fact]:
         """Steps and hyperparameters of the optimizers that update the groups."""
@@ -459,7 +455,7 @@ class GradientReducer:
         if self._largest is not None:
             _refuse_large(group, self._largest)
         self._drain(self._room_for(gradients.wire_bytes))
-        steps = gradients.reduce(self._is_final)
+        steps = gradients.reduce(self.is_final)
         handle = next(steps, None)
         if handle is not None:
             handle.serves(group.layout.title)
@@ -496,7 +492,7 @@ class GradientReducer:
         A parameter without a gradient on this rank may have one on another. Nobody knows before the
         end of the backward, so its hooks are called there.
         """
-        if not self._is_final:
+        if not self.is_final:
             return
         gradients = group.trained
         called = self._hooks_called.setdefault(self._numbers[id(group)], set())

@@ -10,7 +10,7 @@ A reduced gradient is never reduced again: once main grads are final, what a fur
 brings is summed apart and then added.
 """
 
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence
 from operator import or_
 
 import torch
@@ -70,7 +70,8 @@ class GroupGradients:
         ]
         self._padding = list(layout.padding_ranges())
         count = len(layout.specs)
-        self._state = GradientState.EMPTY
+        self.state = GradientState.EMPTY
+        """What main grads hold."""
         self._backward = BackwardPhase.IDLE
         self._is_last = False  # the backward at hand is the step's last one, as far as is known
         self._local: torch.Tensor | None = None
@@ -78,23 +79,15 @@ class GroupGradients:
         # Gradients of spans that belong into the local buffer as soon as there has to be one:
         # elements (start, stop) of the parameter, and the gradient.
         self._of_spans: dict[int, tuple[int, int, torch.Tensor]] = {}
-        self._by_layers: set[int] = set()  # whose gradient a layer has written in this backward
+        self.by_layers: set[int] = set()
+        """Parameters whose gradient a layer has written in the backward at hand."""
         self._layers_write = False  # some layer has asked where to write its gradient
-        self._produced = [False] * count
+        self.produced_gradient = [False] * count
+        """Which parameters got a gradient since main grads were empty."""
         self._set_aside: tuple[GradientState, torch.Tensor] | None = None
         self.set_cadence(cadence)
 
     # -- what is held -------------------------------------------------------------------------
-
-    @property
-    def state(self) -> GradientState:
-        """What main grads hold."""
-        return self._state
-
-    @property
-    def produced_gradient(self) -> Sequence[bool]:
-        """Which parameters got a gradient since main grads were empty."""
-        return self._produced
 
     @property
     def has_local(self) -> bool:
@@ -104,12 +97,12 @@ class GroupGradients:
     @property
     def is_waiting(self) -> bool:
         """Whether gradients are held that are not summed over ranks, or not all of them."""
-        return self._local is not None or self._state is GradientState.PARTIAL
+        return self._local is not None or self.state is GradientState.PARTIAL
 
     @property
     def is_empty(self) -> bool:
         """Whether no gradient is held at all."""
-        return self._local is None and self._state is GradientState.EMPTY
+        return self._local is None and self.state is GradientState.EMPTY
 
     @property
     def at_risk(self) -> bool:
@@ -119,7 +112,7 @@ class GroupGradients:
     @property
     def is_kept_apart(self) -> bool:
         """Whether there are gradients that who writes to main grads does not reach."""
-        outside = self._state is GradientState.PARTIAL and not self._sum.sums_in_main
+        outside = self.state is GradientState.PARTIAL and not self._sum.sums_in_main
         if outside or self._set_aside is not None:
             return True
         return self._local is not None and self._local.data_ptr() != self.main.data.data_ptr()
@@ -127,8 +120,8 @@ class GroupGradients:
     @property
     def _main_holds_sums(self) -> bool:
         """Whether main grads hold gradients, final or not yet."""
-        sums = self._state is GradientState.PARTIAL and self._sum.sums_in_main
-        return sums or self._state.is_final
+        sums = self.state is GradientState.PARTIAL and self._sum.sums_in_main
+        return sums or self.state.is_final
 
     @property
     def squares(self) -> Squares | None:
@@ -137,19 +130,14 @@ class GroupGradients:
         Reductions look for it from the first time that somebody asks.
         """
         self._sum.finds_squares = True
-        return self._sum.squares if self._state.is_final else None
+        return self._sum.squares if self.state.is_final else None
 
     # -- how gradients are summed -------------------------------------------------------------
-
-    @property
-    def cadence(self) -> Cadence:
-        """When `reduce` is called."""
-        return self._cadence
 
     def set_cadence(self, cadence: Cadence) -> None:
         """Choose when `reduce` will be called. Raises RuntimeError while gradients are held."""
         self._refuse_held("how often they are summed")
-        self._cadence = cadence
+        self.cadence = cadence
         wire = self.dtypes.wire
         # What a rank adds its own gradients in, and what it may keep one in that nothing is added
         # to.
@@ -180,7 +168,7 @@ class GroupGradients:
 
     def begin_backward(self, last: bool) -> None:
         """A backward begins; `last` is whether it is the step's last one."""
-        self._by_layers.clear()
+        self.by_layers.clear()
         self._is_last = last
         event = BackwardEvent.BEGAN if self.is_empty else BackwardEvent.BEGAN_BESIDE
         self._backward = self._backward.after(event)
@@ -189,7 +177,7 @@ class GroupGradients:
         """It has ended, and all that it brought is where it belongs."""
         if self._of_spans:
             self._add_spans()
-        self._by_layers.clear()
+        self.by_layers.clear()
         self._backward = self._backward.after(BackwardEvent.CLEARED)
 
     def abandon_backward(self) -> None:
@@ -266,12 +254,7 @@ class GroupGradients:
     def written_by_layer(self, index: int) -> None:
         """A layer has written its gradient: autograd will bring none in this backward."""
         self._in_local[index] = True
-        self._by_layers.add(index)
-
-    @property
-    def by_layers(self) -> Set[int]:
-        """Parameters whose gradient a layer has written in the backward at hand."""
-        return self._by_layers
+        self.by_layers.add(index)
 
     # -- what users and `finalize_grads` do to gradients --------------------------------------
 
@@ -280,34 +263,34 @@ class GroupGradients:
         self._close_local()
         self._sum.forget()
         self._set_aside = None
-        self._state = self._state.after(GradientEvent.DROPPED)
+        self.state = self.state.after(GradientEvent.DROPPED)
         self._backward = self._backward.after(BackwardEvent.CLEARED)
-        self._produced = [False] * len(self._produced)
+        self.produced_gradient = [False] * len(self.produced_gradient)
 
     def drop(self, index: int) -> None:
         """Forget one parameter's gradient, where it is not part of sums that are kept apart."""
         if self._main_holds_sums:
             self.main.span_view(index).zero_()
-            self._produced[index] = False
+            self.produced_gradient[index] = False
         self._in_local[index] = False
 
     def mark_zeroed(self) -> None:
         """Final main grads are zeros: whatever was final of them may be made final again."""
-        self._state = self._state.after(GradientEvent.ZEROED)
+        self.state = self.state.after(GradientEvent.ZEROED)
 
     def zero_if_empty(self) -> None:
         """Make main grads zeros where nothing was reduced: somebody is about to add to them."""
-        if self._state is GradientState.EMPTY:
+        if self.state is GradientState.EMPTY:
             self.main.data.zero_()
-            self._state = self._state.after(GradientEvent.ZEROED)
+            self.state = self.state.after(GradientEvent.ZEROED)
 
     def mark_finalized(self) -> None:
         """`finalize_grads` has been over what main grads hold."""
-        self._state = self._state.after(GradientEvent.FINALIZED)
+        self.state = self.state.after(GradientEvent.FINALIZED)
 
     def mark_produced(self, flags: Sequence[bool]) -> None:
         """Say for each parameter whether it has a gradient."""
-        self._produced = list(flags)
+        self.produced_gradient = list(flags)
 
     def clear_placeholders(self) -> None:
         """Put zeros where main grads hold nothing yet: somebody may look at them early.
@@ -324,7 +307,7 @@ class GroupGradients:
 
     def scale(self, factor: float) -> None:
         """Multiply all gradients, those not yet summed over ranks included."""
-        main = self.main.data if self._state is not GradientState.EMPTY else None
+        main = self.main.data if self.state is not GradientState.EMPTY else None
         aside = self._set_aside[1] if self._set_aside is not None else None
         for tensor in (main, self._local, aside):
             if tensor is not None:
@@ -355,14 +338,14 @@ class GroupGradients:
         if self._backward is BackwardPhase.BESIDE:
             self._backward = self._backward.after(BackwardEvent.ADDED)
         local = self._sealed_local()
-        self._produced = list(map(or_, self._produced, self._in_local))
+        self.produced_gradient = list(map(or_, self.produced_gradient, self._in_local))
         adds = final and self._sum.adds_to_final and self._on_final is None
-        if self._state.is_final and not adds:
-            self._set_aside = (self._state, self.main.data.clone())
-            self._state = self._state.after(GradientEvent.SET_ASIDE)
-        before = self._state
+        if self.state.is_final and not adds:
+            self._set_aside = (self.state, self.main.data.clone())
+            self.state = self.state.after(GradientEvent.SET_ASIDE)
+        before = self.state
         event = GradientEvent.COMPLETED if final else GradientEvent.SUMMED
-        self._state = self._state.after(event)
+        self.state = self.state.after(event)
         # From here on the buffer belongs to the collective: a gradient that comes later opens
         # another one.
         self._forget_local()
@@ -384,7 +367,7 @@ class GroupGradients:
             self.main.data.add_(earlier)
             self._set_aside = self._sum.squares = None
             if state is GradientState.FINALIZED:
-                self._state = self._state.after(GradientEvent.FINALIZED)
+                self.state = self.state.after(GradientEvent.FINALIZED)
 
     def _to_wire(self, local: torch.Tensor) -> torch.Tensor:
         if local.dtype == self.dtypes.wire:
@@ -409,7 +392,7 @@ class GroupGradients:
             self.accumulates_in_main
             and dtype == self.main.dtype
             and self._sum.device == self.main.device
-            and self._state is GradientState.EMPTY
+            and self.state is GradientState.EMPTY
         )
         if aliases:
             self._local = self.main.data

@@ -59,14 +59,11 @@ class Collectives:
         codec: GradientCodec | None = None,
     ) -> None:
         self._kind = reduction_class(reduction)
+        self.piecewise = self._kind.piecewise
+        """Whether an all-reduce's statistics are of this rank's piece, not of the whole."""
         self._op: SumOp = "avg" if average else "sum"
         self._codec = codec
         self._prepared: dict[str, Reduction] = {}
-
-    @property
-    def piecewise(self) -> bool:
-        """Whether an all-reduce's statistics are of this rank's piece, not of the whole."""
-        return self._kind.piecewise
 
     def along(
         self,
@@ -121,16 +118,13 @@ class RankSum(ABC):
         self.axes = axes
         self.scale = scale
         self.scratch = scratch
+        self.device = main.device
+        """Where a rank's own gradients lie: that of main grads, unless those are kept elsewhere."""
         self.squares: Squares | None = None
         """Of the newest final reduction, where it came for free."""
         self.finds_squares = False
         """Whether reductions look for them: a little time, for who clips by the norm."""
         self.outer_sharded, self.inner_sharded = main.cuts
-
-    @property
-    def device(self) -> torch.device:
-        """Where a rank's own gradients lie: that of main grads, unless those are kept elsewhere."""
-        return self.main.device
 
     @abstractmethod
     def run(self, wire: torch.Tensor, before: GradientState, final: bool) -> Iterator[Handle]:

@@ -37,6 +37,9 @@ class Weights(ABC):
         axes: data-parallel axes of the group.
     """
 
+    full: torch.Tensor
+    """The flat tensor whose views are the parameters; its storage may be released."""
+
     def __init__(self, local: FlatBuffer, axes: DataParallelAxes) -> None:
         self.local = local
         self.axes = axes
@@ -57,11 +60,6 @@ class Weights(ABC):
     def ready(self) -> bool:
         """Whether the whole weights are there and up to date."""
         return self.state is WeightsState.READY
-
-    @property
-    @abstractmethod
-    def full(self) -> torch.Tensor:
-        """The flat tensor whose views are the parameters; its storage may be released."""
 
     @abstractmethod
     def _gather(self) -> Handle | None:
@@ -145,12 +143,8 @@ class WholeWeights(Weights):
 
     def __init__(self, local: FlatBuffer, axes: DataParallelAxes) -> None:
         super().__init__(local, axes)
+        self.full = local.data
         self._spread_inner = False
-
-    @property
-    def full(self) -> torch.Tensor:
-        """The rank's own buffer."""
-        return self.local.data
 
     def release(self) -> None:
         """Nothing to give back."""

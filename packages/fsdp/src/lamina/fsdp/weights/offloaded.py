@@ -164,7 +164,7 @@ class OffloadedSum(RankSum):
         self, make: Callable[..., RankSum], device: torch.device, main: FlatBuffer, *state: Any
     ) -> None:
         super().__init__(main, *state)
-        self._device = device
+        self.device = device
         self._described = FlatBuffer(main.layout, main.placement, main.dtype, "meta", main.axes)
         self._inner = make(self._described, *state)
         self.adds_to_final = self._inner.adds_to_final
@@ -173,18 +173,13 @@ class OffloadedSum(RankSum):
         # wait for what the second one waits for.
         self._sides = [SideStream(device), SideStream(device)]
 
-    @property
-    def device(self) -> torch.device:
-        """Where gradients are computed."""
-        return self._device
-
     def run(self, wire: torch.Tensor, before: GradientState, final: bool) -> Iterator[Handle]:
         """As the sum inside; main grads are on the host when the generator has ended."""
         kept = self.main.data
-        staging = self.scratch.take(kept.numel(), kept.dtype, self._device)
+        staging = self.scratch.take(kept.numel(), kept.dtype, self.device)
         main = self.main
         self._inner.main = FlatBuffer(
-            main.layout, main.placement, main.dtype, self._device, main.axes, storage=staging
+            main.layout, main.placement, main.dtype, self.device, main.axes, storage=staging
         )
         side = self._sides[0]
         self._sides.reverse()

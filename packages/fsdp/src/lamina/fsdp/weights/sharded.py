@@ -45,7 +45,7 @@ class ShardedWeights(Weights):
         is over never comes back."""
         self._fixed = False
         self._pool = pool
-        self._full = pool.register(
+        self.full = pool.register(
             key, local.layout.size, local.data.dtype, released=_released(local.layout.title)
         )
         self._destination: torch.Tensor | None = None
@@ -53,11 +53,6 @@ class ShardedWeights(Weights):
         self._parameters: list[nn.Parameter] = []
         self._named: list[nn.Parameter] = []
         self._released_class: type[nn.Parameter] = nn.Parameter
-
-    @property
-    def full(self) -> torch.Tensor:
-        """The whole weights' flat tensor; released, its storage has no bytes."""
-        return self._full
 
     def belongs_to(self, group: ParameterGroup) -> None:
         """Say whose parameters are views of the storage, so that they can follow it (again)."""
@@ -103,7 +98,7 @@ class ShardedWeights(Weights):
             StaleStorageError: the storage that autograd knows is taken by another live unit.
         """
         wanted = self.epoch if self._fixed else self._saved_epoch
-        if self._pool.acquire(self.key, epoch=wanted) is not self._full:
+        if self._pool.acquire(self.key, epoch=wanted) is not self.full:
             self.follow()
         if self._destination is None:
             self._destination = self._pool.destination(self.key)
@@ -117,9 +112,9 @@ class ShardedWeights(Weights):
         """
         self._fixed = self._fixed if fixed is None else fixed
         moved = self._pool.tensor(self.key)
-        if moved is self._full or not self._parameters:
+        if moved is self.full or not self._parameters:
             return
-        self._full, self._destination = moved, None
+        self.full, self._destination = moved, None
         self.epoch = self._pool.epoch(self.key)
         views = self._pool.views(self.key, self.local.layout)
         for parameter, view in zip(self._parameters, views.values(), strict=True):

@@ -21,7 +21,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from ctypes import c_bool
 from dataclasses import dataclass, field
-from typing import Literal, NoReturn, TypeAlias
+from typing import Any, Literal, NoReturn, TypeAlias
 
 import torch
 
@@ -29,7 +29,7 @@ from lamina.buffers.compat import refusals_of
 from lamina.buffers.layout.layout import BufferLayout
 from lamina.buffers.pool.slots import SlotPlan, color_slots
 
-__all__ = ["MemoryBlocks", "StaleStorageError", "StoragePool"]
+__all__ = ["MemoryBlocks", "SavedTensorGuard", "StaleStorageError", "StoragePool"]
 
 Key: TypeAlias = Hashable
 Mode: TypeAlias = Literal["resize", "slots"]
@@ -540,3 +540,54 @@ def _not_live(entry: _Entry) -> StaleStorageError:
         + (f": its slot holds {holder!r}" if holder is not None else "")
         + "; acquire it and gather into it before use"
     )
+
+
+@dataclass(frozen=True)
+class _SavedView:
+    """A saved view of a key, and where the key was at that time."""
+
+    key: Hashable
+    epoch: int
+    generation: int
+    tensor: torch.Tensor
+
+
+class SavedTensorGuard(torch.autograd.graph.saved_tensors_hooks):
+    """Watches over views of pooled storage that autograd saves. Use it around forward.
+
+    When backward unpacks such a view, its key must be live and in the same place; otherwise
+    gradients would be computed from another unit's weights without any error. Other tensors pass
+    through untouched.
+
+    Args:
+        pool: whose storage is watched.
+
+    Raises:
+        StaleStorageError: on pack or unpack. Names the key, what it holds and what to do.
+    """
+
+    def __init__(self, pool: StoragePool) -> None:
+        self.pool = pool
+        super().__init__(self._pack, self._unpack)
+
+    def _pack(self, tensor: torch.Tensor) -> Any:
+        if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout != torch.strided:
+            return tensor
+        key = self.pool.owner_of(tensor)
+        if key is None:
+            return tensor
+        return _SavedView(key, self.pool.epoch(key), self.pool.generation(key), tensor)
+
+    def _unpack(self, saved: Any) -> torch.Tensor:
+        if not isinstance(saved, _SavedView):
+            result: torch.Tensor = saved
+            return result
+        pool, key = self.pool, saved.key
+        pool.check(key)
+        if pool.epoch(key) != saved.epoch:
+            raise StaleStorageError(
+                f"{key!r} was saved in epoch {saved.epoch} (generation {saved.generation}) and has "
+                f"moved since (epoch {pool.epoch(key)}, generation {pool.generation(key)}): plan "
+                "slots with the whole order of use"
+            )
+        return saved.tensor

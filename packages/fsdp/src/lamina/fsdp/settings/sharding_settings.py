@@ -42,7 +42,7 @@ def _setting(default: Any, *, needs: tuple[str, str] | None = None, gathered: st
 
 @dataclass(frozen=True, kw_only=True)
 class ShardingSettings:
-    """What a user has chosen, under the names of `fully_shard`, whose docstring says more.
+    """What a user has chosen: the arguments of `fully_shard`, whose docstring says what each is.
 
     Raises:
         ValueError: for an unknown strategy or reduction, and settings that exclude or need others.
@@ -50,89 +50,50 @@ class ShardingSettings:
     """
 
     device_mesh: ParallelMesh | DeviceMesh | None = None
-    """The ranks; None is one axis over the whole world."""
     dp_shard_dim: str | Sequence[str] | None = None
-    """The mesh dimension that shards; None finds it."""
     dp_outer_dim: str | Sequence[str] | None = None
-    """The mesh dimension of replicas."""
     tp_dim: str | None = None
-    """The mesh dimension that is tensor-parallel, where it is not called "tp"."""
     expt_device_mesh: ParallelMesh | DeviceMesh | None = None
-    """The mesh of expert parameters, where it is another one."""
     fsdp_group_ag: ProcessGroup | None = None
-    """The communicator of gathers; None makes one."""
     expt_fsdp_group_ag: ProcessGroup | None = None
-    """The same for expert parameters."""
     device: torch.device | str | None = None
-    """Where the model computes; None is the mesh's device."""
 
     zero_dp_strategy: StrategyChoice | Mapping[str, StrategyChoice] = 3
-    """Which of weights, gradients and optimizer state are sharded along the inner axis; may be
-    chosen for each pattern of parameter names."""
     outer_dp_sharding_strategy: int | str = 0
-    """The same along the axis of replicas."""
     fsdp_unit_modules: Sequence[type[nn.Module] | str] | None = None
-    """The modules that are units; None finds them."""
     enable_fine_grained_param_gather: bool = False
-    """Make a unit of every module that holds parameters."""
     disable_bucketing: bool = False
-    """A buffer for each parameter, instead of one for each kind of them in a unit."""
 
     mixed_precision_policy: MixedPrecisionPolicy | TorchPolicy | None = None
-    """The dtypes of weights and gradients."""
     offload_policy: OffloadPolicy | None = None
-    """Keep shards in host memory."""
     reshard_after_forward: bool | None = _setting(None, gathered="weights that are gathered")
-    """Give whole weights back after forward; None does so for all units but the root."""
     fsdp_double_buffer: bool = _setting(False, gathered="the memory that units are gathered into")
-    """Gather into slots: fixed memory that units which never live together share."""
     cuda_graph_mode: bool = _setting(
         False, needs=("fsdp_double_buffer", "the fixed buffers of fsdp_double_buffer=True")
     )
-    """Once slots are planned no unit ever moves."""
     nccl_ub: bool = False
-    """Let NCCL register the memory of slots."""
     disable_symmetric_registration: bool = _setting(
         False, needs=("nccl_ub", "the memory that nccl_ub=True registers")
     )
-    """Register it without symmetric windows."""
     gather_budget: int | None = _setting(None, gathered="whole weights that come and go")
-    """Bytes of whole weights that may be live; None gathers one unit ahead."""
     overlap_param_gather: bool = True
-    """Gather the next unit while one computes."""
     keep_fp8_transpose_cache: bool = False
-    """Modules that multiply in FP8 keep transposed weights until backward."""
 
     reduction: str = "ordered"
-    """Who sums gradients over ranks: Lamina ("ordered", "int8") or the backend ("native")."""
     reproducible: bool = False
-    """The same bits for every strategy and every number of ranks."""
     average_in_collective: bool = False
-    """Let a backend that sums average instead."""
     calculate_per_token_loss: bool = False
-    """Leave sums of gradients; `finalize_grads` divides them."""
     overlap_grad_reduce: bool = True
-    """Reduce gradients while backward goes on."""
     reduce_budget: int | None = None
-    """Bytes of gradients that may be on the wire; None is two reductions."""
     report_nan_in_param_grad: bool = False
-    """Refuse gradients that are not finite before they are sent."""
     sync_model_each_microbatch: bool = True
-    """Every backward outside `no_sync` ends the accumulation."""
     use_decoupled_grad: bool = False
-    """Gradients are `.decoupled_grad` too."""
 
     init_module: Callable[[nn.Module], None] | None = None
-    """Initialises a meta module's own tensors; None calls `reset_parameters`."""
     sync_module_states: bool = True
-    """Start from the first data-parallel rank's values."""
     preproc_state_dict_for_dcp_ckpt: bool = True
-    """State dictionaries are for `torch.distributed.checkpoint`; otherwise they hold whole
-    tensors."""
     check_order: bool = _setting(False, gathered="gathers that need all ranks")
-    """Before each gather, compare over ranks which unit comes next."""
     check_storage: bool = _setting(False, gathered="whole weights that are released")
-    """Name whoever reads the whole weights of a unit while they are released."""
 
     def __post_init__(self) -> None:
         """Check the rules of the fields above, and those that are about two of them."""

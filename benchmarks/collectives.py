@@ -35,7 +35,7 @@ from lamina.collectives.compat import all_gather_single, reduce_scatter_single
 from lamina.collectives.engine import use_messages
 from lamina.collectives.reduction.summation import reference_sum
 from lamina.mesh import init_distributed
-from lamina.mesh.engine import environment, host_places
+from lamina.mesh.engine import environment, host_runs
 from lamina.mesh.process_groups import current_world
 from lamina_testing.netns import shaped_link
 
@@ -121,7 +121,7 @@ def rank_main(rank: int, world: int, path: str, options: argparse.Namespace) -> 
     groups = {"ours": dist.group.WORLD}
     if options.mbit:
         groups["one exchange"] = flat = dist.new_group()
-        current_world().places[flat] = replace(host_places(flat), run=1)
+        current_world().host_runs[flat] = replace(host_runs(flat), run=1)
     elif options.backend == "gloo":
         groups["messages"] = dist.new_group()
         use_messages(groups["messages"])

@@ -9,7 +9,7 @@ from lamina.mesh import hosts, init_distributed
 from lamina.mesh.engine import (
     EnvironmentVariableError,
     host_groups,
-    host_places,
+    host_runs,
     ranks_per_host,
     split_over_hosts,
 )
@@ -46,7 +46,7 @@ def test_a_job_finds_out_who_shares_a_host(names, found):
     ):
         group = dist.group.WORLD
         assert ranks_per_host() == found
-        assert list(host_places(group).near) == (
+        assert list(host_runs(group).near) == (
             [runtime.rank // found * found + place for place in range(found)]
         )
         groups = host_groups(group)

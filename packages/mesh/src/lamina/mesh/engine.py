@@ -5,7 +5,7 @@ from lamina.mesh.axis_sizes import DENSE_AXES, DERIVED_AXES, EXPERT_AXES, MODEL_
 from lamina.mesh.errors import EnvironmentVariableError, GroupCreationError, translates
 from lamina.mesh.hosts import (
     host_groups,
-    host_places,
+    host_runs,
     host_words,
     ranks_per_host,
     split_over_hosts,
@@ -38,7 +38,7 @@ __all__ = [
     "copy_roles",
     "environment",
     "host_groups",
-    "host_places",
+    "host_runs",
     "host_words",
     "mesh_axis",
     "named_mesh",

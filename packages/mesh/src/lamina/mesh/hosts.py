@@ -19,13 +19,13 @@ from pathlib import Path
 import torch.distributed as dist
 
 from lamina.mesh.errors import EnvironmentVariableError
-from lamina.mesh.process_groups import HostPlaces, current_world, default_store, group_of
+from lamina.mesh.process_groups import HostRuns, current_world, default_store, group_of
 from lamina.mesh.variables import environment
 
 __all__ = [
     "agree_on_hosts",
     "host_groups",
-    "host_places",
+    "host_runs",
     "host_words",
     "ranks_per_host",
     "split_over_hosts",
@@ -80,7 +80,7 @@ def agree_on_hosts() -> None:
         changes = [place for place, (a, b) in enumerate(pairwise(names), 1) if a != b]
         store.set(key, str(math.gcd(size, *changes)))
     world.ranks_per_host = int(store.get(key))
-    world.places.clear()
+    world.host_runs.clear()
 
 
 def ranks_per_host() -> int:
@@ -93,7 +93,7 @@ def ranks_per_host() -> int:
     return current_world().ranks_per_host or _asked(size) or size
 
 
-def split_over_hosts(ranks: Sequence[int], rank: int, per_host: int) -> HostPlaces:
+def split_over_hosts(ranks: Sequence[int], rank: int, per_host: int) -> HostRuns:
     """Where the ranks of a group are, as rank `rank` of it sees it.
 
     Args:
@@ -107,12 +107,12 @@ def split_over_hosts(ranks: Sequence[int], rank: int, per_host: int) -> HostPlac
     hosts = [each // per_host for each in ranks]
     while any(a != b for a, b in zip(hosts[::run], hosts[run - 1 :: run], strict=True)):
         run //= 2
-    return HostPlaces(range(first, last), run)
+    return HostRuns(range(first, last), run)
 
 
-def host_places(group: dist.ProcessGroup) -> HostPlaces:
+def host_runs(group: dist.ProcessGroup) -> HostRuns:
     """Where the ranks of `group` are."""
-    known = current_world().places
+    known = current_world().host_runs
     found = known.get(group)
     if found is None:
         ranks = dist.get_process_group_ranks(group)
@@ -123,13 +123,13 @@ def host_places(group: dist.ProcessGroup) -> HostPlaces:
 def host_groups(group: dist.ProcessGroup) -> tuple[dist.ProcessGroup, dist.ProcessGroup] | None:
     """Two groups whose product is `group`: one inside this host, and one over the hosts.
 
-    The first has the aligned run of ranks around this one (see `HostPlaces.run`), the second the
+    The first has the aligned run of ranks around this one (see `HostRuns.run`), the second the
     ranks at the same place of all runs. The first call is collective over the ranks of `group`.
 
     Returns:
         None where there is nothing to gain: no two neighbours share a host, or all ranks do.
     """
-    run, size, rank = host_places(group).run, group.size(), group.rank()
+    run, size, rank = host_runs(group).run, group.size(), group.rank()
     if run in (1, size):
         return None
     ranks, place = dist.get_process_group_ranks(group), rank % run

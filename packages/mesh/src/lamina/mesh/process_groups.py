@@ -25,7 +25,7 @@ from lamina.mesh.errors import GroupCreationError
 from lamina.mesh.watchdog import Watchdog
 
 __all__ = [
-    "HostPlaces",
+    "HostRuns",
     "current_world",
     "default_store",
     "fake_store",
@@ -47,7 +47,7 @@ def fake_store() -> c10d.Store:
 
 
 @dataclass(frozen=True)
-class HostPlaces:
+class HostRuns:
     """Where the ranks of a group are.
 
     Attributes:
@@ -69,14 +69,14 @@ class World:
         watchdog: watches over it.
         ranks_per_host: None until `init_distributed` has found it out; see `hosts`.
         groups: by description and ranks.
-        places: of a group's ranks on hosts, by group.
+        host_runs: where the ranks of a group are, by group.
     """
 
     timeout: timedelta | None = None
     watchdog: Watchdog | None = None
     ranks_per_host: int | None = None
     groups: dict[tuple[str, tuple[int, ...]], dist.ProcessGroup] = field(default_factory=dict)
-    places: WeakKeyDictionary[dist.ProcessGroup, HostPlaces] = field(
+    host_runs: WeakKeyDictionary[dist.ProcessGroup, HostRuns] = field(
         default_factory=WeakKeyDictionary
     )
 

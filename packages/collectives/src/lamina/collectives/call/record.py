@@ -27,7 +27,7 @@ from torch.distributed import ProcessGroup
 
 from lamina.collectives.compat import get_in_thread, is_in_thread, remove_from_thread, set_in_thread
 from lamina.collectives.transport.lanes import lane_of, lanes
-from lamina.mesh.engine import Activity, Wait, host_places, running_watchdog
+from lamina.mesh.engine import Activity, Wait, host_runs, running_watchdog
 
 __all__ = ["Call", "Recorder", "activity", "install", "issue", "recording", "remove"]
 
@@ -209,7 +209,7 @@ def issue(
         lane.begun = call.number = lane.begun + 1
         lane.newest.append(call)
         if recorders:
-            near = host_places(group).near
+            near = host_runs(group).near
             far = nbytes * (size - len(near)) // (size - 1)
             call.between = far if between is None else between(near)
     for recorder in recorders:

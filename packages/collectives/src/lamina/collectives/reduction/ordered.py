@@ -32,7 +32,7 @@ from lamina.collectives.transport.gloo_exchange import bounds_of
 from lamina.collectives.transport.groups import group_rank, group_size, served_by_gloo, where
 from lamina.collectives.transport.lanes import lane_of
 from lamina.collectives.transport.transport import Chunks, Completion, route_for
-from lamina.mesh.engine import host_groups, host_places
+from lamina.mesh.engine import host_groups, host_runs
 
 __all__ = [
     "OrderedReduction",
@@ -308,7 +308,7 @@ class OrderedReduction(Reduction):
         total = 0
         for exchange in self._exchanges:
             if exchange.group is not None:
-                sent, gathered = exchange.beyond(host_places(exchange.group).near)
+                sent, gathered = exchange.beyond(host_runs(exchange.group).near)
                 total += sent + self._gathered_bytes(gathered, accumulate)
         return total
 

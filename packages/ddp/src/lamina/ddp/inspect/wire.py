@@ -11,7 +11,7 @@ from torch import nn
 from lamina.ddp.group.group import ParameterGroup
 from lamina.ddp.inspect.inspection import groups_of
 from lamina.ddp.parameters.strategy import Cadence
-from lamina.mesh.engine import MeshAxis, host_places
+from lamina.mesh.engine import MeshAxis, host_runs
 
 __all__ = ["WireBytes", "WirePlan", "wire_plan"]
 
@@ -147,7 +147,7 @@ def _to_others(axis: MeshAxis, nbytes: int) -> WireBytes:
     """So many bytes for each other rank."""
     if axis.group is None:
         return WireBytes()
-    near = len(host_places(axis.group).near)
+    near = len(host_runs(axis.group).near)
     return WireBytes((near - 1) * nbytes, (axis.size - near) * nbytes)
 
 
@@ -157,12 +157,12 @@ def _sum(
     """A reduction of `numel` elements; the sums are gathered in a dtype, or None for a scatter."""
     piece = -(-numel // axis.size)
     back = 0 if gathered is None else gathered.itemsize
-    places = None if axis.group is None else host_places(axis.group)
-    if places is None or not ordered or places.run in (1, axis.size):
+    held = None if axis.group is None else host_runs(axis.group)
+    if held is None or not ordered or held.run in (1, axis.size):
         back = back if ordered or not back else wire.itemsize
         return _to_others(axis, piece * (wire.itemsize + back))
     # Terms go to the run of ranks around this one, and partial sums in fp32 to the other runs.
     partial = torch.promote_types(wire, torch.float32).itemsize + back
-    runs, near = axis.size // places.run, len(places.near) // places.run
-    inside = (places.run - 1) * runs * piece * (wire.itemsize + back)
+    runs, near = axis.size // held.run, len(held.near) // held.run
+    inside = (held.run - 1) * runs * piece * (wire.itemsize + back)
     return WireBytes(inside + (near - 1) * piece * partial, (runs - near) * piece * partial)

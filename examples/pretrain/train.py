@@ -151,7 +151,9 @@ def step(
         mine = slice_of_step(batch, seed, len(samples), train.batch_size, dp.rank, dp.size)
         inputs, labels = samples.batch(mine, device)
     if isinstance(model, PipelineRunner):
-        health.note(model.step(**shape.arguments(inputs, labels)))
+        model.step(**shape.arguments(inputs, labels))
+        for part in model.losses:  # on the ranks of the last stage; their sum is the batch's loss
+            health.note(part * len(model.losses))
     else:
         pieces = list(
             zip(inputs.chunk(train.microbatches), labels.chunk(train.microbatches), strict=True)

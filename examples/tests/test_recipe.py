@@ -382,3 +382,38 @@ def test_a_loss_that_is_not_finite_ends_the_run_unsaved_and_leaves_one_line(tmp_
     step = int(said.split("step ")[1].partition(":")[0])
     saved = sorted(path.name for path in (directory / "checkpoints").iterdir())
     assert saved[-1] < f"step-{step:08d}"
+
+
+@pytest.mark.filterwarnings("ignore:loss")
+@pytest.mark.ranks(2)
+def test_a_run_goes_back_past_bad_data(ranks, tmp_path, monkeypatch):
+    import train as job
+
+    from lamina.ddp import HealthMonitor
+
+    taken, slice_of_step, note = [], job.slice_of_step, HealthMonitor.note
+
+    def slice_noted(number, *given):
+        taken.append(number)
+        return slice_of_step(number, *given)
+
+    def note_bad(self, loss):
+        bad = taken[-1] == 2 and ranks.rank == 1
+        note(self, loss * float("nan") if bad else loss)
+
+    monkeypatch.setattr(job, "slice_of_step", slice_noted)
+    monkeypatch.setattr(HealthMonitor, "note", note_bad)
+    directory = tmp_path / "run"
+    options = ("--health.nonfinite", "back", "--checkpoint.every", "1", "--checkpoint.keep", "1")
+    train_here(directory, settings(tmp_path, "gpt", *options))
+    assert taken == [0, 1, 2, 3, 4]  # from step 2 back to step 1, which takes the batch after 2
+    if ranks.rank == 0:
+        lines = map(json.loads, (directory / "metrics.jsonl").read_text().splitlines())
+        steps = [
+            (line["step"], "unhealthy" in line)
+            for line in lines
+            if {"loss", "unhealthy"} & set(line)
+        ]
+        assert steps == [(1, False), (2, False), (3, True), (2, False), (3, False)]
+    saved = sorted(path.name for path in (directory / "checkpoints").iterdir())
+    assert saved == ["step-00000002", "step-00000003"]

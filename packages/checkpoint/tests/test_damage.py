@@ -205,10 +205,10 @@ def test_a_disk_that_returns_other_bytes_than_written_fails_the_save(tmp_path, m
 
     honest = writer.sum_of
 
-    def faulty(location, name, from_disk=False):
+    def faulty(location, name, **how):
         path = location.path / name
         flip(path, path.stat().st_size // 2)
-        return honest(location, name, from_disk=from_disk)
+        return honest(location, name, **how)
 
     monkeypatch.setattr(writer, "sum_of", faulty)
     manager = CheckpointManager(tmp_path)

@@ -24,7 +24,7 @@ class CheckpointMismatchError(CheckpointError):
     """The checkpoint is whole but does not fit the objects it is loaded into."""
 
 
-class CheckpointUnsafeError(CheckpointError):
+class CheckpointUnsafeError(CheckpointDamagedError):
     """The checkpoint names something that loading it would have to execute."""
 
 

@@ -11,7 +11,7 @@ from lamina.mesh.hosts import (
     split_over_hosts,
 )
 from lamina.mesh.machine import Machine
-from lamina.mesh.process_groups import running_watchdog
+from lamina.mesh.process_groups import ends_before_groups, running_watchdog
 from lamina.mesh.rng import Seeded, recompute_contexts, require_stream
 from lamina.mesh.roles import copy_role, copy_roles
 from lamina.mesh.settings import EnvironmentProblem, require_overlap
@@ -36,6 +36,7 @@ __all__ = [
     "axis_if_there",
     "copy_role",
     "copy_roles",
+    "ends_before_groups",
     "environment",
     "host_groups",
     "host_runs",

@@ -15,8 +15,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import cast
-from weakref import WeakKeyDictionary
+from typing import Protocol, cast
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
@@ -26,8 +26,10 @@ from lamina.mesh.watchdog import Watchdog
 
 __all__ = [
     "HostRuns",
+    "Saver",
     "current_world",
     "default_store",
+    "ends_before_groups",
     "fake_store",
     "group_of",
     "running_watchdog",
@@ -60,12 +62,25 @@ class HostRuns:
     run: int
 
 
+class Saver(Protocol):
+    """What works in the background over process groups, and is to end before they do."""
+
+    def finish(self, patience: float) -> bool:
+        """Wait as long as the work goes on; give up after `patience` seconds without progress.
+
+        Returns:
+            Whether nothing is left. What the work raised is not raised here.
+        """
+        ...
+
+
 @dataclass
 class World:
     """What Lamina knows of one default process group: its timeout and the groups made in it.
 
     Attributes:
         timeout: of the groups that are made in it.
+        savers: what is to end before the groups do.
         watchdog: watches over it.
         ranks_per_host: None until `init_distributed` has found it out; see `hosts`.
         groups: by description and ranks.
@@ -73,6 +88,7 @@ class World:
     """
 
     timeout: timedelta | None = None
+    savers: WeakSet[Saver] = field(default_factory=WeakSet)
     watchdog: Watchdog | None = None
     ranks_per_host: int | None = None
     groups: dict[tuple[str, tuple[int, ...]], dist.ProcessGroup] = field(default_factory=dict)
@@ -110,6 +126,12 @@ def running_watchdog() -> Watchdog | None:
         return None
     world = _worlds.get(dist.group.WORLD)
     return None if world is None else world.watchdog
+
+
+def ends_before_groups(saver: Saver) -> None:
+    """Have `Runtime` wait for a saver (held weakly) before it destroys the process groups."""
+    if dist.is_available() and dist.is_initialized():
+        current_world().savers.add(saver)
 
 
 def group_of(name: str, ranks: Sequence[int], purpose: str = "") -> dist.ProcessGroup:

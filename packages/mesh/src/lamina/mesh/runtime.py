@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import sys
+import threading
 import warnings
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -18,11 +20,12 @@ from lamina.mesh.process_groups import current_world, default_store, fake_store
 from lamina.mesh.rendezvous import open_store
 from lamina.mesh.settings import EnvironmentProblem, settings_problems
 from lamina.mesh.variables import Environment, environment
-from lamina.mesh.watchdog import Watchdog
+from lamina.mesh.watchdog import EXIT_STATUS, Watchdog
 
 __all__ = ["HarmfulSettingWarning", "Runtime", "init_distributed"]
 
 DEFAULT_TIMEOUT = timedelta(minutes=10)
+_PATIENCE = 8.0  # seconds: for a saver that makes no progress, and for the end of the groups
 
 
 class HarmfulSettingWarning(UserWarning):
@@ -64,12 +67,22 @@ class Runtime:
         return self.rank == 0
 
     def close(self) -> None:
-        """Destroy the process groups, if `init_distributed` made them. May be called again."""
+        """End what `init_distributed` has started. May be called again.
+
+        Saves in the background are waited for as long as they make progress. Then the process
+        groups are destroyed; if that does not end, the process does.
+        """
         if self._watchdog is not None:
             self._watchdog.close()
         still_there = dist.is_initialized() and dist.group.WORLD is self._default_group
         if self.owns_group and still_there:
+            for saver in list(current_world().savers):
+                saver.finish(_PATIENCE)
+            deadline = threading.Timer(_PATIENCE, _end_process)
+            deadline.daemon = True
+            deadline.start()
             dist.destroy_process_group()
+            deadline.cancel()
         self._default_group = None
 
     def __enter__(self) -> Runtime:
@@ -79,6 +92,12 @@ class Runtime:
         if error is not None and self._watchdog is not None:
             self._watchdog.close(f"it ended with {type(error).__name__}: {error}")
         self.close()
+
+
+def _end_process() -> None:
+    text = f"lamina.mesh: the process groups did not end within {_PATIENCE:g} s: the process ends"
+    print(text, file=sys.stderr, flush=True)
+    os._exit(EXIT_STATUS)
 
 
 def init_distributed(

@@ -23,7 +23,7 @@ from lamina.checkpoint.load.restore_plan import Plan, Selection
 from lamina.checkpoint.progress import Progress, RestoreReport
 from lamina.checkpoint.ranks import Ranks, own_error
 from lamina.checkpoint.state.cut_tensors import Hints
-from lamina.checkpoint.state.json_values import Json
+from lamina.checkpoint.state.json_values import Json, decode
 from lamina.checkpoint.storage.locations import Location
 from lamina.checkpoint.storage.manifest import METADATA, VALUES, Manifest
 from lamina.checkpoint.storage.stores import Store
@@ -51,7 +51,15 @@ def open_checkpoint(location: Location) -> Source:
         name, found, message = damaged
         raise CheckpointDamagedError(message + _lost(location, manifest, name, found))
     metadata = read_metadata(location, manifest.read_file(location, METADATA))
-    trees = json.loads(manifest.read_file(location, VALUES))
+    try:
+        trees = json.loads(manifest.read_file(location, VALUES))
+        for tree in dict(trees).values():
+            decode(tree, str)
+    except (CheckpointError, OSError):
+        raise
+    except Exception as error:  # forged values may raise nearly anything
+        where = f"{location}/{VALUES}"
+        raise CheckpointDamagedError(f"{where} can't be read: {error!r}") from error
     return Source(location, manifest, metadata, trees)
 
 
@@ -76,6 +84,8 @@ def _lost(location: Location, manifest: Manifest, file: str, found: int) -> str:
 def open_step(store: Store, step: int) -> Source:
     """Open a step's checkpoint; CheckpointNotFoundError, or -MismatchError if it is another's."""
     location = store.location(step)
+    if not store.has(step) and step in (there := store.locations()):
+        raise CheckpointDamagedError(f"{there[step]} is no directory: not a checkpoint of lamina")
     if not store.has(step):
         raise CheckpointNotFoundError(
             f"no complete checkpoint of step {step} ({location}); there are "

@@ -18,7 +18,7 @@ from lamina.checkpoint.errors import CheckpointError, CheckpointMismatchError, s
 from lamina.checkpoint.state.cut_tensors import CutTensors, Hints, as_part
 from lamina.checkpoint.state.json_values import Json, decode
 from lamina.checkpoint.state.merge_ranks import RANKS, names_in
-from lamina.checkpoint.state.optimizer_names import is_optimizer, unwrapped
+from lamina.checkpoint.state.optimizer_names import OPTIMIZER_CLASS, is_optimizer, unwrapped
 from lamina.checkpoint.state.per_rank import PerRank
 from lamina.checkpoint.state.state import Taken, holds, is_stateful, take_entry
 
@@ -133,6 +133,8 @@ class Plan:
             raise CheckpointMismatchError(
                 f"'{entry}' is an optimizer here, and none in the checkpoint"
             )
+        if taken.optimizer is not None and self._selection.strict:
+            self._refuse_other_optimizer(entry, taken)
         owners = self._owners(entry, taken)
         for name in selected if known else stored:  # of other objects all or nothing
             owner = owners.get(name)
@@ -150,6 +152,27 @@ class Plan:
         if taken.optimizer is not None:
             self._plan_groups(entry, planned)
         return planned
+
+    def _refuse_other_optimizer(self, entry: str, taken: Taken) -> None:
+        """Another class, or another option that decides what state there is (`amsgrad`)."""
+        if not any(self._selection.takes(f"{entry}.{key}") for key in ("state", "param_groups")):
+            return
+        there, here = self._trees[entry], taken.tree
+        pairs = [(OPTIMIZER_CLASS, there.get(OPTIMIZER_CLASS), here[OPTIMIZER_CLASS])]
+        for stored, own in zip(there["param_groups"], here["param_groups"], strict=False):
+            pairs += [
+                (key, stored.get(key), value)
+                for key, value in own.items()
+                if type(value) is bool and key not in _HOW_TO_STEP
+            ]
+        for key, stored, own in pairs:
+            if stored is not None and stored != own:
+                raise CheckpointMismatchError(
+                    f"'{entry}' has {key} {stored} in the checkpoint and {key} {own} here, and "
+                    f"would go on with state that is not its own: make it with {key} {stored}; or "
+                    f"begin its state anew with exclude=['{entry}'], or load it all the same with "
+                    "strict=False"
+                )
 
     def _taken(self, entry: str, value: Any) -> Taken | None:
         """Take what is at hand apart; None for what a checkpoint could not hold, but may replace.
@@ -400,6 +423,9 @@ def _is_module(value: Any) -> bool:
 
 _PATTERN = "pattern "
 """Before the patterns in `Plan.claims`, which are no names."""
+
+_HOW_TO_STEP = ("foreach", "fused", "capturable", "differentiable")
+"""Options of torch's optimizers that change no number that is kept."""
 
 _LEFT = object()
 """Stands for a stored tensor that was not read: not selected, or another rank's."""

@@ -1,5 +1,7 @@
 """One save from plan to commit, in the training loop's thread or beside it."""
 
+import atexit
+import os
 import sys
 import threading
 import time
@@ -21,8 +23,11 @@ from lamina.checkpoint.save.writer import Save, Writer
 from lamina.checkpoint.storage.locations import Location
 from lamina.checkpoint.storage.manifest import Manifest
 from lamina.checkpoint.storage.stores import Store
+from lamina.mesh.engine import ends_before_groups
 
 __all__ = ["Saver"]
+
+_PATIENCE = 8.0  # seconds without progress, when the program ends
 
 
 class Saver:
@@ -45,6 +50,8 @@ class Saver:
         self._stage = Stage() if in_background else None
         self._group = ranks.second_group() if in_background else ranks.group
         self._background = Background()
+        if in_background:
+            ends_before_groups(self._background)
         self.last: SaveReport | None = None
 
     @property
@@ -99,7 +106,12 @@ class Saver:
     ) -> tuple[Writer, SaveReport]:
         shown = self._progress and self._ranks.is_first and blocked is None
         bar = Progress(f"saving step {save.step}", _bytes(tensors) if shown else 0, shown)
-        writer = Writer(self._store, save, bar.advance)
+
+        def wrote(size: int) -> None:
+            self._background.moved_at = time.monotonic()
+            bar.advance(size)
+
+        writer = Writer(self._store, save, wrote)
         try:
             metadata = _dcp_save(tensors, writer, planner, self._group)
         except BaseException as error:
@@ -168,20 +180,23 @@ def _bytes(tensors: Any) -> int:
 class Background:
     """Runs one task at a time in a thread of its own.
 
-    The thread is not a daemon: a program that ends without waiting still finishes its save, and a
-    failure that nobody has collected by then is printed.
+    A program that ends without waiting still finishes its save, and a failure that nobody has
+    collected by then is printed. A save without progress (another rank is stopped) is given up, and
+    ends the process: its thread waits in code that cannot be told to stop.
     """
 
     def __init__(self) -> None:
+        self.moved_at = 0.0
         self._thread: threading.Thread | None = None
         self._failure: list[BaseException] = []
         self._last_words = weakref.finalize(self, _tell, self._failure)
+        atexit.register(_finish_at_exit, weakref.ref(self))
 
     def start(self, task: Callable[[], object], name: str) -> None:
         """Run a task; RuntimeError if another one runs."""
         if self._thread is not None and self._thread.is_alive():
             raise RuntimeError("a task is running: wait() first")
-        failure = self._failure
+        failure, self.moved_at = self._failure, time.monotonic()
 
         def run() -> None:
             try:
@@ -189,8 +204,16 @@ class Background:
             except BaseException as error:
                 failure.append(error)
 
-        self._thread = threading.Thread(target=run, name=name, daemon=False)
+        self._thread = threading.Thread(target=run, name=name, daemon=True)
         self._thread.start()
+
+    def finish(self, patience: float) -> bool:
+        """Wait for the task as long as it makes progress, and return whether it has ended."""
+        while self._thread is not None and self._thread.is_alive():
+            if time.monotonic() - self.moved_at > patience:
+                return False
+            self._thread.join(0.05)
+        return True
 
     def wait(self) -> None:
         """Wait for the task, and raise what it raised; each failure is raised once."""
@@ -199,6 +222,15 @@ class Background:
             self._thread = None
         if self._failure:
             raise self._failure.pop()
+
+
+def _finish_at_exit(held: weakref.ref[Background]) -> None:
+    background = held()
+    if background is not None and not background.finish(_PATIENCE):
+        text = f"a save in the background made no progress for {_PATIENCE:g} s: it is given up"
+        print(f"lamina.checkpoint: {text}", file=sys.stderr, flush=True)
+        sys.stdout.flush()
+        os._exit(1)
 
 
 def _tell(failure: list[BaseException]) -> None:

@@ -9,11 +9,14 @@ complete. See docs/decisions/0701-commit-rides-on-dcp.md.
 """
 
 import dataclasses
+import errno
 import json
 import os
 import pickle
-from collections.abc import Callable, Mapping
+import shutil
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import BinaryIO, cast
 
 import torch
@@ -24,9 +27,16 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from lamina.checkpoint.compat import StorageInfo
-from lamina.checkpoint.errors import CheckpointDamagedError
+from lamina.checkpoint.errors import CheckpointDamagedError, CheckpointError
 from lamina.checkpoint.save.offer import Digests, Offered, compare
-from lamina.checkpoint.storage.locations import FileSum, Location, location_of, sum_of, write_whole
+from lamina.checkpoint.storage.locations import (
+    FileSum,
+    LocalLocation,
+    Location,
+    location_of,
+    sum_of,
+    write_whole,
+)
 from lamina.checkpoint.storage.manifest import CHUNKS, METADATA, VALUES, Manifest
 from lamina.checkpoint.storage.stores import Attempt, Store
 from lamina.checkpoint.storage.streams import SummingStream, own_memory
@@ -166,7 +176,8 @@ class Writer(StorageWriter):
     ) -> tuple[_File, list[WriteResult]]:
         location = cast(Location, self._location)
         results = []
-        with location.create(name) as raw:
+        needed = sum(map(_bytes_of, items))
+        with _full_disk_in_words(location, needed), location.create(name) as raw:
             stream = SummingStream(raw)
             for item in items:
                 offset = stream.tell()
@@ -176,7 +187,7 @@ class Writer(StorageWriter):
                 results.append(WriteResult(item.index, length, StorageInfo(name, offset, length)))
                 self._wrote(length)
         if self._save.verify:
-            _verify_written(location, name, stream.sum)
+            _verify_written(location, name, stream.sum, lambda: self._wrote(0))
         return _File(stream.sum, stream.chunks), results
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
@@ -196,7 +207,8 @@ class Writer(StorageWriter):
             VALUES: self._values.merged([of_rank.trees for of_rank in ranks]),
         }
         for name, data in small.items():
-            files[name] = write_whole(location, name, data)
+            with _full_disk_in_words(location, len(data)):
+                files[name] = write_whole(location, name, data)
             if self._save.verify:
                 _verify_written(location, name, files[name])
         manifest = Manifest(
@@ -217,6 +229,27 @@ class Writer(StorageWriter):
             self._attempt.abandon()
 
 
+@contextmanager
+def _full_disk_in_words(location: Location, needed: int) -> Iterator[None]:
+    """Tell what is needed and what is free; torch.save hides the error behind one of its own."""
+    try:
+        yield
+    except Exception as error:
+        cause: BaseException | None = error
+        while cause is not None and getattr(cause, "errno", None) not in _FULL:
+            cause = cause.__cause__ or cause.__context__
+        if not isinstance(cause, OSError) or not isinstance(location, LocalLocation):
+            raise
+        free = shutil.disk_usage(location.path).free
+        raise CheckpointError(
+            f"{location}: {os.strerror(cause.errno or 0)}: this rank writes {needed} bytes of "
+            f"tensors and values there, and {free} bytes are free"
+        ) from error
+
+
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
 def _bytes_of(item: WriteItem) -> int:
     data = item.tensor_data
     return 0 if data is None else data.chunk.sizes.numel() * data.properties.dtype.itemsize
@@ -235,8 +268,10 @@ def _shares(items: list[WriteItem], number: int) -> list[list[WriteItem]]:
     return shares
 
 
-def _verify_written(location: Location, name: str, written: FileSum) -> None:
-    found = sum_of(location, name, from_disk=True)
+def _verify_written(
+    location: Location, name: str, written: FileSum, moved: Callable[[], None] = lambda: None
+) -> None:
+    found = sum_of(location, name, from_disk=True, moved=moved)
     if found != written:
         raise CheckpointDamagedError(
             f"{location}/{name} reads back as {found.bytes} bytes with CRC-32 {found.crc32:08x}, "

@@ -10,7 +10,17 @@ from typing import Any
 
 import torch
 
-__all__ = ["OptimizerNames", "is_optimizer", "parameters_of", "unwrapped"]
+__all__ = [
+    "OPTIMIZER_CLASS",
+    "OptimizerNames",
+    "class_of",
+    "is_optimizer",
+    "parameters_of",
+    "unwrapped",
+]
+
+OPTIMIZER_CLASS = "class"
+"""The key of an optimizer's stored tree that names its class."""
 
 Tree = dict[str, Any]
 
@@ -20,6 +30,15 @@ def is_optimizer(value: Any) -> bool:
     return isinstance(value, torch.optim.Optimizer) or (
         hasattr(value, "param_groups") and hasattr(value, "state") and hasattr(value, "state_dict")
     )
+
+
+def class_of(optimizer: Any) -> str:
+    """Name the class of an optimizer, beneath wrappers such as `ShardedOptimizer`."""
+    while True:
+        inner = getattr(optimizer, "optimizers", None) or [getattr(optimizer, "optimizer", None)]
+        if not is_optimizer(inner[0]):
+            return type(optimizer).__name__
+        optimizer = inner[0]
 
 
 def unwrapped(value: Any) -> Any:
@@ -83,6 +102,7 @@ class OptimizerNames:
     ) -> None:
         names = parameter_names(optimizer, state, rename)
         self.tree: Tree = optimizer.state_dict()
+        self._class = class_of(optimizer)
         self.parameters: dict[str, torch.Tensor] = {}
         self._names: dict[Any, str] = {}
         for group, numbered in zip(optimizer.param_groups, self.tree["param_groups"], strict=True):
@@ -98,6 +118,7 @@ class OptimizerNames:
         """Return the state_dict with names in place of numbers."""
         return {
             **self.tree,
+            OPTIMIZER_CLASS: self._class,
             "state": {self._names.get(k, str(k)): v for k, v in self.tree["state"].items()},
             "param_groups": [
                 {**group, "params": [self._names[key] for key in group["params"]]}
@@ -129,7 +150,8 @@ class OptimizerNames:
         }
         others = self.tree["state"].keys() - self._names.keys()  # keys that are no parameters
         extra = {n: v for n, v in saved["state"].items() if n in others}
-        return {**saved, "state": {**state, **extra}, "param_groups": groups}
+        own = {name: value for name, value in saved.items() if name != OPTIMIZER_CLASS}
+        return {**own, "state": {**state, **extra}, "param_groups": groups}
 
 
 def _copied(values: Any) -> Any:

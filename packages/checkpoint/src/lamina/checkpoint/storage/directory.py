@@ -1,12 +1,15 @@
 """The directory of checkpoints: names, the commit by rename, what a kill leaves behind.
 
     step-00000100/           complete: it got this name only after everything in it was verified
+    .making-00000200-9f01/   about to be `.writing-`: its lock is being taken
     .writing-00000200-ab12/  being written, or left by a killed writer
     .replaced-00000100-cd34/ the old checkpoint of a step while a new one takes its name
     .deleting-00000050-ef56/ on its way out
 
 A live writer holds a lock on a file in its `.writing-` directory; the kernel drops the lock of a
-killed one, and that is how the next start tells a leftover from a write in progress.
+killed one, and that is how the next start tells a leftover from a write in progress. So a directory
+gets that name only once its lock is held, and a writer whose directory is gone before that tries
+again.
 
 Note [A commit is a rename]
 A rename within a directory is atomic, so a reader sees a whole checkpoint or none. It is in memory
@@ -33,7 +36,7 @@ from lamina.checkpoint.storage.manifest import Manifest
 __all__ = ["LocalStore", "WritingDirectory", "fsync_directory"]
 
 _COMPLETE = re.compile(r"step-(\d{8,})")
-_PASSING = re.compile(r"\.(writing|replaced|deleting)-(\d{8,})-[0-9a-f]{8}")
+_PASSING = re.compile(r"\.(making|writing|replaced|deleting)-(\d{8,})-[0-9a-f]{8}")
 _LOCK = ".lock"
 
 
@@ -80,16 +83,31 @@ class WritingDirectory:
         self._committed = False
         _make(root)
         self.path = _passing_path(root, "writing", step)
-        self.path.mkdir()
-        self._lock = os.open(self.path / _LOCK, os.O_CREAT | os.O_RDWR, 0o644)
+        self._lock = -1
+        while self._lock < 0:
+            # Until its lock is held, another manager may take a directory for a leftover.
+            making = _passing_path(root, "making", step)
+            making.mkdir()
+            with contextlib.suppress(FileNotFoundError):
+                self._take_lock(making)
+
+    def _take_lock(self, making: Path) -> None:
+        """Give a directory its name while its lock is held."""
+        lock = os.open(making / _LOCK, os.O_CREAT | os.O_RDWR, 0o644)
         try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX)
+            fcntl.flock(lock, fcntl.LOCK_EX)
         except OSError as error:
             warnings.warn(
                 f"{self.path} is on a file system without locks ({error}): don't start a second "
                 "CheckpointManager on this directory while one writes",
                 stacklevel=2,
             )
+        try:
+            making.rename(self.path)
+        except OSError:
+            os.close(lock)
+            raise
+        self._lock = lock
 
     @property
     def location(self) -> LocalLocation:
@@ -240,7 +258,7 @@ class LocalStore:
             if match is None:
                 continue
             path, kind, final = root / name, match[1], _complete_path(root, int(match[2]))
-            if kind == "writing" and _is_being_written(path):
+            if kind in ("making", "writing") and _is_being_written(path):
                 continue
             if kind == "replaced" and not final.exists():
                 try:

@@ -4,11 +4,13 @@ A `Location` can read and write files by name, and no more; how a checkpoint bec
 business of `stores`.
 """
 
+import errno
 import io
 import os
 import re
+import stat
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, cast
@@ -28,6 +30,7 @@ __all__ = [
     "write_whole",
 ]
 
+_SMALL = 1 << 30  # bytes: manifest and metadata of a million chunks take a fifth of it
 _CHUNK = 4 << 20  # bytes read at a time: large enough for the disk, small beside a tensor
 _SHORT_OF_A_SLASH = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/(?!/)")
 
@@ -63,16 +66,25 @@ class LocalLocation:
         return str(self.path)
 
     def read(self, name: str) -> bytes:
-        """Return a file's contents."""
-        return (self.path / name).read_bytes()
+        """Return a small file's contents; OSError for one above a GiB."""
+        with self.open(name) as file:
+            if os.fstat(file.fileno()).st_size > _SMALL:
+                raise OSError(errno.EFBIG, os.strerror(errno.EFBIG), str(self.path / name))
+            return cast(io.FileIO, file).readall()
 
     def size(self, name: str) -> int:
         """Return a file's length in bytes; FileNotFoundError if it is not there."""
         return os.stat(self.path / name).st_size
 
     def open(self, name: str, *, from_disk: bool = False) -> BinaryIO:
-        """Open a file for reading and seeking; `from_disk` drops cached pages first."""
-        file = open(self.path / name, "rb", buffering=0)  # noqa: SIM115 (the caller closes it)
+        """Open a file for reading and seeking; `from_disk` drops cached pages first.
+
+        OSError for anything but a regular file: a pipe would be waited for without end.
+        """
+        file = io.FileIO(os.open(self.path / name, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC))
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            file.close()
+            raise OSError(errno.EINVAL, "not a regular file", str(self.path / name))
         if from_disk and hasattr(os, "posix_fadvise"):
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         return cast(BinaryIO, file)
@@ -157,13 +169,20 @@ def location_of(path: str | os.PathLike[str]) -> Location:
     return RemoteLocation(str(path)) if is_url(path) else LocalLocation(local_path(path))
 
 
-def sum_of(location: Location, name: str, *, from_disk: bool = False) -> FileSum:
-    """Read a file and sum it."""
+def sum_of(
+    location: Location,
+    name: str,
+    *,
+    from_disk: bool = False,
+    moved: Callable[[], None] = lambda: None,
+) -> FileSum:
+    """Read a file and sum it; `moved` is called after each piece."""
     crc, length = 0, 0
     with location.open(name, from_disk=from_disk) as file:
         while chunk := file.read(_CHUNK):
             crc = zlib.crc32(chunk, crc)
             length += len(chunk)
+            moved()
     return FileSum(length, crc)
 
 

@@ -93,7 +93,7 @@ class Manifest:
             ) from None
         except OSError as error:
             raise unreadable(where, error) from error
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise CheckpointDamagedError(f"{where} can't be read: {error}") from error
 
     def check_sizes(self, location: Location) -> None:
@@ -150,11 +150,24 @@ class Manifest:
             )
 
 
+_DAMAGE = {
+    errno.EIO: "the disk is faulty there",
+    errno.EACCES: "this user may not read it",
+    errno.EPERM: "this user may not read it",
+    errno.ENOTDIR: "a file is where a directory should be",
+    errno.EISDIR: "a directory is where a file should be",
+    errno.EINVAL: "it is no regular file",
+    errno.EFBIG: "it is larger than any that this layer writes",
+    errno.ELOOP: "its links go in a circle",
+    errno.ENXIO: "nobody writes to it",
+}
+
+
 def unreadable(where: str, error: OSError) -> Exception:
-    """Return what to raise: a bad sector is damage of the file; a lost connection is none."""
-    if error.errno != errno.EIO:
+    """Return what to raise: what no later try can read is damage; a lost connection is none."""
+    if error.errno not in _DAMAGE:
         return error
-    return CheckpointDamagedError(f"{where} can't be read: {error}: the disk is faulty there")
+    return CheckpointDamagedError(f"{where} can't be read: {error}: {_DAMAGE[error.errno]}")
 
 
 class ChunkSums:
@@ -177,7 +190,10 @@ class ChunkSums:
         """Read `chunks.json`, which format 1 lacks; CheckpointDamagedError if it is altered."""
         if CHUNKS not in manifest.files:
             return cls({})
-        return cls(json.loads(manifest.read_file(location, CHUNKS)))
+        try:
+            return cls(json.loads(manifest.read_file(location, CHUNKS)))
+        except (ValueError, TypeError, AttributeError, RecursionError) as error:
+            raise CheckpointDamagedError(f"{location}/{CHUNKS} can't be read: {error}") from error
 
     def of(self, name: str, offset: int) -> FileSum | None:
         """Return length and CRC-32 of the chunk at an offset, or None if none begins there."""

@@ -13,6 +13,9 @@ from lamina.checkpoint.storage.stores import Store
 __all__ = ["Kept", "Retention", "whole"]
 
 
+_LOOKS = 4  # checkpoints whose files are looked for at each save
+
+
 @dataclass(frozen=True)
 class Kept:
     """A checkpoint is kept if any rule keeps it; the newest always is.
@@ -76,16 +79,27 @@ class Retention:
         self.kept, self.damaged = kept, set[int]()
         self._store = store
         self._manifests: dict[str, Manifest] = {}  # of the checkpoints that were kept
+        self._round = 0
 
     def retire(self, saved: Manifest) -> None:
-        """Delete what is not kept. Each manifest is read once, however many saves follow."""
+        """Delete what is not kept. Each manifest is read once, however many saves follow.
+
+        So is each checkpoint's list of files, but for a few at each save: the newest ones, which a
+        run would go back to, and the next ones of a round over all.
+        """
         self.damaged.discard(saved.step)  # only now: a save that fails may be tried again
         if self.kept.all:
             return  # nobody needs to know what is there
         known, self._manifests = self._manifests, {}
         metrics, healthy = {}, set[int]()
-        for step, location in self._store.locations().items():
-            manifest = saved if step == saved.step else whole(location, known.get(str(location)))
+        locations = self._store.locations()
+        steps = list(locations)
+        self._round = (self._round + 1) % max(1, len(steps))
+        looked_at = {*steps[-_LOOKS:], steps[self._round]}
+        for step, location in locations.items():
+            manifest = saved if step == saved.step else known.get(str(location))
+            if manifest is None or (step in looked_at and manifest is not saved):
+                manifest = whole(location, manifest)
             if manifest is not None and step not in self.damaged:
                 self._manifests[str(location)], metrics[step] = manifest, manifest.metric
                 healthy |= {step} if manifest.healthy else set()

@@ -6,6 +6,7 @@ whose unused parameters differ stay in step. With `Order.AS_CLOSED` groups go in
 which they close: right where the weights' own gathers already force one order on all ranks.
 """
 
+import math
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -450,10 +451,8 @@ class GradientReducer:
 
     def _issue(self, number: int) -> None:
         group, gradients = self.groups[number], self._gradients[number]
-        if self._check_finite:
-            _refuse_nonfinite(group)
-        if self._largest is not None:
-            _refuse_large(group, self._largest)
+        if self._check_finite or self._largest is not None:
+            _refuse_bad(group, self._check_finite, self._largest)
         self._drain(self._room_for(gradients.wire_bytes))
         steps = gradients.reduce(self.is_final)
         handle = next(steps, None)
@@ -522,33 +521,26 @@ class GradientReducer:
             group.release_zeroed_gradients()
 
 
-def _refuse_large(group: ParameterGroup, limit: float) -> None:
-    gradients = group.trained
-    for index in _held_here(group):
-        view = gradients.view(index)
-        largest = float(view.abs().max()) if view.numel() else 0.0
-        if not largest <= limit:  # NaN too
-            raise LargeGradientError(
-                f"gradient of {group.refs[index].name} reaches {largest:.3g} on {group.axes.here}, "
-                f"above check_for_large_grads={limit:.3g}: look at this rank's batch, clip, or "
-                "raise the limit. Other ranks wait for this one until it ends"
-            )
-
-
-def _refuse_nonfinite(group: ParameterGroup) -> None:
-    gradients = group.trained
-    for index in _held_here(group):
-        if not bool(torch.isfinite(gradients.view(index)).all()):
+def _refuse_bad(group: ParameterGroup, finite: bool, limit: float | None) -> None:
+    """Refuse a bucket's gradients before they are sent. The host waits for the device once."""
+    held = [index for index in range(len(group.refs)) if group.trained.is_local(index)]
+    views = {index: view for index in held if (view := group.trained.view(index)).numel()}
+    sizes = torch._foreach_norm(list(views.values()), math.inf) if views else []
+    largest = torch.stack(list(sizes)).tolist() if sizes else []
+    for index, size in zip(views, largest, strict=True):
+        here = f"gradient of {group.refs[index].name} {{}} on {group.axes.here}"
+        if finite and not math.isfinite(size):
             raise NonFiniteGradientError(
-                f"gradient of {group.refs[index].name} is not finite on {group.axes.here} before "
-                "its reduction: look at this rank's batch, or lower the learning rate or loss "
-                "scale. Other ranks wait for this one until it ends"
+                f"{here.format('is not finite')} before its reduction: look at this rank's batch, "
+                "or lower the learning rate or loss scale. Other ranks wait for this one until it "
+                "ends"
             )
-
-
-def _held_here(group: ParameterGroup) -> Iterator[int]:
-    """The parameters of which this rank has a gradient to send."""
-    return (index for index in range(len(group.refs)) if group.trained.is_local(index))
+        if limit is not None and not size <= limit:  # NaN too
+            raise LargeGradientError(
+                f"{here.format(f'reaches {size:.3g}')}, above check_for_large_grads={limit:.3g}: "
+                "look at this rank's batch, clip, or raise the limit. Other ranks wait for this "
+                "one until it ends"
+            )
 
 
 class BackwardEnd:

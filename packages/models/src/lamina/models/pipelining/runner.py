@@ -37,6 +37,8 @@ class PipelineRunner(nn.Module):
             `clip_grad_norm` and `memory_plan` take them.
         layout: layers of every stage of the pipeline.
         num_microbatches: the number of pieces that a batch is cut into.
+        losses: of the last `step`, each microbatch's part of the loss on this rank, if it has the
+            last stage; else empty.
     """
 
     def __init__(
@@ -53,6 +55,7 @@ class PipelineRunner(nn.Module):
         self.stages = nn.ModuleList(stage.submod for stage in stages)
         self.layout = layout
         self.num_microbatches = num_microbatches
+        self.losses: list[Tensor] = []
         self._drivers = tuple(stages)
         self._schedule = schedule
         self._mesh = mesh
@@ -239,6 +242,8 @@ class PipelineRunner(nn.Module):
         run(target=torch.arange(len(batches)), losses=losses, return_outputs=False)
         for driver in self._drivers:
             driver.clear_runtime_states()
+        if training:
+            self.losses = [loss.detach() for loss in losses]
         return self._loss(losses, labels)
 
     def _loss(self, losses: Sequence[Tensor], labels: Tensor) -> Tensor:

@@ -1,0 +1,61 @@
+"""How a job ends: the save that is being written completes, and no wait is without end."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import lamina.checkpoint.save.writer as writer_module
+from lamina.checkpoint import CheckpointManager
+from lamina.checkpoint.save.saving import Background
+from lamina.collectives.engine import all_reduce_small
+from lamina.mesh import init_distributed
+
+
+@pytest.mark.ranks(2, init=False, reuse=False)
+def test_the_save_that_is_being_written_completes_after_an_exception(ranks, tmp_path, monkeypatch):
+    honest = writer_module.own_memory
+
+    def slow(tensor):
+        time.sleep(2.0)
+        return honest(tensor)
+
+    monkeypatch.setattr(writer_module, "own_memory", slow)
+
+    def job():
+        with init_distributed("gloo", soft_limit=3.0):
+            manager = CheckpointManager(tmp_path, async_save=True, progress=False)
+            manager.save(1, {"t": torch.full((1000,), 3.0)})
+            if ranks.rank == 1:
+                raise RuntimeError("planted: the batch is broken")
+            all_reduce_small([torch.ones(1)], dist.group.WORLD)  # rank 1 does not come
+
+    begun = time.monotonic()
+    with pytest.raises(RuntimeError, match="planted: the batch is broken"):
+        job()
+    assert time.monotonic() - begun < 15
+    assert not dist.is_initialized()
+    state = {"t": None}
+    assert CheckpointManager(tmp_path).restore(state) == 1
+    assert torch.equal(state["t"], torch.full((1000,), 3.0))
+
+
+def test_a_save_is_waited_for_as_long_as_it_makes_progress():
+    background, end = Background(), threading.Event()
+
+    def task():
+        for _ in range(6):
+            time.sleep(0.2)
+            background.moved_at = time.monotonic()
+        end.wait(20)
+
+    background.start(task, "test")
+    begun = time.monotonic()
+    assert not background.finish(0.5)
+    assert time.monotonic() - begun > 1.2
+    end.set()
+    assert background.finish(5.0)

@@ -40,17 +40,20 @@ def test_a_verdict_names_who_is_in_no_collective_and_where():
     assert not told.hopeless  # rank 3 may still come
     assert "rank 3 (dp_shard=3) is in no collective for 31 s: it is at data.py:88 in load" in words
     assert "3 ranks (0-2) wait for 31 s in gather of blocks.3" in words
-    assert "to which rank 3 did not come" in words
+    assert "(rank 0 at train.py:5 in loop), to which rank 3 did not come" in words
     assert details.count("stack") == 4
 
 
 def test_a_verdict_names_ranks_that_make_different_calls_and_those_that_are_stopped():
-    told = verdict({0: report(0, wait()), 1: report(1, wait("sum of head", 9))}, {})
+    there = report(1, wait("sum of head", 9), at="train.py:8 in loop")
+    told = verdict({0: report(0, wait()), 1: there}, {})
     words = told.words
     assert told.hopeless
     assert "not in the same collective" in words
     assert "gather of blocks.3 (collective 7" in words
     assert "sum of head (collective 9" in words
+    assert "(at train.py:5 in loop)" in words
+    assert "(at train.py:8 in loop)" in words
     words = verdict({0: report(0, wait()), 1: None, 2: None}, {1: "T"}).words
     assert "rank 1 does not run (its process is stopped)" in words
     assert "rank 2 does not run (no answer)" in words

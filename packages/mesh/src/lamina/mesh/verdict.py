@@ -97,16 +97,20 @@ def verdict(reports: Mapping[int, Report | None], states: Mapping[int, str]) -> 
     said, complete = [], False
     for key, ranks in waiting.items():
         report = reports[ranks[0]]
-        wait = report.waits[0] if report is not None else Wait(*key, 0.0)
-        who = f"{len(ranks)} ranks ({_ranges(ranks)}) wait" if len(ranks) > 1 else "1 rank waits"
-        who = who if len(ranks) > 1 or report is None else f"{report.here} waits"
+        assert report is not None, "a rank that waits has reported"
+        wait, several = report.waits[0], len(ranks) > 1
+        who = f"{len(ranks)} ranks ({_ranges(ranks)}) wait" if several else f"{report.here} waits"
+        at = f" (rank {ranks[0]} at {report.at})" if several else f" (at {report.at})"
         missing = sorted(set(wait.ranks) - set(ranks))
         complete = complete or not missing
         absent = f", to which rank{'s'[: len(missing) > 1]} {_ranges(missing)} did not come"
-        said.append(f"{who} for {wait.seconds:.0f} s in {wait}{absent if missing else ''}")
+        said.append(f"{who} for {wait.seconds:.0f} s in {wait}{at}{absent if missing else ''}")
     hopeless = not held_up and not complete
     if hopeless:
-        said.append("every rank waits, and not in the same collective: ranks make different calls")
+        said.append(
+            "every rank waits, and not in the same collective: ranks make different calls. Look for "
+            "a call inside `if rank == 0`, and for a loop that is longer on some ranks"
+        )
     details = "\n".join(_details(rank, report) for rank, report in reports.items())
     words = "The job does not go on: " + "; ".join([*held_up, *said]) + "."
     return Verdict(words, details, hopeless)

@@ -81,7 +81,7 @@ def verdict(reports: Mapping[int, Report | None], states: Mapping[int, str]) -> 
         reports: by rank; None from those that did not answer.
         states: what /proc says of the processes that it shows ("T" is stopped).
     """
-    waiting: dict[tuple[str, str, int], list[int]] = {}
+    waiting: dict[tuple[str, str, int], dict[int, Report]] = {}
     held_up: list[str] = []
     for rank, report in reports.items():
         if report is None:
@@ -89,15 +89,15 @@ def verdict(reports: Mapping[int, Report | None], states: Mapping[int, str]) -> 
             held_up.append(f"rank {rank} does not run ({state})")
         elif report.waits:
             wait = report.waits[0]
-            waiting.setdefault((wait.what, wait.group, wait.number), []).append(rank)
+            waiting.setdefault((wait.what, wait.group, wait.number), {})[rank] = report
         else:
             held_up.append(
                 f"{report.here} is in no collective for {report.idle:.0f} s: it is at {report.at}"
             )
     said, complete = [], False
-    for key, ranks in waiting.items():
-        report = reports[ranks[0]]
-        assert report is not None, "a rank that waits has reported"
+    for there in waiting.values():
+        ranks = list(there)
+        report = there[ranks[0]]
         wait, several = report.waits[0], len(ranks) > 1
         who = f"{len(ranks)} ranks ({_ranges(ranks)}) wait" if several else f"{report.here} waits"
         at = f" (rank {ranks[0]} at {report.at})" if several else f" (at {report.at})"
@@ -108,8 +108,8 @@ def verdict(reports: Mapping[int, Report | None], states: Mapping[int, str]) -> 
     hopeless = not held_up and not complete
     if hopeless:
         said.append(
-            "every rank waits, and not in the same collective: ranks make different calls. Look for "
-            "a call inside `if rank == 0`, and for a loop that is longer on some ranks"
+            "every rank waits, and not in the same collective: ranks make different calls. Look "
+            "for a call inside `if rank == 0`, and for a loop that is longer on some ranks"
         )
     details = "\n".join(_details(rank, report) for rank, report in reports.items())
     words = "The job does not go on: " + "; ".join([*held_up, *said]) + "."

@@ -7,6 +7,7 @@ that it links to in turn, and links are turned to where they lie in the site.
 
 from __future__ import annotations
 
+import importlib
 import posixpath
 import re
 from pathlib import Path
@@ -45,8 +46,8 @@ def links(text: str, path: str) -> Iterator[str]:
 
 def on_files(files: Any, config: Any) -> Any:
     """Add what pages link to, and what that links to."""
-    from mkdocs.structure.files import File
-
+    # Only the environment of the site has MkDocs.
+    generated = importlib.import_module("mkdocs.structure.files").File.generated
     waiting = [(one.content_string, f"docs/{one.src_uri}") for one in files.documentation_pages()]
     while waiting:
         text, path = waiting.pop()
@@ -55,7 +56,7 @@ def on_files(files: Any, config: Any) -> Any:
             if not place.startswith("repository/") or files.get_file_from_path(place):
                 continue
             if not target.endswith(TEXT):  # a picture
-                added = File.generated(config, place, abs_src_path=str(ROOT / target))
+                added = generated(config, place, abs_src_path=str(ROOT / target))
             else:
                 text_of = (ROOT / target).read_text()
                 if not target.endswith(".md"):
@@ -63,7 +64,7 @@ def on_files(files: Any, config: Any) -> Any:
                     text_of = f"# {name}\n\n````{target.rpartition('.')[2]}\n{text_of}````\n"
                 else:
                     waiting.append((text_of, target))
-                added = File.generated(config, place, content=text_of)
+                added = generated(config, place, content=text_of)
             files.append(added)
     return files
 

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
-from itertools import accumulate
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,11 +11,10 @@ from config import Config
 from data import Corpus, Windows
 from evaluation import Evaluator
 from metrics import Metrics
+from page import page
 from run import Run, Stop, Stopping, command
 
 from lamina.checkpoint import CheckpointManager, SaveReport
-
-_FADE = 0.9  # weight of the past in the smoothed training loss, per step
 
 
 def opening(parameters: int, corpus: Corpus, samples: Windows, config: Config, run: Run) -> str:
@@ -44,7 +40,7 @@ def report(
     config: Config,
     run: Run,
 ) -> None:
-    """Write samples, plot and report.json, and print what came out (collective)."""
+    """Write samples, the page and report.json, and print what came out (collective)."""
     latest = checkpoints.latest()
     where = f"{run.checkpoints}/step-{latest:08d}"
     if stopping.told:
@@ -65,7 +61,6 @@ def report(
             for given, written in samples
         )
     )
-    draw(metrics.records, metrics.entropy, run.plot)
     numbers = {
         "held_out_loss": loss,
         "unigram_entropy": metrics.entropy,
@@ -79,8 +74,11 @@ def report(
     if stopping.reason is not Stop.OUT_OF_TIME:
         run.report.write_text(json.dumps(numbers, indent=1))
     saved = where + cost_of(checkpoints.last_save)
-    for line in _lines(numbers, evaluator, stopping, saved, config, run):
-        print(line, flush=True)
+    lines = _lines(numbers, evaluator, stopping, saved, config, run)
+    settings = json.loads((run.directory / "config.json").read_text())
+    title = f"{run.directory}: {config.model.name}"
+    run.page.write_text(page(title, lines, metrics.records, metrics.entropy, samples, settings))
+    print(*lines, sep="\n", flush=True)
 
 
 def cost_of(save: SaveReport | None) -> str:
@@ -122,7 +120,7 @@ def _lines(
         f"memory           {numbers['peak_bytes_per_rank'] / 2**20:,.0f} MiB peak per {kind}",
         f"checkpoint       {where}",
         f"metrics          {run.metrics}{board}",
-        f"plot             {run.plot}",
+        f"page             {run.page}",
         f"samples          {run.samples}",
         *_next(stopping, config, run),
     ]
@@ -130,13 +128,13 @@ def _lines(
 
 def _next(stopping: Stopping, config: Config, run: Run) -> list[str]:
     """How this run goes on, and what else there is to do."""
-    place = ["--run.directory", str(run.directory)] if not config.run.directory else []
+    place = {} if config.run.directory else {"run.directory": run.directory}
     if stopping.reason is Stop.OUT_OF_TIME:
-        return [f"next             {command(*place, '--train.seconds 0')}"]
-    longer = command(*place, f"--train.steps {2 * config.train.steps}")
+        return [f"next             {command(place | {'train.seconds': 0})}"]
+    longer = command(place | {"train.steps": 2 * config.train.steps})
     if config.data.path != "stdlib":
         return [f"next             {longer}"]
-    text = "--run.name mine --data.path PATH/TO/TEXT --data.pattern '**/*.txt'"
+    text = {"run.name": "mine", "data.path": "PATH/TO/TEXT", "data.pattern": "**/*.txt"}
     return [f"to go on         {longer}", f"next             {command(text, anew=True)}"]
 
 
@@ -148,32 +146,3 @@ def state_bytes(optimizer: torch.optim.Optimizer) -> int:
         held += [parameter, parameter, *(t for t in state if isinstance(t, torch.Tensor))]
     local = (t.to_local() if hasattr(t, "to_local") else t for t in held)
     return sum(tensor.numel() * tensor.element_size() for tensor in local)
-
-
-def draw(records: Sequence[dict[str, Any]], entropy: float, path: Path) -> None:
-    """Draw training and held-out loss over steps, with the unigram entropy as a yardstick.
-
-    Args:
-        records: lines of metrics.jsonl.
-        entropy: nats per token.
-        path: of the PNG.
-    """
-    from matplotlib.figure import Figure  # without pyplot no display is needed
-
-    train = [(r["step"], r["loss"]) for r in records if "loss" in r]
-    held_out = [(r["step"], r["held_out_loss"]) for r in records if "held_out_loss" in r]
-    figure = Figure(figsize=(8, 4.5), layout="constrained")
-    axes = figure.subplots()
-    if train:
-        steps, losses = zip(*train, strict=True)
-        # The first value counts as if it had been there for ever.
-        smooth = list(accumulate(losses, lambda past, new: _FADE * past + (1 - _FADE) * new))
-        axes.plot(steps, losses, color="tab:blue", alpha=0.25, linewidth=0.8)
-        axes.plot(steps, smooth, color="tab:blue", label="training loss (smoothed)")
-    if held_out:
-        axes.plot(*zip(*held_out, strict=True), "o-", color="tab:orange", label="held-out loss")
-    axes.axhline(entropy, color="gray", linestyle="--", label="unigram entropy of the text")
-    axes.axhline(0.6 * entropy, color="gray", linestyle=":", label="0.6 of it")
-    axes.set(xlabel="step", ylabel="nats per token", ylim=(0, None))
-    axes.legend()
-    figure.savefig(path, dpi=120)

@@ -10,7 +10,7 @@ import shlex
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,9 +27,21 @@ RUNS = Path("runs")
 _COMMAND = "python3 noxfile.py -s train --"
 
 
-def command(*changes: str, anew: bool = False) -> str:
-    """The command of this run, with other options after its own; `anew` leaves its own out."""
-    return " ".join((_COMMAND, *([] if anew else map(shlex.quote, sys.argv[1:])), *changes))
+def command(changes: Mapping[str, object], *, anew: bool = False) -> str:
+    """The command of this run with some options changed; `anew` leaves its own options out."""
+    own = [] if anew else _without(changes, sys.argv[1:])
+    new = [word for name, value in changes.items() for word in (f"--{name}", str(value))]
+    return f"{_COMMAND} {shlex.join([*own, *new])}"
+
+
+def _without(names: Collection[str], words: Iterable[str]) -> Iterator[str]:
+    """The words of a command line without options of these names, `--name value` or not."""
+    dropped = False
+    for word in words:
+        if word.startswith("--"):
+            dropped = word[2:].partition("=")[0].replace("_", "-") in names
+        if not dropped:
+            yield word
 
 
 @dataclass(frozen=True)
@@ -40,8 +52,14 @@ class Run:
     runtime: Runtime
 
     def __getattr__(self, name: str) -> Path:
-        files = {"data": "data", "checkpoints": "checkpoints", "metrics": "metrics.jsonl",
-                 "plot": "loss.png", "samples": "samples.txt", "report": "report.json"}  # fmt: skip
+        files = {
+            "data": "data",
+            "checkpoints": "checkpoints",
+            "metrics": "metrics.jsonl",
+            "page": "report.html",
+            "samples": "samples.txt",
+            "report": "report.json",
+        }
         if name not in files:
             raise AttributeError(name)
         return self.directory / files[name]

@@ -192,9 +192,9 @@ def test_a_run_continues_on_another_number_of_ranks_with_the_same_samples(runs):
 
 def test_the_run_ends_with_what_it_promised(runs):
     directory, output = runs["base"] / "whole", runs["whole"]
-    for name in ("loss.png", "samples.txt", "report.json", "config.json", "metrics.jsonl"):
+    for name in ("report.html", "samples.txt", "report.json", "config.json", "metrics.jsonl"):
         assert (directory / name).stat().st_size > 0
-        if name in ("loss.png", "samples.txt"):
+        if name in ("report.html", "samples.txt"):
             assert str(directory / name) in output
     assert list((directory / "tensorboard").glob("events.*"))
     assert sorted(p.name for p in (directory / "checkpoints").iterdir())[-1] == f"step-{STEPS:08d}"
@@ -251,7 +251,7 @@ def test_a_time_limit_ends_the_run_with_a_checkpoint_and_a_report(tmp_path):
     saved = sorted(place.name for place in (directory / "checkpoints").iterdir())
     assert saved[-1] == f"step-{last:08d}"
     assert 0 < last < 100_000
-    assert (directory / "loss.png").exists()
+    assert (directory / "report.html").exists()
     assert not (directory / "report.json").exists()  # the run is not finished: it can go on
 
 

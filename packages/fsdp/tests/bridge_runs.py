@@ -90,7 +90,7 @@ def accelerator_for(strategy=3, **settings):
     from lamina.fsdp.bridges.accelerate import LaminaAccelerator
 
     forget_accelerate()
-    return LaminaAccelerator(cpu=True, sharding={"zero_dp_strategy": strategy}, **settings)
+    return LaminaAccelerator(sharding={"zero_dp_strategy": strategy}, **{"cpu": True} | settings)
 
 
 def loop(accelerator, model, optimizer, loader, seen=None):
@@ -105,7 +105,7 @@ def loop(accelerator, model, optimizer, loader, seen=None):
             optimizer.zero_grad()
 
 
-def arguments(folder, **settings):
+def arguments(folder, kind=None, **settings):
     from transformers import TrainingArguments
 
     forget_accelerate()
@@ -121,7 +121,7 @@ def arguments(folder, **settings):
         "save_strategy": "no",
         "logging_strategy": "no",
     }
-    return TrainingArguments(**(defaults | settings))
+    return (kind or TrainingArguments)(**(defaults | settings))
 
 
 def trainer_of(model, folder, data, strategy=3, **settings):

@@ -10,13 +10,16 @@ import torch
 from torch.utils.data import DataLoader
 
 from lamina.ddp import full_parameters
+from lamina.fsdp.module.sharded_module import is_sharded
 
 from .bridge_runs import (
     BATCH,
     LR,
     RANKS,
     STEPS,
+    VOCABULARY,
     accelerator_for,
+    arguments,
     as_read,
     assert_near,
     decaying,
@@ -135,6 +138,34 @@ def test_lora_in_a_trainer_saves_adapters_goes_on_and_merges(ranks, tmp_path):
         torch.testing.assert_close(merged.get_parameter(name), value, rtol=0, atol=2e-5, msg=name)
 
 
+def test_the_sft_trainer_of_trl_with_the_mixin(ranks, tmp_path):
+    trl = pytest.importorskip("trl", reason="pip install trl")
+    from datasets import Dataset
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    from lamina.fsdp.bridges.transformers import ShardedTraining
+
+    class Tuning(ShardedTraining, trl.SFTTrainer):
+        pass
+
+    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(VOCABULARY)}, unk_token="w0"))
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=words, eos_token="w1", pad_token="w0", unk_token="w0"
+    )
+    data, model = rows(), llama()
+    written = Dataset.from_list([{"input_ids": row["input_ids"].tolist()} for row in data])
+    Tuning(
+        model=model,
+        args=arguments(tmp_path, trl.SFTConfig, bf16=False),
+        processing_class=tokenizer,
+        train_dataset=written,
+        optimizers=(sgd(model), None),
+    ).train()
+    assert is_sharded(model)
+    assert_near(model, one_process(llama(), in_order(data), rate=decaying))
+
+
 # ------------------------------------------------------------------------ Accelerate
 
 
@@ -169,13 +200,15 @@ def test_accelerate_accumulates_schedules_names_checkpoints_and_exports(strategy
     assert_near(model, saved, atol=0)
 
 
-def test_ranks_that_accelerate_does_not_count_are_refused(ranks, monkeypatch):
-    """Without its variables Accelerate counts one process, and both ranks read the same batches."""
-    torch.distributed.init_process_group("gloo")
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
-        monkeypatch.delenv(name)
+@pytest.mark.parametrize("variables", [True, False])
+def test_ranks_that_accelerate_does_not_count_are_refused(variables, ranks, monkeypatch):
+    """Without `cpu=True`, or without variables, Accelerate counts one process on a CPU."""
+    if not variables:
+        torch.distributed.init_process_group("gloo")
+        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+            monkeypatch.delenv(name)
     with pytest.raises(ValueError, match=r"2 ranks.*1 processes.*RANK, LOCAL_RANK and WORLD_SIZE"):
-        accelerator_for()
+        accelerator_for(cpu=not variables)
 
 
 def test_meshes_whose_ranks_need_the_same_rows_are_refused(ranks):

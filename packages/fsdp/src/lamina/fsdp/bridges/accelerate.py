@@ -19,6 +19,7 @@ from lamina.fsdp.bridges.trainer_state import (
     shard_over_all_ranks,
     whole_state,
 )
+from lamina.mesh import init_distributed
 
 __all__ = ["LaminaAccelerator"]
 
@@ -65,8 +66,9 @@ class LaminaAccelerator(Accelerator):
                 f"{self.distributed_type.value} too: leave out fsdp_plugin and deepspeed_plugin, "
                 "and start with torchrun or a plain multi-process configuration of Accelerate"
             )
-        ranks = dist.get_world_size() if dist.is_initialized() else 1
-        if ranks != self.num_processes:
+        if not dist.is_initialized():  # Accelerate starts none for what it takes for one process
+            init_distributed(device=self.device)
+        if (ranks := dist.get_world_size()) != self.num_processes:
             raise ValueError(
                 f"{ranks} ranks share a process group, and Accelerate counts "
                 f"{self.num_processes} processes, so that ranks would read the same batches. It "

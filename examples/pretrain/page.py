@@ -1,0 +1,99 @@
+"""One page of HTML about a run: it needs no other file and no network to be opened."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator, Mapping, Sequence
+from html import escape
+from itertools import accumulate
+from typing import Any
+
+_FADE = 0.9  # weight of the past in the smoothed training loss, per step
+_MIB = 2**20
+# Title, unit, divisor, and what of a line of metrics.jsonl is drawn under which name.
+_PANELS = (
+    ("Loss", "nats per token", 1, {"loss": "training", "held_out_loss": "held-out"}),
+    ("Norm of the gradient", "before clipping", 1, {"grad_norm": "all parameters"}),
+    ("Throughput", "tokens per second", 1, {"tokens_per_second": "all ranks"}),
+    ("Memory", "MiB", _MIB, {"memory_bytes": "peak of the first rank"}),
+    ("Share of the time", "of the run so far", 1, {
+        "exposed_share": "exposed communication", "data_share": "reading data",
+        "checkpoint_share": "waiting for checkpoints",
+    }),
+)  # fmt: skip
+_STYLE = (
+    "body{font:16px sans-serif;max-width:60em;margin:2em auto;padding:0 1em}"
+    "svg{width:100%;height:auto}td,th{text-align:left;padding:.1em 1em .1em 0}"
+    "pre{white-space:pre-wrap;background:#f4f4f4;padding:.5em}"
+)
+
+
+def page(
+    title: str,
+    summary: Sequence[str],
+    records: Sequence[Mapping[str, Any]],
+    entropy: float,
+    samples: Sequence[tuple[str, str]],
+    settings: Mapping[str, Any],
+) -> str:
+    """Return the HTML.
+
+    Args:
+        title: what was run.
+        summary: lines about what came out.
+        records: lines of metrics.jsonl.
+        entropy: of the text's tokens, in nats per token: a yardstick for the loss.
+        samples: what the model was given and what it wrote.
+        settings: of the run, by section.
+    """
+    rows = (f"<tr><th>{escape(n)}<td>{escape(str(value))}" for n, value in _flat(settings))
+    texts = (f"<pre>{escape(given)}<b>{escape(text)}</b></pre>" for given, text in samples)
+    return "\n".join(
+        (
+            f"<!DOCTYPE html><html lang=en><meta charset=utf-8><title>{escape(title)}</title>",
+            f"<style>{_STYLE}</style><h1>{escape(title)}</h1>",
+            f"<pre>{escape(chr(10).join(summary).strip())}</pre>",
+            _curves(records, entropy),
+            "<h2>Samples</h2><p>In bold: what the model wrote.",
+            *texts,
+            "<h2>Settings</h2>",
+            f"<table>{''.join(rows)}</table></html>\n",
+        )
+    )
+
+
+def _flat(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, object]]:
+    for name, value in settings.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield prefix + name, value
+
+
+def _curves(records: Sequence[Mapping[str, Any]], entropy: float) -> str:
+    """Draw one panel under the other, as SVG."""
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure  # without pyplot no display is needed
+
+    figure = Figure(figsize=(9, 3 * len(_PANELS)), layout="constrained")
+    for axes, (title, unit, divisor, kinds) in zip(
+        figure.subplots(len(_PANELS)), _PANELS, strict=True
+    ):
+        for key, label in kinds.items():
+            points = [(r["step"], r[key] / divisor) for r in records if key in r]
+            steps, values = zip(*points, strict=True) if points else ((), ())
+            if key == "loss":
+                axes.plot(steps, values, color="tab:blue", alpha=0.25, linewidth=0.8)
+                # The first value counts as if it had been there for ever.
+                values = accumulate(values, lambda past, new: _FADE * past + (1 - _FADE) * new)
+                label = "training (smoothed)"
+            axes.plot(steps, list(values), "o-" if key == "held_out_loss" else "-", label=label)
+        if title == "Loss":
+            axes.axhline(entropy, color="gray", linestyle="--", label="unigram entropy of the text")
+            axes.axhline(0.6 * entropy, color="gray", linestyle=":", label="0.6 of it")
+        axes.set(title=title, xlabel="step", ylabel=unit, ylim=(0, None))
+        axes.legend()
+    drawn = io.StringIO()
+    with rc_context({"svg.fonttype": "none"}):  # words stay words, which can be searched
+        figure.savefig(drawn, format="svg", metadata={"Date": None, "Creator": None})
+    return drawn.getvalue().partition("<!DOCTYPE")[2].partition(">")[2]

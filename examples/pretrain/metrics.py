@@ -56,8 +56,9 @@ class Metrics:
         self._next_line = 0.0
         self.records: list[dict[str, Any]] = []
         if self._active:
-            self.records = _kept(run.metrics, done)
-            self._file = open(run.metrics, "a", buffering=1)  # noqa: SIM115 (closed by __exit__)
+            path = run.directory / "metrics.jsonl"
+            self.records = _kept(path, done)
+            self._file = open(path, "a", buffering=1)  # noqa: SIM115 (closed by __exit__)
             self._board = _board(run, done) if config.log.tensorboard else None
             self._bar = Progress(
                 TextColumn("step"),

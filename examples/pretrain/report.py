@@ -42,7 +42,7 @@ def report(
 ) -> None:
     """Write samples, the page and report.json, and print what came out (collective)."""
     latest = checkpoints.latest()
-    where = f"{run.checkpoints}/step-{latest:08d}"
+    where = f"{run.directory}/checkpoints/step-{latest:08d}"
     if stopping.told:
         metrics.finish()
         metrics.say(f"stopped on request after step {latest}; checkpoint: {where}")
@@ -55,7 +55,7 @@ def report(
     metrics.finish()
     if not run.runtime.is_main:
         return
-    run.samples.write_text(
+    (run.directory / "samples.txt").write_text(
         "\n".join(
             f"{'=' * 20} given {'=' * 20}\n{given}\n{'-' * 20} written {'-' * 18}\n{written}\n"
             for given, written in samples
@@ -72,12 +72,14 @@ def report(
         "peak_bytes_per_rank": metrics.peak_bytes,
     }
     if stopping.reason is not Stop.OUT_OF_TIME:
-        run.report.write_text(json.dumps(numbers, indent=1))
+        (run.directory / "report.json").write_text(json.dumps(numbers, indent=1))
     saved = where + cost_of(checkpoints.last_save)
     lines = _lines(numbers, evaluator, stopping, saved, config, run)
     settings = json.loads((run.directory / "config.json").read_text())
     title = f"{run.directory}: {config.model.name}"
-    run.page.write_text(page(title, lines, metrics.records, metrics.entropy, samples, settings))
+    (run.directory / "report.html").write_text(
+        page(title, lines, metrics.records, metrics.entropy, samples, settings)
+    )
     print(*lines, sep="\n", flush=True)
 
 
@@ -119,9 +121,9 @@ def _lines(
         f"process alone would need {alone / 2**20:.1f} MiB",
         f"memory           {numbers['peak_bytes_per_rank'] / 2**20:,.0f} MiB peak per {kind}",
         f"checkpoint       {where}",
-        f"metrics          {run.metrics}{board}",
-        f"page             {run.page}",
-        f"samples          {run.samples}",
+        f"metrics          {run.directory}/metrics.jsonl{board}",
+        f"page             {run.directory}/report.html",
+        f"samples          {run.directory}/samples.txt",
         *_next(stopping, config, run),
     ]
 

@@ -46,23 +46,10 @@ def _without(names: Collection[str], words: Iterable[str]) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class Run:
-    """One run's directory, with paths of what is in it."""
+    """One run: its directory, and this rank of it."""
 
     directory: Path
     runtime: Runtime
-
-    def __getattr__(self, name: str) -> Path:
-        files = {
-            "data": "data",
-            "checkpoints": "checkpoints",
-            "metrics": "metrics.jsonl",
-            "page": "report.html",
-            "samples": "samples.txt",
-            "report": "report.json",
-        }
-        if name not in files:
-            raise AttributeError(name)
-        return self.directory / files[name]
 
     def main_first(self, work: Callable[[], None]) -> None:
         """Do something on the first rank while the others wait; a failure there ends all."""

@@ -58,8 +58,8 @@ def train(config: Config, runtime: Runtime) -> None:
 
     # Text: the first rank tokenises it, once per run; all map it into memory.
     run = open_run(config, runtime)
-    run.main_first(lambda: prepare(config.data, run.data))
-    corpus = open_corpus(config.data, run.data)
+    run.main_first(lambda: prepare(config.data, run.directory / "data"))
+    corpus = open_corpus(config.data, run.directory / "data")
     samples = Windows(corpus.train, config.model.sequence_length)
 
     # Sharding: each rank gets its part of weights, gradients and optimizer state.
@@ -69,7 +69,7 @@ def train(config: Config, runtime: Runtime) -> None:
     # Each is written while training goes on. One that is damaged or was saved in an unhealthy step
     # is passed over for the one before it.
     checkpoints = CheckpointManager(
-        run.checkpoints, keep_last=config.checkpoint.keep, async_save=True, mesh=mesh
+        run.directory / "checkpoints", keep_last=config.checkpoint.keep, async_save=True, mesh=mesh
     )
     health = HealthMonitor(
         nonfinite=config.health.nonfinite,

@@ -528,18 +528,18 @@ def _refuse_bad(group: ParameterGroup, finite: bool, limit: float | None) -> Non
     sizes = torch._foreach_norm(list(views.values()), math.inf) if views else []
     largest = torch.stack(list(sizes)).tolist() if sizes else []
     for index, size in zip(views, largest, strict=True):
-        here = f"gradient of {group.refs[index].name} {{}} on {group.axes.here}"
+        name, here = group.refs[index].name, group.axes.here
         if finite and not math.isfinite(size):
             raise NonFiniteGradientError(
-                f"{here.format('is not finite')} before its reduction: look at this rank's batch, "
-                "or lower the learning rate or loss scale. Other ranks wait for this one until it "
-                "ends"
+                f"gradient of {name} is not finite on {here} before its reduction: look at this "
+                "rank's batch, or lower the learning rate or loss scale. Other ranks wait for this "
+                "one until it ends"
             )
         if limit is not None and not size <= limit:  # NaN too
             raise LargeGradientError(
-                f"{here.format(f'reaches {size:.3g}')}, above check_for_large_grads={limit:.3g}: "
-                "look at this rank's batch, clip, or raise the limit. Other ranks wait for this "
-                "one until it ends"
+                f"gradient of {name} reaches {size:.3g} on {here}, above "
+                f"check_for_large_grads={limit:.3g}: look at this rank's batch, clip, or raise the "
+                "limit. Other ranks wait for this one until it ends"
             )
 
 

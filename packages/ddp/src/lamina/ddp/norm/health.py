@@ -54,6 +54,10 @@ class Judgement:
         norm: of the gradients, before clipping.
         decision: what becomes of the step.
         reason: what is wrong, with rank, microbatch and parameters where known; empty if healthy.
+
+    Examples:
+        >>> Judgement(loss=2.0, norm=0.5, decision=Decision.STEP).healthy
+        True
     """
 
     loss: float | None

@@ -67,7 +67,7 @@ class Job:
             program.signal(number)
 
     def output(self) -> str:
-        return "".join(program.wait(120).output for program in self.programs)
+        return "".join(program.wait(300).output for program in self.programs)
 
     def finish(self) -> str:
         output = self.output()
@@ -75,13 +75,13 @@ class Job:
         return output
 
     def wait_for_step(self, directory: Path, step: int) -> None:
-        deadline = time.monotonic() + 100
+        deadline = time.monotonic() + 300
         while time.monotonic() < deadline:
-            if any(record["step"] >= step for record in records(directory)[-3:]):
+            if any(record["step"] >= step for record in records(directory, last=3)):
                 return
             if any(program.poll() is not None for program in self.programs):
                 break
-            time.sleep(0.005)
+            time.sleep(0.02)
         self.signal(signal.SIGKILL)
         pytest.fail(f"step {step} was not reached: {self.output()}")
 
@@ -110,12 +110,13 @@ class Launcher:
         return Ended(self.process.returncode, output, "")
 
 
-def records(directory: Path) -> list[dict[str, float]]:
+def records(directory: Path, last: int = 0) -> list[dict[str, float]]:
+    """The lines of metrics.jsonl that are whole; only so many of the last if asked."""
     try:
         lines = (directory / "metrics.jsonl").read_text().splitlines(keepends=True)
     except FileNotFoundError:
         return []
-    return [json.loads(line) for line in lines if line.endswith("\n")]
+    return [json.loads(line) for line in lines[-last:] if line.endswith("\n")]
 
 
 def numbers(directory: Path) -> list[tuple[float, ...]]:
@@ -164,7 +165,7 @@ def play(base: Path) -> dict[str, object]:
 
 @pytest.fixture(scope="module")
 def runs(rank_server, tmp_path_factory) -> dict[str, object]:
-    return rank_server.call(play, base=tmp_path_factory.mktemp("runs"))
+    return rank_server.call(play, base=tmp_path_factory.mktemp("runs"), timeout=900)
 
 
 def test_a_killed_run_continues_with_the_same_losses_bit_for_bit(runs):

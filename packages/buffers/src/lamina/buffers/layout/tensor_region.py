@@ -1,4 +1,4 @@
-"""Where a tensor lies in a larger one that tensor or expert parallelism has cut: pure integers."""
+"""Where a tensor lies in a larger one that tensor or expert parallelism has cut."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from itertools import product
 from typing import NamedTuple
 
 from lamina.buffers.layout.boxes import Box, boxes_of_span
+from lamina.mesh import Role
+from lamina.mesh.engine import MeshAxis
 
 __all__ = ["RegionBox", "Run", "TensorRegion"]
 
@@ -53,6 +55,34 @@ class TensorRegion:
         """All of a tensor of `shape`."""
         sizes = tuple(int(size) for size in shape)
         return cls(sizes, tuple((Run(0, size, 0),) for size in sizes))
+
+    @classmethod
+    def of_part(
+        cls, shape: Sequence[int], role: Role, tensor: MeshAxis | None, experts: MeshAxis | None
+    ) -> TensorRegion | None:
+        """Where a rank's parameter of `shape` lies; None if no axis of several ranks has cut it.
+
+        `tensor` (`expert_tp` of an expert, else `tp`) cuts the dimension that the role names.
+        `experts` (`ep`) cuts stacked experts [experts, rows, columns]; those with modules of their
+        own differ in name. ValueError says what does not divide, and over which axes.
+        """
+        cuts: list[tuple[int, MeshAxis, tuple[int, ...] | None]] = []
+        if role.tp_shard_dim is not None and tensor is not None and tensor.size > 1:
+            cuts.append((role.tp_shard_dim, tensor, role.tp_blocks))
+        stacked = role.expert and len(shape) == 3 and role.tp_shard_dim != 0
+        if stacked and experts is not None and experts.size > 1:
+            cuts.append((0, experts, None))
+        size = list(shape)
+        for dim, axis, _ in cuts:
+            size[dim] *= axis.size
+        region = cls.whole(size)
+        try:
+            for dim, axis, blocks in cuts:
+                region = region.cut(dim, axis.rank, axis.size, blocks)
+        except ValueError as error:
+            where = ", ".join(f"{axis.size} ranks of {axis.name!r}" for _, axis, _ in cuts)
+            raise ValueError(f"{where}: {error}") from error
+        return region if cuts else None
 
     def cut(
         self, dim: int, rank: int, size: int, blocks: Sequence[int] | None = None

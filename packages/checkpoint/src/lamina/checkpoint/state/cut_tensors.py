@@ -93,23 +93,10 @@ class CutTensors:
             return None
         if id(parameter) in self._shown:
             return self._shown[id(parameter)]
-        cuts: list[tuple[int, MeshAxis, tuple[int, ...] | None]] = []
+        tensor = None
         if role.tp_shard_dim is not None:
             tensor = self._axis("expert_tp" if role.expert else "tp", name)
-            if tensor is not None:
-                cuts.append((role.tp_shard_dim, tensor, role.tp_blocks))
-        # Stacked experts [experts, rows, columns]; those with modules of their own differ in name.
-        if role.expert and parameter.ndim == 3 and role.tp_shard_dim != 0:
-            experts = self._axis("ep", None)
-            if experts is not None:
-                cuts.append((0, experts, None))
-        shape = list(parameter.shape)
-        for dim, axis, _ in cuts:
-            shape[dim] *= axis.size
-        region = TensorRegion.whole(shape)
-        for dim, axis, blocks in cuts:
-            region = region.cut(dim, axis.rank, axis.size, blocks)
-        return region if cuts else None
+        return TensorRegion.of_part(parameter.shape, role, tensor, self._axis("ep", None))
 
     def _axis(self, axis: str, name: str | None) -> MeshAxis | None:
         """Find an axis of more than one rank; `name` of a parameter that must have it."""

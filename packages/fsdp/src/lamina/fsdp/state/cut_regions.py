@@ -25,7 +25,6 @@ from lamina.ddp.engine import (
     needs_whole_tensors,
 )
 from lamina.fsdp.units.dtensors import is_cut_dtensor, region_of_dtensor
-from lamina.mesh.engine import MeshAxis
 
 __all__ = [
     "TensorRegions",
@@ -166,30 +165,14 @@ def _region_of(ref: ParameterRef, shape: tuple[int, ...], axes: ModelAxes) -> Te
     region = region_of_dtensor(ref.parameter)
     if region is not None:
         return region
-    role, size = ref.role, list(shape)
-    cuts: list[tuple[int, MeshAxis, tuple[int, ...] | None]] = []
-    tensor = axes.expert_tp if role.expert else axes.tp
-    if role.tp_shard_dim is not None and tensor is not None and tensor.size > 1:
-        cuts.append((role.tp_shard_dim, tensor, role.tp_blocks))
-    # Stacked experts [experts, rows, columns]; those with modules of their own differ in name.
-    stacked = role.expert and len(shape) == 3 and role.tp_shard_dim != 0
-    if stacked and axes.ep is not None and axes.ep.size > 1:
-        cuts.append((0, axes.ep, None))
-    if not cuts:
-        return None
-    for dim, axis, _ in cuts:
-        size[dim] *= axis.size
-    region = TensorRegion.whole(size)
+    tensor = axes.expert_tp if ref.role.expert else axes.tp
     try:
-        for dim, axis, blocks in cuts:
-            region = region.cut(dim, axis.rank, axis.size, blocks)
+        return TensorRegion.of_part(shape, ref.role, tensor, axes.ep)
     except ValueError as error:
-        where = ", ".join(f"{axis.size} ranks of {axis.name!r}" for _, axis, _ in cuts)
         raise ValueError(
-            f"{ref.name} is marked {role} and lies on {where}: {error}. Say which axis has cut it "
-            "with tp_dim="
+            f"{ref.name} is marked {ref.role} and lies on {error}. Say which axis has cut it with "
+            "tp_dim="
         ) from error
-    return region
 
 
 def beside_parts(

@@ -273,8 +273,9 @@ class ShardedTensor(SpanTensor):
         raise NotImplementedError(
             "a ShardedTensor is not pickled: torch.save would write this rank's span alone and "
             "nothing could put it back. Save it with torch.distributed.checkpoint (it is read on "
-            "any number of ranks), or save .full_tensor(); fully_shard(..., "
-            "preproc_state_dict_for_dcp_ckpt=False) lets state_dict() hold whole tensors"
+            "any number of ranks), or save .full_tensor(), which all ranks have to call; "
+            "fully_shard(..., preproc_state_dict_for_dcp_ckpt=False) lets state_dict() hold "
+            "whole tensors"
         )
 
     def boxes(self) -> tuple[Box, ...]:

@@ -80,6 +80,8 @@ class DataPosition:
     def batches(self, batch_size: int, rank: int = 0, ranks: int = 1) -> Iterator[list[int]]:
         """Yield one rank's indices of batch after batch, without end.
 
+        `batch_size` counts the samples of all ranks together: each rank gets its part of them.
+
         A batch is counted as it is handed out: what is saved while it is worked on says that it has
         been trained on, so save after the step. A loader that fetches ahead (torch's DataLoader
         with workers) takes batches long before they are trained on: give it another position's,

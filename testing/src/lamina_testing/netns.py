@@ -147,13 +147,13 @@ def shaped_link(*, bits_per_second: int, namespaces: int = 2) -> Iterator[Link]:
             _ip("netns", "add", name)
             stack.callback(_remove, name)
         if namespaces > 2:
-            _ip("-n", hub, "link", "add", "bridge", "up", "type", "bridge")
+            _ip("-n", hub, "link", "add", "br0", "up", "type", "bridge")
         for name in names if namespaces > 2 else names[:1]:
             port = name[-1] if namespaces > 2 else _DEVICE
             ends = ("netns", name, "type", "veth", "peer", "name", port, "netns", hub)
             _ip("link", "add", _DEVICE, *ends)
             if namespaces > 2:
-                _ip("-n", hub, "link", "set", port, "master", "bridge", "up")
+                _ip("-n", hub, "link", "set", "dev", port, "master", "br0", "up")
         for name, address in zip(names, _ADDRESSES, strict=False):
             _ip("-n", name, "addr", "add", f"{address}/24", "dev", _DEVICE)
             _ip("-n", name, "link", "set", _DEVICE, "up")

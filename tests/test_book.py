@@ -6,8 +6,10 @@ import ast
 import importlib
 import re
 import statistics
+from types import SimpleNamespace
 
 import pytest
+from tasks import site_links
 from tasks.book import write_decisions
 from tasks.bootstrap import LAYERS, ROOT
 from tasks.figures import FIGURES, FOLDER
@@ -53,6 +55,28 @@ def test_a_page_of_the_reference_that_orders_names_leaves_none_out(layer):
     ordered = re.findall(r"^ {8}- (\w+)$", page, re.MULTILINE)
     if ordered:
         assert sorted(ordered) == sorted(importlib.import_module(f"lamina.{layer}").__all__)
+
+
+@pytest.mark.parametrize(
+    ("page", "text", "turned"),
+    [
+        (
+            "how-to/new-layer.md",
+            "../../examples/moe/README.md",
+            "../repository/examples/moe/README.md",
+        ),
+        ("examples.md", "../examples/simple_loop.py", "repository/examples/simple_loop.py.md"),
+        ("how-to/index.md", "hang.md#a-wait", "hang.md#a-wait"),
+        ("repository/examples/moe/README.md", "../../docs/moe.md", "../../../moe.md"),
+        ("repository/examples/moe/README.md", "train.py", "train.py.md"),
+        ("index.md", "https://example.org/a.md", "https://example.org/a.md"),
+    ],
+)
+def test_links_out_of_the_book_lead_to_a_page_of_the_site(page, text, turned):
+    files = SimpleNamespace(get_file_from_path=lambda place: place)
+    here = SimpleNamespace(file=SimpleNamespace(src_uri=page))
+    got = site_links.on_page_markdown(f"[a]({text})", here, None, files)
+    assert got == f"[a]({turned})"
 
 
 def texts_in_sources() -> str:

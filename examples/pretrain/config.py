@@ -111,7 +111,8 @@ class HealthConfig:
     passes over the batches since then."""
     spike: Literal["ignore", "stop", "skip", "back"] = "skip"  # The same, for a spike
     limit: float = 10.0
-    """A spike is so many deviations above the median of the last 64 steps."""
+    """A spike of the loss is so many deviations above the median of the last 64 steps, one of the
+    norm ten times as many."""
     patience: int = 10  # Stop after so many unhealthy steps in a row, whatever else is set
 
 

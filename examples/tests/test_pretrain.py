@@ -127,7 +127,7 @@ def numbers(directory: Path) -> list[tuple[float, ...]]:
         else (r["step"], r["loss"], r["grad_norm"])
         for r in records(directory)
         if "checkpoint_blocked_seconds" not in r
-    ]
+    ]  # a step that was judged a spike has a line without a loss, and fails here: none may be
 
 
 def play(base: Path) -> dict[str, object]:

@@ -124,6 +124,7 @@ def test_a_spike_is_told_by_the_median_and_the_median_distance():
         with pytest.warns(UserWarning, match=r"the loss is above its limit"):
             assert judged(health, most * 1.0001).decision is Decision.SKIP
     assert judged(health, most * 0.98).healthy
+    assert judged(health, 5.0, norm=10.9).healthy  # 99 deviations of 0.1 above 1
     with pytest.warns(UserWarning, match=r"the gradient norm is above"):
         assert not judged(health, 5.0, norm=50.0).healthy
     assert health.counts == {"skip": 2}

@@ -30,6 +30,7 @@ __all__ = ["Decision", "HealthMonitor", "Judgement"]
 Policy = Literal["stop", "skip", "back"]
 
 _ROW = 480  # bytes of words from each rank, after an unhealthy step only
+_OF_NORMS = 10.0  # times the limit of losses; decision 0415 has the figures
 _TO_STANDARD_DEVIATION = 1.4826  # from the median distance, for normally distributed values
 
 
@@ -74,9 +75,10 @@ class Judgement:
 class HealthMonitor:
     """Judges every step before the optimizer's: finite loss and gradients, and no spikes.
 
-    A loss or norm spikes if it is above the median of the last `window` finite values by more than
-    `limit` deviations. A deviation is 1.4826 times the median distance from that median, but at
-    least a tenth of the median's magnitude. Nothing spikes before `least` values are known.
+    A loss spikes if it is above the median of the last `window` finite values by more than `limit`
+    deviations, a norm if by more than ten times as many: norms of healthy steps reach 26
+    deviations, their losses 3. A deviation is 1.4826 times the median distance from that median,
+    but at least a tenth of the median's magnitude. Nothing spikes before `least` values are known.
 
     Call `note` with the loss of each microbatch, give the monitor to `clip_grad_norm`, and let the
     optimizer step only where `last.decision` is `Decision.STEP`. Zero the gradients in any case. A
@@ -87,7 +89,7 @@ class HealthMonitor:
         nonfinite: what to do about NaN and infinity: "stop" raises, "skip" and "back" as in
             `Decision`.
         spike: what to do about a spike; None does not look for any.
-        limit: how many deviations are a spike.
+        limit: how many deviations of the loss are a spike.
         window: how many steps the median is of.
         least: how many values must be known.
         patience: stop after so many unhealthy steps in a row, whatever the policies say.
@@ -242,7 +244,8 @@ class HealthMonitor:
                 median = statistics.median(recent)
                 distance = statistics.median(abs(each - median) for each in recent)
                 deviation = max(_TO_STANDARD_DEVIATION * distance, 0.1 * abs(median))
-                if value > (most := median + self._limit * deviation):
+                limit = self._limit * (_OF_NORMS if what == "gradient norm" else 1.0)
+                if value > (most := median + limit * deviation):
                     found[what] = most
         return found
 

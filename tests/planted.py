@@ -212,6 +212,10 @@ OTHER = (
     "__import__('torch').distributed.get_process_group_ranks({0})), {0})"
 )
 EXPERTS = "models/tests/test_moe_parity.py::test_four_ranks_equal_one_process[ranks4-ep 2, tp 2]"
+IMAGES = (
+    "models/tests/test_vision_ranks.py::"
+    "test_images_and_positions_are_cut_over_tp_and_not_over_another_axis_of_its_size"
+)
 
 FINDINGS = [
     Bug(
@@ -263,7 +267,7 @@ FINDINGS = [
         "positions = scatter_to(positions.expand_as(tokens).flatten(), self.axis.group)",
         "positions = scatter_to(positions.expand_as(tokens).flatten(), "
         f"{OTHER.format('self.axis.group')})",
-        "models/tests/test_vision_ranks.py::test_images_reach_text_that_is_cut_over_ranks",
+        IMAGES,
         typed="learned positions-8",
     ),
     Bug(
@@ -271,7 +275,7 @@ FINDINGS = [
         "models/decoder/splice.py",
         "index = scatter_to(index.flatten(), scattered_over.group)",
         f"index = scatter_to(index.flatten(), {OTHER.format('scattered_over.group')})",
-        "models/tests/test_vision_ranks.py::test_images_reach_text_that_is_cut_over_ranks",
+        IMAGES,
         typed="vision-8",
     ),
     Bug(

@@ -161,6 +161,17 @@ def test_a_decoder_with_experts_over_ranks_trains_like_one_process(strategy, fro
     ids=["tp", "tp and its tokens", "cp", "learned positions"],
 )
 def test_images_reach_text_that_is_cut_over_ranks(axes, change):
+    train_beside_one_process(axes, change)
+
+
+@pytest.mark.ranks(4)
+def test_images_and_positions_are_cut_over_tp_and_not_over_another_axis_of_its_size():
+    change = {"sequence_parallel": True, "positions": "learned"}
+    train_beside_one_process({"dp_shard": 2, "tp": 2}, change)
+
+
+def train_beside_one_process(axes, change):
+    """Train on the same batch on all ranks, three steps, and compare the weights."""
     mesh = ParallelLayout(**axes).build("cpu")
     language = replace(LANGUAGE, vocab_multiple=4, **change)
     whole, model = build(language=language), build(mesh=mesh, language=language)

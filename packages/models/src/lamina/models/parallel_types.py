@@ -351,9 +351,16 @@ def _dual(result: Tensor, *, tensor: Tensor, function: Any, dual: Any) -> None:
         )
         found[axis] = next(fits, None)
         if found[axis] is None:
-            made = " and back ".join(map("/".join, steps))
-            raise spmd.SpmdTypeError(f"{types[axis]} along {axis} is not what {made} takes")
+            raise spmd.SpmdTypeError(
+                f"{types[axis].name} along {axis} does not fit a region that takes values "
+                f"{_in_words(steps[0])} and gradients {_in_words(steps[1])}"
+            )
     spmd.assert_type(result, found)
+
+
+def _in_words(step: Sequence[str]) -> str:
+    words = {"E": "equal", "V": "varying", "P": "partial"}
+    return "as they are" if len(step) > 1 else " to ".join(words[each] for each in step[0])
 
 
 def _multiply(

@@ -122,6 +122,14 @@ def test_an_infinity_or_nan_is_found_wherever_it_is():
             assert found[1]
 
 
+def test_the_definition_overwrites_unless_it_is_told_to_add():
+    output = torch.full((3,), 9.0)
+    reference_sum([torch.ones(3), torch.ones(3)], output)
+    assert output.tolist() == [2.0] * 3
+    reference_sum([torch.ones(3)], output, accumulate=True)
+    assert output.tolist() == [3.0] * 3
+
+
 INTERPRETED = """
 import itertools, sys, torch
 from lamina.collectives.reduction.summation import reference_sum

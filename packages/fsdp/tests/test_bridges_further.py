@@ -264,7 +264,7 @@ def test_lightning_with_backwards_by_hand(ranks, tmp_path):
     def training_step(batch, batch_idx):
         optimizer = task.optimizers()
         task.seen += batch["input_ids"].tolist()
-        task.manual_backward(task.net(**batch).loss)
+        task.manual_backward(task(**batch).loss)  # through forward: its backward is in the step
         optimizer.step()
         optimizer.zero_grad()
 

@@ -26,7 +26,7 @@ class LaminaStrategy(DDPStrategy):
 
     Processes, samplers and reductions of metrics are those of Lightning's DDP. The module is
     sharded before `configure_optimizers` is called. Its steps gather the weights that belong to no
-    block, so they may use submodules directly.
+    block, so they may use submodules directly (with manual optimization only `self(...)` does).
 
     Checkpoints are folders, in the layout of Lightning's own sharded checkpoints: any number of
     ranks loads them, and `python -m lightning_fabric.utilities.consolidate_checkpoint` (or
@@ -57,7 +57,7 @@ class LaminaStrategy(DDPStrategy):
         module: LightningModule = self.precision_plugin.convert_module(self.lightning_module)
         if not is_sharded(module):
             shard_over_all_ranks(module, self.sharding)
-            # A backward inside of a step, as manual optimization has it, needs the step outside.
+            # With manual optimization the backward is inside the step: only forward gathers then.
             own = ("training_step",) if module.automatic_optimization else ()
             for name in (*own, *_STEPS):
                 register_forward_method(module, name)

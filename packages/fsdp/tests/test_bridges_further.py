@@ -249,6 +249,14 @@ def test_lightning_accumulates_and_goes_on_from_its_last_checkpoint(strategy, ra
     steps = as_read(task.seen, data)
     wanted = one_process(llama(), [steps[i] + steps[i + 1] for i in range(0, len(steps), 2)])
     assert_near(task, {f"net.{name}": value for name, value in wanted.items()})
+    if ranks.rank == 0:  # Lightning's own tool makes one file of the folder
+        tool, file = "lightning_fabric.utilities.consolidate_checkpoint", tmp_path / "one.ckpt"
+        words = [keeper.last_model_path, "--output_file", str(file)]
+        plain = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
+        subprocess.run([sys.executable, "-m", tool, *words], check=True, env=plain)
+        saved = torch.load(file, weights_only=False)["state_dict"]
+        for name, value in wanted.items():
+            torch.testing.assert_close(saved[f"net.{name}"], value.detach(), rtol=0, atol=2e-5)
     again, _ = fit(2, ckpt_path=keeper.last_model_path, weights_only=False)
     steps += as_read(again.seen, data)
     pairs = [steps[i] + steps[i + 1] for i in range(0, len(steps), 2)]

@@ -85,8 +85,8 @@ class LaminaStrategy(DDPStrategy):
         if storage_options is not None:
             raise TypeError(f"{type(self).__name__} takes no storage_options={storage_options!r}")
         path = Path(self.broadcast(filepath))
-        rest = {**checkpoint, "state_dict": {}}
-        state = {"state_dict": checkpoint["state_dict"]}
+        rest = dict(checkpoint)
+        state = {"state_dict": rest.pop("state_dict")}
         if "optimizer_states" in checkpoint:
             rest["optimizer_states"] = []
             for index, each in enumerate(checkpoint["optimizer_states"]):
@@ -106,7 +106,7 @@ class LaminaStrategy(DDPStrategy):
         if "optimizer_states" in rest:
             stateful |= {f"optimizer_{i}": each for i, each in enumerate(self.optimizers)}
         load_sharded(path, stateful)
-        return rest
+        return {**rest, "state_dict": {}}
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Nothing is left to do after `load_checkpoint`."""

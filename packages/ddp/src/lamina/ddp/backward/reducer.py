@@ -525,8 +525,8 @@ def _refuse_bad(group: ParameterGroup, finite: bool, limit: float | None) -> Non
     """Refuse a bucket's gradients before they are sent. The host waits for the device once."""
     held = [index for index in range(len(group.refs)) if group.trained.is_local(index)]
     views = {index: view for index in held if (view := group.trained.view(index)).numel()}
-    sizes = torch._foreach_norm(list(views.values()), math.inf) if views else []
-    largest = torch.stack(list(sizes)).tolist() if sizes else []
+    sizes = [torch.linalg.vector_norm(view, math.inf) for view in views.values()]
+    largest = torch.stack(sizes).tolist() if sizes else []
     for index, size in zip(views, largest, strict=True):
         name, here = group.refs[index].name, group.axes.here
         if finite and not math.isfinite(size):

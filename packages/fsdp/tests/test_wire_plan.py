@@ -9,9 +9,11 @@ from torch import nn
 from lamina.collectives import Ledger
 from lamina.ddp import wire_plan
 from lamina.ddp.engine import WireBytes
-from lamina.fsdp import fully_shard
+from lamina.fsdp import MixedPrecisionPolicy, fully_shard
 from lamina.mesh import ParallelLayout
 from lamina_testing.toys import Block
+
+from .test_api_encoded import Int8
 
 WIDTH = 32
 
@@ -44,6 +46,7 @@ def counted(ledger, purpose):
         (3, 2, {}),
         (3, 2, {"outer_dp_sharding_strategy": 1}),
         (3, 1, {"reduction": "native"}),
+        (3, 1, {"mixed_precision_policy": MixedPrecisionPolicy(weight_codec=Int8())}),
     ],
     ids=str,
 )

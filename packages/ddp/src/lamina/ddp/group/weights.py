@@ -61,6 +61,11 @@ class Weights(ABC):
         """Whether the whole weights are there and up to date."""
         return self.state is WeightsState.READY
 
+    @property
+    def gathered_nbytes(self) -> int:
+        """Bytes of the whole weights as a gather brings them."""
+        return self.local.layout.size * self.local.data.itemsize
+
     @abstractmethod
     def _gather(self) -> Handle | None:
         """Start bringing the whole weights into `full`; None where nothing has to move."""

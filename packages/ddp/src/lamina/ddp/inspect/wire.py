@@ -82,7 +82,7 @@ def wire_plan(module: nn.Module, microbatches: int = 1) -> WirePlan:
     Raises:
         TypeError: if the module was not wrapped by Lamina.
         ValueError: the gradients are reduced in a way that has no formula here
-            (`reproducible=True`, `reduction="int8"`), or weights are gathered as codes.
+            (`reproducible=True`, `reduction="int8"`).
 
     Examples:
         >>> wire_plan(DistributedDataParallel(torch.nn.Linear(256, 256))).total.between
@@ -116,7 +116,7 @@ def _gathered(group: ParameterGroup, microbatches: int, again: list[ParameterGro
         return WireBytes()
     times = 1 if group.weights.kept_for_step else microbatches
     times += microbatches * any(group is one for one in again)
-    return _gather(group.axes.inner, group.layout.size * group.dtypes.weights.itemsize) * times
+    return _gather(group.axes.inner, group.weights.gathered_nbytes) * times
 
 
 def _reduced(group: ParameterGroup, microbatches: int) -> WireBytes:

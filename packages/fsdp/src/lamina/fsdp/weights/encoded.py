@@ -57,6 +57,11 @@ class EncodedWeights(ShardedWeights):
         self._side_handle: Handle | None = None
         self._encode()
 
+    @property
+    def gathered_nbytes(self) -> int:
+        """Bytes of codes and side data."""
+        return (self._codes.nbytes + self._side.nbytes) * self.axes.inner.size
+
     def _encode(self) -> None:
         with torch.no_grad():
             blocks = (-1, self._codec.block)

@@ -18,6 +18,7 @@ LAYERS = ("mesh", "buffers", "collectives", "ddp", "fsdp", "models", "checkpoint
 # Distributions whose import name is another one.
 IMPORT_NAMES = {
     "pytorch-lightning": "pytorch_lightning",
+    "spmd-types": "spmd_types",
     "transformer-engine": "transformer_engine",
 }
 

@@ -144,7 +144,7 @@ def oracle(ranks: int, numel: int, wire: torch.dtype) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("wire", WIRES, ids=str)
-@pytest.mark.parametrize("ranks", [24, 64, 96, 1024])
+@pytest.mark.parametrize("ranks", [24, 64, 96, pytest.param(1024, marks=pytest.mark.slow)])
 def test_hosts_of_8_give_the_bits_of_the_flat_tree(ranks, wire):
     expected = oracle(ranks, ranks * PIECE, wire)
 

@@ -331,10 +331,10 @@ def _make_engine(root: ModuleWithUnit) -> None:
         paths.setdefault(own.unit, {})[own.member] = name
     for unit, members in paths.items():
         if len(members) < unit.calls.members:
+            here = f"this {type(root).__name__}"
             raise RuntimeError(
-                f"{members.popitem()[1] or type(root).__name__} is one unit with modules that are "
-                f"not in {type(root).__name__}: run (or inspect) the sharded module around all of "
-                "them first"
+                f"{members.popitem()[1] or here} is one unit with modules outside of {here}: run "
+                "(or inspect) the sharded module around all of them first"
             )
         unit.rename(members)
     refuse_unwritten_buffers(root)

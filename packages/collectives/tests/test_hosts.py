@@ -7,6 +7,7 @@ import json
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from typing import Any
 from unittest import mock
 
@@ -18,6 +19,7 @@ from lamina.collectives import Ledger, all_reduce_fp32, reduce_scatter_fp32
 from lamina.collectives.engine import Int8Blocks, use_messages
 from lamina.collectives.reduction import ordered
 from lamina.mesh.engine import split_over_hosts
+from lamina.mesh.process_groups import default_store
 from lamina_testing.netns import shaped_link, unavailable
 
 WIRES = [torch.float32, torch.bfloat16]
@@ -242,6 +244,27 @@ def test_hosts_that_are_no_power_of_two_sum_in_the_largest_runs_that_are(
     assert torch.equal(output, expected[rank * PIECE : (rank + 1) * PIECE])
     flat = (6 - per_host) * PIECE * 2
     assert ledger.bytes(between_hosts=True) == (2 * PIECE * 4 if run == 2 else flat)
+    inside = 3 * PIECE * 2 if run == 2 else 5 * PIECE * 2 - flat
+    assert ledger.bytes(between_hosts=False) == inside
+
+
+@pytest.mark.ranks(2)
+def test_a_group_that_torch_has_not_made_counts_as_one_host(monkeypatch):
+    monkeypatch.setenv("LAMINA_RANKS_PER_HOST", "1")
+    rank, kind = dist.get_rank(), dist.ProcessGroup.BackendType.GLOO
+    store = dist.PrefixStore("mine", default_store())
+    group = dist.ProcessGroup(store, rank, 2)
+    backend = dist.ProcessGroupGloo(store, rank, 2, timedelta(seconds=20))
+    group._register_backend(torch.device("cpu"), kind, backend)
+    group._set_default_backend(kind)
+    group._set_group_name("mine")
+    group._set_group_desc("mine")
+    output = torch.empty(PIECE)
+    with Ledger() as ledger:
+        reduce_scatter_fp32(output, of_rank(rank, 2 * PIECE, torch.float32), group)
+    expected = oracle(2, 2 * PIECE, torch.float32)
+    assert torch.equal(output, expected[rank * PIECE : (rank + 1) * PIECE])
+    assert (ledger.bytes(), ledger.bytes(between_hosts=True)) == (PIECE * 4, 0)
 
 
 PROGRAM = """

@@ -26,11 +26,17 @@ from lamina.mesh.engine import (
         (range(0, 64, 8), 8, 5, (5, 6), 1),  # one rank per host
         (range(4, 12), 8, 1, (0, 4), 4),  # from the middle of one host to that of another
         (range(8), 8, 5, (0, 8), 8),
+        (range(6), 6, 4, (0, 6), 6),  # one host has them all
+        ((3, 2, 1, 0), 2, 0, (0, 2), 2),  # in descending order
+        ((0, 2, 1, 3), 2, 2, (0, 4, 2), 1),
+        ((0, 2, 3, 1), 2, 1, (1, 3), 1),
     ],
 )
-def test_runs_are_the_largest_powers_of_two_that_lie_on_one_host(ranks, per_host, rank, near, run):
+def test_runs_are_all_ranks_of_a_host_or_the_largest_powers_of_two_that_one_has(
+    ranks, per_host, rank, near, run
+):
     places = split_over_hosts(ranks, rank, per_host)
-    assert (places.near, places.run) == (range(*near), run)
+    assert (places.near, places.run) == (tuple(range(*near)), run)
     for begin in range(0, len(ranks), run):
         assert len({each // per_host for each in ranks[begin : begin + run]}) == 1
 
@@ -56,6 +62,15 @@ def test_a_job_finds_out_who_shares_a_host(names, found):
             host, place = divmod(runtime.rank, 2)
             assert (inside, between) == ([2 * host, 2 * host + 1], [place, place + 2])
             assert host_groups(group) == groups
+
+
+@pytest.mark.ranks(4)
+def test_groups_over_hosts_have_the_backend_of_their_group(monkeypatch):
+    monkeypatch.setenv("LAMINA_RANKS_PER_HOST", "2")
+    group = dist.new_group(backend="cpu:gloo")  # the job's serves CUDA too
+    assert dist.get_backend_config(group) != dist.get_backend_config()
+    for each in host_groups(group):
+        assert dist.get_backend_config(each) == dist.get_backend_config(group)
 
 
 @pytest.mark.ranks(2)

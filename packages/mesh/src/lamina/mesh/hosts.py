@@ -11,7 +11,6 @@ docs/decisions/0314-sums-know-hosts.md), so a wrong one costs time alone.
 
 import math
 import socket
-from bisect import bisect_left
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -19,7 +18,13 @@ from pathlib import Path
 import torch.distributed as dist
 
 from lamina.mesh.errors import EnvironmentVariableError
-from lamina.mesh.process_groups import HostRuns, current_world, default_store, group_of
+from lamina.mesh.process_groups import (
+    HostRuns,
+    current_world,
+    default_store,
+    group_of,
+    ranks_of,
+)
 from lamina.mesh.variables import environment
 
 __all__ = [
@@ -97,25 +102,28 @@ def split_over_hosts(ranks: Sequence[int], rank: int, per_host: int) -> HostRuns
     """Where the ranks of a group are, as rank `rank` of it sees it.
 
     Args:
-        ranks: global ranks, ascending.
+        ranks: global ranks, in any order (torch's `new_group` has `sort_ranks=False`).
         rank: this rank's number in the group.
         per_host: ranks of a host.
     """
-    host = ranks[rank] // per_host
-    first, last = (bisect_left(ranks, at * per_host) for at in (host, host + 1))
-    run = len(ranks) & -len(ranks)
     hosts = [each // per_host for each in ranks]
-    while any(a != b for a, b in zip(hosts[::run], hosts[run - 1 :: run], strict=True)):
-        run //= 2
-    return HostRuns(range(first, last), run)
+    near = tuple(place for place, host in enumerate(hosts) if host == hosts[rank])
+    run = size = len(hosts)
+    if len(near) < size:
+        run = size & -size
+        while any(len(set(hosts[at : at + run])) > 1 for at in range(0, size, run)):
+            run //= 2
+    return HostRuns(near, run)
 
 
 def host_runs(group: dist.ProcessGroup) -> HostRuns:
-    """Where the ranks of `group` are."""
+    """Where the ranks of `group` are: on one host, if torch.distributed has not made the group."""
+    ranks = ranks_of(group)
+    if ranks is None:
+        return HostRuns(tuple(range(group.size())), group.size())
     known = current_world().host_runs
     found = known.get(group)
     if found is None:
-        ranks = dist.get_process_group_ranks(group)
         found = known[group] = split_over_hosts(ranks, group.rank(), ranks_per_host())
     return found
 
@@ -135,5 +143,5 @@ def host_groups(group: dist.ProcessGroup) -> tuple[dist.ProcessGroup, dist.Proce
     ranks, place = dist.get_process_group_ranks(group), rank % run
     begin = rank - place
     # Named after the group, because groups over the same ranks are used in orders of their own.
-    inside = group_of(group.group_name, ranks[begin : begin + run], "inside hosts")
-    return inside, group_of(group.group_name, ranks[place::run], "between hosts")
+    inside = group_of(group.group_name, ranks[begin : begin + run], "inside hosts", group)
+    return inside, group_of(group.group_name, ranks[place::run], "between hosts", group)

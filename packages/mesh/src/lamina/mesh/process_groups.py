@@ -32,6 +32,7 @@ __all__ = [
     "ends_before_groups",
     "fake_store",
     "group_of",
+    "ranks_of",
     "running_watchdog",
 ]
 
@@ -54,11 +55,11 @@ class HostRuns:
 
     Attributes:
         near: the ranks of the group that are on the host of this rank, this one among them.
-        run: the largest power of two that divides the number of ranks, such that every aligned run
-            of so many ranks is on one host.
+        run: all ranks if they are on one host. Else the largest power of two that divides the
+            number of ranks, such that every aligned run of so many ranks is on one host.
     """
 
-    near: range
+    near: tuple[int, ...]
     run: int
 
 
@@ -128,13 +129,21 @@ def running_watchdog() -> Watchdog | None:
     return None if world is None else world.watchdog
 
 
+def ranks_of(group: dist.ProcessGroup) -> list[int] | None:
+    """The global ranks of a group; None if torch.distributed has not made it."""
+    places = c10d._world.pg_group_ranks.get(group)
+    return None if places is None else list(places)
+
+
 def ends_before_groups(saver: Saver) -> None:
     """Have `Runtime` wait for a saver (held weakly) before it destroys the process groups."""
     if dist.is_available() and dist.is_initialized():
         current_world().savers.add(saver)
 
 
-def group_of(name: str, ranks: Sequence[int], purpose: str = "") -> dist.ProcessGroup:
+def group_of(
+    name: str, ranks: Sequence[int], purpose: str = "", like: dist.ProcessGroup | None = None
+) -> dist.ProcessGroup:
     """The process group `name` over `ranks`, made at the first call and found again later.
 
     The first call is collective over `ranks` (and over nobody else): members must make the groups
@@ -142,8 +151,9 @@ def group_of(name: str, ranks: Sequence[int], purpose: str = "") -> dist.Process
 
     Args:
         name: the axis, which becomes the group's description (with ":purpose" if given).
-        ranks: global ranks, ascending: torch numbers a group's ranks in that order.
+        ranks: global ranks, in the order in which the group numbers them.
         purpose: tells several communicators over the same ranks apart.
+        like: a group whose backend the new one gets; None is that of the job.
 
     Raises:
         GroupCreationError: a member did not come in time, or the backend refused.
@@ -152,15 +162,19 @@ def group_of(name: str, ranks: Sequence[int], purpose: str = "") -> dist.Process
     description = f"{name}:{purpose}" if purpose else name
     key = (description, tuple(ranks))
     if key not in world.groups:
-        world.groups[key] = _make_group(description, key[1], world.timeout)
+        world.groups[key] = _make_group(description, key[1], world.timeout, like)
     return world.groups[key]
 
 
 def _make_group(
-    description: str, ranks: tuple[int, ...], timeout: timedelta | None
+    description: str,
+    ranks: tuple[int, ...],
+    timeout: timedelta | None,
+    like: dist.ProcessGroup | None,
 ) -> dist.ProcessGroup:
     default = c10d._get_default_group()
-    backend, store = c10d._world.pg_map[default]
+    _, store = c10d._world.pg_map[default]
+    backend, _ = c10d._world.pg_map[default if like is None else like]
     places = {rank: place for place, rank in enumerate(ranks)}
     digest = hashlib.blake2b(repr(ranks).encode(), digest_size=8).hexdigest()
     limit = timeout if timeout is not None else c10d._get_default_timeout(dist.Backend(backend))

@@ -17,7 +17,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, cast
 
@@ -184,7 +184,7 @@ def issue(
     dtype: torch.dtype,
     nbytes: int,
     *,
-    between: Callable[[range], int] | None = None,
+    between: Callable[[Sequence[int]], int] | None = None,
     async_op: bool = False,
 ) -> Call:
     """Record the launch of a collective and return its `Call`.

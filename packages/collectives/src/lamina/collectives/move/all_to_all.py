@@ -69,8 +69,8 @@ def all_to_all(
     row_bytes = input[:1].nbytes if len(input) else 0
     sent = (len(input) - sends[rank]) * row_bytes
 
-    def between(near: range) -> int:
-        return (len(input) - sum(sends[near.start : near.stop])) * row_bytes
+    def between(near: Sequence[int]) -> int:
+        return (len(input) - sum(sends[each] for each in near)) * row_bytes
 
     call = issue(name, group, input.dtype, sent, between=between, async_op=async_op)
     even = output_splits is None and input_splits is None

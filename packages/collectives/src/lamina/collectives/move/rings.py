@@ -234,7 +234,7 @@ def receive_operation(
     return dist.P2POp(dist.irecv, tensor, group=group, tag=tag, group_peer=peer)
 
 
-def _unless_near(peer: int, nbytes: int, near: range) -> int:
+def _unless_near(peer: int, nbytes: int, near: Sequence[int]) -> int:
     return 0 if peer in near else nbytes
 
 

@@ -142,7 +142,7 @@ class Reduction(Collective):
         """Bytes that this rank sends."""
         return self._sent
 
-    def _between_hosts(self, accumulate: bool, near: range) -> int:
+    def _between_hosts(self, accumulate: bool, near: Sequence[int]) -> int:
         """Those of them that are for other ranks than `near`, those of this host."""
         return self._sent * (self.size - len(near)) // (self.size - 1)
 
@@ -232,7 +232,7 @@ class _Exchange:
         rows = self.size if self.route.needs_scratch else self.size - 1
         self.scratch = rows * wire.items(self.numel)
 
-    def beyond(self, near: range) -> tuple[int, int]:
+    def beyond(self, near: Sequence[int]) -> tuple[int, int]:
         """Bytes of terms for other ranks than `near`, and elements of sums gathered by them."""
         items = self._items
         for start, stop in (bounds_of(rank, self._piece, self._whole) for rank in near):
@@ -304,7 +304,7 @@ class OrderedReduction(Reduction):
     def _bytes(self, accumulate: bool) -> int:
         return self._sent + self._gathered_bytes(self._gathered, accumulate)
 
-    def _between_hosts(self, accumulate: bool, near: range) -> int:
+    def _between_hosts(self, accumulate: bool, near: Sequence[int]) -> int:
         total = 0
         for exchange in self._exchanges:
             if exchange.group is not None:

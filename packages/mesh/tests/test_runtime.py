@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from datetime import timedelta
 from pathlib import Path
 
@@ -72,6 +73,35 @@ def test_an_exception_inside_the_world_ends_it_and_is_raised() -> None:
     with pytest.raises(KeyError, match="mine"), init_distributed(device="cpu"):
         raise KeyError("mine")
     assert not dist.is_initialized()
+
+
+def test_groups_have_their_timeout_to_end_and_little_time_after_an_error(monkeypatch) -> None:
+    ended: list[object] = []
+    monkeypatch.setattr("lamina.mesh.runtime._PATIENCE", 0.1)
+    monkeypatch.setattr("lamina.mesh.runtime._end_process", lambda *why: ended.append(why))
+    destroy = dist.destroy_process_group
+
+    def late() -> None:
+        time.sleep(0.4)
+        destroy()
+
+    def fails() -> None:
+        destroy()
+        raise RuntimeError("planted")
+
+    monkeypatch.setattr(dist, "destroy_process_group", late)
+    with init_distributed(device="cpu"):
+        pass
+    monkeypatch.setattr(dist, "destroy_process_group", fails)
+    with pytest.raises(RuntimeError, match="planted"), init_distributed(device="cpu"):
+        raise KeyError("mine")
+    time.sleep(0.4)
+    assert ended == []
+    monkeypatch.setattr(dist, "destroy_process_group", late)
+    error = KeyError("mine")
+    with pytest.raises(KeyError, match="mine"), init_distributed(device="cpu"):
+        raise error
+    assert ended == [(0.1, error)]
 
 
 @pytest.mark.ranks(2)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
+import traceback
 import warnings
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -25,7 +26,7 @@ from lamina.mesh.watchdog import EXIT_STATUS, Watchdog
 __all__ = ["HarmfulSettingWarning", "Runtime", "init_distributed"]
 
 DEFAULT_TIMEOUT = timedelta(minutes=10)
-_PATIENCE = 8.0  # seconds: for a saver that makes no progress, and for the end of the groups
+_PATIENCE = 8.0  # seconds: for a saver without progress, and for the groups after an error
 
 
 class HarmfulSettingWarning(UserWarning):
@@ -70,19 +71,29 @@ class Runtime:
         """End what `init_distributed` has started. May be called again.
 
         Saves in the background are waited for as long as they make progress. Then the process
-        groups are destroyed; if that does not end, the process does.
+        groups are destroyed, which may wait for other ranks. If that takes longer than the
+        groups' timeout (after an error: 8 seconds), the process ends.
         """
+        self._close(None)
+
+    def _close(self, error: BaseException | None) -> None:
         if self._watchdog is not None:
             self._watchdog.close()
         still_there = dist.is_initialized() and dist.group.WORLD is self._default_group
         if self.owns_group and still_there:
-            for saver in list(current_world().savers):
+            world = current_world()
+            for saver in list(world.savers):
                 saver.finish(_PATIENCE)
-            deadline = threading.Timer(_PATIENCE, _end_process)
+            # Without an error, other ranks may be late and well: NCCL's groups end together.
+            limit = (world.timeout or DEFAULT_TIMEOUT).total_seconds()
+            limit = limit if error is None else min(_PATIENCE, limit)
+            deadline = threading.Timer(limit, _end_process, (limit, error))
             deadline.daemon = True
             deadline.start()
-            dist.destroy_process_group()
-            deadline.cancel()
+            try:
+                dist.destroy_process_group()
+            finally:
+                deadline.cancel()
         self._default_group = None
 
     def __enter__(self) -> Runtime:
@@ -91,11 +102,13 @@ class Runtime:
     def __exit__(self, kind: object, error: BaseException | None, _: object) -> None:
         if error is not None and self._watchdog is not None:
             self._watchdog.close(f"it ended with {type(error).__name__}: {error}")
-        self.close()
+        self._close(error)
 
 
-def _end_process() -> None:
-    text = f"lamina.mesh: the process groups did not end within {_PATIENCE:g} s: the process ends"
+def _end_process(limit: float, error: BaseException | None) -> None:
+    if error is not None:  # nobody else would show it
+        traceback.print_exception(error)
+    text = f"lamina.mesh: the process groups did not end within {limit:g} s: the process ends"
     print(text, file=sys.stderr, flush=True)
     os._exit(EXIT_STATUS)
 

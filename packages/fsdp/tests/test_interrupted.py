@@ -142,6 +142,23 @@ def test_a_part_of_the_model_may_be_loaded_by_itself(modules, ranks):
                 model.get_submodule(name).load_state_dict(part, assign=True)
 
 
+class LoadsThroughData(nn.Linear):
+    """As modules do that convert what they load: no version counter shows it."""
+
+    def _load_from_state_dict(self, state, prefix, *_):
+        self.weight.data.copy_(state[prefix + "weight"])
+
+
+@pytest.mark.ranks(2)
+def test_a_load_that_version_counters_do_not_show_is_computed_with(ranks):
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    model = nn.Sequential(LoadsThroughData(4, 4, bias=False))
+    model = fully_shard(model, zero_dp_strategy=0, mixed_precision_policy=policy)
+    model(torch.ones(1, 4))
+    model.load_state_dict({"0.weight": torch.full((4, 4), 2.0)})
+    assert torch.equal(model(torch.ones(1, 4)).float(), torch.full((1, 4), 8.0))
+
+
 @pytest.mark.ranks(2)
 def test_what_was_loaded_or_written_is_gathered_by_hand_too(ranks):
     """`unshard()` outside a forward: after a load, and after a write to a parameter."""

@@ -202,10 +202,11 @@ def unit_of(module: nn.Module) -> Unit | None:
 def _settle_for_state_dicts(modules: Sequence[nn.Module], hooks: UnitHooks) -> None:
     """Let modules hold what the optimizer updates when their state is saved or loaded.
 
-    A forward without a backward, or one that raised, leaves compute weights in them. What a
-    load writes to main parameters is noticed by `follow_main_weights`. This goes for each part of
-    the model that is saved or loaded by itself (`model.head.load_state_dict`): modules that hold
-    some of the unit's parameters have the same hooks, and containers of them hold nothing.
+    A forward without a backward, or one that raised, leaves compute weights in them. After a load
+    these are made anew, whether or not version counters show it: a module's own
+    `_load_from_state_dict` may write through `.data`. This goes for each part of the model that is
+    saved or loaded by itself (`model.head.load_state_dict`): modules that hold some of the unit's
+    parameters have the same hooks, and containers of them hold nothing.
     """
     holders: dict[nn.Module, list[tuple[str, nn.Parameter]]] = {one: [] for one in modules}
     for group in hooks.unit.groups:
@@ -248,8 +249,13 @@ def _hook_state_dicts(
             )
         settle(module, loading=True)
 
+    def after_load(*_: Any) -> None:
+        for group in unit.groups:
+            group.weights.mark_changed()
+
     module.register_state_dict_pre_hook(before_save)  # type: ignore[no-untyped-call]
     module.register_load_state_dict_pre_hook(before_load)  # type: ignore[no-untyped-call]
+    module.register_load_state_dict_post_hook(after_load)  # type: ignore[no-untyped-call]
 
 
 def register_forward_method(module: nn.Module, name: str) -> None:

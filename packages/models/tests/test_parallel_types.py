@@ -185,9 +185,28 @@ class Calls(nn.Module):
         return Unknown.apply(x).sum()
 
 
+@dataclasses.dataclass
+class Helper:
+    """Of no hash, as it compares by fields."""
+
+    factor: float
+
+    def scaled(self, x):
+        return Unknown.apply(x) * self.factor
+
+
+class CallsHelper(nn.Module):
+    def forward(self, x):
+        return Helper(2.0).scaled(x).sum()
+
+
 @pytest.mark.parametrize(
     ("module", "said"),
-    [(Calls(), "not registered"), (nn.Sequential(Dropout(0.5)), "0 drops elements")],
+    [
+        (Calls(), "not registered"),
+        (CallsHelper(), "not registered"),
+        (nn.Sequential(Dropout(0.5)), "0 drops elements"),
+    ],
 )
 def test_what_cannot_be_checked_is_refused_by_name(module, said):
     with init_distributed("fake", world_size=8):

@@ -226,10 +226,10 @@ def _as_loss(name: str, kind: Any) -> Any:
 
 def _innermost(model: nn.Module, trace: TracebackType | None) -> str:
     """The name of the innermost module in whose forward an error arose."""
-    names = {module: name for name, module in model.named_modules()}
+    names = {id(module): name for name, module in model.named_modules()}
     found = ""
     while trace is not None:
-        found = names.get(trace.tb_frame.f_locals.get("self"), "") or found
+        found = names.get(id(trace.tb_frame.f_locals.get("self")), "") or found
         trace = trace.tb_next
     return found
 

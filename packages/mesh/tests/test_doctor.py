@@ -177,3 +177,21 @@ def test_the_command_speaks_json(
     told: dict[str, Any] = json.loads(capsys.readouterr().out)
     assert any(p["name"] == "CUDA_LAUNCH_BLOCKING" for p in told["problems"])
     assert told["machine"]["cores"] >= 1
+
+
+@pytest.mark.parametrize(
+    ("world", "said"),
+    [
+        (None, "hosts     1 of 1 rank on each"),
+        (4, "hosts     unknown: LAMINA_RANKS_PER_HOST=8 does not divide 4 ranks"),
+        (16, "hosts     8 of 16 ranks on each; ordered sums begin with 8 of a host"),
+    ],
+)
+def test_ranks_per_host_are_shown_for_the_job_that_variables_tell(monkeypatch, world, said):
+    monkeypatch.setenv("LAMINA_RANKS_PER_HOST", "8")
+    launch = {"RANK": 0, "LOCAL_RANK": 0, "MASTER_ADDR": "here", "MASTER_PORT": 1}
+    for name, value in launch.items() if world else ():
+        monkeypatch.setenv(name, str(value))
+    if world:
+        monkeypatch.setenv("WORLD_SIZE", str(world))
+    assert said in report(CPU, []).splitlines()

@@ -5,7 +5,7 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
-from lamina.mesh import hosts, init_distributed
+from lamina.mesh import ParallelLayout, hosts, init_distributed
 from lamina.mesh.engine import (
     EnvironmentVariableError,
     host_groups,
@@ -62,6 +62,12 @@ def test_a_job_finds_out_who_shares_a_host(names, found):
             host, place = divmod(runtime.rank, 2)
             assert (inside, between) == ([2 * host, 2 * host + 1], [place, place + 2])
             assert host_groups(group) == groups
+
+
+def test_a_job_of_one_rank_has_one_host_whatever_the_variable_says(monkeypatch):
+    monkeypatch.setenv("LAMINA_RANKS_PER_HOST", "8")
+    with init_distributed(device="cpu"):
+        assert ParallelLayout().build("cpu").describe().startswith("1 rank on cpu, this is rank 0")
 
 
 @pytest.mark.ranks(4)

@@ -82,7 +82,9 @@ def _hosts() -> str:
         launch, here = read_launch(variables), variables.ranks_per_host
     except EnvironmentVariableError:
         return "unknown"
-    here = here or launch.local_world_size or 1
+    if here is not None and launch.world_size > 1 and launch.world_size % here:
+        return f"unknown: LAMINA_RANKS_PER_HOST={here} does not divide {launch.world_size} ranks"
+    here = min(here or launch.local_world_size or 1, launch.world_size)
     found = f"{here} of {_counted(launch.world_size, 'rank')} on each"
     run = here & -here
     return (

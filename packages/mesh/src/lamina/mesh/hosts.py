@@ -60,7 +60,7 @@ def _host_name(rank: int) -> str:
 
 
 def _asked(world_size: int) -> int | None:
-    asked = environment().ranks_per_host
+    asked = environment().ranks_per_host if world_size > 1 else None  # one rank needs no hosts
     if asked is not None and world_size % asked:
         raise EnvironmentVariableError(
             f"LAMINA_RANKS_PER_HOST={asked} does not divide the {world_size} ranks of the job: "
@@ -132,7 +132,8 @@ def host_groups(group: dist.ProcessGroup) -> tuple[dist.ProcessGroup, dist.Proce
     """Two groups whose product is `group`: one inside this host, and one over the hosts.
 
     The first has the aligned run of ranks around this one (see `HostRuns.run`), the second the
-    ranks at the same place of all runs. The first call is collective over the ranks of `group`.
+    ranks at the same place of all runs. The first call is collective over the ranks of `group`,
+    and waits for them: ranks that share several groups make this call for each in one order.
 
     Returns:
         None where there is nothing to gain: no two neighbours share a host, or all ranks do.

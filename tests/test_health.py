@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from lamina.checkpoint import CheckpointManager
+from lamina.checkpoint import CheckpointManager, CheckpointNotFoundError
 from lamina.ddp import (
     Decision,
     DistributedDataParallel,
@@ -143,7 +143,8 @@ def test_the_last_healthy_checkpoint_is_never_deleted(ranks, tmp_path):
     assert manager.list() == [1, 4]
     state = {"n": None}
     assert manager.restore(state) == 4
-    assert manager.restore(state, healthy=True) == 1
+    with pytest.warns(UserWarning, match=r"steps \[4\] are passed over"):
+        assert manager.restore(state, healthy=True) == 1
     manager.save(4, {"n": 40}, healthy=True)  # what is not healthy is replaced
     assert manager.restore(state, healthy=True) == 4
     assert state["n"] == 40
@@ -153,6 +154,22 @@ def test_the_last_healthy_checkpoint_is_never_deleted(ranks, tmp_path):
     assert manager.back(state, before=4) == 1
     assert manager.list() == [1]
     assert manager.back(state, before=1) == 1  # there is none before it
+    with pytest.raises(CheckpointNotFoundError, match="save one before the first step"):
+        manager.back(state, before=0)
+
+
+@pytest.mark.ranks(2)
+def test_a_steps_own_checkpoint_is_taken_if_those_before_it_are_damaged(ranks, tmp_path):
+    manager = CheckpointManager(tmp_path)
+    for step in (1, 2, 3):
+        manager.save(step, {"n": step}, healthy=True)
+    if ranks.rank == 0:
+        (tmp_path / "step-00000001" / "values.json").write_text("{}")
+    state = {"n": None}
+    with pytest.warns(UserWarning, match="step 1 is passed over"):
+        assert manager.back(state, before=2) == 2
+    assert state == {"n": 2}
+    assert manager.list() == [2]
 
 
 @pytest.mark.ranks(2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from itertools import accumulate
@@ -80,7 +81,9 @@ def _curves(records: Sequence[Mapping[str, Any]], entropy: float) -> str:
         figure.subplots(len(_PANELS)), _PANELS, strict=True
     ):
         for key, label in kinds.items():
-            points = [(r["step"], r[key] / divisor) for r in records if key in r]
+            # A loss that is not finite (a skipped step) would make all later smoothed ones so.
+            found = ((r["step"], r[key] / divisor) for r in records if key in r)
+            points = [point for point in found if math.isfinite(point[1])]
             steps, values = zip(*points, strict=True) if points else ((), ())
             if key == "loss":
                 axes.plot(steps, values, color="tab:blue", alpha=0.25, linewidth=0.8)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 import shlex
 from html.parser import HTMLParser
 from xml.etree import ElementTree
@@ -73,3 +75,11 @@ def test_the_page_of_a_run_needs_nothing_else_and_shows_all_of_it():
 
 def test_a_run_that_was_stopped_before_its_first_step_has_a_page():
     assert "<svg" in page("runs/a", [], [], 3.25, [], {})
+
+
+def test_the_smoothed_loss_goes_on_after_a_step_whose_loss_was_not_finite():
+    def curves(records):
+        return re.findall(r' d="([^"]*)"', page("runs/a", [], records, 3.25, [], {}))
+
+    good = [{"step": n, "loss": 4 / n} for n in (1, 2, 4, 5)]
+    assert curves([*good[:2], {"step": 3, "loss": math.nan}, *good[2:]]) == curves(good)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+import textwrap
 import threading
 import time
 
@@ -59,3 +62,42 @@ def test_a_save_is_waited_for_as_long_as_it_makes_progress():
     assert time.monotonic() - begun > 1.2
     end.set()
     assert background.finish(5.0)
+
+
+@pytest.mark.ranks(2)
+def test_a_rank_waits_for_another_that_has_more_to_write(ranks, tmp_path, monkeypatch):
+    honest = writer_module.own_memory
+
+    def slow(tensor):  # one of the ranks writes the tensor, and the other has nothing to write
+        time.sleep(2.5)
+        return honest(tensor)
+
+    monkeypatch.setattr(writer_module, "own_memory", slow)
+    monkeypatch.setattr(writer_module, "_SLOW_DISK", 500)
+    manager = CheckpointManager(tmp_path, async_save=True, progress=False)
+    manager.save(1, {"t": torch.ones(1000)})
+    assert manager._saver._background.finish(1.0)
+    manager.close()
+    assert manager.list() == [1]
+
+
+def test_a_program_that_ends_at_once_completes_a_save_in_several_threads(tmp_path):
+    program = """
+        import sys, time, torch
+        from lamina.checkpoint import CheckpointManager
+        from lamina.checkpoint.save.writer import Writer
+
+        honest = Writer.write_data
+
+        def late(self, *plan):
+            time.sleep(1.0)
+            return honest(self, *plan)
+
+        Writer.write_data = late
+        manager = CheckpointManager(sys.argv[1], async_save=True, threads=2)
+        manager.save(1, {"a": torch.ones(9), "b": torch.ones(9)})
+    """
+    command = [sys.executable, "-c", textwrap.dedent(program), str(tmp_path)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert (ended.returncode, "failed" in ended.stderr) == (0, False), ended.stderr
+    assert CheckpointManager(tmp_path).list() == [1]

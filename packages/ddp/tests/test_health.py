@@ -165,3 +165,24 @@ def test_settings_that_mean_nothing_are_refused():
     for settings in ({"nonfinite": "ignore"}, {"spike": "none"}, {"limit": 0}, {"least": 65}):
         with pytest.raises(ValueError, match=next(iter(settings))):
             HealthMonitor(**settings)
+
+
+def test_a_run_that_fails_at_the_same_step_after_each_return_stops():
+    def run(fails, patience):
+        """Steps to the end of ten, from step 2 again after each failure."""
+        health, done, tries = HealthMonitor(nonfinite="back", patience=patience), 0, 0
+        while done < 10:
+            tries += 1
+            assert tries < 100
+            bad = fails(done, tries)
+            if judged(health, math.nan if bad else 1.0).decision is Decision.BACK:
+                bad, done = health.batch(done), 2
+                health.went_back(done, bad)
+            else:
+                done += 1
+
+    with pytest.warns(UserWarning, match="goes back"):
+        run(lambda done, tries: tries in (6, 11), patience=2)  # at step 5, and past it at step 6
+    stops = pytest.raises(FloatingPointError, match=r"\(3 steps in a row\)")
+    with pytest.warns(UserWarning, match="goes back"), stops:
+        run(lambda done, tries: done == 5, patience=3)

@@ -7,9 +7,10 @@ import operator
 import os
 import time
 import warnings
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
@@ -267,7 +268,8 @@ class CheckpointManager:
             allow_cast: convert tensors that are stored in another dtype.
             fallback: pass over a damaged checkpoint, or one that lacks a file, with a warning, and
                 load the newest good one before it.
-            healthy: without a step: pass over checkpoints that were saved with `healthy=False`.
+            healthy: without a step: pass over checkpoints that were saved with `healthy=False`, and
+                warn of them. If there are no others, it is as if there were none.
 
         Returns:
             The step of the checkpoint that was loaded.
@@ -289,7 +291,9 @@ class CheckpointManager:
         chosen = self._agree_on_step(step, healthy=healthy)
         if chosen is None and default is not None:
             return default
-        return self._load_good(chosen, state, selection, fallback=fallback, healthy=healthy)
+        choices = () if chosen is None else chain([chosen], self._below(chosen, healthy=healthy))
+        anew = "; to begin anew there, pass default=0"
+        return self._load_good(choices, state, selection, fallback=fallback, remedy=anew)
 
     def back(self, state: MutableMapping[str, object], before: int) -> int:
         """Return to the last healthy checkpoint, and delete those after it (collective).
@@ -311,10 +315,10 @@ class CheckpointManager:
         self._ranks.together(self.wait)
         self._ranks.require_same("back", before=before)
         check_entries(state, self._ranks)
-        chosen = self._agree_on_step(None, before, healthy=True)
-        if chosen is None:
-            chosen = self._agree_on_step(None, before + 1, healthy=True)
-        step = self._load_good(chosen, state, Selection(), fallback=True, healthy=True)
+        own = (step for step in self._below(before + 1, healthy=True) if step == before)
+        choices = chain(self._below(before, healthy=True), own)
+        remedy = f" that is healthy, up to step {before}: save one before the first step"
+        step = self._load_good(choices, state, Selection(), fallback=True, remedy=remedy)
 
         def forget() -> None:
             """Delete what the run that goes on from here has not made."""
@@ -327,16 +331,16 @@ class CheckpointManager:
 
     def _load_good(
         self,
-        chosen: int | None,
+        choices: Iterable[int],
         state: MutableMapping[str, object],
         selection: Selection,
         *,
         fallback: bool,
-        healthy: bool,
+        remedy: str,
     ) -> int:
-        """Load a checkpoint or, with `fallback`, the first undamaged one before it."""
+        """Load the first checkpoint or, with `fallback`, the first undamaged one."""
         skipped: dict[int, str] = {}
-        while chosen is not None:
+        for chosen in choices:
             opened, how = partial(open_step, self._store, chosen), (self._ranks, self._hints)
             try:
                 report = load(opened, state, selection, *how, progress=self._progress)
@@ -346,14 +350,13 @@ class CheckpointManager:
                     raise
                 skipped[chosen] = str(damage)
                 warnings.warn(f"step {chosen} is passed over: {damage}", stacklevel=4)
-                chosen = self._agree_on_step(None, below=chosen, healthy=healthy)
             else:
                 self.last_restore = replace(report, skipped=skipped)
                 return chosen
         raise CheckpointNotFoundError(
             f"no complete checkpoint in {self.directory}"
             + "".join(f"; step {n}: {why}" for n, why in skipped.items())
-            + ("" if skipped else "; to begin anew there, pass default=0")
+            + ("" if skipped else remedy)
         )
 
     def _note(self) -> None:
@@ -375,6 +378,12 @@ class CheckpointManager:
                 f"{self._store.location(step)} exists: save with overwrite=True to replace it"
             )
         return True
+
+    def _below(self, below: int, *, healthy: bool) -> Iterator[int]:
+        """Yield steps that have a checkpoint, from the newest below a step down (collective)."""
+        while (found := self._agree_on_step(None, below, healthy=healthy)) is not None:
+            yield found
+            below = found
 
     def _agree_on_step(
         self, step: int | None, below: float = math.inf, *, healthy: bool = False
@@ -401,7 +410,12 @@ class CheckpointManager:
             if step is not None:
                 return step
             usable = (s for s in reversed(locations) if s < below)
-            return next((s for s in usable if not healthy or _may_be_healthy(locations[s])), None)
+            found = next((s for s in usable if not healthy or _may_be_healthy(locations[s])), None)
+            passed = [s for s in locations if found is None or s > found]
+            if healthy and passed and math.isinf(below):
+                told = f"steps {passed} are passed over, because they were saved with healthy=False"
+                warnings.warn(told, stacklevel=5)
+            return found
 
         found = self._ranks.together(chosen)
         value = self._ranks.first(_NONE if found is None else found)

@@ -107,8 +107,8 @@ class Saver:
         shown = self._progress and self._ranks.is_first and blocked is None
         bar = Progress(f"saving step {save.step}", _bytes(tensors) if shown else 0, shown)
 
-        def wrote(size: int) -> None:
-            self._background.moved_at = time.monotonic()
+        def wrote(size: int, pause: float) -> None:
+            self._background.moved_at = time.monotonic() + pause
             bar.advance(size)
 
         writer = Writer(self._store, save, wrote)
@@ -183,14 +183,23 @@ class Background:
     A program that ends without waiting still finishes its save, and a failure that nobody has
     collected by then is printed. A save without progress (another rank is stopped) is given up, and
     ends the process: its thread waits in code that cannot be told to stop.
+
+    Attributes:
+        moved_at: when the task made progress last, or later if it may pause without being stuck.
     """
+
+    # Note [Threads end before atexit]
+    # Executors refuse work once Python joins its threads, and from Python 3.12 on no thread starts
+    # after that. Functions of `atexit` run later still, so a save that was waited for there could
+    # not write in several threads. `concurrent.futures` ends by the same registration as the wait
+    # here, and of these the last one runs first.
 
     def __init__(self) -> None:
         self.moved_at = 0.0
         self._thread: threading.Thread | None = None
         self._failure: list[BaseException] = []
         self._last_words = weakref.finalize(self, _tell, self._failure)
-        atexit.register(_finish_at_exit, weakref.ref(self))
+        threading._register_atexit(_finish_at_exit, weakref.ref(self))  # type: ignore[attr-defined]
 
     def start(self, task: Callable[[], object], name: str) -> None:
         """Run a task; RuntimeError if another one runs."""
@@ -227,10 +236,14 @@ class Background:
 def _finish_at_exit(held: weakref.ref[Background]) -> None:
     background = held()
     if background is not None and not background.finish(_PATIENCE):
-        text = f"a save in the background made no progress for {_PATIENCE:g} s: it is given up"
-        print(f"lamina.checkpoint: {text}", file=sys.stderr, flush=True)
-        sys.stdout.flush()
-        os._exit(1)
+        atexit.register(_give_up)  # the program's own threads end before that
+
+
+def _give_up() -> None:
+    text = f"a save in the background made no progress for {_PATIENCE:g} s: it is given up"
+    print(f"lamina.checkpoint: {text}", file=sys.stderr, flush=True)
+    sys.stdout.flush()
+    os._exit(1)
 
 
 def _tell(failure: list[BaseException]) -> None:

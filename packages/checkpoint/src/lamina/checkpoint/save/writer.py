@@ -43,6 +43,8 @@ from lamina.checkpoint.storage.streams import SummingStream, own_memory
 
 __all__ = ["Save", "Writer"]
 
+_SLOW_DISK = 8 << 20  # bytes per second that any disk writes
+
 
 @dataclasses.dataclass(frozen=True)
 class Save:
@@ -67,13 +69,15 @@ class Save:
 class _Assignment:
     """What the coordinator's plan tells a rank: where to write, where that will be, and more.
 
-    `trees_crc` is the checksum of the coordinator's trees.
+    `trees_crc` is the checksum of the coordinator's trees. `largest` is how many bytes the rank
+    writes that has the most to write.
     """
 
     location: str
     final: str
     rank: int
     trees_crc: int
+    largest: int
 
 
 @dataclasses.dataclass
@@ -97,17 +101,19 @@ class _Results(list[WriteResult]):
 class Writer(StorageWriter):
     """One save: makes the location, writes, verifies, commits.
 
-    `wrote` is called with the bytes of each chunk written.
+    `wrote` is called with the bytes of each chunk written, and the seconds that may pass until the
+    next call: one tensor or one sync may take long, and so may a rank that has more to write.
     """
 
     def __init__(
-        self, store: Store, save: Save, wrote: Callable[[int], None] = lambda _: None
+        self, store: Store, save: Save, wrote: Callable[[int, float], None] = lambda *_: None
     ) -> None:
         super().__init__()
         self._store, self._save, self._wrote = store, save, wrote
         self._values = save.offered.trees
         self._attempt: Attempt | None = None
         self._location: Location | None = None
+        self._pause = 0.0
         #: what this rank was given to write, once DCP has planned
         self.assigned: frozenset[MetadataIndex] = frozenset()
         #: the manifest of the finished checkpoint (coordinator)
@@ -139,15 +145,17 @@ class Writer(StorageWriter):
         compare([cast(Digests, plan.storage_data) for plan in plans])
         self._attempt = self._store.begin(self._save.step)
         location, final = str(self._attempt.location), str(self._attempt.final)
-        crc = self._values.crc32
+        facts = self._values.crc32, max(sum(map(_bytes_of, plan.items)) for plan in plans)
         return [
-            dataclasses.replace(plan, storage_data=_Assignment(location, final, rank, crc))
+            dataclasses.replace(plan, storage_data=_Assignment(location, final, rank, *facts))
             for rank, plan in enumerate(plans)
         ]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's tensors durably, read them back."""
         assignment = cast(_Assignment, plan.storage_data)
+        self._pause = assignment.largest / _SLOW_DISK
+        self._wrote(0, self._pause)
         self._location, self.final = location_of(assignment.location), location_of(assignment.final)
         if not self._location.is_there():
             raise FileNotFoundError(
@@ -185,9 +193,9 @@ class Writer(StorageWriter):
                 torch.save(data, cast(BinaryIO, stream))
                 length = stream.end_chunk()
                 results.append(WriteResult(item.index, length, StorageInfo(name, offset, length)))
-                self._wrote(length)
+                self._wrote(length, self._pause)
         if self._save.verify:
-            _verify_written(location, name, stream.sum, lambda: self._wrote(0))
+            _verify_written(location, name, stream.sum, lambda: self._wrote(0, self._pause))
         return _File(stream.sum, stream.chunks), results
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:

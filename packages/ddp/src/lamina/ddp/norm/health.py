@@ -92,7 +92,8 @@ class HealthMonitor:
         limit: how many deviations of the loss are a spike.
         window: how many steps the median is of.
         least: how many values must be known.
-        patience: stop after so many unhealthy steps in a row, whatever the policies say.
+        patience: stop after so many unhealthy steps in a row, whatever the policies say. After
+            going back, the row ends only with as many healthy steps as batches were passed over.
 
     Attributes:
         last: the newest judgement; None before the first.
@@ -135,7 +136,7 @@ class HealthMonitor:
         self._least, self._patience = least, patience
         self._recent = {what: deque[float](maxlen=window) for what in ("loss", "gradient norm")}
         self._noted: list[torch.Tensor] = []
-        self._in_a_row = 0
+        self._in_a_row = self._repeated = 0
         self._passed_over = 0
         self._compared = False
 
@@ -151,7 +152,8 @@ class HealthMonitor:
 
     def went_back(self, step: int, bad: int) -> None:
         """Training is at `step` again; it goes on with the batch after number `bad`."""
-        self._passed_over = bad + 1 - step
+        # A run that always fails at the same step is to end, although it repeats those before.
+        self._repeated = self._passed_over = bad + 1 - step
 
     def state_dict(self) -> dict[str, Any]:
         """The values that the next judgements depend on, the counts, the batches passed over."""
@@ -210,7 +212,9 @@ class HealthMonitor:
             if math.isfinite(value):
                 self._recent[what].append(value)
         if not infinite and not spikes:
-            self._in_a_row = 0
+            self._repeated -= 1
+            if self._repeated <= 0:
+                self._in_a_row = 0
             self.last = Judgement(loss, norm, Decision.STEP)
         else:
             cause = " and ".join(

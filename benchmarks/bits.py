@@ -33,17 +33,18 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
+from lamina.checkpoint import cut_batch
 from lamina.ddp import clip_grad_norm, finalize_grads, full_parameters
 from lamina.fsdp import fully_shard
 from lamina.mesh import ParallelLayout, Runtime, init_distributed
 from lamina.models import GPTModel, TransformerBlock, TransformerConfig
 
-SEQUENCES = 12  # per step: divisible by 1, 2, 3 and 4 ranks
+SEQUENCES = 12  # per step; 5 ranks share them unevenly
 LENGTH = 128  # a power of two: a mean times it is the sum, with the same bits
 LEARNING_RATE, WARMUP, CLIP = 2e-3, 60, 1.0
 
-Step = Callable[[list[torch.Tensor]], None]
-"""Trains on this rank's sequences, one microbatch for each."""
+Step = Callable[[list[tuple[torch.Tensor, int]]], None]
+"""Trains on this rank's sequences, one microbatch for each, that count 1 or 0."""
 
 
 @dataclass
@@ -90,12 +91,12 @@ def by_lamina(
         **strategies,
     )
 
-    def step(mine: list[torch.Tensor]) -> None:
-        for place, text in enumerate(mine):
+    def step(mine: list[tuple[torch.Tensor, int]]) -> None:
+        for place, (text, counted) in enumerate(mine):
             last = place == len(mine) - 1
             with contextlib.nullcontext() if last else model.no_sync():
-                (model(text[:, :-1], labels=text[:, 1:]) * LENGTH).backward()
-        finalize_grads(model, mesh, num_tokens=len(mine) * LENGTH)
+                (model(text[:, :-1], labels=text[:, 1:]) * (LENGTH * counted)).backward()
+        finalize_grads(model, mesh, num_tokens=sum(counted for _, counted in mine) * LENGTH)
         clip_grad_norm(model, CLIP, mesh)
 
     return Built(model, optimizer, step, lambda: full_parameters(model))
@@ -105,11 +106,11 @@ def by_ddp(ranks: int) -> Built:
     model, optimizer = model_and_optimizer()
     wrapped = TorchDDP(model)
 
-    def step(mine: list[torch.Tensor]) -> None:
-        for place, text in enumerate(mine):
-            last = place == len(mine) - 1
+    def step(mine: list[tuple[torch.Tensor, int]]) -> None:
+        for place, (text, counted) in enumerate(mine):
+            last, weight = place == len(mine) - 1, counted * ranks / SEQUENCES
             with contextlib.nullcontext() if last else wrapped.no_sync():
-                (wrapped(text[:, :-1], labels=text[:, 1:]) * (ranks / SEQUENCES)).backward()
+                (wrapped(text[:, :-1], labels=text[:, 1:]) * weight).backward()
         nn.utils.clip_grad_norm_(model.parameters(), CLIP)
 
     return Built(wrapped, optimizer, step, lambda: dict(model.named_parameters()))
@@ -123,9 +124,10 @@ def by_fsdp2(ranks: int) -> Built:
             torch_fully_shard(module, mesh=mesh)
     sharded: Any = torch_fully_shard(model, mesh=mesh)
 
-    def step(mine: list[torch.Tensor]) -> None:
-        for text in mine:
-            (sharded(text[:, :-1], labels=text[:, 1:]) * (ranks / SEQUENCES)).backward()
+    def step(mine: list[tuple[torch.Tensor, int]]) -> None:
+        for text, counted in mine:
+            weight = counted * ranks / SEQUENCES
+            (sharded(text[:, :-1], labels=text[:, 1:]) * weight).backward()
         nn.utils.clip_grad_norm_(sharded.parameters(), CLIP)
 
     def whole() -> dict[str, torch.Tensor]:
@@ -164,12 +166,14 @@ def text_windows() -> torch.Tensor:
 
 def train_step(built: Built, runtime: Runtime, number: int) -> None:
     """One step; its sequences and learning rate follow from its number."""
-    windows, ranks = text_windows(), runtime.world_size
+    windows = text_windows()
     for group in built.optimizer.param_groups:
         group["lr"] = LEARNING_RATE * min(1.0, (number + 1) / WARMUP)
-    leaves = [SEQUENCES * number + m * ranks for m in range(SEQUENCES // ranks)]
-    rows = [(first + runtime.rank) % len(windows) for first in leaves]
-    built.step([windows[row : row + 1] for row in rows])
+    mine = []
+    for part in cut_batch(SEQUENCES, runtime.rank, runtime.world_size, size=1):
+        row = (SEQUENCES * number + part.samples[0]) % len(windows)
+        mine.append((windows[row : row + 1], part.counted))
+    built.step(mine)
     built.optimizer.step()
     built.optimizer.zero_grad()
 
@@ -255,8 +259,6 @@ def main() -> None:
     if settings.write:
         run_rank(settings)
         return
-    if wrong := [ranks for ranks in settings.ranks if SEQUENCES % ranks]:
-        parser.error(f"--ranks {wrong}: a step has {SEQUENCES} sequences, which must be divisible")
     outcomes = {ranks: launch(ranks, settings) for ranks in settings.ranks}
     if not report(outcomes, settings.steps):
         raise SystemExit("reproducible runs differ")

@@ -234,6 +234,8 @@ def _settings(
         "device": device,
         "fsdp_unit_modules": kinds or None,
         "zero_dp_strategy": config.train.strategy,
+        "reproducible": config.train.reproducible > 0,
+        "calculate_per_token_loss": config.train.reproducible > 0,  # sums, divided at the end
         "mixed_precision_policy": MixedPrecisionPolicy(param_dtype=compute_dtype(config, device)),
     }
 

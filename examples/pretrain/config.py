@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 import tyro
 
+from lamina.checkpoint import BatchPart, cut_batch
 from lamina.mesh import LayoutError, ParallelLayout
 
 
@@ -61,9 +62,15 @@ class TrainConfig:
     """Stop (with a checkpoint) after this many seconds of training; 0 is no limit. The schedule
     still counts steps."""
     batch_size: int = 16
-    """Sequences per step over all ranks: a multiple of data-parallel ranks times microbatches."""
+    """Sequences per step over all ranks. Ranks that do not divide them take unequal numbers, and
+    the loss is the mean over all sequences; a pipeline (pp) takes a multiple of data-parallel ranks
+    times microbatches."""
     microbatches: int = 1
     """Forward and backward passes per step and rank; more of them need less memory."""
+    reproducible: int = 0
+    """Above 0: each pass takes so many sequences, however many ranks share the batch, and the
+    weights have the same bits on any number of ranks, under any strategy. There are then as many
+    passes as that takes, and each is reduced by itself."""
     learning_rate: float = 3e-3  # Peak learning rate of AdamW
     warmup_steps: int = 40  # Steps over which the learning rate rises from 0
     final_fraction: float = 0.05  # Where the cosine ends, as a fraction of the peak
@@ -174,6 +181,17 @@ class Config:
         except (ValueError, TypeError, LayoutError) as error:
             raise ValueError(f"--mesh {self.mesh}: {error}; write tp=2,pp=2,dp_shard=-1") from None
 
+    def parts(self, rank: int, ranks: int) -> list[BatchPart]:
+        """What one of the data-parallel ranks takes of each batch, pass by pass."""
+        train = self.train
+        return cut_batch(
+            train.batch_size,
+            rank,
+            ranks,
+            microbatches=train.microbatches,
+            size=train.reproducible,
+        )
+
 
 class Limits(NamedTuple):
     """What a number must be."""
@@ -209,6 +227,7 @@ LIMITS = {
     "train.seconds": _OR_ZERO,
     "train.batch_size": _COUNT,
     "train.microbatches": _COUNT,
+    "train.reproducible": _OR_ZERO,
     "train.learning_rate": _POSITIVE,
     "train.warmup_steps": _OR_ZERO,
     "train.final_fraction": Limits(0, 1, without_most=False),
@@ -251,13 +270,22 @@ def check(config: Config, ranks: int) -> None:
         raise ValueError(f"--mesh {config.mesh}: {error}") from None
     copies = layout.dp_replicate * layout.dp_shard
     per_pass = copies * config.train.microbatches
-    if config.train.batch_size % per_pass:
+    if layout.pp > 1 and config.train.batch_size % per_pass:
         below = max(per_pass, config.train.batch_size // per_pass * per_pass)
         raise ValueError(
             f"--train.batch-size {config.train.batch_size} is not divisible by {copies} ranks x "
-            f"{config.train.microbatches} microbatches = {per_pass}: take {below} or "
-            f"{below + per_pass}"
+            f"{config.train.microbatches} microbatches = {per_pass}: a pipeline takes equal "
+            f"microbatches; take {below} or {below + per_pass}"
         )
+    if config.train.reproducible:
+        one = layout.dp_replicate * layout.dp_shard == ranks and layout.ep * layout.expert_tp == 1
+        if config.train.engine != "lamina" or config.model.dropout or not one:
+            raise ValueError(
+                f"--train.reproducible {config.train.reproducible} with --train.engine "
+                f"{config.train.engine}, --mesh {config.mesh} and --model.dropout "
+                f"{config.model.dropout:g}: it needs Lamina's engine, axes dp_replicate and "
+                "dp_shard alone, and dropout 0, which draws numbers for each rank"
+            )
     if config.train.engine == "torch_fsdp2" and (config.train.strategy, layout.pp) != (3, 1):
         raise ValueError(
             f"--train.strategy {config.train.strategy} and pp={layout.pp}: torch's FSDP2 shards "

@@ -4,8 +4,8 @@ Tokens are `.npy` files, which every rank maps into memory: opening a terabyte t
 opening a kilobyte, and ranks of a machine share the pages.
 
 The order does not depend on how many ranks there are, nor on where a run was interrupted: step s
-takes samples s*B .. s*B+B-1 of an endless shuffled sequence, and rank r of R takes the r-th
-contiguous R-th of them. So there is no loader state to save.
+takes samples s*B .. s*B+B-1 of an endless shuffled sequence, and the ranks cut them among
+themselves, evenly or not (`lamina.checkpoint.cut_batch`). So there is no loader state to save.
 """
 
 from __future__ import annotations
@@ -232,20 +232,17 @@ class Windows:
         return self._parts[part][start : start + self.length + 1].astype(np.int64)
 
 
-def slice_of_step(step: int, seed: int, size: int, batch: int, rank: int, ranks: int) -> list[int]:
-    """Return the samples that one rank takes in one step.
+def slice_of_step(step: int, seed: int, size: int, batch: int, places: Iterable[int]) -> list[int]:
+    """Return the samples at some places of a step's batch.
 
     Args:
         step: from 0.
         seed: of the order.
         size: number of samples in the corpus.
-        batch: samples per step over all ranks; a multiple of `ranks`.
-        rank: place among the data-parallel ranks.
-        ranks: how many there are.
+        batch: samples per step over all ranks.
+        places: in the batch, from 0.
     """
-    share = batch // ranks
-    first = step * batch + rank * share
-    return [shuffled(position, size, seed) for position in range(first, first + share)]
+    return [shuffled(step * batch + place, size, seed) for place in places]
 
 
 def held_out_batches(

@@ -77,7 +77,8 @@ def plan(config: Config) -> list[str]:
     train, length = config.train, config.model.sequence_length
     whole = model_shape(config, load_tokenizer(config.data.tokenizer).vocab_size)
     shape, pp = _stage(whole, mesh.axis("pp").size, length), mesh.axis("pp").size
-    sequences = train.batch_size // mesh.axis("dp").size // train.microbatches
+    dp = mesh.axis("dp")
+    sequences = max(len(part.samples) for part in config.parts(dp.size - 1, dp.size))
     ids = torch.zeros(sequences, length, dtype=torch.int64, device=_META)
     batch = shape.arguments(ids, ids)
     saved = _activations(make_model(shape, config, mesh), config, batch)
@@ -90,7 +91,7 @@ def plan(config: Config) -> list[str]:
         f"activations of {in_flight} passes": in_flight * saved,
         "all at the peak": memory.peak + moments + in_flight * saved,
     }
-    sent = _bytes_sent(model, optimizer, batch, mesh, train.microbatches)
+    sent = _bytes_sent(model, optimizer, batch, mesh, len(config.parts(0, dp.size)))
     if pp > 1:  # forwards one way and gradients the other
         hidden = sequences * length // mesh.axis("cp").size * shape.language.hidden_size
         element = (compute_dtype(config, _META) or torch.float32).itemsize

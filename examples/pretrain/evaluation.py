@@ -36,7 +36,8 @@ class Evaluator:
         train = self._config.train
         pipelined = isinstance(self._model, PipelineRunner)
         # A pipeline takes whole batches only, of at least a sequence per microbatch.
-        batch = train.batch_size // self._dp.size // (1 if pipelined else train.microbatches)
+        passes = 1 if pipelined else len(self._config.parts(0, self._dp.size))
+        batch = max(1, train.batch_size // self._dp.size // passes)
         total, tokens = 0.0, 0
         self._model.eval()
         for inputs, labels in held_out_batches(

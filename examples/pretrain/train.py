@@ -148,24 +148,26 @@ def step(
 
     with metrics.timed("data"):
         batch = health.batch(number)
-        mine = slice_of_step(batch, seed, len(samples), train.batch_size, dp.rank, dp.size)
+        parts = config.parts(dp.rank, dp.size)
+        places = [place for part in parts for place in part.samples]
+        mine = slice_of_step(batch, seed, len(samples), train.batch_size, places)
         inputs, labels = samples.batch(mine, device)
     if isinstance(model, PipelineRunner):
         model.step(**shape.arguments(inputs, labels))
         for part in model.losses:  # on the ranks of the last stage; their sum is the batch's loss
             health.note(part * len(model.losses))
     else:
-        pieces = list(
-            zip(inputs.chunk(train.microbatches), labels.chunk(train.microbatches), strict=True)
-        )
-        for index, piece in enumerate(pieces):
-            last = index == len(pieces) - 1
+        sizes = [len(part.samples) for part in parts]
+        for index, piece in enumerate(zip(inputs.split(sizes), labels.split(sizes), strict=True)):
+            part, last = parts[index], index == len(parts) - 1
             with contextlib.nullcontext() if last else model.no_sync():
                 loss = model(**shape.arguments(*piece))
-                health.note(loss)
-                (loss / len(pieces)).backward()
-        if isinstance(model, ShardedModule):
-            finalize_grads(model, mesh)  # sums over tp, and what else a step ends with
+                health.note(loss * (part.weight * len(parts)))  # their mean is the batch's loss
+                # Sums over sequences have the same bits on any number of ranks, means do not.
+                (loss * (part.counted if train.reproducible else part.weight)).backward()
+        if isinstance(model, ShardedModule):  # sums over tp, and what else a step ends with
+            counted = sum(part.counted for part in parts) if train.reproducible else None
+            finalize_grads(model, mesh, num_tokens=counted)
 
     stages = model.stages if isinstance(model, PipelineRunner) else model
     clip_grad_norm(stages, train.clip_norm, mesh, health=health)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
 
 import pytest
 from build import model_shape
@@ -91,11 +91,25 @@ def test_help_explains_every_field(capsys):
     assert "nats" in text or "tokens" in text
 
 
-def test_a_batch_that_does_not_divide_is_refused_with_the_nearest_ones():
-    config = Config(train=TrainConfig(batch_size=10, microbatches=2))
+def test_a_batch_that_does_not_divide_is_refused_with_the_nearest_ones_in_a_pipeline():
+    config = Config(train=TrainConfig(batch_size=10, microbatches=2), mesh="pp=2")
     with pytest.raises(ValueError, match=r"10 is not divisible by 2 ranks x 2 .* take 8 or 12"):
-        check(config, ranks=2)
-    check(config, ranks=5)
+        check(config, ranks=4)
+    check(config, ranks=10)
+    check(replace(config, mesh="dp_shard=-1"), ranks=4)  # elsewhere it is cut unevenly
+
+
+def test_the_same_bits_are_promised_only_where_they_are_kept():
+    train = TrainConfig(reproducible=2)
+    check(Config(train=train), ranks=3)
+    wrong = (
+        Config(train=train, mesh="tp=2"),
+        Config(train=train, model=ModelConfig(dropout=0.1)),
+        Config(train=replace(train, engine="torch_fsdp2")),
+    )
+    for config in wrong:
+        with pytest.raises(ValueError, match=r"--train.reproducible 2 .* dropout 0"):
+            check(config, ranks=2)
 
 
 @pytest.mark.parametrize(

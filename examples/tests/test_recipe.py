@@ -106,7 +106,8 @@ def one_process(directory: Path, words: list[str]) -> list[float]:
     for step in range(train.steps):
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(step, train)
-        mine = slice_of_step(step, config.run.seed, len(samples), train.batch_size, 0, 1)
+        places = range(train.batch_size)
+        mine = slice_of_step(step, config.run.seed, len(samples), train.batch_size, places)
         loss = model(**shape.arguments(*samples.batch(mine, torch.device("cpu"))))
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), train.clip_norm)
@@ -143,6 +144,12 @@ def check_cell(directory: Path, model: str, mesh: str, *options: str) -> None:
 )
 def test_an_architecture_over_an_axis_trains_like_one_process(tmp_path, model, mesh, options):
     check_cell(tmp_path, model, mesh, *options.split())
+
+
+@pytest.mark.ranks(3, timeout=120)
+@pytest.mark.parametrize("options", ["--train.strategy 1", "--train.reproducible 1"])
+def test_eight_sequences_over_three_ranks_train_like_one_process(tmp_path, options):
+    check_cell(tmp_path, "gpt", "dp_shard=-1", *options.split())
 
 
 LAYOUTS = (

@@ -13,12 +13,18 @@ from lamina.checkpoint.manager import CheckpointManager
 from lamina.checkpoint.plain_dcp import import_dcp
 from lamina.checkpoint.preemption import RESUME_EXIT_CODE, Preemption
 from lamina.checkpoint.progress import RestoreReport, SaveReport
-from lamina.checkpoint.state.data_position import DataPosition, shuffled
+from lamina.checkpoint.state.data_position import (
+    BatchPart,
+    DataPosition,
+    cut_batch,
+    shuffled,
+)
 from lamina.checkpoint.state.joined_optimizers import JoinedOptimizers
 from lamina.checkpoint.state.per_rank import PerRank, RngState
 
 __all__ = [
     "RESUME_EXIT_CODE",
+    "BatchPart",
     "CheckpointDamagedError",
     "CheckpointError",
     "CheckpointManager",
@@ -34,6 +40,7 @@ __all__ = [
     "RngState",
     "SaveReport",
     "compare_checkpoints",
+    "cut_batch",
     "export_huggingface",
     "import_dcp",
     "import_huggingface",

@@ -1,14 +1,87 @@
 """The position of a run in its data, in samples of the whole job, so that no rank occurs in it.
 
 The order of samples is a function of seed and position; ranks take contiguous slices of each batch.
-So a run may go on with another number of ranks, and no sample is repeated or skipped.
+So a run may go on with another number of ranks, and no sample is repeated or skipped. A batch that
+the ranks do not divide is cut unevenly, and `cut_batch` says how much each part counts.
 """
 
 import hashlib
+import itertools
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["DataPosition", "shuffled"]
+__all__ = ["BatchPart", "DataPosition", "cut_batch", "shuffled"]
+
+
+@dataclass(frozen=True)
+class BatchPart:
+    """What one rank takes in one of its forward and backward passes.
+
+    Attributes:
+        samples: places in the batch, from 0; never empty.
+        counted: how many of them the part stands for: all, or 0 where the batch has nothing left
+            for this pass. The rank then runs samples of other ranks, as every rank must take part
+            in every pass, and its loss must count nothing.
+        weight: factor of the mean loss of `samples`. Gradients are averaged over ranks and summed
+            over passes; with it they are those of the mean over all samples of the batch.
+    """
+
+    samples: range
+    counted: int
+    weight: float
+
+
+def cut_batch(
+    batch_size: int, rank: int = 0, ranks: int = 1, *, microbatches: int = 1, size: int = 0
+) -> list[BatchPart]:
+    """Cut a batch over any number of ranks, and say how much each part counts.
+
+    Without `size`, each rank takes a contiguous slice, and the slices of two ranks differ by at
+    most one sample. With it, the batch is a row of leaves of `size` samples, and rank r takes
+    leaves r, r + ranks, ...: the leaves, and with `reproducible=True` the order in which their
+    gradients are added, then do not depend on the ranks. For the same bits on any number of ranks
+    use `counted` and a loss that is a sum (`calculate_per_token_loss=True`), because `weight` and
+    the mean over ranks are rounded.
+
+    Args:
+        batch_size: samples over all ranks.
+        rank: place among the data-parallel ranks.
+        ranks: how many there are.
+        microbatches: passes of each rank; unused with `size`.
+        size: samples of a pass, however many ranks there are.
+
+    Returns:
+        As many parts on every rank: one for each pass.
+
+    Raises:
+        ValueError: a rank that is not among the ranks, or a number below its limit.
+
+    Examples:
+        >>> [cut_batch(8, rank, ranks=3)[0].samples for rank in range(3)]
+        [range(0, 2), range(2, 5), range(5, 8)]
+        >>> [part.counted for part in cut_batch(4, rank=2, ranks=3, size=1)]
+        [1, 0]
+    """
+    limits = {"batch_size": (batch_size, 1), "microbatches": (microbatches, 1), "size": (size, 0)}
+    for name, (value, least) in limits.items():
+        if value < least:
+            raise ValueError(f"{name} is {value}: it must be at least {least}")
+    if not 0 <= rank < ranks:
+        raise ValueError(f"rank is {rank} of {ranks}: it must be 0 to {ranks - 1}")
+    if size:
+        leaves = range(rank, -(-batch_size // (size * ranks)) * ranks, ranks)
+        cuts = [(leaf * size, min(batch_size, (leaf + 1) * size)) for leaf in leaves]
+    else:
+        first, last = batch_size * rank // ranks, batch_size * (rank + 1) // ranks
+        edges = [first + (last - first) * m // microbatches for m in range(microbatches + 1)]
+        cuts = list(itertools.pairwise(edges))
+    parts = []
+    for first, last in cuts:
+        counted = max(0, last - first)
+        samples = range(first, last) if counted else range(min(size or 1, batch_size))
+        parts.append(BatchPart(samples, counted, counted * ranks / batch_size))
+    return parts
 
 
 class DataPosition:

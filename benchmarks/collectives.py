@@ -23,7 +23,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -34,9 +33,8 @@ from lamina.collectives import Ledger, all_gather_into, all_reduce_fp32, reduce_
 from lamina.collectives.compat import all_gather_single, reduce_scatter_single
 from lamina.collectives.engine import use_messages
 from lamina.collectives.reduction.summation import reference_sum
-from lamina.mesh import init_distributed
-from lamina.mesh.engine import environment, host_runs
-from lamina.mesh.process_groups import current_world
+from lamina.mesh import init_distributed, make_host_groups
+from lamina.mesh.engine import environment
 from lamina_testing.netns import shaped_link
 
 Contest = tuple[str, Callable[[], object], dict[str, Callable[[], object]]]
@@ -118,10 +116,11 @@ def rank_main(rank: int, world: int, path: str, options: argparse.Namespace) -> 
         dist.init_process_group(
             options.backend, init_method=f"file://{path}", rank=rank, world_size=world
         )
+    assert dist.group.WORLD is not None
     groups = {"ours": dist.group.WORLD}
+    make_host_groups(groups["ours"])
     if options.mbit:
-        groups["one exchange"] = flat = dist.new_group()
-        current_world().host_runs[flat] = replace(host_runs(flat), run=1)
+        groups["one exchange"] = dist.new_group()  # without groups over hosts
     elif options.backend == "gloo":
         groups["messages"] = dist.new_group()
         use_messages(groups["messages"])

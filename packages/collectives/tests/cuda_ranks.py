@@ -28,6 +28,7 @@ from lamina.collectives import (
     reduce_scatter_fp32,
 )
 from lamina.collectives.engine import all_reduce_small, broadcast
+from lamina.mesh import make_host_groups
 
 CPU = "cpu" in sys.argv[1:]
 DEVICE = torch.device("cpu" if CPU else "cuda")
@@ -138,6 +139,7 @@ def rank_main(rank: int, world: int, backend: str, path: str) -> None:
     dist.init_process_group(backend, init_method=f"file://{path}", rank=rank, world_size=world)
     group = dist.group.WORLD
     assert group is not None
+    make_host_groups(group)
     for wire in (torch.float32, torch.bfloat16):
         for async_op in (False, True):
             check_sums(group, wire, async_op)

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from lamina.collectives import Ledger, all_reduce_fp32, reduce_scatter_fp32
 from lamina.collectives.engine import Int8Blocks, use_messages
 from lamina.collectives.reduction import ordered
+from lamina.mesh import ParallelLayout, make_host_groups
 from lamina.mesh.engine import split_over_hosts
 from lamina.mesh.process_groups import default_store
 from lamina_testing.netns import shaped_link, unavailable
@@ -174,6 +175,7 @@ def with_hosts(monkeypatch: pytest.MonkeyPatch, per_host: int) -> dist.ProcessGr
     monkeypatch.setenv("LAMINA_RANKS_PER_HOST", str(per_host))
     group = dist.new_group(group_desc="dp")
     assert group is not None
+    make_host_groups(group)
     return group
 
 
@@ -229,6 +231,42 @@ def test_blocks_of_int8_have_the_same_bits_over_hosts(monkeypatch):
     assert torch.equal(output, expected)
     assert ledger.bytes(between_hosts=False) == 2 * 3 * (128 + 4)
     assert ledger.bytes(between_hosts=True) == 128 * 3 * 4
+
+
+@pytest.mark.ranks(4)
+def test_hosts_may_begin_the_sums_of_two_groups_in_different_orders(monkeypatch):
+    """No sum waits for ranks that have not begun it, the first of a group included."""
+    monkeypatch.setenv("LAMINA_RANKS_PER_HOST", "2")
+    axis, rank = ParallelLayout().build("cpu").axis("dp_shard"), dist.get_rank()
+    groups = [axis.group, axis.sibling("reduce")]
+    known = len(dist.distributed_c10d._world.pg_map)
+    if rank == 0:  # sums of tensors without data need nobody else
+        planned = torch.empty(5, device="meta"), torch.empty(20, device="meta")
+        reduce_scatter_fp32(*planned, axis.group)
+        all_reduce_fp32(planned[1], planned[1], axis.group)
+    outputs = [torch.full((PIECE,), torch.nan) for _ in groups]
+    inputs = [of_rank(rank + 4 * at, 4 * PIECE, torch.float32) for at in range(2)]
+    handles = [
+        reduce_scatter_fp32(outputs[at], inputs[at], groups[at], async_op=True)
+        for at in ((0, 1) if rank < 2 else (1, 0))
+    ]
+    for handle in handles:
+        handle.wait()
+    for at, output in enumerate(outputs):
+        terms = [of_rank(each + 4 * at, 4 * PIECE, torch.float32) for each in range(4)]
+        assert torch.equal(output, tree(terms)[rank * PIECE : (rank + 1) * PIECE])
+    assert len(dist.distributed_c10d._world.pg_map) == known
+
+
+@pytest.mark.ranks(4)
+def test_a_group_without_groups_over_hosts_sums_in_one_exchange(monkeypatch):
+    monkeypatch.setenv("LAMINA_RANKS_PER_HOST", "2")
+    group, rank, output = dist.new_group(), dist.get_rank(), torch.empty(PIECE)
+    with Ledger() as ledger:
+        reduce_scatter_fp32(output, of_rank(rank, 4 * PIECE, torch.float32), group)
+    expected = oracle(4, 4 * PIECE, torch.float32)
+    assert torch.equal(output, expected[rank * PIECE : (rank + 1) * PIECE])
+    assert ledger.bytes(between_hosts=True) == 2 * PIECE * 4
 
 
 @pytest.mark.ranks(6)

@@ -9,6 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from lamina.collectives.engine import reduction_class
 from lamina.ddp import clip_grad_norm
 from lamina.fsdp import fully_shard
+from lamina.mesh import make_host_groups
 from lamina_testing.simulated import Operations, simulated_world
 from lamina_testing.toys import Block
 from lamina_testing.walk import Profile, least
@@ -94,6 +95,7 @@ def test_bytes_and_messages_between_hosts_are_those_of_one_rank_of_a_host(ranks)
         for hosts in (False, True):
             with simulated_world(world, hosts=hosts) as traffic:
                 piece, group = 128, dist.group.WORLD
+                make_host_groups(group)
                 reduction = reduction_class("ordered")
                 output, whole = torch.empty(piece), torch.ones(world * piece)
                 prepared = reduction(output, whole, group, scatter=True)

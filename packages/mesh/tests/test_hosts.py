@@ -4,12 +4,14 @@ from unittest import mock
 
 import pytest
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
-from lamina.mesh import ParallelLayout, hosts, init_distributed
+from lamina.mesh import ParallelLayout, ParallelMesh, hosts, init_distributed, make_host_groups
 from lamina.mesh.engine import (
     EnvironmentVariableError,
     host_groups,
     host_runs,
+    mesh_axis,
     ranks_per_host,
     split_over_hosts,
 )
@@ -55,12 +57,15 @@ def test_a_job_finds_out_who_shares_a_host(names, found):
         assert list(host_runs(group).near) == (
             [runtime.rank // found * found + place for place in range(found)]
         )
+        assert host_groups(group) is None  # nobody has made them
+        make_host_groups(group)
         groups = host_groups(group)
         assert (groups is None) is (found != 2)
         if groups is not None:
             inside, between = map(dist.get_process_group_ranks, groups)
             host, place = divmod(runtime.rank, 2)
             assert (inside, between) == ([2 * host, 2 * host + 1], [place, place + 2])
+            make_host_groups(group)
             assert host_groups(group) == groups
 
 
@@ -75,8 +80,22 @@ def test_groups_over_hosts_have_the_backend_of_their_group(monkeypatch):
     monkeypatch.setenv("LAMINA_RANKS_PER_HOST", "2")
     group = dist.new_group(backend="cpu:gloo")  # the job's serves CUDA too
     assert dist.get_backend_config(group) != dist.get_backend_config()
+    make_host_groups(group)
     for each in host_groups(group):
         assert dist.get_backend_config(each) == dist.get_backend_config(group)
+
+
+@pytest.mark.ranks(4)
+def test_groups_of_a_mesh_that_sum_come_with_groups_over_hosts(monkeypatch):
+    monkeypatch.setenv("LAMINA_RANKS_PER_HOST", "2")
+    for mesh in (
+        ParallelLayout().build("cpu"),
+        init_device_mesh("cpu", (4,), mesh_dim_names=["dp"]),
+    ):
+        axis = mesh_axis(mesh, "dp")
+        assert (host_groups(axis.group) is not None) is isinstance(mesh, ParallelMesh)
+        assert host_groups(axis.sibling("reduce")) is not None
+        assert host_groups(axis.sibling("gather")) is None  # gathers know no hosts
 
 
 @pytest.mark.ranks(2)

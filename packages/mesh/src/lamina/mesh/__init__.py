@@ -2,6 +2,7 @@
 
 from lamina.mesh.doctor import check_environment
 from lamina.mesh.errors import AxisError, LayoutError, OverlapError, RendezvousError
+from lamina.mesh.hosts import make_host_groups
 from lamina.mesh.parallel_mesh import ParallelLayout, ParallelMesh
 from lamina.mesh.rng import derive_seed, rng_state, rng_stream, seed_everything, set_rng_state
 from lamina.mesh.roles import Role, mark, role_of
@@ -20,6 +21,7 @@ __all__ = [
     "check_environment",
     "derive_seed",
     "init_distributed",
+    "make_host_groups",
     "mark",
     "rng_state",
     "rng_stream",

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from lamina.mesh.errors import AxisError
+from lamina.mesh.hosts import make_host_groups
 from lamina.mesh.process_groups import group_of
 
 __all__ = ["MeshAxis", "axis_if_there", "check_axis_names", "mesh_axis", "named_mesh"]
@@ -49,7 +50,8 @@ class MeshAxis:
 
         Two collectives on one NCCL communicator run one after the other even on two streams, so
         whoever wants a gather beside a reduction asks for `sibling("gather")`. The first call is
-        collective over the axis' ranks.
+        collective over the axis' ranks. `sibling("reduce")` is for sums, so where the axis spans
+        several hosts the groups inside and between hosts are made with it.
 
         Args:
             purpose: a word that becomes part of the group's description, as in "dp_shard:gather".
@@ -65,7 +67,10 @@ class MeshAxis:
                     "sibling('') would be the axis' own group: name what the second communicator "
                     "is for, such as 'gather'."
                 )
-            self._siblings[purpose] = group_of(_described_axis(self), self.ranks, purpose)
+            made = group_of(_described_axis(self), self.ranks, purpose)
+            if purpose == "reduce":
+                make_host_groups(made)
+            self._siblings[purpose] = made
         return self._siblings[purpose]
 
     @cached_property

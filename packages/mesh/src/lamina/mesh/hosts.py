@@ -7,6 +7,12 @@ r and s share a host if r // n == s // n, and n is the greatest common divisor o
 the host changes. So n is the size of equal hosts, less where hosts differ, and 1 where ranks are
 dealt out to the hosts in turn. Sums have the same bits for any n (see
 docs/decisions/0314-sums-know-hosts.md), so a wrong one costs time alone.
+
+Note [No collective makes a group]
+To make a group waits for all of its members. If the first sum of a group made the groups over
+hosts, two ranks that begin the sums of two groups in different orders would wait for each other.
+So `make_host_groups` is called where a group is made, which all members do in one order, and
+`host_groups` only looks them up. See docs/decisions/0315-host-groups-come-with-their-group.md.
 """
 
 import math
@@ -32,6 +38,7 @@ __all__ = [
     "host_groups",
     "host_runs",
     "host_words",
+    "make_host_groups",
     "ranks_per_host",
     "split_over_hosts",
 ]
@@ -129,20 +136,40 @@ def host_runs(group: dist.ProcessGroup) -> HostRuns:
 
 
 def host_groups(group: dist.ProcessGroup) -> tuple[dist.ProcessGroup, dist.ProcessGroup] | None:
-    """Two groups whose product is `group`: one inside this host, and one over the hosts.
+    """The groups inside this host and over the hosts that `make_host_groups` made of `group`.
 
-    The first has the aligned run of ranks around this one (see `HostRuns.run`), the second the
-    ranks at the same place of all runs. The first call is collective over the ranks of `group`,
-    and waits for them: ranks that share several groups make this call for each in one order.
+    This never communicates. See Note [No collective makes a group].
 
     Returns:
-        None where there is nothing to gain: no two neighbours share a host, or all ranks do.
+        None where none were made. Sums of `group` are one exchange then, with the same bits.
     """
+    return current_world().host_groups.get(group)
+
+
+def make_host_groups(group: dist.ProcessGroup) -> None:
+    """Make two groups whose product is `group`: one inside this host, and one over the hosts.
+
+    The first has the aligned run of ranks around this one (see `HostRuns.run`), the second the
+    ranks at the same place of all runs. Nothing is made where there is nothing to gain: no two
+    neighbours share a host, or all ranks do. Collective over the ranks of `group` at the first
+    call: ranks that share several groups make this call for each in one order.
+
+    The groups of a `ParallelMesh` and `MeshAxis.sibling("reduce")` come with theirs. Call this for
+    a group of your own that spans hosts, right after `new_group`.
+
+    Raises:
+        GroupCreationError: a member did not come in time, or the backend refused.
+
+    Examples:
+        >>> group = torch.distributed.new_group()
+        >>> make_host_groups(group)  # one host has them all: nothing to make
+    """
+    known = current_world().host_groups
     run, size, rank = host_runs(group).run, group.size(), group.rank()
-    if run in (1, size):
-        return None
+    if group in known or run in (1, size):
+        return
     ranks, place = dist.get_process_group_ranks(group), rank % run
     begin = rank - place
     # Named after the group, because groups over the same ranks are used in orders of their own.
     inside = group_of(group.group_name, ranks[begin : begin + run], "inside hosts", group)
-    return inside, group_of(group.group_name, ranks[place::run], "between hosts", group)
+    known[group] = inside, group_of(group.group_name, ranks[place::run], "between hosts", group)

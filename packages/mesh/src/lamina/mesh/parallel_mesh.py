@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from lamina.mesh.axis import MeshAxis, check_axis_names
 from lamina.mesh.axis_sizes import DENSE_AXES, DERIVED_AXES, EXPERT_AXES, AxisSizes
 from lamina.mesh.errors import AxisError
-from lamina.mesh.hosts import ranks_per_host
+from lamina.mesh.hosts import make_host_groups, ranks_per_host
 from lamina.mesh.process_groups import current_world, group_of, running_watchdog
 
 __all__ = ["ParallelLayout", "ParallelMesh"]
@@ -216,6 +216,8 @@ class ParallelMesh:
     def _make_axis(self, dims: tuple[str, ...]) -> MeshAxis:
         members = self.layout.ranks_through(self.rank, dims)
         group = group_of(self._group_name(dims, members), members) if len(members) > 1 else None
+        if group is not None:
+            make_host_groups(group)
         return MeshAxis(_axis_name(dims), len(members), members.index(self.rank), members, group)
 
     def _group_name(self, dims: tuple[str, ...], members: tuple[int, ...]) -> str:

@@ -86,6 +86,7 @@ class World:
         ranks_per_host: None until `init_distributed` has found it out; see `hosts`.
         groups: by description and ranks.
         host_runs: where the ranks of a group are, by group.
+        host_groups: the groups inside and between hosts that were made of a group, by group.
     """
 
     timeout: timedelta | None = None
@@ -96,6 +97,9 @@ class World:
     host_runs: WeakKeyDictionary[dist.ProcessGroup, HostRuns] = field(
         default_factory=WeakKeyDictionary
     )
+    host_groups: WeakKeyDictionary[
+        dist.ProcessGroup, tuple[dist.ProcessGroup, dist.ProcessGroup]
+    ] = field(default_factory=WeakKeyDictionary)
 
 
 # Communicators belong to a started job, not to a mesh: equal meshes must share them, and torch

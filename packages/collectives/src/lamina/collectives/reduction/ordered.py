@@ -222,7 +222,9 @@ class _Exchange:
         device: torch.device,
     ) -> None:
         self.group, self.wire, self.size, rank = group, wire, group_size(group), group_rank(group)
-        self._lane = None if group is None or self.size == 1 else lane_of(group)
+        # Tensors without data need no tag: one rank may plan alone, and its tags stay the others'.
+        alone = group is None or self.size == 1 or device.type == "meta"
+        self._lane = None if alone or group is None else lane_of(group)
         self._piece, self._whole, self._items = piece, numel, items
         self.own = slice(*bounds_of(rank, piece, numel))
         self.numel = self.own.stop - self.own.start

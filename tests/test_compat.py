@@ -7,6 +7,7 @@ which of them a version has lost or changed.
 from __future__ import annotations
 
 import ast
+import threading
 from collections.abc import Iterator
 
 import pytest
@@ -238,6 +239,15 @@ def a_graph_break_runs_the_function_as_it_is():
         assert compat.one_graph_break(lambda: 7)() == 7
 
 
+def a_profiler_is_seen_from_every_thread():
+    seen = []
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+        look = threading.Thread(target=lambda: seen.append(of_collectives.profiling()))
+        look.start()
+        look.join()
+    assert [*seen, of_collectives.profiling()] == [True, False]
+
+
 def attention_gives_the_logarithm_of_sums():
     query = torch.zeros(1, 1, 3, 8)
     output, logs = of_models.flash_attention_for_cpu(query, query, torch.ones_like(query))
@@ -278,6 +288,7 @@ CHECKS = {
     operators_are_seen_below_autograd: "TorchDispatchMode",
     a_rank_knows_its_shard_of_a_dtensor: "local_shape_and_offset",
     a_graph_break_runs_the_function_as_it_is: "one_graph_break",
+    a_profiler_is_seen_from_every_thread: "profiling",
     attention_gives_the_logarithm_of_sums: (
         "flash_attention flash_attention_for_cpu flash_attention_backward "
         "flash_attention_backward_for_cpu"

@@ -50,7 +50,8 @@ class ModelConfig:
     num_heads: int = 0  # Query heads
     num_kv_heads: int = 0  # Key and value heads
     sequence_length: int = 256  # Length of a sample, in tokens
-    dropout: float = 0.0  # Probability of dropping an activation while training
+    dropout: float | None = None
+    """Probability of dropping an activation while training; by default that of the architecture."""
 
 
 @dataclass(frozen=True)
@@ -130,6 +131,8 @@ class LogConfig:
     every: int = 1  # Steps between lines of metrics.jsonl and TensorBoard
     line_seconds: float = 5.0  # Without a terminal: seconds between lines of progress
     tensorboard: bool = True  # Write TensorBoard events beside metrics.jsonl
+    trace: str = ""
+    """Steps to trace, such as 20,21: each rank writes traces/step-20-rank-0.json, for Perfetto."""
 
 
 @dataclass(frozen=True)
@@ -191,6 +194,18 @@ class Config:
             microbatches=train.microbatches,
             size=train.reproducible,
         )
+
+    def traced(self) -> frozenset[int]:
+        """The steps of `log.trace`.
+
+        Raises:
+            ValueError: it is no list of numbers.
+        """
+        try:
+            return frozenset(map(int, filter(None, self.log.trace.split(","))))
+        except ValueError:
+            words = f"--log.trace {self.log.trace}: steps with commas, such as --log.trace 20,21"
+            raise ValueError(words) from None
 
 
 class Limits(NamedTuple):
@@ -259,11 +274,12 @@ def check(config: Config, ranks: int) -> None:
     """
     for name, limits in LIMITS.items():
         value, default = _get(config, name), _get(Config(), name)
-        if not limits.hold(value):
+        if value is not None and not limits.hold(value):
             option = name.replace("_", "-")
             raise ValueError(
                 f"--{option} {value}: it must be {limits}, such as --{option} {default}"
             )
+    config.traced()
     try:
         layout = config.layout().validate(ranks)
     except LayoutError as error:

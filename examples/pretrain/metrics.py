@@ -19,6 +19,7 @@ from data import Corpus
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from run import Run
+from torch.profiler import profile
 
 from lamina.checkpoint import SaveReport
 from lamina.collectives import Ledger
@@ -47,7 +48,7 @@ class Metrics:
         self.last_held_out: float | None = None
         self.peak_bytes = 0
         self._config, self.device, self._run = config, run.runtime.device, run
-        self._active = run.runtime.is_main
+        self._active, self._traced = run.runtime.is_main, config.traced()
         self._tokens = config.train.batch_size * config.model.sequence_length
         self._flops = training_flops_per_token(shape.language, config.model.sequence_length)
         self._times: list[float] = []
@@ -93,14 +94,21 @@ class Metrics:
 
     @contextlib.contextmanager
     def watched(self, number: int) -> Iterator[None]:
-        """Count how long a step's compute stands still for communication."""
-        every = self._config.log.every
-        if not self._active or (number + 1) % every:
+        """Count how long a step's compute stands still for communication; trace it if asked."""
+        step, every = number + 1, self._config.log.every
+        traced = step in self._traced
+        if not traced and (not self._active or step % every):
             yield
             return
-        with Ledger() as ledger:
+        with profile() if traced else contextlib.nullcontext() as profiler, Ledger() as ledger:
             yield
-        self._seconds["exposed"] += every * sum(record.exposed for record in ledger.records)
+        if step % every == 0:
+            self._seconds["exposed"] += every * sum(record.exposed for record in ledger.records)
+        if profiler is not None:
+            began, traces = time.perf_counter(), self._run.directory / "traces"
+            traces.mkdir(exist_ok=True)
+            ledger.trace(traces / f"step-{step}-rank-{self._run.runtime.rank}.json", profiler)
+            self._clock += time.perf_counter() - began  # which is not the step's
 
     def step(self, done: int, loss: float, norm: float, rate: float) -> None:
         """Record a finished step.

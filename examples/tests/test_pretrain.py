@@ -152,7 +152,7 @@ def play(base: Path) -> dict[str, object]:
     outputs = {
         "torn": Job.start(torn, quiet).finish(),
         "fewer": Job.start(base / "fewer", quiet, nproc=1).finish(),
-        "whole": Job.start(whole).finish(),
+        "whole": Job.start(whole, "--log.trace", "30,31").finish(),
     }
     return {
         "base": base,
@@ -213,6 +213,23 @@ def test_the_run_ends_with_what_it_promised(runs):
         "next",
     ):
         assert words in output
+
+
+def test_a_trace_names_what_units_compute_gather_and_reduce(runs):
+    traces = runs["base"] / "whole" / "traces"
+    assert len(list(traces.iterdir())) == 4  # two steps of two ranks
+    for path in (traces / "step-30-rank-0.json", traces / "step-31-rank-1.json"):
+        times: dict[tuple[str, str], list[float]] = {}
+        for event in json.loads(path.read_text())["traceEvents"]:
+            name = event["name"].split(".attention")[0]  # without the parameters' own names
+            times.setdefault((event["ph"], name), []).append(event.get("ts"))
+        for unit in ("blocks.0", "the root"):
+            assert len(times["X", f"forward of {unit}"]) == 2  # microbatches
+            assert len(times["X", f"backward of {unit}"]) == 2
+        gathered = min(times["b", "all_gather_into of blocks.0"])
+        reduced = max(times["e", "reduce_scatter_fp32 of blocks.0"])
+        assert gathered < min(times["X", "forward of blocks.0"])
+        assert max(times["X", "backward of blocks.0"]) < reduced
 
 
 def test_a_wrong_setting_is_said_once_and_nothing_is_made(rank_server, tmp_path):

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch.profiler import ProfilerActivity, profile
 
 from lamina.collectives import (
     Ledger,
@@ -26,8 +27,9 @@ from lamina.collectives import (
     scatter_to,
     send_recv,
 )
+from lamina.collectives.call import spans
 from lamina.collectives.call.record import Call
-from lamina.collectives.engine import broadcast, start_all_reduce
+from lamina.collectives.engine import Serving, Span, broadcast, start_all_reduce
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64]
 
@@ -331,6 +333,43 @@ def test_the_trace_is_chrome_json_with_every_finished_call(tmp_path):
         assert begin["pid"] == ends[key]["pid"] == rank
         assert begin["args"]["bytes"] == 2000
         assert start <= begin["ts"] * 1e-6 <= ends[key]["ts"] * 1e-6 <= time.time()
+
+
+@pytest.mark.ranks(2)
+def test_a_profile_and_the_records_are_one_trace_that_says_what_collectives_are_for(tmp_path):
+    group = dist.new_group(group_desc="tp:gather")
+    compute = Span()
+    with profile(activities=[ProfilerActivity.CPU]) as profiler, Ledger() as ledger:
+        with Serving("blocks.0"):
+            pending = start_all_reduce(torch.ones(500), group)
+        compute.begin("forward of", "blocks.1")
+        torch.ones(100, 100) @ torch.ones(100, 100)
+        compute.end()
+        pending.wait()
+    assert [record.purpose for record in ledger.records] == ["blocks.0"]
+    path = ledger.trace(tmp_path / f"rank{dist.get_rank()}.json", profiler)
+    found = {
+        (event["name"], event["ph"]): (event["ts"], event["ts"] + event.get("dur", 0))
+        for event in json.loads(path.read_text())["traceEvents"]
+        if event["ph"] in "Xbe"
+    }
+    name = "all_reduce_fp32 of blocks.0"
+    issued, waited = found[f"{name} (tp:gather)", "X"], found[f"wait for {name} (tp:gather)", "X"]
+    begin, _ = found[name, "b"]
+    end, _ = found[name, "e"]
+    span, product = found["forward of blocks.1", "X"], found["aten::mm", "X"]
+    assert span[0] < product[0] < product[1] < span[1]
+    slack = 2000  # microseconds, between the two clocks
+    assert issued[0] - slack < begin < issued[1] + slack
+    assert begin < end < waited[1] + slack
+
+
+def test_spans_are_not_named_where_no_profiler_records(monkeypatch):
+    monkeypatch.setattr(spans, "record_function", None)
+    with spans.span(lambda: pytest.fail("nobody reads this")):
+        open_one = Span()
+        open_one.begin("forward of", "blocks.0")
+        open_one.end()
 
 
 class StandInEvent:

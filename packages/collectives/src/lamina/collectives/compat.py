@@ -21,6 +21,7 @@ __all__ = [
     "get_in_thread",
     "is_in_thread",
     "one_graph_break",
+    "profiling",
     "reduce_scatter_single",
     "remove_from_thread",
     "set_in_thread",
@@ -28,6 +29,11 @@ __all__ = [
 
 remove_from_thread: Callable[[str], None] | None = getattr(torch._C, "_remove_obj_from_tls", None)
 """Removes what `set_in_thread` left. None before torch 2.13, which needs no removal."""
+
+
+def profiling() -> bool:
+    """Whether one of torch's profilers records now, on whichever thread."""
+    return bool(torch.autograd.profiler._is_profiler_enabled)
 
 
 def _first(*names: str) -> Any:

@@ -3,6 +3,7 @@
 from lamina.collectives.autograd_regions import REGION_STEPS, DualFunction
 from lamina.collectives.call.collective import Pending
 from lamina.collectives.call.registration import RegisteredPool, registration_problem
+from lamina.collectives.call.spans import Serving, Span
 from lamina.collectives.move.all_gather import AllGather
 from lamina.collectives.move.common_facts import CommonFacts, Fact, describe, software
 from lamina.collectives.move.rings import Message, receive_operation, ring, send_operation
@@ -41,7 +42,9 @@ __all__ = [
     "Reduction",
     "ReductionName",
     "RegisteredPool",
+    "Serving",
     "SmallReduction",
+    "Span",
     "SpanGroups",
     "SumOp",
     "all_reduce_small",

@@ -24,6 +24,7 @@ from torch.distributed import ProcessGroup
 
 from lamina.collectives.call.checks import require_disjoint, require_flat, require_same_device
 from lamina.collectives.call.record import Call, issue
+from lamina.collectives.call.spans import span
 from lamina.collectives.transport.groups import group_rank, group_size, served_by_gloo, where
 from lamina.collectives.transport.lanes import Job, Lane, lane_of
 from lamina.collectives.transport.transport import Completion
@@ -84,19 +85,16 @@ class Handle:
         call = self._call
         call.wait_begins()
         try:
-            if self._job is not None:
-                self._wait_for(self._job)
-            if self._event is not None and self._issued_on is not None:
-                torch.cuda.current_stream(self._issued_on.device).wait_event(self._event)
+            with span(lambda: f"wait for {call.title()}"):
+                if self._job is not None:
+                    self._wait_for(self._job)
+                if self._event is not None and self._issued_on is not None:
+                    torch.cuda.current_stream(self._issued_on.device).wait_event(self._event)
             self._pending = False  # not after a failure, which every further wait reports again
         finally:
             if call.finished_ns is None:
                 call.finish()
             self._keep = ()
-
-    def serves(self, purpose: str) -> None:
-        """Say which unit or bucket the collective is for, to whoever asks why it is waited for."""
-        self._call.purpose = purpose
 
     def _wait_for(self, job: Job) -> None:
         # Another thread waits for the messages, so this one can leave when a rank is gone that
@@ -297,14 +295,15 @@ def launch(
     lane = lane_of(group) if async_op and group is not None and group.size() > 1 else None
     handle._group = group
     try:
-        if device.type == "cuda":
-            _launch_on_cuda(handle, group, lane, device, begin)
-        else:
-            complete = begin()
-            if lane is None:
-                complete()
+        with span(handle._call.title):
+            if device.type == "cuda":
+                _launch_on_cuda(handle, group, lane, device, begin)
             else:
-                handle._job = lane.submit(complete, handle._call.finish)
+                complete = begin()
+                if lane is None:
+                    complete()
+                else:
+                    handle._job = lane.submit(complete, handle._call.finish)
     except RuntimeError as error:
         raise_for(error, handle._call, group)
     if not async_op:

@@ -23,6 +23,7 @@ from lamina.collectives.call.record import Call, install, remove
 __all__ = ["Ledger", "Record"]
 
 _HIDDEN_ENOUGH = 0.5
+_APART = 1 << 23  # above the numbers that Linux gives to processes
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,7 @@ class Record:
         axis: name of the mesh axis (a group's description without its ":purpose").
         communicator: the group's whole description ("dp_shard:gather").
         op: the public function ("all_gather_into", "send_recv", ...).
+        purpose: the unit or bucket that it was for, in words; "" where nobody said so.
         dtype: what travelled.
         bytes: what this rank sent (docs/collectives.md has the formulas).
         between: the part of `bytes` that went to ranks of other hosts.
@@ -53,6 +55,7 @@ class Record:
     axis: str
     communicator: str
     op: str
+    purpose: str
     dtype: torch.dtype
     bytes: int
     between: int
@@ -178,7 +181,7 @@ class Ledger:
         rows.append(_row(("total", "", ""), everything))
         return _align([_HEADINGS, *rows])
 
-    def trace(self, path: str | Path) -> Path:
+    def trace(self, path: str | Path, profile: torch.profiler.profile | None = None) -> Path:
         """Write the records as Chrome trace JSON, for ui.perfetto.dev or chrome://tracing.
 
         One process per rank, one track per communicator; `ts` is Unix time in microseconds, so
@@ -186,15 +189,24 @@ class Ledger:
 
         Args:
             path: file to write; its directory must exist.
+            profile: a profile of torch's that has ended. All of its trace is written too, on its
+                own clock (`baseTimeNanoseconds`), to which the records are moved.
 
         Returns:
             The path.
         """
         rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
-        offset = time.time() - time.perf_counter()
-        events = _events(self.records, rank, lambda seconds: round((seconds + offset) * 1e6, 3))
-        target = Path(path)
-        target.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
+        target, whole = Path(path), {"traceEvents": [], "displayTimeUnit": "ms"}
+        process, offset = rank, time.time() - time.perf_counter()
+        if profile is not None:
+            profile.export_chrome_trace(str(target))
+            whole = json.loads(target.read_text())
+            # Profiles number processes by the system and by devices.
+            process, offset = _APART + rank, offset - whole["baseTimeNanoseconds"] * 1e-9
+        whole["traceEvents"] += _events(
+            self.records, rank, process, lambda seconds: round((seconds + offset) * 1e6, 3)
+        )
+        target.write_text(json.dumps(whole))
         return target
 
 
@@ -235,6 +247,7 @@ def _record(call: Call, clock: _DeviceClock) -> Record:
         axis=_axis(call.axis),
         communicator=call.axis,
         op=call.op,
+        purpose=call.purpose,
         dtype=call.dtype,
         bytes=call.nbytes,
         between=call.between,
@@ -295,16 +308,16 @@ def _align(rows: list[list[str]]) -> str:
 
 
 def _events(
-    records: list[Record], rank: int, stamp: Callable[[float], float]
+    records: list[Record], rank: int, process: int, stamp: Callable[[float], float]
 ) -> list[dict[str, Any]]:
     tracks = {
         name: place for place, name in enumerate(dict.fromkeys(r.communicator for r in records))
     }
     events: list[dict[str, Any]] = [
-        {"ph": "M", "pid": rank, "name": "process_name", "args": {"name": f"rank {rank}"}}
+        {"ph": "M", "pid": process, "name": "process_name", "args": {"name": f"rank {rank}"}}
     ]
     events += [
-        {"ph": "M", "pid": rank, "tid": tid, "name": "thread_name", "args": {"name": name}}
+        {"ph": "M", "pid": process, "tid": tid, "name": "thread_name", "args": {"name": name}}
         for name, tid in tracks.items()
     ]
     for number, record in enumerate(records):
@@ -313,11 +326,11 @@ def _events(
         # Collectives of one communicator may overlap in time without nesting, which complete
         # ("X") events can't show; asynchronous pairs can, told apart by their id.
         common = {
-            "pid": rank,
+            "pid": process,
             "tid": tracks[record.communicator],
             "cat": record.communicator,
             "id": f"{rank}.{number}",
-            "name": record.op,
+            "name": f"{record.op} of {record.purpose}" if record.purpose else record.op,
         }
         arguments = {
             "bytes": record.bytes,

@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from lamina.collectives.call.spans import purpose
 from lamina.collectives.compat import get_in_thread, is_in_thread, remove_from_thread, set_in_thread
 from lamina.collectives.transport.lanes import lane_of, lanes
 from lamina.mesh.engine import Activity, Wait, host_runs, running_watchdog
@@ -109,6 +110,10 @@ class Call:
     def told(self) -> str:
         """The operation, and what it is for."""
         return f"{self.op} of {self.purpose}" if self.purpose else self.op
+
+    def title(self) -> str:
+        """The same, and along which axis."""
+        return f"{self.told()} ({self.axis})"
 
     def waited_for(self) -> float | None:
         """Seconds since which somebody waits for it; None if nobody does."""
@@ -201,7 +206,9 @@ def issue(
     recorders = _installed()
     axis, size = ("self", 1) if group is None else (group.group_desc, group.size())
     now = time.perf_counter_ns()
-    call = Call(op, axis, size, dtype, nbytes, async_op, now, _recorders=recorders)
+    call = Call(
+        op, axis, size, dtype, nbytes, async_op, now, purpose=purpose(), _recorders=recorders
+    )
     if size > 1 and group is not None:
         lane = lane_of(group)
         if not lane.begun and (watchdog := running_watchdog()) is not None:

@@ -20,7 +20,7 @@ from torch.distributed import ProcessGroup
 
 from lamina.buffers import ShardedTensor
 from lamina.collectives import Handle
-from lamina.collectives.engine import CommonFacts, Fact, SmallReduction, host_device
+from lamina.collectives.engine import CommonFacts, Fact, Serving, SmallReduction, host_device
 from lamina.ddp.backward.grad_attribute import follow_user, holds_zeros
 from lamina.ddp.backward.gradient_hooks import hook_gradients
 from lamina.ddp.compat import current_graph_task_id, queue_callback, will_execute
@@ -455,9 +455,9 @@ class GradientReducer:
             _refuse_bad(group, self._check_finite, self._largest)
         self._drain(self._room_for(gradients.wire_bytes))
         steps = gradients.reduce(self.is_final)
-        handle = next(steps, None)
+        with Serving(group.layout.title):
+            handle = next(steps, None)
         if handle is not None:
-            handle.serves(group.layout.title)
             self._in_flight.append((steps, handle, gradients.wire_bytes, group))
         elif group.user_hooks:  # one rank alone may have nothing to wait for
             self._call_hooks(group)
@@ -480,8 +480,9 @@ class GradientReducer:
         while len(self._in_flight) > leave:
             steps, handle, _, group = self._in_flight.popleft()
             handle.wait()
-            for further in steps:
-                further.wait()
+            with Serving(group.layout.title):
+                for further in steps:
+                    further.wait()
             if group.user_hooks:
                 self._call_hooks(group)
 

@@ -12,7 +12,7 @@ import torch
 
 from lamina.buffers import FlatBuffer
 from lamina.collectives import Handle, all_gather_into
-from lamina.collectives.engine import AllGather
+from lamina.collectives.engine import AllGather, Serving
 from lamina.ddp.parameters.axes import DataParallelAxes
 
 __all__ = ["Weights", "WeightsState", "WholeWeights", "shares_storage"]
@@ -105,12 +105,11 @@ class Weights(ABC):
         """Begin making the whole weights ready; collective, and harmless when they are."""
         if self.state is not WeightsState.RELEASED:
             return
-        if self._changed:
-            self._install()
-            self._changed = self._written_through = False
-        handle = self._gather()
-        if handle is not None:
-            handle.serves(self.local.layout.title)
+        with Serving(self.local.layout.title):
+            if self._changed:
+                self._install()
+                self._changed = self._written_through = False
+            handle = self._gather()
         self._pending = [] if handle is None else [handle]
         self.state = WeightsState.GATHERING
 

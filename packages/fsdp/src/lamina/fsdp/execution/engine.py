@@ -184,6 +184,7 @@ class ShardingEngine:
         if self.reducer.in_backward:  # recomputation
             self._start(unit)
             unit.finish_unshard()
+            unit.forward.begin("forward again of", unit.title)
             return
         if unit is self.root:
             self._begin_forward()
@@ -200,6 +201,7 @@ class ShardingEngine:
         unit.finish_unshard()
         if training:
             unit.save_epochs()
+        unit.forward.begin("forward of", unit.title)
 
     def _begin_forward(self) -> None:
         self._recording = []
@@ -216,6 +218,7 @@ class ShardingEngine:
             unit: the unit.
             member: which of the unit's modules.
         """
+        unit.forward.end()
         if unit in self._computing:
             self._computing.remove(unit)
         if self.reducer.in_backward:

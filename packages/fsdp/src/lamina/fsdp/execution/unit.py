@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from lamina.buffers import StaleStorageError
+from lamina.collectives.engine import Span
 from lamina.ddp.engine import ParameterGroup, WeightsState
 from lamina.fsdp.settings.hardware_limits import UnavailableError
 from lamina.fsdp.units.dtensors import hide_dtensors, localised_among
@@ -180,6 +181,8 @@ class Unit:
         self.stays_whole = False
         """Whether it is given back at the end of a step only (`keep_for_step`)."""
         self._before_gather: Callable[[Unit], None] | None = None
+        self.forward, self._backward = Span(), Span()
+        """Its computing, in a profile."""
         for group in groups:
             if isinstance(group.weights, ShardedWeights):
                 group.weights.belongs_to(group)
@@ -266,11 +269,14 @@ class Unit:
     def begin_backward(self) -> bool:
         """The first gradient has reached an output: whether the unit's backward begins with it."""
         begins = self.state is not UnitState.IN_BACKWARD
+        if begins:
+            self._backward.begin("backward of", self.title)
         self.state = _BEGIN_BACKWARD.get(self.state, self.state)
         return begins
 
     def end_backward(self, *, release: bool = True) -> None:
         """The unit's gradients are complete, or the backward is over: give the weights back."""
+        self._backward.end()
         self.state = _END_BACKWARD.get(self.state, self.state)
         if release:
             self.reshard()

@@ -226,10 +226,6 @@ class _Beside:
         with self._side.use():
             self._handle.wait()
 
-    def serves(self, purpose: str) -> None:
-        """As of the handle."""
-        self._handle.serves(purpose)
-
 
 def offloaded(reduction: Reduction, device: torch.device) -> Reduction:
     """The same reduction for main grads on the host."""

@@ -1,0 +1,86 @@
+"""Names for what a rank does: spans that torch's profiler records, and what collectives are for.
+
+Where no profiler records, a span costs one look at a flag. A name is put together only where
+somebody reads it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from contextvars import ContextVar, Token
+
+from torch.profiler import record_function
+
+from lamina.collectives.compat import profiling
+
+__all__ = ["Serving", "Span", "purpose", "span"]
+
+_NO_SPAN = nullcontext()
+_purpose: ContextVar[str] = ContextVar("lamina.collectives.purpose", default="")
+
+
+def span(name: Callable[[], str]) -> AbstractContextManager[object]:
+    """Show what runs inside under this name in a profile of torch's."""
+    return record_function(name()) if profiling() else _NO_SPAN
+
+
+class Span:
+    """A span that begins in one call and ends in another, such as those of a module's hooks.
+
+    One that is never ended, because what it is about has raised, ends with the next or when it is
+    dropped.
+
+    Examples:
+        >>> compute = Span()
+        >>> compute.begin("forward of", "blocks.0")  # a profile shows what follows under this name
+        >>> compute.end()
+    """
+
+    __slots__ = ("_open",)
+
+    def __init__(self) -> None:
+        self._open: record_function | None = None
+
+    def begin(self, *words: str) -> None:
+        """Begin it, under a name of several words; the one before ends."""
+        self.end()
+        if profiling():
+            self._open = record_function(" ".join(words))
+            self._open.__enter__()
+
+    def end(self) -> None:
+        """End it, if it has begun."""
+        if self._open is not None:
+            self._open.__exit__(None, None, None)
+            self._open = None
+
+
+class Serving:
+    """Says which unit or bucket the collectives are for that are issued inside.
+
+    Their records, a profile and the messages about long waits name it.
+
+    Args:
+        purpose: the unit or bucket, in words.
+
+    Examples:
+        >>> with Ledger() as ledger, Serving("blocks.0"):
+        ...     all_gather_into(torch.empty(4), torch.ones(4), None).wait()
+    """
+
+    __slots__ = ("_before", "_words")
+
+    def __init__(self, purpose: str) -> None:
+        self._words = purpose
+
+    def __enter__(self) -> None:
+        self._before: Token[str] = _purpose.set(self._words)
+
+    def __exit__(self, *error: object) -> None:
+        _purpose.reset(self._before)
+
+
+def purpose() -> str:
+    """What the collectives that are issued now are for; "" where nobody has said so."""
+    return _purpose.get()

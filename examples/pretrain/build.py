@@ -116,8 +116,10 @@ def model_shape(config: Config, vocab_size: int) -> Shape:
         vision = vision and VisionConfig(
             hidden_size=64, num_layers=2, num_heads=4, patch_size=4, channels=1, max_grid=4
         )
-    given = ("num_layers", "hidden_size", "num_heads", "num_kv_heads", "dropout")
-    changes = {key: value for key in given if (value := getattr(config.model, key))}
+    given = ("num_layers", "hidden_size", "num_heads", "num_kv_heads")
+    changes: dict[str, Any] = {key: value for key in given if (value := getattr(config.model, key))}
+    changes["dropout"] = config.model.dropout
+    changes["attention_dropout"] = config.model.dropout if shape.attention_dropout else 0.0
     if config.train.precision == "fp8":
         changes["precision"] = Precision(backend="torch-fp8")
     tp = config.layout().tp

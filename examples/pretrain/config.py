@@ -50,8 +50,8 @@ class ModelConfig:
     num_heads: int = 0  # Query heads
     num_kv_heads: int = 0  # Key and value heads
     sequence_length: int = 256  # Length of a sample, in tokens
-    dropout: float | None = None
-    """Probability of dropping an activation while training; by default that of the architecture."""
+    dropout: float = 0.0
+    """Probability of dropping an activation while training, whatever the architecture's own is."""
 
 
 @dataclass(frozen=True)
@@ -274,7 +274,7 @@ def check(config: Config, ranks: int) -> None:
     """
     for name, limits in LIMITS.items():
         value, default = _get(config, name), _get(Config(), name)
-        if value is not None and not limits.hold(value):
+        if not limits.hold(value):
             option = name.replace("_", "-")
             raise ValueError(
                 f"--{option} {value}: it must be {limits}, such as --{option} {default}"

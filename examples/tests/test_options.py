@@ -66,6 +66,12 @@ def test_a_model_is_a_file_of_settings_or_a_name():
     assert load(["--model", "qwen3-4b"], "cpu") == Config(model=ModelConfig(name="qwen3-4b"))
 
 
+def test_dropout_is_what_the_setting_says_whatever_the_architecture_has():
+    for words, expected in (([], 0.0), (["--model.dropout", "0.2"], 0.2)):
+        shape = model_shape(load(["--model", "gpt2", *words], "cpu"), 256).language
+        assert (shape.dropout, shape.attention_dropout) == (expected, expected)
+
+
 def test_tiny_comes_after_the_file_and_before_the_command_line():
     config = load(["--model", "gpt2", "--tiny", "--train.steps", "3", "--mesh", "pp=2"], "cpu")
     tiny = from_toml(CONFIGS / "tiny.toml")

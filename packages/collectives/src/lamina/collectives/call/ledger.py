@@ -196,7 +196,8 @@ class Ledger:
             The path.
         """
         rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
-        target, whole = Path(path), {"traceEvents": [], "displayTimeUnit": "ms"}
+        target = Path(path)
+        whole: dict[str, Any] = {"traceEvents": [], "displayTimeUnit": "ms"}
         process, offset = rank, time.time() - time.perf_counter()
         if profile is not None:
             profile.export_chrome_trace(str(target))

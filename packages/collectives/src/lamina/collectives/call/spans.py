@@ -47,7 +47,7 @@ class Span:
         self.end()
         if profiling():
             self._open = record_function(" ".join(words))
-            self._open.__enter__()
+            self._open.__enter__()  # type: ignore[no-untyped-call]
 
     def end(self) -> None:
         """End it, if it has begun."""

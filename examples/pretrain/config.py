@@ -112,7 +112,7 @@ class CheckpointConfig:
 
 @dataclass(frozen=True)
 class HealthConfig:
-    """What becomes of a step whose loss or gradient norm is not finite, or spikes."""
+    """What becomes of a step whose loss or gradient norm is not finite, or spikes; copies."""
 
     nonfinite: Literal["stop", "skip", "back"] = "stop"
     """'skip' leaves the weights as they are; 'back' returns to the last healthy checkpoint and
@@ -122,6 +122,10 @@ class HealthConfig:
     """A spike of the loss is so many deviations above the median of the last 64 steps, one of the
     norm ten times as many."""
     patience: int = 10  # Stop after so many unhealthy steps in a row, whatever else is set
+    replicas: int = 64
+    """Compare what several ranks hold copies of (weights, optimizer state): every byte once in so
+    many steps. 0 compares nothing."""
+    heal: bool = False  # Replace a copy that differs from most others; otherwise stop
 
 
 @dataclass(frozen=True)
@@ -259,6 +263,7 @@ LIMITS = {
     "checkpoint.keep": _COUNT,
     "health.limit": _POSITIVE,
     "health.patience": _COUNT,
+    "health.replicas": _OR_ZERO,
     "log.every": _COUNT,
     "log.line_seconds": _OR_ZERO,
 }

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -29,7 +30,14 @@ from lamina.checkpoint import (
     export_huggingface,
     import_huggingface,
 )
-from lamina.ddp import Decision, HealthMonitor, Judgement, clip_grad_norm, finalize_grads
+from lamina.ddp import (
+    Decision,
+    HealthMonitor,
+    Judgement,
+    ReplicaMonitor,
+    clip_grad_norm,
+    finalize_grads,
+)
 from lamina.fsdp import ShardedModule
 from lamina.mesh import ParallelMesh, Runtime, derive_seed, init_distributed, seed_everything
 from lamina.models import PipelineRunner
@@ -77,6 +85,10 @@ def train(config: Config, runtime: Runtime) -> None:
         limit=config.health.limit,
         patience=config.health.patience,
     )
+    replicas = None  # Copies of weights and optimizer state must stay equal, bit for bit.
+    if config.health.replicas:
+        copied, heal = config.health.replicas, config.health.heal
+        replicas = ReplicaMonitor(stages_of(model), optimizer, mesh, steps=copied, heal=heal)
     state = {"model": model, "optimizer": optimizer, "health": health}
     done = checkpoints.restore(state, default=0, fallback=True, healthy=True)
     if done == 0 and Path(config.model.name).is_dir():
@@ -90,7 +102,16 @@ def train(config: Config, runtime: Runtime) -> None:
             try:
                 with metrics.watched(done):
                     found = step(
-                        done, model, optimizer, shape, samples, config, mesh, metrics, health
+                        done,
+                        model,
+                        optimizer,
+                        shape,
+                        samples,
+                        config,
+                        mesh,
+                        metrics,
+                        health,
+                        replicas,
                     )
             except FloatingPointError as error:
                 raise FloatingPointError(
@@ -129,6 +150,7 @@ def step(
     mesh: ParallelMesh,
     metrics: Metrics,
     health: HealthMonitor,
+    replicas: ReplicaMonitor | None,
 ) -> Judgement:
     """One optimizer step. Its learning rate and random numbers follow from its number.
 
@@ -140,6 +162,7 @@ def step(
 
     Raises:
         FloatingPointError: they were not, and training is to stop.
+        ReplicaError: ranks hold copies of weights or optimizer state that differ.
     """
     seed, train, dp, device = config.run.seed, config.train, mesh.axis("dp"), metrics.device
     seed_everything(derive_seed(seed, "step", number), mesh).begin_training()
@@ -169,12 +192,16 @@ def step(
             counted = sum(part.counted for part in parts) if train.reproducible else None
             finalize_grads(model, mesh, num_tokens=counted)
 
-    stages = model.stages if isinstance(model, PipelineRunner) else model
-    clip_grad_norm(stages, train.clip_norm, mesh, health=health)
+    clip_grad_norm(stages_of(model), train.clip_norm, mesh, health=health, replicas=replicas)
     if health.last.decision is Decision.STEP:
         optimizer.step()
     optimizer.zero_grad()
     return health.last
+
+
+def stages_of(model: Sharded) -> torch.nn.Module | Sequence[torch.nn.Module]:
+    """What this rank holds: its pipeline stages, or the model."""
+    return model.stages if isinstance(model, PipelineRunner) else model
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ from lamina.ddp.inspect.memory import MemoryPlan, memory_plan
 from lamina.ddp.inspect.wire import wire_plan
 from lamina.ddp.norm.clip import clip_grad_norm
 from lamina.ddp.norm.health import Decision, HealthMonitor, Judgement
+from lamina.ddp.norm.replicas import ReplicaError, ReplicaMonitor
 from lamina.ddp.optimizer.grad_scaler import ShardedGradScaler
 from lamina.ddp.optimizer.sharded_optimizer import ShardedOptimizer
 from lamina.ddp.parameters.strategy import Cadence, Strategy
@@ -25,6 +26,8 @@ __all__ = [
     "LargeGradientError",
     "MemoryPlan",
     "NonFiniteGradientError",
+    "ReplicaError",
+    "ReplicaMonitor",
     "ShardedGradScaler",
     "ShardedOptimizer",
     "Strategy",

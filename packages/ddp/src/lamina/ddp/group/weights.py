@@ -62,6 +62,12 @@ class Weights(ABC):
         return self.state is WeightsState.READY
 
     @property
+    def settled(self) -> bool:
+        """Whether `local` is what main weights say, and nothing is writing to it."""
+        is_main = self.main_slice is None and not any(self._spreads)
+        return is_main or (not self._changed and self.state is not WeightsState.GATHERING)
+
+    @property
     def gathered_nbytes(self) -> int:
         """Bytes of the whole weights as a gather brings them."""
         return self.local.layout.size * self.local.data.itemsize

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from lamina.buffers.engine import PNorm
 from lamina.collectives.engine import all_reduce_small
 from lamina.ddp.norm.health import HealthMonitor
+from lamina.ddp.norm.replicas import ReplicaMonitor
 from lamina.ddp.norm.shares import Share, shares_of, whole_mesh
 from lamina.mesh import ParallelMesh
 from lamina.mesh.engine import MeshAxis
@@ -27,6 +28,7 @@ def clip_grad_norm(
     *,
     error_if_nonfinite: bool = False,
     health: HealthMonitor | None = None,
+    replicas: ReplicaMonitor | None = None,
 ) -> torch.Tensor:
     """Scale gradients so that their global norm is at most `max_norm`.
 
@@ -49,15 +51,18 @@ def clip_grad_norm(
         health: judges the step by this norm and by the losses that it was given, which ride in the
             norm's message. Gradients of an unhealthy step are left as they are. The host waits for
             the norm.
+        replicas: compares copies of weights and optimizer state over ranks, in the norm's message
+            (with `norm_type=inf` in one of its own). The host waits for the norm.
 
     Returns:
         The norm before clipping: fp32, no dimensions, equal on all ranks.
 
     Raises:
         ValueError: for a negative `max_norm` or NaN, an order that is not positive, and without a
-            mesh for parameters of which other ranks hold other parts, or with `health` on ranks
-            that share no parameter.
+            mesh for parameters of which other ranks hold other parts, or with `health` or
+            `replicas` on ranks that share no parameter.
         FloatingPointError: on every rank, if `health` says that training stops.
+        ReplicaError: on every rank, if `replicas` finds copies that differ and does not heal them.
         RuntimeError: with `error_if_nonfinite`, on every rank, naming parameters with non-finite
             gradients where they are.
 
@@ -72,11 +77,20 @@ def clip_grad_norm(
     target = parameters_or_module
     items = [target] if isinstance(target, (nn.Module, torch.Tensor)) else list(target)
     shares = shares_of(items, PNorm(norm_type), mesh)
-    told = None if health is None else health.message(PNorm(norm_type).op, _device_of(shares, mesh))
+    op, device = PNorm(norm_type).op, _device_of(shares, mesh)
+    told = [] if health is None else [health.message(op, device)]
+    if replicas is not None and op == "sum":
+        told.append(replicas.message(device))
     total, axes = _total(shares, PNorm(norm_type), mesh, told)
     norm = total.to(torch.float32)
-    if health is not None and told is not None:
-        loss, ranks, size = torch.cat([told, norm.double().reshape(1)]).tolist()
+    if told:
+        *read, size = torch.cat([*told, norm.double().reshape(1)]).tolist()
+    if replicas is not None and op == "sum":
+        replicas.judge(read[-2:], axes, device)
+    elif replicas is not None:
+        replicas.compare()
+    if health is not None:
+        loss, ranks = read[:2]
         loss = None if not ranks else loss if math.isinf(norm_type) else loss / ranks
         names = functools.partial(_names, shares)
         if not health.judge(loss, size, axes, norm.device, names).healthy:
@@ -98,13 +112,13 @@ def _total(
     shares: Sequence[Share],
     norm: PNorm,
     mesh: ParallelMesh | DeviceMesh | None,
-    told: torch.Tensor | None,
+    told: Sequence[torch.Tensor],
 ) -> tuple[torch.Tensor, tuple[MeshAxis, ...]]:
     """The norm in fp64, with the same collectives on every rank whatever parameters it has.
 
     Over a mesh each rank adds one number (decision 0403). Without one it adds a number per set of
     data-parallel axes, which all ranks along them have alike. The message over the widest set takes
-    along what is `told` (fp64), and that set is returned too.
+    along what else is `told` (fp64), and that set is returned too.
     """
     device = _device_of(shares, mesh)
     everyone = whole_mesh(mesh)
@@ -117,13 +131,13 @@ def _total(
         if share.value is not None:
             sums[axes] = norm.join(before, share.value)
     widest = max(sums, key=_size, default=())
-    if told is not None and mesh is None and _size(widest) < _world_size():
+    if told and mesh is None and _size(widest) < _world_size():
         raise ValueError(
-            f"clip_grad_norm(health=) without a mesh reaches {_size(widest)} of {_world_size()} "
-            "ranks, and the others would not know the verdict: pass mesh="
+            f"clip_grad_norm(health=, replicas=) without a mesh reaches {_size(widest)} of "
+            f"{_world_size()} ranks, and the others would not know the verdict: pass mesh="
         )
     for axes, value in sums.items():
-        message = [value] if told is None or axes is not widest else [value, told]
+        message = [value, *told] if axes is widest else [value]
         for axis in axes:
             all_reduce_small(message, axis.sibling("reduce"), op=norm.op)
     return norm.root(functools.reduce(norm.join, sums.values(), norm.empty(device))), widest

@@ -25,7 +25,7 @@ from lamina.collectives import all_gather_into
 from lamina.collectives.engine import CommonFacts
 from lamina.mesh.engine import MeshAxis
 
-__all__ = ["Decision", "HealthMonitor", "Judgement"]
+__all__ = ["Decision", "HealthMonitor", "Judgement", "shortened", "words_of_all"]
 
 Policy = Literal["stop", "skip", "back"]
 
@@ -222,7 +222,7 @@ class HealthMonitor:
                 + [f"the {what} is above its limit of {most:.4g}" for what, most in spikes.items()]
             )
             told = self._suspects(bool(infinite)), gradients(bool(infinite))
-            words = _words_of_all(*told, axes, device)
+            words = words_of_all(*told, axes, device)
             reason = f"loss {loss}, gradient norm {norm:.6g}: {cause}{words}"
             self._conclude(loss, norm, reason, (self._nonfinite if infinite else self._spike) or "")
         self._noted.clear()
@@ -276,7 +276,7 @@ class HealthMonitor:
         self._compared = True
 
 
-def _words_of_all(
+def words_of_all(
     suspects: str, names: Sequence[str], axes: Sequence[MeshAxis], device: torch.device
 ) -> str:
     """What all ranks know of the cause: suspects of each rank, and names of parameters."""
@@ -292,10 +292,11 @@ def _words_of_all(
     of_ranks = sorted((row + "\n").split("\n") for row in said)
     blamed = [f"{rank}: {what}" for rank, what, *_ in of_ranks if what]
     known = list(dict.fromkeys(name for _, _, *names in of_ranks for name in names if name))
-    gradients = [f"gradients of {_shortened(known, 5, ', ')}"] if known else []
-    return "".join(f"; {each}" for each in [_shortened(blamed, 3, "; "), *gradients] if each)
+    gradients = [f"gradients of {shortened(known, 5, ', ')}"] if known else []
+    return "".join(f"; {each}" for each in [shortened(blamed, 3, "; "), *gradients] if each)
 
 
-def _shortened(words: Sequence[str], most: int, comma: str) -> str:
+def shortened(words: Sequence[str], most: int, comma: str) -> str:
+    """The first `most` words, and how many more there are."""
     more = f" and {len(words) - most} more" if len(words) > most else ""
     return comma.join(words[:most]) + more

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from source_trees import LAYERS, dotted, names_of, public_face, source_of
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 
 from lamina.buffers import ShardedTensor
 from lamina.buffers import compat as of_buffers
@@ -270,6 +271,32 @@ def dcp_names_what_it_pickles():
     assert of_checkpoint.get_layout("torch.strided") is torch.strided
 
 
+def generic_state_functions_keep_what_they_were_given():
+    found = []
+
+    class Looks(torch.nn.Linear):
+        def named_parameters(self, *args, **kwargs):
+            look()
+            return super().named_parameters(*args, **kwargs)
+
+        def state_dict(self, *args, **kwargs):
+            found.append(of_ddp.local_of_state_call("info").full_state_dict)
+            return super().state_dict(*args, **kwargs)
+
+    def look():
+        if (optimizers := of_ddp.local_of_state_call("optims", within=1)) is not None:
+            found.append((of_ddp.local_of_state_call("model"), *optimizers))
+
+    model = Looks(2, 1)
+    optimizer = torch.optim.SGD(model.parameters())
+    assert not found
+    options = StateDictOptions(full_state_dict=True)
+    get_state_dict(model, optimizer, options=options)
+    assert found[0] == (model, optimizer)
+    assert True in found
+    assert of_ddp.local_of_state_call("info") is None
+
+
 CHECKS = {
     wrappers_have_a_shape_and_no_memory: (
         "make_wrapper_subclass OpOverload disabled_torch_function_impl"
@@ -294,6 +321,7 @@ CHECKS = {
         "flash_attention_backward_for_cpu"
     ),
     products_of_float8_are_there: "scaled_mm scaled_mm_v2 HAS_SCALED_MM_V2_ON_CPU",
+    generic_state_functions_keep_what_they_were_given: "local_of_state_call",
     dcp_names_what_it_pickles: "StorageInfo MemoryFormatCode get_layout",
 }
 ELSEWHERE = {"all_gather_single", "reduce_scatter_single"}  # in collectives' own test_compat.py

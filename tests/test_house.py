@@ -25,7 +25,7 @@ FLOORS = {
     "buffers": "compat layout placement resolve_axes tensors flat_buffer pool",
     "collectives": "compat transport call reduction move autograd_regions",
     "ddp": "compat parameters gradients group inspect backward finalize norm optimizer wrapper",
-    "fsdp": "compat settings units weights execution module state api bridges",
+    "fsdp": "compat settings units weights execution state module api bridges",
     "models": """
         compat base precision layers moe attention mamba decoder activation_memory torch_plan
         huggingface vision pipelining parallel_types

@@ -6,7 +6,7 @@ import copy
 from pathlib import Path
 
 import torch
-from border.case import OURS, Case, sgd
+from border.case import OURS, SHARDED, Case, sgd
 from border.judge import use
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
@@ -403,7 +403,7 @@ def peft_save_pretrained(case: Case):
     if case.plain:
         named = ((n.replace(".default", ""), p.detach()) for n, p in model.named_parameters())
         return {n: p for n, p in named if "lora_" in n}
-    if case.rank == 0 or case.column in ("3", "shard_module", "fsdp2"):
+    if case.rank == 0 or case.column in (*SHARDED, "shard_module", "fsdp2"):
         case.core(model).save_pretrained(case.directory / f"peft{case.rank}")
     case.barrier()
     saved = load_file(case.directory / "peft0" / "adapter_model.safetensors")

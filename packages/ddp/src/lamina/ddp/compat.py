@@ -5,6 +5,9 @@ No other module of this layer uses one (tests/test_compat.py), so what a new tor
 
 from __future__ import annotations
 
+import sys
+from typing import Any
+
 import torch
 from torch._C import _current_graph_task_id as current_graph_task_id
 from torch._C import _will_engine_execute_node as will_execute
@@ -12,6 +15,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 __all__ = [
     "current_graph_task_id",
+    "local_of_state_call",
     "queue_callback",
     "tree_leaves",
     "tree_map",
@@ -20,3 +24,32 @@ __all__ = [
 
 queue_callback = torch.autograd.Variable._execution_engine.queue_callback
 """Has a function called when the backward that runs now has ended."""
+
+_GENERIC = "torch.distributed.checkpoint.state_dict"
+_DEPTH = 64
+"""Frames to look at, outwards."""
+
+
+def local_of_state_call(name: str, *, within: int = _DEPTH) -> Any:
+    """Return a local variable of torch's generic state functions, which run now; None otherwise.
+
+    Note [Options that torch keeps to itself]: `get_model_state_dict(options=)` and its like call
+    `state_dict()` and then make tensors full themselves, of the classes that they know: `DTensor`,
+    and torch's old `ShardedTensor`. Any other class passes through untouched. What they were given
+    is in local variables of theirs: options in `info`, the model in `model`, optimizers in
+    `optims`. Nothing else tells of it (decision 0540).
+
+    Args:
+        name: of the variable; the innermost function that has one gives it.
+        within: how many callers of the caller may stand before the first of these functions.
+    """
+    frame, inside = sys._getframe(2), False
+    for number in range(_DEPTH):
+        if frame.f_globals.get("__name__") == _GENERIC:
+            inside = True
+            if name in frame.f_locals:
+                return frame.f_locals[name]
+        if frame.f_back is None or (number == within and not inside):
+            break
+        frame = frame.f_back
+    return None

@@ -6,6 +6,7 @@ from lamina.ddp.backward.gradient_hooks import (
     main_of,
 )
 from lamina.ddp.backward.reducer import BackwardEnd, BackwardListener, GradientReducer, Order
+from lamina.ddp.compat import local_of_state_call
 from lamina.ddp.finalize.finalize import finalize_plain_gradients, warn_of_unfinished_steps
 from lamina.ddp.gradients.group_gradients import GroupGradients
 from lamina.ddp.gradients.reduction import Reduction, resolve_reduction
@@ -92,6 +93,7 @@ __all__ = [
     "group_parameters",
     "groups_of",
     "has_gradient_sink",
+    "local_of_state_call",
     "main_of",
     "map_tensors",
     "needs_whole_tensors",

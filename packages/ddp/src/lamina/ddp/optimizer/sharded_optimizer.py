@@ -1,7 +1,7 @@
 """`ShardedOptimizer`: any torch optimizer over the main weights of a wrapped module."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NoReturn, Protocol, runtime_checkable
 
 import torch
 from torch import nn
@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from lamina.buffers import ShardedTensor
 from lamina.ddp.backward.grad_attribute import zero_gradients
+from lamina.ddp.compat import local_of_state_call
 from lamina.ddp.finalize.finalize import warn_of_unfinished_steps
 from lamina.ddp.group.group import ParameterGroup
 from lamina.ddp.inspect.inspection import groups_of
@@ -183,7 +184,12 @@ class ShardedOptimizer(Optimizer):
 
         Main weights that the model holds in fewer bits are in it, as `main_weights`: the model's
         state_dict has them rounded only.
+
+        Raises:
+            NotImplementedError: for `torch.distributed.checkpoint.state_dict`'s functions.
         """
+        if local_of_state_call("info") is not None:
+            self.refuse_generic_state()
         states: dict[str, dict[str, Any]] = {
             self._names.get(id(parameter), "?"): _unshared(state)
             for parameter, state in self.state.items()
@@ -198,6 +204,24 @@ class ShardedOptimizer(Optimizer):
                 for group in self.param_groups
             ],
         }
+
+    @staticmethod
+    def refuse_generic_state() -> NoReturn:
+        """Say what to call in place of torch's generic functions.
+
+        They find state by the parameters of the model. Those are the whole ones, and the
+        optimizer's are the main ones.
+
+        Raises:
+            NotImplementedError: always.
+        """
+        raise NotImplementedError(
+            "torch.distributed.checkpoint.state_dict was given a ShardedOptimizer, whose state has "
+            "names: save optimizer.state_dict() itself with torch.distributed.checkpoint.save, "
+            "call prepare_state() before a load into it, or use lamina.checkpoint's "
+            "CheckpointManager. The functions work for the model alone, and for an optimizer that "
+            "lamina.fsdp.fully_shard was given"
+        )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take state by parameter name; hyperparameters of the groups come along.

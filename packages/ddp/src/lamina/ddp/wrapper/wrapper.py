@@ -17,11 +17,13 @@ from lamina.buffers import Granularity
 from lamina.collectives.engine import RegisteredPool, broadcast
 from lamina.ddp.backward.grad_attribute import zero_gradients
 from lamina.ddp.backward.reducer import GradientReducer
+from lamina.ddp.compat import local_of_state_call
 from lamina.ddp.gradients.reduction import resolve_reduction
 from lamina.ddp.gradients.scratch import ScratchBuffers
 from lamina.ddp.group.group import GroupSettings, ParameterGroup, refuse_changed
 from lamina.ddp.group.module_watch import ModuleWatch
 from lamina.ddp.inspect.memory import MemoryBudgets
+from lamina.ddp.optimizer.sharded_optimizer import ShardedOptimizer
 from lamina.ddp.parameters.axes import (
     DataParallelAxes,
     ModelAxes,
@@ -359,7 +361,15 @@ class DistributedDataParallel(DataParallel):
         return self.module.state_dict(*args, **kwargs)
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """The wrapped module's, under the names that `state_dict` has."""
+        """The wrapped module's, under the names that `state_dict` has.
+
+        Raises:
+            NotImplementedError: where torch's generic functions ask, with a `ShardedOptimizer`.
+        """
+        if not torch.compiler.is_compiling():
+            for optimizer in local_of_state_call("optims", within=1) or ():
+                if isinstance(optimizer, ShardedOptimizer):
+                    optimizer.refuse_generic_state()
         return self.module.named_parameters(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:

@@ -13,6 +13,7 @@ from lamina.ddp.engine import MemoryBudgets, ParameterGroup
 from lamina.fsdp.execution.hooks import unit_of
 from lamina.fsdp.execution.unit import Unit
 from lamina.fsdp.module.fsdp2_methods import UnitMethods
+from lamina.fsdp.state.state_dicts import prepare_given_optimizers
 
 __all__ = ["ShardedModule", "WatchedModule", "adopt", "is_sharded"]
 
@@ -158,6 +159,12 @@ class ShardedModule(UnitMethods):
         memory = self.sharding_engine.slot_memory
         if memory is not None:
             memory.close()
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """As of any module."""
+        if not torch.compiler.is_compiling():
+            prepare_given_optimizers()
+        return super().named_parameters(*args, **kwargs)
 
     def to_empty(self, *, device: torch.device | str | int | None, recurse: bool = True) -> Any:
         """As of any module; parameters have memory in their shards already, and keep it.

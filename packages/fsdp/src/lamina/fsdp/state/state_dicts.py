@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import sys
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,19 +13,18 @@ from torch.optim import Optimizer
 
 from lamina.buffers import ShardedTensor
 from lamina.buffers.engine import TensorPart
-from lamina.ddp.engine import ELEMENTWISE
+from lamina.ddp.engine import ELEMENTWISE, local_of_state_call
 from lamina.fsdp.compat import tree_map_only
-from lamina.fsdp.state.cut_regions import TensorRegions
+from lamina.fsdp.state.cut_regions import TensorRegions, regions_of
 
 __all__ = [
     "give_whole_tensors",
     "gives_whole_tensors",
+    "prepare_given_optimizers",
     "prepare_optimizer_state",
 ]
 
 _WHOLE = "_lamina_whole_state"
-_DEPTH = 64
-"""Frames to look at, from `state_dict` outwards."""
 _REGULAR = ELEMENTWISE | {getattr(torch.optim, "Muon", torch.optim.SGD)}
 """Optimizers whose state is one tensor per name, of the parameter's shape, and counts."""
 
@@ -63,21 +61,25 @@ def give_whole_tensors(module: nn.Module, *, always: bool = True) -> None:
 def _asked_for_whole() -> bool:
     """Whether this state is for a caller of torch's functions who wants full tensors.
 
-    Note [Options that torch keeps to itself]: `get_model_state_dict(options=)` and its like call
-    `state_dict()` and then make tensors full themselves, of the classes that they know: `DTensor`,
-    and torch's old `ShardedTensor`. Any other class passes through untouched. The options are a
-    local variable named `info` of the caller, and nothing else tells of them (decision 0540).
+    See Note [Options that torch keeps to itself].
     """
-    frame = sys._getframe(1)
-    for _ in range(_DEPTH):
-        if frame.f_globals.get("__name__") == "torch.distributed.checkpoint.state_dict":
-            info = frame.f_locals.get("info")
-            if info is not None:
-                return bool(info.full_state_dict or info.broadcast_from_rank0)
-        if frame.f_back is None:
-            break
-        frame = frame.f_back
-    return False
+    info = local_of_state_call("info")
+    return info is not None and bool(info.full_state_dict or info.broadcast_from_rank0)
+
+
+def prepare_given_optimizers() -> None:
+    """If torch's generic functions ask for parameters, prepare the optimizers they were given.
+
+    An optimizer over `shard_module` is made by the user, and nobody tells Lamina of it. These
+    functions are given it beside the model, before they ask it for its state.
+    """
+    optimizers = local_of_state_call("optims", within=1)
+    for optimizer in optimizers or ():
+        hooks = optimizer._optimizer_load_state_dict_pre_hooks.values()
+        spans = any(isinstance(p, ShardedTensor) for p in _parameters(optimizer))
+        if spans and _cut_whole not in hooks:
+            model = local_of_state_call("model")
+            prepare_optimizer_state(optimizer, whole=False, regions=regions_of(model))
 
 
 def gives_whole_tensors(module: nn.Module) -> bool:

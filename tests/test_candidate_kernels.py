@@ -43,6 +43,7 @@ def compare(candidate, oracle, inputs, dtype):
         assert (ours.double() - exactly).abs().max() <= ROUNDING[dtype] * largest * 4
 
 
+@pytest.mark.matrix(strength=1)
 @pytest.mark.parametrize("dtype", ROUNDING, ids=str)
 @pytest.mark.parametrize(("rows", "width"), [(1, 1), (3, 64), (19, 100), (33, 257)])
 def test_rms_norm(rows, width, dtype):
@@ -53,6 +54,7 @@ def test_rms_norm(rows, width, dtype):
     compare(kernels.rms_norm, exact, inputs, dtype)
 
 
+@pytest.mark.matrix(strength=1)
 @pytest.mark.parametrize("dtype", ROUNDING, ids=str)
 @pytest.mark.parametrize(("tokens", "heads", "width"), [(1, 1, 2), (5, 3, 8), (4, 8, 128)])
 def test_rope(tokens, heads, width, dtype):
@@ -68,6 +70,7 @@ def test_rope(tokens, heads, width, dtype):
     compare(lambda x: kernels.rope(x, cos, sin), exact, [x], dtype)
 
 
+@pytest.mark.matrix(strength=1)
 @pytest.mark.parametrize("dtype", ROUNDING, ids=str)
 @pytest.mark.parametrize(("rows", "width"), [(1, 1), (3, 65), (2, 1500)])
 def test_swiglu(rows, width, dtype):
@@ -78,6 +81,7 @@ def test_swiglu(rows, width, dtype):
     compare(kernels.swiglu, exact, [normal(rows, 2 * width, dtype=dtype, scale=4.0)], dtype)
 
 
+@pytest.mark.matrix(strength=1)
 @pytest.mark.parametrize("dtype", ROUNDING, ids=str)
 @pytest.mark.parametrize(("rows", "columns", "masked"), [(1, 1, 0), (5, 70, 3), (3, 9000, 200)])
 def test_cross_entropy(rows, columns, masked, dtype):

@@ -57,6 +57,7 @@ def run_check(layer: str, *paths: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-S", "-c", program], capture_output=True, text=True)
 
 
+@pytest.mark.slow
 def test_wheels_of_a_layer_work_with_nothing_but_torch(torch_only, tmp_path):
     wheels = build_wheels(layers_of("fsdp"), tmp_path / "wheels")
     run = run_check("fsdp", unpack(wheels, tmp_path / "site"), torch_only)

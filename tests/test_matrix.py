@@ -110,6 +110,18 @@ def test_default_run_takes_the_cover_and_every_ordinary_test(suite):
     assert 12 <= int(line.split()[0]) <= 17  # 4 x 3 pairs less one, and test_ordinary
 
 
+def test_few_cases_of_a_cover_lie_evenly_in_it(suite):
+    (suite / "test_few.py").write_text(
+        "import pathlib, pytest\n"
+        "@pytest.mark.matrix(few=2)\n"
+        '@pytest.mark.parametrize("a", range(5))\n'
+        "def test_few(a): pathlib.Path(str(a)).touch()\n"
+    )
+    assert run(suite, "test_few.py")[1].startswith("2 passed")
+    assert sorted(path.name for path in suite.glob("[0-9]")) == ["0", "2"]
+    assert run(suite, "test_few.py", "--full")[1].startswith("5 passed")
+
+
 def test_full_run_takes_the_product_and_writes_the_page(suite):
     code, line = run(suite, "--full", "-m", "matrix")
     assert code == 0

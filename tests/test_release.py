@@ -140,6 +140,7 @@ CHANGES = {
 }
 
 
+@pytest.mark.matrix(few=3)
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_change_of_a_face_decides_the_kind_of_version(tree, name):
     mark_released(tree, "mesh")

@@ -58,6 +58,7 @@ def losses(lines: list[dict[str, float]]) -> dict[float, float]:
     return {line["step"]: line["loss"] for line in lines if "loss" in line}
 
 
+@pytest.mark.slow
 def test_both_engines_train_to_the_same_losses(train, tmp_path):
     wanted = losses(train(tmp_path / "lamina", "lamina", 6))
     found = losses(train(tmp_path / "torch", "torch_fsdp2", 6))

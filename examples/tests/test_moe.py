@@ -3,11 +3,14 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
+
 from lamina_testing.programs import run_ranks
 
 EXAMPLE = Path(__file__).parents[1] / "moe" / "train.py"
 
 
+@pytest.mark.slow
 def test_experts_over_two_ranks_train_with_every_balance(rank_server):
     words = [str(EXAMPLE), "--steps", "3"]
     first, second = rank_server.call(run_ranks, words=words, nproc=2)

@@ -132,6 +132,7 @@ def check_cell(directory: Path, model: str, mesh: str, *options: str) -> None:
     dist.barrier()
 
 
+@pytest.mark.matrix(few=2)
 @pytest.mark.ranks(2, timeout=120)
 @pytest.mark.parametrize(
     ("model", "mesh", "options"),
@@ -185,6 +186,7 @@ def test_every_architecture_trains_over_every_layout(tmp_path, model, mesh):
     check_cell(tmp_path, model, mesh, *options)
 
 
+@pytest.mark.slow
 @pytest.mark.ranks(2, timeout=120)
 def test_products_in_fp8_and_compiled_blocks_train(tmp_path):
     words = settings(tmp_path, "llama3-8b", "--precision", "fp8", "--mesh", "dp_shard=2")
@@ -221,6 +223,7 @@ def test_weights_come_from_hugging_face_and_go_back(tmp_path):
             torch.testing.assert_close(found[name], value, rtol=0, atol=1e-6, msg=name)
 
 
+@pytest.mark.slow
 @pytest.mark.ranks(2, timeout=120)
 def test_a_run_goes_on_over_other_axes(tmp_path):
     exact = settings(tmp_path, "llama3-8b", "--mesh", "dp_shard=2")
@@ -361,18 +364,23 @@ def test_every_architecture_is_planned_over_every_layout(model, mesh, dry_run):
         assert all(size(printed, axis) > 0 for axis in wide if axis != "dp_replicate")
 
 
-def test_a_plan_refuses_what_a_run_would_refuse(dry_run):
-    for words, said in (
-        (["--model.num-heads", "5"], "num_heads 5"),
-        (["--mesh", "tp=4", "--model", "gpt", "--model.num-heads", "6"], "tp"),
-        (["--train.learning-rate", "-1"], "above 0"),
-    ):
-        done = dry_run(*words)
-        assert done.code == 2
-        assert said in done.output
-        assert "Traceback" not in done.output
+@pytest.mark.matrix(few=1)
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--mesh tp=4 --model gpt --model.num-heads 6", "tp"),
+        ("--model.num-heads 5", "num_heads 5"),
+        ("--train.learning-rate -1", "above 0"),
+    ],
+)
+def test_a_plan_refuses_what_a_run_would_refuse(dry_run, words, said):
+    done = dry_run(*words.split())
+    assert done.code == 2
+    assert said in done.output
+    assert "Traceback" not in done.output
 
 
+@pytest.mark.slow
 def test_a_loss_that_is_not_finite_ends_the_run_unsaved_and_leaves_one_line(tmp_path):
     line, directory = tmp_path / "line", tmp_path / "run"
     words = settings(tmp_path, "gpt", "--train.learning-rate", "1e30", "--checkpoint.every", "1")

@@ -42,6 +42,7 @@ def test_a_zero_1_made_by_hand_equals_plain_pytorch(run):
     assert len((EXAMPLES / "custom_stack/zero1.py").read_text().splitlines()) <= 60
 
 
+@pytest.mark.slow
 def test_a_transformers_model_is_tuned_and_saved(run, tmp_path):
     output = run("huggingface/train.py", "--steps", "12")
     before, after = numbers(r"(\d\.\d+) before", output) + numbers(r"(\d\.\d+) after", output)
@@ -50,6 +51,7 @@ def test_a_transformers_model_is_tuned_and_saved(run, tmp_path):
     assert (tmp_path / "runs/huggingface/tuned/model.safetensors").exists()
 
 
+@pytest.mark.slow
 def test_pictures_are_described_after_a_few_steps(run, tmp_path):
     options = ["--steps", "2", "--batch", "4", "--held-out", "12"]
     output = run("multimodal/train.py", *options)
@@ -57,6 +59,7 @@ def test_pictures_are_described_after_a_few_steps(run, tmp_path):
     assert (tmp_path / "runs/multimodal/contact_sheet.png").read_bytes()[1:4] == b"PNG"
 
 
+@pytest.mark.slow
 def test_a_hybrid_stack_trains_a_few_steps(run):
     output = run("mamba/train.py", "--steps", "2")
     assert len(numbers(r"length \d+: (\d+)% right", output)) == 4

@@ -11,7 +11,8 @@ that can meet do meet in one of them. `--full` runs the whole product and keeps 
 run that was cut off goes on; `--shard i/n` takes one of n parts of it. `where` is a predicate over
 the parameters, by name: cases for which it is false don't exist. `limit` is the most cases that the
 cover may have. `strength=1` is for axes that have nothing to do with each other: the cover has each
-value once, instead of each pair.
+value once, instead of each pair. `few=3` is for cases that prove much the same and take long:
+the default run takes three cases of the cover, evenly spaced.
 
 `--results FILE` adds each test's result to a file as soon as the test has ended, and leaves out the
 tests that the file says have ended without a failure: so a cell of the matrix goes on.
@@ -59,7 +60,9 @@ def shard(text: str) -> tuple[int, int]:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Register the mark; open the record."""
-    line = "matrix(where=None, limit=40, strength=2): the parameters are axes: a cover, or --full"
+    line = (
+        "matrix(where=None, limit=40, strength=2, few=None): a cover of the parameters, or --full"
+    )
     config.addinivalue_line("markers", line)
     if config.getoption("--shard") and not config.getoption("--full"):
         raise pytest.UsageError("--shard is a part of the whole product: add --full")
@@ -126,7 +129,7 @@ def settings(case: pytest.Function) -> dict[str, Any]:
     """Return the mark's keyword arguments."""
     mark = case.get_closest_marker("matrix")
     options = dict(mark.kwargs) if mark else {}
-    if unknown := set(options) - {"where", "limit", "strength"} or (mark and mark.args):
+    if unknown := set(options) - {"where", "limit", "strength", "few"} or (mark and mark.args):
         raise pytest.UsageError(f"{case.nodeid}: @pytest.mark.matrix knows no {unknown}")
     return options
 
@@ -166,7 +169,8 @@ def cover_of(name: str, cases: list[pytest.Function]) -> list[pytest.Function]:
             f"{name}: its pairwise cover has {len(chosen)} cases, the limit is {limit}; give the "
             "two longest axes fewer values, or raise it with @pytest.mark.matrix(limit=...)"
         )
-    return chosen
+    few = min(asked.get("few", len(chosen)), len(chosen))
+    return [chosen[place * len(chosen) // few] for place in range(few)]
 
 
 def result_of(report: pytest.TestReport) -> Result | None:

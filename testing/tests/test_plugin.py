@@ -220,7 +220,10 @@ def test_hang(ranks):
 
 @pytest.mark.parametrize(
     "signal_number",
-    [signal.SIGINT, signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)],
+    [
+        signal.SIGKILL,
+        *(pytest.param(each, marks=pytest.mark.slow) for each in (signal.SIGINT, signal.SIGTERM)),
+    ],
 )
 def test_nothing_is_left_when_pytest_is_ended(tmp_path, signal_number):
     (tmp_path / "test_hanging.py").write_text(HANGING)
@@ -286,6 +289,7 @@ def test_options_select_the_cells_of_the_matrix(tmp_path, options, expected):
 NUMBERED = "import pytest\n\n@pytest.mark.parametrize('n', range(6))\ndef test_it(n): pass\n"
 
 
+@pytest.mark.slow
 def test_a_random_order_keeps_modules_together_and_can_be_repeated(tmp_path):
     for name in "abc":
         (tmp_path / f"test_{name}.py").write_text(NUMBERED)
@@ -327,6 +331,7 @@ def test_wrong_marks_are_refused_with_the_reason(tmp_path):
         assert complaint in run.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_works_under_xdist_with_the_same_reports(tmp_path, workers):
     (tmp_path / "test_cases.py").write_text(CASES)

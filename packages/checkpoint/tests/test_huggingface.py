@@ -226,6 +226,7 @@ def test_a_file_that_is_cut_off_or_lacks_a_tensor_is_named(tmp_path):
 CUTS = ["strategy 3", "tp", "tp and strategy 3", "torch FSDP2", "ep", "pp"]
 
 
+@pytest.mark.matrix(few=3)
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("cut", CUTS)
 def test_a_sharded_model_is_exported_and_imported_as_a_whole_one(tmp_path, cut):

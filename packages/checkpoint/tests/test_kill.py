@@ -1,4 +1,4 @@
-"""kill -9, or an error, at operations on the disk: at every one in slow runs, else at a third."""
+"""kill -9, or an error, at operations on the disk: at every one in slow runs, else at a sixth."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ OUTCOMES = {
 
 @pytest.fixture(scope="module")
 def sweeps(request):
-    """Every third operation of each scenario, from one that its place gives; all in slow runs."""
-    every = 1 if request.config.getoption("--slow") else 3
+    """Every sixth operation of each scenario, from one that its place gives; all in slow runs."""
+    every = 1 if request.config.getoption("--slow") else 6
     driver = Path(__file__).with_name("kill_driver.py")
     # In memory where possible: a kill (unlike a power cut) does not need a real disk to be seen,
     # and a hundred saves that sync their files take half a minute on one.

@@ -149,6 +149,7 @@ def test_each_layout_is_in_a_pair():
     assert {name for pair in DEFAULT + OTHERS for name in pair} == set(LAYOUTS)
 
 
+@pytest.mark.matrix(few=3)
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize(
     ("saved", "loaded"),

@@ -52,6 +52,7 @@ def train(model, optimizer, seeds: range) -> None:
         optimizer.zero_grad()
 
 
+@pytest.mark.matrix(few=2)
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("saved", [0, 1, 2, 3])
 def test_training_goes_on_bit_for_bit_under_every_strategy(tmp_path, saved):

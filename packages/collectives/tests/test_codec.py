@@ -56,6 +56,7 @@ def require_sum(found: torch.Tensor, own: slice, world: int, numel: int, piece: 
     assert ((found.double() - terms.sum(0)).abs() <= terms.abs().sum(0) * 2**-22).all()
 
 
+@pytest.mark.matrix(strength=1)
 @pytest.mark.ranks(2, 4)
 @pytest.mark.parametrize("messages", [False, True], ids=["read", "messages"])
 @pytest.mark.parametrize("piece", [64 * 7, 64 * 7 + 5], ids=["whole blocks", "a short block"])
@@ -74,7 +75,7 @@ def test_a_wire_with_scales_sums_what_each_ranks_codes_stand_for(piece, messages
     assert ledger.bytes() == (world - 1) * blocks * (64 + 4), "codes and scales"
 
 
-@pytest.mark.matrix(strength=1)
+@pytest.mark.matrix(strength=1, few=1)
 @pytest.mark.ranks(2, 4)
 @pytest.mark.parametrize("messages", [False, True], ids=["read", "messages"])
 def test_large_pieces_with_scales_are_read_and_received_in_parts(messages):

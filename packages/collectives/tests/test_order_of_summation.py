@@ -45,6 +45,7 @@ def oracle(world: int, numel: int, wire: torch.dtype) -> torch.Tensor:
     return torch.tensor([tree(list(column)) for column in zip(*rows, strict=True)])
 
 
+@pytest.mark.matrix(strength=1)
 @pytest.mark.ranks(1, 2, 3, 4, 5, 6, 7, 8)
 @pytest.mark.parametrize("wire", WIRES, ids=str)
 def test_the_sum_has_the_bits_of_the_tree_in_one_process_and_again(wire):

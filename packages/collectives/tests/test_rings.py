@@ -20,6 +20,7 @@ def of_rank(rank: int, *shape: int) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(rank))
 
 
+@pytest.mark.matrix(strength=1)
 @pytest.mark.ranks(*SIZES)
 @pytest.mark.parametrize("shift", [1, -1, 2])
 def test_a_step_brings_the_tensors_from_shift_places_back(shift):

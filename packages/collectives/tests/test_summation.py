@@ -48,6 +48,7 @@ def test_the_reference_rounds_each_sum_of_the_tree_and_the_factor_once(count):
         assert output[place].item() == float(total)
 
 
+@pytest.mark.matrix(strength=1)
 @pytest.mark.parametrize("wire", WIRES, ids=str)
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 6, 7, 8, 9, 20])
 def test_the_cpu_path_has_the_references_bits(wire, count):
@@ -69,6 +70,7 @@ def test_the_cpu_path_has_the_references_bits(wire, count):
         assert found[1] == nonfinite
 
 
+@pytest.mark.matrix(strength=1)
 @pytest.mark.parametrize("wire", WIRES, ids=str)
 @pytest.mark.parametrize("count", [1, 2, 3, 5, 8, 24, 33, 1000])
 def test_rows_of_one_tensor_have_the_references_bits(wire, count):

@@ -118,6 +118,7 @@ def test_gradients_in_some_microbatches_only(used, sharded, config, ranks):
     check(wrapped, in_one_process([[{"blocks": b} for b in used]] * 2))
 
 
+@pytest.mark.matrix(strength=1)
 @pytest.mark.ranks(2)
 @CASES
 def test_an_exception_in_backward_leaves_nothing_behind(sharded, config, ranks):
@@ -140,6 +141,7 @@ def test_an_exception_in_backward_leaves_nothing_behind(sharded, config, ranks):
     check(wrapped, in_one_process([[{}], [{}], [{}]]))
 
 
+@pytest.mark.matrix(strength=1)
 @pytest.mark.ranks(2)
 @CASES
 def test_an_exception_in_backward_over_earlier_microbatches_wants_them_dropped(
@@ -160,6 +162,7 @@ def test_an_exception_in_backward_over_earlier_microbatches_wants_them_dropped(
     check(wrapped, in_one_process([[{}]]))
 
 
+@pytest.mark.matrix(strength=1)
 @pytest.mark.ranks(2)
 @CASES
 def test_a_second_backward_without_no_sync_adds_and_never_reduces_twice(sharded, config, ranks):
@@ -174,6 +177,7 @@ def test_a_second_backward_without_no_sync_adds_and_never_reduces_twice(sharded,
         )
 
 
+@pytest.mark.matrix(strength=1)
 @pytest.mark.ranks(2)
 @CASES
 def test_evaluation_between_backward_and_step_changes_nothing(sharded, config, ranks):
@@ -189,6 +193,7 @@ def test_evaluation_between_backward_and_step_changes_nothing(sharded, config, r
     check(wrapped, in_one_process([[{}], [{}]]))
 
 
+@pytest.mark.matrix(strength=1)
 @pytest.mark.ranks(2)
 @CASES
 def test_zero_grad_between_microbatches_discards_them(sharded, config, ranks):

@@ -82,7 +82,7 @@ def in_the_product(ranks, replicate, overlap, precision, optimizer, clip):
     )
 
 
-@pytest.mark.matrix(where=in_the_product)
+@pytest.mark.matrix(where=in_the_product, few=10)
 @pytest.mark.ranks(1, 2, 4)
 @pytest.mark.parametrize("replicate", [1, 2])
 @pytest.mark.parametrize("strategy", [0, 1, 2])
@@ -249,6 +249,7 @@ def test_frozen_parameters(strategy, ranks):
     )
 
 
+@pytest.mark.matrix(strength=1)
 @pytest.mark.ranks(2)
 @STRATEGIES
 @pytest.mark.parametrize("make", [Checkpointed, CheckpointedReentrant])

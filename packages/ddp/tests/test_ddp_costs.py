@@ -72,6 +72,7 @@ def noting(times, key):
     return hook
 
 
+@pytest.mark.matrix(few=2)
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize(("strategy", "overlap"), [(0, True), (1, True), (2, True), (1, False)])
 def test_a_bucket_is_reduced_while_the_layer_before_it_computes(strategy, overlap, ranks):

@@ -36,7 +36,7 @@ def fits(ranks, layout):
     return ranks == WORLDS.get(layout, 4)
 
 
-ON_MESHES = pytest.mark.matrix(where=fits)
+ON_MESHES = pytest.mark.matrix(where=fits, few=10)
 
 
 class Run:

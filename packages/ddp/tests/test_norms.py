@@ -23,6 +23,7 @@ def exact(tensors, order):
     return torch.tensor(math.fsum(x**order for x in sizes) ** (1 / order), dtype=torch.float32)
 
 
+@pytest.mark.matrix(strength=1)
 @pytest.mark.ranks(2, 4)
 @pytest.mark.parametrize("order", [2.0, 3.0, math.inf])
 def test_torch_and_clip_grad_norm_round_the_same_sum_once(order, ranks):

@@ -96,6 +96,7 @@ def compare(wrapped, wanted, atol=2e-6):
         torch.testing.assert_close(found[name], value, rtol=0, atol=atol, msg=lambda m: name + m)  # noqa: B023
 
 
+@pytest.mark.matrix(strength=1)
 @pytest.mark.ranks(2)
 @SHARDED
 @pytest.mark.parametrize("name", list(ELEMENTWISE))

@@ -89,7 +89,9 @@ def oracle():
 @pytest.mark.ranks(1, 2, 3, 4, 6, timeout=120)
 @pytest.mark.parametrize("replicate", [1, 2])
 @pytest.mark.parametrize("sharded", [False, True])
-@pytest.mark.matrix(where=lambda ranks, replicate: ranks % replicate == 0 and ranks > replicate - 1)
+@pytest.mark.matrix(
+    where=lambda ranks, replicate: ranks % replicate == 0 and ranks > replicate - 1, few=5
+)
 def test_reproducible_gives_the_same_bits_for_every_number_of_ranks(sharded, replicate, ranks):
     found = train(ranks.world_size, ranks.rank, sharded, replicate, reproducible=True)
     for (gradients, parameters), wanted in zip(found, oracle(), strict=True):
@@ -109,7 +111,7 @@ def test_without_it_the_bits_differ(ranks):
 @pytest.mark.ranks(1, 2, 4)
 @pytest.mark.parametrize("replicate", [1, 2])
 @pytest.mark.parametrize("sharded", [False, True])
-@pytest.mark.matrix(where=lambda ranks, replicate: ranks >= replicate)
+@pytest.mark.matrix(where=lambda ranks, replicate: ranks >= replicate, few=3)
 def test_native_reductions_are_near_the_ordered_ones(sharded, replicate, ranks):
     with Ledger() as ledger:
         found = train(ranks.world_size, ranks.rank, sharded, replicate, reduction="native")

@@ -93,6 +93,7 @@ def trained(sinking, sharded, microbatches, ranks, overlap=True):
     return full_parameters(model), gradients
 
 
+@pytest.mark.matrix
 @pytest.mark.ranks(1, 2)
 @pytest.mark.parametrize("sharded", [False, True])
 @pytest.mark.parametrize("microbatches", [1, 2])

@@ -110,7 +110,7 @@ def test_every_combination_equals_the_bit_oracle_or_is_refused(
     assert_bits(found, wanted)
 
 
-@pytest.mark.matrix
+@pytest.mark.matrix(few=8)
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("states", [one for one in OVER_TWO_AXES if one.startswith("RR ")])
 @pytest.mark.parametrize("cadence", list(CADENCE))

@@ -94,6 +94,7 @@ def test_every_argument_reaches_the_settings_under_its_own_name_and_default(monk
     assert passed == [given]
 
 
+@pytest.mark.matrix(few=6)
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize(
     "settings",

@@ -81,6 +81,7 @@ FEW = list(zip([3, 3, 0, 1, 2], [3, 0, 3, 2, 1], itertools.cycle(OPTIMIZERS)))
 """One optimizer for each pair of strategies; the others are slow."""
 
 
+@pytest.mark.matrix(few=3)
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize(
     ("saved", "loaded", "optimizer"),

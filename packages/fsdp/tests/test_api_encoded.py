@@ -76,6 +76,7 @@ def sharded(world, **settings):
     )
 
 
+@pytest.mark.matrix(strength=1)
 @pytest.mark.ranks(1, 2, 4)
 @pytest.mark.parametrize("double_buffer", [False, True])
 def test_training_with_codes_equals_one_process_with_codes(double_buffer, ranks):

@@ -16,6 +16,7 @@ from lamina_testing.toys import Block, OddNet, TiedNet, inputs
 from .module_models import assert_same, build, loss_of, mesh_of, one_line, run, sgd, sharded
 
 
+@pytest.mark.matrix(strength=1)
 @pytest.mark.ranks(1, 2)
 @pytest.mark.parametrize("reshard", [None, True, False, 1])
 def test_bottom_up_calls_train_as_the_one_line_does(reshard, ranks):

@@ -57,6 +57,7 @@ def one_process(world, microbatches):
     return dict(model.named_parameters())
 
 
+@pytest.mark.matrix
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("reshard", [True, False])
 @pytest.mark.parametrize("microbatches", [1, 2])

@@ -19,6 +19,7 @@ from .one_process import (
 )
 
 
+@pytest.mark.matrix(few=4)
 @pytest.mark.ranks(1, 2)
 @STRATEGIES
 def test_tied_and_reused_parameters(strategy, ranks):
@@ -75,6 +76,7 @@ def test_whole_blocks_unused_on_some_ranks_do_not_reorder_reductions(strategy, r
     check(Conditional, loss, ranks, strategy)
 
 
+@pytest.mark.matrix(few=2)
 @pytest.mark.ranks(2)
 @STRATEGIES
 def test_two_forwards_before_one_backward(strategy, ranks):
@@ -86,6 +88,7 @@ def test_two_forwards_before_one_backward(strategy, ranks):
     check(OddNet, loss, ranks, strategy)
 
 
+@pytest.mark.matrix(few=2)
 @pytest.mark.ranks(2)
 @STRATEGIES
 def test_two_forwards_before_their_two_backwards(strategy, ranks):
@@ -105,6 +108,7 @@ def test_two_forwards_before_their_two_backwards(strategy, ranks):
     compare(model, gradients, expected(OddNet, both, 2))
 
 
+@pytest.mark.matrix(few=2)
 @pytest.mark.ranks(2)
 @STRATEGIES
 def test_a_second_backward_without_no_sync_adds_and_never_reduces_twice(strategy, ranks):

@@ -26,6 +26,7 @@ from .one_process import (
 )
 
 
+@pytest.mark.matrix(few=2)
 @pytest.mark.ranks(2)
 @STRATEGIES
 def test_gradient_only_in_the_last_microbatch(strategy, ranks):
@@ -187,6 +188,7 @@ def test_deleting_the_model_frees_it_without_the_garbage_collector(strategy, ran
         gc.enable()
 
 
+@pytest.mark.matrix(few=2)
 @pytest.mark.ranks(2)
 @STRATEGIES
 def test_groups_hyperparameters_and_schedulers_survive(strategy, ranks):

@@ -146,6 +146,7 @@ def check(ranks, wrapper, mesh, names, microbatches=1, dtype=None, tolerance=5e-
         compare(model, found, oracle, wanted, tolerance)
 
 
+@pytest.mark.matrix(few=4)
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize(
     ("wrapper", "microbatches"), [(0, 2), (1, 1), (1, 2), (2, 2), (3, 1), (3, 2), ("module", 2)]
@@ -156,6 +157,7 @@ def test_a_term_over_parameters_is_added_once(wrapper, microbatches, ranks):
     check(ranks, wrapper, mesh, LOSSES if microbatches > 1 else ["outside", "inside"], microbatches)
 
 
+@pytest.mark.matrix(few=1)
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize(("strategy", "outer"), [(3, 0), (3, 1), (1, 0)])
 def test_with_replicas_the_sum_is_the_same(strategy, outer, ranks):
@@ -164,6 +166,7 @@ def test_with_replicas_the_sum_is_the_same(strategy, outer, ranks):
     check(ranks, strategy, mesh, ["outside", "inside", "orthogonal"], 2, **settings)
 
 
+@pytest.mark.matrix(few=2)
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("wrapper", [0, 1, 3, "module"])
 def test_with_bf16_weights_the_term_is_one_over_main_weights(wrapper, ranks):
@@ -212,6 +215,7 @@ def given_gradients(model, optimizer, x):
         optimizer.zero_grad()
 
 
+@pytest.mark.matrix(few=3)
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("strategy", [0, 1, 2, 3, "module"])
 def test_gradients_that_the_user_made_before_any_backward_are_stepped(strategy, ranks):

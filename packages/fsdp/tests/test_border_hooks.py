@@ -82,6 +82,7 @@ def step_in_backward(model, make_optimizer):
         parameter.register_post_accumulate_grad_hook(step)
 
 
+@pytest.mark.matrix(few=3)
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize(
     ("wrapper", "make_optimizer"),

@@ -40,6 +40,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.ranks(RANKS, init=False, timeout=120)
 def test_accelerate_trains_shards_on_other_rows_per_rank_and_goes_on(ranks, tmp_path):
     data, seen = rows(), []
@@ -93,6 +94,7 @@ def test_a_trainer_trains_saves_evaluates_and_generates_in_shards(ranks, tmp_pat
     assert_near(model, dict(loaded.named_parameters()), atol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.ranks(RANKS, init=False, timeout=120)
 def test_lightning_trains_shards_on_other_rows_per_rank_and_goes_on(ranks, tmp_path):
     data, held_out = rows(), rows(8, seed=6)

@@ -67,6 +67,7 @@ def sizes(model):
     return [group.layout.size for group in model.parameter_groups()]
 
 
+@pytest.mark.matrix(strength=1)
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("overlap", [True, False])
 @STRATEGIES
@@ -92,6 +93,7 @@ def test_a_unit_is_reduced_while_the_unit_before_it_computes(strategy, overlap, 
         assert last_block.finished <= ends["begin", block_before]
 
 
+@pytest.mark.matrix(strength=1)
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("strategy", [1, 2, 3])
@@ -127,6 +129,7 @@ def test_in_backward_the_unit_before_is_on_its_way_while_one_computes(overlap, r
     assert (of_first.issued < begins[1]) is overlap
 
 
+@pytest.mark.matrix(strength=1)
 @pytest.mark.ranks(2, 4)
 @STRATEGIES
 def test_bytes_on_the_wire_are_a_formula(strategy, ranks):
@@ -167,6 +170,7 @@ def test_a_gradient_is_copied_once_and_a_weight_never(strategy, ranks):
     assert meter.bytes_copied - before <= parameters + own_pieces
 
 
+@pytest.mark.matrix(strength=1)
 @pytest.mark.ranks(2, 4)
 @STRATEGIES
 def test_bytes_at_rest_are_what_the_plan_says(strategy, ranks):

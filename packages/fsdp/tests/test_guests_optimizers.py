@@ -143,6 +143,7 @@ def whole_matrices(model):
     return model
 
 
+@pytest.mark.matrix(few=2)
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("before", [True, False], ids=["made before", "made after"])
 @STRATEGIES

@@ -56,6 +56,7 @@ def test_every_strategy_has_the_same_bits(ranks):
             assert torch.equal(found[name], value), (strategy, outer, name)
 
 
+@pytest.mark.slow
 @pytest.mark.ranks(2, timeout=240)
 @pytest.mark.parametrize("steps", [40, pytest.param(120, marks=pytest.mark.slow)])
 def test_the_loss_is_that_of_fp32_within_one_percent(steps, ranks):

@@ -76,6 +76,7 @@ def assert_same(found, wanted):
         torch.testing.assert_close(found[2], wanted[2], rtol=1e-6, atol=0)
 
 
+@pytest.mark.matrix(few=2)
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize(
     ("microbatches", "settings"),
@@ -97,6 +98,7 @@ def test_one_rank_offloads_whole_weights(ranks):
     assert_same(run(ranks, 2, offload_policy=CPUOffloadPolicy()), run(ranks, 2))
 
 
+@pytest.mark.matrix(few=1)
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("outer", [0, 1], ids=["HSDP", "HFSDP"])
 def test_offloading_changes_no_bits_with_replicas(outer, ranks):

@@ -39,7 +39,7 @@ def run(model, optimizer, data, rank):
     )
 
 
-@pytest.mark.matrix(where=lambda ranks, outer: outer is None or ranks == 4)
+@pytest.mark.matrix(where=lambda ranks, outer: outer is None or ranks == 4, few=14)
 @pytest.mark.ranks(1, 2, 4)
 @pytest.mark.parametrize("outer", [None, 0, 1])
 @pytest.mark.parametrize("strategy", [0, 1, 2, 3])

@@ -109,7 +109,7 @@ def two(model, rank, step):
     return (first * second).mean()
 
 
-@pytest.mark.matrix
+@pytest.mark.matrix(few=5)
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("slots", [False, True])
 @pytest.mark.parametrize("losses", [one, two])

@@ -60,7 +60,7 @@ def check(
     assert_bits(found, wanted)
 
 
-@pytest.mark.matrix(where=lambda states: states in TRAIN)
+@pytest.mark.matrix(where=lambda states: states in TRAIN, few=10)
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("states", COMBINATIONS)
 @pytest.mark.parametrize("cadence", list(CADENCE))
@@ -95,6 +95,7 @@ SAMPLE = list(zip(OVER_TWO_AXES, itertools.cycle(CADENCE)))
 """One cadence for each; the other one is slow."""
 
 
+@pytest.mark.matrix(few=6)
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize(
     ("states", "cadence"),

@@ -44,7 +44,7 @@ def shard(model, optimizer, mix, world=2, **settings):
     )
 
 
-@pytest.mark.matrix
+@pytest.mark.matrix(few=6)
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("mix", MIXES)
 @pytest.mark.parametrize("microbatches", [1, 3])

@@ -129,6 +129,7 @@ def torch_batch(rank, step):
     return torch.randn(4, 5, generator=torch.Generator().manual_seed(100 * step + rank))
 
 
+@pytest.mark.matrix(strength=1)
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("optimizer_first", [True, False])
 @STRATEGIES

@@ -67,6 +67,7 @@ def check(model, seen):
             assert held(unit) == {holds}, (unit.title, unit.state)
 
 
+@pytest.mark.matrix(strength=1)
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("make", [OddNet, Checkpointed, Reentrant, Reused])
 @pytest.mark.parametrize("reshard", [None, False, True])

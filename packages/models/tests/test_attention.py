@@ -78,6 +78,7 @@ def fake_varlen(query, key, value, starts, starts_k, longest, longest_k, *, scal
     return torch.cat(pieces)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("documents", [None, DOCUMENTS])
 @pytest.mark.parametrize("window", [None, 1, 5, 64])
 @pytest.mark.parametrize("path", ["auto", "sdpa", "varlen", "flex"])

@@ -56,6 +56,7 @@ def test_a_block_is_one_graph(name):
     assert len(graphs) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("whole", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_delayed_scales_move_compiled_as_they_do_uncompiled(whole):
     precision = Precision(backend="torch-fp8", amax="delayed", history=2)

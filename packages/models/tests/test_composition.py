@@ -41,6 +41,7 @@ def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
     return tokens[:, :-1], tokens[:, 1:]
 
 
+@pytest.mark.matrix(few=3)
 @pytest.mark.ranks(4, timeout=120)
 @pytest.mark.parametrize("case", list(CASES))
 def test_training_equals_one_process(case):

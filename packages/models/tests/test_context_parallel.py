@@ -112,6 +112,7 @@ def test_packed_documents_train_like_in_one_process(way):
     train_alike(config, ParallelLayout(cp=2), documents=True)
 
 
+@pytest.mark.matrix(few=1)
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("way", WAYS)
 def test_training_equals_one_process_on_four_ranks(way):
@@ -119,6 +120,7 @@ def test_training_equals_one_process_on_four_ranks(way):
     train_alike(config, ParallelLayout(cp=4), documents=way != "ring")
 
 
+@pytest.mark.matrix(few=1)
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("way", WAYS)
 def test_losses_agree_beside_tensor_and_sequence_parallelism(way):

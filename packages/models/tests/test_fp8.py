@@ -281,6 +281,7 @@ def learned_in_bf16():
     return learn(GPTModel(config, seed=1).to(torch.bfloat16), 200)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [*(pytest.param(n, marks=pytest.mark.slow) for n in ("tensorwise", "rowwise")), "delayed"],

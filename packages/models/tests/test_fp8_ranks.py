@@ -29,6 +29,7 @@ def batch(seed: int, size: int = 2) -> dict[str, torch.Tensor]:
     return {"tokens": tokens[:, :-1], "labels": tokens[:, 1:]}
 
 
+@pytest.mark.matrix(few=1)
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize(
     ("name", "schedule"),

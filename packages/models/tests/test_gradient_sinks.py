@@ -64,6 +64,7 @@ def wrap(model, mesh, strategy):
     return fully_shard(model, optimizer, device_mesh=mesh, zero_dp_strategy=strategy)
 
 
+@pytest.mark.matrix(few=3)
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize(
     ("name", "strategy", "recompute"),
@@ -175,6 +176,7 @@ def test_no_weight_gradient_is_copied_in_fp8(wrapper, ranks):
     check_copies(replace(WIDE, precision=FP8), {"dp_shard": 2}, wrapper)
 
 
+@pytest.mark.matrix(few=1)
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize(
     ("schedule", "wrapper", "precision"),

@@ -272,6 +272,7 @@ PUBLISHED = {
 }
 
 
+@pytest.mark.matrix(few=6)
 @pytest.mark.parametrize("name", preset_names())
 def test_presets_have_the_published_number_of_parameters(name):
     with torch.device("meta"):

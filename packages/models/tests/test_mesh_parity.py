@@ -147,7 +147,7 @@ class OnMesh:
         return {name: p for stage in self.stages for name, p in full_parameters(stage).items()}
 
 
-@pytest.mark.matrix(where=exists)
+@pytest.mark.matrix(where=exists, few=12)
 @pytest.mark.ranks(2, 4, 8, timeout=180)
 @pytest.mark.parametrize("tp", list(TP))
 @pytest.mark.parametrize("cp", CP)

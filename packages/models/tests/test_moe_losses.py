@@ -142,6 +142,7 @@ def test_auxiliary_losses_of_a_frozen_decoder_push_what_comes_before_it():
     assert not torch.allclose(*projected.values(), rtol=1e-3)
 
 
+@pytest.mark.slow
 def test_a_compiled_model_with_experts_trains_as_it_does_uncompiled():
     """Half a loss twice, in two steps: what is known in backward only is no constant."""
     config = replace(with_losses(bias_rate=0.1), num_layers=1)

@@ -61,12 +61,14 @@ CASES = {
 FOUR = [name for name, case in CASES.items() if "dp_shard" in case.axes or case.axes == {"ep": 4}]
 
 
+@pytest.mark.matrix(few=3)
 @pytest.mark.ranks(2, timeout=120)
 @pytest.mark.parametrize("name", [name for name in CASES if name not in FOUR])
 def test_two_ranks_equal_one_process(name, steps):
     check(CASES[name], steps)
 
 
+@pytest.mark.matrix(few=3)
 @pytest.mark.ranks(4, timeout=120)
 @pytest.mark.parametrize("name", FOUR)
 def test_four_ranks_equal_one_process(name, steps):
@@ -83,7 +85,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.matrix
+@pytest.mark.matrix(strength=1)
 @pytest.mark.ranks(4, timeout=120)
 @pytest.mark.parametrize("layout", list(LAYOUTS))
 @pytest.mark.parametrize("strategy", [0, 3])

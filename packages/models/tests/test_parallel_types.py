@@ -103,6 +103,7 @@ def types_of(name: str, world: int) -> dict[str, str]:
         return check_types(model, tokens, torch.randn(2, 3, 8, 8), labels, mesh=mesh)
 
 
+@pytest.mark.matrix(few=10)
 @pytest.mark.parametrize("world", [8, 4096])
 @pytest.mark.parametrize("name", MODELS)
 def test_models_fit(name, world):

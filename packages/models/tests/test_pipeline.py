@@ -126,6 +126,7 @@ def build(config, mesh):
     return GPTModel(config, mesh, seed=1).double()
 
 
+@pytest.mark.matrix(few=4)
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("schedule", list(SCHEDULES))
 def test_every_schedule_trains_bare_stages_like_one_process(schedule, ranks):
@@ -163,6 +164,7 @@ WRAPPED = {
 }
 
 
+@pytest.mark.matrix(few=2)
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("case", list(WRAPPED))
 def test_wrapped_stages_train_like_one_process(case, ranks):

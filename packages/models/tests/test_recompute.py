@@ -69,6 +69,7 @@ def step(model: nn.Module, seed: int = 3) -> list[torch.Tensor]:
     return [loss.detach(), *(p.grad.clone() for p in model.parameters()), torch.rand(4)]
 
 
+@pytest.mark.matrix(strength=1)
 @pytest.mark.parametrize("policy", list(POLICIES))
 @pytest.mark.parametrize("name", list(CONFIGS))
 def test_numbers_are_identical(name, policy):
@@ -89,6 +90,7 @@ def saved_bytes(model: nn.Module) -> int:
     return after - before
 
 
+@pytest.mark.matrix(strength=1)
 @pytest.mark.parametrize(
     ("policy", "least"), [("selective", 0.40), ("full", 0.80), ("every second", 0.40)]
 )

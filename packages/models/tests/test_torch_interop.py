@@ -215,6 +215,7 @@ def test_half_precision_models_train(dtype):
     assert all(p.grad.isfinite().all() for p in model.parameters())
 
 
+@pytest.mark.matrix(few=1)
 @pytest.mark.parametrize("norm", ["rmsnorm", "layernorm"])
 def test_a_model_compiles_into_one_graph(norm):
     model = GPTModel(replace(CONFIG, norm=norm, qk_norm=norm == "rmsnorm"), seed=3)

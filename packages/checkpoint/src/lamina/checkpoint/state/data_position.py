@@ -25,6 +25,10 @@ class BatchPart:
             in every pass, and its loss must count nothing.
         weight: factor of the mean loss of `samples`. Gradients are averaged over ranks and summed
             over passes; with it they are those of the mean over all samples of the batch.
+
+    Examples:
+        >>> BatchPart(samples=range(0, 2), counted=2, weight=0.75).weight  # 2 of 8, on 3 ranks
+        0.75
     """
 
     samples: range

@@ -66,9 +66,15 @@ class Outcome:
     parameters: dict[int, dict[str, torch.Tensor]] = field(default_factory=dict)
 
 
-def model_and_optimizer() -> tuple[GPTModel, torch.optim.Optimizer]:
+def model_and_optimizer(
+    width: int = 192, layers: int = 4
+) -> tuple[GPTModel, torch.optim.Optimizer]:
     config = TransformerConfig(
-        vocab_size=256, hidden_size=192, num_layers=4, num_heads=6, max_sequence_length=LENGTH
+        vocab_size=256,
+        hidden_size=width,
+        num_layers=layers,
+        num_heads=6,
+        max_sequence_length=LENGTH,
     )
     model = GPTModel(config, seed=1234)
     return model, adamw(model)
@@ -79,11 +85,16 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def by_lamina(
-    ranks: int, *, replicas: int = 1, reproducible: bool = True, **strategies: Any
+    ranks: int,
+    *,
+    replicas: int = 1,
+    reproducible: bool = True,
+    size: tuple[int, int] = (192, 4),
+    **strategies: Any,
 ) -> Built:
     mesh = ParallelLayout(dp_replicate=replicas).build("cpu")
     model, optimizer = fully_shard(
-        *model_and_optimizer(),
+        *model_and_optimizer(*size),
         device_mesh=mesh,
         fsdp_unit_modules=[TransformerBlock],
         calculate_per_token_loss=True,

@@ -2,12 +2,12 @@
 
     python benchmarks/kills.py [--kills 5] [--steps 20]
 
-The job is that of `bits.py` with `reproducible=True`. It saves after every step, in the background.
-A moment after a checkpoint appears, all ranks are ended with SIGKILL, or one of them, and then the
-others must end by themselves. The job starts again on another number of ranks, under another
-strategy, and goes on from the newest checkpoint that is whole. In the end one SHA-256 of all
-parameters is compared with that of a job that was never interrupted. Moments, ranks and strategies
-follow from `--seed`. A step's 12 sequences are cut unevenly over 5 ranks.
+The job is that of `bits.py` with `reproducible=True` and a smaller model. It saves after every
+step, in the background. A moment after a checkpoint appears, all ranks are ended with SIGKILL, or
+one of them, and then the others must end by themselves. The job starts again on another number of
+ranks, under another strategy, and goes on from the newest checkpoint that is whole. In the end one
+SHA-256 of all parameters is compared with that of a job that was never interrupted. Moments, ranks
+and strategies follow from `--seed`. A step's 12 sequences are cut unevenly over 5 ranks.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from lamina.checkpoint import CheckpointManager
 from lamina.mesh import init_distributed
 
 LIMIT = 60  # seconds that survivors of a kill have for their end
+SIZE = (48, 2)  # width and layers: starts and saves are to take longer than steps
 SYSTEMS = {
     "strategy 0": {"zero_dp_strategy": 0},
     "strategy 1": {"zero_dp_strategy": 1},
@@ -45,7 +46,7 @@ def run_rank(system: str, folder: Path, steps: int, environment: dict[str, str])
     os.environ.update(environment)
     torch.set_num_threads(1)
     with init_distributed() as runtime:
-        built = by_lamina(runtime.world_size, **SYSTEMS[system])
+        built = by_lamina(runtime.world_size, size=SIZE, **SYSTEMS[system])
         state = {"model": built.model, "optimizer": built.optimizer}
         manager = CheckpointManager(folder, keep_last=2, async_save=True, progress=False)
         done = manager.restore(state, default=0)

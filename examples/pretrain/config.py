@@ -108,6 +108,7 @@ class CheckpointConfig:
 
     every: int = 100  # Steps between checkpoints; the last step always has one
     keep: int = 2  # How many to keep, the newest
+    scrub: float = 8.0  # MiB per second of kept checkpoints to read again, to find rot; 0 for none
 
 
 @dataclass(frozen=True)
@@ -261,6 +262,7 @@ LIMITS = {
     "eval.temperature": _OR_ZERO,
     "checkpoint.every": _COUNT,
     "checkpoint.keep": _COUNT,
+    "checkpoint.scrub": _OR_ZERO,
     "health.limit": _POSITIVE,
     "health.patience": _COUNT,
     "health.replicas": _OR_ZERO,

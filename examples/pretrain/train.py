@@ -77,7 +77,11 @@ def train(config: Config, runtime: Runtime) -> None:
     # Each is written while training goes on. One that is damaged or was saved in an unhealthy step
     # is passed over for the one before it.
     checkpoints = CheckpointManager(
-        run.directory / "checkpoints", keep_last=config.checkpoint.keep, async_save=True, mesh=mesh
+        run.directory / "checkpoints",
+        keep_last=config.checkpoint.keep,
+        scrub_rate=config.checkpoint.scrub * 2**20 or None,
+        async_save=True,
+        mesh=mesh,
     )
     health = HealthMonitor(
         nonfinite=config.health.nonfinite,

@@ -9,6 +9,7 @@ import json
 import os
 import pickle
 import sys
+import tracemalloc
 import zlib
 
 import pytest
@@ -276,6 +277,42 @@ def test_nothing_that_metadata_may_name_can_be_changed(tmp_path):
         real = getattr(sys.modules.get(module), name, None)  # not every Python has pathlib._local
         shared = [real, _KNOWN[module, name], torch.strided, *_MEM_FORMAT_ENCODING]
         assert not any(hasattr(one, "planted") for one in shared)
+
+
+_FOREVER = (1 << 33).to_bytes(8, "little")  # 8 GiB
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b"\x80\x04Nr\xff\xff\xff\x0f.",
+        b"\x80\x02Np268435455\n.",
+        b"\x80\x04\x95" + _FOREVER + b"N.",
+        b"\x80\x04\x8e" + _FOREVER + b".",
+        b"\x80\x04\x8d" + _FOREVER + b".",
+        b"\x80\x05\x96" + _FOREVER + b".",
+        b"\x80\x03B\xff\xff\xff\x7f.",
+        b"\x80\x02\x8b\xff\xff\xff\x7f.",
+        b"\x80\x02cpathlib\nPurePosixPath\nq\x00X\x64\0\0\0" + b"a" * 100 + b"q\x01"
+        + (b"h\x00(" + b"h\x01" * 9 + b"tRq\x01") * 5 + b".",  # nine times as long, five times
+    ],
+    ids=["entry", "entry as text", "frame", "bytes", "text", "bytearray", "bytes 4", "int", "path"],
+)  # fmt: skip
+def test_a_few_bytes_of_metadata_cannot_ask_for_memory(tmp_path, text):
+    tracemalloc.start()
+    try:
+        with pytest.raises(CheckpointError):
+            read_metadata(LocalLocation(tmp_path), text)
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_manifest_that_no_save_wrote_so_large_is_not_read(saved):
+    with open(saved / STEP / "manifest.json", "ab") as file:
+        file.truncate(300 << 20)  # a hole: it takes no room on the disk
+    with pytest.raises(CheckpointDamagedError, match="larger than any that this layer writes"):
+        CheckpointManager(saved).restore({"model": nn.Linear(64, 64)})
 
 
 def test_what_is_fetched_a_second_time_is_checked_again(tmp_path, monkeypatch):

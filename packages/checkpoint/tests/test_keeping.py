@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
 import shutil
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -193,3 +197,94 @@ def test_a_checkpoint_loses_its_name_on_the_disk_before_its_files(tmp_path, monk
         assert [name for name, _ in done[-3:]] == ["rename", "fsync_directory", "rmtree"]
         assert done[-2][1] == tmp_path
         assert done[-1][1].name.startswith(".deleting-")
+
+
+def told(recwarn: pytest.WarningsRecorder) -> list[str]:
+    return [str(one.message) for one in recwarn if "rotted" in str(one.message)]
+
+
+def test_a_rotten_checkpoint_is_found_without_a_restore_and_counts_no_more(tmp_path, recwarn):
+    with CheckpointManager(tmp_path, keep_last=2, scrub_rate=1 << 30) as manager:
+        for step in (1, 2):
+            manager.save(step, {"t": torch.full((500,), float(step))})
+        manager.close()  # so that the scrubber begins its next round at once
+        flip(tmp_path / "step-00000002" / "__0_0.distcp")
+        manager.save(3, {"t": torch.zeros(500)})
+        deadline = time.monotonic() + 20
+        while not told(recwarn) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert re.search(r"step 2 has rotted .*__0_0\.distcp is damaged", *told(recwarn))
+        assert manager.list() == [2, 3]
+        manager.save(4, {"t": torch.zeros(500)})
+        manager.save(5, {"t": torch.zeros(500)})
+        assert manager.list() == [2, 4, 5]
+    assert not [thread for thread in threading.enumerate() if thread.name == "scrubber"]
+
+
+def test_a_scrubber_keeps_its_budget_and_takes_no_replacement_for_damage(tmp_path, recwarn):
+    manager = CheckpointManager(tmp_path, scrub_rate=4 << 20)
+    state = {"t": torch.zeros(1 << 20)}  # 4 MiB: a round takes a second
+    seen = 0
+    with monkeypatched_reads() as read:
+        for number in range(6):
+            state["t"] += 1
+            manager.save(1, state, overwrite=number > 0)
+            time.sleep(0.2)
+            seen = sum(size for name, size in read if name == "scrubber")
+    assert 0 < seen <= 12 << 20
+    manager.close()
+    assert not told(recwarn)
+    with pytest.raises(ValueError, match="scrub_rate is 0"):
+        CheckpointManager(tmp_path, scrub_rate=0)
+
+
+@contextlib.contextmanager
+def monkeypatched_reads():
+    """The bytes that each thread sums, piece by piece."""
+    import lamina.checkpoint.storage.manifest as manifest_module
+
+    read: list[tuple[str, int]] = []
+    sum_of = manifest_module.sum_of
+
+    def counted(location, name, *, moved, **how):
+        def noted(size: int) -> None:
+            read.append((threading.current_thread().name, size))
+            moved(size)
+
+        return sum_of(location, name, moved=noted, **how)
+
+    manifest_module.sum_of = counted
+    try:
+        yield read
+    finally:
+        manifest_module.sum_of = sum_of
+
+
+def test_two_hundred_kept_checkpoints_cost_a_save_what_three_do(tmp_path, monkeypatch):
+    calls: list[str] = []
+
+    def counting(module, name):
+        real = getattr(module, name)
+
+        def counted(*given, **named):
+            calls.append(name)
+            return real(*given, **named)
+
+        monkeypatch.setattr(module, name, counted)
+
+    for name in ("open", "stat", "listdir", "scandir", "rename", "fsync"):
+        counting(os, name)
+    manager, costs = CheckpointManager(tmp_path, keep_last=300, verify=False), []
+    for step in range(1, 9):
+        calls.clear()
+        manager.save(step, {"n": step})
+        costs.append(len(calls))
+    for step in range(9, 200):  # copies, which are made faster
+        shutil.copytree(tmp_path / "step-00000008", tmp_path / f"step-{step:08d}")
+    manager.save(200, {"n": 200})  # reads the manifests that it does not know
+    calls.clear()
+    manager.save(201, {"n": 201})
+    costs.append(len(calls))
+    assert len(manager.list()) == 201
+    # Of four checkpoints each file is looked at, and of one more that is another one each time.
+    assert 20 < costs[-1] <= costs[-2] + 5, costs

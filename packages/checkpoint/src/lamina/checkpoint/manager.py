@@ -31,6 +31,7 @@ from lamina.checkpoint.state.state import check_entries
 from lamina.checkpoint.storage.locations import Location, is_url, local_path
 from lamina.checkpoint.storage.manifest import Manifest
 from lamina.checkpoint.storage.retention import Kept, Retention, whole
+from lamina.checkpoint.storage.scrubber import Scrubber
 from lamina.checkpoint.storage.stores import store_of
 from lamina.mesh import ParallelMesh
 
@@ -79,6 +80,9 @@ class CheckpointManager:
         check_replicas: before writing, compare the first 4 KiB of every weight and state that
             several ranks hold as a whole: different tensors under one name would be lost. False
             stores one of them.
+        scrub_rate: bytes per second that the first rank reads of the kept checkpoints, in a thread,
+            from its first save until `close`. One that has rotted is told of in a warning, counts
+            for no rule of keeping, and may be saved again. None reads nothing.
 
     Attributes:
         last_save: what the last save cost; not `complete` while it is being written.
@@ -113,10 +117,15 @@ class CheckpointManager:
         threads: int = 1,
         progress: bool = True,
         check_replicas: bool = True,
+        scrub_rate: float | None = None,
     ) -> None:
         kept = Kept(keep_last, keep_every, keep_best, best_is)
         if threads < 1:
             raise ValueError(f"threads is {threads}: it must be at least 1")
+        if scrub_rate is not None and not scrub_rate > 0:
+            raise ValueError(
+                f"scrub_rate is {scrub_rate}: it must be above 0, or None for no reads"
+            )
         local = None if is_url(directory) else local_path(directory).absolute()
         self.directory: Path | str = str(directory) if local is None else local
         self.async_save, self.verify, self.threads = async_save, verify, threads
@@ -136,8 +145,9 @@ class CheckpointManager:
         )
         self._cleaned = False
         self._ranks.together(self._clean if self._store.has_locks else self._note)
-        done = self._retention.retire
-        self._saver = Saver(self._store, self._ranks, async_save, done, progress)
+        damaged = self._retention.damaged
+        self._scrubber = Scrubber(self._store, damaged, scrub_rate) if scrub_rate else None
+        self._saver = Saver(self._store, self._ranks, async_save, self._committed, progress)
 
     def __enter__(self) -> CheckpointManager:
         return self
@@ -174,7 +184,11 @@ class CheckpointManager:
 
     def close(self) -> None:
         """Wait for the save in the background, raise its failure, let go of staging memory."""
-        self._saver.close()
+        try:
+            self._saver.close()
+        finally:
+            if self._scrubber is not None:
+                self._scrubber.stop()
 
     def save(
         self,
@@ -358,6 +372,11 @@ class CheckpointManager:
             + "".join(f"; step {n}: {why}" for n, why in skipped.items())
             + ("" if skipped else remedy)
         )
+
+    def _committed(self, saved: Manifest) -> None:
+        self._retention.retire(saved)
+        if self._scrubber is not None:  # on the first rank, as only there a save is committed
+            self._scrubber.start()
 
     def _note(self) -> None:
         if self._ranks.is_first:

@@ -4,6 +4,7 @@ import io
 import mmap
 import os
 import pickle
+import pickletools
 import tempfile
 import zlib
 from collections import OrderedDict
@@ -65,6 +66,9 @@ _DTYPES = frozenset(
 )
 
 
+_PATH = 4096  # characters of a path, on Linux
+
+
 def _refuse(target: object) -> NoReturn:
     raise CheckpointUnsafeError(
         f"the checkpoint's metadata sets attributes of {target!r}, which metadata never does: it "
@@ -106,8 +110,10 @@ def _maker_of(name: str, make: Callable[..., Any]) -> type:
     return _Unchanging(name, (), {"__new__": lambda _, *given: make(*given)})
 
 
-def _path_text(*parts: object) -> str:  # of a checkpoint that plain DCP wrote; not used
-    return "/".join(map(str, parts))
+def _path_text(*parts: str) -> str:  # of a checkpoint that plain DCP wrote; not used
+    if not all(isinstance(part, str) for part in parts) or sum(map(len, parts)) > _PATH:
+        _refuse(parts[:1])  # joined again and again, a few bytes would become gigabytes
+    return "/".join(parts)
 
 
 # What DCP's metadata is made of.
@@ -148,6 +154,7 @@ def read_metadata(location: Location, text: bytes | None = None) -> Metadata:
     file = f"{location}/{METADATA}"
     try:
         text = location.read(METADATA) if text is None else text
+        _check_claims(text)
         metadata = _MetadataUnpickler(io.BytesIO(text)).load()
         _check_files(metadata)
     except CheckpointUnsafeError:
@@ -157,6 +164,48 @@ def read_metadata(location: Location, text: bytes | None = None) -> Metadata:
     if not isinstance(metadata, Metadata):
         raise CheckpointDamagedError(f"{file} holds a {type(metadata).__name__}, not metadata")
     return metadata
+
+
+# Bytes of each instruction's argument, or less than 0 for one that says where it ends.
+_ARGUMENTS = {ord(op.code): 0 if op.arg is None else op.arg.n for op in pickletools.opcodes}
+_LENGTHS = {
+    pickletools.TAKEN_FROM_ARGUMENT1: 1,
+    pickletools.TAKEN_FROM_ARGUMENT4: 4,
+    pickletools.TAKEN_FROM_ARGUMENT4U: 4,
+    pickletools.TAKEN_FROM_ARGUMENT8U: 8,
+}
+_PUT, _STOP, _FRAME = ord("p"), ord("."), 0x95
+_PLACES = {ord("q"): 1, ord("r"): 4}  # bytes of an entry's number
+_TWO_LINES = (ord("c"), ord("i"))
+
+
+def _check_claims(text: bytes) -> None:
+    """Raise ValueError for a pickle that claims more memory than its length can account for."""
+    # Note [A pickle claims memory before it is read]
+    # Python's unpickler makes room for what an instruction announces: for a string its length, for
+    # an entry of its table of objects all entries before it. Eleven bytes can so ask for gigabytes.
+    # A pickle that was written has at most one entry for each instruction, and holds its strings.
+    at = count = 0
+    while True:
+        operation = text[at]
+        at, count = at + 1, count + 1
+        argument = _ARGUMENTS[operation]
+        if argument > 0:
+            width = 8 if operation == _FRAME else _PLACES.get(operation, 0)
+            limit = len(text) if operation == _FRAME else count
+            if width and int.from_bytes(text[at : at + width], "little") > limit:
+                raise ValueError(f"the instruction before byte {at} asks for too much memory")
+            at += argument
+        elif argument < 0:
+            begin, width = at, _LENGTHS.get(argument, 0)
+            at += width + int.from_bytes(text[at : at + width], "little")
+            for _ in range(0 if width else 1 + (operation in _TWO_LINES)):
+                at = text.index(b"\n", at) + 1
+            asked = int(text[begin:at]) if operation == _PUT else 0
+            if at > len(text) or asked > count:
+                raise ValueError(f"the instruction before byte {begin} asks for too much memory")
+        elif operation == _STOP:
+            return
 
 
 def _check_files(metadata: Any) -> None:

@@ -195,7 +195,7 @@ class Writer(StorageWriter):
                 results.append(WriteResult(item.index, length, StorageInfo(name, offset, length)))
                 self._wrote(length, self._pause)
         if self._save.verify:
-            _verify_written(location, name, stream.sum, lambda: self._wrote(0, self._pause))
+            _verify_written(location, name, stream.sum, lambda _: self._wrote(0, self._pause))
         return _File(stream.sum, stream.chunks), results
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
@@ -277,7 +277,7 @@ def _shares(items: list[WriteItem], number: int) -> list[list[WriteItem]]:
 
 
 def _verify_written(
-    location: Location, name: str, written: FileSum, moved: Callable[[], None] = lambda: None
+    location: Location, name: str, written: FileSum, moved: Callable[[int], None] = lambda _: None
 ) -> None:
     found = sum_of(location, name, from_disk=True, moved=moved)
     if found != written:

@@ -30,7 +30,8 @@ __all__ = [
     "write_whole",
 ]
 
-_SMALL = 1 << 30  # bytes: manifest and metadata of a million chunks take a fifth of it
+_SMALL = 1 << 30  # bytes: metadata of a million chunks takes a fifth of it
+_SMALLER = {"manifest.json": 1 << 28}  # it has a line for each file: for a million of them
 _CHUNK = 4 << 20  # bytes read at a time: large enough for the disk, small beside a tensor
 _SHORT_OF_A_SLASH = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/(?!/)")
 
@@ -66,10 +67,9 @@ class LocalLocation:
         return str(self.path)
 
     def read(self, name: str) -> bytes:
-        """Return a small file's contents; OSError for one above a GiB."""
+        """Return a small file's contents; OSError for one that no save wrote so large."""
         with self.open(name) as file:
-            if os.fstat(file.fileno()).st_size > _SMALL:
-                raise OSError(errno.EFBIG, os.strerror(errno.EFBIG), str(self.path / name))
+            _refuse_large(name, os.fstat(file.fileno()).st_size, str(self.path))
             return cast(io.FileIO, file).readall()
 
     def size(self, name: str) -> int:
@@ -110,7 +110,8 @@ class RemoteLocation:
         return self.url
 
     def read(self, name: str) -> bytes:
-        """Return an object's contents."""
+        """Return a small object's contents; OSError for one that no save wrote so large."""
+        _refuse_large(name, self.size(name), self.url)
         return bytes(self.fs.cat_file(f"{self._root}/{name}"))
 
     def size(self, name: str) -> int:
@@ -128,6 +129,11 @@ class RemoteLocation:
     def is_there(self) -> bool:
         """Prefixes have no existence of their own."""
         return True
+
+
+def _refuse_large(name: str, size: int, where: str) -> None:
+    if size > _SMALLER.get(name, _SMALL):
+        raise OSError(errno.EFBIG, os.strerror(errno.EFBIG), f"{where}/{name}")
 
 
 Location = LocalLocation | RemoteLocation
@@ -174,15 +180,15 @@ def sum_of(
     name: str,
     *,
     from_disk: bool = False,
-    moved: Callable[[], None] = lambda: None,
+    moved: Callable[[int], None] = lambda _: None,
 ) -> FileSum:
-    """Read a file and sum it; `moved` is called after each piece."""
+    """Read a file and sum it; `moved` is called with the bytes of each piece."""
     crc, length = 0, 0
     with location.open(name, from_disk=from_disk) as file:
         while chunk := file.read(_CHUNK):
             crc = zlib.crc32(chunk, crc)
             length += len(chunk)
-            moved()
+            moved(len(chunk))
     return FileSum(length, crc)
 
 

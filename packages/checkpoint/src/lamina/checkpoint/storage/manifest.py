@@ -9,7 +9,7 @@ from __future__ import annotations
 import errno
 import json
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -117,10 +117,17 @@ class Manifest:
                 return name, found, message
         return None
 
-    def check_file(self, location: Location, name: str) -> None:
+    def check_file(
+        self,
+        location: Location,
+        name: str,
+        *,
+        moved: Callable[[int], None] = lambda _: None,
+        from_disk: bool = False,
+    ) -> None:
         """Read a whole file; CheckpointDamagedError if its checksum differs, or it is not there."""
         with self._reading(location, name):
-            found = sum_of(location, name)
+            found = sum_of(location, name, moved=moved, from_disk=from_disk)
         self._compare(location, name, found)
 
     def read_file(self, location: Location, name: str) -> _Text:

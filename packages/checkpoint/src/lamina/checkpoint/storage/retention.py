@@ -72,7 +72,8 @@ class Kept:
 class Retention:
     """Deletes from a store what the rules do not keep.
 
-    `damaged` are steps whose checkpoint a restore could not read; they count for no rule.
+    `damaged` are steps whose checkpoint a restore, or a scrubber, found damaged; they count for no
+    rule.
     """
 
     def __init__(self, store: Store, kept: Kept) -> None:

@@ -127,6 +127,10 @@ class HealthConfig:
     """Compare what several ranks hold copies of (weights, optimizer state): every byte once in so
     many steps. 0 compares nothing."""
     heal: bool = False  # Replace a copy that differs from most others; otherwise stop
+    slow: float = 1.5
+    """A rank is named that takes more than so many times as long as the others, waits for them
+    aside, ..."""
+    slow_steps: int = 64  # ... for so many steps on end
 
 
 @dataclass(frozen=True)
@@ -266,6 +270,8 @@ LIMITS = {
     "health.limit": _POSITIVE,
     "health.patience": _COUNT,
     "health.replicas": _OR_ZERO,
+    "health.slow": Limits(1, without_least=True),
+    "health.slow_steps": _COUNT,
     "log.every": _COUNT,
     "log.line_seconds": _OR_ZERO,
 }

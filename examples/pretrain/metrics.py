@@ -141,13 +141,15 @@ class Metrics:
         if done % self._config.log.every == 0:
             self._write(record)
 
-    def unhealthy(self, number: int, found: Judgement) -> None:
-        """Record a step that did not change the weights, and why."""
-        if self._active:
-            self._write(
-                {"step": number, "unhealthy": found.reason, "decision": found.decision.value}
-            )
-            self.say(f"step {number} ({found.decision.value}): {found.reason}")
+    def judged(self, number: int, found: Judgement) -> None:
+        """Record a step that did not change the weights, and why; and ranks that are slow."""
+        decision = found.decision.value
+        if self._active and not found.healthy:
+            self._write({"step": number, "unhealthy": found.reason, "decision": decision})
+            self.say(f"step {number} ({decision}): {found.reason}")
+        for slow in found.stragglers if self._active else ():
+            self._write({"step": number, "straggler": str(slow), "factor": slow.factor})
+            self.say(f"step {number}: {slow}")
 
     def held_out(self, done: int, loss: float) -> None:
         """Record an evaluation: the held-out loss in nats per token."""

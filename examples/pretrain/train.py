@@ -88,6 +88,8 @@ def train(config: Config, runtime: Runtime) -> None:
         spike=None if config.health.spike == "ignore" else config.health.spike,
         limit=config.health.limit,
         patience=config.health.patience,
+        slow=config.health.slow,
+        slow_steps=config.health.slow_steps,
     )
     replicas = None  # Copies of weights and optimizer state must stay equal, bit for bit.
     if config.health.replicas:
@@ -104,7 +106,7 @@ def train(config: Config, runtime: Runtime) -> None:
         metrics.say(opening(parameters, corpus, samples, config, run))
         while done < config.train.steps and not stopping.reason:
             try:
-                with metrics.watched(done):
+                with metrics.watched(done), health.step():
                     found = step(
                         done,
                         model,
@@ -122,8 +124,7 @@ def train(config: Config, runtime: Runtime) -> None:
                     f"step {done + 1}: {error}; the newest checkpoint is of step "
                     f"{checkpoints.latest() or 0}: lower --train.learning-rate"
                 ) from None
-            if not found.healthy:
-                metrics.unhealthy(done + 1, found)
+            metrics.judged(done + 1, found)
             if found.decision is Decision.BACK:
                 bad = health.batch(done)
                 done = checkpoints.back(state, before=done)

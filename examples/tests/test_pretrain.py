@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -126,7 +129,7 @@ def numbers(directory: Path) -> list[tuple[float, ...]]:
         if "held_out_loss" in r
         else (r["step"], r["loss"], r["grad_norm"])
         for r in records(directory)
-        if "checkpoint_blocked_seconds" not in r
+        if not {"checkpoint_blocked_seconds", "straggler"} & set(r)
     ]  # a step that was judged a spike has a line without a loss, and fails here: none may be
 
 
@@ -271,6 +274,32 @@ def test_a_time_limit_ends_the_run_with_a_checkpoint_and_a_report(tmp_path):
     assert 0 < last < 100_000
     assert (directory / "report.html").exists()
     assert not (directory / "report.json").exists()  # the run is not finished: it can go on
+
+
+@pytest.mark.filterwarnings("ignore:rank 1")
+@pytest.mark.ranks(2)
+def test_a_rank_that_holds_the_others_up_is_named_on_the_first_and_in_the_log(
+    ranks, tmp_path, monkeypatch
+):
+    sys.path.insert(0, str(TRAIN.parent))
+    import train as job
+
+    batch = job.Windows.batch
+
+    def batch_late(self, *given):
+        time.sleep(0.2 if ranks.rank == 1 else 0)
+        return batch(self, *given)
+
+    monkeypatch.setattr(job.Windows, "batch", batch_late)
+    directory = tmp_path / "run"
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        run_here(directory, "--train.steps", "10", "--health.slow-steps", "8", "--health.slow", "2")
+    if ranks.rank == 0:
+        (found,) = [r for r in records(directory) if "straggler" in r]
+        assert found["step"] == 10  # step 8 was timed, and step 9 told it
+        assert re.fullmatch(r"rank 1 \(.*=1\) on \S+ takes .* times as long .*", found["straggler"])
+        assert found["factor"] > 2
+        assert f"step 10: {found['straggler']}" in said.getvalue()
 
 
 @pytest.mark.ranks(2, timeout=120)

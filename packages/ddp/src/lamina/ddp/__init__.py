@@ -7,6 +7,7 @@ from lamina.ddp.inspect.memory import MemoryPlan, memory_plan
 from lamina.ddp.inspect.wire import wire_plan
 from lamina.ddp.norm.clip import clip_grad_norm
 from lamina.ddp.norm.health import Decision, HealthMonitor, Judgement
+from lamina.ddp.norm.pace import Straggler
 from lamina.ddp.norm.replicas import ReplicaError, ReplicaMonitor
 from lamina.ddp.optimizer.grad_scaler import ShardedGradScaler
 from lamina.ddp.optimizer.sharded_optimizer import ShardedOptimizer
@@ -30,6 +31,7 @@ __all__ = [
     "ReplicaMonitor",
     "ShardedGradScaler",
     "ShardedOptimizer",
+    "Straggler",
     "Strategy",
     "clip_grad_norm",
     "finalize_grads",

@@ -90,10 +90,10 @@ def clip_grad_norm(
     elif replicas is not None:
         replicas.compare()
     if health is not None:
-        loss, ranks = read[:2]
+        loss, ranks, *pace = read[:5]
         loss = None if not ranks else loss if math.isinf(norm_type) else loss / ranks
         names = functools.partial(_names, shares)
-        if not health.judge(loss, size, axes, norm.device, names).healthy:
+        if not health.judge(loss, size, axes, norm.device, names, pace).healthy:
             return norm
     # The host looks once at most, and never on a GPU that is not asked to refuse.
     known = float(norm) if error_if_nonfinite or norm.device.type == "cpu" else math.nan

@@ -4,7 +4,8 @@ Note [Judged without a message of its own]
 A rank that alone skipped a step would train other weights than its peers, or leave them waiting. So
 a verdict follows from nothing but values that all ranks have in the same bits: the norm, and the
 mean loss, which rides in the norm's message. Ranks send words only after an unhealthy step, to name
-the rank, microbatch and parameters. See docs/decisions/0415-health-rides-on-the-norm.md.
+the rank, microbatch and parameters, and once about a rank that holds the others up. See
+docs/decisions/0415-health-rides-on-the-norm.md.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ import statistics
 import warnings
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any, Literal
 
@@ -23,6 +25,7 @@ import torch.distributed as dist
 
 from lamina.collectives import all_gather_into
 from lamina.collectives.engine import CommonFacts
+from lamina.ddp.norm.pace import Pace, Straggler
 from lamina.mesh.engine import MeshAxis
 
 __all__ = ["Decision", "HealthMonitor", "Judgement", "shortened", "words_of_all"]
@@ -55,6 +58,7 @@ class Judgement:
         norm: of the gradients, before clipping.
         decision: what becomes of the step.
         reason: what is wrong, with rank, microbatch and parameters where known; empty if healthy.
+        stragglers: ranks that have been found to hold the others up; told once.
 
     Examples:
         >>> Judgement(loss=2.0, norm=0.5, decision=Decision.STEP).healthy
@@ -65,6 +69,7 @@ class Judgement:
     norm: float
     decision: Decision
     reason: str = ""
+    stragglers: tuple[Straggler, ...] = ()
 
     @property
     def healthy(self) -> bool:
@@ -85,6 +90,11 @@ class HealthMonitor:
     step that is skipped leaves weights and optimizer state alone, but not what a forward has
     changed (statistics of BatchNorm, scales of FP8).
 
+    Enter `step` around each step, and a rank that holds the others up is named: one that for
+    `slow_steps` steps on end needs more than `slow` times as long as the mean of the others, not
+    counting the time in which it waits for them in Lamina's collectives. Every eighth step is
+    timed. With `norm_type=inf`, and across pipeline stages, nobody is found.
+
     Args:
         nonfinite: what to do about NaN and infinity: "stop" raises, "skip" and "back" as in
             `Decision`.
@@ -94,6 +104,8 @@ class HealthMonitor:
         least: how many values must be known.
         patience: stop after so many unhealthy steps in a row, whatever the policies say. After
             going back, the row ends only with as many healthy steps as batches were passed over.
+        slow: how many times as long as others a slow rank needs.
+        slow_steps: for how many steps on end.
 
     Attributes:
         last: the newest judgement; None before the first.
@@ -121,6 +133,8 @@ class HealthMonitor:
         window: int = 64,
         least: int = 16,
         patience: int = 10,
+        slow: float = 1.5,
+        slow_steps: int = 64,
     ) -> None:
         for name, policy in (("nonfinite", nonfinite), ("spike", spike)):
             if policy not in ("stop", "skip", "back") and (policy, name) != (None, "spike"):
@@ -130,6 +144,8 @@ class HealthMonitor:
                 f"limit={limit}, least={least}, window={window}, patience={patience}: limit must "
                 "be above 0, least from 1 to window, patience at least 1"
             )
+        if not slow > 1 or slow_steps < 1:
+            raise ValueError(f"slow={slow}, slow_steps={slow_steps}: above 1, and at least 1")
         self.last: Judgement | None = None
         self.counts: Counter[str] = Counter()
         self._nonfinite, self._spike, self._limit = nonfinite, spike, limit
@@ -139,8 +155,13 @@ class HealthMonitor:
         self._in_a_row = self._repeated = 0
         self._passed_over = 0
         self._compared = False
+        self._pace = Pace(slow, slow_steps)
 
     # -- what a training loop calls -----------------------------------------------------------
+
+    def step(self) -> AbstractContextManager[None]:
+        """Entered around a step on all ranks: finds those that hold the others up."""
+        return self._pace.step()
 
     def note(self, loss: torch.Tensor | float) -> None:
         """Note the loss of this rank's next microbatch; the host does not wait for it."""
@@ -174,12 +195,14 @@ class HealthMonitor:
     # -- what `clip_grad_norm` calls ----------------------------------------------------------
 
     def message(self, op: str, device: torch.device) -> torch.Tensor:
-        """This rank's loss (mean, or with "max" the largest) and whether it has one: fp64 [2]."""
-        if not self._noted:
-            return torch.tensor([-math.inf if op == "max" else 0.0, 0.0], device=device).double()
-        losses = torch.stack([loss.to(device) for loss in self._noted])
-        loss = losses.max() if op == "max" else losses.mean()
-        return torch.stack([loss, torch.ones_like(loss)])
+        """This rank's loss (mean, at "max" the largest), 1 if it has one, its pace: fp64 [5]."""
+        pace = [0.0] * 3 if op == "max" else self._pace.message()
+        nothing = -math.inf if op == "max" else 0.0
+        told = torch.tensor([nothing, bool(self._noted), *pace], dtype=torch.float64, device=device)
+        if self._noted:
+            losses = torch.stack([loss.to(device) for loss in self._noted])
+            told[0] = losses.max() if op == "max" else losses.mean()
+        return told
 
     def judge(
         self,
@@ -188,6 +211,7 @@ class HealthMonitor:
         axes: Sequence[MeshAxis],
         device: torch.device,
         gradients: Callable[[bool], Sequence[str]],
+        pace: Sequence[float] = (0.0, 0.0, 0.0),
     ) -> Judgement:
         """Judge a step by values that all ranks have; collective, the first time and if unhealthy.
 
@@ -198,12 +222,14 @@ class HealthMonitor:
             device: where messages lie.
             gradients: names this rank's parameters whose gradients are not finite (True), or are
                 the largest (False).
+            pace: what ranks have told of it, summed.
 
         Raises:
             FloatingPointError: on every rank, if a policy says "stop", or patience is over.
             DisagreementError: ranks have other settings, or another past.
         """
         self._compare(axes, device)
+        stragglers = self._stragglers(pace, axes, device)
         values = {"loss": loss, "gradient norm": norm}
         known = {what: value for what, value in values.items() if value is not None}
         infinite = [what for what, value in known.items() if not math.isfinite(value)]
@@ -225,6 +251,8 @@ class HealthMonitor:
             words = words_of_all(*told, axes, device)
             reason = f"loss {loss}, gradient norm {norm:.6g}: {cause}{words}"
             self._conclude(loss, norm, reason, (self._nonfinite if infinite else self._spike) or "")
+        if stragglers and self.last is not None:
+            self.last = replace(self.last, stragglers=stragglers)
         self._noted.clear()
         return self.last  # type: ignore[return-value]  # set by either branch
 
@@ -253,6 +281,20 @@ class HealthMonitor:
                     found[what] = most
         return found
 
+    def _stragglers(
+        self, pace: Sequence[float], axes: Sequence[MeshAxis], device: torch.device
+    ) -> tuple[Straggler, ...]:
+        """The ranks that have found themselves slow, from words that all send if one has."""
+        seconds, ranks, slow = pace
+        self._pace.compare(seconds, ranks)
+        if not slow:
+            return ()
+        rows = _rows_of_all(self._pace.words(), axes, device)
+        found = tuple(Straggler(row[0], row[1], float(row[2])) for row in rows if len(row) == 3)
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            warnings.warn("; ".join(map(str, found)), stacklevel=5)
+        return found
+
     def _suspects(self, infinite: bool) -> str:
         """The microbatches of this rank that may be the cause: not finite, or the largest."""
         losses = [float(loss) for loss in self._noted]
@@ -269,6 +311,7 @@ class HealthMonitor:
             ("spike", str(self._spike)),
             ("limit, least, patience", str((self._limit, self._least, self._patience))),
             ("window", str(self._recent["loss"].maxlen)),
+            ("slow, slow_steps", str((self._pace.factor, self._pace.steps))),
             ("state", str(self.state_dict())),
         ]
         groups = [axis.sibling("reduce") for axis in axes]
@@ -280,20 +323,27 @@ def words_of_all(
     suspects: str, names: Sequence[str], axes: Sequence[MeshAxis], device: torch.device
 ) -> str:
     """What all ranks know of the cause: suspects of each rank, and names of parameters."""
+    rows = _rows_of_all([suspects, *names], axes, device)
+    blamed = [f"{rank}: {words[0]}" for rank, *words in rows if words and words[0]]
+    known = list(dict.fromkeys(name for row in rows for name in row[2:] if name))
+    gradients = [f"gradients of {shortened(known, 5, ', ')}"] if known else []
+    return "".join(f"; {each}" for each in [shortened(blamed, 3, "; "), *gradients] if each)
+
+
+def _rows_of_all(
+    words: Sequence[str], axes: Sequence[MeshAxis], device: torch.device
+) -> list[list[str]]:
+    """Each rank with its coordinates, and what it has to say; in order."""
     place = ", ".join(f"{axis.name}={axis.rank}" for axis in axes)
     here = f"rank {dist.get_rank() if dist.is_initialized() else 0}" + (f" ({place})" * bool(place))
-    text = "\n".join([here, suspects, *names]).encode()[:_ROW].ljust(_ROW)
+    text = "\n".join([here, *words]).encode()[:_ROW].ljust(_ROW)
     rows = torch.tensor(list(text), dtype=torch.uint8, device=device)
     for axis in axes:
         whole = rows.new_empty(rows.numel() * axis.size)
         all_gather_into(whole, rows, axis.sibling("reduce")).wait()
         rows = whole
     said = [bytes(row).decode(errors="replace").rstrip() for row in rows.view(-1, _ROW).tolist()]
-    of_ranks = sorted((row + "\n").split("\n") for row in said)
-    blamed = [f"{rank}: {what}" for rank, what, *_ in of_ranks if what]
-    known = list(dict.fromkeys(name for _, _, *names in of_ranks for name in names if name))
-    gradients = [f"gradients of {shortened(known, 5, ', ')}"] if known else []
-    return "".join(f"; {each}" for each in [shortened(blamed, 3, "; "), *gradients] if each)
+    return sorted(row.split("\n") for row in said)
 
 
 def shortened(words: Sequence[str], most: int, comma: str) -> str:

@@ -190,7 +190,8 @@ def step(
             part, last = parts[index], index == len(parts) - 1
             with contextlib.nullcontext() if last else model.no_sync():
                 loss = model(**shape.arguments(*piece))
-                health.note(loss * (part.weight * len(parts)))  # their mean is the batch's loss
+                # Of all ranks and passes the mean is the batch's loss.
+                health.note(loss.detach().double() * (part.weight * len(parts)))
                 # Sums over sequences have the same bits on any number of ranks, means do not.
                 (loss * (part.counted if train.reproducible else part.weight)).backward()
         if isinstance(model, ShardedModule):  # sums over tp, and what else a step ends with

@@ -555,10 +555,11 @@ class Normed(nn.Module):
         return self.leave(self.norm(self.enter(x)))
 
 
-@use(A, columns=("ddp", "ddp_sharded", "torch_ddp"), dtypes=("fp32",))
+@use(A, columns=(*OURS, "torch_ddp"), dtypes=("fp32",))
 def batch_norm_buffers_agree(case: Case):
     """BatchNorm's running statistics are the same on both ranks in a forward after training"""
-    model, optimizer = case.setup(case.net(Normed))
+    asked = {} if "ddp" in case.column else {"broadcast_buffers": "forward"}
+    model, optimizer = case.setup(case.net(Normed), **asked)
     for step in range(3):
         case.loss(model, step).backward()
         optimizer.step()

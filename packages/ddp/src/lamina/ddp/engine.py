@@ -52,13 +52,18 @@ from lamina.ddp.parameters.parameters import (
 )
 from lamina.ddp.parameters.strategy import resolve_strategy
 from lamina.ddp.parameters.tensor_trees import map_tensors, tensors_in
+from lamina.ddp.wrapper.module_buffers import (
+    BufferPolicy,
+    ModuleBuffers,
+    check_buffer_policy,
+)
 from lamina.ddp.wrapper.param_gathers import registration_refusal
-from lamina.ddp.wrapper.wrapper import broadcast_buffers
 
 __all__ = [
     "ELEMENTWISE",
     "BackwardEnd",
     "BackwardListener",
+    "BufferPolicy",
     "DataParallelAxes",
     "GradientReducer",
     "GradientState",
@@ -68,6 +73,7 @@ __all__ = [
     "HasGroups",
     "MemoryBudgets",
     "ModelAxes",
+    "ModuleBuffers",
     "ModuleWatch",
     "Order",
     "ParameterGroup",
@@ -83,7 +89,7 @@ __all__ = [
     "WirePlan",
     "adopt_main_parameters",
     "answer_scalers",
-    "broadcast_buffers",
+    "check_buffer_policy",
     "check_dimensions",
     "check_experts",
     "collect_parameters",

@@ -5,6 +5,7 @@ from typing import Literal
 
 from lamina.ddp.gradients.reduction import resolve_reduction
 from lamina.ddp.parameters.strategy import Strategy, resolve_strategy
+from lamina.ddp.wrapper.module_buffers import BufferPolicy, check_buffer_policy
 
 __all__ = ["DistributedDataParallelConfig"]
 
@@ -91,7 +92,7 @@ class DistributedDataParallelConfig:
     reproducible: bool = False
     calculate_per_token_loss: bool = False
     keep_tensors_whole: bool = False
-    broadcast_buffers: Literal["forward", "start", "never"] | bool = "forward"
+    broadcast_buffers: BufferPolicy = "forward"
 
     def __post_init__(self) -> None:
         if self.bucket_size is not None and self.num_buckets is not None:
@@ -112,11 +113,7 @@ class DistributedDataParallelConfig:
                 "largest magnitude that is still right, such as 1e4, or None not to look"
             )
         self._check_reduction()
-        if self.broadcast_buffers not in ("forward", "start", "never", True, False):
-            raise ValueError(
-                f"broadcast_buffers={self.broadcast_buffers!r}: it is 'forward' (before each "
-                "forward of training), 'start' (once) or 'never'"
-            )
+        check_buffer_policy(self.broadcast_buffers)
 
     @property
     def strategy(self) -> Strategy:

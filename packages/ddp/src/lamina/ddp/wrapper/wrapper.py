@@ -5,7 +5,7 @@
 
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -42,11 +42,12 @@ from lamina.ddp.parameters.parameters import (
 )
 from lamina.ddp.parameters.tensor_trees import tensors_in
 from lamina.ddp.wrapper.config import DistributedDataParallelConfig
+from lamina.ddp.wrapper.module_buffers import ModuleBuffers
 from lamina.ddp.wrapper.param_gathers import ParamGathers, adopt_model_weights, registered_pool
-from lamina.mesh import ParallelLayout, ParallelMesh, role_of
+from lamina.mesh import ParallelLayout, ParallelMesh
 from lamina.mesh.engine import axis_if_there, named_mesh, require_overlap, translates
 
-__all__ = ["DataParallel", "DistributedDataParallel", "broadcast_buffers", "plan_buckets"]
+__all__ = ["DataParallel", "DistributedDataParallel", "plan_buckets"]
 
 _IN_FLIGHT = 4
 """Reductions that are not waited for yet."""
@@ -181,10 +182,9 @@ class DistributedDataParallel(DataParallel):
         for group in self._groups:
             same = group.dtypes.grads == group.dtypes.weights
             group.shows_on_compute = same and group.requires_grad and group.mains_are_separate
-        self._experts_axes = expert
-        self._buffers_written = False
-        if config.broadcast_buffers not in ("never", False):
-            self._broadcast_buffers()
+        ignored = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
+        self._module_buffers = ModuleBuffers(config.broadcast_buffers, dense, expert, ignored)
+        self._module_buffers.start(module, module.modules())
         self._watch = ModuleWatch(self._groups, "DistributedDataParallel", left_alone)
         self._gathers = ParamGathers(
             module,
@@ -201,10 +201,7 @@ class DistributedDataParallel(DataParallel):
         written = [group.mains_written for group in self._groups]  # asks all of them
         if any(written):
             self._gathers.changed()
-        if self.config.broadcast_buffers in ("forward", True):
-            if self.training or self._buffers_written:  # evaluation after training, as in torch
-                self._broadcast_buffers()
-            self._buffers_written = self.training
+        self._module_buffers.before_forward(self.module)
         self._gathers.begin(overlapped=self.training and torch.is_grad_enabled())
         output = self.module(*args, **kwargs)
         self._gathers.begin_all()  # those of modules that ran on other ranks only
@@ -214,16 +211,6 @@ class DistributedDataParallel(DataParallel):
                 if tensor.requires_grad:
                     tensor.register_hook(_starting(begin))  # type: ignore[no-untyped-call]
         return output
-
-    def _broadcast_buffers(self) -> None:
-        """Take the first data-parallel rank's buffers (collective)."""
-        ignored = set(getattr(self.module, "_ddp_params_and_buffers_to_ignore", ()))
-        sent = [
-            module
-            for prefix, module in self.module.named_modules()
-            if ignored.isdisjoint(f"{prefix}.{name}".removeprefix(".") for name in module._buffers)
-        ]
-        broadcast_buffers(self.module, sent, self._dense_axes, self._experts_axes)
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
         """Torch's communication hooks, refused by name.
@@ -593,52 +580,3 @@ def plan_buckets(
     place = {ref.name: index for index, ref in enumerate(reversed(refs))}
     # A bucket is complete when the last of its parameters is: order the kinds by that.
     return sorted(buckets, key=lambda bucket: place[bucket[1][-1].name])
-
-
-def broadcast_buffers(
-    root: nn.Module,
-    modules: Iterable[nn.Module],
-    dense: DataParallelAxes,
-    expert: DataParallelAxes | None,
-) -> None:
-    """Take the first rank's buffers, as parameters do (one collective for all of one device).
-
-    Random features or codebooks would else differ where ranks are seeded differently. Buffers of
-    experts go over the experts' axes: ranks along ep hold different ones.
-
-    Args:
-        root: the model, or the unit, that the modules are in.
-        modules: those whose own buffers are sent.
-        dense: data-parallel axes of ordinary parameters.
-        expert: those of expert parameters; None where the mesh has none.
-    """
-    experts = set(_of_experts(root)) if expert is not None else set()
-    found: dict[tuple[bool, torch.device], list[torch.Tensor]] = {}
-    for module in modules:
-        for buffer in module._buffers.values():
-            if buffer is not None and buffer.numel() and not buffer.is_meta:
-                found.setdefault((id(module) in experts, buffer.device), []).append(buffer)
-    for (of_expert, _), buffers in found.items():
-        axes = expert if of_expert and expert is not None else dense
-        _send(buffers, axes)
-
-
-def _send(buffers: list[torch.Tensor], axes: DataParallelAxes) -> None:
-    # Bytes, because backends do not know all dtypes.
-    sent = [b.detach().contiguous().reshape(-1).view(torch.uint8) for b in buffers]
-    together = torch.cat(sent)
-    for group in axes.groups("gather"):
-        broadcast(together, group, src=0).wait()
-    pieces = torch.split(together, [piece.numel() for piece in sent])
-    with torch.no_grad():
-        for buffer, piece in zip(buffers, pieces, strict=True):
-            # A copy, because a piece may begin where its dtype may not.
-            buffer.copy_(piece.clone().view(buffer.dtype).view(buffer.shape))
-
-
-def _of_experts(root: nn.Module) -> Iterator[int]:
-    """`id`s of the modules at and below which all parameters, one at least, are experts'."""
-    for module in root.modules():
-        roles = [role_of(parameter).expert for parameter in module.parameters()]
-        if roles and all(roles):
-            yield from (id(below) for below in module.modules())

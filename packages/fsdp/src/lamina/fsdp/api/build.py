@@ -19,6 +19,7 @@ from lamina.ddp.engine import (
     GradientReducer,
     GroupDtypes,
     GroupSettings,
+    ModuleBuffers,
     ModuleWatch,
     Order,
     ParameterGroup,
@@ -26,7 +27,6 @@ from lamina.ddp.engine import (
     ScratchBuffers,
     Weights,
     WholeWeights,
-    broadcast_buffers,
     check_experts,
     group_parameters,
     plan_layout,
@@ -174,6 +174,7 @@ def start_engine(
         order_check=check,
         storage_check=StorageCheck(pool) if settings.check_storage else None,
         watch=ModuleWatch((g for unit in units for g in unit.groups), wrapper, left_alone),
+        module_buffers=_module_buffers(sharding),
     )
     for each in hooks:
         each.start(engine)
@@ -326,7 +327,7 @@ def _make_unit(
     materialise_unit(plan, device, settings.init_module, layouts, buffers_later)
     move_buffers(plan.own_modules(), device)
     if settings.sync_module_states:
-        broadcast_buffers(plan.module, plan.own_modules(), sharding.dense, sharding.expert)
+        _module_buffers(sharding).start(plan.module, plan.own_modules())
     made = [
         ParameterGroup(
             group.refs,
@@ -339,6 +340,10 @@ def _make_unit(
         for group in groups
     ]
     return Unit(plan.name, plan.module, made, plan.members)
+
+
+def _module_buffers(sharding: Sharding) -> ModuleBuffers:
+    return ModuleBuffers(sharding.settings.broadcast_buffers, sharding.dense, sharding.expert)
 
 
 def _weights_factory(

@@ -13,6 +13,7 @@ from torch.distributed.fsdp import OffloadPolicy
 from torch.optim import Optimizer
 
 from lamina.ddp.engine import (
+    BufferPolicy,
     ScratchBuffers,
     adopt_main_parameters,
     answer_scalers,
@@ -165,6 +166,7 @@ def fully_shard(
     check_storage: bool = False,
     init_module: Callable[[nn.Module], None] | None = None,
     sync_module_states: bool = True,
+    broadcast_buffers: BufferPolicy = "start",
     gather_budget: int | None = None,
     reduce_budget: int | None = None,
 ) -> ShardedModule | tuple[ShardedModule, Optimizer]:
@@ -269,6 +271,9 @@ def fully_shard(
             For debugging: each operator of a forward is looked at, and no memory is given back.
         init_module: initialises one meta module's own tensors; None calls `reset_parameters()`.
         sync_module_states: start from the first data-parallel rank's values.
+        broadcast_buffers: when the first data-parallel rank's buffers (running statistics, tables)
+            are sent to the others: "start" once, with `sync_module_states`; "forward" also before
+            each forward of training and the first one after it, as torch's DDP does; "never".
         gather_budget: bytes of whole weights per rank that may be live at once: as many units as
             fit are gathered ahead. None gathers one ahead. Needs `zero_dp_strategy=3`.
         reduce_budget: bytes of gradients per rank that may be on the wire at once. None allows two
@@ -327,6 +332,7 @@ def fully_shard(
         check_storage=check_storage,
         init_module=init_module,
         sync_module_states=sync_module_states,
+        broadcast_buffers=broadcast_buffers,
         gather_budget=gather_budget,
         reduce_budget=reduce_budget,
     )

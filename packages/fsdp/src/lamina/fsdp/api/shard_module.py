@@ -17,6 +17,7 @@ from torch.distributed.fsdp import OffloadPolicy
 
 from lamina.buffers import ShardedTensor, StoragePool
 from lamina.ddp.engine import (
+    BufferPolicy,
     ParameterGroup,
     ParameterRef,
     ScratchBuffers,
@@ -131,6 +132,7 @@ def shard_module(
     offload_policy: OffloadPolicy | None = None,
     ignored_params: Iterable[nn.Parameter] | None = None,
     device: torch.device | str | None = None,
+    broadcast_buffers: BufferPolicy = "start",
 ) -> ModuleWithUnit | list[ModuleWithUnit]:
     """Shard one module's parameters, those of sharded modules inside it excepted (collective).
 
@@ -152,6 +154,8 @@ def shard_module(
             memory; `OffloadPolicy()` or None for none.
         ignored_params: parameters to leave alone, gradients included.
         device: where the module computes, and is moved to; by default the mesh's device.
+        broadcast_buffers: as of `fully_shard`. Each module says for itself whether its buffers
+            are sent at the start; what the outermost one says of forwards holds for all.
 
     Returns:
         The module, whose class now also is a `ModuleWithUnit`; or the list of them.
@@ -190,6 +194,7 @@ def shard_module(
         or MixedPrecisionPolicy(main_params_dtype=None),
         offload_policy=offload_policy,
         device=device,
+        broadcast_buffers=broadcast_buffers,
     )
     sharding = resolve(around, settings)
     keep = _resharding(reshard_after_forward, sharding.dense.inner.size)

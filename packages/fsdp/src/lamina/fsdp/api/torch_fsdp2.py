@@ -19,7 +19,11 @@ from torch.distributed.tensor import DTensor
 from lamina.collectives.engine import broadcast
 from lamina.ddp import DataParallel, MemoryPlan
 from lamina.ddp.engine import (
+    BufferPolicy,
+    DataParallelAxes,
+    ModuleBuffers,
     ParameterGroup,
+    check_buffer_policy,
     collect_parameters,
     data_parallel_axes,
     require_same_model,
@@ -43,6 +47,8 @@ class TorchFullyShardedDataParallelConfig:
         ckpt_format: has to be "torch_dist": its DTensors are saved by
             `torch.distributed.checkpoint`.
         mp_policy: torch's `MixedPrecisionPolicy`; None means fp32 throughout.
+        broadcast_buffers: when the first rank's buffers are sent to the others: "forward", "start"
+            or "never", as of `DistributedDataParallelConfig`. torch's FSDP2 never sends them.
 
     Examples:
         >>> config = TorchFullyShardedDataParallelConfig(reshard_after_forward=False)
@@ -52,8 +58,10 @@ class TorchFullyShardedDataParallelConfig:
     gradient_accumulation_fusion: bool = False
     ckpt_format: str = "torch_dist"
     mp_policy: Any = None
+    broadcast_buffers: BufferPolicy = "never"
 
     def __post_init__(self) -> None:
+        check_buffer_policy(self.broadcast_buffers)
         if self.gradient_accumulation_fusion:
             raise ValueError(
                 "gradient_accumulation_fusion=True writes weight gradients past `.grad`, where "
@@ -90,11 +98,17 @@ class TorchFullyShardedDataParallel(DataParallel):
         sub_modules_to_wrap: Sequence[type[nn.Module] | str] | None = None,
     ) -> None:
         super().__init__()
+        self._module_buffers: ModuleBuffers | None = None
         require_overlap("TorchFullyShardedDataParallel")
         _refuse_roles(module)
         self.config = config
         device_mesh = _mesh_for_torch(mesh)
-        _require_same(type(self).__name__, module, config, device_mesh)
+        axes = _axes(device_mesh)
+        if axes is not None:  # compare over ranks what torch's FSDP2 takes for equal
+            refs = collect_parameters(module)
+            require_same_model(type(self).__name__, refs, axes, None, config)
+            self._module_buffers = ModuleBuffers(config.broadcast_buffers, axes, None)
+            self._module_buffers.start(module, module.modules())
         _take_first_ranks_values(module, device_mesh)
         settings: dict[str, Any] = {
             "mesh": device_mesh,
@@ -121,6 +135,8 @@ class TorchFullyShardedDataParallel(DataParallel):
         """The wrapped module's forward."""
         if torch.is_grad_enabled():
             self._unsummed = not self._syncs
+        if self._module_buffers is not None:
+            self._module_buffers.before_forward(self.module)
         return self.module(*args, **kwargs)
 
     def parameter_groups(self) -> Iterator[ParameterGroup]:
@@ -281,17 +297,10 @@ def _refuse_roles(module: nn.Module) -> None:
             )
 
 
-def _require_same(
-    what: str,
-    module: nn.Module,
-    config: TorchFullyShardedDataParallelConfig,
-    mesh: DeviceMesh,
-) -> None:
-    """Compare over ranks what torch's FSDP2 takes for equal."""
+def _axes(mesh: DeviceMesh) -> DataParallelAxes | None:
+    """The data-parallel axes; None for a mesh whose dimensions have no names."""
     names = mesh.mesh_dim_names or ()
-    if names:
-        axes = data_parallel_axes(mesh, names[-1], names[:-1])
-        require_same_model(what, collect_parameters(module), axes, None, config)
+    return data_parallel_axes(mesh, names[-1], names[:-1]) if names else None
 
 
 def _take_first_ranks_values(module: nn.Module, mesh: DeviceMesh) -> None:

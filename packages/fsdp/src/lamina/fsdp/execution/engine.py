@@ -16,7 +16,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lamina.buffers import StaleStorageError, StoragePool
-from lamina.ddp.engine import GradientReducer, ModuleWatch, ParameterGroup
+from lamina.ddp.engine import GradientReducer, ModuleBuffers, ModuleWatch, ParameterGroup
 from lamina.fsdp.compat import current_graph_task_id, graph_is_kept
 from lamina.fsdp.execution.debug_order import OrderCheck
 from lamina.fsdp.execution.debug_storage import StorageCheck
@@ -95,6 +95,7 @@ class ShardingEngine:
             group is.
         storage_check: watches over reads of released weights.
         watch: looks for parameters that modules hold since, before each forward of training.
+        module_buffers: brings buffers together before forwards.
     """
 
     def __init__(
@@ -110,6 +111,7 @@ class ShardingEngine:
         slot_memory: SlotMemory | None = None,
         storage_check: StorageCheck | None = None,
         watch: ModuleWatch | None = None,
+        module_buffers: ModuleBuffers | None = None,
     ) -> None:
         self.units = tuple(units)
         self.root = self.units[0]
@@ -121,6 +123,7 @@ class ShardingEngine:
         self.slot_memory = slot_memory
         self._storage_check = storage_check
         self._watch = watch
+        self._module_buffers = module_buffers
         self._order_check = order_check
         if order_check is not None:
             engine = weakref.ref(self)  # the engine holds its units, and not the other way round
@@ -166,9 +169,17 @@ class ShardingEngine:
         return nullcontext() if self._storage_check is None else self._storage_check.watching()
 
     def look(self, root: nn.Module) -> None:
-        """Before a forward of the outermost module: raise for parameters that it holds since."""
-        if self._watch is not None and not self.reducer.in_backward:
+        """Before a forward of the outermost module: its buffers, and parameters new since.
+
+        Raises:
+            RuntimeError: for parameters that it did not hold when it was sharded.
+        """
+        if self.reducer.in_backward:
+            return
+        if self._watch is not None and torch.is_grad_enabled():
             self._watch.look(root, optimizer_known=bool(self._told))
+        if self._module_buffers is not None:
+            self._module_buffers.before_forward(root)
 
     @property
     def computes(self) -> bool:

@@ -118,7 +118,7 @@ class UnitHooks:
                 "whose backward would read its weights after they are released: use "
                 "zero_dp_strategy=2 (or less), or apply the transform inside a module's forward"
             )
-        if unit is engine.root and torch.is_grad_enabled():
+        if unit is engine.root:
             engine.look(module)
         dtype = self._input_dtype
         if dtype is not None and self._inner and engine.computes:

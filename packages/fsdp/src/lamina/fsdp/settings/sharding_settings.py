@@ -18,7 +18,13 @@ from torch.distributed.fsdp import MixedPrecisionPolicy as TorchPolicy
 from torch.distributed.fsdp import OffloadPolicy
 
 from lamina.ddp import Strategy
-from lamina.ddp.engine import Reduction, resolve_reduction, resolve_strategy
+from lamina.ddp.engine import (
+    BufferPolicy,
+    Reduction,
+    check_buffer_policy,
+    resolve_reduction,
+    resolve_strategy,
+)
 from lamina.fsdp.settings.precision import MixedPrecisionPolicy, policy_from
 from lamina.mesh import ParallelMesh
 
@@ -91,6 +97,7 @@ class ShardingSettings:
 
     init_module: Callable[[nn.Module], None] | None = None
     sync_module_states: bool = True
+    broadcast_buffers: BufferPolicy = "start"
     preproc_state_dict_for_dcp_ckpt: bool = True
     check_order: bool = _setting(False, gathered="gathers that need all ranks")
     check_storage: bool = _setting(False, gathered="whole weights that are released")
@@ -125,6 +132,7 @@ class ShardingSettings:
         if self.precision.weight_codec is not None and not self.gathers:
             raise ValueError(_kept_whole("weight_codec", "weights that are gathered"))
         _ = self.rank_sum
+        check_buffer_policy(self.broadcast_buffers)
 
     def _check(self, name: str, value: Any, needs: tuple[str, str] | None, gathered: str) -> None:
         if needs is not None and not getattr(self, needs[0]):

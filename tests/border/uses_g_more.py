@@ -406,6 +406,24 @@ def tied_weights(case: Case):
     return case.train(*case.setup(case.net(Tied)))
 
 
+@use(G, says=("leave.bias", "memory"), columns=(*OURS, "torch_ddp"))
+def two_parameters_over_one_memory(case: Case):
+    """Two parameters that are views of the same memory"""
+    model = case.net()
+    model.leave.bias = nn.Parameter(model.enter.bias.data[:3])
+    return case.train(*case.setup(model))
+
+
+@use(G, columns=(*OURS, "torch_ddp"))
+def parameters_beside_each_other_in_one_memory(case: Case):
+    """Parameters that are columns of one matrix, without an element in common"""
+    model = case.net()
+    both = torch.cat([model.blocks[i].down.weight.data for i in range(2)], dim=1)
+    for i in range(2):
+        model.blocks[i].down.weight = nn.Parameter(both[:, 16 * i : 16 * (i + 1)])
+    return case.train(*case.setup(model))
+
+
 @use(G)
 def tied_after_wrapping(case: Case):
     """`model.b.weight = model.a.weight` after wrapping"""

@@ -63,7 +63,11 @@ class GroupKey:
 
 
 def collect_parameters(module: nn.Module) -> list[ParameterRef]:
-    """Every parameter of a module once, in order of registration, with all places that hold it."""
+    """Every parameter of a module once, in order of registration, with all places that hold it.
+
+    Raises:
+        ValueError: for two parameters that have elements of one memory in common.
+    """
     names: dict[int, str] = {}
     parameters: dict[int, nn.Parameter] = {}
     owners: dict[int, list[tuple[weakref.ref[nn.Module], str]]] = {}
@@ -75,10 +79,60 @@ def collect_parameters(module: nn.Module) -> list[ParameterRef]:
             names.setdefault(key, f"{prefix}.{attribute}" if prefix else attribute)
             parameters.setdefault(key, parameter)
             owners.setdefault(key, []).append((weakref.ref(child), attribute))
-    return [
+    refs = [
         ParameterRef(names[key], parameter, tuple(owners[key]), role_of(parameter))
         for key, parameter in parameters.items()
     ]
+    _refuse_shared_memory(refs)
+    return refs
+
+
+def _refuse_shared_memory(refs: Iterable[ParameterRef]) -> None:
+    """Raise for parameters that are views of the same elements: buffers would untie them."""
+    by_memory: dict[int, list[ParameterRef]] = {}
+    for ref in refs:
+        if not (_is_subclass(type(ref.parameter)) or ref.parameter.layout is not torch.strided):
+            by_memory.setdefault(ref.parameter.untyped_storage().data_ptr(), []).append(ref)
+    for memory, sharing in by_memory.items():
+        if memory == 0 or len(sharing) == 1:  # zero: meta tensors, and tensors without elements
+            continue
+        end, before = -1, sharing[0]
+        for ref in sorted(sharing, key=lambda ref: _bytes_of(ref.parameter)[0]):
+            start, stop = _bytes_of(ref.parameter)
+            if start < end and _elements_meet(sharing):
+                raise ValueError(
+                    f"{ref.name} and {before.name} are two parameters over the same memory, and "
+                    "would get a place each in flat buffers: training would drive them apart. Tie "
+                    f"them as one parameter before wrapping (such as {ref.name} = {before.name}), "
+                    "or give one of them memory of its own (clone)"
+                )
+            if stop > end:
+                end, before = stop, ref
+
+
+def _bytes_of(tensor: torch.Tensor) -> tuple[int, int]:
+    """The first byte of its storage that a tensor uses, and the one after its last."""
+    sizes = zip(tensor.shape, tensor.stride(), strict=True)
+    last = sum((size - 1) * stride for size, stride in sizes) if tensor.numel() else -1
+    start = int(tensor.storage_offset())
+    return start * tensor.element_size(), (start + last + 1) * tensor.element_size()
+
+
+def _elements_meet(refs: Sequence[ParameterRef]) -> bool:
+    """Whether an element is in two parameters: columns of one matrix lie between one another."""
+    size = refs[0].parameter.element_size()
+    if any(ref.parameter.element_size() != size for ref in refs):
+        return True
+    taken = torch.zeros(
+        refs[0].parameter.untyped_storage().nbytes() // size, dtype=torch.bool, device="cpu"
+    )
+    for ref in refs:
+        tensor = ref.parameter
+        mine = taken.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+        if bool(mine.any()):
+            return True
+        mine.fill_(True)
+    return False
 
 
 def group_parameters(refs: Iterable[ParameterRef]) -> Iterator[tuple[GroupKey, list[ParameterRef]]]:
@@ -120,11 +174,7 @@ def _refuse_kind(ref: ParameterRef) -> None:
             f"{ref.name} has the layout {parameter.layout}, and a flat buffer holds strided "
             "tensors only: hold its dense values as the parameter"
         )
-    dispatches = cls.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
-    if dispatches or _function_of(cls) not in (
-        _function_of(nn.Parameter),
-        _function_of(torch.Tensor),
-    ):
+    if _is_subclass(cls):
         raise TypeError(
             f"{ref.name} is a {cls.__name__}, a tensor subclass that takes operators into its own "
             "hands: in a flat buffer it would become a plain tensor. Wrap the model before its "
@@ -143,6 +193,13 @@ def _warn_of_memory_format(refs: Sequence[ParameterRef]) -> None:
             "Inputs can still be channels_last",
             stacklevel=2,
         )
+
+
+def _is_subclass(cls: type[torch.Tensor]) -> bool:
+    """Whether a class of tensors takes operators into its own hands."""
+    return cls.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__ or _function_of(
+        cls
+    ) not in (_function_of(nn.Parameter), _function_of(torch.Tensor))
 
 
 def _function_of(cls: type[torch.Tensor]) -> object:

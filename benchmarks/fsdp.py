@@ -2,6 +2,7 @@
 
     python benchmarks/fsdp.py [--ranks 4] [--model 110m] [--bf16] [--fused]     # loopback
     python benchmarks/fsdp.py --mbit 2000       # between two network namespaces (needs root)
+    python benchmarks/fsdp.py --transport simulated --ranks 8   # one process as rank 0: memory
 
 All systems are built in the same processes and take turns, a few steps each, so that a noisy
 machine hits all alike: trust the ratios. Bytes copied are counted by a dispatch mode (law 3's
@@ -11,8 +12,9 @@ of the plain model. All three are counted over one step of their own.
 
 Between namespaces messages are forced (`use_messages`), as ranks of one host would otherwise read
 each other's memory past the link; "bound" is the longer of the step without communication and the
-bytes sent over the link's speed. With `--bf16` weights and gradients travel and compute in bf16,
-main weights are fp32.
+bytes sent over the link's speed. Over the simulated transport (`simulated_group`) one process plays
+rank 0 of several that share no memory, as over NCCL: its memory and copies mean something, and its
+times do not. With `--bf16` weights and gradients travel and compute in bf16, main weights are fp32.
 """
 
 from __future__ import annotations
@@ -45,6 +47,8 @@ from lamina.mesh import ParallelLayout, ParallelMesh, init_distributed
 from lamina.models import GPTModel, TransformerBlock, TransformerConfig
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "testing" / "src"))
+from simulated_group import simulated_world
+
 from lamina_testing import Meter, live_bytes
 
 SIZES = {"34m": (8, 512, 8192), "110m": (12, 768, 16384)}
@@ -118,8 +122,14 @@ def fsdp2(
     return make
 
 
+def largest_unit(settings: argparse.Namespace) -> int:
+    """Bytes of the gradients of the largest unit."""
+    _, width, vocabulary = SIZES[settings.model]
+    return max(12 * width * width + 8 * width, vocabulary * width) * (2 if settings.bf16 else 4)
+
+
 def lamina(
-    strategy: int, slots: bool = False
+    strategy: int, slots: bool = False, one: bool = False
 ) -> Callable[[argparse.Namespace, ParallelMesh], System]:
     def make(settings: argparse.Namespace, mesh: ParallelMesh) -> System:
         model, optimizer = fully_shard(
@@ -127,11 +137,13 @@ def lamina(
             device_mesh=mesh,
             zero_dp_strategy=strategy,
             fsdp_double_buffer=slots,
+            reduce_budget=largest_unit(settings) if one else None,
+            reduce_message_bytes=int(settings.message_mib * 2**20),
             mixed_precision_policy=MixedPrecisionPolicy(
                 param_dtype=torch.bfloat16 if settings.bf16 else None
             ),
         )
-        more = ", slots" if slots else ""
+        more = (", slots" if slots else "") + (", one in flight" if one else "")
         return System(f"lamina strategy {strategy}{more}", model, optimizer)
 
     return make
@@ -145,6 +157,7 @@ MAKERS = {
     "fsdp2-ends": fsdp2(True, ends=True),
     "lamina3": lamina(3),
     "lamina3-slots": lamina(3, slots=True),
+    "lamina3-one": lamina(3, one=True),
     "lamina2": lamina(2),
     "lamina1": lamina(1),
     "lamina0": lamina(0),
@@ -237,6 +250,7 @@ def report(systems: Sequence[System], held: int, settings: argparse.Namespace) -
     base = next((s for s in systems if s.name == "torch FSDP2"), systems[0])
     size = sum(p.numel() for p in build(settings)[0].parameters())
     where = f"namespaces at {settings.mbit} mbit, messages" if settings.mbit else "loopback"
+    where = "simulated" if settings.transport == "simulated" else where
     print(
         f"{size / 1e6:.1f}M parameters, {dist.get_world_size()} ranks, {where}, "
         f"{'bf16' if settings.bf16 else 'fp32'}, AdamW {'fused' if settings.fused else 'foreach'}, "
@@ -293,6 +307,8 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--model", choices=list(SIZES), default="34m")
     parser.add_argument("--mbit", type=int, default=0)
+    parser.add_argument("--transport", choices=["gloo", "simulated"], default="gloo")
+    parser.add_argument("--message-mib", type=float, default=32, help="of a sum's slices")
     parser.add_argument("--bf16", action="store_true")
     parser.add_argument("--batch", type=int, default=2)
     parser.add_argument("--sequence", type=int, default=128)
@@ -302,8 +318,13 @@ def main() -> None:
     parser.add_argument("--systems", nargs="+", default=None, choices=list(MAKERS))
     settings = parser.parse_args()
     if settings.systems is None:  # torch DDP has no main weights beside bf16 ones
-        left_out = {"lamina3-slots", *(("local", "ddp") if settings.bf16 else ())}
+        left_out = {"lamina3-slots", "lamina3-one", *(("local", "ddp") if settings.bf16 else ())}
         settings.systems = [name for name in MAKERS if name not in left_out]
+    if settings.transport == "simulated":
+        torch.set_num_threads(1)
+        with simulated_world(settings.ranks, 1.0, torch.device("cpu")):
+            report(*run(settings), settings)
+        return
     if "RANK" not in os.environ:
         launch(settings)
         return

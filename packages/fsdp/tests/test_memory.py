@@ -12,6 +12,7 @@ from lamina.collectives.engine import kept_bytes, release_kept
 from lamina.ddp import memory_plan
 from lamina.fsdp import MixedPrecisionPolicy, fully_shard
 from lamina_testing import Meter, live_bytes
+from lamina_testing.simulated import simulated_world
 from lamina_testing.toys import Block
 
 WIDTH, DEPTH, BATCH = 64, 6, 4
@@ -180,3 +181,27 @@ def test_zeroed_gradients_are_given_back_before_activations_are_made(strategy, r
     forward()
     assert held[1] == held[0]
     assert held[0] - held[2] == memory_plan(model).main_grads
+
+
+@pytest.mark.ranks(1, init=False)
+def test_over_a_backend_reductions_receive_into_three_messages_each(ranks):
+    """Eight simulated ranks that share no memory, as over NCCL."""
+    width, message, peaks, plans = 256, 1 << 16, [], []
+    for given in (1 << 30, message):
+        gc.collect()
+        with simulated_world(8):
+            model, optimizer = sharded(8, width, reduce_message_bytes=given)
+            for _ in range(2):
+                step(model, optimizer, width)
+            gc.collect()
+            with Meter() as meter:
+                before = meter.live_bytes()
+                step(model, optimizer, width)
+                peaks.append(meter.peak_live_bytes - before)
+            plans.append(memory_plan(model))
+            unit = max(4 * group.layout.size for group in model.parameter_groups())
+            del model, optimizer
+    saved = 2 * (unit - 3 * message)  # two reductions are in flight
+    assert plans[0].in_flight - plans[1].in_flight == saved
+    assert plans[0].in_flight == 4 * unit
+    assert peaks[0] - peaks[1] == pytest.approx(saved, rel=0.05)

@@ -22,11 +22,18 @@ from lamina.collectives.move.small import (
 )
 from lamina.collectives.reduction.codec import Cast, ErrorFeedback, GradientCodec, Int8Blocks
 from lamina.collectives.reduction.native import ReductionName, reduction_class
-from lamina.collectives.reduction.ordered import OrderedReduction, Reduction, SumOp
+from lamina.collectives.reduction.ordered import (
+    MESSAGE_BYTES,
+    OrderedReduction,
+    Reduction,
+    SumOp,
+    bytes_received,
+)
 from lamina.collectives.transport.lanes import kept_bytes, release_kept
 from lamina.collectives.transport.transport import use_messages
 
 __all__ = [
+    "MESSAGE_BYTES",
     "REGION_STEPS",
     "AllGather",
     "Cast",
@@ -49,6 +56,7 @@ __all__ = [
     "SumOp",
     "all_reduce_small",
     "broadcast",
+    "bytes_received",
     "describe",
     "host_device",
     "kept_bytes",

@@ -9,9 +9,10 @@ costs rounding once per input, not at every hop.
 
 import ctypes
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
+from itertools import pairwise, repeat
 from typing import ClassVar, Literal, TypeAlias
 
 import torch
@@ -35,12 +36,18 @@ from lamina.collectives.transport.transport import Chunks, Completion, route_for
 from lamina.mesh.engine import host_groups, host_runs
 
 __all__ = [
+    "MESSAGE_BYTES",
     "OrderedReduction",
     "Reduction",
     "SumOp",
     "all_reduce_fp32",
+    "bytes_received",
     "reduce_scatter_fp32",
 ]
+
+MESSAGE_BYTES = 32 << 20
+"""Bytes of a slice, in which a backend brings large reduce-scatters. See Note [Sums in slices]."""
+_SLICES_AT_ONCE = 3
 
 SumOp: TypeAlias = Literal["sum", "avg"]
 """What a reduction makes of the terms; who adds them is the class of the reduction."""
@@ -59,6 +66,7 @@ class Reduction(Collective):
         scatter: keep this rank's piece of the sum, an N-th of `input`; else the whole.
         op: "sum", or "avg" to divide by the number of ranks.
         codec: how gradients become what travels; a cast to the dtype of `input` (none) if None.
+        message_bytes: of a slice; see Note [Sums in slices].
 
     Raises:
         ValueError: op, codec, dtypes, sizes, strides or devices that don't fit.
@@ -82,6 +90,7 @@ class Reduction(Collective):
         scatter: bool,
         op: SumOp = "sum",
         codec: GradientCodec | None = None,
+        message_bytes: int = MESSAGE_BYTES,
     ) -> None:
         name = f"{'reduce_scatter' if scatter else 'all_reduce'}_{self.suffix}"
         if op not in ("sum", "avg"):
@@ -101,6 +110,7 @@ class Reduction(Collective):
         self._require_sizes(output.numel(), input.numel())
         self._numel = input.numel()
         self._piece = output.numel() if scatter else -(-self._numel // self.size)
+        self._message_bytes = message_bytes
         self._prepare(codec)
 
     @abstractmethod
@@ -252,6 +262,57 @@ class _Exchange:
         return torch.empty(self.scratch, dtype=self.wire.dtype, device=device)
 
 
+_Hosts: TypeAlias = tuple[ProcessGroup, ProcessGroup] | None
+"""The groups inside and between hosts that a sum goes over; None for one exchange."""
+
+
+@dataclass(frozen=True)
+class _Slice:
+    """A run of each rank's piece, and the exchanges that sum it."""
+
+    place: slice
+    exchanges: list[_Exchange]
+
+
+def _slice_width(ranks: int, wire: torch.dtype, message_bytes: int) -> int:
+    """Elements of each piece in a message of so many bytes: the largest multiple of 128, or 128."""
+    return max(message_bytes // (ranks * wire.itemsize * 128), 1) * 128
+
+
+def bytes_received(
+    group: ProcessGroup | None,
+    numel: int,
+    wire: torch.dtype,
+    device: torch.device,
+    message_bytes: int = MESSAGE_BYTES,
+) -> int:
+    """Bytes that an ordered reduce-scatter of `numel` elements holds besides its buffers, at most.
+
+    Over hosts the copy that it sends from and the partial sums count as well.
+
+    Args:
+        group: the ranks, or None for a group of one.
+        numel: elements of the input.
+        wire: its dtype.
+        device: where it lies.
+        message_bytes: see `Reduction`.
+    """
+    size, hosts = group_size(group), None if group is None else host_groups(group)
+    if size == 1:
+        return 0
+    even, width = not served_by_gloo(group, device), _slice_width(size, wire, message_bytes)
+    held, copies = numel, 0 if hosts is None else 1
+    if even and _SLICES_AT_ONCE * width < numel // size:
+        held, copies = size * width, _SLICES_AT_ONCE - 1
+    inside, between = (size, 1) if hosts is None else (hosts[0].size(), hosts[1].size())
+    total = copies * held + (held if even else held - held // inside)
+    if between == 1:
+        return total * wire.itemsize
+    sums = held // inside
+    wide = torch.promote_types(wire, torch.float32).itemsize
+    return total * wire.itemsize + (2 * sums if even else 2 * sums - sums // between) * wide
+
+
 class OrderedReduction(Reduction):
     """Chunks travel to the rank that sums them in fp32, in a fixed pairwise tree over the ranks.
 
@@ -261,6 +322,15 @@ class OrderedReduction(Reduction):
     the wire dtype, and then the ranks at one place of all runs exchange partial sums, in the dtype
     of the sum. Nothing is rounded in between, so the bits are those of one exchange over all
     ranks. See docs/decisions/0314-sums-know-hosts.md.
+
+    Note [Sums in slices]
+    A backend's all-to-all fills memory for the pieces of all ranks: as much as the gradients take.
+    Where three messages of `message_bytes` are less, each rank's piece is cut into slices, and the
+    same slice of all pieces is packed into a message. It is summed while the next one flies. Three
+    messages serve any number of slices: the memory that was sent from receives the next slice,
+    because a communicator runs its all-to-alls in order, and what was summed is packed into next.
+    A sum is element by element, so slices do not change its bits. Packing is one pass over memory.
+    See docs/decisions/0316-sums-in-slices.md.
     """
 
     suffix = "fp32"
@@ -281,27 +351,43 @@ class OrderedReduction(Reduction):
         self._padded = self._piece * self.size if even or hosts else self._numel
         full, rest = divmod(self._padded, max(self._piece, 1))
         self._wire_total = full * wire.items(self._piece) + wire.items(rest)
-        if hosts is None:
-            whole = _Exchange(group, wire, self._piece, self._padded, self._wire_total, device)
-            self._exchanges = [whole]
-        else:
-            self._exchanges = self._over_hosts(hosts)
+        if hosts is not None and self._lane is not None and not self._lane.willing:
+            for each in hosts:
+                lane_of(each).keep_to_messages()
+        self._exchanges = self._exchanges_of(self._piece, self._padded, self._wire_total, hosts)
+        self._slices: list[_Slice] = []
+        if even and self.size > 1 and self.scatter and self._sends_input:
+            self._slices = self._cut(hosts)
         start = sum(exchange.own.start for exchange in self._exchanges)
         self._own = slice(start, start + self._exchanges[-1].numel)  # of what all ranks gather
         self._sent = sum(exchange.sent for exchange in self._exchanges)
         self._gathered = sum(exchange.gathered for exchange in self._exchanges)
 
-    def _over_hosts(self, hosts: tuple[ProcessGroup, ProcessGroup]) -> list[_Exchange]:
-        """The exchange of terms inside a host, and that of partial sums between hosts."""
-        (inside, between), piece, wire = hosts, self._piece, self._wire
-        if self._lane is not None and not self._lane.willing:
-            for group in hosts:
-                lane_of(group).keep_to_messages()
+    def _exchanges_of(self, piece: int, numel: int, items: int, hosts: _Hosts) -> list[_Exchange]:
+        """The exchange of terms; over hosts, that inside a host and that of partial sums."""
+        wire, device = self._wire, self.device
+        if hosts is None:
+            return [_Exchange(self.group, wire, piece, numel, items, device)]
+        inside, between = hosts
         run, sums = between.size() * piece, Wire(Cast(wire.sum_dtype))
         return [
-            _Exchange(inside, wire, run, self._padded, self._wire_total, self.device),
-            _Exchange(between, sums, piece, run, run, self.device),
+            _Exchange(inside, wire, run, numel, items, device),
+            _Exchange(between, sums, piece, run, run, device),
         ]
+
+    def _cut(self, hosts: _Hosts) -> list[_Slice]:
+        """The pieces in slices: none where those would take as much memory as the pieces."""
+        width = _slice_width(self.size, self._wire_dtype, self._message_bytes)
+        if _SLICES_AT_ONCE * width >= self._piece:
+            return []
+
+        def exchanges(width: int) -> list[_Exchange]:
+            return self._exchanges_of(width, self.size * width, self.size * width, hosts)
+
+        whole, rest = divmod(self._piece, width)
+        usual, end = exchanges(width), whole * width
+        cut = [_Slice(slice(at, at + width), usual) for at in range(0, end, width)]
+        return [*cut, _Slice(slice(end, self._piece), exchanges(rest))] if rest else cut
 
     def _bytes(self, accumulate: bool) -> int:
         return self._sent + self._gathered_bytes(self._gathered, accumulate)
@@ -326,6 +412,10 @@ class OrderedReduction(Reduction):
         scratch: torch.Tensor | None,
     ) -> Memory:
         """What is sent, before and after the codec; what is gathered into; room for exchanges."""
+        if scratch is not None:
+            self._require_scratch(scratch, output, input)
+        if self._slices:
+            return self._memory_of_slices(input, scratch)
         source, target = input, output
         first, *later = self._exchanges
         if self._padded != self._numel:
@@ -338,20 +428,30 @@ class OrderedReduction(Reduction):
         sent = source
         if not self._sends_input:
             sent = torch.empty(self._wire_total, dtype=self._wire.dtype, device=self.device)
-        if scratch is not None:
-            self._require_scratch(scratch, output, input)
-        else:
+        if scratch is None:
             scratch = first.room(self.device)
         gathers = not self.scatter and self.size > 1
         if gathers and (accumulate or self._padded != self._numel):
             # To accumulate, the sums are gathered apart, as ranks may hold different outputs.
             dtype = self._wire.sum_dtype if accumulate else output.dtype
             target = torch.empty(self._padded, dtype=dtype, device=self.device)
+        return source, sent, target, scratch, *self._rooms(self._exchanges)
+
+    def _memory_of_slices(self, input: torch.Tensor, scratch: torch.Tensor | None) -> Memory:
+        """What is sent; three messages; room for the exchange between hosts."""
+        widest = self._slices[0]
+        numel = _SLICES_AT_ONCE * self.size * (widest.place.stop - widest.place.start)
+        if scratch is None:
+            scratch = torch.empty(numel, dtype=self._wire_dtype, device=self.device)
+        return input, scratch[:numel], *self._rooms(widest.exchanges)
+
+    def _rooms(self, exchanges: Sequence[_Exchange]) -> Memory:
+        """For each exchange after the first the sums that it sends, and room for what it brings."""
         rooms: list[torch.Tensor | None] = []
-        for before, exchange in pairwise(self._exchanges):
+        for before, exchange in pairwise(exchanges):
             sums = torch.empty(before.numel, dtype=exchange.wire.dtype, device=self.device)
             rooms += [sums, exchange.room(self.device)]
-        return source, sent, target, scratch, *rooms
+        return tuple(rooms)
 
     def _require_scratch(
         self, scratch: torch.Tensor, output: torch.Tensor, input: torch.Tensor
@@ -368,6 +468,11 @@ class OrderedReduction(Reduction):
         require_disjoint(name, group, ("scratch", scratch), ("output", output))
 
     def _reduce(self, output: torch.Tensor, memory: Memory, epilogue: Epilogue) -> Completion:
+        if self._slices:
+            source, messages, *rooms = memory
+            assert source is not None and messages is not None  # noqa: S101, PT018
+            post = partial(self._post_slice, source, messages.view(_SLICES_AT_ONCE, -1))
+            return partial(self._complete_slices, post, post(0), rooms, output, epilogue)
         source, sent, target, scratch, *rooms = memory
         assert source is not None and sent is not None and target is not None  # noqa: S101, PT018
         if sent is not source and not source.is_meta:
@@ -389,12 +494,7 @@ class OrderedReduction(Reduction):
         epilogue: Epilogue,
     ) -> None:
         """Wait for the chunks of each exchange and sum them; gather the sums, if all want them."""
-        for (done, exchange), sums, room in zip(
-            pairwise(self._exchanges), rooms[::2], rooms[1::2], strict=True
-        ):
-            assert sums is not None  # noqa: S101 - see `_memory`
-            self._sum(chunks, sums, Epilogue(), done.wire)
-            chunks = exchange.route.collect(sums, room, next(tags))
+        chunks = self._over_hosts(self._exchanges, chunks, rooms, tags)
         wire = self._exchanges[-1].wire
         if self.scatter or self._lane is None:
             self._sum(chunks, output, epilogue, wire)
@@ -408,6 +508,57 @@ class OrderedReduction(Reduction):
             wholes.pop()
             exchange.gather(wholes[-1], own, next(tags))()
         self._store(target, output, epilogue)
+
+    def _over_hosts(
+        self,
+        exchanges: Sequence[_Exchange],
+        chunks: Chunks,
+        rooms: Sequence[torch.Tensor | None],
+        tags: Iterator[int | None],
+    ) -> Chunks:
+        """Sum what each exchange but the last brings, and send it on; the last one's chunks."""
+        for (done, exchange), sums, room in zip(
+            pairwise(exchanges), rooms[::2], rooms[1::2], strict=True
+        ):
+            assert sums is not None  # noqa: S101 - see `_rooms`
+            held = sums[: done.numel]
+            self._sum(chunks, held, Epilogue(), done.wire)
+            chunks = exchange.route.collect(held, room, next(tags))
+        return chunks
+
+    def _post_slice(self, source: torch.Tensor, messages: torch.Tensor, at: int) -> Chunks:
+        """Pack one slice of all pieces into a message, and send it. See Note [Sums in slices]."""
+        place, (first, *later) = self._slices[at].place, self._slices[at].exchanges
+        width, hosts = place.stop - place.start, later[0].size if later else 1
+        sent, received = (messages[(turn - at) % len(messages)] for turn in (0, 1))
+        sent = sent[: self.size * width]
+        # A rank of this host gets the slices of all ranks at its place of their hosts.
+        runs = source.view(hosts, -1, self._piece)[..., place].transpose(0, 1)
+        sent.view(runs.shape).copy_(runs)
+        return first.route.collect(sent, received)
+
+    def _complete_slices(
+        self,
+        post: Callable[[int], Chunks],
+        chunks: Chunks,
+        rooms: Sequence[torch.Tensor | None],
+        output: torch.Tensor,
+        epilogue: Epilogue,
+    ) -> None:
+        """Sum each slice while the next one flies."""
+        wanted, found = epilogue.statistics, []
+        for at, one in enumerate(self._slices):
+            following = post(at + 1) if at + 1 < len(self._slices) else None
+            chunks = self._over_hosts(one.exchanges, chunks, rooms, repeat(None))
+            kept = None if wanted is None else Statistics(self.device)
+            found += [] if kept is None else [kept]
+            ending = Epilogue(epilogue.factor, epilogue.accumulate, kept)
+            self._sum(chunks, output[one.place], ending, one.exchanges[-1].wire)
+            if following is not None:
+                chunks = following
+        if wanted is not None:
+            wanted.squared_norm.copy_(torch.stack([each.squared_norm for each in found]).sum())
+            wanted.nonfinite.copy_(torch.stack([each.nonfinite for each in found]).any())
 
     def _sum(self, chunks: Chunks, output: torch.Tensor, epilogue: Epilogue, wire: Wire) -> None:
         """Wait for all chunks and sum them; afterwards all ranks may reuse what they sent."""

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lamina.buffers import FlatBuffer
-from lamina.collectives.engine import ErrorFeedback, Int8Blocks, ReductionName
+from lamina.collectives.engine import MESSAGE_BYTES, ErrorFeedback, Int8Blocks, ReductionName
 from lamina.ddp.gradients.reproducible import ReproducibleSum
 from lamina.ddp.gradients.scratch import ScratchBuffers
 from lamina.ddp.gradients.sums import AxisSum, Collectives, RankSum, TwoAxisSum
@@ -27,15 +27,23 @@ class Reduction:
         make: makes the sum of one group.
         cadence: the cadence it needs whatever the strategy's; None leaves that to the strategy.
         keeps_losses: whether a rank keeps what its wire has lost: one fp32 number per element.
+        message_bytes: of the slices in which a backend (NCCL) brings large ordered sums.
     """
 
     name: str
     make: RankSumFactory
     cadence: Cadence | None = None
     keeps_losses: bool = False
+    message_bytes: int = MESSAGE_BYTES
 
 
-def _by(reduction: ReductionName, *, averages: bool = False, int8: bool = False) -> RankSumFactory:
+def _by(
+    reduction: ReductionName,
+    *,
+    averages: bool = False,
+    int8: bool = False,
+    message_bytes: int = MESSAGE_BYTES,
+) -> RankSumFactory:
     """A factory of sums over axes; with `averages` the collectives divide by the ranks already.
 
     With `int8` each sum has a codec of its own, because what it has lost belongs to its buffer.
@@ -49,7 +57,9 @@ def _by(reduction: ReductionName, *, averages: bool = False, int8: bool = False)
             rest = (1.0 if scale is None else scale) * axes.size
             scale = None if rest == 1.0 else rest
         codec = ErrorFeedback(Int8Blocks()) if int8 else None
-        collectives = Collectives(reduction, average=averages, codec=codec)
+        collectives = Collectives(
+            reduction, average=averages, codec=codec, message_bytes=message_bytes
+        )
         return kind(collectives, main, axes, scale, scratch)
 
     return make
@@ -74,6 +84,7 @@ def resolve_reduction(
     average: bool = False,
     *,
     per_token: bool = False,
+    message_bytes: int = MESSAGE_BYTES,
 ) -> Reduction:
     """The reduction that settings ask for.
 
@@ -85,10 +96,11 @@ def resolve_reduction(
         average: let the backend average instead of sum, where it is the backend that adds. The
             ordered sum is scaled in fp32 as it is stored, whatever this says.
         per_token: sums are left for `finalize_grads` to divide.
+        message_bytes: of the slices in which a backend (NCCL) brings large ordered sums.
 
     Raises:
-        ValueError: for an unknown name, a native reduction that is to be reproducible, or an
-            average of what is to be left a sum.
+        ValueError: for messages of no bytes, an unknown name, a native reduction that is to be
+            reproducible, or an average of what is to be left a sum.
     """
     if average and per_token:
         raise ValueError(
@@ -98,6 +110,11 @@ def resolve_reduction(
     if reduction not in _REDUCTIONS:
         known = ", ".join(map(repr, _REDUCTIONS))
         raise ValueError(f"reduction={reduction!r} is not known; choose one of {known}")
+    if message_bytes < 1:
+        raise ValueError(f"reduce_message_bytes={message_bytes}: a message needs a byte at least")
+    if not reproducible and reduction == "ordered" and message_bytes != MESSAGE_BYTES:
+        make = _by("ordered", message_bytes=message_bytes)
+        return replace(ORDERED, make=make, message_bytes=message_bytes)
     if not reproducible:
         native_average = average and reduction == "native"
         return _NATIVE_AVERAGE if native_average else _REDUCTIONS[reduction]

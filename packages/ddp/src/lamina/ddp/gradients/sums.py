@@ -7,12 +7,14 @@ pair of collectives (the ordered ones, or the backend's own), `reproducible` doe
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from lamina.buffers import FlatBuffer
 from lamina.collectives import Handle, all_gather_into
 from lamina.collectives.engine import (
+    MESSAGE_BYTES,
     GradientCodec,
     Reduction,
     ReductionName,
@@ -49,6 +51,7 @@ class Collectives:
         average: whether the ranks' gradients are averaged by it.
         codec: how a rank's own gradients become what an ordered sum sends. Sums that a further
             axis adds up travel as they are.
+        message_bytes: of the slices in which a backend brings large sums.
     """
 
     def __init__(
@@ -57,9 +60,11 @@ class Collectives:
         *,
         average: bool = False,
         codec: GradientCodec | None = None,
+        message_bytes: int = MESSAGE_BYTES,
     ) -> None:
-        self._kind = reduction_class(reduction)
-        self.piecewise = self._kind.piecewise
+        kind = reduction_class(reduction)
+        self._prepare = partial(kind, message_bytes=message_bytes)
+        self.piecewise = kind.piecewise
         """Whether an all-reduce's statistics are of this rank's piece, not of the whole."""
         self._op: SumOp = "avg" if average else "sum"
         self._codec = codec
@@ -87,7 +92,7 @@ class Collectives:
         if found is None or not found.fits(output, input):
             group = axis.sibling("reduce")
             codec = self._codec if own and axis.size > 1 else None
-            found = self._kind(output, input, group, scatter=scatter, op=self._op, codec=codec)
+            found = self._prepare(output, input, group, scatter=scatter, op=self._op, codec=codec)
             self._prepared[axis.name] = found
         return found
 

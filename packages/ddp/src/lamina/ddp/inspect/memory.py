@@ -6,6 +6,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import nn
 
+from lamina.collectives.engine import bytes_received
 from lamina.ddp.group.group import ParameterGroup
 from lamina.ddp.inspect.inspection import InspectsItself, groups_of
 from lamina.ddp.parameters.strategy import Cadence
@@ -53,8 +54,8 @@ class MemoryPlan:
             units that stay gathered for a step (pipeline schedules use them every microbatch).
             With a budget, that many bytes instead of two units.
         in_flight: gradient buffers of the two largest units (of the largest buckets, as many as
-            may be held at once), and what their reduction receives (with offloading, its sum on
-            the device as well); with a budget, that many bytes, what they receive, and the largest
+            may be held at once), and what their reduction receives, by the transport at hand (with
+            offloading, its sum on the device as well); with a budget, that many bytes, what they receive, and the largest
             buffer being filled.
         padding: the part of `weights` that belongs to no parameter.
         losses: what an int8 wire has lost of this rank's gradients (`reduction="int8"`).
@@ -186,10 +187,16 @@ def _inner_sums(group: ParameterGroup) -> int:
 
 def _received(group: ParameterGroup) -> int:
     """The pieces that a reduction receives, and their sum where main grads are kept elsewhere."""
-    received = group.layout.size - group.layout.size // max(1, group.axes.inner.size)
+    reduction, axis = group.settings.reduction, group.axes.inner
+    numel, wire, device = group.layout.size, group.dtypes.wire, group.device
+    if reduction.name == "ordered" and group.trained.main.cuts[1]:
+        sibling = axis.sibling("reduce")
+        received = bytes_received(sibling, numel, wire, device, reduction.message_bytes)
+    else:
+        received = (numel - numel // max(1, axis.size)) * wire.itemsize
     away = group.settings.kept_on is not None
     staged = _bytes(group, group.trained.main.numel, "grads") if away else 0
-    return _bytes(group, received, "wire") + staged
+    return received + staged
 
 
 def _padding(group: ParameterGroup) -> int:

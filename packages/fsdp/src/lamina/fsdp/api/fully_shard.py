@@ -12,6 +12,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy as TorchPolicy
 from torch.distributed.fsdp import OffloadPolicy
 from torch.optim import Optimizer
 
+from lamina.collectives.engine import MESSAGE_BYTES
 from lamina.ddp.engine import (
     BufferPolicy,
     ScratchBuffers,
@@ -169,6 +170,7 @@ def fully_shard(
     broadcast_buffers: BufferPolicy = "start",
     gather_budget: int | None = None,
     reduce_budget: int | None = None,
+    reduce_message_bytes: int = MESSAGE_BYTES,
 ) -> ShardedModule | tuple[ShardedModule, Optimizer]:
     """Shard a model (and its optimizer) over the data-parallel ranks, in place.
 
@@ -278,6 +280,9 @@ def fully_shard(
             fit are gathered ahead. None gathers one ahead. Needs `zero_dp_strategy=3`.
         reduce_budget: bytes of gradients per rank that may be on the wire at once. None allows two
             reductions.
+        reduce_message_bytes: of a message in which an ordered reduce-scatter brings a slice of a
+            unit over NCCL. Three of them take the place of as many bytes as the unit's gradients
+            have, where that is more. By default 32 MiB.
 
     Returns:
         `module`, whose class now also is a `ShardedModule`; with an optimizer, both.
@@ -335,6 +340,7 @@ def fully_shard(
         broadcast_buffers=broadcast_buffers,
         gather_budget=gather_budget,
         reduce_budget=reduce_budget,
+        reduce_message_bytes=reduce_message_bytes,
     )
     names = MegatronNames(
         init_model_with_meta_device=init_model_with_meta_device,

@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy as TorchPolicy
 from torch.distributed.fsdp import OffloadPolicy
 
+from lamina.collectives.engine import MESSAGE_BYTES
 from lamina.ddp import Strategy
 from lamina.ddp.engine import (
     BufferPolicy,
@@ -91,6 +92,7 @@ class ShardingSettings:
     calculate_per_token_loss: bool = False
     overlap_grad_reduce: bool = True
     reduce_budget: int | None = None
+    reduce_message_bytes: int = MESSAGE_BYTES
     report_nan_in_param_grad: bool = False
     sync_model_each_microbatch: bool = True
     use_decoupled_grad: bool = False
@@ -184,6 +186,7 @@ class ShardingSettings:
             self.reproducible,
             self.average_in_collective,
             per_token=self.calculate_per_token_loss,
+            message_bytes=self.reduce_message_bytes,
         )
 
 

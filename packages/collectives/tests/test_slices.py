@@ -1,0 +1,58 @@
+"""Sums in slices: the bits of whole pieces, in memory that does not grow with the buffer."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lamina.collectives.engine import OrderedReduction, bytes_received
+from lamina.mesh import make_host_groups
+from lamina_testing import Meter
+from lamina_testing.simulated import simulated_world
+
+from .test_hosts import SimulatedGroup, of_rank, on_threads, oracle
+
+PIECE = 5 * 128 + 37  # a last slice that is narrower than the others
+
+
+@pytest.mark.parametrize("wire", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("ranks", [6, 16])
+def test_slices_give_the_bits_of_the_tree(ranks, wire):
+    """On one host, and over two hosts of 8, by a backend's all-to-all (here of threads)."""
+    expected = oracle(ranks, ranks * PIECE, wire).view(ranks, PIECE)
+
+    def body(group: SimulatedGroup) -> torch.Tensor:
+        given, output = of_rank(group.rank(), ranks * PIECE, wire), torch.full((PIECE,), torch.nan)
+        reduction = OrderedReduction(
+            output, given, group, scatter=True, message_bytes=ranks * 128 * wire.itemsize
+        )
+        handle = reduction.start(output, given, async_op=False)
+        first = output.clone()
+        reduction.start(output, given, scale=0.5, accumulate=True, async_op=False)
+        squares = torch.tensor([handle.squared_norm, handle.nonfinite], dtype=torch.float64)
+        return torch.stack([first, output, squares.repeat(PIECE)[:PIECE].float()])
+
+    for rank, (first, second, squares) in enumerate(on_threads(ranks, body)):
+        assert torch.equal(first, expected[rank])
+        assert torch.equal(second, expected[rank] + expected[rank] * 0.5)
+        norm = expected[rank].double().square().sum()
+        assert squares[:2].tolist() == [pytest.approx(norm.item(), rel=1e-6), 0]
+
+
+@pytest.mark.ranks(1, init=False)
+@pytest.mark.parametrize("hosts", [False, True])
+def test_a_reduction_holds_what_the_formula_says_however_large_its_buffer_is(ranks, hosts):
+    with simulated_world(16, hosts=hosts):
+        group, message, found = dist.group.WORLD, 16 * 128 * 4, []
+        if hosts:
+            make_host_groups(group)
+        for piece in (PIECE, 10 * PIECE, 100):  # the last one is smaller than a slice
+            output, given = torch.zeros(piece), torch.ones(16 * piece)
+            reduction = OrderedReduction(output, given, group, scatter=True, message_bytes=message)
+            with Meter() as meter:
+                before = meter.live_bytes()
+                reduction.start(output, given, statistics=False, async_op=False)
+            held = meter.peak_live_bytes - before
+            said = bytes_received(group, given.numel(), torch.float32, given.device, message)
+            assert held == said
+            found.append(held)
+        assert found[0] == found[1] > found[2]

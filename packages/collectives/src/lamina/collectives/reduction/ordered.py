@@ -270,7 +270,7 @@ _Hosts: TypeAlias = tuple[ProcessGroup, ProcessGroup] | None
 class _Slice:
     """A run of each rank's piece, and the exchanges that sum it."""
 
-    place: slice
+    bounds: slice
     exchanges: list[_Exchange]
 
 
@@ -440,7 +440,7 @@ class OrderedReduction(Reduction):
     def _memory_of_slices(self, input: torch.Tensor, scratch: torch.Tensor | None) -> Memory:
         """What is sent; three messages; room for the exchange between hosts."""
         widest = self._slices[0]
-        numel = _SLICES_AT_ONCE * self.size * (widest.place.stop - widest.place.start)
+        numel = _SLICES_AT_ONCE * self.size * (widest.bounds.stop - widest.bounds.start)
         if scratch is None:
             scratch = torch.empty(numel, dtype=self._wire_dtype, device=self.device)
         return input, scratch[:numel], *self._rooms(widest.exchanges)
@@ -528,12 +528,12 @@ class OrderedReduction(Reduction):
 
     def _post_slice(self, source: torch.Tensor, messages: torch.Tensor, at: int) -> Chunks:
         """Pack one slice of all pieces into a message, and send it. See Note [Sums in slices]."""
-        place, (first, *later) = self._slices[at].place, self._slices[at].exchanges
-        width, hosts = place.stop - place.start, later[0].size if later else 1
+        bounds, (first, *later) = self._slices[at].bounds, self._slices[at].exchanges
+        width, hosts = bounds.stop - bounds.start, later[0].size if later else 1
         sent, received = (messages[(turn - at) % len(messages)] for turn in (0, 1))
         sent = sent[: self.size * width]
         # A rank of this host gets the slices of all ranks at its place of their hosts.
-        runs = source.view(hosts, -1, self._piece)[..., place].transpose(0, 1)
+        runs = source.view(hosts, -1, self._piece)[..., bounds].transpose(0, 1)
         sent.view(runs.shape).copy_(runs)
         return first.route.collect(sent, received)
 
@@ -553,7 +553,7 @@ class OrderedReduction(Reduction):
             kept = None if wanted is None else Statistics(self.device)
             found += [] if kept is None else [kept]
             ending = Epilogue(epilogue.factor, epilogue.accumulate, kept)
-            self._sum(chunks, output[one.place], ending, one.exchanges[-1].wire)
+            self._sum(chunks, output[one.bounds], ending, one.exchanges[-1].wire)
             if following is not None:
                 chunks = following
         if wanted is not None:

@@ -55,8 +55,8 @@ class MemoryPlan:
             With a budget, that many bytes instead of two units.
         in_flight: gradient buffers of the two largest units (of the largest buckets, as many as
             may be held at once), and what their reduction receives, by the transport at hand (with
-            offloading, its sum on the device as well); with a budget, that many bytes, what they receive, and the largest
-            buffer being filled.
+            offloading, its sum on the device as well); with a budget, that many bytes, what they
+            receive, and the largest buffer being filled.
         padding: the part of `weights` that belongs to no parameter.
         losses: what an int8 wire has lost of this rank's gradients (`reduction="int8"`).
         kept_buffers: gradient buffers of a step that are kept for the next one, at most

@@ -198,6 +198,28 @@ def test_products_in_fp8_and_compiled_blocks_train(tmp_path):
         assert found == pytest.approx(expected, rel=2e-2)
 
 
+@pytest.mark.slow  # two minutes of compiling
+@pytest.mark.ranks(2, timeout=400)
+def test_compiled_blocks_train_evaluate_and_write_to_the_end_of_a_run(tmp_path):
+    check_cell(tmp_path, "llama3-8b", "dp_shard=2", "--compile", "--eval.samples", "1")
+    if dist.get_rank() == 0:
+        directory = tmp_path / "run"
+        assert "written" in (directory / "samples.txt").read_text()
+        assert json.loads((directory / "report.json").read_text())["step"] == STEPS
+
+
+@pytest.mark.slow
+@pytest.mark.ranks(2, timeout=120)
+@pytest.mark.parametrize(
+    "schedule",
+    ["interleaved_1f1b", "looped_bfs", "interleaved_zero_bubble", "zbv_zero_bubble", "dualpipev"],
+)
+def test_every_schedule_trains_like_one_process(tmp_path, schedule):
+    # Two stages per rank, and as many microbatches as dualpipev asks for.
+    options = ("--schedule", schedule, "--train.microbatches", "4")
+    check_cell(tmp_path, "llama3-8b", "pp=2", *options)
+
+
 @pytest.mark.ranks(2, timeout=120)
 def test_weights_come_from_hugging_face_and_go_back(tmp_path):
     transformers = pytest.importorskip("transformers")

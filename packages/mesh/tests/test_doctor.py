@@ -56,6 +56,7 @@ def test_a_good_machine_has_nothing_to_change(machine: Machine) -> None:
     [
         ("CUDA_DEVICE_MAX_CONNECTIONS", "1", "warning"),
         ("CUDA_LAUNCH_BLOCKING", "1", "warning"),
+        ("MASTER_ADDR", "8.8.4.4", "warning"),
         ("TORCH_NCCL_BLOCKING_WAIT", "1", "warning"),
         ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0", "warning"),
         ("NCCL_P2P_DISABLE", "1", "warning"),
@@ -91,6 +92,8 @@ def test_a_setting_that_hurts_is_named(variable: str, value: str, severity: str)
         {"GLOO_SOCKET_IFNAME": "eth0"},
         {"OMP_NUM_THREADS": "2", "LOCAL_WORLD_SIZE": "8"},
         {"OMP_NUM_THREADS": "2,1"},
+        {"MASTER_ADDR": "192.168.3.4"},
+        {"MASTER_ADDR": "node0"},
     ],
 )
 def test_settings_that_do_no_harm_are_not_named(variables: dict[str, str]) -> None:
@@ -110,6 +113,8 @@ def test_settings_that_do_no_harm_are_not_named(variables: dict[str, str]) -> No
         (GPU, {"backends": ("gloo",)}, {"torch.distributed": "error"}),
         (GPU, {"triton": None}, {"Triton": "error"}),
         (GPU, {"visible_gpus": ()}, {"GPU": "warning"}),
+        (CPU, {"address": "8.8.4.4"}, {"this machine's address": "note"}),
+        (CPU, {"address": "10.0.0.7"}, {}),
     ],
 )
 def test_what_a_machine_lacks_is_named(machine: Machine, change: dict, expected: dict) -> None:

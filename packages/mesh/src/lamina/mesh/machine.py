@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import ipaddress
 import os
 import shutil
 import socket
@@ -41,6 +42,7 @@ class Machine:
         open_files: limit of open files of this process; negative if there is none.
         host_resolves: whether the machine's own name has an address.
         interfaces: names of the network interfaces; empty if unknown.
+        address: that this machine sends from; None if it has no network.
     """
 
     torch_version: str
@@ -54,6 +56,7 @@ class Machine:
     open_files: int
     host_resolves: bool
     interfaces: tuple[str, ...]
+    address: str | None = None
 
     @classmethod
     def inspect(cls) -> Machine:
@@ -73,6 +76,7 @@ class Machine:
             open_files=_open_files(),
             host_resolves=_host_resolves(),
             interfaces=tuple(name for _, name in socket.if_nameindex()),
+            address=_address(),
         )
 
 
@@ -228,6 +232,22 @@ def _interface(variable: str, machine: Machine, env: Environment) -> Environment
     )
 
 
+def _ports(machine: Machine, env: Environment) -> EnvironmentProblem | None:
+    named = env.variables.get("MASTER_ADDR", "")
+    found = next((one for one in (named, machine.address) if one and _is_public(one)), None)
+    if found is None:
+        return None
+    return EnvironmentProblem(
+        "MASTER_ADDR" if found == named else "this machine's address",
+        f"{found}, an address of the internet",
+        "whoever reaches the ports of a job can run code in it, because torchrun and "
+        "torch.distributed.checkpoint unpickle what comes from there (docs/threat-model.md).",
+        "Let ranks meet at an address of a private network, and close this machine's ports to "
+        "others.",
+        "warning" if found == named else "note",
+    )
+
+
 Check = Callable[[Machine, Environment], EnvironmentProblem | None]
 
 MACHINE_CHECKS: tuple[Check, ...] = (
@@ -239,6 +259,7 @@ MACHINE_CHECKS: tuple[Check, ...] = (
     _shared_memory,
     _files,
     _host_name,
+    _ports,
     partial(_interface, "GLOO_SOCKET_IFNAME"),
     partial(_interface, "NCCL_SOCKET_IFNAME"),
 )
@@ -275,6 +296,22 @@ def _open_files() -> int:
     except ImportError:  # Windows has no such limit
         return -1
     return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+
+
+def _is_public(address: str) -> bool:
+    try:
+        return ipaddress.ip_address(address).is_global
+    except ValueError:  # a name: where it leads to from other machines is not known here
+        return False
+
+
+def _address() -> str | None:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))  # sends nothing: the system only chooses a way
+        except OSError:
+            return None
+        return str(probe.getsockname()[0])
 
 
 def _host_resolves() -> bool:

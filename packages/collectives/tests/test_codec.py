@@ -6,8 +6,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lamina.collectives import Ledger, all_reduce_fp32, reduce_scatter_fp32
-from lamina.collectives.engine import Cast, ErrorFeedback, Int8Blocks, use_messages
+from lamina.collectives import (
+    DamagedMessageError,
+    Ledger,
+    all_reduce_fp32,
+    reduce_scatter_fp32,
+)
+from lamina.collectives.engine import Cast, Checksums, ErrorFeedback, Int8Blocks, use_messages
+from lamina.collectives.reduction.codec import Wire
 
 
 class BlockInt8:
@@ -161,3 +167,48 @@ def test_an_infinity_is_seen_and_does_not_spoil_the_next_step():
     handle = reduce_scatter_fp32(output, gradient, None, codec=codec)
     assert not handle.nonfinite
     assert ((output - gradient).abs() <= 2 * gradient.abs().max() / 127).all()
+
+
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize("messages", [False, True], ids=["read", "messages"])
+def test_checksums_leave_the_bits_alone_and_name_who_sent_a_flipped_one(
+    messages, ranks, monkeypatch
+):
+    """The oracle for the bits is the sum of the plain wire, and for the name the planted rank."""
+    group = dist.group.WORLD
+    if messages:
+        use_messages(group)
+    encode = Wire.encode
+
+    def flipping(self, values, wire, piece):
+        encode(self, values, wire, piece)
+        if fault is not None and ranks.rank == fault[0]:
+            owner, element, bit = fault[1:]
+            rows = wire.view(3, -1)[owner]
+            block, rest = divmod(element, 1024)
+            raw = rows.view(-1, 8 + 1024 * values.itemsize)[block, 8:]
+            raw[rest * values.itemsize + bit // 8] ^= 1 << bit % 8
+
+    monkeypatch.setattr(Wire, "encode", flipping)
+    for dtype, piece in ((torch.float32, 1500), (torch.bfloat16, 2048)):
+        values = of_rank(ranks.rank, 3 * piece).to(dtype)
+        plain, found = torch.empty(piece), torch.empty(piece)
+        fault = None
+        reduce_scatter_fp32(plain, values, group)
+        reduce_scatter_fp32(found, values, group, codec=Checksums(dtype))
+        assert torch.equal(plain, found)
+        whole, checked = values.clone(), values.clone()
+        all_reduce_fp32(whole, whole, group)
+        all_reduce_fp32(checked, checked, group, codec=Checksums(dtype))
+        assert torch.equal(whole, checked)
+        for fault in ((1, 2, piece - 1, 15), (2, 2, 0, 0), (0, 1, 1023, 7)):
+            handle = reduce_scatter_fp32(
+                found, values, group, codec=Checksums(dtype), async_op=True
+            )
+            if ranks.rank == fault[1]:
+                with pytest.raises(
+                    DamagedMessageError, match=rf"what rank {fault[0]} sent.*rank {fault[1]}:"
+                ):
+                    handle.wait()
+            else:
+                handle.wait()

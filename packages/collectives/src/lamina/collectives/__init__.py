@@ -8,7 +8,12 @@ from lamina.collectives.autograd_regions import (
     reduce_scatter_to,
     scatter_to,
 )
-from lamina.collectives.call.collective import Handle, PeerLostError, ReduceHandle
+from lamina.collectives.call.collective import (
+    DamagedMessageError,
+    Handle,
+    PeerLostError,
+    ReduceHandle,
+)
 from lamina.collectives.call.ledger import Ledger, Record
 from lamina.collectives.call.registration import RegistrationError, register_pool
 from lamina.collectives.move.all_gather import all_gather_into
@@ -19,6 +24,7 @@ from lamina.collectives.move.rings import send_recv
 from lamina.collectives.reduction.ordered import all_reduce_fp32, reduce_scatter_fp32
 
 __all__ = [
+    "DamagedMessageError",
     "DisagreementError",
     "Handle",
     "Ledger",

@@ -20,7 +20,13 @@ from lamina.collectives.move.small import (
     broadcast,
     host_device,
 )
-from lamina.collectives.reduction.codec import Cast, ErrorFeedback, GradientCodec, Int8Blocks
+from lamina.collectives.reduction.codec import (
+    Cast,
+    Checksums,
+    ErrorFeedback,
+    GradientCodec,
+    Int8Blocks,
+)
 from lamina.collectives.reduction.native import ReductionName, reduction_class
 from lamina.collectives.reduction.ordered import (
     MESSAGE_BYTES,
@@ -37,6 +43,7 @@ __all__ = [
     "REGION_STEPS",
     "AllGather",
     "Cast",
+    "Checksums",
     "CommonFacts",
     "DualFunction",
     "ErrorFeedback",

@@ -32,6 +32,7 @@ from lamina.mesh.engine import running_watchdog
 
 __all__ = [
     "Collective",
+    "DamagedMessageError",
     "Handle",
     "PeerLostError",
     "Pending",
@@ -47,8 +48,14 @@ class PeerLostError(RuntimeError):
     """A rank that a collective needs is gone."""
 
 
+class DamagedMessageError(RuntimeError):
+    """What a rank has sent is not what arrived, or not what was summed."""
+
+
 def raise_for(error: RuntimeError, call: Call, group: ProcessGroup | None) -> NoReturn:
     """Raise what a transport has raised, with the rank that is gone and why, if one is."""
+    if isinstance(error, DamagedMessageError):
+        raise DamagedMessageError(f"{call.told()} {where(group)}: {error}") from error
     watchdog = running_watchdog()
     lost = None
     if watchdog is not None and group is not None and not isinstance(error, PeerLostError):

@@ -13,7 +13,7 @@ from typing import Protocol
 
 import torch
 
-__all__ = ["Cast", "ErrorFeedback", "GradientCodec", "Int8Blocks", "Wire"]
+__all__ = ["Cast", "Checksums", "ErrorFeedback", "GradientCodec", "Int8Blocks", "Wire"]
 
 MOST_BLOCK = 1 << 12  # elements; the sums' own blocks and rows are multiples of it
 
@@ -138,6 +138,35 @@ class ErrorFeedback:
         self._codec.decode(codes, side, values)
 
 
+class Checksums(Cast):
+    """The gradients as they are, and a checksum of each block of 1,024.
+
+    The checksum is the sum of the block's 32-bit words modulo 2^32: exact in any order, and no
+    single bit can flip without changing it. On CPUs only, because the host looks at each.
+
+    Args:
+        dtype: of the gradients.
+    """
+
+    block = 1 << 10
+    side_dtype = torch.int64  # as wide as the widest gradient, so that all of it is aligned
+
+    def encode(self, values: torch.Tensor, codes: torch.Tensor, side: torch.Tensor | None) -> None:
+        """Copy the gradients, and sum their bits before anybody else can touch the copy."""
+        assert side is not None  # noqa: S101 - `side_dtype` asks for it
+        side.copy_(_checksums(values))
+        codes.copy_(values)
+
+    def intact(self, codes: torch.Tensor, side: torch.Tensor) -> bool:
+        """Whether all blocks are what was encoded."""
+        return torch.equal(_checksums(codes), side)
+
+
+def _checksums(rows: torch.Tensor) -> torch.Tensor:
+    """Of each row: int64, the sum of its 32-bit words modulo 2^32."""
+    return rows.view(torch.int32).sum(1, dtype=torch.int32).to(torch.int64)
+
+
 class Wire:
     """A codec at work on flat tensors.
 
@@ -148,6 +177,7 @@ class Wire:
         unit: items of `dtype` per block.
         plain: whether what travels are numbers in `dtype`, one per element.
         summable: whether they are summed just as they are.
+        damaged: ranks of which something arrived that they have not sent.
 
     Raises:
         ValueError: a block that is no power of two, too large, or that side data do not align with.
@@ -166,6 +196,7 @@ class Wire:
         self.unit = self._side + codec.block * codec.dtype.itemsize if self._side else codec.block
         self.plain = not self._side and self.block == 1
         self.summable = self.plain and self.dtype == self.sum_dtype
+        self.damaged: set[int] = set()
         if self._side and (self.unit % self._side or self._side % codec.dtype.itemsize):
             raise ValueError(
                 f"{type(codec).__name__}: {codec.side_dtype} side data and {codec.block} codes in "
@@ -214,3 +245,10 @@ class Wire:
         rows = values if whole else values.new_empty(codes.numel())
         self.codec.decode(codes, side, rows.view(codes.shape))
         return values if whole else values.copy_(rows[: values.numel()])
+
+    def check(self, wire: torch.Tensor, sender: int) -> None:
+        """Note it in `damaged` if a run of blocks is not what a rank has encoded."""
+        if isinstance(self.codec, Checksums):
+            codes, side = self._split(wire)
+            if side is not None and not self.codec.intact(codes, side):
+                self.damaged.add(sender)

@@ -159,6 +159,8 @@ def _decoded(rows: torch.Tensor, wire: Wire, numel: int) -> torch.Tensor:
     """The summands of all rows of [ranks, items]: [ranks, numel]."""
     whole = -(-numel // wire.block) * wire.block
     values = rows.new_empty(len(rows), whole, dtype=wire.sum_dtype)
+    for sender, row in enumerate(rows):
+        wire.check(row, sender)
     wire.decode(rows.reshape(-1), values.view(-1))
     return values[:, :numel]
 
@@ -311,6 +313,7 @@ class _BlockSum:
             chunk.read(start, block)
         if wire.summable:
             return block
+        wire.check(block, rank)
         return wire.decode(block, self.level(depth) if into is None else into)
 
     def squares(self, block: torch.Tensor, rows: torch.Tensor) -> None:

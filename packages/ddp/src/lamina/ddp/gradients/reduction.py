@@ -42,6 +42,7 @@ def _by(
     *,
     averages: bool = False,
     int8: bool = False,
+    checked: bool = False,
     message_bytes: int = MESSAGE_BYTES,
 ) -> RankSumFactory:
     """A factory of sums over axes; with `averages` the collectives divide by the ranks already.
@@ -58,7 +59,11 @@ def _by(
             scale = None if rest == 1.0 else rest
         codec = ErrorFeedback(Int8Blocks()) if int8 else None
         collectives = Collectives(
-            reduction, average=averages, codec=codec, message_bytes=message_bytes
+            reduction,
+            average=averages,
+            codec=codec,
+            checked=checked,
+            message_bytes=message_bytes,
         )
         return kind(collectives, main, axes, scale, scratch)
 
@@ -70,6 +75,7 @@ ORDERED = Reduction("ordered", _by("ordered"))
 
 _REDUCTIONS = {
     "ordered": ORDERED,
+    "checked": Reduction("checked", _by("ordered", checked=True)),
     "native": Reduction("native", _by("native")),
     "int8": Reduction("int8", _by("ordered", int8=True), keeps_losses=True),
 }
@@ -89,7 +95,8 @@ def resolve_reduction(
     """The reduction that settings ask for.
 
     Args:
-        reduction: "ordered"; "native" for the backend's own (tolerance only); "int8" for the
+        reduction: "ordered"; "checked" for the same with checksums on the wire (CPUs only);
+            "native" for the backend's own (tolerance only); "int8" for the
             ordered sum of what a wire of int8 blocks makes of the gradients (docs/ddp.md).
         reproducible: one tree over microbatches and ranks: the same bits for every strategy and
             number of ranks. Every microbatch is reduced.
@@ -123,6 +130,11 @@ def resolve_reduction(
             "reduction='int8' adds to each gradient what this rank's earlier ones have lost on the "
             "wire, so other ranks would send other numbers, and reproducible=True gives the same "
             "bits for any number of ranks: use reduction='ordered'"
+        )
+    if reduction == "checked":
+        raise ValueError(
+            "reduction='checked' and reproducible=True: the reproducible sum has no checksums on "
+            "its wire; choose one"
         )
     if reduction != "ordered":
         raise ValueError(

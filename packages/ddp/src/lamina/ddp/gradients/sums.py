@@ -15,6 +15,7 @@ from lamina.buffers import FlatBuffer
 from lamina.collectives import Handle, all_gather_into
 from lamina.collectives.engine import (
     MESSAGE_BYTES,
+    Checksums,
     GradientCodec,
     Reduction,
     ReductionName,
@@ -51,6 +52,7 @@ class Collectives:
         average: whether the ranks' gradients are averaged by it.
         codec: how a rank's own gradients become what an ordered sum sends. Sums that a further
             axis adds up travel as they are.
+        checked: whether ordered sums carry checksums.
         message_bytes: of the slices in which a backend brings large sums.
     """
 
@@ -60,6 +62,7 @@ class Collectives:
         *,
         average: bool = False,
         codec: GradientCodec | None = None,
+        checked: bool = False,
         message_bytes: int = MESSAGE_BYTES,
     ) -> None:
         kind = reduction_class(reduction)
@@ -67,7 +70,7 @@ class Collectives:
         self.piecewise = kind.piecewise
         """Whether an all-reduce's statistics are of this rank's piece, not of the whole."""
         self._op: SumOp = "avg" if average else "sum"
-        self._codec = codec
+        self._codec, self._checked = codec, checked
         self._prepared: dict[str, Reduction] = {}
 
     def along(
@@ -92,6 +95,8 @@ class Collectives:
         if found is None or not found.fits(output, input):
             group = axis.sibling("reduce")
             codec = self._codec if own and axis.size > 1 else None
+            if self._checked and axis.size > 1:
+                codec = Checksums(input.dtype)
             found = self._prepare(output, input, group, scatter=scatter, op=self._op, codec=codec)
             self._prepared[axis.name] = found
         return found

@@ -82,7 +82,7 @@ def wire_plan(module: nn.Module, microbatches: int = 1) -> WirePlan:
     Raises:
         TypeError: if the module was not wrapped by Lamina.
         ValueError: the gradients are reduced in a way that has no formula here
-            (`reproducible=True`, `reduction="int8"`).
+            (`reproducible=True`, `reduction="int8"`, `reduction="checked"`).
 
     Examples:
         >>> wire_plan(DistributedDataParallel(torch.nn.Linear(256, 256))).total.between

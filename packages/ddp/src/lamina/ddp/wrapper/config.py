@@ -55,7 +55,9 @@ class DistributedDataParallelConfig:
         reduction: "ordered" sums in fp32 in one fixed order (the same bits on any transport);
             "native" leaves the sum to the backend (SHARP, user buffers) and claims a tolerance;
             "int8" is the ordered sum over a wire of int8 blocks with error feedback: a quarter of
-            the bytes of fp32 gradients, for one fp32 number per parameter on every rank.
+            the bytes of fp32 gradients, for one fp32 number per parameter on every rank;
+            "checked" is the ordered sum over a wire with checksums (CPUs only): a bit that flips in
+            what a rank sends raises `DamagedMessageError` on the rank that sums it.
         reproducible: one order of summation over microbatches and ranks: the same bits for every
             strategy and number of ranks. Every microbatch is reduced, so M microbatches send M
             times the bytes.
@@ -88,7 +90,7 @@ class DistributedDataParallelConfig:
     reduce_scatter_with_fp32_accumulation: bool = False
     average_in_collective: bool = False
     nccl_ub: bool = False
-    reduction: Literal["ordered", "native", "int8"] = "ordered"
+    reduction: Literal["ordered", "native", "int8", "checked"] = "ordered"
     reproducible: bool = False
     calculate_per_token_loss: bool = False
     keep_tensors_whole: bool = False

@@ -254,8 +254,9 @@ def fully_shard(
             largest unit in it.
         fsdp_db_use_persist_buf_on_alloc_fail: with `fsdp_double_buffer`, which always gives a unit
             that can share with none fixed memory of its own.
-        reduction: "ordered" (one order of summation on any transport), "native" (the backend's), or
-            "int8" (ordered, over a wire of int8 blocks with error feedback).
+        reduction: "ordered" (one order of summation on any transport), "native" (the backend's),
+            "int8" (ordered, over a wire of int8 blocks with error feedback), or "checked" (ordered,
+            over a wire with checksums, on CPUs: `DamagedMessageError` names the sender).
         reproducible: the same bits for every strategy and number of ranks.
         offload_policy: torch FSDP2's `CPUOffloadPolicy()`: weights, main grads and optimizer state
             lie in host memory, and the optimizer steps there; needs `zero_dp_strategy=3`. The

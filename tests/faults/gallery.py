@@ -87,7 +87,8 @@ are the time from the fault to the first message, and the time until all ranks h
 that are stopped or asleep, the second time is the one until they were told of. Then come the exit
 statuses of rank 0 and rank 1, and the message. torch's FSDP2 played some of the faults in the same
 run. The soft limit of the watchdog was 3 s (by default it is 30 s), and a job had 45 s from the
-fault on. Status 70 is the watchdog's: the rank waited in code that cannot raise.""".splitlines()
+fault on. Status 70 is the watchdog's: the rank waited in code that cannot raise.
+[Silent corruption](corruption.md) shows single bits that flip.""".splitlines()
 
 
 def cells():

@@ -110,6 +110,7 @@ def test_every_argument_reaches_the_settings_under_its_own_name_and_default(monk
         {"fsdp_unit_modules": [f"{Block.__module__}.Block"]},
         # Two summands have one sum, in any order.
         {"reduction": "native"},
+        {"reduction": "checked"},
         {"reduction": "native", "average_in_collective": True, "microbatches": 2},
     ],
     ids=lambda settings: "+".join(settings),

@@ -75,9 +75,9 @@ ORDERED = Reduction("ordered", _by("ordered"))
 
 _REDUCTIONS = {
     "ordered": ORDERED,
-    "checked": Reduction("checked", _by("ordered", checked=True)),
     "native": Reduction("native", _by("native")),
     "int8": Reduction("int8", _by("ordered", int8=True), keeps_losses=True),
+    "checked": Reduction("checked", _by("ordered", checked=True)),
 }
 _NATIVE_AVERAGE = Reduction("native", _by("native", averages=True))
 """The backend divides by the number of ranks: sums in fp16 do not overflow."""

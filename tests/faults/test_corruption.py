@@ -1,0 +1,53 @@
+"""A flipped bit is caught by the guard that the page says, or escapes as it says."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PROGRAM = Path(__file__).with_name("corruption.py")
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "corruption.md"
+
+WIRE = {
+    "send buffer": "",
+    "send buffer, checked": "DamagedMessageError",
+    "received buffer": "",
+    "received buffer, checked": "DamagedMessageError",
+}
+AT_REST = dict.fromkeys(("sum", "main weights", "optimizer state"))
+EXPECTED = {
+    "DDP": WIRE | dict.fromkeys((*AT_REST, "replica's weights"), "ReplicaError"),
+    "ZeRO-1": WIRE | dict.fromkeys((*AT_REST, "replica's weights"), ""),
+    "ZeRO-3": WIRE | dict.fromkeys((*AT_REST, "gathered weights"), ""),
+    "HSDP of ZeRO-3": WIRE
+    | {"gathered weights": ""}
+    | dict.fromkeys((*AT_REST, "replica's weights"), "ReplicaError"),
+}
+
+
+def verdicts(text: str) -> dict[str, str]:
+    """What caught each flipped low bit, by the rows of a table."""
+    rows = [line.split(" | ") for line in text.splitlines() if ", bit 16 |" in line]
+    flipped = [row[0].rpartition("| ")[2].removesuffix(", bit 16") for row in rows]
+    return {
+        what: row[1].strip("`").removeprefix("caught by `").removeprefix("escaped")
+        for what, row in zip(flipped, rows, strict=True)
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("setup", EXPECTED)
+def test_a_flipped_bit_is_caught_as_the_page_says(setup):
+    command = [sys.executable, str(PROGRAM), "-k", f"setup='{setup}'"]
+    played = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
+    assert verdicts(played.stdout) == EXPECTED[setup], played.stdout
+
+
+def test_the_page_of_corruption_shows_every_flip_and_what_it_left():
+    sections = PAGE.read_text().split("\n## ")
+    for setup, expected in EXPECTED.items():
+        (text,) = [one for one in sections if one.startswith(f"{setup}, ")]
+        assert verdicts(text) == expected

@@ -61,7 +61,7 @@ class Cast:
         dtype: float32, bfloat16, float16 or float64.
     """
 
-    side_dtype = None
+    side_dtype: torch.dtype | None = None
     block = 1
 
     def __init__(self, dtype: torch.dtype) -> None:

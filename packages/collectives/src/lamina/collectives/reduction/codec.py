@@ -12,6 +12,12 @@ docs/decisions/0307-wires-are-rows-of-blocks.md.
 from typing import Protocol
 
 import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from lamina.collectives.call.collective import DamagedMessageError
+from lamina.collectives.transport.groups import group_rank
+from lamina.collectives.transport.transport import Completion
 
 __all__ = ["Cast", "Checksums", "ErrorFeedback", "GradientCodec", "Int8Blocks", "Wire"]
 
@@ -154,6 +160,11 @@ class Checksums(Cast):
     def encode(self, values: torch.Tensor, codes: torch.Tensor, side: torch.Tensor | None) -> None:
         """Copy the gradients, and sum their bits before anybody else can touch the copy."""
         assert side is not None  # noqa: S101 - `side_dtype` asks for it
+        if values.device.type not in ("cpu", "meta"):
+            raise ValueError(
+                f"the host looks at checksums, and would wait for {values.device} at each sum: "
+                "leave them out (reduction='ordered')"
+            )
         side.copy_(_checksums(values))
         codes.copy_(values)
 
@@ -252,3 +263,23 @@ class Wire:
             codes, side = self._split(wire)
             if side is not None and not self.codec.intact(codes, side):
                 self.damaged.add(sender)
+
+    def guarded(self, ends: Completion, group: ProcessGroup | None) -> Completion:
+        """What ends a sum over a group; then DamagedMessageError is raised for what is noted.
+
+        Only then: the other ranks wait for this one's part of the collective.
+        """
+
+        def guarded() -> None:
+            ends()
+            if self.damaged:
+                known = [0] if group is None else dist.get_process_group_ranks(group)
+                senders = " and ".join(str(known[at]) for at in sorted(self.damaged))
+                self.damaged.clear()
+                raise DamagedMessageError(
+                    f"what rank {senders} sent was not what was summed on rank "
+                    f"{known[group_rank(group)]}: a bit flipped in memory or on the way. Restore a "
+                    "checkpoint, and have the memory of both hosts tested"
+                )
+
+        return guarded if isinstance(self.codec, Checksums) else ends

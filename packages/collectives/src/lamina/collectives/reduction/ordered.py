@@ -13,10 +13,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise, repeat
-from typing import Any, ClassVar, Literal, TypeAlias
+from typing import ClassVar, Literal, TypeAlias
 
 import torch
-import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from lamina.collectives.call.checks import (
@@ -26,15 +25,9 @@ from lamina.collectives.call.checks import (
     require_flat,
     require_same_device,
 )
-from lamina.collectives.call.collective import (
-    Collective,
-    DamagedMessageError,
-    ReduceHandle,
-    Statistics,
-    launch,
-)
+from lamina.collectives.call.collective import Collective, ReduceHandle, Statistics, launch
 from lamina.collectives.call.record import issue
-from lamina.collectives.reduction.codec import Cast, Checksums, GradientCodec, Wire
+from lamina.collectives.reduction.codec import Cast, GradientCodec, Wire
 from lamina.collectives.reduction.summation import Epilogue, sum_chunks
 from lamina.collectives.transport.gloo_exchange import bounds_of
 from lamina.collectives.transport.groups import group_rank, group_size, served_by_gloo, where
@@ -345,11 +338,6 @@ class OrderedReduction(Reduction):
 
     def _prepare(self, codec: GradientCodec | None) -> None:
         group, device = self.group, self.device
-        if isinstance(codec, Checksums) and device.type not in ("cpu", "meta"):
-            raise ValueError(
-                f"{self.op} {where(group)}: the host looks at checksums, and would wait for "
-                f"{device.type} at each sum; leave them out (reduction='ordered')"
-            )
         wire = self._wire = Wire(codec or Cast(self._wire_dtype))
         self._sends_input = wire.plain and wire.dtype == self._wire_dtype
         self._wire_dtype = wire.dtype
@@ -494,24 +482,10 @@ class OrderedReduction(Reduction):
         # See Note [Tags are drawn when a collective is called].
         gathers = [] if self.scatter or self._lane is None else self._exchanges[::-1]
         tags = iter([exchange.next_tag() for exchange in (*later, *gathers)])
-        return partial(self._complete, chunks, rooms, target, tags, output, epilogue)
+        ends = partial(self._complete, chunks, rooms, target, tags, output, epilogue)
+        return self._wire.guarded(ends, first.group)
 
-    def _complete(self, *what: Any) -> None:
-        """Finish the sum; then raise DamagedMessageError if a message was not what was sent."""
-        self._finish(*what)
-        # Only now: the other ranks wait for this one's part of the collective.
-        for group, wire in [(exchange.group, exchange.wire) for exchange in self._exchanges]:
-            if wire.damaged:
-                known = None if group is None else dist.get_process_group_ranks(group)
-                senders = sorted(at if known is None else known[at] for at in wire.damaged)
-                wire.damaged.clear()
-                raise DamagedMessageError(
-                    f"what rank {' and '.join(map(str, senders))} sent was not what was summed on "
-                    f"rank {0 if known is None else dist.get_rank()}: a bit flipped in memory or "
-                    "on the way. Restore a checkpoint, and have the memory of both hosts tested"
-                )
-
-    def _finish(
+    def _complete(
         self,
         chunks: Chunks,
         rooms: Sequence[torch.Tensor | None],

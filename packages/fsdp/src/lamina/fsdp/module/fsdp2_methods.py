@@ -207,6 +207,7 @@ class UnitMethods(nn.Module):
 
 
 _ORDER = "it would go around the order of summation, the ledger and the slots"
+_LAST = "a step ends with its last backward; say set_is_last_backward(False) before the others"
 _REFUSED = {
     "set_custom_all_gather": f"{_ORDER}; a communicator of your own: fully_shard(fsdp_group_ag=)",
     "set_custom_reduce_scatter": f"{_ORDER}; the backend's own sum: reduction='native'",
@@ -228,6 +229,11 @@ _REFUSED = {
     "set_post_optim_event": (
         "gathers wait for what was queued on the current stream when they begin; leave the call out"
     ),
+    "set_keep_unsharded_storage": (
+        "gathered weights keep their addresses with fully_shard(fsdp_double_buffer=True)"
+    ),
+    "set_manual_backward_finalization": _LAST,
+    "finalize_backward": _LAST,
 }
 """Methods of torch's that have no meaning here, and what to do instead."""
 

@@ -27,6 +27,8 @@ TINY = {"vocab_size": 61, "hidden_size": 32, "num_layers": 2, "num_heads": 4, "f
 LONG = RopeScaling(kind="yarn", factor=4.0, original_length=16)
 CONFIGS = {
     "gpt2": preset("gpt2", **TINY | {"ffn_size": 128}, max_sequence_length=64),
+    "gpt2-untied": preset("gpt2", **TINY | {"ffn_size": 128}, max_sequence_length=64,
+                          tie_embeddings=False, activation="gelu"),
     "llama": preset("llama3.1-8b", **TINY, num_kv_heads=2, max_sequence_length=64,
                     rope_scaling=RopeScaling(kind="llama3", factor=4.0, original_length=16)),
     "qwen3": preset("qwen3-0.6b", **TINY, num_kv_heads=2, head_dim=12, max_sequence_length=64),

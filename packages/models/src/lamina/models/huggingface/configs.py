@@ -15,7 +15,8 @@ from lamina.models.base.config import (
     yarn_magnitude,
 )
 from lamina.models.base.configs.mamba import MambaConfig
-from lamina.models.huggingface.moe import read_moe, written_moe
+from lamina.models.huggingface.config_fields import ConfigFields
+from lamina.models.huggingface.moe import EXPERT_FIELDS, read_moe, written_moe
 from lamina.models.huggingface.weight_maps import model_type
 
 __all__ = ["config_from_huggingface", "huggingface_config"]
@@ -64,7 +65,7 @@ def _written_gpt2(config: TransformerConfig) -> dict[str, Any]:
         "n_head": config.num_heads,
         "n_inner": config.ffn_width,
         "n_positions": config.max_sequence_length,
-        "activation_function": "gelu_new",
+        "activation_function": {"gelu_tanh": "gelu_new"}.get(config.activation, "gelu"),
         "layer_norm_epsilon": config.norm_eps,
         "embd_pdrop": config.dropout,
         "resid_pdrop": config.dropout,
@@ -133,7 +134,8 @@ def config_from_huggingface(
         variants: further kinds of attention, which are found by their `huggingface_type`.
 
     Raises:
-        ValueError: for another architecture, or a feature that `TransformerConfig` lacks.
+        ValueError: for another architecture, a feature that `TransformerConfig` lacks, or a name
+            that nothing here reads and that may change what the model computes.
 
     Examples:
         >>> config = TransformerConfig(vocab_size=256, hidden_size=64, num_layers=2, num_heads=4)
@@ -146,11 +148,32 @@ def config_from_huggingface(
     if kind not in _ARCHITECTURES and kind not in own:
         known = ", ".join({**_ARCHITECTURES, **own})
         raise ValueError(f"model_type is {kind!r}: known are {known}")
-    if kind == "mamba2":
-        return _read_mamba2(source)
-    if kind == "gpt2":
-        return _read_gpt2(source)
-    return _read_llama_like(kind, source, own.get(kind, MultiHeadAttention))
+    fields = ConfigFields(source)
+    if fields["model_type"] == "mamba2":
+        config = _read_mamba2(fields)
+    elif kind == "gpt2":
+        config = _read_gpt2(fields)
+    else:
+        config = _read_llama_like(kind, fields, own.get(kind, MultiHeadAttention))
+    unused = EXPERT_FIELDS if config.moe is None else ()
+    fields.refuse_unread(_derived(config, source), unused)
+    model_type(config)  # raises if it could not be exported again
+    return config
+
+
+def _derived(config: TransformerConfig, source: Mapping[str, Any]) -> dict[str, Any]:
+    """Names of `config.json` that other names decide, and that need not be read."""
+    window = "full_attention" if config.sliding_window is None else "sliding_attention"
+    derived: dict[str, Any] = {
+        "layer_types": [window] * config.num_layers,
+        "attention_bias": config.attention_bias,
+        "num_key_value_heads": config.num_heads,
+        "rope_scaling": source.get("rope_parameters"),  # an older name beside the newer one
+    }
+    if isinstance(config.mla, LatentAttention):
+        turned = config.mla.qk_rope_head_dim
+        derived |= {"head_dim": turned, "qk_head_dim": config.mla.qk_nope_head_dim + turned}
+    return derived
 
 
 def _read_gpt2(source: Mapping[str, Any]) -> TransformerConfig:
@@ -229,7 +252,13 @@ def _read_window(kind: str, source: Mapping[str, Any]) -> int | None:
     layers, kinds = source["num_hidden_layers"], set(source.get("layer_types") or ())
     if len(kinds) > 1:
         raise ValueError(f"layers of kinds {sorted(kinds)}: TransformerConfig has one kind")
-    if not source.get("use_sliding_window") or kinds == {"full_attention"}:
+    off = not source.get("use_sliding_window") or window is None
+    if off and kinds - {"full_attention"}:
+        raise ValueError(
+            f"layer_types is {sorted(kinds)}, and use_sliding_window and sliding_window say that "
+            "there is no window: make them agree in config.json"
+        )
+    if off or kinds == {"full_attention"}:
         return None
     if kinds or kind == "qwen3_moe":
         return window
@@ -354,7 +383,13 @@ def _read_mamba2(source: Mapping[str, Any]) -> TransformerConfig:
     """Read the contents of the `config.json` of a stack of Mamba-2 layers."""
     if source.get("hidden_act", "silu") != "silu":
         raise ValueError(f"hidden_act is {source['hidden_act']!r}: only silu is known")
-    layers = source["num_hidden_layers"]
+    layers, expand = source["num_hidden_layers"], source.get("expand", 2)
+    widths = source["num_heads"] * source["head_dim"], expand * source["hidden_size"]
+    if widths[0] != widths[1]:
+        raise ValueError(
+            f"num_heads * head_dim is {widths[0]} and expand * hidden_size {widths[1]}: both are "
+            "the inner width of mamba2, and config.json has to say the same"
+        )
     limit = source.get("time_step_limit") or (0.0, math.inf)
     return TransformerConfig(
         vocab_size=source["vocab_size"],
@@ -368,7 +403,7 @@ def _read_mamba2(source: Mapping[str, Any]) -> TransformerConfig:
         layer_pattern="M" * layers,
         mamba=MambaConfig(
             num_heads=source["num_heads"],
-            expand=source.get("expand", 2),
+            expand=expand,
             **{ours: source[theirs] for ours, theirs in _ALWAYS.items()},
             **{ours: source[theirs] for ours, theirs in _MAYBE.items() if theirs in source},
             dt_limit=(_read_bound(limit[0]), _read_bound(limit[1])),

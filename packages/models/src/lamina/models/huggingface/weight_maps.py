@@ -42,9 +42,8 @@ def model_type(config: TransformerConfig) -> str:
 
 
 _GPT2: dict[str, Any] = {
-    "positions": "learned", "norm": "layernorm", "activation": "gelu_tanh", "attention_bias": True,
-    "output_bias": True, "mlp_bias": True, "tie_embeddings": True, "qk_norm": False,
-    "post_norm": False, "sliding_window": None,
+    "positions": "learned", "norm": "layernorm", "attention_bias": True, "output_bias": True,
+    "mlp_bias": True, "qk_norm": False, "post_norm": False, "sliding_window": None,
 }  # fmt: skip
 _LLAMA_LIKE: dict[str, Any] = {
     "positions": "rope", "norm": "rmsnorm", "activation": "swiglu", "post_norm": False,
@@ -62,7 +61,8 @@ def _kind(config: TransformerConfig, variant: AttentionVariant) -> str | None:
     if config.moe is not None:
         fits = like_qkv and _has(config, _LLAMA_LIKE)
         return moe_model_type(config, config.moe, variant.huggingface_type) if fits else None
-    if whole and _has(config, _GPT2) and type(variant) is MultiHeadAttention:
+    gelu = config.activation in ("gelu", "gelu_tanh")
+    if whole and gelu and _has(config, _GPT2) and type(variant) is MultiHeadAttention:
         return "gpt2"
     if not _has(config, _LLAMA_LIKE):
         return None
@@ -135,6 +135,8 @@ def _gpt2(config: TransformerConfig) -> Iterator[WeightLink]:
                 )
     for kind in ("weight", "bias"):
         yield WeightLink(f"final_norm.{kind}", (f"transformer.ln_f.{kind}",))
+    if not config.tie_embeddings:
+        yield WeightLink("head.weight", ("lm_head.weight",), rows_added=added)
 
 
 def _llama_like(config: TransformerConfig) -> Iterator[WeightLink]:

@@ -100,7 +100,7 @@ class ReplicaMonitor:
     ) -> None:
         if steps < 1:
             raise ValueError(f"steps={steps}: every byte is compared once in at least 1 step")
-        modules = [module] if isinstance(module, nn.Module) else list(module)
+        modules = list(module) if isinstance(module, (Sequence, nn.ModuleList)) else [module]
         self.healed = 0
         self._groups = [group for each in modules for group in groups_of(each)]
         self._optimizer, self._mesh, self._steps, self._heal = optimizer, mesh, steps, heal

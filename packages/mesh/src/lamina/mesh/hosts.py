@@ -18,7 +18,7 @@ So `make_host_groups` is called where a group is made, which all members do in o
 import math
 import socket
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import compress, pairwise
 from pathlib import Path
 
 import torch.distributed as dist
@@ -114,13 +114,10 @@ def split_over_hosts(ranks: Sequence[int], rank: int, per_host: int) -> HostRuns
         per_host: ranks of a host.
     """
     hosts = [each // per_host for each in ranks]
-    near = tuple(place for place, host in enumerate(hosts) if host == hosts[rank])
-    run = size = len(hosts)
-    if len(near) < size:
-        run = size & -size
-        while any(len(set(hosts[at : at + run])) > 1 for at in range(0, size, run)):
-            run //= 2
-    return HostRuns(near, run)
+    near = tuple(compress(range(len(hosts)), [host == hosts[rank] for host in hosts]))
+    changes = [place for place, (a, b) in enumerate(pairwise(hosts), 1) if a != b]
+    common = math.gcd(len(hosts), *changes)
+    return HostRuns(near, common & -common if changes else common)
 
 
 def host_runs(group: dist.ProcessGroup) -> HostRuns:

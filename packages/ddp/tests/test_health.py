@@ -191,11 +191,11 @@ def test_a_run_that_fails_at_the_same_step_after_each_return_stops():
 
 
 def train(model, mesh, health, steps, late):
-    """Steps in which this rank computes for `late` seconds; those that found stragglers."""
+    """Steps; the timed ones, every eighth, compute for `late` seconds. Those with stragglers."""
     found = {}
     for number in range(steps):
         with health.step():
-            time.sleep(late(number))
+            time.sleep(late(number) if number % 8 == 7 else 0)
             backwards(model, health, torch.ones(1, 2, 3))
             clip_grad_norm(model, 1.0, mesh, health=health)
         if health.last.stragglers:
@@ -207,19 +207,19 @@ def train(model, mesh, health, steps, late):
 def test_a_rank_that_holds_the_others_up_is_named_once_on_all_ranks(ranks):
     model, mesh = wrap()
     health = HealthMonitor(slow=2.0, slow_steps=16)
-    train(model, mesh, health, 8, lambda _: 0.01)
+    train(model, mesh, health, 8, lambda _: 0.025)
     told = pytest.warns(UserWarning, match="as long for a step as the other ranks")
     with told if ranks.rank == 0 else nullcontext():
-        found = train(model, mesh, health, 40, lambda _: 0.06 if ranks.rank == 1 else 0.01)
+        found = train(model, mesh, health, 40, lambda _: 0.25 if ranks.rank == 1 else 0.025)
     ((step, (straggler,)),) = found.items()
     # Steps 16 and 24 are timed, told in the norm's message of the next, and named in the one after.
     assert step == 17
     assert straggler.rank == "rank 1 (dp_shard_cp=1)"
     assert straggler.host == socket.gethostname()
-    assert 2 < straggler.factor < 7
+    assert 2 < straggler.factor <= 10.5
     # One that recovers is named again if it is slow again; all of them slow is nobody.
-    assert not train(model, mesh, health, 24, lambda _: 0.02)
-    again = train(model, mesh, health, 32, lambda _: 0.06 if ranks.rank == 1 else 0.01)
+    assert not train(model, mesh, health, 24, lambda _: 0.1)
+    again = train(model, mesh, health, 32, lambda _: 0.25 if ranks.rank == 1 else 0.025)
     assert len(again) == 1
 
 
@@ -227,5 +227,5 @@ def test_a_rank_that_holds_the_others_up_is_named_once_on_all_ranks(ranks):
 def test_a_rank_that_is_slow_now_and_then_is_not_named(ranks):
     model, mesh = wrap()
     health = HealthMonitor(slow=2.0, slow_steps=16)
-    late = [0.05 if ranks.rank == 1 and number % 16 == 7 else 0.005 for number in range(64)]
+    late = [0.2 if ranks.rank == 1 and number % 16 == 7 else 0.05 for number in range(64)]
     assert not train(model, mesh, health, 64, late.__getitem__)

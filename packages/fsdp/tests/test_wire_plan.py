@@ -48,6 +48,8 @@ def counted(ledger, purpose):
         (3, 1, {"reduction": "native"}),
         (3, 1, {"reduction": "int8"}),
         (0, 2, {"reduction": "int8"}),
+        (3, 1, {"reduction": "checked"}),
+        (0, 2, {"reduction": "checked"}),
         pytest.param(
             *(3, 1, {"mixed_precision_policy": MixedPrecisionPolicy(weight_codec=Int8())}),
             id="codes",  # a name that does not say where in memory the codec lies

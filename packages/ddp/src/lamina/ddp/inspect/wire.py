@@ -8,7 +8,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import nn
 
-from lamina.collectives.engine import Int8Blocks
+from lamina.collectives.engine import Cast, Checksums, GradientCodec, Int8Blocks
 from lamina.ddp.group.group import ParameterGroup
 from lamina.ddp.inspect.inspection import groups_of
 from lamina.ddp.parameters.strategy import Cadence
@@ -82,8 +82,7 @@ def wire_plan(module: nn.Module, microbatches: int = 1) -> WirePlan:
 
     Raises:
         TypeError: if the module was not wrapped by Lamina.
-        ValueError: the gradients are reduced in a way that has no formula here
-            (`reproducible=True`, `reduction="checked"`).
+        ValueError: with `reproducible=True`, which has no formula here.
 
     Examples:
         >>> wire_plan(DistributedDataParallel(torch.nn.Linear(256, 256))).total.between
@@ -122,20 +121,19 @@ def _gathered(group: ParameterGroup, microbatches: int, again: list[ParameterGro
 
 def _reduced(group: ParameterGroup, microbatches: int) -> WireBytes:
     name, axes, dtypes = group.settings.reduction.name, group.axes, group.dtypes
-    if name not in ("ordered", "native", "int8"):
-        raise ValueError(f"wire_plan has no formula for reduction={name!r}: watch it by a Ledger")
-    ordered, int8 = name != "native", name == "int8"
+    if name == "reproducible":
+        raise ValueError("wire_plan has no formula for reproducible=True: watch it by a Ledger")
     times = microbatches if group.trained.cadence is Cadence.EVERY_MICROBATCH else 1
     outer, inner = group.trained.main.cuts
     numel, wide = group.layout.size, torch.promote_types(dtypes.wire, torch.float32)
     if axes.outer.size == 1:
         gathered = None if inner else dtypes.grads
-        return _sum(axes.inner, numel, dtypes.wire, gathered, ordered, int8=int8) * times
+        return _sum(axes.inner, numel, name, dtypes.wire, gathered) * times
     whole = outer and not inner
-    gathered = wide if whole else None
-    sent = _sum(axes.inner, numel, dtypes.wire, gathered, ordered, int8=int8) * times
+    sent = _sum(axes.inner, numel, name, dtypes.wire, wide if whole else None) * times
     part = numel if whole else numel // axes.inner.size
-    sent += _sum(axes.outer, part, wide, None if outer else dtypes.grads, ordered)
+    name = "ordered" if name == "int8" else name  # sums travel as they are
+    sent += _sum(axes.outer, part, name, wide, None if outer else dtypes.grads)
     return sent if outer or inner else sent + _gather(axes.inner, numel * dtypes.grads.itemsize)
 
 
@@ -153,28 +151,23 @@ def _to_others(axis: MeshAxis, nbytes: int) -> WireBytes:
 
 
 def _sum(
-    axis: MeshAxis,
-    numel: int,
-    wire: torch.dtype,
-    gathered: torch.dtype | None,
-    ordered: bool,
-    *,
-    int8: bool = False,
+    axis: MeshAxis, numel: int, name: str, wire: torch.dtype, gathered: torch.dtype | None
 ) -> WireBytes:
     """A reduction of `numel` elements; the sums are gathered in a dtype, or None for a scatter."""
+    codec: GradientCodec = Cast(wire)
+    if name in ("int8", "checked"):
+        codec = Int8Blocks() if name == "int8" else Checksums(wire)
     piece = -(-numel // axis.size)
-    back = 0 if gathered is None else gathered.itemsize
-    term, whole = piece * wire.itemsize, True
-    if int8:
-        codec = Int8Blocks()
-        term = -(-piece // codec.block) * (codec.block + codec.side_dtype.itemsize)
-        wire, whole = torch.float32, piece % codec.block == 0
+    side = 0 if codec.side_dtype is None else codec.side_dtype.itemsize
+    terms = -(-piece // codec.block) * (codec.block * codec.dtype.itemsize + side)
+    back = 0 if gathered is None else piece * gathered.itemsize
     held = None if axis.group is None else host_runs(axis.group)
-    if held is None or not ordered or held.run in (1, axis.size) or not whole:
-        back = back if ordered or not back else wire.itemsize
-        return _to_others(axis, term + piece * back)
+    if name == "native":
+        return _to_others(axis, terms + (terms if back else 0))
+    if held is None or held.run in (1, axis.size) or piece % codec.block:
+        return _to_others(axis, terms + back)
     # Terms go to the run of ranks around this one, and partial sums in fp32 to the other runs.
-    partial = torch.promote_types(wire, torch.float32).itemsize + back
+    partial = piece * torch.promote_types(wire, torch.float32).itemsize + back
     runs, near = axis.size // held.run, len(held.near) // held.run
-    inside = (held.run - 1) * runs * (term + piece * back)
-    return WireBytes(inside + (near - 1) * piece * partial, (runs - near) * piece * partial)
+    inside = (held.run - 1) * runs * (terms + back)
+    return WireBytes(inside + (near - 1) * partial, (runs - near) * partial)

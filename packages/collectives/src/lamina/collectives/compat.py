@@ -6,6 +6,7 @@ No other module of this layer uses one (tests/test_compat.py), so what a new tor
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -31,9 +32,8 @@ remove_from_thread: Callable[[str], None] | None = getattr(torch._C, "_remove_ob
 """Removes what `set_in_thread` left. None before torch 2.13, which needs no removal."""
 
 
-def profiling() -> bool:
-    """Whether one of torch's profilers records now, on whichever thread."""
-    return bool(torch.autograd.profiler._is_profiler_enabled)
+profiling: Callable[[], bool] = partial(getattr, torch.autograd.profiler, "_is_profiler_enabled")
+"""Whether one of torch's profilers records now, on whichever thread. A call costs no Python."""
 
 
 def _first(*names: str) -> Any:

@@ -21,10 +21,12 @@ from typing import Generic, NoReturn, TypeVar, cast
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
+from torch.profiler import record_function
 
 from lamina.collectives.call.checks import require_disjoint, require_flat, require_same_device
 from lamina.collectives.call.record import Call, issue
-from lamina.collectives.call.spans import span
+from lamina.collectives.call.spans import NO_SPAN
+from lamina.collectives.compat import profiling
 from lamina.collectives.transport.groups import group_rank, group_size, served_by_gloo, where
 from lamina.collectives.transport.lanes import Job, Lane, lane_of
 from lamina.collectives.transport.transport import Completion
@@ -92,7 +94,7 @@ class Handle:
         call = self._call
         call.wait_begins()
         try:
-            with span(lambda: f"wait for {call.title()}"):
+            with record_function(f"wait for {call.title()}") if profiling() else NO_SPAN:
                 if self._job is not None:
                     self._wait_for(self._job)
                 if self._event is not None and self._issued_on is not None:
@@ -302,7 +304,7 @@ def launch(
     lane = lane_of(group) if async_op and group is not None and group.size() > 1 else None
     handle._group = group
     try:
-        with span(handle._call.title):
+        with record_function(handle._call.title()) if profiling() else NO_SPAN:
             if device.type == "cuda":
                 _launch_on_cuda(handle, group, lane, device, begin)
             else:

@@ -6,23 +6,19 @@ somebody reads it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from contextvars import ContextVar, Token
 
 from torch.profiler import record_function
 
 from lamina.collectives.compat import profiling
 
-__all__ = ["Serving", "Span", "purpose", "span"]
+__all__ = ["NO_SPAN", "Serving", "Span", "purpose"]
 
-_NO_SPAN = nullcontext()
+NO_SPAN = nullcontext()
+"""Stands in for a `record_function` where no profiler records."""
+
 _purpose: ContextVar[str] = ContextVar("lamina.collectives.purpose", default="")
-
-
-def span(name: Callable[[], str]) -> AbstractContextManager[object]:
-    """Show what runs inside under this name in a profile of torch's."""
-    return record_function(name()) if profiling() else _NO_SPAN
 
 
 class Span:
@@ -42,11 +38,12 @@ class Span:
     def __init__(self) -> None:
         self._open: record_function | None = None
 
-    def begin(self, *words: str) -> None:
-        """Begin it, under a name of several words; the one before ends."""
-        self.end()
+    def begin(self, what: str, name: str) -> None:
+        """Begin it: what is done, and the unit ("" is the root). The one before ends."""
+        if self._open is not None:
+            self.end()
         if profiling():
-            self._open = record_function(" ".join(words))
+            self._open = record_function(f"{what} {name or 'the root'}")
             self._open.__enter__()  # type: ignore[no-untyped-call]
 
     def end(self) -> None:

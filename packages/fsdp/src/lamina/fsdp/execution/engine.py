@@ -195,7 +195,7 @@ class ShardingEngine:
         if self.reducer.in_backward:  # recomputation
             self._start(unit)
             unit.finish_unshard()
-            unit.forward.begin("forward again of", unit.title)
+            unit.forward.begin("forward again of", unit.name)
             return
         if unit is self.root:
             self._begin_forward()
@@ -212,7 +212,7 @@ class ShardingEngine:
         unit.finish_unshard()
         if training:
             unit.save_epochs()
-        unit.forward.begin("forward of", unit.title)
+        unit.forward.begin("forward of", unit.name)
 
     def _begin_forward(self) -> None:
         self._recording = []

@@ -270,7 +270,7 @@ class Unit:
         """The first gradient has reached an output: whether the unit's backward begins with it."""
         begins = self.state is not UnitState.IN_BACKWARD
         if begins:
-            self._backward.begin("backward of", self.title)
+            self._backward.begin("backward of", self.name)
         self.state = _BEGIN_BACKWARD.get(self.state, self.state)
         return begins
 

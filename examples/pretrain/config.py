@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from typing import Annotated, Any, Literal, NamedTuple
 
 import tyro
@@ -140,6 +141,9 @@ class LogConfig:
     every: int = 1  # Steps between lines of metrics.jsonl and TensorBoard
     line_seconds: float = 5.0  # Without a terminal: seconds between lines of progress
     tensorboard: bool = True  # Write TensorBoard events beside metrics.jsonl
+    wandb: str = ""
+    """Project of Weights & Biases to write the same to, if wandb is installed; WANDB_MODE=offline
+    keeps it in the run's directory."""
     trace: str = ""
     """Steps to trace, such as 20,21: each rank writes traces/step-20-rank-0.json, for Perfetto."""
 
@@ -293,6 +297,8 @@ def check(config: Config, ranks: int) -> None:
                 f"--{option} {value}: it must be {limits}, such as --{option} {default}"
             )
     config.traced()
+    if config.log.wandb and find_spec("wandb") is None:
+        raise ValueError(f"--log.wandb {config.log.wandb}: wandb is missing; pip install wandb")
     try:
         layout = config.layout().validate(ranks)
     except LayoutError as error:

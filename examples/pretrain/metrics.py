@@ -7,12 +7,13 @@ import json
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import psutil
 import torch
+from boards import Boards
 from build import Shape
 from config import Config
 from data import Corpus
@@ -54,13 +55,13 @@ class Metrics:
         self._times: list[float] = []
         self._seconds: Counter[str] = Counter()  # of the whole run, by what they went to
         self._started = self._clock = time.perf_counter()
-        self._next_line = 0.0
+        self._next_line, self._done = 0.0, done
         self.records: list[dict[str, Any]] = []
         if self._active:
             path = run.directory / "metrics.jsonl"
             self.records = _kept(path, done)
             self._file = open(path, "a", buffering=1)  # noqa: SIM115 (closed by __exit__)
-            self._board = _board(run, done) if config.log.tensorboard else None
+            self._boards = Boards(config, run, done)
             self._bar = Progress(
                 TextColumn("step"),
                 MofNCompleteColumn(),
@@ -82,8 +83,7 @@ class Metrics:
         if self._active:
             self._bar.stop()
             self._file.close()
-            if self._board:
-                self._board.close()
+            self._boards.close()
 
     @contextlib.contextmanager
     def timed(self, what: str) -> Iterator[None]:
@@ -119,7 +119,7 @@ class Metrics:
             norm: of the gradient before clipping.
             rate: the learning rate of the step.
         """
-        now = time.perf_counter()
+        now, self._done = time.perf_counter(), done
         self._times = [*self._times[1 - _RECENT :], now - self._clock]
         self._clock = now
         self.peak_bytes = max(self.peak_bytes, _memory(self.device))
@@ -175,10 +175,15 @@ class Metrics:
         elif self._active:
             self._bar.console.print(text, highlight=False)
 
-    def finish(self) -> None:
-        """Take the bar away."""
+    def finish(self, samples: Sequence[tuple[str, str]] = ()) -> None:
+        """Take the bar away and show what the model has written; the last words are the report's.
+
+        Weights & Biases prints a summary when it is closed.
+        """
         if self._active:
             self._bar.stop()
+            self._boards.samples(self._done, samples)
+            self._boards.close()
 
     def _utilisation(self, tokens_per_second: float) -> dict[str, float]:
         """Model operations per second and rank, and their share of a known GPU's peak."""
@@ -211,10 +216,8 @@ class Metrics:
     def _write(self, record: dict[str, Any]) -> None:
         self.records.append(record)
         self._file.write(json.dumps(record) + "\n")
-        if self._board:
-            for name, value in record.items():
-                if name != "step" and not isinstance(value, str):
-                    self._board.add_scalar(name, value, record["step"])
+        numbers = {n: v for n, v in record.items() if n != "step" and not isinstance(v, str)}
+        self._boards.numbers(record["step"], numbers)
 
 
 def _memory(device: torch.device) -> int:
@@ -232,9 +235,3 @@ def _kept(path: Path, done: int) -> list[dict[str, Any]]:
             records += [record] if (record := json.loads(line))["step"] <= done else []
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
     return records
-
-
-def _board(run: Run, done: int) -> Any:
-    from torch.utils.tensorboard import SummaryWriter  # here, for it takes a second to import
-
-    return SummaryWriter(str(run.directory / "tensorboard"), purge_step=done + 1)

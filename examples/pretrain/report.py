@@ -52,7 +52,7 @@ def report(
     if loss is None:  # the run was finished before: nothing was trained now
         loss = evaluator.held_out_loss()
     samples = evaluator.samples()
-    metrics.finish()
+    metrics.finish(samples)
     if not run.runtime.is_main:
         return
     (run.directory / "samples.txt").write_text(

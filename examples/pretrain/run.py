@@ -97,10 +97,10 @@ def _can_continue(directory: Path, config: Config) -> bool:
         settings = json.loads((directory / "config.json").read_text())
     except FileNotFoundError:
         return True  # killed before it began
-    return settings == _settings(config)
+    return settings == settings_of(config)
 
 
-def _settings(config: Config) -> dict[str, Any]:
+def settings_of(config: Config) -> dict[str, Any]:
     """Return what decides the numbers that come out of a run."""
     settings = json.loads(json.dumps(dataclasses.asdict(config)))
     del settings["run"]["directory"], settings["run"]["export"], settings["train"]["seconds"]
@@ -110,7 +110,7 @@ def _settings(config: Config) -> dict[str, Any]:
 
 def _begin(config: Config, run: Run) -> None:
     run.directory.mkdir(parents=True, exist_ok=True)
-    (run.directory / "config.json").write_text(json.dumps(_settings(config), indent=1))
+    (run.directory / "config.json").write_text(json.dumps(settings_of(config), indent=1))
 
 
 def _agree(value: int) -> int:

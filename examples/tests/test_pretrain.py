@@ -219,6 +219,59 @@ def test_the_run_ends_with_what_it_promised(runs):
         assert words in output
 
 
+def test_tensorboard_has_the_numbers_and_samples_of_the_run(runs):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    directory = runs["base"] / "whole"
+    events = EventAccumulator(str(directory / "tensorboard"))
+    events.Reload()
+    for name in ("loss", "held_out_loss", "exposed_share", "data_share", "checkpoint_share"):
+        found = [(event.step, event.value) for event in events.Scalars(name)]
+        expected = [(r["step"], r[name]) for r in records(directory) if name in r]
+        assert found == [(step, pytest.approx(value)) for step, value in expected]
+    (sample,) = events.Tensors("sample 1/text_summary")
+    written = (directory / "samples.txt").read_text().splitlines()[1]
+    assert written in sample.tensor_proto.string_val[0].decode()
+
+
+WANDB = """
+import json, os
+def init(dir, **settings):
+    print(json.dumps(settings), file=open(os.path.join(dir, "settings"), "a"))
+    return Run(open(os.path.join(dir, "logged"), "a"))
+class Run:
+    def __init__(self, file): self.file = file
+    def define_metric(self, name, step_metric): assert (name, step_metric) == ("*", "step")
+    def log(self, values): print(json.dumps(values), file=self.file)
+    def finish(self): self.file.close()
+"""
+
+
+@pytest.mark.ranks(1)
+def test_weights_and_biases_gets_the_same_numbers_in_one_run_that_goes_on(tmp_path, monkeypatch):
+    (tmp_path / "wandb.py").write_text(WANDB)
+    monkeypatch.syspath_prepend(tmp_path)
+    directory = tmp_path / "run"
+    for steps in ("2", "4"):
+        run_here(directory, "--train.steps", steps, "--log.wandb", "mine")
+    first, then = [json.loads(line) for line in (directory / "settings").read_text().splitlines()]
+    assert first["id"] == then["id"]
+    assert then["project"] == "mine"
+    assert (first["config"]["train"]["steps"], then["config"]["train"]["steps"]) == (2, 4)
+    logged = [json.loads(line) for line in (directory / "logged").read_text().splitlines()]
+    assert [line for line in logged if "sample 1" not in line] == records(directory)
+    assert [line["step"] for line in logged if "sample 1" in line] == [2, 4]
+
+
+def test_weights_and_biases_that_is_not_there_is_said_before_anything_starts(monkeypatch):
+    sys.path.insert(0, str(TRAIN.parent))
+    from config import Config, LogConfig, check
+
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(ValueError, match=r"--log.wandb mine: .* pip install wandb"):
+        check(Config(log=LogConfig(wandb="mine")), ranks=2)
+
+
 def test_a_trace_names_what_units_compute_gather_and_reduce(runs):
     traces = runs["base"] / "whole" / "traces"
     assert len(list(traces.iterdir())) == 4  # two steps of two ranks

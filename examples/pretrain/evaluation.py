@@ -5,11 +5,10 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 from build import Shape, Sharded
-from config import Config
 from data import Corpus, Windows, held_out_batches
+from run import Run
 
 from lamina.collectives.engine import all_reduce_small
-from lamina.mesh import Runtime
 from lamina.mesh.engine import MeshAxis
 from lamina.models import PipelineRunner, generate
 
@@ -17,43 +16,27 @@ from lamina.models import PipelineRunner, generate
 class Evaluator:
     """Measures a model on text that it was not trained on."""
 
-    def __init__(
-        self,
-        model: Sharded,
-        shape: Shape,
-        corpus: Corpus,
-        config: Config,
-        dp: MeshAxis,
-        runtime: Runtime,
-    ) -> None:
-        self.corpus, self._shape = corpus, shape
-        self._model, self._config, self._dp, self._device = model, config, dp, runtime.device
-        self._windows = Windows(corpus.held_out, config.model.sequence_length)
+    def __init__(self, run: Run, model: Sharded, shape: Shape, corpus: Corpus, dp: MeshAxis):
+        self.corpus, self._shape, self._model, self._dp = corpus, shape, model, dp
+        self._config, self._device = run.config, run.runtime.device
+        self._windows = Windows(corpus.held_out, run.config.model.sequence_length)
 
     @torch.no_grad()
     def held_out_loss(self) -> float:
         """Return the mean loss over the held-out text, in nats per token."""
-        train = self._config.train
-        pipelined = isinstance(self._model, PipelineRunner)
+        dp, pipelined = self._dp, isinstance(self._model, PipelineRunner)
         # A pipeline takes whole batches only, of at least a sequence per microbatch.
-        passes = 1 if pipelined else len(self._config.parts(0, self._dp.size))
-        batch = max(1, train.batch_size // self._dp.size // passes)
-        total, tokens = 0.0, 0
+        passes = 1 if pipelined else len(self._config.parts(0, dp.size))
+        batch = max(1, self._config.train.batch_size // dp.size // passes)
+        sums = torch.zeros(2, dtype=torch.float64)  # losses, tokens
         self._model.eval()
         for inputs, labels in held_out_batches(
-            self._windows,
-            self._config.eval.tokens,
-            batch,
-            self._dp.rank,
-            self._dp.size,
-            self._device,
+            self._windows, self._config.eval.tokens, batch, dp.rank, dp.size, self._device,
             whole=pipelined,
-        ):
+        ):  # fmt: skip
             loss = self._model(**self._shape.arguments(inputs, labels))
-            total += loss.item() * labels.numel()
-            tokens += labels.numel()
+            sums += torch.tensor([loss.item() * labels.numel(), labels.numel()], dtype=sums.dtype)
         self._model.train()
-        sums = torch.tensor([total, tokens], dtype=torch.float64)
         all_reduce_small([sums], dist.group.WORLD)
         return float(sums[0] / sums[1])
 
@@ -63,24 +46,20 @@ class Evaluator:
         Returns:
             Pairs of what was given and what the model wrote.
         """
-        length, count = self._config.model.sequence_length, self._config.eval.samples
-        if count == 0 or isinstance(self._model, PipelineRunner):
+        config = self._config.eval
+        if config.samples == 0 or isinstance(self._model, PipelineRunner):
             return []
-        chosen = [(2 * k + 1) * len(self._windows) // (2 * count) for k in range(count)]
-        given, _ = self._windows.batch(chosen, self._device)
-        given = given[:, : max(1, length // 4)]
-        generator = torch.Generator(self._device).manual_seed(self._config.run.seed)
+        count, length = 2 * config.samples, self._windows.length
+        chosen = [k * len(self._windows) // count for k in range(1, count, 2)]
+        given = self._windows.batch(chosen, self._device)[0][:, : max(1, length // 4)]
         with self._model.unsharded():
             written = generate(
                 self._model,
                 given,
-                self._config.eval.sample_tokens,
-                temperature=self._config.eval.temperature,
+                config.sample_tokens,
+                temperature=config.temperature,
                 context_length=length,
-                generator=generator,
+                generator=torch.Generator(self._device).manual_seed(self._config.run.seed),
             )
-        decode = self.corpus.tokenizer.decode
-        return [
-            (decode(row[: given.shape[1]].tolist()), decode(row[given.shape[1] :].tolist()))
-            for row in written
-        ]
+        decode, cut = self.corpus.tokenizer.decode, given.shape[1]
+        return [(decode(row[:cut]), decode(row[cut:])) for row in written.tolist()]

@@ -5,28 +5,34 @@ from __future__ import annotations
 import io
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from html import escape
 from itertools import accumulate
 from typing import Any
 
+from jinja2 import Template
+
 _FADE = 0.9  # weight of the past in the smoothed training loss, per step
-_MIB = 2**20
 # Title, unit, divisor, and what of a line of metrics.jsonl is drawn under which name.
 _PANELS = (
     ("Loss", "nats per token", 1, {"loss": "training", "held_out_loss": "held-out"}),
     ("Norm of the gradient", "before clipping", 1, {"grad_norm": "all parameters"}),
     ("Throughput", "tokens per second", 1, {"tokens_per_second": "all ranks"}),
-    ("Memory", "MiB", _MIB, {"memory_bytes": "peak of the first rank"}),
+    ("Memory", "MiB", 2**20, {"memory_bytes": "peak of the first rank"}),
     ("Share of the time", "of the run so far", 1, {
         "exposed_share": "exposed communication", "data_share": "reading data",
         "checkpoint_share": "waiting for checkpoints",
     }),
 )  # fmt: skip
-_STYLE = (
-    "body{font:16px sans-serif;max-width:60em;margin:2em auto;padding:0 1em}"
-    "svg{width:100%;height:auto}td,th{text-align:left;padding:.1em 1em .1em 0}"
-    "pre{white-space:pre-wrap;background:#f4f4f4;padding:.5em}"
-)
+_PAGE = """<!DOCTYPE html><html lang=en><meta charset=utf-8><title>{{ title }}</title>
+<style>body{font:16px sans-serif;max-width:60em;margin:2em auto;padding:0 1em}
+svg{width:100%;height:auto}td,th{text-align:left;padding:.1em 1em .1em 0}
+pre{white-space:pre-wrap;background:#f4f4f4;padding:.5em}</style>
+<h1>{{ title }}</h1><pre>{{ summary }}</pre>{{ curves | safe }}
+<h2>Samples</h2><p>In bold: what the model wrote.
+{% for given, text in samples %}<pre>{{ given }}<b>{{ text }}</b></pre>
+{% endfor %}<h2>Settings</h2><table>
+{% for name, value in settings %}<tr><th>{{ name }}<td>{{ value }}
+{% endfor %}</table></html>
+"""
 
 
 def page(
@@ -47,19 +53,12 @@ def page(
         samples: what the model was given and what it wrote.
         settings: of the run, by section.
     """
-    rows = (f"<tr><th>{escape(n)}<td>{escape(str(value))}" for n, value in _flat(settings))
-    texts = (f"<pre>{escape(given)}<b>{escape(text)}</b></pre>" for given, text in samples)
-    return "\n".join(
-        (
-            f"<!DOCTYPE html><html lang=en><meta charset=utf-8><title>{escape(title)}</title>",
-            f"<style>{_STYLE}</style><h1>{escape(title)}</h1>",
-            f"<pre>{escape(chr(10).join(summary).strip())}</pre>",
-            _curves(records, entropy),
-            "<h2>Samples</h2><p>In bold: what the model wrote.",
-            *texts,
-            "<h2>Settings</h2>",
-            f"<table>{''.join(rows)}</table></html>\n",
-        )
+    return Template(_PAGE, autoescape=True).render(
+        title=title,
+        summary="\n".join(summary).strip(),
+        curves=_curves(records, entropy),
+        samples=samples,
+        settings=_flat(settings),
     )
 
 
@@ -77,9 +76,8 @@ def _curves(records: Sequence[Mapping[str, Any]], entropy: float) -> str:
     from matplotlib.figure import Figure  # without pyplot no display is needed
 
     figure = Figure(figsize=(9, 3 * len(_PANELS)), layout="constrained")
-    for axes, (title, unit, divisor, kinds) in zip(
-        figure.subplots(len(_PANELS)), _PANELS, strict=True
-    ):
+    rows = figure.subplots(len(_PANELS))
+    for axes, (title, unit, divisor, kinds) in zip(rows, _PANELS, strict=True):
         for key, label in kinds.items():
             # A loss that is not finite (a skipped step) would make all later smoothed ones so.
             found = ((r["step"], r[key] / divisor) for r in records if key in r)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-from config import Config
 from data import Corpus, Windows
 from evaluation import Evaluator
 from metrics import Metrics
@@ -17,9 +17,9 @@ from run import Run, Stop, Stopping, command
 from lamina.checkpoint import CheckpointManager, SaveReport
 
 
-def opening(parameters: int, corpus: Corpus, samples: Windows, config: Config, run: Run) -> str:
+def opening(parameters: int, corpus: Corpus, samples: Windows, run: Run) -> str:
     """Describe what is about to be trained, where and on what."""
-    ranks = run.runtime.world_size
+    config, ranks = run.config, run.runtime.world_size
     epochs = config.train.steps * config.train.batch_size / len(samples)
     return (
         f"{run.directory}: {config.model.name}{' (tiny)' if config.tiny else ''} of "
@@ -37,15 +37,14 @@ def report(
     stopping: Stopping,
     checkpoints: CheckpointManager,
     metrics: Metrics,
-    config: Config,
     run: Run,
 ) -> None:
     """Write samples, the page and report.json, and print what came out (collective)."""
-    latest = checkpoints.latest()
-    where = f"{run.directory}/checkpoints/step-{latest:08d}"
+    step, place = checkpoints.latest(), run.directory
+    where = f"{place}/checkpoints/step-{step:08d}"
     if stopping.told:
-        metrics.finish()
-        metrics.say(f"stopped on request after step {latest}; checkpoint: {where}")
+        metrics.finish([])
+        metrics.say(f"stopped on request after step {step}; checkpoint: {where}")
         metrics.say("to continue: the same command again")
         return
     loss = metrics.last_held_out
@@ -55,9 +54,9 @@ def report(
     metrics.finish(samples)
     if not run.runtime.is_main:
         return
-    (run.directory / "samples.txt").write_text(
+    (place / "samples.txt").write_text(
         "\n".join(
-            f"{'=' * 20} given {'=' * 20}\n{given}\n{'-' * 20} written {'-' * 18}\n{written}\n"
+            f"{' given ':=^47}\n{given}\n{' written ':-^47}\n{written}\n"
             for given, written in samples
         )
     )
@@ -65,22 +64,49 @@ def report(
         "held_out_loss": loss,
         "unigram_entropy": metrics.entropy,
         "ratio": loss / metrics.entropy,
-        "step": latest,
+        "step": step,
         "ranks": run.runtime.world_size,
         "state_bytes_per_rank": state_bytes(optimizer),
         "state_bytes_of_one_process": 16 * parameters,  # weight, gradient and two moments in fp32
         "peak_bytes_per_rank": metrics.peak_bytes,
     }
     if stopping.reason is not Stop.OUT_OF_TIME:
-        (run.directory / "report.json").write_text(json.dumps(numbers, indent=1))
-    saved = where + cost_of(checkpoints.last_save)
-    lines = _lines(numbers, evaluator, stopping, saved, config, run)
-    settings = json.loads((run.directory / "config.json").read_text())
-    title = f"{run.directory}: {config.model.name}"
-    (run.directory / "report.html").write_text(
-        page(title, lines, metrics.records, metrics.entropy, samples, settings)
-    )
+        (place / "report.json").write_text(json.dumps(numbers, indent=1))
+    where += cost_of(checkpoints.last_save)
+    lines = _lines(numbers, evaluator.corpus.bytes_per_token, stopping, where, run)
+    title = f"{place}: {run.config.model.name}"
+    html = page(title, lines, metrics.records, metrics.entropy, samples, run.settings())
+    (place / "report.html").write_text(html)
     print(*lines, sep="\n", flush=True)
+
+
+def _lines(
+    numbers: Mapping[str, Any], bytes_per_token: float, stopping: Stopping, where: str, run: Run
+) -> list[str]:
+    place, loss, entropy = run.directory, numbers["held_out_loss"], numbers["unigram_entropy"]
+    bits = loss / bytes_per_token / math.log(2)
+    words = "" if math.isnan(bits) else f", {bits:.2f} bits per byte"
+    here, alone = numbers["state_bytes_per_rank"], numbers["state_bytes_of_one_process"]
+    kind = "GPU" if run.runtime.device.type == "cuda" else "process"
+    board = f", {place}/tensorboard" if run.config.log.tensorboard else ""
+    ending = {
+        Stop.OUT_OF_TIME: f"stopped by --train.seconds after step {numbers['step']}",
+        Stop.FINISHED: f"finished {numbers['step']} steps on {numbers['ranks']} ranks",
+        None: f"finished before ({numbers['step']} steps)",
+    }[stopping.reason]
+    rows = {
+        "held-out loss": f"{loss:.3f} nats per token{words}: {loss / entropy:.2f} of the text's "
+        f"unigram entropy, {entropy:.3f}",
+        "model state": f"{here / 2**20:.1f} MiB per rank (weights, gradients, optimizer); one "
+        f"process alone would need {alone / 2**20:.1f} MiB",
+        "memory": f"{numbers['peak_bytes_per_rank'] / 2**20:,.0f} MiB peak per {kind}",
+        "checkpoint": where,
+        "metrics": f"{place}/metrics.jsonl{board}",
+        "page": f"{place}/report.html",
+        "samples": f"{place}/samples.txt",
+        **_next(stopping, run),
+    }
+    return ["", ending, *(f"{name:<16} {text}" for name, text in rows.items())]
 
 
 def cost_of(save: SaveReport | None) -> str:
@@ -93,51 +119,16 @@ def cost_of(save: SaveReport | None) -> str:
     )
 
 
-def _lines(
-    numbers: dict[str, Any],
-    evaluator: Evaluator,
-    stopping: Stopping,
-    where: str,
-    config: Config,
-    run: Run,
-) -> list[str]:
-    loss, entropy = numbers["held_out_loss"], numbers["unigram_entropy"]
-    per_token = evaluator.corpus.bytes_per_token
-    bits = "" if math.isnan(per_token) else f", {loss / per_token / math.log(2):.2f} bits per byte"
-    here, alone = numbers["state_bytes_per_rank"], numbers["state_bytes_of_one_process"]
-    kind = "GPU" if run.runtime.device.type == "cuda" else "process"
-    board = f", {run.directory}/tensorboard" if config.log.tensorboard else ""
-    ending = {
-        Stop.OUT_OF_TIME: f"stopped by --train.seconds after step {numbers['step']}",
-        Stop.FINISHED: f"finished {numbers['step']} steps on {numbers['ranks']} ranks",
-        None: f"finished before ({numbers['step']} steps)",
-    }[stopping.reason]
-    return [
-        "",
-        ending,
-        f"held-out loss    {loss:.3f} nats per token{bits}: {loss / entropy:.2f} of the text's "
-        f"unigram entropy, {entropy:.3f}",
-        f"model state      {here / 2**20:.1f} MiB per rank (weights, gradients, optimizer); one "
-        f"process alone would need {alone / 2**20:.1f} MiB",
-        f"memory           {numbers['peak_bytes_per_rank'] / 2**20:,.0f} MiB peak per {kind}",
-        f"checkpoint       {where}",
-        f"metrics          {run.directory}/metrics.jsonl{board}",
-        f"page             {run.directory}/report.html",
-        f"samples          {run.directory}/samples.txt",
-        *_next(stopping, config, run),
-    ]
-
-
-def _next(stopping: Stopping, config: Config, run: Run) -> list[str]:
+def _next(stopping: Stopping, run: Run) -> dict[str, str]:
     """How this run goes on, and what else there is to do."""
-    place = {} if config.run.directory else {"run.directory": run.directory}
+    place = {} if run.config.run.directory else {"run.directory": run.directory}
     if stopping.reason is Stop.OUT_OF_TIME:
-        return [f"next             {command(place | {'train.seconds': 0})}"]
-    longer = command(place | {"train.steps": 2 * config.train.steps})
-    if config.data.path != "stdlib":
-        return [f"next             {longer}"]
+        return {"next": command(place | {"train.seconds": 0})}
+    longer = command(place | {"train.steps": 2 * run.config.train.steps})
+    if run.config.data.path != "stdlib":
+        return {"next": longer}
     text = {"run.name": "mine", "data.path": "PATH/TO/TEXT", "data.pattern": "**/*.txt"}
-    return [f"to go on         {longer}", f"next             {command(text, anew=True)}"]
+    return {"to go on": longer, "next": command(text, anew=True)}
 
 
 def state_bytes(optimizer: torch.optim.Optimizer) -> int:

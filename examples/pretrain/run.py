@@ -10,7 +10,7 @@ import shlex
 import signal
 import sys
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,47 +20,57 @@ import torch.distributed as dist
 from config import Config
 
 from lamina.checkpoint import Preemption
-from lamina.collectives.engine import all_reduce_small, broadcast
+from lamina.collectives.engine import all_reduce_small
 from lamina.mesh import Runtime
 
 RUNS = Path("runs")
-_COMMAND = "python3 noxfile.py -s train --"
 
 
 def command(changes: Mapping[str, object], *, anew: bool = False) -> str:
     """The command of this run with some options changed; `anew` leaves its own options out."""
-    own = [] if anew else _without(changes, sys.argv[1:])
-    new = [word for name, value in changes.items() for word in (f"--{name}", str(value))]
-    return f"{_COMMAND} {shlex.join([*own, *new])}"
-
-
-def _without(names: Collection[str], words: Iterable[str]) -> Iterator[str]:
-    """The words of a command line without options of these names, `--name value` or not."""
-    dropped = False
-    for word in words:
-        if word.startswith("--"):
-            dropped = word[2:].partition("=")[0].replace("_", "-") in names
-        if not dropped:
-            yield word
+    words, dropped = [], anew
+    for word in sys.argv[1:]:
+        if word.startswith("--") and not anew:
+            dropped = word[2:].partition("=")[0].replace("_", "-") in changes
+        words += [] if dropped else [word]
+    words += [word for name, value in changes.items() for word in (f"--{name}", str(value))]
+    return f"python3 noxfile.py -s train -- {shlex.join(words)}"
 
 
 @dataclass(frozen=True)
 class Run:
-    """One run: its directory, and this rank of it."""
+    """One run: its settings and directory, and this rank of it."""
 
+    config: Config
     directory: Path
     runtime: Runtime
 
-    def main_first(self, work: Callable[[], None]) -> None:
-        """Do something on the first rank while the others wait; a failure there ends all."""
-        failure: Exception | None = None
+    def main_first(self, work: Callable[[], object]) -> None:
+        """Do something on the first rank while the others wait."""
         if self.runtime.is_main:
-            try:
-                work()
-            except Exception as error:
-                failure = error
-        if _agree(int(failure is not None)):
-            raise failure or RuntimeError("the first rank failed; its own error says why")
+            work()
+        dist.barrier()
+
+    def settings(self) -> dict[str, Any]:
+        """What decides the numbers that come out of a run."""
+        settings: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(self.config)))
+        del settings["run"]["directory"], settings["run"]["export"], settings["train"]["seconds"]
+        del settings["log"], settings["ranks"]
+        return settings
+
+    def begin(self) -> None:
+        """Make the directory, and note the settings in it."""
+        self.directory.mkdir(parents=True, exist_ok=True)
+        (self.directory / "config.json").write_text(json.dumps(self.settings(), indent=1))
+
+    def goes_on(self) -> bool:
+        """Whether the directory holds this run, unfinished."""
+        if (self.directory / "report.json").exists():
+            return False
+        try:
+            return bool(json.loads((self.directory / "config.json").read_text()) == self.settings())
+        except FileNotFoundError:
+            return True  # killed before it began
 
 
 def open_run(config: Config, runtime: Runtime) -> Run:
@@ -69,64 +79,26 @@ def open_run(config: Config, runtime: Runtime) -> Run:
     A named directory is used as it is. Otherwise the newest of runs/NAME, runs/NAME-2, ... is
     continued if it is unfinished and has the same settings; if not, the next one is begun.
     """
-    if config.run.directory:
-        directory = Path(config.run.directory)
-    else:
-        number = _agree(_choose_number(config) if runtime.is_main else 0)
-        directory = _numbered(config.run.name, number)
-    run = Run(directory, runtime)
-    run.main_first(lambda: _begin(config, run))
+    names = (config.run.name + (f"-{n}" if n > 1 else "") for n in itertools.count(1))
+    numbered = (Run(config, RUNS / name, runtime) for name in names)
+    pairs = itertools.pairwise(numbered)
+    chosen = [config.run.directory]
+    if runtime.is_main and not config.run.directory:
+        newest, after = next(two for two in pairs if not two[1].directory.exists())
+        chosen = [str((newest if newest.goes_on() else after).directory)]
+    dist.broadcast_object_list(chosen)
+    run = Run(config, Path(chosen[0]), runtime)
+    run.main_first(run.begin)
     return run
 
 
-def _numbered(name: str, number: int) -> Path:
-    return RUNS / (name if number == 1 else f"{name}-{number}")
-
-
-def _choose_number(config: Config) -> int:
-    numbers = itertools.count(1)
-    number = next(n for n in numbers if not _numbered(config.run.name, n + 1).exists())
-    newest = _numbered(config.run.name, number)
-    return number + (newest.exists() and not _can_continue(newest, config))
-
-
-def _can_continue(directory: Path, config: Config) -> bool:
-    if (directory / "report.json").exists():
-        return False
-    try:
-        settings = json.loads((directory / "config.json").read_text())
-    except FileNotFoundError:
-        return True  # killed before it began
-    return settings == settings_of(config)
-
-
-def settings_of(config: Config) -> dict[str, Any]:
-    """Return what decides the numbers that come out of a run."""
-    settings = json.loads(json.dumps(dataclasses.asdict(config)))
-    del settings["run"]["directory"], settings["run"]["export"], settings["train"]["seconds"]
-    del settings["log"], settings["ranks"]
-    return settings
-
-
-def _begin(config: Config, run: Run) -> None:
-    run.directory.mkdir(parents=True, exist_ok=True)
-    (run.directory / "config.json").write_text(json.dumps(settings_of(config), indent=1))
-
-
-def _agree(value: int) -> int:
-    """Return the first rank's value on every rank."""
-    shared = torch.tensor([value], dtype=torch.int64)
-    broadcast(shared, dist.group.WORLD).wait()
-    return int(shared)
-
-
 class Stop(enum.Enum):
-    """Why a run ends."""
+    """Why a run ends, the strongest reason first."""
 
     FINISHED = "finished"
-    OUT_OF_TIME = "out of time"
     INTERRUPT = "interrupted"
     PREEMPTED = "preempted"
+    OUT_OF_TIME = "out of time"
 
 
 class Stopping:
@@ -139,11 +111,10 @@ class Stopping:
     lets `torchrun --max-restarts` or a requeued SLURM job go on.
     """
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, seconds: float) -> None:
         self.reason: Stop | None = None
         self._signals = Preemption((signal.SIGINT, signal.SIGTERM, signal.SIGUSR1))
-        self._seconds = config.train.seconds
-        self._started = time.monotonic()
+        self._deadline = time.monotonic() + (seconds or float("inf"))
 
     @property
     def told(self) -> bool:
@@ -152,11 +123,8 @@ class Stopping:
 
     def agree(self, *, last: bool) -> None:
         """Agree on whether this was the last step."""
-        late = 0.0 < self._seconds <= time.monotonic() - self._started
-        told = self._signals.received
-        interrupted, preempted = told is signal.SIGINT, told not in (None, signal.SIGINT)
-        shared = torch.tensor([last, interrupted, preempted, late], dtype=torch.uint8)
-        all_reduce_small([shared], dist.group.WORLD, op="max")
-        votes = shared.tolist()
-        reasons = (Stop.FINISHED, Stop.INTERRUPT, Stop.PREEMPTED, Stop.OUT_OF_TIME)
-        self.reason = next((r for r, vote in zip(reasons, votes, strict=True) if vote), None)
+        told, late = self._signals.received, time.monotonic() >= self._deadline
+        mine = (last, told is signal.SIGINT, told not in (None, signal.SIGINT), late)
+        votes = torch.tensor(mine, dtype=torch.uint8)
+        all_reduce_small([votes], dist.group.WORLD, op="max")
+        self.reason = next((r for r, vote in zip(Stop, votes, strict=True) if vote), None)

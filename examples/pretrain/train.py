@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -20,7 +21,7 @@ from evaluation import Evaluator
 from metrics import Metrics
 from options import configure
 from report import opening, report
-from run import Stop, Stopping, open_run
+from run import Run, Stop, Stopping, open_run
 from text import load_tokenizer
 from torch.distributed.elastic.multiprocessing.errors import record
 
@@ -58,9 +59,7 @@ def train(config: Config, runtime: Runtime) -> None:
     # Ranks: an axis for each way to share the work. The model, so far without memory: this rank's
     # pieces over tp, cp and ep. What does not fit is refused here, before anything is written.
     mesh = config.layout().build(runtime.device.type)
-    dp = mesh.axis("dp")
-    tokenizer = load_tokenizer(config.data.tokenizer)
-    shape = model_shape(config, tokenizer.vocab_size)
+    shape = model_shape(config, load_tokenizer(config.data.tokenizer).vocab_size)
     model = make_model(shape, config, mesh)
     parameters = whole_size(shape)
 
@@ -100,25 +99,15 @@ def train(config: Config, runtime: Runtime) -> None:
     if done == 0 and Path(config.model.name).is_dir():
         import_huggingface(model, config.model.name, mesh=mesh)
 
-    evaluator = Evaluator(model, shape, corpus, config, dp, runtime)
-    stopping = Stopping(config)
-    with Metrics(config, run, corpus, shape, done) as metrics:
-        metrics.say(opening(parameters, corpus, samples, config, run))
+    job = Job(run, mesh, shape, model, optimizer, samples, health, replicas)
+    evaluator = Evaluator(run, model, shape, corpus, mesh.axis("dp"))
+    stopping = Stopping(config.train.seconds)
+    with Metrics(run, corpus, shape, done) as metrics:
+        metrics.say(opening(parameters, corpus, samples, run))
         while done < config.train.steps and not stopping.reason:
             try:
                 with metrics.watched(done), health.step():
-                    found = step(
-                        done,
-                        model,
-                        optimizer,
-                        shape,
-                        samples,
-                        config,
-                        mesh,
-                        metrics,
-                        health,
-                        replicas,
-                    )
+                    found = step(job, done, metrics)
             except FloatingPointError as error:
                 raise FloatingPointError(
                     f"step {done + 1}: {error}; the newest checkpoint is of step "
@@ -138,25 +127,28 @@ def train(config: Config, runtime: Runtime) -> None:
             if not stopping.told and (stopping.reason or done % config.eval.every == 0):
                 metrics.held_out(done, evaluator.held_out_loss())
         checkpoints.close()
-        report(optimizer, parameters, evaluator, stopping, checkpoints, metrics, config, run)
+        report(optimizer, parameters, evaluator, stopping, checkpoints, metrics, run)
     if config.run.export and not stopping.told:
         export_huggingface(model, config.run.export, mesh=mesh)
     if stopping.reason is Stop.PREEMPTED:
         raise SystemExit(RESUME_EXIT_CODE)  # torchrun --max-restarts starts it again
 
 
-def step(
-    number: int,
-    model: Sharded,
-    optimizer: torch.optim.Optimizer,
-    shape: Shape,
-    samples: Windows,
-    config: Config,
-    mesh: ParallelMesh,
-    metrics: Metrics,
-    health: HealthMonitor,
-    replicas: ReplicaMonitor | None,
-) -> Judgement:
+@dataclass(frozen=True)
+class Job:
+    """What a step works with."""
+
+    run: Run
+    mesh: ParallelMesh
+    shape: Shape
+    model: Sharded
+    optimizer: torch.optim.Optimizer
+    samples: Windows
+    health: HealthMonitor
+    replicas: ReplicaMonitor | None
+
+
+def step(job: Job, number: int, metrics: Metrics) -> Judgement:
     """One optimizer step. Its learning rate and random numbers follow from its number.
 
     So do its samples, until `health` passes over batches.
@@ -169,19 +161,20 @@ def step(
         FloatingPointError: they were not, and training is to stop.
         ReplicaError: ranks hold copies of weights or optimizer state that differ.
     """
-    seed, train, dp, device = config.run.seed, config.train, mesh.axis("dp"), metrics.device
+    config, mesh, model, health = job.run.config, job.mesh, job.model, job.health
+    seed, train, dp = config.run.seed, config.train, mesh.axis("dp")
     seed_everything(derive_seed(seed, "step", number), mesh).begin_training()
-    for group in optimizer.param_groups:
+    for group in job.optimizer.param_groups:
         group["lr"] = learning_rate(number, train)
 
     with metrics.timed("data"):
         batch = health.batch(number)
         parts = config.parts(dp.rank, dp.size)
         places = [place for part in parts for place in part.samples]
-        mine = slice_of_step(batch, seed, len(samples), train.batch_size, places)
-        inputs, labels = samples.batch(mine, device)
+        mine = slice_of_step(batch, seed, len(job.samples), train.batch_size, places)
+        inputs, labels = job.samples.batch(mine, job.run.runtime.device)
     if isinstance(model, PipelineRunner):
-        model.step(**shape.arguments(inputs, labels))
+        model.step(**job.shape.arguments(inputs, labels))
         for part in model.losses:  # on the ranks of the last stage; their sum is the batch's loss
             health.note(part * len(model.losses))
     else:
@@ -189,7 +182,7 @@ def step(
         for index, piece in enumerate(zip(inputs.split(sizes), labels.split(sizes), strict=True)):
             part, last = parts[index], index == len(parts) - 1
             with contextlib.nullcontext() if last else model.no_sync():
-                loss = model(**shape.arguments(*piece))
+                loss = model(**job.shape.arguments(*piece))
                 # Of all ranks and passes the mean is the batch's loss.
                 health.note(loss.detach().double() * (part.weight * len(parts)))
                 # Sums over sequences have the same bits on any number of ranks, means do not.
@@ -198,10 +191,10 @@ def step(
             counted = sum(part.counted for part in parts) if train.reproducible else None
             finalize_grads(model, mesh, num_tokens=counted)
 
-    clip_grad_norm(stages_of(model), train.clip_norm, mesh, health=health, replicas=replicas)
+    clip_grad_norm(stages_of(model), train.clip_norm, mesh, health=health, replicas=job.replicas)
     if health.last.decision is Decision.STEP:
-        optimizer.step()
-    optimizer.zero_grad()
+        job.optimizer.step()
+    job.optimizer.zero_grad()
     return health.last
 
 

@@ -97,7 +97,7 @@ KINDS = {
     # inner sums of two axes, or the sums that go to the host), and one being filled.
     "HSDP": (lambda: replicas(0), (4 / 2, 0, 4 / 2), 4, 2 * (4 + 4 / 2) + 4),
     "HFSDP": (lambda: replicas(1), (4 / 2, 0, 4 / 4), 4, 2 * (4 + 4 / 2) + 4),
-    "bf16": (lambda: {"mixed_precision_policy": BF16}, (2 / 4, 4 / 4, 4 / 4), 2, 3 * 2),
+    "bf16": (lambda: {"mixed_precision_policy": BF16}, (0, 4 / 4, 4 / 4), 2, 3 * 2),
     "offload": (
         lambda: {"offload_policy": CPUOffloadPolicy()},
         (4 / 4, 0, 4 / 4),

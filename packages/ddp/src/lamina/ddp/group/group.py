@@ -56,6 +56,9 @@ class GroupSettings:
             optimizer's state); None is `device`. Host memory needs weights and a reduction that
             bring it to the device and back.
         pinned: whether that is page-locked memory.
+        casts_in_gathers: where main weights are cut as the model weights are, a rank keeps the main
+            weights alone, and each gather casts them. See Note [Gathers cast main weights] in
+            `lamina.fsdp.weights.sharded`.
         release_gradients: give the memory of zeroed main grads back until the next reduction, as
             autograd does with `.grad`; otherwise it is kept, which saves the page faults of new
             memory on a CPU.
@@ -71,6 +74,7 @@ class GroupSettings:
     device: torch.device | None = None
     kept_on: torch.device | None = None
     pinned: bool = False
+    casts_in_gathers: bool = False
     release_gradients: bool = False
 
     @property
@@ -141,7 +145,7 @@ class ParameterGroup:
         self._grads_at = self._placed(states.main_grads, axes)
         self._optimizer_at = self._placed(states.optimizer_state, axes)
         whole = self._read_parameters()
-        local = self._buffer(self._weights_at, self.dtypes.weights, whole)
+        local = self._buffer(self._weights_at, self._kept_dtype, whole)
         main = self._make_main(local, whole) if self.requires_grad else None
         # What the parameters were made in goes before their place in the weights comes: a model
         # that starts on the meta device must never need two whole units at once.
@@ -412,9 +416,17 @@ class ParameterGroup:
             parameter = ref.parameter
             parameter.data = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
 
+    @property
+    def _kept_dtype(self) -> torch.dtype:
+        """What a rank keeps its model weights in."""
+        main_is_all = self._weights_at == self._optimizer_at and self.requires_grad
+        is_cut = any(placement.cuts for placement in self._weights_at)
+        casts = self.settings.casts_in_gathers and main_is_all and is_cut
+        return self.dtypes.main if casts else self.dtypes.weights
+
     def _make_main(self, local: FlatBuffer, whole: torch.Tensor) -> FlatBuffer:
         """Main weights: part of the model weights' storage where the dtypes agree."""
-        if self.dtypes.main != self.dtypes.weights:
+        if self.dtypes.main != local.dtype:
             return self._buffer(self._optimizer_at, self.dtypes.main, whole)
         storage = local.piece(self._optimizer_at)
         return self._buffer(self._optimizer_at, self.dtypes.main, storage=storage)

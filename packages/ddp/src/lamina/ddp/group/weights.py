@@ -33,7 +33,7 @@ class Weights(ABC):
     """Model weights of one group.
 
     Args:
-        local: what this rank keeps at rest, in the compute dtype.
+        local: what this rank keeps at rest: in the compute dtype, unless gathers cast it.
         axes: data-parallel axes of the group.
     """
 
@@ -70,7 +70,7 @@ class Weights(ABC):
     @property
     def gathered_nbytes(self) -> int:
         """Bytes of the whole weights as a gather brings them."""
-        return self.local.layout.size * self.local.data.itemsize
+        return self.local.layout.size * self.full.itemsize
 
     @abstractmethod
     def _gather(self) -> Handle | None:

@@ -42,7 +42,7 @@ class MemoryPlan:
     """Bytes per rank of one wrapped model, without activations and optimizer state.
 
     Attributes:
-        weights: model weights at rest.
+        weights: model weights at rest; the main weights where gathers cast those.
         main_weights: main weights that do not share the model weights' memory.
         main_grads: reduced gradients (kept, or from the first reduction until the forward after
             they were zeroed: `GroupSettings.release_gradients`).
@@ -128,11 +128,11 @@ def memory_plan(module: nn.Module) -> MemoryPlan:
     sizes = [_bytes(g, g.layout.size, "weights") for g in coming]
     live = _largest(sizes, 2) if budgets.gathers is None else min(budgets.gathers, sum(sizes))
     return MemoryPlan(
-        weights=sum(_bytes(g, g.weights.local.data.numel(), "weights") for g in groups),
+        weights=sum(group.weights.local.data.nbytes for group in groups),
         main_weights=sum(
-            _bytes(g, g.main_weights.data.numel(), "main")
-            for g in trained
-            if g.dtypes.main != g.dtypes.weights
+            group.main_weights.data.nbytes
+            for group in trained
+            if group.main_weights.dtype != group.weights.local.dtype
         ),
         main_grads=sum(_bytes(g, g.trained.main.numel, "grads") for g in trained),
         local_grads=local,
@@ -201,8 +201,8 @@ def _received(group: ParameterGroup) -> int:
 
 def _padding(group: ParameterGroup) -> int:
     """Bytes of padding in an average shard."""
-    held = group.weights.local.data.numel()
-    return _bytes(group, held, "weights") * group.layout.padding // max(1, group.layout.size)
+    held = group.weights.local.data.nbytes
+    return held * group.layout.padding // max(1, group.layout.size)
 
 
 def _within(groups: list[ParameterGroup], budget: int) -> int:

@@ -227,7 +227,8 @@ def _group_settings(strategy: Strategy, sharding: Sharding) -> GroupSettings:
         scale=None if settings.calculate_per_token_loss else 1.0 / sharding.dense.divisor,
         broadcast=settings.sync_module_states,
         reduction=settings.rank_sum,
-        release_gradients=offload is None,  # page-locked memory is kept
+        casts_in_gathers=offload is None,  # page-locked memory is copied as it is
+        release_gradients=offload is None,  # and kept
         device=sharding.device,
     )
     if offload is None:
@@ -355,9 +356,9 @@ def _weights_factory(
         if sharding.offload is not None:
             return OffloadedWeights(local, axes, pool, group.key)
         if codec is not None:
-            return EncodedWeights(local, axes, pool, group.key, codec)
+            return EncodedWeights(local, axes, pool, group.key, group.dtypes.weights, codec)
         if any(local.cuts):
-            return ShardedWeights(local, axes, pool, group.key)
+            return ShardedWeights(local, axes, pool, group.key, group.dtypes.weights)
         return WholeWeights(local, axes)
 
     return make

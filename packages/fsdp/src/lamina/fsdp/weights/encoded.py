@@ -23,10 +23,11 @@ class EncodedWeights(ShardedWeights):
     """Sharded weights that are kept for gathering, and gathered, as codes.
 
     Args:
-        local: the shard in the compute dtype; where main weights have that dtype too, it is theirs.
+        local: the shard, that of the main weights where these are cut alike.
         axes: data-parallel axes.
         pool: where the whole weights' storage comes from.
         key: this group's name in the pool.
+        dtype: the compute dtype, of what is encoded.
         codec: encodes and decodes.
 
     Raises:
@@ -39,9 +40,10 @@ class EncodedWeights(ShardedWeights):
         axes: DataParallelAxes,
         pool: StoragePool,
         key: Hashable,
+        dtype: torch.dtype,
         codec: WeightCodec,
     ) -> None:
-        super().__init__(local, axes, pool, key)
+        super().__init__(local, axes, pool, key, dtype)
         starts = local.layout.offsets
         if any(place % codec.block for place in (local.layout.shard_size, *starts)):
             raise ValueError(
@@ -64,8 +66,9 @@ class EncodedWeights(ShardedWeights):
 
     def _encode(self) -> None:
         with torch.no_grad():
+            weights = self.local.data.to(self.full.dtype)
             blocks = (-1, self._codec.block)
-            self._codec.encode(self.local.data.view(blocks), self._codes.view(blocks), self._side)
+            self._codec.encode(weights.view(blocks), self._codes.view(blocks), self._side)
 
     def _install(self) -> None:
         super()._install()

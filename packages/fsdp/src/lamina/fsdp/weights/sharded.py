@@ -26,19 +26,33 @@ class ShardedWeights(Weights):
     The parameters are views of that storage: the gather writes where the compute reads, and what
     autograd saved of them is right again once the unit has been gathered for its backward.
 
+    Note [Gathers cast main weights]
+    A shard in the compute dtype beside the main weights takes 2 bytes per parameter, and is read by
+    gathers alone. So where main weights of another dtype are cut as the model weights are, a rank
+    keeps only them. A gather casts them to this rank's place in the whole, and gathers in place:
+    the bits are those of a cast after each step. See
+    docs/decisions/0521-gathers-cast-main-weights.md.
+
     Args:
-        local: the shard (cut along the inner axis), in the compute dtype.
+        local: the shard (cut along the inner axis), in the compute dtype or that of main weights.
         axes: data-parallel axes.
         pool: where the whole weights' storage comes from.
         key: this group's name in the pool.
+        dtype: the compute dtype; None is that of `local`.
     """
 
     def __init__(
-        self, local: FlatBuffer, axes: DataParallelAxes, pool: StoragePool, key: Hashable
+        self,
+        local: FlatBuffer,
+        axes: DataParallelAxes,
+        pool: StoragePool,
+        key: Hashable,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(local, axes)
         self.key = key
-        self.nbytes = local.layout.size * local.dtype.itemsize
+        dtype = dtype or local.dtype
+        self.nbytes = local.layout.size * dtype.itemsize
         """Bytes of the whole weights."""
         self.epoch = 0
         """How often the storage has moved. Views of the weights are of one epoch, and an epoch that
@@ -46,7 +60,7 @@ class ShardedWeights(Weights):
         self._fixed = False
         self._pool = pool
         self.full = pool.register(
-            key, local.layout.size, local.data.dtype, released=_released(local.layout.title)
+            key, local.layout.size, dtype, released=_released(local.layout.title)
         )
         self._destination: torch.Tensor | None = None
         self._saved_epoch: int | None = None
@@ -121,7 +135,10 @@ class ShardedWeights(Weights):
             parameter.data = view
 
     def _gather(self) -> Handle | None:
-        return self._gather_over_inner(self.acquire(), self.local.data)
+        whole, own = self.acquire(), self.local.data
+        if own.dtype != whole.dtype:
+            own = whole[slice(*self.local.range)].copy_(own)
+        return self._gather_over_inner(whole, own)
 
     def _invalidate(self) -> None:
         self.release()

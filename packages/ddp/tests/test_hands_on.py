@@ -16,7 +16,7 @@ from lamina.ddp import (
     full_gradients,
     full_parameters,
 )
-from lamina.mesh import ParallelLayout
+from lamina.mesh import ParallelLayout, mark, role_of
 from lamina_testing.toys import OddNet
 
 SHARDED = pytest.mark.parametrize("sharded", [False, True])
@@ -258,6 +258,46 @@ def test_parameters_of_a_wrapped_module_can_be_copied_and_pickled(ranks):
         assert torch.equal(weight, wrapped.module.enter.weight)
         nn.functional.linear(torch.ones(1, 5), weight).sum().backward()  # nobody's any more
         assert weight.grad is not None
+
+
+def pickled(model):
+    return pickle.loads(pickle.dumps(model))
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("make", [copy.deepcopy, pickled])
+@pytest.mark.parametrize(
+    ("sharded", "dtype"), [(False, torch.float32), (True, torch.float32), (True, torch.bfloat16)]
+)
+def test_a_copy_of_a_wrapper_trains_on_as_the_wrapper_does(sharded, dtype, make, ranks):
+    def train(model, optimizer, numbers):
+        for number in numbers:
+            model(batch(ranks.rank, number).to(dtype)).float().square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return full_parameters(model)
+
+    def step(model):
+        return ShardedOptimizer(torch.optim.SGD(model.parameters(), 0.1), model, mesh)
+
+    module = build(dtype=dtype)
+    mark(module.enter.weight, block_rows=1)
+    model, mesh = wrap(module, sharded)
+    optimizer = step(model)
+    train(model, optimizer, range(2))
+    model.note = "the user's"
+    made = make(model)
+    assert made.note == "the user's"
+    assert role_of(made.module.enter.weight).block_rows == 1
+    for inner, other in zip(model.modules(), made.modules(), strict=True):
+        assert len(inner._forward_pre_hooks) == len(other._forward_pre_hooks)
+    before = full_parameters(model)
+    found = train(made, step(made), range(2, 4))
+    for name, value in full_parameters(model).items():
+        assert torch.equal(value, before[name]), f"training the copy has changed {name}"
+    for name, value in train(model, optimizer, range(2, 4)).items():
+        assert not torch.equal(value, before[name]) or not value.numel(), name
+        assert torch.equal(value, found[name]), name
 
 
 @pytest.mark.ranks(2)

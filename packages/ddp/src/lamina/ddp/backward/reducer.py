@@ -429,7 +429,11 @@ class GradientReducer:
         waits until the backward has come to each of its leaves that it will come to.
         """
         number = self._numbers[id(group)]
-        if self._reached[number] < sum(map(will_execute, self._leaves[number])):
+        try:
+            expected = sum(map(will_execute, self._leaves[number]))
+        except RuntimeError:  # torch.autograd.grad takes a leaf's gradient, and none comes here
+            expected = 0
+        if self._reached[number] < expected:
             self._closing.add(number)
         else:
             self._close(number)

@@ -58,10 +58,17 @@ class ParamGathers:
             for owner, _ in (one for ref in group.refs for one in ref.owners):
                 if (found := owner()) is not None and place not in self._own[numbers[found]]:
                     self._own[numbers[found]].append(place)
+        self._handles: set[int] = set()
         for inner, number in numbers.items() if hooks else ():
             if any(True for _ in inner.parameters()):
                 hook = _before_forward(weakref.ref(self), number)
-                inner.register_forward_pre_hook(hook, prepend=True)
+                self._handles.add(inner.register_forward_pre_hook(hook, prepend=True).id)
+
+    def leave(self, module: nn.Module) -> None:
+        """Take the hooks, which were copied with it, out of a copy of the wrapped module."""
+        for inner in module.modules():
+            for handle in self._handles & inner._forward_pre_hooks.keys():
+                del inner._forward_pre_hooks[handle]
 
     def changed(self) -> None:
         """Main weights were written: whole weights have to come back (on all ranks)."""

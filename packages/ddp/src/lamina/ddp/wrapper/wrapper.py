@@ -3,6 +3,7 @@
 `DataParallel` is the contract that it, and every other wrapper, meets.
 """
 
+import copy
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
@@ -45,7 +46,7 @@ from lamina.ddp.wrapper.config import DistributedDataParallelConfig
 from lamina.ddp.wrapper.module_buffers import ModuleBuffers
 from lamina.ddp.wrapper.param_gathers import ParamGathers, adopt_model_weights, registered_pool
 from lamina.mesh import ParallelLayout, ParallelMesh
-from lamina.mesh.engine import axis_if_there, named_mesh, require_overlap, translates
+from lamina.mesh.engine import axis_if_there, copy_roles, named_mesh, require_overlap, translates
 
 __all__ = ["DataParallel", "DistributedDataParallel", "plan_buckets"]
 
@@ -157,6 +158,7 @@ class DistributedDataParallel(DataParallel):
             require_overlap("DistributedDataParallel with overlap")
         self.module = module
         self.config = config
+        self._mesh = mesh
         dense, expert = _axes(mesh, config)
         self._dense_axes = dense
         left_alone = _left_alone(module)
@@ -192,15 +194,14 @@ class DistributedDataParallel(DataParallel):
             aligned=config.align_param_gather,
             hooks=config.overlap_param_gather,
         )
+        self._own_names: frozenset[str] = frozenset({*self.__dict__, "_own_names"})
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The wrapped module's forward; updated weights are waited for where they are used."""
         self._reducer.abandon_if_raised()
         if torch.is_grad_enabled():
             self._refuse_what_never_trains()
-        written = [group.mains_written for group in self._groups]  # asks all of them
-        if any(written):
-            self._gathers.changed()
+        self._follow_writes()
         self._module_buffers.before_forward(self.module)
         self._gathers.begin(overlapped=self.training and torch.is_grad_enabled())
         output = self.module(*args, **kwargs)
@@ -238,17 +239,55 @@ class DistributedDataParallel(DataParallel):
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        raise NotImplementedError(
-            "DistributedDataParallel cannot be copied, as its buckets and communicators are the "
-            "job's: copy.deepcopy(model.module) before it is wrapped, or build a second model and "
-            "load_state_dict(model.state_dict())"
-        )
+        """A wrapper of its own around a copy of the module, over the same ranks (collective).
+
+        Main weights come along. As with torch's, gradients do not, and no optimizer holds the
+        parameters of the copy.
+        """
+        made = _wrap_again(type(self), self._copy_of_module(memo), *self._how_wrapped())
+        memo[id(self)] = made
+        made.__setstate__(copy.deepcopy(self._users_state(), memo))  # type: ignore[no-untyped-call]
+        return made
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        raise NotImplementedError(
-            "DistributedDataParallel cannot be pickled, as its buckets and communicators are the "
-            "job's: save model.state_dict(), and load it into a model built anew"
-        )
+        """The module, config and layout of the mesh; unpickling wraps again (collective).
+
+        It takes as many ranks as before. Main weights that are apart are this rank's, so each rank
+        unpickles what it has pickled.
+        """
+        module, how = self._copy_of_module({}), self._how_wrapped()
+        return _wrap_again, (type(self), module, *how), self._users_state()
+
+    def _copy_of_module(self, memo: dict[int, Any]) -> nn.Module:
+        """A plain copy of the wrapped module with today's weights, marks and hooks of the user."""
+        self._follow_writes()
+        self._gathers.finish()
+        module = copy.deepcopy(self.module, memo)
+        self._gathers.leave(module)
+        copy_roles(self.module, module)
+        return module
+
+    def _how_wrapped(self) -> tuple[Any, ...]:
+        """Config, mesh and main weights that are apart, for `_wrap_again`."""
+        mesh = self._mesh
+        parallel = isinstance(mesh, ParallelMesh)
+        where = (mesh.layout, mesh.device_type) if isinstance(mesh, ParallelMesh) else mesh
+        apart = {
+            number: (group.main_weights.range, group.main_weights.data.clone())
+            for number, group in enumerate(self._groups)
+            if group.requires_grad and group.dtypes.main != group.dtypes.weights
+        }
+        return self.config, parallel, where, apart
+
+    def _users_state(self) -> dict[str, Any]:
+        """Hooks, mode and attributes that a user has given the wrapper since it was made."""
+        of_any = nn.Module().__dict__.keys() - {"_parameters", "_buffers", "_modules"}
+        return {n: v for n, v in self.__dict__.items() if n in of_any or n not in self._own_names}
+
+    def _follow_writes(self) -> None:
+        written = [group.mains_written for group in self._groups]  # asks all of them
+        if any(written):
+            self._gathers.changed()
 
     def _refuse_what_never_trains(self) -> None:
         """Gradients that nobody will step, and parameters whose gradients nobody would sum."""
@@ -423,6 +462,47 @@ class DistributedDataParallel(DataParallel):
             return nullcontext()
         self._pool = registered_pool((dense, expert), first.device)
         return self._pool
+
+
+def _wrap_again(
+    cls: type[DistributedDataParallel],
+    module: nn.Module,
+    config: DistributedDataParallelConfig,
+    parallel: bool,
+    where: Any,
+    apart: dict[int, tuple[tuple[int, int], torch.Tensor]],
+) -> DistributedDataParallel:
+    """A wrapper like one that was copied or pickled (collective).
+
+    Args:
+        cls: the wrapper's class. Its own `__init__` is not called.
+        module: a plain copy of the wrapped module.
+        config: the wrapper's.
+        parallel: whether its mesh was a `ParallelMesh`.
+        where: the layout and device type of that, or the mesh itself.
+        apart: by number of the group, main weights that are apart, and which elements they are.
+
+    Raises:
+        ValueError: for main weights of another rank.
+    """
+    mesh = ParallelMesh(*where) if parallel else where
+    buffers = [buffer.clone() for buffer in module.buffers()]
+    made = cls.__new__(cls)
+    DistributedDataParallel.__init__(made, module, config, mesh)
+    if config.broadcast_buffers not in ("forward", True):  # each rank has its own by now
+        for buffer, value in zip(module.buffers(), buffers, strict=True):
+            buffer.copy_(value)
+    groups = list(made.parameter_groups())
+    for number, (elements, values) in apart.items():
+        main = groups[number].main_weights
+        if main.range != elements:
+            raise ValueError(
+                f"this {cls.__name__} was pickled by a rank that holds the main weights "
+                f"{elements}, and this one holds {main.range}: let each rank load what it saved, "
+                "or save model.state_dict()"
+            )
+        main.data.copy_(values)
+    return made
 
 
 def _check_kinds(config: object, mesh: object) -> None:

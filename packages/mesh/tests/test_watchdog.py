@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import threading
 import time
 from collections import Counter
 from pathlib import Path
@@ -136,6 +137,40 @@ def test_a_rank_that_raised_tells_the_others_what(tmp_path):
         assert "ValueError: the batch is broken" in watchdog.cause([0, 1])
     finally:
         watchdog.close()
+
+
+def test_a_rank_that_is_stuck_ends_its_saves_before_its_process(tmp_path, monkeypatch):
+    order, over = [], threading.Event()
+
+    def end(status):
+        order.append(status)
+        over.set()
+
+    monkeypatch.setattr("lamina.mesh.watchdog.os._exit", end)
+    monkeypatch.setattr("lamina.mesh.watchdog._PATIENCE", 0.2)
+    watchdog = Watchdog(HashStore(), 0, 2, 0.4, tmp_path)
+    watchdog.before_end = lambda: order.append("saves")
+    watchdog.lost = "rank 1 is gone: planted"
+    try:
+        assert over.wait(50)  # in a file that the watchdog takes for code of others
+    finally:
+        watchdog.lost = None
+        watchdog.close()
+    assert order[:2] == ["saves", 70]
+
+
+def test_words_for_other_ranks_are_there_until_they_are_replaced(tmp_path):
+    store = HashStore()
+    watchdog, other = (Watchdog(store, rank, 3, 30.0, tmp_path) for rank in (0, 1))
+    try:
+        watchdog.tell("save", "1 2")
+        other.tell("save", "1 3")
+        other.tell("save", "2 1")
+        other.tell("load", "9 9")
+        assert watchdog.told("save", [0, 1, 2]) == {0: "1 2", 1: "2 1"}
+    finally:
+        watchdog.close()
+        other.close()
 
 
 def test_a_wait_beyond_the_soft_limit_is_told_by_the_first_rank_and_in_a_file(

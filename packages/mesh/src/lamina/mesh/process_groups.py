@@ -101,6 +101,11 @@ class World:
         dist.ProcessGroup, tuple[dist.ProcessGroup, dist.ProcessGroup]
     ] = field(default_factory=WeakKeyDictionary)
 
+    def finish_savers(self, patience: float) -> None:
+        """Wait for the savers, each until it makes no progress for `patience` seconds."""
+        for saver in list(self.savers):
+            saver.finish(patience)
+
 
 # Communicators belong to a started job, not to a mesh: equal meshes must share them, and torch
 # keeps them alive until the job ends anyway. Keyed weakly by the job's default group, so that

@@ -9,6 +9,7 @@ import traceback
 import warnings
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -82,8 +83,7 @@ class Runtime:
         still_there = dist.is_initialized() and dist.group.WORLD is self._default_group
         if self.owns_group and still_there:
             world = current_world()
-            for saver in list(world.savers):
-                saver.finish(_PATIENCE)
+            world.finish_savers(_PATIENCE)
             # Without an error, other ranks may be late and well: NCCL's groups end together.
             limit = (world.timeout or DEFAULT_TIMEOUT).total_seconds()
             limit = limit if error is None else min(_PATIENCE, limit)
@@ -190,6 +190,7 @@ def _watch_over(
         store = default_store()
         rank, size = runtime.rank, runtime.world_size
         world.watchdog = Watchdog(store, rank, size, soft_limit, directory)
+        world.watchdog.before_end = partial(world.finish_savers, _PATIENCE)
     runtime._watchdog = world.watchdog
 
 

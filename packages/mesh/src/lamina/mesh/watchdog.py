@@ -72,6 +72,8 @@ class Watchdog:
     ) -> None:
         self.lost: str | None = None
         """Which rank is gone and why, once that is known."""
+        self.before_end: Callable[[], None] | None = None
+        """Called once before the process of a rank that still waits is ended."""
         self._store: Any = cast(Any, store).clone()
         self._rank, self._world_size, self._soft_limit = rank, world_size, soft_limit
         self._directory = Path(tempfile.gettempdir() if directory is None else directory)
@@ -103,6 +105,19 @@ class Watchdog:
         """Tell this rank's place in the mesh."""
         self._here = f"rank {self._rank} ({coordinates})"
         self._store.set(f"here/{self._rank}", self._here)
+
+    def tell(self, topic: str, text: str) -> None:
+        """Leave a word for other ranks, who may ask how far this one is (`told`)."""
+        with contextlib.suppress(RuntimeError):  # without the store nobody is there to read it
+            self._store.set(f"told/{topic}/{self._rank}", text)
+
+    def told(self, topic: str, ranks: Iterable[int]) -> dict[int, str]:
+        """What ranks have left on a topic; those that have left nothing are not in it."""
+        with contextlib.suppress(RuntimeError):
+            keys = {rank: f"told/{topic}/{rank}" for rank in ranks}
+            there = {rank: key for rank, key in keys.items() if self._store.check([key])}
+            return {rank: self._store.get(key).decode() for rank, key in there.items()}
+        return {}
 
     def close(self, why: str = FINISHED) -> None:
         """Stop; other ranks that still wait for this one are told why it has left."""
@@ -232,6 +247,13 @@ class Watchdog:
         if spot != self._still[0] or not inside:
             self._still = spot, now
         if now - max(self._still[1], self._lost_since) > _PATIENCE:
+            if self.before_end is not None:
+                # A rank that has raised finishes its save before its groups end, and so long others
+                # may wait for it. The save needs them all, and the wait may end with it.
+                finish, self.before_end = self.before_end, None
+                finish()
+                self._lost_since = time.monotonic()
+                return
             stack = "".join(traceback.format_stack(frame)[-3:]) if frame is not None else ""
             text = f"{self._here} ends, as it still waits: {lost}\n{stack}"
             print(text, file=sys.stderr, flush=True)

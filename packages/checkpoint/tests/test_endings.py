@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
 import textwrap
 import threading
 import time
+import warnings
+import weakref
 
 import pytest
 import torch
@@ -47,6 +50,22 @@ def test_the_save_that_is_being_written_completes_after_an_exception(ranks, tmp_
     assert torch.equal(state["t"], torch.full((1000,), 3.0))
 
 
+def test_a_manager_that_is_dropped_is_gone_without_a_collection(tmp_path):
+    """It holds process groups, whose sockets tell other ranks that this one has left."""
+    gc.disable()
+    try:
+        manager = CheckpointManager(tmp_path, async_save=True, keep_last=1, progress=False)
+        there = weakref.ref(manager)
+        for step in (1, 2):
+            manager.save(step, {"t": torch.ones(10)})
+        manager.wait()
+        assert manager.list() == [2]
+        del manager
+        assert there() is None
+    finally:
+        gc.enable()
+
+
 def test_a_save_is_waited_for_as_long_as_it_makes_progress():
     background, end = Background(), threading.Event()
 
@@ -79,6 +98,41 @@ def test_a_rank_waits_for_another_that_has_more_to_write(ranks, tmp_path, monkey
     assert manager._saver._background.finish(1.0)
     manager.close()
     assert manager.list() == [1]
+
+
+@pytest.mark.ranks(2, init=False, reuse=False)
+@pytest.mark.parametrize(
+    ("late", "background", "words"),
+    [
+        ("prepare_local_plan", False, "the save of step 1 waits for the plan of rank 1"),
+        ("write_data", True, "the save of step 1 waits for what is written by rank 1"),
+        ("finish", False, "the save of step 1 waits for the first rank, which commits (rank 0)"),
+    ],
+)
+def test_a_save_that_waits_names_the_phase_and_the_rank(
+    ranks, tmp_path, monkeypatch, late, background, words
+):
+    honest = getattr(writer_module.Writer, late)
+
+    def slow(*given, **named):
+        time.sleep(3.0 if ranks.rank == 1 or late == "finish" else 0.0)
+        return honest(*given, **named)
+
+    with init_distributed("gloo"), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with CheckpointManager(tmp_path, progress=False) as earlier:
+            earlier.save(0, {"t": torch.ones(1000)})
+        monkeypatch.setattr(writer_module.Writer, late, slow)
+        monkeypatch.setattr("lamina.checkpoint.save.phases._LIMIT", 0.5)
+        monkeypatch.setattr("lamina.checkpoint.save.saving._PLANS", 0.0)
+        monkeypatch.setattr(writer_module, "_SLOW_DISK", 1 << 40)
+        manager = CheckpointManager(tmp_path, async_save=background, progress=False)
+        manager.save(1, {"t": torch.ones(1000)})
+        manager.close()
+        told = [str(one.message) for one in caught if "the save of" in str(one.message)]
+    waits = ranks.rank == (1 if late == "finish" else 0)
+    assert any(words in text for text in told) == waits, told
+    assert CheckpointManager(tmp_path).list() == [0, 1]
 
 
 def test_a_program_that_ends_at_once_completes_a_save_in_several_threads(tmp_path):

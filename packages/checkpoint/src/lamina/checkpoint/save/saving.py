@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from lamina.checkpoint.progress import Progress, SaveReport
 from lamina.checkpoint.ranks import Ranks, own_error
+from lamina.checkpoint.save.phases import Phases
 from lamina.checkpoint.save.staging import Stage, Staged, StagedPlanner, signature
 from lamina.checkpoint.save.writer import Save, Writer
 from lamina.checkpoint.storage.locations import Location
@@ -28,13 +29,15 @@ from lamina.mesh.engine import ends_before_groups
 __all__ = ["Saver"]
 
 _PATIENCE = 8.0  # seconds without progress, when the program ends
+_PLANS = 7.0  # seconds more until ranks have planned, as some may still come to the save
 
 
 class Saver:
     """Writes saves, one at a time; `in_background` in a thread, over a process group of its own.
 
-    `committed` is called on the first rank after each commit, with what was committed. A bar of
-    progress is shown there too.
+    `committed` is called on the first rank after each commit, with what was committed. It is a
+    method, whose object is held by saves that are being written only. A bar of progress is shown
+    there too.
     """
 
     def __init__(
@@ -45,11 +48,17 @@ class Saver:
         committed: Callable[[Manifest], None],
         progress: bool,
     ) -> None:
-        self._store, self._ranks, self._committed = store, ranks, committed
+        # Held strongly it would be a cycle, which keeps the sockets of groups open until Python
+        # collects it. Other ranks learn from these sockets that this one has left.
+        self._committed = weakref.WeakMethod(committed)
+        self._store, self._ranks = store, ranks
         self._progress = progress
         self._stage = Stage() if in_background else None
         self._group = ranks.second_group() if in_background else ranks.group
+        directory = str(store.expected(0).address)
         self._background = Background()
+        self._phases = Phases(self._group, directory)
+        self._background.words = self._phases.words
         if in_background:
             ends_before_groups(self._background)
         self.last: SaveReport | None = None
@@ -87,7 +96,7 @@ class Saver:
         held = replace(save, offered=replace(save.offered, tensors={}))
         offered = signature(offer[1])
 
-        def write() -> None:
+        def write(_held: object = self._committed()) -> None:
             writer, _ = self._write(held, {}, StagedPlanner(staged), blocked=blocked)
             if changed:
                 stage.finished(offered, writer.assigned)
@@ -111,9 +120,11 @@ class Saver:
             self._background.moved_at = time.monotonic() + pause
             bar.advance(size)
 
-        writer = Writer(self._store, save, wrote)
+        writer = Writer(self._store, save, wrote, self._phases.reach)
+        wrote(0, _PLANS)
         try:
-            metadata = _dcp_save(tensors, writer, planner, self._group)
+            with self._phases.watched(save.step, self._background.idle):
+                metadata = _dcp_save(tensors, writer, planner, self._group)
         except BaseException as error:
             writer.abandon()
             raise own_error(f"saving step {save.step}", error) from error
@@ -130,8 +141,11 @@ class Saver:
 
     def _retire(self, saved: Manifest) -> None:
         """Delete what is no longer kept. The save is complete: no failure of this is its own."""
+        committed = self._committed()
+        if committed is None:
+            return
         try:
-            self._committed(saved)
+            committed(saved)
         except Exception as error:
             warnings.warn(
                 f"step {saved.step} is saved, but older checkpoints could not be deleted: "
@@ -186,6 +200,7 @@ class Background:
 
     Attributes:
         moved_at: when the task made progress last, or later if it may pause without being stuck.
+        words: says what the task waits for.
     """
 
     # Note [Threads end before atexit]
@@ -196,6 +211,7 @@ class Background:
 
     def __init__(self) -> None:
         self.moved_at = 0.0
+        self.words: Callable[[], str] = str
         self._thread: threading.Thread | None = None
         self._failure: list[BaseException] = []
         self._last_words = weakref.finalize(self, _tell, self._failure)
@@ -216,10 +232,14 @@ class Background:
         self._thread = threading.Thread(target=run, name=name, daemon=True)
         self._thread.start()
 
+    def idle(self) -> float:
+        """Seconds without progress; below 0 while the task may pause."""
+        return time.monotonic() - self.moved_at
+
     def finish(self, patience: float) -> bool:
         """Wait for the task as long as it makes progress, and return whether it has ended."""
         while self._thread is not None and self._thread.is_alive():
-            if time.monotonic() - self.moved_at > patience:
+            if self.idle() > patience:
                 return False
             self._thread.join(0.05)
         return True
@@ -236,11 +256,13 @@ class Background:
 def _finish_at_exit(held: weakref.ref[Background]) -> None:
     background = held()
     if background is not None and not background.finish(_PATIENCE):
-        atexit.register(_give_up)  # the program's own threads end before that
+        # The program's own threads end before that.
+        atexit.register(_give_up, background.idle(), background.words())
 
 
-def _give_up() -> None:
-    text = f"a save in the background made no progress for {_PATIENCE:g} s: it is given up"
+def _give_up(idle: float, words: str) -> None:
+    text = f"a save in the background made no progress for {idle:.0f} s: it is given up"
+    text += f"; {words}" if words else ""
     print(f"lamina.checkpoint: {text}", file=sys.stderr, flush=True)
     sys.stdout.flush()
     os._exit(1)

@@ -29,6 +29,7 @@ from torch.futures import Future
 from lamina.checkpoint.compat import StorageInfo
 from lamina.checkpoint.errors import CheckpointDamagedError, CheckpointError
 from lamina.checkpoint.save.offer import Digests, Offered, compare
+from lamina.checkpoint.save.phases import Phase
 from lamina.checkpoint.storage.locations import (
     FileSum,
     LocalLocation,
@@ -103,13 +104,18 @@ class Writer(StorageWriter):
 
     `wrote` is called with the bytes of each chunk written, and the seconds that may pass until the
     next call: one tensor or one sync may take long, and so may a rank that has more to write.
+    `reached` is called whenever this rank has come to another phase.
     """
 
     def __init__(
-        self, store: Store, save: Save, wrote: Callable[[int, float], None] = lambda *_: None
+        self,
+        store: Store,
+        save: Save,
+        wrote: Callable[[int, float], None] = lambda *_: None,
+        reached: Callable[[Phase], None] = lambda _: None,
     ) -> None:
         super().__init__()
-        self._store, self._save, self._wrote = store, save, wrote
+        self._store, self._save, self._wrote, self._reached = store, save, wrote, reached
         self._values = save.offered.trees
         self._attempt: Attempt | None = None
         self._location: Location | None = None
@@ -138,6 +144,7 @@ class Writer(StorageWriter):
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Tell the coordinator what is offered as whole; only it makes the location."""
+        self._reached(Phase.PLANNED)
         return dataclasses.replace(plan, storage_data=self._save.offered.digests)
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
@@ -154,6 +161,7 @@ class Writer(StorageWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's tensors durably, read them back."""
         assignment = cast(_Assignment, plan.storage_data)
+        self._reached(Phase.WRITING)
         self._pause = assignment.largest / _SLOW_DISK
         self._wrote(0, self._pause)
         self._location, self.final = location_of(assignment.location), location_of(assignment.final)
@@ -175,6 +183,7 @@ class Writer(StorageWriter):
         results = [result for _, of_file in written for result in of_file]
         differs = assignment.trees_crc != self._values.crc32
         trees = self._values.for_coordinator(differs)
+        self._reached(Phase.WRITTEN)
         future: Future[list[WriteResult]] = Future()
         future.set_result(_Results(results, files, assignment.rank, trees))
         return future

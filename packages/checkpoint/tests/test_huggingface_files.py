@@ -65,7 +65,7 @@ def test_an_export_that_fails_leaves_the_earlier_one(tmp_path, monkeypatch, fail
         if failing == "sync":
             patched.setattr(os, "fsync", fail)
         if failing == "config":
-            patched.setattr("lamina.checkpoint.huggingface.huggingface._write_synced", fail)
+            patched.setattr("lamina.checkpoint.huggingface.huggingface.write_whole", fail)
         with pytest.raises(OSError, match="No space"):
             export_huggingface(Model(2.0), tmp_path, max_file_bytes=limit)
     assert contents(tmp_path) == before

@@ -67,10 +67,8 @@ class FlatBuffer:
         self.placement = as_placements(placement)
         self.axes: tuple[Axis, ...] = resolve_axes(mesh, len(self.placement))
         self.communicator = communicator
-        self._cut = Cut(
-            tuple(axis.size for axis in self.axes),
-            tuple(one.cuts for one in self.placement),
-        )
+        sizes = tuple(axis.size for axis in self.axes)
+        self._cut = Cut(sizes, tuple(one.cuts for one in self.placement))
         if layout.num_shards % self._cut.pieces:
             raise ValueError(
                 f"a layout of {layout.num_shards} shards does not cut into {self._cut.pieces} "
@@ -208,7 +206,12 @@ class FlatBuffer:
             ValueError: the buffer is Partial along an axis: its sums are no tensor yet.
         """
         layout, cut, position = self.layout, self._cut, self.layout.position(name)
-        self._refuse_partial(layout.specs[position].name)
+        if any(isinstance(one, Partial) for one in self.placement):
+            raise ValueError(
+                f"{layout.specs[position].name}: this buffer is Partial ({self._where()}), its "
+                "elements are still to be summed: reduce it first, then wrap the reduced piece "
+                "with FlatBuffer(layout, Shard(), storage=...)"
+            )
         axes = tuple(axis for axis, cuts in zip(self.axes, self.cuts, strict=True) if cuts)
 
         def extents() -> list[tuple[int, int]]:
@@ -230,14 +233,6 @@ class FlatBuffer:
     def sharded(self) -> dict[str, ShardedTensor]:
         """Every tensor as `as_sharded` gives it."""
         return {name: self.as_sharded(name) for name in self.layout.names()}
-
-    def _refuse_partial(self, what: str) -> None:
-        if any(isinstance(one, Partial) for one in self.placement):
-            raise ValueError(
-                f"{what}: this buffer is Partial ({self._where()}), its elements are still to be "
-                "summed: reduce it first, then wrap the reduced piece with FlatBuffer(layout, "
-                "Shard(), storage=...)"
-            )
 
     def load(self, name: str, tensor: torch.Tensor) -> None:
         """Copy a whole tensor's elements that belong here into the buffer.
@@ -285,10 +280,8 @@ class FlatBuffer:
 def _check_storage(
     storage: torch.Tensor, numel: int, dtype: torch.dtype, device: torch.device
 ) -> None:
-    same_device = storage.device.type == device.type and device.index in (
-        None,
-        storage.device.index,
-    )
+    indices = (None, storage.device.index)
+    same_device = storage.device.type == device.type and device.index in indices
     if storage.dim() != 1 or not storage.is_contiguous() or storage.numel() != numel:
         raise ValueError(
             f"storage has shape {list(storage.shape)}; a flat tensor of {numel} elements is needed"

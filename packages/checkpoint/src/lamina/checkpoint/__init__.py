@@ -13,12 +13,7 @@ from lamina.checkpoint.manager import CheckpointManager
 from lamina.checkpoint.plain_dcp import import_dcp
 from lamina.checkpoint.preemption import RESUME_EXIT_CODE, Preemption
 from lamina.checkpoint.progress import RestoreReport, SaveReport
-from lamina.checkpoint.state.data_position import (
-    BatchPart,
-    DataPosition,
-    cut_batch,
-    shuffled,
-)
+from lamina.checkpoint.state.data_position import BatchPart, DataPosition, cut_batch, shuffled
 from lamina.checkpoint.state.joined_optimizers import JoinedOptimizers
 from lamina.checkpoint.state.per_rank import PerRank, RngState
 

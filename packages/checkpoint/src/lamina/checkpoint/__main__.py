@@ -50,9 +50,8 @@ def _checkpoints(directory: str) -> list[Path | str]:
     found = [location.address for location in store.locations().values()]
     if found:
         return found
-    location = location_of(directory)
     try:
-        location.size(MANIFEST)
+        location_of(directory).size(MANIFEST)
     except OSError:
         raise FileNotFoundError(
             f"{directory} is no complete checkpoint, nor does it hold any"

@@ -11,13 +11,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from lamina.checkpoint.errors import CheckpointDamagedError, CheckpointError
-from lamina.collectives.engine import (
-    CommonFacts,
-    all_reduce_small,
-    broadcast,
-    describe,
-    software,
-)
+from lamina.collectives.engine import CommonFacts, all_reduce_small, broadcast, describe, software
 from lamina.mesh.engine import MeshAxis
 
 __all__ = ["Ranks", "own_error"]

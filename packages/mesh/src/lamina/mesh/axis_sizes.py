@@ -109,8 +109,7 @@ class AxisSizes:
     @property
     def world_size(self) -> int:
         """Ranks this layout takes. LayoutError while an axis is -1."""
-        self._must_be_known()
-        return math.prod(getattr(self, name) for name in DENSE_AXES)
+        return math.prod(self.dense_shape)
 
     @property
     def expert_dp(self) -> int:

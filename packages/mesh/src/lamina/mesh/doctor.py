@@ -5,6 +5,7 @@ import json
 import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from functools import partial
 
 from lamina.mesh.errors import EnvironmentVariableError
 from lamina.mesh.launch import read_launch
@@ -32,9 +33,15 @@ def check_environment(
     variables = env if env is not None else environment()
     place = machine if machine is not None else Machine.inspect()
     problems = settings_problems(variables)
-    problems += _unless_malformed(lambda: _launch_problem(variables))
-    for check in MACHINE_CHECKS:
-        problems += _unless_malformed(lambda check=check: check(place, variables))  # type: ignore[misc]
+    checks: list[Callable[[], object]] = [partial(read_launch, variables)]
+    for check in checks + [partial(each, place, variables) for each in MACHINE_CHECKS]:
+        try:
+            found = check()
+        except EnvironmentVariableError as error:
+            effect, wrong = "nothing that reads it can start.", "wrong or missing"
+            found = EnvironmentProblem("a variable", wrong, effect, str(error), "error")
+        if isinstance(found, EnvironmentProblem):
+            problems.append(found)
     return sorted(problems, key=lambda problem: _ORDER[problem.severity])
 
 
@@ -54,7 +61,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     chosen = parser.parse_args(arguments)
     machine = Machine.inspect()
     problems = check_environment(machine=machine)
-    print(_as_json(machine, problems) if chosen.json else report(machine, problems))
+    if chosen.json:
+        found = {"machine": asdict(machine), "problems": [asdict(each) for each in problems]}
+        print(json.dumps(found, indent=2))
+    else:
+        print(report(machine, problems))
     return int(any(problem.severity != "note" for problem in problems))
 
 
@@ -64,7 +75,8 @@ def report(machine: Machine, problems: Sequence[EnvironmentProblem]) -> str:
     for problem in problems:
         lines.append(f"{problem.severity.upper():<8}{problem.name} is {problem.found}")
         for text, bullet in ((problem.effect, ""), (problem.remedy, "-> ")):
-            lines += _wrapped(text, bullet)
+            first, rest = " " * 8 + bullet, " " * (8 + len(bullet))
+            lines += textwrap.wrap(text, 92, initial_indent=first, subsequent_indent=rest)
         lines.append("")
     counts = {kind: sum(problem.severity == kind for problem in problems) for kind in _ORDER}
     if counts["error"] or counts["warning"]:
@@ -92,12 +104,6 @@ def _hosts() -> str:
     )
 
 
-def _wrapped(text: str, bullet: str) -> list[str]:
-    indent = " " * 8
-    rest = indent + " " * len(bullet)
-    return textwrap.wrap(text, 92, initial_indent=indent + bullet, subsequent_indent=rest)
-
-
 def _facts(machine: Machine) -> list[str]:
     gpus = ", ".join(dict.fromkeys(machine.visible_gpus)) or "none visible"
     count = f"{len(machine.visible_gpus)} x " if machine.visible_gpus else ""
@@ -114,27 +120,5 @@ def _facts(machine: Machine) -> list[str]:
     return [f"{name:<10}{value}" for name, value in rows]
 
 
-def _as_json(machine: Machine, problems: Sequence[EnvironmentProblem]) -> str:
-    return json.dumps(
-        {"machine": asdict(machine), "problems": [asdict(problem) for problem in problems]},
-        indent=2,
-    )
-
-
 def _counted(number: int, kind: str) -> str:
     return f"{number} {kind}{'' if number == 1 else 's'}"
-
-
-def _launch_problem(env: Environment) -> None:
-    read_launch(env)  # raises what _unless_malformed reports
-
-
-def _unless_malformed(
-    check: Callable[[], EnvironmentProblem | None],
-) -> list[EnvironmentProblem]:
-    try:
-        problem = check()
-    except EnvironmentVariableError as error:
-        effect = "nothing that reads it can start."
-        return [EnvironmentProblem("a variable", "wrong or missing", effect, str(error), "error")]
-    return [] if problem is None else [problem]

@@ -24,13 +24,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from lamina.mesh.errors import EnvironmentVariableError
-from lamina.mesh.process_groups import (
-    HostRuns,
-    current_world,
-    default_store,
-    group_of,
-    ranks_of,
-)
+from lamina.mesh.process_groups import HostRuns, current_world, default_store, group_of, ranks_of
 from lamina.mesh.variables import environment
 
 __all__ = [

@@ -74,16 +74,8 @@ def _from_torchrun(env: Environment) -> Launch:
             "to meet at. torchrun sets both; by hand, set MASTER_ADDR to rank 0's host and "
             "MASTER_PORT to a free port on it, the same for all ranks."
         )
-    return Launch(
-        "torchrun",
-        rank,
-        world_size,
-        local_rank,
-        local_world_size,
-        host,
-        port,
-        env.variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
-    )
+    served = env.variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return Launch("torchrun", rank, world_size, local_rank, local_world_size, host, port, served)
 
 
 def _in_slurm_step_of_several(env: Environment) -> bool:
@@ -110,15 +102,8 @@ def _from_slurm(env: Environment) -> Launch:
             "neither MASTER_ADDR nor SLURM_STEP_NODELIST is set, so the ranks of this SLURM step "
             "don't know where to meet: export MASTER_ADDR=<host of task 0> before srun."
         )
-    return Launch(
-        "slurm",
-        rank,
-        world_size,
-        local_rank,
-        _tasks_here(env),
-        host,
-        _port(env) or _slurm_port(env),
-    )
+    port = _port(env) or _slurm_port(env)
+    return Launch("slurm", rank, world_size, local_rank, _tasks_here(env), host, port)
 
 
 def _slurm_port(env: Environment) -> int:

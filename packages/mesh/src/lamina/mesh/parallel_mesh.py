@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -86,21 +87,18 @@ class ParallelMesh:
         self._axes: dict[tuple[str, ...], MeshAxis] = {}
         self._submeshes: dict[str, DeviceMesh] = {}
         self.mesh = self._device_mesh(DENSE_AXES, self.layout.dense_shape)
-        self._expert_mesh: DeviceMesh | None = None
         if (watchdog := running_watchdog()) is not None:
             sizes = zip(DENSE_AXES, self.layout.dense_shape, strict=True)
             wide = [name for name, size in sizes if size > 1]
             watchdog.locate(", ".join(f"{name}={self._coordinate[name]}" for name in wide))
 
-    @property
+    @cached_property
     def expert_mesh(self) -> DeviceMesh:
         """DeviceMesh with dims pp, dp_replicate, expert_dp, ep, expert_tp over the same ranks.
 
         The first access makes its groups: collective over the ranks of a pipeline stage.
         """
-        if self._expert_mesh is None:
-            self._expert_mesh = self._device_mesh(EXPERT_AXES, self.layout.expert_shape)
-        return self._expert_mesh
+        return self._device_mesh(EXPERT_AXES, self.layout.expert_shape)
 
     @property
     def coordinate(self) -> Mapping[str, int]:
@@ -149,10 +147,8 @@ class ParallelMesh:
         stages = self.layout.pp
         if self._coordinate["pp"] not in (0, stages - 1):
             return None
-        ranks = tuple(
-            self.layout.rank_of({**self._dense_coordinate(), "pp": stage})
-            for stage in sorted({0, stages - 1})
-        )
+        ends = sorted({0, stages - 1})
+        ranks = tuple(self.layout.rank_of({**self._coordinate, "pp": stage}) for stage in ends)
         group = group_of("embedding", ranks) if len(ranks) > 1 else None
         return MeshAxis("embedding", len(ranks), ranks.index(self.rank), ranks, group)
 
@@ -189,9 +185,6 @@ class ParallelMesh:
             "a ParallelMesh holds process groups of running ranks and can't be pickled: save "
             "mesh.layout and build it again."
         )
-
-    def _dense_coordinate(self) -> dict[str, int]:
-        return {name: self._coordinate[name] for name in DENSE_AXES}
 
     def _dims_of(self, names: tuple[str, ...]) -> tuple[str, ...]:
         """The mesh axes that `names` mean: derived names are taken apart."""
@@ -250,8 +243,7 @@ class ParallelMesh:
             return self.mesh[name]
         if name in EXPERT_AXES:
             return self.expert_mesh[name]
-        axis = self.axis(name)
-        group = axis.group if axis.group is not None else group_of("self", (self.rank,))
+        group = self._group_or_self(name)
         return DeviceMesh.from_group(group, self.device_type, mesh_dim_names=(name,))
 
 

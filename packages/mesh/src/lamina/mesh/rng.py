@@ -33,6 +33,8 @@ __all__ = [
 ]
 
 _TENSOR_AXES = ("tp", "expert_tp")
+_SET_STATE = {"cpu": torch.set_rng_state, "cuda": torch.cuda.set_rng_state}
+_SEED = {"cpu": torch.default_generator.manual_seed, "cuda": torch.cuda.manual_seed}
 
 
 @dataclass
@@ -175,15 +177,15 @@ def rng_stream(name: str) -> Iterator[None]:
     outside = _default_states()
     for device in outside:
         if device in stream.states:
-            _set_default_state(device, stream.states[device])
+            _SET_STATE[device](stream.states[device])
         else:
-            _seed_default(device, stream.seed)
+            _SEED[device](stream.seed)
     try:
         yield
     finally:
         stream.states.update(_default_states())
         for device, state in outside.items():
-            _set_default_state(device, state)
+            _SET_STATE[device](state)
 
 
 def recompute_contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
@@ -265,9 +267,9 @@ def set_rng_state(state: Mapping[str, Any], *, strict: bool = True) -> None:
     random.setstate((int(python["version"]), words, python["gauss"]))
     if state["numpy"] is not None and "numpy" in sys.modules:
         _set_numpy_state(state["numpy"])
-    _set_default_state("cpu", state["torch_cpu"])
+    _SET_STATE["cpu"](state["torch_cpu"])
     if state["torch_cuda"] is not None and torch.cuda.is_available():
-        _set_default_state("cuda", state["torch_cuda"])
+        _SET_STATE["cuda"](state["torch_cuda"])
     _streams.clear()
     for name, stream in state["streams"].items():
         _streams[name] = _Stream(int(stream["seed"]), dict(stream["states"])).copy()
@@ -311,20 +313,6 @@ def _default_states() -> dict[str, torch.Tensor]:
     if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         states["cuda"] = torch.cuda.get_rng_state()
     return states
-
-
-def _set_default_state(device: str, state: torch.Tensor) -> None:
-    if device == "cuda":
-        torch.cuda.set_rng_state(state)
-    else:
-        torch.set_rng_state(state)
-
-
-def _seed_default(device: str, seed: int) -> None:
-    if device == "cuda":
-        torch.cuda.manual_seed(seed)
-    else:
-        torch.default_generator.manual_seed(seed)
 
 
 def _numpy_state() -> dict[str, Any] | None:

@@ -1,7 +1,7 @@
 """Problems of an environment, and rules for variables that slow a run down or break it."""
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from lamina.mesh.errors import OverlapError
@@ -37,113 +37,101 @@ class EnvironmentProblem:
 
 _ON, _ZERO, _SET = "1|true|yes|on|y|t", "0", "(?s:.+)"
 
-
-@dataclass(frozen=True)
-class _Rule:
-    """Which values of a variable hurt (a pattern), what they do and what to change."""
-
-    variable: str
-    hurts: str
-    effect: str
-    remedy: str
-    severity: Severity = "warning"
-
-
 # Sources: NCCL's user guide ("Environment Variables"), torch's "ProcessGroupNCCL Environment
 # Variables", CUDA's programming guide ("CUDA Environment Variables").
-_RULES = (
-    _Rule(
+_HURTS = (
+    EnvironmentProblem(
         "CUDA_DEVICE_MAX_CONNECTIONS",
         "1",
         "kernels of all streams queue up in one hardware queue, so communication can't overlap "
         "with compute; wrappers asked to overlap refuse to start.",
         "Unset it, or set it to 8 or more.",
     ),
-    _Rule(
+    EnvironmentProblem(
         "CUDA_LAUNCH_BLOCKING",
         _ON,
         "every kernel is waited for, so nothing overlaps and launches are slow.",
         "Unset it unless you are looking for the kernel that fails.",
     ),
-    _Rule(
+    EnvironmentProblem(
         "TORCH_NCCL_BLOCKING_WAIT",
         _ON,
         "waiting for a collective blocks the host thread, so it can't queue the next kernels.",
         "Unset it; give init_distributed a timeout instead.",
     ),
-    _Rule(
+    EnvironmentProblem(
         "TORCH_NCCL_ASYNC_ERROR_HANDLING",
         _ZERO,
         "a collective that fails or hangs is never ended, and the job waits for ever.",
         "Unset it (torch's default ends the process).",
     ),
-    _Rule(
+    EnvironmentProblem(
         "NCCL_P2P_DISABLE",
         _ON,
         "GPUs of one machine exchange data through host memory instead of NVLink or PCIe.",
         "Unset it unless the machine's peer access is broken.",
     ),
-    _Rule(
+    EnvironmentProblem(
         "NCCL_SHM_DISABLE",
         _ON,
         "GPUs of one machine without peer access exchange data through sockets.",
         "Unset it; give the container a larger /dev/shm if that was the reason.",
     ),
-    _Rule(
+    EnvironmentProblem(
         "NCCL_IB_DISABLE",
         _ON,
         "machines exchange data through TCP sockets even if they have InfiniBand or RoCE.",
         "Unset it where there is such a network.",
         "note",
     ),
-    _Rule(
+    EnvironmentProblem(
         "NCCL_ALGO",
         _SET,
         "one algorithm is forced on collectives of every size and kind.",
         "Unset it to let NCCL choose by size and topology.",
         "note",
     ),
-    _Rule(
+    EnvironmentProblem(
         "NCCL_PROTO",
         _SET,
         "one protocol is forced on collectives of every size; LL and LL128 limit bandwidth.",
         "Unset it to let NCCL choose by size and topology.",
         "note",
     ),
-    _Rule(
+    EnvironmentProblem(
         "NCCL_NVLS_ENABLE",
         _ZERO,
         "NVLink switches can't reduce and multicast, and symmetric memory loses its purpose.",
         "Unset it on machines with NVSwitch.",
         "note",
     ),
-    _Rule(
+    EnvironmentProblem(
         "NCCL_CUMEM_ENABLE",
         _ZERO,
         "NCCL can't register user buffers (nccl_ub) or symmetric memory.",
         "Unset it where you use those.",
         "note",
     ),
-    _Rule(
+    EnvironmentProblem(
         "NCCL_DEBUG",
         "info|trace",
         "every rank writes long logs; with TRACE collectives become slow.",
         "Set it to WARN, or write to files with NCCL_DEBUG_FILE.",
         "note",
     ),
-    _Rule(
+    EnvironmentProblem(
         "TORCH_DISTRIBUTED_DEBUG",
         "detail",
         "every collective is preceded by another that compares shapes among the ranks.",
         "Unset it when the mismatch is found.",
     ),
-    _Rule(
+    EnvironmentProblem(
         "PYTORCH_NO_CUDA_MEMORY_CACHING",
         _SET,
         "every GPU allocation goes to the driver and waits for the device.",
         "Unset it unless you are looking for a memory error.",
     ),
-    _Rule(
+    EnvironmentProblem(
         "NVIDIA_TF32_OVERRIDE",
         _ZERO,
         "float32 matrix products never use tensor cores, whatever the program says.",
@@ -151,17 +139,16 @@ _RULES = (
         "note",
     ),
 )
+"""Problems with, in place of `found`, the pattern of the values that hurt."""
 
 
 def settings_problems(env: Environment) -> list[EnvironmentProblem]:
     """The variables of `env` whose values hurt, or may."""
     problems = []
-    for rule in _RULES:
-        value = env.variables.get(rule.variable, "").strip()
-        if re.fullmatch(rule.hurts, value, re.IGNORECASE):
-            problems.append(
-                EnvironmentProblem(rule.variable, value, rule.effect, rule.remedy, rule.severity)
-            )
+    for hurts in _HURTS:
+        value = env.variables.get(hurts.name, "").strip()
+        if re.fullmatch(hurts.found, value, re.IGNORECASE):
+            problems.append(replace(hurts, found=value))
     if env.expandable_segments:
         problems.append(
             EnvironmentProblem(

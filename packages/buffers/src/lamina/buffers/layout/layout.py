@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
@@ -92,7 +93,12 @@ class BufferLayout:
         ):
             if value < 1:
                 raise ValueError(f"BufferLayout.plan: {label} is {value}; it must be at least 1")
-        _refuse_duplicates(chosen)
+        names = Counter(spec.name for spec in chosen)
+        if twice := [name for name, count in names.items() if count > 1]:
+            raise ValueError(
+                f"two tensors are named {twice[0]!r}: names must differ (tied parameters share one "
+                "spec, as `named_parameters()` gives them once)"
+            )
         items = [Item(spec.numel, spec.granule) for spec in chosen]
         placed = plan_items(items, num_shards, alignment, math.lcm(alignment, shard_multiple))
         return cls(
@@ -225,14 +231,3 @@ class BufferLayout:
                 f"{spec.granularity.kind:<8} {spec.name} {list(spec.shape)}"
             )
         return "\n".join(lines)
-
-
-def _refuse_duplicates(specs: Sequence[TensorSpec]) -> None:
-    seen: set[str] = set()
-    for spec in specs:
-        if spec.name in seen:
-            raise ValueError(
-                f"two tensors are named {spec.name!r}: names must differ (tied parameters share "
-                "one spec, as `named_parameters()` gives them once)"
-            )
-        seen.add(spec.name)

@@ -81,9 +81,8 @@ class Divisors:
     def __init__(self, items: Sequence[Item], num_shards: int, unit: int) -> None:
         whole = [item.numel for item in items if item.numel <= item.granule]
         payload = sum(item.numel for item in items)
-        cuttable = sorted(
-            {item for item in items if item.numel > item.granule > 1}, reverse=True
-        )  # longest first
+        # Longest first.
+        cuttable = sorted({item for item in items if item.numel > item.granule > 1}, reverse=True)
         # Sizes from half of cuttable[k].numel on are free of the granules of k, k + 1, ...
         self._floors = [-(-item.numel // 2) for item in cuttable]
         self._multiples = [unit]

@@ -43,10 +43,8 @@ class StaleStorageError(RuntimeError):
 class MemoryBlock:
     """A piece of memory: one key's own, or a slot (`fixed`) that several keys share.
 
-    Attributes:
-        storage: what the keys' tensors view; of `nbytes` bytes, or none while released.
-        refusals: switches; while they are True, whoever reads or writes the bytes gets an error.
-        owner: the key that is live here.
+    The keys' tensors view its storage, of `nbytes` bytes, or of none while released. While its
+    `refusals` are True, whoever reads or writes the bytes gets an error. Its owner is live there.
     """
 
     storage: torch.UntypedStorage
@@ -81,7 +79,7 @@ class MemoryBlocks:
         storage = made.untyped_storage()
         block = MemoryBlock(storage, nbytes, fixed, refusals_of(storage, released))
         self._by_storage[block.storage._cdata] = block
-        self.close(block)
+        self.release(block)
         return block
 
     def grow(self, block: MemoryBlock) -> None:
@@ -131,13 +129,6 @@ class MemoryBlocks:
     def find(self, tensor: torch.Tensor) -> MemoryBlock | None:
         """The block that a tensor views, or None."""
         return self._by_storage.get(tensor.untyped_storage()._cdata)
-
-    def close(self, block: MemoryBlock) -> None:
-        """Nobody lives here: refuse access, or fill with 0xFF."""
-        if self.poison:
-            self._fill(block)
-        else:
-            _switch(block, True)
 
     def _fill(self, block: MemoryBlock) -> None:
         if block.storage.nbytes():
@@ -342,7 +333,7 @@ class StoragePool:
             yield entry.tensor
         finally:
             if block.owner is None:
-                (self._blocks.empty if released else self._blocks.close)(block)
+                (self._blocks.empty if released else self._blocks.release)(block)
 
     def views(self, key: Key, layout: BufferLayout) -> dict[str, torch.Tensor]:
         """Every tensor of `layout` with its shape, as views of the key's flat tensor.
@@ -495,7 +486,9 @@ class StoragePool:
         self._slots = []
         with nullcontext() if all(block for _, block in kept) else self._slot_context():
             for plan, same in kept:
-                self._slots.append(same or self._make_slot(plan))
+                # Reads of a new slot while it is empty name the first of its keys.
+                released = self._entries[plan.keys[0]].released
+                self._slots.append(same or self._blocks.make(plan.nbytes, released, fixed=True))
                 target.update(dict.fromkeys(plan.keys, self._slots[-1]))
         moved = set()
         for key, entry in self._entries.items():
@@ -505,11 +498,6 @@ class StoragePool:
                 moved.add(key)
         self._count(sum(block.nbytes for block in self._slots))
         return moved
-
-    def _make_slot(self, plan: SlotPlan) -> MemoryBlock:
-        """A new slot; reads of it while it is empty name the first of its keys."""
-        released = self._entries[plan.keys[0]].released
-        return self._blocks.make(plan.nbytes, released, fixed=True)
 
     def _slot_like(self, plan: SlotPlan) -> MemoryBlock | None:
         """The slot there is for just these keys, if its size is right."""

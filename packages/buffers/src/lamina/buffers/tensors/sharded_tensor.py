@@ -335,15 +335,8 @@ def _check(local: torch.Tensor, spec: SpanSpec) -> None:
         )
 
 
-def register_foreach() -> None:
-    """Let torch's optimizers and clip_grad_norm_ choose their foreach paths for this class.
-
-    They decide by exact type; DTensor enters itself in the same two lists. Only tensors of this
-    class are affected.
-    """
-    for supported in foreach_types():
-        if ShardedTensor not in supported:
-            supported.append(ShardedTensor)
-
-
-register_foreach()
+# torch's optimizers and clip_grad_norm_ choose their foreach paths by exact type. DTensor enters
+# itself in the same two lists. Only tensors of this class are affected.
+for supported in foreach_types():
+    if ShardedTensor not in supported:
+        supported.append(ShardedTensor)

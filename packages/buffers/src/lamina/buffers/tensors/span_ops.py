@@ -93,19 +93,8 @@ def _draw(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
 
 # Pointwise in fact, without torch's tag.
 _UNTAGGED_POINTWISE = frozenset(
-    {
-        "fill_",
-        "fill",
-        "masked_fill_",
-        "rsub",
-        "floor_divide",
-        "zero_",
-        "isclose",
-        "floor_divide_",
-        "conj",
-        "_conj",
-        "resolve_conj",
-    }
+    "fill_ fill masked_fill_ rsub floor_divide floor_divide_ zero_ isclose conj _conj "
+    "resolve_conj".split()
 )
 
 

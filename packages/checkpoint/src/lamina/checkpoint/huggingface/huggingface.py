@@ -36,7 +36,12 @@ from lamina.checkpoint.ranks import Ranks
 from lamina.checkpoint.state.cut_tensors import CutTensors, Hints, Mesh, as_part
 from lamina.checkpoint.state.optimizer_names import parameters_of, unwrapped
 from lamina.checkpoint.storage.directory import fsync_directory
-from lamina.checkpoint.storage.locations import is_url, local_path
+from lamina.checkpoint.storage.locations import (
+    LocalLocation,
+    is_url,
+    local_path,
+    write_whole,
+)
 from lamina.collectives.engine import all_reduce_small
 
 __all__ = ["export_huggingface", "import_huggingface"]
@@ -93,8 +98,8 @@ class _Tensors:
         rows = dict(zip(names, table.tolist(), strict=True))
         if lost := [name for name, row in rows.items() if not row[0]]:
             raise CheckpointMismatchError(f"the model has no {shortened(lost)}, on any rank")
-        device = next((t.device for t in self.tree.values() if isinstance(t, Tensor)), None)
-        device = device or torch.device("cpu")
+        devices = (t.device for t in self.tree.values() if isinstance(t, Tensor))
+        device = next(devices, torch.device("cpu"))
         return {
             name: (Whole(name, tuple(sizes[:dims]), DTYPES[dtype], device, not lacks), bool(own))
             for name, (_, lacks, own, dtype, dims, *sizes) in rows.items()
@@ -146,8 +151,7 @@ def export_huggingface(
     if dtype is not None and dtype not in _FLOATING:
         wide = ", ".join(map(str, _FLOATING))
         raise ValueError(f"dtype is {dtype}: weights are converted to {wide}")
-    path, ranks = _directory(directory), Ranks(group)
-    model = unwrapped(model)
+    path, ranks, model = _directory(directory), Ranks(group), unwrapped(model)
     weights = weights_of(model)
     tensors = ranks.together(lambda: _Tensors(model, mesh))
     known = tensors.survey([link.ours for link in weights.links], ranks)
@@ -260,8 +264,9 @@ class _Export:
         self._close()
         small = {INDEX: index_text(self._files)} if len(self._files) > 1 else {}
         small["config.json"] = json.dumps(config, indent=2, default=str)
+        here = LocalLocation(self._path)
         for name, text in small.items():
-            _write_synced(_unfinished(self._path / name), text + "\n")
+            write_whole(here, _unfinished(self._path / name).name, f"{text}\n".encode())
         # A kill, or a power failure, from here on leaves files of two exports: without a config
         # nothing opens them.
         fsync_directory(self._path)
@@ -285,13 +290,6 @@ class _Export:
         for name in _SMALL:
             with suppress(OSError):
                 _unfinished(self._path / name).unlink(missing_ok=True)
-
-
-def _write_synced(path: Path, text: str) -> None:
-    with open(path, "wb") as file:
-        file.write(text.encode())
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def _unfinished(path: Path) -> Path:
@@ -344,7 +342,9 @@ def import_huggingface(
             for link in links:
                 _check_link(link, tensors, files)
             for link in links:
-                _import_link(link, tensors, files)
+                if (part := tensors.held(link.ours)) is not None:
+                    for piece in pieces_of(link, tensors.shape(link.ours)):
+                        _import_one(piece, part, files)
             used = {name for link in links for name in link.theirs}
             short = {name.removeprefix("transformer.").removeprefix("model.") for name in used}
             return tuple(sorted(set(files.names()) - used - short))
@@ -376,14 +376,6 @@ def _check_link(link: HuggingFaceLink, tensors: _Tensors, files: Files) -> None:
                 "such numbers mean something only with their scales, which are not applied (they "
                 "may be quantised, see quantization_config in config.json): convert the files first"
             )
-
-
-def _import_link(link: HuggingFaceLink, tensors: _Tensors, files: Files) -> None:
-    part = tensors.held(link.ours)
-    if part is None:
-        return
-    for piece in pieces_of(link, tensors.shape(link.ours)):
-        _import_one(piece, part, files)
 
 
 def _import_one(piece: Piece, part: Tensor, files: Files) -> None:

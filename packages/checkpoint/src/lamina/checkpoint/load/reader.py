@@ -38,13 +38,6 @@ from lamina.checkpoint.storage.streams import safely_loaded, tensor_in
 
 __all__ = ["Reader", "opened", "read_metadata"]
 
-# Whose making runs no code of the file's, and which nobody can set attributes of.
-_BUILT_IN = {
-    ("torch", "Size"): torch.Size,
-    ("collections", "OrderedDict"): OrderedDict,
-    ("builtins", "set"): set,
-    ("builtins", "frozenset"): frozenset,
-}
 _RECORDS = (
     Metadata,
     MetadataIndex,
@@ -64,8 +57,6 @@ _DTYPES = frozenset(
     "complex128 complex64 complex32 float8_e4m3fn float8_e4m3fnuz float8_e5m2 float8_e5m2fnuz "
     "float8_e8m0fnu float4_e2m1fn_x2".split()
 )
-
-
 _PATH = 4096  # characters of a path, on Linux
 
 
@@ -118,7 +109,11 @@ def _path_text(*parts: str) -> str:  # of a checkpoint that plain DCP wrote; not
 
 # What DCP's metadata is made of.
 _KNOWN: dict[tuple[str, str], Any] = {
-    **_BUILT_IN,
+    # Whose making runs no code of the file's, and which nobody can set attributes of.
+    ("torch", "Size"): torch.Size,
+    ("collections", "OrderedDict"): OrderedDict,
+    ("builtins", "set"): set,
+    ("builtins", "frozenset"): frozenset,
     **{
         (k.__module__, k.__name__): _maker_of(k.__name__, partial(object.__new__, k))
         for k in _RECORDS
@@ -345,10 +340,9 @@ class Reader(StorageReader):
         name, offset, length = info.relative_path, info.offset, info.length
         expected = self._sums.of(name, offset)
         if expected is None or expected.crc32 != found or expected.bytes != length:
-            index = item.storage_index
+            index, at = item.storage_index, list(item.storage_index.offset or ())
             raise CheckpointDamagedError(
-                f"{self._location}/{name} is damaged: '{index.fqn}' from "
-                f"{list(index.offset or ())} "
+                f"{self._location}/{name} is damaged: '{index.fqn}' from {at} "
                 f"(bytes {offset} to {offset + length}) has CRC-32 {found:08x}, written was "
                 f"{expected.crc32 if expected else 0:08x}"
             )
@@ -367,14 +361,12 @@ class Reader(StorageReader):
         return future
 
     def _read_chunk(
-        self,
-        read: Callable[[int, int], memoryview],
-        items: list[ReadItem],
-        planner: LoadPlanner,
+        self, read: Callable[[int, int], memoryview], items: list[ReadItem], planner: LoadPlanner
     ) -> None:
-        info = self._info(items[0])
-        chunk = read(info.offset, info.length)
-        if self._is_fetched_again(info):
+        info, kept = self._info(items[0]), self._fetched
+        chunk, place = read(info.offset, info.length), (info.relative_path, info.offset)
+        if kept is not None and not kept.holds(*place) and self._sums.of(*place) is not None:
+            # It came over a network a second time, after its check.
             self._compare(items[0], zlib.crc32(chunk))
         stored = self._tensor(chunk, items[0])
         for item in items:
@@ -383,11 +375,6 @@ class Reader(StorageReader):
             planner.commit_tensor(item, target)
         self.bytes_read += info.length
         self._read(info.length)
-
-    def _is_fetched_again(self, info: StorageInfo) -> bool:
-        """Whether a chunk comes over a network a second time, after its check."""
-        kept, chunk = self._fetched, (info.relative_path, info.offset)
-        return kept is not None and not kept.holds(*chunk) and self._sums.of(*chunk) is not None
 
     def _tensor(self, chunk: memoryview, item: ReadItem) -> torch.Tensor:
         index = item.storage_index

@@ -7,7 +7,7 @@ does not fit before anything is read, and hands the tensors back after they have
 from __future__ import annotations
 
 from collections.abc import Mapping, MutableMapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -191,10 +191,8 @@ class Plan:
         taken = self._taken(entry, value)
         if taken is None:
             return None
-        for name, tensor in list(taken.tensors.items()):
-            if not hasattr(tensor, "__create_chunk_list__"):
-                del taken.tensors[name]
-        return taken
+        cut = {n: t for n, t in taken.tensors.items() if hasattr(t, "__create_chunk_list__")}
+        return replace(taken, tensors=cut)
 
     def _owners(self, entry: str, taken: Taken) -> dict[str, torch.Tensor]:
         """Return, of stored names of optimizer state at any depth, the parameter at hand."""
@@ -321,13 +319,9 @@ class Plan:
         """Give every object its loaded state, and put loaded plain values into the dict."""
         # Modules first: a wrapper whose model weights are loaded rounds its main weights from
         # them, and the optimizer has these as they were.
-        modules_first = sorted(
-            self._entries.items(), key=lambda item: not _is_module(self._objects[item[0]])
-        )
-        for entry, planned in modules_first:
-            value = self._objects[entry]
-            if not planned.selected:
-                continue
+        chosen = [entry for entry, planned in self._entries.items() if planned.selected]
+        for entry in sorted(chosen, key=lambda entry: not _is_module(self._objects[entry])):
+            value, planned = self._objects[entry], self._entries[entry]
             if isinstance(value, PerRank):
                 of_ranks, place = self._trees[entry][RANKS], self._cut_tensors.coordinates()
                 value.load(entry, of_ranks, rank, world_size, place)

@@ -62,7 +62,9 @@ class JoinedOptimizers:
             for number, tree in enumerate(trees)
         ]
         state = {
-            (number, key): held for number, tree in enumerate(trees) for key, held in _states(tree)
+            (number, key): held
+            for number, tree in enumerate(trees)
+            for key, held in tree["state"].items()
         }
         return {**trees[0], "state": state, "param_groups": self._joined(groups)}
 
@@ -73,7 +75,7 @@ class JoinedOptimizers:
                 {**group, "params": [key for at, key in group["params"] if at == number]}
                 for group in tree["param_groups"]
             ]
-            state = {key: held for (at, key), held in _states(tree) if at == number}
+            state = {key: held for (at, key), held in tree["state"].items() if at == number}
             one.load_state_dict({**tree, "state": state, "param_groups": groups})
 
     def _joined(self, groups: Sequence[list[dict[str, Any]]]) -> list[dict[str, Any]]:
@@ -81,7 +83,3 @@ class JoinedOptimizers:
             {**alike[0], "params": [p for group in alike for p in group["params"]]}
             for alike in zip(*groups, strict=True)
         ]
-
-
-def _states(tree: Mapping[str, Any]) -> list[tuple[Any, Any]]:
-    return list(tree["state"].items())

@@ -15,12 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from lamina.checkpoint.errors import CheckpointDamagedError, CheckpointError
-from lamina.checkpoint.storage.locations import (
-    FileSum,
-    Location,
-    sum_of,
-    write_whole,
-)
+from lamina.checkpoint.storage.locations import FileSum, Location, sum_of, write_whole
 
 __all__ = ["CHUNKS", "MANIFEST", "METADATA", "VALUES", "ChunkSums", "Manifest", "unreadable"]
 

@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -123,12 +122,7 @@ class Ledger:
         self._open = True
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         try:
             remove(self)
         except ValueError:
@@ -162,13 +156,13 @@ class Ledger:
             op: name of a public function.
             between_hosts: True counts what went to other hosts, False what stayed on this one.
         """
-        return sum(
-            {None: call.nbytes, True: call.between, False: call.nbytes - call.between}[
-                between_hosts
-            ]
+        calls = [
+            call
             for call in tuple(self._calls)
             if axis in (None, _axis(call.axis), call.axis) and op in (None, call.op)
-        )
+        ]
+        total, between = sum(call.nbytes for call in calls), sum(call.between for call in calls)
+        return {None: total, True: between, False: total - between}[between_hosts]
 
     def table(self) -> str:
         """Return a table: a row per axis, function and dtype, with bytes and times, and a total."""
@@ -269,17 +263,7 @@ def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-_HEADINGS = [
-    "axis",
-    "op",
-    "dtype",
-    "calls",
-    "bytes sent",
-    "to other hosts",
-    "time ms",
-    "exposed ms",
-    "overlapped",
-]
+_HEADINGS = "axis,op,dtype,calls,bytes sent,to other hosts,time ms,exposed ms,overlapped".split(",")
 _LEFT_ALIGNED = 3
 
 

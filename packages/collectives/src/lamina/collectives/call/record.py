@@ -91,7 +91,8 @@ class Call:
         """
         if not self._recorders:
             return False
-        return not (_cuda_in_use() and torch.cuda.is_current_stream_capturing())
+        in_use = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        return not (in_use and torch.cuda.is_current_stream_capturing())
 
     def finish(self) -> None:
         """Note the end of the transport; only the first call counts."""
@@ -105,7 +106,8 @@ class Call:
         if self.waited_ns is None:
             self.waited_ns = time.perf_counter_ns()
             if self.device_events is not None:
-                self.device_waited = _timing_event()
+                self.device_waited = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+                self.device_waited.record()
 
     def told(self) -> str:
         """The operation, and what it is for."""
@@ -143,16 +145,6 @@ def activity() -> Activity:
     recent.sort()
     idle = (time.perf_counter_ns() - recent[-1][0]) / 1e9 if recent else 0.0
     return Activity(waits, [text for _, text in recent[-16:]], idle)
-
-
-def _cuda_in_use() -> bool:
-    return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
-
-
-def _timing_event() -> torch.cuda.Event:
-    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-    event.record()
-    return event
 
 
 _KEY = "lamina.collectives.recorders"

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -163,16 +162,11 @@ class RegisteredPool:
         self._inside.__enter__()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exception: Any) -> None:
         inside, self._inside = self._inside, None
         if inside is not None:
-            inside.__exit__(kind, error, traceback)
-        if kind is None and not self.registered:
+            inside.__exit__(*exception)
+        if exception[0] is None and not self.registered:
             self._register()
 
     def _register(self) -> None:

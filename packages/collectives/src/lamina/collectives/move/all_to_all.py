@@ -102,17 +102,11 @@ def row_splits(
     *,
     add_up: bool = True,
 ) -> list[int]:
-    """Rows per rank: `splits` after checks, or equal ones.
-
-    Args:
-        name: of the argument, for messages.
-        splits: one count per rank, or None.
-        tensor: has the rows.
-        group: the ranks.
-        add_up: whether the counts have to add up to the rows of `tensor`.
+    """Rows per rank: `splits` after checks, or equal ones; `name` is the argument's, for messages.
 
     Raises:
-        ValueError: not one count >= 0 per rank, another sum, or rows that don't divide equally.
+        ValueError: not one count >= 0 per rank, rows that don't divide equally, or (with `add_up`)
+            counts that do not add up to the rows of `tensor`.
     """
     size, rows = group_size(group), tensor.shape[0]
     if splits is None:

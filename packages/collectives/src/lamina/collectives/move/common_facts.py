@@ -13,6 +13,7 @@ import platform
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
+from itertools import zip_longest
 from typing import TypeAlias
 
 import torch
@@ -123,38 +124,30 @@ class CommonFacts:
 
 def _digest(facts: Iterable[Fact]) -> tuple[int, int]:
     found = hashlib.blake2b(json.dumps(list(facts)).encode(), digest_size=16).digest()
-    return (
-        int.from_bytes(found[:8], "little", signed=True),
-        int.from_bytes(found[8:], "little", signed=True),
-    )
+    first, second = [int.from_bytes(half, "little", signed=True) for half in (found[:8], found[8:])]
+    return first, second
 
 
 def _difference(mine: Sequence[Fact], first: Sequence[Fact]) -> tuple[str, str, str]:
     """What the first fact that differs is called, its value here and on the first rank."""
-    nothing = ("", "nothing")
-    for at in range(max(len(mine), len(first))):
-        own = mine[at] if at < len(mine) else nothing
-        other = first[at] if at < len(first) else nothing
+    for own, other in zip_longest(mine, first, fillvalue=("", "nothing")):
         if own != other:
-            name = own[0] or other[0]
             if own[0] and other[0] and own[0] != other[0]:
                 return "fact", _short(" = ".join(own)), _short(" = ".join(other))
-            return _short(name), _short(own[1]), _short(other[1])
+            return _short(own[0] or other[0]), _short(own[1]), _short(other[1])
     return "", "", ""
 
 
 def _verdict(rows: Sequence[Sequence[str]]) -> str:
     """Who differs from whom; the rows are digest, rank, fact, value there, value on the first."""
     usual = Counter(row[0] for row in rows).most_common(1)[0][0]
-    first = rows[0]
+    first, odd = rows[0], [row for row in rows if row[0] != usual]
     if first[0] == usual:
-        odd = [row for row in rows if row[0] != usual]
         told = [
             f"{name} is {mine} on {rank} and {other} on {first[1]}"
             for _, rank, name, mine, other in odd[:4]
         ]
     else:
-        odd = [row for row in rows if row[0] != usual]
         _, rank, name, mine, other = next(row for row in rows if row[0] == usual)
         told = [f"{name} is {other} on {first[1]} and {mine} on {rank}"]
     more = f"; {len(odd)} of {len(rows)} ranks differ" if len(odd) > 1 else ""

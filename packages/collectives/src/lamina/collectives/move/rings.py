@@ -72,17 +72,14 @@ def send_recv(
         for copy, tensor in zip(received, sends, strict=True):
             copy.copy_(tensor)
         return Pending(None, lambda: received)
-    ring_group, target, source = group, (rank + shift) % size, (rank - shift) % size
+    target, source = (rank + shift) % size, (rank - shift) % size
     dtypes = {tensor.dtype for tensor in sends}
     dtype = dtypes.pop() if len(dtypes) == 1 else torch.uint8
     sent = sum(tensor.nbytes for tensor in sends)
     between = partial(_unless_near, target, sent)
     call = issue("send_recv", group, dtype, sent, between=between, async_op=True)
     outgoing, incoming = _payloads(sends), _payloads(received)
-
-    def start() -> Completion:
-        return _post(outgoing, incoming, target, source, ring_group, device)
-
+    start = partial(_post, outgoing, incoming, target, source, group, device)
     handle = launch(Handle(call, (*sends, *received)), group, device, start, async_op=True)
     return Pending(handle, lambda: received)
 
@@ -189,13 +186,12 @@ def _post(
         return finish
     # In one batch: with NCCL, sends and receives posted one by one would wait for each other.
     operations = [
-        dist.P2POp(dist.isend, tensor, group=group, group_peer=target)
-        for tensor in outgoing
-        if tensor.numel()
-    ]
-    operations += [
-        dist.P2POp(dist.irecv, tensor, group=group, group_peer=source)
-        for tensor in incoming
+        dist.P2POp(moves, tensor, group=group, group_peer=peer)
+        for moves, tensors, peer in (
+            (dist.isend, outgoing, target),
+            (dist.irecv, incoming, source),
+        )
+        for tensor in tensors
         if tensor.numel()
     ]
     works = dist.batch_isend_irecv(operations) if operations else []

@@ -175,12 +175,7 @@ def start_all_to_all(
     source = tensor.detach().contiguous()
     output = source.new_empty((sum(receives), *source.shape[1:]))
     handle = all_to_all(
-        output,
-        source,
-        group,
-        output_splits=receives,
-        input_splits=sends,
-        async_op=async_op,
+        output, source, group, output_splits=receives, input_splits=sends, async_op=async_op
     )
     return Pending(handle, lambda: output)
 

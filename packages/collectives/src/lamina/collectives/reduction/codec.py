@@ -25,25 +25,19 @@ MOST_BLOCK = 1 << 12  # elements; the sums' own blocks and rows are multiples of
 
 
 class GradientCodec(Protocol):
-    """How a block of gradients is encoded.
-
-    Attributes:
-        dtype: of the codes, one per element.
-        side_dtype: of the side data, one number per block; None where there is none.
-        block: elements per block: a power of two, at most 4096. A piece's last block ends in zeros.
-    """
+    """How a block of gradients is encoded."""
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the codes."""
+        """Of the codes, one per element."""
 
     @property
     def side_dtype(self) -> torch.dtype | None:
-        """Of the side data."""
+        """Of the side data, one number per block; None where there is none."""
 
     @property
     def block(self) -> int:
-        """Elements per block."""
+        """Elements per block: a power of two, at most 4096. A piece's last block ends in zeros."""
 
     def encode(self, values: torch.Tensor, codes: torch.Tensor, side: torch.Tensor | None) -> None:
         """Write codes and side data of gradients.

@@ -200,7 +200,12 @@ def fused_sum(
     sum_of = _BlockSum(chunks, wire, numel, buffers or SumBuffers())
     block = sum_of.block
     squares = torch.zeros(-(-numel // _ROW) if statistics else 0, dtype=torch.float64, device="cpu")
-    direct = not accumulate and output.dtype == wire.sum_dtype and not _among(output, chunks)
+    direct = not accumulate and output.dtype == wire.sum_dtype
+    if direct and not isinstance(
+        chunks, torch.Tensor
+    ):  # a sum must not overwrite a chunk that it reads
+        here = [chunk.data_ptr() for chunk in chunks if isinstance(chunk, torch.Tensor)]
+        direct = output.data_ptr() not in here
     for start in range(0, numel, block):
         target = output[start : start + block] if numel > block else output
         sum_of.start, sum_of.width = start, target.numel()
@@ -210,8 +215,10 @@ def fused_sum(
             total = into.copy_(total)
         if factor is not None:
             total.mul_(factor)
-        if accumulate:
-            _accumulate(target, total)
+        if accumulate and target.dtype == total.dtype:
+            target.add_(total)
+        elif accumulate:
+            target.copy_(total.add_(target.to(total.dtype)))
         elif not direct:
             target.copy_(total)
         if statistics:
@@ -236,21 +243,6 @@ def _block_of(chunks: Chunks, wire: Wire) -> int:
             part = chunk.part_items // wire.unit * wire.block
             block = min(1 << block.bit_length() - 1, part)
     return block
-
-
-def _among(output: torch.Tensor, chunks: Chunks) -> bool:
-    if isinstance(chunks, torch.Tensor):
-        return False
-    return output.data_ptr() in [
-        chunk.data_ptr() for chunk in chunks if isinstance(chunk, torch.Tensor)
-    ]
-
-
-def _accumulate(target: torch.Tensor, total: torch.Tensor) -> None:
-    if target.dtype == total.dtype:
-        target.add_(total)
-    else:
-        target.copy_(total.add_(target.to(total.dtype)))
 
 
 class _BlockSum:

@@ -14,11 +14,7 @@ from typing import Any
 import torch
 import triton
 
-from lamina.collectives.reduction.triton_kernels import (
-    finish_kernel,
-    segment_kernel,
-    sum_kernel,
-)
+from lamina.collectives.reduction.triton_kernels import finish_kernel, segment_kernel, sum_kernel
 
 __all__ = ["CONFIGS", "LEAVES", "Config", "configs_for", "fused_sum", "measured_choices"]
 

@@ -14,11 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup, Work
 
-from lamina.collectives.transport.chunked_messages import (
-    CUT_FROM,
-    ChunkedMessage,
-    part_items,
-)
+from lamina.collectives.transport.chunked_messages import CUT_FROM, ChunkedMessage, part_items
 from lamina.collectives.transport.groups import where
 from lamina.collectives.transport.lanes import Lane, lane_of
 from lamina.collectives.transport.shared_host import HostPeer, RemoteMemory
@@ -110,7 +106,9 @@ class GlooExchange:
             if peer is not None:
                 self._arriving[source] = peer
             elif self._unit is not None and nbytes > CUT_FROM:
-                self._arriving[source] = self._receive_in_parts(source, numel, target, self._unit)
+                how = (_tag_of_size(self._tag, nbytes), self._unit, self._lane.scratch_pool, target)
+                message = ChunkedMessage(source, numel, self._dtype, self._group, *how)
+                self._arriving[source] = message
             else:
                 if target is None:
                     self._borrowed.append(self._lane.scratch_pool.borrow(nbytes))
@@ -132,13 +130,6 @@ class GlooExchange:
             for part in parts:
                 work = dist.isend(part, group=self._group, group_dst=rank, tag=tag)
                 self._outbound.append((work, part))
-
-    def _receive_in_parts(
-        self, source: int, numel: int, whole: torch.Tensor | None, unit: int
-    ) -> ChunkedMessage:
-        pool = self._lane.scratch_pool
-        tag = _tag_of_size(self._tag, numel * self._dtype.itemsize)
-        return ChunkedMessage(source, numel, self._dtype, self._group, tag, unit, pool, whole)
 
     def _lend(self, peer: HostPeer, tensor: torch.Tensor) -> None:
         """Tell a rank of this host where its data lie; it acknowledges when it has read them."""
@@ -242,13 +233,7 @@ class GlooRoute:
 
     needs_scratch = False
 
-    def __init__(
-        self,
-        group: ProcessGroup,
-        piece: int,
-        total: int,
-        unit: int = 1,
-    ) -> None:
+    def __init__(self, group: ProcessGroup, piece: int, total: int, unit: int = 1) -> None:
         rank, size = group.rank(), group.size()
         self._group, self._lane = group, lane_of(group)
         self._unit = unit

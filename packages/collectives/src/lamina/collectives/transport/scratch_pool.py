@@ -32,20 +32,12 @@ class SumBuffers:
     def fit(self, length: int, raw_length: int, wire: torch.dtype, dtype: torch.dtype) -> None:
         """Serve blocks of at most `length` elements that are summed in `dtype`.
 
-        Args:
-            length: elements of a block.
-            raw_length: items that these take on the wire.
-            wire: dtype of the items.
-            dtype: dtype of the sum.
+        On the wire these take `raw_length` items of dtype `wire`.
         """
         small = length > self._length or raw_length > self._raw_length
         if small or (wire, dtype) != (self._wire, self._dtype):
-            self._length, self._raw_length, self._wire, self._dtype = (
-                length,
-                raw_length,
-                wire,
-                dtype,
-            )
+            self._length, self._raw_length = length, raw_length
+            self._wire, self._dtype = wire, dtype
             self._levels, self._raw, self._squares = [], None, None
 
     @property

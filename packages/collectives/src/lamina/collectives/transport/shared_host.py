@@ -177,13 +177,7 @@ def _connect(
 ) -> dict[int, HostSocket]:
     """Lower ranks connect to higher ones. Connecting needs no answer, so no rank waits.
 
-    Args:
-        listener: this rank's.
-        rank: this rank.
-        secret: what callers have to show.
-        peers: the process of each rank to be connected with.
-        hellos: what each rank has said.
-        timeout: seconds for all of it.
+    `peers` has the process of each rank to be connected with. Callers have to show the secret.
     """
     sockets = {}
     for peer in sorted(peers):

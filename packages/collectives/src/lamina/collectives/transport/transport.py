@@ -21,12 +21,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup, Work
 
 from lamina.collectives.compat import all_gather_single
-from lamina.collectives.transport.gloo_exchange import (
-    Chunk,
-    GlooExchange,
-    GlooRoute,
-    bounds_of,
-)
+from lamina.collectives.transport.gloo_exchange import Chunk, GlooExchange, GlooRoute, bounds_of
 from lamina.collectives.transport.groups import served_by_gloo
 from lamina.collectives.transport.lanes import lane_of
 
@@ -255,13 +250,8 @@ def exchange_rows(
 ) -> Completion:
     """Send run i of the rows of `input` to rank i; what rank i sends becomes run i of `output`.
 
-    Args:
-        output: contiguous [R, ...].
-        input: contiguous [S, ...].
-        receives: rows that each rank sends here.
-        sends: rows for each rank.
-        group: the ranks, or None for a group of one.
-        even: all these counts are equal, so that a backend need not be told.
+    Runs have `sends[i]` and `receives[i]` rows. Both tensors are contiguous. If all these counts
+    are equal (`even`), a backend need not be told.
     """
     if group is None or group.size() == 1 or input.is_meta:
         output.copy_(input)

@@ -6,12 +6,7 @@ from lamina.models.activation_memory.recompute import RecomputePolicy, apply_rec
 from lamina.models.attention.attention import SelfAttention
 from lamina.models.attention.context import AttentionContext
 from lamina.models.attention.latent_attention import LatentAttention
-from lamina.models.base.config import (
-    AttentionVariant,
-    LayerKind,
-    RopeScaling,
-    TransformerConfig,
-)
+from lamina.models.base.config import AttentionVariant, LayerKind, RopeScaling, TransformerConfig
 from lamina.models.base.configs.mamba import MambaConfig
 from lamina.models.base.configs.moe import MoEConfig
 from lamina.models.base.configs.product_precision import Precision

@@ -23,10 +23,15 @@ __all__ = [
     "check_same_seed",
     "draw_seed",
     "extremes",
-    "fill_normal",
-    "fill_normal_stack",
-    "fill_uniform",
+    "fill",
+    "fill_stack",
+    "normal",
+    "uniform",
 ]
+
+
+Draw = Callable[..., Tensor]
+"""Fills a whole weight in place, given a `generator`, and returns it, or what it makes of it."""
 
 
 def draw_seed() -> int:
@@ -68,58 +73,32 @@ def assign_seeds(model: nn.Module, seed: int) -> None:
             module.init_seed = derive_seed(seed, name)
 
 
-def fill_normal(
-    parameter: Tensor,
-    std: float,
-    seed: int | None,
-    axis: MeshAxis | None = None,
-    *,
-    dim: int = 0,
-    blocks: Sequence[int] | None = None,
-) -> None:
-    """Fill a parameter, or a rank's piece of one, from N(0, std^2); nothing on the meta device.
-
-    The seed decides the numbers, together with the device's type; None draws from the device's
-    default generator. Ranks of the axis hold pieces along `dim`, where `blocks` are the lengths,
-    over all ranks, of what is fused.
-    """
-    _fill(parameter, partial(Tensor.normal_, mean=0.0, std=std), seed, axis, dim, blocks)
+def normal(std: float) -> Draw:
+    """Draw from N(0, std^2)."""
+    return partial(Tensor.normal_, mean=0.0, std=std)
 
 
-def fill_uniform(
-    parameter: Tensor,
-    low: float,
-    high: float,
-    seed: int | None,
-    axis: MeshAxis | None = None,
-    *,
-    blocks: Sequence[int] | None = None,
-    then: Callable[[Tensor], Tensor] | None = None,
-) -> None:
-    """Fill a parameter, or a rank's rows of one, evenly from [low, high); see `fill_normal`.
-
-    `then` is applied to the whole before it is cut.
-    """
+def uniform(low: float, high: float, then: Callable[[Tensor], Tensor] | None = None) -> Draw:
+    """Draw evenly from [low, high), and apply `then` to the whole."""
 
     def draw(whole: Tensor, *, generator: torch.Generator | None) -> Tensor:
-        """Draw the whole, and apply what is to be applied."""
         whole = whole.uniform_(low, high, generator=generator)
         return whole if then is None else then(whole)
 
-    _fill(parameter, draw, seed, axis, 0, blocks)
+    return draw
 
 
 @torch.no_grad()
-def fill_normal_stack(
+def fill_stack(
     parameter: Tensor,
-    std: float,
+    draw: Draw,
     seeds: Sequence[int],
     axis: MeshAxis | None = None,
     *,
     dim: int = 0,
     blocks: Sequence[int] | None = None,
 ) -> None:
-    """Fill each tensor of a stack `[tensors, ...]` from a seed of its own: see `fill_normal`."""
+    """Fill each tensor of a stack `[tensors, ...]` from a seed of its own: see `fill`."""
     if parameter.is_meta:
         return
     elsewhere = hasattr(parameter, "device_mesh")
@@ -127,21 +106,27 @@ def fill_normal_stack(
     if elsewhere:
         stack = torch.empty(parameter.shape, dtype=torch.float32, device=parameter.device)
     for tensor, seed in zip(stack, seeds, strict=True):
-        fill_normal(tensor, std, seed, axis, dim=dim, blocks=blocks)
+        fill(tensor, draw, seed, axis, dim=dim, blocks=blocks)
     if elsewhere:
         _fill_dtensor(parameter, stack)
 
 
 @torch.no_grad()
-def _fill(
+def fill(
     parameter: Tensor,
-    draw: Callable[..., Tensor],
+    draw: Draw,
     seed: int | None,
-    axis: MeshAxis | None,
-    dim: int,
-    blocks: Sequence[int] | None,
+    axis: MeshAxis | None = None,
+    *,
+    dim: int = 0,
+    blocks: Sequence[int] | None = None,
 ) -> None:
-    """Draw the whole weight, and keep this rank's piece; nothing on the meta device."""
+    """Fill a parameter with a draw, or a rank's piece of one; nothing on the meta device.
+
+    The seed decides the numbers, together with the device's type; None draws from the device's
+    default generator. Ranks of the axis hold pieces along `dim`, where `blocks` are the lengths,
+    over all ranks, of what is fused.
+    """
     if parameter.is_meta:
         return
     generator = None

@@ -61,11 +61,7 @@ class GPTModel(KeepsRoles):
     """
 
     def __init__(
-        self,
-        config: TransformerConfig,
-        mesh: MeshLike = None,
-        *,
-        seed: int | None = None,
+        self, config: TransformerConfig, mesh: MeshLike = None, *, seed: int | None = None
     ) -> None:
         super().__init__()
         self.seed = draw_seed() if seed is None else seed

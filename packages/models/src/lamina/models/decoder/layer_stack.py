@@ -195,28 +195,13 @@ class ExpertBlock(_FeedForwardBlock):
     """
 
     def __init__(
-        self,
-        config: TransformerConfig,
-        mesh: MeshLike = None,
-        experts: ExpertAxes | None = None,
+        self, config: TransformerConfig, mesh: MeshLike = None, experts: ExpertAxes | None = None
     ) -> None:
         super().__init__(config, MoELayer(config, mesh if experts is None else experts), mesh)
 
 
-_BLOCKS: dict[str, type[nn.Module]] = {
-    "M": MambaBlock,
-    "*": AttentionBlock,
-    "-": MLPBlock,
-    "E": ExpertBlock,
-    "T": TransformerBlock,
-}
-
-
 def make_block(
-    config: TransformerConfig,
-    index: int,
-    mesh: MeshLike = None,
-    experts: ExpertAxes | None = None,
+    config: TransformerConfig, index: int, mesh: MeshLike = None, experts: ExpertAxes | None = None
 ) -> nn.Module:
     """Build layer `index` of the stack that the config describes.
 
@@ -233,9 +218,8 @@ def make_block(
     letter = config.pattern[index]
     if letter in config.own_layers:
         return config.own_layers[letter].make(config, mesh)
-    kind = _BLOCKS[letter]
-    if kind is TransformerBlock:
+    if letter == "T":
         return TransformerBlock(config, mesh, layer=index, experts=experts)
-    if kind is ExpertBlock:
+    if letter == "E":
         return ExpertBlock(config, mesh, experts)
-    return kind(config, mesh)
+    return {"M": MambaBlock, "*": AttentionBlock, "-": MLPBlock}[letter](config, mesh)

@@ -68,59 +68,12 @@ def _qwen3(
     )
 
 
-def _mixtral() -> TransformerConfig:
-    """Mixtral 8x7B (Jiang et al., 2024)."""
-    return TransformerConfig(
-        vocab_size=32000,
-        hidden_size=4096,
-        num_layers=32,
-        num_heads=32,
-        num_kv_heads=8,
-        ffn_size=14336,
-        max_sequence_length=32768,
-        rope_theta=1_000_000.0,
-        moe=MoEConfig(num_experts=8, top_k=2, ffn_size=14336, switch_loss=0.02),
-    )
-
-
 def _qwen3_moe(hidden_size: int, num_layers: int, num_heads: int, inner: int) -> TransformerConfig:
     """Qwen 3 with experts (Qwen team, 2025)."""
     return replace(
         _qwen3(hidden_size, num_layers, num_heads, 3 * hidden_size, tied=False),
         num_kv_heads=4,
         moe=MoEConfig(num_experts=128, top_k=8, ffn_size=inner, global_loss=1e-3),
-    )
-
-
-def _deepseek_v3() -> TransformerConfig:
-    """DeepSeek-V3 (2024) without its module that predicts further tokens."""
-    factor = 40.0
-    return TransformerConfig(
-        vocab_size=129280,
-        hidden_size=7168,
-        num_layers=61,
-        num_heads=128,
-        ffn_size=18432,
-        max_sequence_length=163840,
-        norm_eps=1e-6,
-        rope_scaling=RopeScaling(
-            kind="yarn", factor=factor, original_length=4096, attention_factor=1.0
-        ),
-        attention_scale=yarn_magnitude(factor) ** 2 / math.sqrt(192),
-        mla=LatentAttention(kv_lora_rank=512, q_lora_rank=1536),
-        moe=MoEConfig(
-            num_experts=256,
-            top_k=8,
-            ffn_size=2048,
-            shared_ffn_size=2048,
-            first_dense=3,
-            scores="sigmoid",
-            weight_scale=2.5,
-            num_groups=8,
-            groups_kept=4,
-            bias_rate=1e-3,
-            sequence_loss=1e-4,
-        ),
     )
 
 
@@ -143,10 +96,48 @@ _PRESETS: dict[str, TransformerConfig] = {
     "qwen3-8b": _qwen3(4096, 36, 32, 12288, tied=False),
     "qwen3-14b": _qwen3(5120, 40, 40, 17408, tied=False),
     "qwen3-32b": _qwen3(5120, 64, 64, 25600, tied=False),
-    "mixtral-8x7b": _mixtral(),
+    # Mixtral (Jiang et al., 2024).
+    "mixtral-8x7b": TransformerConfig(
+        vocab_size=32000,
+        hidden_size=4096,
+        num_layers=32,
+        num_heads=32,
+        num_kv_heads=8,
+        ffn_size=14336,
+        max_sequence_length=32768,
+        rope_theta=1_000_000.0,
+        moe=MoEConfig(num_experts=8, top_k=2, ffn_size=14336, switch_loss=0.02),
+    ),
     "qwen3-30b-a3b": _qwen3_moe(2048, 48, 32, 768),
     "qwen3-235b-a22b": _qwen3_moe(4096, 94, 64, 1536),
-    "deepseek-v3": _deepseek_v3(),
+    # DeepSeek-V3 (2024) without its module that predicts further tokens.
+    "deepseek-v3": TransformerConfig(
+        vocab_size=129280,
+        hidden_size=7168,
+        num_layers=61,
+        num_heads=128,
+        ffn_size=18432,
+        max_sequence_length=163840,
+        norm_eps=1e-6,
+        rope_scaling=RopeScaling(
+            kind="yarn", factor=40.0, original_length=4096, attention_factor=1.0
+        ),
+        attention_scale=yarn_magnitude(40.0) ** 2 / math.sqrt(192),
+        mla=LatentAttention(kv_lora_rank=512, q_lora_rank=1536),
+        moe=MoEConfig(
+            num_experts=256,
+            top_k=8,
+            ffn_size=2048,
+            shared_ffn_size=2048,
+            first_dense=3,
+            scores="sigmoid",
+            weight_scale=2.5,
+            num_groups=8,
+            groups_kept=4,
+            bias_rate=1e-3,
+            sequence_loss=1e-4,
+        ),
+    ),
 }
 
 

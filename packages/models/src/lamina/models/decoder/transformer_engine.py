@@ -21,7 +21,7 @@ from torch import nn
 from lamina.mesh import mark, role_of
 from lamina.mesh.engine import MeshAxis, mesh_axis
 from lamina.models.base.configs.product_precision import Precision
-from lamina.models.base.initialise import fill_normal
+from lamina.models.base.initialise import fill, normal
 from lamina.models.base.mesh_axes import MeshLike, axis_of
 from lamina.models.layers.linear import ColumnParallelLinear, RowParallelLinear
 
@@ -90,7 +90,12 @@ def make_linear(layer: ColumnParallelLinear | RowParallelLinear, precision: Prec
     te, _ = transformer_engine()
     arguments = linear_arguments(layer)
     roles = {name: asdict(role_of(p)) for name, p in layer.named_parameters(recurse=False)}
-    with quantized_init(precision):
+    quantized: AbstractContextManager[Any] = nullcontext()
+    if precision.quantized_weights:
+        quantized = te.quantized_model_init(
+            enabled=True, recipe=make_recipe(precision), preserve_high_precision_init_val=True
+        )
+    with quantized:
         made: Any = _linear_class(te.Linear)(**arguments)
     made.roles = roles
     made.mark_roles()
@@ -106,8 +111,13 @@ def linear_arguments(layer: ColumnParallelLinear | RowParallelLinear) -> dict[st
     size = 1 if layer.axis is None else layer.axis.size
     rows, columns = layer.weight.shape
     column = isinstance(layer, ColumnParallelLinear)
-    if isinstance(layer, ColumnParallelLinear) and layer.gather_output:
-        raise ValueError("gather_output=True: Transformer Engine's Linear leaves its output cut")
+    cut: dict[str, Any] = {"axis": layer.axis, "dim": 1}
+    if isinstance(layer, ColumnParallelLinear):
+        if layer.gather_output:
+            raise ValueError(
+                "gather_output=True: Transformer Engine's Linear leaves its output cut"
+            )
+        cut |= {"dim": 0, "blocks": layer.fused}
     return {
         "in_features": columns if column else columns * size,
         "out_features": rows * size if column else rows,
@@ -116,20 +126,10 @@ def linear_arguments(layer: ColumnParallelLinear | RowParallelLinear) -> dict[st
         "tp_group": None if layer.axis is None else layer.axis.group,
         "tp_size": size,
         "parallel_mode": None if layer.axis is None else "column" if column else "row",
-        "init_method": _initialiser(layer),
+        "init_method": partial(fill, draw=normal(layer.init_std), seed=layer.init_seed, **cut),
         "params_dtype": layer.weight.dtype,
         "device": "meta" if layer.weight.is_meta else layer.weight.device,
     }
-
-
-def _initialiser(layer: ColumnParallelLinear | RowParallelLinear) -> Callable[[torch.Tensor], None]:
-    blocks, dim = None, 1
-    if isinstance(layer, ColumnParallelLinear):
-        blocks, dim = (layer.blocks if len(layer.blocks) > 1 else None), 0
-    return partial(
-        fill_normal,
-        std=layer.init_std, seed=layer.init_seed, axis=layer.axis, dim=dim, blocks=blocks,
-    )  # fmt: skip
 
 
 @functools.cache
@@ -146,17 +146,6 @@ def _linear_class(base: type[nn.Module]) -> type[nn.Module]:
                 mark(getattr(self, name), **role)
 
     return TransformerEngineLinear
-
-
-def quantized_init(precision: Precision) -> AbstractContextManager[Any]:
-    """Inside, Transformer Engine makes quantised parameters, if the precision asks for them."""
-    if not precision.quantized_weights:
-        return nullcontext()
-    te, _ = transformer_engine()
-    context: AbstractContextManager[Any] = te.quantized_model_init(
-        enabled=True, recipe=make_recipe(precision), preserve_high_precision_init_val=True
-    )
-    return context
 
 
 def amax_group(mesh: MeshLike) -> Any:

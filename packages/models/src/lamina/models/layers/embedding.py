@@ -12,7 +12,7 @@ from lamina.ddp.engine import gradient_sink
 from lamina.mesh import mark
 from lamina.models.base.applied import applied
 from lamina.models.base.config import Reduction, TransformerConfig
-from lamina.models.base.initialise import fill_normal
+from lamina.models.base.initialise import fill, normal
 from lamina.models.base.mesh_axes import MeshLike, axis_of, require_divisible
 from lamina.models.base.vocabulary import check_ids
 from lamina.models.layers.loss import IGNORED, check_reduction, linear_cross_entropy
@@ -104,7 +104,7 @@ class VocabParallelEmbedding(nn.Module):
         """Cut the weight from a whole one drawn from N(0, init_std^2); mark its role."""
         if self.axis is not None:
             mark(self.weight, tp_shard_dim=0)
-        fill_normal(self.weight, self.init_std, self.init_seed, self.axis, dim=0)
+        fill(self.weight, normal(self.init_std), self.init_seed, self.axis)
 
     def forward(self, ids: Tensor) -> Tensor:
         """Look up int64 ids `[batch, sequence]`: `[batch, sequence, width]`.
@@ -158,7 +158,7 @@ class PositionEmbedding(nn.Module):
     def reset_parameters(self) -> None:
         """Draw the weight from N(0, init_std^2); mark its role."""
         mark(self.weight, tp_grad="sum" if self.partial else None)
-        fill_normal(self.weight, self.init_std, self.init_seed)
+        fill(self.weight, normal(self.init_std), self.init_seed)
 
     def forward(self, positions: Tensor) -> Tensor:
         """Look up int64 positions `[...]`: `[..., width]`."""
@@ -179,10 +179,7 @@ class OutputHead(nn.Module):
     """
 
     def __init__(
-        self,
-        config: TransformerConfig,
-        mesh: MeshLike = None,
-        tied: nn.Parameter | None = None,
+        self, config: TransformerConfig, mesh: MeshLike = None, tied: nn.Parameter | None = None
     ) -> None:
         super().__init__()
         self.config = config
@@ -205,7 +202,7 @@ class OutputHead(nn.Module):
             return
         if self.axis is not None:
             mark(self.weight, tp_shard_dim=0)
-        fill_normal(self.weight, self.config.init_std, self.init_seed, self.axis, dim=0)
+        fill(self.weight, normal(self.config.init_std), self.init_seed, self.axis)
 
     def forward(
         self,

@@ -31,7 +31,7 @@ from lamina.mesh import mark
 from lamina.mesh.engine import MeshAxis
 from lamina.models.base.applied import applied
 from lamina.models.base.config import Reduction, TransformerConfig
-from lamina.models.base.initialise import fill_normal
+from lamina.models.base.initialise import fill, normal
 from lamina.models.base.mesh_axes import MeshLike, axis_of, require_divisible
 from lamina.models.layers.matmul_products import (
     PLAIN,
@@ -166,7 +166,8 @@ class _Projection(nn.Module):
 
     def draw(self, *, dim: int = 0, blocks: Sequence[int] | None = None) -> None:
         """Cut the weight from a whole one drawn from N(0, init_std^2), and zero the bias."""
-        fill_normal(self.weight, self.init_std, self.init_seed, self.axis, dim=dim, blocks=blocks)
+        draw = normal(self.init_std)
+        fill(self.weight, draw, self.init_seed, self.axis, dim=dim, blocks=blocks)
         if self.bias is not None:
             nn.init.zeros_(self.bias)
 
@@ -275,15 +276,15 @@ class ColumnParallelLinear(_Projection):
         rows = sum(require_divisible("output width", block, axis) for block in blocks)
         super().__init__(rows, in_features, bias, init_std, axis, sequence_parallel, reduction)
         self.blocks, self.gather_output = blocks, gather_output
+        self.fused = blocks if len(blocks) > 1 else None
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         """Cut the weight from a whole one drawn from N(0, init_std^2); mark the roles."""
-        fused = self.blocks if len(self.blocks) > 1 else None
         if self.axis is not None:
             for parameter in self.parameters(recurse=False):
-                mark(parameter, tp_shard_dim=0, tp_blocks=fused)
-        self.draw(blocks=fused)
+                mark(parameter, tp_shard_dim=0, tp_blocks=self.fused)
+        self.draw(blocks=self.fused)
 
     def forward(self, x: Tensor) -> Tensor:
         """`[..., in_features]` to `[..., out_features / size]`, whole with gather_output."""

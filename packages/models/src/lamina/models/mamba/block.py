@@ -12,7 +12,7 @@ from lamina.mesh.engine import MeshAxis
 from lamina.models.attention.context import AttentionContext
 from lamina.models.base.config import TransformerConfig
 from lamina.models.base.configs.mamba import MambaConfig
-from lamina.models.base.initialise import fill_uniform
+from lamina.models.base.initialise import fill, uniform
 from lamina.models.base.mesh_axes import MeshLike, axis_of, require_divisible
 from lamina.models.layers.linear import from_residual, into_residual
 from lamina.models.layers.matmul_products import under_autocast
@@ -48,7 +48,8 @@ class CausalConvolution(nn.Module):
                 if parameter is not None:
                     mark(parameter, tp_shard_dim=0, tp_blocks=self.blocks)
         bound = 1.0 / math.sqrt(self.weight.shape[-1])
-        fill_uniform(self.weight, -bound, bound, self.init_seed, self.axis, blocks=self.blocks)
+        draw = uniform(-bound, bound)
+        fill(self.weight, draw, self.init_seed, self.axis, blocks=self.blocks)
         if self.bias is not None:
             nn.init.zeros_(self.bias)
 
@@ -102,9 +103,10 @@ class StateSpaceScan(nn.Module):
             None if self.init_seed is None else derive_seed(self.init_seed, name)
             for name in ("A_log", "dt_bias")
         ]
-        fill_uniform(self.A_log, *self.sizes.decay_range, seeds[0], self.axis, then=torch.log)
-        low, high = math.log(self.sizes.dt_min), math.log(self.sizes.dt_max)
-        fill_uniform(self.dt_bias, low, high, seeds[1], self.axis, then=_before_softplus)
+        rates = uniform(*self.sizes.decay_range, then=torch.log)
+        fill(self.A_log, rates, seeds[0], self.axis)
+        limits = math.log(self.sizes.dt_min), math.log(self.sizes.dt_max)
+        fill(self.dt_bias, uniform(*limits, then=_before_softplus), seeds[1], self.axis)
         nn.init.ones_(self.D)
 
     def steps(self, dt: Tensor) -> Tensor:

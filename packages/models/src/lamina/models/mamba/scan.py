@@ -224,13 +224,7 @@ def _say(path: str, why: str) -> None:
 
 
 def kernel_scan(
-    x: Tensor,
-    dt: Tensor,
-    rate: Tensor,
-    b: Tensor,
-    c: Tensor,
-    *,
-    runs: Tensor | None = None,
+    x: Tensor, dt: Tensor, rate: Tensor, b: Tensor, c: Tensor, *, runs: Tensor | None = None
 ) -> Tensor:
     """Run the scan by flash-linear-attention; arguments as of `chunked_scan`, in the dtype of x.
 

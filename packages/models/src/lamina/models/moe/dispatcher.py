@@ -92,10 +92,7 @@ class TokenDispatcher:
         require_divisible("num_experts", num_experts, mesh.ep)
 
     def dispatch(
-        self,
-        x: Tensor,
-        routing: Routing,
-        capacities: dict[tuple[int, ...], int] | None = None,
+        self, x: Tensor, routing: Routing, capacities: dict[tuple[int, ...], int] | None = None
     ) -> Dispatch:
         """Start to send tokens to their experts.
 
@@ -121,8 +118,8 @@ class TokenDispatcher:
             known = {} if capacities is None else capacities
             if axis.ranks not in known:
                 known[axis.ranks] = _largest(routing.capacity, group, x.device)
-            return _Padded(x, routing, way, known[axis.ranks])
-        return _AllToAll(x, routing, way)
+            return _to_capacity(x, routing, way, known[axis.ranks])
+        return _by_counts(x, routing, way)
 
 
 @one_graph_break
@@ -203,21 +200,29 @@ class _Replicated(_Local):
 
 
 class _Sent(Dispatch):
-    """Rows are sent to the ranks of their experts by one all-to-all, and back by another."""
+    """Rows are sent to the ranks of their experts by one all-to-all, and back by another.
 
-    counts: Tensor
+    `sends` rows go to each rank of ep, `chunks[i][j]` come from rank i for this rank's expert j,
+    and `counts`, a tensor, come for each of its experts.
+    """
 
-    def __init__(self, routing: Routing, way: _Way) -> None:
+    def __init__(
+        self,
+        x: Tensor,
+        routing: Routing,
+        way: _Way,
+        order: RowOrder,
+        sends: list[int],
+        chunks: list[list[int]],
+        counts: Tensor,
+    ) -> None:
         super().__init__(routing)
-        self.way = way
-
-    def send(self, x: Tensor, order: RowOrder, sends: list[int], chunks: list[list[int]]) -> None:
-        """Start to send `sends` rows to each rank of ep; `chunks[i][j]` come from i for j."""
-        self.order, self.sends, self.chunks = order, sends, chunks
+        self.way, self.order, self.sends = way, order, sends
+        self.chunks, self.counts = chunks, counts
         self.going = RowExchange(
-            repeat_runs(copies_to_rows(x, order), sends, self.way.pieces),
-            self.way.group,
-            [count for count in sends for _ in range(self.way.pieces)],
+            repeat_runs(copies_to_rows(x, order), sends, way.pieces),
+            way.group,
+            [count for count in sends for _ in range(way.pieces)],
             [sum(chunk) for chunk in chunks],
         )
 
@@ -236,35 +241,27 @@ class _Sent(Dispatch):
         return rows_to_tokens(rows, self.routing.weights, self.order)
 
 
-class _AllToAll(_Sent):
-    """Each copy is sent to its expert, after ranks have exchanged how many rows they send."""
-
-    def __init__(self, x: Tensor, routing: Routing, way: _Way) -> None:
-        super().__init__(routing, way)
-        counts = routing.counts.view(way.homes, 1, way.held)
-        counts = counts.expand(-1, way.pieces, -1).reshape(way.axis.size, way.held)
-        asked = start_all_to_all(counts, way.group)
-        order = rows_by_expert(routing.experts)  # while the counts travel
-        received = asked.wait()
-        self.counts = received.sum(0)
-        # This is the only time in a layer that the host waits for the device.
-        known = torch.cat((routing.counts, received.flatten())).tolist()
-        runs = [known[start : start + way.held] for start in range(0, len(known), way.held)]
-        sends = [sum(run) for run in runs[: way.homes]]
-        order = order.first(sum(sends)) if routing.holes else order
-        self.send(x, order, sends, runs[way.homes :])
+def _by_counts(x: Tensor, routing: Routing, way: _Way) -> _Sent:
+    """Send each copy to its expert, after ranks have exchanged how many rows they send."""
+    counts = routing.counts.view(way.homes, 1, way.held)
+    counts = counts.expand(-1, way.pieces, -1).reshape(way.axis.size, way.held)
+    asked = start_all_to_all(counts, way.group)
+    order = rows_by_expert(routing.experts)  # while the counts travel
+    received = asked.wait()
+    # This is the only time in a layer that the host waits for the device.
+    known = torch.cat((routing.counts, received.flatten())).tolist()
+    runs = [known[start : start + way.held] for start in range(0, len(known), way.held)]
+    sends = [sum(run) for run in runs[: way.homes]]
+    order = order.first(sum(sends)) if routing.holes else order
+    return _Sent(x, routing, way, order, sends, runs[way.homes :], received.sum(0))
 
 
-class _Padded(_Sent):
-    """Each rank sends each expert the same number of rows, so no counts are exchanged."""
-
-    def __init__(self, x: Tensor, routing: Routing, way: _Way, capacity: int) -> None:
-        super().__init__(routing, way)
-        order = rows_to_capacity(routing.experts, way.num_experts, capacity)
-        self.counts = routing.counts.new_full((way.held,), way.axis.size * capacity)
-        self.send(
-            x, order, [way.held * capacity] * way.homes, [[capacity] * way.held] * way.axis.size
-        )
+def _to_capacity(x: Tensor, routing: Routing, way: _Way, capacity: int) -> _Sent:
+    """Send every expert the same number of rows, so that ranks exchange no counts."""
+    order = rows_to_capacity(routing.experts, way.num_experts, capacity)
+    counts = routing.counts.new_full((way.held,), way.axis.size * capacity)
+    sends, chunks = [way.held * capacity] * way.homes, [[capacity] * way.held] * way.axis.size
+    return _Sent(x, routing, way, order, sends, chunks, counts)
 
 
 class _AllGather(Dispatch):

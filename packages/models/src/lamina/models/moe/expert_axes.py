@@ -61,7 +61,14 @@ class ExpertAxes:
             mesh.layout.require_sequence_parallel(sequence_parallel)
         ep, expert_tp = axis_of(mesh, "ep"), axis_of(mesh, "expert_tp")
         if isinstance(mesh, DeviceMesh):
-            expert_tp = _on_device_mesh(mesh, ep, expert_tp, tp, sequence_parallel)
+            if not {"ep", "expert_tp"} & set(mesh.mesh_dim_names or ()):
+                expert_tp = tp
+            elif tp is not None and replicated:
+                raise ValueError(
+                    f"{mesh} has experts on axes of their own beside tp {tp.size}: that needs "
+                    "sequence parallelism, or the ranks of a tp group send the same tokens several "
+                    "times; set sequence_parallel=True in TransformerConfig"
+                )
         both = ep or expert_tp
         if ep is not None and expert_tp is not None:
             both = mesh_axis(mesh, ("ep", "expert_tp"))
@@ -82,25 +89,6 @@ class ExpertAxes:
     def token_axes(self) -> tuple[MeshAxis, ...]:
         """Axes along which tokens differ. Together their ranks hold each token of a step once."""
         return (*self.along_sequence, *(() if self.dp is None else (self.dp,)))
-
-
-def _on_device_mesh(
-    mesh: DeviceMesh,
-    ep: MeshAxis | None,
-    expert_tp: MeshAxis | None,
-    tp: MeshAxis | None,
-    sequence_parallel: bool,
-) -> MeshAxis | None:
-    names = mesh.mesh_dim_names or ()
-    if "ep" not in names and "expert_tp" not in names:
-        return tp
-    if tp is not None and not sequence_parallel:
-        raise ValueError(
-            f"{mesh} has experts on axes of their own beside tp {tp.size}: that needs sequence "
-            "parallelism, or the ranks of a tp group send the same tokens several times; set "
-            "sequence_parallel=True in TransformerConfig"
-        )
-    return expert_tp
 
 
 def _data_axis(mesh: ParallelMesh | DeviceMesh) -> MeshAxis | None:

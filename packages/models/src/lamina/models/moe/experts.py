@@ -15,7 +15,7 @@ from lamina.mesh import derive_seed, mark
 from lamina.models.base.applied import applied
 from lamina.models.base.config import Activation
 from lamina.models.base.configs.moe import ExpertsPath
-from lamina.models.base.initialise import draw_seed, fill_normal_stack
+from lamina.models.base.initialise import draw_seed, fill_stack, normal
 from lamina.models.base.mesh_axes import MeshLike, require_divisible
 from lamina.models.layers.matmul_products import (
     may_sink,
@@ -228,8 +228,8 @@ class GroupedExperts(nn.Module):
         owned = range(self.first, self.first + self.up.shape[0])
         ups = [derive_seed(seed, "up", expert) for expert in owned]
         downs = [derive_seed(seed, "down", expert) for expert in owned]
-        fill_normal_stack(self.up, self.init_std, ups, cut, dim=0, blocks=fused)
-        fill_normal_stack(self.down, self.output_std, downs, cut, dim=1)
+        fill_stack(self.up, normal(self.init_std), ups, cut, blocks=fused)
+        fill_stack(self.down, normal(self.output_std), downs, cut, dim=1)
 
     def forward(self, arrived: ExpertRows) -> Tensor:
         """Compute the results of rows `[rows, hidden]`, in the same order.

@@ -68,10 +68,7 @@ class MoELayer(nn.Module):
             self.shared = MLP(shared, axes.tp)
 
     def forward(
-        self,
-        x: Tensor,
-        context: RoutingContext | None = None,
-        shape: tuple[int, int] | None = None,
+        self, x: Tensor, context: RoutingContext | None = None, shape: tuple[int, int] | None = None
     ) -> Tensor:
         """Apply to each token its experts, and add up their weighted results.
 

@@ -18,7 +18,7 @@ from lamina.collectives.engine import all_reduce_small
 from lamina.ddp.engine import main_of
 from lamina.mesh import ParallelMesh, mark
 from lamina.models.base.configs.moe import MoEConfig
-from lamina.models.base.initialise import fill_normal
+from lamina.models.base.initialise import fill, normal
 from lamina.models.base.mesh_axes import MeshLike
 from lamina.models.compat import current_graph_task_id, one_graph_break
 from lamina.models.layers.dropout import dropout_stream
@@ -103,7 +103,7 @@ class TopKRouter(nn.Module):
     def reset_parameters(self) -> None:
         """Draw the weight from N(0, init_std^2), zero the bias, mark the weight's role."""
         mark(self.weight, tp_grad=None if self.axes.tokens_tp is None else "sum")
-        fill_normal(self.weight, self.init_std, self.init_seed)
+        fill(self.weight, normal(self.init_std), self.init_seed)
         if self.expert_bias is not None:
             nn.init.zeros_(self.expert_bias)
 
@@ -111,10 +111,7 @@ class TopKRouter(nn.Module):
     # backward, as a constant, and would compile again for every number of forwards.
     @one_graph_break
     def forward(
-        self,
-        x: Tensor,
-        context: RoutingContext | None = None,
-        shape: tuple[int, int] | None = None,
+        self, x: Tensor, context: RoutingContext | None = None, shape: tuple[int, int] | None = None
     ) -> Routing:
         """Route `[tokens, hidden]`.
 

@@ -18,7 +18,7 @@ from lamina.models.decoder.gpt import GPTModel
 from lamina.models.decoder.precision_backends import amax_exchanges
 from lamina.models.layers.zigzag import cut_sequence
 
-__all__ = ["GPTStage", "Microbatch", "OncePerStep", "SumsGradients", "materialise"]
+__all__ = ["GPTStage", "Microbatch", "OncePerStep", "SumsGradients"]
 
 
 @runtime_checkable
@@ -187,10 +187,3 @@ class GPTStage(GPTModel):
         """The layers and ends of the stage, for printing."""
         ends = [name for name, held in (("first", self.first), ("last", self.last)) if held]
         return f"layers={self.layers}" + "".join(f", {end}" for end in ends)
-
-
-def materialise(stage: GPTStage, device: torch.device | str) -> None:
-    """Allocate a stage that is on the meta device, with the whole model's initial weights."""
-    if any(parameter.is_meta for parameter in stage.parameters()):
-        stage.to_empty(device=device)
-        stage.init_weights()

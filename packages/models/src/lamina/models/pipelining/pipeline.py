@@ -16,7 +16,7 @@ from lamina.models.base.mesh_axes import axis_of
 from lamina.models.decoder.gpt import HOOKS, GPTModel, require_gpt
 from lamina.models.decoder.precision_backends import amax_exchanges
 from lamina.models.pipelining.cuts import Layout, cut_layers, resolve_layout
-from lamina.models.pipelining.module import GPTStage, OncePerStep, materialise
+from lamina.models.pipelining.module import GPTStage, OncePerStep
 from lamina.models.pipelining.runner import PipelineRunner
 from lamina.models.pipelining.schedule import (
     Schedule,
@@ -87,7 +87,14 @@ def pipeline(
     mine = (0,) if axis.size == 1 else kind.stages_of(axis.rank, axis.size, len(cut))
     _require_same(mesh, axis, (model.config, schedule, num_microbatches, cut, each_microbatch))
     _check(model, mesh, axis, wrap)
-    modules = _make_modules(model, cut, mine, device)
+    end, copies = len(cut) - 1, 0 in mine and len(cut) > 1
+    modules = [
+        GPTStage(model, cut[at], first=at == 0, last=at == end, copies=copies) for at in mine
+    ]
+    for stage in modules if device is not None else ():
+        if any(parameter.is_meta for parameter in stage.parameters()):
+            stage.to_empty(device=device)
+            stage.init_weights()
     if model.head.tied and not kind.v_shape:  # in a V shape one rank has both ends
         _spread_tied(modules, mesh)
     wrapped = [module if wrap is None else wrap(module) for module in modules]
@@ -246,32 +253,13 @@ def _check_axes(model: GPTModel, mesh: ParallelMesh | DeviceMesh) -> None:
             )
 
 
-def _make_modules(
-    model: GPTModel,
-    cut: Layout,
-    mine: Sequence[int],
-    device: torch.device | str | None,
-) -> list[GPTStage]:
-    last = len(cut) - 1
-    modules = [
-        GPTStage(
-            model, cut[index], first=index == 0, last=index == last, copies=0 in mine and last > 0
-        )
-        for index in mine
-    ]
-    if device is not None:
-        for module in modules:
-            materialise(module, device)
-    return modules
-
-
 def _spread_tied(modules: Sequence[GPTStage], mesh: ParallelMesh | DeviceMesh) -> None:
     """Copy the values of tied embeddings from the first stage to the last stage's copy."""
     axis = mesh.embedding_axis if isinstance(mesh, ParallelMesh) else None
-    for module in modules if axis is not None else ():
-        if module.first is not module.last:
+    for module in modules:
+        if axis is not None and module.first is not module.last:
             weight = module.embedding.weight
-            if axis is not None and not weight.is_meta:
+            if not weight.is_meta:
                 broadcast(weight.data, axis.sibling("reduce"), src=0)
 
 

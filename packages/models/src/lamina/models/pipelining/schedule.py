@@ -114,7 +114,8 @@ def make_schedule(name: str, stages: Sequence[Any], num_microbatches: int) -> An
         return getattr(torch_schedules, kind.torch_class)(
             stages[0] if single else list(stages),
             num_microbatches,
-            loss_fn=_already_loss,
+            # The last stage's output is the loss, because its module was given the labels.
+            loss_fn=lambda output, _: output,
             scale_grads=False,
         )
     except ValueError as error:
@@ -142,8 +143,3 @@ class _OneStage:
         """Forward of each microbatch."""
         self._stage.has_backward = False
         losses.extend(map(self._stage.forward_one_chunk, range(self._number)))
-
-
-def _already_loss(output: Tensor, _: Tensor) -> Tensor:
-    """Return the last stage's output, which is the loss, as its module was given the labels."""
-    return output

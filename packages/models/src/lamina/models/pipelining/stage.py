@@ -171,10 +171,12 @@ class LaminaStage(_PipelineStageBase):
             sums.start_grad_sync()
 
     def perform_reduce_grad(self, grad_scale_factor: int = 1) -> None:
-        """Do nothing: the last gradient has started reductions, and `finalize_grads` ends them."""
+        """Do nothing: the last gradient has started reductions, and `finalize_grads` ends them.
 
-    def scale_grads(self, grad_scale_factor: int = 1) -> None:
-        """Do nothing: each microbatch's loss is weighted by its tokens."""
+        Gradients are not scaled either, because each microbatch's loss is weighted by its tokens.
+        """
+
+    scale_grads = perform_reduce_grad
 
     # -- messages -----------------------------------------------------------------------------
 

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -167,26 +165,25 @@ def make_model(shape: Shape, config: Config, mesh: ParallelMesh) -> GPTModel | V
     Raises:
         ValueError: the axes cannot cut these sizes.
     """
-    with torch.device("meta"):
-        if shape.vision is None:
-            model = GPTModel(shape.language, mesh, seed=config.run.seed)
-        else:
-            if mesh.axis("pp").size > 1:
-                raise ValueError("--mesh pp: a vision-language model has no pipeline; use pp=1")
-            token = shape.language.vocab_size - 1
-            model = VisionLanguageModel(
-                shape.vision, shape.language, mesh, image_token=token, seed=config.run.seed
-            )
+    if shape.vision and mesh.axis("pp").size > 1:
+        raise ValueError("--mesh pp: a vision-language model has no pipeline; use pp=1")
+    model = _describe(shape, mesh, config.run.seed)
     return model if config.recompute == "none" else apply_recompute(model, config.recompute)
 
 
 def whole_size(shape: Shape) -> int:
     """Count the parameters of the whole model."""
+    return sum(parameter.numel() for parameter in _describe(shape).parameters())
+
+
+def _describe(
+    shape: Shape, mesh: ParallelMesh | None = None, seed: int = 0
+) -> GPTModel | VisionLanguageModel:
+    language, image_token = shape.language, shape.language.vocab_size - 1
     with torch.device("meta"):
-        model: nn.Module = GPTModel(shape.language, seed=0)
-        if shape.vision is not None:
-            model = VisionLanguageModel(shape.vision, shape.language, image_token=0, seed=0)
-    return sum(parameter.numel() for parameter in model.parameters())
+        if shape.vision is None:
+            return GPTModel(language, mesh, seed=seed)
+        return VisionLanguageModel(shape.vision, language, mesh, image_token=image_token, seed=seed)
 
 
 def shard(
@@ -264,16 +261,14 @@ def _by_torch(
 
 def _adamw(model: nn.Module, train: TrainConfig) -> torch.optim.AdamW:
     """Matrices decay; vectors (norms, biases) don't."""
-    make = partial(torch.optim.AdamW, lr=train.learning_rate, betas=(train.beta1, train.beta2))
-    return make(list(_groups(model, train.weight_decay)))
-
-
-def _groups(model: nn.Module, weight_decay: float) -> Iterable[dict[str, Any]]:
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    for decay, matrices in ((weight_decay, True), (0.0, False)):
-        chosen = [p for p in parameters if (p.ndim >= 2) == matrices]
-        if chosen:
-            yield {"params": chosen, "weight_decay": decay}
+    trained = [p for p in model.parameters() if p.requires_grad]
+    matrices, vectors = [p for p in trained if p.ndim >= 2], [p for p in trained if p.ndim < 2]
+    groups = [
+        {"params": chosen, "weight_decay": decay}
+        for chosen, decay in ((matrices, train.weight_decay), (vectors, 0.0))
+        if chosen
+    ]
+    return torch.optim.AdamW(groups, lr=train.learning_rate, betas=(train.beta1, train.beta2))
 
 
 def learning_rate(step: int, train: TrainConfig) -> float:

@@ -3,14 +3,33 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, is_dataclass
 from importlib.util import find_spec
-from typing import Annotated, Any, Literal, NamedTuple
+from operator import attrgetter
+from typing import Annotated, Literal, NamedTuple, get_type_hints
 
 import tyro
 
 from lamina.checkpoint import BatchPart, cut_batch
 from lamina.mesh import LayoutError, ParallelLayout
+
+
+class Limits(NamedTuple):
+    """What a number must be, in words and as a check, which NaN fails."""
+
+    words: str
+    hold: Callable[[float], bool]
+
+
+Count = Annotated[int, Limits("at least 1", lambda n: n >= 1)]
+OrZero = Annotated[int, Limits("at least 0", lambda n: n >= 0)]
+NotNegative = Annotated[float, Limits("at least 0", lambda x: 0 <= x < math.inf)]
+Positive = Annotated[float, Limits("above 0", lambda x: 0 < x < math.inf)]
+AboveOne = Annotated[float, Limits("above 1", lambda x: 1 < x < math.inf)]
+Fraction = Annotated[float, Limits("at least 0 and below 1", lambda x: 0 <= x < 1)]
+Share = Annotated[float, Limits("above 0 and below 1", lambda x: 0 < x < 1)]
+Closed = Annotated[float, Limits("at least 0 and at most 1", lambda x: 0 <= x <= 1)]
 
 
 @dataclass(frozen=True)
@@ -34,7 +53,7 @@ class DataConfig:
     the source text of this Python's standard library."""
     pattern: str = "**/*.py"  # Which files of a directory to read (glob)
     tokenizer: str = "bytes"  # 'bytes' (every byte is a token) or a Hugging Face tokenizer.json
-    held_out: float = 0.02
+    held_out: Share = 0.02
     """Fraction of the documents (of one document: of its tokens) that is never trained on."""
 
 
@@ -46,12 +65,12 @@ class ModelConfig:
     """'gpt' (small), 'mamba-hybrid', 'vision-language', a name of lamina.models.preset_names(), or
     a directory of Hugging Face's, whose weights are trained on. A file configs/NAME.toml is read
     first."""
-    num_layers: int = 0  # Transformer blocks
-    hidden_size: int = 0  # Width of the residual stream, in elements
-    num_heads: int = 0  # Query heads
-    num_kv_heads: int = 0  # Key and value heads
-    sequence_length: int = 256  # Length of a sample, in tokens
-    dropout: float = 0.0
+    num_layers: OrZero = 0  # Transformer blocks
+    hidden_size: OrZero = 0  # Width of the residual stream, in elements
+    num_heads: OrZero = 0  # Query heads
+    num_kv_heads: OrZero = 0  # Key and value heads
+    sequence_length: Count = 256  # Length of a sample, in tokens
+    dropout: Fraction = 0.0
     """Probability of dropping an activation while training, whatever the architecture's own is."""
 
 
@@ -59,27 +78,27 @@ class ModelConfig:
 class TrainConfig:
     """The optimisation."""
 
-    steps: int = 400  # Optimizer steps in all
-    seconds: float = 0.0
+    steps: Count = 400  # Optimizer steps in all
+    seconds: NotNegative = 0.0
     """Stop (with a checkpoint) after this many seconds of training; 0 is no limit. The schedule
     still counts steps."""
-    batch_size: int = 16
+    batch_size: Count = 16
     """Sequences per step over all ranks. Ranks that do not divide them take unequal numbers, and
     the loss is the mean over all sequences; a pipeline (pp) takes a multiple of data-parallel ranks
     times microbatches."""
-    microbatches: int = 1
+    microbatches: Count = 1
     """Forward and backward passes per step and rank; more of them need less memory."""
-    reproducible: int = 0
+    reproducible: OrZero = 0
     """Above 0: each pass takes so many sequences, however many ranks share the batch, and the
     weights have the same bits on any number of ranks, under any strategy. There are then as many
     passes as that takes, and each is reduced by itself."""
-    learning_rate: float = 3e-3  # Peak learning rate of AdamW
-    warmup_steps: int = 40  # Steps over which the learning rate rises from 0
-    final_fraction: float = 0.05  # Where the cosine ends, as a fraction of the peak
-    weight_decay: float = 0.1  # Decoupled weight decay of matrices; vectors have none
-    beta1: float = 0.9  # AdamW's decay of the first moment
-    beta2: float = 0.95  # AdamW's decay of the second moment
-    clip_norm: float = 1.0
+    learning_rate: Positive = 3e-3  # Peak learning rate of AdamW
+    warmup_steps: OrZero = 40  # Steps over which the learning rate rises from 0
+    final_fraction: Closed = 0.05  # Where the cosine ends, as a fraction of the peak
+    weight_decay: NotNegative = 0.1  # Decoupled weight decay of matrices; vectors have none
+    beta1: Fraction = 0.9  # AdamW's decay of the first moment
+    beta2: Fraction = 0.95  # AdamW's decay of the second moment
+    clip_norm: Positive = 1.0
     """Largest norm of the gradient over all parameters; larger ones are scaled down."""
     engine: Literal["lamina", "torch_fsdp2"] = "lamina"
     """What shards the model: Lamina's own engine, or torch's FSDP2 (always strategy 3)."""
@@ -96,20 +115,22 @@ class TrainConfig:
 class EvalConfig:
     """Held-out loss and samples."""
 
-    every: int = 100  # Steps between evaluations; the last step is always evaluated
-    tokens: int = 65_536  # Held-out text per evaluation, in tokens over all ranks
-    samples: int = 3  # Texts to write at the end
-    sample_tokens: int = 200  # Length of each, in tokens
-    temperature: float = 0.8  # Below 1 takes likelier tokens, above 1 less likely ones
+    every: Count = 100  # Steps between evaluations; the last step is always evaluated
+    tokens: Count = 65_536  # Held-out text per evaluation, in tokens over all ranks
+    samples: OrZero = 3  # Texts to write at the end
+    sample_tokens: Count = 200  # Length of each, in tokens
+    temperature: NotNegative = 0.8  # Below 1 takes likelier tokens, above 1 less likely ones
 
 
 @dataclass(frozen=True)
 class CheckpointConfig:
     """Checkpoints."""
 
-    every: int = 100  # Steps between checkpoints; the last step always has one
-    keep: int = 2  # How many to keep, the newest
-    scrub: float = 8.0  # MiB per second of kept checkpoints to read again, to find rot; 0 for none
+    every: Count = 100  # Steps between checkpoints; the last step always has one
+    keep: Count = 2  # How many to keep, the newest
+    scrub: NotNegative = (
+        8.0  # MiB per second of kept checkpoints to read again, to find rot; 0 for none
+    )
 
 
 @dataclass(frozen=True)
@@ -120,32 +141,32 @@ class HealthConfig:
     """'skip' leaves the weights as they are; 'back' returns to the last healthy checkpoint and
     passes over the batches since then."""
     spike: Literal["ignore", "stop", "skip", "back"] = "skip"  # The same, for a spike
-    limit: float = 10.0
+    limit: Positive = 10.0
     """A spike of the loss is so many deviations above the median of the last 64 steps, one of the
     norm ten times as many."""
-    patience: int = 10  # Stop after so many unhealthy steps in a row, whatever else is set
-    replicas: int = 64
+    patience: Count = 10  # Stop after so many unhealthy steps in a row, whatever else is set
+    replicas: OrZero = 64
     """Compare what several ranks hold copies of (weights, optimizer state): every byte once in so
     many steps. 0 compares nothing."""
     heal: bool = False  # Replace a copy that differs from most others; otherwise stop
-    slow: float = 1.5
+    slow: AboveOne = 1.5
     """A rank is named that takes more than so many times as long as the others, waits for them
     aside, ..."""
-    slow_steps: int = 64  # ... for so many steps on end
+    slow_steps: Count = 64  # ... for so many steps on end
 
 
 @dataclass(frozen=True)
 class LogConfig:
     """What is written about the run."""
 
-    every: int = 1  # Steps between lines of metrics.jsonl and TensorBoard
-    line_seconds: float = 5.0  # Without a terminal: seconds between lines of progress
+    every: Count = 1  # Steps between lines of metrics.jsonl and TensorBoard
+    line_seconds: NotNegative = 5.0  # Without a terminal: seconds between lines of progress
     tensorboard: bool = True  # Write TensorBoard events beside metrics.jsonl
     wandb: str = ""
     """Project of Weights & Biases to write the same to, if wandb is installed; WANDB_MODE=offline
     keeps it in the run's directory."""
-    trace: str = ""
-    """Steps to trace, such as 20,21: each rank writes traces/step-20-rank-0.json, for Perfetto."""
+    trace: tuple[int, ...] = ()
+    """Steps to trace, such as 20 21: each rank writes traces/step-20-rank-0.json, for Perfetto."""
 
 
 @dataclass(frozen=True)
@@ -173,7 +194,7 @@ class Config:
     """Keep the architecture's kinds of layers and shrink everything else, to try it in seconds."""
     dry_run: bool = False
     """Say what each rank would hold, compute and send, without a GPU, weights or other ranks."""
-    ranks: int = 0
+    ranks: OrZero = 0
     """Ranks that `-s train` starts, by default one per GPU, or two; with --dry-run those of the run
     in question, by default the fewest that the mesh allows."""
     run: RunConfig = field(default_factory=RunConfig)
@@ -200,85 +221,21 @@ class Config:
     def parts(self, rank: int, ranks: int) -> list[BatchPart]:
         """What one of the data-parallel ranks takes of each batch, pass by pass."""
         train = self.train
-        return cut_batch(
-            train.batch_size,
-            rank,
-            ranks,
-            microbatches=train.microbatches,
-            size=train.reproducible,
-        )
-
-    def traced(self) -> frozenset[int]:
-        """The steps of `log.trace`.
-
-        Raises:
-            ValueError: it is no list of numbers.
-        """
-        try:
-            return frozenset(map(int, filter(None, self.log.trace.split(","))))
-        except ValueError:
-            words = f"--log.trace {self.log.trace}: steps with commas, such as --log.trace 20,21"
-            raise ValueError(words) from None
+        sizes = {"microbatches": train.microbatches, "size": train.reproducible}
+        return cut_batch(train.batch_size, rank, ranks, **sizes)
 
 
-class Limits(NamedTuple):
-    """What a number must be."""
-
-    least: float
-    most: float = math.inf
-    without_least: bool = False
-    without_most: bool = True
-
-    def hold(self, value: float) -> bool:
-        """Whether a value is within them (NaN is not)."""
-        above = value > self.least if self.without_least else value >= self.least
-        return above and (value < self.most if self.without_most else value <= self.most)
-
-    def __str__(self) -> str:
-        low = f"above {self.least:g}" if self.without_least else f"at least {self.least:g}"
-        high = f"below {self.most:g}" if self.without_most else f"at most {self.most:g}"
-        return low if self.most == math.inf else f"{low} and {high}"
+def _limits(kind: type, prefix: str = "") -> Iterator[tuple[str, Limits]]:
+    for name, hint in get_type_hints(kind, include_extras=True).items():
+        if is_dataclass(hint):
+            yield from _limits(hint, f"{prefix}{name}.")
+        for limits in getattr(hint, "__metadata__", ()):
+            if isinstance(limits, Limits):
+                yield prefix + name, limits
 
 
-_COUNT, _OR_ZERO, _POSITIVE = Limits(1), Limits(0), Limits(0, without_least=True)
-_FRACTION = Limits(0, 1)
-LIMITS = {
-    "ranks": _OR_ZERO,
-    "data.held_out": Limits(0, 1, without_least=True),
-    "model.num_layers": _OR_ZERO,
-    "model.hidden_size": _OR_ZERO,
-    "model.num_heads": _OR_ZERO,
-    "model.num_kv_heads": _OR_ZERO,
-    "model.sequence_length": _COUNT,
-    "model.dropout": _FRACTION,
-    "train.steps": _COUNT,
-    "train.seconds": _OR_ZERO,
-    "train.batch_size": _COUNT,
-    "train.microbatches": _COUNT,
-    "train.reproducible": _OR_ZERO,
-    "train.learning_rate": _POSITIVE,
-    "train.warmup_steps": _OR_ZERO,
-    "train.final_fraction": Limits(0, 1, without_most=False),
-    "train.weight_decay": _OR_ZERO,
-    "train.beta1": _FRACTION,
-    "train.beta2": _FRACTION,
-    "train.clip_norm": _POSITIVE,
-    "eval.every": _COUNT,
-    "eval.tokens": _COUNT,
-    "eval.samples": _OR_ZERO,
-    "eval.sample_tokens": _COUNT,
-    "eval.temperature": _OR_ZERO,
-    "checkpoint.every": _COUNT,
-    "checkpoint.keep": _COUNT,
-    "checkpoint.scrub": _OR_ZERO,
-    "health.limit": _POSITIVE,
-    "health.patience": _COUNT,
-    "health.replicas": _OR_ZERO,
-    "health.slow": Limits(1, without_least=True),
-    "health.slow_steps": _COUNT,
-    "log.every": _COUNT,
-    "log.line_seconds": _OR_ZERO,
-}
+LIMITS = dict(_limits(Config))
+"""What each number must be, by its name on the command line."""
 
 
 def check(config: Config, ranks: int) -> None:
@@ -290,13 +247,10 @@ def check(config: Config, ranks: int) -> None:
         ValueError: with the limit or the arithmetic, and what to change.
     """
     for name, limits in LIMITS.items():
-        value, default = _get(config, name), _get(Config(), name)
+        value, option = attrgetter(name)(config), f"--{name.replace('_', '-')}"
         if not limits.hold(value):
-            option = name.replace("_", "-")
-            raise ValueError(
-                f"--{option} {value}: it must be {limits}, such as --{option} {default}"
-            )
-    config.traced()
+            works = f"{option} {attrgetter(name)(Config())}"
+            raise ValueError(f"{option} {value}: it must be {limits.words}, such as {works}")
     if config.log.wandb and find_spec("wandb") is None:
         raise ValueError(f"--log.wandb {config.log.wandb}: wandb is missing; pip install wandb")
     try:
@@ -326,10 +280,3 @@ def check(config: Config, ranks: int) -> None:
             f"--train.strategy {config.train.strategy} and pp={layout.pp}: torch's FSDP2 shards "
             "everything (3), and pipelines are Lamina's; use --train.engine lamina for the others"
         )
-
-
-def _get(config: Config, name: str) -> Any:
-    value: Any = config
-    for part in name.split("."):
-        value = getattr(value, part)
-    return value

@@ -7,7 +7,6 @@ model of any size takes seconds on a laptop.
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections import Counter
 from contextlib import nullcontext
@@ -25,7 +24,7 @@ from build import (
     whole_size,
 )
 from config import Config, check
-from options import OptionError, load
+from options import load, refusals
 from text import load_tokenizer
 from torch import nn
 from torch.nn import functional as F
@@ -48,14 +47,11 @@ def dry_run(arguments: list[str]) -> None:
     Raises:
         SystemExit: with status 2 for settings that cannot run, which are then said.
     """
-    try:
+    with refusals():
         config = load(arguments, "cpu")
         with init_distributed("fake", rank=0, world_size=_ranks(config)) as runtime:
             check(config, runtime.world_size)
             print("\n".join(plan(config)))
-    except (OptionError, ValueError) as error:
-        print(f"train.py: {error}", file=sys.stderr)
-        raise SystemExit(2) from None
 
 
 def _ranks(config: Config) -> int:

@@ -48,7 +48,7 @@ class Metrics:
         self.peak_bytes = 0
         self.records: list[dict[str, Any]] = []
         self._run, self._log, self._main = run, run.config.log, run.runtime.is_main
-        self._traced, self._total = run.config.traced(), run.config.train.steps
+        self._traced, self._total = run.config.log.trace, run.config.train.steps
         length = run.config.model.sequence_length
         self._tokens = run.config.train.batch_size * length
         self._flops = training_flops_per_token(shape.language, length)

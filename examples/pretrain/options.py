@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import io
 import sys
 import tomllib
 from collections.abc import Iterator
@@ -20,38 +19,42 @@ from lamina.mesh import Runtime
 CONFIGS = Path(__file__).parent / "configs"
 
 
-class OptionError(Exception):
-    """A file that cannot be read as settings."""
+class OptionError(ValueError):
+    """A file or a command line that cannot be read as settings."""
 
 
-def load(arguments: list[str], device_type: str) -> Config:
+def load(arguments: list[str], device_type: str, *, speak: bool = True) -> Config:
     """Build the config: the command line over a file over the defaults.
 
     Args:
         arguments: of the command line.
         device_type: "cpu" or "cuda": which defaults to begin with.
+        speak: print what is wrong; of several ranks one does.
 
     Raises:
         OptionError: no such file, or no TOML.
         SystemExit: --help, or what is no setting (tyro has then printed what is wrong, and the
             nearest that exists).
     """
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("--config", type=Path)
     parser.add_argument("--model", "--model.name")
-    given, rest = parser.parse_known_args(arguments)
+    try:
+        given, rest = parser.parse_known_args(arguments)
+    except argparse.ArgumentError as error:
+        raise OptionError(error) from None
     named = CONFIGS / f"{given.model or ('gpu' if device_type == 'cuda' else 'cpu')}.toml"
     config = Config()
     if given.config or not given.model or named.is_file():
-        config = from_toml(given.config or named)
+        config = from_toml(given.config or named, speak=speak)
     if given.model and (given.config or not named.is_file()):
         rest += ["--model.name", given.model]
     if config.tiny or "--tiny" in rest:
         config = from_toml(CONFIGS / "tiny.toml", config)
-    return tyro.cli(Config, default=config, args=rest, prog="train.py")
+    return tyro.cli(Config, default=config, args=rest, prog="train.py", console_outputs=speak)
 
 
-def from_toml(path: Path, default: Config | None = None) -> Config:
+def from_toml(path: Path, default: Config | None = None, *, speak: bool = True) -> Config:
     """Read a config; keys that are not in the file keep their defaults.
 
     A file says what the command line can say, so it is read as one.
@@ -67,10 +70,11 @@ def from_toml(path: Path, default: Config | None = None) -> Config:
         raise OptionError(f"--config {path}: no such file; in {CONFIGS} there are {near}") from None
     except tomllib.TOMLDecodeError as error:
         raise OptionError(f"{path}: {error}") from None
+    start, prog = default or Config(), path.name
     try:
-        return tyro.cli(Config, default=default or Config(), args=words, prog=path.name)
+        return tyro.cli(Config, default=start, args=words, prog=prog, console_outputs=speak)
     except SystemExit:
-        for name in (word[2:].split("=")[0] for word in words):
+        for name in (word[2:].split("=")[0] for word in words if speak and word[:2] == "--"):
             print(f"{path}: '{name}'{_hint(name)}", file=sys.stderr)
         raise
 
@@ -90,8 +94,21 @@ def _words(table: dict[str, Any], prefix: str = "") -> Iterator[str]:
             yield from _words(value, f"{prefix}{key}.")
         elif isinstance(value, bool):
             yield f"--{prefix}{'' if value else 'no-'}{key}"
+        elif isinstance(value, list):
+            yield from (f"--{prefix}{key}", *map(str, value))
         else:
             yield f"--{prefix}{key}={value}"
+
+
+@contextlib.contextmanager
+def refusals(*, speak: bool = True) -> Iterator[None]:
+    """Settings that cannot run end the process with status 2, and one line says why."""
+    try:
+        yield
+    except ValueError as error:
+        if speak:
+            print(f"train.py: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
 
 
 def configure(arguments: list[str], runtime: Runtime) -> Config:
@@ -100,20 +117,12 @@ def configure(arguments: list[str], runtime: Runtime) -> Config:
     Raises:
         SystemExit: with status 0 after --help, 2 after an error.
     """
-    with contextlib.ExitStack() as quiet:
-        if not runtime.is_main:
-            quiet.enter_context(contextlib.redirect_stdout(io.StringIO()))
-            quiet.enter_context(contextlib.redirect_stderr(io.StringIO()))
-        try:
-            config = load(arguments, runtime.device.type)
+    try:
+        with refusals(speak=runtime.is_main):
+            config = load(arguments, runtime.device.type, speak=runtime.is_main)
             check(config, runtime.world_size)
-        except (OptionError, ValueError) as error:
-            print(f"train.py: {error}", file=sys.stderr)
-            status: int | str | None = 2
-        except SystemExit as leave:
-            status = leave.code
-        else:
             return config
-    # The launcher ends all ranks when one fails: let the first one speak before.
-    dist.barrier()
-    raise SystemExit(status)
+    except SystemExit:
+        # The launcher ends all ranks when one fails: let the first one speak before.
+        dist.barrier()
+        raise

@@ -156,7 +156,7 @@ def play(base: Path) -> dict[str, object]:
     outputs = {
         "torn": Job.start(torn, quiet).finish(),
         "fewer": Job.start(base / "fewer", quiet, nproc=1).finish(),
-        "whole": Job.start(whole, "--log.trace", "30,31").finish(),
+        "whole": Job.start(whole, "--log.trace", "30", "31").finish(),
     }
     return {
         "base": base,

@@ -1,6 +1,7 @@
 """What a step costs the host when the world grows: Lamina on 8 to 65,536 simulated ranks.
 
     python benchmarks/scale.py [--ranks 8 64 1024 8192 65536] [--strategies 0 1 3]
+    python benchmarks/scale.py --start llama3-405b --ranks 16384    # on meta tensors
 
 One process plays rank 0 (see `lamina_testing.simulated`): its collectives move nothing, so what is
 left is the host's own work. Counts come first, because they are no noise: the Python functions
@@ -10,7 +11,9 @@ and those of them to other hosts, and bytes to ranks of the same host and to oth
 8 ranks, and Lamina is told so: its ordered sums add up a host's ranks first. Then times: of a step
 per unit (it still holds the arithmetic, on buffers that are padded to the number of ranks), of
 building the mesh, and of the wrapper. Last what stays: process groups and descriptors. Torch's
-FSDP2 stands beside it at the smallest number of ranks. Each row is a process of its own.
+FSDP2 stands beside it at the smallest number of ranks. Each row is a process of its own. With
+`--start` it is the start of one job instead: a model on the meta device is described, sharded and
+planned on one core, with the seconds of each and the most memory that the process has held.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ import argparse
 import gc
 import json
 import os
+import resource
 import subprocess
 import sys
 import time
@@ -30,8 +34,10 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
-from lamina.ddp import clip_grad_norm
-from lamina.fsdp import fully_shard
+from lamina.ddp import clip_grad_norm, memory_plan, wire_plan
+from lamina.fsdp import MixedPrecisionPolicy, fully_shard
+from lamina.mesh import ParallelLayout
+from lamina.models import GPTModel, preset
 from lamina_testing.simulated import Operations, simulated_world
 from lamina_testing.walk import Profile, least
 
@@ -142,6 +148,33 @@ def measured_apart(system: str, ranks: int) -> dict[str, float]:
     return found
 
 
+def start(name: str, ranks: int) -> None:
+    """Print what the start of a job costs one rank on the host, without the memory of weights."""
+    torch.set_num_threads(1)
+    with simulated_world(ranks, hosts=True):
+        times = [time.perf_counter()]
+        mesh = ParallelLayout().build("cpu")
+        times.append(time.perf_counter())
+        with torch.device("meta"):
+            model = GPTModel(preset(name), mesh, seed=0)
+        times.append(time.perf_counter())
+        sharded, _ = fully_shard(
+            model,
+            torch.optim.AdamW(model.parameters()),
+            device_mesh=mesh,
+            device=torch.device("meta"),
+            mixed_precision_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16),
+        )
+        times.append(time.perf_counter())
+        plans = memory_plan(sharded), wire_plan(sharded)
+        times.append(time.perf_counter())
+    print(f"{name} on {ranks:,} ranks, strategy 3, bf16", *plans, sep="\n")
+    took = zip(("mesh", "model", "wrapper", "plans"), times[1:], times, strict=False)
+    print(", ".join(f"{what} {after - before:.2f} s" for what, after, before in took))
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    print(f"{times[-1] - times[0]:.1f} s in all, {most:.2f} GiB at most")
+
+
 def show(title: str, names: tuple[str, ...], rows: dict[tuple[str, int], dict[str, float]]) -> None:
     print(f"\n{title}\n\n| system | ranks | " + " | ".join(names) + " |")
     print("| --- " * (2 + len(names)) + "|")
@@ -157,8 +190,12 @@ def main() -> None:
     )
     parser.add_argument("--ranks", type=int, nargs="+", default=[8, 64, 1024, 8192, 65536])
     parser.add_argument("--strategies", nargs="+", default=["0", "1", "3"], choices="0123")
+    parser.add_argument("--start", metavar="PRESET", help="the start of a job of this model")
     parser.add_argument("--only", help=argparse.SUPPRESS)
     settings = parser.parse_args()
+    if settings.start:
+        start(settings.start, settings.ranks[0])
+        return
     if settings.only:
         print(json.dumps(measure(settings.only, settings.ranks[0])))
         return

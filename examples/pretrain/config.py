@@ -118,6 +118,9 @@ class EvalConfig:
     every: Count = 100  # Steps between evaluations; the last step is always evaluated
     tokens: Count = 65_536  # Held-out text per evaluation, in tokens over all ranks
     samples: OrZero = 3  # Texts to write at the end
+    prompt: str = ""
+    """What they begin with, instead of held-out text; a run that is finished writes and shows them
+    from its checkpoint."""
     sample_tokens: Count = 200  # Length of each, in tokens
     temperature: NotNegative = 0.8  # Below 1 takes likelier tokens, above 1 less likely ones
 

@@ -41,7 +41,7 @@ class Evaluator:
         return float(sums[0] / sums[1])
 
     def samples(self) -> list[tuple[str, str]]:
-        """Let the model continue pieces of held-out text; a pipeline cannot (no samples).
+        """Let the model continue the prompt, or held-out text; a pipeline cannot (no samples).
 
         Returns:
             Pairs of what was given and what the model wrote.
@@ -50,8 +50,13 @@ class Evaluator:
         if config.samples == 0 or isinstance(self._model, PipelineRunner):
             return []
         count, length = 2 * config.samples, self._windows.length
-        chosen = [k * len(self._windows) // count for k in range(1, count, 2)]
-        given = self._windows.batch(chosen, self._device)[0][:, : max(1, length // 4)]
+        decode, ids = self.corpus.tokenizer.decode, self.corpus.tokenizer.encode
+        if config.prompt:
+            prompt = torch.from_numpy(ids(config.prompt.encode()).astype("int64"))
+            given = prompt.to(self._device).expand(config.samples, -1)
+        else:
+            chosen = [k * len(self._windows) // count for k in range(1, count, 2)]
+            given = self._windows.batch(chosen, self._device)[0][:, : max(1, length // 4)]
         with self._model.unsharded():
             written = generate(
                 self._model,
@@ -61,5 +66,5 @@ class Evaluator:
                 context_length=length,
                 generator=torch.Generator(self._device).manual_seed(self._config.run.seed),
             )
-        decode, cut = self.corpus.tokenizer.decode, given.shape[1]
+        cut = given.shape[1]
         return [(decode(row[:cut]), decode(row[cut:])) for row in written.tolist()]

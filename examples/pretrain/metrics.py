@@ -166,6 +166,7 @@ class Metrics:
         Weights & Biases prints a summary when it is closed.
         """
         self._bar.stop()
+        self.peak_bytes = max(self.peak_bytes, _memory(self._run.runtime.device))
         texts = {f"sample {n}": f"{given}[...]{text}" for n, (given, text) in enumerate(samples, 1)}
         if self._main and texts:
             self._boards.add({"step": self._done, **texts})

@@ -54,12 +54,10 @@ def report(
     metrics.finish(samples)
     if not run.runtime.is_main:
         return
-    (place / "samples.txt").write_text(
-        "\n".join(
-            f"{' given ':=^47}\n{given}\n{' written ':-^47}\n{written}\n"
-            for given, written in samples
-        )
+    texts = "\n".join(
+        f"{' given ':=^47}\n{given}\n{' written ':-^47}\n{written}\n" for given, written in samples
     )
+    (place / "samples.txt").write_text(texts)
     numbers = {
         "held_out_loss": loss,
         "unigram_entropy": metrics.entropy,
@@ -77,7 +75,7 @@ def report(
     title = f"{place}: {run.config.model.name}"
     html = page(title, lines, metrics.records, metrics.entropy, samples, run.settings())
     (place / "report.html").write_text(html)
-    print(*lines, sep="\n", flush=True)
+    print(*([texts] if run.config.eval.prompt else []), *lines, sep="\n", flush=True)
 
 
 def _lines(

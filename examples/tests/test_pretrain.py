@@ -315,6 +315,22 @@ def run_here(directory: Path, *options: str) -> None:
         train(load([*words, *options], "cpu"), runtime)
 
 
+@pytest.mark.ranks(1)
+def test_a_finished_run_says_how_to_go_on_and_writes_from_its_checkpoint(tmp_path):
+    directory = tmp_path / "run"
+    run_here(directory, "--train.steps", "2")
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        run_here(
+            directory, "--train.steps", "2", "--eval.prompt", "import a", "--eval.samples", "2"
+        )
+    assert "finished before (2 steps)" in said.getvalue()
+    assert re.search(r"^next .* -s train -- .*--train.steps 4$", said.getvalue(), re.MULTILINE)
+    texts = (directory / "samples.txt").read_text()
+    assert texts.splitlines().count("import a") == 2
+    assert texts in said.getvalue()
+    assert [record["step"] for record in records(directory) if "loss" in record] == [1, 2]
+
+
 @pytest.mark.ranks(2)
 def test_a_time_limit_ends_the_run_with_a_checkpoint_and_a_report(tmp_path):
     import torch.distributed as dist

@@ -140,6 +140,34 @@ def test_rest_peak_and_end_follow_from_placements_and_dtypes(kind, ranks):
 
 
 @pytest.mark.ranks(2)
+@pytest.mark.parametrize("slots", [False, True])
+def test_gathers_bring_main_weights_rounded_once_and_no_rank_keeps_them_so(slots, ranks):
+    """After steps and after a user's own write; frozen weights have no others to be cast from."""
+    model = Deep()
+    model.blocks[0].requires_grad_(False)
+    model, optimizer = fully_shard(
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        device_mesh=init_device_mesh("cpu", (2,), mesh_dim_names=("dp",)),
+        fsdp_unit_modules=[Block],
+        mixed_precision_policy=BF16,
+        fsdp_double_buffer=slots,
+    )
+    for factor in (1.0, 1.01):
+        step(model, optimizer)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(factor)
+        whole = {name: p.full_tensor() for name, p in model.named_parameters()}
+        with model.unsharded():
+            for name, parameter in model.named_parameters():
+                assert torch.equal(parameter, whole[name].to(torch.bfloat16)), name
+    assert any(not torch.equal(each, each.to(torch.bfloat16)) for each in whole.values())
+    kept = {group.weights.local.dtype for group in model.parameter_groups() if group.requires_grad}
+    assert kept == {torch.float32}
+
+
+@pytest.mark.ranks(2)
 def test_a_deleted_model_leaves_nothing(ranks):
     """Transports keep a little for the next model's calls until they are told."""
     width = 256  # blocks of 1.5 MiB

@@ -8,7 +8,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from lamina.collectives.engine import reduction_class
 from lamina.ddp import clip_grad_norm
-from lamina.fsdp import fully_shard
+from lamina.fsdp import MixedPrecisionPolicy, fully_shard
 from lamina.mesh import make_host_groups
 from lamina_testing.simulated import Operations, simulated_world
 from lamina_testing.toys import Block
@@ -39,7 +39,7 @@ def step_of(strategy, world):
 
 
 def costs(strategy, world, **hosts):
-    """Python calls, operators, calls of the backend, and the longest list of tensors in one."""
+    """Python calls, operators, calls of the backend, the longest list in one, and groups."""
     with (
         simulated_world(world, **hosts) as traffic,
         Profile(lambda file: "simulated" not in file) as profile,
@@ -55,7 +55,8 @@ def costs(strategy, world, **hosts):
         traffic.clear()
         with Operations() as operations:
             step()
-        return least(walks).calls.total(), operations.total, traffic.calls, traffic.listed
+        groups = len(dist.distributed_c10d._world.pg_map)
+        return least(walks).calls.total(), operations.total, traffic.calls, traffic.listed, groups
 
 
 @pytest.mark.ranks(1, init=False)
@@ -64,11 +65,12 @@ def costs(strategy, world, **hosts):
 )
 @pytest.mark.parametrize("strategy", [0, 1, 3])
 def test_a_step_costs_the_host_as_much_on_many_ranks_as_on_eight(strategy, world, ranks):
-    calls, operators, launches, listed = costs(strategy, 8)
+    calls, operators, launches, listed, groups = costs(strategy, 8)
     found = costs(strategy, world)
     assert 0.95 * calls <= found[0] <= 1.05 * calls
     assert found[2] == launches
     assert found[3] == listed == 1, "the backend was given a list with a tensor per rank"
+    assert found[4] == groups == 3, "the world's, and one each for gathers and reductions"
     if world > 1024:  # buffers padded to so many ranks are stepped in more blocks
         return
     # A sum of rows takes a slice for each side and an addition per level of its tree: one sum per
@@ -80,11 +82,45 @@ def test_a_step_costs_the_host_as_much_on_many_ranks_as_on_eight(strategy, world
 @pytest.mark.ranks(1, init=False)
 @pytest.mark.parametrize("strategy", [0, 3])
 def test_sums_over_hosts_cost_the_host_as_much_on_many_hosts_as_on_two(strategy, ranks):
-    calls, _, launches, _ = costs(strategy, 16, hosts=True)
+    calls, _, launches, _, groups = costs(strategy, 16, hosts=True)
     found = costs(strategy, 1024, hosts=True)
     assert 0.95 * calls <= found[0] <= 1.05 * calls
     assert found[2] == launches
     assert found[3] == 1
+    assert found[4] == groups == 5, "two more, for reductions inside and between hosts"
+
+
+@pytest.mark.ranks(1, init=False)
+@pytest.mark.parametrize("strategy", [0, 1, 2, 3])
+def test_the_host_reads_nothing_from_the_device_in_a_step(strategy, ranks):
+    """Meta tensors stand in for a GPU's: they have no values, so any read of one raises."""
+
+    def train(**settings):
+        with torch.device("meta"):
+            model = nn.Sequential(*(Block(16) for _ in range(UNITS)))
+        model, optimizer = fully_shard(
+            model,
+            torch.optim.AdamW(model.parameters()),
+            device_mesh=init_device_mesh("cpu", (64,), mesh_dim_names=("dp",)),
+            device=torch.device("meta"),
+            fsdp_unit_modules=[Block],
+            zero_dp_strategy=strategy,
+            mixed_precision_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16),
+            **settings,
+        )
+        batch = torch.randn(2, 16, device="meta", dtype=torch.bfloat16)
+        for _ in range(2):
+            with model.no_sync():
+                model(batch).square().mean().backward()
+            model(batch).square().mean().backward()
+            clip_grad_norm(model, 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    with simulated_world(64, hosts=True):
+        train()
+        with pytest.raises((RuntimeError, NotImplementedError), match="meta"):
+            train(report_nan_in_param_grad=True)  # which has to look
 
 
 @pytest.mark.ranks(1, init=False)

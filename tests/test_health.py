@@ -9,6 +9,7 @@ import math
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from lamina.checkpoint import CheckpointManager, CheckpointNotFoundError
@@ -170,6 +171,25 @@ def test_a_steps_own_checkpoint_is_taken_if_those_before_it_are_damaged(ranks, t
         assert manager.back(state, before=2) == 2
     assert state == {"n": 2}
     assert manager.list() == [2]
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("kind", ["file", "link"])
+def test_going_back_removes_a_stray_file_that_is_named_like_a_later_step(kind, ranks, tmp_path):
+    manager = CheckpointManager(tmp_path / "run", keep_last=1)
+    manager.save(1, {"n": 1}, healthy=True)
+    elsewhere = tmp_path / "elsewhere"
+    if ranks.rank == 0:
+        elsewhere.mkdir()
+        (elsewhere / "kept").write_text("mine")
+        stray = tmp_path / "run" / "step-00000003"
+        stray.write_text("?") if kind == "file" else stray.symlink_to(elsewhere)
+    dist.barrier()
+    state = {"n": None}
+    assert manager.back(state, before=2) == 1
+    manager.save(3, {"n": 3}, healthy=True)
+    assert manager.latest() == 3
+    assert (elsewhere / "kept").read_text() == "mine"
 
 
 @pytest.mark.ranks(2)

@@ -239,7 +239,10 @@ class LocalStore:
         doomed = _passing_path(self.root, "deleting", step)
         self.location(step).path.rename(doomed)
         fsync_directory(self.root)
-        shutil.rmtree(doomed)
+        if doomed.is_dir() and not doomed.is_symlink():
+            shutil.rmtree(doomed)
+        else:  # a stray file under a checkpoint's name
+            doomed.unlink()
 
     def note_unfinished(self) -> None:
         """Do nothing: locks tell who is at work."""

@@ -15,6 +15,7 @@ from lamina.ddp import (
     NonFiniteGradientError,
     clip_grad_norm,
 )
+from lamina.ddp.backward.reducer import GradientChecks
 from lamina.ddp.engine import collect_parameters, registration_refusal, resolve_strategy
 from lamina.ddp.wrapper.wrapper import plan_buckets
 from lamina.mesh import ParallelLayout
@@ -39,20 +40,41 @@ def toy_input(rank, step):
 
 
 @pytest.mark.ranks(4)
-def test_the_one_bad_gradient_is_named_with_its_rank_before_it_is_sent(ranks):
+def test_bad_gradients_are_named_with_their_ranks_on_all_ranks_that_sum_them(ranks):
     mesh = ParallelLayout(tp=2).build("cpu")
     settings = {"use_distributed_optimizer": True, "num_buckets": 3, "overlap_grad_reduce": True}
     checks = {"check_for_nan_in_grad": True, "check_for_large_grads": 1e3}
     config = DistributedDataParallelConfig(**settings, **checks)
     wrapped = DistributedDataParallel(build(), config, mesh)
     if ranks.rank % 2:
-        return  # these are fine, and wait for ranks 0 and 2, which have not sent anything
+        wrapped(toy_input(0, 0)).mean().backward()  # these sum among themselves
+        return
     factor = float("nan") if ranks.rank == 2 else 1e9
     pass_gradients(wrapped.module.leave, "bias", lambda gradient: gradient * factor)
-    error = {0: LargeGradientError, 2: NonFiniteGradientError}[ranks.rank]
-    place = f"on rank {ranks.rank} (dp_shard={ranks.rank // 2}, tp=0)"
-    with pytest.raises(error, match="gradient of leave.bias .*" + re.escape(place)):
+    with pytest.raises(NonFiniteGradientError) as raised:  # the worst kind of them
         wrapped(toy_input(0, 0)).mean().backward()
+    for rank, what in enumerate([r"reaches \S+e\+\d+", "is not finite"]):
+        place = re.escape(f"on rank {2 * rank} (dp_shard={rank}, tp=0) before its reduction")
+        assert re.search(f"gradient of leave.bias {what} {place}", str(raised.value))
+
+
+@pytest.mark.ranks(2)
+def test_all_ranks_refuse_a_step_that_one_has_spoilt_and_can_go_on(ranks):
+    ended = []
+    for steps in ((0, 2), (0, 1, 2)):
+        wrapped, _ = wrap(build(), use_distributed_optimizer=False, check_for_nan_in_grad=True)
+        optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1, momentum=0.9)
+        for step in steps:
+            optimizer.zero_grad()
+            if step == 1:
+                factor = float("nan") if ranks.rank == 1 else 1.0
+                with pytest.raises(NonFiniteGradientError, match=r"on rank 1 \(dp_shard=1\)"):
+                    wrapped(factor * toy_input(ranks.rank, step)).mean().backward()
+            else:
+                wrapped(toy_input(ranks.rank, step)).mean().backward()
+                optimizer.step()
+        ended.append([one.detach().clone() for one in wrapped.parameters()])
+    assert all(map(torch.equal, *ended))
 
 
 @pytest.mark.ranks(1)
@@ -61,6 +83,20 @@ def test_nan_is_above_every_limit_of_large_gradients(ranks):
     pass_gradients(wrapped.module.leave, "bias", lambda gradient: gradient * float("nan"))
     with pytest.raises(LargeGradientError, match=r"leave\.bias reaches nan"):
         wrapped(toy_input(0, 0)).mean().backward()
+
+
+@pytest.mark.ranks(1)
+def test_the_host_looks_at_gradients_once_per_step(ranks, monkeypatch):
+    looks = []
+    look = GradientChecks.look
+    monkeypatch.setattr(GradientChecks, "look", lambda self: (looks.append(1), look(self))[1])
+    wrapped, _ = wrap(build(), check_for_nan_in_grad=True)
+    assert len(list(wrapped.parameter_groups())) > 1
+    with wrapped.no_sync():
+        wrapped(toy_input(0, 0)).mean().backward()
+    assert not looks
+    wrapped(toy_input(0, 1)).mean().backward()
+    assert len(looks) == 1
 
 
 def test_settings_that_contradict_each_other_are_refused():

@@ -101,12 +101,16 @@ class CommonFacts:
     def _explain(self, facts: Sequence[Fact]) -> str:
         """Name the ranks that differ, and the first difference of each (collective)."""
         row = "\n".join((str(_digest(facts)), self._here, *_difference(facts, self._first(facts))))
-        rows = torch.tensor(list(row.encode()[:_ROW].ljust(_ROW)), dtype=torch.uint8)
+        return f"{self._what}: {_verdict([one.split(chr(10)) for one in self.said(row)])}"
+
+    def said(self, text: str) -> list[str]:
+        """What each rank says, cut at 640 bytes (collective)."""
+        rows = torch.tensor(list(text.encode()[:_ROW].ljust(_ROW)), dtype=torch.uint8)
         rows = rows.to(self._device)
         for group in self._groups:
             rows = rows_of_all(rows.view(-1), group)
-        said = [bytes(one).decode(errors="replace") for one in rows.view(-1, _ROW).tolist()]
-        return f"{self._what}: {_verdict([one.rstrip().split(chr(10)) for one in said])}"
+        found = rows.view(-1, _ROW).tolist()
+        return [bytes(one).decode(errors="replace").rstrip() for one in found]
 
     def _first(self, facts: Sequence[Fact]) -> list[Fact]:
         """The facts of the first rank on every axis."""

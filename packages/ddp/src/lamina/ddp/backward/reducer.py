@@ -11,6 +11,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from enum import Enum, auto
 from functools import partial
 from typing import Protocol
@@ -34,6 +35,8 @@ from lamina.mesh.engine import MeshAxis
 __all__ = [
     "BackwardEnd",
     "BackwardListener",
+    "BadGradients",
+    "GradientChecks",
     "GradientReducer",
     "LargeGradientError",
     "NonFiniteGradientError",
@@ -100,7 +103,7 @@ class GradientReducer:
         close_when_complete: close a group as soon as each of its parameters got a gradient in this
             backward, for wrappers without units. A gradient that comes later still (a module that
             reentrant recomputation runs twice) is summed at the end of the backward.
-        check_finite: look for NaN and infinity in each gradient before it is sent.
+        check_finite: look for NaN and infinity in each gradient of this rank (`GradientChecks`).
         largest: refuse gradients of a larger magnitude; None does not look.
     """
 
@@ -126,8 +129,7 @@ class GradientReducer:
         self._overlap = overlap
         self._max_in_flight = max(1, max_in_flight)
         self._close_when_complete = close_when_complete
-        self._check_finite = check_finite
-        self._largest = largest
+        self._checks = GradientChecks(check_finite, largest)
         self._listener: weakref.ref[BackwardListener] | None = None
         self._phase = ReducerPhase.IDLE
         self.is_final = True
@@ -315,6 +317,7 @@ class GradientReducer:
         for _, handle, *_ in self._in_flight:
             handle.wait()
         self._in_flight.clear()
+        self._checks.forget()
         for gradients in self._gradients:
             gradients.abandon_backward()
         if (listener := self._told()) is not None:
@@ -357,22 +360,23 @@ class GradientReducer:
 
     def _settle(self) -> None:
         """After all reductions: agree on who has a gradient, and show it."""
+        self._is_waiting = not self.is_final
         if self.is_final:
             for number, called in self._hooks_called.items():
                 produced = self._gradients[number].produced_gradient
                 self._gradients[number].mark_produced(
                     [flag or index in called for index, flag in enumerate(produced)]
                 )
-            facts = self._step_facts()
+            facts, bad, told = self._step_facts(), self._checks.look(), BadGradients()
             for key, groups in self._by_axes.items():
                 if key not in self._produced:
                     axes, device = groups[0].axes, groups[0].device
                     common = common_facts_of("at the end of a backward", axes, device)
                     self._produced[key] = ProducedFlags(groups, axes.groups("reduce"), common)
-                self._produced[key].agree(facts)
+                told = max(told, self._produced[key].agree(facts, bad))
+            told.refuse()
             self._call_late_hooks()
             self._scratch.clear()
-        self._is_waiting = not self.is_final
         self._show(final=self.is_final)
 
     def _step_facts(self) -> list[Fact]:
@@ -455,8 +459,7 @@ class GradientReducer:
 
     def _issue(self, number: int) -> None:
         group, gradients = self.groups[number], self._gradients[number]
-        if self._check_finite or self._largest is not None:
-            _refuse_bad(group, self._check_finite, self._largest)
+        self._checks.note(group)
         self._drain(self._room_for(gradients.wire_bytes))
         steps = gradients.reduce(self.is_final)
         with Serving(group.layout.title):
@@ -526,26 +529,81 @@ class GradientReducer:
             group.release_zeroed_gradients()
 
 
-def _refuse_bad(group: ParameterGroup, finite: bool, limit: float | None) -> None:
-    """Refuse a bucket's gradients before they are sent. The host waits for the device once."""
-    held = [index for index in range(len(group.refs)) if group.trained.is_local(index)]
-    views = {index: view for index in held if (view := group.trained.view(index)).numel()}
-    sizes = [torch.linalg.vector_norm(view, math.inf) for view in views.values()]
-    largest = torch.stack(sizes).tolist() if sizes else []
-    for index, size in zip(views, largest, strict=True):
-        name, here = group.refs[index].name, group.axes.here
-        if finite and not math.isfinite(size):
+@dataclass(frozen=True, order=True)
+class BadGradients:
+    """What is wrong with the gradients of some ranks.
+
+    Attributes:
+        kind: 0 is nothing, 1 too large, 2 not finite.
+        text: names parameters and ranks.
+    """
+
+    kind: int = 0
+    text: str = ""
+
+    def refuse(self) -> None:
+        """Raise, unless nothing is wrong.
+
+        Raises:
+            NonFiniteGradientError: a gradient holds NaN or infinity.
+            LargeGradientError: one is above the limit.
+        """
+        if self.kind == 2:
             raise NonFiniteGradientError(
-                f"gradient of {name} is not finite on {here} before its reduction: look at this "
-                "rank's batch, or lower the learning rate or loss scale. Other ranks wait for this "
-                "one until it ends"
+                f"{self.text}: look at the batch of that rank, or lower the learning rate or the "
+                "loss scale"
             )
-        if limit is not None and not size <= limit:  # NaN too
+        if self.kind == 1:
             raise LargeGradientError(
-                f"gradient of {name} reaches {size:.3g} on {here}, above "
-                f"check_for_large_grads={limit:.3g}: look at this rank's batch, clip, or raise the "
-                "limit. Other ranks wait for this one until it ends"
+                f"{self.text}: look at the batch of that rank, clip, or raise the limit"
             )
+
+
+class GradientChecks:
+    """Finds a rank's gradients that are not finite, or too large.
+
+    Magnitudes are taken before a gradient is sent, and stay on the device until the host looks at
+    all of them, once, at the end of a step's last backward. What it finds rides to the other ranks
+    in the message of `ProducedFlags`, so all ranks raise one error.
+
+    Args:
+        finite: refuse NaN and infinity.
+        limit: refuse larger magnitudes; None for none.
+    """
+
+    def __init__(self, finite: bool, limit: float | None) -> None:
+        self._finite, self._limit = finite, limit
+        self._noted: list[tuple[ParameterGroup, int]] = []
+        self._sizes: list[torch.Tensor] = []
+
+    def note(self, group: ParameterGroup) -> None:
+        """Take the magnitudes of a group's gradients of this rank."""
+        if not self._finite and self._limit is None:
+            return
+        held = (index for index in range(len(group.refs)) if group.trained.is_local(index))
+        views = {index: view for index in held if (view := group.trained.view(index)).numel()}
+        if views:
+            self._noted += [(group, index) for index in views]
+            self._sizes += torch._foreach_norm(list(views.values()), math.inf)
+
+    def look(self) -> BadGradients:
+        """The first bad gradient since the last look; the host waits for the device once."""
+        largest = torch.stack(self._sizes).tolist() if self._sizes else []
+        noted, found = self._noted, BadGradients()
+        self.forget()
+        for (group, index), size in zip(noted, largest, strict=True):
+            what = f"gradient of {group.refs[index].name}"
+            where = f"on {group.axes.here} before its reduction"
+            if self._finite and not math.isfinite(size):
+                return BadGradients(2, f"{what} is not finite {where}")
+            if not found.kind and self._limit is not None and not size <= self._limit:  # NaN too
+                limit = f"check_for_large_grads={self._limit:.3g}"
+                found = BadGradients(1, f"{what} reaches {size:.3g} {where}, above {limit}")
+        return found
+
+    def forget(self) -> None:
+        """Drop what was noted."""
+        self._noted, self._sizes = [], []
 
 
 class BackwardEnd:
@@ -594,18 +652,24 @@ class ProducedFlags:
         self._device = host_device(self._over, groups[0].device) if self._over else None
         self._reductions: list[SmallReduction] = []
 
-    def agree(self, facts: Sequence[Fact] = ()) -> None:
+    def agree(self, facts: Sequence[Fact] = (), bad: BadGradients | None = None) -> BadGradients:
         """A parameter that got a gradient on one rank got one on all; collective.
 
         Args:
             facts: what the ranks must have in common in this step.
+            bad: what this rank has found; by default nothing.
+
+        Returns:
+            The worst kind that any rank has found, and what each of up to four of them says.
 
         Raises:
             DisagreementError: ranks differ in facts.
         """
+        bad = bad or BadGradients()
         if not self._over:
-            return
-        produced = [flag for group in self._groups for flag in group.trained.produced_gradient]
+            return bad
+        produced = [int(flag) for group in self._groups for flag in group.trained.produced_gradient]
+        produced.append(bad.kind)
         # Of the facts' dtype, so that the backend can reduce both at once (see `SmallReduction`).
         shared = [torch.tensor(produced, dtype=torch.int64, device=self._device)]
         if self._common is not None:
@@ -619,3 +683,6 @@ class ProducedFlags:
         merged = iter(shared[0].tolist())
         for group in self._groups:
             group.trained.mark_produced([bool(next(merged)) for _ in group.refs])
+        kind = next(merged)
+        said = self._common.said(bad.text) if kind and self._common is not None else [bad.text]
+        return BadGradients(kind, "; ".join([one for one in said if one][:4]))

@@ -35,8 +35,8 @@ class DistributedDataParallelConfig:
             `use_distributed_optimizer` and 0 without; a value must agree with it.
         num_distributed_optimizer_instances: copies of the sharded optimizer (HSDP): the size that
             the mesh's `dp_replicate` must have. None takes the mesh's.
-        check_for_nan_in_grad: refuse non-finite gradients before they are sent, naming parameter
-            and rank.
+        check_for_nan_in_grad: refuse a step if a rank's own gradient is not finite. All ranks that
+            sum with it raise at the end of the step's last backward, naming parameter and rank.
         check_for_large_grads: refuse gradients whose largest magnitude exceeds this number (not a
             bool, as Megatron-Core has it: it has no limit of its own); None does not look.
         bucket_size: elements of a bucket; None means max(40M, 1M x data-parallel ranks).

@@ -216,8 +216,9 @@ def fully_shard(
             `torch.distributed.checkpoint` saves and loads on any number of ranks; if False, whole
             plain tensors on every rank (collective), for `torch.save`; refused where tp or ep has
             cut parameters.
-        report_nan_in_param_grad: refuse gradients that are not finite before they are sent,
-            naming parameter and rank (costs a pass over the gradients and a synchronisation).
+        report_nan_in_param_grad: refuse a step if a rank's own gradient is not finite, on all ranks
+            that sum with it, naming parameter and rank (costs a pass over the gradients, and a wait
+            for the device once per step).
         average_in_collective: average inside the collective. The ordered reduction does so either
             way, on the fp32 sum: both settings give the same bits. With `reduction="native"` the
             backend averages, in the wire dtype.

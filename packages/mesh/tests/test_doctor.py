@@ -70,6 +70,7 @@ def test_a_good_machine_has_nothing_to_change(machine: Machine) -> None:
         ("TORCH_DISTRIBUTED_DEBUG", "DETAIL", "warning"),
         ("PYTORCH_NO_CUDA_MEMORY_CACHING", "1", "warning"),
         ("PYTORCH_ALLOC_CONF", "expandable_segments:True", "note"),
+        ("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1", "warning"),
         ("NVIDIA_TF32_OVERRIDE", "0", "note"),
         ("TRITON_INTERPRET", "1", "warning"),
         ("OMP_NUM_THREADS", "8", "warning"),

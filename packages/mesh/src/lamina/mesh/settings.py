@@ -132,6 +132,13 @@ _HURTS = (
         "Unset it unless you are looking for a memory error.",
     ),
     EnvironmentProblem(
+        "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD",
+        "1|true|yes|y",
+        "torch.load executes what a file's pickles say, wherever the program does not forbid it "
+        "(docs/threat-model.md).",
+        "Unset it, and give weights_only=False to the calls that read files you have made.",
+    ),
+    EnvironmentProblem(
         "NVIDIA_TF32_OVERRIDE",
         _ZERO,
         "float32 matrix products never use tensor cores, whatever the program says.",

@@ -58,7 +58,7 @@ class Phases:
 
     def __init__(self, group: dist.ProcessGroup | None, directory: str) -> None:
         self._ranks = [0] if group is None else dist.get_process_group_ranks(group)
-        self._place = 0 if group is None else group.rank()
+        self._rank = 0 if group is None else group.rank()
         description = "" if group is None else group.group_desc
         self._topic = f"save/{zlib.crc32(directory.encode()):08x}/{description}"
         self._watchdog = running_watchdog() if len(self._ranks) > 1 else None
@@ -82,7 +82,7 @@ class Phases:
         mine = self._saves, phase.value
         behind = [rank for rank in self._ranks if came.get(rank, (0, 0)) < mine]
         if not behind:
-            first = f"rank {self._ranks[0]}" if self._place else "this one"
+            first = f"rank {self._ranks[0]}" if self._rank else "this one"
             return f"{save} {_ALL_CAME[phase]} ({first})"
         shown = ", ".join(map(str, behind[:8])) + (", ..." if len(behind) > 8 else "")
         return f"{save} {_WORDS[phase]} rank{'s'[: len(behind) > 1]} {shown}"
@@ -97,9 +97,9 @@ class Phases:
         """
         self._saves, self._step = self._saves + 1, step
         self._phase, end = Phase.BEGUN, threading.Event()
-        args = end, _LIMIT * (1 + self._place), idle
+        args = end, _LIMIT * (1 + self._rank), idle
         thread = threading.Thread(target=self._complain, args=args, name="save-watch", daemon=True)
-        if self._watchdog is not None and self._place < _SPEAKERS:
+        if self._watchdog is not None and self._rank < _SPEAKERS:
             thread.start()
         try:
             yield

@@ -597,8 +597,8 @@ class GradientChecks:
             if self._finite and not math.isfinite(size):
                 return BadGradients(2, f"{what} is not finite {where}")
             if not found.kind and self._limit is not None and not size <= self._limit:  # NaN too
-                limit = f"check_for_large_grads={self._limit:.3g}"
-                found = BadGradients(1, f"{what} reaches {size:.3g} {where}, above {limit}")
+                above = f"above check_for_large_grads={self._limit:.3g}"
+                found = BadGradients(1, f"{what} reaches {size:.3g} {where}, {above}")
         return found
 
     def forget(self) -> None:

@@ -11,6 +11,7 @@ import contextlib
 import faulthandler
 import json
 import os
+import resource
 import signal
 import sys
 import time
@@ -61,7 +62,9 @@ def torch_world(given):
 def ddp(module, make, mesh, *, sharded):
     from lamina.ddp import DistributedDataParallel, DistributedDataParallelConfig, ShardedOptimizer
 
-    config = DistributedDataParallelConfig(use_distributed_optimizer=sharded)
+    config = DistributedDataParallelConfig(
+        use_distributed_optimizer=sharded, check_for_nan_in_grad=True
+    )
     wrapped = DistributedDataParallel(module, config, mesh)
     return wrapped, ShardedOptimizer(make(module.parameters()), wrapped, mesh)
 
@@ -75,6 +78,7 @@ def fully_sharded(module, make, mesh, strategy):
         device_mesh=mesh,
         fsdp_unit_modules=[nn.Sequential],
         zero_dp_strategy=strategy,
+        report_nan_in_param_grad=True,
     )
 
 
@@ -135,6 +139,9 @@ class Faults:
             os.kill(os.getpid(), signal.SIGSTOP)
         elif self.fault == "exception":
             raise RuntimeError("planted: the batch is broken")
+        elif self.fault == "disk":
+            unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+            resource.setrlimit(resource.RLIMIT_FSIZE, (2048, unlimited))
         elif self.fault == "exit0":
             os._exit(0)
         elif self.fault == "sleep":
@@ -159,6 +166,9 @@ def train(given, faults, wrapped, optimizer, saver):
     for faults.step in range(STEPS):
         faults.here("step")
         batch = torch.ones(4, 8) * (1 + rank)
+        if faults.fault == "nan" and faults.mine and faults.step == 2:
+            mark("fault")
+            batch = batch * float("nan")
         if faults.fault == "skip_unit" and faults.mine and faults.step == 2:
             mark("fault")
             loss = wrapped.parts["first"](batch).sum()

@@ -43,10 +43,12 @@ GALLERY = {
     ("lr", "wrap"): ("ddp", "shard_module"),
     ("no_step", "step"): ("ddp", "ddp_sharded", "zero3"),
     ("lr_later", "step"): ("ddp", "zero3"),
+    ("nan", "step"): ("ddp", "ddp_sharded", "zero1", "zero3"),
     ("skip_unit", "step"): ("zero3",),
     ("evaluate_alone", "step"): ("zero3",),
     ("directory", "save"): ("zero3",),
     ("save_step", "save"): ("ddp",),
+    ("disk", "save"): SOME,
     ("kill", "before_wrap"): ("zero3",),
 }
 BESIDE_TORCH = {
@@ -58,6 +60,7 @@ BESIDE_TORCH = {
     ("order", "wrap"),
     ("lr", "wrap"),
     ("no_step", "step"),
+    ("nan", "step"),
     ("evaluate_alone", "step"),
 }
 
@@ -74,6 +77,8 @@ WORDS = {
     "optimizer": "another optimizer",
     "lr": "another learning rate",
     "no_step": "no optimizer.step()",
+    "nan": "NaN in the batch",
+    "disk": "no room for the file",
     "lr_later": "the learning rate changes on one rank",
     "skip_unit": "a unit does not run",
     "evaluate_alone": "an evaluation on one rank only",

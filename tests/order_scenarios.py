@@ -1,6 +1,7 @@
 """Training steps whose order of streams is recorded: each a function of a `Recording`.
 
-They run within `recorded_order()`, so this process is rank 0 of a simulated world.
+They run within `recorded_order()`, so this process is one rank of a simulated world: rank 0, or
+the one that `SEATS` names.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ from lamina.models import (
     TransformerBlock,
     TransformerConfig,
     apply_recompute,
+    pipeline,
 )
 from lamina.models.activation_memory import offload
 from lamina_testing.order import CUDA, Recording, Site, recorded_order
@@ -82,13 +84,21 @@ def sharded(
 class Recomputed(OddNet):
     """Blocks run again in backward, and one is used twice."""
 
+    reentrant = False
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[batch, 5] to [batch, 3]."""
         x = self.enter(x)
         for block in (*self.blocks, self.blocks[0]):
-            x = checkpoint(block, x, use_reentrant=False)
+            x = checkpoint(block, x, use_reentrant=self.reentrant)
         out: torch.Tensor = self.leave(x) * self.temperature
         return out
+
+
+class RecomputedInside(Recomputed):
+    """A backward runs inside the backward."""
+
+    reentrant = True
 
 
 def several_forwards(recording: Recording) -> None:
@@ -190,6 +200,28 @@ def transformer(layout: dict[str, int], **settings: Any) -> Scenario:
     return run
 
 
+def pipelined(schedule: str, pp: int = 2) -> Scenario:
+    """A scenario of a pipeline over strategy 3, with four layers and four microbatches."""
+
+    def run(recording: Recording) -> None:
+        mesh = ParallelLayout(pp=pp).build("cpu")
+        model = GPTModel(replace(SMALL, num_layers=4), mesh, seed=0)
+
+        def shard(stage: nn.Module) -> nn.Module:
+            return fully_shard(stage, device_mesh=mesh, fsdp_unit_modules=[TransformerBlock])
+
+        runner = pipeline(model, mesh, schedule, 4, wrap=shard, each_microbatch=True)
+        adamw = torch.optim.AdamW(runner.parameters(), lr=1e-3)
+        tokens = torch.randint(0, 64, (4, 17))
+        for _ in range(STEPS):
+            runner.step(tokens[:, :-1], tokens[:, 1:])
+            clip_grad_norm(runner, 1.0, mesh)
+            adamw.step()
+            adamw.zero_grad()
+
+    return run
+
+
 def offloaded_activations(recording: Recording) -> None:
     """Saved tensors go to the host and come back, block by block."""
     make = offload.Offloader.__init__
@@ -222,6 +254,10 @@ def staged_checkpoint(recording: Recording) -> None:
                 copy.sum()  # as the writer does, on the host
 
 
+SCHEDULES = (
+    "1f1b", "gpipe", "interleaved_1f1b", "looped_bfs", "interleaved_zero_bubble",
+    "zbv_zero_bubble", "dualpipev",
+)  # fmt: skip
 SCENARIOS: dict[str, Scenario] = {
     **{f"strategy {number}": sharded(zero_dp_strategy=number) for number in range(4)},
     "HSDP": sharded({"dp_replicate": 2}),
@@ -234,6 +270,7 @@ SCENARIOS: dict[str, Scenario] = {
     "no overlap": sharded(overlap_grad_reduce=False, overlap_param_gather=False),
     "budgets": sharded(gather_budget=16_000, reduce_budget=8_000),
     "recomputation, a block used twice": sharded(net=Recomputed),
+    "reentrant recomputation": sharded(net=RecomputedInside),
     "two forwards before their backwards": several_forwards,
     "DDP": ddp(),
     "DDP, sharded optimizer": ddp(use_distributed_optimizer=True, overlap_param_gather=True),
@@ -248,12 +285,17 @@ SCENARIOS: dict[str, Scenario] = {
     ),
     "offloaded activations": offloaded_activations,
     "staged checkpoint": staged_checkpoint,
+    **{f"{schedule}, first stage": pipelined(schedule) for schedule in SCHEDULES},
+    **{f"{schedule}, last stage": pipelined(schedule) for schedule in ("1f1b", "zbv_zero_bubble")},
+    "1f1b, a stage between": pipelined("1f1b", pp=4),
 }
+SEATS = {name: 2 for name in SCENARIOS if "last stage" in name} | {"1f1b, a stage between": 1}
+"""Which rank records; rank 0 where none is named."""
 
 
 def record(name: str, without: Site | None = None) -> Recording:
     """Record a scenario, perhaps without one of its waits."""
-    with recorded_order(RANKS, without) as recording:
+    with recorded_order(RANKS, without, SEATS.get(name, 0)) as recording:
         SCENARIOS[name](recording)
     return recording
 
@@ -263,7 +305,7 @@ def races_without(name: str, site: Site) -> list[str]:
 
     What was overwritten too early may also be noticed by the engine itself, which then raises.
     """
-    with recorded_order(RANKS, site) as recording:
+    with recorded_order(RANKS, site, SEATS.get(name, 0)) as recording:
         try:
             SCENARIOS[name](recording)
         except Exception as error:
@@ -329,7 +371,7 @@ def page(rows: list[list[str]], caught: dict[Site, list[str]]) -> Iterator[str]:
     yield "- Streams that autograd would choose by itself: all backward work is on one stream here."
     yield "- Work inside one operator, a Triton kernel or NCCL, and graphs that CUDA has captured."
     yield "- Waits of the host for gloo's messages, which move the data of a CPU and small facts."
-    yield "- What no scenario runs: pipelines, and the lines that stand above."
+    yield "- What no scenario runs: the lines that stand above."
 
 
 def main() -> int:

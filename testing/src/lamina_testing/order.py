@@ -1,6 +1,6 @@
 """Records in which order the engine's CUDA path queues its work, on a CPU.
 
-`recorded_order()` makes this process rank 0 of a simulated world (the "fake" backend, which Lamina
+`recorded_order()` makes this process one rank of a simulated world (the "fake" backend, which Lamina
 serves as it serves NCCL) and puts stand-ins for `torch.cuda`'s streams and events in place. The
 engine's own code for CUDA then runs on CPU tensors: it takes a side stream per group, records
 events and waits for them. Each of these goes into a `History`, and so does
@@ -10,7 +10,9 @@ events and waits for them. Each of these goes into a `History`, and so does
   NCCL has it; the stream that calls `Work.wait` waits for its end;
 - each release of memory, by `UntypedStorage.resize_` or when the last tensor goes: it counts as a
   write on the stream on which the memory was allocated. The caching allocator gives the bytes to
-  the next tensor of that stream and looks at no other.
+  the next tensor of that stream and looks at no other. Tensors of messages to and from one other
+  rank are freed later: `ProcessGroupNCCL` keeps them until the message has ended. It keeps those of
+  collectives, too, but the engine may not count on that, because it frees storages themselves.
 
 What it does not see: work inside one operator; tensors that autograd would put on streams of its
 own; the order in which the host queues work, which is the one of this run.
@@ -45,16 +47,18 @@ __all__ = ["Recording", "Site", "recorded_order"]
 COMPUTE = "compute"
 CUDA = torch.device("cuda", 0)
 PACKAGES = "/src/lamina/"
+SCHEDULES = "/site-packages/torch/distributed/pipelining/"
 
 # Methods of `ProcessGroup`, and which of the first two arguments they write and read.
 GATHERS = ("_allgather_base", "all_gather_single", "allgather", "allgather_into_tensor_coalesced")
 SCATTERS = ("_reduce_scatter_base", "reduce_scatter_single", "reduce_scatter_tensor_coalesced")
 EXCHANGES = ("alltoall", "alltoall_base", "all_to_all_single")
-IN_PLACE = ("allreduce", "allreduce_coalesced", "broadcast", "recv", "send")
+MESSAGES = ("recv", "send")
+IN_PLACE = ("allreduce", "allreduce_coalesced", "broadcast", *MESSAGES)
 
 
 class Site(NamedTuple):
-    """A line of the packages' source."""
+    """A line of the packages' source, or of torch's schedules of pipelines."""
 
     file: str
     function: str
@@ -66,12 +70,14 @@ class Site(NamedTuple):
 
 
 def caller() -> Site | None:
-    """Return the line that called the function which asks, if it is one of the packages."""
+    """Return the line that called the function which asks, if a `Site` can name it."""
     frame = sys._getframe(2)
     name = frame.f_code.co_filename
-    if PACKAGES not in name:
-        return None
-    return Site(name.partition(PACKAGES)[2], frame.f_code.co_qualname, frame.f_lineno)
+    for root, before in (PACKAGES, ""), (SCHEDULES, "torch: "):
+        if root in name:
+            file = before + name.partition(root)[2]
+            return Site(file, frame.f_code.co_qualname, frame.f_lineno)
+    return None
 
 
 def nearest() -> str:
@@ -414,6 +420,8 @@ def queued(recording: Recording, name: str) -> Callable[..., Pending]:
         if name != "send":
             found += [recording.access(tensor, writes=True) for tensor in outputs]
         recording.run(stream, name, [access for access in found if access is not None])
+        for tensor in outputs if name in MESSAGES else ():
+            recording.memory_of(tensor.untyped_storage()).lent_to.add(stream)
         with torch.no_grad(), _disable_current_modes():
             fill(outputs, inputs)
         return Pending(recording, recording.mark(stream))
@@ -433,13 +441,16 @@ def fill(outputs: list[Tensor], inputs: list[Tensor]) -> None:
 
 
 @contextlib.contextmanager
-def recorded_order(ranks: int = 4, without: Site | None = None) -> Iterator[Recording]:
-    """Record until the end of the block; this process is rank 0 of `ranks`.
+def recorded_order(
+    ranks: int = 4, without: Site | None = None, rank: int = 0
+) -> Iterator[Recording]:
+    """Record until the end of the block; this process is one of `ranks`.
 
     Args:
         ranks: of the simulated world; no process group may be there before.
         without: a wait that is left out wherever it stands. A handle that is not waited for then
             also does not wait when it is dropped.
+        rank: this process.
     """
     recording = Recording(without)
     cuda = stand_ins(recording)
@@ -476,7 +487,7 @@ def recorded_order(ranks: int = 4, without: Site | None = None) -> Iterator[Reco
             if hasattr(dist.ProcessGroup, name):  # versions of torch differ in which there are
                 method = queued(recording, name)
                 stack.enter_context(mock.patch.object(dist.ProcessGroup, name, method))
-        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
         stack.callback(dist.destroy_process_group)
         with Mode(recording):
             yield recording

@@ -64,7 +64,9 @@ def train(model: nn.Module, optimizer: Any, mesh: Any, first: nn.Module) -> None
 
 
 def sharded(
-    layout: dict[str, int] | None = None, net: type[nn.Module] = OddNet, **settings: Any
+    layout: dict[str, int] | None = None,
+    net: Callable[[int], nn.Module] = OddNet,
+    **settings: Any,
 ) -> Scenario:
     """A scenario of `fully_shard` with these settings."""
 
@@ -267,6 +269,9 @@ SCENARIOS: dict[str, Scenario] = {
     "native sums": sharded(reduction="native"),
     "native sums, averaged": sharded(reduction="native", average_in_collective=True),
     "reproducible sums": sharded(reproducible=True),
+    "sums in slices": sharded(net=lambda _: OddNet(48), reduce_message_bytes=512),
+    "int8 sums": sharded(reduction="int8"),
+    "checked sums": sharded(reduction="checked"),
     "no overlap": sharded(overlap_grad_reduce=False, overlap_param_gather=False),
     "budgets": sharded(gather_budget=16_000, reduce_budget=8_000),
     "recomputation, a block used twice": sharded(net=Recomputed),

@@ -1,8 +1,8 @@
 """Records in which order the engine's CUDA path queues its work, on a CPU.
 
-`recorded_order()` makes this process one rank of a simulated world (the "fake" backend, which Lamina
-serves as it serves NCCL) and puts stand-ins for `torch.cuda`'s streams and events in place. The
-engine's own code for CUDA then runs on CPU tensors: it takes a side stream per group, records
+`recorded_order()` makes this process one rank of a simulated world (the "fake" backend, which
+Lamina serves as it serves NCCL) and puts stand-ins for `torch.cuda`'s streams and events in place.
+The engine's own code for CUDA then runs on CPU tensors: it takes a side stream per group, records
 events and waits for them. Each of these goes into a `History`, and so does
 
 - each operator, by a dispatch mode: its schema says which tensors it reads and writes, views none;

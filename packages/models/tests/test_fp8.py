@@ -400,6 +400,24 @@ def test_a_model_in_fp8_compiles_into_one_graph():
     torch.testing.assert_close(loss, model(**batch(0)))
 
 
+@pytest.mark.ranks(2, timeout=120)
+def test_a_compiled_layer_in_fp8_over_tp_trains_and_evaluates_like_a_plain_one():
+    axis = ParallelLayout(tp=2).build("cpu").axis("tp")
+    plain, compiled = (
+        layer_in(PRECISIONS["tensorwise"], axis, RowParallelLinear) for _ in range(2)
+    )
+    compiled.compile(backend="eager")
+    x = numbers(8, 16, seed=1)
+    outputs = [layer(x) for layer in (plain, compiled)]
+    torch.testing.assert_close(*outputs)
+    for output in outputs:
+        output.square().sum().backward()
+    for one, other in zip(plain.parameters(), compiled.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad)
+    with torch.no_grad():
+        torch.testing.assert_close(plain.eval()(x), compiled.eval()(x))
+
+
 def test_what_does_not_fit_is_refused_with_the_arithmetic():
     precision = Precision(
         backend="torch-fp8", num_layers_at_start_in_bf16=2, num_layers_at_end_in_bf16=1

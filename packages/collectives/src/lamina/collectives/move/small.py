@@ -12,6 +12,7 @@ from torch.distributed import ProcessGroup
 from lamina.collectives.call.checks import require_agreement, require_same_device
 from lamina.collectives.call.collective import Handle, launch
 from lamina.collectives.call.record import issue
+from lamina.collectives.compat import one_graph_break
 from lamina.collectives.move.all_gather import AllGather, all_gather_into
 from lamina.collectives.reduction.summation import sum_rows
 from lamina.collectives.transport.groups import group_rank, group_size, where
@@ -166,6 +167,7 @@ class SmallReduction:
         return sum_rows(rows.float() if rows.itemsize < 4 else rows)
 
 
+@one_graph_break
 def all_reduce_small(
     tensors: Sequence[torch.Tensor],
     group: ProcessGroup | None,

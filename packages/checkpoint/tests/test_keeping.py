@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import gc
+import math
 import os
 import re
 import shutil
@@ -20,6 +22,7 @@ from lamina.checkpoint import (
     CheckpointManager,
     CheckpointNotFoundError,
 )
+from lamina.checkpoint.storage.scrubber import Scrubber
 
 
 def flip(path) -> None:
@@ -236,6 +239,37 @@ def test_a_scrubber_keeps_its_budget_and_takes_no_replacement_for_damage(tmp_pat
     assert not told(recwarn)
     with pytest.raises(ValueError, match="scrub_rate is 0"):
         CheckpointManager(tmp_path, scrub_rate=0)
+
+
+def test_a_manager_that_is_dropped_ends_its_scrubber_without_a_collection(tmp_path):
+    gc.disable()
+    try:
+        manager = CheckpointManager(tmp_path, scrub_rate=1 << 20)
+        manager.save(1, {"t": torch.zeros(500)})
+        (thread,) = [one for one in threading.enumerate() if one.name == "scrubber"]
+        del manager
+        thread.join(20)
+        assert not thread.is_alive()
+    finally:
+        gc.enable()
+
+
+def test_a_scrubber_outlives_whatever_a_store_raises_and_knows_no_limit(recwarn):
+    asked, again = [], threading.Event()
+
+    class Store:
+        def locations(self):
+            asked.append(None)
+            if len(asked) > 1:
+                again.set()
+                return {}
+            raise Exception("of a library that knows no OSError")
+
+    scrubber = Scrubber(Store(), set(), math.inf, rest=0.01)
+    scrubber.start()
+    assert again.wait(20)
+    scrubber.stop()
+    assert "not scrubbed: of a library" in str(recwarn.pop(UserWarning).message)
 
 
 @contextlib.contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import subprocess
@@ -201,3 +202,11 @@ def test_ranks_per_host_are_shown_for_the_job_that_variables_tell(monkeypatch, w
     if world:
         monkeypatch.setenv("WORLD_SIZE", str(world))
     assert said in report(CPU, []).splitlines()
+
+
+def test_a_machine_without_ipv4_can_be_inspected(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.EAFNOSUPPORT, "Address family not supported by protocol")
+
+    monkeypatch.setattr("lamina.mesh.machine.socket.socket", refuse)
+    assert Machine.inspect().address is None

@@ -106,3 +106,27 @@ def test_an_unknown_name_is_refused(kind):
         config_from_huggingface({**source, "final_logit_softcapping": 30})
     with pytest.raises(ValueError, match="is_encoder_decoder=True, and only False"):
         config_from_huggingface({**source, "is_encoder_decoder": True})
+
+
+PUBLISHED = {
+    "gpt2": {"_num_labels": 1, "n_special": 0, "output_past": True, "predict_special_tokens": True},
+    "llama": {"is_llama_config": True, "rope_interleaved": False, "unsloth_fixed": True,
+              "transformers.js_config": {"a": 1}, "unsloth_version": "2024.9",
+              "max_sequence_length": 2048},
+    "qwen2": {"use_mrope": False, "seq_length": 131072},
+    "mamba2": {"hidden_dropout_prob": 0.0, "intermediate_size": 32, "norm_before_gate": True,
+               "rms_norm": True, "time_step_init_scheme": "random", "time_step_scale": 1.0},
+}  # fmt: skip
+"""Leftovers in the files of distilgpt2, gpt2-medium, SmolLM2, Qwen2.5, QwQ and Codestral-Mamba."""
+
+
+@pytest.mark.parametrize("kind", list(PUBLISHED))
+def test_leftovers_of_published_files_change_nothing_here_and_there(kind):
+    source = transformers.AutoConfig.for_model(kind, **TINY[kind]).to_dict()
+    config, published = config_from_huggingface(source), {**source, **PUBLISHED[kind]}
+    assert config_from_huggingface(published) == config
+    weights = to_huggingface(GPTModel(config, seed=1), names="memory")
+    assert torch.equal(logits(published, weights), logits(source, weights))
+    for name in ("use_mrope", "rope_interleaved"):
+        with pytest.raises(ValueError, match=f"{name}=True, and only False"):
+            config_from_huggingface({**source, name: True})

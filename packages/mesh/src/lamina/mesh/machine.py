@@ -306,12 +306,12 @@ def _is_public(address: str) -> bool:
 
 
 def _address() -> str | None:
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             probe.connect(("192.0.2.1", 9))  # sends nothing: the system only chooses a way
-        except OSError:
-            return None
-        return str(probe.getsockname()[0])
+            return str(probe.getsockname()[0])
+    except OSError:  # no way there, or a machine without IPv4
+        return None
 
 
 def _host_resolves() -> bool:

@@ -65,16 +65,16 @@ def _rounds(
         if stop.wait(size / rate):
             raise _StoppedError
 
-    try:
-        while True:
-            try:
-                for step, location in reversed(store.locations().items()):
-                    _scrub(step, location, damaged, pace)
-            except (OSError, RuntimeError) as error:  # a lost connection: the next round tries anew
-                warnings.warn(f"checkpoints are not scrubbed: {error}", stacklevel=2)
-            pace(int(rest * rate))
-    except _StoppedError:
-        return
+    while True:
+        try:
+            for step, location in reversed(store.locations().items()):
+                _scrub(step, location, damaged, pace)
+        except _StoppedError:
+            return
+        except Exception as error:  # a lost connection, of any store: the next round tries anew
+            warnings.warn(f"checkpoints are not scrubbed: {error}", stacklevel=2)
+        if stop.wait(rest):
+            return
 
 
 def _scrub(step: int, location: Location, damaged: set[int], pace: Callable[[int], None]) -> None:

@@ -45,6 +45,11 @@ _HARMLESS: dict[str, tuple[Any, ...]] = dict.fromkeys(
         # and the sizes of dense layers.
         *("sliding_window", "use_sliding_window", "max_window_layers", "rope_theta"),
         *("original_max_position_embeddings", "n_ctx", "quantization_config"),
+        # Leftovers in published files, which no model of transformers reads.
+        *("_num_labels", "n_special", "output_past", "predict_special_tokens"),  # gpt2
+        *("is_llama_config", "max_sequence_length", "model_max_length", "seq_length"),
+        *("transformers.js_config", "unsloth_fixed", "unsloth_version", "_flash_attn_2_enabled"),
+        *("norm_before_gate", "time_step_init_scheme", "time_step_scale"),  # mamba2
     ),
     _ANY,
 ) | {
@@ -57,6 +62,10 @@ _HARMLESS: dict[str, tuple[Any, ...]] = dict.fromkeys(
     "moe_layer_freq": (1,),
     "scoring_func": ("sigmoid",),
     "topk_method": ("noaux_tc",),
+    "hidden_dropout_prob": (0.0,),
+    "rms_norm": (True,),
+    "rope_interleaved": (False,),
+    "use_mrope": (False,),
 }
 """Names that nothing reads, with the values at which they change nothing."""
 

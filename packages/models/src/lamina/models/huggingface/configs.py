@@ -170,6 +170,8 @@ def _derived(config: TransformerConfig, source: Mapping[str, Any]) -> dict[str, 
         "num_key_value_heads": config.num_heads,
         "rope_scaling": source.get("rope_parameters"),  # an older name beside the newer one
     }
+    if config.mamba is not None:
+        derived["intermediate_size"] = config.mamba.expand * config.hidden_size
     if isinstance(config.mla, LatentAttention):
         turned = config.mla.qk_rope_head_dim
         derived |= {"head_dim": turned, "qk_head_dim": config.mla.qk_nope_head_dim + turned}

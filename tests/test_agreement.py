@@ -254,3 +254,22 @@ def test_other_schedules_and_configurations_of_a_pipeline_are_named(ranks):
         pipeline(GPTModel(config, mesh), mesh, "1f1b", 2 + ranks.rank)
     with told("schedule is 'gpipe' on rank 1"):
         pipeline(GPTModel(config, mesh), mesh, ("1f1b", "gpipe")[ranks.rank], 2)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("wrap", [ddp_sharded, sharded])
+def test_tensor_parallel_ranks_that_differ_in_hyperparameters_are_told(wrap, ranks):
+    mesh = ParallelLayout(tp=2).build("cpu")
+    module = model()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1 + ranks.rank)
+    with told(
+        "ranks along tp", "lr of its group 0 is 1.1 on rank 1 (tp=1)", "0.1 on rank 0 (tp=0)"
+    ):
+        wrap(module, mesh, optimizer)
+
+
+@pytest.mark.ranks(2)
+def test_tensor_parallel_ranks_that_differ_in_settings_are_told(ranks):
+    mesh = ParallelLayout(tp=2).build("cpu")
+    with told("ranks along tp", "num_buckets is 2 on rank 1"):
+        ddp(model(), mesh, num_buckets=1 + ranks.rank)

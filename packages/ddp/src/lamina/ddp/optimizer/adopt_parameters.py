@@ -7,7 +7,7 @@ from torch.optim import Optimizer
 
 from lamina.collectives.engine import software
 from lamina.ddp.group.group import ParameterGroup
-from lamina.ddp.parameters.facts import common_facts_of, optimizer_facts
+from lamina.ddp.parameters.facts import common_facts_of, optimizer_facts, require_same_over_tp
 
 __all__ = [
     "adopt_main_parameters",
@@ -51,8 +51,10 @@ def require_same_optimizer(
         (main, ref) for g in alike for main, ref in zip(g.main_parameters, g.refs, strict=True)
     )
     names |= {id(main): ref.name for main, ref in mains}
-    facts = [*software(), ("the wrapper", what), *optimizer_facts(optimizer, names)]
-    common_facts_of(what, axes, groups[0].device).require(facts)
+    facts = [*software(), ("the wrapper", what)]
+    device = groups[0].device
+    common_facts_of(what, axes, device).require([*facts, *optimizer_facts(optimizer, names)])
+    require_same_over_tp(what, axes, device, [*facts, *optimizer_facts(optimizer, {})])
 
 
 def adopt_main_parameters(optimizer: Optimizer, groups: Iterable[ParameterGroup]) -> None:

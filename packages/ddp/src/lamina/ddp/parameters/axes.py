@@ -40,6 +40,7 @@ class DataParallelAxes:
             not the size of the expert axes (docs/ddp.md, "One factor").
         at: this rank's coordinates in the whole mesh, for messages.
         apart: the mesh's tensor- and pipeline-parallel axes of more than one rank.
+        tp: the mesh's tensor-parallel axis, if it has one of more than one rank.
     """
 
     outer: MeshAxis
@@ -47,6 +48,7 @@ class DataParallelAxes:
     divisor: int
     at: str = ""
     apart: tuple[str, ...] = ()
+    tp: MeshAxis | None = None
 
     @property
     def size(self) -> int:
@@ -123,7 +125,9 @@ def data_parallel_axes(
             "counted twice: name two different dimensions"
         )
     divisor = divisor or outer_axis.size * inner_axis.size
-    return DataParallelAxes(outer_axis, inner_axis, divisor, _coordinates(mesh), _apart(torch_mesh))
+    apart = _apart(torch_mesh)
+    tp = mesh_axis(mesh, "tp") if "tp" in apart else None
+    return DataParallelAxes(outer_axis, inner_axis, divisor, _coordinates(mesh), apart, tp)
 
 
 def check_dimensions(

@@ -1,7 +1,8 @@
 """What data-parallel ranks must have in common: parameters, settings, optimizers.
 
-Copies and pieces of a parameter lie on the ranks of its data-parallel axes. Ranks of other axes
-(tp, pp, ep) hold other parameters, so they are not compared here.
+Copies and pieces of a parameter lie on the ranks of its data-parallel axes. Tensor-parallel ranks
+hold other parameters, so of them only settings and hyperparameters are compared. A pipeline
+compares its stages itself.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,12 +16,24 @@ from lamina.collectives.engine import CommonFacts, Fact, describe, software
 from lamina.ddp.parameters.axes import DataParallelAxes
 from lamina.ddp.parameters.parameters import ParameterRef
 
-__all__ = ["common_facts_of", "optimizer_facts", "require_same_model"]
+__all__ = ["common_facts_of", "optimizer_facts", "require_same_model", "require_same_over_tp"]
 
 
 def common_facts_of(what: str, axes: DataParallelAxes, device: torch.device | str) -> CommonFacts:
     """What compares facts over the ranks that hold copies or pieces of the same parameters."""
     return CommonFacts(what, axes.groups("reduce")[::-1], axes.here, device)
+
+
+def require_same_over_tp(
+    what: str, axes: DataParallelAxes, device: torch.device | str, facts: Sequence[Fact]
+) -> None:
+    """Compare what does not depend on parameters over tensor-parallel ranks, if there are any.
+
+    Raises:
+        DisagreementError: ranks differ.
+    """
+    if axes.tp is not None:
+        CommonFacts(f"{what}, ranks along tp", [axes.tp.group], axes.here, device).require(facts)
 
 
 def require_same_model(
@@ -31,7 +44,9 @@ def require_same_model(
     settings: object,
     optimizer: Optimizer | None = None,
 ) -> None:
-    """Compare what a wrapper is about to be made of (one small collective, two with experts).
+    """Compare what a wrapper is about to be made of.
+
+    One small collective, one more with experts, and one more with tensor parallelism.
 
     Call it before any collective whose size depends on the model or the settings.
 
@@ -53,6 +68,7 @@ def require_same_model(
     alike = [ref for ref in refs if not any(ref is one for one in apart)] if apart else refs
     facts: list[Fact] = [*software(), ("the wrapper", what)]
     facts += [(one.name, describe(getattr(settings, one.name))) for one in fields(settings)]  # type: ignore[arg-type]
+    over_tp = [*facts, *(optimizer_facts(optimizer, {}) if optimizer is not None else ())]
     facts += [(f"size of axis {axis.name}", str(axis.size)) for axis in (dense.outer, dense.inner)]
     facts += _parameter_facts(alike)
     if optimizer is not None:
@@ -60,6 +76,7 @@ def require_same_model(
     common_facts_of(what, dense, device).require(facts)
     if expert is not None and any(ref.role.expert for ref in refs):
         common_facts_of(f"{what}, experts", expert, device).require(_parameter_facts(apart))
+    require_same_over_tp(what, dense, device, over_tp)
 
 
 def _parameter_facts(refs: Sequence[ParameterRef]) -> Iterator[Fact]:

@@ -6,12 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lamina.checkpoint.errors import CheckpointError
-from lamina.checkpoint.inspection import (
-    Opened,
-    compare_checkpoints,
-    flat_values,
-    verify_checkpoint,
-)
+from lamina.checkpoint.inspection import Opened, compare_checkpoints, flat_values, verify_checkpoint
 from lamina.checkpoint.storage.locations import is_url, local_path, location_of
 from lamina.checkpoint.storage.manifest import MANIFEST
 from lamina.checkpoint.storage.stores import store_of

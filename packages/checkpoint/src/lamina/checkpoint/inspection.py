@@ -6,7 +6,7 @@ Everything here runs in one process and holds one tensor at a time.
 import os
 import zlib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -160,10 +160,9 @@ def verify_checkpoint(location: str | os.PathLike[str]) -> list[str]:
 
 
 def _check_file(location: Location, manifest: Manifest, name: str) -> str | None:
-    one = Manifest(manifest.step, manifest.world_size, manifest.torch, {name: manifest.files[name]})
     try:
-        one.check_sizes(location)
-        one.check_file(location, name)
+        replace(manifest, files={name: manifest.files[name]}).check_sizes(location)
+        manifest.check_file(location, name)
     except CheckpointDamagedError as error:
         return str(error)
     return None

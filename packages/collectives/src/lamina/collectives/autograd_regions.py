@@ -154,10 +154,9 @@ def gather_from(
         raise ValueError(f"gather_from: grad must be 'split' or 'reduce_scatter', not {grad!r}")
     reduction_class(reduction)
     dim = dimension("gather_from", tensor, dim)
-    whole_gradient = grad == "split"
-    dual: Function = partial(_sum_and_keep_piece, group=group, dim=dim, reduction=reduction)
-    if whole_gradient:
-        dual = partial(_keep_piece, group=group, dim=dim)
+    dual: Function = partial(_keep_piece, group=group, dim=dim)
+    if grad == "reduce_scatter":
+        dual = partial(_sum_and_keep_piece, group=group, dim=dim, reduction=reduction)
     return _over(tensor, group, partial(_gather, group=group, dim=dim), dual)
 
 

@@ -33,11 +33,7 @@ DERIVED_AXES: Mapping[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class AxisSizes:
-    """The integers of a `ParallelLayout`: sizes of the axes, and which rank stands where.
-
-    Raises:
-        LayoutError: a size is not a positive integer (or -1), or several are -1.
-    """
+    """The integers of a `ParallelLayout`: sizes of the axes, and which rank stands where."""
 
     dp_replicate: int = 1
     dp_shard: int = -1

@@ -9,12 +9,7 @@ __all__ = ["bind_device", "choose_device", "default_backend"]
 def choose_device(
     local_rank: int, backend: str | None, device: torch.device | str | None
 ) -> torch.device:
-    """The device of a rank.
-
-    Args:
-        local_rank: place among the ranks of this machine.
-        backend: as asked for; None if it is still to be chosen.
-        device: as asked for; None chooses the GPU of `local_rank` if the backend can use it.
+    """The device asked for, or by default the GPU of `local_rank` if the backend can use it.
 
     Raises:
         RuntimeError: a GPU was asked for and isn't there, or NCCL's ranks outnumber the GPUs.

@@ -3,13 +3,7 @@
 from lamina.mesh.axis import MeshAxis, axis_if_there, mesh_axis, named_mesh
 from lamina.mesh.axis_sizes import DENSE_AXES, DERIVED_AXES, EXPERT_AXES, MODEL_AXES
 from lamina.mesh.errors import EnvironmentVariableError, GroupCreationError, translates
-from lamina.mesh.hosts import (
-    host_groups,
-    host_runs,
-    host_words,
-    ranks_per_host,
-    split_over_hosts,
-)
+from lamina.mesh.hosts import host_groups, host_runs, host_words, ranks_per_host, split_over_hosts
 from lamina.mesh.machine import Machine
 from lamina.mesh.process_groups import ends_before_groups, running_watchdog
 from lamina.mesh.rng import Seeded, recompute_contexts, require_stream

@@ -20,7 +20,7 @@ from lamina.mesh.hosts import agree_on_hosts
 from lamina.mesh.launch import Launch, read_launch
 from lamina.mesh.process_groups import current_world, default_store, fake_store
 from lamina.mesh.rendezvous import open_store
-from lamina.mesh.settings import EnvironmentProblem, settings_problems
+from lamina.mesh.settings import settings_problems
 from lamina.mesh.variables import Environment, environment
 from lamina.mesh.watchdog import EXIT_STATUS, Watchdog
 
@@ -175,8 +175,9 @@ def init_distributed(
         agree_on_hosts()
     if soft_limit is not None and runtime.world_size > 1 and runtime.backend != "fake":
         _watch_over(runtime, soft_limit, verdict_directory)
-    if runtime.local_rank == 0:
-        _warn(settings_problems(env))
+    for problem in settings_problems(env) if runtime.local_rank == 0 else ():
+        if problem.severity != "note":
+            warnings.warn(str(problem), HarmfulSettingWarning, stacklevel=2)
     return runtime
 
 
@@ -195,10 +196,7 @@ def _watch_over(
 
 
 def _start(
-    launch: Launch,
-    backend: str | None,
-    timeout: timedelta,
-    device: torch.device | str | None,
+    launch: Launch, backend: str | None, timeout: timedelta, device: torch.device | str | None
 ) -> Runtime:
     place = choose_device(launch.local_rank, backend, device)
     chosen = backend if backend is not None else default_backend(place)
@@ -265,10 +263,3 @@ def _as_timedelta(timeout: timedelta | float | None) -> timedelta:
     if limit <= timedelta(0):
         raise ValueError(f"timeout={timeout!r}: give a positive number of seconds or a timedelta.")
     return limit
-
-
-def _warn(problems: list[EnvironmentProblem]) -> None:
-    for problem in problems:
-        if problem.severity == "note":
-            continue
-        warnings.warn(str(problem), HarmfulSettingWarning, stacklevel=3)

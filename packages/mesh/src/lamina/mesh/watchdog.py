@@ -56,8 +56,6 @@ class Watchdog:
 
     Args:
         store: where the ranks of the job have met; the watchdog has its own connection to it.
-        rank: this rank.
-        world_size: ranks in all.
         soft_limit: seconds after which a wait is told.
         directory: where the first rank writes verdicts; None is the directory for temporary files.
     """

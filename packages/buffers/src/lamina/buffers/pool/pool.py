@@ -444,10 +444,7 @@ class StoragePool:
     # -- slots ----------------------------------------------------------------------------------
 
     def plan_slots(
-        self,
-        conflicts: Mapping[Key, Iterable[Key]] | None = None,
-        *,
-        dedicated: bool = False,
+        self, conflicts: Mapping[Key, Iterable[Key]] | None = None, *, dedicated: bool = False
     ) -> set[Key]:
         """Give keys that are never live together common fixed memory.
 

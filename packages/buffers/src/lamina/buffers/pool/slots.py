@@ -23,10 +23,7 @@ class SlotPlan:
 
 
 def color_slots(
-    sizes: Mapping[Key, int],
-    conflicts: Mapping[Key, Iterable[Key]],
-    *,
-    dedicated: bool = False,
+    sizes: Mapping[Key, int], conflicts: Mapping[Key, Iterable[Key]], *, dedicated: bool = False
 ) -> tuple[SlotPlan, ...]:
     """Give keys slots so that no two in conflict share one, in few bytes. Deterministic.
 
@@ -64,9 +61,7 @@ def color_slots(
 
 
 def _greedy(
-    order: Sequence[Key],
-    sizes: Mapping[Key, int],
-    graph: Mapping[Key, set[Key]],
+    order: Sequence[Key], sizes: Mapping[Key, int], graph: Mapping[Key, set[Key]]
 ) -> tuple[SlotPlan, ...]:
     slots: list[list[Key]] = []
     nbytes: list[int] = []

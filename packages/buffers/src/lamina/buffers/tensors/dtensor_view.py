@@ -22,23 +22,13 @@ __all__ = ["to_dtensor"]
 
 
 def to_dtensor(
-    local: torch.Tensor,
-    spec: SpanSpec,
-    mesh: DeviceMesh,
-    tp_placements: Sequence[Placement] = (),
+    local: torch.Tensor, spec: SpanSpec, mesh: DeviceMesh, tp_placements: Sequence[Placement] = ()
 ) -> DTensor:
-    """Wrap a span as a DTensor without copying it.
+    """Wrap a span as a DTensor of the whole tensor's shape: `ShardedTensor.to_dtensor`.
 
-    Args:
-        local: the span.
-        spec: its place in the tensor.
-        mesh: the axes that cut the span, outer first, then the tensor-parallel dimensions.
-        tp_placements: torch's placements along the latter. The span's tensor is then what one tp
-            rank holds, equal in shape on all of them.
-
-    Returns:
-        A DTensor of the whole tensor's shape. The tp dimensions cut first, then the data-parallel
-        ones from the inside out, as torch's own FSDP2 over tensor parallelism does.
+    With `tp_placements` the span's tensor is what one tp rank holds, equal in shape on all of them.
+    The tp dimensions cut first, then the data-parallel ones from the inside out, as torch's own
+    FSDP2 over tensor parallelism does.
 
     Raises:
         NotImplementedError: some rank's rows are not torch.chunk's. Says what to use instead.

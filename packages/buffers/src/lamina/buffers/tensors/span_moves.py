@@ -64,10 +64,7 @@ def _other_shape(func: OpOverload, source: SpanTensor, *args: Any, **kwargs: Any
 
 @HANDLERS.handles(aten.copy_.default)
 def _copy(
-    func: OpOverload,
-    target: torch.Tensor,
-    source: torch.Tensor,
-    non_blocking: bool = False,
+    func: OpOverload, target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False
 ) -> torch.Tensor:
     if not isinstance(target, SpanTensor):
         raise NotImplementedError(
@@ -105,11 +102,7 @@ def narrowed(tensor: torch.Tensor, offsets: Sequence[int], sizes: Sequence[int])
 
 
 def copy_span(
-    target: torch.Tensor,
-    source: torch.Tensor,
-    start: int,
-    stop: int,
-    non_blocking: bool = False,
+    target: torch.Tensor, source: torch.Tensor, start: int, stop: int, non_blocking: bool = False
 ) -> None:
     """Copy elements `start..stop` of `source`, of any strides and dtype, into flat `target`.
 

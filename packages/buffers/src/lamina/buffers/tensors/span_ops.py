@@ -13,10 +13,7 @@ from lamina.buffers.tensors.span_spec import SpanSpec
 
 __all__ = ["dispatch"]
 
-_SPECIAL: dict[OpOverload, Handler] = {
-    **span_moves.HANDLERS,
-    **span_reductions.HANDLERS,
-}
+_SPECIAL: dict[OpOverload, Handler] = {**span_moves.HANDLERS, **span_reductions.HANDLERS}
 
 # Tagged pointwise by torch, but not one element at a time.
 _NOT_POINTWISE = frozenset({"aten::equal"})

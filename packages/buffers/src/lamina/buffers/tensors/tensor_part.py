@@ -133,10 +133,7 @@ class TensorPart(SpanTensor):
 
 @_HANDLERS.handles(aten.copy_.default)
 def _copy(
-    func: OpOverload,
-    target: torch.Tensor,
-    source: torch.Tensor,
-    non_blocking: bool = False,
+    func: OpOverload, target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False
 ) -> TensorPart:
     """From a part of the same place, or from the whole as a plain tensor."""
     if not isinstance(target, TensorPart):

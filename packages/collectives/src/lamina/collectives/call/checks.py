@@ -32,11 +32,7 @@ WIRE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def require_flat(op: str, name: str, tensor: torch.Tensor, group: ProcessGroup | None) -> None:
-    """Refuse a tensor that is not one contiguous run of elements.
-
-    Raises:
-        ValueError: more than one dimension, or strides.
-    """
+    """Refuse a tensor that is not one contiguous run of elements, with a ValueError."""
     if tensor.dim() != 1 or not tensor.is_contiguous():
         raise ValueError(
             f"{op} {where(group)}: `{name}` must be flat and contiguous, but has shape "
@@ -48,27 +44,13 @@ def require_flat(op: str, name: str, tensor: torch.Tensor, group: ProcessGroup |
 def require_same_device(
     op: str, group: ProcessGroup | None, **tensors: torch.Tensor | None
 ) -> torch.device:
-    """Return the one device of `tensors`.
-
-    Raises:
-        ValueError: they lie on several.
-    """
+    """Return the one device of `tensors`; ValueError if they lie on several."""
     present = {name: tensor for name, tensor in tensors.items() if tensor is not None}
     devices = {name: tensor.device for name, tensor in present.items()}
     if len(set(devices.values())) != 1:
         listing = ", ".join(f"`{name}` on {device}" for name, device in devices.items())
         raise ValueError(f"{op} {where(group)}: tensors must share one device, got {listing}")
     return next(iter(devices.values()))
-
-
-def _overlap(first: torch.Tensor, second: torch.Tensor) -> bool:
-    """Whether two contiguous tensors share memory."""
-    if first.numel() == 0 or second.numel() == 0 or first.device != second.device:
-        return False
-    if first.device.type == "meta":
-        return False
-    start, other_start = first.data_ptr(), second.data_ptr()
-    return start < other_start + second.nbytes and other_start < start + first.nbytes
 
 
 def require_disjoint(
@@ -79,15 +61,18 @@ def require_disjoint(
     *,
     unless: str = "",
 ) -> None:
-    """Refuse two contiguous tensors that share memory.
+    """Refuse two contiguous tensors that share memory, with a ValueError.
 
-    Raises:
-        ValueError: they overlap. `unless` tells what overlap would have been allowed.
+    `unless` tells what overlap would have been allowed.
     """
-    if _overlap(first[1], second[1]):
+    (name, one), (other_name, other) = first, second
+    if not one.numel() or not other.numel() or one.device != other.device or one.is_meta:
+        return
+    start, other_start = one.data_ptr(), other.data_ptr()
+    if start < other_start + other.nbytes and other_start < start + one.nbytes:
         hint = f"; {unless}" if unless else ""
         raise ValueError(
-            f"{op} {where(group)}: `{first[0]}` and `{second[0]}` share memory{hint}; pass "
+            f"{op} {where(group)}: `{name}` and `{other_name}` share memory{hint}; pass "
             f"distinct buffers"
         )
 
@@ -95,11 +80,7 @@ def require_disjoint(
 def require_divisible(
     what: str, tensor: torch.Tensor, dim: int, group: ProcessGroup | None
 ) -> None:
-    """Refuse a dimension that can't be cut into equal pieces.
-
-    Raises:
-        ValueError: names the shape, the dimension and the size of the group.
-    """
+    """Refuse, with a ValueError, a dimension that can't be cut into equal pieces."""
     size = group_size(group)
     if tensor.shape[dim] % size:
         raise ValueError(
@@ -114,11 +95,7 @@ def require_agreement(
 ) -> None:
     """Compare a description of this call over all ranks; collective.
 
-    Args:
-        call: name of the collective.
-        group: the ranks; None needs no agreement.
-        device: of its tensors.
-        facts: what has to be equal everywhere: sizes, dtypes, options.
+    Facts are what has to be equal everywhere: sizes, dtypes, options.
 
     Raises:
         ValueError: on every rank, if any two differ.

@@ -210,7 +210,6 @@ class Collective:
         op: name of the public function, for messages and the ledger.
         output: a buffer of the kind that will be filled. See Note [Prepared collectives ...].
         input: a buffer of the kind that will be sent.
-        group: the ranks, or None for a group of one.
 
     Raises:
         ValueError: tensors with several dimensions or strides, or on several devices.

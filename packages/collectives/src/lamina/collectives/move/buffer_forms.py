@@ -56,7 +56,11 @@ def gather(
             f"{buffer.placement} is Shard; use `buffer.data`"
         )
     for axis, ranks in zip(axes, groups, strict=True):
-        _require_axis("gather", axis.name, (axis.size, axis.rank), ranks)
+        if (axis.size, axis.rank) != (group_size(ranks), group_rank(ranks)):
+            raise ValueError(
+                f"gather {where(ranks)}: axis {axis.name} has {axis.size} ranks, of which this is "
+                f"number {axis.rank}; pass that axis' group"
+            )
     whole = _flat(destination)
     if whole.numel() != buffer.layout.size:
         raise ValueError(
@@ -129,14 +133,6 @@ def _rank_over(groups: Sequence[ProcessGroup | None]) -> int:
     for ranks in reversed(groups):
         place = place * group_size(ranks) + group_rank(ranks)
     return place
-
-
-def _require_axis(name: str, axis: str, place: tuple[int, int], group: ProcessGroup | None) -> None:
-    if place != (group_size(group), group_rank(group)):
-        raise ValueError(
-            f"{name} {where(group)}: axis {axis} has {place[0]} ranks, of which this is number "
-            f"{place[1]}; pass that axis' group"
-        )
 
 
 def _require_partial(buffer: FlatBuffer, group: ProcessGroup | None) -> None:

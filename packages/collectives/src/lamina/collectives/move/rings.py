@@ -136,9 +136,7 @@ def _sources(
 
 
 def _destinations(
-    sends: tuple[torch.Tensor, ...],
-    out: Sequence[torch.Tensor] | None,
-    group: ProcessGroup | None,
+    sends: tuple[torch.Tensor, ...], out: Sequence[torch.Tensor] | None, group: ProcessGroup | None
 ) -> tuple[torch.Tensor, ...]:
     if out is None:
         return tuple(torch.empty_like(tensor) for tensor in sends)
@@ -187,10 +185,7 @@ def _post(
     # In one batch: with NCCL, sends and receives posted one by one would wait for each other.
     operations = [
         dist.P2POp(moves, tensor, group=group, group_peer=peer)
-        for moves, tensors, peer in (
-            (dist.isend, outgoing, target),
-            (dist.irecv, incoming, source),
-        )
+        for moves, tensors, peer in ((dist.isend, outgoing, target), (dist.irecv, incoming, source))
         for tensor in tensors
         if tensor.numel()
     ]

@@ -21,11 +21,7 @@ from lamina.collectives.reduction.summation import Epilogue, sum_chunks
 from lamina.collectives.transport.groups import where
 from lamina.collectives.transport.transport import Completion, wait_all
 
-__all__ = [
-    "NativeReduction",
-    "ReductionName",
-    "reduction_class",
-]
+__all__ = ["NativeReduction", "ReductionName", "reduction_class"]
 
 ReductionName: TypeAlias = Literal["ordered", "native"]
 """Who adds: Lamina in one order, or the backend."""

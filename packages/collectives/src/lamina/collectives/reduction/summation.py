@@ -51,13 +51,8 @@ def reference_sum(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Sum `chunks` in the fixed pairwise tree into `output`, in float64 for float64, else float32.
 
-    The definition: every rounding is one operation. Too slow and too hungry for training.
-
-    Args:
-        chunks: one per rank, in rank order, all of one dtype and of `output`'s shape.
-        output: overwritten, or added to.
-        factor: multiplies the sum, rounded to the dtype of the sum.
-        accumulate: add to `output` instead of overwriting it.
+    The definition: every rounding is one operation. Too slow and too hungry for training. The
+    chunks, in rank order, have one dtype and `output`'s shape; `Epilogue` has the rest.
 
     Returns:
         Squared norm (float64) and non-finite flag of the stored output, both without dimensions.
@@ -121,14 +116,9 @@ def sum_chunks(
     wire: Wire,
     buffers: SumBuffers | None = None,
 ) -> None:
-    """Sum `chunks` into `output` in the fixed tree.
+    """Sum `chunks`, of all ranks in rank order, into `output` in the fixed tree.
 
-    Args:
-        chunks: of all ranks, in rank order, as they come over `wire`.
-        output: overwritten, or added to.
-        epilogue: what becomes of the sum before it is stored.
-        wire: says how chunks become summands.
-        buffers: kept from an earlier sum, for the implementation on CPU.
+    `wire` says how chunks become summands. Buffers of an earlier sum are for that on CPU.
     """
     if output.device.type == "meta":
         return

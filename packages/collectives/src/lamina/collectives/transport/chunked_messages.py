@@ -28,9 +28,7 @@ class ChunkedMessage:
 
     Args:
         source: the sender's rank in `group`.
-        numel: items in all.
-        dtype: their dtype.
-        group: sender and receiver.
+        numel: items of `dtype` in all.
         tag: tag of the exchange; parts share it, as messages of one pair and tag keep their order.
         unit: items that no part may cut.
         scratch_pool: lends the parts' memory.

@@ -58,13 +58,11 @@ class GlooExchange:
     group posts its messages when it is completed, on the lane's thread.
 
     Args:
-        lane: the group's.
         group: at least two ranks.
         sends: pairs of a rank and a contiguous CPU tensor, unchanged until the end.
         receives: a rank, the number of items it sends, and the tensor that takes them. Instead of a
             tensor None may stand where `unit` is given: the exchange then finds memory itself.
-        dtype: dtype of what is received.
-        tag: tag of the exchange.
+        dtype: of what is received.
         direct: whether ranks of this host may be read.
         unit: None, or for a sum: large messages come in parts that do not cut `unit` items.
         own: with `unit`, this rank and its own chunk.
@@ -220,15 +218,10 @@ class GlooExchange:
 
 
 class GlooRoute:
-    """How pieces of flat CPU tensors travel between the ranks of a gloo group.
+    """How pieces of flat CPU tensors travel between the ranks of a gloo group, two or more.
 
-    Each rank begins with its neighbours in rank order, so that ranks start apart.
-
-    Args:
-        group: at least two ranks.
-        piece: items of a rank's piece.
-        total: items of all pieces; the last ranks' may be shorter, or empty.
-        unit: items of which no part of a large message may hold a fraction.
+    Each rank begins with its neighbours in rank order, so that ranks start apart. Arguments are
+    those of `route_for`.
     """
 
     needs_scratch = False

@@ -24,10 +24,7 @@ _PEER = struct.Struct("3i")  # process, user and group, as the kernel knows them
 class HostSocket:
     """One end of the connection to one rank; safe for several threads.
 
-    Args:
-        connection: the connected socket.
-        peer: rank of the other end, for messages.
-        timeout: seconds after which a wait gives up.
+    Messages name the rank of the other end (`peer`). A wait gives up after `timeout` seconds.
     """
 
     def __init__(self, connection: socket.socket, peer: int, timeout: float) -> None:

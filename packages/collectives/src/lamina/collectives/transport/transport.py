@@ -99,11 +99,7 @@ class Route(Protocol):
 
 
 def route_for(
-    group: ProcessGroup | None,
-    piece: int,
-    total: int,
-    device: torch.device,
-    unit: int = 1,
+    group: ProcessGroup | None, piece: int, total: int, device: torch.device, unit: int = 1
 ) -> Route:
     """Choose how pieces travel.
 
@@ -206,24 +202,15 @@ Pairs: TypeAlias = Sequence[tuple[int, torch.Tensor]]
 
 
 def exchange(
-    sends: Pairs,
-    receives: Pairs,
-    group: ProcessGroup,
-    device: torch.device,
-    tag: int | None = None,
+    sends: Pairs, receives: Pairs, group: ProcessGroup, device: torch.device, tag: int | None = None
 ) -> Completion:
     """Send tensors to some ranks of `group` and receive others from some.
 
     Nothing blocks: the messages are posted, and the returned function completes them. Empty
     tensors, and those for this rank itself, do not travel. Sizes must match between the two ends;
-    between ranks that read each other's memory a mismatch raises, elsewhere nobody checks.
-
-    Args:
-        sends: unchanged until completion.
-        receives: filled.
-        group: at least two ranks, of a gloo group.
-        device: where the tensors lie.
-        tag: see `Route.gather`.
+    between ranks that read each other's memory a mismatch raises, elsewhere nobody checks. What is
+    sent must not change until completion. The group is gloo's, of at least two ranks. For the tag
+    see `Route.gather`.
     """
     rank, size = group.rank(), group.size()
     if device.type == "meta":

@@ -70,6 +70,12 @@ def _asked(world_size: int) -> int | None:
     return asked
 
 
+def _equal_run(hosts: Sequence[object]) -> int:
+    """The largest n such that each aligned run of n ranks is on one host, given each rank's."""
+    changes = (place for place, (a, b) in enumerate(pairwise(hosts), 1) if a != b)
+    return math.gcd(len(hosts), *changes)
+
+
 def agree_on_hosts() -> None:
     """Find out which ranks share a host. Collective over all ranks of the job.
 
@@ -83,8 +89,7 @@ def agree_on_hosts() -> None:
     store.set(f"{key}:{rank}", _host_name(rank))
     if rank == 0:
         names = store.multi_get([f"{key}:{each}" for each in range(size)])
-        changes = [place for place, (a, b) in enumerate(pairwise(names), 1) if a != b]
-        store.set(key, str(math.gcd(size, *changes)))
+        store.set(key, str(_equal_run(names)))
     world.ranks_per_host = int(store.get(key))
     world.host_runs.clear()
 
@@ -109,9 +114,8 @@ def split_over_hosts(ranks: Sequence[int], rank: int, per_host: int) -> HostRuns
     """
     hosts = [each // per_host for each in ranks]
     near = tuple(compress(range(len(hosts)), [host == hosts[rank] for host in hosts]))
-    changes = [place for place, (a, b) in enumerate(pairwise(hosts), 1) if a != b]
-    common = math.gcd(len(hosts), *changes)
-    return HostRuns(near, common & -common if changes else common)
+    run = _equal_run(hosts)
+    return HostRuns(near, run if run == len(hosts) else run & -run)
 
 
 def host_runs(group: dist.ProcessGroup) -> HostRuns:

@@ -117,7 +117,12 @@ class ParallelMesh:
         """
         dims = self._dims_of((name,) if isinstance(name, str) else tuple(name))
         if dims not in self._axes:
-            self._axes[dims] = self._make_axis(dims)
+            ranks = self.layout.ranks_through(self.rank, dims)
+            group = group_of(self._group_name(dims, ranks), ranks) if len(ranks) > 1 else None
+            if group is not None:
+                make_host_groups(group)
+            place = ranks.index(self.rank)
+            self._axes[dims] = MeshAxis(_axis_name(dims), len(ranks), place, ranks, group)
         return self._axes[dims]
 
     def group(self, name: str | Sequence[str]) -> dist.ProcessGroup | None:
@@ -206,13 +211,6 @@ class ParallelMesh:
             f"({', '.join(EXPERT_AXES)}): they cut the same ranks in two ways and can't be joined."
         )
 
-    def _make_axis(self, dims: tuple[str, ...]) -> MeshAxis:
-        members = self.layout.ranks_through(self.rank, dims)
-        group = group_of(self._group_name(dims, members), members) if len(members) > 1 else None
-        if group is not None:
-            make_host_groups(group)
-        return MeshAxis(_axis_name(dims), len(members), members.index(self.rank), members, group)
-
     def _group_name(self, dims: tuple[str, ...], members: tuple[int, ...]) -> str:
         # Axes with the same ranks share a group. Its name follows from the layout alone and never
         # from what this rank asked for before, or members would look for each other under
@@ -221,10 +219,8 @@ class ParallelMesh:
         for known in (*singles, *DERIVED_AXES.values()):
             if self.layout.ranks_through(self.rank, known) == members:
                 return _axis_name(known)
-        wide = tuple(
-            name for name in dims if len(self.layout.ranks_through(self.rank, (name,))) > 1
-        )
-        return _axis_name(wide)
+        sizes = {name: len(self.layout.ranks_through(self.rank, (name,))) for name in dims}
+        return _axis_name(tuple(name for name in dims if sizes[name] > 1))
 
     def _device_mesh(self, axes: tuple[str, ...], shape: tuple[int, ...]) -> DeviceMesh:
         # DeviceMesh's own constructor makes the groups of all ranks, one new_group after another:

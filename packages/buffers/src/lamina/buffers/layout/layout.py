@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 from lamina.buffers.layout.granularity import TensorSpec
@@ -129,15 +130,6 @@ class BufferLayout:
     def _index(self) -> dict[str, int]:
         return {spec.name: position for position, spec in enumerate(self.specs)}
 
-    @cached_property
-    def _by_offset(self) -> tuple[list[int], list[int]]:
-        """Offsets of the tensors that hold elements, ascending, and their positions in `specs`."""
-        order = sorted(
-            (position for position, spec in enumerate(self.specs) if spec.numel),
-            key=lambda position: self.offsets[position],
-        )
-        return [self.offsets[position] for position in order], order
-
     def position(self, name: str | int) -> int:
         """Place of a tensor in `specs` and `offsets`. Raises KeyError."""
         if isinstance(name, int):
@@ -211,10 +203,10 @@ class BufferLayout:
 
     def padding_ranges(self) -> tuple[tuple[int, int], ...]:
         """Runs `(start, stop)` of the buffer that belong to no tensor, ascending."""
-        offsets, order = self._by_offset
-        ends = [self.offsets[position] + self.specs[position].numel for position in order]
-        gaps = zip([0, *ends], [*offsets, self.size], strict=True)
-        return tuple((start, stop) for start, stop in gaps if start < stop)
+        placed = zip(self.offsets, self.specs, strict=True)
+        runs = sorted((offset, offset + spec.numel) for offset, spec in placed if spec.numel)
+        runs = [(0, 0), *runs, (self.size, self.size)]
+        return tuple((stop, start) for (_, stop), (start, _) in pairwise(runs) if stop < start)
 
     def describe(self) -> str:
         """A table of the tensors: offset, elements, first and last shard, granularity."""

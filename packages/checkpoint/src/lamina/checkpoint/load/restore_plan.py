@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.nn import Module
 
 from lamina.checkpoint.errors import CheckpointError, CheckpointMismatchError, shortened
 from lamina.checkpoint.state.cut_tensors import CutTensors, Hints, as_part
@@ -127,7 +128,7 @@ class Plan:
             for name in stored:
                 self._fill(name, kept, None)
             return planned
-        known = isinstance(value, torch.nn.Module) or taken.optimizer is not None
+        known = isinstance(value, Module) or taken.optimizer is not None
         tree = self._trees[entry]
         if taken.optimizer is not None and not (isinstance(tree, dict) and "param_groups" in tree):
             raise CheckpointMismatchError(
@@ -145,7 +146,7 @@ class Plan:
                 continue  # this optimizer's weights are the model's own
             if here or not known:
                 self._fill(name, taken, owner)
-        if isinstance(value, torch.nn.Module):
+        if isinstance(value, Module):
             planned.missing = {
                 name for name in set(taken.tensors) - set(stored) if self._selection.takes(name)
             }
@@ -182,7 +183,7 @@ class Plan:
         try:
             return take_entry(entry, value, self._objects, self._cut_tensors)
         except (TypeError, CheckpointError):
-            if _is_module(value) or is_optimizer(value):
+            if isinstance(value, Module) or is_optimizer(value):
                 raise
             return None
 
@@ -320,14 +321,14 @@ class Plan:
         # Modules first: a wrapper whose model weights are loaded rounds its main weights from
         # them, and the optimizer has these as they were.
         chosen = [entry for entry, planned in self._entries.items() if planned.selected]
-        for entry in sorted(chosen, key=lambda entry: not _is_module(self._objects[entry])):
+        for entry in sorted(chosen, key=lambda entry: not isinstance(self._objects[entry], Module)):
             value, planned = self._objects[entry], self._entries[entry]
             if isinstance(value, PerRank):
                 of_ranks, place = self._trees[entry][RANKS], self._cut_tensors.coordinates()
                 value.load(entry, of_ranks, rank, world_size, place)
             elif not is_stateful(value):
                 self._state[entry] = self._decoded(entry)
-            elif planned.taken is not None and _is_module(value):
+            elif planned.taken is not None and isinstance(value, Module):
                 self._load_module(entry, value, planned.taken)
             elif planned.taken is not None and planned.taken.optimizer is not None:
                 tree = self._optimizer_tree(entry, planned.taken)
@@ -338,7 +339,7 @@ class Plan:
     def _decoded(self, entry: str) -> Any:
         return decode(self._trees[entry], lambda name: self._values.get(name, _LEFT))
 
-    def _load_module(self, entry: str, module: torch.nn.Module, taken: Taken) -> None:
+    def _load_module(self, entry: str, module: Module, taken: Taken) -> None:
         """Hand a module what was loaded: tensors, filled in place, and other stored values.
 
         And no more: a wrapper rounds main weights anew from the weights that it is given.
@@ -409,10 +410,6 @@ def _read_of(stored: Any, own: Any) -> Any:
     loaded = {key: value for key, value in stored.items() if not holds(value, _LEFT)}
     whole = len(loaded) == len(stored)
     return (loaded if whole else {**(own or {}), **loaded}) or None
-
-
-def _is_module(value: Any) -> bool:
-    return isinstance(value, torch.nn.Module)
 
 
 _PATTERN = "pattern "

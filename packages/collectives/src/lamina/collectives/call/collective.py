@@ -260,15 +260,10 @@ class Collective:
             require_disjoint(self.op, self.group, *named, unless=self.overlap_hint)
 
     def start(self, output: torch.Tensor, input: torch.Tensor, *, async_op: bool = True) -> Handle:
-        """Move bytes from `input` to `output`.
-
-        Args:
-            output: flat, of the dtype, size and device that were prepared for.
-            input: likewise; unchanged until the handle's `wait`.
-            async_op: return at once.
+        """Move bytes from `input`, which must not change until the handle's `wait`, to `output`.
 
         Raises:
-            ValueError: buffers of another kind, or that share memory.
+            ValueError: buffers of another kind than was prepared for, or that share memory.
         """
         output, input = output.detach(), input.detach()
         self._require_buffers(output, input)

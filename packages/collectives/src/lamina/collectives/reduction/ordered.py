@@ -167,19 +167,10 @@ class Reduction(Collective):
         statistics: bool = True,
         async_op: bool = True,
     ) -> ReduceHandle:
-        """Sum `input` over the ranks into `output`.
-
-        Args:
-            output: of the kind that was prepared for.
-            input: likewise; unchanged until the handle's `wait`.
-            scale: see `reduce_scatter_fp32`, as for all that follow.
-            accumulate: add to `output`.
-            scratch: memory for what other ranks send.
-            statistics: find the squared norm and the non-finite flag.
-            async_op: return at once.
+        """Sum `input` over the ranks into `output`; arguments as in `reduce_scatter_fp32`.
 
         Raises:
-            ValueError: buffers of another kind, or that share memory.
+            ValueError: buffers of another kind than was prepared for, or that share memory.
         """
         output, input = output.detach(), input.detach()
         self._require_buffers(output, input, in_place=not accumulate)
@@ -213,13 +204,11 @@ class _Exchange:
     """One exchange that an ordered sum is made of: the ranks of a group add up a run of pieces.
 
     Args:
-        group: the ranks, or None for a group of one.
         wire: how the terms travel.
         piece: elements of each rank's piece of the run; whole blocks, but for a run of one piece
             per rank.
         numel: elements of the run; the last ranks' pieces may be shorter, or empty.
         items: the same on the wire.
-        device: where the tensors lie.
     """
 
     def __init__(

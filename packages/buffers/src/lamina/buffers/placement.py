@@ -47,11 +47,7 @@ class Partial(Placement):
 
 
 def as_placements(placement: Placement | Sequence[Placement]) -> tuple[Placement, ...]:
-    """One placement, or several with the outer axis first, as a tuple.
-
-    Raises:
-        TypeError: something that is no placement.
-    """
+    """One placement, or several with the outer axis first, as a tuple; TypeError for others."""
     chosen = tuple(placement) if isinstance(placement, Sequence) else (placement,)
     for one in chosen:
         if not isinstance(one, Replicate | Shard | Partial):
@@ -127,11 +123,7 @@ class Cut:
         return index
 
     def range(self, size: int, coordinate: Sequence[int]) -> tuple[int, int]:
-        """Elements `(start, stop)` of a buffer of `size` that the rank holds.
-
-        Raises:
-            ValueError: `size` is not a multiple of the number of pieces.
-        """
+        """Elements `(start, stop)` of a buffer of `size`, a multiple of `pieces`, of a rank."""
         length, rest = divmod(size, self.pieces)
         if rest:
             raise ValueError(f"{size} elements do not cut into {self.pieces} equal pieces")

@@ -185,11 +185,7 @@ def _dimensions(mesh: DeviceMesh, names: tuple[str, ...]) -> list[int]:
 
 
 def check_axis_names(names: Sequence[str], there: Sequence[str], mesh: str) -> None:
-    """Refuse names that are absent, repeated or not outer first.
-
-    Raises:
-        AxisError: with the names there are.
-    """
+    """Refuse names that are absent, repeated or not outer first, with an AxisError."""
     listed = ", ".join(there)
     if not names:
         raise AxisError(f"no axis named; {mesh} has: {listed}.")

@@ -32,8 +32,7 @@ def choose_device(
 def default_backend(device: torch.device) -> str:
     """`cpu:gloo,cuda:nccl` for a GPU, so that CPU tensors can travel too; `gloo` for the CPU.
 
-    Raises:
-        RuntimeError: this build of torch lacks what the device needs.
+    RuntimeError says that this build of torch lacks what the device needs.
     """
     if device.type == "cpu":
         return "gloo"

@@ -79,8 +79,7 @@ def _equal_run(hosts: Sequence[object]) -> int:
 def agree_on_hosts() -> None:
     """Find out which ranks share a host. Collective over all ranks of the job.
 
-    Raises:
-        EnvironmentVariableError: LAMINA_RANKS_PER_HOST does not divide the number of ranks.
+    EnvironmentVariableError says that LAMINA_RANKS_PER_HOST does not divide the number of ranks.
     """
     world, rank, size = current_world(), dist.get_rank(), dist.get_world_size()
     if size == 1 or world.ranks_per_host is not None:

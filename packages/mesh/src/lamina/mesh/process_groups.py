@@ -69,8 +69,7 @@ class Saver(Protocol):
     def finish(self, patience: float) -> bool:
         """Wait as long as the work goes on; give up after `patience` seconds without progress.
 
-        Returns:
-            Whether nothing is left. What the work raised is not raised here.
+        True says that nothing is left. What the work raised is not raised here.
         """
         ...
 
@@ -114,11 +113,7 @@ _worlds: WeakKeyDictionary[dist.ProcessGroup, World] = WeakKeyDictionary()
 
 
 def current_world() -> World:
-    """The running job's record.
-
-    Raises:
-        RuntimeError: torch.distributed has not been started.
-    """
+    """The running job's record; RuntimeError if torch.distributed has not been started."""
     if not dist.is_available() or not dist.is_initialized():
         raise RuntimeError(
             "torch.distributed has not been started: call lamina.mesh.init_distributed() first "

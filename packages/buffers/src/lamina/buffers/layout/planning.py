@@ -73,9 +73,8 @@ def _in_a_row(items: Sequence[Item], num_shards: int, alignment: int, unit: int)
 class Divisors:
     """Which shard sizes the granules allow at all.
 
-    Attributes:
-        least: the least shard size that is possible: it holds the payload and the largest tensor
-            that may not be cut, and is a multiple of `unit` and of each granule that is forced.
+    The least one that is possible (`least`) holds the payload and the largest tensor that may not
+    be cut, and is a multiple of `unit` and of each granule that is forced.
     """
 
     def __init__(self, items: Sequence[Item], num_shards: int, unit: int) -> None:

@@ -275,8 +275,7 @@ class PNorm:
 def _norms(operation: str, tensors: Sequence[SpanTensor], order: float) -> list[torch.Tensor]:
     """Norms of whole tensors in fp64, with one communication for all of them.
 
-    Raises:
-        NotImplementedError: the tensors are cut over different ranks.
+    NotImplementedError says that the tensors are cut over different ranks.
     """
     norm = PNorm(order)
     shares = torch.stack([norm.share(tensor._local) for tensor in tensors])

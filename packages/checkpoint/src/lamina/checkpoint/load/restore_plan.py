@@ -284,9 +284,8 @@ class Plan:
     def conclude(self, claimed: Mapping[str, bool], rank: int, world_size: int) -> None:
         """Compare names, once it is known which names have a place on some rank (`claimed`).
 
-        Raises:
-            CheckpointMismatchError: a name on one side only, and the selection is strict; a pattern
-                that matches nothing; or a `PerRank` that refuses another layout.
+        CheckpointMismatchError says that a name is on one side only, and the selection strict; that
+        a pattern matches nothing; or that a `PerRank` refuses another layout.
         """
         for entry, planned in self._entries.items():
             value = self._objects[entry]

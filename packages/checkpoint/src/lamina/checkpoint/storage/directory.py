@@ -200,13 +200,10 @@ def _discard(root: Path, path: Path, step: int) -> None:
 
 
 class LocalStore:
-    """A directory of checkpoints on a file system that every rank sees.
-
-    Attributes:
-        has_locks: whether `clean` can tell a writer at work from one that was killed.
-    """
+    """A directory of checkpoints on a file system that every rank sees."""
 
     has_locks = True
+    """Whether `clean` can tell a writer at work from one that was killed."""
 
     def __init__(self, root: Path) -> None:
         self.root = root.absolute()  # for the program may change its working directory

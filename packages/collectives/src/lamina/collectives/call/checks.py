@@ -95,10 +95,8 @@ def require_agreement(
 ) -> None:
     """Compare a description of this call over all ranks; collective.
 
-    Facts are what has to be equal everywhere: sizes, dtypes, options.
-
-    Raises:
-        ValueError: on every rank, if any two differ.
+    Facts are what has to be equal everywhere: sizes, dtypes, options. ValueError, on every rank, if
+    any two differ.
     """
     if group is None or group.size() == 1 or device.type == "meta":
         return
@@ -124,8 +122,7 @@ def require_matching_splits(
 ) -> None:
     """Compare what each rank is about to send with what its receivers expect; collective.
 
-    Raises:
-        ValueError: on every rank, naming all pairs that differ.
+    ValueError, on every rank, names all pairs that differ.
     """
     if group is None or group.size() == 1 or device.type == "meta":
         return

@@ -156,11 +156,7 @@ def _decoded(rows: torch.Tensor, wire: Wire, numel: int) -> torch.Tensor:
 
 
 def _triton_sum() -> Callable[..., None]:
-    """Import the kernel when it is first needed: CPU users need not have Triton.
-
-    Raises:
-        ImportError: it is missing.
-    """
+    """Import the kernel when it is first needed: CPU users need not have Triton."""
     try:
         from lamina.collectives.reduction.triton_sum import fused_sum as triton_fused_sum
     except ImportError as error:
@@ -236,11 +232,7 @@ def _block_of(chunks: Chunks, wire: Wire) -> int:
 
 
 class _BlockSum:
-    """A sum of chunks, block by block; `start` and `width` say which elements are at hand.
-
-    Attributes:
-        block: elements per block.
-    """
+    """A sum of chunks, in blocks of `block` elements; `start` and `width` say which are at hand."""
 
     def __init__(self, chunks: Chunks, wire: Wire, numel: int, buffers: SumBuffers) -> None:
         self.start = self.width = 0
@@ -264,8 +256,7 @@ class _BlockSum:
     def _tree(self, ranks: range, into: torch.Tensor | None, depth: int = 1) -> torch.Tensor:
         """Sum the chunks of `ranks`; levels below `depth` are taken.
 
-        Returns:
-            The sum: in `into`, in a level where that is None, or one chunk where it lies.
+        The sum is in `into`, in a level where that is None, or is one chunk where it lies.
         """
         if len(ranks) == 1:
             return self._leaf(ranks[0], into, depth)

@@ -157,9 +157,8 @@ class GlooExchange:
     def fill(self) -> None:
         """Wait until everything is where it was asked for, and nobody needs this rank's buffers.
 
-        Raises:
-            ValueError: two ranks of this host expect different sizes.
-            RuntimeError: something does not come in time, or a rank is gone.
+        ValueError says that two ranks of this host expect different sizes, RuntimeError that
+        something does not come in time, or that a rank is gone.
         """
         if not self._posted:  # see Note [The first exchange of a group blocks]
             self._post()
@@ -180,12 +179,7 @@ class GlooExchange:
         return [found[rank] for rank in sorted(found)]
 
     def close(self) -> None:
-        """The chunks have been read: wait until nobody needs this rank's buffers either.
-
-        Raises:
-            ValueError: a rank of this host expected another size.
-            RuntimeError: a rank is gone.
-        """
+        """End it after the chunks were read: nobody needs this rank's buffers; raises as `fill`."""
         for source, numel, _ in self._receives:
             arriving = self._arriving[source]
             if isinstance(arriving, HostPeer):

@@ -10,11 +10,7 @@ __all__ = ["backend_name", "group_rank", "group_size", "served_by_gloo", "timeou
 
 
 def group_size(group: ProcessGroup | None) -> int:
-    """Number of ranks in `group`; None is a group of one.
-
-    Raises:
-        TypeError: it is no process group.
-    """
+    """Number of ranks in `group`; None is a group of one. TypeError if it is no process group."""
     try:
         return 1 if group is None else group.size()
     except (AttributeError, TypeError):
@@ -22,11 +18,7 @@ def group_size(group: ProcessGroup | None) -> int:
 
 
 def group_rank(group: ProcessGroup | None) -> int:
-    """This rank's number in `group`.
-
-    Raises:
-        TypeError: it is no process group.
-    """
+    """This rank's number in `group`; TypeError if it is no process group."""
     try:
         return 0 if group is None else group.rank()
     except (AttributeError, TypeError):
@@ -48,11 +40,7 @@ def where(group: ProcessGroup | None) -> str:
 
 
 def backend_name(group: ProcessGroup, device: torch.device) -> str:
-    """Name of the backend that serves tensors on `device` in `group` ("gloo", "nccl", "fake").
-
-    Raises:
-        ValueError: the group has no backend for that device.
-    """
+    """Name of the backend for tensors on `device` ("gloo", "nccl", "fake"); ValueError if none."""
     try:
         return str(group._get_backend(torch.device(device.type)).name()).lower()
     except RuntimeError as error:

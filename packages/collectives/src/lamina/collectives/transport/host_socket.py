@@ -36,10 +36,9 @@ class HostSocket:
         self._reading = False
 
     def send(self, key: int, first: int, second: int) -> None:
-        """Send two numbers under a key. Does not wait for the other end to ask for them.
+        """Send two numbers under a key, without waiting for the other end to ask for them.
 
-        Raises:
-            RuntimeError: the other process is gone.
+        RuntimeError says that the other process is gone.
         """
         try:
             with self._send_lock:
@@ -51,10 +50,8 @@ class HostSocket:
         """Wait for the numbers that the other end sends under `key`.
 
         Threads that wait at the same time take turns in reading. A record for another thread's key
-        is kept until that thread takes it.
-
-        Raises:
-            RuntimeError: nothing came in time, or the other process is gone.
+        is kept until that thread takes it. RuntimeError says that nothing came in time, or that the
+        other process is gone.
         """
         end = time.monotonic() + self._timeout
         with self._arrived:
@@ -115,8 +112,7 @@ class HostSocketListener:
     def connect(self, number: int, rank: int, secret: int, peer: int, timeout: float) -> HostSocket:
         """Connect to the listener `number` of `peer`, as `rank`, showing the peer's secret.
 
-        Raises:
-            RuntimeError: the peer is gone.
+        RuntimeError says that the peer is gone.
         """
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         connection.settimeout(timeout)
@@ -134,13 +130,8 @@ class HostSocketListener:
     def accept(self, callers: dict[int, int], secret: int, timeout: float) -> dict[int, HostSocket]:
         """Wait for other ranks, and hang up on everybody else.
 
-        Args:
-            callers: the process of each rank that will call.
-            secret: what they have to show.
-            timeout: seconds for all of them.
-
-        Raises:
-            RuntimeError: one of them is gone, or does not call in time.
+        `callers` has the process of each rank that will call, and has to show the secret.
+        RuntimeError says that one of them is gone, or does not call within `timeout` seconds.
         """
         sockets: dict[int, HostSocket] = {}
         end = time.monotonic() + timeout

@@ -146,11 +146,7 @@ class Lane:
             return self.host_peers
 
     def keep_to_messages(self) -> None:
-        """Never read a peer's memory; before the first exchange.
-
-        Raises:
-            RuntimeError: the ranks have already agreed otherwise.
-        """
+        """Never read a peer's memory; RuntimeError if the ranks have already agreed otherwise."""
         with self._finding:
             if self.host_peers is not None and any(self.host_peers):
                 raise RuntimeError(

@@ -71,8 +71,7 @@ class HostPeer:
     def read(self, address: int, into: torch.Tensor) -> None:
         """Copy `into.numel()` elements at `address` of the other process to the CPU tensor `into`.
 
-        Raises:
-            RuntimeError: the process is gone, or the memory is.
+        RuntimeError says that the process is gone, or the memory.
         """
         readv = _process_vm_readv()
         target, left = into.data_ptr(), into.numel() * into.element_size()
@@ -136,12 +135,10 @@ def _believe(rank: int, mine: torch.Tensor, theirs: torch.Tensor) -> HostPeer | 
 
 
 def find_host_peers(group: ProcessGroup, *, willing: bool) -> tuple[HostPeer | None, ...]:
-    """Find out, with all ranks of `group`, which of them can read each other's memory.
+    """Find out which ranks of `group` can read each other's memory: the peers, by rank.
 
-    Collective. Both ends of a pair come to the same answer.
-
-    Returns:
-        Per rank of the group the peer, or None (also for this rank itself).
+    Collective. Both ends of a pair come to the same answer. None stands for all others, and for
+    this rank itself.
     """
     secret = torch.tensor([secrets.randbits(62)], dtype=torch.int64, device="cpu")
     number, listener = secrets.randbits(62), None

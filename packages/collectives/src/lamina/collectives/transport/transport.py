@@ -101,14 +101,10 @@ class Route(Protocol):
 def route_for(
     group: ProcessGroup | None, piece: int, total: int, device: torch.device, unit: int = 1
 ) -> Route:
-    """Choose how pieces travel.
+    """Choose how a rank's pieces, of `piece` items of a whole of `total`, travel.
 
-    Args:
-        group: the ranks, or None for a group of one.
-        piece: items of a rank's piece of the whole.
-        total: items of the whole; the last ranks' pieces may be shorter, or empty.
-        device: where the tensors lie.
-        unit: items of which no part of a large message may hold a fraction.
+    The last ranks' pieces may be shorter, or empty. No part of a large message holds a fraction of
+    `unit` items.
     """
     if group is None or group.size() == 1 or device.type == "meta":
         return _LocalRoute()

@@ -179,7 +179,7 @@ class GlooExchange:
         return [found[rank] for rank in sorted(found)]
 
     def close(self) -> None:
-        """End it after the chunks were read: nobody needs this rank's buffers; raises as `fill`."""
+        """Wait, with the chunks read, until nobody needs this rank's buffers; raises as `fill`."""
         for source, numel, _ in self._receives:
             arriving = self._arriving[source]
             if isinstance(arriving, HostPeer):

@@ -14,7 +14,6 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from lamina.mesh.devices import bind_device, choose_device, default_backend
 from lamina.mesh.errors import EnvironmentVariableError
 from lamina.mesh.hosts import agree_on_hosts
 from lamina.mesh.launch import Launch, read_launch
@@ -198,25 +197,17 @@ def _watch_over(
 def _start(
     launch: Launch, backend: str | None, timeout: timedelta, device: torch.device | str | None
 ) -> Runtime:
-    place = choose_device(launch.local_rank, backend, device)
-    chosen = backend if backend is not None else default_backend(place)
+    rank, world_size, local_rank = launch.rank, launch.world_size, launch.local_rank
+    place = _choose_device(local_rank, backend, device)
+    chosen = backend if backend is not None else _default_backend(place)
     store = fake_store() if chosen == "fake" else open_store(launch, timeout)
-    bind_device(place)
+    if place.type == "cuda":  # so that `cuda` means this rank's GPU
+        torch.cuda.set_device(place)
     # No device_id= here: see Note [No bound device].
-    dist.init_process_group(
-        chosen, store=store, rank=launch.rank, world_size=launch.world_size, timeout=timeout
-    )
+    dist.init_process_group(chosen, store=store, rank=rank, world_size=world_size, timeout=timeout)
     current_world().timeout = timeout
-    return Runtime(
-        launch.rank,
-        launch.world_size,
-        launch.local_rank,
-        place,
-        chosen,
-        True,
-        launch.launcher,
-        dist.group.WORLD,
-    )
+    default = dist.group.WORLD
+    return Runtime(rank, world_size, local_rank, place, chosen, True, launch.launcher, default)
 
 
 def _adopt(env: Environment, backend: str | None, device: torch.device | str | None) -> Runtime:
@@ -231,8 +222,9 @@ def _adopt(env: Environment, backend: str | None, device: torch.device | str | N
         )
     rank, world_size = dist.get_rank(), dist.get_world_size()
     local_rank = _adopted_local_rank(env, rank, world_size)
-    place = choose_device(local_rank, there, device)
-    bind_device(place)
+    place = _choose_device(local_rank, there, device)
+    if place.type == "cuda":
+        torch.cuda.set_device(place)
     return Runtime(rank, world_size, local_rank, place, there, False, "existing", dist.group.WORLD)
 
 
@@ -263,3 +255,69 @@ def _as_timedelta(timeout: timedelta | float | None) -> timedelta:
     if limit <= timedelta(0):
         raise ValueError(f"timeout={timeout!r}: give a positive number of seconds or a timedelta.")
     return limit
+
+
+def _choose_device(
+    local_rank: int, backend: str | None, device: torch.device | str | None
+) -> torch.device:
+    """The device asked for, or by default the GPU of `local_rank` if the backend can use it.
+
+    Raises:
+        RuntimeError: a GPU was asked for and isn't there, or NCCL's ranks outnumber the GPUs.
+    """
+    if device is not None:
+        asked = torch.device(device)
+        return asked if asked.type != "cuda" else _gpu(asked.index, local_rank, backend)
+    speaks_cuda = backend is None or "nccl" in backend
+    if speaks_cuda and torch.cuda.is_available():
+        return _gpu(None, local_rank, backend)
+    if backend is not None and "nccl" in backend:
+        raise RuntimeError(
+            f"backend={backend!r} needs a GPU and torch sees none "
+            f"(torch {torch.__version__}, CUDA {torch.version.cuda or 'not built in'}). "
+            "Use backend='gloo' for a CPU run; `python -m lamina.mesh doctor` says what is missing."
+        )
+    return torch.device("cpu")
+
+
+def _default_backend(device: torch.device) -> str:
+    """`cpu:gloo,cuda:nccl` for a GPU, so that CPU tensors can travel too; `gloo` for the CPU.
+
+    RuntimeError says that this build of torch lacks what the device needs.
+    """
+    if device.type == "cpu":
+        return "gloo"
+    if device.type != "cuda":
+        raise RuntimeError(
+            f"no default backend for {device}: Lamina runs on cpu and cuda. Name the backend."
+        )
+    if not dist.is_nccl_available():
+        raise RuntimeError(
+            f"torch {torch.__version__} was built without NCCL. Install a build that has it, or "
+            "pass backend='gloo' (slow: tensors travel through host memory)."
+        )
+    return "cpu:gloo,cuda:nccl"
+
+
+def _gpu(index: int | None, local_rank: int, backend: str | None) -> torch.device:
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if count == 0:
+        raise RuntimeError(
+            f"device='cuda' was asked for and torch sees no GPU (torch {torch.__version__}, CUDA "
+            f"{torch.version.cuda or 'not built in'}). `python -m lamina.mesh doctor` says why."
+        )
+    if index is not None:
+        if index >= count:
+            raise RuntimeError(f"device cuda:{index} was asked for and torch sees {count} GPUs.")
+        return torch.device("cuda", index)
+    # A launcher that shows each rank its own GPU only (srun --gpus-per-task) numbers it 0.
+    if count == 1:
+        return torch.device("cuda", 0)
+    shares = backend is not None and "nccl" not in backend
+    if local_rank >= count and not shares:
+        raise RuntimeError(
+            f"local rank {local_rank} has no GPU: torch sees {count} on this machine and NCCL "
+            f"takes one rank each. Start at most {count} ranks here "
+            f"(torchrun --nproc-per-node={count}), or let ranks share GPUs with backend='gloo'."
+        )
+    return torch.device("cuda", local_rank % count)

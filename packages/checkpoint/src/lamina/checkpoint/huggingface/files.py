@@ -22,16 +22,7 @@ import torch
 from lamina.checkpoint.errors import CheckpointDamagedError, CheckpointMismatchError
 from lamina.checkpoint.storage.streams import memory_of
 
-__all__ = [
-    "DTYPES",
-    "INDEX",
-    "Described",
-    "FileWriter",
-    "Files",
-    "divide",
-    "index_text",
-    "unfinished",
-]
+__all__ = ["DTYPES", "INDEX", "Described", "FileWriter", "Files", "divide", "index_text"]
 
 INDEX = "model.safetensors.index.json"
 _CODES = {
@@ -92,17 +83,12 @@ def index_text(files: Mapping[str, Sequence[Described]]) -> str:
     return json.dumps({"metadata": {"total_size": total}, "weight_map": places}, indent=2)
 
 
-def unfinished(path: Path) -> Path:
-    """Return the name of a file that is being written."""
-    return path.with_name(f".{path.name}.writing")
-
-
 class FileWriter:
     """Writes one file under a temporary name, which `commit` changes to its own."""
 
     def __init__(self, path: Path, tensors: Sequence[Described]) -> None:
         self._path, self._expected = path, list(tensors)
-        self._temporary = unfinished(path)
+        self._temporary = path.with_name(f".{path.name}.writing")
         header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
         offset = 0
         for tensor in tensors:

@@ -29,7 +29,6 @@ from lamina.checkpoint.huggingface.files import (
     FileWriter,
     divide,
     index_text,
-    unfinished,
 )
 from lamina.checkpoint.huggingface.gathering import Whole, boxes_of, fill, gathered, meet
 from lamina.checkpoint.huggingface.weight_links import HuggingFaceLink, Piece, pieces_of, weights_of
@@ -262,7 +261,7 @@ class _Export:
         small["config.json"] = json.dumps(config, indent=2, default=str)
         here = LocalLocation(self._path)
         for name, text in small.items():
-            write_whole(here, unfinished(self._path / name).name, f"{text}\n".encode())
+            write_whole(here, _unfinished(self._path / name).name, f"{text}\n".encode())
         # A kill, or a power failure, from here on leaves files of two exports: without a config
         # nothing opens them.
         fsync_directory(self._path)
@@ -276,7 +275,7 @@ class _Export:
                 path.unlink()
         fsync_directory(self._path)
         for name in small:
-            unfinished(self._path / name).replace(self._path / name)
+            _unfinished(self._path / name).replace(self._path / name)
         fsync_directory(self._path)
 
     def abandon(self) -> None:
@@ -285,7 +284,11 @@ class _Export:
             writer.abandon()
         for name in _SMALL:
             with suppress(OSError):
-                unfinished(self._path / name).unlink(missing_ok=True)
+                _unfinished(self._path / name).unlink(missing_ok=True)
+
+
+def _unfinished(path: Path) -> Path:
+    return path.with_name(f".{path.name}.writing")
 
 
 def import_huggingface(

@@ -118,7 +118,8 @@ def sum_chunks(
 ) -> None:
     """Sum `chunks`, of all ranks in rank order, into `output` in the fixed tree.
 
-    `wire` says how chunks become summands. Buffers of an earlier sum are for that on CPU.
+    `wire` says how chunks become summands. The implementation on CPU takes the buffers of an
+    earlier sum.
     """
     if output.device.type == "meta":
         return

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Protocol, cast
+from typing import Protocol, TypeAlias, cast
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch.distributed as dist
@@ -35,6 +35,8 @@ __all__ = [
     "ranks_of",
     "running_watchdog",
 ]
+
+Group: TypeAlias = dist.ProcessGroup
 
 
 def default_store() -> c10d.Store:
@@ -78,27 +80,19 @@ class Saver(Protocol):
 class World:
     """What Lamina knows of one default process group: its timeout and the groups made in it.
 
-    Attributes:
-        timeout: of the groups that are made in it.
-        savers: what is to end before the groups do.
-        watchdog: watches over it.
-        ranks_per_host: None until `init_distributed` has found it out; see `hosts`.
-        groups: by description and ranks.
-        host_runs: where the ranks of a group are, by group.
-        host_groups: the groups inside and between hosts that were made of a group, by group.
+    Groups are by description and ranks. `host_groups` are those inside and between hosts that were
+    made of a group. `ranks_per_host` is None until `init_distributed` has found it out.
     """
 
     timeout: timedelta | None = None
     savers: WeakSet[Saver] = field(default_factory=WeakSet)
     watchdog: Watchdog | None = None
     ranks_per_host: int | None = None
-    groups: dict[tuple[str, tuple[int, ...]], dist.ProcessGroup] = field(default_factory=dict)
-    host_runs: WeakKeyDictionary[dist.ProcessGroup, HostRuns] = field(
+    groups: dict[tuple[str, tuple[int, ...]], Group] = field(default_factory=dict)
+    host_runs: WeakKeyDictionary[Group, HostRuns] = field(default_factory=WeakKeyDictionary)
+    host_groups: WeakKeyDictionary[Group, tuple[Group, Group]] = field(
         default_factory=WeakKeyDictionary
     )
-    host_groups: WeakKeyDictionary[
-        dist.ProcessGroup, tuple[dist.ProcessGroup, dist.ProcessGroup]
-    ] = field(default_factory=WeakKeyDictionary)
 
     def finish_savers(self, patience: float) -> None:
         """Wait for the savers, each until it makes no progress for `patience` seconds."""

@@ -58,11 +58,8 @@ class MemoryBlocks:
     """Makes blocks on one device, fills and empties them, and finds the block of a tensor.
 
     A block in which nobody lives refuses access. Whoever reads it through a tensor that was kept
-    gets an error, and not a crash or what another key has left there.
-
-    Args:
-        device: where.
-        poison: released bytes become 0xFF and are kept, instead of being given back or refused.
+    gets an error, and not a crash or what another key has left there. With `poison`, released bytes
+    become 0xFF and are kept, instead of being given back or refused.
     """
 
     def __init__(self, device: torch.device, poison: bool) -> None:

@@ -18,6 +18,7 @@ from build import Shape
 from data import Corpus
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.table import Column
 from run import Run
 from torch.profiler import profile
 
@@ -59,7 +60,7 @@ class Metrics:
         columns = TextColumn("step"), MofNCompleteColumn(), BarColumn(bar_width=20)
         self._bar = Progress(
             *columns,
-            TextColumn("{task.fields[figures]}"),
+            TextColumn("{task.fields[figures]}", table_column=Column()),  # in several lines
             console=Console(file=sys.stdout),
             disable=not (self._main and sys.stdout.isatty()),
         )

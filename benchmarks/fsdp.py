@@ -14,7 +14,8 @@ Between namespaces messages are forced (`use_messages`), as ranks of one host wo
 each other's memory past the link; "bound" is the longer of the step without communication and the
 bytes sent over the link's speed. Over the simulated transport (`simulated_group`) one process plays
 rank 0 of several that share no memory, as over NCCL: its memory and copies mean something, and its
-times do not. With `--bf16` weights and gradients travel and compute in bf16, main weights are fp32.
+times do not. Systems "in backward" step each parameter in a hook on its gradient, and free that.
+With `--bf16` weights and gradients travel and compute in bf16, main weights are fp32.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ class System:
 
     name: str
     model: nn.Module
-    optimizer: torch.optim.Optimizer
+    optimizer: torch.optim.Optimizer | None  # None: parameters are stepped in backward
     seconds: list[float] = field(default_factory=list)
     resident: int = 0
     copied: int = 0
@@ -70,8 +71,23 @@ class System:
 
     def step(self, tokens: torch.Tensor) -> None:
         self.model(tokens[:, :-1], labels=tokens[:, 1:]).backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        if self.optimizer is not None:
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+
+
+def stepped_in_backward(system: System, settings: argparse.Namespace) -> System:
+    """The system with an optimizer for each parameter, in a hook that its gradient calls."""
+    kind = {"fused": True} if settings.fused else {"foreach": True}
+    own = {p: torch.optim.AdamW([p], lr=1e-4, **kind) for p in system.model.parameters()}
+
+    def step(parameter: torch.Tensor) -> None:
+        own[parameter].step()
+        own[parameter].zero_grad()
+
+    for parameter in own:
+        parameter.register_post_accumulate_grad_hook(step)
+    return System(f"{system.name}, in backward", system.model, None)
 
 
 def build(settings: argparse.Namespace) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -99,7 +115,7 @@ def ddp(settings: argparse.Namespace, mesh: ParallelMesh) -> System:
 
 
 def fsdp2(
-    reshard: bool, ends: bool = False
+    reshard: bool, ends: bool = False, in_backward: bool = False
 ) -> Callable[[argparse.Namespace, ParallelMesh], System]:
     """FSDP2 over blocks and the root; with `ends`, embedding and head are units too."""
 
@@ -117,7 +133,8 @@ def fsdp2(
         kind = {"fused": True} if settings.fused else {"foreach": True}
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, **kind)
         more = ("" if reshard else ", no reshard") + (", ends are units" if ends else "")
-        return System("torch FSDP2" + more, model, optimizer)
+        system = System("torch FSDP2" + more, model, None if in_backward else optimizer)
+        return stepped_in_backward(system, settings) if in_backward else system
 
     return make
 
@@ -129,11 +146,13 @@ def largest_unit(settings: argparse.Namespace) -> int:
 
 
 def lamina(
-    strategy: int, slots: bool = False, one: bool = False
+    strategy: int, slots: bool = False, one: bool = False, in_backward: bool = False
 ) -> Callable[[argparse.Namespace, ParallelMesh], System]:
     def make(settings: argparse.Namespace, mesh: ParallelMesh) -> System:
-        model, optimizer = fully_shard(
-            *build(settings),
+        model, optimizer = build(settings)
+        given = (model,) if in_backward else (model, optimizer)
+        fully_shard(
+            *given,
             device_mesh=mesh,
             zero_dp_strategy=strategy,
             fsdp_double_buffer=slots,
@@ -144,7 +163,8 @@ def lamina(
             ),
         )
         more = (", slots" if slots else "") + (", one in flight" if one else "")
-        return System(f"lamina strategy {strategy}{more}", model, optimizer)
+        system = System(f"lamina strategy {strategy}{more}", model, optimizer)
+        return stepped_in_backward(system, settings) if in_backward else system
 
     return make
 
@@ -158,6 +178,8 @@ MAKERS = {
     "lamina3": lamina(3),
     "lamina3-slots": lamina(3, slots=True),
     "lamina3-one": lamina(3, one=True),
+    "fsdp2-in-backward": fsdp2(True, in_backward=True),
+    "lamina3-in-backward": lamina(3, in_backward=True),
     "lamina2": lamina(2),
     "lamina1": lamina(1),
     "lamina0": lamina(0),

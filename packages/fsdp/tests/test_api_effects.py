@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+import pickle
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy as TorchPolicy
 from lamina.collectives import Ledger
 from lamina.ddp import DataParallel, NonFiniteGradientError, full_gradients, full_parameters
 from lamina.fsdp import MixedPrecisionPolicy, fully_shard, shard_module
+from lamina.mesh import mark, role_of
 from lamina_testing.toys import Block, OddNet, inputs
 
 BF16 = torch.bfloat16
@@ -304,14 +306,71 @@ def test_a_model_that_was_converted_after_sharding_is_refused_by_name(convert, s
         loss_of(model, ranks.rank)
 
 
+def shard_by_module(model, policy):
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    for block in model.blocks:
+        shard_module(block, mesh, mp_policy=policy)
+    return shard_module(model, mesh, mp_policy=policy)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("kind", [0, 1, 3, "shard_module"])
+@pytest.mark.parametrize("dtype", [None, BF16])
+def test_a_copy_of_a_sharded_model_trains_on_as_the_model_does(kind, dtype, ranks):
+    def train(model, optimizer, steps):
+        for step in range(steps):
+            loss_of(model, ranks.rank + 2 * step).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return full_parameters(model)
+
+    policy = MixedPrecisionPolicy(param_dtype=dtype)
+    plain = build()
+    mark(plain.blocks[0].up.weight, block_rows=1)
+    plain.blocks[0].register_forward_hook(lambda module, _, out: out * 2)
+    plain.blocks[1].down.bias.requires_grad_(False)
+    hooks = [len(m._forward_pre_hooks) for m in plain.modules()]
+    if kind == "shard_module":
+        model = shard_by_module(plain, policy)
+    else:
+        model = sharded_as(plain, zero_dp_strategy=kind, mixed_precision_policy=policy)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    before = train(model, optimizer, 2)
+    made = copy.deepcopy(model)
+    other = torch.optim.SGD(made.parameters(), 0.1)
+    assert role_of(made.blocks[0].up.weight).block_rows == 1
+    assert [type(m) for m in made.blocks[0].up.modules()] == [nn.Linear]
+    assert len(hooks) == len(list(made.modules()))
+    for one, two in zip(model.modules(), made.modules(), strict=True):
+        assert len(one._forward_pre_hooks) == len(two._forward_pre_hooks)
+        assert len(one._load_state_dict_post_hooks) == len(two._load_state_dict_post_hooks)
+    found = train(made, other, 2)
+    for name, value in full_parameters(model).items():
+        assert torch.equal(value, before[name]), f"training the copy has changed {name}"
+    wanted = train(model, optimizer, 2)
+    assert found.keys() == wanted.keys()
+    moved = sum(not torch.equal(wanted[name], before[name]) for name in wanted)
+    assert moved > len(wanted) / 2
+    for name, value in wanted.items():
+        assert torch.equal(value, found[name]), name
+    with torch.no_grad():
+        again = copy.deepcopy(made)  # a copy of a copy
+        assert torch.equal(loss_of(again, ranks.rank), loss_of(made, ranks.rank))
+
+
+def sharded_as(model, **settings):
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    return fully_shard(model, device_mesh=mesh, fsdp_unit_modules=[Block], **settings)
+
+
 @pytest.mark.ranks(1)
-def test_a_sharded_model_is_not_copied(ranks):
+def test_a_sharded_model_is_not_pickled(ranks):
     model = sharded_alone()
     assert isinstance(model, DataParallel)
     with pytest.raises(TypeError, match=r"is no list: write \[Conv2d\]"):
         fully_shard(nn.Linear(2, 2), fsdp_unit_modules=nn.Conv2d)
-    with pytest.raises(NotImplementedError, match="copy the model before"):
-        copy.deepcopy(model)
+    with pytest.raises(NotImplementedError, match=r"save model.state_dict\(\)"):
+        pickle.dumps(model)
     with pytest.raises(ValueError, match=r"fsdp_unit_modules=\[Conv2d\] matches no submodule"):
         fully_shard(build(), fsdp_unit_modules=[nn.Conv2d])
 

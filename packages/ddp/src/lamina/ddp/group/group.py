@@ -125,6 +125,8 @@ class ParameterGroup:
         self.dtypes = dtypes
         self.settings = settings
         self.requires_grad = self.refs[0].parameter.requires_grad
+        self.given_dtype = self.refs[0].parameter.dtype
+        """Of the parameters as the user made them."""
         self.has_optimizer = False
         """Whether somebody steps the main parameters, as far as this package knows."""
         self.step_facts: list[weakref.WeakMethod[Callable[[], list[Fact]]]] = []

@@ -45,7 +45,7 @@ from lamina.fsdp.weights.encoded import EncodedWeights
 from lamina.fsdp.weights.offloaded import OffloadedWeights, offloaded
 from lamina.fsdp.weights.sharded import ShardedWeights
 
-__all__ = ["build_units", "start_engine", "storage_pool", "updated_apart"]
+__all__ = ["build_units", "start_engine", "storage_pool", "updated_apart", "without_values"]
 
 
 @dataclass(frozen=True)
@@ -196,6 +196,17 @@ def updated_apart(refs: Iterable[ParameterRef], sharding: Sharding) -> dict[int,
         if cut or elsewhere or (trained and dtypes.main != dtypes.weights):
             found[id(ref.parameter)] = ref.name
     return found
+
+
+def without_values(settings: ShardingSettings) -> ShardingSettings:
+    """Settings with which meta parameters get memory, and values that do not matter."""
+
+    def fill(module: nn.Module) -> None:
+        for parameter in module._parameters.values():
+            if parameter is not None and not parameter.is_meta:
+                parameter.zero_()
+
+    return replace(settings, init_module=fill, sync_module_states=False)
 
 
 # -- groups ---------------------------------------------------------------------------------------

@@ -27,10 +27,22 @@ from lamina.ddp.engine import (
     step_over_groups,
     warn_of_unfinished_steps,
 )
-from lamina.fsdp.api.build import build_units, start_engine, storage_pool, updated_apart
+from lamina.fsdp.api.build import (
+    build_units,
+    start_engine,
+    storage_pool,
+    updated_apart,
+    without_values,
+)
 from lamina.fsdp.api.resolve import Sharding, resolve
 from lamina.fsdp.execution.hooks import attach_hooks, finish_before_steps
-from lamina.fsdp.module.sharded_module import ShardedModule, WatchedModule, adopt, is_sharded
+from lamina.fsdp.module.sharded_module import (
+    ShardedModule,
+    WatchedModule,
+    adopt,
+    is_sharded,
+    remember_sharding,
+)
 from lamina.fsdp.settings.hardware_limits import UnavailableError
 from lamina.fsdp.settings.megatron_names import MegatronNames
 from lamina.fsdp.settings.precision import MixedPrecisionPolicy
@@ -426,6 +438,8 @@ def _shard(
         give_whole_tensors(sharded, always=False)
     else:
         give_whole_tensors(sharded)
+    blank = without_values(settings)
+    remember_sharding([sharded], lambda copies: _shard(copies[0], None, blank, names))
     return sharded
 
 

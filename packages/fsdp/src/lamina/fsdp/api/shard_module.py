@@ -24,12 +24,17 @@ from lamina.ddp.engine import (
     collect_parameters,
     require_same_model,
 )
-from lamina.fsdp.api.build import build_units, start_engine, storage_pool
+from lamina.fsdp.api.build import build_units, start_engine, storage_pool, without_values
 from lamina.fsdp.api.resolve import Sharding, resolve
 from lamina.fsdp.execution.engine import ShardingEngine
 from lamina.fsdp.execution.hooks import attach_hooks
 from lamina.fsdp.execution.unit import Unit
-from lamina.fsdp.module.sharded_module import ShardedModule, adopt, is_sharded
+from lamina.fsdp.module.sharded_module import (
+    ShardedModule,
+    adopt,
+    is_sharded,
+    remember_sharding,
+)
 from lamina.fsdp.settings.hardware_limits import UnavailableError
 from lamina.fsdp.settings.meshes import Mesh
 from lamina.fsdp.settings.precision import MixedPrecisionPolicy, policy_from
@@ -181,12 +186,6 @@ def shard_module(
             "the optimizer over model.parameters() after the last shard_module"
         )
     mesh = named_mesh(mesh)
-    modules = _listed(module)
-    # What they share is found as in a model that they are all of.
-    around = modules[0] if len(modules) == 1 else nn.ModuleList(modules)
-    ignored = {id(parameter) for parameter in ignored_params or ()}
-    for one in modules:
-        localise_dtensors(one, ignored)
     settings = ShardingSettings(
         device_mesh=mesh,
         **_dimensions(mesh),
@@ -196,6 +195,22 @@ def shard_module(
         device=device,
         broadcast_buffers=broadcast_buffers,
     )
+    ignored = {id(parameter) for parameter in ignored_params or ()}
+    sharded = _shard(_listed(module), settings, reshard_after_forward, ignored)
+    return sharded[0] if isinstance(module, nn.Module) else sharded
+
+
+def _shard(
+    modules: list[nn.Module],
+    settings: ShardingSettings,
+    reshard_after_forward: bool | int | None,
+    ignored: Collection[int],
+) -> list[ModuleWithUnit]:
+    """Make one unit of modules; `ignored` are `id`s of parameters to leave alone."""
+    # What they share is found as in a model that they are all of.
+    around = modules[0] if len(modules) == 1 else nn.ModuleList(modules)
+    for one in modules:
+        localise_dtensors(one, ignored)
     sharding = resolve(around, settings)
     keep = _resharding(reshard_after_forward, sharding.dense.inner.size)
     inner = tuple(m for m in around.modules() if isinstance(m, ModuleWithUnit))
@@ -217,7 +232,15 @@ def shard_module(
     for one in sharded:
         one.__dict__[_BUILT] = built
     _show_parts(sharded, sharding)
-    return sharded[0] if isinstance(module, nn.Module) else sharded
+    blank = without_values(settings)
+
+    def again(copies: list[nn.Module]) -> object:
+        # What was left alone has values, and what inner units hold is left out anyway.
+        left_alone = {id(p) for one in copies for p in one.parameters() if not p.is_meta}
+        return _shard(copies, blank, reshard_after_forward, left_alone)
+
+    remember_sharding(sharded, again)
+    return sharded
 
 
 def _listed(given: nn.Module | list[nn.Module]) -> list[nn.Module]:

@@ -79,6 +79,8 @@ class UnitHooks:
         self._input_dtype = input_dtype
         self._output_dtype = output_dtype
         self._inner = inner
+        self.methods: list[str] = []
+        """Names of the registered methods of the module."""
         self._engine: ShardingEngine | None = None
         self._in_method = False
         """Inside a registered method: calls of `forward` from there find the unit gathered, and
@@ -293,6 +295,7 @@ def register_forward_method(module: nn.Module, name: str) -> None:
         return hooks.call(owner(), method, args, kwargs)
 
     module.__dict__[name] = gathered
+    hooks.methods.append(name)
 
 
 def _mark_inputs(engine: ShardingEngine, unit: Unit, inputs: Any) -> Any:

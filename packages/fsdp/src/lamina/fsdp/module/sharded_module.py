@@ -1,6 +1,7 @@
 """What a sharded module can do beside what its own class can."""
 
-from collections.abc import Iterator
+import copy
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeVar, cast
 
@@ -10,12 +11,14 @@ from torch import nn
 from lamina.collectives.engine import broadcast
 from lamina.ddp import DataParallel
 from lamina.ddp.engine import MemoryBudgets, ParameterGroup
-from lamina.fsdp.execution.hooks import unit_of
+from lamina.fsdp.execution.hooks import hooks_of, register_forward_method, unit_of
 from lamina.fsdp.execution.unit import Unit
 from lamina.fsdp.module.fsdp2_methods import UnitMethods
+from lamina.fsdp.settings.hardware_limits import UnavailableError
 from lamina.fsdp.state.state_dicts import prepare_given_optimizers
+from lamina.mesh.engine import copy_role
 
-__all__ = ["ShardedModule", "WatchedModule", "adopt", "is_sharded"]
+__all__ = ["ShardedModule", "WatchedModule", "adopt", "is_sharded", "remember_sharding"]
 
 ModuleT = TypeVar("ModuleT", bound="ShardedModule")
 
@@ -181,10 +184,17 @@ class ShardedModule(UnitMethods):
         return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        raise NotImplementedError(
-            f"{type(self).__name__} is sharded and cannot be copied: copy the model before "
-            "fully_shard, or build a second one and load_state_dict(model.state_dict())"
-        )
+        """A copy that is sharded by itself, over the same ranks (collective).
+
+        Each rank copies what it holds: nothing is gathered. Gradients are not copied, no optimizer
+        holds the parameters of the copy, and divide factors and hooks of reductions that were set
+        on units stay theirs.
+
+        Raises:
+            UnavailableError: if units hold DTensors.
+            RuntimeError: while a backward runs.
+        """
+        return _plain_copy(self, memo) if _WITHIN in memo else copy_sharded(self, memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise NotImplementedError(
@@ -192,6 +202,116 @@ class ShardedModule(UnitMethods):
             "(torch.distributed.checkpoint, or fully_shard(preproc_state_dict_for_dcp_ckpt=False) "
             "and torch.save), and load it into a model built anew"
         )
+
+
+_WITHIN: Any = "a sharded module is being copied"
+"""In the memo of `copy.deepcopy`, whose other keys are integers."""
+_OWN = "_lamina_"
+"""What this package's attributes of modules begin with."""
+_SHARD_AGAIN = "_lamina_shard_again"
+_HOOK_TABLES = (
+    *("_forward_pre_hooks", "_forward_hooks", "_state_dict_hooks", "_state_dict_pre_hooks"),
+    *("_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"),
+)
+
+
+def remember_sharding(modules: list[Any], again: Callable[[list[nn.Module]], object]) -> None:
+    """Keep for copies how modules were sharded.
+
+    Args:
+        modules: the root, or all modules of one unit.
+        again: shards copies of them alike. Parameters are on the meta device, and what values they
+            get does not matter.
+    """
+    for module in modules:
+        module.__dict__[_SHARD_AGAIN] = again
+
+
+def copy_sharded(module: ShardedModule, memo: dict[int, Any]) -> nn.Module:
+    """Copy a sharded module: a plain copy without values is sharded, and gets this one's values.
+
+    Note [Copies of sharded modules]
+        Hooks, units and buffers belong to one module, and know it by references that a copy of them
+        would share. So none of them is copied. `copy.deepcopy` meets meta tensors in place of
+        parameters, what this package has added is taken out of the result, and the same call as
+        before shards it. Spans are then copied from group to group, since both have one layout.
+    """
+    units = list(module.sharding_units())
+    if module._unit_hooks.started:
+        module.sharding_engine.put_at_rest(units)
+    for unit in units:
+        if unit.localised:
+            raise UnavailableError(
+                f"copy.deepcopy of {type(module).__name__}, whose {unit.title} holds DTensors: "
+                "build a second model and load_state_dict(model.state_dict())"
+            )
+        for group in unit.groups:
+            for ref, main in zip(group.refs, group.main_parameters, strict=True):
+                blank = torch.empty(ref.parameter.shape, dtype=group.given_dtype, device="meta")
+                parameter = nn.Parameter(blank, requires_grad=group.requires_grad)
+                copy_role(main, parameter)
+                memo[id(main)] = memo[id(ref.parameter)] = parameter
+    inside = list(module.modules())
+    for each in inside:
+        own = {n: v for n, v in each.__dict__.items() if n.startswith(_OWN)}
+        memo.update({id(value): value for value in own.values()})
+    memo[_WITHIN] = True
+    made = _plain_copy(module, memo)
+    del memo[_WITHIN]
+    pairs = list(zip(inside, made.modules(), strict=True))
+    _take_out(pairs)
+    _shard_again(pairs)
+    _copy_values(units, list(cast(ShardedModule, made).sharding_units()))
+    return made
+
+
+def _plain_copy(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    """As `copy.deepcopy` makes one, of the class that the module had before it was sharded."""
+    cls = cast(type[nn.Module], type(module).__bases__[1])
+    made = cls.__new__(cls)
+    memo[id(module)] = made
+    made.__setstate__(copy.deepcopy(module.__getstate__(), memo))  # type: ignore[no-untyped-call]
+    return made
+
+
+def _take_out(pairs: Iterable[tuple[nn.Module, nn.Module]]) -> None:
+    """Remove what belongs to the modules that were copied from their copies."""
+    for _, made in pairs:
+        for name in [n for n in made.__dict__ if n.startswith(_OWN)]:
+            del made.__dict__[name]
+        for name in _HOOK_TABLES:
+            table: dict[int, Any] = made.__dict__.get(name, {})
+            for handle, hook in list(table.items()):
+                if getattr(hook, "hook", hook).__module__.startswith("lamina.fsdp."):
+                    del table[handle]
+
+
+def _shard_again(pairs: Iterable[tuple[nn.Module, nn.Module]]) -> None:
+    """Shard copies as the modules were, inner ones first."""
+    calls: dict[int, tuple[Callable[[list[nn.Module]], object], list[nn.Module]]] = {}
+    for module, made in pairs:
+        if (again := module.__dict__.get(_SHARD_AGAIN)) is not None:
+            calls.setdefault(id(again), (again, []))[1].append(made)
+    for again, modules in reversed(calls.values()):
+        again(modules)
+    for module, made in pairs:
+        hooks = hooks_of(module)
+        for name in () if hooks is None else hooks.methods:
+            made.__dict__.pop(name, None)
+            register_forward_method(made, name)
+
+
+def _copy_values(units: list[Unit], copies: list[Unit]) -> None:
+    same = dict(zip(units, copies, strict=True))
+    for unit, made in same.items():
+        made.reshard_after_forward = unit.reshard_after_forward
+        made.unshard_in_backward = unit.unshard_in_backward
+        made.prefetch = {k: tuple(map(same.__getitem__, v)) for k, v in unit.prefetch.items()}
+        for group, other in zip(unit.groups, made.groups, strict=True):
+            other.main_weights.data.copy_(group.main_weights.data)
+            other.weights.mark_changed()
+            for main, one in zip(group.main_parameters, other.main_parameters, strict=True):
+                one.requires_grad_(main.requires_grad)
 
 
 class WatchedModule(ShardedModule):

@@ -647,23 +647,40 @@ def torch_save_of_the_wrapper(case: Case):
 
 @use(A, columns=("3",), dtypes=("fp32",))
 def roles_survive_deepcopy(case: Case):
-    """`copy.deepcopy` of layers whose parameters are marked keeps the marks"""
-    from lamina.mesh import mark, role_of
+    """`copy.deepcopy` of a model of `lamina.models` keeps the marks of its parameters"""
+    return {"rows": _rows_of_copy(case, _lamina_model(), copy.deepcopy)}
 
-    layer = nn.Linear(4, 4)
-    mark(layer.weight, tp_shard_dim=0)
-    again = copy.deepcopy(layer)
-    return {"dim": role_of(again.weight).tp_shard_dim}
+
+@use(A, columns=("3",), dtypes=("fp32",))
+def roles_of_one_layer_survive_deepcopy(case: Case):
+    """`copy.deepcopy` of a single layer whose parameters are marked keeps the marks"""
+    return {"rows": _rows_of_copy(case, nn.Linear(4, 4), copy.deepcopy)}
 
 
 @use(A, columns=("3",), dtypes=("fp32",))
 def roles_survive_torch_save(case: Case):
     """`torch.save` of layers whose parameters are marked keeps the marks"""
-    from lamina.mesh import mark, role_of
+    return {"rows": _rows_of_copy(case, nn.Linear(4, 4), _saved_and_loaded)}
 
-    layer = nn.Linear(4, 4)
-    mark(layer.weight, tp_shard_dim=0)
+
+def _lamina_model() -> nn.Module:
+    from lamina.models import GPTModel, TransformerConfig
+
+    return GPTModel(TransformerConfig(vocab_size=8, hidden_size=8, num_layers=1, num_heads=2))
+
+
+def _saved_and_loaded(layer: nn.Module) -> nn.Module:
     file = io.BytesIO()
     torch.save(layer, file)
     file.seek(0)
-    return {"dim": role_of(torch.load(file, weights_only=False).weight).tp_shard_dim}
+    return torch.load(file, weights_only=False)
+
+
+def _rows_of_copy(case: Case, layer, make) -> int | None:
+    from lamina.mesh import mark, role_of
+
+    if case.plain:
+        return 2  # plain PyTorch has no marks, so it cannot say what is right
+    name, weight = next((n, p) for n, p in layer.named_parameters() if p.ndim == 2)
+    mark(weight, block_rows=2)
+    return role_of(make(layer).get_parameter(name)).block_rows

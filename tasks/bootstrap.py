@@ -14,7 +14,8 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from threading import Thread
+from typing import IO, Any
 
 __all__ = [
     "HOUSE",
@@ -23,6 +24,7 @@ __all__ = [
     "ROOT",
     "SUB_FACES",
     "VERSION",
+    "in_one_line",
     "locked",
     "make_venv",
     "ready",
@@ -49,6 +51,27 @@ def locked(name: str) -> Iterator[None]:
             print(f"waiting for another process that is making .nox/{name}", file=sys.stderr)
             fcntl.flock(handle, fcntl.LOCK_EX)
         yield
+
+
+@contextlib.contextmanager
+def in_one_line() -> Iterator[IO[str]]:
+    """A file for a command's output, of which a terminal shows the newest line alone."""
+    reading, writing = os.pipe()
+    width = shutil.get_terminal_size().columns - 1
+
+    def show() -> None:
+        with open(reading, errors="replace") as lines:
+            for line in lines:
+                print(f"\r\x1b[K{line.strip()[:width]}", end="", flush=True)
+
+    thread = Thread(target=show)
+    thread.start()
+    try:
+        with open(writing, "w") as file:
+            yield file
+    finally:
+        thread.join()
+        print("\r\x1b[K", end="", flush=True)
 
 
 def make_venv(python: str, where: Path) -> None:

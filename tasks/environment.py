@@ -19,7 +19,7 @@ from typing import Any
 
 import nox
 
-from tasks.bootstrap import HOUSE, LAYERS, ROOT, VERSION, locked, make_venv
+from tasks.bootstrap import HOUSE, LAYERS, ROOT, VERSION, in_one_line, locked, make_venv
 from tasks.torches import in_range, range_of_tree
 
 PACKAGES = (*(f"packages/{layer}" for layer in LAYERS), "testing")
@@ -81,10 +81,13 @@ def run(
 
 
 def pip(session: nox.Session, where: Environment, *words: str | Path) -> None:
-    """Install into an environment, without byte code; show progress to a person only."""
-    quiet = [] if sys.stdout.isatty() else ["-qq"]
-    command = ["python", "-m", "pip", "install", "--no-compile", *quiet, *words]
-    run(session, *command, where=where)
+    """Install into an environment, without byte code; a person sees pip's newest line."""
+    command = ["python", "-m", "pip", "install", "--no-compile"]
+    if sys.stdout.isatty():
+        with in_one_line() as shown:
+            run(session, *command, *words, where=where, stdout=shown, stderr=sys.stderr)
+    else:
+        run(session, *command, "-qq", *words, where=where)
 
 
 # ------------------------------------------------------------------------ how one is made

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tasks.bootstrap import in_one_line
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -62,6 +63,15 @@ def imports(nodes: list[ast.stmt]) -> list[str]:
         elif isinstance(node, ast.Import):
             names += [alias.name for alias in node.names]
     return names
+
+
+def test_of_what_pip_says_a_terminal_keeps_nothing(capsys):
+    with in_one_line() as shown:
+        subprocess.run([sys.executable, "-c", "print('one\\ntwo' + 99 * 'o')"], stdout=shown)
+    said = capsys.readouterr().out
+    assert "\n" not in said
+    assert [line[:6] for line in said.split("\r")] == ["", "\x1b[Kone", "\x1b[Ktwo", "\x1b[K"]
+    assert len(said.split("\r")[2]) < 99
 
 
 def test_what_runs_before_nox_is_there_imports_the_standard_library_alone():

@@ -46,10 +46,18 @@ class Run:
     runtime: Runtime
 
     def main_first(self, work: Callable[[], object]) -> None:
-        """Do something on the first rank while the others wait."""
-        if self.runtime.is_main:
-            work()
-        dist.barrier()
+        """Do something on the first rank while the others wait; each names what fails there."""
+        told: list[str] = [""]
+        try:
+            if self.runtime.is_main:
+                work()
+        except Exception as error:
+            told = [f"{type(error).__name__}: {error}"]
+            raise
+        finally:
+            dist.broadcast_object_list(told)
+        if told[0]:
+            raise RuntimeError(f"the first rank failed: {told[0]}")
 
     def settings(self) -> dict[str, Any]:
         """What decides the numbers that come out of a run."""

@@ -300,6 +300,14 @@ def test_a_wrong_setting_is_said_once_and_nothing_is_made(rank_server, tmp_path)
     assert not directory.exists()
 
 
+def test_what_fails_on_the_first_rank_alone_is_named_by_all(rank_server, tmp_path):
+    words = words_of(tmp_path / "run", "--data.path", str(tmp_path / "nothing"))
+    ended = rank_server.call(run_ranks, words=words, nproc=2)
+    assert [each.code for each in ended] == [1, 1]
+    for each in ended:  # torchrun's last line quotes whichever was first
+        assert re.search(r"Error: .*--data.path .*nothing: no file matches", each.output)
+
+
 def run_here(directory: Path, *options: str) -> None:
     """Run the job in this process, which is a rank."""
     sys.path.insert(0, str(TRAIN.parent))

@@ -418,18 +418,17 @@ def _attend(
     _like(result, *tensors)
 
 
-def _exchange(result: Tensor, rows: Tensor, exchange: RowExchange) -> None:
+def _exchange(
+    result: Tensor,
+    *,
+    exchange: RowExchange,
+    rows: Tensor | None = None,
+    ticket: Tensor | None = None,
+) -> None:
     """Rows may come from any rank of the group, so they have to vary over each axis of it."""
-    _sent(spmd.get_local_type(rows), exchange.group, (V,), V)
-    _like(result, rows)
-
-
-def _send(result: Tensor, *, rows: Tensor, exchange: RowExchange) -> None:
-    _exchange(result, rows, exchange)
-
-
-def _receive(result: Tensor, *, ticket: Tensor, exchange: RowExchange) -> None:
-    _exchange(result, ticket, exchange)
+    given = ticket if rows is None else rows
+    _sent(spmd.get_local_type(given), exchange.group, (V,), V)
+    _like(result, given)
 
 
 def _inject(result: Tensor, *, carrier: Tensor, loss: Tensor) -> None:
@@ -457,8 +456,8 @@ _RULES: dict[type[torch.autograd.Function], Callable[..., None]] = {
     _LinearCrossEntropy: _linear_cross_entropy,
     _Multiply: _multiply,
     _PiecedAttention: _attend,
-    _Receive: _receive,
-    _Send: _send,
+    _Receive: _exchange,
+    _Send: _exchange,
 }
 
 

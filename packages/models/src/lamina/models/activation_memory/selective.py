@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from lamina.mesh.engine import recompute_contexts
-from lamina.models.base.applied import applied
+from lamina.models.compat import applied
 
 __all__ = ["Discarder"]
 
@@ -165,13 +165,12 @@ class _RandomState:
         self.cuda = [torch.cuda.get_rng_state(device) for device in self.devices]
         self.streams = recompute_contexts()[1]
 
-    def replayed(self) -> AbstractContextManager[Any]:
+    @contextmanager
+    def replayed(self) -> Iterator[None]:
         """Inside, generators draw the same numbers again. Afterwards their states are restored."""
-        stack = ExitStack()
-        with stack:
-            stack.enter_context(torch.random.fork_rng(self.devices))
+        with torch.random.fork_rng(self.devices):
             torch.set_rng_state(self.cpu)
             for device, state in zip(self.devices, self.cuda, strict=True):
                 torch.cuda.set_rng_state(state, device)
-            stack.enter_context(self.streams)
-            return stack.pop_all()
+            with self.streams:
+                yield

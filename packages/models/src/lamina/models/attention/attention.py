@@ -105,9 +105,24 @@ class Attention(nn.Module, ABC):
 
         Returns:
             The same shape as `x`.
+
+        Raises:
+            ValueError: without a context, if `x` is not `[batch, sequence, hidden]` or ranks share
+                a sequence.
         """
         if context is None:
-            context = AttentionContext.plain(self.config, x, training=self.training, cp=self.cp)
+            if self.cp > 1:
+                raise ValueError(
+                    f"without a context attention sees this rank's tokens only, and cp {self.cp} "
+                    "cuts the sequence: pass AttentionContext.build(config, tokens, dtype, "
+                    "mesh=mesh) with the whole tokens"
+                )
+            if x.ndim != 3:
+                raise ValueError(
+                    f"x has shape {tuple(x.shape)}: without a context it must be [batch, sequence, "
+                    "hidden]; under sequence parallelism pass AttentionContext.build(...)"
+                )
+            context = AttentionContext.build(self.config, x, x.dtype, training=self.training)
         context.check(self.config)
         mixed = self.mix(x, context)
         mixed = mixed.flatten(2) if x.ndim == 3 else mixed.flatten(0, 1).flatten(1)

@@ -8,12 +8,7 @@ import torch
 from torch import Tensor
 
 from lamina.models.attention.context_parallel import parallel_pattern
-from lamina.models.attention.kernels import (
-    AttentionPattern,
-    choose_pattern,
-    document_positions,
-    document_runs,
-)
+from lamina.models.attention.kernels import AttentionPattern, document_positions, document_runs
 from lamina.models.attention.rotary import rotary_tables
 from lamina.models.base.config import TransformerConfig
 from lamina.models.base.mesh_axes import MeshLike, axis_of
@@ -111,41 +106,10 @@ class AttentionContext:
                 positions = default_positions(tokens, document_ids)
             rotary = rotary_tables(config, cut_sequence(positions, cp, dim=-1))
         dropout = config.attention_dropout if training else 0.0
-        if cp is None:
-            pattern = choose_pattern(config, tokens, dtype, document_ids, dropout)
-        else:
-            pattern = parallel_pattern(config, cp, tokens, dtype, document_ids, dropout)
+        pattern = parallel_pattern(config, cp, tokens, dtype, document_ids, dropout)
         local = tokens.shape[1] // (1 if cp is None else cp.size)
         runs = None
         if document_ids is not None and config.mamba is not None:
             runs = document_runs(document_ids)
         shape = (tokens.shape[0], local)
         return AttentionContext(shape, pattern, rotary, runs, config=config)
-
-    @staticmethod
-    def plain(
-        config: TransformerConfig, x: Tensor, *, training: bool, cp: int = 1
-    ) -> AttentionContext:
-        """Make plain causal attention with positions from 0, for an attention used by itself.
-
-        Args:
-            config: the attention's.
-            x: its input.
-            training: whether attention dropout applies.
-            cp: ranks that share a sequence.
-
-        Raises:
-            ValueError: if `x` is not `[batch, sequence, hidden]`, or for more than one rank.
-        """
-        if cp > 1:
-            raise ValueError(
-                f"without a context attention sees this rank's tokens only, and cp {cp} cuts the "
-                "sequence: pass AttentionContext.build(config, tokens, dtype, mesh=mesh) with the "
-                "whole tokens"
-            )
-        if x.ndim != 3:
-            raise ValueError(
-                f"x has shape {tuple(x.shape)}: without a context it must be [batch, sequence, "
-                "hidden]; under sequence parallelism pass AttentionContext.build(...)"
-            )
-        return AttentionContext.build(config, x, x.dtype, training=training)

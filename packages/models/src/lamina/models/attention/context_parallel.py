@@ -205,13 +205,13 @@ def check_pattern(
 
 def parallel_pattern(
     config: TransformerConfig,
-    axis: MeshAxis,
+    axis: MeshAxis | None,
     tokens: Tensor,
     dtype: torch.dtype,
     document_ids: Tensor | None,
     dropout: float = 0.0,
 ) -> AttentionPattern:
-    """Build the pattern that the config names.
+    """Build the pattern that the config names; without an axis, that of one process.
 
     `tokens` `[batch, sequence, ...]` and `document_ids` `[batch, sequence]` are of whole sequences;
     `dtype` is that of queries, keys and values.
@@ -219,6 +219,8 @@ def parallel_pattern(
     Raises:
         ValueError: if that kind does not support the case.
     """
+    if axis is None:
+        return choose_pattern(config, tokens, dtype, document_ids, dropout)
     check_pattern(config, axis, tokens.device, dtype, document_ids is not None, dropout)
     window = config.sliding_window
     if config.context_parallel == "ulysses":
@@ -227,7 +229,10 @@ def parallel_pattern(
     if config.context_parallel == "ring":
         return Ring(axis, window, runs)
     sequence, device = tokens.shape[1], tokens.device
-    if runs is None and window is None and not dropout and _merges(config, dtype, device):
+    # A kernel that stores no scores has to return the logs that merging needs.
+    half = dtype in (torch.float16, torch.bfloat16)
+    merges = device.type == "cpu" or (half and max(config.head_width, config.value_width) <= 256)
+    if runs is None and window is None and not dropout and merges:
         return GatheredKeys(axis, InPieces(causal_pieces(axis, sequence, config.score_scale)))
     mine = positions_of(axis.rank, axis.size, sequence, device)
     keys = torch.arange(sequence, device=device)
@@ -235,12 +240,6 @@ def parallel_pattern(
         return GatheredKeys(axis, flex_over(mine, keys, window, runs))
     my_runs = None if runs is None else cut_sequence(runs, axis)
     return GatheredKeys(axis, Masked(allowed_pairs(mine, keys, window, my_runs, runs)))
-
-
-def _merges(config: TransformerConfig, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether a kernel that stores no scores returns the logs that merging needs."""
-    half = dtype in (torch.float16, torch.bfloat16)
-    return device.type == "cpu" or (half and max(config.head_width, config.value_width) <= 256)
 
 
 def causal_pieces(axis: MeshAxis, sequence: int, scale: float) -> tuple[Piece, ...]:

@@ -20,8 +20,8 @@ from torch.distributed import ProcessGroup
 from lamina.collectives import send_recv
 from lamina.collectives.engine import ring
 from lamina.models.attention.kernels import refuse_dropout
-from lamina.models.base.applied import applied
 from lamina.models.compat import (
+    applied,
     flash_attention,
     flash_attention_backward,
     flash_attention_backward_for_cpu,
@@ -50,7 +50,7 @@ class Block:
 
         Logs are float32 or wider. For a query without any key they are -inf and its values are 0.
         """
-        if _flash_on_cpu(query):
+        if query.device.type == "cpu":
             out, logs = flash_attention_for_cpu(
                 query, key, value, 0.0, self.causal, attn_mask=self._bias(query), scale=self.scale
             )
@@ -74,14 +74,21 @@ class Block:
         `grad`, `out` and `logs` are those of the whole attention: the gradient of its result, the
         result, and its logs of sums.
         """
-        if _flash_on_cpu(query):
+        if query.device.type == "cpu":
             found: Gradients = flash_attention_backward_for_cpu(
                 grad, query, key, value, out, logs, 0.0, self.causal,
                 attn_mask=self._bias(query), scale=self.scale,
             )  # fmt: skip
             return found
         if _flash_on_cuda(query) and self.mask is None:
-            return self._flash_backward(grad, query, key, value, out, logs)
+            none = torch.empty(0, dtype=torch.int64, device="cpu")
+            # Without dropout the kernel reads no seed and offset, nor lengths of equal sequences.
+            found = flash_attention_backward(
+                grad, query, _repeat(key, query), _repeat(value, query), out, logs.contiguous(),
+                None, None,
+                query.shape[2], key.shape[2], 0.0, self.causal, none, none, scale=self.scale,
+            )  # fmt: skip
+            return found[0], _gather_heads(found[1], key), _gather_heads(found[2], value)
         weights = (self._scores(query, key) - _finite(logs)[..., None]).exp()
         grad, out = grad.to(weights.dtype), out.to(weights.dtype)
         keys, values = (_repeat(x, query).to(weights.dtype) for x in (key, value))
@@ -94,18 +101,6 @@ class Block:
             _gather_heads(grad_key, key).to(key.dtype),
             _gather_heads(grad_value, value).to(value.dtype),
         )
-
-    def _flash_backward(
-        self, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, logs: Tensor
-    ) -> Gradients:
-        none = torch.empty(0, dtype=torch.int64, device="cpu")
-        # Without dropout the kernel does not read seed and offset, nor lengths of equal sequences.
-        found: Gradients = flash_attention_backward(
-            grad, query, _repeat(key, query), _repeat(value, query), out, logs.contiguous(),
-            None, None,
-            query.shape[2], key.shape[2], 0.0, self.causal, none, none, scale=self.scale,
-        )  # fmt: skip
-        return found[0], _gather_heads(found[1], key), _gather_heads(found[2], value)
 
     def _bias(self, query: Tensor) -> Tensor | None:
         if self.mask is None:
@@ -136,10 +131,6 @@ def _finite(logs: Tensor) -> Tensor:
     return logs.masked_fill(logs == -torch.inf, 0.0)
 
 
-def _flash_on_cpu(query: Tensor) -> bool:
-    return query.device.type == "cpu"
-
-
 def _flash_on_cuda(query: Tensor) -> bool:
     half = query.dtype in (torch.float16, torch.bfloat16)
     return query.is_cuda and half and query.shape[-1] <= 256
@@ -147,9 +138,8 @@ def _flash_on_cuda(query: Tensor) -> bool:
 
 def _repeat(x: Tensor, query: Tensor) -> Tensor:
     """Repeat key or value heads for the queries that share them."""
-    return (
-        x if x.shape[1] == query.shape[1] else x.repeat_interleave(query.shape[1] // x.shape[1], 1)
-    )
+    times = query.shape[1] // x.shape[1]
+    return x if times == 1 else x.repeat_interleave(times, 1)
 
 
 def _gather_heads(grad: Tensor, x: Tensor) -> Tensor:

@@ -356,7 +356,12 @@ class TransformerConfig:
     def __post_init__(self) -> None:
         require_choices(self, TransformerConfig)
         self._check_numbers()
-        self._check_heads()
+        if self.attention is not None and self.mla is not None:
+            raise ValueError("attention and mla are both given: they mean the same, give one")
+        if self.attention_variant is None:
+            self.check_own_heads()
+        else:
+            self.attention_variant.check(self)
         self.precision.check_blocks(self.num_layers)
         self._check_layers()
 
@@ -396,14 +401,6 @@ class TransformerConfig:
                 f"rope_scaling is given beside positions {self.positions!r}, which have no RoPE: "
                 "leave it None, or set positions='rope'"
             )
-
-    def _check_heads(self) -> None:
-        if self.attention is not None and self.mla is not None:
-            raise ValueError("attention and mla are both given: they mean the same, give one")
-        if self.attention_variant is None:
-            self.check_own_heads()
-        else:
-            self.attention_variant.check(self)
 
     def check_own_heads(self) -> None:
         """Raise ValueError unless `num_heads`, `num_kv_heads` and `head_dim` fit together."""

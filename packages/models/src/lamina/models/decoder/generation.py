@@ -56,7 +56,9 @@ def generate(
         >>> generate(GPTModel(config), torch.randint(256, (1, 4)), max_new_tokens=2).shape
         torch.Size([1, 6])
     """
-    inner = _without_wrappers(model)
+    inner = model  # without wrappers, whose own `config` means something else
+    while isinstance(below := getattr(inner, "module", None), nn.Module):
+        inner = below
     config = getattr(inner, "config", None)
     if context_length is None:
         context_length = getattr(config, "max_sequence_length", None)
@@ -130,13 +132,6 @@ def _check_prompt(
             f"context of {context_length}, which then begins after image tokens: lower "
             "max_new_tokens, shorten the prompt, or raise max_sequence_length in TransformerConfig"
         )
-
-
-def _without_wrappers(model: nn.Module) -> nn.Module:
-    """The innermost `module` of wrappers, whose own `config` means something else."""
-    while isinstance(inner := getattr(model, "module", None), nn.Module):
-        model = inner
-    return model
 
 
 def sample(

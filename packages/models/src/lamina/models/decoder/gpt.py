@@ -181,7 +181,10 @@ class GPTModel(KeepsRoles):
         if labels is not None:
             loss = self.loss(x, labels, reduction)
             if context.routing is not None:
-                context.routing.scale.follow(loss, self.auxiliary_weight(labels, reduction))
+                # A mean is averaged over the ranks of cp, each of which has a part of an auxiliary
+                # loss. A sum is divided by the number of labels later.
+                mean = reduction == "mean"
+                context.routing.scale.follow(loss, parts if mean else (labels != IGNORED).sum())
             return loss
         logits: Tensor = self.head(x)
         return join_sequence(logits.view(tokens.shape[0], -1, logits.shape[-1]), self.cp)
@@ -219,16 +222,6 @@ class GPTModel(KeepsRoles):
             return total
         parts = 1 if self.cp is None else self.cp.size
         return total * parts / (labels != IGNORED).sum().clamp(min=1)
-
-    def auxiliary_weight(self, labels: Tensor, reduction: Literal["mean", "sum"]) -> float | Tensor:
-        """The weight of auxiliary losses relative to a loss of this reduction.
-
-        A mean is averaged over the ranks of `cp`, each of which has a part of an auxiliary loss. A
-        sum is divided by the number of labels later.
-        """
-        if reduction == "sum":
-            return (labels != IGNORED).sum()
-        return 1.0 if self.cp is None else float(self.cp.size)
 
     def embed(self, tokens: Tensor, positions: Tensor, splice: Splice | None = None) -> Tensor:
         """Embed tokens, replace the embeddings that are spliced, and add learned positions.

@@ -107,7 +107,7 @@ def from_huggingface(
         written: dict[str, Any] = source.config.to_dict()  # type: ignore[union-attr, operator]
         _refuse_quantised(written, tensors, type(source).__name__)
         config = config_from_huggingface(written, variants=variants)
-        read: Callable[[str], Tensor] = partial(_read_module, tensors)
+        read: Callable[[str], Tensor] = partial(_as_written, tensors.__getitem__)
         unread: set[str] = set()
     else:
         written, read, unread = _open_directory(Path(source))
@@ -165,7 +165,7 @@ def _open_directory(path: Path) -> tuple[Any, Callable[[str], Tensor], set[str]]
         for candidate in (name, name.removeprefix("transformer.").removeprefix("model.")):
             if candidate in where:
                 unread.discard(candidate)
-                return _as_written(candidate, where[candidate].get_tensor(candidate))
+                return _as_written(where[candidate].get_tensor, candidate)
         raise KeyError(f"{name} is in none of the {len(opened)} files under {path}")
 
     return written, read, unread
@@ -201,11 +201,8 @@ def _refuse_quantised(written: Mapping[str, Any], names: Iterable[str], source: 
         raise ValueError(f"{source} holds quantised weights ({method}): {_REMEDY}")
 
 
-def _read_module(tensors: Mapping[str, Tensor], name: str) -> Tensor:
-    return _as_written(name, tensors[name])
-
-
-def _as_written(name: str, tensor: Tensor) -> Tensor:
+def _as_written(read: Callable[[str], Tensor], name: str) -> Tensor:
+    tensor = read(name)
     if tensor.dtype not in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
         raise ValueError(f"{name} is {tensor.dtype}, codes of quantised weights: {_REMEDY}")
     return tensor

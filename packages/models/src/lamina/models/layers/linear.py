@@ -29,18 +29,18 @@ from lamina.collectives.engine import (
 )
 from lamina.mesh import mark
 from lamina.mesh.engine import MeshAxis
-from lamina.models.base.applied import applied
 from lamina.models.base.config import Reduction, TransformerConfig
 from lamina.models.base.initialise import fill, normal
 from lamina.models.base.mesh_axes import MeshLike, axis_of, require_divisible
+from lamina.models.compat import applied
 from lamina.models.layers.matmul_products import (
     PLAIN,
     Products,
+    WeightGradientQueue,
     may_sink,
     under_autocast,
     weight_gradient,
 )
-from lamina.models.layers.weight_queue import WeightGradientQueue
 from lamina.models.precision.fp8_products import Cut, Float8Products
 
 __all__ = [

@@ -12,8 +12,6 @@ from lamina.models.base.mesh_axes import MeshLike, axis_of
 
 __all__ = ["ExpertAxes"]
 
-_NOT_DATA = ("pp", "tp", "cp")
-
 
 @dataclass(frozen=True)
 class ExpertAxes:
@@ -72,8 +70,12 @@ class ExpertAxes:
         both = ep or expert_tp
         if ep is not None and expert_tp is not None:
             both = mesh_axis(mesh, ("ep", "expert_tp"))
-        cp, dp = axis_of(mesh, "cp"), _data_axis(mesh)
-        return ExpertAxes(ep, expert_tp, both, tp, cp, dp, replicated)
+        if isinstance(mesh, ParallelMesh):
+            dp = axis_of(mesh, "dp")
+        else:
+            names = [name for name in mesh.mesh_dim_names or () if name not in ("pp", "tp", "cp")]
+            dp = axis_of(mesh_axis(mesh, names), "dp") if names else None
+        return ExpertAxes(ep, expert_tp, both, tp, axis_of(mesh, "cp"), dp, replicated)
 
     @property
     def tokens_tp(self) -> MeshAxis | None:
@@ -89,11 +91,3 @@ class ExpertAxes:
     def token_axes(self) -> tuple[MeshAxis, ...]:
         """Axes along which tokens differ. Together their ranks hold each token of a step once."""
         return (*self.along_sequence, *(() if self.dp is None else (self.dp,)))
-
-
-def _data_axis(mesh: ParallelMesh | DeviceMesh) -> MeshAxis | None:
-    if isinstance(mesh, ParallelMesh):
-        return axis_of(mesh, "dp")
-    names = [name for name in mesh.mesh_dim_names or () if name not in _NOT_DATA]
-    axis = mesh_axis(mesh, names) if names else None
-    return axis if axis is not None and axis.size > 1 else None

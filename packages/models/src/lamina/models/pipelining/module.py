@@ -6,13 +6,11 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
-import torch
 from torch import Tensor, nn
 
 from lamina.mesh import mark
 from lamina.mesh.engine import copy_role
 from lamina.models.attention.context import default_positions
-from lamina.models.attention.context_parallel import check_pattern
 from lamina.models.base.kept_roles import KeepsRoles
 from lamina.models.decoder.gpt import GPTModel
 from lamina.models.decoder.precision_backends import amax_exchanges
@@ -111,21 +109,18 @@ class GPTStage(GPTModel):
         if last:
             self.final_norm, self.head = model.final_norm, model.head
             if tied and copies and not first:
-                self._copy_embedding()
+                whole = self.embedding
+                self.embedding = copy.deepcopy(whole)
+                copy_role(whole.weight, self.embedding.weight)
+                self.head = copy.copy(self.head)
+                self.head._parameters = dict(self.head._parameters)
+                self.tie_weights()
         if tied and first is not last:
             mark(self.embedding.weight, tied="embedding")
         for hook in amax_exchanges(model):  # histories shift as those of the model do
             self.register_forward_pre_hook(hook)
         # The modules of the model keep their own modes.
         self.training = self.blocks.training = model.training
-
-    def _copy_embedding(self) -> None:
-        whole = self.embedding
-        self.embedding = copy.deepcopy(whole)
-        copy_role(whole.weight, self.embedding.weight)
-        self.head = copy.copy(self.head)
-        self.head._parameters = dict(self.head._parameters)
-        self.tie_weights()
 
     def tie_weights(self) -> None:
         """Make a tied head use this stage's copy of the embedding's weight."""
@@ -160,20 +155,6 @@ class GPTStage(GPTModel):
             return x
         total: Tensor = self.head(self.final_norm(x), cut_sequence(batch.labels, self.cp), "sum")
         return total * batch.factor
-
-    def check_attention(
-        self, tokens: Tensor, dtype: torch.dtype, document_ids: Tensor | None
-    ) -> None:
-        """Raise ValueError for attention without a kernel, before other stages wait for this one.
-
-        Args:
-            tokens: int64 `[batch, sequence]`.
-            dtype: of activations.
-            document_ids: as of the microbatches.
-        """
-        dropout = self.config.attention_dropout if self.training else 0.0
-        documents = document_ids is not None
-        check_pattern(self.config, self.cp, tokens.device, dtype, documents, dropout)
 
     def activation_shape(self, batch: Microbatch) -> tuple[int, ...]:
         """The shape of the activations of a microbatch between stages."""

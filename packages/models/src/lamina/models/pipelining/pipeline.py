@@ -82,7 +82,12 @@ def pipeline(
         >>> loss = runner.step(tokens[:, :-1], tokens[:, 1:])
     """
     model = require_gpt(model, "pipeline()")
-    axis, kind = _pipeline_axis(mesh), schedule_kind(schedule)
+    if isinstance(mesh, DeviceMesh) and "pp" not in (mesh.mesh_dim_names or ()):
+        raise ValueError(
+            f"the mesh has dimensions {mesh.mesh_dim_names}: name the pipeline's 'pp', or build it "
+            "with lamina.mesh.ParallelLayout(pp=...)"
+        )
+    axis, kind = mesh_axis(mesh, "pp"), schedule_kind(schedule)
     cut = _layout(model.config, schedule, axis.size, stages_per_rank, layout, sequence)
     mine = (0,) if axis.size == 1 else kind.stages_of(axis.rank, axis.size, len(cut))
     _require_same(mesh, axis, (model.config, schedule, num_microbatches, cut, each_microbatch))
@@ -138,15 +143,6 @@ def _layout(
     return cut_layers(config, num_stages, sequence) if wanted is None else wanted
 
 
-def _pipeline_axis(mesh: ParallelMesh | DeviceMesh) -> MeshAxis:
-    if isinstance(mesh, DeviceMesh) and "pp" not in (mesh.mesh_dim_names or ()):
-        raise ValueError(
-            f"the mesh has dimensions {mesh.mesh_dim_names}: name the pipeline's 'pp', or build it "
-            "with lamina.mesh.ParallelLayout(pp=...)"
-        )
-    return mesh_axis(mesh, "pp")
-
-
 def _require_same(mesh: ParallelMesh | DeviceMesh, axis: MeshAxis, given: Sequence[object]) -> None:
     """Compare over all ranks of the mesh what a pipeline is made of."""
     names = DENSE_AXES if isinstance(mesh, ParallelMesh) else mesh.mesh_dim_names or ()
@@ -190,7 +186,6 @@ _CALLED = (
     "embed",
     "context",
     "loss",
-    "auxiliary_weight",
     "check_inputs",
     "_check_positions",
     "tie_weights",

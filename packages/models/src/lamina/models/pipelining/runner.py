@@ -15,6 +15,7 @@ from lamina.ddp.engine import HasGroups, ParameterGroup, finalize_plain_gradient
 from lamina.mesh import ParallelMesh
 from lamina.mesh.engine import mesh_axis
 from lamina.models.attention.context import same_for_all
+from lamina.models.attention.context_parallel import check_pattern
 from lamina.models.base.mesh_axes import axis_of
 from lamina.models.layers.loss import IGNORED
 from lamina.models.layers.zigzag import cut_sequence
@@ -211,7 +212,11 @@ class PipelineRunner(nn.Module):
         # Every rank checks this, because the others would wait for a stage that raises.
         check = self._drivers[0].stage.check_inputs
         check(tokens, labels, document_ids, positions, padding_mask)
-        self._drivers[0].stage.check_attention(tokens, self._drivers[0].dtype, document_ids)
+        # Attention without a kernel is found before other stages wait for this one.
+        config, dtype = self._drivers[0].stage.config, self._drivers[0].dtype
+        dropout = config.attention_dropout if self._drivers[0].stage.training else 0.0
+        documents = document_ids is not None
+        check_pattern(config, self._cp, tokens.device, dtype, documents, dropout)
         positions = None if positions is None else same_for_all(positions)
         parts = 1 if self._cp is None else self._cp.size
         factor: Tensor | float = 1.0

@@ -20,7 +20,7 @@ from torch.distributed.pipelining.stage import _PipelineStageBase
 
 from lamina.collectives.engine import Message, receive_operation, send_operation
 from lamina.models.layers.linear import attach_queue
-from lamina.models.layers.weight_queue import Late, WeightGradientQueue, deliver
+from lamina.models.layers.matmul_products import Late, WeightGradientQueue, deliver
 from lamina.models.pipelining.module import GPTStage, Microbatch, SumsGradients
 
 __all__ = ["LaminaStage"]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import struct
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -27,7 +27,6 @@ __all__ = [
     "encode",
     "magnitude",
     "scaled_product",
-    "write_scaled_product",
 ]
 
 
@@ -122,44 +121,20 @@ def scaled_product(
         out = torch.bfloat16  # the only dtype that torch's rowwise kernel writes
     left, right = _padded(left, right)
     target = into if out == dtype else None
-    product = _multiply(left, right, kind, out, fast_accumulation, target)
-    if into is None:
-        return product.to(dtype)
-    return product if target is not None else into.copy_(product)
-
-
-def _multiply(
-    left: Coded,
-    right: Coded,
-    kind: F.ScalingType,
-    out: torch.dtype,
-    fast: bool,
-    into: Tensor | None,
-) -> Tensor:
     codes, scales = (left.codes, right.codes.t()), (left.decode, right.decode.t())
     if _OLDER_ON_CPU and not left.codes.is_cuda:
-        product: Tensor = scaled_mm(*codes, *scales, out_dtype=out, out=into)
-    elif into is None:
-        product = F.scaled_mm(
-            *codes, scales[0], kind, scales[1], kind, output_dtype=out, use_fast_accum=fast
-        )
+        product: Tensor = scaled_mm(*codes, *scales, out_dtype=out, out=target)
+    elif target is None:
+        options: Any = {"output_dtype": out, "use_fast_accum": fast_accumulation}
+        product = F.scaled_mm(*codes, scales[0], kind, scales[1], kind, **options)
     else:  # the operator behind F.scaled_mm, which has no `out`
         recipe = [kind.value]
         product = scaled_mm_v2(
-            *codes, [scales[0]], recipe, [], [scales[1]], recipe, [], None, out, out=into
+            *codes, [scales[0]], recipe, [], [scales[1]], recipe, [], None, out, out=target
         )
-    return product
-
-
-def write_scaled_product(left: Coded, right: Coded, total: Tensor, accumulate: bool) -> None:
-    """`total = left @ right.T`, or `total += left @ right.T`.
-
-    The kernels cannot accumulate, so adding takes a temporary.
-    """
-    if accumulate:
-        total.add_(scaled_product(left, right, total.dtype))
-    else:
-        scaled_product(left, right, total.dtype, into=total)
+    if into is None:
+        return product.to(dtype)
+    return product if target is not None else into.copy_(product)
 
 
 def _padded(left: Coded, right: Coded) -> tuple[Coded, Coded]:

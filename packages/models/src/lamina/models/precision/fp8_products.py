@@ -22,7 +22,6 @@ from lamina.models.precision.fp8 import (
     encode,
     magnitude,
     scaled_product,
-    write_scaled_product,
 )
 
 __all__ = ["AmaxExchange", "Cut", "Float8Products", "replaying_scales"]
@@ -258,7 +257,10 @@ class _Gradients:
         return scaled_product(*self._columns(x), self.grad.dtype)
 
     def add_by_weight(self, x: Tensor, total: Tensor, accumulate: bool) -> None:
-        write_scaled_product(*self._columns(x), total, accumulate)
+        if accumulate:  # the kernels cannot, so adding takes a temporary
+            total.add_(scaled_product(*self._columns(x), total.dtype))
+        else:
+            scaled_product(*self._columns(x), total.dtype, into=total)
 
     def _columns(self, x: Tensor) -> tuple[Coded, Coded]:
         """The gradient `[out, tokens]` and the input `[in, tokens]`."""

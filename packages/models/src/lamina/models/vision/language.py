@@ -15,13 +15,7 @@ from lamina.models.base.kept_roles import KeepsRoles
 from lamina.models.base.mesh_axes import MeshLike
 from lamina.models.decoder.gpt import GPTModel
 from lamina.models.decoder.splice import Splice, image_positions
-from lamina.models.vision.transformer import (
-    Images,
-    Projector,
-    VisionConfig,
-    VisionTransformer,
-    blank_image,
-)
+from lamina.models.vision.transformer import Images, Projector, VisionConfig, VisionTransformer
 
 __all__ = ["VisionLanguageModel"]
 
@@ -159,7 +153,8 @@ class VisionLanguageModel(KeepsRoles):
         shape = self.vision.config
         counts: list[int] = []
         if images is None or len(images) == 0:
-            images = blank_image(shape, tokens.device)
+            side = shape.patch_size * shape.merge
+            images = torch.zeros(1, shape.channels, side, side, device=tokens.device)
         else:
             counts = [shape.tokens_of(image) for image in images]
         index = image_positions(tokens, self.image_token, counts)

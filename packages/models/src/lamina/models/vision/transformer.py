@@ -29,7 +29,6 @@ __all__ = [
     "VisionConfig",
     "VisionTransformer",
     "WithinImages",
-    "blank_image",
     "cut_patches",
 ]
 
@@ -276,9 +275,3 @@ class Projector(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """`[patches, vision hidden]` to `[patches / merge^2, hidden]`."""
         return cast(Tensor, self.down(self.activation(self.up(x.reshape(-1, self.joined)))))
-
-
-def blank_image(config: VisionConfig, device: torch.device) -> Tensor:
-    """A black image of the smallest size: `[1, channels, side, side]`."""
-    side = config.patch_size * config.merge
-    return torch.zeros(1, config.channels, side, side, device=device)

@@ -11,7 +11,7 @@ from lamina.models.attention.context import AttentionContext
 from lamina.models.attention.rotary import apply_rotary
 from lamina.models.base.config import AttentionVariant, TransformerConfig
 from lamina.models.base.mesh_axes import MeshLike, axis_of, context_ranks, require_divisible
-from lamina.models.base.weight_link import WeightLink
+from lamina.models.base.weight_link import WeightLink, linked
 from lamina.models.layers.dropout import dropout_stream
 from lamina.models.layers.linear import RowParallelLinear, from_residual, into_residual
 from lamina.models.layers.norms import RMSNorm
@@ -209,14 +209,12 @@ class MultiHeadAttention(AttentionVariant):
         """See `AttentionVariant.huggingface_links`."""
         width = config.head_width
         rows = (config.num_heads * width, config.kv_heads * width, config.kv_heads * width)
-        for kind in ("weight", "bias") if config.attention_bias else ("weight",):
-            names = tuple(f"{theirs}.{part}_proj.{kind}" for part in "qkv")
-            yield WeightLink(f"{ours}.qkv.{kind}", names, rows=rows)
-        for kind in ("weight", "bias") if config.output_bias else ("weight",):
-            yield WeightLink(f"{ours}.output.{kind}", (f"{theirs}.o_proj.{kind}",))
+        names = [f"{theirs}.{part}_proj" for part in "qkv"]
+        yield from linked(f"{ours}.qkv", *names, bias=config.attention_bias, rows=rows)
+        yield from linked(f"{ours}.output", f"{theirs}.o_proj", bias=config.output_bias)
         if config.qk_norm:
-            yield WeightLink(f"{ours}.query_norm.weight", (f"{theirs}.q_norm.weight",))
-            yield WeightLink(f"{ours}.key_norm.weight", (f"{theirs}.k_norm.weight",))
+            yield from linked(f"{ours}.query_norm", f"{theirs}.q_norm")
+            yield from linked(f"{ours}.key_norm", f"{theirs}.k_norm")
 
 
 def variant_of(config: TransformerConfig) -> AttentionVariant:

@@ -18,7 +18,7 @@ from lamina.models.base.configs.field_checks import (
     require_positive,
 )
 from lamina.models.base.mesh_axes import MeshLike, require_divisible
-from lamina.models.base.weight_link import WeightLink
+from lamina.models.base.weight_link import WeightLink, linked
 from lamina.models.layers.linear import ColumnParallelLinear, Linear, from_residual
 from lamina.models.layers.norms import RMSNorm
 
@@ -124,7 +124,7 @@ class LatentAttention(AttentionVariant):
         self, config: TransformerConfig, ours: str, theirs: str
     ) -> Iterator[WeightLink]:
         """See `AttentionVariant.huggingface_links`."""
-        kinds = ("weight", "bias") if config.attention_bias else ("weight",)
+        bias = config.attention_bias
         # DeepSeek turns pairs of neighbouring elements, and Lamina pairs of elements that are half
         # a head apart. So the rows that make these elements are permuted; scores are the same.
         turned = [2 * i for i in range(self.qk_rope_head_dim // 2)]
@@ -133,20 +133,16 @@ class LatentAttention(AttentionVariant):
         query = [h * len(head) + i for h in range(config.num_heads) for i in head]
         shared = list(range(self.kv_lora_rank)) + [self.kv_lora_rank + i for i in turned]
         if self.q_lora_rank is None:
-            names = (f"{theirs}.q_proj.weight",)
+            yield from linked(f"{ours}.query_up", f"{theirs}.q_proj", order=tuple(query))
         else:
-            names = (f"{theirs}.q_b_proj.weight",)
-            yield WeightLink(f"{ours}.query_norm.weight", (f"{theirs}.q_a_layernorm.weight",))
-            for kind in kinds:
-                yield WeightLink(f"{ours}.query_down.{kind}", (f"{theirs}.q_a_proj.{kind}",))
-        yield WeightLink(f"{ours}.query_up.weight", names, order=tuple(query))
-        for kind in kinds:
-            name = f"{theirs}.kv_a_proj_with_mqa.{kind}"
-            yield WeightLink(f"{ours}.kv_down.{kind}", (name,), order=tuple(shared))
-        yield WeightLink(f"{ours}.kv_norm.weight", (f"{theirs}.kv_a_layernorm.weight",))
-        yield WeightLink(f"{ours}.kv_up.weight", (f"{theirs}.kv_b_proj.weight",))
-        for kind in ("weight", "bias") if config.output_bias else ("weight",):
-            yield WeightLink(f"{ours}.output.{kind}", (f"{theirs}.o_proj.{kind}",))
+            yield from linked(f"{ours}.query_norm", f"{theirs}.q_a_layernorm")
+            yield from linked(f"{ours}.query_down", f"{theirs}.q_a_proj", bias=bias)
+            yield from linked(f"{ours}.query_up", f"{theirs}.q_b_proj", order=tuple(query))
+        down = f"{theirs}.kv_a_proj_with_mqa"
+        yield from linked(f"{ours}.kv_down", down, bias=bias, order=tuple(shared))
+        yield from linked(f"{ours}.kv_norm", f"{theirs}.kv_a_layernorm")
+        yield from linked(f"{ours}.kv_up", f"{theirs}.kv_b_proj")
+        yield from linked(f"{ours}.output", f"{theirs}.o_proj", bias=config.output_bias)
 
 
 class LatentSelfAttention(Attention):

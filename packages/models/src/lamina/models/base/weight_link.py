@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["WeightLink"]
+__all__ = ["WeightLink", "linked"]
 
 
 @dataclass(frozen=True)
@@ -96,3 +97,9 @@ class WeightLink:
             if self.in_memory is None:
                 raise
         return tensor(self.in_memory)
+
+
+def linked(ours: str, *theirs: str, bias: bool = False, **how: Any) -> Iterator[WeightLink]:
+    """Link the weight of a module, and its bias if it has one; `how` is as of `WeightLink`."""
+    for kind in ("weight", "bias") if bias else ("weight",):
+        yield WeightLink(f"{ours}.{kind}", tuple(f"{name}.{kind}" for name in theirs), **how)

@@ -10,7 +10,7 @@ from typing import Any
 
 from lamina.models.base.config import TransformerConfig
 from lamina.models.base.configs.moe import MoEConfig
-from lamina.models.base.weight_link import WeightLink
+from lamina.models.base.weight_link import WeightLink, linked
 
 __all__ = ["EXPERT_FIELDS", "moe_links", "moe_model_type", "read_moe", "written_moe"]
 
@@ -88,12 +88,9 @@ def moe_links(
     )
     if moe.shared_ffn_size is not None:
         shared = f"{files}.shared_experts"
-        yield WeightLink(
-            f"{ours}.shared.up.weight",
-            (f"{shared}.gate_proj.weight", f"{shared}.up_proj.weight"),
-            rows=(moe.shared_ffn_size,) * 2,
-        )
-        yield WeightLink(f"{ours}.shared.down.weight", (f"{shared}.down_proj.weight",))
+        fused, rows = (f"{shared}.gate_proj", f"{shared}.up_proj"), (moe.shared_ffn_size,) * 2
+        yield from linked(f"{ours}.shared.up", *fused, rows=rows)
+        yield from linked(f"{ours}.shared.down", f"{shared}.down_proj")
 
 
 def written_moe(config: TransformerConfig, moe: MoEConfig, kind: str) -> dict[str, Any]:

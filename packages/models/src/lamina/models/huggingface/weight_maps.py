@@ -6,7 +6,7 @@ from typing import Any
 
 from lamina.models.attention.attention import MultiHeadAttention, variant_of
 from lamina.models.base.config import AttentionVariant, TransformerConfig
-from lamina.models.base.weight_link import WeightLink
+from lamina.models.base.weight_link import WeightLink, linked
 from lamina.models.huggingface.moe import moe_links, moe_model_type
 
 __all__ = ["WeightLink", "model_type", "weight_map"]
@@ -109,14 +109,20 @@ def weight_map(config: TransformerConfig) -> tuple[WeightLink, ...]:
         >>> config = TransformerConfig(vocab_size=256, hidden_size=64, num_layers=2, num_heads=4)
         >>> links = weight_map(config)
     """
-    links = {"gpt2": _gpt2, "mamba2": _mamba2}.get(model_type(config), _llama_like)
-    return tuple(links(config))
+    blocks, table, norm = {
+        "gpt2": (_gpt2, "transformer.wte", "transformer.ln_f"),
+        "mamba2": (_mamba2, "backbone.embeddings", "backbone.norm_f"),
+    }.get(model_type(config), (_llama_like, "model.embed_tokens", "model.norm"))
+    added = config.padded_vocab_size - config.vocab_size
+    links = [*linked("embedding", table, rows_added=added), *blocks(config)]
+    links += linked("final_norm", norm, bias=config.norm == "layernorm")
+    if not config.tie_embeddings:
+        links += linked("head", "lm_head", rows_added=added)
+    return tuple(links)
 
 
 def _gpt2(config: TransformerConfig) -> Iterator[WeightLink]:
-    added = config.padded_vocab_size - config.vocab_size
-    yield WeightLink("embedding.weight", ("transformer.wte.weight",), rows_added=added)
-    yield WeightLink("position_embedding.weight", ("transformer.wpe.weight",))
+    yield from linked("position_embedding", "transformer.wpe")
     modules = {
         "attention_norm": "ln_1",
         "attention.qkv": "attn.c_attn",
@@ -133,40 +139,25 @@ def _gpt2(config: TransformerConfig) -> Iterator[WeightLink]:
                     (f"transformer.h.{i}.{theirs}.{kind}",),
                     transposed=kind == "weight" and "norm" not in ours,
                 )
-    for kind in ("weight", "bias"):
-        yield WeightLink(f"final_norm.{kind}", (f"transformer.ln_f.{kind}",))
-    if not config.tie_embeddings:
-        yield WeightLink("head.weight", ("lm_head.weight",), rows_added=added)
 
 
 def _llama_like(config: TransformerConfig) -> Iterator[WeightLink]:
-    added = config.padded_vocab_size - config.vocab_size
     attention = variant_of(config)
-    yield WeightLink("embedding.weight", ("model.embed_tokens.weight",), rows_added=added)
     for i in range(config.num_layers):
         ours, theirs = f"blocks.{i}", f"model.layers.{i}"
-        yield WeightLink(f"{ours}.attention_norm.weight", (f"{theirs}.input_layernorm.weight",))
-        yield WeightLink(f"{ours}.mlp_norm.weight", (f"{theirs}.post_attention_layernorm.weight",))
+        yield from linked(f"{ours}.attention_norm", f"{theirs}.input_layernorm")
+        yield from linked(f"{ours}.mlp_norm", f"{theirs}.post_attention_layernorm")
         yield from attention.huggingface_links(config, f"{ours}.attention", f"{theirs}.self_attn")
         if config.moe is not None and config.has_experts(i):
             kind = model_type(config)
             yield from moe_links(config, config.moe, kind, f"{ours}.mlp", theirs)
             continue
-        for kind in ("weight", "bias") if config.mlp_bias else ("weight",):
-            yield WeightLink(
-                f"{ours}.mlp.up.{kind}",
-                (f"{theirs}.mlp.gate_proj.{kind}", f"{theirs}.mlp.up_proj.{kind}"),
-                rows=(config.ffn_width, config.ffn_width),
-            )
-            yield WeightLink(f"{ours}.mlp.down.{kind}", (f"{theirs}.mlp.down_proj.{kind}",))
-    yield WeightLink("final_norm.weight", ("model.norm.weight",))
-    if not config.tie_embeddings:
-        yield WeightLink("head.weight", ("lm_head.weight",), rows_added=added)
+        names, rows = (f"{theirs}.mlp.gate_proj", f"{theirs}.mlp.up_proj"), (config.ffn_width,) * 2
+        yield from linked(f"{ours}.mlp.up", *names, bias=config.mlp_bias, rows=rows)
+        yield from linked(f"{ours}.mlp.down", f"{theirs}.mlp.down_proj", bias=config.mlp_bias)
 
 
 def _mamba2(config: TransformerConfig) -> Iterator[WeightLink]:
-    added = config.padded_vocab_size - config.vocab_size
-    yield WeightLink("embedding.weight", ("backbone.embeddings.weight",), rows_added=added)
     sizes = config.mamba
     if sizes is None:
         raise ValueError("the config has no mamba")
@@ -179,11 +170,8 @@ def _mamba2(config: TransformerConfig) -> Iterator[WeightLink]:
         "output": ("out_proj", projections),
     }
     for i in range(config.num_layers):
-        yield WeightLink(f"blocks.{i}.norm.weight", (f"backbone.layers.{i}.norm.weight",))
+        yield from linked(f"blocks.{i}.norm", f"backbone.layers.{i}.norm")
         for ours, (theirs, names) in kinds.items():
             for name in names:
                 path = ".".join(filter(None, (f"backbone.layers.{i}.mixer", theirs, name)))
                 yield WeightLink(f"blocks.{i}.mixer.{ours}.{name}", (path,))
-    yield WeightLink("final_norm.weight", ("backbone.norm_f.weight",))
-    if not config.tie_embeddings:
-        yield WeightLink("head.weight", ("lm_head.weight",), rows_added=added)

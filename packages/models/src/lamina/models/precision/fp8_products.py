@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -212,13 +211,13 @@ def replaying_scales(block: nn.Module, contexts: Contexts) -> Contexts:
     `contexts` is another `context_fn`, which is called too.
     """
     layers = _remembering(block)
-    return partial(_keeping, layers, contexts) if layers else contexts
 
+    def keeping() -> Any:
+        found: list[list[Tensor]] = []
+        forward, again = contexts()
+        return _ScalesKept(layers, forward, found, False), _ScalesKept(layers, again, found, True)
 
-def _keeping(layers: Sequence[Float8Products], contexts: Contexts) -> Any:
-    found: list[list[Tensor]] = []
-    forward, again = contexts()
-    return _ScalesKept(layers, forward, found, False), _ScalesKept(layers, again, found, True)
+    return keeping if layers else contexts
 
 
 class _Gradients:

@@ -370,8 +370,6 @@ def _multiply(
     weight: Tensor,
     bias: Tensor | None,
     cut: _CutProduct,
-    products: Any,
-    queue: Any,
 ) -> None:
     whole: Any = x
     if cut.group is not None and cut.side == "output":

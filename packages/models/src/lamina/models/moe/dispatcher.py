@@ -111,7 +111,9 @@ class TokenDispatcher:
         if group is None:
             raise RuntimeError(f"axis {axis.name} of {axis.size} ranks has no process group")
         pieces = 1 if axes.expert_tp is None else axes.expert_tp.size
-        way = _Way(axis, group, pieces, self.num_experts)
+        homes = axis.size // pieces
+        held = self.num_experts // homes
+        way = _Way(axis, group, pieces, homes, held, axis.rank // pieces * held)
         if self.kind == "all_gather":
             return _AllGather(x, routing, way)
         if routing.capacity is not None:
@@ -136,27 +138,18 @@ def _largest(capacity: int, group: ProcessGroup, device: torch.device) -> int:
 
 @dataclass(frozen=True)
 class _Way:
-    """The ranks of the experts; `axis` is (ep, expert_tp), with expert_tp innermost."""
+    """The ranks of the experts; `axis` is (ep, expert_tp), with expert_tp innermost.
+
+    `pieces` is the size of expert_tp and `homes` that of ep. A rank has `held` experts, from its
+    `first` on.
+    """
 
     axis: MeshAxis
     group: ProcessGroup
     pieces: int
-    num_experts: int
-
-    @property
-    def homes(self) -> int:
-        """The number of ranks of ep."""
-        return self.axis.size // self.pieces
-
-    @property
-    def held(self) -> int:
-        """The number of experts of a rank."""
-        return self.num_experts // self.homes
-
-    @property
-    def first(self) -> int:
-        """This rank's first expert."""
-        return self.axis.rank // self.pieces * self.held
+    homes: int
+    held: int
+    first: int
 
 
 class _Local(Dispatch):
@@ -258,7 +251,7 @@ def _by_counts(x: Tensor, routing: Routing, way: _Way) -> _Sent:
 
 def _to_capacity(x: Tensor, routing: Routing, way: _Way, capacity: int) -> _Sent:
     """Send every expert the same number of rows, so that ranks exchange no counts."""
-    order = rows_to_capacity(routing.experts, way.num_experts, capacity)
+    order = rows_to_capacity(routing.experts, way.homes * way.held, capacity)
     counts = routing.counts.new_full((way.held,), way.axis.size * capacity)
     sends, chunks = [way.held * capacity] * way.homes, [[capacity] * way.held] * way.axis.size
     return _Sent(x, routing, way, order, sends, chunks, counts)

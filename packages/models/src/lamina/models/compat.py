@@ -1,20 +1,16 @@
-"""What a layer of a model takes from torch that torch does not promise or type: private names.
+"""What a layer of a model takes from torch that torch does not promise: its private names.
 
 No other module of this layer uses one (tests/test_compat.py), so what a new torch breaks is here.
 """
 
 from __future__ import annotations
 
-from typing import Any, cast
-
 import torch
-from torch import Tensor
 from torch._C import _current_graph_task_id as current_graph_task_id
 from torch._compile import _disable_dynamo as one_graph_break
 
 __all__ = [
     "HAS_SCALED_MM_V2_ON_CPU",
-    "applied",
     "current_graph_task_id",
     "flash_attention",
     "flash_attention_backward",
@@ -43,8 +39,3 @@ flash_attention_for_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for
 flash_attention_backward_for_cpu = (
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 )
-
-
-def applied(function: type[torch.autograd.Function], *arguments: Any) -> Tensor:
-    """Call `function.apply`, to which torch gives no types, of a function that returns a tensor."""
-    return cast(Tensor, function.apply(*arguments))  # type: ignore[no-untyped-call]

@@ -121,7 +121,9 @@ def apply_recompute(
         raise ValueError(f"{type(model).__name__} has no {names}: pass your blocks' classes")
     offloader = Offloader()
     for index, block in enumerate(found):
-        _restore(block)
+        for module in block.modules():
+            if is_recomputed(module):
+                del module.forward
         if index % policy.every == 0:
             _apply(block, policy, offloader, index // policy.every)
     return model
@@ -130,12 +132,6 @@ def apply_recompute(
 def is_recomputed(module: nn.Module) -> bool:
     """Whether `apply_recompute` has replaced this module's forward."""
     return isinstance(module.__dict__.get("forward"), _Replaced)
-
-
-def _restore(block: nn.Module) -> None:
-    for module in block.modules():
-        if is_recomputed(module):
-            del module.forward
 
 
 def _apply(block: nn.Module, policy: RecomputePolicy, offloader: Offloader, index: int) -> None:

@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from lamina.mesh.engine import recompute_contexts
-from lamina.models.compat import applied
+from lamina.models.base.applied import applied
 
 __all__ = ["Discarder"]
 

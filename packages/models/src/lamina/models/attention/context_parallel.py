@@ -74,9 +74,7 @@ class Ring:
     def _mask(self, source: int, sequence: int, device: torch.device) -> Tensor:
         mine = positions_of(self.axis.rank, self.axis.size, sequence, device)
         theirs = positions_of(source, self.axis.size, sequence, device)
-        if self.runs is None:
-            return allowed_pairs(mine, theirs, self.window)
-        runs = self.runs[:, mine], self.runs[:, theirs]
+        runs = () if self.runs is None else (self.runs[:, mine], self.runs[:, theirs])
         return allowed_pairs(mine, theirs, self.window, *runs)
 
 

@@ -20,8 +20,8 @@ from torch.distributed import ProcessGroup
 from lamina.collectives import send_recv
 from lamina.collectives.engine import ring
 from lamina.models.attention.kernels import refuse_dropout
+from lamina.models.base.applied import applied
 from lamina.models.compat import (
-    applied,
     flash_attention,
     flash_attention_backward,
     flash_attention_backward_for_cpu,

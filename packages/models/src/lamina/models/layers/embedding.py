@@ -10,11 +10,11 @@ from torch.autograd.function import once_differentiable
 from lamina.collectives import copy_to, gather_from, reduce_from, reduce_scatter_to
 from lamina.ddp.engine import gradient_sink
 from lamina.mesh import mark
+from lamina.models.base.applied import applied
 from lamina.models.base.config import Reduction, TransformerConfig
 from lamina.models.base.initialise import fill, normal
 from lamina.models.base.mesh_axes import MeshLike, axis_of, require_divisible
 from lamina.models.base.vocabulary import check_ids
-from lamina.models.compat import applied
 from lamina.models.layers.loss import IGNORED, check_reduction, linear_cross_entropy
 from lamina.models.layers.matmul_products import may_sink
 

@@ -29,10 +29,10 @@ from lamina.collectives.engine import (
 )
 from lamina.mesh import mark
 from lamina.mesh.engine import MeshAxis
+from lamina.models.base.applied import applied
 from lamina.models.base.config import Reduction, TransformerConfig
 from lamina.models.base.initialise import fill, normal
 from lamina.models.base.mesh_axes import MeshLike, axis_of, require_divisible
-from lamina.models.compat import applied
 from lamina.models.layers.matmul_products import (
     PLAIN,
     Products,

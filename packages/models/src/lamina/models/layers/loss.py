@@ -14,9 +14,10 @@ from torch.autograd.function import once_differentiable
 from lamina.collectives.engine import all_reduce_small
 from lamina.ddp.engine import gradient_sink
 from lamina.mesh.engine import MeshAxis
+from lamina.models.base.applied import applied
 from lamina.models.base.mesh_axes import MeshLike, axis_of
 from lamina.models.base.vocabulary import check_ids, label_weights
-from lamina.models.compat import applied, graph_is_kept
+from lamina.models.compat import graph_is_kept
 from lamina.models.layers.matmul_products import under_autocast
 
 __all__ = ["IGNORED", "check_reduction", "linear_cross_entropy", "vocab_parallel_cross_entropy"]

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from lamina.ddp.engine import gradient_sink, has_gradient_sink
-from lamina.models.compat import applied
+from lamina.models.base.applied import applied
 
 __all__ = [
     "PLAIN",

@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from lamina.mesh import mark
+from lamina.models.base.applied import applied
 from lamina.models.base.config import TransformerConfig
-from lamina.models.compat import applied
 
 __all__ = ["LayerNorm", "RMSNorm", "make_norm"]
 

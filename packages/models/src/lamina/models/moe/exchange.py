@@ -16,7 +16,7 @@ from torch.distributed import ProcessGroup
 
 from lamina.collectives import all_to_all_tokens, gather_from, reduce_scatter_to
 from lamina.collectives.engine import Pending, start_all_to_all
-from lamina.models.compat import applied
+from lamina.models.base.applied import applied
 
 __all__ = ["RowExchange", "gather_rows", "reduce_rows"]
 

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from lamina.mesh import derive_seed, mark
+from lamina.models.base.applied import applied
 from lamina.models.base.config import Activation
 from lamina.models.base.configs.moe import ExpertsPath
 from lamina.models.base.initialise import draw_seed, fill_stack, normal
 from lamina.models.base.mesh_axes import MeshLike, require_divisible
-from lamina.models.compat import applied
 from lamina.models.layers.matmul_products import (
     may_sink,
     under_autocast,

@@ -17,8 +17,9 @@ from torch.autograd.function import once_differentiable
 from lamina.collectives import scatter_to
 from lamina.collectives.engine import all_reduce_small
 from lamina.mesh.engine import MeshAxis
+from lamina.models.base.applied import applied
 from lamina.models.base.configs.moe import MoEConfig
-from lamina.models.compat import applied, one_graph_break
+from lamina.models.compat import one_graph_break
 from lamina.models.layers.zigzag import cut_sequence
 from lamina.models.moe.expert_axes import ExpertAxes
 from lamina.models.moe.routing import count_copies

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from lamina.models.base.applied import applied
 from lamina.models.base.configs.moe import Drop, MoEConfig
-from lamina.models.compat import applied
 
 __all__ = [
     "Routing",

@@ -198,6 +198,19 @@ def test_products_in_fp8_and_compiled_blocks_train(tmp_path):
         assert found == pytest.approx(expected, rel=2e-2)
 
 
+@pytest.mark.slow  # minutes of compiling
+@pytest.mark.ranks(4, timeout=600)
+def test_the_readmes_command_over_two_axes_in_fp8_compiled_trains_and_evaluates(tmp_path):
+    axes = ("--mesh", "tp=2,pp=2,dp_shard=-1", "--recompute", "selective")
+    words = settings(tmp_path, "llama3-8b", *axes, "--precision", "fp8", "--compile")
+    train_here(tmp_path / "run", words)
+    if dist.get_rank() == 0:
+        exact = settings(tmp_path, "llama3-8b", *axes)
+        found, expected = losses(tmp_path / "run"), one_process(tmp_path / "run", exact)
+        assert found == pytest.approx(expected, rel=2e-2)
+        assert json.loads((tmp_path / "run" / "report.json").read_text())["held_out_loss"] > 0
+
+
 @pytest.mark.slow  # two minutes of compiling
 @pytest.mark.ranks(2, timeout=400)
 def test_compiled_blocks_train_evaluate_and_write_to_the_end_of_a_run(tmp_path):

@@ -1,7 +1,8 @@
 """The gallery of faults, played and written down: `python tests/faults/gallery.py [--write]`.
 
 Each line is a fault, the phase it happens in and a wrapper. torch's FSDP2 plays some of them
-beside, in the same run. `--write` writes docs/faults.md.
+beside, in the same run. `--write` writes docs/faults.md; with `--only` it replaces, or adds, the
+tables of these faults, and says so beside them.
 """
 
 from __future__ import annotations
@@ -122,27 +123,16 @@ def line_of(played: Played) -> str:
     return f"| {played.wrapper} | {told} | {played.seconds:.1f} s | {statuses} | `{message}` |"
 
 
-def page(played: list[Played], begun: str) -> str:
-    """docs/faults.md."""
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout.strip()
-    mine = [one for one in played if one.wrapper != "torch_fsdp2"]
-    good = sum(map(is_told, mine))
-    software = f"torch {torch.__version__}, Python {platform.python_version()}"
-    lines = [
-        "# A gallery of faults",
-        "",
-        *INTRODUCTION,
-        "",
-        f"{good} of {len(mine)} faults were told with the rank and ended in time. Written by",
-        f"`python tests/faults/gallery.py --write` at {commit}, {begun}, {software}, gloo,",
-        "2 processes on a busy machine of 2 cores (times are upper bounds).",
-    ]
+def commit() -> str:
+    """The commit that is played."""
+    asked = ["git", "rev-parse", "--short", "HEAD"]
+    found = subprocess.run(asked, cwd=ROOT, capture_output=True, text=True, check=True)
+    return found.stdout.strip()
+
+
+def tables(played: list[Played]) -> dict[str, list[str]]:
+    """The table of each fault and phase, by its title."""
+    found = {}
     for fault, phase in GALLERY:
         rows = [line_of(one) for one in played if (one.fault, one.phase) == (fault, phase)]
         if rows:
@@ -151,27 +141,66 @@ def page(played: list[Played], begun: str) -> str:
                 "| --- " * 5 + "|",
             ]
             where = "when the wrapper is made" if phase == "wrap" else phase.replace("_", " ")
-            lines += ["", f"## {WORDS[fault]}: {where}", "", *head, *rows]
+            found[f"## {WORDS[fault]}: {where}"] = [*head, *rows]
+    return found
+
+
+def good_of(played: list[Played]) -> str:
+    """How many were told, in words."""
+    mine = [one for one in played if one.wrapper != "torch_fsdp2"]
+    return f"{sum(map(is_told, mine))} of {len(mine)}"
+
+
+def page(played: list[Played], begun: str) -> str:
+    """docs/faults.md."""
+    software = f"torch {torch.__version__}, Python {platform.python_version()}"
+    lines = [
+        "# A gallery of faults",
+        "",
+        *INTRODUCTION,
+        "",
+        f"{good_of(played)} faults were told with the rank and ended in time. Written by",
+        f"`python tests/faults/gallery.py --write` at {commit()}, {begun}, {software}, gloo,",
+        "2 processes on a busy machine of 2 cores (times are upper bounds).",
+    ]
+    for title, table in tables(played).items():
+        lines += ["", title, "", *table]
     return "\n".join(lines) + "\n"
+
+
+def amended(text: str, played: list[Played], begun: str) -> str:
+    """The page with the tables of some faults from a later run, which each of them names."""
+    for title, table in tables(played).items():
+        of_table = [one for one in played if line_of(one) in table]
+        run = f"Played by themselves at {commit()}, {begun}: {good_of(of_table)} were told."
+        before, _, rest = text.partition(f"\n{title}\n")
+        _, found, after = rest.partition("\n## ")
+        section = "\n".join(["", title, "", run, "", *table, ""])
+        text = before + section + (found + after if found else "")
+    return text
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--write", action="store_true", help="write docs/faults.md")
+    parser.add_argument("--only", nargs="+", choices=WORDS, default=list(WORDS), help="faults")
     parser.add_argument("--jobs", type=int, default=1, help="faults that are played side by side")
     given = parser.parse_args()
     begun = time.strftime("%Y-%m-%d")
     asked = []
     for (fault, phase), wrappers in GALLERY.items():
+        if fault not in given.only:
+            continue
         beside = ("torch_fsdp2",) if (fault, phase) in BESIDE_TORCH else ()
         asked += [(wrapper, fault, phase) for wrapper in (*wrappers, *beside)]
     found: list[Played] = []
+    text, some = PAGE.read_text(), len(given.only) < len(WORDS)
     with ThreadPoolExecutor(given.jobs) as pool:
         for played in pool.map(lambda one: play(*one, limit=45), asked):
             found.append(played)
             print(line_of(played), flush=True)
             if given.write:
-                PAGE.write_text(page(found, begun))
+                PAGE.write_text(amended(text, found, begun) if some else page(found, begun))
 
 
 if __name__ == "__main__":

@@ -111,7 +111,8 @@ def is_told(played: Played) -> bool:
 
 def line_of(played: Played) -> str:
     """A row of the page."""
-    message = played.message if len(played.message) < 330 else played.message[:330] + " ..."
+    message = played.message.replace(f"{ROOT}/", "")
+    message = message if len(message) < 330 else message[:330] + " ..."
     statuses = ", ".join("hung" if one is None else str(one) for one in played.statuses)
     if played.fault in ("stop", "sleep") and played.told is not None:
         statuses = "the others wait"

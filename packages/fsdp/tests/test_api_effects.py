@@ -364,6 +364,23 @@ def sharded_as(model, **settings):
 
 
 @pytest.mark.ranks(1)
+def test_an_optimizer_over_weights_of_a_forward_is_refused_by_name(ranks):
+    policy = MixedPrecisionPolicy(param_dtype=BF16)
+    for place in (False, True):
+        model = sharded_alone(fsdp_unit_modules=[Block], mixed_precision_policy=policy)
+        loss_of(model, ranks.rank)  # the root's weights stay for a backward that does not come
+        if place:
+            model.state_dict()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        if place:
+            loss_of(model, ranks.rank).backward()
+            optimizer.step()
+        else:
+            with pytest.raises(RuntimeError, match=r"SGD holds \w+\.\w+ as a forward computes"):
+                loss_of(model, ranks.rank)
+
+
+@pytest.mark.ranks(1)
 def test_a_sharded_model_is_not_pickled(ranks):
     model = sharded_alone()
     assert isinstance(model, DataParallel)

@@ -103,6 +103,14 @@ class ModuleWatch:
             f"replace, tie and remove parameters before {self._wrapper}"
         )
 
+    def _mixed(self, optimizer: Optimizer, original: int) -> str:
+        return (
+            f"{type(optimizer).__name__} holds {self._originals[original]} as a forward computes "
+            f"with it, which nothing steps, beside parameters to train. It was made before "
+            f"{self._wrapper} and not given to it, or after a forward without a backward: give it "
+            "to fully_shard_optimizer(optimizer, model), or make it before the first forward"
+        )
+
     def _look_for_optimizers(self) -> None:
         if not self._originals:
             return
@@ -111,9 +119,12 @@ class ModuleWatch:
             if not issubclass(type(found), Optimizer):  # isinstance would ask proxies
                 continue
             held = {id(p) for group in found.param_groups for p in group["params"]}
+            computing = held & self._originals.keys()
             if not held.isdisjoint(self._mains):
+                if computing:
+                    raise RuntimeError(self._mixed(found, min(computing)))
                 return
-            if not held.isdisjoint(self._originals):
+            if computing:
                 stale = found
         if stale is not None:
             raise RuntimeError(

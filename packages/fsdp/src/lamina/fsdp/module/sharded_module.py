@@ -234,7 +234,8 @@ def copy_sharded(module: ShardedModule, memo: dict[int, Any]) -> nn.Module:
         Hooks, units and buffers belong to one module, and know it by references that a copy of them
         would share. So none of them is copied. `copy.deepcopy` meets meta tensors in place of
         parameters, what this package has added is taken out of the result, and the same call as
-        before shards it. Spans are then copied from group to group, since both have one layout.
+        before shards it. Spans are then copied from group to group, since both have one layout. See
+        docs/decisions/0533.
     """
     units = list(module.sharding_units())
     if module._unit_hooks.started:

@@ -321,7 +321,8 @@ class ParameterGroup:
 
     def begin_forward(self) -> None:
         """A forward of the model begins: follow what was done to main parameters since the last."""
-        self.follow_main_grads()
+        if self._mirrored:
+            self.follow_main_grads()
         self.follow_main_weights()
         self.release_zeroed_gradients()
 

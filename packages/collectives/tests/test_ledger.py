@@ -359,7 +359,7 @@ def test_a_profile_and_the_records_are_one_trace_that_says_what_collectives_are_
     end, _ = found[name, "e"]
     span, product = found["forward of blocks.1", "X"], found["aten::mm", "X"]
     assert span[0] < product[0] < product[1] < span[1]
-    slack = 2000  # microseconds, between the two clocks
+    slack = 100_000  # microseconds between two clocks, of which either may be read late
     assert issued[0] - slack < begin < issued[1] + slack
     assert begin < end < waited[1] + slack
 

@@ -16,7 +16,12 @@ from lamina.ddp import (
     clip_grad_norm,
 )
 from lamina.ddp.backward.reducer import GradientChecks
-from lamina.ddp.engine import collect_parameters, registration_refusal, resolve_strategy
+from lamina.ddp.engine import (
+    collect_parameters,
+    registration_refusal,
+    resolve_reduction,
+    resolve_strategy,
+)
 from lamina.ddp.wrapper.wrapper import plan_buckets
 from lamina.mesh import ParallelLayout
 from lamina_testing.toys import OddNet
@@ -125,6 +130,21 @@ def test_settings_that_contradict_each_other_are_refused():
         DistributedDataParallelConfig(zero_dp_strategy=0, use_distributed_optimizer=True)
     with pytest.raises(ValueError, match="choose one of 0 or 'no_shard'"):
         DistributedDataParallelConfig(zero_dp_strategy="zero2", use_distributed_optimizer=True)
+
+
+def test_a_size_of_messages_is_refused_where_no_sum_is_cut_by_it():
+    assert resolve_reduction("ordered", message_bytes=4096).message_bytes == 4096
+    for reduction, reproducible in ("native", False), ("int8", False), ("ordered", True):
+        with pytest.raises(ValueError, match="reduce_message_bytes=4096 cuts ordered sums"):
+            resolve_reduction(reduction, reproducible, message_bytes=4096)
+
+
+@pytest.mark.ranks(1)
+def test_checksums_are_refused_for_a_device_that_the_host_would_wait_for(monkeypatch, ranks):
+    wrap(build(), reduction="checked")
+    monkeypatch.setattr(torch.nn.Parameter, "device", torch.device("cuda", 3), raising=False)
+    with pytest.raises(ValueError, match=r"reduction='checked' on cuda:3: .*\n?.*='ordered'"):
+        wrap(build(), reduction="checked")
 
 
 def test_strategies_have_numbers_and_names():

@@ -106,8 +106,9 @@ def resolve_reduction(
         message_bytes: of the slices in which a backend (NCCL) brings large ordered sums.
 
     Raises:
-        ValueError: for messages of no bytes, an unknown name, a native reduction that is to be
-            reproducible, or an average of what is to be left a sum.
+        ValueError: for messages of no bytes or of a size that the reduction does not take, an
+            unknown name, a native reduction that is to be reproducible, or an average of what is
+            to be left a sum.
     """
     if average and per_token:
         raise ValueError(
@@ -119,7 +120,12 @@ def resolve_reduction(
         raise ValueError(f"reduction={reduction!r} is not known; choose one of {known}")
     if message_bytes < 1:
         raise ValueError(f"reduce_message_bytes={message_bytes}: a message needs a byte at least")
-    if not reproducible and reduction == "ordered" and message_bytes != MESSAGE_BYTES:
+    if message_bytes != MESSAGE_BYTES:
+        if reproducible or reduction != "ordered":
+            raise ValueError(
+                f"reduce_message_bytes={message_bytes} cuts ordered sums, and reduction="
+                f"{reduction!r}, reproducible={reproducible} has messages of its own: leave it out"
+            )
         make = _by("ordered", message_bytes=message_bytes)
         return replace(ORDERED, make=make, message_bytes=message_bytes)
     if not reproducible:

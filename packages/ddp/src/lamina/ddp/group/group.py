@@ -141,6 +141,11 @@ class ParameterGroup:
         self._reduced: tuple[int, int] | None = None
         self._gradient_views: list[torch.Tensor] = []
         self.device = settings.device or self.refs[0].parameter.device
+        if settings.reduction.name == "checked" and self.device.type == "cuda":
+            raise ValueError(
+                f"reduction='checked' on {self.device}: the host looks at each checksum, and would "
+                "wait for the device; use reduction='ordered', or train on a CPU"
+            )
         self.layout = plan_layout(self.refs, axes, settings)
         states = settings.strategy.placements
         self._weights_at = self._placed(states.model_weights, axes)

@@ -167,7 +167,6 @@ class SmallReduction:
         return sum_rows(rows.float() if rows.itemsize < 4 else rows)
 
 
-@one_graph_break
 def all_reduce_small(
     tensors: Sequence[torch.Tensor],
     group: ProcessGroup | None,
@@ -186,7 +185,20 @@ def all_reduce_small(
     Raises:
         ValueError: an unknown op, or tensors on several devices.
     """
+    reduce = _reduce if group is None else _reduce_over_ranks
+    reduce(tensors, group, op)
+
+
+def _reduce(
+    tensors: Sequence[torch.Tensor],
+    group: ProcessGroup | None,
+    op: Literal["sum", "max", "min"],
+) -> None:
     SmallReduction(tensors, group, op).reduce(tensors)
+
+
+_reduce_over_ranks = one_graph_break(_reduce)
+"""torch.compile can follow what one rank does, and no messages."""
 
 
 def host_device(groups: Iterable[ProcessGroup | None], device: torch.device | str) -> torch.device:

@@ -7,6 +7,7 @@ which of them a version has lost or changed.
 from __future__ import annotations
 
 import ast
+import math
 import threading
 from collections.abc import Iterator
 
@@ -198,6 +199,13 @@ def the_engine_says_which_nodes_it_will_execute():
     assert seen == [[True, False]]
 
 
+def norms_of_several_tensors_come_at_once():
+    tensors = [torch.tensor([1.0, -3.0]), torch.tensor([math.nan, 0.0]), torch.tensor([2.0])]
+    largest = [norm.item() for norm in of_ddp.foreach_norm(tensors, math.inf)]
+    assert largest[::2] == [3.0, 2.0]
+    assert math.isnan(largest[1])
+
+
 def threads_carry_objects():
     of_collectives.set_in_thread("lamina.tests", ("x",))
     assert of_collectives.is_in_thread("lamina.tests")
@@ -310,6 +318,7 @@ CHECKS = {
     a_transform_of_functions_is_known: "function_transform",
     callbacks_come_at_the_end_of_a_backward: "queue_callback",
     the_engine_says_which_nodes_it_will_execute: "will_execute",
+    norms_of_several_tensors_come_at_once: "foreach_norm",
     threads_carry_objects: "set_in_thread is_in_thread get_in_thread remove_from_thread",
     trees_are_walked: "tree_leaves tree_map tree_map_only",
     operators_are_seen_below_autograd: "TorchDispatchMode",

@@ -9,12 +9,14 @@ import sys
 from typing import Any
 
 import torch
+from torch import _foreach_norm as foreach_norm
 from torch._C import _current_graph_task_id as current_graph_task_id
 from torch._C import _will_engine_execute_node as will_execute
 from torch.utils._pytree import tree_leaves, tree_map
 
 __all__ = [
     "current_graph_task_id",
+    "foreach_norm",
     "local_of_state_call",
     "queue_callback",
     "tree_leaves",

@@ -24,7 +24,7 @@ from lamina.collectives import Handle
 from lamina.collectives.engine import CommonFacts, Fact, Serving, SmallReduction, host_device
 from lamina.ddp.backward.grad_attribute import follow_user, holds_zeros
 from lamina.ddp.backward.gradient_hooks import hook_gradients
-from lamina.ddp.compat import current_graph_task_id, queue_callback, will_execute
+from lamina.ddp.compat import current_graph_task_id, foreach_norm, queue_callback, will_execute
 from lamina.ddp.gradients.scratch import ScratchBuffers
 from lamina.ddp.gradients.states import GradientState
 from lamina.ddp.group.group import ParameterGroup
@@ -584,7 +584,7 @@ class GradientChecks:
         views = {index: view for index in held if (view := group.trained.view(index)).numel()}
         if views:
             self._noted += [(group, index) for index in views]
-            self._sizes += torch._foreach_norm(list(views.values()), math.inf)
+            self._sizes += foreach_norm(list(views.values()), math.inf)
 
     def look(self) -> BadGradients:
         """The first bad gradient since the last look; the host waits for the device once."""

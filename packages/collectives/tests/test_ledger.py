@@ -335,9 +335,8 @@ def test_the_trace_is_chrome_json_with_every_finished_call(tmp_path):
         assert start <= begin["ts"] * 1e-6 <= ends[key]["ts"] * 1e-6 <= time.time()
 
 
-@pytest.mark.ranks(2)
-def test_a_profile_and_the_records_are_one_trace_that_says_what_collectives_are_for(tmp_path):
-    group = dist.new_group(group_desc="tp:gather")
+def clocks_apart(path: Path, group: dist.ProcessGroup) -> float:
+    """Trace a collective beside compute, check it, and return microseconds between clocks."""
     compute = Span()
     with profile(activities=[ProfilerActivity.CPU]) as profiler, Ledger() as ledger:
         with Serving("blocks.0"):
@@ -347,10 +346,9 @@ def test_a_profile_and_the_records_are_one_trace_that_says_what_collectives_are_
         compute.end()
         pending.wait()
     assert [record.purpose for record in ledger.records] == ["blocks.0"]
-    path = ledger.trace(tmp_path / f"rank{dist.get_rank()}.json", profiler)
     found = {
         (event["name"], event["ph"]): (event["ts"], event["ts"] + event.get("dur", 0))
-        for event in json.loads(path.read_text())["traceEvents"]
+        for event in json.loads(ledger.trace(path, profiler).read_text())["traceEvents"]
         if event["ph"] in "Xbe"
     }
     name = "all_reduce_fp32 of blocks.0"
@@ -359,9 +357,16 @@ def test_a_profile_and_the_records_are_one_trace_that_says_what_collectives_are_
     end, _ = found[name, "e"]
     span, product = found["forward of blocks.1", "X"], found["aten::mm", "X"]
     assert span[0] < product[0] < product[1] < span[1]
-    slack = 100_000  # microseconds between two clocks, of which either may be read late
-    assert issued[0] - slack < begin < issued[1] + slack
-    assert begin < end < waited[1] + slack
+    assert begin < end
+    return max(issued[0] - begin, begin - issued[1], end - waited[1])
+
+
+@pytest.mark.ranks(2)
+def test_a_profile_and_the_records_are_one_trace_that_says_what_collectives_are_for(tmp_path):
+    group = dist.new_group(group_desc="tp:gather")
+    path = tmp_path / f"rank{dist.get_rank()}.json"
+    # A busy machine may read one of the clocks late, though not each time.
+    assert min(clocks_apart(path, group) for _ in range(5)) < 2000
 
 
 def test_spans_are_not_named_where_no_profiler_records(monkeypatch):

@@ -1,13 +1,15 @@
 """The same bits on any number of ranks: one SHA-256 for all strategies, beside torch's spread.
 
-    python benchmarks/bits.py [--steps 10] [--ranks 1 2 3 4]
+    python benchmarks/bits.py [--steps 10] [--ranks 1 2 3 4] [--width 192] [--layers 4]
+                              [--sequences 12]
 
 The main job's GPT (4 layers, 192 wide, bytes of Python's own library) is trained on each number of
-ranks: by `fully_shard(reproducible=True)` under strategies 0 to 3, HSDP and HFSDP, and for
-comparison without `reproducible`, by torch's DDP and by torch's FSDP2. A step is 12 sequences,
+ranks. A smaller one makes many steps in an hour. It is trained by
+`fully_shard(reproducible=True)` under strategies 0 to 3, HSDP and HFSDP, and for comparison without
+`reproducible`, by torch's DDP and by torch's FSDP2. A step has the same number of sequences,
 however many ranks share them. Losses are sums over tokens, gradients are clipped, AdamW steps.
 
-The script prints one SHA-256 of all parameters after the first and the last step for each system,
+The script prints one SHA-256 of all parameters after steps 1, 100 and the last for each system,
 and the largest difference of a parameter from the same system on the first number of ranks. It
 fails if a reproducible system has another SHA-256 than the others. Other machines have other
 kernels, and so perhaps another SHA-256, but one for all systems.
@@ -39,12 +41,20 @@ from lamina.fsdp import fully_shard
 from lamina.mesh import ParallelLayout, Runtime, init_distributed
 from lamina.models import GPTModel, TransformerBlock, TransformerConfig
 
-SEQUENCES = 12  # per step; 5 ranks share them unevenly
 LENGTH = 128  # a power of two: a mean times it is the sum, with the same bits
 LEARNING_RATE, WARMUP, CLIP = 2e-3, 60, 1.0
 
 Step = Callable[[list[tuple[torch.Tensor, int]]], None]
 """Trains on this rank's sequences, one microbatch for each, that count 1 or 0."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """The model's width and layers, and the sequences of a step (5 ranks share 12 unevenly)."""
+
+    width: int = 192
+    layers: int = 4
+    sequences: int = 12
 
 
 @dataclass
@@ -66,13 +76,11 @@ class Outcome:
     parameters: dict[int, dict[str, torch.Tensor]] = field(default_factory=dict)
 
 
-def model_and_optimizer(
-    width: int = 192, layers: int = 4
-) -> tuple[GPTModel, torch.optim.Optimizer]:
+def model_and_optimizer(job: Job) -> tuple[GPTModel, torch.optim.Optimizer]:
     config = TransformerConfig(
         vocab_size=256,
-        hidden_size=width,
-        num_layers=layers,
+        hidden_size=job.width,
+        num_layers=job.layers,
         num_heads=6,
         max_sequence_length=LENGTH,
     )
@@ -85,16 +93,11 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def by_lamina(
-    ranks: int,
-    *,
-    replicas: int = 1,
-    reproducible: bool = True,
-    size: tuple[int, int] = (192, 4),
-    **strategies: Any,
+    job: Job, *, replicas: int = 1, reproducible: bool = True, **strategies: Any
 ) -> Built:
     mesh = ParallelLayout(dp_replicate=replicas).build("cpu")
     model, optimizer = fully_shard(
-        *model_and_optimizer(*size),
+        *model_and_optimizer(job),
         device_mesh=mesh,
         fsdp_unit_modules=[TransformerBlock],
         calculate_per_token_loss=True,
@@ -113,13 +116,13 @@ def by_lamina(
     return Built(model, optimizer, step, lambda: full_parameters(model))
 
 
-def by_ddp(ranks: int) -> Built:
-    model, optimizer = model_and_optimizer()
+def by_ddp(job: Job, ranks: int) -> Built:
+    model, optimizer = model_and_optimizer(job)
     wrapped = TorchDDP(model)
 
     def step(mine: list[tuple[torch.Tensor, int]]) -> None:
         for place, (text, counted) in enumerate(mine):
-            last, weight = place == len(mine) - 1, counted * ranks / SEQUENCES
+            last, weight = place == len(mine) - 1, counted * ranks / job.sequences
             with contextlib.nullcontext() if last else wrapped.no_sync():
                 (wrapped(text[:, :-1], labels=text[:, 1:]) * weight).backward()
         nn.utils.clip_grad_norm_(model.parameters(), CLIP)
@@ -127,8 +130,8 @@ def by_ddp(ranks: int) -> Built:
     return Built(wrapped, optimizer, step, lambda: dict(model.named_parameters()))
 
 
-def by_fsdp2(ranks: int) -> Built:
-    model, _ = model_and_optimizer()
+def by_fsdp2(job: Job, ranks: int) -> Built:
+    model, _ = model_and_optimizer(job)
     mesh = torch.distributed.init_device_mesh("cpu", (ranks,))
     for module in model.modules():
         if isinstance(module, TransformerBlock):
@@ -137,7 +140,7 @@ def by_fsdp2(ranks: int) -> Built:
 
     def step(mine: list[tuple[torch.Tensor, int]]) -> None:
         for text, counted in mine:
-            weight = counted * ranks / SEQUENCES
+            weight = counted * ranks / job.sequences
             (sharded(text[:, :-1], labels=text[:, 1:]) * weight).backward()
         nn.utils.clip_grad_norm_(sharded.parameters(), CLIP)
 
@@ -147,22 +150,20 @@ def by_fsdp2(ranks: int) -> Built:
     return Built(sharded, adamw(sharded), step, whole)
 
 
-def systems(ranks: int) -> dict[str, Callable[[], Built]]:
+def systems(job: Job, ranks: int) -> dict[str, Callable[[], Built]]:
     """What runs on a number of ranks. Those called `lamina` are to have one SHA-256."""
+    by = functools.partial
+    sharded = by(by_lamina, job, zero_dp_strategy=3)
     made: dict[str, Callable[[], Built]] = {
-        f"lamina {number}": lambda number=number: by_lamina(ranks, zero_dp_strategy=number)
-        for number in range(4)
+        f"lamina {number}": by(sharded, zero_dp_strategy=number) for number in range(4)
     }
     if ranks % 2 == 0:
         for outer, name in enumerate(("HSDP", "HFSDP")):
-            made[f"lamina {name} 2x{ranks // 2}"] = lambda outer=outer: by_lamina(
-                ranks, replicas=2, zero_dp_strategy=3, outer_dp_sharding_strategy=outer
-            )
-    made["without reproducible, 3"] = lambda: by_lamina(
-        ranks, reproducible=False, zero_dp_strategy=3
-    )
-    made["torch DDP"] = lambda: by_ddp(ranks)
-    made["torch FSDP2"] = lambda: by_fsdp2(ranks)
+            both = by(sharded, replicas=2, outer_dp_sharding_strategy=outer)
+            made[f"lamina {name} 2x{ranks // 2}"] = both
+    made["without reproducible, 3"] = by(sharded, reproducible=False)
+    made["torch DDP"] = by(by_ddp, job, ranks)
+    made["torch FSDP2"] = by(by_fsdp2, job, ranks)
     return made
 
 
@@ -175,25 +176,30 @@ def text_windows() -> torch.Tensor:
     return tokens.unfold(0, LENGTH + 1, LENGTH)
 
 
-def train_step(built: Built, runtime: Runtime, number: int) -> None:
+def train_step(built: Built, runtime: Runtime, number: int, sequences: int) -> None:
     """One step; its sequences and learning rate follow from its number."""
     windows = text_windows()
     for group in built.optimizer.param_groups:
         group["lr"] = LEARNING_RATE * min(1.0, (number + 1) / WARMUP)
     mine = []
-    for part in cut_batch(SEQUENCES, runtime.rank, runtime.world_size, size=1):
-        row = (SEQUENCES * number + part.samples[0]) % len(windows)
+    for part in cut_batch(sequences, runtime.rank, runtime.world_size, size=1):
+        row = (sequences * number + part.samples[0]) % len(windows)
         mine.append((windows[row : row + 1], part.counted))
     built.step(mine)
     built.optimizer.step()
     built.optimizer.zero_grad()
 
 
-def train(built: Built, runtime: Runtime, steps: int) -> Outcome:
+def marks(steps: int) -> list[int]:
+    """The steps after which parameters are compared."""
+    return sorted({1, min(100, steps), steps})
+
+
+def train(built: Built, runtime: Runtime, steps: int, sequences: int) -> Outcome:
     outcome, begin = Outcome(), time.perf_counter()
     for number in range(steps):
-        train_step(built, runtime, number)
-        if number + 1 in (1, steps):
+        train_step(built, runtime, number, sequences)
+        if number + 1 in marks(steps):
             whole = {name: each.detach().clone() for name, each in built.whole().items()}
             outcome.hashes[number + 1] = sha256(whole)
             outcome.parameters[number + 1] = whole
@@ -213,8 +219,9 @@ def run_rank(settings: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     with init_distributed() as runtime:
         found = {}
-        for name, build in systems(runtime.world_size).items():
-            found[name] = train(build(), runtime, settings.steps)
+        job = Job(settings.width, settings.layers, settings.sequences)
+        for name, build in systems(job, runtime.world_size).items():
+            found[name] = train(build(), runtime, settings.steps, job.sequences)
         if runtime.is_main:
             torch.save(found, settings.write)
 
@@ -223,7 +230,9 @@ def launch(ranks: int, settings: argparse.Namespace) -> dict[str, Outcome]:
     """Start this program as every rank of a world, and read what rank 0 wrote."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "found.pt"
-        start_ranks(ranks, __file__, ["--steps", str(settings.steps), "--write", str(path)])
+        given = ("steps", "width", "layers", "sequences")
+        options = [each for name in given for each in (f"--{name}", str(getattr(settings, name)))]
+        start_ranks(ranks, __file__, [*options, "--write", str(path)])
         found: dict[str, Outcome] = torch.load(path, weights_only=False)
         return found
 
@@ -235,26 +244,26 @@ def difference(found: Outcome, first: Outcome, step: int) -> float:
 
 def report(outcomes: Mapping[int, Mapping[str, Outcome]], steps: int) -> bool:
     """Print a row for each system and number of ranks; return whether the bits are the same."""
-    marks = sorted({1, steps})
+    compared = marks(steps)
     firsts: dict[str, Outcome] = {}
-    print(f"| system | ranks | {' | '.join(f'SHA-256, step {mark}' for mark in marks)} | "
+    print(f"| system | ranks | {' | '.join(f'SHA-256, step {mark}' for mark in compared)} | "
           f"largest difference, step {steps} | s per step |")  # fmt: skip
-    print(f"| --- | --- | {'--- | ' * len(marks)}--- | --- |")
+    print(f"| --- | --- | {'--- | ' * len(compared)}--- | --- |")
     for ranks, found in outcomes.items():
         for name, one in found.items():
             family = "lamina" if name.startswith("lamina") else name
             first = firsts.setdefault(family, one)
-            cells = [f"`{one.hashes[mark][:12]}`" for mark in marks]
+            cells = [f"`{one.hashes[mark][:12]}`" for mark in compared]
             cells += [f"{difference(one, first, steps):.1e}", f"{one.seconds:.2f}"]
             print(f"| {name} | {ranks} | {' | '.join(cells)} |")
     alike = {
-        tuple(one.hashes[mark] for mark in marks)
+        tuple(one.hashes[mark] for mark in compared)
         for found in outcomes.values()
         for name, one in found.items()
         if name.startswith("lamina")
     }
     for hashes in sorted(alike):
-        pairs = zip(marks, hashes, strict=True)
+        pairs = zip(compared, hashes, strict=True)
         print("\n" + "\n".join(f"reproducible, step {mark}: {value}" for mark, value in pairs))
     return len(alike) == 1
 
@@ -265,6 +274,9 @@ def main() -> None:
     )
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 3, 4])
+    parser.add_argument("--width", type=int, default=Job.width)
+    parser.add_argument("--layers", type=int, default=Job.layers)
+    parser.add_argument("--sequences", type=int, default=Job.sequences, help="per step")
     parser.add_argument("--write", help=argparse.SUPPRESS)
     settings = parser.parse_args()
     if settings.write:

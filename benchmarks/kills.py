@@ -23,14 +23,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from bits import by_lamina, sha256, train_step
+from bits import Job, by_lamina, sha256, train_step
 from local_ranks import environments
 
 from lamina.checkpoint import CheckpointManager
 from lamina.mesh import init_distributed
 
 LIMIT = 60  # seconds that survivors of a kill have for their end
-SIZE = (48, 2)  # width and layers: starts and saves are to take longer than steps
+JOB = Job(width=48, layers=2)  # starts and saves are to take longer than steps
 SYSTEMS = {
     "strategy 0": {"zero_dp_strategy": 0},
     "strategy 1": {"zero_dp_strategy": 1},
@@ -46,12 +46,12 @@ def run_rank(system: str, folder: Path, steps: int, environment: dict[str, str])
     os.environ.update(environment)
     torch.set_num_threads(1)
     with init_distributed() as runtime:
-        built = by_lamina(runtime.world_size, size=SIZE, **SYSTEMS[system])
+        built = by_lamina(JOB, **SYSTEMS[system])
         state = {"model": built.model, "optimizer": built.optimizer}
         manager = CheckpointManager(folder, keep_last=2, async_save=True, progress=False)
         done = manager.restore(state, default=0)
         for number in range(done, steps):
-            train_step(built, runtime, number)
+            train_step(built, runtime, number, JOB.sequences)
             manager.save(number + 1, state)
         manager.close()
         digest = sha256(built.whole())

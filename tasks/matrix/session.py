@@ -37,8 +37,9 @@ def matrix(session: nox.Session) -> None:
     if known.installed:
         run(session, "python", "-m", "tasks.clean_install", *session.posargs)
     elif known.full:
-        # Every case of every matrix, not the pairwise cover. Writes docs/matrix.md once complete.
-        words = [*workers("worksteal"), *session.posargs]
+        # Every case of every matrix, not the pairwise cover, and the slow ones among them. Writes
+        # docs/matrix.md once complete.
+        words = [*workers("worksteal"), "--slow", *session.posargs]
         pytest(session, "-m", "matrix", *words, success_codes=(0, 5))
     else:
         cells(session, known, rest)

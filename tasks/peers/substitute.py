@@ -34,6 +34,7 @@ LAMINA: dict[tuple[str, str], str] = {
         for name in ("fully_shard", "FSDPModule", "UnshardHandle", "register_fsdp_forward_method")
     },
     **{(module, "DTensor"): "peer_lamina" for module in TENSOR},
+    (f"{COMMON}.common_fsdp", "check_sharded_parity"): "peer_lamina",
     ("torch.nn.parallel", "DistributedDataParallel"): "peer_lamina",
 }
 WORDS = {"cuda": "cpu", "nccl": "gloo", "cpu:gloo,cuda:nccl": "gloo"}

@@ -36,6 +36,22 @@ def fully_shard(module: Any, *, mesh: Any = None, **options: Any) -> Any:
     return shard_module(module, mesh, **options)
 
 
+def check_sharded_parity(
+    case: Any, replicated: torch.nn.Module, sharded: torch.nn.Module, prefixes: Any = ()
+) -> None:
+    """Compare whole values and gradients, where torch compares the parts that `Shard(0)` cuts."""
+    pairs = zip(replicated.named_parameters(), sharded.named_parameters(), strict=True)
+    for (name, whole), (other, part) in pairs:
+        for prefix in prefixes:
+            other = other.replace(prefix, "")
+        case.assertEqual(name, other)
+        case.assertIsInstance(part, DTensor)
+        case.assertEqual(part.full_tensor(), whole)
+        case.assertEqual(part.grad is None, whole.grad is None)
+        if whole.grad is not None:
+            case.assertEqual(part.grad.full_tensor(), whole.grad)
+
+
 class DistributedDataParallel(Wrapper):
     """Lamina's DDP with torch's arguments. Those that Lamina does not have are an error."""
 
@@ -51,4 +67,11 @@ class DistributedDataParallel(Wrapper):
         super().__init__(module, DistributedDataParallelConfig(), mesh)
 
 
-__all__ = ["DTensor", "DistributedDataParallel", "FSDPModule", "fully_shard", "peer_device"]
+__all__ = [
+    "DTensor",
+    "DistributedDataParallel",
+    "FSDPModule",
+    "check_sharded_parity",
+    "fully_shard",
+    "peer_device",
+]

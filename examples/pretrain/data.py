@@ -6,12 +6,16 @@ opening a kilobyte, and ranks of a machine share the pages.
 The order does not depend on how many ranks there are, nor on where a run was interrupted: step s
 takes samples s*B .. s*B+B-1 of an endless shuffled sequence, and the ranks cut them among
 themselves, evenly or not (`lamina.checkpoint.cut_batch`). So there is no loader state to save.
+
+Beside a file of tokens lie the checksums of its blocks. A block is compared when it is first read.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import sys
+import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -24,6 +28,7 @@ from text import Document, Tokenizer, find_documents, load_tokenizer, tokens_of
 from lamina.checkpoint import shuffled
 
 SUFFIX = ".npy"
+BLOCK = 1 << 16  # bytes: reading so many costs little more than reading one window
 
 
 @dataclass(frozen=True)
@@ -55,7 +60,7 @@ class Corpus:
         """
         counts = np.zeros(self.tokenizer.vocab_size, dtype=np.int64)
         for part in self.held_out:
-            counts += np.bincount(part, minlength=counts.size)
+            counts += np.bincount(verified(part), minlength=counts.size)
         frequencies = counts[counts > 0] / counts.sum()
         return float(-(frequencies * np.log(frequencies)).sum())
 
@@ -140,6 +145,7 @@ def write_tokens(path: Path, chunks: Iterable[np.ndarray], vocab_size: int) -> i
     if size:
         written[:] = np.memmap(chunked, dtype, mode="r")
     written.flush()
+    checksums_of(path).write_bytes(_sums(written).tobytes())
     chunked.unlink()
     return size
 
@@ -153,11 +159,82 @@ def check_tokens(tokens: np.ndarray, vocab_size: int, where: object) -> None:
         )
 
 
-def open_tokens(path: Path) -> np.ndarray:
-    """Map tokens into memory.
+def checksums_of(path: Path) -> Path:
+    """The file beside a file of tokens that has the CRC-32 of each block of its data."""
+    return path.with_name(f"{path.name}.crc32")
+
+
+def _sums(tokens: np.ndarray) -> np.ndarray:
+    data = memoryview(tokens).cast("B") if tokens.size else b""
+    return np.array([zlib.crc32(data[at : at + BLOCK]) for at in range(0, len(data), BLOCK)], "<u4")
+
+
+class Tokens(np.memmap):
+    """Tokens of a file with checksums, or a slice of them."""
+
+    checks: Checks | None = None
+
+    def __array_finalize__(self, whole: object) -> None:
+        super().__array_finalize__(whole)
+        self.checks = getattr(whole, "checks", None)
+
+
+class Checks:
+    """Compares blocks of a file of tokens with their checksums, each when it is first read.
 
     Raises:
-        ValueError: it is no whole `.npy` file of a 1-D array of unsigned integers.
+        ValueError: there are other checksums than of that many blocks.
+    """
+
+    def __init__(self, path: Path, tokens: np.ndarray) -> None:
+        self._path, self._data = path, memoryview(tokens).cast("B") if tokens.size else b""
+        self._begin, self._itemsize = tokens.ctypes.data, tokens.itemsize
+        self._sums = np.fromfile(checksums_of(path), "<u4")
+        self._known = np.zeros(len(self._sums), dtype=bool)
+        if len(self._sums) != -(-len(self._data) // BLOCK):
+            raise ValueError(
+                f"{checksums_of(path)} has {len(self._sums)} checksums, of another file than "
+                f"{path}: delete it if that file was meant to change"
+            )
+
+    def require(self, part: np.ndarray) -> None:
+        """Compare the blocks of a part that were not read before.
+
+        Raises:
+            ValueError: one is damaged.
+        """
+        begin = part.ctypes.data - self._begin
+        first, last = begin // BLOCK, -(-(begin + part.nbytes) // BLOCK)
+        for block in first + np.flatnonzero(~self._known[first:last]):
+            at = int(block) * BLOCK
+            held = self._data[at : at + BLOCK]
+            if zlib.crc32(held) != self._sums[block]:
+                tokens = f"{at // self._itemsize} to {(at + len(held)) // self._itemsize - 1}"
+                raise ValueError(
+                    f"{self._path} is damaged: block {block} (tokens {tokens}) does not have its "
+                    f"checksum. Write the file again, or delete {checksums_of(self._path)} to "
+                    "train on it as it is"
+                )
+            self._known[block] = True
+
+
+def verified(tokens: np.ndarray) -> np.ndarray:
+    """The tokens, once their blocks have been compared with their checksums, if they have any.
+
+    Raises:
+        ValueError: a block is damaged; it names file and block.
+    """
+    if isinstance(tokens, Tokens) and tokens.checks is not None and tokens.size:
+        tokens.checks.require(tokens)
+    return np.asarray(tokens)
+
+
+def open_tokens(path: Path) -> np.ndarray:
+    """Map tokens into memory. What is read of them is to pass `verified`.
+
+    Raises:
+        ValueError: it is no whole `.npy` file of a 1-D array of unsigned integers, or its checksums
+            are those of another file.
     """
     try:
         tokens = np.load(path, mmap_mode="r", allow_pickle=False)
@@ -165,6 +242,9 @@ def open_tokens(path: Path) -> np.ndarray:
         raise ValueError(f"{path} is no whole .npy file: {error}") from None
     if tokens.ndim != 1 or tokens.dtype.kind != "u":
         raise ValueError(f"{path} has {tokens.dtype}{tokens.shape}: 1-D unsigned integers needed")
+    if checksums_of(path).exists():
+        checks, tokens = Checks(path, tokens), tokens.view(Tokens)
+        tokens.checks = checks
     return tokens
 
 
@@ -190,7 +270,7 @@ def open_corpus(config: DataConfig, directory: Path) -> Corpus:
     files = {path: open_tokens(path) for path in sorted(given.glob(f"*{SUFFIX}")) or [given]}
     for path, tokens in files.items():
         # Another tokenizer's ids show early, and reading all of a large file would take minutes.
-        check_tokens(tokens[: 1 << 24], tokenizer.vocab_size, path)
+        check_tokens(verified(tokens[: 1 << 24]), tokenizer.vocab_size, path)
     held_out = [t for path, t in files.items() if path.name.startswith("held-out")]
     train = [t for path, t in files.items() if not path.name.startswith("held-out")]
     if not held_out:
@@ -229,7 +309,7 @@ class Windows:
         part = int(np.searchsorted(self._ends, index, side="right"))
         first = index - (int(self._ends[part - 1]) if part else 0)
         start = first * self.length
-        return self._parts[part][start : start + self.length + 1].astype(np.int64)
+        return verified(self._parts[part][start : start + self.length + 1]).astype(np.int64)
 
 
 def slice_of_step(step: int, seed: int, size: int, batch: int, places: Iterable[int]) -> list[int]:
@@ -271,3 +351,8 @@ def held_out_batches(
         mine = (mine * batch)[: max(batch, len(mine) // batch * batch)]
     for first in range(0, len(mine), batch):
         yield windows.batch(mine[first : first + batch], device)
+
+
+if __name__ == "__main__":
+    for name in sys.argv[1:]:
+        checksums_of(Path(name)).write_bytes(_sums(np.load(name, mmap_mode="r")).tobytes())

@@ -77,7 +77,7 @@ def test_tokens_come_back_as_written(tmp_path, vocab_size):
     assert isinstance(back, np.memmap)
     assert np.array_equal(back, tokens)
     assert back.dtype.itemsize == {2: 1, 256: 1, 257: 2, 65_536: 2, 65_537: 4}[vocab_size]
-    assert [p.name for p in tmp_path.iterdir()] == ["a.npy"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["a.npy", "a.npy.crc32"]
 
 
 def test_a_file_that_is_cut_or_holds_no_tokens_is_refused(tmp_path):
@@ -202,6 +202,25 @@ def test_a_hugging_face_tokenizer_is_read_from_disk(tmp_path):
     assert corpus.bytes_per_token > 2
     with pytest.raises(FileNotFoundError, match="neither 'bytes' nor"):
         open_corpus(DataConfig(tokenizer="gpt17"), tmp_path / "data")
+
+
+def test_a_flipped_bit_is_named_with_file_and_block_when_it_is_read(tmp_path):
+    write_tokens(path := tmp_path / "a.npy", [np.arange(100_000) % 50_000], 50_000)
+    with open(path, "r+b") as file:  # in the third block of 64 KiB
+        file.seek(-200_000 + 2 * 65536 + 77, 2)
+        (byte,) = file.read(1)
+        file.seek(-1, 1)
+        file.write(bytes([byte ^ 4]))
+    windows = Windows([open_tokens(path)[:99_000]], 1000)
+    assert windows._window(64)[0] == 64_000 % 50_000  # the first two blocks are whole
+    with pytest.raises(ValueError, match=r"a\.npy is damaged: block 2 \(tokens 65536 to 98303\)"):
+        windows._window(65)
+    write_tokens(tmp_path / "b.npy", [np.arange(10)], 256)
+    (tmp_path / "b.npy.crc32").rename(tmp_path / "a.npy.crc32")
+    with pytest.raises(ValueError, match="has 1 checksums, of another file"):
+        open_tokens(path)
+    (tmp_path / "a.npy.crc32").unlink()  # as of `numpy.save`
+    assert open_tokens(path).size == 100_000
 
 
 def test_the_unigram_entropy_is_that_of_the_frequencies(tmp_path):

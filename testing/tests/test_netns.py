@@ -103,3 +103,37 @@ def test_gloo_runs_over_the_link(ranks_per_namespace):
     world_size = 2 * ranks_per_namespace
     assert [text.split() for text in outputs] == [[str(world_size), f"{world_size}.0"]] * world_size
     assert min(traffic.sent) >= MEGABYTE // 2, "each half of the tensor crosses the link"
+
+
+DATAGRAMS = """
+import os, socket, sys, time
+rank, address = int(os.environ["RANK"]), (os.environ["MASTER_ADDR"], 4000)
+with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as there:
+    if rank == 0:
+        there.bind(address)
+        there.settimeout(2)
+        count, ready = 0, open(sys.argv[1], "w")
+        try:
+            while there.recv(64):
+                count += 1
+        except TimeoutError:
+            print(count)
+    else:
+        while not os.path.exists(sys.argv[1]):
+            time.sleep(0.01)
+        for _ in range(200):
+            there.sendto(b"datagram", address)
+            time.sleep(0.001)
+"""
+
+
+@pytest.mark.slow
+def test_a_spoiled_link_loses_the_share_of_packets_that_was_asked_for(tmp_path):
+    arrived = []
+    with shaped_link(bits_per_second=10**9) as link:
+        for number, lost in enumerate((0.0, 0.5, 1.0, 0.0)):
+            link.spoil(1, lost=lost)
+            ready = str(tmp_path / str(number))
+            arrived.append(int(link.run_ranks([sys.executable, "-c", DATAGRAMS, ready])[0]))
+    assert (arrived[0], arrived[2], arrived[3]) == (200, 0, 200), arrived
+    assert 50 < arrived[1] < 150, arrived

@@ -15,7 +15,7 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-__all__ = ["Played", "play"]
+__all__ = ["JOB", "Nursery", "Played", "marks_of", "play"]
 
 JOB = Path(__file__).with_name("fault_job.py")
 
@@ -42,10 +42,15 @@ class Played:
     output: list[str] = field(repr=False, default_factory=list)
 
 
-def free_port():
+def places(ranks):
+    """torchrun's variables of each rank of a job on this host."""
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]
+        port = found.getsockname()[1]
+    common = {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1"}
+    common |= {"MASTER_PORT": port}
+    each = ({**common, "RANK": rank, "LOCAL_RANK": rank} for rank in range(ranks))
+    return [{name: str(value) for name, value in one.items()} for one in each]
 
 
 def play(wrapper, fault, phase="step", *, ranks=2, limit=15.0, soft_limit=3.0):
@@ -61,7 +66,7 @@ def play(wrapper, fault, phase="step", *, ranks=2, limit=15.0, soft_limit=3.0):
             file.touch()
         words = [wrapper, fault, phase, "--directory", directory, "--soft-limit", str(soft_limit)]
         with Nursery() as nursery:
-            nursery.start(words, ranks, free_port())
+            nursery.start(words, places(ranks))
             statuses = _ends(nursery, files, fault, limit)
         ended = time.time()
         texts = [file.read_text() for file in files]
@@ -73,34 +78,41 @@ class Nursery:
 
     _idle = []  # noqa: RUF012 - nurseries that have no ranks now
 
+    def __init__(self, before=(), job=(str(JOB), "nursery")):
+        """`before` is what the command begins with, to run on another host."""
+        self._command = [*before, sys.executable, *job]
+        self._kept = not before
+
     def __enter__(self):
-        self._process = (
+        self.process = (
             self._idle.pop()
-            if self._idle
+            if self._idle and self._kept
             else subprocess.Popen(
-                [sys.executable, str(JOB), "nursery"],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                text=True,
+                self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
             )
         )
         return self
 
-    def start(self, words, ranks, port):
-        self._process.stdin.write(json.dumps([words, ranks, port]) + "\n")
-        self._process.stdin.flush()
-        self.ranks = json.loads(self._process.stdout.readline())
+    def start(self, words, places):
+        """Start a rank for each of some sets of torchrun's variables."""
+        self.process.stdin.write(json.dumps([words, places]) + "\n")
+        self.process.stdin.flush()
+        self.ranks = json.loads(self.process.stdout.readline())
 
     def ends(self, seconds):
         """Exit statuses of all ranks, or None if some still run after so many seconds."""
-        ready, _, _ = select.select([self._process.stdout], [], [], seconds)
-        return json.loads(self._process.stdout.readline()) if ready else None
+        ready, _, _ = select.select([self.process.stdout], [], [], seconds)
+        if not ready:
+            return None
+        line = self.process.stdout.readline()
+        return json.loads(line) if line else [-signal.SIGKILL] * len(self.ranks)
 
     def __exit__(self, *exception):
-        if exception[0] is None:
-            self._idle.append(self._process)
+        if exception[0] is None and self._kept:
+            self._idle.append(self.process)
         else:
-            self._process.kill()
+            self.process.kill()
+            self.process.wait()
 
 
 def _ends(nursery, files, fault, limit):
@@ -121,20 +133,20 @@ def _ends(nursery, files, fault, limit):
 
 def _begun(files):
     """When the fault happened; of ranks that differ, when the last of them began to wrap."""
-    marks = _marks([file.read_text() for file in files])
+    marks = marks_of([file.read_text() for file in files])
     planted = [one["time"] for one in marks if one["what"] == "fault"]
     differ = any(one["what"] == "differs" for one in marks)
     wraps = [one["time"] for one in marks if one["what"] == "wrap"] if differ else []
     return min(planted) if planted else max(wraps, default=None)
 
 
-def _marks(texts):
+def marks_of(texts):
     lines = [line for text in texts for line in text.splitlines()]
     return [json.loads(line) for line in lines if line.startswith('{"what"')]
 
 
 def _judge(wrapper, fault, phase, statuses, outputs, errors, ended):
-    marks = _marks(outputs)
+    marks = marks_of(outputs)
     planted = [one["time"] for one in marks if one["what"] == "fault"]
     wraps = [one["time"] for one in marks if one["what"] == "wrap"]
     begun = min(planted) if planted else max(wraps, default=ended)

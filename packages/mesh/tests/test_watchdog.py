@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import threading
 import time
@@ -157,6 +158,59 @@ def test_a_rank_that_is_stuck_ends_its_saves_before_its_process(tmp_path, monkey
         watchdog.lost = None
         watchdog.close()
     assert order[:2] == ["saves", 70]
+
+
+@pytest.fixture
+def two_hosts(tmp_path, monkeypatch):
+    """Watchdogs of two ranks that do not see each other's processes."""
+    names = iter("ab")
+    monkeypatch.setattr("lamina.mesh.watchdog._host_name", lambda: next(names))
+    monkeypatch.setattr("lamina.mesh.watchdog._BEAT", 0.1)
+    store = HashStore()
+    dogs = [Watchdog(store, rank, 2, 0.4, tmp_path) for rank in (0, 1)]
+    for dog in dogs:
+        dog._longest_silence = 600.0
+    yield dogs
+    for dog in dogs:
+        dog._end.set()
+
+
+def test_a_host_that_falls_silent_is_named_with_its_ranks(two_hosts, looks):
+    first, second = two_hosts
+    for _ in range(8):  # both count, and nobody is lost
+        let_look(looks, 0)
+    assert first.lost is None
+    second._end.set()  # without a word
+    first._longest_silence = 0.5
+    eventually(lambda: first.lost)
+    assert f"host {socket.gethostname()} (rank 1) is silent for" in first.lost
+    assert "its link is cut" in first.lost
+
+
+def test_a_host_that_has_left_in_order_is_not_lost(two_hosts, looks):
+    first, second = two_hosts
+    let_look(looks, 0)
+    second.close()
+    first._longest_silence = 0.5
+    time.sleep(1.0)
+    let_look(looks, 0)
+    assert first.lost is None
+
+
+def test_a_store_that_does_not_answer_is_told_although_its_thread_waits(two_hosts, looks):
+    _, second = two_hosts
+    let_look(looks, 1)
+    let_look(looks, 1)
+    again = threading.Event()
+    second._look_around = again.wait  # as a call does whose link is cut
+    second._longest_silence = 0.5
+    try:
+        eventually(lambda: second.lost)
+        assert f"the store at rank 0 on host {socket.gethostname()}" in second.lost
+        assert second.cause([0, 1]) == second.lost
+        second.close()  # asks nobody
+    finally:
+        again.set()
 
 
 def test_words_for_other_ranks_are_there_until_they_are_replaced(tmp_path):

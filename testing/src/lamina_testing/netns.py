@@ -1,8 +1,9 @@
 """Network namespaces joined by links of chosen speed, for honest tests of overlap.
 
 On the loopback device communication costs processor time that computation would need. Between
-namespaces, with `tc tbf` on the link, bytes take time and little else, as on a real network.
-Needs Linux, root and iproute2; `unavailable` says what is missing.
+namespaces, with `tc tbf` on the link, bytes take time and little else, as on a real network. A link
+can become slow, lose packets, or be cut while programs run (`Link.spoil`). Needs Linux, root and
+iproute2; `unavailable` says what is missing.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ _PREFIX = "lamina-test"
 _DEVICE = "veth0"
 _ADDRESSES = tuple(f"10.77.0.{place}" for place in range(1, 27))
 _PORT = 29500  # free: each link has namespaces of its own
+_RANDOM = 0xFFFFF038  # where a filter in classic BPF finds a random number (SKF_AD_RANDOM)
 
 
 class RankProgramError(RuntimeError):
@@ -48,9 +50,58 @@ class Link:
     namespaces: tuple[str, ...]
     bits_per_second: int
 
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """The address of each namespace."""
+        return _ADDRESSES[: len(self.namespaces)]
+
     def traffic(self) -> Traffic:
         """Read the interfaces' counters."""
         return Traffic(tuple(map(_sent, self.namespaces)))
+
+    def spoil(self, node: int, *, lost: float = 0.0, bits_per_second: int | None = None) -> None:
+        """Change the link of one namespace, until it is changed again.
+
+        Args:
+            node: the namespace's number.
+            lost: share of the packets that vanish, in either direction, with no word to anybody;
+                1.0 is a cut cable. Not all kernels have netem, so a filter drops them.
+            bits_per_second: the rate at which it sends; by default that of the others.
+        """
+        name = self.namespaces[node]
+        rate = _rate(bits_per_second or self.bits_per_second)
+        _run("tc", "-n", name, "qdisc", "replace", "dev", _DEVICE, "root", "tbf", *rate)
+        _run("tc", "-n", name, "qdisc", "replace", "dev", _DEVICE, "clsact")
+        kept = min(round((1 - lost) * 2**32), 2**32 - 1)
+        # A packet is dropped (matches) if a random word reaches `kept`. It goes to the loopback
+        # device, which belongs to nobody that it is addressed to.
+        filtered = f"4,32 0 0 {_RANDOM},53 0 1 {kept},6 0 0 {2**32 - 1},6 0 0 0"
+        match = ("protocol", "all", "pref", "1")
+        for way in ("ingress", "egress"):
+            where = ("tc", "-n", name, "filter")
+            with contextlib.suppress(subprocess.CalledProcessError):  # the first time, none there
+                _run(*where, "del", "dev", _DEVICE, way, "pref", "1")
+            if lost:
+                drop = ("action", "mirred", "egress", "redirect", "dev", "lo")
+                added = ("bpf", "bytecode", filtered, *drop)
+                _run(*where, "add", "dev", _DEVICE, way, *match, *added)
+
+    def variables(self, rank: int, ranks_per_namespace: int = 1) -> dict[str, str]:
+        """What torchrun would give to a rank in its environment."""
+        node, local_rank = divmod(rank, ranks_per_namespace)
+        variables = {
+            "RANK": rank,
+            "WORLD_SIZE": len(self.namespaces) * ranks_per_namespace,
+            "LOCAL_RANK": local_rank,
+            "LOCAL_WORLD_SIZE": ranks_per_namespace,
+            "GROUP_RANK": node,
+            "MASTER_ADDR": _ADDRESSES[0],
+            "MASTER_PORT": _PORT,
+            "GLOO_SOCKET_IFNAME": _DEVICE,
+            "NCCL_SOCKET_IFNAME": _DEVICE,
+            "OMP_NUM_THREADS": 1,
+        }
+        return {name: str(value) for name, value in variables.items()}
 
     def run_ranks(
         self,
@@ -85,22 +136,9 @@ class Link:
     def _start(
         self, program: Sequence[str], rank: int, per_namespace: int, environment: Mapping[str, str]
     ) -> subprocess.Popen[str]:
-        node, local_rank = divmod(rank, per_namespace)
-        variables = {
-            "RANK": rank,
-            "WORLD_SIZE": len(self.namespaces) * per_namespace,
-            "LOCAL_RANK": local_rank,
-            "LOCAL_WORLD_SIZE": per_namespace,
-            "GROUP_RANK": node,
-            "MASTER_ADDR": _ADDRESSES[0],
-            "MASTER_PORT": _PORT,
-            "GLOO_SOCKET_IFNAME": _DEVICE,
-            "NCCL_SOCKET_IFNAME": _DEVICE,
-            "OMP_NUM_THREADS": 1,
-        }
         return subprocess.Popen(
-            ["ip", "netns", "exec", self.namespaces[node], *program],
-            env=os.environ | {k: str(v) for k, v in variables.items()} | dict(environment),
+            ["ip", "netns", "exec", self.namespaces[rank // per_namespace], *program],
+            env=os.environ | self.variables(rank, per_namespace) | dict(environment),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -139,9 +177,6 @@ def shaped_link(*, bits_per_second: int, namespaces: int = 2) -> Iterator[Link]:
     own = f"{_PREFIX}-{os.getpid()}-{number}"
     names = [f"{own}-{side}" for side in string.ascii_lowercase[:namespaces]]
     hub = f"{own}-hub" if namespaces > 2 else names[1]
-    # A bucket must hold what flows between two ticks of the kernel's clock (at worst 10 ms).
-    burst = max(bits_per_second // 8 // 100, 64 * 1024)
-    shape = ("rate", f"{bits_per_second}bit", "burst", str(burst), "latency", "50ms")
     with contextlib.ExitStack() as stack:
         for name in dict.fromkeys((*names, hub)):
             _ip("netns", "add", name)
@@ -158,8 +193,25 @@ def shaped_link(*, bits_per_second: int, namespaces: int = 2) -> Iterator[Link]:
             _ip("-n", name, "addr", "add", f"{address}/24", "dev", _DEVICE)
             _ip("-n", name, "link", "set", _DEVICE, "up")
             _ip("-n", name, "link", "set", "lo", "up")
-            _run("tc", "-n", name, "qdisc", "add", "dev", _DEVICE, "root", "tbf", *shape)
+            _run(
+                "tc",
+                "-n",
+                name,
+                "qdisc",
+                "add",
+                "dev",
+                _DEVICE,
+                "root",
+                "tbf",
+                *_rate(bits_per_second),
+            )
         yield Link(tuple(names), bits_per_second)
+
+
+def _rate(bits_per_second: int) -> tuple[str, ...]:
+    # A bucket must hold what flows between two ticks of the kernel's clock (at worst 10 ms).
+    burst = max(bits_per_second // 8 // 100, 64 * 1024)
+    return ("rate", f"{bits_per_second}bit", "burst", str(burst), "latency", "50ms")
 
 
 def _wait(processes: list[subprocess.Popen[str]], deadline: float) -> None:

@@ -8,6 +8,15 @@ answers puts all reports into words. Each rank also looks at the processes of it
 that dies is known there within a second, and its host's news tell the other hosts. In a run without
 faults a rank reads one key of the store and some lines of /proc each second
 (docs/decisions/0107-the-watchdog.md).
+
+Note [A host that is silent]
+Nobody is left to tell of a host that is down, or whose link is cut. So the ranks of a job on
+several hosts count for their host in the store every other second, and the first rank of each host
+watches the count of the next host. Nor can the host whose link is cut ask the store: its calls do
+not return for many minutes. So one thread asks the store, and another one, which never does, sees
+that no answer comes. A host is lost after half the soft limit, and after 10 s at least. Once a
+transport has failed, something is wrong for certain, and 6 s are enough
+(docs/decisions/0108-hosts-that-are-silent.md).
 """
 
 from __future__ import annotations
@@ -15,6 +24,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import json
+import math
 import os
 import socket
 import sys
@@ -38,6 +48,8 @@ EXIT_STATUS = 70
 FINISHED = "it has finished"
 _PATIENCE = 5.0
 _ANSWERS_WITHIN = 4.0
+_BEAT = 2.0
+_SILENCE_AFTER_FAILURE = 6.0
 _FOREIGN = (f"{os.sep}torch{os.sep}", f"{os.sep}lamina{os.sep}", f"{os.sep}threading.py")
 
 
@@ -85,14 +97,27 @@ class Watchdog:
         self._lost_since = 0.0
         self._still: tuple[object, float] = (None, 0.0)
         self._main = threading.main_thread().ident
-        self._busy = threading.Lock()
-        self._end = threading.Event()
+        self._end, self._wake = threading.Event(), threading.Event()
+        self._suspects: tuple[int, ...] = ()  # members of a collective that fails
+        self._failed_at = -math.inf
+        self._longest_silence = max(10.0, soft_limit / 2, 4 * self._pause)
+        self._place = 0  # of this host among all, on its first rank
+        self._next_beat, self._heard = 0.0, ((0, 0), 0.0)
+        self._server = ""  # whose store it is
+        self._asking_since: float | None = None
         self._host = f"host/{_host_name()}"
         number = self._store.add(f"{self._host}/count", 1)
         me = [rank, os.getpid(), (_state_of(os.getpid()) or ("", ""))[1]]
         self._store.set(f"{self._host}/{number}", json.dumps(me))
+        if number == 1:
+            self._place = self._store.add("hosts", 1)
+            self._store.set(f"hosts/{self._place}", json.dumps([self._host, socket.gethostname()]))
+        if rank == 0:
+            self._store.set("server", socket.gethostname())
         self._thread = threading.Thread(target=self._watch, name="lamina-watchdog", daemon=True)
         self._thread.start()
+        guard = threading.Thread(target=self._guard, name="lamina-watchdog-guard", daemon=True)
+        guard.start()
         atexit.register(self._at_exit)
 
     def watch(self, source: Callable[[], Activity]) -> None:
@@ -121,11 +146,13 @@ class Watchdog:
         """Stop; other ranks that still wait for this one are told why it has left."""
         if not self._end.is_set():
             self._end.set()
+            self._wake.set()
             # Without the store nobody is there to read it.
             with contextlib.suppress(RuntimeError):
-                self._store.set(f"left/{self._rank}", why)
-                if why != FINISHED:  # others need not wait until this process has ended
-                    self._publish("lost", f"{self._here} is gone: {why}")
+                if self._store_answers():
+                    self._store.set(f"left/{self._rank}", why)
+                    if why != FINISHED:  # others need not wait until this process has ended
+                        self._publish("lost", f"{self._here} is gone: {why}")
 
     def _at_exit(self) -> None:
         """No thread may use the store any more, and none may hold up a process that has failed."""
@@ -150,38 +177,66 @@ class Watchdog:
             ranks: members of the group; those that have left in order count as well.
             patience: seconds to wait for the news of it.
         """
-        others, end = [one for one in ranks if one != self._rank], time.monotonic() + patience
+        begun = self._failed_at = time.monotonic()
+        self._suspects = tuple(one for one in ranks if one != self._rank)
         while self.lost is None and not self._end.is_set():
-            try:
-                with self._busy:
-                    self._look_around()
-                    for one in others if self.lost is None else ():
-                        if self._left(one):
-                            self._lose(one)
-            except RuntimeError as error:
-                self._lose_store(error)
-            if time.monotonic() > end:
+            self._wake.set()
+            # Nothing is known of another host before it has been silent for a while.
+            news = patience + (0.0 if self._on_one_host else _SILENCE_AFTER_FAILURE + _BEAT)
+            if time.monotonic() - begun > news and self._store_answers():
                 break
             time.sleep(0.05)
+        self._suspects = ()
         return self.lost
 
     # -- the thread ---------------------------------------------------------------------------
 
     def _watch(self) -> None:
-        while not self._end.wait(self._pause):
+        """The only thread that asks the store while nothing is lost."""
+        while True:
+            self._wake.wait(self._pause)
+            self._wake.clear()
+            if self._end.is_set():
+                return
+            self._asking_since = time.monotonic()
             try:
-                with self._busy:
-                    self._look_around()
-                    self._look_at_waits()
+                self._look_around()
+                self._look_at_suspects()
+                self._look_at_next_host()
+                self._look_at_waits()
             except RuntimeError as error:
                 if not self._end.is_set():
-                    self._lose_store(error)
+                    self._lose_store(str(error))
+                    self._end.wait(self._pause)
+            self._asking_since = None
+
+    def _guard(self) -> None:
+        """The thread that never asks the store."""
+        while not self._end.wait(min(1.0, self._pause)):
+            if not self._store_answers():
+                self._lose_store(f"silent for {self._silence:.0f} s: it is down, or a link is cut")
             if self.lost is not None:
                 self._end_if_stuck(self.lost)
 
+    @property
+    def _silence(self) -> float:
+        """Seconds after which a host, or the store, is lost. See Note [A host that is silent]."""
+        failed = time.monotonic() - self._failed_at < 2 * self._longest_silence
+        return _SILENCE_AFTER_FAILURE if failed else self._longest_silence
+
+    @property
+    def _on_one_host(self) -> bool:
+        return len(self._on_host) == self._world_size
+
+    def _store_answers(self) -> bool:
+        """Whether the store has answered, or still may: no link is between ranks of one host."""
+        since = self._asking_since
+        late = since is not None and time.monotonic() - since > self._silence
+        return self._on_one_host or not late
+
     def _look_around(self) -> None:
         """Processes of this host, and news of others."""
-        if len(self._on_host) < self._world_size:
+        if not self._on_one_host:
             for number in range(
                 len(self._on_host) + 1, self._store.add(f"{self._host}/count", 0) + 1
             ):
@@ -201,14 +256,16 @@ class Watchdog:
             if kind == "alarm":
                 self._answer(self._news)
                 continue
+            if kind == "failed":
+                self._failed_at = time.monotonic()
+                continue
             self._answered.clear()
             if kind == "lost" and self.lost is None:
                 self._lost_since, self.lost = time.monotonic(), text
 
     def _lose(self, rank: int, process: str = "") -> None:
         """A rank of this host, or of a group that failed, is gone."""
-        known = self._store.check([f"here/{rank}"])
-        here = self._store.get(f"here/{rank}").decode() if known else f"rank {rank}"
+        here = self._text(f"here/{rank}") or f"rank {rank}"
         left = self._left(rank)
         why = left or "killed, or it crashed; see its log"
         self._lost_since, self.lost = time.monotonic(), f"{here}{process} is gone: {why}"
@@ -217,16 +274,52 @@ class Watchdog:
 
     def _left(self, rank: int) -> str:
         """What a rank has said when it left; nothing if it did not."""
-        key = f"left/{rank}"
-        return self._store.get(key).decode() if self._store.check([key]) else ""
+        return self._text(f"left/{rank}")
 
-    def _lose_store(self, error: RuntimeError) -> None:
+    def _lose_store(self, why: str) -> None:
         if self.lost is None:
-            served = _state_of(self._on_host[0][0]) if 0 in self._on_host else None
-            who = "rank 0 is gone, with the store that it served" if served is None else "no answer"
+            if 0 in self._on_host and _state_of(self._on_host[0][0]) is None:
+                why = f"rank 0 is gone, with the store that it served ({why})"
+            where = f" at rank 0 on host {self._server}" * bool(self._server)
             self._lost_since = time.monotonic()
-            self.lost = f"the store that the ranks met at cannot be reached: {who} ({error})"
-        self._end.wait(self._pause)
+            self.lost = f"the store{where} that the ranks met at cannot be reached: {why}"
+
+    def _look_at_suspects(self) -> None:
+        """Of a collective that fails: a rank that has left, or else a word to the other hosts."""
+        for one in self._suspects if self.lost is None else ():
+            if self._left(one):
+                self._lose(one)
+                return
+        hint = f"failed/{time.time() // 60:.0f}"
+        if self._suspects and not self._on_one_host and self._store.add(hint, 1) == 1:
+            self._publish("failed", self._here)  # once for all ranks
+
+    def _look_at_next_host(self) -> None:
+        """Count for this host, and see that the next one does. See Note [A host that is silent]."""
+        now = time.monotonic()
+        if now < self._next_beat or self._on_one_host or self.lost is not None:
+            return
+        self._next_beat = now + _BEAT
+        self._store.add(f"{self._host}/beat", 1)
+        self._server = self._server or self._text("server")
+        after = self._place % self._store.add("hosts", 0) + 1
+        if self._place in (0, after) or not (entry := self._text(f"hosts/{after}")):
+            return
+        host, name = json.loads(entry)
+        beat, silent = (after, self._store.add(f"{host}/beat", 0)), now - self._heard[1]
+        if beat != self._heard[0]:
+            self._heard = beat, now
+        elif silent > self._silence:
+            numbers = range(1, self._store.add(f"{host}/count", 0) + 1)
+            ranks = [json.loads(self._store.get(f"{host}/{number}"))[0] for number in numbers]
+            if not any(map(self._left, ranks)):
+                those = f"rank{'s'[: len(ranks) > 1]} {', '.join(map(str, sorted(ranks)))}"
+                why = f"silent for {silent:.0f} s: it is down, or its link is cut"
+                self._publish("lost", f"host {name} ({those}) is {why}")
+
+    def _text(self, key: str) -> str:
+        """What the store has under a key; nothing if it has not got it."""
+        return self._store.get(key).decode() if self._store.check([key]) else ""
 
     def _publish(self, kind: str, text: str) -> None:
         number = self._store.add("news", 1)
@@ -250,8 +343,9 @@ class Watchdog:
                 # may wait for it. The save needs them all, and the wait may end with it.
                 finish, self.before_end = self.before_end, None
                 finish()
-                self._lost_since = time.monotonic()
-                return
+                if time.monotonic() - now > 1.0:
+                    self._lost_since = time.monotonic()
+                    return
             stack = "".join(traceback.format_stack(frame)[-3:]) if frame is not None else ""
             text = f"{self._here} ends, as it still waits: {lost}\n{stack}"
             print(text, file=sys.stderr, flush=True)

@@ -101,7 +101,7 @@ class Watchdog:
         self._suspects: tuple[int, ...] = ()  # members of a collective that fails
         self._failed_at = -math.inf
         self._longest_silence = max(10.0, soft_limit / 2, 4 * self._pause)
-        self._place = 0  # of this host among all, on its first rank
+        self._host_number = 0  # of this host among all, on its first rank
         self._next_beat, self._heard = 0.0, ((0, 0), 0.0)
         self._server = ""  # whose store it is
         self._asking_since: float | None = None
@@ -110,8 +110,10 @@ class Watchdog:
         me = [rank, os.getpid(), (_state_of(os.getpid()) or ("", ""))[1]]
         self._store.set(f"{self._host}/{number}", json.dumps(me))
         if number == 1:
-            self._place = self._store.add("hosts", 1)
-            self._store.set(f"hosts/{self._place}", json.dumps([self._host, socket.gethostname()]))
+            self._host_number = self._store.add("hosts", 1)
+            self._store.set(
+                f"hosts/{self._host_number}", json.dumps([self._host, socket.gethostname()])
+            )
         if rank == 0:
             self._store.set("server", socket.gethostname())
         self._thread = threading.Thread(target=self._watch, name="lamina-watchdog", daemon=True)
@@ -302,8 +304,8 @@ class Watchdog:
         self._next_beat = now + _BEAT
         self._store.add(f"{self._host}/beat", 1)
         self._server = self._server or self._text("server")
-        after = self._place % self._store.add("hosts", 0) + 1
-        if self._place in (0, after) or not (entry := self._text(f"hosts/{after}")):
+        after = self._host_number % self._store.add("hosts", 0) + 1
+        if self._host_number in (0, after) or not (entry := self._text(f"hosts/{after}")):
             return
         host, name = json.loads(entry)
         beat, silent = (after, self._store.add(f"{host}/beat", 0)), now - self._heard[1]

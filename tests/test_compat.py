@@ -7,6 +7,7 @@ which of them a version has lost or changed.
 from __future__ import annotations
 
 import ast
+import inspect
 import math
 import threading
 from collections.abc import Iterator
@@ -215,6 +216,17 @@ def threads_carry_objects():
         assert not of_collectives.is_in_thread("lamina.tests")
 
 
+def a_block_of_memory_can_be_shared():
+    """Without a GPU only the names are there; the blocks themselves are for `-s gpu`."""
+    import torch.distributed._symmetric_memory as symmetric
+
+    assert list(inspect.signature(symmetric.rendezvous).parameters)[:2] == ["tensor", "group"]
+    assert {"dtype", "device"} <= set(inspect.signature(symmetric.empty).parameters)
+    for name in ("buffer_ptrs", "get_buffer", "barrier"):
+        assert hasattr(torch._C._distributed_c10d._SymmetricMemory, name)
+    assert callable(of_collectives.shared_block)
+
+
 def trees_are_walked():
     tree = {"a": [1, (2,)], "b": 3}
     assert of_ddp.tree_leaves(tree) == of_fsdp.tree_leaves(tree) == [1, 2, 3]
@@ -320,6 +332,7 @@ CHECKS = {
     the_engine_says_which_nodes_it_will_execute: "will_execute",
     norms_of_several_tensors_come_at_once: "foreach_norm",
     threads_carry_objects: "set_in_thread is_in_thread get_in_thread remove_from_thread",
+    a_block_of_memory_can_be_shared: "shared_block",
     trees_are_walked: "tree_leaves tree_map tree_map_only",
     operators_are_seen_below_autograd: "TorchDispatchMode",
     a_rank_knows_its_shard_of_a_dtensor: "local_shape_and_offset",

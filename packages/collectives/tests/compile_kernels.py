@@ -13,6 +13,8 @@ import itertools
 import re
 import sys
 
+import triton.language as tl
+
 from lamina.collectives.reduction.triton_kernels import (
     finish_kernel,
     segment_kernel,
@@ -35,7 +37,7 @@ def check_sum(ranks: int, wire: str, output: str, config: Config, capability: in
         "factor": "fp32",
     }
     constants = {"COUNT": ranks, "SCALED": True, "ACCUMULATE": True, "NORM": True}
-    constants |= {"BLOCK": config.block, "BLOCKS": config.blocks}
+    constants |= {"BLOCK": config.block, "BLOCKS": config.blocks, "WIRE": None}
     aligned = [(place,) for place in range(5)]
     kernel = compile_kernel(
         sum_kernel, types, constants, aligned, capability, config.warps, enable_fp_fusion=False
@@ -50,6 +52,28 @@ def check_sum(ranks: int, wire: str, output: str, config: Config, capability: in
     assert stack == 0, line
     assert registers <= 255, line
     assert wide == loads == expected, line
+    assert not re.search(r"fma\.rn\.f32", ptx), line
+    return line
+
+
+def check_peers(ranks: int, wire: str, capability: int) -> str:
+    """Compile the sum of rows in other ranks' memory: one more load per row, of its address."""
+    types = {"rows": "*i64", "stride": "i64", "output": "*fp32", "partials": "*fp64"}
+    types |= {"numel": "i32", "factor": "fp32"}
+    constants = {"COUNT": ranks, "SCALED": True, "ACCUMULATE": True, "NORM": True}
+    config, dtype = CONFIGS[0], {"fp32": tl.float32, "bf16": tl.bfloat16}[wire]
+    constants |= {"BLOCK": config.block, "BLOCKS": config.blocks, "WIRE": dtype}
+    aligned = [(place,) for place in range(5)]
+    kernel = compile_kernel(
+        sum_kernel, types, constants, aligned, capability, config.warps, enable_fp_fusion=False
+    )
+    ptx, (registers, stack) = kernel.asm["ptx"], resources(kernel)
+    loads, wide = (len(re.findall(p, ptx)) for p in (r"ld\.global", r"ld\.global\S*\.v4"))
+    expected = (ranks * NARROW[wire] + 4) * config.block // (32 * config.warps) // 16
+    line = f"{ranks} x {wire} of peers: {registers} registers, {stack} B stack, {wide} wide loads"
+    assert stack == 0, line
+    assert registers <= 255, line
+    assert (wide, loads) == (expected, expected + ranks), line
     assert not re.search(r"fma\.rn\.f32", ptx), line
     return line
 
@@ -99,6 +123,8 @@ def main() -> None:
         print(f"sm_{capability}", check_sum(*case, capability))
     for capability, wire in itertools.product(capabilities, ("fp32", "bf16")):
         print(f"sm_{capability}", check_segments(wire, capability))
+        for ranks in (8, LEAVES) if capability >= 90 else ():
+            print(f"sm_{capability}", check_peers(ranks, wire, capability))
     types = {"partials": "*fp64", "squared_norm": "*fp64", "nonfinite": "*i8", "count": "i32"}
     for capability in capabilities:
         finish = compile_kernel(finish_kernel, types, {"BLOCK": 2048}, [(0,)], capability, 8)

@@ -1,11 +1,12 @@
 """Several ranks share one GPU over gloo, or one per GPU over NCCL: a program, run by tests.
 
     python cuda_ranks.py            # 2, 3, 2 x 2 ranks on GPU 0 over gloo, a world of one on NCCL
-    python cuda_ranks.py nccl       # one rank per GPU
+    python cuda_ranks.py nccl       # one rank per GPU, by messages and by reads of peers' memory
     python cuda_ranks.py cpu        # a rehearsal: 2 ranks on the CPU over gloo, nothing to wait for
 
 Checks bits against a sum made on the CPU, that streams are ordered without help from the host, and
-that tensors may be dropped while their collective is in flight.
+that tensors may be dropped while their collective is in flight. Then the same through windows into
+the other ranks' memory: ranks that share a GPU may have them, as a trial.
 """
 
 from __future__ import annotations
@@ -27,7 +28,10 @@ from lamina.collectives import (
     all_to_all,
     reduce_scatter_fp32,
 )
-from lamina.collectives.engine import all_reduce_small, broadcast
+from lamina.collectives.compat import shared_block
+from lamina.collectives.engine import all_reduce_small, broadcast, open_window
+from lamina.collectives.transport.lanes import lane_of
+from lamina.collectives.transport.peer_windows import AREA_BYTES, PeerWindow
 from lamina.mesh import make_host_groups
 
 CPU = "cpu" in sys.argv[1:]
@@ -125,6 +129,30 @@ def check_streams(group: dist.ProcessGroup) -> None:
     ledger.table()
 
 
+def check_windows(group: dist.ProcessGroup) -> None:
+    """Sums and gathers that read the other ranks' memory, in several slices."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    if "nccl" in sys.argv[1:]:
+        open_window(group, device)
+        assert lane_of(group).windows[device] is not None, "see the log for the reason"
+    else:
+        block, memory = shared_block(2 * AREA_BYTES, device, group)
+        lane_of(group).windows[device] = PeerWindow(block, memory, group.rank(), 60.0)
+    for wire in (torch.float32, torch.bfloat16):
+        for async_op in (False, True):
+            check_sums(group, wire, async_op)
+    check_moves(group)
+    shard = torch.full((AREA_BYTES // 4 + 5,), float(group.rank()), device=DEVICE)
+    whole = torch.empty(group.size() * len(shard), device=DEVICE)
+    all_gather_into(whole, shard, group, async_op=True).wait()
+    assert (
+        whole.view(group.size(), -1) == torch.arange(group.size(), device=DEVICE)[:, None]
+    ).all()
+    total = torch.zeros_like(shard)
+    reduce_scatter_fp32(total, whole, group, async_op=True).wait()
+    assert (total == group.size() * group.rank()).all()
+
+
 def delay() -> None:
     """Keep the GPU busy for some milliseconds."""
     if not CPU:
@@ -136,6 +164,7 @@ def rank_main(rank: int, world: int, backend: str, path: str) -> None:
         torch.cuda.set_device(rank if backend == "nccl" else 0)
     if world > 2 and world % 2 == 0:  # sums over hosts
         os.environ["LAMINA_RANKS_PER_HOST"] = "2"
+    os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
     dist.init_process_group(backend, init_method=f"file://{path}", rank=rank, world_size=world)
     group = dist.group.WORLD
     assert group is not None
@@ -145,6 +174,8 @@ def rank_main(rank: int, world: int, backend: str, path: str) -> None:
             check_sums(group, wire, async_op)
     check_moves(group)
     check_streams(group)
+    if not CPU and world > 1:
+        check_windows(group)
     dist.barrier()
     dist.destroy_process_group()
 

@@ -26,6 +26,7 @@ __all__ = [
     "reduce_scatter_single",
     "remove_from_thread",
     "set_in_thread",
+    "shared_block",
 ]
 
 remove_from_thread: Callable[[str], None] | None = getattr(torch._C, "_remove_obj_from_tls", None)
@@ -42,6 +43,19 @@ def _first(*names: str) -> Any:
         if hasattr(dist, name):
             return getattr(dist, name)
     raise RuntimeError(f"torch {torch.__version__} has none of torch.distributed.{names}")
+
+
+def shared_block(
+    nbytes: int, device: torch.device, group: ProcessGroup
+) -> tuple[torch.Tensor, Any]:
+    """A flat uint8 tensor that all ranks of `group` map, and torch's handle to those of all ranks.
+
+    Collective over the group. The errors are torch's own, where build, driver or topology lack it.
+    """
+    import torch.distributed._symmetric_memory as symmetric  # defines operators, which takes time
+
+    block = symmetric.empty(nbytes, dtype=torch.uint8, device=device)
+    return block, symmetric.rendezvous(block, group.group_name)
 
 
 def all_gather_single(

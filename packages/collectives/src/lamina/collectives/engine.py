@@ -36,6 +36,7 @@ from lamina.collectives.reduction.ordered import (
     bytes_received,
 )
 from lamina.collectives.transport.lanes import kept_bytes, release_kept
+from lamina.collectives.transport.peer_windows import open_window
 from lamina.collectives.transport.transport import use_messages
 
 __all__ = [
@@ -67,6 +68,7 @@ __all__ = [
     "describe",
     "host_device",
     "kept_bytes",
+    "open_window",
     "receive_operation",
     "reduction_class",
     "registration_problem",

@@ -228,7 +228,8 @@ class _Exchange:
         self.own = slice(*bounds_of(rank, piece, numel))
         self.numel = self.own.stop - self.own.start
         self.sent, self.gathered = self.beyond(range(rank, rank + 1))
-        self.route = route_for(group, wire.items(piece), items, device, wire.unit)
+        readable = wire.plain and wire.dtype != torch.float64
+        self.route = route_for(group, wire.items(piece), items, device, wire.unit, readable)
         self.gather = route_for(group, piece, numel, device).gather
         rows = self.size if self.route.needs_scratch else self.size - 1
         self.scratch = rows * wire.items(self.numel)
@@ -277,7 +278,8 @@ def bytes_received(
 ) -> int:
     """Bytes that an ordered reduce-scatter of `numel` elements holds besides its buffers, at most.
 
-    Over hosts the copy that it sends from and the partial sums count as well.
+    Over hosts the copy that it sends from and the partial sums count as well. Where ranks read each
+    other's memory it is the window, which all sums of the group share.
 
     Args:
         group: the ranks, or None for a group of one.
@@ -286,9 +288,12 @@ def bytes_received(
         device: where it lies.
         message_bytes: see `Reduction`.
     """
-    size, hosts = group_size(group), None if group is None else host_groups(group)
-    if size == 1:
+    size = group_size(group)
+    if group is None or size == 1:
         return 0
+    window, hosts = lane_of(group).windows.get(device), host_groups(group)
+    if window is not None:
+        return int(window.nbytes)
     even, width = not served_by_gloo(group, device), _slice_width(size, wire, message_bytes)
     held, copies = numel, 0 if hosts is None else 1
     if even and _SLICES_AT_ONCE * width < numel // size:
@@ -345,7 +350,8 @@ class OrderedReduction(Reduction):
                 lane_of(each).keep_to_messages()
         self._exchanges = self._exchanges_of(self._piece, self._padded, self._wire_total, hosts)
         self._slices: list[_Slice] = []
-        if even and self.size > 1 and self.scatter and self._sends_input:
+        exchanged = self.size > 1 and self._exchanges[0].route.needs_scratch
+        if even and exchanged and self.scatter and self._sends_input:
             self._slices = self._cut(hosts)
         start = sum(exchange.own.start for exchange in self._exchanges)
         self._own = slice(start, start + self._exchanges[-1].numel)  # of what all ranks gather

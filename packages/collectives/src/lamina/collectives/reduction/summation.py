@@ -22,6 +22,7 @@ from lamina.collectives.call.collective import Statistics
 from lamina.collectives.reduction.codec import Cast, Wire
 from lamina.collectives.transport.chunked_messages import ChunkedMessage
 from lamina.collectives.transport.gloo_exchange import Chunk
+from lamina.collectives.transport.peer_windows import PeerChunks
 from lamina.collectives.transport.scratch_pool import SumBuffers
 
 __all__ = ["Chunks", "Epilogue", "fused_sum", "reference_sum", "sum_chunks", "sum_rows"]
@@ -110,7 +111,7 @@ class Epilogue:
 
 
 def sum_chunks(
-    chunks: Chunks,
+    chunks: Chunks | PeerChunks,
     output: torch.Tensor,
     epilogue: Epilogue,
     wire: Wire,
@@ -126,7 +127,11 @@ def sum_chunks(
     factor, accumulate, kept = epilogue.factor, epilogue.accumulate, epilogue.statistics
     if isinstance(chunks, torch.Tensor) and not wire.plain:
         chunks, wire = _decoded(chunks, wire, output.numel()), Wire(Cast(wire.sum_dtype))
+    wanted = None if kept is None else (kept.squared_norm, kept.nonfinite)
     found: tuple[torch.Tensor, torch.Tensor] | None
+    if isinstance(chunks, PeerChunks):
+        _triton_sum()(chunks, output, factor, accumulate, wanted)
+        return
     if output.device.type == "cpu":
         found = fused_sum(chunks, output, factor, accumulate, kept is not None, wire, buffers)
     else:
@@ -136,7 +141,6 @@ def sum_chunks(
             encoded = alone.view(1, -1)
             chunks = encoded if wire.plain else _decoded(encoded, wire, output.numel())
         if wire.sum_dtype != torch.float64:
-            wanted = None if kept is None else (kept.squared_norm, kept.nonfinite)
             _triton_sum()(chunks, output, factor, accumulate, wanted)
             return
         # float64 on a GPU serves comparisons, not training: plain operations are fast enough.

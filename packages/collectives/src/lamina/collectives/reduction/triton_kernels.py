@@ -14,16 +14,27 @@ __all__ = ["finish_kernel", "segment_kernel", "sum_kernel"]
 
 
 @triton.jit
-def _tree(rows, stride, offsets, mask, FIRST: tl.constexpr, COUNT: tl.constexpr):
-    """Pairwise sum of rows FIRST .. FIRST + COUNT, unrolled while compiling."""
+def _tree(
+    rows, stride, offsets, mask, FIRST: tl.constexpr, COUNT: tl.constexpr, WIRE: tl.constexpr
+):
+    """Pairwise sum of rows FIRST .. FIRST + COUNT, unrolled while compiling.
+
+    With a dtype WIRE the rows lie in other ranks' memory: `rows` has the addresses of their blocks,
+    and `stride` is the number of elements from there to each row.
+    """
     SPLIT: tl.constexpr = (
         16 if COUNT > 16 else (8 if COUNT > 8 else (4 if COUNT > 4 else (2 if COUNT > 2 else 1)))
     )
     if COUNT == 1:
-        total = tl.load(rows + FIRST * stride + offsets, mask=mask, other=0.0).to(tl.float32)
+        if WIRE is None:
+            row = rows + FIRST * stride
+        else:
+            block = tl.load(rows + FIRST).to(tl.pointer_type(WIRE), bitcast=True)
+            row = tl.multiple_of(block, 16) + stride
+        total = tl.load(row + offsets, mask=mask, other=0.0).to(tl.float32)
     else:
-        left = _tree(rows, stride, offsets, mask, FIRST, SPLIT)
-        right = _tree(rows, stride, offsets, mask, FIRST + SPLIT, COUNT - SPLIT)
+        left = _tree(rows, stride, offsets, mask, FIRST, SPLIT, WIRE)
+        right = _tree(rows, stride, offsets, mask, FIRST + SPLIT, COUNT - SPLIT, WIRE)
         total = left + right
     return total
 
@@ -98,6 +109,7 @@ def sum_kernel(
     NORM: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
+    WIRE: tl.constexpr = None,
 ):
     """Each program sums BLOCKS blocks of BLOCK elements of COUNT rows, and keeps their squares."""
     program = tl.program_id(0)
@@ -105,7 +117,7 @@ def sum_kernel(
     for step in range(BLOCKS):
         offsets = (program.to(tl.int64) * BLOCKS + step) * BLOCK + tl.arange(0, BLOCK)
         mask = offsets < numel
-        total = _tree(rows, stride, offsets, mask, 0, COUNT)
+        total = _tree(rows, stride, offsets, mask, 0, COUNT, WIRE)
         if SCALED:
             total = total * factor
         if ACCUMULATE:

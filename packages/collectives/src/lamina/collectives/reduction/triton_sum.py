@@ -6,15 +6,17 @@ order within a block, and so its last bits, depend on the configuration that aut
 """
 
 import statistics as stats
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 import triton
+import triton.language as tl
 
 from lamina.collectives.reduction.triton_kernels import finish_kernel, segment_kernel, sum_kernel
+from lamina.collectives.transport.peer_windows import PeerChunks, PeerRows
 
 __all__ = ["CONFIGS", "LEAVES", "Config", "configs_for", "fused_sum", "measured_choices"]
 
@@ -47,11 +49,12 @@ _SEGMENT_BLOCK = 1024  # elements per program of a segment's sum
 _HELD = 256  # elements of all chunks that a thread may hold: it has 255 registers of 32 bits
 _TUNE_FROM = 1 << 20  # elements; smaller sums take microseconds, whatever the configuration
 _TUNE_ON = 1 << 24  # elements: more than a cache holds, little enough to be a passing allocation
+_IN_KERNELS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 _choices: dict[tuple[Any, ...], Config] = {}
 
 
 def fused_sum(
-    rows: torch.Tensor,
+    rows: torch.Tensor | PeerChunks,
     output: torch.Tensor,
     factor: float | None = None,
     accumulate: bool = False,
@@ -65,7 +68,7 @@ def fused_sum(
 
     Args:
         rows: [ranks, n], with a stride between rows; float32, bfloat16 or float16. `output` may be
-            the only row.
+            the only row. Rows in other ranks' memory come in slices, each with a launch.
         output: flat [n]; float32, bfloat16 or float16.
         factor: multiplies the sum; a float32 value.
         accumulate: add to `output`.
@@ -74,22 +77,29 @@ def fused_sum(
         config: left out, the fastest of CONFIGS is measured once per kind of sum, on a part of
             the data and beside the caller's buffers (never while a CUDA graph is captured).
     """
-    if len(rows) > LEAVES:
-        rows = _segment_sums(rows)
+    if isinstance(rows, torch.Tensor):
+        whole = _segment_sums(rows) if len(rows) > LEAVES else rows
+        slices: Iterable[tuple[slice, torch.Tensor | PeerRows]] = [(slice(None), whole)]
+    else:
+        slices = rows.slices()
+    partials, count = None, 0
+    if statistics is not None:
+        smallest = min(each.span for each in CONFIGS)
+        most = triton.cdiv(output.numel(), smallest)
+        partials = torch.empty(most, dtype=torch.float64, device=output.device)
+    for place, part in slices:
+        target, kept = output[place], None if partials is None else partials[count:]
+        count += triton.cdiv(
+            target.numel(), _launch(part, target, factor, accumulate, kept, config)
+        )
     if statistics is None:
-        _launch(rows, output, factor, accumulate, None, config)
         return
-    smallest = min(each.span for each in CONFIGS)
-    partials = torch.empty(
-        triton.cdiv(output.numel(), smallest), dtype=torch.float64, device=output.device
-    )
-    span = _launch(rows, output, factor, accumulate, partials, config)
     squared_norm, nonfinite = statistics
     finish_kernel[(1,)](
         partials,
         squared_norm,
         nonfinite.view(torch.int8),
-        triton.cdiv(output.numel(), span),
+        count,
         BLOCK=2048,
         num_warps=8,
     )
@@ -124,7 +134,7 @@ def _segment_sums(rows: torch.Tensor) -> torch.Tensor:
 
 
 def _launch(
-    rows: torch.Tensor,
+    rows: torch.Tensor | PeerRows,
     output: torch.Tensor,
     factor: float | None,
     accumulate: bool,
@@ -132,11 +142,16 @@ def _launch(
     config: Config | None,
 ) -> int:
     """Launch the kernel; return how many elements each of its programs took."""
-    config = config or _choose(rows, output, accumulate, partials is not None)
+    if isinstance(rows, PeerRows):  # nothing is measured, as that would take all ranks
+        config, given, stride = config or _DEFAULT, rows.addresses, rows.start
+        wire = _IN_KERNELS[rows.dtype]
+    else:
+        config = config or _choose(rows, output, accumulate, partials is not None)
+        given, stride, wire = rows, rows.stride(0), None
     if output.numel():
         sum_kernel[(triton.cdiv(output.numel(), config.span),)](
-            rows,
-            rows.stride(0),
+            given,
+            stride,
             output,
             output if partials is None else partials,
             output.numel(),
@@ -147,6 +162,7 @@ def _launch(
             NORM=partials is not None,
             BLOCK=config.block,
             BLOCKS=config.blocks,
+            WIRE=wire,
             num_warps=config.warps,
             enable_fp_fusion=False,
         )

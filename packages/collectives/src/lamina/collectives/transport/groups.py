@@ -56,8 +56,8 @@ def served_by_gloo(group: ProcessGroup | None, device: torch.device) -> bool:
     return group is not None and device.type != "meta" and backend_name(group, device) == "gloo"
 
 
-def timeout_of(group: ProcessGroup) -> float:
-    """Seconds after which the group's CPU backend gives up; torch's default if it doesn't say."""
-    backend: Any = group._get_backend(torch.device("cpu"))
+def timeout_of(group: ProcessGroup, device: torch.device | None = None) -> float:
+    """Seconds after which a backend (by default the CPU's) gives up; else torch's default."""
+    backend: Any = group._get_backend(device or torch.device("cpu"))
     timeout = getattr(getattr(backend, "options", None), "_timeout", default_pg_timeout)
     return float(timeout.total_seconds())

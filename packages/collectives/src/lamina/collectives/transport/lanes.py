@@ -18,7 +18,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch.distributed import ProcessGroup
@@ -98,6 +98,8 @@ class Lane:
         """Whether this rank would read its peers' memory; see `keep_to_messages`."""
         self.host_peers: tuple[HostPeer | None, ...] | None = None
         """Per rank, the peer whose memory can be read; None before `find_host_peers`."""
+        self.windows: dict[torch.device, Any] = {}
+        """Per GPU what `open_window` found: a `PeerWindow`, or None."""
         self.scratch_pool = ScratchPool()
         self.begun = 0
         """Collectives that this rank has begun in the group."""

@@ -5,6 +5,7 @@ The choice is by the backend that serves the tensor's device:
 - gloo: pair by pair, straight from the source buffer into the destination (`gloo_exchange`).
   torch's own collectives on gloo copy through staging buffers and take two to three times as long.
 - gloo with CUDA tensors: messages through host memory, as gloo moves only that.
+- GPUs of one host whose ranks have opened a window: they read each other's memory (`peer_windows`).
 - anything else (NCCL, fake): the backend's own all-to-all and all-gather of whole tensors, so that
   the host's work does not depend on the number of ranks.
 - meta tensors: nothing moves; plans can be made and recorded without data.
@@ -24,6 +25,7 @@ from lamina.collectives.compat import all_gather_single
 from lamina.collectives.transport.gloo_exchange import Chunk, GlooExchange, GlooRoute, bounds_of
 from lamina.collectives.transport.groups import served_by_gloo
 from lamina.collectives.transport.lanes import lane_of
+from lamina.collectives.transport.peer_windows import PeerChunks, PeerRoute
 
 __all__ = [
     "Completion",
@@ -61,7 +63,7 @@ def use_messages(group: ProcessGroup | None) -> None:
 class Chunks(Protocol):
     """Every rank's chunk for this rank, on its way."""
 
-    def chunks(self) -> Sequence[Chunk] | torch.Tensor:
+    def chunks(self) -> Sequence[Chunk] | torch.Tensor | PeerChunks:
         """Wait for the chunks, in rank order; they may be the rows of [ranks, items] of scratch."""
 
     def close(self) -> None:
@@ -99,17 +101,25 @@ class Route(Protocol):
 
 
 def route_for(
-    group: ProcessGroup | None, piece: int, total: int, device: torch.device, unit: int = 1
+    group: ProcessGroup | None,
+    piece: int,
+    total: int,
+    device: torch.device,
+    unit: int = 1,
+    readable: bool = True,
 ) -> Route:
     """Choose how a rank's pieces, of `piece` items of a whole of `total`, travel.
 
     The last ranks' pieces may be shorter, or empty. No part of a large message holds a fraction of
-    `unit` items.
+    `unit` items. Chunks that are `readable` are numbers, which a sum can read where they lie.
     """
     if group is None or group.size() == 1 or device.type == "meta":
         return _LocalRoute()
     if device.type == "cpu" and served_by_gloo(group, device):
         return GlooRoute(group, piece, total, unit)
+    window = lane_of(group).windows.get(device)
+    if window is not None and readable and total == piece * group.size():
+        return PeerRoute(window)
     return _BackendRoute(group, piece, total, device)
 
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from lamina.buffers import BufferLayout, FlatBuffer, Granularity, Replicate, ShardedTensor
 from lamina.buffers.engine import Placement, SpanSpec
-from lamina.collectives.engine import Fact, SpanGroups, broadcast
+from lamina.collectives.engine import Fact, SpanGroups, broadcast, open_window
 from lamina.ddp.gradients.group_gradients import GroupGradients
 from lamina.ddp.gradients.reduction import ORDERED, Reduction
 from lamina.ddp.gradients.scratch import ScratchBuffers
@@ -170,6 +170,7 @@ class ParameterGroup:
         self._span_specs = self._make_span_specs()
         self._steps_all_gradients = self._grads_at == self.main_weights.placement
         self.gradients = self._make_gradients(scratch) if self.requires_grad else None
+        self._open_windows()
         self._point_parameters_at_weights()
         self.main_parameters = self._make_main_parameters()
         self.mains_are_separate = self.main_parameters[0] is not self.refs[0].parameter
@@ -438,6 +439,18 @@ class ParameterGroup:
             return self._buffer(self._optimizer_at, self.dtypes.main, whole)
         storage = local.piece(self._optimizer_at)
         return self._buffer(self._optimizer_at, self.dtypes.main, storage=storage)
+
+    def _open_windows(self) -> None:
+        """Let GPUs of one host read each other's memory: all ranks make their groups in one order.
+
+        A collective could not do it, because two ranks may begin those of two groups in any order.
+        """
+        if self.device.type == "cuda":
+            cut = any(placement.cuts for placement in (*self._weights_at, *self._optimizer_at))
+            wanted = {"gather": cut, "reduce": self.requires_grad}
+            for purpose in (name for name, used in wanted.items() if used):
+                for group in self.axes.groups(purpose):
+                    open_window(group, self.device)
 
     def _make_gradients(self, scratch: ScratchBuffers) -> GroupGradients:
         lazy = self.settings.release_gradients

@@ -9,14 +9,7 @@ from border.case import OURS
 
 __all__ = ["KNOWN"]
 
-_WRONG = {
-    "torch's error names no remedy: modules hold main parameters, and graphs the compute ones": {
-        "autograd_grad_of_parameters": "0: bf16; 1 2 3 shard_module: bf16 fp32",
-    },
-    "a copy of an nn.Parameter has none of its attributes: follow it with copy_roles": {
-        "roles_of_one_layer_survive_deepcopy": "3: fp32",
-    },
-}
+_WRONG: dict[str, dict[str, str]] = {}
 """Reason -> use -> "columns: dtypes; columns: dtypes", where * is all columns of ours."""
 
 

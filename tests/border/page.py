@@ -1,6 +1,6 @@
 """Writes docs/border.md: every use under every wrapper, torch's own beside ours.
 
-python tests/border/page.py [--only PATTERN] [--columns 3,ddp] [--print]
+python tests/border/page.py [--only PATTERN [--merge]] [--columns 3,ddp]
 """
 
 from __future__ import annotations
@@ -58,15 +58,21 @@ def main() -> None:
         options.answers.write_text("".join(f"{line}\n" for line in lines))
     good = sum(answer.good for answer in found.values())
     print(f"{len(uses)} uses, {len(found)} cells, {good} right or refused")
-    if not (options.columns or options.cover or options.only != "*"):
-        from border.table import page
+    if options.columns or options.cover:
+        return
+    from border.table import page, page_with
 
-        (ROOT / "docs/border.md").write_text(page(uses, found))
+    written = ROOT / "docs/border.md"
+    if options.merge:
+        written.write_text(page_with(written.read_text(), load_uses(), found))
+    elif options.only == "*":
+        written.write_text(page(uses, found))
 
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", default="*", help="uses whose name matches one of these")
+    parser.add_argument("--merge", action="store_true", help="write them into the page")
     parser.add_argument("--columns", help="some of the columns, with commas between")
     parser.add_argument("--cover", action="store_true", help="the cells of the default tests")
     parser.add_argument("--answers", type=Path, help="a file for what was found, a line per cell")

@@ -11,7 +11,7 @@ from border.case import COLUMNS
 from border.judge import Use
 from border.session import Answer, Cell
 
-__all__ = ["page"]
+__all__ = ["page", "page_with"]
 
 _TITLES = {
     "ddp": "DDP",
@@ -38,16 +38,45 @@ there *refused* is the only good one.
 
 
 def page(uses: Mapping[str, Use], found: Mapping[Cell, Answer]) -> str:
-    """The whole page."""
+    """The whole page, of one run."""
+    text = f"Commit {_now()}, torch {torch.__version__}, {len(uses)} uses, {len(found)} cells.\n"
+    return _page(text, uses, found)
+
+
+def page_with(old: str, uses: Mapping[str, Use], found: Mapping[Cell, Answer]) -> str:
+    """An older page with the cells of some uses that were run again.
+
+    Args:
+        old: the page, whose rows say what every other cell was.
+        uses: all uses.
+        found: the new answers.
+    """
+    rows = dict(line[2:-2].split(" | ", 1) for line in old.splitlines() if line.startswith("| "))
+    titles: list[str] = []
+    answers: dict[Cell, Answer] = {}
+    for use in uses.values():
+        at = old.index(f"| {use.text} |")
+        titles = old[old.rindex("| use | ", 0, at) :].splitlines()[0][8:-2].split(" | ")
+        for title, text in zip(titles, rows[use.text].split(" | "), strict=True):
+            column = next(c for c in COLUMNS if _title(c) == title)
+            verdicts = text.replace("*", "").split(" / ")
+            for cell, verdict in zip(use.cells((column,)), verdicts + verdicts[-1:], strict=False):
+                answers[cell] = Answer(verdict.strip(), "")
+    names = ", ".join(f"`{name}`" for name in dict.fromkeys(name for name, *_ in found))
+    begin, end = old.index("Commit `"), old.index("| wrapper |")
+    text = f"{old[begin:end].strip()}\nRun again at {_now()}: {names}.\n"
+    return _page(text, uses, {**answers, **found})
+
+
+def _now() -> str:
     commit = subprocess.run(
         ["git", "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, check=False
     ).stdout.strip()
-    parts = [
-        _INTRODUCTION,
-        f"Commit `{commit}`, {datetime.datetime.now(datetime.UTC):%Y-%m-%d}, torch "
-        f"{torch.__version__}, {len(uses)} uses, {len(found)} cells.\n",
-        _counts(found),
-    ]
+    return f"`{commit}`, {datetime.datetime.now(datetime.UTC):%Y-%m-%d}"
+
+
+def _page(dated: str, uses: Mapping[str, Use], found: Mapping[Cell, Answer]) -> str:
+    parts = [_INTRODUCTION, dated, _counts(found)]
     for chapter in dict.fromkeys(use.chapter for use in uses.values()):
         of_chapter = [use for use in uses.values() if use.chapter == chapter]
         parts += [f"\n## {chapter}\n", _table(of_chapter, found)]

@@ -3,6 +3,8 @@
 Note that no case tells the wrapper anything: a penalty is a term of the loss, as in plain PyTorch.
 """
 
+import copy
+
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
@@ -227,3 +229,58 @@ def test_gradients_that_the_user_made_before_any_backward_are_stepped(strategy, 
     given_gradients(model, optimizer, x)
     for name, wanted in oracle.named_parameters():
         torch.testing.assert_close(full_parameters(model)[name], wanted, msg=name)
+
+
+def two_losses(model, x):
+    out = model(x)
+    return out.square().mean(), (out - 1).abs().mean()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(("wrapper", "dtype"), [(0, "bfloat16"), (1, "float32"), (3, "float32")])
+def test_autograd_grad_gives_what_one_process_gives(wrapper, dtype, ranks):
+    """Of two losses of one graph, of a graph whose neighbour has had its backward, of a copy."""
+    dtype = getattr(torch, dtype)
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("shard",))
+    oracle, (model, optimizer) = build(OddNet), wrapped(OddNet, wrapper, mesh, dtype)
+    tolerance = {"rtol": 0, "atol": 5e-6 if dtype == torch.float32 else 4e-2}
+
+    def ask(of, number):
+        x = inputs(oracle, number)
+        parameters = list(of.parameters())
+        first, second = two_losses(of, x)
+        once = torch.autograd.grad(first, parameters, retain_graph=True)
+        of(x).square().mean().backward()  # another graph's backward comes between
+        return [*once, *torch.autograd.grad(second, dict(of.named_parameters())).values()]
+
+    for of in (model, copy.deepcopy(model)):
+        oracle.zero_grad()
+        of.zero_grad()
+        for wanted, found in zip(ask(oracle, ranks.rank), ask(of, ranks.rank), strict=True):
+            assert found.shape == wanted.shape
+            torch.testing.assert_close(found.float(), wanted, **tolerance)
+    optimizer.step()
+    assert {type(main).__name__ for main in model.parameters()} <= {"ShardedTensor", "Parameter"}
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("wrapper", [1, 3])
+def test_autograd_grad_says_what_it_cannot_give(wrapper, ranks):
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("shard",))
+    model, _ = wrapped(Conditional, wrapper, mesh)
+    x, parameters = inputs(model, ranks.rank), dict(model.named_parameters())
+    loss = model(x, use_last=False).square().mean()
+    with pytest.raises(RuntimeError, match=r"empty has no part in the outputs.*unused=True"):
+        torch.autograd.grad(loss, list(parameters.values()), retain_graph=True)
+    found = torch.autograd.grad(loss, parameters, allow_unused=True, retain_graph=True)
+    unused = {name for name, value in found.items() if value is None}
+    assert unused == {name for name in parameters if name.startswith(("blocks.2.", "empty"))}
+    zeros = torch.autograd.grad(loss, parameters, materialize_grads=True)
+    assert all(zeros[name].shape == one.shape for name, one in parameters.items())
+    assert not zeros["blocks.2.up.weight"].any()
+    loss = model(x).square().mean() + squares(model)
+    del parameters["empty"]
+    with pytest.raises(RuntimeError, match=r"a forward and outside of it.*loss\.backward\(\)"):
+        torch.autograd.grad(loss, list(parameters.values()))
+    (span,) = torch.autograd.grad(squares(model), parameters["blocks.0.up.weight"])
+    torch.testing.assert_close(span, 2 * parameters["blocks.0.up.weight"])

@@ -85,6 +85,18 @@ def test_roles_can_be_given_back_to_a_module_whose_parameters_were_made_anew(ren
     assert [role_of(p).tied for p in renewed.parameters()] == [f"tie {i}" for i in range(4)]
 
 
+def test_copies_of_a_layer_keep_the_roles_of_its_parameters() -> None:
+    layer = nn.Linear(4, 4)
+    layer.tied = layer.weight
+    mark(layer.weight, block_rows=2)
+    made = copy.deepcopy(copy.deepcopy(layer))
+    assert role_of(made.weight) == Role(block_rows=2)
+    assert made.tied is made.weight
+    assert type(made.weight) is nn.Parameter
+    assert torch.equal(made.weight, layer.weight)
+    assert made.weight.data_ptr() != layer.weight.data_ptr()
+
+
 def test_roles_are_not_copied_between_different_modules() -> None:
     with pytest.raises(ValueError, match="'bias'"):
         copy_roles(nn.Linear(2, 2), nn.Linear(2, 2, bias=False))

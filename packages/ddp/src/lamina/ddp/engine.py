@@ -1,6 +1,7 @@
 """What wrappers build on: parameter groups, weights, gradients, the reducer and the flat step."""
 
 from lamina.ddp.backward.gradient_hooks import (
+    await_backward,
     gradient_sink,
     has_gradient_sink,
     main_of,
@@ -89,6 +90,7 @@ __all__ = [
     "WirePlan",
     "adopt_main_parameters",
     "answer_scalers",
+    "await_backward",
     "check_buffer_policy",
     "check_dimensions",
     "check_experts",

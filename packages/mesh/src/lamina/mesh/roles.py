@@ -56,8 +56,9 @@ def mark(
     Marks add up: a linear layer says how its weight is cut, the model that it is tied. Saying
     a field again with another value is an error, not a correction.
 
-    The mark is an attribute of the tensor. `copy.deepcopy` of a module and `to_empty()` on a
-    meta-device module make new parameters without it: follow them with `copy_roles`.
+    The mark is an attribute of the tensor, which `copy.deepcopy` and `torch.save` of a module keep.
+    `to_empty()` on a meta-device module makes new parameters without it: follow it with
+    `copy_roles`.
 
     Args:
         parameter: the tensor as this rank holds it.
@@ -89,7 +90,7 @@ def mark(
     )
     role = _merged(parameter, role_of(parameter), said)
     _check(parameter, role)
-    setattr(parameter, _ATTRIBUTE, role)
+    _set_role(parameter, role)
     return parameter
 
 
@@ -106,13 +107,26 @@ def role_of(parameter: torch.Tensor) -> Role:
 
 def copy_role(source: torch.Tensor, target: torch.Tensor) -> None:
     """Give `target` the role of `source`, replacing its own."""
-    setattr(target, _ATTRIBUTE, role_of(source))
+    _set_role(target, role_of(source))
+
+
+def _set_role(parameter: torch.Tensor, role: Role) -> None:
+    # Note [Copies of parameters with a role]
+    # `Parameter.__deepcopy__` makes a parameter without the attributes of the one that it copies,
+    # while pickling keeps them. `copy.deepcopy` looks the method up on the object itself, and
+    # copies an object where that is None in the way in which it would be pickled. Other classes of
+    # tensors copy their attributes.
+    setattr(parameter, _ATTRIBUTE, role)
+    if type(parameter) is nn.Parameter:
+        parameter.__dict__["__deepcopy__"] = None
+    else:
+        parameter.__dict__.pop("__deepcopy__", None)
 
 
 def copy_roles(source: nn.Module, target: nn.Module) -> None:
     """Give the parameters of `target` the roles of those of the same name in `source`.
 
-    For after `copy.deepcopy(module)` and `module.to_empty(...)`, which make new parameters.
+    For after `module.to_empty(...)` and other calls that make new parameters.
 
     Raises:
         ValueError: the modules' parameters have different names.

@@ -64,7 +64,9 @@ class SpanTensor(torch.Tensor):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        if len(types) > 1 and any(issubclass(one, SpanTensor) and one is not cls for one in types):
+        if len(types) > 1 and any(
+            issubclass(one, SpanTensor) and not issubclass(cls, one) for one in types
+        ):
             names = " and ".join(one.__name__ for one in types)
             raise NotImplementedError(f"{func} of {names} together: use .to_local() of both")
         return cls._run(func, args, kwargs or {})

@@ -98,7 +98,7 @@ class ShardedTensor(SpanTensor):
         return self._local
 
     def _with(self, local: torch.Tensor, spec: SpanSpec | None = None) -> ShardedTensor:
-        return self.from_spec(local, spec or self._spec)
+        return ShardedTensor.from_spec(local, spec or self._spec)  # whatever class stands for it
 
     @property
     def spec(self) -> SpanSpec:
@@ -212,7 +212,9 @@ class ShardedTensor(SpanTensor):
         result = dispatch(func, args, kwargs)
         if func._schema.is_mutable and isinstance(args[0], list | tuple):
             # torch counts writes through lists where it unpacks them, which is beneath this class.
-            torch.autograd.graph.increment_version([t for t in args[0] if isinstance(t, cls)])
+            torch.autograd.graph.increment_version(
+                [t for t in args[0] if isinstance(t, ShardedTensor)]
+            )
         return result
 
     def __tensor_flatten__(self) -> tuple[list[str], SpanSpec]:

@@ -22,20 +22,26 @@ Note [Two leaves of a parameter]
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
+from torch import nn
 from torch.autograd.graph import Node, get_gradient_edge
+
+from lamina.buffers import ShardedTensor
 
 if TYPE_CHECKING:
     from lamina.ddp.gradients.group_gradients import GroupGradients
     from lamina.ddp.group.group import ParameterGroup
+    from lamina.ddp.parameters.parameters import ParameterRef
 
 from lamina.ddp.compat import will_execute
 
 __all__ = [
     "GradientSink",
     "TakesGradients",
+    "await_backward",
     "gradient_sink",
     "has_gradient_sink",
     "hook_gradients",
@@ -43,6 +49,7 @@ __all__ = [
 ]
 
 _SINK = "_lamina_gradient_sink"
+_LEAF = "_lamina_compute_leaf"
 
 
 class TakesGradients(Protocol):
@@ -77,6 +84,12 @@ class GradientSink:
         """What the optimizer updates; None where the wrapper is gone."""
         group = self._group() if self._group is not None else None
         return None if group is None else group.main_parameters[self._index]
+
+    @property
+    def ref(self) -> ParameterRef | None:
+        """The parameter that modules compute with; None where the wrapper is gone."""
+        group = self._group() if self._group is not None else None
+        return None if group is None else group.refs[self._index]
 
     @property
     def view(self) -> torch.Tensor:
@@ -178,6 +191,7 @@ def hook_gradients(group: ParameterGroup, number: int, reducer: TakesGradients) 
         if main is not ref.parameter:
             nodes.append(_hook(main, known, number, index))
             group.user_hooks.take(main, index)
+            main.__dict__[_LEAF] = GradientSink(group, index)
         ref.parameter.__dict__[_SINK] = GradientSink(group, index)
     return nodes
 
@@ -196,3 +210,104 @@ def _hook(
     leaf.requires_grad_(wants)
     node.register_prehook(before_accumulation)
     return node
+
+
+class _InGraph:
+    """A main parameter while a graph waits in which its compute parameter is the leaf.
+
+    Note [autograd.grad of main parameters]
+        After a forward the modules hold main parameters, and the graph has compute parameters as
+        leaves. `torch.autograd.grad(loss, model.parameters())` asks for leaves that the graph does
+        not have, and autograd answers with an error, or with None or zeros if these are allowed.
+        torch lets a class of inputs that has `__torch_function__` answer in its place, but such a
+        class costs a Python call for each attribute that is read. So main parameters have this
+        class only from the end of a forward until a backward begins. See docs/decisions/0423.
+    """
+
+    __slots__ = ()
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.autograd.grad:
+            return _gradients_of_leaves(*args, **(kwargs or {}))
+        call: Any = super().__torch_function__  # type: ignore[misc]
+        return call(func, types, args, kwargs or {})
+
+
+class _CutInGraph(_InGraph, ShardedTensor):
+    __slots__ = ()
+
+
+class _WholeInGraph(_InGraph, nn.Parameter):
+    __slots__ = ()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        """A copy is in no graph."""
+        memo[id(self)] = made = nn.Parameter(self.detach().clone(), self.requires_grad)
+        return made
+
+
+_IN_GRAPH: dict[type, type] = {ShardedTensor: _CutInGraph, nn.Parameter: _WholeInGraph}
+_AT_REST = {inside: outside for outside, inside in _IN_GRAPH.items()}
+
+
+def await_backward(groups: Iterable[ParameterGroup], waits: bool) -> None:
+    """Say whether a graph waits for its backward, so that `torch.autograd.grad` finds its leaves.
+
+    Args:
+        groups: whose main parameters modules hold outside of forwards.
+        waits: whether there is such a graph.
+    """
+    classes = _IN_GRAPH if waits else _AT_REST
+    for group in groups:
+        if group.mains_are_separate:
+            for main in group.main_parameters:
+                main.__class__ = classes.get(type(main), type(main))
+
+
+def _gradients_of_leaves(
+    outputs: Sequence[Any],
+    inputs: Sequence[Any],
+    *,
+    allow_unused: bool | None = None,
+    materialize_grads: bool = False,
+    **options: Any,
+) -> tuple[torch.Tensor | None, ...]:
+    """What `torch.autograd.grad` gives for main parameters: whole, of this rank's outputs alone."""
+    asked: list[Any] = list(inputs)
+    refs: dict[int, ParameterRef] = {}
+    for at, one in enumerate(inputs):
+        if isinstance(one, _InGraph):
+            ref = one.__dict__[_LEAF].ref
+            if not one.requires_grad:
+                asked[at] = one.detach()  # for torch's own error
+            elif ref is None or not ref.parameter.requires_grad:
+                asked[at] = get_gradient_edge(one)
+            else:
+                asked[at], refs[at] = get_gradient_edge(ref.parameter), ref
+    outputs = [one.view_as(one) if isinstance(one, _InGraph) else one for one in outputs]
+    own = [get_gradient_edge(inputs[at]) for at in refs]
+    found = list(torch.autograd.grad(outputs, [*asked, *own], allow_unused=True, **options))
+    for (at, ref), direct in zip(refs.items(), found[len(inputs) :], strict=True):
+        if found[at] is None or direct is None:
+            found[at] = direct if found[at] is None else found[at].to(inputs[at].dtype)
+        elif isinstance(direct, ShardedTensor):
+            raise RuntimeError(
+                f"torch.autograd.grad of {ref.name}, which the loss reads in a forward and outside "
+                "of it (a penalty): this rank has its own span of the second part alone. Call "
+                "loss.backward() and read .grad, or take the gradients of both terms one by one"
+            )
+        else:
+            found[at] = found[at].to(direct.dtype) + direct
+    for at, one in enumerate(inputs):
+        if found[at] is None and materialize_grads:
+            found[at] = torch.zeros(
+                one.shape, dtype=one.dtype, device=one.device, requires_grad=options["create_graph"]
+            )
+        elif found[at] is None and not allow_unused:
+            what = refs[at].name if at in refs else f"input {at} of torch.autograd.grad"
+            raise RuntimeError(
+                f"{what} has no part in the outputs that are differentiated: pass "
+                "allow_unused=True, which gives None for it"
+            )
+    return tuple(found[: len(inputs)])

@@ -23,7 +23,7 @@ from lamina.buffers import ShardedTensor
 from lamina.collectives import Handle
 from lamina.collectives.engine import CommonFacts, Fact, Serving, SmallReduction, host_device
 from lamina.ddp.backward.grad_attribute import follow_user, holds_zeros
-from lamina.ddp.backward.gradient_hooks import hook_gradients
+from lamina.ddp.backward.gradient_hooks import await_backward, hook_gradients
 from lamina.ddp.compat import current_graph_task_id, foreach_norm, queue_callback, will_execute
 from lamina.ddp.gradients.scratch import ScratchBuffers
 from lamina.ddp.gradients.states import GradientState
@@ -246,6 +246,7 @@ class GradientReducer:
             )
         if (listener := self._told()) is not None:
             listener.backward_begins()
+        await_backward(self.groups, False)
         self._in_flight.clear()
         for arrived in self._arrived:
             arrived.clear()

@@ -16,7 +16,13 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lamina.buffers import StaleStorageError, StoragePool
-from lamina.ddp.engine import GradientReducer, ModuleBuffers, ModuleWatch, ParameterGroup
+from lamina.ddp.engine import (
+    GradientReducer,
+    ModuleBuffers,
+    ModuleWatch,
+    ParameterGroup,
+    await_backward,
+)
 from lamina.fsdp.compat import current_graph_task_id, graph_is_kept
 from lamina.fsdp.execution.debug_order import OrderCheck
 from lamina.fsdp.execution.debug_storage import StorageCheck
@@ -144,6 +150,7 @@ class ShardingEngine:
         self._recomputed: Unit | None = None
         self._all_whole = False
         self._graph_kept = False  # by the newest backward: another may come to the same storage
+        self._kept_graphs = weakref.WeakSet[PendingBackward]()  # by any backward so far
 
     @property
     def groups(self) -> Iterator[ParameterGroup]:
@@ -217,6 +224,7 @@ class ShardingEngine:
     def _begin_forward(self) -> None:
         self._recording = []
         self._computing = [self.root]
+        await_backward(self.reducer.groups, False)
         for group in self.reducer.groups:
             group.begin_forward()
         for unit in self.units:
@@ -254,6 +262,7 @@ class ShardingEngine:
         for unit in self.units:
             if not training or unit not in called:  # some are gathered ahead and then not called
                 unit.reshard()
+        await_backward(self.reducer.groups, training)
 
     def _after_recomputation(self, unit: Unit) -> None:
         if unit.state is UnitState.IN_BACKWARD:
@@ -342,6 +351,10 @@ class ShardingEngine:
     def after_backward(self, unit: Unit, pending: PendingBackward) -> None:
         """Gradients of the unit's inputs are there, so those of its parameters are complete."""
         unit.calls.came_back(pending)
+        if self._graph_kept:
+            self._kept_graphs.add(pending)
+        elif self._kept_graphs:
+            self._kept_graphs.discard(pending)
         if not self.reducer.in_backward or unit.calls.expects_more:
             return  # another forward of this unit is still to come back; or the end closes it
         self._close(unit)
@@ -388,11 +401,16 @@ class ShardingEngine:
     def _leave_backward(self, *, release: bool) -> None:
         self._ran_backward = []
         self._recomputed = None
+        waits = bool(self._kept_graphs)
         for unit in self.units:
             unit.calls.end_backward()
             unit.end_backward(release=release)
-            if not (self._graph_kept or unit.calls.expects_more):
+            if self._graph_kept or unit.calls.expects_more:
+                waits = True
+            else:
                 unit.forget_epochs()
+        if waits:
+            await_backward(self.reducer.groups, True)
 
     def _plan_slots(self) -> None:
         """Let units that never live together share slots, once a whole step was observed."""

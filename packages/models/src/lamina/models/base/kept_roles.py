@@ -1,13 +1,12 @@
 """Modules whose parameters keep their roles and ties when torch replaces the parameters."""
 
-import copy
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from lamina.mesh.engine import copy_role, copy_roles
+from lamina.mesh.engine import copy_role
 
 __all__ = ["KeepsRoles"]
 
@@ -22,11 +21,10 @@ class KeepsRoles(nn.Module):
 
     # Note [Roles are attributes of tensors]
     # `lamina.mesh.mark` sets a role as an attribute of the parameter. torch makes new parameters,
-    # without the attribute, in three cases: when a module leaves the meta device or changes its
-    # dtype (`_apply`), in `copy.deepcopy` (so in `AveragedModel`), and in
-    # `load_state_dict(assign=True)`, also of a module around this one. A parameter that lost its
-    # role raises no error: the gradient of a norm is not summed over tp, and a cut weight is taken
-    # for a whole one. So each of the three is overridden here and copies the roles.
+    # without the attribute, in two cases: when a module leaves the meta device or changes its
+    # dtype (`_apply`), and in `load_state_dict(assign=True)`, also of a module around this one. A
+    # parameter that lost its role raises no error: the gradient of a norm is not summed over tp,
+    # and a cut weight is taken for a whole one. So both are overridden here and copy the roles.
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,13 +49,6 @@ class KeepsRoles(nn.Module):
         for name, parameter in self.named_parameters():
             copy_role(marked[name], parameter)
         return self
-
-    def __deepcopy__(self: ModuleT, memo: dict[int, Any]) -> ModuleT:
-        made = type(self).__new__(type(self))
-        memo[id(self)] = made
-        made.__setstate__(copy.deepcopy(self.__dict__, memo))  # type: ignore[no-untyped-call]
-        copy_roles(self, made)
-        return made
 
     def _load_from_state_dict(
         self, state_dict: Any, prefix: str, local_metadata: dict[str, Any], *rest: Any

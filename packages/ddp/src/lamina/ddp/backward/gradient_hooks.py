@@ -221,7 +221,7 @@ class _InGraph:
         not have, and autograd answers with an error, or with None or zeros if these are allowed.
         torch lets a class of inputs that has `__torch_function__` answer in its place, but such a
         class costs a Python call for each attribute that is read. So main parameters have this
-        class only from the end of a forward until a backward begins. See docs/decisions/0423.
+        class only from the end of a forward until a backward begins. See docs/decisions/0421.
     """
 
     __slots__ = ()
@@ -234,7 +234,7 @@ class _InGraph:
         return call(func, types, args, kwargs or {})
 
 
-class _CutInGraph(_InGraph, ShardedTensor):
+class _CutInGraph(_InGraph, ShardedTensor):  # type: ignore[misc]
     __slots__ = ()
 
 
@@ -277,7 +277,7 @@ def _gradients_of_leaves(
     asked: list[Any] = list(inputs)
     refs: dict[int, ParameterRef] = {}
     for at, one in enumerate(inputs):
-        if isinstance(one, _InGraph):
+        if isinstance(one, _CutInGraph | _WholeInGraph):
             ref = one.__dict__[_LEAF].ref
             if not one.requires_grad:
                 asked[at] = one.detach()  # for torch's own error
@@ -285,7 +285,9 @@ def _gradients_of_leaves(
                 asked[at] = get_gradient_edge(one)
             else:
                 asked[at], refs[at] = get_gradient_edge(ref.parameter), ref
-    outputs = [one.view_as(one) if isinstance(one, _InGraph) else one for one in outputs]
+    outputs = [
+        one.view_as(one) if isinstance(one, _CutInGraph | _WholeInGraph) else one for one in outputs
+    ]
     own = [get_gradient_edge(inputs[at]) for at in refs]
     found = list(torch.autograd.grad(outputs, [*asked, *own], allow_unused=True, **options))
     for (at, ref), direct in zip(refs.items(), found[len(inputs) :], strict=True):

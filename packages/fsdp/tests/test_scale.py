@@ -90,6 +90,14 @@ def test_sums_over_hosts_cost_the_host_as_much_on_many_hosts_as_on_two(strategy,
     assert found[4] == groups == 5, "two more, for reductions inside and between hosts"
 
 
+@pytest.mark.slow
+@pytest.mark.ranks(1, init=False)
+@pytest.mark.parametrize("strategy", [0, 1, 3])
+def test_a_step_on_8192_hosts_costs_the_host_as_much_as_on_one(strategy, ranks):
+    """Their sums take a second exchange, and their padded buffers more blocks."""
+    assert costs(strategy, 65_536, hosts=True)[0] <= 1.05 * costs(strategy, 8, hosts=True)[0]
+
+
 @pytest.mark.ranks(1, init=False)
 @pytest.mark.parametrize("strategy", [0, 1, 2, 3])
 def test_the_host_reads_nothing_from_the_device_in_a_step(strategy, ranks):

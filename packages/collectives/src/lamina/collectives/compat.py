@@ -7,7 +7,7 @@ No other module of this layer uses one (tests/test_compat.py), so what a new tor
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -63,7 +63,8 @@ def all_gather_single(
 ) -> Work | None:
     """Torch's own all-gather into one tensor, under the name this version does not warn about."""
     function = _first("all_gather_single", "all_gather_into_tensor")
-    return cast("Work | None", function(output, input, group=group, async_op=async_op))
+    work: Work | None = function(output, input, group=group, async_op=async_op)
+    return work
 
 
 def reduce_scatter_single(
@@ -76,4 +77,5 @@ def reduce_scatter_single(
 ) -> Work | None:
     """Torch's own reduce-scatter of one tensor, under the name this version does not warn about."""
     function = _first("reduce_scatter_single", "reduce_scatter_tensor")
-    return cast("Work | None", function(output, input, op=op, group=group, async_op=async_op))
+    work: Work | None = function(output, input, op=op, group=group, async_op=async_op)
+    return work

@@ -9,7 +9,7 @@ and it is rounded once to the result's dtype. All of them are collective where t
 
 import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,11 +65,10 @@ def refuse_dims(func: OpOverload, tensor: SpanTensor, dim: Any, keep: bool) -> N
         )
 
 
-def pieces(local: torch.Tensor) -> Iterator[torch.Tensor]:
+def pieces(local: torch.Tensor) -> list[torch.Tensor]:
     """Runs of a flat tensor that are small enough to be converted to fp64 one after the other."""
     length = _CHUNK if local.device.type == "cpu" else 4 * _CHUNK  # fewer launches
-    for start in range(0, local.numel(), length):
-        yield local[start : start + length]
+    return [local[start : start + length] for start in range(0, local.numel(), length)]
 
 
 def _partial_sum(local: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -245,25 +244,28 @@ class PNorm:
 
     def share(self, local: torch.Tensor) -> torch.Tensor:
         """The share of the elements of a plain tensor of any shape: fp64, no dimensions."""
-        shares = [self._share(piece) for piece in pieces(local.reshape(-1))]
-        return functools.reduce(self.join, shares) if shares else self.empty(local.device)
-
-    def _share(self, piece: torch.Tensor) -> torch.Tensor:
-        wide = piece.abs().double() if piece.is_complex() else piece.double()
+        runs = pieces(local.reshape(-1))
+        if not runs:
+            return self.empty(local.device)
+        # No Python call per run, so that a tensor of many costs the host no more (law 10).
+        wide = map(torch.Tensor.double, map(torch.abs, runs) if local.is_complex() else runs)
+        sizes = wide if self.order in (0, 2) else map(torch.abs, wide)
         if self.order == 2:
-            return torch.dot(wide, wide)
-        if self.order == 0:
-            return torch.count_nonzero(wide).double()
-        size = wide.abs()
-        if self.op == "sum":
-            return size.pow(self.order).sum()
-        return size.max() if self.op == "max" else size.min()
+            shares = [torch.dot(each, each) for each in sizes]
+        elif self.order == 0:
+            shares = [torch.count_nonzero(each).double() for each in sizes]
+        elif self.op == "sum":
+            shares = [each.pow(self.order).sum() for each in sizes]
+        else:
+            shares = list(map(torch.max if self.op == "max" else torch.min, sizes))
+        return functools.reduce(self.join, shares)
 
-    def join(self, one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-        """The share of two pieces from theirs."""
+    @property
+    def join(self) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+        """Makes the share of two pieces from theirs."""
         if self.op == "sum":
-            return one + other
-        return torch.maximum(one, other) if self.op == "max" else torch.minimum(one, other)
+            return torch.add
+        return torch.maximum if self.op == "max" else torch.minimum
 
     def root(self, total: torch.Tensor) -> torch.Tensor:
         """The norm from the share of everything."""

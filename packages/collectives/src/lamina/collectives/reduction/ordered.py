@@ -221,9 +221,11 @@ class _Exchange:
         device: torch.device,
     ) -> None:
         self.group, self.wire, self.size, rank = group, wire, group_size(group), group_rank(group)
-        # Tensors without data need no tag: one rank may plan alone, and its tags stay the others'.
-        alone = group is None or self.size == 1 or device.type == "meta"
-        self._lane = None if alone or group is None else lane_of(group)
+        # See Note [Tags are drawn when a collective is called]. Only gloo's messages need them, and
+        # tensors without data none: one rank may plan alone, and its tags stay the others'.
+        self.next_tag: Callable[[], int | None] = repeat(None).__next__
+        if group is not None and self.size > 1 and served_by_gloo(group, device):
+            self.next_tag = lane_of(group).next_tag
         self._piece, self._whole, self._items = piece, numel, items
         self.own = slice(*bounds_of(rank, piece, numel))
         self.numel = self.own.stop - self.own.start
@@ -240,10 +242,6 @@ class _Exchange:
         for start, stop in (bounds_of(rank, self._piece, self._whole) for rank in near):
             items -= self.wire.items(stop - start)
         return items * self.wire.dtype.itemsize, (self.size - len(near)) * self.numel
-
-    def next_tag(self) -> int | None:
-        """See Note [Tags are drawn when a collective is called]."""
-        return None if self._lane is None else self._lane.next_tag()
 
     def room(self, device: torch.device) -> torch.Tensor | None:
         """Memory for what the other ranks send, where the route does not find it."""

@@ -33,7 +33,7 @@ Chunks: TypeAlias = Sequence[Chunk] | torch.Tensor
 
 _BLOCK = 1 << 17  # elements per thread: larger blocks leave the cache, smaller ones cost calls
 _MOST_THREADS = 16  # bounds the workspace: 16 MiB for the squares, 8 MiB per level of the tree
-_STACKED = 1 << 20  # elements of all rows that a block of a stacked sum takes
+_STACKED = 1 << 23  # elements of all rows that a block of a stacked sum takes: no real CPU has one
 _ROW = 1 << 12  # squares are summed in rows of fixed length: their order knows no thread count
 
 

@@ -15,6 +15,7 @@ that have no kind: rings, and rows whose numbers differ from call to call.
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Protocol, TypeAlias
 
 import torch
@@ -173,7 +174,7 @@ class _BackendRoute:
         """By the backend's all-gather, or by messages through the host."""
         if self._by_backend:
             work = all_gather_single(output, input, self._group, async_op=True)
-            return lambda: wait_all(work)
+            return partial(wait_all, work)
         pieces = self._cut(output)
         sends = [(peer, input) for peer, _ in pieces]
         complete = exchange(sends, pieces, self._group, self._device, tag)
@@ -191,7 +192,7 @@ class _BackendRoute:
         if self._by_backend:
             received = scratch[: self._total]
             work = dist.all_to_all_single(received, input, group=self._group, async_op=True)
-            return _Rows(received.view(size, -1), lambda: wait_all(work))
+            return _Rows(received.view(size, -1), partial(wait_all, work))
         sends = self._cut(input)
         rows = scratch[: size * sends[rank][1].numel()].view(size, -1)
         rows[rank].copy_(sends[rank][1])
@@ -252,7 +253,7 @@ def exchange_rows(
     if not served_by_gloo(group, input.device):
         incoming, outgoing = (None, None) if even else (list(receives), list(sends))
         work = dist.all_to_all_single(output, input, incoming, outgoing, group, async_op=True)
-        return lambda: wait_all(work)
+        return partial(wait_all, work)
     rows, room = torch.split(input, list(sends)), torch.split(output, list(receives))
     pairs = list(enumerate(rows)), list(enumerate(room))
     complete = exchange(*pairs, group, input.device)

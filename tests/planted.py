@@ -25,6 +25,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from source_trees import commit
+
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "records" / "planted.md"
 FINDINGS_PAGE = ROOT / "docs" / "records" / "findings.md"
@@ -343,19 +345,12 @@ def plant(bug: Bug, test: str, only: str = "") -> Verdict:
 
 
 def page(verdicts: dict[Bug, Verdict]) -> str:
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout.strip()
     found = sum(one.found for one in verdicts.values())
     lines = [
         "# Planted bugs",
         "",
         f"{found} of {len(verdicts)} were found. Written by `python tests/planted.py --write` at "
-        f"{commit}, {datetime.datetime.now(tz=datetime.UTC):%Y-%m-%d}.",
+        f"{commit()}, {datetime.datetime.now(tz=datetime.UTC):%Y-%m-%d}.",
         "",
         "| bug | in | test | found |",
         "| --- | --- | --- | --- |",

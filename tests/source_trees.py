@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,6 +12,14 @@ LAYERS = ("mesh", "buffers", "collectives", "ddp", "fsdp", "models", "checkpoint
 # Faces of a layer that are neither its user face nor its engine face.
 SUB_FACES = {"models": ("attention", "moe", "mamba", "vision")}
 MAX_LINES = 700
+
+
+def commit() -> str:
+    """The commit of this tree, as pages name it."""
+    asked = ["git", "rev-parse", "--short", "HEAD"]
+    return subprocess.run(
+        asked, cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout.strip()
 
 
 def source_of(layer: str) -> Path:

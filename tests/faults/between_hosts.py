@@ -51,6 +51,7 @@ class PlayedOnHosts:
         begun: the step that it went on at.
     """
 
+    wrapper: str
     fault: str
     told: list[float | None]
     messages: list[str]
@@ -80,14 +81,14 @@ def spoil(fault, link, nurseries):
         link.spoil(at, lost=0.01)
 
 
-def play_on_hosts(fault, *, hosts=2, per_host=2, limit=60.0):
+def play_on_hosts(fault, wrapper="hsdp", *, hosts=2, per_host=2, limit=60.0):
     """Play a fault, and let a job that has ended by it go on, on the hosts that are left."""
     with (
         tempfile.TemporaryDirectory() as directory,
         shaped_link(bits_per_second=RATE, namespaces=hosts) as link,
         contextlib.ExitStack() as stack,
     ):
-        job = Job(fault, Path(directory), link, per_host)
+        job = Job(wrapper, fault, Path(directory), link, per_host)
         nurseries = [
             stack.enter_context(Nursery(on_host(name), (str(HERE), "nursery", f"node{at}")))
             for at, name in enumerate(link.namespaces)
@@ -99,9 +100,9 @@ def play_on_hosts(fault, *, hosts=2, per_host=2, limit=60.0):
         Path(directory, "played").touch()
         job.wait(limit)
         played = job.judged()
-        if not played.digests:
+        if not played.digests and wrapper == "hsdp":
             left = [one for at, one in enumerate(nurseries) if at != odd_host(fault, hosts)]
-            rest = Job(fault, Path(directory), link, per_host)
+            rest = Job(wrapper, fault, Path(directory), link, per_host)
             rest.start(left, first=nurseries.index(left[0]))
             rest.wait(120)
             (digest,) = {one["text"] for one in rest.marks("digest")} or {None}
@@ -120,7 +121,8 @@ def on_host(namespace):
 class Job:
     """A run of the job, on the hosts of some nurseries."""
 
-    def __init__(self, fault, directory, link, per_host):
+    def __init__(self, wrapper, fault, directory, link, per_host):
+        self._wrapper = wrapper
         self._fault, self._directory, self._link, self._per_host = fault, directory, link, per_host
         self.faulted_at = 0.0
         self._ended, self._first = 0.0, {}
@@ -131,7 +133,7 @@ class Job:
         for file in self._directory.glob("*-[0-9]*"):
             file.unlink()
         size = len(nurseries) * self._per_host
-        words = [self._fault, "--directory", str(self._directory)]
+        words = [self._wrapper, self._fault, "--directory", str(self._directory)]
         words += ["--steps", str(STEPS.get(self._fault, 12))]
         common = {"WORLD_SIZE": str(size), "MASTER_ADDR": self._link.addresses[first]}
         for at, nursery in enumerate(nurseries):
@@ -189,6 +191,7 @@ class Job:
         statuses = [one for at in hosts for one in self._statuses.get(at, hung)]
         told = {at: when - self.faulted_at for at, (when, _) in self._first.items()}
         return PlayedOnHosts(
+            self._wrapper,
             self._fault,
             [told.get(at) for at in hosts],
             [self._first[at][1] if at in self._first else "" for at in hosts],

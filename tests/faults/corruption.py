@@ -11,7 +11,7 @@ import multiprocessing
 import os
 import platform
 import socket
-import subprocess
+import sys
 import time
 import traceback
 import warnings
@@ -23,6 +23,9 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import nn
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+from source_trees import commit
 
 from lamina.collectives.reduction.codec import Wire
 from lamina.collectives.reduction.ordered import OrderedReduction
@@ -392,16 +395,9 @@ def row(case, seen, clean):
 
 
 def page(found, cost, begun):
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout.strip()
     lines = [
         INTRODUCTION,
-        f"Written by `python tests/faults/corruption.py --write` at {commit}, {begun}, torch",
+        f"Written by `python tests/faults/corruption.py --write` at {commit()}, {begun}, torch",
         f"{torch.__version__}, Python {platform.python_version()}, gloo, 2 cores.",
         "",
         RULES,

@@ -14,8 +14,10 @@ import json
 import os
 import resource
 import signal
+import socket
 import sys
 import time
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -127,7 +129,7 @@ class Faults:
 
     def __init__(self, fault, phase, rank, size):
         self.fault, self.phase, self.mine = fault, phase, rank == size - 1
-        self.step = 0
+        self.step, self.store = 0, 0
 
     def here(self, phase):
         late = phase in ("before_wrap", "first_use") or self.step == 2
@@ -147,6 +149,49 @@ class Faults:
             os._exit(0)
         elif self.fault == "sleep":
             time.sleep(3600)
+        elif self.fault == "dead_store":
+            os.kill(self.store, signal.SIGKILL)
+            time.sleep(8)  # the others wait for this rank, and cannot ask what it does
+
+
+def beside(act):
+    """Run a function in a process that ends with this one; its number."""
+    parent, child = os.getpid(), os.fork()
+    if child:
+        return child
+    act(lambda: os.getppid() == parent)
+    os._exit(0)
+
+
+def serve_store(wanted):
+    """Serve the store that the ranks meet at, as torchrun's agent does."""
+    from torch.distributed import TCPStore
+
+    port = int(os.environ["MASTER_PORT"])
+    store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+    while wanted():
+        time.sleep(0.1)
+    del store
+
+
+def intrude(wanted):
+    """Call every socket of the ranks that a stranger can find, and say nothing of sense."""
+    called, held = set(), []
+    while wanted():
+        lines = Path("/proc/net/unix").read_text().split("\n")
+        names = {line.split()[-1] for line in lines if "@lamina-" in line} - called
+        calls = [(socket.AF_UNIX, socket.SOCK_SEQPACKET, "\0" + name[1:]) for name in names]
+        if len(held) < 50:
+            port = int(os.environ["MASTER_PORT"])
+            calls.append((socket.AF_INET, socket.SOCK_STREAM, ("127.0.0.1", port)))
+        for family, kind, address in calls:
+            with contextlib.suppress(OSError):
+                held.append(socket.socket(family, kind))
+                held[-1].settimeout(1)
+                held[-1].connect(address)
+                held[-1].send(bytes(range(16)))
+        called |= names
+        time.sleep(0.002)
 
 
 def mark(what, **more):
@@ -201,12 +246,26 @@ def saving(given, faults):
         return None
     from lamina.checkpoint import CheckpointManager
 
+    if given.wrapper == "torch_fsdp2":
+        return save_by_torch(given)
     name = "other" if given.fault == "directory" and faults.mine else "same"
     manager = CheckpointManager(os.path.join(given.directory, name))
 
     def save(step, wrapped, optimizer):
         step += 10 if given.fault == "save_step" and faults.mine else 0
         manager.save(step, {"model": wrapped, "optimizer": optimizer})
+
+    return save
+
+
+def save_by_torch(given):
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_state_dict
+
+    def save(step, wrapped, optimizer):
+        model, state = get_state_dict(wrapped, optimizer)
+        at = os.path.join(given.directory, f"step-{step}")
+        dcp.save({"model": model, "optimizer": state}, checkpoint_id=at)
 
     return save
 
@@ -249,6 +308,12 @@ def main():
     torch.set_num_threads(1)
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     faults = Faults(given.fault, given.phase, rank, size)
+    if given.fault == "dead_store":
+        os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+        faults.store = beside(serve_store) if faults.mine else 0
+    if given.fault == "stranger" and faults.mine:
+        mark("fault")
+        beside(intrude)
     try:
         run(given, faults)
     except Exception as error:

@@ -92,8 +92,35 @@ def run(given, rank):
         mark("digest", rank=rank, text=digest(wrapped), begun=done)
 
 
+def run_torch(given, rank):
+    """The same with torch's FSDP2, without saves."""
+    import datetime
+
+    from torch.distributed import destroy_process_group, init_process_group
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    init_process_group("gloo", timeout=datetime.timedelta(seconds=300))
+    per_host = int(os.environ["LOCAL_WORLD_SIZE"])
+    sizes = (int(os.environ["WORLD_SIZE"]) // per_host, per_host)
+    mesh, module = init_device_mesh("cpu", sizes, mesh_dim_names=("replicate", "shard")), Model()
+    for part in (module.parts["first"], module.parts["second"], module):
+        fully_shard(part, mesh=mesh)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.01)
+    for number in range(given.steps):
+        if number == FAULT_AT:
+            mark("fault")
+            while not Path(given.directory, "played").exists():
+                time.sleep(0.01)
+        module(torch.ones(4, 8) * (1 + rank)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    destroy_process_group()
+
+
 def main():
     parser = argparse.ArgumentParser()
+    parser.add_argument("wrapper", choices=("hsdp", "torch_fsdp2"))
     parser.add_argument("fault")
     parser.add_argument("--directory", required=True)
     parser.add_argument("--steps", type=int, default=12)
@@ -101,7 +128,7 @@ def main():
     torch.set_num_threads(1)
     rank = int(os.environ["RANK"])
     try:
-        run(given, rank)
+        (run if given.wrapper == "hsdp" else run_torch)(given, rank)
     except Exception as error:
         mark("error", rank=rank, text=f"{type(error).__name__}: {error}")
         raise

@@ -22,7 +22,7 @@ def test_a_fault_is_told_and_ends_the_job(wrapper, fault, phase):
 def test_the_gallery_has_forty_faults_and_its_page_shows_no_other():
     assert len(cells()) >= 40
     text = (Path(__file__).resolve().parents[2] / "docs" / "faults.md").read_text()
-    wrappers = {cell[0] for cell in cells()} | {"torch_fsdp2", "wrapper", "---"}
+    wrappers = {cell[0] for cell in cells()} | {"hsdp", "torch_fsdp2", "wrapper", "---"}
     rows = [line.split("|")[1].strip() for line in text.splitlines() if line.startswith("| ")]
     assert rows
     assert set(rows) <= wrappers

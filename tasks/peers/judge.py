@@ -11,7 +11,7 @@ from pathlib import Path
 
 from tasks.matrix.record import Result
 
-__all__ = ["VERDICTS", "Judgement", "Reason", "judge", "reasons"]
+__all__ = ["VERDICTS", "Judgement", "Reason", "by_verdict", "judge", "one_line", "reasons"]
 
 VERDICTS = {
     "holds": "the test passes over Lamina",

@@ -12,7 +12,11 @@ __all__ = ["internal_tests", "substitute"]
 
 Names = Mapping[tuple[str, str], str]  # (module, name) -> module that has the name instead
 
-FSDP = ("torch.distributed.fsdp", "torch.distributed._composable.fsdp")
+FSDP = (
+    "torch.distributed.fsdp",
+    "torch.distributed._composable.fsdp",
+    "torch.distributed._composable.fsdp.fully_shard",
+)
 TENSOR = ("torch.distributed.tensor", "torch.distributed._tensor", "torch.distributed._tensor.api")
 COMMON = "torch.testing._internal"
 # In both runs: what a machine without GPUs lacks.
@@ -25,6 +29,8 @@ DEVICE: dict[tuple[str, str], str] = {
     (f"{COMMON}.common_fsdp", "FSDPTest"): "peer_device",
     (f"{COMMON}.common_fsdp", "FSDPTestMultiThread"): "peer_device",
     ("torch.nn.parallel", "DistributedDataParallel"): "peer_device",
+    ("torch.distributed._composable", "replicate"): "peer_device",
+    ("torch.distributed._composable.replicate", "replicate"): "peer_device",
 }
 # In the run over Lamina: its names for torch's.
 LAMINA: dict[tuple[str, str], str] = {
@@ -76,10 +82,12 @@ class Rewriter(ast.NodeTransformer):
         return node
 
     def visit_Call(self, node: ast.Call) -> ast.expr:
-        """Replace `x.cuda(...)` by `x.cpu()`."""
+        """Replace `x.cuda(...)` by `x.cpu()`, and `torch.device("cuda", index)` by the CPU."""
         self.generic_visit(node)
         if isinstance(node.func, ast.Attribute) and node.func.attr == "cuda":
             return ast.Call(ast.Attribute(node.func.value, "cpu"), [], [])
+        if ast.unparse(node.func) == "torch.device":
+            node.args = node.args[:1]  # no index: all ranks share one CPU
         return node
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed._composable import replicate as torch_replicate
 from torch.testing._internal.common_distributed import MultiProcessTestCase
 from torch.testing._internal.common_fsdp import FSDPTest as TorchFSDPTest
 from torch.testing._internal.common_utils import set_rng_seed
@@ -153,3 +154,9 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
         for name in ("device_ids", "output_device"):
             options.pop(name, None)
         super().__init__(module, *args[2:], **options)
+
+
+def replicate(module: torch.nn.Module, *args: Any, **options: Any) -> torch.nn.Module:
+    """Torch's own function; the GPUs that a caller names do not exist."""
+    options.pop("device_ids", None)
+    return torch_replicate(module, *args, **options)

@@ -61,9 +61,13 @@ _PATH = 4096  # characters of a path, on Linux
 
 
 def _refuse(target: object) -> NoReturn:
+    _forged(f"sets attributes of {target!r}")
+
+
+def _forged(what: str) -> NoReturn:
     raise CheckpointUnsafeError(
-        f"the checkpoint's metadata sets attributes of {target!r}, which metadata never does: it "
-        "was forged; nothing was changed"
+        f"the checkpoint's metadata {what}, which metadata never does: it was forged; nothing was "
+        "changed"
     )
 
 
@@ -103,7 +107,8 @@ def _maker_of(name: str, make: Callable[..., Any]) -> type:
 
 def _path_text(*parts: str) -> str:  # of a checkpoint that plain DCP wrote; not used
     if not all(isinstance(part, str) for part in parts) or sum(map(len, parts)) > _PATH:
-        _refuse(parts[:1])  # joined again and again, a few bytes would become gigabytes
+        # Joined again and again, a few bytes would become gigabytes.
+        _forged(f"names a path that is no text of at most {_PATH} characters")
     return "/".join(parts)
 
 

@@ -7,7 +7,9 @@ reaches autograd's worker threads). Ledgers nest, and an outer one sees what an 
 
 from __future__ import annotations
 
+import gzip
 import json
+import tempfile
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -182,7 +184,7 @@ class Ledger:
         that the `traceEvents` of several ranks' files can be put into one list.
 
         Args:
-            path: file to write; its directory must exist.
+            path: file to write, compressed if it ends in `.gz`; its directory must exist.
             profile: a profile of torch's that has ended. All of its trace is written too, on its
                 own clock (`baseTimeNanoseconds`), to which the records are moved.
 
@@ -194,14 +196,18 @@ class Ledger:
         whole: dict[str, Any] = {"traceEvents": [], "displayTimeUnit": "ms"}
         process, offset = rank, time.time() - time.perf_counter()
         if profile is not None:
-            profile.export_chrome_trace(str(target))
-            whole = json.loads(target.read_text())
+            with tempfile.NamedTemporaryFile(suffix=".json") as plain:
+                profile.export_chrome_trace(plain.name)
+                whole = json.loads(
+                    Path(plain.name).read_text()
+                )  # not of the handle: it is replaced
             # Profiles number processes by the system and by devices.
             process, offset = _APART + rank, offset - whole["baseTimeNanoseconds"] * 1e-9
         whole["traceEvents"] += _events(
             self.records, rank, process, lambda seconds: round((seconds + offset) * 1e6, 3)
         )
-        target.write_text(json.dumps(whole))
+        text = json.dumps(whole).encode()
+        target.write_bytes(gzip.compress(text) if target.suffix == ".gz" else text)
         return target
 
 

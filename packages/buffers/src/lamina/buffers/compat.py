@@ -95,7 +95,7 @@ _REFUSALS = _find_refusals()
 
 
 def refusals_of(storage: torch.UntypedStorage, why: str) -> tuple[ctypes.c_bool, ...]:
-    """Return switches: while all are True, any access to the storage's memory is a RuntimeError.
+    """Return switches, all False: where all are True, any access to the memory is a RuntimeError.
 
     They refer to the storage's object, and must not be used once it is gone. Sizes, shapes and
     dtypes can be asked for at any time.
@@ -106,4 +106,7 @@ def refusals_of(storage: torch.UntypedStorage, why: str) -> tuple[ctypes.c_bool,
     """
     if _REFUSALS and _tell_why is not None:
         _tell_why(storage._cdata, why)
-    return tuple(ctypes.c_bool.from_address(storage._cdata + at) for at in _REFUSALS)
+    switches = tuple(ctypes.c_bool.from_address(storage._cdata + at) for at in _REFUSALS)
+    for switch in switches:
+        switch.value = False  # with a message torch refuses access at once
+    return switches

@@ -5,6 +5,8 @@ Beside them stand the names that torch 2.11 to 2.15 spell differently.
 No other module of this layer uses one (tests/test_compat.py), so what a new torch breaks is here.
 """
 
+import ctypes
+import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -13,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch._C import _get_obj_in_tls as get_in_thread
 from torch._C import _is_key_in_tls as is_in_thread
-from torch._C import _stash_obj_in_tls as set_in_thread
+from torch._C import _stash_obj_in_tls as stash_in_thread
 from torch._compile import _disable_dynamo as one_graph_break
 from torch.distributed import ProcessGroup, Work
 
@@ -31,6 +33,18 @@ __all__ = [
 
 remove_from_thread: Callable[[str], None] | None = getattr(torch._C, "_remove_obj_from_tls", None)
 """Removes what `set_in_thread` left. None before torch 2.13, which needs no removal."""
+
+
+def set_in_thread(key: str, value: object) -> None:
+    """Leave an object in torch's table of this thread, which autograd carries to its workers."""
+    # Note [torch's table of a thread]
+    # In torch 2.11 the table takes no reference of its own to what it is given, and gives one back
+    # when the entry goes. The object would be freed while it is in the table, and the next look
+    # would read freed memory.
+    before = sys.getrefcount(value)
+    stash_in_thread(key, value)
+    if sys.getrefcount(value) == before:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))
 
 
 profiling: Callable[[], bool] = partial(getattr, torch.autograd.profiler, "_is_profiler_enabled")

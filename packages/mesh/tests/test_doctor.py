@@ -83,6 +83,13 @@ def test_a_setting_that_hurts_is_named(variable: str, value: str, severity: str)
     assert found(GPU, **{variable: value}) == {variable: severity}
 
 
+def test_many_ranks_need_groups_that_connect_late() -> None:
+    job = {"RANK": "3", "LOCAL_RANK": "3", "MASTER_ADDR": "node0", "MASTER_PORT": "29400"}
+    assert found(GPU, **job, WORLD_SIZE="256") == {"TORCH_GLOO_LAZY_INIT": "warning"}
+    assert found(GPU, **job, WORLD_SIZE="256", TORCH_GLOO_LAZY_INIT="1") == {}
+    assert found(GPU, **job, WORLD_SIZE="255") == {}
+
+
 @pytest.mark.parametrize(
     "variables",
     [

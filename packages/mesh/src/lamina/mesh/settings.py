@@ -148,6 +148,8 @@ _HURTS = (
 )
 """Problems with, in place of `found`, the pattern of the values that hurt."""
 
+_MANY_RANKS = 256  # from here on the sockets of a rank pass the budget of docs/mesh.md
+
 
 def settings_problems(env: Environment) -> list[EnvironmentProblem]:
     """The variables of `env` whose values hurt, or may."""
@@ -156,6 +158,18 @@ def settings_problems(env: Environment) -> list[EnvironmentProblem]:
         value = env.variables.get(hurts.name, "").strip()
         if re.fullmatch(hurts.found, value, re.IGNORECASE):
             problems.append(replace(hurts, found=value))
+    size = env.variables.get("WORLD_SIZE", "").strip()
+    ranks = int(size) if size.isdecimal() else 1  # what it cannot be is found by `read_launch`
+    if ranks >= _MANY_RANKS and env.variables.get("TORCH_GLOO_LAZY_INIT", "").strip() != "1":
+        problems.append(
+            EnvironmentProblem(
+                "TORCH_GLOO_LAZY_INIT",
+                "not 1",
+                f"each process group connects this rank with the {ranks - 1} others, and a job "
+                "has four to a dozen groups.",
+                "Set it to 1: pairs then connect when they first talk.",
+            )
+        )
     if env.expandable_segments:
         problems.append(
             EnvironmentProblem(

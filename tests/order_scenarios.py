@@ -7,6 +7,7 @@ the one that `SEATS` names.
 from __future__ import annotations
 
 import ast
+import contextlib
 import subprocess
 import sys
 import time
@@ -63,12 +64,23 @@ def train(model: nn.Module, optimizer: Any, mesh: Any, first: nn.Module) -> None
         optimizer.zero_grad()
 
 
+@contextlib.contextmanager
+def stream_of_its_own() -> Iterator[None]:
+    """Another stream than the one on which everything was made, as for warming up a graph."""
+    before, own = torch.cuda.current_stream(), torch.cuda.Stream()
+    own.wait_stream(before)
+    with torch.cuda.stream(own):
+        yield
+    before.wait_stream(own)
+
+
 def sharded(
     layout: dict[str, int] | None = None,
     net: Callable[[int], nn.Module] = OddNet,
+    where: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
     **settings: Any,
 ) -> Scenario:
-    """A scenario of `fully_shard` with these settings."""
+    """A scenario of `fully_shard` with these settings; steps run `where` a context says."""
 
     def run(recording: Recording) -> None:
         torch.manual_seed(0)
@@ -78,9 +90,28 @@ def sharded(
         wrapped, optimizer = fully_shard(
             model, adamw, device_mesh=mesh, fsdp_unit_modules=[Block], **settings
         )
-        train(wrapped, optimizer, mesh, model)
+        with where():
+            train(wrapped, optimizer, mesh, model)
 
     return run
+
+
+class Branched(OddNet):
+    """The second block runs on another stream, beside the third; their results are added."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[batch, 5] to [batch, 3]."""
+        main, side = torch.cuda.current_stream(), torch.cuda.Stream()
+        x = self.blocks[0](self.enter(x))
+        side.wait_stream(main)
+        with torch.cuda.stream(side):
+            x.record_stream(side)
+            beside = self.blocks[1](x)
+        x = self.blocks[2](x)
+        main.wait_stream(side)
+        beside.record_stream(main)
+        out: torch.Tensor = self.leave(x + beside) * self.temperature
+        return out
 
 
 class Recomputed(OddNet):
@@ -121,19 +152,39 @@ def several_forwards(recording: Recording) -> None:
             wrapped(inputs(model, step))
 
 
-def ddp(**settings: Any) -> Scenario:
-    """A scenario of `DistributedDataParallel`."""
+def backward_elsewhere(recording: Recording) -> None:
+    """A forward on a stream of its own, and its backward called from the first stream."""
+    torch.manual_seed(0)
+    model = OddNet(11)
+    mesh = ParallelLayout().build("cpu")
+    adamw = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    wrapped, optimizer = fully_shard(model, adamw, device_mesh=mesh, fsdp_unit_modules=[Block])
+    for step in range(STEPS):
+        with stream_of_its_own():
+            loss = wrapped(inputs(model, step)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def ddp(
+    net: Callable[[int], nn.Module] = OddNet,
+    where: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
+    **settings: Any,
+) -> Scenario:
+    """A scenario of `DistributedDataParallel`; steps run `where` a context says."""
 
     def run(recording: Recording) -> None:
         torch.manual_seed(0)
-        model = OddNet(11)
+        model = net(11)
         mesh = ParallelLayout().build("cpu")
         config = DistributedDataParallelConfig(bucket_size=400, **settings)
         wrapped = DistributedDataParallel(model, config, mesh)
         optimizer: Any = torch.optim.AdamW(wrapped.parameters(), lr=1e-3)
         if config.use_distributed_optimizer:
             optimizer = ShardedOptimizer(optimizer, wrapped, mesh)
-        train(wrapped, optimizer, mesh, model)
+        with where():
+            train(wrapped, optimizer, mesh, model)
 
     return run
 
@@ -274,6 +325,10 @@ SCENARIOS: dict[str, Scenario] = {
     "checked sums": sharded(reduction="checked"),
     "no overlap": sharded(overlap_grad_reduce=False, overlap_param_gather=False),
     "budgets": sharded(gather_budget=16_000, reduce_budget=8_000),
+    "a stream of its own": sharded(where=stream_of_its_own),
+    "strategy 0, a stream of its own": sharded(where=stream_of_its_own, zero_dp_strategy=0),
+    "DDP, a branch beside a stream of its own": ddp(net=Branched, where=stream_of_its_own),
+    "a backward on another stream": backward_elsewhere,
     "recomputation, a block used twice": sharded(net=Recomputed),
     "reentrant recomputation": sharded(net=RecomputedInside),
     "two forwards before their backwards": several_forwards,
@@ -373,7 +428,7 @@ def page(rows: list[list[str]], caught: dict[Site, list[str]]) -> Iterator[str]:
         yield f"- `{file}`: {', '.join(map(str, sorted(lines)))}"
     yield "\n## What this does not show\n"
     yield "- Another order in which the host queues work, such as that of hooks on another model."
-    yield "- Streams that autograd would choose by itself: all backward work is on one stream here."
+    yield "- Whether autograd's rules for streams, which are written down here, are those of a GPU."
     yield "- Work inside one operator, a Triton kernel or NCCL, and graphs that CUDA has captured."
     yield "- Waits of the host for gloo's messages, which move the data of a CPU and small facts."
     yield "- What no scenario runs: the lines that stand above."

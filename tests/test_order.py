@@ -6,6 +6,7 @@ scenarios and deletes each wait in each of them.
 
 from __future__ import annotations
 
+import contextlib
 import random
 from unittest import mock
 
@@ -16,13 +17,16 @@ import torch
 from lamina.buffers.pool import pool as pools
 from lamina.collectives.call import collective
 from lamina.collectives.reduction.ordered import OrderedReduction
+from lamina.ddp.backward.gradient_hooks import BackwardStream
 from lamina.fsdp.weights.sharded import ShardedWeights
+from lamina_testing.autograd_streams import AutogradStreams
 from lamina_testing.happens_before import HOST, Access, History
 from lamina_testing.order import recorded_order
 
 EVERYDAY = (
     "strategy 0", "strategy 1", "strategy 2", "strategy 3", "HSDP", "slots", "offload",
-    "offloaded activations", "staged checkpoint", "1f1b, last stage",
+    "offloaded activations", "staged checkpoint", "1f1b, last stage", "a stream of its own",
+    "DDP, a branch beside a stream of its own", "a backward on another stream",
 )  # fmt: skip
 STREAMS = ("compute", "side", "copy", HOST)
 
@@ -110,7 +114,12 @@ def test_every_wait_is_needed(recordings):
         "models/activation_memory/offload.py", "checkpoint/save/staging.py",
         "torch: schedules.py",
     }  # fmt: skip
-    unseen = [site for site, name in where.items() if not scenarios.races_without(name, site)]
+    needed_elsewhere = {"BackwardStream.entered": "DDP, a branch beside a stream of its own"}
+    unseen = [
+        site
+        for site, name in where.items()
+        if not scenarios.races_without(needed_elsewhere.get(site.function, name), site)
+    ]
     assert not unseen, list(map(str, unseen))
 
 
@@ -187,6 +196,54 @@ def test_a_copy_on_the_host_that_is_read_too_early_is_seen(recordings):
     (site,) = [s for s in waits if s.function == "OffloadedSum.run"]
     found = scenarios.races_without("offload", site)
     assert any("copy_ on side" in race and "on host" in race for race in found), found
+
+
+def test_backward_runs_where_forward_ran_and_waits_for_what_gave_it_gradients():
+    """The oracle is what torch documents of streams in backward."""
+    ran = []
+    with recorded_order(2) as recording:
+
+        def watch(tensor, name):
+            tensor.register_hook(lambda _: ran.append((name, recording.current)))
+
+        def there(stream, before):
+            recording.wait(stream, recording.mark(before))
+            return recording.on(stream)
+
+        leaf = torch.ones(4, requires_grad=True)
+        with there("left", "compute"):
+            left = leaf.sin()
+        with there("right", "compute"):
+            right = leaf.cos()
+        recording.wait("compute", recording.mark("left"))
+        recording.wait("compute", recording.mark("right"))
+        total = (left * right).sum()
+        for name, tensor in {"left": left, "right": right, "total": total}.items():
+            watch(tensor, name)
+        with there("caller", "compute"):
+            total.backward()
+            leaf.grad.add_(1.0)  # the caller has waited for the leaf
+        assert ran[0] == ("total", "compute")
+        assert sorted(ran[1:]) == [("left", "left"), ("right", "right")]
+        assert not recording.races
+        with recording.on("stranger"):
+            leaf.grad.add_(1.0)
+        assert recording.races
+
+
+def test_hooks_that_stay_on_the_stream_where_the_wrapper_was_made_are_seen(monkeypatch):
+    """Only autograd's choice of streams shows it: hooks run where the leaves' nodes were made."""
+    monkeypatch.setattr(BackwardStream, "entered", lambda *_: contextlib.nullcontext())
+    found = races("a stream of its own")
+    assert any("gradients/group_gradients" in race and "all_to_all" in race for race in found)
+    monkeypatch.setattr(AutogradStreams, "steering", lambda *_: contextlib.nullcontext())
+    assert not races("a stream of its own")
+
+
+def test_a_unit_on_another_stream_than_its_forward_is_refused():
+    refused = pytest.raises(RuntimeError, match="another CUDA stream")
+    with recorded_order(scenarios.RANKS) as recording, refused:
+        scenarios.sharded(net=scenarios.Branched)(recording)
 
 
 def test_a_view_reads_nothing_and_an_operator_in_place_writes():

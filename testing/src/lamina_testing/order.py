@@ -14,8 +14,9 @@ events and waits for them. Each of these goes into a `History`, and so does
   rank are freed later: `ProcessGroupNCCL` keeps them until the message has ended. It keeps those of
   collectives, too, but the engine may not count on that, because it frees storages themselves.
 
-What it does not see: work inside one operator; tensors that autograd would put on streams of its
-own; the order in which the host queues work, which is the one of this run.
+Backward nodes run on the streams that autograd would choose (`lamina_testing.autograd_streams`).
+
+What it does not see: work inside one operator, and another order in which the host queues work.
 
 To delete a wait, name its `Site`: `recorded_order(without=site)`. A wait that stands in the
 packages' source and did something is in `Recording.waits`.
@@ -40,6 +41,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from lamina.collectives.call import collective
+from lamina_testing.autograd_streams import AutogradStreams
 from lamina_testing.happens_before import HOST, Access, Event, History
 
 __all__ = ["Recording", "Site", "recorded_order"]
@@ -121,10 +123,15 @@ class Recording:
     history: History = field(default_factory=History)
     waits: Counter[Site] = field(default_factory=Counter)
     _current: list[str] = field(default_factory=lambda: [COMPUTE])
+    _autograd: AutogradStreams = field(init=False)
     _memories: dict[int, Memory] = field(default_factory=dict)
     _host: set[int] = field(default_factory=set)
     _pinned: set[int] = field(default_factory=set)
     _made: int = 0
+
+    def __post_init__(self) -> None:
+        """Let autograd know of streams."""
+        self._autograd = AutogradStreams(self, COMPUTE)
 
     @property
     def races(self) -> list[str]:
@@ -134,16 +141,34 @@ class Recording:
     @property
     def current(self) -> str:
         """Return the name of the current stream."""
+        self._autograd.follow()
         return self._current[-1]
 
     @contextlib.contextmanager
     def on(self, stream: str) -> Iterator[None]:
         """Make a stream the current one."""
-        self._current.append(stream)
+        self._autograd.follow()
+        self.push(stream)
         try:
             yield
         finally:
-            self._current.pop()
+            self.pop()
+
+    def push(self, stream: str) -> None:
+        """Make a stream the current one until `pop`."""
+        self._current.append(stream)
+        self._autograd.switched(stream)
+
+    def pop(self) -> None:
+        """Go back to the stream before."""
+        self._current.pop()
+        self._autograd.switched(self._current[-1])
+
+    def lend(self, tensor: Tensor, stream: str) -> None:
+        """Tell the allocator that a stream uses a tensor of another one."""
+        if (storage := storage_of(tensor)) is not None and storage.nbytes():
+            memory = self.memory_of(storage)
+            memory.lent_to |= {stream} if stream != memory.stream else set()
 
     def keeps(self, site: Site | None) -> bool:
         """Note a wait; whether it is to happen."""
@@ -357,6 +382,12 @@ def stand_ins(recording: Recording) -> dict[str, Any]:
             self.name = name or f"side {made['side']}"
             self.device = CUDA
 
+        def __eq__(self, other: object) -> bool:
+            return isinstance(other, FakeStream) and other.name == self.name
+
+        def __hash__(self) -> int:
+            return hash(self.name)
+
         def wait_stream(self, other: FakeStream) -> None:
             if recording.keeps(caller()):
                 recording.wait(self.name, recording.mark(other.name))
@@ -480,14 +511,18 @@ def recorded_order(
         stack.enter_context(mock.patch.object(torch.Tensor, "record_stream", lend))
         stack.enter_context(mock.patch.object(torch.UntypedStorage, "resize_", resized))
         stack.enter_context(mock.patch.object(collective.Handle, "wait", waited))
-        for module in list(sys.modules.values()):
-            if getattr(module, "launch", None) is launch:
-                stack.enter_context(mock.patch.object(module, "launch", launched))
+        seams = {"launch": launched, "current_stream": lambda _: cuda["current_stream"]()}
+        for name, stand_in in seams.items():
+            original = getattr(collective, name)
+            for module in list(sys.modules.values()):
+                if getattr(module, name, None) is original:
+                    stack.enter_context(mock.patch.object(module, name, stand_in))
         for name in (*GATHERS, *SCATTERS, *EXCHANGES, *IN_PLACE):
             if hasattr(dist.ProcessGroup, name):  # versions of torch differ in which there are
                 method = queued(recording, name)
                 stack.enter_context(mock.patch.object(dist.ProcessGroup, name, method))
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
         stack.callback(dist.destroy_process_group)
+        stack.enter_context(recording._autograd.steering(lambda: recording.current))
         with Mode(recording):
             yield recording

@@ -1,7 +1,7 @@
 """What the layers above build on: native reductions, small messages, rings, shaped collectives."""
 
 from lamina.collectives.autograd_regions import REGION_STEPS, DualFunction
-from lamina.collectives.call.collective import Pending
+from lamina.collectives.call.collective import Pending, current_stream
 from lamina.collectives.call.registration import RegisteredPool, registration_problem
 from lamina.collectives.call.spans import Serving, Span
 from lamina.collectives.move.all_gather import AllGather
@@ -65,6 +65,7 @@ __all__ = [
     "all_reduce_small",
     "broadcast",
     "bytes_received",
+    "current_stream",
     "describe",
     "host_device",
     "kept_bytes",

@@ -40,10 +40,16 @@ __all__ = [
     "Pending",
     "ReduceHandle",
     "Statistics",
+    "current_stream",
     "launch",
 ]
 
 _LOOK_AROUND = 1.0  # seconds
+
+
+def current_stream(device: torch.device) -> torch.cuda.Stream | None:
+    """Return the stream that work on a device is queued on now; None on a CPU."""
+    return torch.cuda.current_stream(device) if device.type == "cuda" else None
 
 
 class PeerLostError(RuntimeError):

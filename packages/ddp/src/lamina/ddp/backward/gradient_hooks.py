@@ -17,12 +17,21 @@ Note [Two leaves of a parameter]
     soon as nothing refers to the old one. A main parameter of which each rank has a span gets a
     gradient for that span alone; `GroupGradients.accumulate_span` says how it is summed. See
     docs/decisions/0411.
+
+Note [Streams of leaves]
+    Autograd runs a node on the stream that was current when the node was made, and makes the
+    streams that exchange gradients wait for each other. The nodes of leaves are made where the
+    wrapper is, so a hook on one runs on that stream, whatever stream training runs on. Autograd
+    knows only of gradients. It does not know of the buffers that hooks write and that reductions,
+    queued from the stream of the backward, read. So the hooks go over to that stream first. See
+    docs/decisions/0421.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -30,6 +39,7 @@ from torch import nn
 from torch.autograd.graph import Node, get_gradient_edge
 
 from lamina.buffers import ShardedTensor
+from lamina.collectives.engine import current_stream
 
 if TYPE_CHECKING:
     from lamina.ddp.gradients.group_gradients import GroupGradients
@@ -39,6 +49,8 @@ if TYPE_CHECKING:
 from lamina.ddp.compat import will_execute
 
 __all__ = [
+    "NO_STREAM",
+    "BackwardStream",
     "GradientSink",
     "TakesGradients",
     "await_backward",
@@ -50,6 +62,7 @@ __all__ = [
 
 _SINK = "_lamina_gradient_sink"
 _LEAF = "_lamina_compute_leaf"
+NO_STREAM = nullcontext()
 
 
 class TakesGradients(Protocol):
@@ -122,6 +135,40 @@ class GradientSink:
     def __getstate__(self) -> dict[str, Any]:
         """A pickled parameter leaves its wrapper behind."""
         return {"_group": None, "_index": self._index}
+
+
+class BackwardStream:
+    """The stream on which gradients are taken, see Note [Streams of leaves]; none on a CPU.
+
+    Args:
+        device: of the gradients.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.stream: torch.cuda.Stream | None = None
+
+    def begin(self) -> None:
+        """A backward begins, on the current stream."""
+        self.stream = current_stream(self._device)
+
+    def entered(self, gradient: torch.Tensor | None) -> AbstractContextManager[object]:
+        """Make it the current stream, after the one that has the gradient."""
+        stream, here = self.stream, current_stream(self._device)
+        if stream is None or here is None or here == stream:
+            return NO_STREAM
+        stream.wait_stream(here)
+        if gradient is not None:
+            local = gradient.to_local() if isinstance(gradient, ShardedTensor) else gradient
+            local.record_stream(stream)
+        return torch.cuda.stream(stream)
+
+    def end(self) -> None:
+        """The backward has ended: what the current stream does next comes after it."""
+        stream, here = self.stream, current_stream(self._device)
+        if stream is not None and here is not None and here != stream:
+            here.wait_stream(stream)
+        self.stream = None
 
 
 def main_of(parameter: torch.Tensor) -> torch.Tensor:

@@ -23,7 +23,12 @@ from lamina.buffers import ShardedTensor
 from lamina.collectives import Handle
 from lamina.collectives.engine import CommonFacts, Fact, Serving, SmallReduction, host_device
 from lamina.ddp.backward.grad_attribute import follow_user, holds_zeros
-from lamina.ddp.backward.gradient_hooks import await_backward, hook_gradients
+from lamina.ddp.backward.gradient_hooks import (
+    NO_STREAM,
+    BackwardStream,
+    await_backward,
+    hook_gradients,
+)
 from lamina.ddp.compat import current_graph_task_id, foreach_norm, queue_callback, will_execute
 from lamina.ddp.gradients.scratch import ScratchBuffers
 from lamina.ddp.gradients.states import GradientState
@@ -136,6 +141,7 @@ class GradientReducer:
         """Whether the current microbatch is the step's last."""
         self._is_waiting = False  # a last reduction is still to come; the same on all ranks
         self._end = BackwardEnd()
+        self._stream = BackwardStream(groups[0].device if groups else torch.device("cpu"))
         self._arrived: list[set[int]] = [set() for _ in self.groups]
         self._closed: set[int] = set()  # numbers of groups whose gradients are complete
         self._turns: deque[int] = deque()  # what `Order.STATIC` has still to issue, in its order
@@ -244,6 +250,7 @@ class GradientReducer:
                 "a backward began between start_grad_sync() and finish_grad_sync(): gradients are "
                 "on their way from the buffers it would write to; call finish_grad_sync() first"
             )
+        self._stream.begin()
         if (listener := self._told()) is not None:
             listener.backward_begins()
         await_backward(self.groups, False)
@@ -270,26 +277,27 @@ class GradientReducer:
         outside its unit). That of a whole parameter is summed over ranks. One of this rank's span
         is the mean of all ranks' gradients there; see `GroupGradients.accumulate_span`.
         """
-        group, gradients = self.groups[number], self._gradients[number]
         if self._phase is not ReducerPhase.BACKWARD or self._end.queued() is None:
             self._begin_by(number)
-        if isinstance(gradient, ShardedTensor):
-            gradients.accumulate_span(index, gradient, group.ranks_of_spans)
-        elif gradient is not None:
-            if gradient.layout is not torch.strided:
-                raise TypeError(
-                    f"{group.refs[index].name} has a gradient of layout {gradient.layout}; flat "
-                    "buffers hold strided gradients only: build the embedding with sparse=False"
-                )
-            gradients.accumulate(index, gradient)
-        self._reached[number] += 1
-        if self._close_when_complete and (gradient is not None or index in gradients.by_layers):
-            arrived = self._arrived[number]
-            arrived.add(index)
-            if len(arrived) == len(group.refs):
-                self._closing.add(number)
-        if number in self._closing:
-            self.close(group)
+        group, gradients = self.groups[number], self._gradients[number]
+        with NO_STREAM if self._stream.stream is None else self._stream.entered(gradient):
+            if isinstance(gradient, ShardedTensor):
+                gradients.accumulate_span(index, gradient, group.ranks_of_spans)
+            elif gradient is not None:
+                if gradient.layout is not torch.strided:
+                    raise TypeError(
+                        f"{group.refs[index].name} has a gradient of layout {gradient.layout}; "
+                        "flat buffers hold strided ones only: build the embedding with sparse=False"
+                    )
+                gradients.accumulate(index, gradient)
+            self._reached[number] += 1
+            if self._close_when_complete and (gradient is not None or index in gradients.by_layers):
+                arrived = self._arrived[number]
+                arrived.add(index)
+                if len(arrived) == len(group.refs):
+                    self._closing.add(number)
+            if number in self._closing:
+                self.close(group)
 
     def _begin_by(self, number: int) -> None:
         """A gradient has come before any output of the wrapper: begin a backward, or none if late.
@@ -327,18 +335,21 @@ class GradientReducer:
     def _end_backward(self) -> None:
         """Reduce what is left, wait for all, and show the gradients to the optimizer."""
         listener, raised = self._told(), True
-        try:
-            if listener is not None:
-                listener.backward_ends()
-            self._reduce_what_is_left()
-            for gradients in self._gradients:
-                gradients.end_backward()
-            self._settle()
-            raised = False
-        finally:
-            self._phase = ReducerPhase.IDLE
-            if listener is not None:
-                listener.backward_is_over(raised=raised)
+        with NO_STREAM if self._stream.stream is None else self._stream.entered(None):
+            try:
+                if listener is not None:
+                    listener.backward_ends()
+                self._reduce_what_is_left()
+                for gradients in self._gradients:
+                    gradients.end_backward()
+                self._settle()
+                raised = False
+            finally:
+                self._phase = ReducerPhase.IDLE
+                if listener is not None:
+                    listener.backward_is_over(raised=raised)
+        if self._stream.stream is not None:
+            self._stream.end()
 
     def _reduce_what_is_left(self) -> None:
         reduced = list(filter(self._reduces, range(len(self.groups))))

@@ -16,6 +16,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lamina.buffers import StaleStorageError, StoragePool
+from lamina.collectives.engine import current_stream
 from lamina.ddp.engine import (
     GradientReducer,
     ModuleBuffers,
@@ -146,6 +147,9 @@ class ShardingEngine:
         self._order: list[Unit] = []
         self._recording: list[Unit] = []
         self._computing: list[Unit] = []
+        devices = (group.device for unit in self.units for group in unit.groups)
+        self._device = next(devices, torch.device("cpu"))
+        self._stream: torch.cuda.Stream | None = None  # of the root's forward
         self._ran_backward: list[Unit] = []
         self._recomputed: Unit | None = None
         self._all_whole = False
@@ -206,6 +210,12 @@ class ShardingEngine:
             return
         if unit is self.root:
             self._begin_forward()
+        elif self._stream is not None and self._leaves_stream():
+            raise RuntimeError(
+                f"unit {unit.name} runs on another CUDA stream than the forward it is part of, and "
+                "its weights are gathered and released for that one alone: run all units on one "
+                "stream, or leave this module out of fsdp_unit_modules"
+            )
         training = torch.is_grad_enabled()
         unit.calls.begin(training=training)
         first = unit not in self._recording
@@ -221,10 +231,15 @@ class ShardingEngine:
             unit.save_epochs()
         unit.forward.begin("forward of", unit.name)
 
+    def _leaves_stream(self) -> bool:
+        """Whether a unit runs on another stream than the root's forward, of which it is a part."""
+        return self.root in self._computing and current_stream(self._device) != self._stream
+
     def _begin_forward(self) -> None:
         self._recording = []
         self._computing = [self.root]
         await_backward(self.reducer.groups, False)
+        self._stream = current_stream(self._device)
         for group in self.reducer.groups:
             group.begin_forward()
         for unit in self.units:

@@ -24,7 +24,7 @@ import contextlib
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 from unittest import mock
 
 import torch
@@ -64,9 +64,14 @@ def key_of(node: Node) -> Key:
     return ("leaf", id(leaf)) if leaf is not None else ("node", sequence_number(node))
 
 
+def notes_of(node: Node) -> dict[str, str]:
+    """Return the dictionary that lives as long as autograd's node."""
+    return cast("dict[str, str]", node.metadata)  # torch declares it as a method
+
+
 def sequence_number(node: Node) -> int:
     """Return how many nodes were made before this one."""
-    return int(node._sequence_nr())  # type: ignore[attr-defined]
+    return int(node._sequence_nr())
 
 
 class AutogradStreams:
@@ -97,7 +102,7 @@ class AutogradStreams:
             return self._streams[bisect.bisect(self._switches, sequence_number(node)) - 1]
         # A leaf's node is made by the first node that uses it, unless somebody had asked before.
         made = "" if used_by is None else self.stream_of(used_by, None)
-        return str(node.metadata.setdefault(STREAM, made))
+        return str(notes_of(node).setdefault(STREAM, made))
 
     def follow(self) -> None:
         """Notice that autograd has gone on to another node, or to its callbacks."""
@@ -123,7 +128,7 @@ class AutogradStreams:
         def asked(tensor: Tensor) -> GradientEdge:
             edge = edge_of(tensor)
             if tensor.is_leaf:
-                edge.node.metadata.setdefault(STREAM, current())
+                notes_of(edge.node).setdefault(STREAM, current())
             return edge
 
         with contextlib.ExitStack() as stack:

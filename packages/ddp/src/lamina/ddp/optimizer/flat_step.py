@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
+from torch.optim import Adam, AdamW, Optimizer
 
 from lamina.ddp.backward.grad_attribute import local_of
 from lamina.ddp.group.group import ParameterGroup
@@ -33,7 +33,7 @@ from lamina.ddp.optimizer.borrowed_groups import BorrowedGroups
 from lamina.ddp.optimizer.run_kernels import KERNELS
 from lamina.ddp.optimizer.whole_step import WholeStep
 
-__all__ = ["COUNTERS", "ELEMENTWISE", "FlatStep", "step_over_groups"]
+__all__ = ["COUNTERS", "ELEMENTWISE", "MOMENTS", "FlatStep", "step_over_groups"]
 
 ELEMENTWISE: frozenset[type[Optimizer]] = frozenset(
     getattr(torch.optim, name)
@@ -44,6 +44,7 @@ ELEMENTWISE: frozenset[type[Optimizer]] = frozenset(
 COUNTERS = frozenset({"step", "mu_product", "eta", "mu"})
 """State of those optimizers that is one number per parameter; all else is one per element."""
 
+MOMENTS = ("exp_avg", "exp_avg_sq")
 _BORROWED = "_lamina_borrowed_groups"
 _NO_STATE: Mapping[str, Any] = {}
 
@@ -61,7 +62,17 @@ def step_over_groups(
         optimizer: it holds the groups' main parameters.
         groups: the groups.
         after_step: called when a step is done.
+
+    Raises:
+        ValueError: for moments in a dtype of their own, by another optimizer than Adam and AdamW.
     """
+    groups = list(groups)
+    for group in groups:
+        if group.dtypes.moments is not None and type(optimizer) not in (Adam, AdamW):
+            raise ValueError(
+                f"moments_dtype={group.dtypes.moments} is for torch.optim.Adam and AdamW, and "
+                f"{group.refs[0].name} has {type(optimizer).__name__}: leave it out"
+            )
     borrowed: BorrowedGroups | None = optimizer.__dict__.get(_BORROWED)
     if borrowed is None:
         make = FlatStep if type(optimizer) in ELEMENTWISE else WholeStep
@@ -161,6 +172,8 @@ class FlatStep(BorrowedGroups):
         for number, settings in enumerate(optimizer.param_groups):
             plan = self._plan(number, settings["params"], optimizer)
             self._runs += plan.runs
+            for run in plan.runs:
+                self._begin_state(run, settings)
             left = [
                 run.parameter for run in plan.runs if not _step_at_once(run, optimizer, settings)
             ]
@@ -242,6 +255,17 @@ class FlatStep(BorrowedGroups):
                     flat[start:stop].copy_(local)  # loaded, or made before the first flat step
             run.state[name] = flat[run.start : run.stop]
 
+    def _begin_state(self, run: _Run, settings: Mapping[str, Any]) -> None:
+        """Moments of a chosen dtype, for the first step: torch would make them in the weights'."""
+        dtype = run.group.dtypes.moments
+        if dtype is None or run.state:
+            return
+        where = run.parameter.device if settings["fused"] else torch.device("cpu")
+        run.state["step"] = torch.zeros((), dtype=torch.float32, device=where)
+        for name in MOMENTS:
+            flat = self._flat_state(run.group, name, dtype)
+            run.state[name] = flat[run.start : run.stop].zero_()
+
     def _spread_state(self, run: _Run, optimizer: Optimizer) -> None:
         """Give every main parameter its part of the run's state, where it has not got that yet."""
         values = run.state.values()
@@ -275,6 +299,7 @@ class FlatStep(BorrowedGroups):
     def _flat_state(self, group: ParameterGroup, name: str, dtype: torch.dtype) -> torch.Tensor:
         key = (group, name)
         if key not in self._flat:
+            dtype = group.dtypes.moments or dtype
             self._flat[key] = torch.zeros_like(group.main_weights.data, dtype=dtype)
         return self._flat[key]
 
@@ -290,6 +315,12 @@ def _step_at_once(run: _Run, optimizer: Optimizer, settings: dict[str, Any]) -> 
         optimizer, settings, run.parameter, run.state, weights
     )
     run.wrote_weights = done and weights is not None
+    if not done and run.group.dtypes.moments is not None:
+        raise RuntimeError(
+            f"moments_dtype={run.group.dtypes.moments} is for Adam and AdamW with hyperparameters "
+            "that are numbers, without amsgrad, capturable and differentiable: change the settings "
+            f"of {type(optimizer).__name__}, or leave moments_dtype out"
+        )
     if not done:
         optimizer.state[run.parameter] = run.state
     return done

@@ -27,26 +27,38 @@ def blocked_adam(
     state: Mapping[str, Any],
     weights: torch.Tensor | None = None,
 ) -> bool:
-    """Unfused Adam and AdamW on a CPU, in blocks that stay in cache (decision 0406).
+    """Adam and AdamW in blocks: unfused on a CPU, and wherever moments are kept in few bits.
 
+    On a CPU the blocks stay in cache (decision 0406).
     Torch reads and writes whole tensors a dozen times and makes temporaries of their size, whose
     fresh pages cost as much as the arithmetic. Its own function over blocks gives the same bits in
-    a third of the time, since the update of an element reads that element only.
+    a third of the time, since the update of an element reads that element only. Moments of fewer
+    bits (decision 0425) are widened for a block and rounded after it, so no whole ones exist.
     """
-    if not _knows(optimizer, settings, state) or settings["fused"] or settings["differentiable"]:
+    if not _knows(optimizer, settings, state) or settings["differentiable"]:
+        return False
+    if settings["fused"] and not _is_narrow(run, state):
         return False
     beta1, beta2 = settings["betas"]
+    size = BLOCK if run.device.type == "cpu" else BLOCK << 6
+    counted = state["step"] + 1
     with torch.no_grad():
-        for start in range(0, run.numel(), BLOCK):
-            block = slice(start, start + BLOCK)
+        for start in range(0, run.numel(), size):
+            block = slice(start, start + size)
+            kept = [state[name][block] for name in ("exp_avg", "exp_avg_sq")]
+            wide = [each.to(run.dtype) for each in kept]  # itself where the dtype is that
+            counted = state["step"].clone()  # counted up by each call
             adam(
                 [run.data[block]],
                 [run.grad[block]],  # type: ignore[index]
-                [state["exp_avg"][block]],
-                [state["exp_avg_sq"][block]],
+                [wide[0]],
+                [wide[1]],
                 [],
-                [state["step"].clone()],  # counted up by each call
+                [counted],
                 foreach=settings["foreach"],
+                fused=settings["fused"],
+                grad_scale=getattr(optimizer, "grad_scale", None),
+                found_inf=getattr(optimizer, "found_inf", None),
                 decoupled_weight_decay=_is_decoupled(optimizer, settings),
                 amsgrad=False,
                 beta1=beta1,
@@ -56,7 +68,12 @@ def blocked_adam(
                 eps=settings["eps"],
                 maximize=settings["maximize"],
             )
-        state["step"].add_(1)
+            for moment, values in zip(kept, wide, strict=True):
+                if moment is not values:
+                    moment.copy_(values)
+            if weights is not None:
+                weights[block].copy_(run.data[block])
+        state["step"].copy_(counted)
     return True
 
 
@@ -70,8 +87,10 @@ def one_pass_adam(
     """Fused Adam and AdamW on CUDA: one Triton kernel updates and casts, within 1e-6 of torch's.
 
     Main weights that share the module's weights have nothing to cast. Those are left to torch, as
-    are gradients that a scaler left scaled.
+    are gradients that a scaler left scaled. Moments of fewer bits are stepped in blocks.
     """
+    if _is_narrow(run, state):
+        return blocked_adam(optimizer, settings, run, state, weights)
     if (
         not _knows(optimizer, settings, state)
         or not settings["fused"]
@@ -137,6 +156,11 @@ def _knows(optimizer: Optimizer, settings: Mapping[str, Any], state: Mapping[str
         and isinstance(settings["betas"][1], float)
         and not (settings["amsgrad"] or settings["capturable"])
     )
+
+
+def _is_narrow(run: nn.Parameter, state: Mapping[str, Any]) -> bool:
+    """Whether moments are kept in another dtype than the one that steps are made in."""
+    return "exp_avg" in state and state["exp_avg"].dtype != run.dtype
 
 
 def _is_decoupled(optimizer: Optimizer, settings: Mapping[str, Any]) -> bool:

@@ -20,7 +20,7 @@ from lamina.ddp.optimizer.adopt_parameters import (
     locate_main_parameters,
     require_same_optimizer,
 )
-from lamina.ddp.optimizer.flat_step import COUNTERS, ELEMENTWISE, step_over_groups
+from lamina.ddp.optimizer.flat_step import COUNTERS, ELEMENTWISE, MOMENTS, step_over_groups
 from lamina.ddp.optimizer.grad_scaler import answer_scalers
 from lamina.ddp.optimizer.whole_step import refuse_cut_tensors
 from lamina.mesh import ParallelMesh
@@ -133,6 +133,14 @@ class ShardedOptimizer(Optimizer):
             for parameter in mains:
                 parameter.grad, before = held[id(parameter)]
                 parameter.copy_(before)
+                self._narrow_moments(parameter)
+
+    def _narrow_moments(self, parameter: nn.Parameter) -> None:
+        """Bring a parameter's moments to the dtype in which they are kept."""
+        located, state = self._located.get(id(parameter)), self.state.get(parameter, {})
+        dtype = None if located is None else located[0].dtypes.moments
+        if dtype is not None:
+            state.update({name: state[name].to(dtype) for name in MOMENTS if name in state})
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop (or zero) the gradients of the main parameters, those not yet summed included.

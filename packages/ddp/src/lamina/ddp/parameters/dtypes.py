@@ -1,4 +1,4 @@
-"""The four dtypes of a group: compute weights, main weights, main grads and the wire."""
+"""The dtypes of a group: compute weights, main weights, main grads, the wire and moments."""
 
 from dataclasses import dataclass
 
@@ -16,12 +16,15 @@ class GroupDtypes:
         main: main weights, what the optimizer updates.
         grads: main grads, what the optimizer reads.
         wire: what gradients travel in; sums are fp32 (fp64 for fp64) whatever it is.
+        moments: what Adam keeps its two moments in between steps; None means in the main weights'
+            dtype, which is that of the arithmetic in any case.
     """
 
     weights: torch.dtype
     main: torch.dtype
     grads: torch.dtype
     wire: torch.dtype
+    moments: torch.dtype | None = None
 
 
 def resolve_dtypes(
@@ -31,6 +34,7 @@ def resolve_dtypes(
     main: torch.dtype | None = torch.float32,
     grads: torch.dtype | None = None,
     wire: torch.dtype | None = None,
+    moments: torch.dtype | None = None,
 ) -> GroupDtypes:
     """Dtypes for parameters that were created in `parameter_dtype`.
 
@@ -43,7 +47,8 @@ def resolve_dtypes(
             optimizer accepts.
         wire: dtype of gradient communication; None means the compute dtype where it is narrower
             than the main grads, which is what autograd produces anyway.
+        moments: dtype that Adam's moments are kept in; None means the main weights'.
     """
     weights = compute or parameter_dtype
     main_dtype = torch.promote_types(parameter_dtype, main) if main else parameter_dtype
-    return GroupDtypes(weights, main_dtype, grads or main_dtype, wire or weights)
+    return GroupDtypes(weights, main_dtype, grads or main_dtype, wire or weights, moments)

@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
+
 from lamina.ddp.gradients.reduction import resolve_reduction
 from lamina.ddp.parameters.strategy import Strategy, resolve_strategy
 from lamina.ddp.wrapper.module_buffers import BufferPolicy, check_buffer_policy
@@ -69,6 +71,10 @@ class DistributedDataParallelConfig:
             "forward" and "never".
         keep_tensors_whole: no shard boundary cuts a parameter, for optimizers that look at whole
             matrices (Muon, Adafactor); shards are then less even.
+        moments_dtype: dtype that Adam and AdamW keep their moments in between steps, such as
+            `torch.bfloat16` (Megatron's `exp_avg_dtype` and `exp_avg_sq_dtype`); None is the main
+            weights'. Steps are made in the main weights' dtype, and rounded once. It takes a
+            `ShardedOptimizer`.
 
     Examples:
         >>> config = DistributedDataParallelConfig(use_distributed_optimizer=True)  # ZeRO-1
@@ -95,6 +101,7 @@ class DistributedDataParallelConfig:
     calculate_per_token_loss: bool = False
     keep_tensors_whole: bool = False
     broadcast_buffers: BufferPolicy = "forward"
+    moments_dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
         if self.bucket_size is not None and self.num_buckets is not None:

@@ -555,7 +555,8 @@ def _make_groups(
     groups = []
     for key, members in plan_buckets(refs, config, dense.size):
         wide = torch.promote_types(key.dtype, torch.float32)
-        dtypes = resolve_dtypes(key.dtype, wire=wide if config.grad_reduce_in_fp32 else None)
+        wire = wide if config.grad_reduce_in_fp32 else None
+        dtypes = resolve_dtypes(key.dtype, wire=wire, moments=config.moments_dtype)
         axes = expert if key.expert and expert is not None else dense
         groups.append(ParameterGroup(members, axes, dtypes, settings, scratch))
     return groups

@@ -49,6 +49,8 @@ class MixedPrecisionPolicy:
         main_params_dtype: dtype of main weights, what the optimizer updates; never below the
             parameters' own precision. None keeps the parameters' own.
         main_grads_dtype: dtype of main grads; None means that of the main weights.
+        moments_dtype: dtype that Adam and AdamW keep their moments in between steps, such as
+            `torch.bfloat16`; None means that of the main weights, in which steps are made anyway.
         grad_comm_dtype: dtype of gradients on the wire; None means the compute dtype. Sums are
             fp32 whatever it is.
         param_dtype: dtype to compute in; None keeps the parameters' own.
@@ -81,6 +83,7 @@ class MixedPrecisionPolicy:
     keep_full_precision: Sequence[str] = ()
     weight_codec: WeightCodec | None = None
     encoded: Sequence[str] = ("*",)
+    moments_dtype: torch.dtype | None = None
 
     def keeps(self, name: str) -> bool:
         """Whether a parameter or buffer of this name is kept in full precision."""
@@ -94,6 +97,7 @@ class MixedPrecisionPolicy:
             main=self.main_params_dtype,
             grads=self.main_grads_dtype,
             wire=self.grad_comm_dtype,
+            moments=self.moments_dtype,
         )
 
 

@@ -160,7 +160,7 @@ def _knows(optimizer: Optimizer, settings: Mapping[str, Any], state: Mapping[str
 
 def _is_narrow(run: nn.Parameter, state: Mapping[str, Any]) -> bool:
     """Whether moments are kept in another dtype than the one that steps are made in."""
-    return "exp_avg" in state and state["exp_avg"].dtype != run.dtype
+    return getattr(state.get("exp_avg"), "dtype", run.dtype) != run.dtype
 
 
 def _is_decoupled(optimizer: Optimizer, settings: Mapping[str, Any]) -> bool:

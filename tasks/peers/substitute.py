@@ -27,6 +27,8 @@ DEVICE: dict[tuple[str, str], str] = {
     (f"{COMMON}.common_distributed", "requires_nccl"): "peer_device",
     (f"{COMMON}.common_distributed", "nccl_skip_if_lt_x_gpu"): "peer_device",
     (f"{COMMON}.common_fsdp", "FSDPTest"): "peer_device",
+    (f"{COMMON}.common_fsdp", "test_compiled_fsdp"): "peer_device",
+    (f"{COMMON}.inductor_utils", "HAS_CUDA"): "peer_device",
     (f"{COMMON}.common_fsdp", "FSDPTestMultiThread"): "peer_device",
     ("torch.nn.parallel", "DistributedDataParallel"): "peer_device",
     ("torch.distributed._composable", "replicate"): "peer_device",

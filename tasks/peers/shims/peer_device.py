@@ -15,6 +15,7 @@ from torch.testing._internal.common_fsdp import FSDPTest as TorchFSDPTest
 from torch.testing._internal.common_utils import set_rng_seed
 
 TEST_CUDA = True
+HAS_CUDA = False  # for Inductor, which wants a real one
 RANKS = int(os.environ.get("LAMINA_PEER_RANKS", "2"))
 
 PRELOADED = [
@@ -102,6 +103,14 @@ def requires_nccl() -> Any:
 def skip_if_no_gpu(test: Any) -> Any:
     """Let tests run on a CPU that ask for GPUs."""
     return test
+
+
+def test_compiled_fsdp(**options: Any) -> Any:
+    """Let tests run without torch.compile that later torches no longer compile."""
+    return lambda test: test
+
+
+test_compiled_fsdp.__test__ = False  # type: ignore[attr-defined]  # pytest: no test
 
 
 def start_quickly(case: Any) -> None:

@@ -385,7 +385,8 @@ def test_compiled_functions_take_sharded_tensors():
     compiled = torch.compile(step, backend="aot_eager", fullgraph=True)
     result = compiled(part.clone(), other)
     assert type(result) is ShardedTensor
-    assert torch.equal(result.to_local(), expected)
+    # torch 2.11 compiles `add_` with a factor into two operators, which round twice.
+    torch.testing.assert_close(result.to_local(), expected)
 
 
 def test_foreach_paths_are_chosen_for_sharded_tensors():

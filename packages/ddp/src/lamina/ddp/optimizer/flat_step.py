@@ -173,7 +173,8 @@ class FlatStep(BorrowedGroups):
             plan = self._plan(number, settings["params"], optimizer)
             self._runs += plan.runs
             for run in plan.runs:
-                self._begin_state(run, settings)
+                if run.group.dtypes.moments is not None and not run.state:
+                    self._begin_state(run, run.group.dtypes.moments, settings)
             left = [
                 run.parameter for run in plan.runs if not _step_at_once(run, optimizer, settings)
             ]
@@ -255,11 +256,8 @@ class FlatStep(BorrowedGroups):
                     flat[start:stop].copy_(local)  # loaded, or made before the first flat step
             run.state[name] = flat[run.start : run.stop]
 
-    def _begin_state(self, run: _Run, settings: Mapping[str, Any]) -> None:
+    def _begin_state(self, run: _Run, dtype: torch.dtype, settings: Mapping[str, Any]) -> None:
         """Moments of a chosen dtype, for the first step: torch would make them in the weights'."""
-        dtype = run.group.dtypes.moments
-        if dtype is None or run.state:
-            return
         where = run.parameter.device if settings["fused"] else torch.device("cpu")
         run.state["step"] = torch.zeros((), dtype=torch.float32, device=where)
         for name in MOMENTS:

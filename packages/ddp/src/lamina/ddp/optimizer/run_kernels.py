@@ -45,8 +45,8 @@ def blocked_adam(
     with torch.no_grad():
         for start in range(0, run.numel(), size):
             block = slice(start, start + size)
-            kept = [state[name][block] for name in ("exp_avg", "exp_avg_sq")]
-            wide = [each.to(run.dtype) for each in kept]  # itself where the dtype is that
+            kept = state["exp_avg"][block], state["exp_avg_sq"][block]
+            wide = kept[0].to(run.dtype), kept[1].to(run.dtype)  # the same where the dtype is that
             counted = state["step"].clone()  # counted up by each call
             adam(
                 [run.data[block]],

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import functools
 import subprocess
 import sys
 import time
@@ -31,6 +32,7 @@ from lamina.ddp import (
     clip_grad_norm,
 )
 from lamina.fsdp import MixedPrecisionPolicy, fully_shard
+from lamina.fsdp.api import resolve
 from lamina.fsdp.weights import offloaded
 from lamina.mesh import ParallelLayout
 from lamina.models import (
@@ -43,6 +45,7 @@ from lamina.models import (
     pipeline,
 )
 from lamina.models.activation_memory import offload
+from lamina_testing.capture import Capture, capturing
 from lamina_testing.order import CUDA, Recording, Site, recorded_order
 from lamina_testing.toys import Block, OddNet, inputs
 
@@ -112,6 +115,66 @@ class Branched(OddNet):
         beside.record_stream(main)
         out: torch.Tensor = self.leave(x + beside) * self.temperature
         return out
+
+
+class Captured(OddNet):
+    """Captures each block as `torch.cuda.make_graphed_callables` does, in the second step.
+
+    Forward is one graph and backward another. The hooks of the unit run outside of both. `fault`
+    makes the block do what a graph cannot hold.
+    """
+
+    fault = ""
+    recording: Recording | None = None
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        self.captures: list[Capture] = []
+        self.inputs: list[torch.Tensor] = []
+        self.calls = 0
+        for block in self.blocks:
+            block.forward = functools.partial(self.captured, block, block.forward)
+
+    def captured(self, block: nn.Module, run: Callable[..., Any], x: torch.Tensor) -> Any:
+        """Run a block, between its unit's hooks."""
+        self.calls += 1
+        first = 2 * len(self.blocks)  # two microbatches in the step before
+        if self.recording is None or not first < self.calls <= first + len(self.blocks):
+            return run(x)
+        given = x.detach().clone().requires_grad_()
+        weights = [given, *block.parameters()]
+        with capturing(self.recording) as forward:
+            out = run(given)
+            side = torch.cuda.Stream()
+            if self.fault == "the host reads":
+                out.sum().item()
+            if self.fault in ("no join", "no fork"):
+                if self.fault == "no join":
+                    side.wait_stream(torch.cuda.current_stream())
+                with torch.cuda.stream(side):
+                    torch.zeros(3)
+        with capturing(self.recording, forward) as backward:
+            torch.autograd.grad(out, weights, torch.ones_like(out))
+        self.captures += [forward, backward]
+        self.inputs.append(given)
+        return run(x)
+
+
+def captured_blocks(fault: str = "", **settings: Any) -> tuple[list[str], int]:
+    """What is wrong with the graphs of all blocks, and how much of what they use has moved."""
+
+    def net(width: int) -> Captured:
+        made.append(Captured(width))
+        made[0].fault = fault
+        return made[0]
+
+    made: list[Captured] = []
+    slots = mock.patch.object(resolve, "slot_memory", return_value=None)  # refuses a CPU
+    with recorded_order(RANKS) as recording, slots:
+        with mock.patch.object(Captured, "recording", recording):
+            sharded(net=net, **settings)(recording)
+        breaks = [what for capture in made[0].captures for what in capture.breaks]
+        return sorted(set(breaks)), sum(one.moved(recording) for one in made[0].captures)
 
 
 class Recomputed(OddNet):
@@ -429,8 +492,10 @@ def page(rows: list[list[str]], caught: dict[Site, list[str]]) -> Iterator[str]:
     yield "\n## What this does not show\n"
     yield "- Another order in which the host queues work, such as that of hooks on another model."
     yield "- Whether autograd's rules for streams, which are written down here, are those of a GPU."
-    yield "- Work inside one operator, a Triton kernel or NCCL, and graphs that CUDA has captured."
+    yield "- Work inside one operator, a Triton kernel or NCCL. `lamina_testing.capture` checks that"
+    yield "  a block can be captured into a graph, and not what the graph does then."
     yield "- Waits of the host for gloo's messages, which move the data of a CPU and small facts."
+    yield "  Facts are recorded as if NCCL carried them, and the host did not wait."
     yield "- What no scenario runs: the lines that stand above."
 
 

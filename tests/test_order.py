@@ -18,10 +18,14 @@ from lamina.buffers.pool import pool as pools
 from lamina.collectives.call import collective
 from lamina.collectives.reduction.ordered import OrderedReduction
 from lamina.ddp.backward.gradient_hooks import BackwardStream
+from lamina.fsdp import fully_shard
 from lamina.fsdp.weights.sharded import ShardedWeights
+from lamina.mesh import ParallelLayout
 from lamina_testing.autograd_streams import AutogradStreams
+from lamina_testing.capture import capturing
 from lamina_testing.happens_before import HOST, Access, History
 from lamina_testing.order import recorded_order
+from lamina_testing.toys import Block, OddNet, inputs
 
 EVERYDAY = (
     "strategy 0", "strategy 1", "strategy 2", "strategy 3", "HSDP", "slots", "offload",
@@ -244,6 +248,40 @@ def test_a_unit_on_another_stream_than_its_forward_is_refused():
     refused = pytest.raises(RuntimeError, match="another CUDA stream")
     with recorded_order(scenarios.RANKS) as recording, refused:
         scenarios.sharded(net=scenarios.Branched)(recording)
+
+
+GRAPHS = {"fsdp_double_buffer": True, "cuda_graph_mode": True}
+
+
+def test_blocks_can_be_captured_into_graphs_and_what_they_use_stays():
+    assert scenarios.captured_blocks(**GRAPHS) == ([], 0)
+
+
+@pytest.mark.parametrize(
+    "fault, told",
+    [
+        ("the host reads", "the host waits"),
+        ("no join", "nobody waits for side"),
+        ("no fork", "runs on side 3, which takes no part"),
+    ],
+)
+def test_blocks_that_cannot_be_captured_are_seen(fault, told):
+    breaks, _ = scenarios.captured_blocks(fault, **GRAPHS)
+    assert told in "; ".join(breaks)
+
+
+def test_weights_without_fixed_addresses_are_not_where_a_graph_looks_for_them():
+    assert scenarios.captured_blocks()[1] > 0
+
+
+def test_a_whole_step_cannot_be_captured():
+    """The host reads which parameters were used."""
+    with recorded_order(scenarios.RANKS) as recording:
+        mesh = ParallelLayout().build("cpu")
+        model = fully_shard(OddNet(11), device_mesh=mesh, fsdp_unit_modules=[Block])
+        with capturing(recording) as capture:
+            model(inputs(model, 0)).square().mean().backward()
+    assert "the host reads numbers" in capture.breaks
 
 
 def test_a_view_reads_nothing_and_an_operator_in_place_writes():

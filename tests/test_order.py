@@ -258,7 +258,7 @@ def test_blocks_can_be_captured_into_graphs_and_what_they_use_stays():
 
 
 @pytest.mark.parametrize(
-    "fault, told",
+    ("fault", "told"),
     [
         ("the host reads", "the host waits"),
         ("no join", "nobody waits for side"),

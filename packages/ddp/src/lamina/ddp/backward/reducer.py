@@ -287,7 +287,7 @@ class GradientReducer:
                 if gradient.layout is not torch.strided:
                     raise TypeError(
                         f"{group.refs[index].name} has a gradient of layout {gradient.layout}; "
-                        "flat buffers hold strided ones only: build the embedding with sparse=False"
+                        "flat buffers hold strided gradients only: make it with sparse=False"
                     )
                 gradients.accumulate(index, gradient)
             self._reached[number] += 1

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from datetime import timedelta
 
 import pytest
 import torch
@@ -12,10 +13,12 @@ from torch import nn
 
 from lamina.checkpoint import CheckpointManager
 from lamina.collectives import DisagreementError
+from lamina.collectives.engine import all_reduce_small
 from lamina.ddp import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
     ShardedOptimizer,
+    clip_grad_norm,
 )
 from lamina.fsdp import (
     TorchFullyShardedDataParallel,
@@ -24,6 +27,9 @@ from lamina.fsdp import (
     shard_module,
 )
 from lamina.mesh import ParallelLayout, mark
+from lamina.mesh.errors import LayoutError
+from lamina.mesh.parallel_mesh import _require_same
+from lamina.mesh.process_groups import current_world
 
 
 @contextmanager
@@ -191,6 +197,49 @@ def test_a_step_that_one_rank_leaves_out_is_named_by_the_next_backward(wrap, ran
     optimizer.zero_grad()
     with told("steps of SGD is 0 on rank 1", "1 on rank 0"):
         wrapped(torch.ones(2, 4)).sum().backward()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("wrap", [ddp, per_module])
+def test_a_step_of_an_unknown_optimizer_that_one_rank_leaves_out_is_named(wrap, ranks):
+    wrapped, _ = wrap(model(), ParallelLayout().build())
+    optimizer = SGD(wrapped.parameters(), 0.1)
+    for step in range(3):
+        expected = told(
+            "optimizer that Lamina does not know is not made on rank 1", "made on rank 0"
+        )
+        with expected if step == 2 else nullcontext():
+            wrapped(torch.ones(2, 4)).sum().backward()
+        if (step, ranks.rank) != (1, 1):
+            optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.ranks(2)
+def test_other_meshes_are_named_by_the_rank_that_comes_later(ranks):
+    current_world().timeout = timedelta(seconds=30)  # as `init_distributed` does
+    common = ParallelLayout().build()
+    if ranks.rank == 0:
+        _require_same(ParallelLayout(dp_shard=2), 0)
+    all_reduce_small([torch.zeros(1)], common.axis("dp").group)
+    if ranks.rank == 1:
+        with pytest.raises(LayoutError, match=r"mesh number 2 .*tp=2.* rank 1, .*tp=1.* on rank 0"):
+            ParallelLayout(tp=2).build()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("wrap", [ddp_sharded, sharded])
+def test_a_learning_rate_that_changes_on_one_tp_rank_is_named_by_the_next_norm(wrap, ranks):
+    mesh, module = ParallelLayout(tp=2).build("cpu"), model()
+    wrapped, optimizer = wrap(module, mesh, SGD(module.parameters(), 0.1))
+    for step in range(2):
+        wrapped(torch.ones(2, 4)).sum().backward()
+        optimizer.param_groups[0]["lr"] += step * ranks.rank
+        wrong = told("ranks along tp", "lr of its group 0 is 1.1 on rank 1 (tp=1)", "(tp=0)")
+        with wrong if step else nullcontext():
+            clip_grad_norm(wrapped, 1.0, mesh)
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 @pytest.mark.ranks(4)

@@ -1,5 +1,6 @@
 """Copies of weights and optimizer state are compared bit by bit, in a message sent anyway."""
 
+import itertools
 from contextlib import nullcontext
 
 import pytest
@@ -17,6 +18,7 @@ from lamina.ddp import (
     clip_grad_norm,
     full_parameters,
 )
+from lamina.ddp.norm.replicas import _Family, _Piece
 from lamina.mesh import ParallelLayout
 
 
@@ -159,3 +161,12 @@ def test_shards_are_compared_with_those_of_other_replicas_only(ranks):
 def test_a_round_has_at_least_one_step():
     with pytest.raises(ValueError, match="steps=0"):
         ReplicaMonitor(nn.Linear(1, 1), steps=0)
+
+
+def test_opposite_flips_of_one_bit_in_two_pieces_do_not_cancel():
+    def digest(*bits):
+        held = [torch.tensor([bit, 7, 9], dtype=torch.int32) for bit in bits]
+        pieces = [_Piece(str(at), 3, 4, lambda at=at: held[at]) for at in range(len(held))]
+        return int(_Family((), pieces).digest(0, 1))
+
+    assert len({digest(*bits) for bits in itertools.product((0, 1), repeat=6)}) == 64

@@ -13,9 +13,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lamina.mesh.axis import MeshAxis, check_axis_names
 from lamina.mesh.axis_sizes import DENSE_AXES, DERIVED_AXES, EXPERT_AXES, AxisSizes
-from lamina.mesh.errors import AxisError
+from lamina.mesh.errors import AxisError, LayoutError
 from lamina.mesh.hosts import make_host_groups, ranks_per_host
-from lamina.mesh.process_groups import current_world, group_of, running_watchdog
+from lamina.mesh.process_groups import current_world, default_store, group_of, running_watchdog
 
 __all__ = ["ParallelLayout", "ParallelMesh"]
 
@@ -53,7 +53,7 @@ class ParallelLayout(AxisSizes):
                 GPU, else "cpu".
 
         Raises:
-            LayoutError: the layout does not fit the job's world size.
+            LayoutError: the layout does not fit the world size, or another rank builds another.
             RuntimeError: torch.distributed has not been started.
         """
         return ParallelMesh(self, device_type)
@@ -83,6 +83,7 @@ class ParallelMesh:
         self.layout = layout.validate(dist.get_world_size())
         self.device_type = device_type if device_type is not None else _default_device_type()
         self.rank = dist.get_rank()
+        _require_same(self.layout, self.rank)
         self._coordinate = self.layout.coordinate_of(self.rank)
         self._axes: dict[tuple[str, ...], MeshAxis] = {}
         self._submeshes: dict[str, DeviceMesh] = {}
@@ -241,6 +242,26 @@ class ParallelMesh:
             return self.expert_mesh[name]
         group = self._group_or_self(name)
         return DeviceMesh.from_group(group, self.device_type, mesh_dim_names=(name,))
+
+
+def _require_same(layout: AxisSizes, rank: int) -> None:
+    """Compare a layout with that of the first rank that came, over the store and without waiting.
+
+    Ranks of meshes that differ would wait for each other in groups that others never make. The
+    store of a job that `init_distributed` has not started may hold what an earlier job has left.
+    """
+    world = current_world()
+    if world.timeout is None or layout.world_size == 1 or "fake" in str(dist.get_backend()):
+        return
+    world.meshes += 1
+    mine = f"{layout} on rank {rank}"
+    key = f"lamina:mesh:{world.meshes}"
+    first = default_store().compare_set(key, "", mine).decode()
+    if first.rpartition(" on rank ")[0] != str(layout):
+        raise LayoutError(
+            f"ranks do not agree: mesh number {world.meshes} of this job is {mine}, and {first}. "
+            "All ranks must build the same meshes, in the same order"
+        )
 
 
 def _axis_name(dims: tuple[str, ...]) -> str:

@@ -78,7 +78,7 @@ class Saver(Protocol):
 
 @dataclass
 class World:
-    """What Lamina knows of one default process group: its timeout and the groups made in it.
+    """What Lamina knows of one default process group: its timeout, what was made in it.
 
     Groups are by description and ranks. `host_groups` are those inside and between hosts that were
     made of a group. `ranks_per_host` is None until `init_distributed` has found it out.
@@ -87,6 +87,7 @@ class World:
     timeout: timedelta | None = None
     savers: WeakSet[Saver] = field(default_factory=WeakSet)
     watchdog: Watchdog | None = None
+    meshes: int = 0
     ranks_per_host: int | None = None
     groups: dict[tuple[str, tuple[int, ...]], Group] = field(default_factory=dict)
     host_runs: WeakKeyDictionary[Group, HostRuns] = field(default_factory=WeakKeyDictionary)

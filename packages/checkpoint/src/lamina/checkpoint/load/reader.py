@@ -169,13 +169,18 @@ def read_metadata(location: Location, text: bytes | None = None) -> Metadata:
 # Bytes of each instruction's argument, or less than 0 for one that says where it ends.
 _ARGUMENTS = {ord(op.code): 0 if op.arg is None else op.arg.n for op in pickletools.opcodes}
 _LENGTHS = {
-    pickletools.TAKEN_FROM_ARGUMENT1: 1,
     pickletools.TAKEN_FROM_ARGUMENT4: 4,
     pickletools.TAKEN_FROM_ARGUMENT4U: 4,
     pickletools.TAKEN_FROM_ARGUMENT8U: 8,
 }
 _PUT, _STOP, _FRAME = ord("p"), ord("."), 0x95
-_PLACES = {ord("q"): 1, ord("r"): 4}  # bytes of an entry's number
+_PLACES = {ord("r"): 4}  # bytes of an entry's number; one byte asks for little
+_SKIPS = [
+    1 + argument if argument >= 0 and code not in (_STOP, _FRAME, *_PLACES) else 0
+    for code, argument in ((code, _ARGUMENTS.get(code, -1)) for code in range(256))
+]
+"""Bytes of the instructions that claim nothing, and 0 for all others."""
+_SHORT = {code for code, held in _ARGUMENTS.items() if held == pickletools.TAKEN_FROM_ARGUMENT1}
 _TWO_LINES = (ord("c"), ord("i"))
 
 
@@ -184,11 +189,18 @@ def _check_claims(text: bytes) -> None:
     # Note [A pickle claims memory before it is read]
     # Python's unpickler makes room for what an instruction announces: for a string its length, for
     # an entry of its table of objects all entries before it. Eleven bytes can so ask for gigabytes.
-    # A pickle that was written has at most one entry for each instruction, and holds its strings.
-    at = count = 0
+    # A pickle that was written has at most one entry for each instruction, and so for each byte
+    # before it, and holds its strings.
+    at = 0
     while True:
         operation = text[at]
-        at, count = at + 1, count + 1
+        if skip := _SKIPS[operation]:
+            at += skip
+            continue
+        if operation in _SHORT:  # at most 255 bytes
+            at += 2 + text[at + 1]
+            continue
+        at = count = at + 1
         argument = _ARGUMENTS[operation]
         if argument > 0:
             width = 8 if operation == _FRAME else _PLACES.get(operation, 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import warnings
 import weakref
@@ -9,7 +10,7 @@ from collections.abc import Callable
 
 from lamina.checkpoint.errors import CheckpointDamagedError
 from lamina.checkpoint.storage.locations import Location
-from lamina.checkpoint.storage.manifest import Manifest
+from lamina.checkpoint.storage.manifest import MANIFEST, Manifest
 from lamina.checkpoint.storage.stores import Store
 
 __all__ = ["Scrubber"]
@@ -80,11 +81,23 @@ def _rounds(
 def _scrub(step: int, location: Location, damaged: set[int], pace: Callable[[int], None]) -> None:
     # Note [A scrubber reads what others replace]
     # A save may replace or delete a checkpoint while it is read. So damage counts only if a second
-    # reading finds it too, and the checkpoint is still there.
+    # reading finds it too, and the manifest is the one from before. That is looked at once the
+    # damage has been noted: a save that comes later takes the note back itself.
+    text = _text(location)
     first = None if step in damaged else _damage(location, pace)
-    if first is not None and _damage(location, pace) == first and location.is_there():
-        damaged.add(step)
+    if first is None or _damage(location, pace) != first:
+        return
+    damaged.add(step)
+    if _text(location) != text or not location.is_there():
+        damaged.discard(step)
+    else:
         warnings.warn(f"step {step} has rotted and counts as kept no more: {first}", stacklevel=2)
+
+
+def _text(location: Location) -> bytes | None:
+    with contextlib.suppress(OSError):
+        return bytes(location.read(MANIFEST))
+    return None
 
 
 def _damage(location: Location, pace: Callable[[int], None]) -> str | None:

@@ -33,7 +33,7 @@ from lamina.ddp.compat import current_graph_task_id, foreach_norm, queue_callbac
 from lamina.ddp.gradients.scratch import ScratchBuffers
 from lamina.ddp.gradients.states import GradientState
 from lamina.ddp.group.group import ParameterGroup
-from lamina.ddp.parameters.facts import common_facts_of
+from lamina.ddp.parameters.facts import common_facts_of, step_facts
 from lamina.ddp.parameters.strategy import Cadence
 from lamina.mesh.engine import MeshAxis
 
@@ -139,6 +139,7 @@ class GradientReducer:
         self._phase = ReducerPhase.IDLE
         self.is_final = True
         """Whether the current microbatch is the step's last."""
+        self._versions: int | None = None
         self._is_waiting = False  # a last reduction is still to come; the same on all ranks
         self._end = BackwardEnd()
         self._stream = BackwardStream(groups[0].device if groups else torch.device("cpu"))
@@ -392,11 +393,15 @@ class GradientReducer:
         self._show(final=self.is_final)
 
     def _step_facts(self) -> list[Fact]:
-        """Steps and hyperparameters of the optimizers that update the groups."""
-        # By identity: a weak reference whose optimizer is gone cannot be hashed.
-        told = {id(source): source for group in self.groups for source in group.step_facts}
-        facts = (source() for source in told.values())
-        return [fact for tell in facts if tell is not None for fact in tell()]
+        """What the ranks' optimizers must have in common; of unknown ones, whether they stepped."""
+        untold = [group for group in self.groups if group.requires_grad and not group.step_facts]
+        before = self._versions
+        self._versions = sum(group.main_version for group in untold)
+        facts = step_facts(self.groups)
+        if untold and before is not None:
+            stepped = "made" if self._versions != before else "not made"
+            facts.append(("the step of an optimizer that Lamina does not know", stepped))
+        return facts
 
     def _show(self, *, final: bool) -> None:
         for group in self.groups:

@@ -253,8 +253,13 @@ class ParameterGroup:
         """
         if not self.mains_are_separate:
             return False
-        before, self._main_versions = self._main_versions, sum(map(_VERSION, self.main_parameters))
+        before, self._main_versions = self._main_versions, self.main_version
         return before != self._main_versions
+
+    @property
+    def main_version(self) -> int:
+        """How often main parameters were written, as far as their version counters tell."""
+        return sum(map(_VERSION, self.main_parameters))
 
     # -- what the optimizer works on ----------------------------------------------------------
 

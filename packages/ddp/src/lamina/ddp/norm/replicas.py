@@ -232,12 +232,19 @@ class _Piece:
     itemsize: int
     fetch: Callable[[], torch.Tensor | None]
 
-    def digest(self, start: int, stop: int) -> torch.Tensor | None:
-        """Of elements `start..stop`; None where the tensor is not what it was planned as."""
+    def digest(self, start: int, stop: int, weight: int = 1) -> torch.Tensor | None:
+        """Of elements `start..stop`; None where the tensor is not what it was planned as.
+
+        Args:
+            start: the first element.
+            stop: the one after the last.
+            weight: an odd number. Pieces that are added need different ones, or flips of the same
+                bit in several of them could cancel.
+        """
         values = self.fetch()
         if values is None or values.numel() != self.numel or start == stop:
             return None
-        return _digest(values.detach().contiguous().view(-1)[start:stop])
+        return _digest(values.detach().contiguous().view(-1)[start:stop], weight)
 
 
 class _Family:
@@ -272,7 +279,7 @@ class _Family:
             if begin >= high:
                 break
             start, stop = max(low - begin, 0), min(high, end) - begin
-            part = piece.digest(start // piece.itemsize, stop // piece.itemsize)
+            part = piece.digest(start // piece.itemsize, stop // piece.itemsize, 2 * at + 1)
             if part is not None:
                 parts.append(part)
         return sum(parts[1:], parts[0]) if parts else torch.zeros((), dtype=torch.int64)
@@ -334,7 +341,7 @@ class _Vote:
         values.data.copy_(buffer)
 
 
-def _digest(values: torch.Tensor) -> torch.Tensor:
+def _digest(values: torch.Tensor, weight: int = 1) -> torch.Tensor:
     """A digest of a flat tensor's bits: int64, no dimensions; exact on every device.
 
     Words go into columns in turn, each column is summed modulo its word, and the sums are weighted
@@ -343,7 +350,9 @@ def _digest(values: torch.Tensor) -> torch.Tensor:
     """
     words = values.view(_WORDS.get(values.itemsize, torch.int64))
     body = words.numel() // _COLUMNS * _COLUMNS
-    odd = torch.arange(1, 2 * _COLUMNS, 2, device=values.device) * _ODD
+    # The cube spreads weights, as multiples of equal steps would cancel in pairs.
+    scale = (weight**3 * _ODD + 2**63) % 2**64 - 2**63
+    odd = torch.arange(1, 2 * _COLUMNS, 2, device=values.device) ** 3 * scale
     sums = words[:body].view(-1, _COLUMNS).sum(0, dtype=words.dtype).to(torch.int64)
     rest = words[body:].to(torch.int64)
     return (sums * odd).sum() + (rest * odd[: rest.numel()]).sum()

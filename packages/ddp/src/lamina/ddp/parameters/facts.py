@@ -5,8 +5,10 @@ hold other parameters, so of them only settings and hyperparameters are compared
 compares its stages itself.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
+from typing import Protocol
 
 import torch
 from torch.nn.parameter import is_lazy
@@ -16,7 +18,13 @@ from lamina.collectives.engine import CommonFacts, Fact, describe, software
 from lamina.ddp.parameters.axes import DataParallelAxes
 from lamina.ddp.parameters.parameters import ParameterRef
 
-__all__ = ["common_facts_of", "optimizer_facts", "require_same_model", "require_same_over_tp"]
+__all__ = [
+    "common_facts_of",
+    "optimizer_facts",
+    "require_same_model",
+    "require_same_over_tp",
+    "step_facts",
+]
 
 
 def common_facts_of(what: str, axes: DataParallelAxes, device: torch.device | str) -> CommonFacts:
@@ -95,19 +103,35 @@ def _parameter_facts(refs: Sequence[ParameterRef]) -> Iterator[Fact]:
         )
 
 
-def optimizer_facts(optimizer: Optimizer, names: Mapping[int, str]) -> Iterator[Fact]:
+def optimizer_facts(optimizer: Optimizer, names: Mapping[int, str]) -> list[Fact]:
     """Class, groups and hyperparameters of an optimizer.
 
     Args:
         optimizer: any.
         names: of the parameters to tell, by `id`; none tells only how many each group holds.
     """
-    yield "the optimizer's class", describe(type(optimizer))
-    yield "its number of groups", str(len(optimizer.param_groups))
+    # A list, as it is made at each step: every value of a generator costs a call.
+    facts = [("the optimizer's class", describe(type(optimizer)))]
+    facts.append(("its number of groups", str(len(optimizer.param_groups))))
     for number, group in enumerate(optimizer.param_groups):
         for key, value in group.items():
             if key != "params":
-                yield f"{key} of its group {number}", describe(value)
+                facts.append((f"{key} of its group {number}", describe(value)))
         held = [names[id(p)] for p in group["params"] if id(p) in names]
-        if held:
-            yield f"parameters of its group {number}", ", ".join(held)
+        many = ", ".join(held) or str(len(group["params"]))
+        facts.append((f"parameters of its group {number}", many))
+    return facts
+
+
+class Stepped(Protocol):
+    """A group of parameters, as far as its optimizers are asked about."""
+
+    step_facts: list[weakref.WeakMethod[Callable[[], list[Fact]]]]
+
+
+def step_facts(groups: Iterable[Stepped]) -> list[Fact]:
+    """Steps and hyperparameters of the optimizers that update some groups."""
+    # By identity: a weak reference whose optimizer is gone cannot be hashed.
+    told = {id(source): source for group in groups for source in group.step_facts}
+    facts = (source() for source in told.values())
+    return [fact for tell in facts if tell is not None for fact in tell()]

@@ -33,7 +33,7 @@ from lamina.ddp.compat import current_graph_task_id, foreach_norm, queue_callbac
 from lamina.ddp.gradients.scratch import ScratchBuffers
 from lamina.ddp.gradients.states import GradientState
 from lamina.ddp.group.group import ParameterGroup
-from lamina.ddp.parameters.facts import common_facts_of, step_facts
+from lamina.ddp.parameters.facts import StepFacts, common_facts_of
 from lamina.ddp.parameters.strategy import Cadence
 from lamina.mesh.engine import MeshAxis
 
@@ -139,7 +139,7 @@ class GradientReducer:
         self._phase = ReducerPhase.IDLE
         self.is_final = True
         """Whether the current microbatch is the step's last."""
-        self._versions: int | None = None
+        self._step_facts = StepFacts()
         self._is_waiting = False  # a last reduction is still to come; the same on all ranks
         self._end = BackwardEnd()
         self._stream = BackwardStream(groups[0].device if groups else torch.device("cpu"))
@@ -380,7 +380,7 @@ class GradientReducer:
                 self._gradients[number].mark_produced(
                     [flag or index in called for index, flag in enumerate(produced)]
                 )
-            facts, bad, told = self._step_facts(), self._checks.look(), BadGradients()
+            facts, bad, told = self._step_facts.of(self.groups), self._checks.look(), BadGradients()
             for key, groups in self._by_axes.items():
                 if key not in self._produced:
                     axes, device = groups[0].axes, groups[0].device
@@ -391,17 +391,6 @@ class GradientReducer:
             self._call_late_hooks()
             self._scratch.clear()
         self._show(final=self.is_final)
-
-    def _step_facts(self) -> list[Fact]:
-        """What the ranks' optimizers must have in common; of unknown ones, whether they stepped."""
-        untold = [group for group in self.groups if group.requires_grad and not group.step_facts]
-        before = self._versions
-        self._versions = sum(group.main_version for group in untold)
-        facts = step_facts(self.groups)
-        if untold and before is not None:
-            stepped = "made" if self._versions != before else "not made"
-            facts.append(("the step of an optimizer that Lamina does not know", stepped))
-        return facts
 
     def _show(self, *, final: bool) -> None:
         for group in self.groups:

@@ -19,6 +19,7 @@ from lamina.ddp.parameters.axes import DataParallelAxes
 from lamina.ddp.parameters.parameters import ParameterRef
 
 __all__ = [
+    "StepFacts",
     "common_facts_of",
     "optimizer_facts",
     "require_same_model",
@@ -126,7 +127,12 @@ def optimizer_facts(optimizer: Optimizer, names: Mapping[int, str]) -> list[Fact
 class Stepped(Protocol):
     """A group of parameters, as far as its optimizers are asked about."""
 
+    requires_grad: bool
     step_facts: list[weakref.WeakMethod[Callable[[], list[Fact]]]]
+
+    @property
+    def main_version(self) -> int:
+        """How often main parameters were written."""
 
 
 def step_facts(groups: Iterable[Stepped]) -> list[Fact]:
@@ -135,3 +141,20 @@ def step_facts(groups: Iterable[Stepped]) -> list[Fact]:
     told = {id(source): source for group in groups for source in group.step_facts}
     facts = (source() for source in told.values())
     return [fact for tell in facts if tell is not None for fact in tell()]
+
+
+class StepFacts:
+    """What ranks must have in common between two backwards."""
+
+    def __init__(self) -> None:
+        self._versions: int | None = None
+
+    def of(self, groups: Sequence[Stepped]) -> list[Fact]:
+        """`step_facts`, and of optimizers that nobody has told of, whether they have stepped."""
+        untold = [group for group in groups if group.requires_grad and not group.step_facts]
+        before, self._versions = self._versions, sum(group.main_version for group in untold)
+        facts = step_facts(groups)
+        if untold and before is not None:
+            stepped = "made" if self._versions != before else "not made"
+            facts.append(("the step of an optimizer that Lamina does not know", stepped))
+        return facts

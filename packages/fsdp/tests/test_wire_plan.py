@@ -34,6 +34,26 @@ def counted(ledger, purpose):
     return WireBytes(sum(one.bytes for one in records) - between, between)
 
 
+@pytest.mark.ranks(3, 6)
+@pytest.mark.parametrize("strategy", [0, 3])
+def test_leaves_that_are_no_whole_subtree_are_in_the_plan(strategy, ranks):
+    """One host; 3 ranks, and two copies of 3."""
+    model = nn.Sequential(*(Block(WIDTH) for _ in range(2)))
+    model, optimizer = fully_shard(
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        device_mesh=ParallelLayout(dp_replicate=ranks.world_size // 3).build("cpu"),
+        dp_outer_dim="dp_replicate",
+        fsdp_unit_modules=[Block],
+        zero_dp_strategy=strategy,
+        reproducible=True,
+    )
+    step(model, optimizer)
+    with Ledger() as ledger:
+        step(model, optimizer, 2)
+    assert counted(ledger, ":reduce") == wire_plan(model, 2).gradients
+
+
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize(
     ("strategy", "replicate", "settings"),
@@ -50,6 +70,8 @@ def counted(ledger, purpose):
         (0, 2, {"reduction": "int8"}),
         (3, 1, {"reduction": "checked"}),
         (0, 2, {"reduction": "checked"}),
+        (0, 2, {"reproducible": True}),
+        (3, 1, {"reproducible": True}),
         pytest.param(
             *(3, 1, {"mixed_precision_policy": MixedPrecisionPolicy(weight_codec=Int8())}),
             id="codes",  # a name that does not say where in memory the codec lies

@@ -82,7 +82,6 @@ def wire_plan(module: nn.Module, microbatches: int = 1) -> WirePlan:
 
     Raises:
         TypeError: if the module was not wrapped by Lamina.
-        ValueError: with `reproducible=True`, which has no formula here.
 
     Examples:
         >>> wire_plan(DistributedDataParallel(torch.nn.Linear(256, 256))).total.between
@@ -122,7 +121,7 @@ def _gathered(group: ParameterGroup, microbatches: int, again: list[ParameterGro
 def _reduced(group: ParameterGroup, microbatches: int) -> WireBytes:
     name, axes, dtypes = group.settings.reduction.name, group.axes, group.dtypes
     if name == "reproducible":
-        raise ValueError("wire_plan has no formula for reproducible=True: watch it by a Ledger")
+        return _reproduced(group, microbatches)
     times = microbatches if group.trained.cadence is Cadence.EVERY_MICROBATCH else 1
     outer, inner = group.trained.main.cuts
     numel, wide = group.layout.size, torch.promote_types(dtypes.wire, torch.float32)
@@ -135,6 +134,30 @@ def _reduced(group: ParameterGroup, microbatches: int) -> WireBytes:
     name = "ordered" if name == "int8" else name  # sums travel as they are
     sent += _sum(axes.outer, part, name, wide, None if outer else dtypes.grads)
     return sent if outer or inner else sent + _gather(axes.inner, numel * dtypes.grads.itemsize)
+
+
+def _reproduced(group: ParameterGroup, microbatches: int) -> WireBytes:
+    """Leaves on their way to their owners; at the end gathers along axes that cut no main grads.
+
+    A complete subtree is an ordered sum. Along any other axis all leaves travel as they are.
+    """
+    axes, (outer, inner) = group.axes, group.trained.main.cuts
+    ways = [(axes.inner, 1, inner), (axes.outer, axes.inner.size, outer)]
+    sent, gathered, blocks, leaves = WireBytes(), WireBytes(), 1, 1
+    numel, dtype = group.layout.size, group.dtypes.wire
+    for axis, stride, cut in reversed(ways) if outer and not inner else ways:
+        if axis.size == 1:
+            continue
+        if not cut:
+            gathered += _gather(axis, numel * group.dtypes.grads.itemsize)
+        if blocks == 1 and stride == leaves and not axis.size & (axis.size - 1):
+            sent += _sum(axis, numel, "ordered", dtype, None)
+            dtype, leaves = torch.promote_types(dtype, torch.float32), leaves * axis.size
+        else:
+            sent += _to_others(axis, numel // axis.size * dtype.itemsize) * blocks
+            blocks *= axis.size
+        numel //= axis.size
+    return sent * microbatches + gathered
 
 
 def _gather(axis: MeshAxis, nbytes: int) -> WireBytes:

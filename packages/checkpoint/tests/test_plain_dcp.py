@@ -68,6 +68,35 @@ def test_a_checkpoint_of_torchs_fsdp2_loads_into_lamina(tmp_path):
         import_dcp({"model": nn.Sequential(nn.Linear(5, 13))}, tmp_path, strict=False)
 
 
+@pytest.mark.parametrize("make", [adamw, lambda model: torch.optim.SGD(model.parameters(), 0.1)])
+def test_an_entry_that_is_not_in_the_checkpoint_is_refused(tmp_path, make):
+    """Many programs save the optimizer as "optim": under another name its state was lost."""
+    model = build(0)
+    optimizer = make(model)
+    model(torch.ones(5)).sum().backward()
+    optimizer.step()
+    saved = {
+        "model": get_model_state_dict(model),
+        "optim": get_optimizer_state_dict(model, optimizer),
+    }
+    dcp.save(saved, checkpoint_id=tmp_path / "flat", no_dist=True)
+    dcp.save({"app": saved}, checkpoint_id=tmp_path / "nested", no_dist=True)
+
+    other = build(9)
+    fresh = make(other)
+    before = {name: tensor.clone() for name, tensor in other.state_dict().items()}
+    with pytest.raises(CheckpointMismatchError, match=r"no entry.*optimizer.*it has.*optim"):
+        import_dcp({"model": other, "optimizer": fresh}, tmp_path / "flat")
+    with pytest.raises(CheckpointMismatchError, match="an optimizer here, and none in"):
+        import_dcp({"app": fresh}, tmp_path / "nested")
+    torch.testing.assert_close(dict(other.state_dict()), before, rtol=0, atol=0)
+
+    loose = import_dcp({"model": other, "optimizer": fresh}, tmp_path / "flat", strict=False)
+    assert loose.missing == ("optimizer",)
+    import_dcp({"app.model": other, "app.optim": fresh}, tmp_path / "nested")
+    assert str(fresh.state_dict()["state"]) == str(optimizer.state_dict()["state"])
+
+
 @pytest.mark.ranks(2)
 def test_a_checkpoint_of_lamina_loads_into_torchs_fsdp2(tmp_path):
     model = build(0)

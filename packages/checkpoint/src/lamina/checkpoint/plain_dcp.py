@@ -43,7 +43,8 @@ def import_dcp(
     checkpoint has no checksums, so damage goes unnoticed.
 
     Args:
-        state: name -> module or optimizer; names as in the checkpoint.
+        state: name -> module or optimizer, under the names of the `dcp.save`: many programs call
+            the optimizer "optim" there.
         path: of the checkpoint, or its URL.
         strict: as of `CheckpointManager.restore`, as are `include`, `exclude` and `allow_cast`.
         include: see there.
@@ -55,7 +56,8 @@ def import_dcp(
 
     Raises:
         TypeError: an entry is neither a module nor an optimizer.
-        CheckpointMismatchError: names, shapes or dtypes that don't fit.
+        CheckpointMismatchError: names, shapes or dtypes that don't fit; an entry that is not in the
+            checkpoint (`strict=False` lists it in `missing`).
         CheckpointUnsafeError: the metadata names code.
         CheckpointDamagedError: the metadata can't be read.
 
@@ -74,7 +76,13 @@ def import_dcp(
         metadata = read_metadata(location)
         names = list(tensors_of(metadata))
         paths = {name: _path(name, metadata.planner_data) for name in names}
-        trees = {entry: _tree(entry, value, paths, state, hints) for entry, value in state.items()}
+        held = list(metadata.state_dict_metadata)
+        trees: dict[str, Json] = {name.partition(".")[0]: {} for name in held}
+        for entry, value in state.items():
+            # An optimizer without state has its groups there. One with neither is not there.
+            parts = ("state", "param_groups") if is_optimizer(value) else ("",)
+            if any(name.startswith(f"{entry}.{part}") for name in held for part in parts):
+                trees[entry] = _tree(entry, value, paths, state, hints)
         return Source(location, None, metadata, trees)
 
     check_entries(state, ranks)

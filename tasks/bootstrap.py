@@ -29,6 +29,7 @@ __all__ = [
     "make_venv",
     "ready",
     "start",
+    "write_torchrun",
 ]
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -92,6 +93,14 @@ def make_venv(python: str, where: Path) -> None:
         "Install it (Debian, Ubuntu: apt install python3-venv), or start this file with another\n"
         "interpreter: /path/to/python3 noxfile.py ..."
     )
+
+
+def write_torchrun(python: Path) -> None:
+    """Write `torchrun` beside an environment's interpreter, as pip does where it installs torch."""
+    launcher = python.with_name("torchrun")
+    # A shell starts it: a path to Python may be too long, or have a space, for a line after `#!`.
+    launcher.write_text(f'#!/bin/sh\nexec "{python}" -m torch.distributed.run "$@"\n')
+    launcher.chmod(0o755)
 
 
 def ready(name: str, *install: str) -> Path:

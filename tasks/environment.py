@@ -19,7 +19,16 @@ from typing import Any
 
 import nox
 
-from tasks.bootstrap import HOUSE, LAYERS, ROOT, VERSION, in_one_line, locked, make_venv
+from tasks.bootstrap import (
+    HOUSE,
+    LAYERS,
+    ROOT,
+    VERSION,
+    in_one_line,
+    locked,
+    make_venv,
+    write_torchrun,
+)
 from tasks.torches import in_range, range_of_tree
 
 PACKAGES = (*(f"packages/{layer}" for layer in LAYERS), "testing")
@@ -144,6 +153,7 @@ def stage_venv(session: nox.Session, where: Environment) -> None:
     lines = [f"import site; site.addsitedir({p!r})" for p in lender["paths"].split(":")]
     (site_packages,) = where.place.glob("lib/python3*/site-packages")
     (site_packages / "zz_borrowed.pth").write_text("\n".join(lines) + "\n")
+    write_torchrun(where.python)
 
 
 def stage_torch(session: nox.Session, where: Environment) -> None:

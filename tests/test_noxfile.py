@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from tasks.bootstrap import in_one_line
+from tasks.bootstrap import in_one_line, write_torchrun
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -51,6 +51,16 @@ def test_a_python_without_ensurepip_is_helped_by_its_pip(alone):
     assert len(set(told)) == len(told) < 50  # one line a task, and no sentence twice
     for form in ("--full", "--installed fsdp", "--shard 1/4", "fsdp-nccl-8"):
         assert sum(f"matrix -- {form}" in line for line in lines) == 1
+
+
+def test_an_environment_with_a_borrowed_torch_has_a_torchrun(tmp_path):
+    python = tmp_path / "a place" / "python"
+    python.parent.mkdir()
+    python.write_text('#!/bin/sh\necho "$@"\n')
+    python.chmod(0o755)
+    write_torchrun(python)
+    run = subprocess.run([python.with_name("torchrun"), "a b.py"], capture_output=True, text=True)
+    assert run.stdout == "-m torch.distributed.run a b.py\n", run.stderr
 
 
 def imports(nodes: list[ast.stmt]) -> list[str]:

@@ -125,12 +125,19 @@ def test_buffers_may_differ_and_whole_tensors_among_plain_values_are_the_first_r
     plain = {f"t{i}": torch.full((50,), float(rank)) for i in range(4)}
     manager = CheckpointManager(tmp_path)
     if rank == 0:
-        with pytest.warns(UserWarning, match=r"model\.running_mean' on ranks 0 and 1"):
+        with pytest.warns(UserWarning, match=r"model\.running_mean' on ranks 0 and 1") as warned:
             manager.save(1, {"model": model, "plain": plain})
+        said = "".join(str(one.message) for one in warned)
+        assert "broadcast_buffers" in said
+        (stored,) = re.findall(r"model\.running_mean of rank (\d)", said)
     else:
         manager.save(1, {"model": model, "plain": plain})
     state = {"plain": None}
     manager.restore(state)
+    again = nn.BatchNorm1d(2)
+    manager.restore({"model": again})
+    if rank == 0:
+        assert again.running_mean.tolist() == [float(stored)] * 2
     assert all(not tensor.any() for tensor in state["plain"].values())
 
     class Average:  # of the weights: an object that is neither module nor optimizer

@@ -271,6 +271,25 @@ def test_a_unit_that_runs_on_some_ranks_only_is_named(warm, ranks):
             model(inputs(model, 0), without=left_out if stray else None).sum().backward()
 
 
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("alone", [0, 1])
+def test_an_evaluation_on_some_ranks_only_is_named(alone, ranks):
+    """Its gathers pair with those of the next forward elsewhere, and it would print a value."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    units = {"fsdp_unit_modules": [Block], "check_order": True}
+    model = fully_shard(OddNet(), device_mesh=mesh, **units)
+
+    def evaluate():
+        with torch.no_grad():
+            model(inputs(model, 0))
+
+    model(inputs(model, ranks.rank)).sum().backward()
+    evaluate()  # on all ranks: allowed
+    words = rf"\[{alone}\] in a forward without .*\[{1 - alone}\] in a forward with gradients"
+    with pytest.raises(RankOrderError, match=words), torch.set_grad_enabled(ranks.rank != alone):
+        model(inputs(model, 0))
+
+
 def refuse_memory(*args, **__):
     """In the middle of a step: Adam counts its steps first."""
     for count in args[5] if len(args) > 5 else ():

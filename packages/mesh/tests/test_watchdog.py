@@ -40,7 +40,8 @@ def test_a_verdict_names_who_is_in_no_collective_and_where():
     told = verdict(reports, {})
     words, details = told.words, told.details
     assert not told.hopeless  # rank 3 may still come
-    assert "rank 3 (dp_shard=3) is in no collective for 31 s: it is at data.py:88 in load" in words
+    assert "rank 3 (dp_shard=3) is in none of Lamina's collectives for 31 s: it is at " in words
+    assert "it is at data.py:88 in load" in words
     assert "3 ranks (0-2) wait for 31 s in gather of blocks.3" in words
     assert "(rank 0 at train.py:5 in loop), to which rank 3 did not come" in words
     assert details.count("stack") == 4
@@ -249,7 +250,7 @@ def test_a_wait_beyond_the_soft_limit_is_told_by_the_first_rank_and_in_a_file(
     finally:
         for dog in dogs:
             dog.close()
-    assert "rank 1 (dp_shard=1) is in no collective" in told
+    assert "rank 1 (dp_shard=1) is in none of Lamina's collectives" in told
     assert "rank 0 waits for 31 s in gather of blocks.3" in told
     (file,) = tmp_path.iterdir()
     assert str(file) in told

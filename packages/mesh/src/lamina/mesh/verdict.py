@@ -92,7 +92,8 @@ def verdict(reports: Mapping[int, Report | None], states: Mapping[int, str]) -> 
             waiting.setdefault((wait.what, wait.group, wait.number), {})[rank] = report
         else:
             held_up.append(
-                f"{report.here} is in no collective for {report.idle:.0f} s: it is at {report.at}"
+                f"{report.here} is in none of Lamina's collectives for {report.idle:.0f} s: it is "
+                f"at {report.at}"
             )
     said, complete = [], False
     for there in waiting.values():
@@ -109,7 +110,8 @@ def verdict(reports: Mapping[int, Report | None], states: Mapping[int, str]) -> 
     if hopeless:
         said.append(
             "every rank waits, and not in the same collective: ranks make different calls. Look "
-            "for a call inside `if rank == 0`, and for a loop that is longer on some ranks"
+            "for a call inside `if rank == 0`, and for a loop that is longer on some ranks. It may "
+            "stand before these lines: a forward on one rank pairs with the next one of others"
         )
     details = "\n".join(_details(rank, report) for rank, report in reports.items())
     words = "The job does not go on: " + "; ".join([*held_up, *said]) + "."

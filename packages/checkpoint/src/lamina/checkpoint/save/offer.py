@@ -85,10 +85,11 @@ def _beginning(tensor: torch.Tensor) -> torch.Tensor:
     return flat[: -(-_BYTES // flat.element_size())].view(torch.uint8)
 
 
-def compare(of_ranks: Sequence[Digests]) -> None:
+def compare(of_ranks: Sequence[Digests], written: Mapping[str, int]) -> None:
     """Refuse weights, optimizer state and objects' tensors that differ; warn of buffers.
 
-    CheckpointError names tensors, two ranks and the remedies.
+    `written` says which rank writes a whole tensor: DCP gives each to a rank that has little to
+    write. CheckpointError names tensors, two ranks and the remedies.
     """
     first: dict[str, tuple[int, int]] = {}
     found: dict[Kind, dict[str, tuple[int, int]]] = {"trained": {}, "usual": {}, "first": {}}
@@ -122,9 +123,11 @@ def compare(of_ranks: Sequence[Digests]) -> None:
         )
     if usual:
         name, (one, other) = next(iter(usual.items()))
+        stored = [f"{buffer} of rank {written[buffer]}" for buffer in usual if buffer in written]
         warnings.warn(
-            f"buffers differ between ranks, and one rank's are stored: {shortened(list(usual))} "
-            f"('{name}' on ranks {one} and {other})",
+            f"buffers differ between ranks ('{name}' on ranks {one} and {other}), and one rank's "
+            f'are stored: {shortened(stored)}. broadcast_buffers="forward" of the wrapper keeps '
+            "the first rank's on all; torch.nn.SyncBatchNorm computes them over all ranks",
             stacklevel=2,
         )
 

@@ -149,7 +149,8 @@ class Writer(StorageWriter):
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Compare what ranks offer, make the location (coordinator), tell every rank its name."""
-        compare([cast(Digests, plan.storage_data) for plan in plans])
+        written = {item.index.fqn: rank for rank, plan in enumerate(plans) for item in plan.items}
+        compare([cast(Digests, plan.storage_data) for plan in plans], written)
         self._attempt = self._store.begin(self._save.step)
         location, final = str(self._attempt.location), str(self._attempt.final)
         facts = self._values.crc32, max(sum(map(_bytes_of, plan.items)) for plan in plans)

@@ -280,7 +280,8 @@ def fully_shard(
             `model.unit_of(block).set_reshard_after_forward(...)`.
         check_order: with `zero_dp_strategy=3`, tell other ranks before each gather which unit it
             is: a unit that runs on some ranks only is named (`RankOrderError`) instead of hanging
-            the others. For debugging: a small collective and a synchronisation each time.
+            the others, and so is an evaluation that only rank 0 runs. For debugging: a small
+            collective and a synchronisation each time.
         check_storage: with `zero_dp_strategy=3`, name the unit whose whole weights are read while
             they are released (`StaleStorageError`), as by a reference to a parameter that was kept
             from an earlier gather, instead of crashing. Released storage is kept and holds NaN.

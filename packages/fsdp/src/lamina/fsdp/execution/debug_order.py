@@ -1,4 +1,4 @@
-"""`check_order=True`: a unit that runs on some ranks only is named, where it would hang the others.
+"""`check_order=True`: a unit or a forward of some ranks only is named, where it would hang others.
 
 Under strategy 3 a unit's gather needs all ranks, so it runs on all of them or on none. Replicas
 (HSDP, HFSDP) gather apart and reduce together, in the order in which each ran: a unit that only
@@ -23,8 +23,12 @@ _REMEDY = (
 )
 
 
+_PHASES = ("a forward without gradients", "a forward with gradients", "a backward")
+_BACKWARD = 2
+
+
 class RankOrderError(RuntimeError):
-    """Ranks run different units."""
+    """Ranks run different units, or some train while others evaluate."""
 
 
 class OrderCheck:
@@ -47,13 +51,14 @@ class OrderCheck:
         self._device = device
         self._stops = ["the end of a forward", "the end of a backward"]
 
-    def gather(self, unit: Unit, ran: Sequence[Unit]) -> None:
+    def gather(self, unit: Unit, ran: Sequence[Unit], *, backward: bool) -> None:
         """A unit is about to be gathered, after these have begun to run.
 
         Raises:
-            RankOrderError: if another rank gathers another, or has come to an end.
+            RankOrderError: if another rank gathers another, or has come to an end, or is in a
+                forward with gradients where this one's has none.
         """
-        self._meet(self._indices[id(unit)], ran)
+        self._meet(self._indices[id(unit)], ran, _BACKWARD if backward else _forward())
 
     def end(self, ran: Sequence[Unit], *, backward: bool) -> None:
         """A forward or a backward has ended in which these units ran.
@@ -61,19 +66,27 @@ class OrderCheck:
         Raises:
             RankOrderError: if they did not on another rank.
         """
-        self._meet(len(self._names) + backward, ran)
+        self._meet(len(self._names) + backward, ran, _BACKWARD if backward else _forward())
 
-    def _meet(self, place: int, ran: Sequence[Unit]) -> None:
+    def _meet(self, place: int, ran: Sequence[Unit], phase: int) -> None:
         flags = [0] * len(self._names)
         for unit in ran:
             flags[self._indices[id(unit)]] = 1
-        found = self._everybodys([self._me, place, *flags])
+        found = self._everybodys([self._me, place, phase, *flags])
+        phases = {one: _ranks(found, 2, one) for one in sorted({message[2] for message in found})}
+        if len(phases) > 1:
+            each = ", ".join(f"ranks {ranks} in {_PHASES[one]}" for one, ranks in phases.items())
+            raise RankOrderError(
+                f"ranks of {self._name} differ: {each}. One of these forwards or backwards does "
+                "not run on all ranks (an evaluation inside `if rank == 0`?): look at the line of "
+                "your program in the traceback of each of these ranks"
+            )
         where = [*self._names, *self._stops]
         at = "; ".join(
             f"at {where[one]} on ranks {_ranks(found, 1, one)}"
             for one in dict.fromkeys(message[1] for message in found)
         )
-        for index, name in enumerate(self._names, start=2):
+        for index, name in enumerate(self._names, start=3):
             on, off = _ranks(found, index, 1), _ranks(found, index, 0)
             if on and off:
                 ran_on = f"{name} has run on ranks {on} of {self._name} and not on {off}"
@@ -90,6 +103,17 @@ class OrderCheck:
             messages = everybody
         found: list[list[int]] = messages.view(-1, len(mine)).tolist()
         return sorted(found)
+
+
+def _forward() -> int:
+    """Return the phase of a forward that runs now.
+
+    Note [A lone forward]
+    The gathers of a forward that one rank runs alone, such as an evaluation
+    inside `if rank == 0`, pair with those of the next forward of the others. Both run through, and
+    the job stops later, at a line that is innocent. So ranks compare phases and not only units.
+    """
+    return int(torch.is_grad_enabled())
 
 
 def _ranks(found: Sequence[Sequence[int]], index: int, value: int) -> list[int]:

@@ -312,7 +312,8 @@ class ShardingEngine:
         """Before a gather, with `check_order`: whether all ranks gather this unit now."""
         if self._order_check is not None:
             backward = self.reducer.in_backward
-            self._order_check.gather(unit, self._ran_backward if backward else self._recording)
+            ran = self._ran_backward if backward else self._recording
+            self._order_check.gather(unit, ran, backward=backward)
 
     def _start(self, unit: Unit) -> None:
         """Begin a unit's gathers; whoever sits in its slot without need makes room."""

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lamina.collectives.engine import OrderedReduction, bytes_received
+from lamina.collectives.engine import Int8Blocks, OrderedReduction, bytes_received
 from lamina.mesh import make_host_groups
 from lamina_testing import Meter
 from lamina_testing.simulated import simulated_world
@@ -56,3 +56,31 @@ def test_a_reduction_holds_what_the_formula_says_however_large_its_buffer_is(ran
             assert held == said
             found.append(held)
         assert found[0] == found[1] > found[2]
+
+
+@pytest.mark.ranks(1, init=False)
+@pytest.mark.parametrize("hosts", [False, True])
+@pytest.mark.parametrize("scatter", [False, True])
+@pytest.mark.parametrize("codec", [None, Int8Blocks()], ids=["as-it-is", "int8"])
+def test_all_reduces_and_codes_hold_what_the_formula_says(ranks, codec, scatter, hosts):
+    """Partial sums between hosts count, and so do the codes that are sent and what they stand for.
+
+    To encode takes memory of its own, before anything has arrived.
+    """
+    with simulated_world(16, hosts=hosts):
+        group, piece = dist.group.WORLD, 8 * 128
+        if hosts:
+            make_host_groups(group)
+        given = torch.ones(16 * piece)
+        output = torch.zeros(piece if scatter else 16 * piece)
+        reduction = OrderedReduction(output, given, group, scatter=scatter, codec=codec)
+        how = {"scatter": scatter, "codec": codec}
+        with Meter() as meter:
+            before = meter.live_bytes()
+            reduction.start(output, given, statistics=False, async_op=False)
+        held = meter.peak_live_bytes - before
+        said = bytes_received(group, given.numel(), torch.float32, given.device, **how)
+        if codec is None:
+            assert held == said
+        else:
+            assert said <= held <= said + 2 * given.nbytes

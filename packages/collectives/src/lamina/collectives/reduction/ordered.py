@@ -178,10 +178,8 @@ class Reduction(Collective):
         factor = None if scale is None and self.sum_op == "sum" else self._factor(scale)
         kept = Statistics(self.device) if statistics else None
         sent = self._bytes(accumulate)
-        between = partial(self._between_hosts, accumulate)
-        call = issue(
-            self.op, self.group, self._wire_dtype, sent, between=between, async_op=async_op
-        )
+        far = partial(self._between_hosts, accumulate)
+        call = issue(self.op, self.group, self._wire_dtype, sent, between=far, async_op=async_op)
         return launch(
             ReduceHandle(call, (output, input, *memory), kept),
             self.group,
@@ -273,36 +271,45 @@ def bytes_received(
     wire: torch.dtype,
     device: torch.device,
     message_bytes: int = MESSAGE_BYTES,
+    *,
+    scatter: bool = True,
+    codec: GradientCodec | None = None,
 ) -> int:
-    """Bytes that an ordered reduce-scatter of `numel` elements holds besides its buffers, at most.
+    """Bytes that an ordered reduction of `numel` elements holds besides its buffers, at most.
 
-    Over hosts the copy that it sends from and the partial sums count as well. Where ranks read each
-    other's memory it is the window, which all sums of the group share.
+    Codes and copies that it sends from count as well, so do partial sums, and on a GPU the numbers
+    that codes stand for. Ranks that read each other's memory hold the window that all sums share.
 
     Args:
         group: the ranks, or None for a group of one.
-        numel: elements of the input.
+        numel: elements of the input, equally many for each rank.
         wire: its dtype.
         device: where it lies.
         message_bytes: see `Reduction`.
+        scatter: see `Reduction`.
+        codec: what it needs while it encodes is left out.
     """
-    size = group_size(group)
+    size, how = group_size(group), Wire(codec or Cast(wire))
     if group is None or size == 1:
         return 0
+    coded = not how.plain or how.dtype != wire
     window, hosts = lane_of(group).windows.get(device), host_groups(group)
-    if window is not None:
+    if window is not None and not coded:
         return int(window.nbytes)
+    hosts = None if numel // size % how.block else hosts
     even, width = not served_by_gloo(group, device), _slice_width(size, wire, message_bytes)
-    held, copies = numel, 0 if hosts is None else 1
-    if even and _SLICES_AT_ONCE * width < numel // size:
-        held, copies = size * width, _SLICES_AT_ONCE - 1
+    held, wide = how.items(numel // size) * size * how.dtype.itemsize, how.sum_dtype.itemsize
+    total = held + even * numel * wide if coded else 0
+    if even and scatter and not coded and _SLICES_AT_ONCE * width < numel // size:
+        numel, held = size * width, size * width * wire.itemsize
+        total = (_SLICES_AT_ONCE - 1) * held
+    elif hosts is not None and scatter:
+        total += numel * wire.itemsize
     inside, between = (size, 1) if hosts is None else (hosts[0].size(), hosts[1].size())
-    total = copies * held + (held if even else held - held // inside)
-    if between == 1:
-        return total * wire.itemsize
-    sums = held // inside
-    wide = torch.promote_types(wire, torch.float32).itemsize
-    return total * wire.itemsize + (2 * sums if even else 2 * sums - sums // between) * wide
+    total += held if even else held - held // inside
+    sums = numel // inside
+    partials = 2 * sums if even else 2 * sums - sums // between
+    return total + (partials * wide if between > 1 else 0)
 
 
 class OrderedReduction(Reduction):

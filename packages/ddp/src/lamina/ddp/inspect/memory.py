@@ -9,6 +9,7 @@ from torch import nn
 from lamina.collectives.engine import bytes_received
 from lamina.ddp.group.group import ParameterGroup
 from lamina.ddp.inspect.inspection import InspectsItself, groups_of
+from lamina.ddp.inspect.wire import codec_of
 from lamina.ddp.parameters.strategy import Cadence
 
 __all__ = ["MemoryBudgets", "MemoryPlan", "memory_plan"]
@@ -189,9 +190,16 @@ def _received(group: ParameterGroup) -> int:
     """The pieces that a reduction receives, and their sum where main grads are kept elsewhere."""
     reduction, axis = group.settings.reduction, group.axes.inner
     numel, wire, device = group.layout.size, group.dtypes.wire, group.device
-    if reduction.name == "ordered" and group.trained.main.cuts[1]:
-        sibling = axis.sibling("reduce")
-        received = bytes_received(sibling, numel, wire, device, reduction.message_bytes)
+    if reduction.name in ("ordered", "int8", "checked"):
+        received = bytes_received(
+            axis.sibling("reduce"),
+            numel,
+            wire,
+            device,
+            reduction.message_bytes,
+            scatter=group.trained.main.cuts[1],
+            codec=None if reduction.name == "ordered" else codec_of(reduction.name, wire),
+        )
     else:
         received = (numel - numel // max(1, axis.size)) * wire.itemsize
     away = group.settings.kept_on is not None

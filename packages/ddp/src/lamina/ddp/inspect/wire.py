@@ -14,7 +14,7 @@ from lamina.ddp.inspect.inspection import groups_of
 from lamina.ddp.parameters.strategy import Cadence
 from lamina.mesh.engine import MeshAxis, host_runs
 
-__all__ = ["WireBytes", "WirePlan", "wire_plan"]
+__all__ = ["WireBytes", "WirePlan", "codec_of", "wire_plan"]
 
 
 @dataclass(frozen=True)
@@ -173,13 +173,18 @@ def _to_others(axis: MeshAxis, nbytes: int) -> WireBytes:
     return WireBytes((near - 1) * nbytes, (axis.size - near) * nbytes)
 
 
+def codec_of(name: str, wire: torch.dtype) -> GradientCodec:
+    """What makes gradients travel in the reduction of this name."""
+    if name in ("int8", "checked"):
+        return Int8Blocks() if name == "int8" else Checksums(wire)
+    return Cast(wire)
+
+
 def _sum(
     axis: MeshAxis, numel: int, name: str, wire: torch.dtype, gathered: torch.dtype | None
 ) -> WireBytes:
     """A reduction of `numel` elements; the sums are gathered in a dtype, or None for a scatter."""
-    codec: GradientCodec = Cast(wire)
-    if name in ("int8", "checked"):
-        codec = Int8Blocks() if name == "int8" else Checksums(wire)
+    codec = codec_of(name, wire)
     piece = -(-numel // axis.size)
     side = 0 if codec.side_dtype is None else codec.side_dtype.itemsize
     terms = -(-piece // codec.block) * (codec.block * codec.dtype.itemsize + side)

@@ -94,7 +94,7 @@ CHECKS = (
         "pytest packages/models/tests/test_on_gpu.py",
         limit=90,
     ),
-    Step("order", "every wait orders its streams", "pytest tests/test_order.py", limit=45),
+    Step("order", "every wait orders its streams", "pytest tests/test_order.py", limit=75),
     Step("models", "experts", "pytest packages/models/tests/test_moe_on_gpu.py"),
     Step("models", "Mamba", "pytest packages/models/tests/test_mamba_on_gpu.py"),
     Step(
@@ -143,6 +143,13 @@ ROWS = (
         "python benchmarks/blocks.py --size block-8b --batch 2 --rounds 3",
         "python benchmarks/blocks.py --batch 1 --sequence 32 --rounds 1 --steps 1 --systems lamina",
         limit=100,
+        figures=True,
+    ),
+    Step(
+        "models",
+        "attention by each backend",
+        "python benchmarks/attention.py",
+        "python benchmarks/attention.py --rehearse",
         figures=True,
     ),
     Step(

@@ -91,14 +91,14 @@ class MemoryPlan:
             ("model weights", self.weights),
             ("main weights", self.main_weights),
             ("main grads", self.main_grads),
-            ("lost on the wire so far", self.losses),
+            ("rounding kept for int8 wire", self.losses),
             ("buffers kept", self.kept_buffers),
             ("at rest", self.resident),
             ("local gradients of a step", self.local_grads),
             ("gathered units", self.gathered),
             ("reductions in flight", self.in_flight),
             ("peak", self.peak),
-            ("of it padding at rest", self.padding),
+            ("padding, part of at rest", self.padding),
         ]
         return "\n".join(f"{label:<28}{size / 2**20:12.2f} MiB" for label, size in rows)
 

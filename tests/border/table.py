@@ -55,6 +55,8 @@ def page_with(old: str, uses: Mapping[str, Use], found: Mapping[Cell, Answer]) -
     titles: list[str] = []
     answers: dict[Cell, Answer] = {}
     for use in uses.values():
+        if use.text not in rows:
+            continue  # it is new
         at = old.index(f"| {use.text} |")
         titles = old[old.rindex("| use | ", 0, at) :].splitlines()[0][8:-2].split(" | ")
         for title, text in zip(titles, rows[use.text].split(" | "), strict=True):
@@ -64,7 +66,7 @@ def page_with(old: str, uses: Mapping[str, Use], found: Mapping[Cell, Answer]) -
                 answers[cell] = Answer(verdict.strip(), "")
     names = ", ".join(f"`{name}`" for name in dict.fromkeys(name for name, *_ in found))
     begin, end = old.index("Commit `"), old.index("| wrapper |")
-    text = f"{old[begin:end].strip()}\nRun again at {_now()}: {names}.\n"
+    text = f"{old[begin:end].strip()}\nRun since then at {_now()}: {names}.\n"
     return _page(text, uses, {**answers, **found})
 
 

@@ -137,6 +137,19 @@ def weights_written_after_a_forward(case: Case):
     return {"first": first, "second": case.mean(case.loss(model, 0)), **case.parameters(model)}
 
 
+@use(A, says=(r"copy_\(",))
+def data_assigned_between_steps(case: Case):
+    """`p.data = 0.9 * p.data` on the model's parameters between steps"""
+    model, optimizer = case.setup()
+
+    def loss(m, step):
+        for parameter in m.parameters():
+            parameter.data = 0.9 * parameter.data
+        return case.loss(m, step)
+
+    return case.train(model, optimizer, loss=loss)
+
+
 @use(A)
 def weights_written_through_data(case: Case):
     """`p.data.mul_(0.9)` on the model's parameters between steps (weight decay by hand)"""

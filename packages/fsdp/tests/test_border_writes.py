@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
+from lamina.collectives import Ledger
 from lamina.ddp import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
@@ -99,3 +100,71 @@ def test_what_a_forward_writes_stays_written(wrapper, ranks):
     for name, parameter in oracle.named_parameters():
         value = parameter.detach()
         torch.testing.assert_close(found[name], value, rtol=0, atol=3e-6, msg=name)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("wrapper", [0, "bf16", "plain", "ddp", "zero1"])
+def test_what_is_assigned_to_data_is_computed_with_or_refused(wrapper, ranks):
+    """An average that is swapped in and back evaluates right, or is refused in that forward."""
+    oracle = build(OddNet)
+    x = inputs(oracle, 1)
+    if wrapper in ("ddp", "zero1"):
+        mesh = ParallelLayout().build("cpu")
+        config = DistributedDataParallelConfig(use_distributed_optimizer=wrapper == "zero1")
+        model = DistributedDataParallel(build(OddNet), config, mesh)
+        optimizer = sgd(model.parameters())
+        if wrapper == "zero1":
+            optimizer = ShardedOptimizer(optimizer, model, mesh)
+    else:
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("shard",))
+        dtype = torch.bfloat16 if wrapper == "bf16" else None
+        model, optimizer = wrapped(OddNet, 0, mesh, dtype)
+        if wrapper == "plain":  # nobody tells of its steps
+            optimizer = sgd(model.parameters())
+    found, backup = [], []
+    for net, stepper in ((oracle, sgd(oracle.parameters())), (model, optimizer)):
+        backup = [p.data for p in net.parameters()]
+        for p in net.parameters():
+            p.data = 0.5 * p.data
+        if wrapper == "bf16" and net is model:
+            with pytest.raises(RuntimeError, match=r"taken out of its buffer.*copy_\(value\)"):
+                net(x)
+            return
+        found.append(net(x).detach())
+        for p, before in zip(net.parameters(), backup, strict=True):
+            p.data = before
+        net(x).square().mean().backward()
+        stepper.step()
+        stepper.zero_grad()
+        found.append(net(x).detach())
+    for wanted, one in zip(found[:2], found[2:], strict=True):
+        torch.testing.assert_close(one, wanted, rtol=0, atol=2e-6)
+    for p in model.parameters():
+        p.data = 0.5 * p.data
+    model(x).square().mean().backward()
+    if wrapper in (0, "zero1"):
+        with pytest.raises(RuntimeError, match=r"taken out of its buffer.*copy_\(value\)"):
+            optimizer.step()
+    with pytest.raises(RuntimeError, match=r"taken out of its buffer.*copy_\(value\)"):
+        full_parameters(model)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("wrapper", [1, 2])
+def test_a_gather_that_a_write_has_caused_says_so(wrapper, ranks):
+    """Ranks that have not written would not gather: the message about the wait names the cause."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("shard",))
+    model, _ = wrapped(OddNet, wrapper, mesh)
+    x = inputs(model, 1)
+    model(x)
+    written = model.get_parameter("blocks.1.up.weight")
+    with torch.no_grad():
+        written.mul_(0.5)
+    with Ledger() as ledger:
+        model(x)
+    (purpose,) = {record.purpose for record in ledger.records}
+    assert "blocks.1." in purpose
+    assert "whose main parameters this rank has written" in purpose
+    with Ledger() as ledger:
+        model(x)
+    assert not ledger.records

@@ -268,7 +268,7 @@ class _InGraph:
         not have, and autograd answers with an error, or with None or zeros if these are allowed.
         torch lets a class of inputs that has `__torch_function__` answer in its place, but such a
         class costs a Python call for each attribute that is read. So main parameters have this
-        class only from the end of a forward until a backward begins. See docs/decisions/0421.
+        class only from the end of a forward until a backward begins. See docs/decisions/0422.
     """
 
     __slots__ = ()
@@ -298,18 +298,22 @@ _IN_GRAPH: dict[type, type] = {ShardedTensor: _CutInGraph, nn.Parameter: _WholeI
 _AT_REST = {inside: outside for outside, inside in _IN_GRAPH.items()}
 
 
-def await_backward(groups: Iterable[ParameterGroup], waits: bool) -> None:
+def await_backward(groups: Iterable[ParameterGroup], waits: bool) -> bool:
     """Say whether a graph waits for its backward, so that `torch.autograd.grad` finds its leaves.
 
     Args:
         groups: whose main parameters modules hold outside of forwards.
         waits: whether there is such a graph.
+
+    Returns:
+        `waits`.
     """
     classes = _IN_GRAPH if waits else _AT_REST
     for group in groups:
         if group.mains_are_separate:
             for main in group.main_parameters:
                 main.__class__ = classes.get(type(main), type(main))
+    return waits
 
 
 def _gradients_of_leaves(

@@ -26,7 +26,6 @@ from lamina.ddp.backward.grad_attribute import follow_user, holds_zeros
 from lamina.ddp.backward.gradient_hooks import (
     NO_STREAM,
     BackwardStream,
-    await_backward,
     hook_gradients,
 )
 from lamina.ddp.compat import current_graph_task_id, foreach_norm, queue_callback, will_execute
@@ -254,7 +253,6 @@ class GradientReducer:
         self._stream.begin()
         if (listener := self._told()) is not None:
             listener.backward_begins()
-        await_backward(self.groups, False)
         self._in_flight.clear()
         for arrived in self._arrived:
             arrived.clear()

@@ -32,6 +32,7 @@ __all__ = [
 ]
 
 _VERSION = attrgetter("_version")
+_ADDRESS = torch.Tensor.data_ptr
 
 WeightsFactory = Callable[[FlatBuffer, DataParallelAxes], Weights]
 """Makes the weights of a group from the buffer that a rank keeps, and the axes."""
@@ -121,6 +122,8 @@ class ParameterGroup:
         factory: WeightsFactory = WholeWeights,
     ) -> None:
         self.refs = tuple(refs)
+        self.compute_parameters = [ref.parameter for ref in self.refs]
+        """The user's parameters: views of the whole weights."""
         self.axes = axes.ranks_inside()
         self.dtypes = dtypes
         self.settings = settings
@@ -175,6 +178,8 @@ class ParameterGroup:
         self.main_parameters = self._make_main_parameters()
         self.mains_are_separate = self.main_parameters[0] is not self.refs[0].parameter
         """Whether main parameters are other objects than the module's parameters in forward."""
+        self.places = self._find_places() if self.requires_grad else []
+        """Whole parameters that stay where they are, and their addresses."""
         if self.requires_grad and self.dtypes.grads != self.dtypes.main:
             for parameter in self.main_parameters:
                 parameter.grad_dtype = self.dtypes.grads  # torch takes no other dtype in `.grad`
@@ -184,11 +189,6 @@ class ParameterGroup:
         """How many ranks main weights are cut over."""
         both = zip(self.main_weights.cuts, (self.axes.outer, self.axes.inner), strict=True)
         return math.prod(axis.size for cut, axis in both if cut)
-
-    @property
-    def compute_parameters(self) -> list[nn.Parameter]:
-        """The user's parameters: views of the whole weights."""
-        return [ref.parameter for ref in self.refs]
 
     @property
     def trained(self) -> GroupGradients:
@@ -260,6 +260,29 @@ class ParameterGroup:
     def main_version(self) -> int:
         """How often main parameters were written, as far as their version counters tell."""
         return sum(map(_VERSION, self.main_parameters))
+
+    def refuse_assigned(self) -> None:
+        """Raise if a tensor was assigned to `.data` of a whole parameter, before memory is read.
+
+        Note [Assigned data]: `p.data = x` takes a parameter out of its buffer. Modules and
+        optimizers that hold `p` go on with `x`, as in plain PyTorch. A flat step, a gather, and
+        whoever reads the buffer would not know of it, and no version counter tells. The address
+        does. To copy `x` into the buffer would overwrite what `p.data` was before, which users keep
+        to assign it again.
+
+        Raises:
+            RuntimeError: if one is elsewhere than it was.
+        """
+        for parameters, addresses in self.places:
+            now = [*map(_ADDRESS, parameters)]
+            if now != addresses:
+                pairs = zip(self.refs, now, addresses, strict=True)
+                name = next(ref.name for ref, here, was in pairs if here != was)
+                raise RuntimeError(
+                    f"{name} was taken out of its buffer by assigning .data of the parameter: "
+                    "write into it (`with torch.no_grad(): parameter.copy_(value)`), and keep "
+                    "copies of values (parameter.detach().clone()) to bring them back"
+                )
 
     # -- what the optimizer works on ----------------------------------------------------------
 
@@ -334,13 +357,15 @@ class ParameterGroup:
         """A forward of the model begins: follow what was done to main parameters since the last."""
         if self._mirrored:
             self.follow_main_grads()
+        if self.places and self.mains_are_separate:
+            self.refuse_assigned()
         self.follow_main_weights()
         self.release_zeroed_gradients()
 
     def follow_main_weights(self) -> None:
         """Whole weights are about to be used: install what was written to main parameters."""
         if self.mains_written:
-            self.weights.mark_changed()
+            self.weights.mark_changed(written=True)
 
     def release_zeroed_gradients(self) -> None:
         """Give main grads' memory back if the user has zeroed them (before a step's forward)."""
@@ -509,6 +534,12 @@ class ParameterGroup:
             ref.parameter.grad = None
             ref.parameter.data = view
         self.weights.release()
+
+    def _find_places(self) -> list[tuple[list[nn.Parameter], list[int]]]:
+        found = [self.compute_parameters] if isinstance(self.weights, WholeWeights) else []
+        if self.mains_are_separate and not self._span_specs:
+            found.append(self.main_parameters)
+        return [(held, [*map(_ADDRESS, held)]) for held in found]
 
     def _make_span_specs(self) -> list[SpanSpec]:
         """Where each main parameter lies in its whole; empty where main weights are whole."""

@@ -55,6 +55,7 @@ class Weights(ABC):
         self._all_gather: AllGather | None = None
         self._changed = False
         self._written_through = False
+        self._purpose = ""
 
     @property
     def ready(self) -> bool:
@@ -98,8 +99,16 @@ class Weights(ABC):
         if not shares_storage(main.data, self.local.data):
             self.main_slice = self.local.piece(main.placement)
 
-    def mark_changed(self) -> None:
-        """The optimizer (or a load) wrote main weights: the next `start` installs them."""
+    def mark_changed(self, *, written: bool = False) -> None:
+        """The optimizer (or a load) wrote main weights: the next `start` installs them.
+
+        Args:
+            written: nobody told of it; this rank has seen it. If other ranks have not written, they
+                do not gather, and the message about the wait has to name the cause.
+        """
+        if written and not self._changed:
+            title = self.local.layout.title
+            self._purpose = f"{title}, whose main parameters this rank has written"
         self._changed = True
         self._invalidate()
 
@@ -111,11 +120,12 @@ class Weights(ABC):
         """Begin making the whole weights ready; collective, and harmless when they are."""
         if self.state is not WeightsState.RELEASED:
             return
-        with Serving(self.local.layout.title):
+        with Serving(self._purpose or self.local.layout.title):
             if self._changed:
                 self._install()
                 self._changed = self._written_through = False
             handle = self._gather()
+        self._purpose = ""
         self._pending = [] if handle is None else [handle]
         self.state = WeightsState.GATHERING
 

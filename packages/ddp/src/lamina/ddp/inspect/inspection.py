@@ -73,6 +73,9 @@ def full_parameters(module: nn.Module) -> dict[str, torch.Tensor]:
     Returns:
         Copies, in the parameters' shapes, in the order of `named_parameters`' groups.
 
+    Raises:
+        RuntimeError: a parameter's `.data` was assigned, so its values are elsewhere.
+
     Examples:
         >>> model = DistributedDataParallel(torch.nn.Linear(4, 1))
         >>> full_parameters(model)["weight"].shape
@@ -80,7 +83,12 @@ def full_parameters(module: nn.Module) -> dict[str, torch.Tensor]:
     """
     if isinstance(module, InspectsItself):
         return module.full_parameters()
-    return _collect(groups_of(module), lambda group: group.main_weights, None)
+
+    def weights(group: ParameterGroup) -> FlatBuffer:
+        group.refuse_assigned()
+        return group.main_weights
+
+    return _collect(groups_of(module), weights, None)
 
 
 def full_gradients(module: nn.Module) -> dict[str, torch.Tensor]:

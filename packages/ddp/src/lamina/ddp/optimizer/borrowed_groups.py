@@ -111,6 +111,8 @@ class BorrowedGroups(ABC):
         if not self.paused:
             for group in self._trained:
                 refuse_unsummed(group, f"{type(optimizer).__name__}.step()")
+                if group.places:
+                    group.refuse_assigned()
         self._lend(optimizer)
 
     def _after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -154,6 +154,7 @@ class ShardingEngine:
         self._recomputed: Unit | None = None
         self._all_whole = False
         self._graph_kept = False  # by the newest backward: another may come to the same storage
+        self._graph_waits = False  # for its backward
         self._kept_graphs = weakref.WeakSet[PendingBackward]()  # by any backward so far
 
     @property
@@ -238,7 +239,8 @@ class ShardingEngine:
     def _begin_forward(self) -> None:
         self._recording = []
         self._computing = [self.root]
-        await_backward(self.reducer.groups, False)
+        if self._graph_waits:
+            self._graph_waits = await_backward(self.reducer.groups, False)
         self._stream = current_stream(self._device)
         for group in self.reducer.groups:
             group.begin_forward()
@@ -277,7 +279,8 @@ class ShardingEngine:
         for unit in self.units:
             if not training or unit not in called:  # some are gathered ahead and then not called
                 unit.reshard()
-        await_backward(self.reducer.groups, training)
+        if training:
+            self._graph_waits = await_backward(self.reducer.groups, True)
 
     def _after_recomputation(self, unit: Unit) -> None:
         if unit.state is UnitState.IN_BACKWARD:
@@ -394,6 +397,8 @@ class ShardingEngine:
                 "back before a second backward comes to them. Use zero_dp_strategy=2 (or less), "
                 "which keeps weights whole"
             )
+        if self._graph_waits:
+            self._graph_waits = await_backward(self.reducer.groups, False)
         self._graph_kept = graph_is_kept()
         self._ran_backward = []
         self._recomputed = None
@@ -426,7 +431,7 @@ class ShardingEngine:
             else:
                 unit.forget_epochs()
         if waits:
-            await_backward(self.reducer.groups, True)
+            self._graph_waits = await_backward(self.reducer.groups, True)
 
     def _plan_slots(self) -> None:
         """Let units that never live together share slots, once a whole step was observed."""

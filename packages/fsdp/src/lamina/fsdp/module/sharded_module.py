@@ -309,6 +309,7 @@ def _copy_values(units: list[Unit], copies: list[Unit]) -> None:
         made.unshard_in_backward = unit.unshard_in_backward
         made.prefetch = {k: tuple(map(same.__getitem__, v)) for k, v in unit.prefetch.items()}
         for group, other in zip(unit.groups, made.groups, strict=True):
+            group.refuse_assigned()
             other.main_weights.data.copy_(group.main_weights.data)
             other.weights.mark_changed()
             for main, one in zip(group.main_parameters, other.main_parameters, strict=True):

@@ -178,7 +178,7 @@ class ParameterGroup:
         self.main_parameters = self._make_main_parameters()
         self.mains_are_separate = self.main_parameters[0] is not self.refs[0].parameter
         """Whether main parameters are other objects than the module's parameters in forward."""
-        self.places = self._find_places() if self.requires_grad else []
+        self.known_addresses = self._note_addresses() if self.requires_grad else []
         """Whole parameters that stay where they are, and their addresses."""
         if self.requires_grad and self.dtypes.grads != self.dtypes.main:
             for parameter in self.main_parameters:
@@ -273,7 +273,7 @@ class ParameterGroup:
         Raises:
             RuntimeError: if one is elsewhere than it was.
         """
-        for parameters, addresses in self.places:
+        for parameters, addresses in self.known_addresses:
             now = [*map(_ADDRESS, parameters)]
             if now != addresses:
                 pairs = zip(self.refs, now, addresses, strict=True)
@@ -357,7 +357,7 @@ class ParameterGroup:
         """A forward of the model begins: follow what was done to main parameters since the last."""
         if self._mirrored:
             self.follow_main_grads()
-        if self.places and self.mains_are_separate:
+        if self.known_addresses and self.mains_are_separate:
             self.refuse_assigned()
         self.follow_main_weights()
         self.release_zeroed_gradients()
@@ -535,7 +535,7 @@ class ParameterGroup:
             ref.parameter.data = view
         self.weights.release()
 
-    def _find_places(self) -> list[tuple[list[nn.Parameter], list[int]]]:
+    def _note_addresses(self) -> list[tuple[list[nn.Parameter], list[int]]]:
         found = [self.compute_parameters] if isinstance(self.weights, WholeWeights) else []
         if self.mains_are_separate and not self._span_specs:
             found.append(self.main_parameters)

@@ -111,7 +111,7 @@ class BorrowedGroups(ABC):
         if not self.paused:
             for group in self._trained:
                 refuse_unsummed(group, f"{type(optimizer).__name__}.step()")
-                if group.places:
+                if group.known_addresses:
                     group.refuse_assigned()
         self._lend(optimizer)
 

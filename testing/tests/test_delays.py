@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from lamina_testing import delayed_collectives, delays
+from lamina_testing.parametrization import needs_torch
 
 DELAY = 0.2
 
@@ -79,6 +80,7 @@ def test_issuing_is_not_delayed_but_completion_is(monkeypatch):
     assert log.in_flight_at(log.finish_of(second)) == [second, third]
 
 
+@needs_torch(2, 13, "gloo has no all_to_all of lists")
 @pytest.mark.ranks(2)
 @pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")
 def test_every_kind_of_collective_is_logged(ranks):

@@ -15,6 +15,7 @@ from torch.distributed import distributed_c10d
 from lamina.mesh import AxisError, ParallelLayout, init_distributed
 from lamina.mesh.engine import DENSE_AXES, DERIVED_AXES, EXPERT_AXES, GroupCreationError, mesh_axis
 from lamina.mesh.process_groups import current_world, group_of
+from lamina_testing.parametrization import needs_torch
 from lamina_testing.work import executed_by
 
 ALL_AXES = [*dict.fromkeys([*DENSE_AXES, *EXPERT_AXES, *DERIVED_AXES])]
@@ -200,10 +201,7 @@ def use_a_mesh_of(world: int, layout: ParallelLayout) -> None:
         assert len({mesh.group(name) for name in ALL_AXES}) <= len(ALL_AXES)
 
 
-@pytest.mark.skipif(
-    tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13),
-    reason="torch 2.11's own DeviceMesh flattens its layout by 36 calls per rank",
-)
+@needs_torch(2, 13, "its DeviceMesh flattens its layout by 36 calls per rank")
 def test_a_mesh_of_65536_ranks_takes_the_calls_of_one_of_16384() -> None:
     """What grows with the world is a line for each rank of a list, and no call (law 10)."""
     layout = ParallelLayout(pp=16, dp_replicate=4, cp=2, tp=8, ep=64)

@@ -131,6 +131,7 @@ def test_scales_are_the_largest_powers_of_two_that_fit(dtype):
 
 
 @pytest.mark.parametrize("rows", [False, True])
+@pytest.mark.skipif(fp8._OLDER_ON_CPU, reason="this torch has the older operator alone")
 def test_the_older_operator_multiplies_alike(rows, monkeypatch):
     left, right = (fp8.encode(m, fp8.magnitude(m, rows=rows), E4M3)
                    for m in (numbers(20, 32, seed=1), numbers(48, 32, seed=2)))  # fmt: skip

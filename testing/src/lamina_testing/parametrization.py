@@ -1,10 +1,17 @@
-"""Reads pytest's `parametrize` marks."""
+"""Reads pytest's `parametrize` marks, and makes marks that depend on the torch that is there."""
 
 from __future__ import annotations
 
+from importlib.metadata import version
 from typing import Any
 
 import pytest
+
+
+def needs_torch(major: int, minor: int, reason: str) -> pytest.MarkDecorator:
+    """Leave a test out with older versions of torch; `reason` says what they do otherwise."""
+    older = tuple(map(int, version("torch").split(".")[:2])) < (major, minor)
+    return pytest.mark.skipif(older, reason=f"torch before {major}.{minor}: {reason}")
 
 
 def parametrization(mark: pytest.Mark) -> tuple[list[str], list[tuple[Any, ...]]]:

@@ -69,7 +69,9 @@ class _RMSNormOnCPU(torch.autograd.Function):
         norm: Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
         scale = norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
         ctx.save_for_backward(x, weight, scale)
-        return (x * scale).mul_(weight)
+        normed = x * scale
+        # Dynamo of torch 2.11 gives wrong gradients where a product is written to in place.
+        return normed * weight if torch.compiler.is_compiling() else normed.mul_(weight)
 
     @staticmethod
     @once_differentiable

@@ -123,7 +123,12 @@ def scaled_product(
     target = into if out == dtype else None
     codes, scales = (left.codes, right.codes.t()), (left.decode, right.decode.t())
     if _OLDER_ON_CPU and not left.codes.is_cuda:
-        product: Tensor = scaled_mm(*codes, *scales, out_dtype=out, out=target)
+        if rowwise:  # in torch 2.11 it has no scales for rows
+            one = scales[0].new_ones(())
+            product: Tensor = scaled_mm(*codes, one, one, out_dtype=torch.float32)
+            product, target = product.mul_(scales[0]).mul_(scales[1]).to(out), None
+        else:
+            product = scaled_mm(*codes, *scales, out_dtype=out, out=target)
     elif target is None:
         options: Any = {"output_dtype": out, "use_fast_accum": fast_accumulation}
         product = F.scaled_mm(*codes, scales[0], kind, scales[1], kind, **options)

@@ -48,6 +48,7 @@ EXIT_STATUS = 70
 FINISHED = "it has finished"
 _PATIENCE = 5.0
 _ANSWERS_WITHIN = 4.0
+_ENDS_WITHIN = 2.0
 _BEAT = 2.0
 _SILENCE_AFTER_FAILURE = 6.0
 _FOREIGN = (f"{os.sep}torch{os.sep}", f"{os.sep}lamina{os.sep}", f"{os.sep}threading.py")
@@ -342,12 +343,13 @@ class Watchdog:
         if now - max(self._still[1], self._lost_since) > _PATIENCE:
             if self.before_end is not None:
                 # A rank that has raised finishes its save before its groups end, and so long others
-                # may wait for it. The save needs them all, and the wait may end with it.
+                # may wait for it. The save needs them all, and the wait may end with it: soon, if
+                # there was nothing to save.
                 finish, self.before_end = self.before_end, None
                 finish()
-                if time.monotonic() - now > 1.0:
-                    self._lost_since = time.monotonic()
-                    return
+                quick = time.monotonic() - now < 1.0
+                self._lost_since = time.monotonic() - (_PATIENCE - _ENDS_WITHIN) * quick
+                return
             stack = "".join(traceback.format_stack(frame)[-3:]) if frame is not None else ""
             text = f"{self._here} ends, as it still waits: {lost}\n{stack}"
             print(text, file=sys.stderr, flush=True)

@@ -8,6 +8,7 @@ tables of these faults, and says so beside them.
 from __future__ import annotations
 
 import argparse
+import os
 import platform
 import sys
 import time
@@ -194,7 +195,7 @@ def good_of(played: list[Played], on_hosts: list[PlayedOnHosts]) -> str:
     return f"{sum(good)} of {len(good)}"
 
 
-def page(played: list[Played], on_hosts: list[PlayedOnHosts], begun: str) -> str:
+def page(played: list[Played], on_hosts: list[PlayedOnHosts], begun: str, jobs: int) -> str:
     """docs/faults.md."""
     software = f"torch {torch.__version__}, Python {platform.python_version()}"
     lines = [
@@ -202,9 +203,9 @@ def page(played: list[Played], on_hosts: list[PlayedOnHosts], begun: str) -> str
         "",
         *INTRODUCTION,
         "",
-        f"{good_of(played, on_hosts)} faults were told with the rank and ended in time. Written by",
-        f"`python tests/faults/gallery.py --write` at {commit()}, {begun}, {software}, gloo,",
-        "2 processes on a machine of 2 cores.",
+        f"{good_of(played, on_hosts)} faults were told with the rank and ended in time.",
+        f"Written by `python tests/faults/gallery.py --write --jobs {jobs}` at {commit()},",
+        f"{begun}, {software}, gloo, on a machine of {os.cpu_count()} cores.",
     ]
     for title, table in tables(played, on_hosts).items():
         lines += ["", title, "", *table]
@@ -246,8 +247,8 @@ def main() -> None:
 
     def write() -> None:
         if given.write:
-            made = amended(text, found, on_hosts, begun) if some else page(found, on_hosts, begun)
-            PAGE.write_text(made)
+            now = found, on_hosts, begun
+            PAGE.write_text(amended(text, *now) if some else page(*now, given.jobs))
 
     with ThreadPoolExecutor(given.jobs) as pool:
         for played in pool.map(lambda one: play(*one, limit=45), asked):

@@ -203,7 +203,8 @@ def page(played: list[Played], on_hosts: list[PlayedOnHosts], begun: str, jobs: 
         "",
         *INTRODUCTION,
         "",
-        f"{good_of(played, on_hosts)} faults were told with the rank and ended in time, or did no harm.",
+        f"{good_of(played, on_hosts)} faults were told with the rank and ended in time, or did no "
+        "harm.",
         f"Written by `python tests/faults/gallery.py --write --jobs {jobs}` at {commit()},",
         f"{begun}, {software}, gloo, on a machine of {os.cpu_count()} cores.",
     ]

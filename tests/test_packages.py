@@ -89,7 +89,7 @@ def test_the_doctor_and_the_tasks_take_the_range_of_torch_from_what_is_declared(
 
 def test_lowest_bounds_hold_what_the_packages_require_of_others():
     bounds = dict(text.split("==") for text in lowest_bounds())
-    assert bounds["numpy"] == "1.26.*"
+    assert bounds["numpy"] == "2.0.*"
     assert not [name for name in bounds if name.startswith(("lamina", "torch"))]
     declared = [re.match(r"[\w.-]+", text)[0] for text in project("models")["dependencies"]]
     extras = project("models")["optional-dependencies"].values()

@@ -118,11 +118,11 @@ class ModuleWatch:
         for found in gc.get_objects():
             if not issubclass(type(found), Optimizer):  # isinstance would ask proxies
                 continue
-            held = {id(p) for group in found.param_groups for p in group["params"]}
-            computing = held & self._originals.keys()
-            if not held.isdisjoint(self._mains):
-                if computing:
-                    raise RuntimeError(self._mixed(found, min(computing)))
+            held = [id(p) for group in found.param_groups for p in group["params"]]
+            computing = [place for place in held if place in self._originals]
+            if not self._mains.keys().isdisjoint(held):
+                if computing:  # the first one that the optimizer holds: the same on every rank
+                    raise RuntimeError(self._mixed(found, computing[0]))
                 return
             if computing:
                 stale = found

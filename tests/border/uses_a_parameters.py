@@ -461,6 +461,32 @@ def autograd_grad_of_parameters(case: Case):
     }
 
 
+@use(A)
+def backward_to_the_parameters_by_name(case: Case):
+    """`loss.backward(inputs=list(model.parameters()))`"""
+    model, optimizer = case.setup()
+    start = case.parameters(model)
+    for step in range(3):
+        loss = case.loss(model, step) + (penalty(model) if step == 1 else 0)
+        loss.backward(inputs=list(model.parameters()))
+        optimizer.step()
+        optimizer.zero_grad()
+    return case.moved(model, start)
+
+
+@use(A)
+def backward_to_some_parameters(case: Case):
+    """`loss.backward(inputs=[...])` with the weights of one block: others get no gradient"""
+    model, optimizer = case.setup()
+    start = case.parameters(model)
+    for step in range(2):
+        some = [p for n, p in model.named_parameters() if "blocks.1.down" in n]
+        case.loss(model, step).backward(inputs=some)
+        optimizer.step()
+        optimizer.zero_grad()
+    return case.moved(model, start)
+
+
 @use(A, says=("optimizer",))
 def optimizer_made_before_and_not_given(case: Case):
     """An optimizer made before wrapping the model alone, and not given to the wrapper"""

@@ -266,6 +266,7 @@ class _InGraph:
         After a forward the modules hold main parameters, and the graph has compute parameters as
         leaves. `torch.autograd.grad(loss, model.parameters())` asks for leaves that the graph does
         not have, and autograd answers with an error, or with None or zeros if these are allowed.
+        `loss.backward(inputs=model.parameters())` finds nothing, and says nothing.
         torch lets a class of inputs that has `__torch_function__` answer in its place, but such a
         class costs a Python call for each attribute that is read. So main parameters have this
         class only from the end of a forward until a backward begins. See docs/decisions/0422.
@@ -277,6 +278,8 @@ class _InGraph:
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.autograd.grad:
             return _gradients_of_leaves(*args, **(kwargs or {}))
+        if func is torch.autograd.backward:
+            return _backward_to_leaves(*args, **(kwargs or {}))
         call: Any = super().__torch_function__  # type: ignore[misc]
         return call(func, types, args, kwargs or {})
 
@@ -314,6 +317,27 @@ def await_backward(groups: Iterable[ParameterGroup], waits: bool) -> bool:
             for main in group.main_parameters:
                 main.__class__ = classes.get(type(main), type(main))
     return waits
+
+
+def _backward_to_leaves(
+    tensors: Sequence[Any], *, inputs: Sequence[Any] | None, **options: Any
+) -> None:
+    """What `torch.autograd.backward` does: of a main parameter, both leaves take gradients."""
+    asked: list[Any] = []
+    for one in inputs or ():
+        if not isinstance(one, _CutInGraph | _WholeInGraph):
+            asked.append(one)
+        elif not one.requires_grad:
+            asked.append(one.detach())  # for torch's own error
+        else:
+            ref = one.__dict__[_LEAF].ref
+            if ref is not None and ref.parameter.requires_grad:
+                asked.append(get_gradient_edge(ref.parameter))
+            asked.append(get_gradient_edge(one))
+    tensors = [
+        one.view_as(one) if isinstance(one, _CutInGraph | _WholeInGraph) else one for one in tensors
+    ]
+    torch.autograd.backward(tensors, inputs=asked or None, **options)
 
 
 def _gradients_of_leaves(

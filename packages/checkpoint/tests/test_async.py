@@ -106,7 +106,7 @@ def test_a_failure_in_the_background_is_raised_by_the_next_call_and_once(
     with monkeypatch.context() as patched:
         patched.setattr(os, "fsync", full)
         manager.save(2, state)
-        manager._saver._background._thread.join()
+        manager._saver._background._job.wait()
     calls = {
         "save": lambda: manager.save(3, state),
         "restore": lambda: manager.restore(state),
@@ -125,7 +125,7 @@ def test_a_failure_that_nobody_asks_for_is_printed(tmp_path, monkeypatch, capfd)
     monkeypatch.setattr(os, "fsync", lambda _: (_ for _ in ()).throw(OSError(5, "broken")))
     manager = CheckpointManager(tmp_path, async_save=True)
     manager.save(1, {"t": torch.zeros(10)})
-    manager._saver._background._thread.join()
+    manager._saver._background._job.wait()
     manager._saver._background._last_words()  # Python calls it at exit
     assert "broken" in capfd.readouterr().err
 

@@ -75,7 +75,7 @@ def test_a_save_is_waited_for_as_long_as_it_makes_progress():
             background.moved_at = time.monotonic()
         end.wait(20)
 
-    background.start(task, "test")
+    background.start(task)
     begun = time.monotonic()
     assert not background.finish(0.5)
     assert time.monotonic() - begun > 1.2

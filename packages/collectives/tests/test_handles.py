@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import threading
 import time
+import weakref
 from datetime import timedelta
 
 import pytest
@@ -12,6 +14,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from lamina.collectives import all_gather_into, all_reduce_fp32, reduce_scatter_fp32
+from lamina.collectives.transport import lanes
 from lamina.collectives.transport.lanes import Lane, lane_of
 from lamina.mesh import ParallelLayout, init_distributed
 
@@ -120,6 +123,20 @@ def test_a_lane_runs_jobs_in_order_and_leaves_no_thread_behind():
     assert until(lambda: not lane.busy)
     lane.submit(lambda: seen.append(100)).wait()
     assert seen[-1] == 100
+
+
+def test_lanes_that_work_one_after_another_start_one_thread(monkeypatch):
+    """torch keeps memory for ever of each thread that has waited for a message."""
+    monkeypatch.setattr(lanes, "_idle", [])
+    seen = set()
+    for _ in range(50):
+        lane = Lane()
+        lane.submit(lambda: seen.add(threading.get_ident())).wait()
+        held = weakref.ref(lane)
+        assert until(lambda: lanes._idle)
+        del lane
+        assert held() is None, "an idle thread holds no lane"
+    assert len(lanes._idle) == len(seen) == 1
 
 
 @pytest.mark.ranks(2)

@@ -35,7 +35,7 @@ from lamina.collectives.reduction.ordered import (
     SumOp,
     bytes_received,
 )
-from lamina.collectives.transport.lanes import kept_bytes, release_kept
+from lamina.collectives.transport.lanes import Job, kept_bytes, release_kept
 from lamina.collectives.transport.peer_windows import open_window
 from lamina.collectives.transport.transport import use_messages
 
@@ -51,6 +51,7 @@ __all__ = [
     "Fact",
     "GradientCodec",
     "Int8Blocks",
+    "Job",
     "Message",
     "OrderedReduction",
     "Pending",

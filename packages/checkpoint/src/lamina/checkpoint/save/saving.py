@@ -24,6 +24,7 @@ from lamina.checkpoint.save.writer import Save, Writer
 from lamina.checkpoint.storage.locations import Location
 from lamina.checkpoint.storage.manifest import Manifest
 from lamina.checkpoint.storage.stores import Store
+from lamina.collectives.engine import Job
 from lamina.mesh.engine import ends_before_groups
 
 __all__ = ["Saver"]
@@ -103,7 +104,7 @@ class Saver:
 
         path = self._store.expected(save.step).address
         self.last = SaveReport(save.step, path, staged.bytes, blocked, blocked, complete=False)
-        self._background.start(write, f"checkpoint-{save.step}")
+        self._background.start(write)
         return self.last
 
     def _write(
@@ -192,7 +193,7 @@ def _bytes(tensors: Any) -> int:
 
 
 class Background:
-    """Runs one task at a time in a thread of its own.
+    """Runs one task at a time on another thread.
 
     A program that ends without waiting still finishes its save, and a failure that nobody has
     collected by then is printed. A save without progress (another rank is stopped) is given up, and
@@ -212,14 +213,14 @@ class Background:
     def __init__(self) -> None:
         self.moved_at = 0.0
         self.words: Callable[[], str] = str
-        self._thread: threading.Thread | None = None
+        self._job: Job | None = None
         self._failure: list[BaseException] = []
         self._last_words = weakref.finalize(self, _tell, self._failure)
         threading._register_atexit(_finish_at_exit, weakref.ref(self))  # type: ignore[attr-defined]
 
-    def start(self, task: Callable[[], object], name: str) -> None:
+    def start(self, task: Callable[[], object]) -> None:
         """Run a task; RuntimeError if another one runs."""
-        if self._thread is not None and self._thread.is_alive():
+        if self._job is not None and not self._job.wait(0):
             raise RuntimeError("a task is running: wait() first")
         failure, self.moved_at = self._failure, time.monotonic()
 
@@ -229,8 +230,8 @@ class Background:
             except BaseException as error:
                 failure.append(error)
 
-        self._thread = threading.Thread(target=run, name=name, daemon=True)
-        self._thread.start()
+        self._job = Job(run)
+        self._job.start()
 
     def idle(self) -> float:
         """Seconds without progress; below 0 while the task may pause."""
@@ -238,17 +239,16 @@ class Background:
 
     def finish(self, patience: float) -> bool:
         """Wait for the task as long as it makes progress, and return whether it has ended."""
-        while self._thread is not None and self._thread.is_alive():
+        while self._job is not None and not self._job.wait(0.05):
             if self.idle() > patience:
                 return False
-            self._thread.join(0.05)
         return True
 
     def wait(self) -> None:
         """Wait for the task, and raise what it raised; each failure is raised once."""
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
+        if self._job is not None:
+            self._job.wait()
+            self._job = None
         if self._failure:
             raise self._failure.pop()
 

@@ -12,12 +12,19 @@ All ranks call the collectives of a group in one order, so they draw equal tags,
 posts the messages later. If the worker threads drew them, each rank would number its messages in
 the order in which its threads happened to run, and messages of two collectives would be mixed up.
 A collective of two exchanges draws both tags when it is called. See docs/decisions/0304-lanes.md.
+
+Note [Threads are used again]
+A lane has a thread only while it has work, so groups without work cost no threads. The threads stay
+for the next lane. torch keeps 120 bytes for ever of each thread that has waited for a message
+(`RankLocal` in its registry of works), so a thread per collective would be a leak.
 """
 
+import os
 import threading
 import weakref
 from collections import deque
 from collections.abc import Callable
+from queue import SimpleQueue
 from typing import Any, Protocol
 
 import torch
@@ -34,7 +41,7 @@ _TAGS = 1 << 24
 
 
 class Job:
-    """Work for a lane's thread, and its end.
+    """Work for a thread, and its end.
 
     Args:
         run: the work, in the inference mode of the thread that makes the job.
@@ -47,8 +54,12 @@ class Job:
         self._done = threading.Event()
         self._error: BaseException | None = None
 
+    def start(self) -> None:
+        """Do the work on a thread that no lane needs."""
+        _run_on_a_thread(self.execute)
+
     def execute(self) -> None:
-        """Do the work; on the lane's thread."""
+        """Do the work on the thread that calls."""
         assert self._work is not None  # noqa: S101 - a job is executed once
         run, then = self._work
         try:
@@ -69,6 +80,26 @@ class Job:
         if self._error is not None:
             raise self._error
         return done
+
+
+_idle: list[SimpleQueue[Callable[[], None]]] = []
+os.register_at_fork(after_in_child=_idle.clear)  # a child has none of these threads
+
+
+def _run_on_a_thread(work: Callable[[], None]) -> None:
+    """Run work, which must not raise, on an idle thread; see Note [Threads are used again]."""
+    try:
+        works = _idle.pop()
+    except IndexError:
+        works = SimpleQueue()
+        threading.Thread(target=_run_all, args=(works,), name="lamina-lane", daemon=True).start()
+    works.put(work)
+
+
+def _run_all(works: SimpleQueue[Callable[[], None]]) -> None:
+    while True:
+        works.get()()
+        _idle.append(works)
 
 
 class LoggedCall(Protocol):
@@ -121,8 +152,7 @@ class Lane:
             start = not self._running
             self._running = True
         if start:
-            # A thread lives while there is work: nothing to shut down, nothing left at a fork.
-            threading.Thread(target=self._execute_jobs, name="lamina-lane", daemon=True).start()
+            _run_on_a_thread(self._execute_jobs)
         return job
 
     @property

@@ -38,11 +38,23 @@ def order(session: nox.Session) -> None:
     run(session, "python", "tests/order_scenarios.py", *session.posargs)
 
 
-def tests_on(session: nox.Session, where: Environment, words: list[str]) -> None:
+SHOW = "import sys, torch; print('Python', sys.version.split()[0], 'torch', torch.__version__)\n"
+# pip takes a release from elsewhere, such as its own configuration, if the index has no nightly.
+ONLY_COMING = """
+import re
+if not re.match(r"[0-9.]+(dev|a|rc)", torch.__version__):
+    sys.exit(f"torch {torch.__version__} is a release, and no coming version: {sys.argv[1]} has "
+             "none or is out of reach. Delete .nox/torch-nightly, and set LAMINA_INDEX_URL to an "
+             "index of nightly builds")
+"""
+
+
+def tests_on(
+    session: nox.Session, where: Environment, words: list[str], check: tuple[str, ...] = (SHOW,)
+) -> None:
     """Run the default tests in an environment with another torch, which is made if need be."""
     bring_up_to_date(session, last="tools", where=where)
-    show = "import sys, torch; print('Python', sys.version.split()[0], 'torch', torch.__version__)"
-    run(session, "python", "-c", show, where=where)
+    run(session, "python", "-c", *check, where=where)
     pytest(session, *workers("loadscope"), *words, where=where)
 
 
@@ -58,8 +70,9 @@ def torch(session: nox.Session) -> None:
 @nox.session(venv_backend="none", default=False)
 def nightly(session: nox.Session) -> None:
     """The default tests on PyTorch's coming version; they may fail, and then say so loudly."""
-    source = ("--pre", "--upgrade", "torch", "--index-url", setting("LAMINA_INDEX_URL") or NIGHTLY)
-    tests_on(session, Environment("torch-nightly", torch=source), session.posargs)
+    index = setting("LAMINA_INDEX_URL") or NIGHTLY
+    where = Environment("torch-nightly", torch=("--pre", "--upgrade", "torch", "--index-url", index))
+    tests_on(session, where, session.posargs, check=(SHOW + ONLY_COMING, index))
 
 
 @nox.session(venv_backend="none", default=False)

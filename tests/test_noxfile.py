@@ -98,3 +98,25 @@ def test_what_runs_before_nox_is_there_imports_the_standard_library_alone():
     assert "tasks.bootstrap" in seen
     others = {name.split(".")[0] for name in seen} - {"tasks"}
     assert others <= set(sys.stdlib_module_names)
+
+
+@pytest.mark.parametrize(
+    ("version", "coming"),
+    [("2.13.0+cpu", False), ("2.15.0", False), ("2.16.0.dev20261101+cpu", True), ("2.16.0a0", True)],
+)
+def test_nightly_ends_on_a_release_with_its_version_and_the_index(tmp_path, version, coming):
+    (tmp_path / "torch.py").write_text(f"__version__ = {version!r}\n")
+    constants = {
+        statement.targets[0].id: ast.literal_eval(statement.value)
+        for statement in ast.parse((ROOT / "tasks" / "tests.py").read_text()).body
+        if isinstance(statement, ast.Assign)
+        and isinstance(statement.targets[0], ast.Name)
+        and isinstance(statement.value, ast.Constant)
+    }
+    command = [sys.executable, "-c", constants["SHOW"] + constants["ONLY_COMING"], "https://index"]
+    env = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    run = subprocess.run(command, env=env, capture_output=True, text=True)
+    assert (run.returncode == 0) == coming, run.stderr
+    assert coming or f"torch {version} is a release, and no coming version: https://index" in (
+        run.stderr
+    )

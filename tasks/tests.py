@@ -49,12 +49,10 @@ if not re.match(r"[0-9.]+(dev|a|rc)", torch.__version__):
 """
 
 
-def tests_on(
-    session: nox.Session, where: Environment, words: list[str], check: tuple[str, ...] = (SHOW,)
-) -> None:
+def tests_on(session: nox.Session, where: Environment, words: list[str], *check: str) -> None:
     """Run the default tests in an environment with another torch, which is made if need be."""
     bring_up_to_date(session, last="tools", where=where)
-    run(session, "python", "-c", *check, where=where)
+    run(session, "python", "-c", *(check or (SHOW,)), where=where)
     pytest(session, *workers("loadscope"), *words, where=where)
 
 
@@ -71,8 +69,10 @@ def torch(session: nox.Session) -> None:
 def nightly(session: nox.Session) -> None:
     """The default tests on PyTorch's coming version; they may fail, and then say so loudly."""
     index = setting("LAMINA_INDEX_URL") or NIGHTLY
-    where = Environment("torch-nightly", torch=("--pre", "--upgrade", "torch", "--index-url", index))
-    tests_on(session, where, session.posargs, check=(SHOW + ONLY_COMING, index))
+    where = Environment(
+        "torch-nightly", torch=("--pre", "--upgrade", "torch", "--index-url", index)
+    )
+    tests_on(session, where, session.posargs, SHOW + ONLY_COMING, index)
 
 
 @nox.session(venv_backend="none", default=False)

@@ -102,7 +102,12 @@ def test_what_runs_before_nox_is_there_imports_the_standard_library_alone():
 
 @pytest.mark.parametrize(
     ("version", "coming"),
-    [("2.13.0+cpu", False), ("2.15.0", False), ("2.16.0.dev20261101+cpu", True), ("2.16.0a0", True)],
+    [
+        ("2.13.0+cpu", False),
+        ("2.15.0", False),
+        ("2.16.0.dev20261101+cpu", True),
+        ("2.16.0a0", True),
+    ],
 )
 def test_nightly_ends_on_a_release_with_its_version_and_the_index(tmp_path, version, coming):
     (tmp_path / "torch.py").write_text(f"__version__ = {version!r}\n")

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,63 +14,34 @@ from config import Config, TrainConfig
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy as TorchPolicy
 
-from lamina.ddp import DataParallel
-from lamina.fsdp import (
-    MixedPrecisionPolicy,
-    ShardedModule,
-    TorchFullyShardedDataParallel,
-    TorchFullyShardedDataParallelConfig,
-    fully_shard,
-)
-from lamina.fsdp import fully_shard_model as shard_stage
-from lamina.fsdp import fully_shard_optimizer as shard_optimizer
+import lamina.fsdp as fsdp
+import lamina.models as models
+from lamina.ddp import DataParallel, HealthMonitor, ReplicaMonitor
 from lamina.mesh import ParallelMesh
-from lamina.models import (
-    GPTModel,
-    LatentAttention,
-    MambaConfig,
-    PipelineRunner,
-    Precision,
-    ResidualBlock,
-    TransformerBlock,
-    TransformerConfig,
-    VisionConfig,
-    VisionLanguageModel,
-    apply_recompute,
-    config_from_huggingface,
-    pipeline,
-    preset,
-)
 
-Sharded = ShardedModule | DataParallel | PipelineRunner
-_SMALL = TransformerConfig(vocab_size=1, hidden_size=192, num_layers=4, num_heads=6)
-_BLOCKS = (TransformerBlock, ResidualBlock)
+Sharded = fsdp.ShardedModule | DataParallel | models.PipelineRunner
+_BLOCKS = (models.TransformerBlock, models.ResidualBlock)
 _BITS = 16  # of a token in a picture
 
 
-def _hybrid() -> TransformerConfig:
-    """Mamba-2 with four layers of attention, as in Nemotron-H 8B (NVIDIA, 2025)."""
-    return TransformerConfig(
-        vocab_size=131072,
-        hidden_size=4096,
-        num_layers=52,
-        num_heads=32,
-        num_kv_heads=8,
-        head_dim=128,
-        ffn_size=21504,
-        activation="relu2",
-        positions="none",
+def _own(name: str) -> models.TransformerConfig:
+    """The small GPT; Mamba-2 with four layers of attention, as in Nemotron-H 8B (NVIDIA, 2025)."""
+    if name == "gpt":
+        return models.TransformerConfig(vocab_size=1, hidden_size=192, num_layers=4, num_heads=6)
+    return models.TransformerConfig(
+        vocab_size=131072, hidden_size=4096, num_layers=52, num_heads=32, num_kv_heads=8,
+        head_dim=128, ffn_size=21504, activation="relu2", positions="none",
         layer_pattern="M-M-M-M*-" + "M-M-M-M-M*-" * 3 + "M-M-M-M-M-",
-        mamba=MambaConfig(num_heads=128, head_dim=64, state_size=128, groups=8),
-    )
+        mamba=models.MambaConfig(num_heads=128, head_dim=64, state_size=128, groups=8),
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Shape:
     """The decoder, and the encoder of a model that sees."""
 
-    language: TransformerConfig
-    vision: VisionConfig | None = None
+    language: models.TransformerConfig
+    vision: models.VisionConfig | None = None
 
     def arguments(self, tokens: Tensor, labels: Tensor) -> dict[str, Any]:
         """A batch as the model takes it. A model that sees is shown each sample's first tokens.
@@ -101,45 +73,40 @@ def model_shape(config: Config, vocab_size: int) -> Shape:
     """
     name, vision = config.model.name, None
     if (Path(name) / "config.json").is_file():
-        shape = config_from_huggingface(json.loads((Path(name) / "config.json").read_text()))
+        about = json.loads((Path(name) / "config.json").read_text())
+        shape = models.config_from_huggingface(about)
     elif name == "vision-language":  # a ViT-L before Llama 3 8B
-        vision = VisionConfig(
-            hidden_size=1024, num_layers=24, num_heads=16, channels=1, max_grid=16
-        )
-        shape = preset("llama3-8b")
+        vision = models.VisionConfig(1024, num_layers=24, num_heads=16, channels=1, max_grid=16)
+        shape = models.preset("llama3-8b")
     else:
-        shape = {"gpt": _SMALL, "mamba-hybrid": _hybrid()}.get(name) or preset(name)
+        shape = _own(name) if name in ("gpt", "mamba-hybrid") else models.preset(name)
     if config.tiny:
         shape = _tiny(shape)
-        vision = vision and VisionConfig(
-            hidden_size=64, num_layers=2, num_heads=4, patch_size=4, channels=1, max_grid=4
-        )
+        sizes = {"hidden_size": 64, "num_layers": 2, "num_heads": 4, "patch_size": 4, "max_grid": 4}
+        vision = vision and replace(vision, **sizes)
     given = ("num_layers", "hidden_size", "num_heads", "num_kv_heads")
     changes: dict[str, Any] = {key: value for key in given if (value := getattr(config.model, key))}
     changes["dropout"] = config.model.dropout
     changes["attention_dropout"] = config.model.dropout if shape.attention_dropout else 0.0
     if config.train.precision == "fp8":
-        changes["precision"] = Precision(backend="torch-fp8")
+        changes["precision"] = models.Precision(backend="torch-fp8")
     tp = config.layout().tp
-    own = name == "gpt" or config.tiny
+    if name != "gpt" and not config.tiny:
+        vocab_size = max(shape.vocab_size, vocab_size)
     shape = replace(
-        shape,
-        vocab_size=(vocab_size if own else max(shape.vocab_size, vocab_size)) + bool(vision),
-        max_sequence_length=config.model.sequence_length,
-        vocab_multiple=tp,
-        sequence_parallel=tp > 1,
-        **changes,
-    )
+        shape, vocab_size=vocab_size + bool(vision), vocab_multiple=tp, sequence_parallel=tp > 1,
+        max_sequence_length=config.model.sequence_length, **changes,
+    )  # fmt: skip
     return Shape(shape, vision)
 
 
-def _tiny(shape: TransformerConfig) -> TransformerConfig:
+def _tiny(shape: models.TransformerConfig) -> models.TransformerConfig:
     """Four layers of the same kinds, of widths that tp up to 4 and FP8 can cut."""
     changes: dict[str, Any] = {"num_layers": 4, "hidden_size": 64, "num_heads": 8, "ffn_size": 128}
     if shape.layer_pattern is not None:
         changes["layer_pattern"] = ("".join(dict.fromkeys(shape.layer_pattern)) * 4)[:4]
     if shape.mla is not None:
-        changes["mla"] = LatentAttention(
+        changes["mla"] = models.LatentAttention(
             kv_lora_rank=16, q_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=16, v_head_dim=8
         )
     else:
@@ -159,7 +126,26 @@ def _tiny(shape: TransformerConfig) -> TransformerConfig:
     return replace(shape, **changes)
 
 
-def make_model(shape: Shape, config: Config, mesh: ParallelMesh) -> GPTModel | VisionLanguageModel:
+def _describe(
+    shape: Shape, mesh: ParallelMesh | None = None, seed: int = 0
+) -> models.GPTModel | models.VisionLanguageModel:
+    language, token = shape.language, shape.language.vocab_size - 1
+    with torch.device("meta"):
+        if shape.vision is None:
+            return models.GPTModel(language, mesh, seed=seed)
+        return models.VisionLanguageModel(
+            shape.vision, language, mesh, image_token=token, seed=seed
+        )
+
+
+def whole_size(shape: Shape) -> int:
+    """Count the parameters of the whole model."""
+    return sum(parameter.numel() for parameter in _describe(shape).parameters())
+
+
+def make_model(
+    shape: Shape, config: Config, mesh: ParallelMesh
+) -> models.GPTModel | models.VisionLanguageModel:
     """Describe the model without memory: this rank's pieces over tp, cp and ep.
 
     Raises:
@@ -168,22 +154,7 @@ def make_model(shape: Shape, config: Config, mesh: ParallelMesh) -> GPTModel | V
     if shape.vision and mesh.axis("pp").size > 1:
         raise ValueError("--mesh pp: a vision-language model has no pipeline; use pp=1")
     model = _describe(shape, mesh, config.run.seed)
-    return model if config.recompute == "none" else apply_recompute(model, config.recompute)
-
-
-def whole_size(shape: Shape) -> int:
-    """Count the parameters of the whole model."""
-    return sum(parameter.numel() for parameter in _describe(shape).parameters())
-
-
-def _describe(
-    shape: Shape, mesh: ParallelMesh | None = None, seed: int = 0
-) -> GPTModel | VisionLanguageModel:
-    language, image_token = shape.language, shape.language.vocab_size - 1
-    with torch.device("meta"):
-        if shape.vision is None:
-            return GPTModel(language, mesh, seed=seed)
-        return VisionLanguageModel(shape.vision, language, mesh, image_token=image_token, seed=seed)
+    return model if config.recompute == "none" else models.apply_recompute(model, config.recompute)
 
 
 def shard(
@@ -204,30 +175,29 @@ def shard(
 
 def shard_whole(
     model: nn.Module, config: Config, mesh: ParallelMesh, device: torch.device
-) -> tuple[ShardedModule, torch.optim.Optimizer]:
+) -> tuple[fsdp.ShardedModule, torch.optim.Optimizer]:
     """Without pipeline stages: the one line."""
-    return fully_shard(model, _adamw(model, config.train), **_settings(model, config, mesh, device))
+    settings = _settings(model, config, mesh, device)
+    return fsdp.fully_shard(model, _adamw(model, config.train), **settings)
 
 
 def _in_stages(
-    model: GPTModel, config: Config, mesh: ParallelMesh, device: torch.device
-) -> tuple[PipelineRunner, torch.optim.Optimizer]:
+    model: models.GPTModel, config: Config, mesh: ParallelMesh, device: torch.device
+) -> tuple[models.PipelineRunner, torch.optim.Optimizer]:
     """Each stage is sharded by itself; one optimizer steps over all stages of a rank."""
-    runner = pipeline(
-        model,
-        mesh,
-        config.schedule,
-        config.train.microbatches,
-        wrap=lambda stage: shard_stage(stage, **_settings(stage, config, mesh, device)),
+    runner = models.pipeline(
+        model, mesh, config.schedule, config.train.microbatches,
         sequence=config.model.sequence_length,
-    )
-    return runner, shard_optimizer(_adamw(runner, config.train), runner)
+        wrap=lambda stage: fsdp.fully_shard_model(stage, **_settings(stage, config, mesh, device)),
+    )  # fmt: skip
+    return runner, fsdp.fully_shard_optimizer(_adamw(runner, config.train), runner)
 
 
 def _settings(
     model: nn.Module, config: Config, mesh: ParallelMesh, device: torch.device
 ) -> dict[str, Any]:
     kinds = [kind for kind in _BLOCKS if any(isinstance(m, kind) for m in model.modules())]
+    policy = fsdp.MixedPrecisionPolicy(param_dtype=compute_dtype(config, device))
     return {
         "device_mesh": mesh,
         "device": device,
@@ -235,7 +205,7 @@ def _settings(
         "zero_dp_strategy": config.train.strategy,
         "reproducible": config.train.reproducible > 0,
         "calculate_per_token_loss": config.train.reproducible > 0,  # sums, divided at the end
-        "mixed_precision_policy": MixedPrecisionPolicy(param_dtype=compute_dtype(config, device)),
+        "mixed_precision_policy": policy,
     }
 
 
@@ -254,8 +224,9 @@ def _by_torch(
     model.init_weights()
     # Sums in fp32, as Lamina's are whatever is on the wire: torch sums in the wire's dtype.
     policy = TorchPolicy(param_dtype=compute_dtype(config, device), reduce_dtype=torch.float32)
-    settings = TorchFullyShardedDataParallelConfig(mp_policy=policy)
-    sharded = TorchFullyShardedDataParallel(model, settings, mesh, [TransformerBlock])
+    settings = fsdp.TorchFullyShardedDataParallelConfig(mp_policy=policy)
+    blocks = [models.TransformerBlock]
+    sharded = fsdp.TorchFullyShardedDataParallel(model, settings, mesh, blocks)
     return sharded, _adamw(sharded, config.train)
 
 
@@ -271,12 +242,24 @@ def _adamw(model: nn.Module, train: TrainConfig) -> torch.optim.AdamW:
     return torch.optim.AdamW(groups, lr=train.learning_rate, betas=(train.beta1, train.beta2))
 
 
+def monitors(
+    stages: nn.Module | Sequence[nn.Module],
+    optimizer: torch.optim.Optimizer,
+    config: Config,
+    mesh: ParallelMesh,
+) -> tuple[HealthMonitor, ReplicaMonitor | None]:
+    """What judges steps, and what holds copies of weights and optimizer state equal."""
+    settings = asdict(config.health)
+    steps, heal = settings.pop("replicas"), settings.pop("heal")
+    settings["spike"] = None if config.health.spike == "ignore" else config.health.spike
+    replicas = ReplicaMonitor(stages, optimizer, mesh, steps=steps, heal=heal) if steps else None
+    return HealthMonitor(**settings), replicas
+
+
 def learning_rate(step: int, train: TrainConfig) -> float:
     """Linear warm-up, then a cosine down to a fraction of the peak (Loshchilov and Hutter, 2017).
 
-    Args:
-        step: from 0. A function of it alone: nothing to save, nothing to restore.
-        train: peak, warm-up, length and end.
+    A function of the step alone, which is counted from 0: nothing to save, nothing to restore.
     """
     if step < train.warmup_steps:
         return train.learning_rate * (step + 1) / train.warmup_steps

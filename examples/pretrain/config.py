@@ -3,33 +3,28 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Iterator
 from dataclasses import dataclass, field, is_dataclass
 from importlib.util import find_spec
-from operator import attrgetter
-from typing import Annotated, Literal, NamedTuple, get_type_hints
+from operator import attrgetter, ge, gt, le, lt
+from typing import Annotated, Literal, get_type_hints
 
 import tyro
 
 from lamina.checkpoint import BatchPart, cut_batch
 from lamina.mesh import LayoutError, ParallelLayout
 
-
-class Limits(NamedTuple):
-    """What a number must be, in words and as a check, which NaN fails."""
-
-    words: str
-    hold: Callable[[float], bool]
-
-
-Count = Annotated[int, Limits("at least 1", lambda n: n >= 1)]
-OrZero = Annotated[int, Limits("at least 0", lambda n: n >= 0)]
-NotNegative = Annotated[float, Limits("at least 0", lambda x: 0 <= x < math.inf)]
-Positive = Annotated[float, Limits("above 0", lambda x: 0 < x < math.inf)]
-AboveOne = Annotated[float, Limits("above 1", lambda x: 1 < x < math.inf)]
-Fraction = Annotated[float, Limits("at least 0 and below 1", lambda x: 0 <= x < 1)]
-Share = Annotated[float, Limits("above 0 and below 1", lambda x: 0 < x < 1)]
-Closed = Annotated[float, Limits("at least 0 and at most 1", lambda x: 0 <= x <= 1)]
+# What a number must be, in words: `holds` reads them.
+_BOUNDS = {"at least": ge, "at most": le, "above": gt, "below": lt}
+Count = Annotated[int, "at least 1"]
+OrZero = Annotated[int, "at least 0"]
+NotNegative = Annotated[float, "at least 0"]
+Positive = Annotated[float, "above 0"]
+AboveOne = Annotated[float, "above 1"]
+Fraction = Annotated[float, "at least 0 and below 1"]
+Share = Annotated[float, "above 0 and below 1"]
+Closed = Annotated[float, "at least 0 and at most 1"]
 
 
 @dataclass(frozen=True)
@@ -210,11 +205,7 @@ class Config:
     log: LogConfig = field(default_factory=LogConfig)
 
     def layout(self) -> ParallelLayout:
-        """The axes of `mesh`.
-
-        Raises:
-            ValueError: it is no list of axes and sizes.
-        """
+        """The axes of `mesh`."""
         try:
             pairs = [pair.split("=") for pair in self.mesh.split(",")]
             return ParallelLayout(**{name.strip(): int(size) for name, size in pairs})
@@ -228,17 +219,23 @@ class Config:
         return cut_batch(train.batch_size, rank, ranks, **sizes)
 
 
-def _limits(kind: type, prefix: str = "") -> Iterator[tuple[str, Limits]]:
+def _limits(kind: type, prefix: str = "") -> Iterator[tuple[str, str]]:
     for name, hint in get_type_hints(kind, include_extras=True).items():
         if is_dataclass(hint):
             yield from _limits(hint, f"{prefix}{name}.")
         for limits in getattr(hint, "__metadata__", ()):
-            if isinstance(limits, Limits):
+            if isinstance(limits, str):
                 yield prefix + name, limits
 
 
 LIMITS = dict(_limits(Config))
 """What each number must be, by its name on the command line."""
+
+
+def holds(limits: str, number: float) -> bool:
+    """Whether a number is within limits; NaN and infinity are within none."""
+    bounds = re.findall(r"(at least|at most|above|below) (\d)", limits)
+    return math.isfinite(number) and all(_BOUNDS[word](number, int(n)) for word, n in bounds)
 
 
 def check(config: Config, ranks: int) -> None:
@@ -251,9 +248,9 @@ def check(config: Config, ranks: int) -> None:
     """
     for name, limits in LIMITS.items():
         value, option = attrgetter(name)(config), f"--{name.replace('_', '-')}"
-        if not limits.hold(value):
+        if not holds(limits, value):
             works = f"{option} {attrgetter(name)(Config())}"
-            raise ValueError(f"{option} {value}: it must be {limits.words}, such as {works}")
+            raise ValueError(f"{option} {value}: it must be {limits}, such as {works}")
     if config.log.wandb and find_spec("wandb") is None:
         raise ValueError(f"--log.wandb {config.log.wandb}: wandb is missing; pip install wandb")
     try:

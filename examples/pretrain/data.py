@@ -1,13 +1,12 @@
 """The data: prepared once, then read in an order that is a function of (seed, step) alone.
 
 Tokens are `.npy` files, which every rank maps into memory: opening a terabyte takes as long as
-opening a kilobyte, and ranks of a machine share the pages.
+opening a kilobyte, and ranks of a machine share the pages. Beside a file of tokens lie the
+checksums of its blocks. A block is compared when it is first read.
 
 The order does not depend on how many ranks there are, nor on where a run was interrupted: step s
 takes samples s*B .. s*B+B-1 of an endless shuffled sequence, and the ranks cut them among
 themselves, evenly or not (`lamina.checkpoint.cut_batch`). So there is no loader state to save.
-
-Beside a file of tokens lie the checksums of its blocks. A block is compared when it is first read.
 """
 
 from __future__ import annotations
@@ -15,42 +14,112 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
+import sysconfig
 import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
+from build import Shape
 from config import DataConfig
-from text import Document, Tokenizer, find_documents, load_tokenizer, tokens_of
+from run import Run
 
-from lamina.checkpoint import shuffled
+from lamina.checkpoint import BatchPart, shuffled
+from lamina.mesh import ParallelMesh
 
-SUFFIX = ".npy"
 BLOCK = 1 << 16  # bytes: reading so many costs little more than reading one window
+_SKIPPED = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
+
+
+class ByteTokenizer:
+    """Every byte is a token. Byte 0, which no text has, separates documents."""
+
+    vocab_size, separator = 256, 0
+
+    def encode(self, text: bytes) -> np.ndarray:
+        """Return the bytes themselves."""
+        return np.frombuffer(text, dtype=np.uint8)
+
+    def decode(self, ids: list[int]) -> str:
+        """Decode UTF-8; what is not UTF-8 becomes a replacement character."""
+        return bytes(i for i in ids if 0 < i < 256).decode("utf-8", errors="replace")
+
+
+class HuggingFaceTokenizer:
+    """A `tokenizer.json` from disk, as the `tokenizers` library writes it."""
+
+    def __init__(self, path: Path) -> None:
+        from tokenizers import Tokenizer as Loaded
+
+        loaded = Loaded.from_file(str(path))
+        self.vocab_size, self.decode = loaded.get_vocab_size(with_added_tokens=True), loaded.decode
+        self._encode = loaded.encode
+        names = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>", "[SEP]")
+        found = [i for i in map(loaded.token_to_id, names) if i is not None]
+        if not found:
+            raise ValueError(f"{path} has no end-of-text token: none of {', '.join(names)}")
+        self.separator = found[0]
+
+    def encode(self, text: bytes) -> np.ndarray:
+        """Encode without special tokens; bytes that are not UTF-8 are replaced."""
+        encoded = self._encode(text.decode("utf-8", "replace"), add_special_tokens=False)
+        return np.array(encoded.ids, dtype=np.uint32)
+
+
+Tokenizer = ByteTokenizer | HuggingFaceTokenizer
+
+
+def load_tokenizer(name: str) -> Tokenizer:
+    """Return the byte tokenizer for "bytes", else the one in a `tokenizer.json`."""
+    if name == "bytes":
+        return ByteTokenizer()
+    path = Path(name) / "tokenizer.json" if Path(name).is_dir() else Path(name)
+    if not path.is_file():
+        raise FileNotFoundError(f"--data.tokenizer {name}: neither 'bytes' nor a tokenizer.json")
+    return HuggingFaceTokenizer(path)
+
+
+def find_documents(source: str, pattern: str) -> dict[str, Path]:
+    """Find the text files of "stdlib", of a file, or of a directory (those that match the glob).
+
+    Returns:
+        The path of each by its name within the source, which decides whether it is held out.
+
+    Raises:
+        FileNotFoundError: there is nothing at that place.
+    """
+    root, skipped = Path(source), set()
+    if source == "stdlib":
+        root, pattern, skipped = Path(sysconfig.get_paths()["stdlib"]), "**/*.py", _SKIPPED
+    if root.is_file():
+        return {root.name: root}
+    paths = [path for path in root.glob(pattern) if path.is_file() and not skipped & {*path.parts}]
+    if not paths:
+        raise FileNotFoundError(
+            f"--data.path {source}: no file matches {pattern!r} in {root}; "
+            "set --data.path to text and --data.pattern to which files of it to read"
+        )
+    return dict(sorted((path.relative_to(root).as_posix(), path) for path in paths))
+
+
+def _tokens_of(documents: Iterable[Path], tokenizer: Tokenizer) -> Iterator[np.ndarray]:
+    """Yield the ids of every document, each followed by the separator."""
+    for path in documents:
+        yield tokenizer.encode(path.read_bytes())
+        yield np.array([tokenizer.separator])
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """Tokens to train on and tokens held out.
-
-    Attributes:
-        train: 1-D arrays of tokens, mapped into memory.
-        held_out: likewise.
-        tokenizer: of both.
-        bytes_per_token: of the text, for comparing tokenizers.
-    """
+    """Tokens to train on and tokens held out: 1-D arrays, mapped into memory."""
 
     train: list[np.ndarray]
     held_out: list[np.ndarray]
     tokenizer: Tokenizer
-    bytes_per_token: float
-
-    @property
-    def tokens(self) -> int:
-        """Number of training tokens."""
-        return sum(part.size for part in self.train)
+    bytes_per_token: float  # of the text, for comparing tokenizers
 
     def unigram_entropy(self) -> float:
         """Entropy of the held-out text's token frequencies, in nats per token.
@@ -58,9 +127,8 @@ class Corpus:
         It is what the best guess without any context costs: a model that has learned nothing but
         frequencies has this loss.
         """
-        counts = np.zeros(self.tokenizer.vocab_size, dtype=np.int64)
-        for part in self.held_out:
-            counts += np.bincount(verified(part), minlength=counts.size)
+        size = self.tokenizer.vocab_size
+        counts = sum(np.bincount(verified(part), minlength=size) for part in self.held_out)
         frequencies = counts[counts > 0] / counts.sum()
         return float(-(frequencies * np.log(frequencies)).sum())
 
@@ -69,15 +137,12 @@ def prepare(config: DataConfig, directory: Path) -> None:
     """Tokenise the source into `directory`, once; on one rank only.
 
     A run keeps its tokens, so that it continues on the same text whatever happens to the source.
-
-    Raises:
-        ValueError: the directory holds another corpus.
     """
-    if _tokens_given(config):
+    about = directory / "corpus.json"
+    if _token_files(config):
         return
-    if (directory / "corpus.json").exists():
-        made_of = json.loads((directory / "corpus.json").read_text())["source"]
-        if made_of != asdict(config):
+    if about.exists():
+        if (made_of := json.loads(about.read_text())["source"]) != asdict(config):
             raise ValueError(
                 f"{directory} was made of {made_of}, now --data asks for {asdict(config)}: "
                 "give the same, or another --run.directory"
@@ -88,70 +153,54 @@ def prepare(config: DataConfig, directory: Path) -> None:
     documents = find_documents(config.path, config.pattern)
     parts = _split(documents, tokenizer, config.held_out)
     size = sum(
-        write_tokens(directory / f"{name}{SUFFIX}", chunks, tokenizer.vocab_size)
+        write_tokens(directory / f"{name}.npy", chunks, tokenizer.vocab_size)
         for name, chunks in parts.items()
     )
-    text_bytes = sum(document.path.stat().st_size for document in documents)
-    about = {
-        "source": asdict(config),
-        "documents": len(documents),
-        "bytes": text_bytes,
-        "bytes_per_token": text_bytes / size,
-    }
-    (directory / "corpus.json").write_text(json.dumps(about, indent=1))
+    per_token = sum(path.stat().st_size for path in documents.values()) / size
+    about.write_text(json.dumps({"source": asdict(config), "bytes_per_token": per_token}, indent=1))
 
 
 def _split(
-    documents: list[Document], tokenizer: Tokenizer, fraction: float
+    documents: dict[str, Path], tokenizer: Tokenizer, fraction: float
 ) -> dict[str, Iterable[np.ndarray]]:
     """Hold out whole documents, each by a hash of its own name, at least one and never all.
 
     Of the only document the end is held out.
     """
     if len(documents) == 1:
-        tokens = np.concatenate(list(tokens_of(documents, tokenizer)))
+        tokens = np.concatenate(list(_tokens_of(documents.values(), tokenizer)))
         cut = tokens.size - max(1, round(tokens.size * fraction))
         return {"train": [tokens[:cut]], "held-out": [tokens[cut:]]}
-    place = {d.name: _uniform(d.name) for d in documents}
-    ranked = sorted(place, key=place.__getitem__)
-    held_out = {name for name in ranked[:-1] if place[name] < fraction} or {ranked[0]}
+    hashes = {name: hashlib.sha256(name.encode()).digest()[:8] for name in documents}
+    first, *ranked = sorted(documents, key=hashes.__getitem__)
+    below = {name for name in ranked[:-1] if int.from_bytes(hashes[name]) / 2**64 < fraction}
+    chosen = {"train": documents.keys() - below - {first}, "held-out": below | {first}}
     return {
-        "train": tokens_of([d for d in documents if d.name not in held_out], tokenizer),
-        "held-out": tokens_of([d for d in documents if d.name in held_out], tokenizer),
+        part: _tokens_of([documents[name] for name in documents if name in names], tokenizer)
+        for part, names in chosen.items()
     }
-
-
-def _uniform(name: str) -> float:
-    """Hash a name to a number in [0, 1)."""
-    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") / 2**64
 
 
 def write_tokens(path: Path, chunks: Iterable[np.ndarray], vocab_size: int) -> int:
     """Write tokens as a 1-D `.npy` of the smallest dtype, and return their number.
 
     Chunks go to the disk as they come, so the text need not fit into memory.
-
-    Raises:
-        ValueError: a token is outside the vocabulary.
     """
-    dtype = np.min_scalar_type(vocab_size - 1)
-    chunked, size = path.with_suffix(".writing"), 0
-    with open(chunked, "wb") as file:
+    dtype, size = np.min_scalar_type(vocab_size - 1), 0
+    about = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False}
+    with open(path, "wb") as file:
+        np.lib.format.write_array_header_1_0(file, about | {"shape": (0,)})
         for chunk in chunks:
-            check_tokens(chunk, vocab_size, "the text")
+            _check_tokens(chunk, vocab_size, "the text")
             chunk.astype(dtype).tofile(file)
             size += chunk.size
-    written = np.lib.format.open_memmap(path, "w+", dtype, (size,))
-    if size:
-        written[:] = np.memmap(chunked, dtype, mode="r")
-    written.flush()
-    checksums_of(path).write_bytes(_sums(written).tobytes())
-    chunked.unlink()
+        file.seek(0)  # numpy leaves room for the digits of any size
+        np.lib.format.write_array_header_1_0(file, about | {"shape": (size,)})
+    write_checksums(path)
     return size
 
 
-def check_tokens(tokens: np.ndarray, vocab_size: int, where: object) -> None:
-    """Raise ValueError for a token outside the vocabulary."""
+def _check_tokens(tokens: np.ndarray, vocab_size: int, where: object) -> None:
     if tokens.size and int(tokens.max()) >= vocab_size:
         raise ValueError(
             f"{where} has token {int(tokens.max())} in a vocabulary of {vocab_size}: name the "
@@ -164,9 +213,11 @@ def checksums_of(path: Path) -> Path:
     return path.with_name(f"{path.name}.crc32")
 
 
-def _sums(tokens: np.ndarray) -> np.ndarray:
-    data = memoryview(tokens).cast("B") if tokens.size else b""
-    return np.array([zlib.crc32(data[at : at + BLOCK]) for at in range(0, len(data), BLOCK)], "<u4")
+def write_checksums(path: Path) -> None:
+    """Write the checksums of a file of tokens."""
+    data = np.load(path, mmap_mode="r").view(np.uint8)
+    sums = [zlib.crc32(data[at : at + BLOCK]) for at in range(0, len(data), BLOCK)]
+    checksums_of(path).write_bytes(np.array(sums, "<u4").tobytes())
 
 
 class Tokens(np.memmap):
@@ -180,16 +231,11 @@ class Tokens(np.memmap):
 
 
 class Checks:
-    """Compares blocks of a file of tokens with their checksums, each when it is first read.
-
-    Raises:
-        ValueError: there are other checksums than of that many blocks.
-    """
+    """Compares blocks of a file of tokens with their checksums, each when it is first read."""
 
     def __init__(self, path: Path, tokens: np.ndarray) -> None:
-        self._path, self._data = path, memoryview(tokens).cast("B") if tokens.size else b""
-        self._begin, self._itemsize = tokens.ctypes.data, tokens.itemsize
-        self._sums = np.fromfile(checksums_of(path), "<u4")
+        self._path, self._data, self._itemsize = path, tokens.view(np.uint8), tokens.itemsize
+        self._begin, self._sums = tokens.ctypes.data, np.fromfile(checksums_of(path), "<u4")
         self._known = np.zeros(len(self._sums), dtype=bool)
         if len(self._sums) != -(-len(self._data) // BLOCK):
             raise ValueError(
@@ -198,11 +244,7 @@ class Checks:
             )
 
     def require(self, part: np.ndarray) -> None:
-        """Compare the blocks of a part that were not read before.
-
-        Raises:
-            ValueError: one is damaged.
-        """
+        """Compare the blocks of a part that were not read before."""
         begin = part.ctypes.data - self._begin
         first, last = begin // BLOCK, -(-(begin + part.nbytes) // BLOCK)
         for block in first + np.flatnonzero(~self._known[first:last]):
@@ -219,23 +261,14 @@ class Checks:
 
 
 def verified(tokens: np.ndarray) -> np.ndarray:
-    """The tokens, once their blocks have been compared with their checksums, if they have any.
-
-    Raises:
-        ValueError: a block is damaged; it names file and block.
-    """
+    """The tokens, once their blocks have been compared with their checksums, if they have any."""
     if isinstance(tokens, Tokens) and tokens.checks is not None and tokens.size:
         tokens.checks.require(tokens)
     return np.asarray(tokens)
 
 
 def open_tokens(path: Path) -> np.ndarray:
-    """Map tokens into memory. What is read of them is to pass `verified`.
-
-    Raises:
-        ValueError: it is no whole `.npy` file of a 1-D array of unsigned integers, or its checksums
-            are those of another file.
-    """
+    """Map tokens into memory. What is read of them is to pass `verified`."""
     try:
         tokens = np.load(path, mmap_mode="r", allow_pickle=False)
     except (ValueError, EOFError) as error:
@@ -248,34 +281,32 @@ def open_tokens(path: Path) -> np.ndarray:
     return tokens
 
 
-def _tokens_given(config: DataConfig) -> bool:
+def _token_files(config: DataConfig) -> list[Path]:
     path = Path(config.path)
-    return path.suffix == SUFFIX or (path.is_dir() and any(path.glob(f"*{SUFFIX}")))
+    return [path] if path.suffix == ".npy" else sorted(path.glob("*.npy"))
 
 
 def open_corpus(config: DataConfig, directory: Path) -> Corpus:
     """Map what `prepare` made, or the files of tokens that the config names.
 
     Of the latter, those called held-out* are held out; without any, the end of the last is.
-
-    Raises:
-        ValueError: a file is none of tokens, or has one that the tokenizer does not have.
     """
-    tokenizer = load_tokenizer(config.tokenizer)
-    if not _tokens_given(config):
+    tokenizer, given = load_tokenizer(config.tokenizer), _token_files(config)
+    if not given:
         about = json.loads((directory / "corpus.json").read_text())
-        parts = [[open_tokens(directory / f"{name}{SUFFIX}")] for name in ("train", "held-out")]
+        parts = [[open_tokens(directory / f"{name}.npy")] for name in ("train", "held-out")]
         return Corpus(*parts, tokenizer, about["bytes_per_token"])
-    given = Path(config.path)
-    files = {path: open_tokens(path) for path in sorted(given.glob(f"*{SUFFIX}")) or [given]}
-    for path, tokens in files.items():
+    train, held_out = [], []
+    for path in given:
+        tokens = open_tokens(path)
         # Another tokenizer's ids show early, and reading all of a large file would take minutes.
-        check_tokens(verified(tokens[: 1 << 24]), tokenizer.vocab_size, path)
-    held_out = [t for path, t in files.items() if path.name.startswith("held-out")]
-    train = [t for path, t in files.items() if not path.name.startswith("held-out")]
+        _check_tokens(verified(tokens[: 1 << 24]), tokenizer.vocab_size, path)
+        (held_out if path.name.startswith("held-out") else train).append(tokens)
     if not held_out:
-        cut = train[-1].size - max(1, round(sum(t.size for t in train) * config.held_out))
-        train, held_out = [*train[:-1], train[-1][:cut]], [train[-1][cut:]]
+        last = train.pop()
+        share = sum(part.size for part in [*train, last]) * config.held_out
+        cut = last.size - max(1, round(share))
+        train, held_out = [*train, last[:cut]], [last[cut:]]
     return Corpus(train, held_out, tokenizer, bytes_per_token=float("nan"))
 
 
@@ -287,8 +318,7 @@ class Windows:
     """
 
     def __init__(self, parts: list[np.ndarray], length: int) -> None:
-        self.length = length
-        self._parts = parts
+        self.length, self._parts = length, parts
         self._ends = np.cumsum([max(0, (part.size - 1) // length) for part in parts])
         if len(self) == 0:
             raise ValueError(
@@ -307,22 +337,39 @@ class Windows:
 
     def _window(self, index: int) -> np.ndarray:
         part = int(np.searchsorted(self._ends, index, side="right"))
-        first = index - (int(self._ends[part - 1]) if part else 0)
-        start = first * self.length
+        start = (index - (int(self._ends[part - 1]) if part else 0)) * self.length
         return verified(self._parts[part][start : start + self.length + 1]).astype(np.int64)
 
 
 def slice_of_step(step: int, seed: int, size: int, batch: int, places: Iterable[int]) -> list[int]:
-    """Return the samples at some places of a step's batch.
+    """Return the samples at some places of the batch of a step, both from 0.
 
-    Args:
-        step: from 0.
-        seed: of the order.
-        size: number of samples in the corpus.
-        batch: samples per step over all ranks.
-        places: in the batch, from 0.
+    There are `size` samples in the corpus and `batch` in a step of all ranks.
     """
     return [shuffled(step * batch + place, size, seed) for place in places]
+
+
+class Batch(NamedTuple):
+    """What this rank takes of a batch: the samples of its parts, one after the other."""
+
+    parts: list[BatchPart]
+    arguments: dict[str, torch.Tensor]  # of the model
+
+    def passes(self) -> Iterator[tuple[BatchPart, dict[str, torch.Tensor]]]:
+        """Each part with its samples."""
+        sizes = [len(part.samples) for part in self.parts]
+        cut = [tensor.split(sizes) for tensor in self.arguments.values()]
+        for part, *tensors in zip(self.parts, *cut, strict=True):
+            yield part, dict(zip(self.arguments, tensors, strict=True))
+
+
+def read_batch(run: Run, samples: Windows, shape: Shape, mesh: ParallelMesh, number: int) -> Batch:
+    """Read this rank's share of a batch; batches are counted from 0."""
+    parts = run.config.parts(mesh.axis("dp").rank, mesh.axis("dp").size)
+    places = [place for part in parts for place in part.samples]
+    seed, size = run.config.run.seed, run.config.train.batch_size
+    mine = slice_of_step(number, seed, len(samples), size, places)
+    return Batch(parts, shape.arguments(*samples.batch(mine, run.runtime.device)))
 
 
 def held_out_batches(
@@ -341,12 +388,9 @@ def held_out_batches(
     all batches are full: the last is left out, or filled up if there is no other.
     """
     wanted = min(len(windows), max(1, tokens // windows.length))
-    chosen = [k * len(windows) // wanted for k in range(wanted)]
-    if wanted < ranks:  # too little text to go round: every rank takes all of it
-        mine = chosen
-    else:
-        share = wanted // ranks
-        mine = chosen[rank * share : (rank + 1) * share]
+    mine = [k * len(windows) // wanted for k in range(wanted)]
+    if share := wanted // ranks:  # else too little text to go round: every rank takes all of it
+        mine = mine[rank * share : (rank + 1) * share]
     if whole:
         mine = (mine * batch)[: max(batch, len(mine) // batch * batch)]
     for first in range(0, len(mine), batch):
@@ -355,4 +399,4 @@ def held_out_batches(
 
 if __name__ == "__main__":
     for name in sys.argv[1:]:
-        checksums_of(Path(name)).write_bytes(_sums(np.load(name, mmap_mode="r")).tobytes())
+        write_checksums(Path(name))

@@ -7,25 +7,17 @@ model of any size takes seconds on a laptop.
 
 from __future__ import annotations
 
-import weakref
 from collections import Counter
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
-from build import (
-    Shape,
-    Sharded,
-    compute_dtype,
-    make_model,
-    model_shape,
-    shard_whole,
-    whole_size,
-)
+from build import Shape, compute_dtype, make_model, model_shape, shard_whole, whole_size
 from config import Config, check
+from data import load_tokenizer
 from options import load, refusals
-from text import load_tokenizer
 from torch import nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
@@ -34,6 +26,7 @@ from torch.utils._pytree import tree_leaves
 
 from lamina.collectives import Ledger
 from lamina.ddp import finalize_grads, memory_plan
+from lamina.fsdp import ShardedModule
 from lamina.mesh import LayoutError, ParallelMesh, init_distributed
 from lamina.models import training_flops_per_token
 from lamina.models.engine import cut_layers
@@ -42,11 +35,7 @@ _META = torch.device("meta")
 
 
 def dry_run(arguments: list[str]) -> None:
-    """Print the plan of a run.
-
-    Raises:
-        SystemExit: with status 2 for settings that cannot run, which are then said.
-    """
+    """Print the plan of a run; exit with status 2 if it cannot run, and say why."""
     with refusals():
         config = load(arguments, "cpu")
         with init_distributed("fake", rank=0, world_size=_ranks(config)) as runtime:
@@ -72,8 +61,8 @@ def plan(config: Config) -> list[str]:
     mesh = config.layout().build("cpu")
     train, length = config.train, config.model.sequence_length
     whole = model_shape(config, load_tokenizer(config.data.tokenizer).vocab_size)
-    shape, pp = _stage(whole, mesh.axis("pp").size, length), mesh.axis("pp").size
-    dp = mesh.axis("dp")
+    dp, pp = mesh.axis("dp"), mesh.axis("pp").size
+    shape = _stage(whole, pp, length)
     sequences = max(len(part.samples) for part in config.parts(dp.size - 1, dp.size))
     ids = torch.zeros(sequences, length, dtype=torch.int64, device=_META)
     batch = shape.arguments(ids, ids)
@@ -132,42 +121,35 @@ def _activations(model: nn.Module, config: Config, batch: dict[str, Any]) -> int
     model = model.to(compute_dtype(config, _META) or torch.float32)
     with Alive() as alive, FlashAttention():
         loss = model(**batch)  # as long as this is there, so is what backward needs
-        held = alive.bytes()
+        # Of now: recomputation empties storages that it keeps.
+        held = sum(storage.nbytes() for storage in alive.made.values())
     del loss
     return held
 
 
 class Alive(TorchDispatchMode):
-    """Counts the bytes of storages that were made inside and that something still refers to."""
+    """Knows the storages that operators inside have made and that something still refers to."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._made: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self.made = WeakValueDictionary[int, torch.UntypedStorage]()
 
-    def bytes(self) -> int:
-        """Bytes now: recomputation empties storages that it keeps."""
-        storages = [made() for made in self._made.values()]
-        return sum(storage.nbytes() for storage in storages if storage is not None)
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operator and note what it makes: not what it was given."""
-        given = {tensor.untyped_storage()._cdata for tensor in _tensors((args, kwargs))}
-        output = func(*args, **(kwargs or {}))
-        for tensor in _tensors(output):
-            storage = tensor.untyped_storage()
-            if storage._cdata not in given:
-                self._made[storage._cdata] = weakref.ref(storage)
+        output, given = func(*args, **(kwargs or {})), _storages((args, kwargs))
+        self.made.update({k: held for k, held in _storages(output).items() if k not in given})
         return output
+
+
+def _storages(tree: Any) -> dict[int, torch.UntypedStorage]:
+    tensors = (leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor))
+    return {held._cdata: held for held in map(torch.Tensor.untyped_storage, tensors)}
 
 
 class FlashAttention(TorchFunctionMode):
     """Attention as GPUs do it: on meta tensors torch would keep the scores for backward."""
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Replace attention without a mask."""
         options = kwargs or {}
         if func is not F.scaled_dot_product_attention or options.get("attn_mask") is not None:
@@ -179,12 +161,8 @@ class FlashAttention(TorchFunctionMode):
         return flash(query, key, wide, is_causal=True)[0][..., : value.shape[-1]]
 
 
-def _tensors(tree: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
-
-
 def _bytes_sent(
-    model: Sharded,
+    model: ShardedModule,
     optimizer: torch.optim.Optimizer,
     batch: dict[str, Any],
     mesh: ParallelMesh,

@@ -41,11 +41,7 @@ class Evaluator:
         return float(sums[0] / sums[1])
 
     def samples(self) -> list[tuple[str, str]]:
-        """Let the model continue the prompt, or held-out text; a pipeline cannot (no samples).
-
-        Returns:
-            Pairs of what was given and what the model wrote.
-        """
+        """Pairs of a prompt or held-out text and what the model writes next; none of a pipeline."""
         config = self._config.eval
         if config.samples == 0 or isinstance(self._model, PipelineRunner):
             return []
@@ -59,12 +55,9 @@ class Evaluator:
             given = self._windows.batch(chosen, self._device)[0][:, : max(1, length // 4)]
         with self._model.unsharded():
             written = generate(
-                self._model,
-                given,
-                config.sample_tokens,
+                self._model, given, config.sample_tokens, context_length=length,
                 temperature=config.temperature,
-                context_length=length,
                 generator=torch.Generator(self._device).manual_seed(self._config.run.seed),
-            )
+            )  # fmt: skip
         cut = given.shape[1]
         return [(decode(row[:cut]), decode(row[cut:])) for row in written.tolist()]

@@ -1,20 +1,21 @@
-"""What a run says about itself while it goes: progress, metrics.jsonl, TensorBoard."""
+"""What a run says about itself while it goes: progress, metrics.jsonl, TensorBoard, W&B."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import sys
+import textwrap
 import time
+import uuid
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import psutil
 import torch
-from boards import Boards
-from build import Shape
+from build import Shape, whole_size
 from data import Corpus
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
@@ -22,7 +23,7 @@ from rich.table import Column
 from run import Run
 from torch.profiler import profile
 
-from lamina.checkpoint import SaveReport
+from lamina.checkpoint import CheckpointManager, SaveReport
 from lamina.collectives import Ledger
 from lamina.ddp import Judgement
 from lamina.models import training_flops_per_token
@@ -38,32 +39,28 @@ class Metrics:
     Args:
         run: where to write.
         corpus: for its entropy, a yardstick.
-        shape: for the number of operations per token.
+        shape: for the number of parameters, and of operations per token.
         done: steps that a restored checkpoint brings; later lines of an interrupted run, which
             are about to be repeated, are dropped from metrics.jsonl.
     """
 
     def __init__(self, run: Run, corpus: Corpus, shape: Shape, done: int) -> None:
-        self.entropy = corpus.unigram_entropy()
+        self.entropy, self.parameters = corpus.unigram_entropy(), whole_size(shape)
         self.last_held_out: float | None = None
-        self.peak_bytes = 0
-        self.records: list[dict[str, Any]] = []
+        self.peak_bytes, self.records = 0, list[dict[str, Any]]()
         self._run, self._log, self._main = run, run.config.log, run.runtime.is_main
-        self._traced, self._total = run.config.log.trace, run.config.train.steps
-        length = run.config.model.sequence_length
+        self._total, length = run.config.train.steps, run.config.model.sequence_length
         self._tokens = run.config.train.batch_size * length
         self._flops = training_flops_per_token(shape.language, length)
         self._times: deque[float] = deque(maxlen=_RECENT)
         self._seconds: Counter[str] = Counter()  # of the whole run, by what they went to
         self._done, self._next_line = done, 0.0
-        self._started = self._clock = time.perf_counter()
-        columns = TextColumn("step"), MofNCompleteColumn(), BarColumn(bar_width=20)
         self._bar = Progress(
-            *columns,
+            TextColumn("step"), MofNCompleteColumn(), BarColumn(bar_width=20),
             TextColumn("{task.fields[figures]}", table_column=Column()),  # in several lines
-            console=Console(file=sys.stdout),
+            console=Console(quiet=not self._main),
             disable=not (self._main and sys.stdout.isatty()),
-        )
+        )  # fmt: skip
         self._task = self._bar.add_task("", total=self._total, figures="")
         if self._main:
             path = run.directory / "metrics.jsonl"
@@ -84,6 +81,11 @@ class Metrics:
             self._file.close()
             self._boards.close()
 
+    def say(self, text: str) -> None:
+        """Print a line, above the bar if there is one."""
+        plain = {"markup": False, "highlight": False, "emoji": False}
+        self._bar.console.print(text, soft_wrap=True, **plain)
+
     @contextlib.contextmanager
     def timed(self, what: str) -> Iterator[None]:
         """Count the seconds inside as spent on `what`."""
@@ -92,15 +94,23 @@ class Metrics:
         self._seconds[what] += time.perf_counter() - began
 
     @contextlib.contextmanager
-    def watched(self, number: int) -> Iterator[None]:
-        """Count how long a step's compute stands still for communication; trace it if asked."""
+    def watched(self, number: int, checkpoints: CheckpointManager) -> Iterator[None]:
+        """Count how long a step's compute stands still for communication; trace it if asked.
+
+        An error of its numbers is told with the step, the newest checkpoint and the remedy.
+        """
         step, every = number + 1, self._log.every
-        traced, counted = step in self._traced, self._main and step % every == 0
-        if not traced and not counted:
-            yield
-            return
-        with profile() if traced else contextlib.nullcontext() as profiler, Ledger() as ledger:
-            yield
+        traced, counted = step in self._log.trace, self._main and step % every == 0
+        ledger = Ledger() if traced or counted else contextlib.nullcontext()
+        try:
+            with profile() if traced else contextlib.nullcontext() as profiler, ledger:
+                yield
+        except FloatingPointError as error:
+            newest = checkpoints.latest() or 0
+            raise FloatingPointError(
+                f"step {step}: {error}; the newest checkpoint is of step {newest}: lower "
+                "--train.learning-rate"
+            ) from None
         if counted:
             self._seconds["exposed"] += every * sum(record.exposed for record in ledger.records)
         if profiler is not None:
@@ -109,29 +119,25 @@ class Metrics:
             ledger.trace(traces / f"step-{step}-rank-{self._run.runtime.rank}.json", profiler)
             self._clock += time.perf_counter() - began  # which is not the step's
 
-    def step(self, done: int, loss: float, norm: float, rate: float) -> None:
-        """Record a finished step.
-
-        Args:
-            done: steps finished.
-            loss: mean over all ranks, nats per token.
-            norm: of the gradient before clipping.
-            rate: the learning rate of the step.
-        """
+    def step(self, done: int, found: Judgement, rate: float) -> None:
+        """Record a finished step: how many there are now, its loss and norm, its learning rate."""
         now, self._done = time.perf_counter(), done
         self._times.append(now - self._clock)
         self._clock = now
-        self.peak_bytes = max(self.peak_bytes, _memory(self._run.runtime.device))
-        seconds = sum(self._times) / len(self._times)
+        seconds, runtime = sum(self._times) / len(self._times), self._run.runtime
+        flops = self._flops * self._tokens / seconds / runtime.world_size
         record = {
             "step": done,
-            "loss": loss,
-            "grad_norm": norm,
+            "loss": found.loss,
+            "grad_norm": found.norm,
             "learning_rate": rate,
             "tokens_per_second": round(self._tokens / seconds, 1),
-            "memory_bytes": self.peak_bytes,
-            **self._utilisation(self._tokens / seconds),
+            "memory_bytes": self.memory(),
+            "flops_per_second": flops,  # of the model, per rank
         }
+        name = torch.cuda.get_device_name() if runtime.device.type == "cuda" else ""
+        peaks = [peak for key, peak in _PEAKS.items() if key in name]
+        record |= {"mfu": flops / peaks[-1]} if peaks else {}
         for what in ("data", "exposed", "checkpoint"):
             record[f"{what}_share"] = round(self._seconds[what] / (now - self._started), 4)
         self._show(record, int((self._total - done) * seconds))
@@ -162,38 +168,30 @@ class Metrics:
         self._write({"step": save.step, "checkpoint_blocked_seconds": round(blocked, 4)})
 
     def finish(self, samples: list[tuple[str, str]]) -> None:
-        """Take the bar away and show what the model has written; the last words are the report's.
+        """Take the bar away and log what the model has written; the last words are the report's.
 
         Weights & Biases prints a summary when it is closed.
         """
         self._bar.stop()
-        self.peak_bytes = max(self.peak_bytes, _memory(self._run.runtime.device))
+        self.memory()
         texts = {f"sample {n}": f"{given}[...]{text}" for n, (given, text) in enumerate(samples, 1)}
-        if self._main and texts:
-            self._boards.add({"step": self._done, **texts})
         if self._main:
+            if texts:
+                self._boards.add({"step": self._done, **texts})
             self._boards.close()
 
-    def say(self, text: str) -> None:
-        """Print a line, above the bar if there is one."""
-        if not self._bar.disable:
-            self._bar.console.print(text, highlight=False)
-        elif self._main:
-            print(text, flush=True)
+    def memory(self) -> int:
+        """Peak bytes of tensors on a GPU; on a CPU of all memory of the process, as last seen."""
+        device = self._run.runtime.device
+        on_gpu = device.type == "cuda" and torch.cuda.max_memory_allocated(device)
+        self.peak_bytes = max(self.peak_bytes, on_gpu or psutil.Process().memory_info().rss)
+        return self.peak_bytes
 
     def _write(self, record: dict[str, Any]) -> None:
         if self._main:
             self.records.append(record)
             self._file.write(json.dumps(record) + "\n")
             self._boards.add(record)
-
-    def _utilisation(self, tokens_per_second: float) -> dict[str, float]:
-        """Model operations per second and rank, and their share of a known GPU's peak."""
-        rate, device = self._flops * tokens_per_second, self._run.runtime.device
-        rate /= self._run.runtime.world_size
-        name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
-        mfu = [("mfu", rate / peak) for key, peak in _PEAKS.items() if key in name]
-        return {"flops_per_second": rate} | dict(mfu)
 
     def _show(self, record: dict[str, Any], left: int) -> None:
         """Move the bar; without a terminal print a line every few seconds, and the last."""
@@ -213,13 +211,6 @@ class Metrics:
             self.say(f"step {done}/{self._total}  {text}")
 
 
-def _memory(device: torch.device) -> int:
-    """Peak bytes of tensors on a GPU; on a CPU all memory of the process, right now."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    return psutil.Process().memory_info().rss
-
-
 def _kept(path: Path, done: int) -> list[dict[str, Any]]:
     """Rewrite metrics.jsonl without lines past `done`, or half-written ones."""
     records = []
@@ -228,3 +219,48 @@ def _kept(path: Path, done: int) -> list[dict[str, Any]]:
             records += [record] if (record := json.loads(line))["step"] <= done else []
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
     return records
+
+
+class Boards:
+    """TensorBoard and Weights & Biases, if the settings ask for them; on the first rank alone.
+
+    What TensorBoard has of steps after `done` is about to be repeated.
+    """
+
+    def __init__(self, run: Run, done: int) -> None:
+        self._events: Any = None
+        self._wandb: Any = None
+        if run.config.log.tensorboard:
+            from torch.utils.tensorboard import SummaryWriter  # here, for it takes a second
+
+            self._events = SummaryWriter(str(run.directory / "tensorboard"), purge_step=done + 1)
+        if project := run.config.log.wandb:
+            import wandb
+
+            name = run.directory / "wandb-id"  # a run that goes on is the same one there
+            if not name.exists():
+                name.write_text(uuid.uuid4().hex[:12])
+            self._wandb = wandb.init(
+                project=project, name=run.directory.name, id=name.read_text(), resume="allow",
+                dir=str(run.directory), config=run.settings(),
+            )  # fmt: skip
+            # Steps are a number like others: wandb's own may not go back, as a run does.
+            self._wandb.define_metric("*", step_metric="step")
+
+    def add(self, values: Mapping[str, Any]) -> None:
+        """Add the numbers and texts of a step, which is one of them."""
+        for name, value in values.items() if self._events else ():
+            if isinstance(value, str):  # four spaces are Markdown's sign for text as it is
+                text = textwrap.indent(value, "    ", lambda line: True)
+                self._events.add_text(name, text, values["step"])
+            elif name != "step":
+                self._events.add_scalar(name, value, values["step"])
+        if self._wandb:
+            self._wandb.log(values)
+
+    def close(self) -> None:
+        """Write what is left."""
+        if self._events:
+            self._events.close()
+        if self._wandb:
+            self._wandb.finish()

@@ -6,7 +6,7 @@ import argparse
 import contextlib
 import sys
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -64,19 +64,36 @@ def from_toml(path: Path, default: Config | None = None, *, speak: bool = True) 
         SystemExit: unknown keys, values of the wrong type (printed, with the file's name).
     """
     try:
-        words = list(_words(tomllib.loads(path.read_text())))
+        given = dict(flat(tomllib.loads(path.read_text())))
     except FileNotFoundError:
         near = ", ".join(sorted(p.name for p in CONFIGS.glob("*.toml")))
         raise OptionError(f"--config {path}: no such file; in {CONFIGS} there are {near}") from None
     except tomllib.TOMLDecodeError as error:
         raise OptionError(f"{path}: {error}") from None
+    words = [word for name, value in given.items() for word in _words(name, value)]
     start, prog = default or Config(), path.name
     try:
         return tyro.cli(Config, default=start, args=words, prog=prog, console_outputs=speak)
     except SystemExit:
-        for name in (word[2:].split("=")[0] for word in words if speak and word[:2] == "--"):
+        for name in given if speak else ():
             print(f"{path}: '{name}'{_hint(name)}", file=sys.stderr)
         raise
+
+
+def flat(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the values of nested tables, each with its dotted name."""
+    for key, value in table.items():
+        if isinstance(value, Mapping):
+            yield from flat(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key, value
+
+
+def _words(name: str, value: object) -> list[str]:
+    if isinstance(value, bool):
+        section, dot, key = name.rpartition(".")
+        return [f"--{section}{dot}{'' if value else 'no-'}{key}"]
+    return [f"--{name}", *map(str, value)] if isinstance(value, list) else [f"--{name}={value}"]
 
 
 def _hint(name: str) -> str:
@@ -86,18 +103,6 @@ def _hint(name: str) -> str:
     tails = {known.rpartition(".")[2]: known for known in LIMITS}
     right = tails.get(name.rpartition(".")[2], name)
     return f"; did you mean '{right}'?" if right != name else " was read"
-
-
-def _words(table: dict[str, Any], prefix: str = "") -> Iterator[str]:
-    for key, value in table.items():
-        if isinstance(value, dict):
-            yield from _words(value, f"{prefix}{key}.")
-        elif isinstance(value, bool):
-            yield f"--{prefix}{'' if value else 'no-'}{key}"
-        elif isinstance(value, list):
-            yield from (f"--{prefix}{key}", *map(str, value))
-        else:
-            yield f"--{prefix}{key}={value}"
 
 
 @contextlib.contextmanager

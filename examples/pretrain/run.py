@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import enum
 import itertools
 import json
@@ -11,7 +10,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +46,7 @@ class Run:
 
     def main_first(self, work: Callable[[], object]) -> None:
         """Do something on the first rank while the others wait; each names what fails there."""
-        told: list[str] = [""]
+        told = [""]
         try:
             if self.runtime.is_main:
                 work()
@@ -61,7 +60,7 @@ class Run:
 
     def settings(self) -> dict[str, Any]:
         """What decides the numbers that come out of a run."""
-        settings: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(self.config)))
+        settings: dict[str, Any] = json.loads(json.dumps(asdict(self.config)))
         del settings["run"]["directory"], settings["run"]["export"], settings["train"]["seconds"]
         del settings["log"], settings["ranks"]
         return settings
@@ -72,13 +71,11 @@ class Run:
         (self.directory / "config.json").write_text(json.dumps(self.settings(), indent=1))
 
     def goes_on(self) -> bool:
-        """Whether the directory holds this run, unfinished."""
+        """Whether the directory holds this run, unfinished; it may have been killed early."""
+        made = self.directory / "config.json"
         if (self.directory / "report.json").exists():
             return False
-        try:
-            return bool(json.loads((self.directory / "config.json").read_text()) == self.settings())
-        except FileNotFoundError:
-            return True  # killed before it began
+        return not made.exists() or bool(json.loads(made.read_text()) == self.settings())
 
 
 def open_run(config: Config, runtime: Runtime) -> Run:
@@ -87,11 +84,10 @@ def open_run(config: Config, runtime: Runtime) -> Run:
     A named directory is used as it is. Otherwise the newest of runs/NAME, runs/NAME-2, ... is
     continued if it is unfinished and has the same settings; if not, the next one is begun.
     """
-    names = (config.run.name + (f"-{n}" if n > 1 else "") for n in itertools.count(1))
-    numbered = (Run(config, RUNS / name, runtime) for name in names)
-    pairs = itertools.pairwise(numbered)
     chosen = [config.run.directory]
     if runtime.is_main and not config.run.directory:
+        names = (config.run.name + (f"-{n}" if n > 1 else "") for n in itertools.count(1))
+        pairs = itertools.pairwise(Run(config, RUNS / name, runtime) for name in names)
         newest, after = next(two for two in pairs if not two[1].directory.exists())
         chosen = [str((newest if newest.goes_on() else after).directory)]
     dist.broadcast_object_list(chosen)
@@ -115,8 +111,7 @@ class Stopping:
     Signals and clocks reach ranks at different moments; a rank that left the loop alone would leave
     the others waiting. So each step ends with one small message: who wants to stop.
     torchrun passes Ctrl-C on to its ranks and waits half a minute, long enough for a checkpoint.
-    SIGTERM and SIGUSR1 mean that the machine is wanted back: the run ends with an exit code that
-    lets `torchrun --max-restarts` or a requeued SLURM job go on.
+    SIGTERM and SIGUSR1 mean that the machine is wanted back.
     """
 
     def __init__(self, seconds: float) -> None:
@@ -136,3 +131,8 @@ class Stopping:
         votes = torch.tensor(mine, dtype=torch.uint8)
         all_reduce_small([votes], dist.group.WORLD, op="max")
         self.reason = next((r for r, vote in zip(Stop, votes, strict=True) if vote), None)
+
+    def leave(self) -> None:
+        """After a preemption, exit so that torchrun --max-restarts or a requeued job goes on."""
+        if self.reason is Stop.PREEMPTED:
+            raise SystemExit(self._signals.exit_code)

@@ -7,7 +7,9 @@ import pytest
 import torch
 from config import DataConfig
 from data import (
+    ByteTokenizer,
     Windows,
+    find_documents,
     held_out_batches,
     open_corpus,
     open_tokens,
@@ -18,7 +20,6 @@ from data import (
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from text import ByteTokenizer, find_documents
 
 from lamina.checkpoint import cut_batch
 
@@ -242,6 +243,6 @@ def test_every_rank_evaluates_equally_many_batches(ranks):
 
 
 def test_the_default_text_is_the_standard_library_without_its_tests():
-    names = [document.name for document in find_documents("stdlib", "")]
+    names = list(find_documents("stdlib", ""))
     assert "argparse.py" in names
     assert not any("site-packages" in name or name.startswith("test/") for name in names)

@@ -360,16 +360,16 @@ def test_a_rank_that_holds_the_others_up_is_named_on_the_first_and_in_the_log(
     ranks, tmp_path, monkeypatch
 ):
     sys.path.insert(0, str(TRAIN.parent))
-    import train as job
+    import data
 
     # The test's own clock, which only reading data moves: no machine is too slow for it.
-    batch, seconds = job.Windows.batch, [0.0]
+    batch, seconds = data.Windows.batch, [0.0]
 
     def batch_late(self, *given):
         seconds[0] += 4.0 if ranks.rank == 1 else 1.0
         return batch(self, *given)
 
-    monkeypatch.setattr(job.Windows, "batch", batch_late)
+    monkeypatch.setattr(data.Windows, "batch", batch_late)
     own = SimpleNamespace(perf_counter=lambda: seconds[0])
     monkeypatch.setattr("lamina.ddp.norm.pace.time", own)
     waits = contextlib.nullcontext(SimpleNamespace(records=()))

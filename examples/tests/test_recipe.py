@@ -441,11 +441,11 @@ def test_a_loss_that_is_not_finite_ends_the_run_unsaved_and_leaves_one_line(tmp_
 @pytest.mark.filterwarnings("ignore:loss")
 @pytest.mark.ranks(2)
 def test_a_run_goes_back_past_bad_data(ranks, tmp_path, monkeypatch):
-    import train as job
+    import data
 
     from lamina.ddp import HealthMonitor
 
-    taken, slice_of_step, note = [], job.slice_of_step, HealthMonitor.note
+    taken, slice_of_step, note = [], data.slice_of_step, HealthMonitor.note
 
     def slice_noted(number, *given):
         taken.append(number)
@@ -455,7 +455,7 @@ def test_a_run_goes_back_past_bad_data(ranks, tmp_path, monkeypatch):
         bad = taken[-1] == 2 and ranks.rank == 1
         note(self, loss * float("nan") if bad else loss)
 
-    monkeypatch.setattr(job, "slice_of_step", slice_noted)
+    monkeypatch.setattr(data, "slice_of_step", slice_noted)
     monkeypatch.setattr(HealthMonitor, "note", note_bad)
     directory = tmp_path / "run"
     options = ("--health.nonfinite", "back", "--checkpoint.every", "1", "--checkpoint.keep", "1")

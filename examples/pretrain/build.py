@@ -76,7 +76,8 @@ def model_shape(config: Config, vocab_size: int) -> Shape:
         about = json.loads((Path(name) / "config.json").read_text())
         shape = models.config_from_huggingface(about)
     elif name == "vision-language":  # a ViT-L before Llama 3 8B
-        vision = models.VisionConfig(1024, num_layers=24, num_heads=16, channels=1, max_grid=16)
+        sizes = {"hidden_size": 1024, "num_layers": 24, "num_heads": 16, "max_grid": 16}
+        vision = models.VisionConfig(**sizes, channels=1)
         shape = models.preset("llama3-8b")
     else:
         shape = _own(name) if name in ("gpt", "mamba-hybrid") else models.preset(name)

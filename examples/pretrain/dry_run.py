@@ -38,12 +38,12 @@ def dry_run(arguments: list[str]) -> None:
     """Print the plan of a run; exit with status 2 if it cannot run, and say why."""
     with refusals():
         config = load(arguments, "cpu")
-        with init_distributed("fake", rank=0, world_size=_ranks(config)) as runtime:
+        with init_distributed("fake", rank=0, world_size=ranks_of(config)) as runtime:
             check(config, runtime.world_size)
             print("\n".join(plan(config)))
 
 
-def _ranks(config: Config) -> int:
+def ranks_of(config: Config) -> int:
     """The ranks that were asked for, or the fewest that fill the mesh."""
     for ranks in range(1, 1 << 20) if config.ranks < 1 else ():
         try:

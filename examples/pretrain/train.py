@@ -74,16 +74,16 @@ def train(config: Config, runtime: Runtime) -> None:
         metrics.say(opening(metrics, corpus, samples, run))
         while done < config.train.steps and not stopping.reason:
             with metrics.watched(done, checkpoints), health.step():
-                # Rate, random numbers and samples follow from the step's number (samples do until
-                # `health` passes over batches).
+                # The rate, random numbers and (until `health` passes over batches) samples of a
+                # step follow from its number.
                 for group in optimizer.param_groups:
                     group["lr"] = learning_rate(done, config.train)
                 seed_everything(derive_seed(config.run.seed, "step", done), mesh).begin_training()
                 with metrics.timed("data"):
                     batch = read_batch(run, samples, shape, mesh, health.batch(done))
                 backward(model, batch, mesh, health, exact=config.train.reproducible > 0)
-                limit = config.train.clip_norm
-                clip_grad_norm(stages, limit, mesh, health=health, replicas=replicas)
+                clip = config.train.clip_norm
+                clip_grad_norm(stages, clip, mesh, health=health, replicas=replicas)
                 if health.last.decision is Decision.STEP:  # or else the weights stay as they are
                     optimizer.step()
                 optimizer.zero_grad()

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
+import shlex
 from dataclasses import fields, is_dataclass, replace
 
 import pytest
 from build import model_shape
 from config import LIMITS, Config, ModelConfig, TrainConfig, check
+from dry_run import ranks_of
 from options import CONFIGS, OptionError, from_toml, load
 
 
@@ -85,6 +88,25 @@ def test_an_unknown_option_is_refused_with_the_nearest(capsys):
         load(["--train.stepz", "5"], "cpu")
     assert caught.value.code == 2
     assert "--train.steps" in capsys.readouterr().err
+
+
+def commands():
+    """The options of each command of the main job in READMEs and pages."""
+    root = CONFIGS.parents[2]
+    pages = [*root.glob("*.md"), *root.glob("docs/**/*.md"), *root.glob("examples/**/*.md")]
+    text = "\n".join(page.read_text() for page in pages)
+    lines = re.findall(r"-s train -- (.*)|examples/pretrain/train.py (--.*)", text)
+    return sorted(
+        {re.split(r"   | [&>] |`", a or b)[0].rstrip("\\") for a, b in lines} - {"--help"}
+    )
+
+
+@pytest.mark.parametrize("command", commands())
+def test_each_command_of_a_page_is_understood(command, tmp_path):
+    (tmp_path / "mine.toml").write_text("[train]\nsteps = 5000")
+    words = shlex.split(command.replace("mine.toml", str(tmp_path / "mine.toml")), comments=True)
+    config = load(words, "cpu")
+    check(config, config.ranks or ranks_of(config))
 
 
 def test_help_explains_every_field(capsys):

@@ -19,6 +19,7 @@ from lamina.checkpoint import (
     import_huggingface,
 )
 from lamina.checkpoint.engine import HuggingFaceWeights
+from lamina.ddp import full_parameters
 from lamina.mesh import ParallelLayout
 from lamina_testing import Meter
 
@@ -317,6 +318,36 @@ def test_no_rank_holds_more_than_its_part_and_one_tensor_of_a_file(tmp_path):
         dist.barrier()
         assert meter.peak_live_bytes - before <= limit * largest, work
         assert largest < total / 4
+
+
+@pytest.mark.ranks(2)
+def test_a_transformers_model_on_meta_is_filled_from_its_files_and_never_whole(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=96, hidden_size=64, intermediate_size=128, num_hidden_layers=8,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=32,
+    )  # fmt: skip
+    torch.manual_seed(7)  # the same weights on both ranks
+    whole = transformers.LlamaForCausalLM(config)
+    if dist.get_rank() == 0:
+        whole.save_pretrained(tmp_path)
+    dist.barrier()
+    sizes = [p.numel() * 4 for p in whole.parameters()]
+    with Meter() as meter:
+        before = meter.live_bytes()
+        meter.reset()
+        with torch.device("meta"):
+            model = transformers.AutoModelForCausalLM.from_config(config)
+        model = fsdp.fully_shard(model, init_module=model._init_weights)
+        assert import_huggingface(model, tmp_path) == ()
+    # Half of the weights, and while they are filled one tensor of a file, twice at most.
+    assert meter.peak_live_bytes - before < sum(sizes) / 2 + 3 * max(sizes) < 0.8 * sum(sizes)
+    found = full_parameters(model)
+    for name, parameter in whole.named_parameters():
+        assert torch.equal(found[name], parameter), name
+    tokens = torch.arange(16).view(1, 16)
+    with torch.no_grad():
+        torch.testing.assert_close(model(input_ids=tokens).logits, whole(tokens).logits)
 
 
 def test_an_export_replaces_an_earlier_one(tmp_path):

@@ -10,7 +10,9 @@ import torch
 from torch.utils.data import DataLoader
 
 from lamina.ddp import full_parameters
+from lamina.fsdp import fully_shard, register_forward_method
 from lamina.fsdp.module.sharded_module import is_sharded
+from lamina.mesh import init_distributed
 
 from .bridge_runs import (
     BATCH,
@@ -140,6 +142,34 @@ def test_lora_in_a_trainer_saves_adapters_goes_on_and_merges(ranks, tmp_path):
     merged = peft.PeftModel.from_pretrained(llama(), tmp_path / "adapters").merge_and_unload()
     for name, value in reference.merge_and_unload().named_parameters():
         torch.testing.assert_close(merged.get_parameter(name), value, rtol=0, atol=2e-5, msg=name)
+
+
+def test_the_lines_of_the_page_about_adapters_and_generation_run(ranks, tmp_path, monkeypatch):
+    peft = pytest.importorskip("peft", reason="pip install peft")
+    monkeypatch.chdir(tmp_path)
+    page = (DOCS / "how-to/transformers.md").read_text()
+    mark = "<!-- not run: a slow test of packages/fsdp runs this -->\n```python\n"
+    shard, save, merge, register = (block.split("```")[0] for block in page.split(mark)[1:])
+    adapters = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    torch.manual_seed(4)
+    wanted, base = peft.get_peft_model(llama(), adapters).merge_and_unload(), llama()
+    torch.manual_seed(4)
+    model = peft.get_peft_model(llama(), adapters)
+    names = {"model": model, "optimizer": sgd(model), "base": base, "PeftModel": peft.PeftModel}
+    with init_distributed() as runtime:
+        names |= {"fully_shard": fully_shard, "full_parameters": full_parameters}
+        names |= {"runtime": runtime, "register_forward_method": register_forward_method}
+        exec(shard + save, names)
+        exec(register, names)
+        prompt = torch.arange(4).view(1, 4)
+        written = names["model"].generate(input_ids=prompt, max_new_tokens=4, do_sample=False)
+        expected = wanted.generate(input_ids=prompt, max_new_tokens=4, do_sample=False)
+        assert torch.equal(written, expected)
+        if runtime.is_main:
+            exec(merge, names)
+            merged = type(wanted).from_pretrained("merged")
+            for name, value in wanted.named_parameters():
+                torch.testing.assert_close(merged.get_parameter(name), value, msg=name)
 
 
 def test_the_sft_trainer_of_trl_with_the_mixin(ranks, tmp_path):

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-import lamina.checkpoint.storage.directory as directory_module
+import lamina.checkpoint.storage.stores as directory_module
 from lamina.checkpoint import CheckpointError, CheckpointManager, CheckpointMismatchError
 from lamina.checkpoint.storage.locations import LocalLocation
 

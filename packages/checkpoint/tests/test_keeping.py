@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-import lamina.checkpoint.storage.directory as directory_module
+import lamina.checkpoint.storage.stores as directory_module
 from lamina.checkpoint import (
     CheckpointDamagedError,
     CheckpointError,

@@ -53,7 +53,7 @@ def test_a_kill_or_an_error_at_any_moment_leaves_a_whole_checkpoint_and_no_litte
 
 def test_a_writer_at_work_is_not_taken_for_a_leftover(tmp_path):
     from lamina.checkpoint import CheckpointManager
-    from lamina.checkpoint.storage.directory import WritingDirectory
+    from lamina.checkpoint.storage.stores import WritingDirectory
 
     alive = WritingDirectory(tmp_path, 5)
     CheckpointManager(tmp_path)
@@ -80,7 +80,7 @@ def test_what_an_old_kill_left_does_not_come_back_as_a_deleted_checkpoint(tmp_pa
 
 def test_leftovers_that_may_not_be_touched_are_left_alone(tmp_path, monkeypatch):
     from lamina.checkpoint import CheckpointManager
-    from lamina.checkpoint.storage.directory import WritingDirectory
+    from lamina.checkpoint.storage.stores import WritingDirectory
 
     CheckpointManager(tmp_path).save(1, {"n": 1})
     other = WritingDirectory(tmp_path, 2)

@@ -209,7 +209,7 @@ def test_keep_last_keeps_the_newest(tmp_path):
 
 
 def test_a_save_is_complete_though_older_checkpoints_cannot_be_deleted(tmp_path, monkeypatch):
-    from lamina.checkpoint.storage.directory import LocalStore
+    from lamina.checkpoint.storage.stores import LocalStore
 
     manager = CheckpointManager(tmp_path, keep_last=1)
     manager.save(0, {"n": 0})

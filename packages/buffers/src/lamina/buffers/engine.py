@@ -10,7 +10,7 @@ from lamina.buffers.pool.slots import SlotPlan, color_slots
 from lamina.buffers.resolve_axes import Axis, PlainAxis, resolve_axes
 from lamina.buffers.tensors.span_moves import narrowed
 from lamina.buffers.tensors.span_reductions import PNorm
-from lamina.buffers.tensors.span_spec import SpanCommunicator, SpanSpec
+from lamina.buffers.tensors.span_tensor import SpanCommunicator, SpanSpec
 from lamina.buffers.tensors.tensor_part import TensorPart
 
 __all__ = [

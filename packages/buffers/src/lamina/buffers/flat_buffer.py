@@ -1,7 +1,5 @@
 """`FlatBuffer`: one state (weights, gradients, ...) of a group of parameters in one flat tensor."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from functools import cached_property
@@ -13,7 +11,7 @@ from lamina.buffers.placement import Cut, Partial, Placement, Replicate, Shard, 
 from lamina.buffers.resolve_axes import Axis, MeshLike, resolve_axes
 from lamina.buffers.tensors.sharded_tensor import ShardedTensor
 from lamina.buffers.tensors.span_moves import copy_span
-from lamina.buffers.tensors.span_spec import SpanCommunicator
+from lamina.buffers.tensors.span_tensor import SpanCommunicator
 
 __all__ = ["FlatBuffer"]
 

@@ -1,7 +1,5 @@
 """The data-parallel axes of any mesh, as buffers need them: sizes and this rank's coordinates."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias, runtime_checkable
@@ -40,7 +38,7 @@ class PlainAxis:
     rank: int
 
 
-MeshLike: TypeAlias = "ParallelMesh | DeviceMesh | Axis | Sequence[Axis]"
+MeshLike: TypeAlias = ParallelMesh | DeviceMesh | Axis | Sequence[Axis]
 
 
 def resolve_axes(mesh: MeshLike | None, count: int) -> tuple[Axis, ...]:

@@ -3,8 +3,6 @@
 No other module of this layer uses one (tests/test_compat.py), so what a new torch breaks is here.
 """
 
-from __future__ import annotations
-
 from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING as MemoryFormatCode  # noqa: N811
 from torch.serialization import _get_layout as get_layout

@@ -3,8 +3,6 @@
 No other module of this layer uses one (tests/test_compat.py), so what a new torch breaks is here.
 """
 
-from __future__ import annotations
-
 import sys
 from typing import Any
 

@@ -26,7 +26,6 @@ from lamina.mesh.watchdog import Watchdog
 
 __all__ = [
     "HostRuns",
-    "Saver",
     "current_world",
     "default_store",
     "ends_before_groups",

@@ -7,7 +7,7 @@ from typing import Literal
 from lamina.mesh.errors import OverlapError
 from lamina.mesh.variables import Environment, environment
 
-__all__ = ["EnvironmentProblem", "Severity", "require_overlap", "settings_problems"]
+__all__ = ["EnvironmentProblem", "require_overlap", "settings_problems"]
 
 Severity = Literal["error", "warning", "note"]
 

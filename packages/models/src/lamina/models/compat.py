@@ -3,8 +3,6 @@
 No other module of this layer uses one (tests/test_compat.py), so what a new torch breaks is here.
 """
 
-from __future__ import annotations
-
 import torch
 from torch._C import _current_graph_task_id as current_graph_task_id
 from torch._compile import _disable_dynamo as one_graph_break

@@ -8,8 +8,6 @@ tensors longer than 2 S (`Divisors`), and from there up candidates are tried wit
 (`_Packer`), which is optimal for a fixed order.
 """
 
-from __future__ import annotations
-
 import math
 from bisect import bisect_left, insort
 from collections.abc import Callable, Sequence

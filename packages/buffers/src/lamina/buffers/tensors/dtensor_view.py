@@ -16,7 +16,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from lamina.buffers.compat import strided_shard
 from lamina.buffers.placement import Cut
-from lamina.buffers.tensors.span_spec import SpanSpec
+from lamina.buffers.tensors.span_tensor import SpanSpec
 
 __all__ = ["to_dtensor"]
 

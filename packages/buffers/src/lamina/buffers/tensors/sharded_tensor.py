@@ -14,9 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from lamina.buffers.compat import OpOverload, foreach_types, is_traced, make_wrapper_subclass
 from lamina.buffers.layout.boxes import Box, boxes_of_span
 from lamina.buffers.resolve_axes import Axis
-from lamina.buffers.tensors.handlers import SpanTensor
 from lamina.buffers.tensors.span_ops import dispatch
-from lamina.buffers.tensors.span_spec import Extents, SpanCommunicator, SpanSpec
+from lamina.buffers.tensors.span_tensor import Extents, SpanCommunicator, SpanSpec, SpanTensor
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor

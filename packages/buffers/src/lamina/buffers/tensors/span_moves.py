@@ -8,7 +8,7 @@ import torch
 
 from lamina.buffers.compat import OpOverload
 from lamina.buffers.layout.boxes import boxes_of_span
-from lamina.buffers.tensors.handlers import HandlerTable, SpanTensor
+from lamina.buffers.tensors.span_tensor import HandlerTable, SpanTensor
 
 __all__ = ["HANDLERS", "copy_span", "narrowed"]
 

@@ -8,8 +8,7 @@ import torch
 
 from lamina.buffers.compat import OpOverload, current_graph_task_id
 from lamina.buffers.tensors import span_moves, span_reductions
-from lamina.buffers.tensors.handlers import Handler, SpanTensor
-from lamina.buffers.tensors.span_spec import SpanSpec
+from lamina.buffers.tensors.span_tensor import Handler, SpanSpec, SpanTensor
 
 __all__ = ["dispatch"]
 

@@ -16,8 +16,7 @@ from typing import Any
 import torch
 
 from lamina.buffers.compat import OpOverload
-from lamina.buffers.tensors.handlers import HandlerTable, SpanTensor
-from lamina.buffers.tensors.span_spec import ReduceOp, SpanSpec
+from lamina.buffers.tensors.span_tensor import HandlerTable, ReduceOp, SpanSpec, SpanTensor
 
 __all__ = ["HANDLERS", "PNorm"]
 

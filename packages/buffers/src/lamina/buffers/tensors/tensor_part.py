@@ -8,11 +8,10 @@ import torch
 
 from lamina.buffers.compat import OpOverload, make_wrapper_subclass
 from lamina.buffers.layout.tensor_region import RegionBox, TensorRegion
-from lamina.buffers.tensors.handlers import HandlerTable, SpanTensor
 from lamina.buffers.tensors.sharded_tensor import ShardedTensor
 from lamina.buffers.tensors.span_moves import HANDLERS as MOVES
 from lamina.buffers.tensors.span_moves import narrowed
-from lamina.buffers.tensors.span_spec import SpanSpec
+from lamina.buffers.tensors.span_tensor import HandlerTable, SpanSpec, SpanTensor
 
 __all__ = ["TensorPart"]
 

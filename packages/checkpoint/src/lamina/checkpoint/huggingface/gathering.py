@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from lamina.buffers.engine import narrowed
 from lamina.checkpoint.ranks import Ranks
+from lamina.checkpoint.state.cut_tensors import is_cut
 from lamina.collectives.engine import all_reduce_small, broadcast, reduction_class
 
 __all__ = ["Whole", "boxes_of", "fill", "gathered", "meet"]
@@ -48,7 +49,7 @@ def gathered(
     plain tensor is whole on every rank that has it; a `ShardedTensor`, `TensorPart` or DTensor
     holds boxes; None is nothing.
     """
-    if whole.everywhere and part is not None and not _is_cut(part):
+    if whole.everywhere and part is not None and not is_cut(part):
         yield from (narrowed(part, *box) for box in boxes)
         return
     held = {} if part is None else boxes_of(part)
@@ -95,21 +96,17 @@ def _broadcast(whole: Whole, part: Tensor | None, source: int, ranks: Ranks) -> 
     if part is None:
         full = torch.empty(whole.shape, dtype=whole.dtype, device=whole.device)
     else:
-        full = part.full_tensor() if _is_cut(part) else part  # type: ignore[attr-defined]
+        full = part.full_tensor() if is_cut(part) else part  # type: ignore[attr-defined]
     if not whole.everywhere:
         full = full.contiguous()
         broadcast(full.view(torch.uint8) if full.ndim else full, ranks.group, src=source).wait()
     return full
 
 
-def _is_cut(part: Tensor) -> bool:
-    return hasattr(part, "__create_chunk_list__")
-
-
 def boxes_of(part: Tensor) -> dict[Box, Tensor]:
     """Return the boxes of the whole that a tensor holds, each as a view of its memory."""
     held = part.detach()
-    if not _is_cut(part):
+    if not is_cut(part):
         return {((0,) * part.ndim, tuple(part.shape)): held}
     found = {}
     for chunk in part.__create_chunk_list__():  # type: ignore[attr-defined]

@@ -35,8 +35,8 @@ from lamina.checkpoint.huggingface.weight_links import HuggingFaceLink, Piece, p
 from lamina.checkpoint.ranks import Ranks
 from lamina.checkpoint.state.cut_tensors import CutTensors, Hints, Mesh, as_part
 from lamina.checkpoint.state.optimizer_names import parameters_of, unwrapped
-from lamina.checkpoint.storage.directory import fsync_directory
 from lamina.checkpoint.storage.locations import LocalLocation, is_url, local_path, write_whole
+from lamina.checkpoint.storage.stores import fsync_directory
 from lamina.collectives.engine import all_reduce_small
 
 __all__ = ["export_huggingface", "import_huggingface"]

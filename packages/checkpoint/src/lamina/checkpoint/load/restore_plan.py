@@ -4,8 +4,6 @@
 does not fit before anything is read, and hands the tensors back after they have been filled.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
@@ -16,9 +14,8 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.nn import Module
 
 from lamina.checkpoint.errors import CheckpointError, CheckpointMismatchError, shortened
-from lamina.checkpoint.state.cut_tensors import CutTensors, Hints, as_part
-from lamina.checkpoint.state.json_values import Json, decode
-from lamina.checkpoint.state.merge_ranks import RANKS, names_in
+from lamina.checkpoint.state.cut_tensors import CutTensors, Hints, as_part, is_cut
+from lamina.checkpoint.state.json_values import RANKS, Json, decode, names_in
 from lamina.checkpoint.state.optimizer_names import OPTIMIZER_CLASS, is_optimizer, unwrapped
 from lamina.checkpoint.state.per_rank import PerRank
 from lamina.checkpoint.state.state import Taken, holds, is_stateful, take_entry
@@ -192,7 +189,7 @@ class Plan:
         taken = self._taken(entry, value)
         if taken is None:
             return None
-        cut = {n: t for n, t in taken.tensors.items() if hasattr(t, "__create_chunk_list__")}
+        cut = {n: t for n, t in taken.tensors.items() if is_cut(t)}
         return replace(taken, tensors=cut)
 
     def _owners(self, entry: str, taken: Taken) -> dict[str, torch.Tensor]:

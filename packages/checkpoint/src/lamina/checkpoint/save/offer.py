@@ -17,9 +17,8 @@ import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from lamina.checkpoint.errors import CheckpointError, shortened
-from lamina.checkpoint.state.cut_tensors import CutTensors, Hints
-from lamina.checkpoint.state.json_values import Json
-from lamina.checkpoint.state.merge_ranks import RankValues
+from lamina.checkpoint.state.cut_tensors import CutTensors, Hints, is_cut
+from lamina.checkpoint.state.json_values import Json, RankValues
 from lamina.checkpoint.state.optimizer_names import unwrapped
 from lamina.checkpoint.state.per_rank import PerRank
 from lamina.checkpoint.state.state import Path, Taken, claim, is_stateful, take_entry
@@ -176,7 +175,7 @@ def take(
             for name, tensor, kind in _compared(taken, known):
                 compared[name], kinds[name] = tensor, kind
         for name, tensor in taken.shown.items():
-            if not (known or first or _is_cut(tensor)):
+            if not (known or first or is_cut(tensor)):
                 continue
             claim(taken.paths[name], seen)
             _insert(nested, taken.paths[name], tensor)
@@ -191,10 +190,6 @@ def _resolved(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def _is_cut(tensor: torch.Tensor) -> bool:
-    return hasattr(tensor, "__create_chunk_list__")
-
-
 def _compared(taken: Taken, known: bool) -> Iterator[tuple[str, torch.Tensor, Kind]]:
     """Yield what other ranks may hold too: name, tensor, and what a difference means.
 
@@ -202,7 +197,7 @@ def _compared(taken: Taken, known: bool) -> Iterator[tuple[str, torch.Tensor, Ki
     """
     for name, tensor in taken.shown.items():
         trained: Kind = "trained" if name in taken.trained else "usual"
-        if not _is_cut(tensor):
+        if not is_cut(tensor):
             yield name, tensor, trained if known else "first"
         elif trained == "trained" and (box := first_box(name, tensor)):
             yield *box, trained

@@ -5,8 +5,6 @@ what they wait for. So each rank leaves word of the phase that it has come to, o
 watchdog, and a rank that waits for long reads what the others have left.
 """
 
-from __future__ import annotations
-
 import enum
 import threading
 import warnings

@@ -9,8 +9,6 @@ each box. Who does is known once DCP has planned a first save; as long as no ran
 the others don't stage it again.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

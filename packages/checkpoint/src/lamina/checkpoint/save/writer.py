@@ -229,14 +229,8 @@ class Writer(StorageWriter):
                 files[name] = write_whole(location, name, data)
             if self._save.verify:
                 _verify_written(location, name, files[name])
-        manifest = Manifest(
-            self._save.step,
-            len(ranks),
-            torch.__version__,
-            files,
-            self._save.metric,
-            self._save.healthy,
-        )
+        said = self._save.metric, self._save.healthy
+        manifest = Manifest(self._save.step, len(ranks), torch.__version__, files, *said)
         manifest.check_sizes(location)  # sees that every rank wrote where the coordinator looks
         self._attempt.commit(manifest, overwrite=self._save.overwrite)
         self.manifest = manifest

@@ -21,7 +21,7 @@ from lamina.checkpoint.state.optimizer_names import parameters_of
 from lamina.mesh import ParallelMesh, Role, role_of
 from lamina.mesh.engine import MeshAxis, axis_if_there
 
-__all__ = ["CutTensors", "Hints", "Mesh", "as_part"]
+__all__ = ["CutTensors", "Hints", "Mesh", "as_part", "is_cut"]
 
 _AXES = ("tp", "expert_tp", "ep")
 _LAYOUT = ("pp", "cp", "tp")  # with the number of ranks they say what a rank's number means
@@ -71,11 +71,11 @@ class CutTensors:
         From the mesh or, without one, from the modules, as far as they hold axes.
         """
         held: dict[str, MeshAxis] = {}
-        for module in () if self._mesh is not None else self._modules:
-            for submodule in module.modules():
-                for axis in _axes_in(submodule, _LAYOUT):
-                    held.setdefault(axis.name, axis)
-        for name in _LAYOUT if self._mesh is not None else ():
+        if self._mesh is None:
+            modules = (each for module in self._modules for each in module.modules())
+            for axis in (axis for each in modules for axis in _axes_in(each, _LAYOUT)):
+                held.setdefault(axis.name, axis)
+        for name in _LAYOUT:
             if (found := self._on_mesh(name)) is not None:
                 held[name] = found
         return {n: (held[n].rank, held[n].size) for n in _LAYOUT if n in held and held[n].size > 1}
@@ -111,6 +111,11 @@ class CutTensors:
                 "CheckpointManager knows that axis: pass mesh= to CheckpointManager"
             )
         return None if found is None or found.size == 1 else found
+
+
+def is_cut(tensor: torch.Tensor) -> bool:
+    """Whether a tensor says itself which boxes of a larger one this rank holds."""
+    return hasattr(tensor, "__create_chunk_list__")
 
 
 def _may_be_cut(role: Role) -> bool:

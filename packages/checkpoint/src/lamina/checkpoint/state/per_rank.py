@@ -60,17 +60,13 @@ class PerRank:
         """
         message = None
         if len(ranks) != world_size:
-            message = (
-                f"'{entry}' was saved by {len(ranks)} ranks, each with its own; here are "
-                f"{world_size}"
-            )
+            message = f"by {len(ranks)} ranks, each with its own; here are {world_size}"
         else:
             there = ranks[rank].get("place")  # older checkpoints have none
             if there is not None and there != {name: list(at) for name, at in here.items()}:
-                message = (
-                    f"'{entry}' was saved by rank {rank} at {_said(there)}, and here it is at "
-                    f"{_said(here)}"
-                )
+                message = f"by rank {rank} at {_said(there)}, and here it is at {_said(here)}"
+        if message is not None:
+            message = f"'{entry}' was saved {message}"
         if message is not None and self.on_change == "raise":
             raise CheckpointMismatchError(f"{message}: on_change='keep' or 'first' allows it")
         return message

@@ -1,7 +1,5 @@
 """Reads kept checkpoints again while training goes on, to find those that have rotted."""
 
-from __future__ import annotations
-
 import contextlib
 import threading
 import warnings

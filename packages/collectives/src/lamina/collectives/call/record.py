@@ -30,7 +30,7 @@ from lamina.collectives.compat import get_in_thread, is_in_thread, remove_from_t
 from lamina.collectives.transport.lanes import lane_of, lanes
 from lamina.mesh.engine import Activity, Wait, host_runs, running_watchdog
 
-__all__ = ["Call", "Recorder", "activity", "install", "issue", "recording", "remove"]
+__all__ = ["Call", "install", "issue", "recording", "remove"]
 
 
 class Recorder(Protocol):

@@ -4,8 +4,6 @@ Where no profiler records, a span costs one look at a flag. A name is put togeth
 somebody reads it.
 """
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from contextvars import ContextVar, Token
 

@@ -33,7 +33,7 @@ from torch.distributed import ProcessGroup
 from lamina.collectives.transport.scratch_pool import ScratchPool
 from lamina.collectives.transport.shared_host import HostPeer, find_host_peers
 
-__all__ = ["Job", "Lane", "LoggedCall", "kept_bytes", "lane_of", "lanes", "release_kept"]
+__all__ = ["Job", "Lane", "kept_bytes", "lane_of", "lanes", "release_kept"]
 
 # Messages of collectives carry tags above those that users give to their own sends.
 _FIRST_TAG = 1 << 24

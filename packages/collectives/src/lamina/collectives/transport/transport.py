@@ -30,7 +30,6 @@ from lamina.collectives.transport.peer_windows import PeerChunks, PeerRoute
 
 __all__ = [
     "Completion",
-    "Route",
     "exchange",
     "exchange_rows",
     "nothing_left",

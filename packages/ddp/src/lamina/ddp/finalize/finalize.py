@@ -5,8 +5,6 @@ whole are combined over tp by their role; gradients of parameters tied across pi
 summed; submodules with a `finalize_step` have their turn; all is divided by the global token count.
 """
 
-from __future__ import annotations
-
 import warnings
 import weakref
 from collections.abc import Iterable, Sequence

@@ -11,8 +11,6 @@ Note [Hooks of users]
     its optimizers) never hangs on an autograd node that the engine holds. See docs/decisions/0412.
 """
 
-from __future__ import annotations
-
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """Looking at a wrapped model from outside: whole parameters and whole gradients, by name."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol, runtime_checkable
 

@@ -6,8 +6,6 @@ compares its own time with the mean of the others, which it gets by a sum over r
 the norm's message (decision 0417).
 """
 
-from __future__ import annotations
-
 import socket
 import time
 from collections.abc import Iterator

@@ -4,8 +4,6 @@ Buffers (running statistics, tables, codebooks) have no gradient, so nothing els
 together. A rank that computed its own statistics would evaluate another model than its peers.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable, Iterator
 from typing import Literal
 

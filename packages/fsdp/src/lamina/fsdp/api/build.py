@@ -41,9 +41,8 @@ from lamina.fsdp.settings.sharding_settings import ShardingSettings
 from lamina.fsdp.units.casting import cast_buffers, keep_modules
 from lamina.fsdp.units.materialise import materialise_unit, move_buffers
 from lamina.fsdp.units.plan import UnitPlan
-from lamina.fsdp.weights.encoded import EncodedWeights
 from lamina.fsdp.weights.offloaded import OffloadedWeights, offloaded
-from lamina.fsdp.weights.sharded import ShardedWeights
+from lamina.fsdp.weights.sharded import EncodedWeights, ShardedWeights
 
 __all__ = ["build_units", "start_engine", "storage_pool", "updated_apart", "without_values"]
 

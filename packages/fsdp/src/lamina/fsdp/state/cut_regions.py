@@ -4,8 +4,6 @@ A tp rank's parameter is a region of the model's. `state_dict()` says which (`Te
 `torch.distributed.checkpoint` writes and reads the model's tensor, and loads take the region back.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """What `state_dict()` of a sharded model and its optimizer hold, for DCP or as plain tensors."""
 
-from __future__ import annotations
-
 import inspect
 import warnings
 from collections.abc import Callable, Sequence

@@ -6,8 +6,6 @@ did not make. A reduction receives into a short-lived buffer on the device, whic
 host's main grads. Both run on streams of their own, beside the compute.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace

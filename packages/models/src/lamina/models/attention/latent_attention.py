@@ -7,7 +7,6 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from lamina.collectives import copy_to, gather_from
 from lamina.models.attention.attention import Attention, AttentionCore, output_projection
 from lamina.models.attention.context import AttentionContext
 from lamina.models.attention.rotary import apply_rotary
@@ -19,7 +18,12 @@ from lamina.models.base.configs.field_checks import (
 )
 from lamina.models.base.mesh_axes import MeshLike, require_divisible
 from lamina.models.base.weight_link import WeightLink, linked
-from lamina.models.layers.linear import ColumnParallelLinear, Linear, from_residual
+from lamina.models.layers.linear import (
+    ColumnParallelLinear,
+    Linear,
+    for_cut_layers,
+    from_residual,
+)
 from lamina.models.layers.norms import RMSNorm
 
 __all__ = ["LatentAttention", "LatentSelfAttention"]
@@ -220,21 +224,13 @@ class LatentSelfAttention(Attention):
         sizes = self.sizes
         widths = (sizes.kv_lora_rank, sizes.qk_rope_head_dim)
         latent, turning = self.kv_down(x).split(widths, dim=-1)
-        shared = self._for_local_heads(turning).reshape(*context.shape, 1, -1)
+        shared = for_cut_layers(turning, self.config, self.axis)
+        shared = shared.reshape(*context.shape, 1, -1)
         widths = (sizes.qk_nope_head_dim, sizes.v_head_dim)
         heads = self.kv_up(self.kv_norm(latent)).view(*context.shape, -1, sum(widths))
         still, value = heads.split(widths, dim=-1)
         turned = _turn(shared, context).expand(*still.shape[:-1], -1)
         return torch.cat((still, turned), dim=-1), value
-
-    def _for_local_heads(self, x: Tensor) -> Tensor:
-        """Make what all heads share, for all tokens, an input of this rank's heads."""
-        if self.axis is None:
-            return x
-        reduction = self.config.tp_reduction
-        if self.sequence_parallel:
-            return gather_from(x, self.axis.group, grad="reduce_scatter", reduction=reduction)
-        return copy_to(x, self.axis.group, reduction=reduction)
 
 
 def _turn(x: Tensor, context: AttentionContext) -> Tensor:

@@ -15,13 +15,12 @@ from lamina.models.base.config import TransformerConfig
 from lamina.models.base.initialise import assign_seeds, check_same_seed, draw_seed
 from lamina.models.base.kept_roles import KeepsRoles
 from lamina.models.base.mesh_axes import MeshLike, axis_of
-from lamina.models.base.vocabulary import check_ids
 from lamina.models.decoder.layer_stack import make_block
 from lamina.models.decoder.precision_backends import apply_precision
 from lamina.models.decoder.splice import Splice
 from lamina.models.layers.dropout import Dropout
 from lamina.models.layers.embedding import OutputHead, PositionEmbedding, VocabParallelEmbedding
-from lamina.models.layers.loss import IGNORED, check_reduction
+from lamina.models.layers.loss import IGNORED, check_ids, check_reduction
 from lamina.models.layers.norms import make_norm
 from lamina.models.layers.zigzag import check_divisible, cut_sequence, join_sequence
 from lamina.models.moe.expert_axes import ExpertAxes

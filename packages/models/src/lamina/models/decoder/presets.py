@@ -3,6 +3,7 @@
 import math
 from dataclasses import replace
 from difflib import get_close_matches
+from functools import partial
 from typing import Any
 
 from lamina.models.attention.latent_attention import LatentAttention
@@ -12,69 +13,53 @@ from lamina.models.base.configs.moe import MoEConfig
 __all__ = ["preset", "preset_names"]
 
 
-def _gpt2(hidden_size: int, num_layers: int, num_heads: int) -> TransformerConfig:
-    """GPT-2 (Radford et al., 2019), by the released checkpoints."""
-    return TransformerConfig(
-        vocab_size=50257,
-        hidden_size=hidden_size,
-        num_layers=num_layers,
-        num_heads=num_heads,
-        max_sequence_length=1024,
-        activation="gelu_tanh",
-        norm="layernorm",
-        positions="learned",
-        attention_bias=True,
-        mlp_bias=True,
-        tie_embeddings=True,
-        dropout=0.1,
-        attention_dropout=0.1,
-    )
+def _sized(*sizes: int, **shape: Any) -> TransformerConfig:
+    """Hidden size, layers, heads and inner width of one model, with the shape of its family."""
+    shape |= zip(("hidden_size", "num_layers", "num_heads", "ffn_size"), sizes, strict=False)
+    return TransformerConfig(**shape)
 
 
-def _llama3(
-    hidden_size: int, num_layers: int, num_heads: int, ffn_size: int, factor: float | None = None
-) -> TransformerConfig:
-    """Llama 3 (8,192 tokens), or with a factor 3.1 and 3.2 (131,072 tokens); Meta, 2024."""
-    return TransformerConfig(
-        vocab_size=128256,
-        hidden_size=hidden_size,
-        num_layers=num_layers,
-        num_heads=num_heads,
-        num_kv_heads=8,
-        ffn_size=ffn_size,
-        max_sequence_length=8192 if factor is None else 131072,
-        rope_theta=500_000.0,
-        rope_scaling=None if factor is None else RopeScaling(kind="llama3", factor=factor),
-    )
-
-
-def _qwen3(
-    hidden_size: int, num_layers: int, num_heads: int, ffn_size: int, *, tied: bool
-) -> TransformerConfig:
-    """Qwen 3, dense (Qwen team, 2025)."""
-    return TransformerConfig(
-        vocab_size=151936,
-        hidden_size=hidden_size,
-        num_layers=num_layers,
-        num_heads=num_heads,
-        num_kv_heads=8,
-        head_dim=128,
-        ffn_size=ffn_size,
-        max_sequence_length=40960,
-        norm_eps=1e-6,
-        rope_theta=1_000_000.0,
-        qk_norm=True,
-        tie_embeddings=tied,
-    )
+_gpt2 = partial(  # Radford et al., 2019, by the released checkpoints
+    _sized,
+    vocab_size=50257,
+    max_sequence_length=1024,
+    activation="gelu_tanh",
+    norm="layernorm",
+    positions="learned",
+    attention_bias=True,
+    mlp_bias=True,
+    tie_embeddings=True,
+    dropout=0.1,
+    attention_dropout=0.1,
+)
+_llama3 = partial(  # Meta, 2024
+    _sized, vocab_size=128256, num_kv_heads=8, max_sequence_length=8192, rope_theta=500_000.0
+)
+_llama31 = partial(
+    _llama3,
+    max_sequence_length=131072,
+    rope_scaling=RopeScaling(kind="llama3", factor=8.0),
+)
+_llama32 = partial(
+    _llama31, rope_scaling=RopeScaling(kind="llama3", factor=32.0), tie_embeddings=True
+)
+_qwen3 = partial(  # Qwen team, 2025
+    _sized,
+    vocab_size=151936,
+    num_kv_heads=8,
+    head_dim=128,
+    max_sequence_length=40960,
+    norm_eps=1e-6,
+    rope_theta=1_000_000.0,
+    qk_norm=True,
+)
 
 
 def _qwen3_moe(hidden_size: int, num_layers: int, num_heads: int, inner: int) -> TransformerConfig:
     """Qwen 3 with experts (Qwen team, 2025)."""
-    return replace(
-        _qwen3(hidden_size, num_layers, num_heads, 3 * hidden_size, tied=False),
-        num_kv_heads=4,
-        moe=MoEConfig(num_experts=128, top_k=8, ffn_size=inner, global_loss=1e-3),
-    )
+    moe = MoEConfig(num_experts=128, top_k=8, ffn_size=inner, global_loss=1e-3)
+    sizes = hidden_size, num_layers, num_heads, 3 * hidden_size
+    return _qwen3(*sizes, num_kv_heads=4, moe=moe)
 
 
 _PRESETS: dict[str, TransformerConfig] = {
@@ -84,39 +69,31 @@ _PRESETS: dict[str, TransformerConfig] = {
     "gpt2-xl": _gpt2(1600, 48, 25),
     "llama3-8b": _llama3(4096, 32, 32, 14336),
     "llama3-70b": _llama3(8192, 80, 64, 28672),
-    "llama3.1-8b": _llama3(4096, 32, 32, 14336, factor=8.0),
-    "llama3.1-70b": _llama3(8192, 80, 64, 28672, factor=8.0),
-    "llama3.1-405b": _llama3(16384, 126, 128, 53248, factor=8.0),
-    "llama3-405b": _llama3(16384, 126, 128, 53248, factor=8.0),
-    "llama3.2-1b": replace(_llama3(2048, 16, 32, 8192, factor=32.0), tie_embeddings=True),
-    "llama3.2-3b": replace(_llama3(3072, 28, 24, 8192, factor=32.0), tie_embeddings=True),
-    "qwen3-0.6b": _qwen3(1024, 28, 16, 3072, tied=True),
-    "qwen3-1.7b": _qwen3(2048, 28, 16, 6144, tied=True),
-    "qwen3-4b": _qwen3(2560, 36, 32, 9728, tied=True),
-    "qwen3-8b": _qwen3(4096, 36, 32, 12288, tied=False),
-    "qwen3-14b": _qwen3(5120, 40, 40, 17408, tied=False),
-    "qwen3-32b": _qwen3(5120, 64, 64, 25600, tied=False),
-    # Mixtral (Jiang et al., 2024).
-    "mixtral-8x7b": TransformerConfig(
+    "llama3.1-8b": _llama31(4096, 32, 32, 14336),
+    "llama3.1-70b": _llama31(8192, 80, 64, 28672),
+    "llama3.1-405b": _llama31(16384, 126, 128, 53248),
+    "llama3-405b": _llama31(16384, 126, 128, 53248),
+    "llama3.2-1b": _llama32(2048, 16, 32, 8192),
+    "llama3.2-3b": _llama32(3072, 28, 24, 8192),
+    "qwen3-0.6b": _qwen3(1024, 28, 16, 3072, tie_embeddings=True),
+    "qwen3-1.7b": _qwen3(2048, 28, 16, 6144, tie_embeddings=True),
+    "qwen3-4b": _qwen3(2560, 36, 32, 9728, tie_embeddings=True),
+    "qwen3-8b": _qwen3(4096, 36, 32, 12288),
+    "qwen3-14b": _qwen3(5120, 40, 40, 17408),
+    "qwen3-32b": _qwen3(5120, 64, 64, 25600),
+    "mixtral-8x7b": _sized(  # Jiang et al., 2024
+        *(4096, 32, 32, 14336),
         vocab_size=32000,
-        hidden_size=4096,
-        num_layers=32,
-        num_heads=32,
         num_kv_heads=8,
-        ffn_size=14336,
         max_sequence_length=32768,
         rope_theta=1_000_000.0,
         moe=MoEConfig(num_experts=8, top_k=2, ffn_size=14336, switch_loss=0.02),
     ),
     "qwen3-30b-a3b": _qwen3_moe(2048, 48, 32, 768),
     "qwen3-235b-a22b": _qwen3_moe(4096, 94, 64, 1536),
-    # DeepSeek-V3 (2024) without its module that predicts further tokens.
-    "deepseek-v3": TransformerConfig(
+    "deepseek-v3": _sized(  # DeepSeek-AI, 2024, without its module that predicts further tokens
+        *(7168, 61, 128, 18432),
         vocab_size=129280,
-        hidden_size=7168,
-        num_layers=61,
-        num_heads=128,
-        ffn_size=18432,
         max_sequence_length=163840,
         norm_eps=1e-6,
         rope_scaling=RopeScaling(

@@ -4,8 +4,6 @@
 names, shapes, roles and initial values, and tokens and features are cut over ranks in the same way.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib
 from collections.abc import Callable

@@ -5,8 +5,6 @@ on logits. A model that was built without the feature computes other numbers, wi
 the reader notes which names it has asked for, and what is left has to be in a table.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace

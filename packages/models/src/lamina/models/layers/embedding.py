@@ -7,15 +7,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from lamina.collectives import copy_to, gather_from, reduce_from, reduce_scatter_to
+from lamina.collectives import gather_from, reduce_from, reduce_scatter_to
 from lamina.ddp.engine import gradient_sink
 from lamina.mesh import mark
+from lamina.mesh.engine import MeshAxis
 from lamina.models.base.applied import applied
 from lamina.models.base.config import Reduction, TransformerConfig
 from lamina.models.base.initialise import fill, normal
 from lamina.models.base.mesh_axes import MeshLike, axis_of, require_divisible
-from lamina.models.base.vocabulary import check_ids
-from lamina.models.layers.loss import IGNORED, check_reduction, linear_cross_entropy
+from lamina.models.layers.linear import for_cut_layers
+from lamina.models.layers.loss import IGNORED, check_ids, check_reduction, linear_cross_entropy
 from lamina.models.layers.matmul_products import may_sink
 
 __all__ = ["OutputHead", "PositionEmbedding", "VocabParallelEmbedding"]
@@ -53,7 +54,28 @@ class _LookUp(torch.autograd.Function):
         return None, None
 
 
-class VocabParallelEmbedding(nn.Module):
+class _Table(nn.Module):
+    """A table of vectors, whole or with its rows cut over ranks, that draws its own weight."""
+
+    axis: MeshAxis | None = None
+    partial = False
+    init_std: float
+    init_seed: int | None = None
+    weight: nn.Parameter
+
+    def reset_parameters(self) -> None:
+        """Cut the weight from a whole one drawn from N(0, init_std^2); mark its role."""
+        dim = None if self.axis is None else 0
+        mark(self.weight, tp_shard_dim=dim, tp_grad="sum" if self.partial else None)
+        fill(self.weight, normal(self.init_std), self.init_seed, self.axis)
+
+    def extra_repr(self) -> str:
+        """Sizes on this rank, for printing."""
+        (rows, width), size = self.weight.shape, 1 if self.axis is None else self.axis.size
+        return f"{rows} x {width}, rows cut by {size}, partial={self.partial}"
+
+
+class VocabParallelEmbedding(_Table):
     """A table of vectors whose rows are cut over ranks (Shoeybi et al., 2019).
 
     Args:
@@ -96,15 +118,8 @@ class VocabParallelEmbedding(nn.Module):
             )
         self.sequence_parallel = sequence_parallel and self.axis is not None
         self.init_std = init_std
-        self.init_seed: int | None = None
         self.weight = nn.Parameter(torch.empty(require_divisible("rows", rows, self.axis), width))
         self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Cut the weight from a whole one drawn from N(0, init_std^2); mark its role."""
-        if self.axis is not None:
-            mark(self.weight, tp_shard_dim=0)
-        fill(self.weight, normal(self.init_std), self.init_seed, self.axis)
 
     def forward(self, ids: Tensor) -> Tensor:
         """Look up int64 ids `[batch, sequence]`: `[batch, sequence, width]`.
@@ -129,13 +144,8 @@ class VocabParallelEmbedding(nn.Module):
             return reduce_scatter_to(found.flatten(0, 1), self.axis.group, reduction=self.reduction)
         return reduce_from(found, self.axis.group, reduction=self.reduction)
 
-    def extra_repr(self) -> str:
-        """Sizes, for printing."""
-        size = 1 if self.axis is None else self.axis.size
-        return f"{self.weight.shape[0] * size} x {self.weight.shape[1]}, cut by {size}"
 
-
-class PositionEmbedding(nn.Module):
+class PositionEmbedding(_Table):
     """A table of learned vectors, one per position, whole on every rank.
 
     Args:
@@ -151,25 +161,15 @@ class PositionEmbedding(nn.Module):
         super().__init__()
         self.partial = partial
         self.init_std = init_std
-        self.init_seed: int | None = None
         self.weight = nn.Parameter(torch.empty(rows, width))
         self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Draw the weight from N(0, init_std^2); mark its role."""
-        mark(self.weight, tp_grad="sum" if self.partial else None)
-        fill(self.weight, normal(self.init_std), self.init_seed)
 
     def forward(self, positions: Tensor) -> Tensor:
         """Look up int64 positions `[...]`: `[..., width]`."""
         return look_up(self.weight, positions)
 
-    def extra_repr(self) -> str:
-        """Sizes, for printing."""
-        return f"{self.weight.shape[0]} x {self.weight.shape[1]}, partial={self.partial}"
 
-
-class OutputHead(nn.Module):
+class OutputHead(_Table):
     """Hidden states to logits, or to the loss if labels are given.
 
     Args:
@@ -184,8 +184,7 @@ class OutputHead(nn.Module):
         super().__init__()
         self.config = config
         self.axis = axis_of(mesh, "tp")
-        self.sequence_parallel = config.sequence_parallel and self.axis is not None
-        self.init_seed: int | None = None
+        self.init_std = config.init_std
         self.tied = tied is not None
         if tied is None:
             rows = require_divisible("padded vocabulary", config.padded_vocab_size, self.axis)
@@ -194,15 +193,9 @@ class OutputHead(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Cut the weight from a whole one drawn from N(0, init_std^2); mark its role.
-
-        A tied weight is drawn by the embedding.
-        """
-        if self.tied:
-            return
-        if self.axis is not None:
-            mark(self.weight, tp_shard_dim=0)
-        fill(self.weight, normal(self.config.init_std), self.init_seed, self.axis)
+        """Draw the weight, unless it is tied: then the embedding draws it."""
+        if not self.tied:
+            super().reset_parameters()
 
     def forward(
         self,
@@ -225,12 +218,7 @@ class OutputHead(nn.Module):
             ValueError: for another reduction, and where labels are not one per token.
         """
         check_reduction(reduction)
-        if self.axis is not None and self.sequence_parallel:
-            hidden = gather_from(
-                hidden, self.axis.group, grad="reduce_scatter", reduction=self.config.tp_reduction
-            )
-        elif self.axis is not None:
-            hidden = copy_to(hidden, self.axis.group, reduction=self.config.tp_reduction)
+        hidden = for_cut_layers(hidden, self.config, self.axis)
         if labels is None:
             logits = F.linear(hidden, self.weight)
             if self.axis is not None:

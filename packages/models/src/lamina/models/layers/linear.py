@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
-from lamina.collectives import gather_from
+from lamina.collectives import copy_to, gather_from
 from lamina.collectives.engine import (
     Pending,
     start_all_gather,
@@ -48,6 +48,7 @@ __all__ = [
     "Linear",
     "RowParallelLinear",
     "attach_queue",
+    "for_cut_layers",
     "from_residual",
     "into_residual",
 ]
@@ -189,6 +190,11 @@ class _Projection(nn.Module):
         y = applied(_Multiply, x, weight, first, cut, products, self.weight_queue)
         return y if last is None else y + last
 
+    def extra_repr(self) -> str:
+        """Sizes on this rank, for printing."""
+        (rows, columns), size = self.weight.shape, 1 if self.axis is None else self.axis.size
+        return f"{columns} -> {rows}, bias={self.bias is not None}, {self.side} cut by {size}"
+
 
 class Linear(_Projection):
     """`x @ weight.T + bias`, whole on every rank.
@@ -219,11 +225,6 @@ class Linear(_Projection):
         for parameter in self.parameters(recurse=False):
             mark(parameter, tp_grad="sum" if self.partial else None)
         self.draw()
-
-    def extra_repr(self) -> str:
-        """Sizes, for printing."""
-        out_features, in_features = self.weight.shape
-        return f"{in_features} -> {out_features}, bias={self.bias is not None}"
 
 
 class ColumnParallelLinear(_Projection):
@@ -293,11 +294,6 @@ class ColumnParallelLinear(_Projection):
             return y
         return gather_from(y, self.axis.group, dim=-1)
 
-    def extra_repr(self) -> str:
-        """Sizes, for printing."""
-        size = 1 if self.axis is None else self.axis.size
-        return f"{self.weight.shape[1]} -> {' + '.join(map(str, self.blocks))}, cut by {size}"
-
 
 class RowParallelLinear(_Projection):
     """A linear layer whose input is cut over ranks; the products of the ranks are summed.
@@ -349,17 +345,21 @@ class RowParallelLinear(_Projection):
             mark(self.bias, tp_grad="sum" if self.sequence_parallel else None)
         self.draw(dim=1)
 
-    def extra_repr(self) -> str:
-        """Sizes, for printing."""
-        size = 1 if self.axis is None else self.axis.size
-        return f"{self.weight.shape[1] * size} -> {self.weight.shape[0]}, cut by {size}"
-
 
 def attach_queue(module: nn.Module, queue: WeightGradientQueue) -> None:
     """Let all linear layers below a module put their weights' gradients off."""
     for layer in module.modules():
         if isinstance(layer, _Projection):
             layer.weight_queue = queue
+
+
+def for_cut_layers(x: Tensor, config: TransformerConfig, axis: MeshAxis | None) -> Tensor:
+    """Make activations, for all tokens, the input of what is cut over the ranks of an axis."""
+    if axis is None:
+        return x
+    if config.sequence_parallel:
+        return gather_from(x, axis.group, grad="reduce_scatter", reduction=config.tp_reduction)
+    return copy_to(x, axis.group, reduction=config.tp_reduction)
 
 
 def from_residual(

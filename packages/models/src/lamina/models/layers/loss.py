@@ -3,6 +3,9 @@
 The loss of a token is `ln(sum(exp(logits))) - logits[label]`. If each rank holds some columns of
 the logits, three numbers per token are exchanged: the largest logit, the sum of exponentials, and
 the label's logit.
+
+An id that the vocabulary does not have is an error on a CPU, and makes the loss NaN on a GPU, where
+the host would have to wait for the device in every forward to read ids.
 """
 
 from typing import Any, NamedTuple
@@ -16,11 +19,59 @@ from lamina.ddp.engine import gradient_sink
 from lamina.mesh.engine import MeshAxis
 from lamina.models.base.applied import applied
 from lamina.models.base.mesh_axes import MeshLike, axis_of
-from lamina.models.base.vocabulary import check_ids, label_weights
 from lamina.models.compat import graph_is_kept
-from lamina.models.layers.matmul_products import under_autocast
+from lamina.models.layers.matmul_products import under_autocast, write_product
 
-__all__ = ["IGNORED", "check_reduction", "linear_cross_entropy", "vocab_parallel_cross_entropy"]
+__all__ = [
+    "IGNORED",
+    "check_ids",
+    "check_reduction",
+    "linear_cross_entropy",
+    "vocab_parallel_cross_entropy",
+]
+
+
+def check_ids(
+    name: str,
+    ids: Tensor,
+    vocab_size: int,
+    ignored: int | None = None,
+    *,
+    remedy: str | None = None,
+) -> None:
+    """Raise ValueError for ids outside of `0 .. vocab_size - 1` but for `ignored`; on a CPU only.
+
+    They are not read on another device or while compiling. `name` and `remedy` are for the message,
+    which by default asks about the tokenizer.
+
+    Raises:
+        TypeError: if the ids are not integers.
+        ValueError: with the first id that does not exist, and how many do not.
+    """
+    if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
+        raise TypeError(f"{name} are {ids.dtype}: ids are integers, such as torch.int64")
+    if ids.device.type != "cpu" or torch.compiler.is_compiling() or type(ids) is not Tensor:
+        return  # a tensor subclass, such as a fake tensor, may have no values
+    strange = (ids < 0) | (ids >= vocab_size)
+    if ignored is not None:
+        strange &= ids != ignored
+    if not strange.any():
+        return
+    left_out = "" if ignored is None else f" or {ignored} (left out)"
+    if remedy is None:
+        remedy = f"is the tokenizer larger than vocab_size {vocab_size}, or should a label be -100?"
+    raise ValueError(
+        f"{name} hold {int(ids[strange][0])} (and {int(strange.sum())} ids in all that do not "
+        f"exist): they must be 0 to {vocab_size - 1}{left_out}; {remedy}"
+    )
+
+
+def label_weights(labels: Tensor, vocab_size: int, ignored: int, dtype: torch.dtype) -> Tensor:
+    """The weight of each label: 1, or 0 if it is ignored, or NaN if there is no such id."""
+    exists = (labels >= 0) & (labels < vocab_size)
+    weights = torch.where(exists, 1.0, torch.nan).to(dtype)
+    return torch.where(labels == ignored, 0.0, weights)
+
 
 IGNORED = -100
 """The label of tokens that are left out of the loss, as in torch."""
@@ -266,7 +317,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
         counts = label_weights(labels, vocab_size, ignored, wide)
         total = torch.zeros((), dtype=wide, device=hidden.device)
         grad_hidden = torch.empty_like(hidden) if needed[0] else None
-        grad_weight: Tensor | None = None
+        grad_weight = None
+        if needed[1]:
+            make = torch.empty_like if hidden.shape[0] else torch.zeros_like
+            grad_weight = make(weight, dtype=wide)
         for start in range(0, hidden.shape[0], chunk):
             rows = slice(start, start + chunk)
             logits = (hidden[rows] @ weight.t()).to(wide)
@@ -278,11 +332,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
             grad = _subtract_labels(grad, soft.column, soft.here).to(weight.dtype)
             if grad_hidden is not None:
                 torch.mm(grad, weight, out=grad_hidden[rows])
-            if needed[1]:
-                grad_weight = plus_product(grad_weight, grad.t(), hidden[rows], wide)
+            if grad_weight is not None:
+                write_product(grad.t(), hidden[rows], grad_weight, accumulate=start > 0)
             del logits, soft, grad  # otherwise two chunks would be in memory at once
-        if needed[1] and grad_weight is None:  # no tokens
-            grad_weight = torch.zeros_like(weight, dtype=wide)
         ctx.save_for_backward(grad_hidden, grad_weight)
         ctx.weight_dtype = weight.dtype
         ctx.parameter = weight if weight.is_leaf else None
@@ -318,14 +370,3 @@ def _scaled(
         torch.mul(gradient, factor, out=sink.view)
     sink.written()
     return None
-
-
-def plus_product(total: Tensor | None, left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
-    """Add `left @ right` to `total` in place, in `dtype`; a `total` of None starts a sum."""
-    if total is not None and dtype == left.dtype:
-        return total.addmm_(left, right)
-    if left.is_cuda and dtype != left.dtype:
-        product = torch.mm(left, right, out_dtype=dtype)
-    else:
-        product = torch.mm(left, right).to(dtype)
-    return product if total is None else total.add_(product)

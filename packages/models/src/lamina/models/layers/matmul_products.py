@@ -23,7 +23,6 @@ from lamina.models.base.applied import applied
 
 __all__ = [
     "PLAIN",
-    "Gradients",
     "Late",
     "Products",
     "WeightGradientQueue",

@@ -57,16 +57,19 @@ class ExpertRows:
 class Dispatch(ABC):
     """The transport of one forward, to the experts and back."""
 
+    arrived: ExpertRows
+    results: Tensor
+
     def __init__(self, routing: Routing) -> None:
         self.routing = routing
 
-    @abstractmethod
     def arrive(self) -> ExpertRows:
         """Wait for the rows that this rank's experts get."""
+        return self.arrived
 
-    @abstractmethod
     def give_back(self, rows: Tensor) -> None:
         """Send results back to the ranks of their tokens; in the order of the rows that arrived."""
+        self.results = rows
 
     @abstractmethod
     def combine(self) -> Tensor:
@@ -169,12 +172,6 @@ class _Local(Dispatch):
                 self.order = self.order.first(sum(on_host))
         self.arrived = ExpertRows(copies_to_rows(x, self.order), counts, on_host)
 
-    def arrive(self) -> ExpertRows:
-        return self.arrived
-
-    def give_back(self, rows: Tensor) -> None:
-        self.results = rows
-
     def combine(self) -> Tensor:
         return rows_to_tokens(self.results, self.routing.weights, self.order)
 
@@ -268,23 +265,17 @@ class _AllGather(Dispatch):
         mine = torch.cat((tokens, routing.counts)).unsqueeze(0)
         gathered_counts = start_all_gather(mine, way.group, async_op=False).wait()
         here = slice(1 + way.first, 1 + way.first + way.held)
-        self.counts = gathered_counts[:, here].sum(0)
         # This is the only time in a layer that the host waits for the device.
         every = gathered_counts.tolist()
         self.sizes = [row[0] for row in every]
-        self.on_host = tuple(map(sum, zip(*(row[here] for row in every), strict=True)))
+        on_host = tuple(map(sum, zip(*(row[here] for row in every), strict=True)))
         experts = gather_rows(routing.experts, way.group, self.sizes) - way.first
         self.weights = gather_rows(routing.weights, way.group, self.sizes)
         elsewhere = (experts < 0) | (experts >= way.held)
         order = rows_by_expert(experts.masked_fill(elsewhere, way.held))
-        self.order = order.first(sum(self.on_host))
-        self.rows = copies_to_rows(gather_rows(x, way.group, self.sizes), self.order)
-
-    def arrive(self) -> ExpertRows:
-        return ExpertRows(self.rows, self.counts, self.on_host)
-
-    def give_back(self, rows: Tensor) -> None:
-        self.results = rows
+        self.order = order.first(sum(on_host))
+        rows = copies_to_rows(gather_rows(x, way.group, self.sizes), self.order)
+        self.arrived = ExpertRows(rows, gathered_counts[:, here].sum(0), on_host)
 
     def combine(self) -> Tensor:
         partial = rows_to_tokens(self.results, self.weights, self.order)

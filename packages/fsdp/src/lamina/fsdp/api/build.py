@@ -51,13 +51,8 @@ __all__ = ["build_units", "start_engine", "storage_pool", "updated_apart", "with
 class _GroupPlan:
     """One group of a unit before it is made.
 
-    Attributes:
-        refs: the parameters.
-        axes: their data-parallel axes.
-        dtypes: of their copies.
-        settings: what the group has in common with others.
-        encoded: whether its weights are gathered as codes.
-        key: its name in the pool.
+    `settings` are what the group has in common with others, `encoded` says whether its weights are
+    gathered as codes, and `key` is its name in the pool.
     """
 
     refs: tuple[ParameterRef, ...]
@@ -97,18 +92,10 @@ def build_units(
     *,
     buffers_later: bool = False,
 ) -> list[Unit]:
-    """Give parameters values and buffers, unit by unit (collective).
+    """Give parameters of the module `root` values and buffers, unit by unit (collective).
 
-    Args:
-        root: the module around all of the units.
-        plans: the units.
-        sharding: how they are sharded.
-        scratch: short-lived gradient buffers.
-        pool: memory of whole weights.
-        buffers_later: as of `materialise_unit`.
-
-    Raises:
-        ValueError: for what cannot be sharded like this, before anything is changed.
+    `pool` is the memory of whole weights, and `buffers_later` as of `materialise_unit`. ValueError
+    says what cannot be sharded like this, before anything is changed.
     """
     settings, precision = sharding.settings, sharding.settings.precision
     groups = [tuple(_plan_groups(plan, sharding)) for plan in plans]
@@ -140,13 +127,10 @@ def start_engine(
 ) -> ShardingEngine:
     """Put the units of one model to work.
 
-    Args:
-        hooks: those of all modules that are units, or one together; the root's first.
-        sharding: the root's.
-        scratch: the gradient buffers of all units.
-        pool: memory of whole weights; only slots are planned for all units together.
-        wrapper: what the user has called, for messages.
-        left_alone: `id`s of parameters that were to be left out.
+    `hooks` are those of all modules that are units, or one together, the root's first, whose
+    `sharding` counts. Slots of the pool alone are planned for all units together. `wrapper` is what
+    the user has called, for messages, and `left_alone` are `id`s of parameters that were to be left
+    out.
     """
     settings = sharding.settings
     units = list(dict.fromkeys(each.unit for each in hooks))

@@ -34,16 +34,10 @@ __all__ = ["Sharding", "resolve"]
 class Sharding:
     """Settings, and what they come to for one model.
 
-    Attributes:
-        settings: what the user has chosen.
-        mesh: the ranks.
-        dense: data-parallel axes of ordinary parameters.
-        expert: those of expert parameters; None where the mesh has none.
-        model: the axes along which ranks hold different parts of the model.
-        device: where the model computes: its parameters and buffers are moved there.
-        offload: keep shards in host memory; None keeps them on the device.
-        slot_memory: where slots are allocated; None is as any tensor.
-        whole: `id`s of parameters that no shard boundary may cut.
+    `dense` and `expert` are the data-parallel axes of parameters (`expert` is None where the mesh
+    has none), and along `model` ranks hold different parts of the model. The model computes on
+    `device`. `offload` keeps shards in host memory, and `slot_memory` allocates slots, unless they
+    are None. `whole` are `id`s of parameters that no shard boundary may cut.
     """
 
     settings: ShardingSettings
@@ -60,16 +54,10 @@ class Sharding:
 def resolve(
     module: nn.Module, settings: ShardingSettings, optimizer: Optimizer | None = None
 ) -> Sharding:
-    """What settings come to for a module that is not sharded yet.
+    """What settings come to for a module that is not sharded yet; `optimizer` will update it.
 
-    Args:
-        module: the model, or a part of it.
-        settings: the user's.
-        optimizer: what will update it, if that is known.
-
-    Raises:
-        ValueError: for unknown mesh dimensions, and settings that this model or mesh excludes.
-        UnavailableError: for what this machine lacks.
+    ValueError names unknown mesh dimensions, and settings that this model or mesh excludes;
+    UnavailableError what this machine lacks.
     """
     mesh = named_mesh(settings.device_mesh)
     if mesh is None:

@@ -30,14 +30,8 @@ def shard_over_all_ranks(model: nn.Module, sharding: Mapping[str, Any]) -> Shard
     """Shard a model for a trainer that gives every rank other rows of the data.
 
     A model that is sharded already comes back as it is. If it has a `generate`, that gathers the
-    root's weights too.
-
-    Args:
-        model: on any device, or on the meta device.
-        sharding: keyword arguments of `fully_shard`.
-
-    Raises:
-        ValueError: for a mesh with axes along which ranks need the same rows.
+    root's weights too. `sharding` are keyword arguments of `fully_shard`. ValueError refuses a mesh
+    with axes along which ranks need the same rows.
     """
     if is_sharded(model):
         return cast(ShardedModule, model)
@@ -65,8 +59,7 @@ def _refuse_shared_rows(sharding: Mapping[str, Any]) -> None:
 def attach_optimizer(optimizer: Optimizer, models: Iterable[nn.Module]) -> Optimizer:
     """Let an optimizer update the shards of the one of `models` whose parameters it holds.
 
-    Raises:
-        ValueError: if it holds parameters of none of them.
+    ValueError says that it holds parameters of none of them.
     """
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
     for model in models:
@@ -88,11 +81,9 @@ def save_sharded(path: Path, state: dict[str, Any]) -> None:
 
 
 def load_sharded(path: Path, stateful: Mapping[str, Any]) -> None:
-    """Load what `save_sharded` has written on any number of ranks (collective).
+    """Load what `save_sharded` has written in a folder on any number of ranks (collective).
 
-    Args:
-        path: the checkpoint's folder.
-        stateful: models and optimizers by the names that their state was saved under.
+    `stateful` are models and optimizers by the names that their state was saved under.
     """
     state = {name: each.state_dict() for name, each in stateful.items()}
     load(state, checkpoint_id=path)
@@ -101,11 +92,9 @@ def load_sharded(path: Path, stateful: Mapping[str, Any]) -> None:
 
 
 def whole_state(model: nn.Module, *, keep: bool) -> dict[str, torch.Tensor]:
-    """Whole tensors of a model in host memory, gathered one by one (collective).
+    """Whole tensors of a model, sharded or not, in host memory, one by one (collective).
 
-    Args:
-        model: sharded or not.
-        keep: whether this rank keeps them. Others take part, and get an empty dictionary.
+    Ranks that do not `keep` them take part, and get an empty dictionary.
     """
     found = {}
     for name, value in model.state_dict().items():

@@ -216,12 +216,10 @@ _HOOK_TABLES = (
 
 
 def remember_sharding(modules: list[Any], again: Callable[[list[nn.Module]], object]) -> None:
-    """Keep for copies how modules were sharded.
+    """Keep for copies how modules were sharded: the root, or all modules of one unit.
 
-    Args:
-        modules: the root, or all modules of one unit.
-        again: shards copies of them alike. Parameters are on the meta device, and what values they
-            get does not matter.
+    `again` shards copies of them alike. Their parameters are on the meta device, and what values
+    they get does not matter.
     """
     for module in modules:
         module.__dict__[_SHARD_AGAIN] = again

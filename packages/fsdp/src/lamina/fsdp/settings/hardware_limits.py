@@ -19,13 +19,7 @@ class UnavailableError(NotImplementedError):
 
 
 class SlotMemory:
-    """Makes the registered memory that a plan's slots lie in, and lets go of it.
-
-    Args:
-        groups: communicators that gather into it.
-        device: where it lies.
-        symmetric: register symmetric windows.
-    """
+    """Makes the registered memory of a plan's slots for the groups that gather into it."""
 
     def __init__(
         self, groups: Sequence[ProcessGroup], device: torch.device, *, symmetric: bool
@@ -53,14 +47,8 @@ def slot_memory(
 ) -> SlotMemory | None:
     """Where slots are allocated: in memory that NCCL registers, or as any tensor (None).
 
-    Args:
-        settings: the user's.
-        groups: the communicators of gathers; None for axes of one rank.
-        device: where the model computes.
-
-    Raises:
-        UnavailableError: for what the hardware, or this build of torch, lacks.
-        ValueError: for registered memory that is not fixed.
+    `groups` gather; None is an axis of one rank. UnavailableError says what the hardware, or this
+    build of torch, lacks, and ValueError refuses registered memory that is not fixed.
     """
     if settings.cuda_graph_mode and device.type != "cuda":
         raise UnavailableError(

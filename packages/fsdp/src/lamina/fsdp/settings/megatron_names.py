@@ -18,15 +18,11 @@ __all__ = ["MegatronNames"]
 
 @dataclass(frozen=True, kw_only=True)
 class MegatronNames:
-    """The arguments' values.
+    """The arguments' values, each about what is done anyway.
 
-    Attributes:
-        init_model_with_meta_device: meta parameters are materialised wherever there are some.
-        hybrid_fsdp_group: sums and gathers go axis by axis, and not over both axes at once.
-        hybrid_fsdp_expt_group: the same for expert parameters.
-        maxpool_double_buffer: a slot is always as large as the largest unit in it.
-        fsdp_db_use_persist_buf_on_alloc_fail: a unit that can share with none always gets fixed
-            memory of its own.
+    Meta parameters are materialised wherever there are some, and sums and gathers go axis by axis
+    rather than over a hybrid group. A slot is as large as the largest unit in it, and a unit that
+    can share with none gets fixed memory of its own.
     """
 
     init_model_with_meta_device: bool = False
@@ -42,14 +38,7 @@ class MegatronNames:
         dense: DataParallelAxes,
         expert: DataParallelAxes | None,
     ) -> None:
-        """Raise ValueError for a value that cannot be meant.
-
-        Args:
-            module: the model, before it is sharded.
-            settings: the other arguments.
-            dense: data-parallel axes of ordinary parameters.
-            expert: those of expert parameters; None where the mesh has none.
-        """
+        """Raise ValueError for a value that cannot be meant, before the module is sharded."""
         parameters = list(module.parameters())
         on_meta = not parameters or any(parameter.is_meta for parameter in parameters)
         if self.init_model_with_meta_device and not on_meta:

@@ -39,11 +39,9 @@ def resolve_meshes(
 ) -> tuple[DataParallelAxes, DataParallelAxes | None]:
     """Dense and expert data-parallel axes; expert ones are None where the mesh has none.
 
-    Raises:
-        ValueError: if it is not said which dimension shards, a dimension of a `DeviceMesh` is
-            neither data-parallel nor known to cut the model, or a group has other ranks than the
-            axis it is for.
-        AxisError: for a name the mesh does not have (from `mesh_axis`).
+    ValueError says that nothing names the dimension that shards, that a dimension of a `DeviceMesh`
+    is neither data-parallel nor known to cut the model, or that a group has other ranks than its
+    axis; AxisError that the mesh does not have a name.
     """
     if settings.tp_dim is not None:
         _check_tp(mesh, settings, settings.tp_dim)

@@ -105,14 +105,8 @@ def policy_from(given: Any, argument: str = "mp_policy") -> MixedPrecisionPolicy
     """Lamina's policy from torch FSDP2's (or from itself, or from None).
 
     torch's `reduce_dtype` is the dtype on the wire; sums are fp32 whatever it is. The optimizer
-    updates the parameters in the dtype they were made in.
-
-    Args:
-        given: the policy.
-        argument: what the caller calls it, for messages.
-
-    Raises:
-        TypeError: for something that is neither.
+    updates the parameters in the dtype they were made in. TypeError, which calls it `argument`,
+    refuses anything else.
     """
     if given is None or isinstance(given, MixedPrecisionPolicy):
         return given

@@ -36,24 +36,20 @@ StrategyChoice = int | str | Strategy
 
 
 def _setting(default: Any, *, needs: tuple[str, str] | None = None, gathered: str = "") -> Any:
-    """A field with rules.
+    """A field with rules, which are about other values than its default.
 
-    Args:
-        default: its value where nobody has chosen; rules are about other values.
-        needs: the setting that has to be on, and what of it this one is about.
-        gathered: what of gathered weights it is about: a strategy that keeps weights whole refuses
-            it.
+    `needs` is the setting that has to be on, and what of it this one is about. `gathered` is what
+    of gathered weights it is about: a strategy that keeps weights whole refuses it.
     """
     return field(default=default, metadata={"needs": needs, "gathered": gathered})
 
 
 @dataclass(frozen=True, kw_only=True)
 class ShardingSettings:
-    """What a user has chosen: the arguments of `fully_shard`, whose docstring says what each is.
+    """What a user has chosen: the arguments of `fully_shard`, which explains each of them.
 
-    Raises:
-        ValueError: for an unknown strategy or reduction, and settings that exclude or need others.
-        TypeError: for a precision policy that is none.
+    ValueError refuses an unknown strategy or reduction, and settings that exclude or need others;
+    TypeError a precision policy that is none.
     """
 
     device_mesh: ParallelMesh | DeviceMesh | None = None
@@ -154,11 +150,7 @@ class ShardingSettings:
         return {pattern: resolve_strategy(one, outer) for pattern, one in patterns.items()}
 
     def strategy_of(self, name: str) -> Strategy:
-        """The strategy of a parameter: that of the first pattern which its name matches.
-
-        Raises:
-            ValueError: if it matches none.
-        """
+        """A parameter's strategy: that of the first pattern its name matches, or ValueError."""
         for pattern, strategy in self.strategies.items():
             if fnmatchcase(name, pattern):
                 return strategy

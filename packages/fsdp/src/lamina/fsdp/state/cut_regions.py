@@ -40,12 +40,8 @@ _REGIONS = "_lamina_regions"
 class TensorRegions:
     """Which region of the model's tensor each main parameter is, where it is not all of it.
 
-    Args:
-        groups: groups of parameters.
-        axes: the axes that may have cut them.
-
-    Raises:
-        ValueError: if a parameter cannot be the piece that its mark and the mesh say.
+    `axes` may have cut them. ValueError says that a parameter cannot be the piece that its mark and
+    the mesh say.
     """
 
     def __init__(self, groups: Iterable[ParameterGroup], axes: ModelAxes) -> None:
@@ -92,12 +88,7 @@ class TensorRegions:
 
 
 def show_parts(module: nn.Module, regions: TensorRegions) -> None:
-    """Let a module's `state_dict()` hold `TensorPart`s, and `load_state_dict` take them.
-
-    Args:
-        module: whose parameters (its submodules' too) may be parts.
-        regions: of its main parameters.
-    """
+    """Let the `state_dict()` of a module hold, and `load_state_dict` take, `TensorPart`s."""
     module.__dict__[_REGIONS] = regions
     if not regions:
         return
@@ -176,13 +167,7 @@ def _region_of(ref: ParameterRef, shape: tuple[int, ...], axes: ModelAxes) -> Te
 def beside_parts(
     axes: DataParallelAxes, refs: Iterable[ParameterRef], model: ModelAxes
 ) -> DataParallelAxes:
-    """The same axes, and which others cut the model whose parameters these are.
-
-    Args:
-        axes: data-parallel axes.
-        refs: the model's parameters.
-        model: the axes that may have cut them.
-    """
+    """The same data-parallel axes, and which of the axes `model` cut the parameters too."""
     apart = tuple(dict.fromkeys(_apart(axes, refs, model)))
     if not apart:
         return axes

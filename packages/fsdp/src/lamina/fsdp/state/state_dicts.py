@@ -30,11 +30,8 @@ _REGULAR = ELEMENTWISE | {getattr(torch.optim, "Muon", torch.optim.SGD)}
 def give_whole_tensors(module: nn.Module, *, always: bool = True) -> None:
     """Let `module.state_dict()` hold whole plain tensors on every rank (collective).
 
+    Unless `always`, only where `torch.distributed.checkpoint.state_dict` was asked for them.
     `load_state_dict` takes whole tensors under every strategy, and needs nothing.
-
-    Args:
-        module: the sharded module.
-        always: if False, only where `torch.distributed.checkpoint.state_dict` was asked for them.
     """
 
     def after(_: nn.Module, state: dict[str, Any], prefix: str, __: Any) -> None:
@@ -90,14 +87,10 @@ def prepare_optimizer_state(
 ) -> None:
     """Make `optimizer.state_dict()` ready for DCP, which loads only into tensors that are there.
 
-    A parameter that has not been stepped yet has no state. In the dictionary (not in the
-    optimizer) it gets that of a first step with nothing done: the step count 0, and its other
-    state as a zero gradient leaves it.
-
-    Args:
-        optimizer: whose state dictionaries to complete.
-        whole: hold whole plain tensors instead of `ShardedTensor`s (collective).
-        regions: of parameters that tensor parallelism has cut: their state is cut alike.
+    A parameter that has not been stepped yet has no state. In the dictionary (not in the optimizer)
+    it gets that of a first step with nothing done: the step count 0, and its other state as a zero
+    gradient leaves it. `whole` holds plain whole tensors (collective). State of parameters in one
+    of the `regions` is cut alike.
     """
 
     def after(held: Optimizer, state: dict[str, Any]) -> dict[str, Any]:

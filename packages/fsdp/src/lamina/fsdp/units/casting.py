@@ -15,11 +15,7 @@ __all__ = ["cast_buffers", "check_patterns", "keep_modules"]
 
 
 def check_patterns(module: nn.Module, settings: ShardingSettings) -> None:
-    """Refuse patterns that nothing in the model matches, and parameters without a strategy.
-
-    Raises:
-        ValueError: naming the setting and the pattern.
-    """
+    """Raise ValueError for a pattern that nothing matches, or a parameter without a strategy."""
     policy = settings.precision
     parameters = [name for name, _ in module.named_parameters(remove_duplicate=False)]
     buffers = [name for name, _ in module.named_buffers(remove_duplicate=False)]
@@ -44,13 +40,10 @@ def check_patterns(module: nn.Module, settings: ShardingSettings) -> None:
 
 
 def cast_buffers(modules: Iterable[tuple[str, nn.Module]], policy: MixedPrecisionPolicy) -> None:
-    """Give floating buffers the policy's dtype; one that several modules hold stays one.
+    """Give floating buffers the policy's `buffer_dtype`; one of several modules stays one.
 
-    Buffers that a module names in an attribute `full_precision_buffers` stay as they are.
-
-    Args:
-        modules: with the names that patterns are about.
-        policy: its `buffer_dtype`, and `keep_full_precision` for buffers to leave alone.
+    Those of `keep_full_precision`, which names them with their modules, stay as they are, and so do
+    those that a module names in an attribute `full_precision_buffers`.
     """
     if policy.buffer_dtype is None:
         return
@@ -73,12 +66,8 @@ def keep_modules(
 
     Their inputs of `param_dtype` are cast to the dtype of their weights, and then their outputs
     back. Left alone are modules that also hold (or contain) weights of `param_dtype`, and those
-    with an attribute `casts_itself = True`, which compute in full precision by themselves.
-
-    Args:
-        modules: where to look.
-        refs: the parameters, before they are sharded.
-        policy: its `keep_full_precision`.
+    with an attribute `casts_itself = True`, which compute in full precision by themselves. `refs`
+    are the parameters before they are sharded.
     """
     narrow = policy.param_dtype
     if narrow is None or not policy.keep_full_precision:

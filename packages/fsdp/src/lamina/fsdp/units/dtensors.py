@@ -48,12 +48,8 @@ class _Form:
 def localise_dtensors(module: nn.Module, ignored: Collection[int] = ()) -> None:
     """Put local parameters in place of DTensor parameters, marked with what tp has cut.
 
-    Args:
-        module: whose parameters, its submodules' too.
-        ignored: `id`s of parameters to leave alone.
-
-    Raises:
-        ValueError: for a DTensor on the meta device, or cut along more than one dimension.
+    `ignored` are `id`s of parameters to leave alone. ValueError refuses a DTensor on the meta
+    device, or cut along more than one dimension.
     """
     found = [
         ref

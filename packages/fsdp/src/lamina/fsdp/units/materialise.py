@@ -32,21 +32,14 @@ def materialise_unit(
 
     Modules are initialised children first, as construction would do it. A parameter that several
     modules hold gets its value from the first. Nothing that has values already is touched: while
-    the initialisation runs, modules hold meta tensors in place of those.
+    the initialisation runs, modules hold meta tensors in place of those. Parameters keep their
+    identity (and roles), so optimizers and ties made before still hold.
 
-    Parameters keep their identity (and roles), so optimizers and ties made before still hold.
-
-    Args:
-        plan: the unit.
-        device: where its tensors go.
-        init: initialises one module, as given to `nn.Module.apply` (for a model of `transformers`
-            its own `_init_weights`); None calls the module's `reset_parameters()`.
-        layouts: parameters that are made in one flat tensor, as the buffer will have them, so
-            that it need not be copied from them.
-        buffers_later: leave buffers that nothing has written for `refuse_unwritten_buffers`.
-
-    Raises:
-        ValueError: for a module with meta tensors that nothing has initialised.
+    `init` initialises one module, as given to `nn.Module.apply` (for a model of `transformers` its
+    own `_init_weights`); None calls the module's `reset_parameters()`. Parameters of `layouts` are
+    made in one flat tensor, as the buffer will have them, so that it need not be copied from them.
+    `buffers_later` leaves buffers that nothing has written for `refuse_unwritten_buffers`.
+    ValueError names a module with meta tensors that nothing has initialised.
     """
     views = _views_in(layouts, device)
     new = (*_new_parameters(plan, device, views), *_new_buffers(plan, device))
@@ -196,12 +189,8 @@ def _refuse_left(
 def refuse_uninitialised(root: nn.Module, init: Callable[[nn.Module], None] | None) -> None:
     """Raise ValueError for a meta tensor that nothing will write, before any unit is sharded.
 
-    A module above may write its children's tensors, and of a tied one any holder: what is in
-    doubt is left for `materialise_unit` to find out.
-
-    Args:
-        root: the model.
-        init: as of `materialise_unit`.
+    A module above may write its children's tensors, and of a tied one any holder: what is in doubt
+    is left for `materialise_unit` to find out.
     """
     if init is not None:
         return
@@ -231,12 +220,7 @@ def _uninitialised(module: nn.Module, where: str, names: Sequence[str]) -> str:
 
 
 def move_buffers(modules: Iterable[nn.Module], device: torch.device) -> None:
-    """Put buffers where the model computes, which need not be where it was built.
-
-    Args:
-        modules: whose own buffers to move.
-        device: where to.
-    """
+    """Put modules' own buffers where the model computes, maybe not where it was built."""
     moved: dict[int, torch.Tensor] = {}  # a buffer that several modules hold stays one
     for module in modules:
         for name, buffer in module._buffers.items():

@@ -35,11 +35,8 @@ class UnitPlan:
 def resolve_unit_classes(units: Sequence[type[nn.Module] | str]) -> tuple[type[nn.Module], ...]:
     """Classes from classes or import strings such as "my_package.model.Block".
 
-    A class inside a class has both names: "my_package.model.Decoder.Block".
-
-    Raises:
-        TypeError: for one class or string that is not in a list.
-        ValueError: for a string that names no module class.
+    A class inside a class has both names: "my_package.model.Decoder.Block". TypeError refuses one
+    that is not in a list, ValueError a string that names no module class.
     """
     if isinstance(units, (type, str)):
         raise TypeError(f"fsdp_unit_modules={units!r} is no list: write [{_name(units)}]")
@@ -205,17 +202,10 @@ def _import_class(path: str) -> type[nn.Module]:
 
 
 def refine(root: nn.Module, plans: Sequence[UnitPlan]) -> list[UnitPlan]:
-    """Cut each unit into the modules that hold its parameters.
+    """Cut each unit into the modules that hold its parameters; the root first, as registered.
 
     A module below another one that holds parameters stays with it: `nn.MultiheadAttention` reads
     the weight of its `out_proj` without calling it. Tied parameters stay where they were.
-
-    Args:
-        root: the whole model.
-        plans: its units, the root first.
-
-    Returns:
-        The units, the root first, the others in order of registration.
     """
     order = {id(module): (place, name) for place, (name, module) in enumerate(root.named_modules())}
     owned: dict[str, list[ParameterRef]] = {plan.name: [] for plan in plans}

@@ -33,11 +33,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Offload:
-    """Keep shards in host memory.
-
-    Attributes:
-        pinned: page-locked, so that copies run beside the compute (CUDA only).
-    """
+    """Keep shards in host memory, `pinned` (CUDA only) so that copies run beside the compute."""
 
     pinned: bool
 
@@ -51,17 +47,9 @@ def resolve_offload(
 ) -> Offload | None:
     """What torch FSDP2's `OffloadPolicy` or `CPUOffloadPolicy` asks for; None for nothing.
 
-    Args:
-        policy: torch's `CPUOffloadPolicy` (or of a class derived from it), its `OffloadPolicy`
-            itself, or None.
-        device: where the model computes.
-        axes: data-parallel axes.
-        gathers: whether the strategy gathers weights.
-
-    Raises:
-        TypeError: for something that is no policy.
-        ValueError: for a strategy that keeps weights whole on the device.
-        UnavailableError: if the process group cannot reach host memory.
+    `gathers` says whether the strategy gathers weights. TypeError refuses what is no policy,
+    ValueError a strategy that keeps weights whole on the device, and UnavailableError a process
+    group that cannot reach host memory.
     """
     if policy is None or type(policy) is OffloadPolicy:
         return None
@@ -87,11 +75,7 @@ def resolve_offload(
 
 
 class SideStream:
-    """A stream for copies between host and device beside the compute; on a CPU, nothing.
-
-    Args:
-        device: where the model computes.
-    """
+    """A stream for copies between host and device beside the compute; on a CPU, nothing."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -147,15 +131,10 @@ class OffloadedWeights(ShardedWeights):
 
 
 class OffloadedSum(RankSum):
-    """Sums on the device, for main grads on the host.
+    """Sums on the device, which `make` makes, for main grads on the host.
 
-    What was reduced before is brought to the device first where a reduction adds to it, so the
-    bits are those of main grads that never left.
-
-    Args:
-        make: makes the sum that works on the device.
-        device: the device.
-        state: as of `RankSum`.
+    What was reduced before is brought to the device first where a reduction adds to it, so the bits
+    are those of main grads that never left.
     """
 
     def __init__(

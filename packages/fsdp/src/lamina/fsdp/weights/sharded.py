@@ -109,8 +109,7 @@ class ShardedWeights(Weights):
     def acquire(self) -> torch.Tensor:
         """Take storage for the whole weights, where the parameters' views are: write there.
 
-        Raises:
-            StaleStorageError: the storage that autograd knows is taken by another live unit.
+        StaleStorageError says that another live unit has the storage that autograd knows.
         """
         wanted = self.epoch if self._fixed else self._saved_epoch
         if self._pool.acquire(self.key, epoch=wanted) is not self.full:
@@ -122,8 +121,8 @@ class ShardedWeights(Weights):
     def follow(self, *, fixed: bool | None = None) -> None:
         """Make the parameters views of the storage where it is now, if it has moved.
 
-        Args:
-            fixed: whether it never moves from now on, whoever has to make room; None leaves that.
+        With `fixed` it never moves from now on, whoever has to make room; None leaves that as it
+        is.
         """
         self._fixed = self._fixed if fixed is None else fixed
         moved = self._pool.tensor(self.key)
@@ -214,17 +213,7 @@ class EncodedWeights(ShardedWeights):
     scale) per block of elements. This rank's shard is encoded once after each optimizer step.
     Gathers move codes and side data, and the whole unit is decoded into the storage that its
     parameters are views of. Main weights stay what the optimizer updates, so nothing is lost.
-
-    Args:
-        local: the shard, that of the main weights where these are cut alike.
-        axes: data-parallel axes.
-        pool: where the whole weights' storage comes from.
-        key: this group's name in the pool.
-        dtype: the compute dtype, of what is encoded.
-        codec: encodes and decodes.
-
-    Raises:
-        ValueError: if shards or tensors could be cut within a block.
+    ValueError says that shards or tensors could be cut within a block.
     """
 
     def __init__(

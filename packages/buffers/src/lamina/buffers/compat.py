@@ -100,9 +100,7 @@ def refusals_of(storage: torch.UntypedStorage, why: str) -> tuple[ctypes.c_bool,
     They refer to the storage's object, and must not be used once it is gone. Sizes, shapes and
     dtypes can be asked for at any time.
 
-    Args:
-        storage: the storage.
-        why: the error's message, where torch lets Python say it (builds with CUDA).
+    Where torch lets Python say it (builds with CUDA), `why` is the message.
     """
     if _REFUSALS and _tell_why is not None:
         _tell_why(storage._cdata, why)

@@ -44,14 +44,9 @@ MeshLike: TypeAlias = ParallelMesh | DeviceMesh | Axis | Sequence[Axis]
 def resolve_axes(mesh: MeshLike | None, count: int) -> tuple[Axis, ...]:
     """The `count` data-parallel axes of `mesh`, outer first.
 
-    Args:
-        mesh: one axis, several (outer first), a torch DeviceMesh with `count` dimensions, a
-            ParallelMesh (one axis: `dp_cp`; two: `dp_replicate` and `dp_shard_cp`), or None
-            for a world of one.
-        count: how many axes the placement names.
-
-    Raises:
-        ValueError: the mesh has another number of axes.
+    The mesh is one axis, several (outer first), a torch DeviceMesh with `count` dimensions, a
+    ParallelMesh (one axis: `dp_cp`; two: `dp_replicate` and `dp_shard_cp`), or None for a world of
+    one. ValueError: it has another number of axes.
     """
     if mesh is None:
         return tuple(PlainAxis(f"axis{position}", 1, 0) for position in range(count))

@@ -39,9 +39,8 @@ def local_of_state_call(name: str, *, within: int = _DEPTH) -> Any:
     is in local variables of theirs: options in `info`, the model in `model`, optimizers in
     `optims`. Nothing else tells of it (decision 0540).
 
-    Args:
-        name: of the variable; the innermost function that has one gives it.
-        within: how many callers of the caller may stand before the first of these functions.
+    The innermost function that has a variable of this name gives it. At most `within` callers of
+    the caller stand before the first of these functions.
     """
     frame, inside = sys._getframe(2), False
     for number in range(_DEPTH):

@@ -53,11 +53,8 @@ class MeshAxis:
         collective over the axis' ranks. `sibling("reduce")` is for sums, so where the axis spans
         several hosts the groups inside and between hosts are made with it.
 
-        Args:
-            purpose: a word that becomes part of the group's description, as in "dp_shard:gather".
-
-        Returns:
-            None for an axis of one rank.
+        `purpose` becomes part of the description of the group, as in "dp_shard:gather". An axis of
+        one rank has None.
         """
         if self.group is None:
             return None
@@ -116,12 +113,7 @@ def mesh_axis(mesh: NamedAxes | DeviceMesh, name: str | Sequence[str]) -> MeshAx
 def axis_if_there(mesh: NamedAxes | DeviceMesh, name: str) -> MeshAxis | None:
     """The axis `name` of any mesh; None of a DeviceMesh without a dimension of that name.
 
-    Args:
-        mesh: a ParallelMesh, or a torch DeviceMesh whose dimensions have names.
-        name: an axis' name.
-
-    Raises:
-        AxisError: a ParallelMesh has no such axis.
+    AxisError: a ParallelMesh has no such axis.
     """
     if isinstance(mesh, DeviceMesh) and name not in (mesh.mesh_dim_names or ()):
         return None

@@ -69,8 +69,7 @@ class AxisSizes:
 
         Models that have experts call this with their own flag when they are built.
 
-        Raises:
-            LayoutError: `needs_sequence_parallel` and not `enabled`.
+        LayoutError: `needs_sequence_parallel` and not `enabled`.
         """
         if self.needs_sequence_parallel and not enabled:
             raise LayoutError(
@@ -83,11 +82,7 @@ class AxisSizes:
     def validate(self: SizesT, world_size: int) -> SizesT:
         """This layout with every size known, if `world_size` ranks can take it.
 
-        Returns:
-            The layout with -1 replaced.
-
-        Raises:
-            LayoutError: with the arithmetic that does not work out.
+        LayoutError has the arithmetic that does not work out.
         """
         if not isinstance(world_size, int) or world_size < 1:
             raise LayoutError(f"world size {world_size!r} is not a positive integer.")
@@ -127,8 +122,7 @@ class AxisSizes:
     def coordinate_of(self, rank: int) -> dict[str, int]:
         """Where `rank` stands along each dense and each expert axis.
 
-        Raises:
-            LayoutError: no such rank, or an axis is still -1.
+        LayoutError: no such rank, or an axis is still -1.
         """
         if not 0 <= rank < self.world_size:
             raise LayoutError(
@@ -141,12 +135,8 @@ class AxisSizes:
     def ranks_through(self, rank: int, axes: Collection[str]) -> tuple[int, ...]:
         """The ranks that share all of `rank`'s places except along `axes`, ascending.
 
-        Args:
-            rank: one of them.
-            axes: names from DENSE_AXES, or names from EXPERT_AXES.
-
-        Raises:
-            LayoutError: no such rank, or no mesh has all of these axes.
+        `axes` are names from DENSE_AXES, or from EXPERT_AXES. LayoutError: no such rank, or no mesh
+        has all of these axes.
         """
         names = next((n for n in (DENSE_AXES, EXPERT_AXES) if set(axes) <= set(n)), None)
         if names is None:
@@ -168,8 +158,8 @@ class AxisSizes:
         More names than needed are checked against each other, so the result of `coordinate_of`
         can be given back whole.
 
-        Raises:
-            LayoutError: axes missing, a coordinate outside its axis, or a contradiction.
+        LayoutError: axes are missing, a coordinate is outside its axis, or two contradict each
+        other.
         """
         found = set()
         for axes, shape in ((DENSE_AXES, self.dense_shape), (EXPERT_AXES, self.expert_shape)):

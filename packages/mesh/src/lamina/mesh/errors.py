@@ -50,8 +50,7 @@ class OverlapError(RuntimeError):
 def translates(words: Mapping[str, str]) -> Callable[[FunctionT], FunctionT]:
     """Refuse keywords that a function does not have, and say what to write instead.
 
-    Args:
-        words: what each foreign keyword is here: the rest of a sentence that begins "use".
+    `words` have for each foreign keyword the rest of a sentence that begins "use".
     """
 
     def decorate(function: FunctionT) -> FunctionT:

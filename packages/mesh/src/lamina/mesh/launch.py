@@ -13,15 +13,10 @@ __all__ = ["Launch", "first_host", "read_launch"]
 class Launch:
     """What the launcher told this process.
 
-    Attributes:
-        launcher: "torchrun" (or whatever sets its variables), "slurm", or "none".
-        rank: global rank.
-        world_size: ranks in all.
-        local_rank: place among the ranks of this machine.
-        local_world_size: ranks on this machine; None if the launcher doesn't say.
-        host: where the rendezvous store is; None for a world of one that needs none.
-        port: its TCP port.
-        store_is_running: the launcher's agent serves the store (torchrun), rank 0 need not.
+    `launcher` is "torchrun" (or whatever sets its variables), "slurm", or "none". Local ranks are
+    those of this machine; `local_world_size` is None if the launcher does not say it. Host and TCP
+    port are those of the rendezvous store, None for a world of one that needs none. With
+    `store_is_running` the agent of the launcher serves it (torchrun), and rank 0 need not.
     """
 
     launcher: str
@@ -41,8 +36,7 @@ def read_launch(env: Environment) -> Launch:
     an interactive allocation or a batch script has them too, and a plain `python train.py` there
     is a world of one.
 
-    Raises:
-        EnvironmentVariableError: a variable is missing, malformed or contradicts another.
+    EnvironmentVariableError: a variable is missing, malformed or contradicts another.
     """
     if env.variables.get("RANK") or env.variables.get("WORLD_SIZE"):
         return _from_torchrun(env)

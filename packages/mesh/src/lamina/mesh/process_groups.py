@@ -147,14 +147,10 @@ def group_of(
     The first call is collective over `ranks` (and over nobody else): members must make the groups
     that they share in the same order.
 
-    Args:
-        name: the axis, which becomes the group's description (with ":purpose" if given).
-        ranks: global ranks, in the order in which the group numbers them.
-        purpose: tells several communicators over the same ranks apart.
-        like: a group whose backend the new one gets; None is that of the job.
-
-    Raises:
-        GroupCreationError: a member did not come in time, or the backend refused.
+    `name` is the axis, which becomes the description of the group (with ":purpose" if given, which
+    tells several communicators over the same ranks apart). The group numbers its ranks in their
+    order here. `like` is a group whose backend the new one gets; None is that of the job.
+    GroupCreationError: a member did not come in time, or the backend refused.
     """
     world = current_world()
     description = f"{name}:{purpose}" if purpose else name

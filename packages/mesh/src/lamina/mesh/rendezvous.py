@@ -29,8 +29,7 @@ def open_store(launch: Launch, timeout: timedelta) -> Store:
 
     A world of one gets a store of its own and needs neither address nor port.
 
-    Raises:
-        RendezvousError: the store can't be reached, or ranks did not arrive within `timeout`.
+    RendezvousError: it cannot be reached, or ranks did not arrive within `timeout`.
     """
     if launch.world_size == 1:
         return cast(Store, HashStore())
@@ -68,8 +67,7 @@ def agree_on_attempt(store: Store, launch: Launch, timeout: timedelta) -> str:
     Another rank that reads a name of an earlier attempt notices: if that attempt ever got its go,
     its own rank had signed already, and if it did not, the go never comes and the name changes.
 
-    Raises:
-        RendezvousError: not all ranks came within `timeout` (naming those missing).
+    RendezvousError names the ranks that did not come within `timeout`.
     """
     published = f"lamina/attempt/{launch.world_size}"
     deadline = time.monotonic() + timeout.total_seconds()

@@ -146,8 +146,7 @@ def derive_seed(seed: int, *parts: object) -> int:
 def require_stream(name: str) -> None:
     """Refuse a process that nobody seeded: its ranks may draw differently where they must not.
 
-    Raises:
-        KeyError: no such stream.
+    KeyError: no such stream.
     """
     if name not in _streams:
         raise KeyError(

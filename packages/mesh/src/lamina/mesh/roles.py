@@ -128,8 +128,7 @@ def copy_roles(source: nn.Module, target: nn.Module) -> None:
 
     For after `module.to_empty(...)` and other calls that make new parameters.
 
-    Raises:
-        ValueError: the modules' parameters have different names.
+    ValueError: the parameters have different names.
     """
     sources = dict(source.named_parameters(remove_duplicate=False))
     targets = dict(target.named_parameters(remove_duplicate=False))

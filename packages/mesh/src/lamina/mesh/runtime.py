@@ -262,8 +262,7 @@ def _choose_device(
 ) -> torch.device:
     """The device asked for, or by default the GPU of `local_rank` if the backend can use it.
 
-    Raises:
-        RuntimeError: a GPU was asked for and isn't there, or NCCL's ranks outnumber the GPUs.
+    RuntimeError: a GPU was asked for and is not there, or ranks of NCCL outnumber the GPUs.
     """
     if device is not None:
         asked = torch.device(device)

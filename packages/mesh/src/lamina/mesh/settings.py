@@ -190,12 +190,8 @@ def require_overlap(asked_by: str, env: Environment | None = None) -> None:
     Wrappers call it when they are built with overlap on. It refuses on CPU too, where the setting
     does nothing: a rehearsal should fail where the GPU run will.
 
-    Args:
-        asked_by: the option as the user wrote it, such as "overlap_grad_reduce=True".
-        env: by default the process' own.
-
-    Raises:
-        OverlapError: CUDA_DEVICE_MAX_CONNECTIONS is 1.
+    `asked_by` is the option as the user wrote it, such as "overlap_grad_reduce=True". OverlapError:
+    CUDA_DEVICE_MAX_CONNECTIONS is 1.
     """
     if (env or environment()).single_connection:
         raise OverlapError(

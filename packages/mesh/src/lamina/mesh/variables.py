@@ -15,11 +15,7 @@ __all__ = ["Environment", "environment"]
 
 @dataclass(frozen=True)
 class Environment:
-    """A snapshot of environment variables with typed access. Make it with `environment()`.
-
-    Attributes:
-        variables: the snapshot.
-    """
+    """A snapshot of environment variables with typed access. Make it with `environment()`."""
 
     variables: Mapping[str, str]
 
@@ -60,8 +56,7 @@ class Environment:
     def flag(self, name: str) -> bool:
         """Whether `name` is set to something that means yes.
 
-        Raises:
-            EnvironmentVariableError: it is set to neither yes nor no.
+        EnvironmentVariableError: it is set to neither yes nor no.
         """
         value = self.variables.get(name, "").strip().lower()
         if value in ("1", "true", "yes", "on"):
@@ -73,8 +68,7 @@ class Environment:
     def integer(self, name: str, *, minimum: int) -> int | None:
         """The integer `name`, or None where it is unset or empty.
 
-        Raises:
-            EnvironmentVariableError: it is no integer, or below `minimum`.
+        EnvironmentVariableError: it is no integer, or below `minimum`.
         """
         text = self.variables.get(name, "").strip()
         if not text:

@@ -541,11 +541,7 @@ class SavedTensorGuard(torch.autograd.graph.saved_tensors_hooks):
     gradients would be computed from another unit's weights without any error. Other tensors pass
     through untouched.
 
-    Args:
-        pool: whose storage is watched.
-
-    Raises:
-        StaleStorageError: on pack or unpack. Names the key, what it holds and what to do.
+    StaleStorageError, on pack or unpack, names the key, what it holds and what to do.
     """
 
     def __init__(self, pool: StoragePool) -> None:

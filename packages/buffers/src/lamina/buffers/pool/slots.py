@@ -30,11 +30,9 @@ def color_slots(
     Greedy in three orders (as given, largest first, most conflicts first); the best is kept: most
     bytes of keys placed, then fewest bytes of slots.
 
-    Args:
-        sizes: bytes of each key; its order is the first order tried.
-        conflicts: a conflict graph; made symmetric here.
-        dedicated: whether a key that shares with no other gets a slot as well. It saves no memory,
-            but fixes the address.
+    The order of `sizes`, in bytes, is the first order. `conflicts` are made symmetric here. With
+    `dedicated` a key that shares with no other gets a slot as well: that saves no memory, but fixes
+    the address.
     """
     graph: ConflictGraph = {key: set() for key in sizes}
     for key, others in conflicts.items():

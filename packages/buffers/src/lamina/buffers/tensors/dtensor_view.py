@@ -30,9 +30,8 @@ def to_dtensor(
     The tp dimensions cut first, then the data-parallel ones from the inside out, as torch's own
     FSDP2 over tensor parallelism does.
 
-    Raises:
-        NotImplementedError: some rank's rows are not torch.chunk's. Says what to use instead.
-        ValueError: the mesh does not have those dimensions.
+    NotImplementedError: the rows of some rank are not those of torch.chunk. ValueError: the mesh
+    does not have those dimensions.
     """
     tp = tuple(tp_placements)
     if mesh.ndim != len(spec.axes) + len(tp):

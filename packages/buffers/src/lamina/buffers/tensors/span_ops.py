@@ -46,9 +46,8 @@ _INDEX = ("select", "slice", "index", "gather", "scatter", "narrow", "split", "u
 def dispatch(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run `func` on spans. Called by torch below autograd.
 
-    Raises:
-        NotImplementedError: the operation can't be right on a span; says what to call instead.
-        ValueError: operands are cut differently.
+    NotImplementedError says what to call for an operation that cannot be right on a span,
+    ValueError that operands are cut differently.
     """
     special = _SPECIAL.get(func)
     if special is not None:
@@ -145,9 +144,8 @@ def _pointwise(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 def local_of(func: OpOverload, value: Any, spec: SpanSpec) -> Any:
     """An operand as it meets spans of `spec`: a span of the same cut, or a value for all elements.
 
-    Raises:
-        ValueError: another ShardedTensor that is cut differently, or a plain tensor whose elements
-            can't be told to belong to this span.
+    ValueError: another ShardedTensor is cut differently, or a plain tensor has elements that cannot
+    be told to belong to this span.
     """
     if isinstance(value, SpanTensor):
         if not spec.matches(value._spec):

@@ -48,10 +48,8 @@ _ALL_CAME = {
 class Phases:
     """Follows the saves of one manager.
 
-    Args:
-        group: the ranks that save together, in a group that no other manager uses at that time;
-            all of them make this before any of them saves.
-        directory: of the checkpoints.
+    The ranks of the group save together, and no other manager uses it at that time; all of them
+    make this before any of them saves. `directory` is that of the checkpoints.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, directory: str) -> None:
@@ -89,9 +87,7 @@ class Phases:
     def watched(self, step: int, idle: Callable[[], float]) -> Iterator[None]:
         """Follow a save to its commit, and warn if it waits for long.
 
-        Args:
-            step: that is saved.
-            idle: seconds since the save made progress.
+        `idle` gives the seconds since the save made progress.
         """
         self._saves, self._step = self._saves + 1, step
         self._phase, end = Phase.BEGUN, threading.Event()

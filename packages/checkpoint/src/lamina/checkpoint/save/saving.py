@@ -199,9 +199,8 @@ class Background:
     collected by then is printed. A save without progress (another rank is stopped) is given up, and
     ends the process: its thread waits in code that cannot be told to stop.
 
-    Attributes:
-        moved_at: when the task made progress last, or later if it may pause without being stuck.
-        words: says what the task waits for.
+    The task made progress last at `moved_at`, or later if it may pause without being stuck. `words`
+    says what it waits for.
     """
 
     # Note [Threads end before atexit]

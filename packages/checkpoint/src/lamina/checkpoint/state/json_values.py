@@ -48,9 +48,8 @@ def encode(value: Any, path: tuple[str, ...], tensors: dict[tuple[str, ...], tor
     of NumPy's, and lists, tuples, sets and dicts (OrderedDict, Counter) of these. `path` is where
     it stands in the state.
 
-    Raises:
-        TypeError: a value of another type, with its path.
-        CheckpointError: two tensors would be stored under one name.
+    TypeError names the path of a value of another type, CheckpointError two tensors that would be
+    stored under one name.
     """
     kind = type(value)
     if value is None or kind in (bool, str, int):

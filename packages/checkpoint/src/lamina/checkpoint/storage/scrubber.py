@@ -21,12 +21,9 @@ class Scrubber:
 
     Bytes come from the disk and not from its cache, as far as the system can be asked for that.
 
-    Args:
-        store: whose checkpoints to read, newest first.
-        damaged: steps whose checkpoint cannot be read; a step that is found is added, with a
-            warning that names the file.
-        rate: bytes that are read per second, on average over each 4 MiB.
-        rest: seconds between two rounds.
+    The newest are read first. A step whose checkpoint cannot be read is added to `damaged`, with a
+    warning that names the file. `rate` are bytes that are read per second, on average over each 4
+    MiB, and `rest` seconds between two rounds.
     """
 
     def __init__(

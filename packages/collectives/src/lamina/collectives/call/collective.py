@@ -195,10 +195,8 @@ class Pending(Generic[ResultT]):
     def wait(self) -> ResultT:
         """Return the result, waiting for it if need be; further calls return the same one.
 
-        On CUDA the current stream waits, not the host.
-
-        Raises:
-            RuntimeError: what the transport raised (a peer that died, a timeout).
+        On CUDA the current stream waits, not the host. RuntimeError is what the transport raised (a
+        peer that died, a timeout).
         """
         if self._handle is not None:
             self._handle.wait()
@@ -212,13 +210,9 @@ class Pending(Generic[ResultT]):
 class Collective:
     """A collective from one flat tensor into another, prepared once and started often.
 
-    Args:
-        op: name of the public function, for messages and the ledger.
-        output: a buffer of the kind that will be filled. See Note [Prepared collectives ...].
-        input: a buffer of the kind that will be sent.
-
-    Raises:
-        ValueError: tensors with several dimensions or strides, or on several devices.
+    `op` is the name of the public function, for messages and the ledger. Buffers are of the kind
+    that will be filled and sent. See Note [Prepared collectives ...]. ValueError: tensors with
+    several dimensions or strides, or on several devices.
     """
 
     overlap_hint = ""
@@ -268,8 +262,7 @@ class Collective:
     def start(self, output: torch.Tensor, input: torch.Tensor, *, async_op: bool = True) -> Handle:
         """Move bytes from `input`, which must not change until the handle's `wait`, to `output`.
 
-        Raises:
-            ValueError: buffers of another kind than was prepared for, or that share memory.
+        ValueError: buffers of another kind than was prepared for, or that share memory.
         """
         output, input = output.detach(), input.detach()
         self._require_buffers(output, input)
@@ -293,13 +286,10 @@ def launch(
 ) -> AnyHandle:
     """Run a collective and return its handle.
 
-    Args:
-        handle: holds its record, and the tensors that must outlive it.
-        group: its group; None for a group of one, which is never asynchronous.
-        device: device of its tensors.
-        begin: posts the messages without blocking and returns what is left to do once they are
-            under way (wait for them, sum, copy back).
-        async_op: leave that to the group's lane.
+    The handle holds the record, and the tensors that must outlive the collective. A group of None
+    is never asynchronous. `begin` posts the messages without blocking and returns what is left to
+    do once they are under way (wait for them, sum, copy back), which `async_op` leaves to the lane
+    of the group.
     """
     lane = lane_of(group) if async_op and group is not None and group.size() > 1 else None
     handle._group = group

@@ -186,14 +186,9 @@ def issue(
 ) -> Call:
     """Record the launch of a collective and return its `Call`.
 
-    Args:
-        op: name of the public function.
-        group: the ranks, or None for a group of one.
-        dtype: wire dtype.
-        nbytes: that this rank sends.
-        between: says how many of them go to other hosts, from the ranks of the group on this one;
-            None where every other rank is sent as much.
-        async_op: whether the caller gets a handle.
+    `op` is the name of the public function, and this rank sends `nbytes`. `between` says how many
+    of them go to other hosts, from the ranks of the group on this one; None where every other rank
+    is sent as much.
     """
     recorders = _installed()
     axis, size = ("self", 1) if group is None else (group.group_desc, group.size())

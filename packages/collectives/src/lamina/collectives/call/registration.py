@@ -46,10 +46,8 @@ def registration_problem(
     Looks at the group, the device, the build and NCCL's version, and sends nothing. NCCL may still
     refuse later, for want of drivers or by its environment: `RegisteredPool` then raises.
 
-    Args:
-        group: the ranks.
-        device: a CUDA device; None is the current one.
-        symmetric: ask for symmetric windows, not only for user buffers.
+    The device is of CUDA; None is the current one. `symmetric` asks for symmetric windows, not only
+    for user buffers.
     """
     if group is None:
         return "there is no process group (an axis of one rank), so nothing moves between ranks"
@@ -126,11 +124,7 @@ class RegisteredPool:
     leaving registers them: with `symmetric`, that is collective over each group. The tensors live
     as long as they are referenced, as any others do.
 
-    Attributes:
-        groups: the communicators, in order of registration.
-        device: where the memory is.
-        symmetric: whether it is registered as symmetric windows.
-        registered: whether that has happened.
+    `groups` are in order of registration, and `registered` says whether it has happened.
     """
 
     def __init__(

@@ -14,8 +14,7 @@ __all__ = ["AllGather", "all_gather_into"]
 class AllGather(Collective):
     """A gather of equal pieces, prepared once and started often; arguments as in `all_gather_into`.
 
-    Raises:
-        ValueError: sizes, dtypes, devices or strides that don't fit.
+    ValueError: sizes, dtypes, devices or strides that do not fit.
     """
 
     overlap_hint = "only an input that is exactly this rank's own piece of the output may"

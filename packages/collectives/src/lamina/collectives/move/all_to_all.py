@@ -104,9 +104,8 @@ def row_splits(
 ) -> list[int]:
     """Rows per rank: `splits` after checks, or equal ones; `name` is the argument's, for messages.
 
-    Raises:
-        ValueError: not one count >= 0 per rank, rows that don't divide equally, or (with `add_up`)
-            counts that do not add up to the rows of `tensor`.
+    ValueError: not one count >= 0 per rank, rows that do not divide equally, or (with `add_up`)
+    counts that do not add up to the rows of `tensor`.
     """
     size, rows = group_size(group), tensor.shape[0]
     if splits is None:

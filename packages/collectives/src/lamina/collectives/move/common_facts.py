@@ -48,11 +48,9 @@ class CommonFacts:
     The facts themselves travel only after a mismatch: the first rank's to all, and from each rank
     the first difference. See docs/decisions/0320-common-facts.md.
 
-    Args:
-        what: what is made, or done, with these facts; it begins the error.
-        groups: process groups, one for each axis, the innermost first; None is one rank alone.
-        here: this rank and its place in the mesh; by default its number.
-        device: where messages lie if a group serves accelerators only.
+    `what` is made, or done, with these facts; it begins the error. `groups` are one for each axis,
+    the innermost first; None is one rank alone. `here` is this rank and its place in the mesh, by
+    default its number. Messages lie on `device` if a group serves accelerators only.
     """
 
     def __init__(
@@ -72,8 +70,7 @@ class CommonFacts:
     def require(self, facts: Iterable[Fact]) -> None:
         """Compare facts: one collective of 32 bytes; all ranks of the groups call it.
 
-        Raises:
-            DisagreementError: on every rank, if the facts of any two differ.
+        DisagreementError comes on every rank, if the facts of any two differ.
         """
         if not self._groups:
             return
@@ -91,8 +88,7 @@ class CommonFacts:
     def compare(self, words: torch.Tensor, facts: Iterable[Fact]) -> None:
         """Whether all ranks had equal facts, from their reduced `words`; collective if not.
 
-        Raises:
-            DisagreementError: on every rank, if the facts of any two differ.
+        Errors are those of `require`.
         """
         first, second, not_first, not_second = words.tolist()
         if self._groups and (first, second) != (~not_first, ~not_second):

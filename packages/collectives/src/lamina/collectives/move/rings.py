@@ -93,17 +93,10 @@ def ring(
     so a set is overwritten after the second next one: use it (on CUDA: enqueue its use on the
     current stream) before asking for the next. All ranks have to go all the way round.
 
-    Args:
-        tensors: this rank's, contiguous or not; the same shapes and dtypes on all ranks.
-        group: the N ranks, or None for a group of one.
-        shift: places to send by, without a common divisor with N.
-
-    Yields:
-        N times: the rank within the group that the tensors come from, this rank first, and the
-        tensors (the first time `tensors` themselves).
-
-    Raises:
-        ValueError: a `shift` that would not reach all ranks, and what `send_recv` refuses.
+    `tensors` have the same shapes and dtypes on all ranks, and are sent by `shift` places, which
+    has no common divisor with the number of ranks. It yields, once for each rank, this rank first,
+    the rank within the group that tensors come from, and the tensors. ValueError: a `shift` that
+    would not reach all ranks, and what `send_recv` refuses.
     """
     size, rank = group_size(group), group_rank(group)
     if math.gcd(shift, size) != 1:
@@ -198,14 +191,9 @@ def send_operation(
 ) -> Message:
     """An operation that sends a tensor to another rank.
 
-    Args:
-        tensor: contiguous; it must stay as it is until the operation has finished.
-        group: the ranks.
-        peer: the receiver's rank within the group.
-        tag: on gloo a message meets a receive of the same tag; NCCL matches by order alone.
-
-    Raises:
-        ValueError: a tensor with strides, or a peer outside the group.
+    The tensor is contiguous and must stay as it is until the operation has finished. `peer` is the
+    rank of the receiver within the group. On gloo a message meets a receive of the same tag; NCCL
+    matches by order alone. ValueError: a tensor with strides, or a peer outside the group.
     """
     _check_message("send_operation", tensor, group, peer)
     between = partial(_unless_near, peer, tensor.nbytes)
@@ -218,8 +206,7 @@ def receive_operation(
 ) -> Message:
     """An operation that fills a tensor with what another rank sends; see `send_operation`.
 
-    Raises:
-        ValueError: a tensor with strides, or a peer outside the group.
+    Errors are the same.
     """
     _check_message("receive_operation", tensor, group, peer)
     return dist.P2POp(dist.irecv, tensor, group=group, tag=tag, group_peer=peer)

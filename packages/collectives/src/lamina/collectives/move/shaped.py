@@ -34,14 +34,9 @@ def start_all_gather(
     Along the first dimension (of size above one) the pieces arrive where they belong; along
     another one, `wait` makes one copy to put them there.
 
-    Args:
-        tensor: [..., n, ...]; the same shape and dtype (any) on every rank.
-        group: the N ranks, or None for a group of one (the result is then `tensor` itself).
-        dim: dimension to concatenate along; its size becomes N*n.
-        async_op: False to complete before returning.
-
-    Raises:
-        IndexError: no such dimension.
+    The tensor [..., n, ...] has the same shape and dtype (any) on every rank; `dim`, along which
+    they are concatenated, becomes N*n. Of one rank the result is the tensor itself. IndexError: no
+    such dimension.
     """
     size, dim = group_size(group), dimension("all-gather", tensor, dim)
     if size == 1:
@@ -66,19 +61,11 @@ def start_reduce_scatter(
     Sent in the tensor's dtype, summed in fp32 (fp64 for fp64) in the fixed tree of
     `reduce_scatter_fp32`, rounded once to the tensor's dtype.
 
-    Args:
-        tensor: [..., N*n, ...]; float32, bfloat16, float16 or float64, unchanged until `wait`.
-            Along any but the first dimension (of size above one) it is copied once.
-        group: the N ranks, or None for a group of one (the result is then `tensor` itself).
-        dim: dimension to cut; its size becomes n.
-        reduction: "native" leaves the sum to the backend, with a tolerance (docs/collectives.md) in
-            place of fixed bits.
-        async_op: False to complete before returning.
-
-    Raises:
-        IndexError: no such dimension.
-        ValueError: the dimension is not divisible by N, the dtype can't be summed, or an unknown
-            `reduction`.
+    The tensor [..., N*n, ...] is float32, bfloat16, float16 or float64, and unchanged until `wait`;
+    `dim` becomes n. Along any but the first dimension (of size above one) it is copied once. Of one
+    rank the result is the tensor itself. The reduction "native" leaves the sum to the backend, with
+    a tolerance (docs/collectives.md) in place of fixed bits. IndexError: no such dimension.
+    ValueError: it is not divisible by N, the dtype cannot be summed, or an unknown reduction.
     """
     kind = reduction_class(reduction)
     size, dim = group_size(group), dimension("reduce-scatter", tensor, dim)
@@ -106,16 +93,10 @@ def start_all_reduce(
 
     Sent in the tensor's dtype, summed in fp32 (fp64 for fp64) in the fixed tree, rounded once.
 
-    Args:
-        tensor: any shape; float32, bfloat16, float16 or float64, unchanged until `wait`.
-        group: the ranks, or None for a group of one (the result is then `tensor` itself).
-        in_place: write the sum into `tensor`, which must be contiguous, and return it.
-        reduction: "native" leaves the sum to the backend, with a tolerance (docs/collectives.md) in
-            place of fixed bits.
-        async_op: False to complete before returning.
-
-    Raises:
-        ValueError: the dtype can't be summed, `in_place` with strides, or an unknown `reduction`.
+    The tensor, of any shape, is float32, bfloat16, float16 or float64, and unchanged until `wait`,
+    unless the sum is written into it (`in_place`, if it is contiguous). Of one rank the result is
+    the tensor itself. Reductions are as of `start_reduce_scatter`. ValueError: the dtype cannot be
+    summed, `in_place` with strides, or an unknown reduction.
     """
     kind = reduction_class(reduction)
     if group_size(group) == 1:
@@ -143,20 +124,11 @@ def start_all_to_all(
 ) -> Pending[torch.Tensor]:
     """Send `input_splits[r]` rows to every rank r and receive `output_splits[r]` rows from it.
 
-    Args:
-        tensor: [rows, ...], any dtype; equal on all ranks but for the number of rows.
-        group: the N ranks, or None for a group of one (the result is then `tensor` itself).
-        output_splits: rows that come from each rank, in rank order; any may be 0. None: the same
-            number from each, which then has to be rows/N.
-        input_splits: rows that go to each rank; they sum to `rows`. None: equal.
-        async_op: False to complete before returning.
-
-    Returns:
-        The rows received: [sum(output_splits), ...].
-
-    Raises:
-        ValueError: splits that are not one count >= 0 per rank, that don't sum to the rows, or
-            rows that don't divide equally where splits are left out.
+    The tensor [rows, ...], of any dtype, is equal on all ranks but for the number of rows. Without
+    splits each rank sends, or receives, rows/N. They may be 0, and `input_splits` sum to the rows.
+    The rows received are [sum(output_splits), ...]. Of one rank the result is the tensor itself.
+    ValueError: splits that are not one count >= 0 per rank, that do not sum to the rows, or rows
+    that do not divide equally where splits are left out.
     """
     if tensor.dim() == 0:
         raise ValueError(

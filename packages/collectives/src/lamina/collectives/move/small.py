@@ -83,13 +83,7 @@ class SmallReduction:
     and holds as much on a thousand ranks as on eight. Others are gathered and reduced here, in the
     fixed tree over ranks.
 
-    Args:
-        tensors: any shapes and dtypes, on one device, the same on every rank.
-        group: the ranks, or None for a group of one.
-        op: "sum", "max" or "min".
-
-    Raises:
-        ValueError: an unknown op, or tensors on several devices.
+    Arguments and errors are those of `all_reduce_small`.
     """
 
     def __init__(
@@ -206,9 +200,8 @@ def host_device(groups: Iterable[ProcessGroup | None], device: torch.device | st
 
     To read them from a GPU the host would wait for all that is queued there.
 
-    Args:
-        groups: that the numbers will travel over; None is one rank alone.
-        device: where else, if one of the groups serves accelerators only.
+    `groups` are what the numbers will travel over; None is one rank alone. Without such groups they
+    lie on `device`.
     """
     served = all(
         "cpu" in {kind.type for kind in group._device_types}
@@ -223,9 +216,8 @@ class SpanGroups:
 
     It meets `lamina.buffers.engine.SpanCommunicator`.
 
-    Args:
-        groups: one process group per axis that cuts the tensor, outer axis first; None for an axis
-            of one rank.
+    There is one process group per axis that cuts the tensor, outer axis first; None is an axis of
+    one rank.
     """
 
     def __init__(self, groups: Sequence[ProcessGroup | None]) -> None:

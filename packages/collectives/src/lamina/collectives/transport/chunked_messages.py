@@ -26,13 +26,9 @@ def part_items(dtype: torch.dtype, unit: int) -> int:
 class ChunkedMessage:
     """What one rank sends, received part by part; read once, in order, by `window`.
 
-    Args:
-        source: the sender's rank in `group`.
-        numel: items of `dtype` in all.
-        tag: tag of the exchange; parts share it, as messages of one pair and tag keep their order.
-        unit: items that no part may cut.
-        scratch_pool: lends the parts' memory.
-        whole: flat [numel], to receive everything at once where the caller brought the memory.
+    `numel` items of `dtype` come from rank `source` of the group, in parts that do not cut `unit`
+    items and whose memory `scratch_pool` lends; or all at once into `whole`, flat [numel]. Parts
+    share a tag, as messages of one pair and tag keep their order.
     """
 
     def __init__(

@@ -57,15 +57,11 @@ class GlooExchange:
     waits for all of them. An asynchronous collective must not wait, so the first exchange of a
     group posts its messages when it is completed, on the lane's thread.
 
-    Args:
-        group: at least two ranks.
-        sends: pairs of a rank and a contiguous CPU tensor, unchanged until the end.
-        receives: a rank, the number of items it sends, and the tensor that takes them. Instead of a
-            tensor None may stand where `unit` is given: the exchange then finds memory itself.
-        dtype: of what is received.
-        direct: whether ranks of this host may be read.
-        unit: None, or for a sum: large messages come in parts that do not cut `unit` items.
-        own: with `unit`, this rank and its own chunk.
+    `sends` are pairs of a rank and a contiguous CPU tensor, unchanged until the end. `receives` are
+    a rank, the number of items of `dtype` that it sends, and the tensor that takes them, or None
+    where `unit` is given: the exchange then finds memory itself. `direct` says whether ranks of
+    this host may be read. For a sum, large messages come in parts that do not cut `unit` items, and
+    `own` is this rank and its own chunk.
     """
 
     def __init__(

@@ -43,9 +43,8 @@ _TAGS = 1 << 24
 class Job:
     """Work for a thread, and its end.
 
-    Args:
-        run: the work, in the inference mode of the thread that makes the job.
-        then: called after `run`, unless that failed.
+    `run` is called in the inference mode of the thread that makes the job, and then `then`, unless
+    it failed.
     """
 
     def __init__(self, run: Callable[[], None], then: Callable[[], None] | None = None) -> None:

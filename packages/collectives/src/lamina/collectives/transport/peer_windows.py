@@ -57,10 +57,8 @@ class PeerMemory(Protocol):
 class PeerRows:
     """Rows of equal length, one in each rank's block.
 
-    Attributes:
-        addresses: [ranks] int64, where the blocks begin.
-        start: elements from there to the row.
-        dtype: of the rows.
+    `addresses`, [ranks] int64, are where the blocks begin, and `start` elements of `dtype` lie from
+    there to the row.
     """
 
     addresses: torch.Tensor
@@ -76,11 +74,8 @@ class PeerWindow:
 
     See Note [Two areas need one wait each].
 
-    Args:
-        block: flat uint8, of this rank.
-        memory: the handle to the blocks of all ranks.
-        rank: this rank's number in the group.
-        timeout: seconds after which a wait for the other ranks fails.
+    `block` is flat uint8, of this rank, and `memory` the handle to the blocks of all ranks. A wait
+    for the other ranks fails after `timeout` seconds.
     """
 
     def __init__(
@@ -116,8 +111,8 @@ class PeerWindow:
     def _fill(self, rows: torch.Tensor) -> tuple[int, int]:
         """Copy [n, width] into the next area, and wait for all ranks.
 
-        Returns:
-            The elements, of that dtype, from the block's begin to the area, and from row to row.
+        The elements come back, of that dtype, from the begin of the block to the area, and from row
+        to row.
         """
         count, width = rows.shape
         pitch, start = -(-width // _LINE) * _LINE, self._turn * self._area

@@ -81,11 +81,9 @@ class Route(Protocol):
     ) -> Completion:
         """Send `input` to every rank; receive every rank's piece where it belongs in `output`.
 
-        Args:
-            output: the whole. This rank's piece is filled, too.
-            input: this rank's piece; it may be that part of `output`.
-            tag: drawn from the lane when the collective was called, where the gather is posted
-                later. See Note [Tags are drawn when a collective is called].
+        The piece of this rank, `input`, is filled into `output` too, and may be that part of it.
+        The tag is drawn from the lane when the collective was called, where the gather is posted
+        later. See Note [Tags are drawn when a collective is called].
         """
 
     def collect(
@@ -93,10 +91,9 @@ class Route(Protocol):
     ) -> Chunks:
         """Send every rank its piece of `input`, and bring every rank's piece for this one here.
 
-        Args:
-            input: the whole; unchanged until `Chunks.close`. This rank's piece is used in place.
-            scratch: flat, for the pieces of N ranks where it is needed, else of N - 1.
-            tag: as in `gather`.
+        `input` is unchanged until `Chunks.close`, and the own piece of it is used in place.
+        `scratch` is flat, for the pieces of N ranks where it is needed, else of N - 1. The tag is
+        as in `gather`.
         """
 
 

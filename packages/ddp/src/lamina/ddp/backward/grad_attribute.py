@@ -11,10 +11,9 @@ __all__ = ["follow_user", "holds_zeros", "local_of", "refuse_unsummed", "zero_gr
 def follow_user(group: ParameterGroup) -> None:
     """Bring a group's state in line with `.grad` as the user left it.
 
-    Raises:
-        RuntimeError: if gradients that are kept apart until the last microbatch would have to be
-            changed otherwise than all to zero; or if a backward raised that would have added to
-            gradients held before it, and nobody has dropped both.
+    RuntimeError says that gradients that are kept apart until the last microbatch would have to be
+    changed otherwise than all to zero; or that a backward raised that would have added to gradients
+    held before it, and nobody has dropped both.
     """
     group.follow_compute_grads()
     gradients = group.trained
@@ -82,12 +81,8 @@ def _follow_zeroing(group: ParameterGroup) -> None:
 def refuse_unsummed(group: ParameterGroup, what: str) -> None:
     """Refuse to read gradients that are not summed over ranks, or not all of them.
 
-    Args:
-        group: whose gradients; `follow_user` is called first, and raises as it does.
-        what: who reads them, for the message.
-
-    Raises:
-        RuntimeError: if any is waiting in `no_sync`, unless the user has made it zeros.
+    `what` reads them. `follow_user` is called first, and raises as it does. RuntimeError says that
+    one is waiting in `no_sync`, unless the user has made it zeros.
     """
     follow_user(group)
     gradients = group.trained

@@ -71,10 +71,8 @@ class TakesGradients(Protocol):
     def take_gradient(self, number: int, index: int, gradient: torch.Tensor | None) -> None:
         """Autograd has brought a gradient, or none because a layer has written it already.
 
-        Args:
-            number: the number of the parameter's group.
-            index: the parameter's number in it.
-            gradient: as autograd made it; of the compute parameter, or of the main one.
+        `number` is that of the group, and `index` that of the parameter in it. The gradient is of
+        the compute parameter, or of the main one.
         """
         ...
 
@@ -82,10 +80,9 @@ class TakesGradients(Protocol):
 class GradientSink:
     """Where one parameter's gradient lies in its bucket, during a backward.
 
-    Args:
-        group: the parameter's; held weakly, as the group holds the parameter. (Parameters must
-            not be referred to weakly at all: `Module.to` swaps sharded ones only without.)
-        index: the parameter's number in the group.
+    The group is held weakly, as it holds the parameter. (Parameters must not be referred to weakly
+    at all: `Module.to` swaps sharded ones only without.) `index` is the number of the parameter in
+    it.
     """
 
     def __init__(self, group: ParameterGroup, index: int) -> None:
@@ -138,11 +135,7 @@ class GradientSink:
 
 
 class BackwardStream:
-    """The stream on which gradients are taken, see Note [Streams of leaves]; none on a CPU.
-
-    Args:
-        device: of the gradients.
-    """
+    """The stream on which gradients are taken, see Note [Streams of leaves]; none on a CPU."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -187,9 +180,6 @@ def gradient_sink(parameter: torch.Tensor) -> GradientSink | None:
     There is one only where autograd is about to hand this backward's gradient to the wrapper: not
     for parameters that nobody wrapped, under `torch.autograd.grad`, in a backward that is itself
     differentiated, or while compiling.
-
-    Args:
-        parameter: the parameter the layer computed with.
     """
     # First of all, for the compiler cannot look into a parameter's dictionary.
     if torch.compiler.is_compiling() or torch.is_grad_enabled() or not parameter.requires_grad:
@@ -222,13 +212,8 @@ def hook_gradients(group: ParameterGroup, number: int, reducer: TakesGradients) 
     Hooks refer to the reducer weakly, since it holds the nodes that hold the hooks. Once the
     wrapper is gone, gradients go to `.grad`.
 
-    Args:
-        group: whose parameters.
-        number: the group's number in the reducer.
-        reducer: gets the gradients.
-
-    Returns:
-        The nodes with the hooks, to be held as long as gradients are to be taken.
+    `number` is that of the group in the reducer. The nodes with the hooks, which come back, are to
+    be held as long as gradients are to be taken.
     """
     known = weakref.ref(reducer)
     nodes = []
@@ -304,12 +289,8 @@ _AT_REST = {inside: outside for outside, inside in _IN_GRAPH.items()}
 def await_backward(groups: Iterable[ParameterGroup], waits: bool) -> bool:
     """Say whether a graph waits for its backward, so that `torch.autograd.grad` finds its leaves.
 
-    Args:
-        groups: whose main parameters modules hold outside of forwards.
-        waits: whether there is such a graph.
-
-    Returns:
-        `waits`.
+    Modules hold main parameters of `groups` outside of forwards. `waits`, which comes back, says
+    whether there is such a graph.
     """
     classes = _IN_GRAPH if waits else _AT_REST
     for group in groups:

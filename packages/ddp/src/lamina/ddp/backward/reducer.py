@@ -192,8 +192,8 @@ class GradientReducer:
 
         A reduction that has a cadence of its own keeps it.
 
-        Raises:
-            RuntimeError: while gradients are accumulated.
+        A reduction that has a cadence of its own keeps it. RuntimeError: while gradients are
+        accumulated.
         """
         for group, gradients in zip(self.groups, self._gradients, strict=True):
             own = not once or group.settings.reduction.cadence is not None
@@ -207,8 +207,7 @@ class GradientReducer:
         autograd's leaves later. They are summed over ranks by the next final backward, or by
         `start` and `finish`.
 
-        Raises:
-            ValueError: if the order of summation counts microbatches (`reproducible=True`).
+        ValueError says that the order of summation counts microbatches (`reproducible=True`).
         """
         if any(group.settings.reduction.cadence is not None for group in self.groups):
             raise ValueError(
@@ -237,9 +236,8 @@ class GradientReducer:
 
         It forgets what the user has zeroed. A backward that raised is abandoned first.
 
-        Raises:
-            RuntimeError: between `start` and `finish`, and after a backward that raised over
-                gradients of earlier microbatches.
+        RuntimeError: between `start` and `finish`, and after a backward that raised over gradients
+        of earlier microbatches.
         """
         if self._phase is ReducerPhase.BACKWARD:
             if self._end.queued() is not None:
@@ -537,21 +535,14 @@ class GradientReducer:
 class BadGradients:
     """What is wrong with the gradients of some ranks.
 
-    Attributes:
-        kind: 0 is nothing, 1 too large, 2 not finite.
-        text: names parameters and ranks.
+    `kind` is 0 for nothing, 1 for too large, 2 for not finite. `text` names parameters and ranks.
     """
 
     kind: int = 0
     text: str = ""
 
     def refuse(self) -> None:
-        """Raise, unless nothing is wrong.
-
-        Raises:
-            NonFiniteGradientError: a gradient holds NaN or infinity.
-            LargeGradientError: one is above the limit.
-        """
+        """Raise, unless nothing is wrong."""
         if self.kind == 2:
             raise NonFiniteGradientError(
                 f"{self.text}: look at the batch of that rank, or lower the learning rate or the "
@@ -570,9 +561,7 @@ class GradientChecks:
     all of them, once, at the end of a step's last backward. What it finds rides to the other ranks
     in the message of `ProducedFlags`, so all ranks raise one error.
 
-    Args:
-        finite: refuse NaN and infinity.
-        limit: refuse larger magnitudes; None for none.
+    `finite` refuses NaN and infinity, `limit` larger magnitudes (None refuses none).
     """
 
     def __init__(self, finite: bool, limit: float | None) -> None:
@@ -639,10 +628,8 @@ class BackwardEnd:
 class ProducedFlags:
     """Which parameters got a gradient on any rank: agreed upon in one small collective per group.
 
-    Args:
-        groups: alike on all those ranks, one at least.
-        over: the ranks, by process groups; None is one rank alone, which asks nobody.
-        common: compares facts over the same ranks. Their digest rides in the same messages.
+    `groups` are alike on all those ranks, one at least. `over` are their process groups; None is
+    one rank alone, which asks nobody. `common` compares facts over them in the same messages.
     """
 
     def __init__(
@@ -659,15 +646,9 @@ class ProducedFlags:
     def agree(self, facts: Sequence[Fact] = (), bad: BadGradients | None = None) -> BadGradients:
         """A parameter that got a gradient on one rank got one on all; collective.
 
-        Args:
-            facts: what the ranks must have in common in this step.
-            bad: what this rank has found; by default nothing.
-
-        Returns:
-            The worst kind that any rank has found, and what each of up to four of them says.
-
-        Raises:
-            DisagreementError: ranks differ in facts.
+        `facts` are what the ranks must have in common in this step (else DisagreementError), and
+        `bad` is what this rank has found. The result is the worst kind that any rank has found, and
+        what each of up to four of them says.
         """
         bad = bad or BadGradients()
         if not self._over:

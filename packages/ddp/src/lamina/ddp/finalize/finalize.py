@@ -111,14 +111,9 @@ def finalize_plain_gradients(modules: nn.Module | Sequence[nn.Module], mesh: Par
 
     For meshes without data parallelism, where a wrapper would only copy. Collective over the mesh.
 
-    Args:
-        modules: a module, or this rank's pipeline stages in order.
-        mesh: without data-parallel ranks.
-
-    Raises:
-        ValueError: if the mesh has data-parallel or context-parallel ranks: nobody would sum over
-            them.
-        RuntimeError: a second time for gradients that it has summed over tp or stages.
+    `modules` are a module, or the pipeline stages of this rank in order. ValueError says that the
+    mesh has data-parallel or context-parallel ranks, over which nobody would sum; RuntimeError that
+    it has summed these gradients over tp or stages before.
     """
     stages = [modules] if isinstance(modules, nn.Module) else list(modules)
     named = [one for stage in stages for one in stage.named_parameters() if one[1].requires_grad]
@@ -228,9 +223,7 @@ def warn_of_unfinished_steps(optimizer: Optimizer, module: nn.Module) -> None:
     router whose bias has not moved since tokens were counted, for one. An attribute `step_watched`
     is set to True, if there is one: the submodule need not look for steps itself.
 
-    Args:
-        optimizer: what steps; it gets a hook if there is such a submodule.
-        module: the model.
+    The optimizer gets a hook if there is such a submodule.
     """
     watched = [
         (name, part) for name, part in module.named_modules() if isinstance(part, FinalizesStep)

@@ -95,8 +95,7 @@ def is_summed_over_tp(role: Role, mesh: ParallelMesh | DeviceMesh) -> bool:
 def sum_over_tp(gradients: Iterable[HeldGradient], mesh: ParallelMesh | DeviceMesh) -> None:
     """Sum or average what every tp rank holds whole, as roles say.
 
-    Raises:
-        ValueError: for an expert's on a `DeviceMesh` with tp, which does not say who holds it.
+    ValueError refuses an expert on a `DeviceMesh` with tp, which does not say who holds it.
     """
     held = [gradient for gradient in gradients if gradient.role.tp_grad is not None]
     for name, expert in (("tp", False), ("expert_tp", True)):
@@ -121,11 +120,8 @@ def sum_tied(gradients: Iterable[_HeldT], mesh: ParallelMesh | DeviceMesh) -> li
     Under V-shaped schedules one rank holds both of these stages, and the others neither. Tied
     parameters have groups of their own, so all copies are cut alike.
 
-    Returns:
-        The gradients that are sums now.
-
-    Raises:
-        ValueError: as `_tied_axis`, and for copies of different shapes.
+    The gradients that are sums now come back. Errors are those of `_tied_axis`, and ValueError for
+    copies of different shapes.
     """
     copies: dict[str, list[_HeldT]] = {}
     for gradient in gradients:
@@ -196,15 +192,8 @@ def _tied_axis(names: Iterable[str], mesh: ParallelMesh | DeviceMesh) -> MeshAxi
 
     Collective over those two stages, which compare what they hold.
 
-    Args:
-        names: what this rank holds one copy of (the `tied` of a role).
-        mesh: the mesh.
-
-    Returns:
-        None where nobody else holds copies.
-
-    Raises:
-        ValueError: for a tie to a stage in between, or one that only one of the two stages knows.
+    `names` are what this rank holds one copy of (the `tied` of a role). None: nobody else holds
+    copies. ValueError refuses a tie to a stage in between, or one that only one of the two knows.
     """
     held = sorted(names)
     stages = axis_if_there(mesh, "pp")

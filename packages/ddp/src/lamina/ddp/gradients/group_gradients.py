@@ -209,11 +209,6 @@ class GroupGradients:
         buffer times the number of ranks, and the reduction brings it to its rank among zeros. It
         waits beside the buffer until that is needed: a penalty over all parameters comes to all
         units at once, and would open the whole model's buffers.
-
-        Args:
-            index: the parameter.
-            gradient: of this rank's span.
-            ranks: how many ranks the parameter is cut over.
         """
         added = gradient.to_local() * ranks
         if index in self._of_spans:

@@ -22,12 +22,9 @@ RankSumFactory = Callable[[FlatBuffer, DataParallelAxes, float | None, ScratchBu
 class Reduction:
     """One way to sum gradients over ranks.
 
-    Attributes:
-        name: for messages.
-        make: makes the sum of one group.
-        cadence: the cadence it needs whatever the strategy's; None leaves that to the strategy.
-        keeps_losses: whether a rank keeps what its wire has lost: one fp32 number per element.
-        message_bytes: of the slices in which a backend (NCCL) brings large ordered sums.
+    `make` makes the sum of one group, at a cadence of its own or, with None, of the strategy. A
+    rank that `keeps_losses` keeps what its wire has lost: one fp32 number per element. Backends
+    (NCCL) bring large ordered sums in slices of `message_bytes`.
     """
 
     name: str

@@ -22,8 +22,7 @@ __all__ = ["PartialSums", "ReproducibleSum"]
 class PartialSums:
     """Sums of complete subtrees, largest (and earliest) first: a binary counter of tensors.
 
-    Args:
-        scratch: where tensors that are merged into others go.
+    Tensors that are merged into others go to `scratch`.
     """
 
     def __init__(self, scratch: ScratchBuffers) -> None:

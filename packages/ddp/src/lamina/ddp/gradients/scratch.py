@@ -16,9 +16,8 @@ class ScratchBuffers:
     Freed tensors are kept for the next unit of about the same size until `clear`: on a CPU a
     fresh allocation costs a page fault every 4 KiB, about as much as summing the buffer.
 
-    Args:
-        keep_on_cpu: keep free CPU buffers from step to step as well. They were held at the end of
-            the last backward too, so a step whose peak is there needs no more memory for it.
+    `keep_on_cpu` keeps free CPU buffers from step to step as well. They were held at the end of the
+    last backward too, so a step whose peak is there needs no more memory for it.
     """
 
     def __init__(self, *, keep_on_cpu: bool = False) -> None:

@@ -34,10 +34,8 @@ __all__ = ["AxisSum", "Collectives", "RankSum", "Squares", "TwoAxisSum"]
 class Squares:
     """The sum of squares that a reduction found in what it stored.
 
-    Attributes:
-        value: fp64, no dimensions.
-        pieces: whether the ranks along (outer, inner) found it in different pieces; where not,
-            all of them found the same.
+    It is `value`, fp64 without dimensions. `pieces` says whether the ranks along (outer, inner)
+    found it in different pieces; where not, all of them found the same.
     """
 
     value: torch.Tensor
@@ -47,13 +45,8 @@ class Squares:
 class Collectives:
     """The reductions of one sum, each prepared when it is first needed.
 
-    Args:
-        reduction: who adds.
-        average: whether the ranks' gradients are averaged by it.
-        codec: how a rank's own gradients become what an ordered sum sends. Sums that a further
-            axis adds up travel as they are.
-        checked: whether ordered sums carry checksums.
-        message_bytes: of the slices in which a backend brings large sums.
+    The codec makes of the gradients of a rank what an ordered sum sends. Sums that a further axis
+    adds up travel as they are. A backend brings large sums in slices of `message_bytes`.
     """
 
     def __init__(
@@ -84,12 +77,7 @@ class Collectives:
     ) -> Reduction:
         """The reduction of such buffers along an axis: a reduce-scatter, or an all-reduce.
 
-        Args:
-            axis: the ranks.
-            output: takes the sum.
-            input: is summed.
-            scatter: whether a rank keeps its piece of the sum alone.
-            own: whether `input` holds this rank's own gradients, and no sums over an axis.
+        `own` says whether `input` holds gradients of this rank alone, and no sums over an axis.
         """
         found = self._prepared.get(axis.name)
         if found is None or not found.fits(output, input):
@@ -105,11 +93,7 @@ class Collectives:
 class RankSum(ABC):
     """Sums one group's gradients over ranks into its main grads.
 
-    Args:
-        main: buffer of main grads.
-        axes: data-parallel axes.
-        scale: factor of the whole sum, applied once to it; None for none.
-        scratch: where intermediate buffers come from.
+    `scale` is the factor of the whole sum, applied once to it; None for none.
     """
 
     sums_in_main = False
@@ -140,10 +124,8 @@ class RankSum(ABC):
     def run(self, wire: torch.Tensor, before: GradientState, final: bool) -> Iterator[Handle]:
         """Sum `wire` (flat, the whole group) over ranks: yields handles to be waited for.
 
-        Args:
-            wire: this rank's gradients; unchanged until the generator ends.
-            before: what main grads hold; FINAL only where `adds_to_final`.
-            final: whether this is the step's last microbatch.
+        `wire` is unchanged until the generator ends. `before` is what main grads hold: FINAL only
+        where `adds_to_final`. The last microbatch of a step is `final`.
         """
 
     # What follows is nothing where sums of microbatches are in main grads.

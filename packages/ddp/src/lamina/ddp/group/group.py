@@ -103,13 +103,8 @@ class ParameterGroup:
     parameters"). `main_parameters` are what the optimizer updates: the same objects where main
     weights are the whole model weights, else new parameters over this rank's span.
 
-    Args:
-        refs: the parameters, in order of registration; materialised, on `device`.
-        axes: data-parallel axes.
-        dtypes: dtypes of the group.
-        settings: what the model's groups share.
-        scratch: pool of short-lived gradient buffers.
-        factory: makes the weights (whole, or gathered by units).
+    `refs` are materialised, on `device`, in order of registration. `factory` makes the weights
+    (whole, or gathered by units).
     """
 
     def __init__(
@@ -194,8 +189,7 @@ class ParameterGroup:
     def trained(self) -> GroupGradients:
         """The gradients of a group that has some.
 
-        Raises:
-            ValueError: if the group is frozen.
+        ValueError: it is frozen.
         """
         if self.gradients is None:
             raise ValueError(
@@ -269,9 +263,6 @@ class ParameterGroup:
         whoever reads the buffer would not know of it, and no version counter tells. The address
         does. To copy `x` into the buffer would overwrite what `p.data` was before, which users keep
         to assign it again.
-
-        Raises:
-            RuntimeError: if one is elsewhere than it was.
         """
         for parameters, addresses in self.known_addresses:
             now = [*map(_ADDRESS, parameters)]
@@ -399,11 +390,7 @@ class ParameterGroup:
         self._mirror(shown=final and self.has_optimizer)
 
     def show_where(self, shown: Sequence[bool]) -> None:
-        """Set `.grad` of some main parameters to their place in main grads, and the rest to None.
-
-        Args:
-            shown: for each parameter, whether it has a gradient.
-        """
+        """Set `.grad` of main parameters that have one to their place in main grads, else None."""
         if any(shown):
             views = self.gradient_views
             for main, view, has_gradient in zip(self.main_parameters, views, shown, strict=True):
@@ -569,9 +556,8 @@ class ParameterGroup:
 def refuse_changed(group: ParameterGroup) -> None:
     """Raise if somebody has converted, moved or unfrozen a group's parameters since it was made.
 
-    Raises:
-        RuntimeError: after `.half()` or `.to()`, which took them out of their buffers.
-        ValueError: if the group has no gradients, and a parameter wants some by now.
+    RuntimeError: after `.half()` or `.to()`, which took them out of their buffers. ValueError: the
+    group has no gradients, and a parameter wants some by now.
     """
     ref, main, held = group.refs[0], group.main_parameters[0], group.main_weights.data
     for parameter, dtype, device in (

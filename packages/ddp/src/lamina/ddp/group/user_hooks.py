@@ -23,11 +23,7 @@ __all__ = ["UserHooks"]
 
 
 class UserHooks:
-    """Hooks of the parameters of one group.
-
-    Args:
-        names: of the parameters, for messages.
-    """
+    """Hooks of the parameters of one group."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self._names = tuple(names)
@@ -54,9 +50,7 @@ class UserHooks:
     def call(self, mains: Sequence[nn.Parameter], called: set[int]) -> None:
         """Call the hooks of parameters that show a final gradient, unless they have been called.
 
-        Args:
-            mains: the main parameters; their `.grad` is shown.
-            called: those whose hooks were called in this step; those of now are added.
+        `called` are those whose hooks were called in this step; those of now are added.
         """
         for index in sorted({*self.on_gradient, *self.on_parameter} - called):
             main = mains[index]

@@ -50,8 +50,7 @@ class InspectsItself(Protocol):
 def groups_of(module: nn.Module) -> list[ParameterGroup]:
     """The groups of a wrapped module.
 
-    Raises:
-        TypeError: if the module was not wrapped by Lamina.
+    TypeError: Lamina has not wrapped it.
     """
     if not isinstance(module, HasGroups):
         raise TypeError(

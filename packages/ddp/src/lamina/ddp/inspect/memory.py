@@ -19,11 +19,9 @@ __all__ = ["MemoryBudgets", "MemoryPlan", "memory_plan"]
 class MemoryBudgets:
     """Limits in bytes per rank that a wrapper keeps; None where it keeps another.
 
-    Attributes:
-        gathers: whole weights that are live.
-        reductions: gradients on the wire.
-        buffers: without that, how many gradient buffers are held at once, filled or on the wire.
-        keeps_buffers: those that a step used stay with the wrapper until the next one.
+    `gathers` are whole weights that are live, `reductions` gradients on the wire. Without that,
+    `buffers` is how many gradient buffers are held at once, filled or on the wire. With
+    `keeps_buffers` those of a step stay with the wrapper until the next one.
     """
 
     gathers: int | None = None

@@ -21,9 +21,7 @@ __all__ = ["WireBytes", "WirePlan", "codec_of", "wire_plan"]
 class WireBytes:
     """What one rank sends.
 
-    Attributes:
-        inside: bytes to ranks of its own host.
-        between: bytes to other hosts.
+    Bytes go to ranks `inside` the own host, or to other hosts (`between`).
     """
 
     inside: int = 0
@@ -41,10 +39,6 @@ class WirePlan:
     """What one rank sends in a step. A byte counts once for each rank that needs it.
 
     A few KiB are left out: norms, and flags of used parameters.
-
-    Attributes:
-        weights: gathers of weights.
-        gradients: reductions of gradients.
     """
 
     weights: WireBytes

@@ -31,22 +31,10 @@ def fused_adamw(
 ) -> None:
     """One step of AdamW (Loshchilov and Hutter 2019), in place, within 1e-6 of torch's foreach.
 
-    Args:
-        main: main weights: flat [n], float32.
-        gradient: main grads: flat [n], float32 or narrower.
-        average: first moment: flat [n], float32.
-        square: second moment: flat [n], float32.
-        weights: flat [n], any floating dtype: gets the new main weights, rounded to nearest even.
-        step: number of this step, from 1: no dimensions, float32, on the same device.
-        lr: learning rate.
-        betas: decay of the moments, both above 0.
-        eps: added to the root of the second moment.
-        weight_decay: decoupled from the gradient; with `decoupled=False` added to it (Adam).
-        maximize: step up the gradient.
-        decoupled: AdamW's weight decay.
-
-    Raises:
-        ValueError: tensors that are not flat and of one length.
+    `main`, `average` and `square` are flat float32 [n], `gradient` is that or narrower. `weights`
+    [n], of any floating dtype, get the new main weights, rounded to nearest even. `step`, from 1,
+    has no dimensions and is float32 on the same device. Weight decay is added to the gradient
+    unless it is `decoupled` (AdamW). ValueError: tensors that are not flat and of one length.
     """
     tensors = (main, gradient, average, square, weights)
     if any(t.dim() != 1 or not t.is_contiguous() or t.numel() != main.numel() for t in tensors):

@@ -34,13 +34,8 @@ def require_same_optimizer(
 ) -> None:
     """Compare an optimizer over the data-parallel ranks (one small collective).
 
-    Args:
-        what: what it is given to, for the message.
-        optimizer: made over the module's parameters.
-        groups: the module's groups.
-
-    Raises:
-        DisagreementError: ranks differ in its class, groups or hyperparameters.
+    `what` it is given to names it in the DisagreementError, if ranks differ in its class, groups or
+    hyperparameters.
     """
     if not groups:
         return
@@ -63,12 +58,7 @@ def adopt_main_parameters(optimizer: Optimizer, groups: Iterable[ParameterGroup]
     The optimizer object, its groups and their hyperparameters stay, so schedulers made before
     stay attached. State it already has is cut like the parameters.
 
-    Args:
-        optimizer: any torch optimizer made over the module's parameters.
-        groups: the module's groups.
-
-    Raises:
-        ValueError: as `refuse_optimizer`.
+    Errors are those of `refuse_optimizer`.
     """
     located = locate_main_parameters(groups)
     mains = {
@@ -98,14 +88,10 @@ def refuse_optimizer(
 ) -> None:
     """Refuse an optimizer that cannot adopt main parameters.
 
-    Args:
-        optimizer: any.
-        known: `id`s of the module's parameters, and of main ones that stand for them.
-        apart: names, by `id`, of those that have (or will have) a main parameter beside them.
-
-    Raises:
-        ValueError: if the optimizer holds none of the module's parameters, or is an LBFGS (which
-            keeps a list of them to itself) and main parameters are others than the module's.
+    `known` are `id`s of the parameters of the module, and of main ones that stand for them, and
+    `apart` names, by `id`, of those that have (or will have) a main parameter beside them.
+    ValueError: it holds none of them, or is an LBFGS (which keeps a list of them to itself) and
+    some are apart.
     """
     held = [id(p) for settings in optimizer.param_groups for p in settings["params"]]
     if held and not any(one in known for one in held):

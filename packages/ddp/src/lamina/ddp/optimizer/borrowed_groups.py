@@ -29,11 +29,7 @@ _ZERO_GRAD = "zero_grad"
 
 
 class BorrowedGroups(ABC):
-    """Hooks of an optimizer that put other parameters into its groups while it steps.
-
-    Args:
-        optimizer: the user's, whose groups hold main parameters.
-    """
+    """Hooks of an optimizer that put other parameters into its groups while it steps."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.paused = False

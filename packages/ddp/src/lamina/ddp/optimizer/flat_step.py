@@ -58,13 +58,8 @@ def step_over_groups(
     these are whole on one rank, and else over parameters as they are (`WholeStep`). An optimizer
     that steps over other modules' groups already steps over these as well.
 
-    Args:
-        optimizer: it holds the groups' main parameters.
-        groups: the groups.
-        after_step: called when a step is done.
-
-    Raises:
-        ValueError: for moments in a dtype of their own, by another optimizer than Adam and AdamW.
+    `after_step` is called when a step is done. ValueError refuses moments in a dtype of their own
+    for another optimizer than Adam and AdamW.
     """
     groups = list(groups)
     for group in groups:
@@ -84,19 +79,10 @@ def step_over_groups(
 class _Run:
     """Neighbouring parameters of one group that are stepped as one flat parameter.
 
-    Args:
-        group: theirs.
-        indices: their indices in it, one after the other.
-
-    Attributes:
-        mains: the main parameters.
-        start: their first element in the group's main weights on this rank.
-        stop: the element after their last one.
-        parameter: those elements as one parameter.
-        state: the optimizer's for `parameter`; the state of each main parameter is views of it.
-        spread: what `state` held when the main parameters last got their part of it.
-        left: what the state of each main parameter held then.
-        wrote_weights: whether the newest step has written the module's weights as well.
+    `parameter` is the elements `start` to `stop` of the main weights of the group on this rank. The
+    state of each of the `mains` is views of `state`. `spread` is what `state` held when they last
+    got their part of it, and `left` is what their own states held then. `wrote_weights` says
+    whether the newest step has written the weights of the module as well.
     """
 
     def __init__(self, group: ParameterGroup, indices: list[int]) -> None:
@@ -132,10 +118,8 @@ class _Run:
 class _Plan:
     """How the parameters of one of the optimizer's groups are stepped. See Note [Plans of runs].
 
-    Attributes:
-        key: `id`s of the parameters that have gradients, in the group's order.
-        runs: those that lie in groups of a wrapped module.
-        others: the rest, which is stepped as it is.
+    `key` are `id`s of the parameters that have gradients, in order. `runs` lie in groups of a
+    wrapped module, and `others` are stepped as they are.
     """
 
     key: list[int]

@@ -77,12 +77,9 @@ def answer_scalers(
 ) -> None:
     """Refuse gradient scalers whose ranks would disagree, and let others see final gradients.
 
-    Args:
-        optimizer: the one that scalers are given.
-        groups: what it updates. Ranks beyond their data-parallel ones hold other parameters (tp,
-            pp, ep, expert_tp), which a plain scaler does not see: it is refused when it steps.
-        ranks: how many ranks take part.
-        reducer: sums the gradients, in one order on all ranks; finished when a scaler asks.
+    `groups` are what the optimizer updates. Ranks beyond their data-parallel ones hold other
+    parameters (tp, pp, ep, expert_tp), which a plain scaler does not see: with more `ranks` than
+    these it is refused when it steps. The reducer is finished when a scaler asks.
     """
     answer = getattr(optimizer, _QUESTION, False)
     if not isinstance(answer, _Answer):

@@ -126,9 +126,7 @@ def one_pass_adam(
 class RunKernel(NamedTuple):
     """What steps the runs on one type of device.
 
-    Attributes:
-        step: the kernel.
-        writes_weights: whether it writes the module's weights too, so that nobody copies them.
+    One that `writes_weights` writes the weights of the module too, so that nobody copies them.
     """
 
     step: Callable[..., bool]

@@ -321,15 +321,8 @@ def _taken(value: Any, held: Any) -> Any:
 def match_groups(own: Sequence[Sequence[str]], saved: Sequence[Sequence[str]]) -> list[int | None]:
     """For each of an optimizer's groups the place of the saved one with its parameters.
 
-    Args:
-        own: names of the parameters in each group.
-        saved: the same of the saved groups.
-
-    Returns:
-        Places in `saved`; None for a group without parameters.
-
-    Raises:
-        ValueError: if the parameters are not grouped alike.
+    Both are names of the parameters of each group; the result is None for a group without any.
+    ValueError: the parameters are not grouped alike.
     """
     place = {name: at for at, names in enumerate(saved) for name in names}
     taken: dict[int, str] = {}

@@ -32,12 +32,8 @@ def check_buffer_policy(policy: BufferPolicy) -> None:
 class ModuleBuffers:
     """Brings the buffers of one model together (collective).
 
-    Args:
-        policy: when.
-        dense: data-parallel axes of ordinary parameters.
-        expert: those of expert parameters; None where the mesh has none. Ranks along ep hold
-            different experts, so buffers of experts go over these.
-        ignored: qualified names of buffers that each rank keeps.
+    Ranks along ep hold different experts, so buffers of experts go over the axes `expert`, if the
+    mesh has these. `ignored` are qualified names of buffers that each rank keeps.
     """
 
     def __init__(
@@ -58,9 +54,7 @@ class ModuleBuffers:
     def start(self, root: nn.Module, modules: Iterable[nn.Module]) -> None:
         """The model is being wrapped.
 
-        Args:
-            root: the model, or the unit, that the modules are in.
-            modules: those whose own buffers are sent.
+        Own buffers of the modules, which are in the model or unit `root`, are sent.
         """
         if self._at_start:
             self._send(root, {id(module) for module in modules})

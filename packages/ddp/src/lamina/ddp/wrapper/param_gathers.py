@@ -31,11 +31,8 @@ idle from its arrival to the next bucket's use. They are gathered in place, so m
 class ParamGathers:
     """The gathers of one wrapped module.
 
-    Args:
-        module: the wrapped module.
-        groups: its groups, in order of first use.
-        aligned: begin all gathers when the forward begins.
-        hooks: wait where weights are used; otherwise `finish` before anybody uses them.
+    `groups` are in order of first use. With `aligned` all gathers begin when the forward begins.
+    With `hooks` weights are waited for where they are used; otherwise `finish` is called before.
     """
 
     def __init__(
@@ -81,9 +78,8 @@ class ParamGathers:
     def begin(self, *, overlapped: bool) -> None:
         """The forward begins: bring the first weights on their way, or all of them in.
 
-        Args:
-            overlapped: whether this is a forward as those that were learnt from. Others (in
-                evaluation torch's encoder layers read all weights and call nobody) wait here.
+        `overlapped` says that this is a forward as those that were learnt from. Others (in
+        evaluation the encoder layers of torch read all weights and call nobody) wait here.
         """
         self._learning = overlapped and self._hooked
         if not self._learning:
@@ -173,12 +169,7 @@ def registered_pool(
 ) -> RegisteredPool:
     """A pool that the communicators of all data-parallel axes may use in place.
 
-    Args:
-        axes: of dense parameters, and of expert ones where the mesh tells them apart.
-        device: where the model computes.
-
-    Raises:
-        RegistrationError: where hardware, build or backend lack it, with the reason.
+    RegistrationError says why hardware, build or backend lack it.
     """
     found = [
         group
@@ -198,10 +189,7 @@ def registration_refusal(
 ) -> str | None:
     """Why `nccl_ub` cannot be had, for an error; None if it can.
 
-    Args:
-        groups: the communicators that are to use registered memory; None for axes of one rank.
-        device: where that memory lies.
-        symmetric: whether it is to have symmetric windows.
+    `groups` are to use it; None is an axis of one rank. `symmetric` is for symmetric windows.
     """
     where = device if device.type == "cuda" else None
     several: list[ProcessGroup | None] = [one for one in groups if one is not None]

@@ -476,16 +476,9 @@ def _wrap_again(
 ) -> DistributedDataParallel:
     """A wrapper like one that was copied or pickled (collective).
 
-    Args:
-        cls: the wrapper's class. Its own `__init__` is not called.
-        module: a plain copy of the wrapped module.
-        config: the wrapper's.
-        parallel: whether its mesh was a `ParallelMesh`.
-        where: the layout and device type of that, or the mesh itself.
-        apart: by number of the group, main weights that are apart, and which elements they are.
-
-    Raises:
-        ValueError: for main weights of another rank.
+    The `__init__` of its class is not called. `where` is the layout and device type of a mesh that
+    was a `ParallelMesh` (`parallel`), or the mesh itself. `apart` are main weights that are apart,
+    and which elements they are, by number of the group. ValueError refuses those of another rank.
     """
     mesh = ParallelMesh(*where) if parallel else where
     buffers = [buffer.clone() for buffer in module.buffers()]
@@ -639,10 +632,7 @@ def plan_buckets(
     there first. A bucket closes with the parameter that fills it, so none is cut. Buckets hold
     parameters that agree on dtype, role and requires_grad.
 
-    Args:
-        refs: all parameters, in order of registration.
-        config: gives `bucket_size` or `num_buckets`.
-        ranks: data-parallel ranks.
+    `refs` are in order of registration, and `ranks` is the number of data-parallel ranks.
     """
     limit = config.bucket_size or max(_LEAST, _PER_RANK * ranks)
     if config.num_buckets is not None:

@@ -214,8 +214,7 @@ def parallel_pattern(
     `tokens` `[batch, sequence, ...]` and `document_ids` `[batch, sequence]` are of whole sequences;
     `dtype` is that of queries, keys and values.
 
-    Raises:
-        ValueError: if that kind does not support the case.
+    ValueError: that kind does not support the case.
     """
     if axis is None:
         return choose_pattern(config, tokens, dtype, document_ids, dropout)

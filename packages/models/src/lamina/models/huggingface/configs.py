@@ -478,11 +478,7 @@ _HARMLESS: dict[str, tuple[Any, ...]] = dict.fromkeys(
 
 
 class ConfigFields(Mapping[str, Any]):
-    """The contents of a `config.json`, which notes what is read of them.
-
-    Args:
-        source: the contents.
-    """
+    """The contents of a `config.json`, which notes what is read of them."""
 
     def __init__(self, source: Mapping[str, Any]) -> None:
         self._source = source
@@ -501,12 +497,8 @@ class ConfigFields(Mapping[str, Any]):
     def refuse_unread(self, derived: Mapping[str, Any], unused: Collection[str]) -> None:
         """Raise for a name that nothing has read, unless it is known to change nothing.
 
-        Args:
-            derived: names that follow from others, with the only value that is right.
-            unused: names of parts that the model does not have.
-
-        Raises:
-            ValueError: for the first of them.
+        `derived` are names that follow from others, with the only value that is right, and `unused`
+        names of parts that the model does not have. ValueError is for the first other name.
         """
         for name, value in self._source.items():
             if name in self._read or name in unused or value is None:

@@ -148,11 +148,7 @@ class VocabParallelEmbedding(_Table):
 class PositionEmbedding(_Table):
     """A table of learned vectors, one per position, whole on every rank.
 
-    Args:
-        rows: number of positions.
-        width: of a vector.
-        partial: each tensor-parallel rank sees other tokens, so that gradients are summed.
-        init_std: standard deviation of the initial weight.
+    With `partial` each tensor-parallel rank sees other tokens, so that gradients are summed.
     """
 
     def __init__(
@@ -172,10 +168,8 @@ class PositionEmbedding(_Table):
 class OutputHead(_Table):
     """Hidden states to logits, or to the loss if labels are given.
 
-    Args:
-        config: gives the sizes.
-        mesh: its axis `tp` (or the axis itself) cuts the vocabulary; None is one process.
-        tied: the weight of an embedding to use instead of an own one.
+    The axis `tp` cuts the vocabulary. `tied` is the weight of an embedding to use instead of an own
+    one.
     """
 
     def __init__(
@@ -205,17 +199,11 @@ class OutputHead(_Table):
     ) -> Tensor:
         """Compute logits `[..., vocabulary]`, or with labels the cross-entropy.
 
-        Args:
-            hidden: `[..., hidden]`; `[tokens / size, hidden]` under sequence parallelism, which
-                gives logits of all tokens.
-            labels: int64 of all tokens, in the same order; -100 is left out.
-            reduction: `mean` over the labels that count, or `sum`.
-
-        Returns:
-            Logits, equal on every rank, or the loss: a scalar in float32 (float64 for float64).
-
-        Raises:
-            ValueError: for another reduction, and where labels are not one per token.
+        `hidden` is `[..., hidden]`, or `[tokens / size, hidden]` under sequence parallelism, which
+        gives logits of all tokens. Labels, int64, are of all tokens in the same order; -100 is left
+        out. Logits are equal on every rank. The loss, a `mean` over the labels that count or a
+        `sum`, is a scalar in float32 (float64 for float64). ValueError: another reduction, or
+        labels that are not one per token.
         """
         check_reduction(reduction)
         hidden = for_cut_layers(hidden, self.config, self.axis)

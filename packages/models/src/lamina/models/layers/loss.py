@@ -44,9 +44,8 @@ def check_ids(
     They are not read on another device or while compiling. `name` and `remedy` are for the message,
     which by default asks about the tokenizer.
 
-    Raises:
-        TypeError: if the ids are not integers.
-        ValueError: with the first id that does not exist, and how many do not.
+    The error has the first id that does not exist, and how many do not. TypeError: the ids are not
+    integers.
     """
     if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
         raise TypeError(f"{name} are {ids.dtype}: ids are integers, such as torch.int64")

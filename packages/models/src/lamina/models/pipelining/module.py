@@ -72,13 +72,10 @@ class GPTStage(GPTModel):
     stage. If embeddings are tied, the last stage's copy is `embedding.weight` (and `head.weight`
     in `state_dict()`, as in the whole model).
 
-    Args:
-        model: the whole model, possibly on the meta device; its modules move here.
-        layers: which of its blocks, in order; they may be none for the first and last stage.
-        first: whether this stage embeds tokens.
-        last: whether this stage computes the loss.
-        copies: copy the embedding for a tied head, because the first stage is on this rank too and
-            has the model's own.
+    The modules of the model, which may be on the meta device, move here. `layers` are numbers of
+    its blocks, in order. The `first` stage embeds tokens, and the `last` one computes the loss;
+    they may have no layers. With `copies` the embedding is copied for a tied head, because the
+    first stage is on this rank too and has the own one of the model.
     """
 
     def __init__(
@@ -130,13 +127,10 @@ class GPTStage(GPTModel):
     def forward(self, x: Tensor | None, batch: Microbatch) -> Tensor:  # type: ignore[override]
         """Run the stage on one microbatch.
 
-        Args:
-            x: the result of the stage before; None in the first stage.
-            batch: the microbatch; the same on every stage.
-
-        Returns:
-            Activations `[batch, sequence / cp, hidden]` (`[tokens / cp / tp, hidden]` under
-            sequence parallelism), or in the last stage the loss times `batch.factor`, a scalar.
+        `x` is the result of the stage before (None in the first stage), and the microbatch is the
+        same on every stage. Activations come back, `[batch, sequence / cp, hidden]` (`[tokens / cp
+        / tp, hidden]` under sequence parallelism), or in the last stage the loss times
+        `batch.factor`, a scalar.
         """
         positions = batch.positions
         if positions is None:

@@ -36,7 +36,7 @@ BLOCK = re.compile(r"^([ ]*)```python[^\n]*\n(.*?)^\1```[ ]*$", re.MULTILINE | r
 NOT_RUN = re.compile(r"<!-- not run: .+ -->\s*$")
 RANKS = re.compile(r"<!-- ranks: (\d+)(?:, restarts: (\d+))? -->\s*$")
 PRINTS = re.compile(r"<!-- prints -->\n```text\n(.*?)^```[ ]*$", re.MULTILINE | re.DOTALL)
-TIMEOUT = 120.0  # seconds for all blocks of one job
+TIMEOUT = 300.0  # seconds for all blocks of one job
 
 
 @dataclass(frozen=True)

@@ -179,7 +179,7 @@ BUGS = [
     Bug(
         "written weights are not installed",
         "ddp/group/group.py",
-        "        if self.mains_written:",
+        "        if written := self.mains_written:",
         "        if False:",
         "fsdp/tests/test_border_writes.py::test_what_is_written_between_steps_is_what_all_ranks_compute_with",
     ),

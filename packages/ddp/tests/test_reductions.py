@@ -15,7 +15,7 @@ from lamina.ddp import (
     full_gradients,
     full_parameters,
 )
-from lamina.ddp.backward.reducer import ProducedFlags
+from lamina.ddp.backward.agreement import ProducedFlags
 from lamina.ddp.engine import ScratchBuffers, resolve_reduction
 from lamina.ddp.gradients.reproducible import PartialSums
 from lamina.mesh import ParallelLayout
@@ -189,9 +189,9 @@ def test_flags_of_produced_gradients_lie_on_the_host_and_one_rank_asks_nobody():
 
     with (
         mock.patch(
-            "lamina.ddp.backward.reducer.host_device", return_value=torch.device("cpu")
+            "lamina.ddp.backward.agreement.host_device", return_value=torch.device("cpu")
         ) as place,
-        mock.patch("lamina.ddp.backward.reducer.SmallReduction", Combined),
+        mock.patch("lamina.ddp.backward.agreement.SmallReduction", Combined),
     ):
         ProducedFlags(groups, [None]).agree()
         assert not place.called

@@ -15,7 +15,7 @@ from lamina.ddp import (
     NonFiniteGradientError,
     clip_grad_norm,
 )
-from lamina.ddp.backward.reducer import GradientChecks
+from lamina.ddp.backward.agreement import GradientChecks
 from lamina.ddp.engine import (
     collect_parameters,
     registration_refusal,

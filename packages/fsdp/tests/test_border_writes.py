@@ -4,14 +4,14 @@ import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
-from lamina.collectives import Ledger
+from lamina.collectives import DisagreementError, Ledger, PeerLostError
 from lamina.ddp import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
     ShardedOptimizer,
     full_parameters,
 )
-from lamina.mesh import ParallelLayout
+from lamina.mesh import ParallelLayout, init_distributed
 from lamina_testing.toys import Block, OddNet, inputs
 
 from .one_process import build, sgd
@@ -168,3 +168,84 @@ def test_a_gather_that_a_write_has_caused_says_so(wrapper, ranks):
     with Ledger() as ledger:
         model(x)
     assert not ledger.records
+
+
+def sharded(wrapper):
+    """A model, its optimizer, and the parameters that a user writes to."""
+    if wrapper == "zero1":
+        mesh = ParallelLayout().build("cpu")
+        config = DistributedDataParallelConfig(use_distributed_optimizer=True)
+        model = DistributedDataParallel(build(OddNet), config, mesh)
+        optimizer = ShardedOptimizer(sgd(model.parameters()), model, mesh)
+    else:
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("shard",))
+        dtype = torch.bfloat16 if wrapper == "bf16" else None
+        model, optimizer = wrapped(OddNet, 0 if wrapper == "bf16" else wrapper, mesh, dtype)
+    return model, optimizer, [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def step(model, optimizer, x):
+    model(x).float().square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("wrapper", [0, 1, 3, "bf16"])
+def test_a_write_on_one_rank_is_named_before_the_next_step(wrapper, ranks):
+    """Writes of all ranks, and of one that leaves equal weights behind, are none."""
+    model, optimizer, parameters = sharded(wrapper)
+    names = [name for name, _ in model.named_parameters()]
+    written, x = parameters[names.index("blocks.1.up.weight")], inputs(model, ranks.rank)
+    step(model, optimizer, x)
+    with torch.no_grad():
+        torch._foreach_mul_(parameters, 0.5)
+        step_as_usual = torch.enable_grad()(step)
+        step_as_usual(model, optimizer, x)
+        if wrapper in (0, "bf16") and ranks.rank == 1:  # others do not know of this evaluation
+            kept = written.clone()
+            written.zero_()
+            model(x)
+            written.copy_(kept)
+        step_as_usual(model, optimizer, x)
+        if ranks.rank == 1:
+            written.mul_(0.5)
+    before = full_parameters(model)
+    message = r"blocks\.1\.up\.weight was written outside .*rank 1 .*has written blocks.*all ranks"
+    with pytest.raises(DisagreementError, match=message):
+        step(model, optimizer, x)
+    optimizer.zero_grad()
+    for name, value in full_parameters(model).items():
+        assert torch.equal(value, before[name]), name
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("wrapper", [1, 3])
+def test_a_write_on_one_rank_to_weights_that_a_forward_has_left_is_named(wrapper, ranks):
+    model, optimizer, _ = sharded(wrapper)
+    x = inputs(model, ranks.rank)
+    model(x)  # for a backward that does not come
+    if ranks.rank == 1:
+        with torch.no_grad():
+            model.leave.weight.mul_(0.5)
+    with pytest.raises(DisagreementError, match=r"leave\.weight was written .*has written leave"):
+        step(model, optimizer, x)
+
+
+@pytest.mark.slow
+@pytest.mark.ranks(2, reuse=False)
+def test_a_wait_for_ranks_that_have_not_written_ends_in_an_error_that_names_the_write(
+    ranks, tmp_path
+):
+    """Without a step between, only the rank that has written gathers, and others wait for it."""
+    with init_distributed(soft_limit=3.0, verdict_directory=tmp_path):
+        model, optimizer, _ = sharded(1)
+        x = inputs(model, ranks.rank)
+        step(model, optimizer, x)
+        model(x)
+        if ranks.rank == 1:
+            with torch.no_grad():
+                model.get_parameter("blocks.1.up.weight").mul_(0.5)
+        message = r"this rank has written \(blocks\.1\.up\.weight\).*every rank waits"
+        with pytest.raises(PeerLostError, match=message):
+            step(model, optimizer, x)

@@ -16,7 +16,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from lamina.ddp import clip_grad_norm, full_gradients, full_parameters
-from lamina.fsdp import fully_shard
+from lamina.fsdp import UnavailableError, fully_shard
 from lamina.mesh import ParallelLayout, mark, role_of
 from lamina.mesh.engine import mesh_axis
 from lamina_testing.toys import Block
@@ -236,6 +236,33 @@ def test_a_call_that_was_refused_can_be_made_again_with_dtensors(ranks):
     model(torch_batch(0, 0)).square().mean().backward()
     optimizer.step()
     assert not torch.equal(model.blocks[0].up.weight, before)
+    with pytest.raises(UnavailableError, match=r"deepcopy of blocks\.0, .*copy\.deepcopy\(model\)"):
+        copy.deepcopy(model.blocks[0])
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("strategy", [0, 3])
+def test_a_copy_of_a_model_that_holds_dtensors_trains_like_it(strategy, ranks):
+    mesh = mesh_2x2()
+    dp = mesh_axis(mesh, "dp")
+    settings = {"device_mesh": mesh, "dp_shard_dim": "dp", "zero_dp_strategy": strategy}
+    model = fully_shard(parallelized(mesh), fsdp_unit_modules=[Block], **settings)
+    made = copy.deepcopy(model)
+    start = full_parameters(model)
+    for step in range(2):
+        for one in (model, made):
+            one(torch_batch(dp.rank, step)).square().mean().backward()
+            sgd(one).step()
+            one.zero_grad()
+        if step == 0:
+            after = full_parameters(made)
+    found = full_parameters(made)
+    for name, value in full_parameters(model).items():
+        assert torch.equal(found[name], value), name
+        assert not torch.equal(value, start[name]), name
+    assert not torch.equal(after["enter.weight"], found["enter.weight"])
+    shapes = [value.shape for value in model.state_dict().values()]
+    assert [value.shape for value in made.state_dict().values()] == shapes
 
 
 @pytest.mark.ranks(2)

@@ -1,6 +1,6 @@
 """Data parallelism for PyTorch: bucketed DDP, sharded optimizer, `finalize_grads`, true norms."""
 
-from lamina.ddp.backward.reducer import LargeGradientError, NonFiniteGradientError
+from lamina.ddp.backward.agreement import LargeGradientError, NonFiniteGradientError
 from lamina.ddp.finalize.finalize import FinalizesStep, finalize_grads
 from lamina.ddp.inspect.inspection import full_gradients, full_parameters
 from lamina.ddp.inspect.memory import MemoryPlan, memory_plan

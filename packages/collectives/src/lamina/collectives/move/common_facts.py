@@ -65,7 +65,8 @@ class CommonFacts:
         self._device = host_device(several, device)
         real = (group for group in several if backend_name(group, self._device) != "fake")
         self._groups = [] if self._device.type == "meta" else list(real)
-        self._here = here or (f"rank {dist.get_rank()}" if self._groups else "")
+        self.here = here or (f"rank {dist.get_rank()}" if self._groups else "")
+        """This rank and its place in the mesh."""
 
     def require(self, facts: Iterable[Fact]) -> None:
         """Compare facts: one collective of 32 bytes; all ranks of the groups call it.
@@ -85,18 +86,22 @@ class CommonFacts:
         first, second = _digest(facts)
         return torch.tensor([first, second, ~first, ~second], device=self._device)
 
+    def differ(self, words: torch.Tensor) -> bool:
+        """Whether any two ranks had other facts, from their reduced `words`; equal on all ranks."""
+        first, second, not_first, not_second = words.tolist()
+        return bool(self._groups) and (first, second) != (~not_first, ~not_second)
+
     def compare(self, words: torch.Tensor, facts: Iterable[Fact]) -> None:
         """Whether all ranks had equal facts, from their reduced `words`; collective if not.
 
         Errors are those of `require`.
         """
-        first, second, not_first, not_second = words.tolist()
-        if self._groups and (first, second) != (~not_first, ~not_second):
+        if self.differ(words):
             raise DisagreementError(self._explain(list(facts)))
 
     def _explain(self, facts: Sequence[Fact]) -> str:
         """Name the ranks that differ, and the first difference of each (collective)."""
-        row = "\n".join((str(_digest(facts)), self._here, *_difference(facts, self._first(facts))))
+        row = "\n".join((str(_digest(facts)), self.here, *_difference(facts, self._first(facts))))
         return f"{self._what}: {_verdict([one.split(chr(10)) for one in self.said(row)])}"
 
     def said(self, text: str) -> list[str]:

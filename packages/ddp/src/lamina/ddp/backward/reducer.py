@@ -6,29 +6,27 @@ whose unused parameters differ stay in step. With `Order.AS_CLOSED` groups go in
 which they close: right where the weights' own gathers already force one order on all ranks.
 """
 
-import math
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from enum import Enum, auto
 from functools import partial
 from typing import Protocol
 
 import torch
-from torch.distributed import ProcessGroup
 
 from lamina.buffers import ShardedTensor
 from lamina.collectives import Handle
-from lamina.collectives.engine import CommonFacts, Fact, Serving, SmallReduction, host_device
+from lamina.collectives.engine import Serving
+from lamina.ddp.backward.agreement import BadGradients, GradientChecks, ProducedFlags
 from lamina.ddp.backward.grad_attribute import follow_user, holds_zeros
 from lamina.ddp.backward.gradient_hooks import (
     NO_STREAM,
     BackwardStream,
     hook_gradients,
 )
-from lamina.ddp.compat import current_graph_task_id, foreach_norm, queue_callback, will_execute
+from lamina.ddp.compat import current_graph_task_id, queue_callback, will_execute
 from lamina.ddp.gradients.scratch import ScratchBuffers
 from lamina.ddp.gradients.states import GradientState
 from lamina.ddp.group.group import ParameterGroup
@@ -39,22 +37,9 @@ from lamina.mesh.engine import MeshAxis
 __all__ = [
     "BackwardEnd",
     "BackwardListener",
-    "BadGradients",
-    "GradientChecks",
     "GradientReducer",
-    "LargeGradientError",
-    "NonFiniteGradientError",
     "Order",
-    "ProducedFlags",
 ]
-
-
-class NonFiniteGradientError(RuntimeError):
-    """A gradient holds NaN or infinity before it was sent to other ranks."""
-
-
-class LargeGradientError(RuntimeError):
-    """A gradient's magnitude exceeds the limit that was set."""
 
 
 class Order(Enum):
@@ -531,74 +516,6 @@ class GradientReducer:
             group.release_zeroed_gradients()
 
 
-@dataclass(frozen=True, order=True)
-class BadGradients:
-    """What is wrong with the gradients of some ranks.
-
-    `kind` is 0 for nothing, 1 for too large, 2 for not finite. `text` names parameters and ranks.
-    """
-
-    kind: int = 0
-    text: str = ""
-
-    def refuse(self) -> None:
-        """Raise, unless nothing is wrong."""
-        if self.kind == 2:
-            raise NonFiniteGradientError(
-                f"{self.text}: look at the batch of that rank, or lower the learning rate or the "
-                "loss scale"
-            )
-        if self.kind == 1:
-            raise LargeGradientError(
-                f"{self.text}: look at the batch of that rank, clip, or raise the limit"
-            )
-
-
-class GradientChecks:
-    """Finds a rank's gradients that are not finite, or too large.
-
-    Magnitudes are taken before a gradient is sent, and stay on the device until the host looks at
-    all of them, once, at the end of a step's last backward. What it finds rides to the other ranks
-    in the message of `ProducedFlags`, so all ranks raise one error.
-
-    `finite` refuses NaN and infinity, `limit` larger magnitudes (None refuses none).
-    """
-
-    def __init__(self, finite: bool, limit: float | None) -> None:
-        self._finite, self._limit = finite, limit
-        self._noted: list[tuple[ParameterGroup, int]] = []
-        self._sizes: list[torch.Tensor] = []
-
-    def note(self, group: ParameterGroup) -> None:
-        """Take the magnitudes of a group's gradients of this rank."""
-        if not self._finite and self._limit is None:
-            return
-        held = (index for index in range(len(group.refs)) if group.trained.is_local(index))
-        views = {index: view for index in held if (view := group.trained.view(index)).numel()}
-        if views:
-            self._noted += [(group, index) for index in views]
-            self._sizes += foreach_norm(list(views.values()), math.inf)
-
-    def look(self) -> BadGradients:
-        """The first bad gradient since the last look; the host waits for the device once."""
-        largest = torch.stack(self._sizes).tolist() if self._sizes else []
-        noted, found = self._noted, BadGradients()
-        self.forget()
-        for (group, index), size in zip(noted, largest, strict=True):
-            what = f"gradient of {group.refs[index].name}"
-            where = f"on {group.axes.here} before its reduction"
-            if self._finite and not math.isfinite(size):
-                return BadGradients(2, f"{what} is not finite {where}")
-            if not found.kind and self._limit is not None and not size <= self._limit:  # NaN too
-                above = f"above check_for_large_grads={self._limit:.3g}"
-                found = BadGradients(1, f"{what} reaches {size:.3g} {where}, {above}")
-        return found
-
-    def forget(self) -> None:
-        """Drop what was noted."""
-        self._noted, self._sizes = [], []
-
-
 class BackwardEnd:
     """Queues a function for the end of the backward at hand.
 
@@ -623,51 +540,3 @@ class BackwardEnd:
     def will_come(self) -> bool:
         """Whether the newest `end` is still to be called."""
         return self.queued() is not None
-
-
-class ProducedFlags:
-    """Which parameters got a gradient on any rank: agreed upon in one small collective per group.
-
-    `groups` are alike on all those ranks, one at least. `over` are their process groups; None is
-    one rank alone, which asks nobody. `common` compares facts over them in the same messages.
-    """
-
-    def __init__(
-        self,
-        groups: Sequence[ParameterGroup],
-        over: Iterable[ProcessGroup | None],
-        common: CommonFacts | None = None,
-    ) -> None:
-        self._groups, self._common = groups, common
-        self._over = [one for one in over if one is not None]
-        self._device = host_device(self._over, groups[0].device) if self._over else None
-        self._reductions: list[SmallReduction] = []
-
-    def agree(self, facts: Sequence[Fact] = (), bad: BadGradients | None = None) -> BadGradients:
-        """A parameter that got a gradient on one rank got one on all; collective.
-
-        `facts` are what the ranks must have in common in this step (else DisagreementError), and
-        `bad` is what this rank has found. The result is the worst kind that any rank has found, and
-        what each of up to four of them says.
-        """
-        bad = bad or BadGradients()
-        if not self._over:
-            return bad
-        produced = [int(flag) for group in self._groups for flag in group.trained.produced_gradient]
-        produced.append(bad.kind)
-        # Of the facts' dtype, so that the backend can reduce both at once (see `SmallReduction`).
-        shared = [torch.tensor(produced, dtype=torch.int64, device=self._device)]
-        if self._common is not None:
-            shared.append(self._common.words(facts))
-        if not self._reductions:
-            self._reductions = [SmallReduction(shared, one, "max") for one in self._over]
-        for reduction in self._reductions:
-            reduction.reduce(shared)
-        if self._common is not None:
-            self._common.compare(shared[1], facts)
-        merged = iter(shared[0].tolist())
-        for group in self._groups:
-            group.trained.mark_produced([bool(next(merged)) for _ in group.refs])
-        kind = next(merged)
-        said = self._common.said(bad.text) if kind and self._common is not None else [bad.text]
-        return BadGradients(kind, "; ".join([one for one in said if one][:4]))

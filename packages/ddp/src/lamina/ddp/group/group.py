@@ -4,7 +4,6 @@ import math
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from operator import attrgetter
 
 import torch
 from torch import nn
@@ -18,6 +17,7 @@ from lamina.ddp.gradients.scratch import ScratchBuffers
 from lamina.ddp.gradients.sums import Squares
 from lamina.ddp.group.user_hooks import UserHooks
 from lamina.ddp.group.weights import Weights, WholeWeights, shares_storage
+from lamina.ddp.group.writes import Writes
 from lamina.ddp.parameters.axes import DataParallelAxes
 from lamina.ddp.parameters.dtypes import GroupDtypes
 from lamina.ddp.parameters.parameters import ParameterRef, read_parameters, spec_of
@@ -31,7 +31,6 @@ __all__ = [
     "refuse_changed",
 ]
 
-_VERSION = attrgetter("_version")
 _ADDRESS = torch.Tensor.data_ptr
 
 WeightsFactory = Callable[[FlatBuffer, DataParallelAxes], Weights]
@@ -129,12 +128,9 @@ class ParameterGroup:
         """Whether somebody steps the main parameters, as far as this package knows."""
         self.step_facts: list[weakref.WeakMethod[Callable[[], list[Fact]]]] = []
         """What the optimizers of the main parameters must have in common on all ranks."""
-        self._main_versions = 0
         self.shows_on_compute = False
         """Whether compute parameters show final gradients too: of modules that always hold them."""
         self._mirrored = False
-        self._compute_versions: list[int] = []
-        """When modules began to hold the compute parameters; empty while they don't."""
         self.user_hooks = UserHooks([ref.name for ref in self.refs])
         self._reduced: tuple[int, int] | None = None
         self._gradient_views: list[torch.Tensor] = []
@@ -173,6 +169,7 @@ class ParameterGroup:
         self.main_parameters = self._make_main_parameters()
         self.mains_are_separate = self.main_parameters[0] is not self.refs[0].parameter
         """Whether main parameters are other objects than the module's parameters in forward."""
+        self.writes = Writes(self.main_parameters, self.compute_parameters)
         self.known_addresses = self._note_addresses() if self.requires_grad else []
         """Whole parameters that stay where they are, and their addresses."""
         if self.requires_grad and self.dtypes.grads != self.dtypes.main:
@@ -203,12 +200,12 @@ class ParameterGroup:
 
         They take over `requires_grad` from main parameters. Raises like `refuse_changed`.
         """
-        if self.mains_are_separate and not self._compute_versions:
+        if self.mains_are_separate and not self.writes.in_use:
             for ref, main in zip(self.refs, self.main_parameters, strict=True):
                 if ref.parameter.requires_grad is not main.requires_grad:
                     ref.parameter.requires_grad_(main.requires_grad)
                 ref.install(ref.parameter)
-            self._compute_versions = [*map(_VERSION, self.compute_parameters)]
+            self.writes.begin_use()
         refuse_changed(self)
 
     def install_main_parameters(self) -> None:
@@ -218,11 +215,11 @@ class ParameterGroup:
         that is enforced), for their storage goes. All ranks write the same, as in any replica.
         """
         if self.mains_are_separate:
-            seen, self._compute_versions = self._compute_versions, []
-            if seen and seen != [*map(_VERSION, self.compute_parameters)]:
+            used = self.writes.in_use
+            if used and self.writes.end_use():
                 self._adopt_compute_parameters()
             for ref, main in zip(self.refs, self.main_parameters, strict=True):
-                if seen and ref.parameter.requires_grad is not main.requires_grad:
+                if used and ref.parameter.requires_grad is not main.requires_grad:
                     main.requires_grad_(ref.parameter.requires_grad)  # changed in the module
                 ref.install(main)
 
@@ -240,20 +237,23 @@ class ParameterGroup:
         self.weights.mark_changed()
 
     @property
-    def mains_written(self) -> bool:
-        """Whether somebody has written main parameters since this was asked last.
+    def mains_written(self) -> list[str]:
+        """Main parameters that are apart, and that somebody has written since this was asked last.
 
         Optimizers that step over flat memory tell of it, and are not counted.
         """
-        if not self.mains_are_separate:
-            return False
-        before, self._main_versions = self._main_versions, self.main_version
-        return before != self._main_versions
+        self.look_for_writes()
+        news = self.writes.news()
+        return [self.refs[index].name for index in news] if self.mains_are_separate else []
 
     @property
     def main_version(self) -> int:
         """How often main parameters were written, as far as their version counters tell."""
-        return sum(map(_VERSION, self.main_parameters))
+        return self.writes.count
+
+    def look_for_writes(self) -> None:
+        """Note what somebody has written to parameters since the last look."""
+        self.writes.look(told=bool(self.step_facts))
 
     def refuse_assigned(self) -> None:
         """Raise if a tensor was assigned to `.data` of a whole parameter, before memory is read.
@@ -353,10 +353,15 @@ class ParameterGroup:
         self.follow_main_weights()
         self.release_zeroed_gradients()
 
-    def follow_main_weights(self) -> None:
-        """Whole weights are about to be used: install what was written to main parameters."""
-        if self.mains_written:
-            self.weights.mark_changed(written=True)
+    def follow_main_weights(self) -> bool:
+        """Whole weights are about to be used: install what was written to main parameters, if any.
+
+        Returns:
+            Whether there is something to install.
+        """
+        if written := self.mains_written:
+            self.weights.mark_changed(written=written)
+        return bool(written)
 
     def release_zeroed_gradients(self) -> None:
         """Give main grads' memory back if the user has zeroed them (before a step's forward)."""

@@ -6,6 +6,7 @@ rank (strategies 0 to 2); `lamina.fsdp` adds the class that gathers and releases
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from enum import Enum, auto
 
 import torch
@@ -99,16 +100,17 @@ class Weights(ABC):
         if not shares_storage(main.data, self.local.data):
             self.main_slice = self.local.piece(main.placement)
 
-    def mark_changed(self, *, written: bool = False) -> None:
+    def mark_changed(self, *, written: Sequence[str] = ()) -> None:
         """The optimizer (or a load) wrote main weights: the next `start` installs them.
 
         Args:
-            written: nobody told of it; this rank has seen it. If other ranks have not written, they
-                do not gather, and the message about the wait has to name the cause.
+            written: names of parameters of which nobody told, but this rank has seen it. If other
+                ranks have not written, they do not gather, and the message about the wait has to
+                name the cause.
         """
         if written and not self._changed:
-            title = self.local.layout.title
-            self._purpose = f"{title}, whose main parameters this rank has written"
+            title, names = self.local.layout.title, ", ".join(written[:2])
+            self._purpose = f"{title}, whose main parameters this rank has written ({names})"
         self._changed = True
         self._invalidate()
 

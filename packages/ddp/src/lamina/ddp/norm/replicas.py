@@ -36,14 +36,12 @@ from lamina.ddp.group.weights import shares_storage
 from lamina.ddp.inspect.inspection import groups_of
 from lamina.ddp.norm.health import shortened, words_of_all
 from lamina.ddp.norm.shares import whole_mesh
+from lamina.ddp.parameters.facts import digest_of
 from lamina.mesh import ParallelMesh
 from lamina.mesh.engine import MeshAxis, axis_if_there
 
 __all__ = ["ReplicaError", "ReplicaMonitor"]
 
-_COLUMNS = 64
-_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
-_ODD = -0x61C8864680B583EB  # 2^64 / the golden ratio: spreads small numbers over all bits
 _LOW = 0xFFFFFFFF
 
 Axes = tuple[MeshAxis, ...]
@@ -244,7 +242,7 @@ class _Piece:
         values = self.fetch()
         if values is None or values.numel() != self.numel or start == stop:
             return None
-        return _digest(values.detach().contiguous().view(-1)[start:stop], weight)
+        return digest_of(values.detach().contiguous().view(-1)[start:stop], weight)
 
 
 class _Family:
@@ -339,23 +337,6 @@ class _Vote:
         # `.data` has a version counter of its own. Who asks whether weights were written must get
         # the same answer on all ranks, and those of other pieces write nothing.
         values.data.copy_(buffer)
-
-
-def _digest(values: torch.Tensor, weight: int = 1) -> torch.Tensor:
-    """A digest of a flat tensor's bits: int64, no dimensions; exact on every device.
-
-    Words go into columns in turn, each column is summed modulo its word, and the sums are weighted
-    by odd numbers modulo 2^64. So no single bit can flip without changing the digest, and no order
-    of the additions can.
-    """
-    words = values.view(_WORDS.get(values.itemsize, torch.int64))
-    body = words.numel() // _COLUMNS * _COLUMNS
-    # The cube spreads weights, as multiples of equal steps would cancel in pairs.
-    scale = (weight**3 * _ODD + 2**63) % 2**64 - 2**63
-    odd = torch.arange(1, 2 * _COLUMNS, 2, device=values.device) ** 3 * scale
-    sums = words[:body].view(-1, _COLUMNS).sum(0, dtype=words.dtype).to(torch.int64)
-    rest = words[body:].to(torch.int64)
-    return (sums * odd).sum() + (rest * odd[: rest.numel()]).sum()
 
 
 def _weights_of(group: ParameterGroup, index: int) -> Iterator[tuple[FlatBuffer, _Piece]]:

@@ -51,6 +51,7 @@ class BorrowedGroups(ABC):
         given = list(groups)
         self._after_step.append(after_step)
         for group in given:
+            group.look_for_writes()  # nobody was to tell of those before
             group.step_facts.append(weakref.WeakMethod(self.step_facts))
         self._trained += [group for group in given if group.requires_grad]
         self._computes.update(
@@ -106,6 +107,7 @@ class BorrowedGroups(ABC):
     def _begin(self, optimizer: Optimizer) -> None:
         if not self.paused:
             for group in self._trained:
+                group.look_for_writes()
                 refuse_unsummed(group, f"{type(optimizer).__name__}.step()")
                 if group.known_addresses:
                     group.refuse_assigned()
@@ -114,6 +116,8 @@ class BorrowedGroups(ABC):
     def _after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._take_back(optimizer, stepped=True)
         if not self.paused:
+            for group in self._trained:
+                group.writes.forget()
             self._steps += 1
             for tell in self._after_step:
                 tell()

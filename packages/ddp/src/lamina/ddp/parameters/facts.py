@@ -21,11 +21,16 @@ from lamina.ddp.parameters.parameters import ParameterRef
 __all__ = [
     "StepFacts",
     "common_facts_of",
+    "digest_of",
     "optimizer_facts",
     "require_same_model",
     "require_same_over_tp",
     "step_facts",
 ]
+
+_COLUMNS = 64
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+_ODD = -0x61C8864680B583EB  # 2^64 / the golden ratio: spreads small numbers over all bits
 
 
 def common_facts_of(what: str, axes: DataParallelAxes, device: torch.device | str) -> CommonFacts:
@@ -158,3 +163,20 @@ class StepFacts:
             stepped = "made" if self._versions != before else "not made"
             facts.append(("the step of an optimizer that Lamina does not know", stepped))
         return facts
+
+
+def digest_of(values: torch.Tensor, weight: int = 1) -> torch.Tensor:
+    """A digest of a flat tensor's bits: int64, no dimensions; exact on every device.
+
+    Words go into columns in turn, each column is summed modulo its word, and the sums are weighted
+    by odd numbers modulo 2^64. So no single bit can flip without changing the digest, and no order
+    of the additions can.
+    """
+    words = values.view(_WORDS.get(values.itemsize, torch.int64))
+    body = words.numel() // _COLUMNS * _COLUMNS
+    # The cube spreads weights, as multiples of equal steps would cancel in pairs.
+    scale = (weight**3 * _ODD + 2**63) % 2**64 - 2**63
+    odd = torch.arange(1, 2 * _COLUMNS, 2, device=values.device) ** 3 * scale
+    sums = words[:body].view(-1, _COLUMNS).sum(0, dtype=words.dtype).to(torch.int64)
+    rest = words[body:].to(torch.int64)
+    return (sums * odd).sum() + (rest * odd[: rest.numel()]).sum()

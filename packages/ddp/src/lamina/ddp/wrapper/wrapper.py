@@ -285,10 +285,8 @@ class DistributedDataParallel(DataParallel):
         return {n: v for n, v in self.__dict__.items() if n in of_any or n not in self._own_names}
 
     def _follow_writes(self) -> None:
-        written = [group for group in self._groups if group.mains_written]  # asks all of them
-        for group in written:
-            group.weights.mark_changed(written=True)
-        if written:
+        written = [group.follow_main_weights() for group in self._groups]  # all of them look
+        if any(written):
             self._gathers.changed()
 
     def _refuse_what_never_trains(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -85,6 +85,19 @@ class UnitHooks:
         self._in_method = False
         """Inside a registered method: calls of `forward` from there find the unit gathered, and
         must not release it under the method's feet."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        """Refuse, as whoever copies this copies one module of a sharded model.
+
+        Raises:
+            UnavailableError: always. A copy of the whole model does not come here.
+        """
+        raise UnavailableError(
+            f"copy.deepcopy of {self.unit.title}, a unit of a sharded model: the copy would hold "
+            "this rank's shards, and its hooks would run those of the model. Copy the whole model "
+            "(copy.deepcopy(model), on all ranks), or build the module anew and load its part of "
+            "lamina.ddp.full_parameters(model)"
+        )
 
     def start(self, engine: ShardingEngine) -> None:
         """The unit is one of this engine's from now on."""

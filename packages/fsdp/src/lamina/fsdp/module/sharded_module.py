@@ -14,8 +14,8 @@ from lamina.ddp.engine import MemoryBudgets, ParameterGroup
 from lamina.fsdp.execution.hooks import hooks_of, register_forward_method, unit_of
 from lamina.fsdp.execution.unit import Unit
 from lamina.fsdp.module.fsdp2_methods import UnitMethods
-from lamina.fsdp.settings.hardware_limits import UnavailableError
 from lamina.fsdp.state.state_dicts import prepare_given_optimizers
+from lamina.fsdp.units.dtensors import take_form
 from lamina.mesh.engine import copy_role
 
 __all__ = ["ShardedModule", "WatchedModule", "adopt", "is_sharded", "remember_sharding"]
@@ -191,7 +191,6 @@ class ShardedModule(UnitMethods):
         on units stay theirs.
 
         Raises:
-            UnavailableError: if units hold DTensors.
             RuntimeError: while a backward runs.
         """
         return _plain_copy(self, memo) if _WITHIN in memo else copy_sharded(self, memo)
@@ -239,16 +238,12 @@ def copy_sharded(module: ShardedModule, memo: dict[int, Any]) -> nn.Module:
     if module._unit_hooks.started:
         module.sharding_engine.put_at_rest(units)
     for unit in units:
-        if unit.localised:
-            raise UnavailableError(
-                f"copy.deepcopy of {type(module).__name__}, whose {unit.title} holds DTensors: "
-                "build a second model and load_state_dict(model.state_dict())"
-            )
         for group in unit.groups:
             for ref, main in zip(group.refs, group.main_parameters, strict=True):
                 blank = torch.empty(ref.parameter.shape, dtype=group.given_dtype, device="meta")
                 parameter = nn.Parameter(blank, requires_grad=group.requires_grad)
                 copy_role(main, parameter)
+                take_form(parameter, ref.parameter)
                 memo[id(main)] = memo[id(ref.parameter)] = parameter
     inside = list(module.modules())
     for each in inside:

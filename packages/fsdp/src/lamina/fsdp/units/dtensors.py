@@ -29,6 +29,7 @@ __all__ = [
     "point_at_localised",
     "region_of_dtensor",
     "show_dtensors",
+    "take_form",
 ]
 
 _FORM = "_lamina_dtensor_form"
@@ -83,6 +84,12 @@ def point_at_localised(optimizer: Optimizer, module: nn.Module) -> None:
 def localised_among(refs: Iterable[ParameterRef]) -> tuple[ParameterRef, ...]:
     """Those that were DTensors."""
     return tuple(ref for ref in refs if _FORM in ref.parameter.__dict__)
+
+
+def take_form(parameter: nn.Parameter, other: nn.Parameter) -> None:
+    """Let a parameter stand for the DTensor, if any, that another one of its shape stands for."""
+    if _FORM in other.__dict__:
+        parameter.__dict__[_FORM] = other.__dict__[_FORM]
 
 
 def show_dtensors(localised: Iterable[ParameterRef]) -> None:

@@ -1,0 +1,215 @@
+"""What ranks tell each other at the end of a step's last backward, in one small message.
+
+Which parameters have a gradient on any rank, what is wrong with gradients, and whether the ranks
+still do the same: steps, hyperparameters, and writes to parameters (Note [Writes on some ranks
+only] in `lamina.ddp.group.writes`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.distributed import ProcessGroup
+
+from lamina.collectives import DisagreementError
+from lamina.collectives.engine import (
+    CommonFacts,
+    Fact,
+    SmallReduction,
+    all_reduce_small,
+    describe,
+    host_device,
+)
+from lamina.ddp.compat import foreach_norm
+from lamina.ddp.group.group import ParameterGroup
+from lamina.ddp.group.weights import WholeWeights
+from lamina.ddp.parameters.facts import digest_of
+
+__all__ = [
+    "BadGradients",
+    "GradientChecks",
+    "LargeGradientError",
+    "NonFiniteGradientError",
+    "ProducedFlags",
+]
+
+
+class NonFiniteGradientError(RuntimeError):
+    """A gradient holds NaN or infinity before it was sent to other ranks."""
+
+
+class LargeGradientError(RuntimeError):
+    """A gradient's magnitude exceeds the limit that was set."""
+
+
+@dataclass(frozen=True, order=True)
+class BadGradients:
+    """What is wrong with the gradients of some ranks.
+
+    `kind` is 0 for nothing, 1 for too large, 2 for not finite. `text` names parameters and ranks.
+    """
+
+    kind: int = 0
+    text: str = ""
+
+    def refuse(self) -> None:
+        """Raise, unless nothing is wrong."""
+        if self.kind == 2:
+            raise NonFiniteGradientError(
+                f"{self.text}: look at the batch of that rank, or lower the learning rate or the "
+                "loss scale"
+            )
+        if self.kind == 1:
+            raise LargeGradientError(
+                f"{self.text}: look at the batch of that rank, clip, or raise the limit"
+            )
+
+
+class GradientChecks:
+    """Finds a rank's gradients that are not finite, or too large.
+
+    Magnitudes are taken before a gradient is sent, and stay on the device until the host looks at
+    all of them, once, at the end of a step's last backward. What it finds rides to the other ranks
+    in the message of `ProducedFlags`, so all ranks raise one error.
+
+    `finite` refuses NaN and infinity, `limit` larger magnitudes (None refuses none).
+    """
+
+    def __init__(self, finite: bool, limit: float | None) -> None:
+        self._finite, self._limit = finite, limit
+        self._noted: list[tuple[ParameterGroup, int]] = []
+        self._sizes: list[torch.Tensor] = []
+
+    def note(self, group: ParameterGroup) -> None:
+        """Take the magnitudes of a group's gradients of this rank."""
+        if not self._finite and self._limit is None:
+            return
+        held = (index for index in range(len(group.refs)) if group.trained.is_local(index))
+        views = {index: view for index in held if (view := group.trained.view(index)).numel()}
+        if views:
+            self._noted += [(group, index) for index in views]
+            self._sizes += foreach_norm(list(views.values()), math.inf)
+
+    def look(self) -> BadGradients:
+        """The first bad gradient since the last look; the host waits for the device once."""
+        largest = torch.stack(self._sizes).tolist() if self._sizes else []
+        noted, found = self._noted, BadGradients()
+        self.forget()
+        for (group, index), size in zip(noted, largest, strict=True):
+            what = f"gradient of {group.refs[index].name}"
+            where = f"on {group.axes.here} before its reduction"
+            if self._finite and not math.isfinite(size):
+                return BadGradients(2, f"{what} is not finite {where}")
+            if not found.kind and self._limit is not None and not size <= self._limit:  # NaN too
+                above = f"above check_for_large_grads={self._limit:.3g}"
+                found = BadGradients(1, f"{what} reaches {size:.3g} {where}, {above}")
+        return found
+
+    def forget(self) -> None:
+        """Drop what was noted."""
+        self._noted, self._sizes = [], []
+
+
+class ProducedFlags:
+    """Which parameters got a gradient on any rank: agreed upon in one small collective per group.
+
+    `groups` are alike on all those ranks, one at least. `over` are their process groups; None is
+    one rank alone, which asks nobody. `common` compares facts over them in the same messages.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[ParameterGroup],
+        over: Iterable[ProcessGroup | None],
+        common: CommonFacts | None = None,
+    ) -> None:
+        self._groups, self._common = groups, common
+        self._over = [one for one in over if one is not None]
+        self._device = host_device(self._over, groups[0].device) if self._over else None
+        self._reductions: list[SmallReduction] = []
+
+    def agree(self, facts: Sequence[Fact] = (), bad: BadGradients | None = None) -> BadGradients:
+        """A parameter that got a gradient on one rank got one on all; collective.
+
+        `facts` are what the ranks must have in common in this step, as are writes to parameters
+        (else DisagreementError), and `bad` is what this rank has found. The result is the worst
+        kind that any rank has found, and what each of up to four of them says.
+        """
+        bad = bad or BadGradients()
+        written = [] if self._common is None else self._written()
+        if not self._over:
+            return bad
+        produced = [int(flag) for group in self._groups for flag in group.trained.produced_gradient]
+        produced.append(bad.kind)
+        # Of the facts' dtype, so that the backend can reduce both at once (see `SmallReduction`).
+        shared = [torch.tensor(produced, dtype=torch.int64, device=self._device)]
+        told = [*facts, ("parameters written outside of a step", describe(written))]
+        if self._common is not None:
+            shared.append(self._common.words(told))
+        if not self._reductions:
+            self._reductions = [SmallReduction(shared, one, "max") for one in self._over]
+        for reduction in self._reductions:
+            reduction.reduce(shared)
+        if self._common is not None and self._common.differ(shared[1]):
+            self._refuse_lone_writes(self._common, written)
+            self._common.require(facts)
+        merged = iter(shared[0].tolist())
+        for group in self._groups:
+            group.trained.mark_produced([bool(next(merged)) for _ in group.refs])
+        kind = next(merged)
+        said = self._common.said(bad.text) if kind and self._common is not None else [bad.text]
+        return BadGradients(kind, "; ".join([one for one in said if one][:4]))
+
+    def _written(self) -> list[tuple[str, bool]]:
+        """What this rank has written since ranks compared that last, by name (`Writes`)."""
+        written: list[tuple[str, bool]] = []
+        for group in self._groups:
+            group.look_for_writes()
+            if group.writes.uncompared:
+                found, group.writes.uncompared = sorted(group.writes.uncompared), set()
+                written += [(group.refs[index].name, whole) for index, whole in found]
+        return written
+
+    def _refuse_lone_writes(self, common: CommonFacts, written: Sequence[tuple[str, bool]]) -> None:
+        """Raise if some ranks have written what others have not, and values show it; collective.
+
+        A rank that holds no element of a main parameter need not write to it.
+        """
+        names, rows = [], []
+        for group in self._groups:
+            for index, ref in enumerate(group.refs):
+                value, (start, stop) = _value(group, index), group.spans[index]
+                main, whole = (ref.name, False) in written, (ref.name, True) in written
+                names.append((ref.name, value is None))
+                flags = [main, not main and start < stop, whole, not whole]
+                rows.append([*map(int, flags), value or 0, ~(value or 0)])
+        found = torch.tensor(rows, dtype=torch.int64, device=self._device)
+        for over in self._over:
+            all_reduce_small([found], over, op="max")
+        lone = [
+            name
+            for (name, is_cut), (*flags, most, least) in zip(names, found.tolist(), strict=True)
+            if (all(flags[:2]) or all(flags[2:])) and (is_cut or most != ~least)
+        ]
+        if lone:
+            own = [name for name, _ in written if name in lone][:2]
+            said = common.said(f"{common.here} has written {', '.join(own) or 'nothing of it'}")
+            more = f" (and {len(lone) - 1} more parameters)" if len(lone) > 1 else ""
+            raise DisagreementError(
+                f"{lone[0]}{more} was written outside of an optimizer's step on some ranks only: "
+                f"{'; '.join([one for one in said if one][:4])}. Write the same values on all "
+                "ranks, before the forward that computes with them"
+            )
+
+
+def _value(group: ParameterGroup, index: int) -> int | None:
+    """A digest of a parameter that every rank holds whole, as it is kept and computed with."""
+    if any(group.main_weights.cuts) or not isinstance(group.weights, WholeWeights):
+        return None
+    start, stop = group.spans[index]
+    kept = digest_of(group.main_weights.data[start:stop])
+    used = digest_of(group.compute_parameters[index].detach().reshape(-1), 3)
+    return int(kept + used)

@@ -2,7 +2,7 @@
 
 Which parameters have a gradient on any rank, what is wrong with gradients, and whether the ranks
 still do the same: steps, hyperparameters, and writes to parameters (Note [Writes on some ranks
-only] in `lamina.ddp.group.writes`).
+only] in `lamina.ddp.group.weights`).
 """
 
 from __future__ import annotations

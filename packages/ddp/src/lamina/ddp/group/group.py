@@ -16,8 +16,7 @@ from lamina.ddp.gradients.reduction import ORDERED, Reduction
 from lamina.ddp.gradients.scratch import ScratchBuffers
 from lamina.ddp.gradients.sums import Squares
 from lamina.ddp.group.user_hooks import UserHooks
-from lamina.ddp.group.weights import Weights, WholeWeights, shares_storage
-from lamina.ddp.group.writes import Writes
+from lamina.ddp.group.weights import Weights, WholeWeights, Writes, shares_storage
 from lamina.ddp.parameters.axes import DataParallelAxes
 from lamina.ddp.parameters.dtypes import GroupDtypes
 from lamina.ddp.parameters.parameters import ParameterRef, read_parameters, spec_of

@@ -10,6 +10,7 @@ from datetime import timedelta
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from lamina.checkpoint import CheckpointManager
 from lamina.collectives import DisagreementError
@@ -229,17 +230,28 @@ def test_other_meshes_are_named_by_the_rank_that_comes_later(ranks):
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("wrap", [ddp_sharded, sharded])
-def test_a_learning_rate_that_changes_on_one_tp_rank_is_named_by_the_next_norm(wrap, ranks):
-    mesh, module = ParallelLayout(tp=2).build("cpu"), model()
+@pytest.mark.parametrize("axis", ["tp", "dp_shard"])
+def test_a_learning_rate_that_changes_on_one_rank_is_named_by_the_next_norm(wrap, axis, ranks):
+    mesh, module = ParallelLayout(**{"dp_shard": 1, axis: 2}).build("cpu"), model()
     wrapped, optimizer = wrap(module, mesh, SGD(module.parameters(), 0.1))
     for step in range(2):
         wrapped(torch.ones(2, 4)).sum().backward()
-        optimizer.param_groups[0]["lr"] += step * ranks.rank
-        wrong = told("ranks along tp", "lr of its group 0 is 1.1 on rank 1 (tp=1)", "(tp=0)")
+        optimizer.param_groups[0]["lr"] += step * ranks.rank  # after the backward's message
+        wrong = told(
+            f"ranks along {axis}", f"lr of its group 0 is 1.1 on rank 1 ({axis}=1)", f"({axis}=0)"
+        )
         with wrong if step else nullcontext():
             clip_grad_norm(wrapped, 1.0, mesh)
         optimizer.step()
         optimizer.zero_grad()
+
+
+@pytest.mark.ranks(2)
+def test_other_device_meshes_over_the_same_group_are_named(ranks):
+    names = (("tp", "dp_shard"), ("cp", "dp_shard"))[ranks.rank]
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=names)
+    with told("the mesh is ('cp', 'dp_shard') (1, 2) [[0, 1]] on rank 1", "('tp', 'dp_shard')"):
+        ddp(model(), mesh)
 
 
 @pytest.mark.ranks(4)

@@ -25,7 +25,7 @@ def undisturbed():
 
 
 @pytest.mark.parametrize(
-    ("fault", "hosts"), [*((fault, 2) for fault in HOST_FAULTS), ("kill_host", 3)]
+    ("fault", "hosts"), [*((fault, 2) for fault in HOST_FAULTS), ("kill_host", 3), ("kill_host", 4)]
 )
 def test_a_fault_between_hosts_is_told_and_the_job_goes_on(fault, hosts):
     if (problem := unavailable()) is not None:

@@ -258,6 +258,24 @@ def test_a_wait_beyond_the_soft_limit_is_told_by_the_first_rank_and_in_a_file(
     assert "test_watchdog.py" in file.read_text()  # stacks
 
 
+def test_ranks_that_make_different_groups_are_told_of_each_other(tmp_path, capfd):
+    store = HashStore()
+    dogs = [Watchdog(store, rank, 2, 0.4, tmp_path) for rank in (0, 1)]
+    try:
+        with dogs[0].making("dp_shard", (0, 1)), dogs[1].making("dp_replicate", (0, 1)):
+            eventually(lambda: dogs[0].lost and dogs[1].lost)
+        assert not dogs[0]._activity().waits
+    finally:
+        for dog in dogs:
+            dog.close()
+    told = capfd.readouterr().err
+    assert "rank 0 waits for" in told
+    assert "in the making of a group (dp_shard)" in told
+    assert "in the making of a group (dp_replicate)" in told
+    assert "to which rank 1 did not come" in told
+    assert "ranks make different calls" in dogs[1].lost
+
+
 @pytest.mark.ranks(2)
 def test_every_world_of_several_ranks_has_one_unless_it_is_switched_off(ranks):
     with init_distributed(soft_limit=None):

@@ -10,6 +10,7 @@ until the timeout. So groups are made by the function beneath `new_group`, with 
 and ranks (docs/decisions/0102-groups-made-by-their-members.md).
 """
 
+import contextlib
 import hashlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -172,8 +173,10 @@ def _make_group(
     places = {rank: place for place, rank in enumerate(ranks)}
     digest = hashlib.blake2b(repr(ranks).encode(), digest_size=8).hexdigest()
     limit = timeout if timeout is not None else c10d._get_default_timeout(dist.Backend(backend))
+    watchdog = running_watchdog()
+    wait = contextlib.nullcontext() if watchdog is None else watchdog.making(description, ranks)
     try:
-        with _unbound(default):
+        with _unbound(default), wait:
             made, _ = c10d._new_process_group_helper(
                 len(ranks),
                 places[default.rank()],

@@ -16,7 +16,8 @@ class Wait:
     Attributes:
         what: its operation, and the unit or bucket it is for.
         group: the group's description, such as "dp_shard:gather".
-        number: how many collectives this rank has begun in that group, this one included.
+        number: how many collectives this rank has begun in that group, this one included; 0 while
+            the group is made.
         seconds: since when it waits.
         ranks: the group's members.
     """
@@ -28,7 +29,8 @@ class Wait:
     ranks: tuple[int, ...] = ()
 
     def __str__(self) -> str:
-        return f"{self.what} (collective {self.number} of {self.group})"
+        which = f"collective {self.number} of " if self.number else ""
+        return f"{self.what} ({which}{self.group})"
 
 
 @dataclass(frozen=True)

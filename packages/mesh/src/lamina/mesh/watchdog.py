@@ -32,8 +32,8 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -90,6 +90,7 @@ class Watchdog:
         self._directory = Path(tempfile.gettempdir() if directory is None else directory)
         self._here = f"rank {rank}"
         self._source: Callable[[], Activity] = Activity
+        self._making: tuple[str, tuple[int, ...], float] | None = None
         self._on_host: dict[int, tuple[int, str]] = {}
         self._pause = max(min(1.0, soft_limit / 4), world_size / 2000)
         self._news = 0
@@ -127,6 +128,24 @@ class Watchdog:
         """Ask `source` what this rank does in collectives."""
         self._source = source
 
+    @contextlib.contextmanager
+    def making(self, group: str, ranks: tuple[int, ...]) -> Iterator[None]:
+        """The body makes a process group, and waits for its members."""
+        self._making = group, ranks, time.monotonic()
+        try:
+            yield
+        finally:
+            self._making = None
+
+    def _activity(self) -> Activity:
+        """What this rank waits for, the making of a group included."""
+        activity = self._source()
+        if (making := self._making) is None:
+            return activity
+        group, ranks, since = making
+        wait = Wait("the making of a group", group, 0, time.monotonic() - since, ranks)
+        return replace(activity, waits=[wait, *activity.waits])
+
     def locate(self, coordinates: str) -> None:
         """Tell this rank's place in the mesh."""
         self._here = f"rank {self._rank} ({coordinates})"
@@ -156,6 +175,9 @@ class Watchdog:
                     self._store.set(f"left/{self._rank}", why)
                     if why != FINISHED:  # others need not wait until this process has ended
                         self._publish("lost", f"{self._here} is gone: {why}")
+                if self._rank == 0 and self.lost is not None and not self._on_one_host:
+                    # This process serves the store, where other hosts have yet to read who is gone.
+                    time.sleep(2 * self._pause)
 
     def _at_exit(self) -> None:
         """No thread may use the store any more, and none may hold up a process that has failed."""
@@ -358,7 +380,7 @@ class Watchdog:
     # -- waits that last ----------------------------------------------------------------------
 
     def _look_at_waits(self) -> None:
-        longest = max((wait.seconds for wait in self._source().waits), default=0.0)
+        longest = max((wait.seconds for wait in self._activity().waits), default=0.0)
         if longest < self._soft_limit:
             self._next_alarm = self._soft_limit
         elif longest > self._next_alarm and not self._answered:
@@ -375,7 +397,7 @@ class Watchdog:
         return [f"report/{alarm}/{rank}" for rank in range(self._world_size)]
 
     def _answer(self, alarm: int) -> None:
-        activity = self._source()
+        activity = self._activity()
         frame = sys._current_frames().get(self._main or 0)
         stack = [] if frame is None else traceback.extract_stack(frame)
         own = [one for one in stack if not any(part in one.filename for part in _FOREIGN)] or stack

@@ -3,6 +3,7 @@
 import functools
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Self
 
 import torch
@@ -16,6 +17,7 @@ from lamina.ddp.inspect.inspection import HasGroups
 from lamina.ddp.norm.health import HealthMonitor
 from lamina.ddp.norm.replicas import ReplicaMonitor
 from lamina.ddp.norm.shares import Share, shares_of, whole_mesh
+from lamina.ddp.parameters.axes import DataParallelAxes
 from lamina.ddp.parameters.facts import step_facts
 from lamina.mesh import ParallelMesh
 from lamina.mesh.engine import MeshAxis, axis_if_there
@@ -65,7 +67,7 @@ def clip_grad_norm(
             mesh for parameters of which other ranks hold other parts, or with `health` or
             `replicas` on ranks that share no parameter.
         FloatingPointError: on every rank, if `health` says that training stops.
-        DisagreementError: tensor-parallel ranks have other steps or hyperparameters.
+        DisagreementError: data- or tensor-parallel ranks have other steps or hyperparameters.
         ReplicaError: on every rank, if `replicas` finds copies that differ and does not heal them.
         RuntimeError: with `error_if_nonfinite`, on every rank, naming parameters with non-finite
             gradients where they are.
@@ -85,15 +87,15 @@ def clip_grad_norm(
     told = [] if health is None else [health.message(op, device)]
     if replicas is not None and op == "sum":
         told.append(replicas.message(device))
-    over_tp = None if mesh is None or op != "sum" else _SameOverTp.of(items, mesh, device)
-    if over_tp is not None and (told or device.type == "cpu"):  # it makes the host look
-        told.append(over_tp.message)
+    same = None if mesh is None or op != "sum" else _SameStep.of(items, mesh, device)
+    if same is not None and (told or device.type == "cpu"):  # it makes the host look
+        told.append(same.message)
     total, axes = _total(shares, PNorm(norm_type), mesh, told)
     norm = total.to(torch.float32)
     if told:
         *read, size = torch.cat([*told, norm.double().reshape(1)]).tolist()
-    if over_tp is not None and told:
-        over_tp.judge([read.pop(), read.pop()])
+    if same is not None and told:
+        same.judge([read.pop(), read.pop()])
     if replicas is not None and op == "sum":
         replicas.judge(read[-2:], axes, device)
     elif replicas is not None:
@@ -117,19 +119,21 @@ def clip_grad_norm(
     return norm
 
 
-class _SameOverTp:
-    """Compares, in the norm's message, what tp ranks' optimizers must have in common in a step.
+class _SameStep:
+    """Compares, in the norm's message, what ranks' optimizers must have in common in a step.
 
-    The messages of equal ranks add up to zero. See Note [A sum that is zero if copies agree].
+    Ranks that hold the same parameters, or parts of them, are compared, and pipeline stages are
+    not. The messages of equal ranks add up to zero. See Note [A sum that is zero if copies agree].
     """
 
-    def __init__(self, tp: MeshAxis, facts: list[Fact], device: torch.device) -> None:
-        here = f"rank {dist.get_rank()} ({tp.name}={tp.rank})"
-        self._facts, self._tp = facts, tp
-        self._common = CommonFacts("ranks along tp", [tp.sibling("reduce")], here, device)
+    def __init__(self, axes: DataParallelAxes, facts: list[Fact], device: torch.device) -> None:
+        self._facts, wide = facts, axes.wide
+        along = f"ranks along {', '.join(axis.name for axis in wide)}"
+        groups = [axis.sibling("reduce") for axis in wide]
+        self._common = CommonFacts(along, groups, axes.here, device)
         word = int(self._common.words(facts)[0])
         halves = [word & 0xFFFFFFFF, word >> 32 & 0xFFFFFFFF]
-        factor = 1 - tp.size if tp.rank == 0 else 1
+        factor = 1 if any(axis.rank for axis in wide) else 1 - _size(wide)
         self.message = torch.tensor(halves, dtype=torch.float64, device=device) * factor
 
     @classmethod
@@ -139,16 +143,17 @@ class _SameOverTp:
         mesh: ParallelMesh | DeviceMesh,
         device: torch.device,
     ) -> Self | None:
-        """What is compared for some modules, if anything; None without tp ranks."""
-        tp = axis_if_there(mesh, "tp")
-        if tp is None or tp.size == 1:
-            return None
+        """What is compared for some modules; None on one rank, and for parameters alone."""
         wrapped = (one for one in items if isinstance(one, HasGroups))
-        groups = (group for one in wrapped for group in one.parameter_groups())
-        return cls(tp, step_facts(groups), device)
+        groups = [group for one in wrapped for group in one.parameter_groups()]
+        dense = next((g.axes for g in groups if not g.refs[0].role.expert), None)
+        if dense is None:
+            return None
+        axes = replace(dense, tp=dense.tp or axis_if_there(mesh, "tp"))
+        return cls(axes, step_facts(groups), device) if axes.wide else None
 
     def judge(self, sums: Sequence[float]) -> None:
-        """Raise DisagreementError on tp ranks that differ; collective if any do."""
+        """Raise DisagreementError on ranks that differ; collective if any do."""
         if any(sums):
             self._common.require(self._facts)
 

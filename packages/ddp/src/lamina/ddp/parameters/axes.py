@@ -41,6 +41,7 @@ class DataParallelAxes:
         at: this rank's coordinates in the whole mesh, for messages.
         apart: the mesh's tensor- and pipeline-parallel axes of more than one rank.
         tp: the mesh's tensor-parallel axis, if it has one of more than one rank.
+        mesh: the whole mesh in words that are equal on its ranks.
     """
 
     outer: MeshAxis
@@ -49,6 +50,7 @@ class DataParallelAxes:
     at: str = ""
     apart: tuple[str, ...] = ()
     tp: MeshAxis | None = None
+    mesh: str = ""
 
     @property
     def size(self) -> int:
@@ -72,6 +74,11 @@ class DataParallelAxes:
         if self.inner.size > 1 or self.outer.size == 1:
             return self
         return replace(self, outer=self.inner, inner=self.outer)
+
+    @property
+    def wide(self) -> tuple[MeshAxis, ...]:
+        """The axes of more than one rank, tp among them, the innermost first."""
+        return tuple(axis for axis in (self.tp, self.inner, self.outer) if axis and axis.size > 1)
 
     @property
     def here(self) -> str:
@@ -127,7 +134,8 @@ def data_parallel_axes(
     divisor = divisor or outer_axis.size * inner_axis.size
     apart = _apart(torch_mesh)
     tp = mesh_axis(mesh, "tp") if "tp" in apart else None
-    return DataParallelAxes(outer_axis, inner_axis, divisor, _coordinates(mesh), apart, tp)
+    words = f"{torch_mesh.mesh_dim_names} {tuple(torch_mesh.shape)} {torch_mesh.mesh.tolist()}"
+    return DataParallelAxes(outer_axis, inner_axis, divisor, _coordinates(mesh), apart, tp, words)
 
 
 def check_dimensions(

@@ -84,6 +84,7 @@ def require_same_model(
     facts += [(one.name, describe(getattr(settings, one.name))) for one in fields(settings)]  # type: ignore[arg-type]
     over_tp = [*facts, *(optimizer_facts(optimizer, {}) if optimizer is not None else ())]
     facts += [(f"size of axis {axis.name}", str(axis.size)) for axis in (dense.outer, dense.inner)]
+    facts.append(("the mesh", dense.mesh))
     facts += _parameter_facts(alike)
     if optimizer is not None:
         facts += optimizer_facts(optimizer, {id(ref.parameter): ref.name for ref in alike})

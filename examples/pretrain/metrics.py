@@ -153,6 +153,9 @@ class Metrics:
         for slow in found.stragglers:
             self._write({"step": number, "straggler": str(slow), "factor": slow.factor})
             self.say(f"step {number}: {slow}")
+        if found.network:
+            self._write({"step": number, "network": found.network})
+            self.say(f"step {number}: {found.network}")
 
     def held_out(self, done: int, loss: float) -> None:
         """Record an evaluation: the held-out loss in nats per token."""

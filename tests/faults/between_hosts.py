@@ -24,7 +24,7 @@ HOST_FAULTS = {
     "cut_link_of_store": "the link of the host with the store is cut",
     "kill_host": "a host is killed",
     "kill_host_with_store": "the host with the store is killed",
-    "slow_link": "a link of 1 Mbit/s instead of 1 Gbit/s",
+    "slow_link": "a link of 100 kbit/s instead of 1 Gbit/s",
     "loss": "a link loses 1% of the packets",
     "slow_rank": "a rank needs five times as long",
 }
@@ -32,8 +32,8 @@ HOST_FAULTS = {
 SURVIVED = ("slow_link", "loss", "slow_rank")
 """What ends no job."""
 RATE = 10**9
-STEPS = {"slow_rank": 41}
-TOLD = ("error", "straggler")
+STEPS = {"slow_rank": 41, "slow_link": 42}
+TOLD = ("error", "straggler", "network")
 HERE = Path(__file__).with_name("host_job.py")
 
 
@@ -76,12 +76,12 @@ def spoil(fault, link, nurseries):
     elif fault.startswith("kill_host"):
         nurseries[at].process.kill()
     elif fault == "slow_link":
-        link.spoil(at, bits_per_second=10**6)
+        link.spoil(at, bits_per_second=10**5)
     elif fault == "loss":
         link.spoil(at, lost=0.01)
 
 
-def play_on_hosts(fault, wrapper="hsdp", *, hosts=2, per_host=2, limit=60.0):
+def play_on_hosts(fault, wrapper="hsdp", *, hosts=2, per_host=2, limit=90.0):
     """Play a fault, and let a job that has ended by it go on, on the hosts that are left."""
     with (
         tempfile.TemporaryDirectory() as directory,

@@ -19,7 +19,9 @@ from pathlib import Path
 import torch
 from fault_job import Model, mark, nursery
 
-FAULT_AT, SAMPLES = 4, 12
+SAMPLES = 12
+FAULT_AT = {"slow_link": 26}
+"""The step a fault is at, otherwise 4. Usual waits have to be known before a link becomes slow."""
 
 
 def build(hosts):
@@ -68,6 +70,7 @@ def run(given, rank):
     from lamina.mesh import init_distributed
 
     directory, slow = Path(given.directory), given.fault == "slow_rank"
+    saves = given.fault not in ("slow_rank", "slow_link")
     with init_distributed(timeout=300, verdict_directory=directory) as runtime:
         hosts = runtime.world_size // int(os.environ["LOCAL_WORLD_SIZE"])
         mesh, wrapped, optimizer = build(hosts)
@@ -76,7 +79,7 @@ def run(given, rank):
         done = manager.restore(state, default=0)
         health = HealthMonitor(slow=2.0, slow_steps=16, spike=None)
         for number in range(done, given.steps):
-            if number == FAULT_AT and not done:
+            if number == FAULT_AT.get(given.fault, 4) and not done:
                 mark("fault")
                 while not (directory / "played").exists():
                     time.sleep(0.01)
@@ -86,7 +89,9 @@ def run(given, rank):
                 train_step(runtime, mesh, wrapped, optimizer, health, number)
             for one in health.last.stragglers:
                 mark("straggler", rank=rank, text=str(one))
-            if not slow:
+            if health.last.network:
+                mark("network", rank=rank, text=health.last.network)
+            if saves:
                 manager.save(number + 1, state)
         manager.close()
         mark("digest", rank=rank, text=digest(wrapped), begun=done)
@@ -108,7 +113,7 @@ def run_torch(given, rank):
         fully_shard(part, mesh=mesh)
     optimizer = torch.optim.AdamW(module.parameters(), lr=0.01)
     for number in range(given.steps):
-        if number == FAULT_AT:
+        if number == FAULT_AT.get(given.fault, 4):
             mark("fault")
             while not Path(given.directory, "played").exists():
                 time.sleep(0.01)

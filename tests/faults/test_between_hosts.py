@@ -41,11 +41,13 @@ def test_a_fault_between_hosts_is_told_and_the_job_goes_on(fault, hosts):
     if fault == "slow_rank":
         assert f"rank {2 * hosts - 1} " in played.messages[0]
         assert "times as long for a step" in played.messages[0]
+    elif fault == "slow_link":
+        assert all("the network is slow: all 4 ranks wait" in one for one in played.messages)
     elif fault not in SURVIVED:
         there = [host for host in range(hosts) if not (fault.startswith("kill") and host == at)]
         for host in there:
             message = played.messages[host]
             assert played.told[host] < TOLD_WITHIN, played
             assert f"node{at}" in message or (host == at and "link is cut" in message), message
-    if fault != "slow_rank":  # it takes more steps
+    if fault not in ("slow_rank", "slow_link"):  # these take more steps
         assert {played.resumed, *played.digests} - {None} == {undisturbed()}

@@ -5,6 +5,7 @@ import socket
 import statistics
 import time
 from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from lamina.ddp import (
     HealthMonitor,
     clip_grad_norm,
 )
+from lamina.ddp.norm.pace import Pace
 from lamina.mesh import ParallelLayout
 
 
@@ -221,6 +223,30 @@ def test_a_rank_that_holds_the_others_up_is_named_once_on_all_ranks(ranks):
     assert not train(model, mesh, health, 24, lambda _: 0.1)
     again = train(model, mesh, health, 32, lambda _: 0.25 if ranks.rank == 1 else 0.025)
     assert len(again) == 1
+
+
+def test_the_network_is_blamed_once_if_all_ranks_wait_longer_than_they_used_to():
+    paces = [Pace(1.5, 16) for _ in range(3)]
+
+    def timed(*waits, own=0.1):
+        for pace, wait in zip(paces, waits, strict=True):
+            records = [SimpleNamespace(exposed=wait / 2, between=between) for between in (0, 9)]
+            pace._timed = SimpleNamespace(records=records), own + wait
+        sums = [sum(numbers) for numbers in zip(*(each.message() for each in paces), strict=True)]
+        for each in paces:
+            each.compare(sums)
+        (told,) = {each.network for each in paces}
+        return told
+
+    assert not any(timed(0.02, 0.01, 0.03) for _ in range(4))
+    assert not any(timed(0.5, 0.5, 0.02) for _ in range(4)), "the third rank holds the others up"
+    assert not any(timed(0.09, 0.09, 0.09) for _ in range(4)), "longer, and not most of a step"
+    found = [timed(0.8, 0.8, 0.8) for _ in range(4)]
+    assert [bool(each) for each in found] == [False, True, False, False]
+    assert "all 3 ranks wait " in found[1]
+    assert "(0.8 s of a step, 50% of it for other hosts)" in found[1]
+    assert not timed(0.02, 0.01, 0.03)
+    assert any(timed(0.8, 0.8, 0.8) for _ in range(2)), "again, after it had recovered"
 
 
 @pytest.mark.ranks(2)

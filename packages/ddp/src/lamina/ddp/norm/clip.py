@@ -101,7 +101,7 @@ def clip_grad_norm(
     elif replicas is not None:
         replicas.compare()
     if health is not None:
-        loss, ranks, *pace = read[:5]
+        loss, ranks, *pace = read[: told[0].numel()]
         loss = None if not ranks else loss if math.isinf(norm_type) else loss / ranks
         names = functools.partial(_names, shares)
         if not health.judge(loss, size, axes, norm.device, names, pace).healthy:

@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from lamina.collectives import all_gather_into
 from lamina.collectives.engine import CommonFacts
-from lamina.ddp.norm.pace import Pace, Straggler
+from lamina.ddp.norm.pace import NUMBERS, Pace, Straggler
 from lamina.mesh.engine import MeshAxis
 
 __all__ = ["Decision", "HealthMonitor", "Judgement", "shortened", "words_of_all"]
@@ -59,6 +59,7 @@ class Judgement:
         decision: what becomes of the step.
         reason: what is wrong, with rank, microbatch and parameters where known; empty if healthy.
         stragglers: ranks that have been found to hold the others up; told once.
+        network: says that the network has become slow; told once.
 
     Examples:
         >>> Judgement(loss=2.0, norm=0.5, decision=Decision.STEP).healthy
@@ -70,6 +71,7 @@ class Judgement:
     decision: Decision
     reason: str = ""
     stragglers: tuple[Straggler, ...] = ()
+    network: str = ""
 
     @property
     def healthy(self) -> bool:
@@ -92,8 +94,9 @@ class HealthMonitor:
 
     Enter `step` around each step, and a rank that holds the others up is named: one that for
     `slow_steps` steps on end needs more than `slow` times as long as the mean of the others, not
-    counting the time in which it waits for them in Lamina's collectives. Every eighth step is
-    timed. With `norm_type=inf`, and across pipeline stages, nobody is found.
+    counting the time in which it waits for them in Lamina's collectives. If instead every rank
+    waits for more than twice `slow` times as long as it used to, and most of a step, the network
+    has become slow, and that is told. Every eighth step is timed. With `norm_type=inf`, and across pipeline stages, nobody is found.
 
     Args:
         nonfinite: what to do about NaN and infinity: "stop" raises, "skip" and "back" as in
@@ -195,8 +198,8 @@ class HealthMonitor:
     # -- what `clip_grad_norm` calls ----------------------------------------------------------
 
     def message(self, op: str, device: torch.device) -> torch.Tensor:
-        """This rank's loss (mean, at "max" the largest), 1 if it has one, its pace: fp64 [5]."""
-        pace = [0.0] * 3 if op == "max" else self._pace.message()
+        """This rank's loss (mean, at "max" the largest), 1 if it has one, its pace: fp64 [9]."""
+        pace = [0.0] * NUMBERS if op == "max" else self._pace.message()
         nothing = -math.inf if op == "max" else 0.0
         told = torch.tensor([nothing, bool(self._noted), *pace], dtype=torch.float64, device=device)
         if self._noted:
@@ -211,7 +214,7 @@ class HealthMonitor:
         axes: Sequence[MeshAxis],
         device: torch.device,
         gradients: Callable[[bool], Sequence[str]],
-        pace: Sequence[float] = (0.0, 0.0, 0.0),
+        pace: Sequence[float] = (0.0,) * NUMBERS,
     ) -> Judgement:
         """Judge a step by values that all ranks have; collective, the first time and if unhealthy.
 
@@ -251,8 +254,9 @@ class HealthMonitor:
             words = words_of_all(*told, axes, device)
             reason = f"loss {loss}, gradient norm {norm:.6g}: {cause}{words}"
             self._conclude(loss, norm, reason, (self._nonfinite if infinite else self._spike) or "")
-        if stragglers and self.last is not None:
-            self.last = replace(self.last, stragglers=stragglers)
+        network = self._pace.network
+        if (stragglers or network) and self.last is not None:
+            self.last = replace(self.last, stragglers=stragglers, network=network)
         self._noted.clear()
         return self.last  # type: ignore[return-value]  # set by either branch
 
@@ -285,14 +289,16 @@ class HealthMonitor:
         self, pace: Sequence[float], axes: Sequence[MeshAxis], device: torch.device
     ) -> tuple[Straggler, ...]:
         """The ranks that have found themselves slow, from words that all send if one has."""
-        seconds, ranks, slow = pace
-        self._pace.compare(seconds, ranks)
-        if not slow:
+        self._pace.compare(pace)
+        first = not dist.is_initialized() or dist.get_rank() == 0
+        if self._pace.network and first:
+            warnings.warn(self._pace.network, stacklevel=5)
+        if not pace[2]:
             return ()
         rows = _rows_of_all(self._pace.words(), axes, device)
         found = tuple(Straggler(row[0], row[1], float(row[2])) for row in rows if len(row) == 3)
         # One that is slow no more has no words.
-        if found and (not dist.is_initialized() or dist.get_rank() == 0):
+        if found and first:
             warnings.warn("; ".join(map(str, found)), stacklevel=5)
         return found
 

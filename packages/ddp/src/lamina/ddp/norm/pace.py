@@ -1,22 +1,33 @@
-"""Which rank holds the others up: the time of a step that a rank does not spend waiting for them.
+"""What holds ranks up: one of them, or the network between them.
 
 A rank that is slow makes all others wait in the next collective, so all of them take equally long
 for a step. What differs is the time outside of these waits. Every eighth step is timed. Each rank
 compares its own time with the mean of the others, which it gets by a sum over ranks that rides in
 the norm's message (decision 0417).
+
+Note [All ranks wait, so none is the cause]
+A slow rank waits for nobody. So if every rank waits longer than it used to, and most of a step, no
+rank is the cause, and the network is. Each rank compares its waits with their median while they
+were usual, and the sum over ranks tells whether all of them found more.
 """
 
 import socket
+import statistics
 import time
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 from lamina.collectives import Ledger
 
-__all__ = ["Pace", "Straggler"]
+__all__ = ["NUMBERS", "Pace", "Straggler"]
 
+NUMBERS = 7
+"""How many numbers ranks tell each other of a step."""
 _TIMED = 8  # of so many steps one is timed, as its collectives have to be recorded
+_LEAST = 3  # usual waits that have to be known
+_GROWN = 2.0  # waits vary more than what a rank needs by itself
 
 
 @dataclass(frozen=True)
@@ -43,11 +54,15 @@ class Straggler:
 
 
 class Pace:
-    """This rank's own time per step, beside that of the others.
+    """This rank's own time per step, beside that of the others, and its waits.
 
     Args:
-        factor: a rank is slow if it takes more than so many times the mean of the others.
+        factor: a rank is slow if it takes more than so many times the mean of the others, and the
+            network if all ranks wait twice as many times as long as they used to.
         steps: for so many steps on end.
+
+    Attributes:
+        network: what is told of the network, once it has become slow; else empty.
     """
 
     def __init__(self, factor: float, steps: int) -> None:
@@ -57,6 +72,9 @@ class Pace:
         self._slower = 0.0
         self._timed: tuple[Ledger, float] | None = None
         self._seconds: float | None = None
+        self.network = ""
+        self._usual: deque[float] = deque(maxlen=16)
+        self._slow_network = 0
 
     @contextmanager
     def step(self) -> Iterator[None]:
@@ -71,21 +89,40 @@ class Pace:
         self._timed = ledger, time.perf_counter() - began
 
     def message(self) -> list[float]:
-        """Three numbers to be added over ranks: seconds, 1 with seconds, 1 if this rank is slow."""
-        self._seconds = None
+        """What is added over ranks: seconds, 1 with seconds, 1 if this rank is slow, its waits."""
+        self._seconds, waits = None, [0.0] * 4
         if self._timed is not None:
             # A step late, as reading the records would make the host wait for a GPU.
             ledger, whole = self._timed
-            self._seconds = max(0.0, whole - sum(one.exposed for one in ledger.records))
+            waited = sum(one.exposed for one in ledger.records)
+            self._seconds = max(0.0, whole - waited)
             self._timed = None
+            waits = self._waits(waited, sum(one.exposed for one in ledger.records if one.between))
         slow = self._streak * _TIMED >= self.steps and not self._told
         self._told |= slow
-        return [self._seconds or 0.0, float(self._seconds is not None), float(slow)]
+        return [self._seconds or 0.0, float(self._seconds is not None), float(slow), *waits]
 
-    def compare(self, seconds: float, ranks: float) -> None:
-        """Look at the sums over all ranks."""
+    def _waits(self, waited: float, between: float) -> list[float]:
+        """1 if this rank waits longer than it used to; seconds now, between hosts, and before."""
+        usual = statistics.median(self._usual) if len(self._usual) >= _LEAST else None
+        if usual is None or waited <= max(_GROWN * self.factor * usual, self._seconds or 0.0):
+            self._usual.append(waited)
+            return [0.0] * 4
+        return [1.0, waited, between, usual]
+
+    def compare(self, sums: Sequence[float]) -> None:
+        """Look at the sums of `message` over all ranks."""
+        seconds, ranks, _, waiting, waited, between, usual = sums
+        self.network = ""
         if self._seconds is None or ranks < 2:
             return
+        self._slow_network = self._slow_network + 1 if waiting == ranks else 0
+        if self._slow_network == -(-self.steps // _TIMED):
+            self.network = (
+                f"the network is slow: all {ranks:.0f} ranks wait {waited / max(usual, 1e-9):.1f} "
+                f"times as long as they used to ({waited / ranks:.2g} s of a step, "
+                f"{between / waited:.0%} of it for other hosts), so none of them is the cause"
+            )
         self._slower = self._seconds * (ranks - 1) / max(seconds - self._seconds, 1e-9)
         self._streak = self._streak + 1 if self._slower > self.factor else 0
         self._told = self._told and self._streak > 0

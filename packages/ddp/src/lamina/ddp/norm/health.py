@@ -96,7 +96,8 @@ class HealthMonitor:
     `slow_steps` steps on end needs more than `slow` times as long as the mean of the others, not
     counting the time in which it waits for them in Lamina's collectives. If instead every rank
     waits for more than twice `slow` times as long as it used to, and most of a step, the network
-    has become slow, and that is told. Every eighth step is timed. With `norm_type=inf`, and across pipeline stages, nobody is found.
+    has become slow, and that is told. Every eighth step is timed. With `norm_type=inf`, and across
+    pipeline stages, nobody is found.
 
     Args:
         nonfinite: what to do about NaN and infinity: "stop" raises, "skip" and "back" as in

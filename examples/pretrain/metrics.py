@@ -36,12 +36,8 @@ _PEAKS = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "GH200": 989e12, "B200
 class Metrics:
     """Records every step and shows it, on the first rank.
 
-    Args:
-        run: where to write.
-        corpus: for its entropy, a yardstick.
-        shape: for the number of parameters, and of operations per token.
-        done: steps that a restored checkpoint brings; later lines of an interrupted run, which
-            are about to be repeated, are dropped from metrics.jsonl.
+    `done` steps come with a restored checkpoint. Later lines of an interrupted run, which are about
+    to be repeated, are dropped from metrics.jsonl. The entropy of the corpus is a yardstick.
     """
 
     def __init__(self, run: Run, corpus: Corpus, shape: Shape, done: int) -> None:
@@ -52,8 +48,8 @@ class Metrics:
         self._total, length = run.config.train.steps, run.config.model.sequence_length
         self._tokens = run.config.train.batch_size * length
         self._flops = training_flops_per_token(shape.language, length)
-        self._times: deque[float] = deque(maxlen=_RECENT)
-        self._seconds: Counter[str] = Counter()  # of the whole run, by what they went to
+        self._times = deque[float](maxlen=_RECENT)
+        self._seconds = Counter[str]()  # of the whole run, by what they went to
         self._done, self._next_line = done, 0.0
         self._bar = Progress(
             TextColumn("step"), MofNCompleteColumn(), BarColumn(bar_width=20),

@@ -10,6 +10,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -34,17 +35,6 @@ _PANELS = (
         "checkpoint_share": "waiting for checkpoints",
     }),
 )  # fmt: skip
-_PAGE = """<!DOCTYPE html><html lang=en><meta charset=utf-8><title>{{ title }}</title>
-<style>body{font:16px sans-serif;max-width:60em;margin:2em auto;padding:0 1em}
-svg{width:100%;height:auto}td,th{text-align:left;padding:.1em 1em .1em 0}
-pre{white-space:pre-wrap;background:#f4f4f4;padding:.5em}</style>
-<h1>{{ title }}</h1><pre>{{ summary }}</pre>{{ curves | safe }}
-<h2>Samples</h2><p>In bold: what the model wrote.
-{% for given, text in samples %}<pre>{{ given }}<b>{{ text }}</b></pre>
-{% endfor %}<h2>Settings</h2><table>
-{% for name, value in settings %}<tr><th>{{ name }}<td>{{ value }}
-{% endfor %}</table></html>
-"""
 
 
 def opening(metrics: Metrics, corpus: Corpus, samples: Windows, run: Run) -> str:
@@ -179,7 +169,8 @@ def page(
         samples: what the model was given and what it wrote.
         settings: of the run, by section.
     """
-    return Template(_PAGE, autoescape=True).render(
+    template = Template(Path(__file__).with_name("page.html").read_text(), autoescape=True)
+    return template.render(
         title=title,
         summary="\n".join(summary).strip(),
         curves=_curves(records, entropy),

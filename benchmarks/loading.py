@@ -1,19 +1,20 @@
 """Load a Llama from Hugging Face's files into `fully_shard`: streamed, and whole on each rank.
 
-    python benchmarks/loading.py [--model 1b|tiny] [--rounds 3] [--ranks 2] [--dtype bfloat16]
+    python benchmarks/loading.py [--model 1b|tiny] [--rounds 3] [--ranks 2] [--dtype float32]
 
-Writes a model of random weights (the shape of Llama 3.2 1B) into a temporary directory, in shards
-of one layer. Then two systems take turns, each time in fresh processes, so that no memory of the
-one before is counted:
+Writes a model of random weights (the shape of Llama 3.2 1B, in bf16) into a temporary directory, in
+shards of one layer. Then two systems take turns, each time in fresh processes, so that no memory of
+the one before is counted:
 
-- streamed: the model is made on the meta device, `fully_shard` cuts it, and `import_huggingface`
-  lets each rank read its own part;
+- streamed: the model is made on the meta device, `fully_shard` cuts it without drawing weights, and
+  `import_huggingface` lets each rank read its own part;
 - whole: `from_pretrained` on each rank, then `fully_shard`, as a transformers script does.
 
-Reported per rank: seconds from the first line of the model to the last barrier, and how far memory
-rose meanwhile at its peak. "All" is the resident set (VmHWM), with the mapped pages of the files,
-which ranks of one machine share. "Private" is without those, as sampled every 2 ms. Both systems
-must end with the same bits in every rank's shard. Files are in the page cache.
+Both make parameters of `--dtype`, and must end with the same bits in every rank's shard. Reported of
+the worst rank: seconds from the first line of the model to the last barrier, seconds of a CPU (which
+a busy machine changes less), and how far memory rose meanwhile at its peak. "All" is the resident
+set (VmHWM), with the mapped pages of the files, which ranks of one machine share. "Private" is
+without those, as sampled every 2 ms. The ratios are to all parameters. Files are in the page cache.
 """
 
 from __future__ import annotations
@@ -47,18 +48,18 @@ MODELS = {
 SYSTEMS = ("streamed", "whole")
 
 
-def write(directory: Path, model: str, dtype: torch.dtype) -> int:
-    """Write config and weights, a layer at a time; return the bytes of the weights."""
+def write(directory: Path, model: str) -> int:
+    """Write config and weights in bf16, a layer at a time; return the bytes of the weights."""
     from safetensors.torch import save_file
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    config = LlamaConfig(**MODELS[model], tie_word_embeddings=True, dtype=dtype)
+    config = LlamaConfig(**MODELS[model], tie_word_embeddings=True, dtype=torch.bfloat16)
     config.architectures = ["LlamaForCausalLM"]
     config.save_pretrained(directory)
     with torch.device("meta"):
         shapes = {name: p.shape for name, p in LlamaForCausalLM(config).named_parameters()}
     torch.manual_seed(0)
-    noise = torch.randn(1 << 20, dtype=dtype) * 0.02
+    noise = torch.randn(1 << 20, dtype=torch.bfloat16) * 0.02
     shards: dict[str, list[str]] = {}
     for name in shapes:
         layer = name.split(".")[2] if ".layers." in name else "rest"
@@ -124,12 +125,19 @@ def load(system: str, directory: Path, dtype: torch.dtype) -> None:
         policy = MixedPrecisionPolicy(main_params_dtype=None)  # the weights alone
         dist.barrier()
         with Peak() as peak:
-            began = time.perf_counter()
+            began, used = time.perf_counter(), time.process_time()
             if system == "streamed":
                 with torch.device("meta"):
                     config = AutoConfig.from_pretrained(directory)
                     model = AutoModelForCausalLM.from_config(config, dtype=dtype)
-                init = model._init_weights
+
+                def init(module: torch.nn.Module) -> None:  # the files have the weights
+                    weights = list(module.parameters(recurse=False))
+                    for weight in weights:
+                        torch.nn.init.zeros_(weight)
+                    if not weights:
+                        model._init_weights(module)
+
                 model = fully_shard(
                     model, device_mesh=mesh, mixed_precision_policy=policy, init_module=init
                 )
@@ -138,15 +146,15 @@ def load(system: str, directory: Path, dtype: torch.dtype) -> None:
                 model = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype)
                 model = fully_shard(model, device_mesh=mesh, mixed_precision_policy=policy)
             dist.barrier()
-            seconds = time.perf_counter() - began
+            seconds, used = time.perf_counter() - began, time.process_time() - used
         found = 0
         for parameter in model.parameters():
             held = parameter.to_local() if hasattr(parameter, "to_local") else parameter
             for place, piece in enumerate(held.detach().view(torch.uint8).split(1 << 24)):
                 found += int(piece.sum(dtype=torch.int64)) * (place + 1)
         result = {
-            "rank": runtime.rank, "seconds": seconds, "all": peak.all, "private": peak.private,
-            "digest": found,
+            "rank": runtime.rank, "seconds": seconds, "cpu": used, "all": peak.all,
+            "private": peak.private, "digest": found,
         }  # fmt: skip
         print(json.dumps(result), flush=True)
 
@@ -169,12 +177,13 @@ def table(results: dict[str, list[list[dict[str, float]]]], size: int) -> str:
         return statistics.median(max(r[what] for r in ranks) for ranks in results[system])
 
     lines = [
-        "| | seconds | / whole | private, MiB | / the weights | all, MiB | / the weights |",
-        "| --- | --- | --- | --- | --- | --- | --- |",
+        "| | seconds | / whole | of a CPU | private, MiB | / the weights | all, MiB | / them |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     for system in SYSTEMS:
         seconds = worst(system, "seconds")
         row = [system, f"{seconds:.2f}", f"{seconds / worst('whole', 'seconds'):.2f}"]
+        row.append(f"{worst(system, 'cpu'):.1f}")
         for what in ("private", "all"):
             row += [f"{worst(system, what) / 2**20:,.0f}", f"{worst(system, what) / size:.2f}"]
         lines.append(f"| {' | '.join(row)} |")
@@ -186,7 +195,7 @@ def main() -> None:
     parser.add_argument("--model", choices=MODELS, default="1b")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="float32")
     parser.add_argument("--load", nargs=2, help=argparse.SUPPRESS)
     settings = parser.parse_args()
     dtype = getattr(torch, settings.dtype)
@@ -194,12 +203,13 @@ def main() -> None:
         load(settings.load[0], Path(settings.load[1]), dtype)
         return
     with tempfile.TemporaryDirectory() as root:
-        size = write(Path(root), settings.model, dtype)
+        size = write(Path(root), settings.model) * dtype.itemsize // 2
         results: dict[str, list[list[dict[str, float]]]] = {system: [] for system in SYSTEMS}
         for number in range(settings.rounds):
             for system in SYSTEMS:
-                results[system].append(run(system, Path(root), settings))
-                print(f"round {number + 1} of {settings.rounds}, {system}", flush=True)
+                found = run(system, Path(root), settings)
+                results[system].append(found)
+                print(f"round {number + 1} of {settings.rounds}, {system}: {found}", flush=True)
     digests = {tuple(r["digest"] for r in ranks) for rows in results.values() for ranks in rows}
     if len(digests) != 1:
         raise SystemExit(f"the systems hold different weights: {digests}")

@@ -10,11 +10,12 @@ the one before is counted:
   `import_huggingface` lets each rank read its own part;
 - whole: `from_pretrained` on each rank, then `fully_shard`, as a transformers script does.
 
-Both make parameters of `--dtype`, and must end with the same bits in every rank's shard. Reported of
-the worst rank: seconds from the first line of the model to the last barrier, seconds of a CPU (which
-a busy machine changes less), and how far memory rose meanwhile at its peak. "All" is the resident
-set (VmHWM), with the mapped pages of the files, which ranks of one machine share. "Private" is
-without those, as sampled every 2 ms. The ratios are to all parameters. Files are in the page cache.
+Both make parameters of `--dtype`, and must end with the same bits in every rank's shard. Reported
+of the worst rank: seconds from the first line of the model to the last barrier, seconds of a CPU,
+which a busy machine changes less, and how far memory rose meanwhile at its peak. "All" is the
+resident set (VmHWM), with the mapped pages of the files, which ranks of one machine share.
+"Private" is without those, as sampled every 2 ms. The ratios are to all parameters. The files are
+in the page cache.
 """
 
 from __future__ import annotations

@@ -158,6 +158,29 @@ def test_shards_are_compared_with_those_of_other_replicas_only(ranks):
     assert [f"rank {rank} " in str(told.value) for rank in range(4)] == [False, True, False, True]
 
 
+@pytest.mark.ranks(2)
+def test_state_in_lists_and_buffers_that_are_asked_for_are_compared(ranks):
+    model, optimizer, mesh = wrap()
+    model.module[0].register_buffer("table", torch.ones(6, dtype=torch.bfloat16))
+    first = optimizer.param_groups[0]["params"][0]
+    history = [torch.ones(3), {"mean": torch.ones(2)}]
+    optimizer.state[first]["history"] = history
+    for victim, name in (
+        (history[0], "history.0 of 0.weight"),
+        (history[1]["mean"], "history.1.mean of 0.weight"),
+        (model.module[0].table, "buffer module.0.table"),
+    ):
+        replicas = ReplicaMonitor(model, optimizer, mesh, steps=1, buffers=True)
+        replicas.compare()
+        for wrong in (True, False):
+            if ranks.rank == 1:
+                flip(victim, 1, 3)
+            with pytest.raises(ReplicaError, match=name) if wrong else nullcontext():
+                replicas.compare()
+    model.module[0].table.fill_(ranks.rank)
+    ReplicaMonitor(model, optimizer, mesh, steps=1).compare()  # buffers may differ
+
+
 def test_a_round_has_at_least_one_step():
     with pytest.raises(ValueError, match="steps=0"):
         ReplicaMonitor(nn.Linear(1, 1), steps=0)

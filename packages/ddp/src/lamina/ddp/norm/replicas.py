@@ -18,8 +18,9 @@ import platform
 import warnings
 from bisect import bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -57,7 +58,7 @@ class ReplicaMonitor:
     Copies are what data-parallel ranks hold whole (all state under strategy 0, along `dp_replicate`
     under every strategy, compute weights under strategies 1 and 2), what every rank of tp holds
     whole, and parameters tied over pipeline stages. State that lies on one rank alone has no copy
-    to be compared with. Nor are buffers of modules compared, which may differ.
+    to be compared with. Buffers of modules may differ, so they are compared only if asked for.
 
     Give it to `clip_grad_norm`: digests then ride in the norm's message. Call `compare` instead
     where no norm is taken, once per step, between the backward and the optimizer's step.
@@ -68,10 +69,13 @@ class ReplicaMonitor:
 
     Args:
         module: a wrapped module, or this rank's pipeline stages.
-        optimizer: whose state is compared as well (tensors by parameter); None for weights alone.
+        optimizer: whose state is compared as well (a parameter's tensors, also those in lists and
+            dicts); None for weights alone.
         mesh: the mesh, for copies over tp and pp; None for data-parallel ranks alone.
         steps: every byte is compared once in so many steps.
         heal: copy the majority's bits over those of wrong copies, and warn; otherwise raise.
+        buffers: data-parallel ranks have equal buffers (tables, and no statistics of their own
+            batches), so compare them.
 
     Attributes:
         healed: how many tensors of this rank and its copies were healed, in the whole run.
@@ -95,12 +99,14 @@ class ReplicaMonitor:
         *,
         steps: int = 64,
         heal: bool = False,
+        buffers: bool = False,
     ) -> None:
         if steps < 1:
             raise ValueError(f"steps={steps}: every byte is compared once in at least 1 step")
         modules = list(module) if isinstance(module, (Sequence, nn.ModuleList)) else [module]
         self.healed = 0
         self._groups = [group for each in modules for group in groups_of(each)]
+        self._buffers = modules if buffers else []
         self._optimizer, self._mesh, self._steps, self._heal = optimizer, mesh, steps, heal
         ties = Counter(ref.role.tied for group in self._groups for ref in group.refs)
         self._tied_here = {name for name, count in ties.items() if name and count > 1}
@@ -195,6 +201,9 @@ class ReplicaMonitor:
                 if self._optimizer is not None and axes:
                     main = group.main_parameters[index]
                     found[axes] += _state_of(self._optimizer, main, ref.name)
+        dense = next((g.axes for g in self._groups if not g.refs[0].role.expert), None)
+        if dense is not None and (axes := _sized(dense.outer, dense.inner)):
+            found[axes] += [piece for each in self._buffers for piece in _buffers_of(each)]
         in_order = sorted(found, key=lambda axes: [axis.name for axis in axes])
         return [_Family(axes, found[axes]) for axes in in_order]
 
@@ -361,15 +370,42 @@ def _weights_of(group: ParameterGroup, index: int) -> Iterator[tuple[FlatBuffer,
 def _state_of(optimizer: Optimizer, main: nn.Parameter, name: str) -> Iterator[_Piece]:
     """Tensors that an optimizer keeps for a parameter."""
 
-    def tensor(key: str) -> torch.Tensor | None:
-        value = optimizer.state.get(main, {}).get(key)
+    def tensor(path: Sequence[Any]) -> torch.Tensor | None:
+        value: Any = optimizer.state.get(main, {})
+        try:
+            for key in path:
+                value = value[key]
+        except (KeyError, IndexError, TypeError):  # the state is no more what it was
+            return None
         return local_of(value) if isinstance(value, torch.Tensor) else None
 
-    for key in optimizer.state.get(main, {}):
-        held = tensor(key)
+    for path in _paths(optimizer.state.get(main, {})):
+        held = tensor(path)
         if held is not None and held.numel():
-            fetch = functools.partial(tensor, key)
-            yield _Piece(f"{key} of {name}", held.numel(), held.itemsize, fetch)
+            what = f"{'.'.join(map(str, path))} of {name}"
+            yield _Piece(what, held.numel(), held.itemsize, functools.partial(tensor, path))
+
+
+def _paths(value: object, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """The keys that lead to each tensor in dicts and lists."""
+    if isinstance(value, torch.Tensor):
+        yield path
+    elif isinstance(value, (Mapping, list, tuple)):
+        within = value.items() if isinstance(value, Mapping) else enumerate(value)
+        for key, inner in within:
+            yield from _paths(inner, (*path, key))
+
+
+def _buffers_of(module: nn.Module) -> Iterator[_Piece]:
+    """A module's buffers."""
+
+    def buffer(name: str) -> torch.Tensor:
+        return local_of(module.get_buffer(name))
+
+    for name, _ in module.named_buffers():
+        if (held := buffer(name)).numel():
+            fetch = functools.partial(buffer, name)
+            yield _Piece(f"buffer {name}", held.numel(), held.itemsize, fetch)
 
 
 def _uncut(group: ParameterGroup, buffer: FlatBuffer) -> Axes:

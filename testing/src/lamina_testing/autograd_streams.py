@@ -22,6 +22,7 @@ from __future__ import annotations
 import bisect
 import contextlib
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, Protocol, cast
@@ -41,6 +42,9 @@ STREAM = "lamina stream"  # in the dictionary that autograd keeps for each node
 
 class Queues(Protocol):
     """What a recording offers."""
+
+    def chosen(self, stream: str) -> None:
+        """A node begins, which is to run on this stream."""
 
     def push(self, stream: str) -> None:
         """Make a stream the current one."""
@@ -86,6 +90,7 @@ class AutogradStreams:
         self._queues = queues
         self._switches, self._streams = [0], [first]
         self._backwards: list[Backward] = []
+        self._thread = threading.get_ident()
 
     def switched(self, stream: str) -> None:
         """The current stream is another one from now on."""
@@ -116,6 +121,9 @@ class AutogradStreams:
         edge_of = torch.autograd.graph.get_gradient_edge
 
         def steered(outputs: Any, *args: Any, **kwargs: Any) -> Any:
+            if threading.get_ident() != self._thread:
+                # A GPU's backward runs on a thread of its own, whose sequence numbers begin anew.
+                return run(outputs, *args, **kwargs)
             backward = Backward(self._queues, current())
             self._backwards.append(backward)
             try:
@@ -214,6 +222,7 @@ class Backward:
             if producer != stream:
                 self._queues.wait(stream, event)
         self._running = key
+        self._queues.chosen(stream)
         self._switch(stream)
         if not any(self._consumers[key]):
             self._leaves.add(stream)

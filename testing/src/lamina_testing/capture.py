@@ -25,7 +25,7 @@ from unittest import mock
 import torch
 
 from lamina_testing.happens_before import HOST, Access, Event
-from lamina_testing.order import Recording
+from lamina_testing.order import Recording, Site
 
 __all__ = ["Capture", "capturing"]
 
@@ -110,10 +110,10 @@ def capturing(recording: Recording, pool: Capture | None = None) -> Iterator[Cap
         run(stream, label, found)
         capture.runs(stream, label, found)
 
-    def waits(stream: str, event: Event | None) -> None:
+    def waits(stream: str, event: Event | None, site: Site | None = None) -> None:
         if event is not None:
             capture.waits(stream, event)
-        wait(stream, event)
+        wait(stream, event, site)
 
     def marks(stream: str) -> Event:
         event = mark(stream)

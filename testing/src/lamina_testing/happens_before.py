@@ -61,9 +61,10 @@ class Race:
 
 @dataclass(frozen=True)
 class Event:
-    """A point of a stream, as an event marks it."""
+    """A point of a stream, as an event marks it, and what a reader may call it."""
 
     clock: Clock
+    place: str = ""
 
 
 @dataclass
@@ -77,13 +78,20 @@ class History:
     _newest: dict[int, dict[tuple[str, bool, int, int], Node]] = field(default_factory=dict)
     _told: set[tuple[str, str]] = field(default_factory=set)
 
-    def record(self, stream: str) -> Event:
+    def record(self, stream: str, place: str = "") -> Event:
         """Return an event after everything that was queued on the stream."""
-        return Event({**self._clocks.get(HOST, {}), **self._clock(stream)})
+        return Event({**self._clocks.get(HOST, {}), **self._clock(stream)}, place)
 
-    def wait(self, stream: str, event: Event) -> None:
-        """Everything that is queued on the stream from now on comes after the event."""
-        _raise_to(self._clock(stream), event.clock)
+    def wait(self, stream: str, event: Event) -> bool:
+        """Everything that is queued on the stream from now on comes after the event.
+
+        Returns:
+            whether that orders anything that was not ordered before.
+        """
+        host, clock = self._clocks.get(HOST, {}), self._clock(stream)
+        orders = any(n > max(clock.get(s, 0), host.get(s, 0)) for s, n in event.clock.items())
+        _raise_to(clock, event.clock)
+        return orders
 
     def run(self, stream: str, label: str, accesses: Iterable[Access] = (), site: str = "") -> Node:
         """Queue work."""

@@ -24,7 +24,9 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.utils.checkpoint import checkpoint
 
 from lamina.checkpoint.save.staging import Stage
-from lamina.collectives import reduce_scatter_fp32
+from lamina.collectives import all_gather_into, reduce_scatter_fp32
+from lamina.collectives.transport.lanes import lane_of
+from lamina.collectives.transport.peer_windows import PeerWindow
 from lamina.ddp import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
@@ -56,12 +58,42 @@ WAITS = {"wait", "wait_event", "wait_stream", "synchronize", "record_stream"}
 Scenario = Callable[[Recording], None]
 
 
-def train(model: nn.Module, optimizer: Any, mesh: Any, first: nn.Module) -> None:
+def there(recording: Recording, thing: Any) -> Any:
+    """Return a module or tensor where the scenario runs; its copy is not recorded."""
+    with recording.unseen():
+        return thing.to(recording.device)
+
+
+def data(recording: Recording, model: nn.Module, step: int) -> torch.Tensor:
+    """A batch for a toy model."""
+    batch: torch.Tensor = there(recording, inputs(model, step))
+    return batch
+
+
+def tokens(recording: Recording, rows: int = 2) -> torch.Tensor:
+    """A batch of tokens."""
+    batch: torch.Tensor = there(recording, torch.randint(0, 64, (rows, 17)))
+    return batch
+
+
+@contextlib.contextmanager
+def on_a_cpu(recording: Recording, *patches: Any) -> Iterator[None]:
+    """Replace what would take the CPU's tensors for those of a CPU."""
+    with contextlib.ExitStack() as stack:
+        for patch in () if recording.on_gpu else patches:
+            stack.enter_context(patch)
+        yield
+
+
+def train(
+    recording: Recording, model: nn.Module, optimizer: Any, mesh: Any, first: nn.Module
+) -> None:
     """Two steps of two microbatches, with clipping."""
     for step in range(STEPS):
+        batch = data(recording, first, step)
         with model.no_sync():
-            model(inputs(first, step)).float().square().mean().backward()
-        model(inputs(first, step)).float().square().mean().backward()
+            model(batch).float().square().mean().backward()
+        model(batch).float().square().mean().backward()
         clip_grad_norm(model, 1.0, mesh)
         optimizer.step()
         optimizer.zero_grad()
@@ -87,14 +119,14 @@ def sharded(
 
     def run(recording: Recording) -> None:
         torch.manual_seed(0)
-        model = net(11)
-        mesh = ParallelLayout(**layout or {}).build("cpu")
+        model = there(recording, net(11))
+        mesh = ParallelLayout(**layout or {}).build(recording.device.type)
         adamw = torch.optim.AdamW(model.parameters(), lr=1e-3)
         wrapped, optimizer = fully_shard(
             model, adamw, device_mesh=mesh, fsdp_unit_modules=[Block], **settings
         )
         with where():
-            train(wrapped, optimizer, mesh, model)
+            train(recording, wrapped, optimizer, mesh, model)
 
     return run
 
@@ -200,31 +232,31 @@ class RecomputedInside(Recomputed):
 def several_forwards(recording: Recording) -> None:
     """Two forwards before their backwards, as 1F1B has them, then an evaluation."""
     torch.manual_seed(0)
-    model = OddNet(11)
-    mesh = ParallelLayout().build("cpu")
+    model = there(recording, OddNet(11))
+    mesh = ParallelLayout().build(recording.device.type)
     adamw = torch.optim.AdamW(model.parameters(), lr=1e-3)
     wrapped, optimizer = fully_shard(model, adamw, device_mesh=mesh, fsdp_unit_modules=[Block])
     for step in range(STEPS):
-        losses = [wrapped(inputs(model, step + k)).square().mean() for k in range(2)]
+        losses = [wrapped(data(recording, model, step + k)).square().mean() for k in range(2)]
         with wrapped.no_sync():
             losses[0].backward()
         losses[1].backward()
         optimizer.step()
         optimizer.zero_grad()
         with torch.no_grad():
-            wrapped(inputs(model, step))
+            wrapped(data(recording, model, step))
 
 
 def backward_elsewhere(recording: Recording) -> None:
     """A forward on a stream of its own, and its backward called from the first stream."""
     torch.manual_seed(0)
-    model = OddNet(11)
-    mesh = ParallelLayout().build("cpu")
+    model = there(recording, OddNet(11))
+    mesh = ParallelLayout().build(recording.device.type)
     adamw = torch.optim.AdamW(model.parameters(), lr=1e-3)
     wrapped, optimizer = fully_shard(model, adamw, device_mesh=mesh, fsdp_unit_modules=[Block])
     for step in range(STEPS):
         with stream_of_its_own():
-            loss = wrapped(inputs(model, step)).square().mean()
+            loss = wrapped(data(recording, model, step)).square().mean()
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -239,26 +271,28 @@ def ddp(
 
     def run(recording: Recording) -> None:
         torch.manual_seed(0)
-        model = net(11)
-        mesh = ParallelLayout().build("cpu")
+        model = there(recording, net(11))
+        mesh = ParallelLayout().build(recording.device.type)
         config = DistributedDataParallelConfig(bucket_size=400, **settings)
         wrapped = DistributedDataParallel(model, config, mesh)
         optimizer: Any = torch.optim.AdamW(wrapped.parameters(), lr=1e-3)
         if config.use_distributed_optimizer:
             optimizer = ShardedOptimizer(optimizer, wrapped, mesh)
         with where():
-            train(wrapped, optimizer, mesh, model)
+            train(recording, wrapped, optimizer, mesh, model)
 
     return run
 
 
 def dropped(recording: Recording) -> None:
     """Reductions whose handle and tensors nobody keeps."""
-    group = ParallelLayout().build("cpu").group("dp")
+    group = ParallelLayout().build(recording.device.type).group("dp")
     for _ in range(3):
-        shard = torch.empty(100)
-        reduce_scatter_fp32(shard, torch.ones(RANKS * 100), group, async_op=True)
-        torch.full((RANKS * 100,), -1.0)
+        shard = torch.empty(100, device=recording.device)
+        whole = torch.ones(RANKS * 100, device=recording.device)
+        reduce_scatter_fp32(shard, whole, group, async_op=True)
+        del whole
+        torch.full((RANKS * 100,), -1.0, device=recording.device)
         shard.add_(1.0)
 
 
@@ -269,22 +303,24 @@ def offloaded_weights(recording: Recording) -> None:
         def __init__(self, device: torch.device) -> None:
             super().__init__(CUDA)
 
-    with mock.patch.object(offloaded, "SideStream", OnDevice):
+    with on_a_cpu(recording, mock.patch.object(offloaded, "SideStream", OnDevice)):
         torch.manual_seed(0)
-        model = OddNet(11)
-        mesh = ParallelLayout().build("cpu")
+        model = there(recording, OddNet(11))
+        mesh = ParallelLayout().build(recording.device.type)
         adamw = torch.optim.AdamW(model.parameters(), lr=1e-3)
         wrapped, optimizer = fully_shard(
             model, adamw, device_mesh=mesh, fsdp_unit_modules=[Block],
-            offload_policy=CPUOffloadPolicy(pin_memory=False),
+            offload_policy=CPUOffloadPolicy(pin_memory=recording.on_gpu),
         )  # fmt: skip
         for group in wrapped.parameter_groups():
             main = group.gradients.main.data if group.gradients else group.main_weights.data
             recording.on_host(group.main_weights.data, group.weights.local.data, main)
         for step in range(STEPS):
-            wrapped(inputs(model, step)).square().mean().backward()
+            wrapped(data(recording, model, step)).square().mean().backward()
             with torch.no_grad():
-                wrapped(inputs(model, step))  # its copies to the device may still read the shards
+                wrapped(
+                    data(recording, model, step)
+                )  # its copies to the device may still read the shards
             optimizer.step()
             optimizer.zero_grad()
 
@@ -300,15 +336,15 @@ def transformer(layout: dict[str, int], **settings: Any) -> Scenario:
     """A scenario of a GPT over several axes under strategy 3."""
 
     def run(recording: Recording) -> None:
-        mesh = ParallelLayout(**layout).build("cpu")
-        model = GPTModel(replace(SMALL, **settings), mesh, seed=0)
+        mesh = ParallelLayout(**layout).build(recording.device.type)
+        model = there(recording, GPTModel(replace(SMALL, **settings), mesh, seed=0))
         adamw = torch.optim.AdamW(model.parameters(), lr=1e-3)
         wrapped, optimizer = fully_shard(
             model, adamw, device_mesh=mesh, fsdp_unit_modules=[TransformerBlock]
         )
-        tokens = torch.randint(0, 64, (2, 17))
+        batch = tokens(recording)
         for _ in range(STEPS):
-            wrapped(tokens[:, :-1], labels=tokens[:, 1:]).backward()
+            wrapped(batch[:, :-1], labels=batch[:, 1:]).backward()
             clip_grad_norm(wrapped, 1.0, mesh)
             optimizer.step()
             optimizer.zero_grad()
@@ -320,17 +356,17 @@ def pipelined(schedule: str, pp: int = 2) -> Scenario:
     """A scenario of a pipeline over strategy 3, with four layers and four microbatches."""
 
     def run(recording: Recording) -> None:
-        mesh = ParallelLayout(pp=pp).build("cpu")
-        model = GPTModel(replace(SMALL, num_layers=4), mesh, seed=0)
+        mesh = ParallelLayout(pp=pp).build(recording.device.type)
+        model = there(recording, GPTModel(replace(SMALL, num_layers=4), mesh, seed=0))
 
         def shard(stage: nn.Module) -> nn.Module:
             return fully_shard(stage, device_mesh=mesh, fsdp_unit_modules=[TransformerBlock])
 
         runner = pipeline(model, mesh, schedule, 4, wrap=shard, each_microbatch=True)
         adamw = torch.optim.AdamW(runner.parameters(), lr=1e-3)
-        tokens = torch.randint(0, 64, (4, 17))
+        batch = tokens(recording, 4)
         for _ in range(STEPS):
-            runner.step(tokens[:, :-1], tokens[:, 1:])
+            runner.step(batch[:, :-1], batch[:, 1:])
             clip_grad_norm(runner, 1.0, mesh)
             adamw.step()
             adamw.zero_grad()
@@ -342,22 +378,24 @@ def offloaded_activations(recording: Recording) -> None:
     """Saved tensors go to the host and come back, block by block."""
     make = offload.Offloader.__init__
     streams = offload._Streams(CUDA)
-    with (
+    with on_a_cpu(
+        recording,
         mock.patch.object(offload.Offloader, "__init__", lambda one, *_: make(one, ("cpu",))),
         mock.patch.object(offload.Offloader, "_streams_of", return_value=streams),
     ):
-        model = GPTModel(replace(SMALL, num_layers=3), seed=0)
+        model = there(recording, GPTModel(replace(SMALL, num_layers=3), seed=0))
         apply_recompute(model, RecomputePolicy(kind="offload", min_numel=16))
         for _ in range(STEPS):
-            tokens = torch.randint(0, 64, (2, 17))
-            model(tokens[:, :-1], labels=tokens[:, 1:]).backward()
+            batch = tokens(recording)
+            model(batch[:, :-1], labels=batch[:, 1:]).backward()
             model.zero_grad()
 
 
 def staged_checkpoint(recording: Recording) -> None:
     """Copies for a save are queued, training goes on, and the writer reads them on the host."""
-    stage, weights = Stage(), torch.ones(1000)
-    with (
+    stage, weights = Stage(), torch.ones(1000, device=recording.device)
+    with on_a_cpu(
+        recording,
         mock.patch.object(torch.Tensor, "is_cuda", True),
         mock.patch.object(torch.cuda, "is_available", return_value=True),
     ):
@@ -368,6 +406,89 @@ def staged_checkpoint(recording: Recording) -> None:
             staged.ready()
             for copy in staged.tensors.values():
                 copy.sum()  # as the writer does, on the host
+
+
+class Peers:
+    """The blocks of four ranks, of which one is recorded; the other three do what it does.
+
+    Before a barrier each has filled an area of its own block. After it, each reads this rank's.
+    """
+
+    def __init__(self, recording: Recording, block: torch.Tensor) -> None:
+        self._recording, self._turn = recording, 0
+        with recording.unseen():
+            self._blocks = [block, *(torch.zeros_like(block) for _ in range(RANKS - 1))]
+        self.buffer_ptrs = [0] * RANKS
+
+    def get_buffer(
+        self, rank: int, sizes: Any, dtype: torch.dtype, storage_offset: int = 0
+    ) -> torch.Tensor:
+        """A part of a rank's block."""
+        return self._blocks[rank].view(dtype)[storage_offset : storage_offset + sizes[0]]
+
+    def area(self, rank: int, turn: int, writes: bool) -> Any:
+        """The bytes of one of the two areas of a rank's block."""
+        return self._recording.access(self._blocks[rank].chunk(2)[turn], writes)
+
+    def areas(self) -> list[Any]:
+        """What a sum reads: the area that was filled before the last barrier, of each rank."""
+        return [self.area(rank, 1 - self._turn, writes=False) for rank in range(RANKS)]
+
+    def barrier(self, channel: int = 0, timeout_ms: int = 0) -> None:
+        """Streams of all ranks meet. A capture of this rank's stream knows nothing of the peers."""
+        history, peers = self._recording.history, [f"peer {rank}" for rank in range(1, RANKS)]
+        for rank, peer in enumerate(peers, 1):
+            history.run(peer, "fill", [self.area(rank, self._turn, writes=True)])
+        streams = [self._recording.current, *peers]
+        for event in [history.record(stream) for stream in streams]:
+            for stream in streams:
+                history.wait(stream, event)
+        for peer in peers:
+            history.run(peer, "read", [self.area(0, self._turn, writes=False)])
+        self._turn = 1 - self._turn
+
+
+def windows(recording: Recording) -> None:
+    """Sums and gathers of GPUs that read each other's memory, on two streams at once.
+
+    The last gather is captured into a graph, of which its waits must be a part.
+    """
+    from lamina.collectives.reduction import triton_sum
+
+    group = ParallelLayout().build("cpu").group("dp")
+    block = torch.zeros(2 * RANKS * 1024 * 4, dtype=torch.uint8)
+    peers = Peers(recording, block)
+    window = PeerWindow(block, peers, rank=0)
+    window._order = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    lane_of(group).windows[block.device] = window
+
+    def launch(rows: Any, output: torch.Tensor, *_: Any) -> int:
+        found = [*peers.areas(), recording.access(output, writes=True)]
+        recording.run(recording.current, "sum of windows", found)
+        return 1024
+
+    own, shard = torch.ones(2500), torch.empty(2500)
+    whole, pieces = torch.empty(RANKS * 2500), torch.ones(RANKS * 2500)
+    with mock.patch.object(triton_sum, "_launch", launch):
+        for _ in range(STEPS):
+            gather = all_gather_into(whole, own, group, async_op=True)
+            reduce_scatter_fp32(shard, pieces, group, statistics=False)
+            gather.wait()
+            whole.mul_(2.0)
+            reduction = reduce_scatter_fp32(shard, pieces, group, async_op=True, statistics=False)
+            all_gather_into(whole, own, group)
+            reduction.wait()
+            own.copy_(shard)
+    with capturing(recording) as capture:
+        all_gather_into(whole, own, group)
+    if capture.breaks:
+        raise RuntimeError("; ".join(capture.breaks))
+
+
+def facts_by_nccl(recording: Recording) -> None:
+    """A job without gloo: facts of the hosts travel between GPUs."""
+    recording.facts_on_host = False
+    sharded()(recording)
 
 
 SCHEDULES = (
@@ -398,6 +519,8 @@ SCENARIOS: dict[str, Scenario] = {
     "DDP": ddp(),
     "DDP, sharded optimizer": ddp(use_distributed_optimizer=True, overlap_param_gather=True),
     "dropped handles": dropped,
+    "facts by NCCL": facts_by_nccl,
+    "windows": windows,
     "offload": offloaded_weights,
     "tp 2": transformer({"tp": 2}),
     "cp 2": transformer({"cp": 2}),
@@ -416,9 +539,9 @@ SEATS = {name: 2 for name in SCENARIOS if "last stage" in name} | {"1f1b, a stag
 """Which rank records; rank 0 where none is named."""
 
 
-def record(name: str, without: Site | None = None) -> Recording:
-    """Record a scenario, perhaps without one of its waits."""
-    with recorded_order(RANKS, without, SEATS.get(name, 0)) as recording:
+def record(name: str, without: Site | None = None, device: str = "cpu") -> Recording:
+    """Record a scenario, perhaps without one of its waits, or on a GPU."""
+    with recorded_order(RANKS, without, SEATS.get(name, 0), device) as recording:
         SCENARIOS[name](recording)
     return recording
 
@@ -494,8 +617,7 @@ def page(rows: list[list[str]], caught: dict[Site, list[str]]) -> Iterator[str]:
     yield "- Whether autograd's rules for streams, which are written down here, are those of a GPU."
     yield "- Work inside one operator, a Triton kernel or NCCL, and what a captured graph does."
     yield "  `lamina_testing.capture` checks that a block can be captured."
-    yield "- Waits of the host for gloo's messages, which move the data of a CPU and small facts."
-    yield "  Facts are recorded as if NCCL carried them, and the host did not wait."
+    yield "- Waits of the host for gloo's messages, which move the data of a CPU."
     yield "- What no scenario runs: the lines that stand above."
 
 

@@ -23,8 +23,10 @@ from lamina.fsdp.weights.sharded import ShardedWeights
 from lamina.mesh import ParallelLayout
 from lamina_testing.autograd_streams import AutogradStreams
 from lamina_testing.capture import capturing
+from lamina_testing.cuda_trace import written_by
 from lamina_testing.happens_before import HOST, Access, History
 from lamina_testing.order import recorded_order
+from lamina_testing.order_graphs import OrderGraph, differences, other_kernels
 from lamina_testing.toys import Block, OddNet, inputs
 
 EVERYDAY = (
@@ -125,6 +127,17 @@ def test_every_wait_is_needed(recordings):
         if not scenarios.races_without(needed_elsewhere.get(site.function, name), site)
     ]
     assert not unseen, list(map(str, unseen))
+
+
+def test_windows_of_peers_need_each_wait():
+    """Ranks that read each other's memory; one wait only makes its stream a part of a graph."""
+    pytest.importorskip("triton")
+    recording = scenarios.record("windows")
+    assert not recording.races
+    waits = [site for site in recording.waits if "peer_windows" in site.file]
+    assert len(waits) == 3
+    for site in waits:
+        assert scenarios.races_without("windows", site), site
 
 
 def races(name: str) -> list[str]:
@@ -293,3 +306,89 @@ def test_a_view_reads_nothing_and_an_operator_in_place_writes():
         with recording.on("other"):
             first[2:4].add_(1.0)
         assert len(recording.races) == 1
+
+
+DEVICES = ("the CPU", "the GPU")
+
+
+def graphs(recordings, name, **options):
+    """The graph of a scenario, and that of another run of it, as `tests/order_on_gpu.py` has them.
+
+    What acts as CUDA is the second run, so the fault of a test is one of the GPU.
+    """
+    second = scenarios.record(name, **options)
+    return OrderGraph.of(recordings[name]), OrderGraph.of(second)
+
+
+@pytest.mark.parametrize("name", ["strategy 3", "HSDP", "offload"])
+def test_two_recordings_of_one_step_have_one_graph(name, recordings):
+    first, second = graphs(recordings, name)
+    assert len(first.order) > 2
+    assert not differences(first, second, DEVICES)
+    assert not other_kernels(first, second, DEVICES)
+
+
+def test_a_wait_that_a_gpu_lacks_is_named(recordings):
+    (site,) = [s for s in recordings["strategy 2"].waits if "_drain" in s.function]
+    first, second = graphs(recordings, "strategy 2", without=site)
+    found = differences(first, second, DEVICES)
+    missing = [line for line in found if str(site) in line]
+    assert missing, found
+    assert all("the CPU has wait: " in line for line in missing)
+    assert all(line.endswith("the GPU does not") for line in missing)
+    assert not [line for line in found if "the CPU has collective" in line]
+
+
+def test_memory_that_a_gpu_frees_besides_is_named(recordings, monkeypatch):
+    release = ShardedWeights.release
+
+    def release_more(weights):
+        release(weights)
+        torch.ones(77, dtype=torch.int8).untyped_storage().resize_(0)
+
+    monkeypatch.setattr(ShardedWeights, "release", release_more)
+    first, second = graphs(recordings, "strategy 3")
+    found = differences(first, second, DEVICES)
+    assert found
+    assert all("the GPU has free: 77 bytes, given back; the CPU" in line for line in found), found
+
+
+def test_a_kernel_that_a_gpu_runs_besides_is_no_difference_of_the_order(recordings, monkeypatch):
+    step = torch.optim.AdamW.step
+
+    def step_and_look(optimizer, *args):
+        torch.zeros(7).sin()
+        return step(optimizer, *args)
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", step_and_look)
+    first, second = graphs(recordings, "strategy 3")
+    assert not differences(first, second, DEVICES)
+    found = other_kernels(first, second, DEVICES)
+    assert any("kernel: aten::sin: 0 times on the CPU, 2 on the GPU" in line for line in found)
+
+
+def test_what_a_kernel_of_triton_writes_stands_in_its_source():
+    kernels = pytest.importorskip("lamina.collectives.reduction.triton_kernels")
+    adamw = pytest.importorskip("lamina.ddp.optimizer.adamw_cuda").adamw_kernel
+    tensors = (
+        (kernels.sum_kernel, {"output", "partials"}, {"rows"}),
+        (kernels.segment_kernel, {"sums"}, {"rows"}),
+        (kernels.finish_kernel, {"squared_norm", "nonfinite"}, {"partials"}),
+        (adamw, {"main", "average", "square", "weights"}, {"gradient", "step"}),
+    )
+    for kernel, written, read in tensors:
+        assert written_by(kernel.fn) & (written | read) == written, kernel
+
+
+def test_kernels_of_triton_are_recorded(monkeypatch):
+    """No dispatch mode sees them."""
+    jit = pytest.importorskip("triton.runtime.jit").JITFunction
+    kernel = pytest.importorskip("lamina.collectives.reduction.triton_kernels").finish_kernel
+    if not isinstance(kernel, jit):
+        pytest.skip("Triton interprets its kernels in this process")
+    monkeypatch.setattr(jit, "run", lambda *_, **__: None)
+    with recorded_order(2) as recording:
+        partials, norm, nonfinite = torch.ones(4), torch.ones(()), torch.ones(())
+        with recording.on("other"):
+            kernel[(1,)](partials, norm, nonfinite, 4, BLOCK=16)
+    assert any("triton finish_kernel on other" in race for race in recording.races)

@@ -95,6 +95,13 @@ CHECKS = (
         limit=90,
     ),
     Step("order", "every wait orders its streams", "pytest tests/test_order.py", limit=75),
+    Step(
+        "order",
+        "the streams of this GPU have the order that was recorded on a CPU",
+        "python tests/order_on_gpu.py",
+        "python tests/order_on_gpu.py --stand-in",
+        limit=75,
+    ),
     Step("models", "experts", "pytest packages/models/tests/test_moe_on_gpu.py"),
     Step("models", "Mamba", "pytest packages/models/tests/test_mamba_on_gpu.py"),
     Step(

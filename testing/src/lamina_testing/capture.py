@@ -120,10 +120,10 @@ def capturing(recording: Recording, pool: Capture | None = None) -> Iterator[Cap
         capture.marked(stream, event)
         return event
 
-    def frees(key: int) -> None:
+    def frees(key: int, how: str = "") -> None:
         if recording._memories[key].number <= capture.before:
             capture.break_at("memory of before the capture is given back")
-        free(key)
+        free(key, how)
 
     def listed(tensor: torch.Tensor) -> Any:
         capture.break_at("the host reads numbers")  # no operator shows it

@@ -42,7 +42,7 @@ class CudaTrace:
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
         """Listen within the block."""
-        heard = {
+        heard: dict[Any, Any] = {
             gpu_trace.EventRecordCallbacks: self._recorded,
             gpu_trace.EventWaitCallbacks: self._waits,
             gpu_trace.EventDeletionCallbacks: self._deleted,
@@ -81,7 +81,8 @@ class CudaTrace:
     def _safe(self, method: Any) -> Any:
         def call(*numbers: int) -> None:
             try:
-                method(*numbers)
+                if not self._recording._unseen:
+                    method(*numbers)
             except Exception as error:
                 self._error = self._error or error
 

@@ -11,10 +11,11 @@ tells of events, waits and synchronisations. Each of these goes into a `History`
 - each collective of the backend: on a stream of its group, after the stream it was called on, as
   NCCL has it; the stream that calls `Work.wait` waits for its end;
 - each release of memory, by `UntypedStorage.resize_` or when the last tensor goes: it counts as a
-  write on the stream on which the memory was allocated. The caching allocator gives the bytes to
-  the next tensor of that stream and looks at no other. Tensors of messages to and from one other
-  rank are freed later: `ProcessGroupNCCL` keeps them until the message has ended. It keeps those of
-  collectives, too, but the engine may not count on that, because it frees storages themselves.
+  write by what is queued next on the stream on which the memory was allocated. The caching
+  allocator gives the bytes to the next tensor of that stream and looks at no other. Tensors of
+  messages to and from one other rank are freed later: `ProcessGroupNCCL` keeps them until the
+  message has ended. It keeps those of collectives, too, but the engine may not count on that,
+  because it frees storages themselves.
 
 On a CPU backward nodes run on the streams that autograd would choose, by its rules
 (`lamina_testing.autograd_streams`). On a GPU autograd chooses them, and the rules only say which
@@ -44,6 +45,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from lamina.collectives.call import collective
+from lamina.ddp.backward.reducer import ProducedFlags
 from lamina_testing.cuda_trace import CudaTrace, triton_launches
 from lamina_testing.happens_before import HOST
 from lamina_testing.recording import (
@@ -66,6 +68,10 @@ MESSAGES = ("recv", "send")
 IN_PLACE = ("allreduce", "allreduce_coalesced", "broadcast", *MESSAGES)
 # Operators that bring a number of the device to the host.
 READS = ("aten::_local_scalar_dense", "aten::equal", "aten::is_nonzero")
+# Files that read no number of a GPU: torch's optimizers count steps on the host, and a GPU has
+# another sum, which leaves its statistics there.
+OF_THE_HOST = ("/torch/optim/", "/lamina/collectives/reduction/summation.py")
+MACHINERY = ("/lamina_testing/", "/torch/_compile.py", "/torch/_dynamo/")
 
 
 class Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -101,7 +107,7 @@ class Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         results = [tensor for tensor in tensors_in(result) if storage_of(tensor) is not None]
         made = [one for one in results if one.untyped_storage()._cdata not in given]
         elsewhere = kwargs.get("device") is not None  # the new tensor need not lie with the others
-        on_host = self._runs_on_host(given, large, made, elsewhere)
+        on_host = recording._on_host or self._runs_on_host(given, large, made, elsewhere)
         if not recording.on_gpu and (pinned or on_host):
             recording.on_host(*results, pinned=bool(pinned))
         found += [recording.access(tensor, writes=True) for tensor in made]
@@ -109,7 +115,7 @@ class Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if accesses:
             recording.run(HOST if on_host else recording.current, name, accesses)
         self._trace.operator_has_run(recording.current)
-        if name in READS and not recording.on_gpu:  # a GPU's trace tells it
+        if name in READS and not (on_host or recording.on_gpu) and reads_a_gpu():
             recording.wait(HOST, recording.mark(recording.current))
         return result
 
@@ -130,6 +136,14 @@ class Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             # A number of the device: `.to("cpu")`, which is nothing here, waits for it there.
             recording.wait(HOST, recording.mark(recording.current))
         return on_host
+
+
+def reads_a_gpu() -> bool:
+    """Whether the line that brings a number to the host does so on a GPU too."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and any(n in frame.f_code.co_filename for n in MACHINERY):
+        frame = frame.f_back
+    return not any(name in frame.f_code.co_filename for name in OF_THE_HOST)
 
 
 def named_arguments(
@@ -176,6 +190,18 @@ class Pending(dist.Work):
         return True
 
 
+class Done(dist.Work):
+    """A collective between hosts, which has ended."""
+
+    def wait(self, timeout: object = None) -> bool:
+        """Return at once."""
+        return True
+
+    def is_completed(self) -> bool:
+        """Say yes."""
+        return True
+
+
 class Backend:
     """Queues collectives as NCCL does: each group has a stream, which waits for the current one.
 
@@ -188,10 +214,10 @@ class Backend:
         self._recording, self._make = recording, stream
         self._streams: dict[str, Any] = {}
 
-    def method(self, name: str) -> Callable[..., Pending]:
+    def method(self, name: str) -> Callable[..., dist.Work]:
         """Return a method of `ProcessGroup`."""
 
-        def call(group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> Pending:
+        def call(group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> dist.Work:
             outputs, inputs = list(tensors_in(args[0])), list(tensors_in(args[1:2]))
             if name in IN_PLACE:
                 inputs = outputs
@@ -199,8 +225,14 @@ class Backend:
 
         return call
 
-    def _queue(self, name: str, group: str, outputs: list[Tensor], inputs: list[Tensor]) -> Pending:
+    def _queue(
+        self, name: str, group: str, outputs: list[Tensor], inputs: list[Tensor]
+    ) -> dist.Work:
         recording, where = self._recording, COLLECTIVES + group
+        storages = [tensor.untyped_storage() for tensor in (*outputs, *inputs)]
+        if storages and all(map(recording.is_host, storages)):
+            self._on_host(name, outputs, inputs)
+            return Done()
         if where not in self._streams:
             self._streams[where] = self._make(where)
             recording.number_of(where, self._streams[where].cuda_stream)
@@ -216,6 +248,13 @@ class Backend:
         with torch.no_grad(), _disable_current_modes(), torch.cuda.stream(stream):
             fill(outputs, inputs)
         return Pending(recording, stream.record_event())
+
+    def _on_host(self, name: str, outputs: list[Tensor], inputs: list[Tensor]) -> None:
+        """Run a collective of tensors on the host, as gloo does beside NCCL: the host waits."""
+        accesses = [self._recording.access(tensor, writes=True) for tensor in (*outputs, *inputs)]
+        self._recording.run(HOST, name, [one for one in accesses if one is not None])
+        with torch.no_grad(), _disable_current_modes():
+            fill(outputs, inputs)
 
 
 def fill(outputs: list[Tensor], inputs: list[Tensor]) -> None:
@@ -248,7 +287,7 @@ def recorded_order(
     recording = Recording(without, where)
     trace = CudaTrace(recording)
     cuda = {} if on_gpu else stand_ins(recording)
-    make = (lambda _: torch.cuda.Stream(priority=-1)) if on_gpu else cuda["Stream"].named
+    make = own_stream if on_gpu else cuda["Stream"].named
     backend = Backend(recording, make)
     with contextlib.ExitStack() as stack:
         for name, value in cuda.items():
@@ -266,6 +305,11 @@ def recorded_order(
         stack.enter_context(triton_launches(recording))
         with Mode(recording, trace):
             yield recording
+
+
+def own_stream(name: str) -> torch.cuda.Stream:
+    """Return a stream of the GPU that is no other's: CUDA hands out the 32 usual ones in turns."""
+    return torch.cuda.Stream(priority=-1)  # type: ignore[no-untyped-call]
 
 
 def seams(recording: Recording) -> Iterator[tuple[Any, str, Any]]:
@@ -298,7 +342,7 @@ def seams(recording: Recording) -> Iterator[tuple[Any, str, Any]]:
     yield torch.UntypedStorage, "resize_", resized
     yield torch.Tensor, "record_stream", lent
     yield collective.Handle, "wait", waited
-    yield from switches(recording) if recording.on_gpu else launches()
+    yield from switches(recording) if recording.on_gpu else launches(recording)
 
 
 def switches(recording: Recording) -> Iterator[tuple[Any, str, Any]]:
@@ -313,9 +357,13 @@ def switches(recording: Recording) -> Iterator[tuple[Any, str, Any]]:
     yield torch.cuda, "set_stream", switched
 
 
-def launches() -> Iterator[tuple[Any, str, Any]]:
-    """On a CPU: the engine takes its tensors for those of a GPU."""
-    launch = collective.launch
+def launches(recording: Recording) -> Iterator[tuple[Any, str, Any]]:
+    """On a CPU: the engine takes its tensors for those of a GPU, and facts for those of a host."""
+    launch, agree = collective.launch, ProducedFlags.agree
+
+    def agreed(flags: ProducedFlags, *args: Any, **kwargs: Any) -> Any:
+        with recording.all_on_host():
+            return agree(flags, *args, **kwargs)
 
     def launched(handle: Any, group: Any, device: Any, begin: Any, *, async_op: bool) -> Any:
         return launch(handle, group, CUDA, begin, async_op=async_op)
@@ -323,6 +371,7 @@ def launches() -> Iterator[tuple[Any, str, Any]]:
     def current_stream(device: object) -> Any:
         return torch.cuda.current_stream()
 
+    yield ProducedFlags, "agree", agreed
     for name, stand_in in {"launch": launched, "current_stream": current_stream}.items():
         original = getattr(collective, name)
         for module in list(sys.modules.values()):

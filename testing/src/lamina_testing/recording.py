@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch._subclasses import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import _disable_current_modes
 
 from lamina_testing.autograd_streams import AutogradStreams
 from lamina_testing.happens_before import HOST, Access, Event, History
@@ -141,6 +142,7 @@ class Recording:
         graph: what was queued, in order.
         users: number of a piece of memory -> the streams that have touched it.
         waits: how often each wait of the packages was for something that was still pending.
+        facts_on_host: whether facts that hosts agree on travel between hosts, by gloo beside NCCL.
         surprises: where autograd chose another stream than its rules say, on a GPU.
     """
 
@@ -155,10 +157,14 @@ class Recording:
     _names: dict[int, str] = field(default_factory=lambda: {0: COMPUTE})
     _autograd: AutogradStreams = field(init=False)
     _memories: dict[int, Memory] = field(default_factory=dict)
+    _given_back: dict[str, list[tuple[int, str]]] = field(default_factory=dict)
     _host: set[int] = field(default_factory=set)
     _pinned: set[int] = field(default_factory=set)
     _made: int = 0
+    facts_on_host: bool = True
+    _on_host: bool = False
     _collectives: int = 0
+    _unseen: int = 0
     _asked_by: tuple[Site | None, ...] = ()
 
     def __post_init__(self) -> None:
@@ -263,6 +269,15 @@ class Recording:
         self._host |= keys
         self._pinned |= keys if pinned else set()
 
+    @contextlib.contextmanager
+    def all_on_host(self) -> Iterator[None]:
+        """Whatever is made within the block lies on the host, on a CPU."""
+        before, self._on_host = self._on_host, self.facts_on_host and not self.on_gpu
+        try:
+            yield
+        finally:
+            self._on_host = before
+
     def is_host(self, storage: torch.UntypedStorage) -> bool:
         """Whether a storage lies in the memory of the host."""
         if self.on_gpu:
@@ -272,12 +287,23 @@ class Recording:
     def is_pinned(self, storage: torch.UntypedStorage) -> bool:
         """Whether it does, and the device copies from it by itself."""
         if self.on_gpu:
-            return self.is_host(storage) and storage.is_pinned()  # type: ignore[no-untyped-call,no-any-return]
+            return self.is_host(storage) and bool(storage.is_pinned())
         return storage._cdata in self._pinned
+
+    @contextlib.contextmanager
+    def unseen(self) -> Iterator[None]:
+        """Operators and waits within the block are not recorded, such as a copy of data."""
+        self._unseen += 1
+        try:
+            with _disable_current_modes():
+                yield
+        finally:
+            self._unseen -= 1
 
     def run(self, stream: str, label: str, accesses: Iterable[Access]) -> None:
         """Queue work, after what was freed before it."""
         self.find_freed()
+        self._hand_out(stream)
         found = list(accesses)
         self.history.run(stream, label, found, nearest())
         for access in found:
@@ -312,6 +338,7 @@ class Recording:
             self._made += 1
             reference = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
             stream = HOST if self.is_host(storage) else self.current
+            self._hand_out(stream)
             memory = Memory(self._made, reference, storage.nbytes(), stream)
             self._memories[storage._cdata] = memory
             self.users[memory.number].add(stream)
@@ -327,25 +354,32 @@ class Recording:
             self._pinned.discard(key)
             self.free(key)
 
-    def free(self, key: int) -> None:
-        """Give memory back to the allocator."""
+    def free(self, key: int, how: str = "") -> None:
+        """Give memory back to the allocator, which may hand it out again on the same stream."""
         memory = self._memories.pop(key)
         stream = memory.stream
         if memory.lent_to:  # the allocator waits for streams it was told of, and nobody else does
             stream = f"allocator for {stream}"
             for other in (memory.stream, *memory.lent_to):
                 self.history.wait(stream, self.history.record(other))
-        whole = Access(memory.number, 0, sys.maxsize, writes=True)
-        self.history.run(stream, "free", [whole], nearest())
-        self.history.forget(memory.number)
-        self.graph.append(Entry(stream, "free", f"{memory.nbytes} bytes", (memory.number,)))
+        self._given_back.setdefault(stream, []).append((memory.number, nearest()))
+        if memory.lent_to:
+            self._hand_out(stream)
+        self.graph.append(Entry(stream, "free", f"{memory.nbytes} bytes{how}", (memory.number,)))
+
+    def _hand_out(self, stream: str) -> None:
+        """What is queued next on a stream may write to the memory that was given back there."""
+        for number, site in self._given_back.pop(stream, ()):
+            whole = Access(number, 0, sys.maxsize, writes=True)
+            self.history.run(stream, "free", [whole], site)
+            self.history.forget(number)
 
     def give_back(self, storage: torch.UntypedStorage, nbytes: int) -> None:
         """Free the bytes of a storage that is about to have another number of them."""
         self.find_freed()
         if storage.nbytes() and storage.nbytes() != nbytes:
             self.memory_of(storage)
-            self.free(storage._cdata)
+            self.free(storage._cdata, ", given back")
 
     # -- events -----------------------------------------------------------------------------------
 

@@ -121,15 +121,28 @@ class CudaTrace:
 @contextlib.contextmanager
 def triton_launches(recording: Recording) -> Iterator[None]:
     """Queue each Triton kernel that is launched within the block: no dispatch mode sees them."""
+    with contextlib.ExitStack() as stack:
+        for kind in kinds_of_kernels():
+            stack.enter_context(mock.patch.object(kind, "run", queued(recording, kind.run)))
+        yield
+
+
+def kinds_of_kernels() -> list[Any]:
+    """Return Triton's classes of kernels: compiled ones, and those that its interpreter runs."""
     try:
+        from triton.runtime.interpreter import InterpretedFunction
         from triton.runtime.jit import JITFunction
     except ImportError:
-        yield
-        return
-    launch = JITFunction.run
+        return []
+    return [JITFunction, InterpretedFunction]
+
+
+def queued(recording: Recording, launch: Any) -> Any:
+    """Return what launches a kernel and queues it."""
 
     def run(kernel: Any, *args: Any, **kwargs: Any) -> Any:
-        result = launch(kernel, *args, **kwargs)
+        with recording.unseen():
+            result = launch(kernel, *args, **kwargs)
         if not kwargs.get("warmup"):
             written = written_by(kernel.fn)
             given = {**dict(zip(kernel.arg_names, args, strict=False)), **kwargs}
@@ -142,8 +155,7 @@ def triton_launches(recording: Recording) -> Iterator[None]:
             recording.run(recording.current, f"triton {kernel.fn.__name__}", accesses)
         return result
 
-    with mock.patch.object(JITFunction, "run", run):
-        yield
+    return run
 
 
 def written_by(kernel: Any) -> set[str]:

@@ -334,10 +334,12 @@ def seams(recording: Recording) -> Iterator[tuple[Any, str, Any]]:
                 lend(tensor, stream)
 
     def waited(handle: collective.Handle) -> None:
-        if handle._pending and handle._event is not None and not recording.keeps(caller()):
+        site = caller()
+        if handle._pending and handle._event is not None and not recording.keeps(site):
             handle._event = None
             return
-        wait(handle)
+        with recording.on_behalf_of(site):
+            wait(handle)
 
     yield torch.UntypedStorage, "resize_", resized
     yield torch.Tensor, "record_stream", lent

@@ -166,6 +166,7 @@ class Recording:
     _collectives: int = 0
     _unseen: int = 0
     _asked_by: tuple[Site | None, ...] = ()
+    _behalf: Site | None = None
 
     def __post_init__(self) -> None:
         """Let autograd know of streams."""
@@ -260,6 +261,15 @@ class Recording:
             yield
         finally:
             self._asked_by = before
+
+    @contextlib.contextmanager
+    def on_behalf_of(self, site: Site | None) -> Iterator[None]:
+        """Lines that wait within the block do so for this one, which the graph names too."""
+        before, self._behalf = self._behalf, site
+        try:
+            yield
+        finally:
+            self._behalf = before
 
     # -- memory -----------------------------------------------------------------------------------
 
@@ -393,7 +403,8 @@ class Recording:
         """Make a stream wait; None was never recorded."""
         self.find_freed()
         if event is not None and self.history.wait(stream, event):
-            words = event.place + (f" ({site})" if site else "")
+            sites = [str(one) for one in (site, self._behalf) if one]
+            words = event.place + (f" ({' for '.join(sites)})" if sites else "")
             self.graph.append(Entry(stream, "wait", words))
 
 

@@ -11,8 +11,9 @@ tells of events, waits and synchronisations. Each of these goes into a `History`
 - each collective of the backend: on a stream of its group, after the stream it was called on, as
   NCCL has it; the stream that calls `Work.wait` waits for its end;
 - each release of memory, by `UntypedStorage.resize_` or when the last tensor goes: it counts as a
-  write by what is queued next on the stream on which the memory was allocated. The caching
-  allocator gives the bytes to the next tensor of that stream and looks at no other. Tensors of
+  write on the stream on which the memory was allocated, and if that is not the current one, as a
+  write by what is queued there next. The caching allocator gives the bytes to the next tensor of
+  that stream and looks at no other. Tensors of
   messages to and from one other rank are freed later: `ProcessGroupNCCL` keeps them until the
   message has ended. It keeps those of collectives, too, but the engine may not count on that,
   because it frees storages themselves.
@@ -66,6 +67,13 @@ SCATTERS = ("_reduce_scatter_base", "reduce_scatter_single", "reduce_scatter_ten
 EXCHANGES = ("alltoall", "alltoall_base", "all_to_all_single")
 MESSAGES = ("recv", "send")
 IN_PLACE = ("allreduce", "allreduce_coalesced", "broadcast", *MESSAGES)
+# Versions of torch call other methods for one collective: 2.11 `_allgather_base`, 2.13
+# `all_gather_single`. A recording has one name for all of them.
+CALLED = {
+    **dict.fromkeys(GATHERS, "all_gather"),
+    **dict.fromkeys(SCATTERS, "reduce_scatter"),
+    **dict.fromkeys(EXCHANGES, "all_to_all"),
+}
 # Operators that bring a number of the device to the host.
 READS = ("aten::_local_scalar_dense", "aten::equal", "aten::is_nonzero")
 # Files that read no number of a GPU: torch's optimizers count steps on the host, and a GPU has
@@ -216,12 +224,13 @@ class Backend:
 
     def method(self, name: str) -> Callable[..., dist.Work]:
         """Return a method of `ProcessGroup`."""
+        called = CALLED.get(name, name)
 
         def call(group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> dist.Work:
             outputs, inputs = list(tensors_in(args[0])), list(tensors_in(args[1:2]))
             if name in IN_PLACE:
                 inputs = outputs
-            return self._queue(name, f"{group.group_desc} {group.group_name}", outputs, inputs)
+            return self._queue(called, f"{group.group_desc} {group.group_name}", outputs, inputs)
 
         return call
 

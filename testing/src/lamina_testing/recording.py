@@ -373,7 +373,8 @@ class Recording:
             for other in (memory.stream, *memory.lent_to):
                 self.history.wait(stream, self.history.record(other))
         self._given_back.setdefault(stream, []).append((memory.number, nearest()))
-        if memory.lent_to:
+        # Another stream than the current one may wait before it is given anything.
+        if memory.lent_to or stream == (self.current if self.on_gpu else self._current[-1]):
             self._hand_out(stream)
         self.graph.append(Entry(stream, "free", f"{memory.nbytes} bytes{how}", (memory.number,)))
 

@@ -40,9 +40,7 @@ def read_launch(env: Environment) -> Launch:
     """
     if env.variables.get("RANK") or env.variables.get("WORLD_SIZE"):
         return _from_torchrun(env)
-    if _in_slurm_step_of_several(env):
-        return _from_slurm(env)
-    return Launch("none")
+    return _from_slurm(env) if _in_slurm_step_of_several(env) else Launch("none")
 
 
 def _from_torchrun(env: Environment) -> Launch:

@@ -55,10 +55,9 @@ def fake_store() -> c10d.Store:
 class HostRuns:
     """Where the ranks of a group are.
 
-    Attributes:
-        near: the ranks of the group that are on the host of this rank, this one among them.
-        run: all ranks if they are on one host. Else the largest power of two that divides the
-            number of ranks, such that every aligned run of so many ranks is on one host.
+    `near` has those on the host of this rank, this one among them. `run` is the number of all ranks
+    if they are on one host; else the largest power of two that divides it, such that every aligned
+    run of so many ranks is on one host.
     """
 
     near: tuple[int, ...]

@@ -57,9 +57,7 @@ _streams: dict[str, _Stream] = {}
 class Seeded:
     """A seeded process in its parameter phase. As a context manager, it ends the phase.
 
-    Attributes:
-        parameter_seed: seed of torch's default generators until training begins.
-        training_seed: their seed from then on.
+    Torch's default generators have `parameter_seed` until training begins, then `training_seed`.
     """
 
     def __init__(self, parameter_seed: int, training_seed: int) -> None:

@@ -65,10 +65,8 @@ class Report:
 class Verdict:
     """Who holds everybody up, and who waits.
 
-    Attributes:
-        words: a sentence or two.
-        details: what every rank has reported.
-        hopeless: whether all ranks wait, each in a collective to which some member does not come.
+    In a sentence or two (`words`), with what every rank has reported (`details`). It is `hopeless`
+    if all ranks wait, each in a collective to which some member does not come.
     """
 
     words: str
@@ -79,9 +77,8 @@ class Verdict:
 def verdict(reports: Mapping[int, Report | None], states: Mapping[int, str]) -> Verdict:
     """Put reports together.
 
-    Args:
-        reports: by rank; None from those that did not answer.
-        states: what /proc says of the processes that it shows ("T" is stopped).
+    Ranks that did not answer have None. `states` is what /proc says of the processes that it shows
+    ("T" is stopped).
     """
     waiting: dict[tuple[str, str, int], dict[int, Report]] = {}
     held_up: list[str] = []

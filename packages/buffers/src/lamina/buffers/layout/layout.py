@@ -168,9 +168,7 @@ class BufferLayout:
             raise IndexError(f"shard {shard} of {self.num_shards}: use 0..{self.num_shards - 1}")
         low = shard * self.shard_size
         start, stop = self.within(name, low, low + self.shard_size)
-        if start == stop:
-            return None
-        return Span(shard, start, stop, self.offset(name) + start - low)
+        return None if start == stop else Span(shard, start, stop, self.offset(name) + start - low)
 
     def spans(self, name: str | int) -> tuple[Span, ...]:
         """Which shard holds which elements of a tensor, in element order; () for an empty one."""

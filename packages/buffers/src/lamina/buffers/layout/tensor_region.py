@@ -42,9 +42,8 @@ class TensorRegion:
 
     `TensorRegion.whole(shape)` is everything; each `cut` narrows it along one dimension.
 
-    Attributes:
-        shape: shape of the larger tensor.
-        runs: per dimension, the runs of the part's indices and where they lie in the larger tensor.
+    `runs` has, per dimension of the larger tensor's `shape`, the runs of the part's indices and
+    where they lie there.
     """
 
     shape: tuple[int, ...]

@@ -158,11 +158,8 @@ def local_of(func: OpOverload, value: Any, spec: SpanSpec) -> Any:
         return value._local
     if not isinstance(value, torch.Tensor):
         return value
-    if value.dim() == 0:
-        if not spec.shape:
-            # As 0-d operands of the whole would, both take part in type promotion.
-            return value.reshape(1)[: spec.local_numel]
-        return value
+    if value.dim() == 0:  # beside a 0-d whole, both take part in type promotion
+        return value if spec.shape else value.reshape(1)[: spec.local_numel]
     if value.shape == spec.shape and not any(
         stride for stride, size in zip(value.stride(), value.shape, strict=True) if size > 1
     ):

@@ -32,9 +32,7 @@ def reduce_over_ranks(
     spec: SpanSpec, operation: str, value: torch.Tensor, op: ReduceOp
 ) -> torch.Tensor:
     """Reduce a small tensor where the tensor is cut; `operation` is for the error without a way."""
-    if not spec.is_cut:
-        return value
-    return spec.reach(operation).all_reduce(value, op)
+    return spec.reach(operation).all_reduce(value, op) if spec.is_cut else value
 
 
 def extremes_over_ranks(

@@ -58,9 +58,8 @@ class Same:
 class HuggingFaceWeights:
     """How a model's weights are stored by Hugging Face.
 
-    Attributes:
-        config: contents of `config.json`.
-        links: one for each tensor of the model; tied ones once.
+    `config` is the contents of `config.json`; `links` has one for each tensor of the model, tied
+    ones once.
     """
 
     config: Mapping[str, Any]

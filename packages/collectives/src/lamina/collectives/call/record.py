@@ -151,9 +151,7 @@ _KEY = "lamina.collectives.recorders"
 
 
 def _installed() -> tuple[Recorder, ...]:
-    if not is_in_thread(_KEY):
-        return ()
-    return cast("tuple[Recorder, ...]", get_in_thread(_KEY))
+    return cast("tuple[Recorder, ...]", get_in_thread(_KEY) if is_in_thread(_KEY) else ())
 
 
 def _store(recorders: tuple[Recorder, ...]) -> None:

@@ -45,9 +45,7 @@ class WeightsState(Enum):
 class Weights(ABC):
     """Model weights of one group.
 
-    Args:
-        local: what this rank keeps at rest: in the compute dtype, unless gathers cast it.
-        axes: data-parallel axes of the group.
+    At rest a rank keeps `local`: in the compute dtype, unless gathers cast it.
     """
 
     full: torch.Tensor

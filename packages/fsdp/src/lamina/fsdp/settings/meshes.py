@@ -175,6 +175,4 @@ def _with_gather(
 
 
 def _names(given: Names | None) -> tuple[str, ...]:
-    if given is None:
-        return ()
-    return (given,) if isinstance(given, str) else tuple(given)
+    return (given,) if isinstance(given, str) else tuple(given or ())

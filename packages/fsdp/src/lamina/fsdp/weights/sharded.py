@@ -34,12 +34,8 @@ class ShardedWeights(Weights):
     the bits are those of a cast after each step. See
     docs/decisions/0521-gathers-cast-main-weights.md.
 
-    Args:
-        local: the shard (cut along the inner axis), in the compute dtype or that of main weights.
-        axes: data-parallel axes.
-        pool: where the whole weights' storage comes from.
-        key: this group's name in the pool.
-        dtype: the compute dtype; None is that of `local`.
+    `local` is cut along the inner one of the data-parallel `axes`, and `key` names this group in
+    the pool. The compute `dtype` is that of `local` by default.
     """
 
     def __init__(

@@ -51,13 +51,9 @@ def cut_weight(
 ) -> Tensor:
     """Take one rank's piece of a whole tensor.
 
-    Args:
-        whole: any shape.
-        dim: the dimension that is cut.
-        rank: whose piece, 0 <= rank < size.
-        size: number of pieces.
-        blocks: lengths of the matrices fused along `dim` (queries, keys, values; gate, up): each
-            is cut by itself, and the piece is the pieces' concatenation. None: one matrix.
+    `rank` of `size` has the piece along `dim`. Of matrices fused along it (queries, keys, values;
+    gate, up), of lengths `blocks`, each is cut by itself, and the piece is the pieces'
+    concatenation.
     """
     parts = torch.split(whole, [whole.shape[dim]] if blocks is None else list(blocks), dim=dim)
     pieces = [

@@ -199,12 +199,8 @@ class _Projection(nn.Module):
 class Linear(_Projection):
     """`x @ weight.T + bias`, whole on every rank.
 
-    Args:
-        in_features: width of the input.
-        out_features: width of the output.
-        bias: whether there is a bias (it starts at zero).
-        init_std: standard deviation of the initial weight.
-        partial: each tensor-parallel rank sees other tokens, so that gradients are summed.
+    The bias starts at zero, the weight with standard deviation `init_std`. Gradients are summed
+    over tensor-parallel ranks if each sees other tokens (`partial`).
     """
 
     def __init__(

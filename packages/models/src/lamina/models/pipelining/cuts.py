@@ -57,13 +57,8 @@ def cut_layers(config: TransformerConfig, num_stages: int, sequence: int | None 
     Embedding and head count for the first and the last stage, which may have no layer. Among cuts
     with the same largest cost the one with the smallest sum of squared costs is taken.
 
-    Args:
-        config: the model's.
-        num_stages: at least 1.
-        sequence: tokens per sequence; by default `max_sequence_length`.
-
-    Raises:
-        ValueError: if there are fewer layers than stages need.
+    A sequence has `max_sequence_length` tokens by default. A ValueError if there are fewer layers
+    than stages need.
     """
     needed = max(num_stages - 2, 1)
     if num_stages < 1 or config.num_layers < needed:

@@ -6,7 +6,7 @@ import gc
 from contextlib import nullcontext, suppress
 
 import torch
-from border.case import OURS, Block, Case, Net, sgd
+from border.case import OURS, STRATEGIES, TORCH, Block, Case, Net, sgd
 from border.judge import use
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -37,6 +37,23 @@ def groups_of_parameters(case: Case):
         )
 
     return case.train(*case.setup(None, make))
+
+
+@use(
+    G,
+    refused=True,
+    says=("written outside of an optimizer's step", "rank 1", "all ranks"),
+    columns=(*STRATEGIES, "ddp", "shard_module", *TORCH),  # ZeRO-1 of DDP waits: docs/open.md
+)
+def weight_written_on_one_rank(case: Case):
+    """One rank alone halves a weight between a step and the next forward"""
+    model, optimizer = case.setup()
+    case.train(model, optimizer, 1)
+    if case.rank == 1:
+        with torch.no_grad():
+            optimizer.param_groups[0]["params"][0].mul_(0.5)
+    case.loss(model, 1).backward()
+    return {}
 
 
 @use(G)

@@ -172,11 +172,9 @@ def test_a_gather_that_a_write_has_caused_says_so(wrapper, ranks):
 
 def sharded(wrapper):
     """A model, its optimizer, and the parameters that a user writes to."""
-    if wrapper == "zero1":
-        mesh = ParallelLayout().build("cpu")
-        config = DistributedDataParallelConfig(use_distributed_optimizer=True)
-        model = DistributedDataParallel(build(OddNet), config, mesh)
-        optimizer = ShardedOptimizer(sgd(model.parameters()), model, mesh)
+    if wrapper == "ddp":  # nobody tells it of steps
+        model = DistributedDataParallel(build(OddNet), mesh=ParallelLayout().build("cpu"))
+        optimizer = sgd(model.parameters())
     else:
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("shard",))
         dtype = torch.bfloat16 if wrapper == "bf16" else None
@@ -191,7 +189,7 @@ def step(model, optimizer, x):
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("wrapper", [0, 1, 3, "bf16"])
+@pytest.mark.parametrize("wrapper", [0, 1, 3, "bf16", "ddp"])
 def test_a_write_on_one_rank_is_named_before_the_next_step(wrapper, ranks):
     """Writes of all ranks, and of one that leaves equal weights behind, are none."""
     model, optimizer, parameters = sharded(wrapper)
@@ -202,7 +200,9 @@ def test_a_write_on_one_rank_is_named_before_the_next_step(wrapper, ranks):
         torch._foreach_mul_(parameters, 0.5)
         step_as_usual = torch.enable_grad()(step)
         step_as_usual(model, optimizer, x)
-        if wrapper in (0, "bf16") and ranks.rank == 1:  # others do not know of this evaluation
+        if (
+            wrapper in (0, "bf16", "ddp") and ranks.rank == 1
+        ):  # others do not know of this evaluation
             kept = written.clone()
             written.zero_()
             model(x)

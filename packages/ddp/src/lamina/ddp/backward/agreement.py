@@ -8,7 +8,7 @@ only] in `lamina.ddp.group.weights`).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,12 +20,10 @@ from lamina.collectives.engine import (
     Fact,
     SmallReduction,
     all_reduce_small,
-    describe,
     host_device,
 )
 from lamina.ddp.compat import foreach_norm
 from lamina.ddp.group.group import ParameterGroup
-from lamina.ddp.group.weights import WholeWeights
 from lamina.ddp.parameters.facts import digest_of
 
 __all__ = [
@@ -139,14 +137,17 @@ class ProducedFlags:
         kind that any rank has found, and what each of up to four of them says.
         """
         bad = bad or BadGradients()
-        written = [] if self._common is None else self._written()
+        written = {} if self._common is None else self._written()
         if not self._over:
             return bad
         produced = [int(flag) for group in self._groups for flag in group.trained.produced_gradient]
         produced.append(bad.kind)
         # Of the facts' dtype, so that the backend can reduce both at once (see `SmallReduction`).
         shared = [torch.tensor(produced, dtype=torch.int64, device=self._device)]
-        told = [*facts, ("parameters written outside of a step", describe(written))]
+        told = [
+            *facts,
+            ("parameters written outside of a step", str(written) if written else "none"),
+        ]
         if self._common is not None:
             shared.append(self._common.words(told))
         if not self._reductions:
@@ -163,17 +164,20 @@ class ProducedFlags:
         said = self._common.said(bad.text) if kind and self._common is not None else [bad.text]
         return BadGradients(kind, "; ".join([one for one in said if one][:4]))
 
-    def _written(self) -> list[tuple[str, bool]]:
-        """What this rank has written since ranks compared that last, by name (`Writes`)."""
-        written: list[tuple[str, bool]] = []
+    def _written(self) -> dict[tuple[str, bool], int]:
+        """What this rank has written since ranks compared that last, and how often (`Writes`)."""
+        written: dict[tuple[str, bool], int] = {}
         for group in self._groups:
             group.look_for_writes()
             if group.writes.uncompared:
-                found, group.writes.uncompared = sorted(group.writes.uncompared), set()
-                written += [(group.refs[index].name, whole) for index, whole in found]
+                found, group.writes.uncompared = sorted(group.writes.uncompared.items()), {}
+                for (index, computed), times in found:
+                    written[group.refs[index].name, computed] = times if group.writes.whole else 1
         return written
 
-    def _refuse_lone_writes(self, common: CommonFacts, written: Sequence[tuple[str, bool]]) -> None:
+    def _refuse_lone_writes(
+        self, common: CommonFacts, written: Mapping[tuple[str, bool], int]
+    ) -> None:
         """Raise if some ranks have written what others have not, and values show it; collective.
 
         A rank that holds no element of a main parameter need not write to it.
@@ -182,9 +186,9 @@ class ProducedFlags:
         for group in self._groups:
             for index, ref in enumerate(group.refs):
                 value, (start, stop) = _value(group, index), group.spans[index]
-                main, whole = (ref.name, False) in written, (ref.name, True) in written
+                main, computed = (ref.name, False) in written, (ref.name, True) in written
+                flags = [main, not main and start < stop, computed, not computed]
                 names.append((ref.name, value is None))
-                flags = [main, not main and start < stop, whole, not whole]
                 rows.append([*map(int, flags), value or 0, ~(value or 0)])
         found = torch.tensor(rows, dtype=torch.int64, device=self._device)
         for over in self._over:
@@ -192,11 +196,11 @@ class ProducedFlags:
         lone = [
             name
             for (name, is_cut), (*flags, most, least) in zip(names, found.tolist(), strict=True)
-            if (all(flags[:2]) or all(flags[2:])) and (is_cut or most != ~least)
+            if (all(flags[:2]) or all(flags[2:]) if is_cut else most != ~least)
         ]
         if lone:
-            own = [name for name, _ in written if name in lone][:2]
-            said = common.said(f"{common.here} has written {', '.join(own) or 'nothing of it'}")
+            own = [f"{name} ({n} x)" for (name, _), n in written.items() if name in lone]
+            said = common.said(f"{common.here} has written {', '.join(own[:2]) or 'nothing of it'}")
             more = f" (and {len(lone) - 1} more parameters)" if len(lone) > 1 else ""
             raise DisagreementError(
                 f"{lone[0]}{more} was written outside of an optimizer's step on some ranks only: "
@@ -207,7 +211,7 @@ class ProducedFlags:
 
 def _value(group: ParameterGroup, index: int) -> int | None:
     """A digest of a parameter that every rank holds whole, as it is kept and computed with."""
-    if any(group.main_weights.cuts) or not isinstance(group.weights, WholeWeights):
+    if not group.writes.whole:
         return None
     start, stop = group.spans[index]
     kept = digest_of(group.main_weights.data[start:stop])

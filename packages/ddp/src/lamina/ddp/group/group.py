@@ -168,7 +168,8 @@ class ParameterGroup:
         self.main_parameters = self._make_main_parameters()
         self.mains_are_separate = self.main_parameters[0] is not self.refs[0].parameter
         """Whether main parameters are other objects than the module's parameters in forward."""
-        self.writes = Writes(self.main_parameters, self.compute_parameters)
+        uncut = not any(self.main_weights.cuts) and isinstance(self.weights, WholeWeights)
+        self.writes = Writes(self.main_parameters, self.compute_parameters, uncut)
         self.known_addresses = self._note_addresses() if self.requires_grad else []
         """Whole parameters that stay where they are, and their addresses."""
         if self.requires_grad and self.dtypes.grads != self.dtypes.main:

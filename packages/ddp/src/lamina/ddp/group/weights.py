@@ -211,16 +211,20 @@ class Writes:
     Args:
         mains: what the optimizer updates.
         computes: what modules compute with; the same objects where main weights are not apart.
+        whole: whether every rank holds all of both, so that ranks can compare values.
     """
 
-    def __init__(self, mains: Sequence[torch.Tensor], computes: Sequence[torch.Tensor]) -> None:
-        self._mains, self._computes = mains, computes
+    def __init__(
+        self, mains: Sequence[torch.Tensor], computes: Sequence[torch.Tensor], whole: bool
+    ) -> None:
+        self._mains, self._computes, self.whole = mains, computes, whole
         self._known = [*map(_VERSION, mains)]
         self._in_use: list[int] = []  # versions when modules began to hold compute parameters
         self._news: set[int] = set()
-        self.uncompared: set[tuple[int, bool]] = set()
-        """Which parameters this rank has written since ranks compared that: their indices, and
-        whether it was the compute parameter, which each rank holds whole, and not the main one."""
+        self.uncompared: dict[tuple[int, bool], int] = {}
+        """Which parameters this rank has written since ranks compared that, and how often: their
+        indices, and whether it was the compute parameter, which each rank has whole, or the main
+        one."""
 
     @property
     def count(self) -> int:
@@ -231,17 +235,17 @@ class Writes:
         """Note what was written since the last look.
 
         Args:
-            told: whether whoever steps the main parameters says so (`forget`). Nobody can tell a
-                step from another write otherwise.
+            told: whether whoever steps the main parameters says so (`forget`). Otherwise a step is
+                a write too, which counts where values can be compared.
         """
         now = [*map(_VERSION, self._mains)]
         if now != self._known:
             self._news.update(index for index, new in enumerate(now) if new != self._known[index])
-            if told:
-                self._note(now, self._known, whole=False)
+            if told or self.whole:
+                self._note(now, self._known, main=True)
             self._known = now
         if self._in_use and (now := [*map(_VERSION, self._computes)]) != self._in_use:
-            self._note(now, self._in_use, whole=True)
+            self._note(now, self._in_use, main=False)
 
     def news(self) -> list[int]:
         """Main parameters that a look has found written since this was asked last."""
@@ -268,9 +272,11 @@ class Writes:
         now, before = [*map(_VERSION, self._computes)], self._in_use
         self._in_use = []
         if now != before:
-            self._note(now, before, whole=True)
+            self._note(now, before, main=False)
         return now != before
 
-    def _note(self, now: list[int], before: list[int], *, whole: bool) -> None:
-        pairs = enumerate(zip(now, before, strict=True))
-        self.uncompared.update((index, whole) for index, (new, old) in pairs if new != old)
+    def _note(self, now: list[int], before: list[int], *, main: bool) -> None:
+        for index, (new, old) in enumerate(zip(now, before, strict=True)):
+            if new != old:
+                earlier = self.uncompared.get((index, False), 0) if main else 0
+                self.uncompared[index, not main] = earlier + new - old

@@ -155,8 +155,8 @@ class ProducedFlags:
         for reduction in self._reductions:
             reduction.reduce(shared)
         if self._common is not None and self._common.differ(shared[1]):
+            self._common.require(facts)  # of two differences a step left out is the cause
             self._refuse_lone_writes(self._common, written)
-            self._common.require(facts)
         merged = iter(shared[0].tolist())
         for group in self._groups:
             group.trained.mark_produced([bool(next(merged)) for _ in group.refs])

@@ -15,9 +15,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lamina.collectives import Ledger, all_reduce_fp32, reduce_scatter_fp32
-from lamina.collectives.engine import Int8Blocks, use_messages
+from lamina.collectives import (
+    DamagedMessageError,
+    Ledger,
+    all_reduce_fp32,
+    reduce_scatter_fp32,
+)
+from lamina.collectives.engine import Checksums, Int8Blocks, use_messages
 from lamina.collectives.reduction import ordered
+from lamina.collectives.reduction.codec import Wire
 from lamina.mesh import ParallelLayout, make_host_groups
 from lamina.mesh.engine import split_over_hosts
 from lamina.mesh.process_groups import default_store
@@ -234,6 +240,31 @@ def test_blocks_of_int8_have_the_same_bits_over_hosts(monkeypatch):
 
 
 @pytest.mark.ranks(4)
+def test_a_flip_in_a_partial_sum_between_hosts_is_named(monkeypatch):
+    flat, rank, piece = dist.new_group(), dist.get_rank(), 2048
+    whole = of_rank(rank, 4 * piece, torch.bfloat16)
+    expected, output = torch.empty(piece), torch.empty(piece)
+    reduce_scatter_fp32(expected, whole, flat)
+    group, honest, fault = with_hosts(monkeypatch, 2), Wire.encode, False
+
+    def flipping(self, values, wire, piece):
+        honest(self, values, wire, piece)
+        if fault and rank == 3 and self.codec.dtype == torch.float32:  # a partial sum
+            wire[8 + 5] ^= 1
+
+    monkeypatch.setattr(Wire, "encode", flipping)
+    with Ledger() as ledger:
+        reduce_scatter_fp32(output, whole, group, codec=Checksums(torch.bfloat16))
+    assert torch.equal(output, expected)
+    assert ledger.bytes(between_hosts=True) == 2 * (8 + 4 * 1024)
+    fault = True
+    told = pytest.raises(DamagedMessageError, match=r"what rank 3 sent .* on rank 1:")
+    with told if rank == 1 else contextlib.nullcontext():
+        reduce_scatter_fp32(output, whole, group, codec=Checksums(torch.bfloat16))
+    dist.barrier()
+
+
+@pytest.mark.ranks(4)
 def test_hosts_may_begin_the_sums_of_two_groups_in_different_orders(monkeypatch):
     """No sum waits for ranks that have not begun it, the first of a group included."""
     monkeypatch.setenv("LAMINA_RANKS_PER_HOST", "2")
@@ -310,7 +341,12 @@ import json, time
 from pathlib import Path
 import torch
 import torch.distributed as dist
-from lamina.collectives import Ledger, all_reduce_fp32, reduce_scatter_fp32
+from lamina.collectives import (
+    DamagedMessageError,
+    Ledger,
+    all_reduce_fp32,
+    reduce_scatter_fp32,
+)
 from lamina.mesh import ParallelLayout, init_distributed
 from lamina.mesh.engine import ranks_per_host
 

@@ -208,6 +208,11 @@ class Wire:
                 f"{codec.dtype} would not be aligned; take larger blocks or narrower side data"
             )
 
+    def of_sums(self) -> "Wire":
+        """How sums of what travels here go on to other hosts: uncoded, with checksums if any."""
+        checked = isinstance(self.codec, Checksums)
+        return Wire((Checksums if checked else Cast)(self.sum_dtype))
+
     def items(self, numel: int) -> int:
         """Items that a piece of `numel` elements takes on the wire."""
         return -(-numel // self.block) * self.unit

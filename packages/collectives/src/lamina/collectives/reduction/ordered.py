@@ -234,6 +234,14 @@ class _Exchange:
         rows = self.size if self.route.needs_scratch else self.size - 1
         self.scratch = rows * wire.items(self.numel)
 
+    def encoded(self, terms: torch.Tensor) -> torch.Tensor:
+        """What travels of this rank's terms."""
+        if self.wire.plain or terms.is_meta:
+            return terms
+        wire = torch.empty(self._items, dtype=self.wire.dtype, device=terms.device)
+        self.wire.encode(terms, wire, self._piece)
+        return wire
+
     def beyond(self, near: Sequence[int]) -> tuple[int, int]:
         """Bytes of terms for other ranks than `near`, and elements of sums gathered by them."""
         items = self._items
@@ -307,9 +315,12 @@ def bytes_received(
         total += numel * wire.itemsize
     inside, between = (size, 1) if hosts is None else (hosts[0].size(), hosts[1].size())
     total += held if even else held - held // inside
-    sums = numel // inside
-    partials = 2 * sums if even else 2 * sums - sums // between
-    return total + (partials * wide if between > 1 else 0)
+    if between == 1:
+        return total
+    partial_sums = how.of_sums()
+    sent = between * partial_sums.items(numel // size) * partial_sums.dtype.itemsize
+    total += numel // inside * wide + (sent if even else sent - sent // between)
+    return total if partial_sums.plain else total + sent
 
 
 class OrderedReduction(Reduction):
@@ -369,10 +380,11 @@ class OrderedReduction(Reduction):
         if hosts is None:
             return [_Exchange(self.group, wire, piece, numel, items, device)]
         inside, between = hosts
-        run, sums = between.size() * piece, Wire(Cast(wire.sum_dtype))
+        run, sums = between.size() * piece, wire.of_sums()
+        travel = between.size() * sums.items(piece)
         return [
             _Exchange(inside, wire, run, numel, items, device),
-            _Exchange(between, sums, piece, run, run, device),
+            _Exchange(between, sums, piece, run, travel, device),
         ]
 
     def _cut(self, hosts: _Hosts) -> list[_Slice]:
@@ -449,7 +461,7 @@ class OrderedReduction(Reduction):
         """For each exchange after the first the sums that it sends, and room for what it brings."""
         rooms: list[torch.Tensor | None] = []
         for before, exchange in pairwise(exchanges):
-            sums = torch.empty(before.numel, dtype=exchange.wire.dtype, device=self.device)
+            sums = torch.empty(before.numel, dtype=exchange.wire.sum_dtype, device=self.device)
             rooms += [sums, exchange.room(self.device)]
         return tuple(rooms)
 
@@ -482,8 +494,10 @@ class OrderedReduction(Reduction):
         # See Note [Tags are drawn when a collective is called].
         gathers = [] if self.scatter or self._lane is None else self._exchanges[::-1]
         tags = iter([exchange.next_tag() for exchange in (*later, *gathers)])
-        ends = partial(self._complete, chunks, rooms, target, tags, output, epilogue)
-        return self._wire.guarded(ends, first.group)
+        ends: Completion = partial(self._complete, chunks, rooms, target, tags, output, epilogue)
+        for exchange in self._exchanges:
+            ends = exchange.wire.guarded(ends, exchange.group)
+        return ends
 
     def _complete(
         self,
@@ -524,7 +538,7 @@ class OrderedReduction(Reduction):
             assert sums is not None  # noqa: S101 - see `_rooms`
             held = sums[: done.numel]
             self._sum(chunks, held, Epilogue(), done.wire)
-            chunks = exchange.route.collect(held, room, next(tags))
+            chunks = exchange.route.collect(exchange.encoded(held), room, next(tags))
         return chunks
 
     def _post_slice(self, source: torch.Tensor, messages: torch.Tensor, at: int) -> Chunks:

@@ -248,6 +248,15 @@ class Wire:
             whole[: values.numel()].copy_(values)
         self.codec.encode(whole.view(codes.shape), codes, side)
 
+    def encoded(self, values: torch.Tensor, piece: int) -> torch.Tensor:
+        """What travels of whole pieces; the values themselves if they are plain."""
+        if self.plain or values.is_meta:
+            return values
+        size = values.numel() // piece * self.items(piece)
+        wire = torch.empty(size, dtype=self.dtype, device=values.device)
+        self.encode(values, wire, piece)
+        return wire
+
     def decode(self, wire: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         """Write the summands of a run of blocks to `values`, flat; return that."""
         codes, side = self._split(wire)

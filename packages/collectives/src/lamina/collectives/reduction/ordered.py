@@ -12,7 +12,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise, repeat
+from itertools import accumulate, pairwise, repeat
 from typing import ClassVar, Literal, TypeAlias
 
 import torch
@@ -96,7 +96,7 @@ class Reduction(Collective):
         if op not in ("sum", "avg"):
             raise ValueError(f"{name} {where(group)}: op must be 'sum' or 'avg', not {op!r}")
         super().__init__(name, output, input, group)
-        self.scatter, self.sum_op = scatter, op
+        self.scatter, self.sum_op, self._message_bytes = scatter, op, message_bytes
         if input.dtype not in WIRE_DTYPES:
             raise ValueError(
                 f"{name} {where(group)}: `input` is {input.dtype}; the wire dtype must be one of "
@@ -110,7 +110,6 @@ class Reduction(Collective):
         self._require_sizes(output.numel(), input.numel())
         self._numel = input.numel()
         self._piece = output.numel() if scatter else -(-self._numel // self.size)
-        self._message_bytes = message_bytes
         self._prepare(codec)
 
     @abstractmethod
@@ -234,14 +233,6 @@ class _Exchange:
         rows = self.size if self.route.needs_scratch else self.size - 1
         self.scratch = rows * wire.items(self.numel)
 
-    def encoded(self, terms: torch.Tensor) -> torch.Tensor:
-        """What travels of this rank's terms."""
-        if self.wire.plain or terms.is_meta:
-            return terms
-        wire = torch.empty(self._items, dtype=self.wire.dtype, device=terms.device)
-        self.wire.encode(terms, wire, self._piece)
-        return wire
-
     def beyond(self, near: Sequence[int]) -> tuple[int, int]:
         """Bytes of terms for other ranks than `near`, and elements of sums gathered by them."""
         items = self._items
@@ -251,9 +242,8 @@ class _Exchange:
 
     def room(self, device: torch.device) -> torch.Tensor | None:
         """Memory for what the other ranks send, where the route does not find it."""
-        if not self.route.needs_scratch:
-            return None
-        return torch.empty(self.scratch, dtype=self.wire.dtype, device=device)
+        needed = self.route.needs_scratch
+        return torch.empty(self.scratch, dtype=self.wire.dtype, device=device) if needed else None
 
 
 _Hosts: TypeAlias = tuple[ProcessGroup, ProcessGroup] | None
@@ -315,12 +305,10 @@ def bytes_received(
         total += numel * wire.itemsize
     inside, between = (size, 1) if hosts is None else (hosts[0].size(), hosts[1].size())
     total += held if even else held - held // inside
-    if between == 1:
-        return total
-    partial_sums = how.of_sums()
-    sent = between * partial_sums.items(numel // size) * partial_sums.dtype.itemsize
-    total += numel // inside * wide + (sent if even else sent - sent // between)
-    return total if partial_sums.plain else total + sent
+    sums = how.of_sums()
+    sent = between * sums.items(numel // size) * sums.dtype.itemsize
+    partials = numel // inside * wide + sent * (2 - sums.plain) - (0 if even else sent // between)
+    return total + (partials if between > 1 else 0)
 
 
 class OrderedReduction(Reduction):
@@ -381,10 +369,9 @@ class OrderedReduction(Reduction):
             return [_Exchange(self.group, wire, piece, numel, items, device)]
         inside, between = hosts
         run, sums = between.size() * piece, wire.of_sums()
-        travel = between.size() * sums.items(piece)
         return [
             _Exchange(inside, wire, run, numel, items, device),
-            _Exchange(between, sums, piece, run, travel, device),
+            _Exchange(between, sums, piece, run, between.size() * sums.items(piece), device),
         ]
 
     def _cut(self, hosts: _Hosts) -> list[_Slice]:
@@ -516,9 +503,7 @@ class OrderedReduction(Reduction):
             return
         statistics = None if epilogue.accumulate else epilogue.statistics
         self._sum(chunks, target[self._own], Epilogue(epilogue.factor, False, statistics), wire)
-        wholes = [target]
-        for exchange in self._exchanges:
-            wholes.append(wholes[-1][exchange.own])
+        wholes = list(accumulate(self._exchanges, lambda all, one: all[one.own], initial=target))
         for exchange, own in zip(self._exchanges[::-1], wholes[:0:-1], strict=True):
             wholes.pop()
             exchange.gather(wholes[-1], own, next(tags))()
@@ -538,7 +523,8 @@ class OrderedReduction(Reduction):
             assert sums is not None  # noqa: S101 - see `_rooms`
             held = sums[: done.numel]
             self._sum(chunks, held, Epilogue(), done.wire)
-            chunks = exchange.route.collect(exchange.encoded(held), room, next(tags))
+            sent = exchange.wire.encoded(held, self._piece)
+            chunks = exchange.route.collect(sent, room, next(tags))
         return chunks
 
     def _post_slice(self, source: torch.Tensor, messages: torch.Tensor, at: int) -> Chunks:
@@ -569,8 +555,7 @@ class OrderedReduction(Reduction):
             found += [] if kept is None else [kept]
             ending = Epilogue(epilogue.factor, epilogue.accumulate, kept)
             self._sum(chunks, output[one.bounds], ending, one.exchanges[-1].wire)
-            if following is not None:
-                chunks = following
+            chunks = chunks if following is None else following
         if wanted is not None:
             wanted.squared_norm.copy_(torch.stack([each.squared_norm for each in found]).sum())
             wanted.nonfinite.copy_(torch.stack([each.nonfinite for each in found]).any())

@@ -46,7 +46,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from lamina.collectives.call import collective
-from lamina.ddp.backward.reducer import ProducedFlags  # type: ignore[attr-defined]
+from lamina.ddp.backward.agreement import ProducedFlags
 from lamina_testing.cuda_trace import CudaTrace, triton_launches
 from lamina_testing.happens_before import HOST
 from lamina_testing.recording import (

@@ -150,6 +150,17 @@ def test_partial_sums_are_logarithmically_many():
     assert most <= 10
 
 
+@pytest.mark.parametrize(("keeps", "held"), [(False, 0), (True, 4000)])
+def test_free_scratch_of_another_size_is_not_held_beside_a_new_buffer(keeps, held):
+    scratch, cpu = ScratchBuffers(keep_on_cpu=keeps), torch.device("cpu")
+    first = scratch.take(1000, torch.float32, cpu)
+    scratch.give(first)
+    assert scratch.take(900, torch.float32, cpu).data_ptr() == first.data_ptr()
+    scratch.give(first)
+    scratch.take(500, torch.float32, cpu)
+    assert scratch.nbytes == held
+
+
 def test_contradicting_reductions_are_refused():
     with pytest.raises(ValueError, match="use reduction='ordered'"):
         resolve_reduction("native", reproducible=True)

@@ -17,7 +17,7 @@ from lamina.ddp import (
 )
 from lamina.ddp.engine import gradient_sink
 from lamina.mesh import ParallelLayout
-from lamina_testing import Meter
+from lamina_testing import Meter, live_bytes
 
 USED = []
 
@@ -130,6 +130,51 @@ def test_a_gradient_written_by_its_layer_is_never_copied(ranks):
         copied[sinking] = meter.bytes_copied
     # `once` and `twice` (twice over) are copied by nobody; the plain layers' gradients once each.
     assert copied[False] - copied[True] >= 2 * 24 * 24 * 4
+
+
+class GivingLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x)
+        ctx.weight = weight
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        gradient_sink(ctx.weight).take(grad.t() @ x)
+        return None, None
+
+
+@pytest.mark.ranks(2)
+def test_a_gradient_that_its_layer_gives_away_is_the_bucket_and_nobody_keeps_it(ranks):
+    mesh, found = ParallelLayout().build("cpu"), {}
+    for linear in (GivingLinear.apply, nn.functional.linear):
+        torch.manual_seed(0)
+        model = nn.Linear(48, 32, bias=False)
+        model.forward = lambda x, model=model, linear=linear: linear(x, model.weight)
+        model = DistributedDataParallel(
+            model, DistributedDataParallelConfig(use_distributed_optimizer=True), mesh
+        )
+        gradients, copied, held = [], [], []
+        for step in range(6):
+            x = torch.full((4, 48), 0.1 + ranks.rank) + torch.arange(48) * (step + 1)
+            with Meter(min_numel=1536) as meter:
+                if step % 2:
+                    with model.no_sync():
+                        model(x).square().sum().backward()
+                model(x).square().sum().backward()
+            copied.append(meter.bytes_copied)
+            gradients.append(full_gradients(model)["weight"])
+            model.zero_grad()
+            del x, meter
+            gc.collect()
+            held.append(live_bytes())
+        assert held[5] - held[3] == gradients[0].nbytes * 2  # which this test keeps
+        found[linear] = gradients, copied[0]
+    (given, few), (plain, many) = found.values()
+    assert many - few == 32 * 48 * 4
+    assert all(torch.equal(*pair) for pair in zip(given, plain, strict=True))
 
 
 @pytest.mark.ranks(1)

@@ -114,6 +114,21 @@ class GradientSink:
         """Whether `view` holds a gradient to add to; False: its bytes mean nothing."""
         return self._known().is_local(self._index)
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of `view`, which is not made for this."""
+        return self._known().sum_dtype
+
+    def take(self, gradient: torch.Tensor) -> None:
+        """Put a gradient into `view`, or add it, where the caller owns it and lets go of it.
+
+        A parameter that has a bucket to itself needs no copy: the gradient becomes the bucket.
+        """
+        if not self._known().adopt(self._index, gradient):
+            gradient = gradient.to(self.dtype) if self.accumulate else gradient
+            (self.view.add_ if self.accumulate else self.view.copy_)(gradient)
+        self.written()
+
     def written(self) -> None:
         """Say that `view` holds the gradient now: autograd will bring none."""
         self._known().written_by_layer(self._index)
@@ -144,6 +159,11 @@ class BackwardStream:
     def begin(self) -> None:
         """A backward begins, on the current stream."""
         self.stream = current_stream(self._device)
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the caller is on it."""
+        return current_stream(self._device) == self.stream
 
     def entered(self, gradient: torch.Tensor | None) -> AbstractContextManager[object]:
         """Make it the current stream, after the one that has the gradient."""

@@ -89,6 +89,8 @@ class GradientReducer:
         max_in_flight: reductions not yet waited for; each holds one gradient buffer.
         max_bytes_in_flight: bytes of those buffers instead; None counts reductions. One is always
             let go.
+        max_bytes_held: bytes of the buffers in flight and one that is about to be filled. See Note
+            [Two units' gradients].
         close_when_complete: close a group as soon as each of its parameters got a gradient in this
             backward, for wrappers without units. A gradient that comes later still (a module that
             reentrant recomputation runs twice) is summed at the end of the backward.
@@ -105,13 +107,17 @@ class GradientReducer:
         overlap: bool = True,
         max_in_flight: int = 2,
         max_bytes_in_flight: int | None = None,
+        max_bytes_held: int | None = None,
         close_when_complete: bool = False,
         check_finite: bool = False,
         largest: float | None = None,
     ) -> None:
         self.groups = tuple(groups)
         self.max_bytes_in_flight = max_bytes_in_flight
+        self._max_bytes_held = max_bytes_held
         self._gradients = [group.trained for group in self.groups]
+        for gradients in () if max_bytes_held is None else self._gradients:
+            gradients.tell_before_buffers(self._make_room)
         self._numbers = {id(group): number for number, group in enumerate(self.groups)}
         self._scratch = scratch
         self._order = order
@@ -469,6 +475,27 @@ class GradientReducer:
                 break
             count += 1
         return count
+
+    def _make_room(self, nbytes: int) -> None:
+        """Wait for the oldest reductions, so that a buffer of gradients can be filled beside others.
+
+        Note [Two units' gradients]
+            A unit's reduction has the whole backward of the next unit to hide under. When the unit
+            after that one brings its first gradient, the reduction is waited for and its buffer is
+            filled again. So two units' gradients are held at once, and not a third one's. Ranks
+            whose unused parameters differ come to a first gradient at different points of their
+            backwards. So only reductions whose end begins no further collective are ended here. A
+            sum over two axes does, and so may the hook of `set_all_reduce_hook`. See
+            docs/decisions/0426.
+        """
+        assert self._max_bytes_held is not None  # noqa: S101 - only then is this called
+        held = nbytes + sum(flight[2] for flight in self._in_flight)
+        while self._in_flight and held > self._max_bytes_held:
+            *_, oldest, group = self._in_flight[0]
+            if not (group.trained.ends_alone and self._stream.is_current):
+                return
+            self._drain(len(self._in_flight) - 1)
+            held -= oldest
 
     def _drain(self, leave: int) -> None:
         while len(self._in_flight) > leave:

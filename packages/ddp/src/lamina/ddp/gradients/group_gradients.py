@@ -12,6 +12,7 @@ brings is summed apart and then added.
 
 from collections.abc import Callable, Iterator, Sequence
 from operator import or_
+from weakref import WeakMethod
 
 import torch
 
@@ -64,6 +65,7 @@ class GroupGradients:
         self._sum = rank_sum
         self._scratch: ScratchBuffers = rank_sum.scratch
         self._on_final: Callable[[torch.Tensor], None] | None = None
+        self._before_buffers: WeakMethod[Callable[[int], None]] | None = None
         self._spans = [
             (offset, offset + spec.numel, spec.shape)
             for offset, spec in zip(layout.offsets, layout.specs, strict=True)
@@ -75,6 +77,7 @@ class GroupGradients:
         self._backward = BackwardPhase.IDLE
         self._is_last = False  # the backward at hand is the step's last one, as far as is known
         self._local: torch.Tensor | None = None
+        self._adopted: set[int] = set()  # addresses of buffers that layers have given
         self._in_local = [False] * count  # which parameters have a gradient there
         # Gradients of spans that belong into the local buffer as soon as there has to be one:
         # elements (start, stop) of the parameter, and the gradient.
@@ -139,10 +142,10 @@ class GroupGradients:
         self._refuse_held("how often they are summed")
         self.cadence = cadence
         wire = self.dtypes.wire
-        # What a rank adds its own gradients in, and what it may keep one in that nothing is added
-        # to.
-        self._sum_dtype = self.dtypes.grads if cadence is Cadence.ONCE else wire
-        self._narrow_dtype = min(self._sum_dtype, wire, key=lambda dtype: dtype.itemsize)
+        self.sum_dtype = self.dtypes.grads if cadence is Cadence.ONCE else wire
+        """What a rank adds its own gradients in."""
+        # What it may keep one in that nothing is added to.
+        self._narrow_dtype = min(self.sum_dtype, wire, key=lambda dtype: dtype.itemsize)
 
     def set_sum(self, make: RankSumFactory, scale: float | None) -> None:
         """Choose how `reduce` sums, and the factor. Raises like `set_cadence`."""
@@ -156,6 +159,15 @@ class GroupGradients:
     def on_final(self, change: Callable[[torch.Tensor], None] | None) -> None:
         """Have `change` called with main grads (flat) that a step's last reduction has made."""
         self._on_final = change
+
+    @property
+    def ends_alone(self) -> bool:
+        """Whether the end of a reduction begins no further collective, nor a user's code."""
+        return self._sum.is_one_collective and self._on_final is None
+
+    def tell_before_buffers(self, hear: Callable[[int], None]) -> None:
+        """Call the method `hear` (held weakly) with the bytes of a local buffer to be taken."""
+        self._before_buffers = WeakMethod(hear)
 
     def _refuse_held(self, what: str) -> None:
         if not self.is_empty:
@@ -245,6 +257,20 @@ class GroupGradients:
             self._backward = self._backward.after(BackwardEvent.ADDED)
         self._widen()
         return self.view(index)
+
+    def adopt(self, index: int, gradient: torch.Tensor) -> bool:
+        """Make a layer's own gradient the local buffer, if it is all that the buffer will hold."""
+        alone = gradient.numel() == self.layout.size and gradient.is_contiguous()
+        alone = alone and gradient.untyped_storage().nbytes() == gradient.nbytes
+        fits = gradient.dtype == self.sum_dtype and not self._opens_main(gradient.dtype)
+        if self._local is not None or self._of_spans or not (alone and fits):
+            return False
+        if self._backward is BackwardPhase.BESIDE:
+            self._backward = self._backward.after(BackwardEvent.ADDED)
+        self._make_room(gradient.nbytes)
+        self._local = gradient.view(-1)
+        self._adopted.add(gradient.data_ptr())
+        return True
 
     def written_by_layer(self, index: int) -> None:
         """A layer has written its gradient: autograd will bring none in this backward."""
@@ -375,25 +401,32 @@ class GroupGradients:
     def _widen(self) -> None:
         """Something is to be added: a buffer in the wire dtype becomes one in the dtype of sums."""
         narrow = self._local
-        if narrow is None or narrow.dtype == self._sum_dtype:
+        if narrow is None or narrow.dtype == self.sum_dtype:
             return
-        self._open(self._sum_dtype).copy_(narrow)
+        self._open(self.sum_dtype).copy_(narrow)
         self._give_back(narrow)
 
     def _open(self, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Make the local buffer. Where main grads are whole and empty, it is their storage."""
-        dtype = dtype or self._sum_dtype
-        aliases = (
+        dtype = dtype or self.sum_dtype
+        if self._opens_main(dtype):
+            self._local = self.main.data
+        else:
+            self._make_room(self.layout.size * dtype.itemsize)
+            self._local = self._scratch.take(self.layout.size, dtype, self._sum.device)
+        return self._local
+
+    def _opens_main(self, dtype: torch.dtype) -> bool:
+        return (
             self.accumulates_in_main
             and dtype == self.main.dtype
             and self._sum.device == self.main.device
             and self.state is GradientState.EMPTY
         )
-        if aliases:
-            self._local = self.main.data
-        else:
-            self._local = self._scratch.take(self.layout.size, dtype, self._sum.device)
-        return self._local
+
+    def _make_room(self, nbytes: int) -> None:
+        if self._before_buffers is not None and (hear := self._before_buffers()) is not None:
+            hear(nbytes)
 
     def _sealed_local(self) -> torch.Tensor:
         """The local buffer with zeros wherever no gradient was written, padding included."""
@@ -419,6 +452,10 @@ class GroupGradients:
         self._in_local = [False] * len(self._in_local)
 
     def _give_back(self, buffer: torch.Tensor) -> None:
-        if self.main.has_memory and buffer.data_ptr() == self.main.data.data_ptr():
+        address = buffer.data_ptr()
+        if address in self._adopted:  # nobody takes it again, as the next one is adopted too
+            self._adopted.remove(address)
+            return
+        if self.main.has_memory and address == self.main.data.data_ptr():
             return
         self._scratch.give(buffer)

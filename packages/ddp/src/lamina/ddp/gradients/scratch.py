@@ -14,10 +14,11 @@ class ScratchBuffers:
     """Flat tensors that live from a gradient's first write to its collective's end.
 
     Freed tensors are kept for the next unit of about the same size until `clear`: on a CPU a
-    fresh allocation costs a page fault every 4 KiB, about as much as summing the buffer.
+    fresh allocation costs a page fault every 4 KiB, about as much as summing the buffer. A request
+    that none of them fits lets them go, so that none is held beside a new one of another size.
 
-    `keep_on_cpu` keeps free CPU buffers from step to step as well. They were held at the end of the
-    last backward too, so a step whose peak is there needs no more memory for it.
+    `keep_on_cpu` keeps free CPU buffers from step to step as well, whatever their sizes. They were
+    held at the end of the last backward too, so a step whose peak is there needs no more memory.
     """
 
     def __init__(self, *, keep_on_cpu: bool = False) -> None:
@@ -39,6 +40,8 @@ class ScratchBuffers:
         needed = numel * dtype.itemsize
         fitting = [i for i, one in enumerate(free) if needed <= one.nbytes() <= _WASTE * needed]
         if not fitting:
+            if not (self._keep_on_cpu and device.type == "cpu"):
+                free.clear()
             return torch.empty(numel, dtype=dtype, device=device)
         storage = free.pop(min(fitting, key=lambda i: free[i].nbytes()))
         # Not a slice: a view would not be told from a part of somebody else's buffer.

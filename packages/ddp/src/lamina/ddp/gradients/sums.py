@@ -100,6 +100,8 @@ class RankSum(ABC):
     """Whether sums of microbatches are in main grads before the last one."""
     adds_to_final = False
     """Whether a reduction may add to main grads that are final already."""
+    is_one_collective = False
+    """Whether `run` yields one handle at most."""
 
     def __init__(
         self,
@@ -145,6 +147,7 @@ class AxisSum(RankSum):
 
     sums_in_main = True
     adds_to_final = True
+    is_one_collective = True
 
     def __init__(self, collectives: Collectives, *state: object) -> None:
         super().__init__(*state)  # type: ignore[arg-type]

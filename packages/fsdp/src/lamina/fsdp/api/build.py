@@ -6,6 +6,7 @@ one, for one unit, at each call, and the second one when the model is first used
 
 import fnmatch
 import math
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -143,6 +144,7 @@ def start_engine(
         order=Order.AS_CLOSED if gathered else Order.STATIC,
         overlap=settings.overlap_grad_reduce,
         max_bytes_in_flight=settings.reduce_budget,
+        max_bytes_held=None if settings.reduce_budget is not None else _of_two_units(units),
         check_finite=settings.report_nan_in_param_grad,
     )
     check = OrderCheck(sharding.dense, units, sharding.device) if settings.check_order else None
@@ -162,6 +164,23 @@ def start_engine(
     for each in hooks:
         each.start(engine)
     return engine
+
+
+def _of_two_units(units: Sequence[Unit]) -> int:
+    """Bytes of gradients of two units of the kind that a backward mostly consists of.
+
+    These are the largest of a class that several units have. An embedding or a head may be larger
+    than all of them, and its reduction then ends before the next unit's gradients are kept.
+    """
+    classes = Counter(unit.module_class for unit in units)
+    sizes = [
+        (
+            classes[unit.module_class] > 1,
+            sum(group.trained.wire_bytes for group in unit.groups if group.requires_grad),
+        )
+        for unit in units
+    ]
+    return 2 * max(sizes)[1]
 
 
 def updated_apart(refs: Iterable[ParameterRef], sharding: Sharding) -> dict[int, str]:

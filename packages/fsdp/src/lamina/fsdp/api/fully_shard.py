@@ -294,7 +294,7 @@ def fully_shard(
         gather_budget: bytes of whole weights per rank that may be live at once: as many units as
             fit are gathered ahead. None gathers one ahead. Needs `zero_dp_strategy=3`.
         reduce_budget: bytes of gradients per rank that may be on the wire at once. None allows two
-            reductions.
+            reductions, and one beside a unit whose gradients are coming.
         reduce_message_bytes: of a message in which an ordered reduce-scatter brings a slice of a
             unit over NCCL. Three of them take the place of as many bytes as the unit's gradients
             have, where that is more. By default 32 MiB.

@@ -376,9 +376,9 @@ class ShardingEngine:
             self._kept_graphs.discard(pending)
         if not self.reducer.in_backward or unit.calls.expects_more:
             return  # another forward of this unit is still to come back; or the end closes it
-        self._close(unit)
         if unit is not self.root:
-            unit.end_backward()
+            unit.end_backward()  # before the reduction takes memory
+        self._close(unit)
 
     def _close(self, unit: Unit) -> None:
         for group in unit.groups:

@@ -361,11 +361,12 @@ def _scaled(
 ) -> Tensor | None:
     """The gradient of the head's weight; None if it was written into a wrapper's bucket."""
     sink = None if parameter is None else gradient_sink(parameter)
-    if sink is None or sink.view.dtype != gradient.dtype:
-        return (gradient * factor if kept else gradient.mul_(factor)).to(dtype)
-    if sink.accumulate:
+    if sink is not None and sink.dtype == gradient.dtype and sink.accumulate:
         sink.view.addcmul_(gradient, factor)
-    else:
-        torch.mul(gradient, factor, out=sink.view)
-    sink.written()
+        sink.written()
+        return None
+    gradient = gradient * factor if kept else gradient.mul_(factor)
+    if sink is None or sink.dtype not in (gradient.dtype, dtype):
+        return gradient.to(dtype)
+    sink.take(gradient)
     return None

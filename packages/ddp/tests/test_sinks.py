@@ -142,7 +142,10 @@ class GivingLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         (x,) = ctx.saved_tensors
-        gradient_sink(ctx.weight).take(grad.t() @ x)
+        sink, gradient = gradient_sink(ctx.weight), grad.t() @ x
+        if not sink.adopt(gradient):
+            sink.view.add_(gradient)
+        sink.written()
         return None, None
 
 

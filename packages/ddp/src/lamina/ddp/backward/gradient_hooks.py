@@ -119,15 +119,13 @@ class GradientSink:
         """The dtype of `view`, which is not made for this."""
         return self._known().sum_dtype
 
-    def take(self, gradient: torch.Tensor) -> None:
-        """Put a gradient into `view`, or add it, where the caller owns it and lets go of it.
+    def adopt(self, gradient: torch.Tensor) -> bool:
+        """Make a gradient `view` itself, without a copy, if the parameter has a bucket to itself.
 
-        A parameter that has a bucket to itself needs no copy: the gradient becomes the bucket.
+        The caller owns the gradient, and lets go of it where the answer is True. Otherwise nothing
+        has happened.
         """
-        if not self._known().adopt(self._index, gradient):
-            gradient = gradient.to(self.dtype) if self.accumulate else gradient
-            (self.view.add_ if self.accumulate else self.view.copy_)(gradient)
-        self.written()
+        return self._known().adopt(self._index, gradient)
 
     def written(self) -> None:
         """Say that `view` holds the gradient now: autograd will bring none."""

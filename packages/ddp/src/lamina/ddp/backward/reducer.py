@@ -477,7 +477,7 @@ class GradientReducer:
         return count
 
     def _make_room(self, nbytes: int) -> None:
-        """Wait for the oldest reductions, so that a buffer of gradients can be filled beside others.
+        """Wait for the oldest reductions, so that a buffer can be filled beside the others.
 
         Note [Two units' gradients]
             A unit's reduction has the whole backward of the next unit to hide under. When the unit

@@ -144,7 +144,7 @@ def start_engine(
         order=Order.AS_CLOSED if gathered else Order.STATIC,
         overlap=settings.overlap_grad_reduce,
         max_bytes_in_flight=settings.reduce_budget,
-        max_bytes_held=None if settings.reduce_budget is not None else _of_two_units(units),
+        max_bytes_held=max(_of_two_units(units), settings.reduce_budget or 0),
         check_finite=settings.report_nan_in_param_grad,
     )
     check = OrderCheck(sharding.dense, units, sharding.device) if settings.check_order else None

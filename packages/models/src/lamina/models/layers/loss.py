@@ -361,12 +361,19 @@ def _scaled(
 ) -> Tensor | None:
     """The gradient of the head's weight; None if it was written into a wrapper's bucket."""
     sink = None if parameter is None else gradient_sink(parameter)
-    if sink is not None and sink.dtype == gradient.dtype and sink.accumulate:
-        sink.view.addcmul_(gradient, factor)
-        sink.written()
-        return None
-    gradient = gradient * factor if kept else gradient.mul_(factor)
     if sink is None or sink.dtype not in (gradient.dtype, dtype):
-        return gradient.to(dtype)
-    sink.take(gradient)
+        return (gradient * factor if kept else gradient.mul_(factor)).to(dtype)
+    if sink.dtype != gradient.dtype:
+        gradient = gradient * factor if kept else gradient.mul_(factor)
+        if sink.accumulate:
+            sink.view.add_(gradient.to(dtype))
+        else:
+            sink.view.copy_(gradient)
+    elif sink.accumulate:
+        sink.view.addcmul_(gradient, factor)
+    elif kept or not sink.adopt(gradient):
+        torch.mul(gradient, factor, out=sink.view)
+    else:
+        gradient.mul_(factor)
+    sink.written()
     return None

@@ -453,7 +453,11 @@ class GradientReducer:
     def _issue(self, number: int) -> None:
         group, gradients = self.groups[number], self._gradients[number]
         self._checks.note(group)
-        self._drain(self._room_for(gradients.wire_bytes))
+        leave = self._max_in_flight - 1
+        if self.max_bytes_in_flight is not None:
+            leave = self._room_for(gradients.wire_bytes, self.max_bytes_in_flight)
+        if len(self._in_flight) > leave:
+            self._drain(leave)
         steps = gradients.reduce(self.is_final)
         with Serving(group.layout.title):
             handle = next(steps, None)
@@ -464,11 +468,9 @@ class GradientReducer:
         if not self._overlap:
             self._drain(0)
 
-    def _room_for(self, nbytes: int) -> int:
-        """How many of the newest reductions may go on beside another one."""
-        if self.max_bytes_in_flight is None:
-            return self._max_in_flight - 1
-        left, count = self.max_bytes_in_flight - nbytes, 0
+    def _room_for(self, nbytes: int, limit: int) -> int:
+        """How many of the newest reductions may go on beside another one, within `limit` bytes."""
+        left, count = limit - nbytes, 0
         for *_, held, _ in reversed(self._in_flight):
             left -= held
             if left < 0:
@@ -488,11 +490,13 @@ class GradientReducer:
             sum over two axes does, and so may the hook of `set_all_reduce_hook`. See
             docs/decisions/0426.
         """
-        assert self._max_bytes_held is not None  # noqa: S101 - only then is this called
-        held = nbytes + sum(flight[2] for flight in self._in_flight)
-        while self._in_flight and held > self._max_bytes_held:
+        held = nbytes
+        for flight in self._in_flight:
+            held += flight[2]
+        while self._in_flight and held > (self._max_bytes_held or 0):
             *_, oldest, group = self._in_flight[0]
-            if not (group.trained.ends_alone and self._stream.is_current):
+            elsewhere = self._stream.stream is not None and not self._stream.is_current
+            if elsewhere or not group.trained.ends_alone:
                 return
             self._drain(len(self._in_flight) - 1)
             held -= oldest

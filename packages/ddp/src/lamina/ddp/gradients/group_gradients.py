@@ -262,12 +262,13 @@ class GroupGradients:
         """Make a layer's own gradient the local buffer, if it is all that the buffer will hold."""
         alone = gradient.numel() == self.layout.size and gradient.is_contiguous()
         alone = alone and gradient.untyped_storage().nbytes() == gradient.nbytes
-        fits = gradient.dtype == self.sum_dtype and not self._opens_main(gradient.dtype)
+        fits = gradient.dtype == self.sum_dtype and not self.accumulates_in_main
         if self._local is not None or self._of_spans or not (alone and fits):
             return False
         if self._backward is BackwardPhase.BESIDE:
             self._backward = self._backward.after(BackwardEvent.ADDED)
-        self._make_room(gradient.nbytes)
+        if self._before_buffers is not None and (hear := self._before_buffers()) is not None:
+            hear(gradient.nbytes)
         self._local = gradient.view(-1)
         self._adopted.add(gradient.data_ptr())
         return True
@@ -409,24 +410,19 @@ class GroupGradients:
     def _open(self, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Make the local buffer. Where main grads are whole and empty, it is their storage."""
         dtype = dtype or self.sum_dtype
-        if self._opens_main(dtype):
-            self._local = self.main.data
-        else:
-            self._make_room(self.layout.size * dtype.itemsize)
-            self._local = self._scratch.take(self.layout.size, dtype, self._sum.device)
-        return self._local
-
-    def _opens_main(self, dtype: torch.dtype) -> bool:
-        return (
+        aliases = (
             self.accumulates_in_main
             and dtype == self.main.dtype
             and self._sum.device == self.main.device
             and self.state is GradientState.EMPTY
         )
-
-    def _make_room(self, nbytes: int) -> None:
-        if self._before_buffers is not None and (hear := self._before_buffers()) is not None:
-            hear(nbytes)
+        if aliases:
+            self._local = self.main.data
+        else:
+            if self._before_buffers is not None and (hear := self._before_buffers()) is not None:
+                hear(self.layout.size * dtype.itemsize)
+            self._local = self._scratch.take(self.layout.size, dtype, self._sum.device)
+        return self._local
 
     def _sealed_local(self) -> torch.Tensor:
         """The local buffer with zeros wherever no gradient was written, padding included."""

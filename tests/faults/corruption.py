@@ -50,7 +50,10 @@ FAULT_STEP, ROUND, STEPS = 4, 6, 12
 VICTIM = 1
 LOW_BIT, HIGH_BIT = 16, 30  # of fp32: 1/128 of the value, and the exponent's highest
 
-RANKS = {"DDP": 3, "ZeRO-1": 2, "ZeRO-3": 2, "HSDP of ZeRO-3": 4}
+RANKS = {"DDP": 3, "ZeRO-1": 2, "ZeRO-3": 2, "HSDP of ZeRO-3": 4, "tp with ZeRO-3": 2}
+LAYOUTS = {"HSDP of ZeRO-3": {"dp_replicate": 2, "dp_shard": 2}, "tp with ZeRO-3": {"tp": 2}}
+ALONE = ("sum", "main weights", "optimizer state")
+"""What there is to flip where no rank has data of its own: tp ranks hold copies of these weights."""
 PLACES = (
     "send buffer",
     "received buffer",
@@ -94,6 +97,8 @@ def cases():
     for setup in RANKS:
         for place in PLACES:
             if place == "gathered weights" and "ZeRO-3" not in setup:
+                continue
+            if setup.startswith("tp") and place not in ALONE:
                 continue
             if place == "replica's weights" and setup == "ZeRO-3":
                 continue
@@ -154,8 +159,7 @@ def flip_on_the_wire(case, armed):
 def build(case, width=64):
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(16, width), nn.Tanh(), nn.Linear(width, 16))
-    layout = {"dp_replicate": 2, "dp_shard": 2} if case.setup.startswith("HSDP") else {}
-    mesh = ParallelLayout(**layout).build("cpu")
+    mesh = ParallelLayout(**LAYOUTS.get(case.setup, {})).build("cpu")
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
     if case.setup == "DDP":
         config = DistributedDataParallelConfig(reduction=case.reduction)
@@ -228,7 +232,8 @@ def train(case, rank):
         for now in range(STEPS):
             at_rest("main weights")
             at_rest("optimizer state")
-            generator = torch.Generator().manual_seed(100 * now + rank)
+            data = 0 if case.setup.startswith("tp") else rank
+            generator = torch.Generator().manual_seed(100 * now + data)
             loss = model(torch.randn(8, 16, generator=generator)).square().mean()
             at_rest("replica's weights")
             health.note(loss)

@@ -25,6 +25,7 @@ EXPECTED = {
     "HSDP of ZeRO-3": WIRE
     | {"gathered weights": ""}
     | dict.fromkeys((*AT_REST, "replica's weights"), "ReplicaError"),
+    "tp with ZeRO-3": dict.fromkeys(AT_REST, "ReplicaError"),
 }
 
 

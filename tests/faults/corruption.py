@@ -53,7 +53,7 @@ LOW_BIT, HIGH_BIT = 16, 30  # of fp32: 1/128 of the value, and the exponent's hi
 RANKS = {"DDP": 3, "ZeRO-1": 2, "ZeRO-3": 2, "HSDP of ZeRO-3": 4, "tp with ZeRO-3": 2}
 LAYOUTS = {"HSDP of ZeRO-3": {"dp_replicate": 2, "dp_shard": 2}, "tp with ZeRO-3": {"tp": 2}}
 ALONE = ("sum", "main weights", "optimizer state")
-"""What there is to flip where no rank has data of its own: tp ranks hold copies of these weights."""
+"""What there is to flip where tp ranks hold copies, and read the same batch."""
 PLACES = (
     "send buffer",
     "received buffer",

@@ -528,7 +528,7 @@ class GradientReducer:
                 "use_reentrant=False, or let an optimizer step after the backward"
             )
         group.show_gradients()
-        group.user_hooks.call(group.main_parameters, called)
+        group.call_user_hooks(called)
         gradients.forget_squares()
         if len(called) == len(group.refs):
             group.release_zeroed_gradients()
@@ -541,7 +541,7 @@ class GradientReducer:
             for index, produced in enumerate(gradients.produced_gradient):
                 if produced and index not in called:
                     mains[index].grad = group.gradient_views[index]
-            group.user_hooks.call(mains, called)
+            group.call_user_hooks(called)
             gradients.forget_squares()
             gradients.mark_produced([main.grad is not None for main in mains])
             group.release_zeroed_gradients()

@@ -255,6 +255,15 @@ class ParameterGroup:
         """Note what somebody has written to parameters since the last look."""
         self.writes.look(told=bool(self.step_facts))
 
+    def call_user_hooks(self, called: set[int]) -> None:
+        """Call users' hooks with final gradients. What they write is a step, and is not compared.
+
+        A rank without a gradient calls them later in the backward than others.
+        """
+        self.look_for_writes()
+        self.user_hooks.call(self.main_parameters, called)
+        self.writes.look(told=False, compared=False)
+
     def refuse_assigned(self) -> None:
         """Raise if a tensor was assigned to `.data` of a whole parameter, before memory is read.
 

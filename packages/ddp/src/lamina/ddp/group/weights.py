@@ -231,17 +231,18 @@ class Writes:
         """How often main parameters were written, as far as their version counters tell."""
         return sum(map(_VERSION, self._mains))
 
-    def look(self, *, told: bool) -> None:
+    def look(self, *, told: bool, compared: bool = True) -> None:
         """Note what was written since the last look.
 
         Args:
             told: whether whoever steps the main parameters says so (`forget`). Otherwise a step is
                 a write too, which counts where values can be compared.
+            compared: whether ranks are to compare it.
         """
         now = [*map(_VERSION, self._mains)]
         if now != self._known:
             self._news.update(index for index, new in enumerate(now) if new != self._known[index])
-            if told or self.whole:
+            if compared and (told or self.whole):
                 self._note(now, self._known, main=True)
             self._known = now
         if self._in_use and (now := [*map(_VERSION, self._computes)]) != self._in_use:

@@ -10,6 +10,7 @@ import contextlib
 import random
 from unittest import mock
 
+import order_on_gpu
 import order_scenarios as scenarios
 import pytest
 import torch
@@ -366,6 +367,18 @@ def test_a_kernel_that_a_gpu_runs_besides_is_no_difference_of_the_order(recordin
     assert not differences(first, second, DEVICES)
     found = other_kernels(first, second, DEVICES)
     assert any("kernel: aten::sin: 0 times on the CPU, 2 on the GPU" in line for line in found)
+
+
+def test_the_program_for_a_gpu_goes_on_after_a_scenario_that_raises(monkeypatch, capsys):
+    def broken(recording):
+        raise ValueError("no such device")
+
+    monkeypatch.setitem(scenarios.SCENARIOS, "broken", broken)
+    assert order_on_gpu.main(["--stand-in", "dropped handles"]) == 0
+    assert order_on_gpu.main(["--stand-in", "broken", "dropped handles"]) == 1
+    shown = capsys.readouterr().out
+    assert shown.count("| dropped handles | ") == 2
+    assert "the GPU raised ValueError('no such device')" in shown
 
 
 def test_what_a_kernel_of_triton_writes_stands_in_its_source():

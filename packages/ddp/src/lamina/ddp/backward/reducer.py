@@ -463,7 +463,7 @@ class GradientReducer:
             handle = next(steps, None)
         if handle is not None:
             self._in_flight.append((steps, handle, gradients.wire_bytes, group))
-        elif group.user_hooks:  # one rank alone may have nothing to wait for
+        elif group.has_user_hooks:  # one rank alone may have nothing to wait for
             self._call_hooks(group)
         if not self._overlap:
             self._drain(0)
@@ -508,7 +508,7 @@ class GradientReducer:
             with Serving(group.layout.title):
                 for further in steps:
                     further.wait()
-            if group.user_hooks:
+            if group.has_user_hooks:
                 self._call_hooks(group)
 
     def _call_hooks(self, group: ParameterGroup) -> None:

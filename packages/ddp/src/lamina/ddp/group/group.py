@@ -255,6 +255,11 @@ class ParameterGroup:
         """Note what somebody has written to parameters since the last look."""
         self.writes.look(told=bool(self.step_facts))
 
+    @property
+    def has_user_hooks(self) -> bool:
+        """Whether users have hooks on parameters of the group."""
+        return bool(self.user_hooks.on_gradient or self.user_hooks.on_parameter)
+
     def call_user_hooks(self, called: set[int]) -> None:
         """Call users' hooks with final gradients. What they write is a step, and is not compared.
 

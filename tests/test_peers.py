@@ -26,6 +26,7 @@ REWRITTEN = {
     "x = torch.device('cuda:0')": "x = torch.device('cpu')",
     "n = torch.cuda.device_count()": "n = peer_device.device_count()",
     "init('nccl')": "init('gloo')",
+    "x = DistTestCases.backend_feature['cuda']": "x = DistTestCases.backend_feature['cuda']",
     "from torch.distributed.fsdp import fully_shard": "from peer_lamina import fully_shard",
     "from torch.distributed.fsdp import fully_shard, MixedPrecisionPolicy": (
         "from peer_lamina import fully_shard\n"

@@ -23,6 +23,9 @@ def body(text: str, *, lamina: bool = True) -> str:
 REWRITTEN = {
     "x = model.cuda()": "x = model.cpu()",
     "x = torch.ones(2, device='cuda')": "x = torch.ones(2, device='cpu')",
+    "x = y.to(0)": "x = y.to('cpu')",
+    "x = torch.ones(2, device=rank)": "x = torch.ones(2, device=peer_device.without_index(rank))",
+    "x = y.to(self.rank)": "x = y.to(peer_device.without_index(self.rank))",
     "x = torch.device('cuda:0')": "x = torch.device('cpu')",
     "n = torch.cuda.device_count()": "n = peer_device.device_count()",
     "init('nccl')": "init('gloo')",

@@ -26,6 +26,7 @@ DEVICE: dict[tuple[str, str], str] = {
     (f"{COMMON}.common_distributed", "skip_if_no_gpu"): "peer_device",
     (f"{COMMON}.common_distributed", "requires_nccl"): "peer_device",
     (f"{COMMON}.common_distributed", "nccl_skip_if_lt_x_gpu"): "peer_device",
+    (f"{COMMON}.common_distributed", "init_multigpu_helper"): "peer_device",
     (f"{COMMON}.common_fsdp", "FSDPTest"): "peer_device",
     (f"{COMMON}.common_fsdp", "test_compiled_fsdp"): "peer_device",
     (f"{COMMON}.inductor_utils", "HAS_CUDA"): "peer_device",
@@ -90,13 +91,26 @@ class Rewriter(ast.NodeTransformer):
         return node
 
     def visit_Call(self, node: ast.Call) -> ast.expr:
-        """Replace `x.cuda(...)` by `x.cpu()`, and `torch.device("cuda", index)` by the CPU."""
+        """Replace `x.cuda(...)` by `x.cpu()`, and devices with an index by the CPU."""
         self.generic_visit(node)
         if isinstance(node.func, ast.Attribute) and node.func.attr == "cuda":
             return ast.Call(ast.Attribute(node.func.value, "cpu"), [], [])
         if ast.unparse(node.func) == "torch.device":
             node.args = node.args[:1]  # no index: all ranks share one CPU
+            return node
+        if isinstance(node.func, ast.Attribute) and node.func.attr == "to":
+            node.args[:1] = [without_index(place) for place in node.args[:1]]
+        for keyword in node.keywords:
+            if keyword.arg == "device":
+                keyword.value = without_index(keyword.value)
         return node
+
+
+def without_index(place: ast.expr) -> ast.expr:
+    """Return an expression for a device that is the CPU where the test has a GPU's number."""
+    if isinstance(place, ast.Name | ast.Attribute | ast.Subscript):
+        return ast.Call(ast.Attribute(ast.Name("peer_device"), "without_index"), [place], [])
+    return ast.Constant("cpu") if isinstance(place, ast.Constant) and place.value == 0 else place
 
 
 def substitute(text: str, *, lamina: bool) -> str:

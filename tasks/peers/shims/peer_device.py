@@ -113,11 +113,32 @@ def test_compiled_fsdp(**options: Any) -> Any:
 test_compiled_fsdp.__test__ = False  # type: ignore[attr-defined]  # pytest: no test
 
 
+def without_index(place: Any) -> Any:
+    """Return the CPU for the number of a GPU, and anything else as it is."""
+    return "cpu" if isinstance(place, int) and not isinstance(place, bool) else place
+
+
+def init_multigpu_helper(world_size: int, backend: str) -> dict[int, list[int]]:
+    """Return a device for each rank."""
+    return {rank: [rank] for rank in range(world_size)}
+
+
+def with_variables(variables: dict[str, str], target: Any, *args: Any, **kwargs: Any) -> None:
+    """Be a rank with the variables of the process that wants it; the server has its first ones."""
+    os.environ.update(variables)
+    target(*args, **kwargs)
+
+
 def start_quickly(case: Any) -> None:
     """Start a test's ranks from a server that has imported torch, not each from nothing."""
     context = torch.multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
-    case._start_processes(context.Process)
+
+    def process(target: Any, name: str, args: Any, kwargs: Any) -> Any:
+        args = (dict(os.environ), target, *args)
+        return context.Process(target=with_variables, name=name, args=args, kwargs=kwargs)
+
+    case._start_processes(process)
 
 
 MultiProcessTestCase._spawn_processes = start_quickly

@@ -488,7 +488,7 @@ class GradientReducer:
             whose unused parameters differ come to a first gradient at different points of their
             backwards. So only reductions whose end begins no further collective are ended here. A
             sum over two axes does, and so may the hook of `set_all_reduce_hook`. See
-            docs/decisions/0426.
+            docs/decisions/0428.
         """
         held = nbytes
         for flight in self._in_flight:

@@ -55,24 +55,35 @@ class Profile:
     """Watches this thread, and all threads that start while it is entered.
 
     Enter it before the program starts threads of its own: before Python 3.12 nothing can watch a
-    thread that runs already. What is entered is kept only inside `walk()`.
+    thread that runs already. Threads that an earlier profile has watched go on with this one. What
+    is entered is kept only inside `walk()`.
 
     Args:
         belongs: whether functions of the file with this path are to be seen.
     """
+
+    _watching: ClassVar[Profile | None] = None
 
     def __init__(self, belongs: Callable[[str], bool]) -> None:
         self._belongs = functools.cache(belongs)
         self._entered: list[tuple[CodeType, CodeType | None]] | None = None
 
     def __enter__(self) -> Profile:
-        threading.setprofile(self._see)
-        sys.setprofile(self._see)
+        Profile._watching = self
+        threading.setprofile(self._see_for_all)
+        sys.setprofile(self._see_for_all)
         return self
 
     def __exit__(self, *problem: object) -> None:
         sys.setprofile(None)
         threading.setprofile(None)
+        Profile._watching = None
+
+    @staticmethod
+    def _see_for_all(frame: FrameType, event: str, arg: object) -> None:
+        # A thread keeps what it has begun with, and threads of lanes are used again.
+        if Profile._watching is not None:
+            Profile._watching._see(frame, event, arg)
 
     def _see(self, frame: FrameType, event: str, arg: object) -> None:
         # Several threads come here. Appending to a list is atomic; counting would not be.

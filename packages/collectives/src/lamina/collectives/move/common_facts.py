@@ -86,6 +86,10 @@ class CommonFacts:
         first, second = _digest(facts)
         return torch.tensor([first, second, ~first, ~second], device=self._device)
 
+    def word(self, facts: Iterable[Fact]) -> int:
+        """One number (int64) of the facts, for a message of the caller's own."""
+        return _digest(facts)[0]
+
     def differ(self, words: torch.Tensor) -> bool:
         """Whether any two ranks had other facts, from their reduced `words`; equal on all ranks."""
         first, second, not_first, not_second = words.tolist()

@@ -131,7 +131,7 @@ class _SameStep:
         along = f"ranks along {', '.join(axis.name for axis in wide)}"
         groups = [axis.sibling("reduce") for axis in wide]
         self._common = CommonFacts(along, groups, axes.here, device)
-        word = int(self._common.words(facts)[0])
+        word = self._common.word(facts)
         halves = [word & 0xFFFFFFFF, word >> 32 & 0xFFFFFFFF]
         factor = 1 if any(axis.rank for axis in wide) else 1 - _size(wide)
         self.message = torch.tensor(halves, dtype=torch.float64, device=device) * factor

@@ -177,8 +177,8 @@ def start_rank(block: Snippet, rank: int, attempt: int, port: int, output: int) 
         place |= {"LOCAL_WORLD_SIZE": block.ranks, "MASTER_PORT": port}
         os.environ.update({name: str(number) for name, number in place.items()})
         os.environ.update(MASTER_ADDR="localhost", TORCHELASTIC_RESTART_COUNT=str(attempt))
-        # The names outlive the program. torch's Reducer may wait for ever for a thread of gloo where
-        # the last reference to a DDP model goes: it holds the lock that this thread needs.
+        # The names outlive the program. torch's Reducer may wait for a thread of gloo for ever
+        # where the last reference to a DDP model goes: it holds the lock that this thread needs.
         names: dict[str, object] = {"__name__": "__main__"}
         execute(block, names)
         code = 0

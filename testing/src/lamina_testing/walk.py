@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from types import CodeType, FrameType
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 __all__ = ["Function", "Profile", "Walk", "least"]
 

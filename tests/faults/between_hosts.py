@@ -33,6 +33,8 @@ SURVIVED = ("slow_link", "loss", "slow_rank")
 """What ends no job."""
 RATE = 10**9
 STEPS = {"slow_rank": 41, "slow_link": 42}
+SECONDS = {"slow_link": 90}
+"""How long a job has from its fault on, otherwise 60: its last steps go over that link."""
 TOLD = ("error", "straggler", "network")
 HERE = Path(__file__).with_name("host_job.py")
 
@@ -81,7 +83,7 @@ def spoil(fault, link, nurseries):
         link.spoil(at, lost=0.01)
 
 
-def play_on_hosts(fault, wrapper="hsdp", *, hosts=2, per_host=2, limit=90.0):
+def play_on_hosts(fault, wrapper="hsdp", *, hosts=2, per_host=2):
     """Play a fault, and let a job that has ended by it go on, on the hosts that are left."""
     with (
         tempfile.TemporaryDirectory() as directory,
@@ -98,7 +100,7 @@ def play_on_hosts(fault, wrapper="hsdp", *, hosts=2, per_host=2, limit=90.0):
         spoil(fault, link, nurseries)
         job.faulted_at = time.time()
         Path(directory, "played").touch()
-        job.wait(limit)
+        job.wait(SECONDS.get(fault, 60))
         played = job.judged()
         if not played.digests and wrapper == "hsdp":
             left = [one for at, one in enumerate(nurseries) if at != odd_host(fault, hosts)]

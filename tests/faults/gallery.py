@@ -107,8 +107,8 @@ run. The soft limit of the watchdog was 3 s (by default it is 30 s), and a job h
 fault on. Status 70 is the watchdog's: the rank waited in code that cannot raise.
 [Silent corruption](corruption.md) shows single bits that flip.
 The last tables are of HSDP over two network namespaces, with a watchdog of the default limits, and
-a job had 90 s. There the first times are those of each host. Every job between hosts is compared
-with one to which nothing happened, bit for bit.""".splitlines()
+a job had 60 s, and 90 s over the slow link. There the first times are those of each host. Every job
+between hosts is compared with one to which nothing happened, bit for bit.""".splitlines()
 
 
 HARMLESS = ("stranger",)

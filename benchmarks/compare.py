@@ -1,12 +1,13 @@
 """Lamina beside torch DDP, FSDP2, DeepSpeed and plain PyTorch: one plain model, one table.
 
-    python benchmarks/compare.py [--ranks 2] [--rounds 4]
+    python benchmarks/compare.py [--ranks 2] [--rounds 4] [--fused]
+    python benchmarks/compare.py --mbit 2000   # between two network namespaces (needs root)
 
 The model is torch's own `nn.TransformerEncoderLayer`s between an embedding and a head, and knows
 nothing of any system. All systems start from the same values and see the same tokens. They are
 built in the same processes and take turns, so a noisy machine hits all alike: read ratios.
 
-- step: median over rounds of the slowest rank, divided by torch DDP's.
+- step: median over rounds of the slowest rank, divided by torch DDP's and by FSDP2's.
 - peak: bytes of storages that operators make in one step, and what lies at rest.
 - sent: bytes that a rank sends in one step, from Lamina's ledger or the operators torch calls.
 - difference: the largest of any parameter after 10 steps, from plain PyTorch in one process that
@@ -21,6 +22,7 @@ from __future__ import annotations
 import argparse
 import gc
 import importlib.util
+import math
 import os
 import statistics
 import sys
@@ -45,15 +47,16 @@ from lamina.mesh import ParallelLayout, ParallelMesh, init_distributed
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "testing" / "src"))
 from lamina_testing import Meter, live_bytes
+from lamina_testing.netns import shaped_link
 
-VOCABULARY, LENGTH, BATCH = 4096, 64, 2
+VOCABULARY, BATCH = 4096, 2
 COMPARED_AFTER = 10  # steps
 
 
 class PlainGPT(nn.Module):
     """A decoder out of torch's own layers."""
 
-    def __init__(self, layers: int, width: int) -> None:
+    def __init__(self, layers: int, width: int, length: int) -> None:
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, width)
         self.blocks = nn.ModuleList(
@@ -63,7 +66,7 @@ class PlainGPT(nn.Module):
             for _ in range(layers)
         )
         self.head = nn.Linear(width, VOCABULARY, bias=False)
-        self.register_buffer("mask", nn.Transformer.generate_square_subsequent_mask(LENGTH))
+        self.register_buffer("mask", nn.Transformer.generate_square_subsequent_mask(length))
 
     def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         hidden = self.embedding(tokens)
@@ -89,12 +92,13 @@ class System:
 
 def build(settings: argparse.Namespace) -> tuple[PlainGPT, torch.optim.Optimizer]:
     torch.manual_seed(0)
-    model = PlainGPT(settings.layers, settings.width)
-    return model, adamw(model)
+    model = PlainGPT(settings.layers, settings.width, settings.length)
+    return model, adamw(model, settings)
 
 
-def adamw(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=1e-3)
+def adamw(model: nn.Module, settings: argparse.Namespace) -> torch.optim.Optimizer:
+    how = {"fused": True} if settings.fused else {"foreach": True}
+    return torch.optim.AdamW(model.parameters(), lr=1e-3, **how)
 
 
 def stepping(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[torch.Tensor], None]:
@@ -129,7 +133,7 @@ def fsdp2(settings: argparse.Namespace, mesh: ParallelMesh) -> System:
     def whole() -> Mapping[str, torch.Tensor]:
         return {name: one.full_tensor() for name, one in model.named_parameters()}
 
-    return System("torch FSDP2", model, stepping(model, adamw(model)), whole)
+    return System("torch FSDP2", model, stepping(model, adamw(model, settings)), whole)
 
 
 def lamina(strategy: int) -> Callable[[argparse.Namespace, ParallelMesh], System]:
@@ -182,9 +186,9 @@ def named(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: one.detach() for name, one in model.named_parameters()}
 
 
-def tokens(step: int, rank: int) -> torch.Tensor:
+def tokens(step: int, rank: int, settings: argparse.Namespace) -> torch.Tensor:
     generator = torch.Generator().manual_seed(1000 * step + rank)
-    return torch.randint(VOCABULARY, (BATCH, LENGTH + 1), generator=generator)
+    return torch.randint(VOCABULARY, (BATCH, settings.length + 1), generator=generator)
 
 
 def one_process(settings: argparse.Namespace) -> dict[str, torch.Tensor]:
@@ -193,7 +197,7 @@ def one_process(settings: argparse.Namespace) -> dict[str, torch.Tensor]:
     ranks = dist.get_world_size()
     for number in range(COMPARED_AFTER):
         for rank in range(ranks):
-            text = tokens(number, rank)
+            text = tokens(number, rank, settings)
             model(text[:, :-1], text[:, 1:]).backward()
         for parameter in model.parameters():
             assert parameter.grad is not None
@@ -203,10 +207,12 @@ def one_process(settings: argparse.Namespace) -> dict[str, torch.Tensor]:
     return named(model)
 
 
-def measure(system: System, wanted: Mapping[str, torch.Tensor], before: int) -> None:
+def measure(
+    system: System, wanted: Mapping[str, torch.Tensor], before: int, settings: argparse.Namespace
+) -> None:
     """Make the steps that are compared, and count one step's bytes."""
     for number in range(COMPARED_AFTER):
-        system.step(tokens(number, dist.get_rank()))
+        system.step(tokens(number, dist.get_rank(), settings))
     found = {name: one.detach() for name, one in system.whole().items()}
     system.difference = max(float((found[name] - one).abs().max()) for name, one in wanted.items())
     del found
@@ -214,7 +220,7 @@ def measure(system: System, wanted: Mapping[str, torch.Tensor], before: int) -> 
     system.resident = live_bytes() - before
     at_rest = live_bytes()
     with Sent() as others, Meter(min_numel=1024) as meter, Ledger() as ledger:
-        system.step(tokens(COMPARED_AFTER, dist.get_rank()))
+        system.step(tokens(COMPARED_AFTER, dist.get_rank(), settings))
     system.peak = system.resident + meter.peak_live_bytes - at_rest
     system.sent = ledger.bytes() or int(others.bytes)
 
@@ -226,13 +232,14 @@ def run(settings: argparse.Namespace) -> list[System]:
         gc.collect()
         before = live_bytes()
         system = MAKERS[name](settings, mesh)
-        measure(system, wanted, before)
+        measure(system, wanted, before, settings)
         systems.append(system)
     for number in range(settings.rounds):
         for system in systems:
             dist.barrier()
+            text = tokens(100 + number, dist.get_rank(), settings)
             begin = time.perf_counter()
-            system.step(tokens(100 + number, dist.get_rank()))
+            system.step(text)
             took = torch.tensor(time.perf_counter() - begin)
             dist.all_reduce(took, dist.ReduceOp.MAX)  # the slowest rank's
             system.seconds.append(float(took))
@@ -240,21 +247,25 @@ def run(settings: argparse.Namespace) -> list[System]:
 
 
 def table(systems: list[System], settings: argparse.Namespace) -> str:
-    base = next((one for one in systems if one.name == "torch DDP"), systems[0])
+    times = {one.name: statistics.median(one.seconds) for one in systems}
     size = sum(one.numel() for one in build(settings)[0].parameters())
     lines = [
-        f"{size / 1e6:.1f}M parameters, {dist.get_world_size()} ranks of one thread (gloo), fp32, "
-        f"{BATCH} x {LENGTH} tokens per rank, {settings.rounds} rounds, torch {torch.__version__}",
+        f"{size / 1e6:.1f}M parameters, {dist.get_world_size()} ranks of one thread (gloo), "
+        f"{f'{settings.mbit} mbit' if settings.mbit else 'loopback'}, fp32, "
+        f"AdamW {'fused' if settings.fused else 'foreach'}, {BATCH} x {settings.length} tokens "
+        f"per rank, {settings.rounds} rounds, torch {torch.__version__}",
         "",
-        "| system | step | / torch DDP | at rest, MiB | peak, MiB | sent, MiB | difference |",
-        "| --- | --- | --- | --- | --- | --- | --- |",
+        "| system | step | / torch DDP | / FSDP2 | at rest, MiB | peak, MiB | sent, MiB | difference |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     for one in systems:
-        took = statistics.median(one.seconds)
+        took = times[one.name]
+        peers = [times.get(name, math.nan) for name in ("torch DDP", "torch FSDP2")]
         mebibytes = [f"{value / 2**20:.0f}" for value in (one.resident, one.peak, one.sent)]
         plain = one.name.startswith("plain")  # it trains on its own batches
         lines.append(
-            f"| {one.name} | {1e3 * took:.0f} ms | {took / statistics.median(base.seconds):.2f} | "
+            f"| {one.name} | {1e3 * took:.0f} ms | "
+            f"{' | '.join(f'{took / peer:.2f}' for peer in peers)} | "
             f"{' | '.join(mebibytes)} | {'-' if plain else format(one.difference, '.1e')} |"
         )
     return "\n".join(lines)
@@ -267,9 +278,17 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--width", type=int, default=256)
+    parser.add_argument("--length", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--fused", action="store_true")
+    parser.add_argument("--mbit", type=int, default=0)
     parser.add_argument("--systems", nargs="+", default=list(MAKERS), choices=list(MAKERS))
     settings = parser.parse_args()
+    if "RANK" not in os.environ and settings.mbit:
+        with shaped_link(bits_per_second=settings.mbit * 10**6) as link:
+            program = [sys.executable, __file__, *sys.argv[1:]]
+            print(link.run_ranks(program, environment={"OMP_NUM_THREADS": "1"}, timeout=900)[0])
+        return
     if "RANK" not in os.environ:
         start_ranks(settings.ranks, __file__, sys.argv[1:])
         return

@@ -6,6 +6,8 @@ import ast
 from dataclasses import dataclass
 from pathlib import Path
 
+from tasks.mutation.tracer.lamina_blocks import blocks_of
+
 __all__ = ["KINDS", "Mutant", "is_program", "mutants_of", "mutants_of_text"]
 
 KINDS = {
@@ -45,7 +47,7 @@ class Mutant:
         column: bytes before it on that line.
         kind: a key of KINDS.
         function: qualified name of the function around it, "" for a module's own statements.
-        first_line: of that function, decorators included; 0 for a module's own statements.
+        block: first line of the innermost block around it; 0 for a module's own statements.
         before: what stands there.
         after: what is planted.
     """
@@ -55,7 +57,7 @@ class Mutant:
     column: int
     kind: str
     function: str
-    first_line: int
+    block: int
     before: str
     after: str
 
@@ -84,12 +86,13 @@ def one_line(text: str) -> str:
 class Finder(ast.NodeVisitor):
     """Collects the faults of one module."""
 
-    def __init__(self, file: str, text: str) -> None:
+    def __init__(self, file: str, text: str, tree: ast.Module) -> None:
         self.file = file
+        self.blocks = list(blocks_of(tree))
         self.rows = text.encode().splitlines(keepends=True)
         self.data = text.encode()
         self.found: list[Mutant] = []
-        self.around: list[tuple[str, int]] = []
+        self.around: list[str] = []
 
     # -------------------------------------------------------------------- places
 
@@ -113,10 +116,10 @@ class Finder(ast.NodeVisitor):
         before = self.data[span[0] : span[1]].decode()
         head = self.data[: span[0]]
         line, column = head.count(b"\n") + 1, span[0] - (head.rfind(b"\n") + 1)
-        names, lines = zip(*self.around, strict=True) if self.around else ((), (0,))
-        self.found.append(
-            Mutant(self.file, line, column, kind, ".".join(names), lines[-1], before, after)
-        )
+        around = [b for b in self.blocks if b.begin <= (line, column) < b.end]
+        block = around[-1].line if around else 0  # an inner one comes after those around it
+        function = ".".join(self.around)
+        self.found.append(Mutant(self.file, line, column, kind, function, block, before, after))
 
     def between(self, left: ast.expr, right: ast.expr, kind: str, old: str, new: str) -> None:
         """Note a fault that replaces the operator `old` between two operands."""
@@ -130,8 +133,7 @@ class Finder(ast.NodeVisitor):
     def visit_FunctionDef(self, node: ast.FunctionDef) -> None:
         if node.name in FOR_PEOPLE or (node.name == "__getattr__" and not self.around):
             return
-        first = node.decorator_list[0].lineno if node.decorator_list else node.lineno
-        self.around.append((node.name, first))
+        self.around.append(node.name)
         for default in (*node.args.defaults, *filter(None, node.args.kw_defaults)):
             self.visit(default)
         for statement in node.body:
@@ -140,7 +142,7 @@ class Finder(ast.NodeVisitor):
 
     def visit_ClassDef(self, node: ast.ClassDef) -> None:
         before = self.around
-        self.around = [*before, (node.name, 0)]
+        self.around = [*before, node.name]
         for statement in node.body:
             self.visit(statement)
         self.around = before
@@ -249,8 +251,9 @@ def is_text(node: ast.expr) -> bool:
 
 def mutants_of_text(file: str, text: str) -> list[Mutant]:
     """Return the faults of a module, each once, in the order of their places."""
-    finder = Finder(file, text)
-    finder.visit(ast.parse(text))
+    tree = ast.parse(text)
+    finder = Finder(file, text, tree)
+    finder.visit(tree)
     return sorted(set(finder.found))
 
 

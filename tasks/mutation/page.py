@@ -13,7 +13,7 @@ from pathlib import Path
 from tasks.matrix.history import commit_of
 from tasks.mutation.mutants import KINDS, Mutant
 
-__all__ = ["Verdict", "explanation", "keep", "show"]
+__all__ = ["Conditions", "Verdict", "explanation", "keep", "show"]
 
 OUTCOMES = ("died", "lived", "never entered")
 EXPLAINED = Path(__file__).with_name("explained.toml")
@@ -21,9 +21,10 @@ PAGE = """\
 # Faults planted in {layer}
 
 Made by `python3 noxfile.py -s mutate -- {layer} --keep` on {date} at commit `{commit}`; don't edit.
-Each fault is one small change in a copy of the layer. The tests that enter its function run, the
-quickest first, until one fails. A fault that was never entered sits in a function that none calls.
-Tests: {tests}.
+The faults are a random sample (seed {seed}) over the layer. Each is one small change in a copy of
+it. Of the tests that reach the block of statements around it, {limit} at most run, until one fails.
+A fault is "never entered" if no test reaches its block.
+Tests: {tests}. {doubts}
 
 {summary}
 
@@ -69,6 +70,34 @@ class Verdict:
         return f"{self.outcome}: {self.mutant.name}{by}"
 
 
+@dataclass(frozen=True)
+class Conditions:
+    """How faults were tried.
+
+    Args:
+        tests: paths of the tests.
+        seed: that the sample was drawn with.
+        limit: tests per fault.
+        failed: tests that were left out, as they failed without a fault.
+        doubtful: tests that have killed, and failed without a fault afterwards.
+    """
+
+    tests: tuple[str, ...]
+    seed: int
+    limit: int
+    failed: tuple[str, ...] = ()
+    doubtful: tuple[str, ...] = ()
+
+    def doubts(self) -> str:
+        """Return what is to be known of tests that fail without a fault."""
+        left_out = ", ".join(f"`{test}`" for test in self.failed)
+        doubtful = ", ".join(f"`{test}`" for test in self.doubtful)
+        first = f"Left out, as they fail without a fault: {left_out}. " if left_out else ""
+        if doubtful:
+            return f"{first}In doubt, as they failed without a fault afterwards: {doubtful}."
+        return f"{first}Each test that has killed a fault passed once more without it."
+
+
 def show(layer: str, verdicts: Sequence[Verdict]) -> str:
     """Return the counts in one sentence."""
     counts = Counter(verdict.outcome for verdict in verdicts)
@@ -91,7 +120,7 @@ def explanation(
     return ""
 
 
-def keep(root: Path, layer: str, verdicts: Sequence[Verdict], tests: Sequence[str]) -> Path:
+def keep(root: Path, layer: str, verdicts: Sequence[Verdict], how: Conditions) -> Path:
     """Write the layer's record; return its path."""
     table = tomllib.loads(EXPLAINED.read_text())
     kinds = []
@@ -112,7 +141,10 @@ def keep(root: Path, layer: str, verdicts: Sequence[Verdict], tests: Sequence[st
             layer=layer,
             date=time.strftime("%Y-%m-%d"),
             commit=commit_of(root),
-            tests=", ".join(f"`{name}`" for name in tests),
+            tests=", ".join(f"`{name}`" for name in how.tests),
+            seed=how.seed,
+            limit=how.limit,
+            doubts=how.doubts(),
             summary=show(layer, verdicts),
             heads=" | ".join(OUTCOMES),
             dashes=" | ".join("---" for _ in OUTCOMES),

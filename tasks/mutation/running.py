@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
@@ -27,7 +27,7 @@ from tasks.bootstrap import LAYERS, ROOT
 from tasks.matrix.history import state_of
 from tasks.matrix.record import read_results
 from tasks.mutation.mutants import KINDS, Mutant, is_program, mutants_of
-from tasks.mutation.page import Verdict, keep, show
+from tasks.mutation.page import Conditions, Verdict, keep, show
 
 __all__ = ["Entered", "Field", "try_mutant"]
 
@@ -38,23 +38,36 @@ SLACK = 60.0  # seconds beyond what the tests take: a hang is ended by the tests
 
 @dataclass(frozen=True)
 class Entered:
-    """Which tests enter a function, and how long each test takes."""
+    """Which tests reach a block of the layers, how long each test takes, and which fail.
 
-    tests: dict[str, list[str]]  # "file:first line" -> tests
+    `tests` maps `layer/file:line` of a block to tests; `failed` are no use for finding a fault.
+    """
+
+    tests: dict[str, list[str]]
     seconds: dict[str, float]
+    failed: tuple[str, ...] = ()
 
-    def fitting(self, mutant: Mutant, limit: int) -> list[str]:
-        """Return the tests that enter the mutant's function, the quickest first.
+    def fitting(self, layer: str, mutant: Mutant, limit: int) -> list[str]:
+        """Return tests that reach the mutant's block: one case of each test function first.
 
-        A module's own statements run when it is imported: any test that enters the module fits.
+        Cases of one function see much the same. Among these, and then among second cases, the
+        quickest come first. A module's own statements run when it is imported: any test that
+        reaches a block of the module fits.
         """
-        if mutant.first_line:
-            found = set(self.tests.get(f"{mutant.file}:{mutant.first_line}", ()))
+        if mutant.block:
+            found = set(self.tests.get(f"{layer}/{mutant.file}:{mutant.block}", ()))
         else:
-            there = (t for key, t in self.tests.items() if key.rpartition(":")[0] == mutant.file)
+            file = f"{layer}/{mutant.file}"
+            there = (t for key, t in self.tests.items() if key.rpartition(":")[0] == file)
             found = {test for tests in there for test in tests}
         known = [test for test in found if test in self.seconds]
-        return sorted(known, key=lambda test: (self.seconds[test], test))[:limit]
+        known.sort(key=lambda test: (self.seconds[test], test))
+        cases: Counter[str] = Counter()
+        turns = {}
+        for test in known:
+            turns[test] = cases[test.partition("[")[0]]
+            cases[test.partition("[")[0]] += 1
+        return sorted(known, key=lambda test: turns[test])[:limit]
 
 
 @dataclass(frozen=True)
@@ -77,43 +90,65 @@ class Field:
         return self.root / "packages" / self.layer / "src" / "lamina" / self.layer
 
     @property
+    def sources(self) -> list[str]:
+        """Return what all tests run on."""
+        return [*(f"packages/{layer}/src" for layer in LAYERS), "testing"]
+
+    @property
     def place(self) -> Path:
-        """Return where this state's files are."""
-        beneath = LAYERS[: LAYERS.index(self.layer) + 1]
-        paths = [*(f"packages/{layer}" for layer in beneath), "testing", *self.tests]
-        return self.root / ".matrix" / "mutation" / self.layer / state_of(self.root, paths)
+        """Return where this state's verdicts are."""
+        state = state_of(self.root, [*self.sources, *self.tests])
+        return self.root / ".matrix" / "mutation" / self.layer / state
 
     def entered(self) -> Entered:
-        """Run all tests once, tracing; or find what such a run has shown."""
-        path = self.place / "entered.json"
+        """Run all tests once, tracing; or find what such runs have shown."""
+        tests: dict[str, list[str]] = defaultdict(list)
+        seconds: dict[str, float] = {}
+        failed: tuple[str, ...] = ()
+        for path in self.tests:
+            one = self._entered_by(path)
+            seconds |= one.seconds
+            failed += tuple(one.failed)
+            for key, found in one.tests.items():
+                tests[key] += found
+        return Entered(dict(tests), seconds, failed)
+
+    def _entered_by(self, tests: str) -> Entered:
+        """Return what one path of tests reaches, in all layers: one run serves each of them."""
+        state = state_of(self.root, [*self.sources, tests])
+        path = self.root / ".matrix" / "mutation" / "entered" / f"{state}.json"
         if not path.exists():
-            self.place.mkdir(parents=True, exist_ok=True)
-            print(f"running the tests of {self.layer} once, to see what they enter", flush=True)
-            path.write_text(json.dumps(asdict(self._trace())))
+            path.parent.mkdir(parents=True, exist_ok=True)
+            print(f"running {tests} once, to see what its tests reach", flush=True)
+            path.write_text(json.dumps(asdict(self._trace(tests))))
         return Entered(**json.loads(path.read_text()))
 
-    def _trace(self) -> Entered:
+    def _trace(self, tests: str) -> Entered:
         with tempfile.TemporaryDirectory(prefix="lamina-entered-") as name:
             lines, results = Path(name) / "entered", Path(name) / "results.jsonl"
             traced = {
                 "LAMINA_ENTERED": str(lines),
-                "LAMINA_ENTERED_SOURCE": f"{self.source}{os.sep}",
+                "LAMINA_ENTERED_PACKAGES": f"{self.root / 'packages'}{os.sep}",
             }
-            words = [*self.tests, "--results", str(results), f"--basetemp={name}/tests"]
-            env = environment(TRACER, self.source.parents[1], **traced)
-            command = [sys.executable, *PYTEST, *words]
-            done = subprocess.run(command, cwd=self.root, env=env, capture_output=True, text=True)
+            sources = (self.root / "packages" / layer / "src" for layer in LAYERS)
+            words = [tests, "--results", str(results), f"--basetemp={name}/tests"]
+            done = subprocess.run(
+                [sys.executable, *PYTEST, *words],
+                cwd=self.root,
+                env=environment(TRACER, *(path for path in sources if path.exists()), **traced),
+                capture_output=True,
+                text=True,
+            )
             ended = read_results(results)
-            failed = [case for case, result in ended.items() if result.outcome == "failed"]
-            if failed or done.returncode:
-                end = done.stdout[-2000:]
-                raise RuntimeError(f"the tests do not pass without a fault: {failed}\n{end}")
+            if done.returncode not in (0, 1):  # 1: some tests failed
+                raise RuntimeError(f"{tests} did not run to its end:\n{done.stdout[-2000:]}")
             found: dict[str, set[str]] = defaultdict(set)
             for line in lines.read_text().splitlines() if lines.exists() else ():
-                function, _, test = line.partition("\t")
-                found[function].add(test)
+                block, _, test = line.partition("\t")
+                found[block].add(test)
         passed = {c: r.seconds for c, r in ended.items() if r.outcome == "passed"}
-        return Entered({key: sorted(tests) for key, tests in found.items()}, passed)
+        failed = tuple(c for c, r in ended.items() if r.outcome == "failed")
+        return Entered({key: sorted(tests) for key, tests in found.items()}, passed, failed)
 
 
 def environment(*paths: Path, **variables: str) -> dict[str, str]:
@@ -127,7 +162,7 @@ def environment(*paths: Path, **variables: str) -> dict[str, str]:
 
 def try_mutant(field: Field, mutant: Mutant, entered: Entered, limit: int) -> Verdict:
     """Plant one fault in a copy and run the tests that fit, until one fails."""
-    tests = entered.fitting(mutant, limit)
+    tests = entered.fitting(field.layer, mutant, limit)
     if not tests:
         return Verdict(mutant, "never entered", "", 0.0)
     begin = time.monotonic()
@@ -136,27 +171,42 @@ def try_mutant(field: Field, mutant: Mutant, entered: Entered, limit: int) -> Ve
         shutil.copytree(field.source, copy, ignore=shutil.ignore_patterns("__pycache__"))
         path = copy / mutant.file
         path.write_text(mutant.plant(path.read_text()))
-        (Path(name) / "tests").write_text("\n".join(tests))
-        words = ["-x", f"@{name}/tests", f"--basetemp={name}/tmp", "--results", f"{name}/results"]
         seconds = SLACK + 5 * sum(entered.seconds[test] for test in tests)
         try:
-            done = subprocess.run(
-                [sys.executable, *PYTEST, *words],
-                cwd=field.root,
-                env=environment(copy.parents[1]),
-                capture_output=True,
-                text=True,
-                timeout=seconds,
-            )
+            code, failed = run_tests(field.root, tests, seconds, "-x", first=[copy.parents[1]])
         except subprocess.TimeoutExpired:
             return Verdict(mutant, "died", f"no end within {seconds:.0f} s", seconds)
-        failed = [
-            r.case for r in read_results(Path(name) / "results").values() if r.outcome == "failed"
-        ]
     took = round(time.monotonic() - begin, 1)
-    if done.returncode == 0:
+    if code == 0:
         return Verdict(mutant, "lived", f"{len(tests)} tests", took)
-    return Verdict(mutant, "died", failed[0] if failed else f"exit code {done.returncode}", took)
+    return Verdict(mutant, "died", failed[0] if failed else f"exit code {code}", took)
+
+
+def run_tests(
+    root: Path, tests: Sequence[str], seconds: float, *words: str, first: Sequence[Path] = ()
+) -> tuple[int, list[str]]:
+    """Run tests; return pytest's exit code and those that failed."""
+    with tempfile.TemporaryDirectory(prefix="lamina-tests-") as name:
+        (Path(name) / "tests").write_text("\n".join(tests))
+        places = [f"@{name}/tests", f"--basetemp={name}/tmp", "--results", f"{name}/results"]
+        done = subprocess.run(
+            [sys.executable, *PYTEST, *words, *places],
+            cwd=root,
+            env=environment(*first),
+            capture_output=True,
+            text=True,
+            timeout=seconds,
+        )
+        results = read_results(Path(name) / "results")
+    return done.returncode, [case for case, r in results.items() if r.outcome == "failed"]
+
+
+def in_doubt(field: Field, verdicts: Sequence[Verdict], entered: Entered) -> list[str]:
+    """Run once more, without a fault, the tests that have killed; return those that fail."""
+    killers = {verdict.by for verdict in verdicts if verdict.outcome == "died"}
+    tests = sorted(killers & set(entered.seconds))
+    seconds = SLACK + 10 * sum(entered.seconds[test] for test in tests)
+    return run_tests(field.root, tests, seconds)[1] if tests else []
 
 
 @dataclass(frozen=True)
@@ -193,11 +243,11 @@ def verdicts_of(place: Path) -> dict[Mutant, Verdict]:
 
 
 def run_all(
-    field: Field, chosen: Sequence[Mutant], jobs: int, limit: int, again: bool
+    field: Field, entered: Entered, chosen: Sequence[Mutant], jobs: int, limit: int, again: bool
 ) -> Iterator[Verdict]:
     """Try every chosen fault that no earlier run has tried; yield each as it ends."""
-    entered = field.entered()
     known = {} if again else verdicts_of(field.place)
+    field.place.mkdir(parents=True, exist_ok=True)
     yield from (known[mutant] for mutant in chosen if mutant in known)
     missing = [mutant for mutant in chosen if mutant not in known]
     with ThreadPoolExecutor(jobs) as pool:
@@ -228,13 +278,20 @@ def main(words: Sequence[str]) -> int:
     known = options(words)
     field = Field(ROOT, known.layer, tuple(known.tests) or (f"packages/{known.layer}/tests",))
     chosen = Choice(known.sample, known.seed, tuple(known.kind), known.file).of(field)
+    entered = field.entered()
+    for test in entered.failed:
+        print(f"left out, as it fails without a fault: {test}", flush=True)
     verdicts = []
-    for verdict in run_all(field, chosen, known.jobs, known.limit, known.again):
+    for verdict in run_all(field, entered, chosen, known.jobs, known.limit, known.again):
         verdicts.append(verdict)
         print(f"[{len(verdicts)}/{len(chosen)}] {verdict.headline()}", flush=True)
+    doubtful = in_doubt(field, verdicts, entered)
+    for test in doubtful:
+        print(f"in doubt: {test} has killed, and fails without a fault too", flush=True)
     print(show(field.layer, verdicts))
     if known.keep:
-        print(f"wrote {keep(ROOT, field.layer, verdicts, field.tests).relative_to(ROOT)}")
+        how = Conditions(field.tests, known.seed, known.limit, entered.failed, tuple(doubtful))
+        print(f"wrote {keep(ROOT, field.layer, verdicts, how).relative_to(ROOT)}")
     return 0
 
 

@@ -255,7 +255,8 @@ def table(systems: list[System], settings: argparse.Namespace) -> str:
         f"AdamW {'fused' if settings.fused else 'foreach'}, {BATCH} x {settings.length} tokens "
         f"per rank, {settings.rounds} rounds, torch {torch.__version__}",
         "",
-        "| system | step | / torch DDP | / FSDP2 | at rest, MiB | peak, MiB | sent, MiB | difference |",
+        "| system | step | / torch DDP | / FSDP2 | at rest, MiB | peak, MiB | sent, MiB | "
+        "difference |",
         "| --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     for one in systems:

@@ -256,7 +256,7 @@ def a_rank_knows_its_shard_of_a_dtensor():
 
 
 def a_graph_break_runs_the_function_as_it_is():
-    for compat in (of_collectives, of_models):
+    for compat in (of_collectives, of_fsdp, of_models):
         assert compat.one_graph_break(lambda: 7)() == 7
 
 

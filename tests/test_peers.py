@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from tasks.matrix.record import Result
 from tasks.peers.judge import VERDICTS, Reason, judge, reasons
-from tasks.peers.running import SUITES, files_of, linked, page
-from tasks.peers.substitute import internal_tests, substitute
+from tasks.peers.running import SUITES, files_of, linked, page, why_aside
+from tasks.peers.substitute import internal_tests, substitute, wrapping_tests
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -72,6 +72,30 @@ def test_tests_of_private_modules_are_told():
     assert internal_tests(text) == {"TestA::test_inside"}
 
 
+WRAPPING = """
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.nn.parallel import DistributedDataParallel as DDP
+class TestA:
+    def start(self, model):
+        return fully_shard(model)
+    def _test_both(self):
+        self.start(1)
+    def test_both(self):
+        self.run_subtests({}, self._test_both)
+    def test_both_of_torch(self):
+        FullyShardedDataParallel(1)
+    def test_ddp(self):
+        DDP(1)
+"""
+
+
+def test_tests_that_never_reach_a_wrapper_of_lamina_are_told_and_not_judged():
+    wrapping = {"TestA::test_both": True, "TestA::test_both_of_torch": False}
+    assert wrapping_tests(WRAPPING) == {**wrapping, "TestA::test_ddp": True}
+    assert not why_aside(WRAPPING, "TestA::test_both_compile_False")
+    assert "wraps no model" in why_aside(WRAPPING, "TestA::test_both_of_torch_compile_False")
+
+
 FRAME = 'File "/x/packages/fsdp/src/lamina/fsdp/a.py", line 3, in f\n    {source}\n'
 PASSED = Result("t", "passed")
 ENDINGS = {
@@ -101,7 +125,7 @@ def test_a_test_that_torch_itself_fails_here_is_not_judged():
         Result("t", "skipped"),
     ):
         assert judge("A::t", torch, PASSED, []).verdict == "not judged"
-    assert judge("A::t", PASSED, PASSED, [], internal=True).verdict == "not judged"
+    assert judge("A::t", PASSED, PASSED, [], "it is of torch itself").verdict == "not judged"
     assert judge("A::t", PASSED, PASSED, []).verdict == "holds"
     assert judge("A::t", PASSED, None, []).verdict == "breaks"
 
@@ -132,8 +156,8 @@ def test_a_checkout_without_the_tests_is_refused(tmp_path):
 def test_files_of_each_suite_are_found(tmp_path):
     names = {
         "test/distributed/_composable/fsdp/test_fully_shard_init.py": "",
-        "test/distributed/checkpoint/test_uses.py": "fully_shard(model)",
-        "test/distributed/checkpoint/test_other.py": "x = 1",
+        "test/distributed/checkpoint/test_uses.py": WRAPPING,
+        "test/distributed/checkpoint/test_other.py": "import fully_sharded_data_parallel",
     }
     for name, text in names.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
@@ -148,7 +172,7 @@ def test_files_of_each_suite_are_found(tmp_path):
 
 def test_the_record_counts_each_verdict_and_lists_what_does_not_hold():
     judged = [judge("A::good", PASSED, PASSED, []), judge("A::bad", PASSED, None, [])]
-    text = page({"fsdp2": judged}, "PyTorch 2.6.0")
+    text = page({"fsdp2": judged}, "PyTorch 2.6.0", 2)
     numbers = {"holds": 1, "breaks": 1}
     row = " | ".join(str(numbers.get(verdict, 0)) for verdict in VERDICTS)
     assert f"| fsdp2 | 2 | {row} |" in text

@@ -19,7 +19,8 @@ VERDICTS = {
     "absent": "Lamina has no such name or argument",
     "differs": "Lamina does something else by design, for a reason that docs give",
     "breaks": "none of these: something to repair or to explain",
-    "not judged": "the test does not pass over torch itself here, or checks torch's internals",
+    "not judged": "the test does not pass over torch itself here, is about torch's internals, or "
+    "wraps no model in what Lamina has",
 }
 REASONS = Path(__file__).with_name("reasons.toml")
 ABSENT = re.compile(
@@ -70,7 +71,7 @@ def judge(
     torch: Result | None,
     lamina: Result | None,
     known: Sequence[Reason],
-    internal: bool = False,
+    aside: str = "",
 ) -> Judgement:
     """Judge one test.
 
@@ -79,10 +80,10 @@ def judge(
         torch: how it ended over torch itself, on this machine; None if it did not run.
         lamina: how it ended over Lamina.
         known: the reasons that were written down.
-        internal: whether it uses torch's private modules.
+        aside: why it says nothing about Lamina, if that is known from its text.
     """
-    if internal:
-        return Judgement(test, "not judged", "it checks torch's internals")
+    if aside:
+        return Judgement(test, "not judged", aside)
     if torch is None or torch.outcome != "passed":
         why = one_line(torch.reason) if torch else "it did not run"
         return Judgement(test, "not judged", f"over torch itself: {why}")

@@ -19,13 +19,14 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from importlib.metadata import version as version_of
 from pathlib import Path
 
 from tasks.bootstrap import LAYERS, ROOT
 from tasks.matrix.history import commit_of, state_of
 from tasks.matrix.record import Result, read_results
 from tasks.peers.judge import VERDICTS, Judgement, by_verdict, judge, one_line, reasons
-from tasks.peers.substitute import internal_tests, substitute
+from tasks.peers.substitute import internal_tests, substitute, wrapping_tests
 
 __all__ = ["SUITES", "TestFile", "files_of", "run_file"]
 
@@ -54,7 +55,7 @@ PAGE = """\
 # torch's own tests, over Lamina
 
 Made by `python3 noxfile.py -s peers -- CHECKOUT --keep`; don't edit. Tests of {checkout}, run on
-gloo at commit `{commit}` on {date}.
+gloo with {ranks} ranks at commit `{commit}` on {date}.
 
 | suite | tests | {heads} |
 | --- | --- | {dashes} |
@@ -88,7 +89,7 @@ def files_of(checkout: Path, suite: str) -> list[TestFile]:
         paths = [path for place in folders for path in sorted(place.glob("test_*.py"))]
     else:
         every = sorted((tests / "checkpoint").rglob("test_*.py"))
-        paths = [path for path in every if "fully_shard" in path.read_text()]
+        paths = [path for path in every if any(wrapping_tests(path.read_text()).values())]
     if not paths:
         raise ValueError(f"{checkout} has no tests of {suite}: is it a source tree of PyTorch?")
     return [TestFile(suite, path) for path in paths]
@@ -150,13 +151,24 @@ def judge_file(file: TestFile, place: Path, ranks: int) -> Iterator[Judgement]:
         yield Judgement(f"{file.name}::*", "not judged", f"over torch itself no test ran: {why}")
         return
     over_lamina = run_file(file, place, ranks, lamina=True)
-    internal = internal_tests(file.path.read_text()) if file.suite != "ddp" else set()
     for test in sorted({*over_torch, *over_lamina}):
-        known = test in internal
-        yield judge(test, over_torch.get(test), over_lamina.get(test), reasons(), known)
+        aside = "" if file.suite == "ddp" else why_aside(file.path.read_text(), test)
+        yield judge(test, over_torch.get(test), over_lamina.get(test), reasons(), aside)
 
 
-def page(judged: dict[str, list[Judgement]], checkout: str) -> str:
+def why_aside(text: str, test: str) -> str:
+    """Return why a test of a file with this text says nothing about Lamina; "" if it does."""
+    if test in internal_tests(text):
+        return "it checks torch's internals"
+    wrapping = wrapping_tests(text)
+    # A case of a parametrised test has the test's name and more words behind it.
+    names = [name for name in wrapping if test == name or test.startswith(f"{name}_")]
+    if names and not wrapping[max(names, key=len)]:
+        return "it wraps no model in what Lamina has"
+    return ""
+
+
+def page(judged: dict[str, list[Judgement]], checkout: str, ranks: int) -> str:
     """Return the record."""
     rows, parts = [], []
     for suite, judgements in judged.items():
@@ -169,6 +181,7 @@ def page(judged: dict[str, list[Judgement]], checkout: str) -> str:
                 parts += [f"- `{j.test}`: {linked(j)}\n" for j in those]
     return PAGE.format(
         checkout=checkout,
+        ranks=ranks,
         commit=commit_of(ROOT),
         date=time.strftime("%Y-%m-%d"),
         heads=" | ".join(VERDICTS),
@@ -191,7 +204,7 @@ def main(words: Sequence[str]) -> int:
     parser.add_argument("--suite", choices=SUITES, nargs="+", default=SUITES)
     parser.add_argument("--file", default="", help="only files whose name has this in it")
     parser.add_argument("--ranks", type=int, default=2, help="GPUs to pretend (default: 2)")
-    parser.add_argument("--keep", action="store_true", help="write docs/records/peers.md")
+    parser.add_argument("--keep", action="store_true", help="write docs/records/peers-SUITE.md")
     options = parser.parse_args(words)
     try:
         files = [file for suite in options.suite for file in files_of(options.checkout, suite)]
@@ -218,10 +231,11 @@ def main(words: Sequence[str]) -> int:
     print(
         f"{len(open_ones)} refused, absent or breaking without a reason in tasks/peers/reasons.toml"
     )
-    if options.keep:
-        path = ROOT / "docs" / "records" / "peers.md"
+    for suite, judgements in judged.items() if options.keep else ():
+        path = ROOT / "docs" / "records" / f"peers-{suite}.md"
         path.parent.mkdir(exist_ok=True)
-        path.write_text(page(judged, name))
+        source = f"PyTorch {version_of('torch')}" if suite == "ddp" else name
+        path.write_text(page({suite: judgements}, source, options.ranks))
         print(f"wrote {path.relative_to(ROOT)}")
     return 0
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Mapping
 
-__all__ = ["internal_tests", "substitute"]
+__all__ = ["internal_tests", "substitute", "wrapping_tests"]
 
 Names = Mapping[tuple[str, str], str]  # (module, name) -> module that has the name instead
 
@@ -28,9 +28,11 @@ DEVICE: dict[tuple[str, str], str] = {
     (f"{COMMON}.common_distributed", "nccl_skip_if_lt_x_gpu"): "peer_device",
     (f"{COMMON}.common_distributed", "init_multigpu_helper"): "peer_device",
     (f"{COMMON}.common_fsdp", "FSDPTest"): "peer_device",
+    (f"{COMMON}.distributed._tensor.common_dtensor", "skip_if_lt_x_gpu"): "peer_device",
     (f"{COMMON}.common_fsdp", "test_compiled_fsdp"): "peer_device",
     (f"{COMMON}.inductor_utils", "HAS_CUDA"): "peer_device",
     (f"{COMMON}.common_fsdp", "FSDPTestMultiThread"): "peer_device",
+    ("torch.distributed.fsdp", "FullyShardedDataParallel"): "peer_device",
     ("torch.nn.parallel", "DistributedDataParallel"): "peer_device",
     ("torch.distributed._composable", "replicate"): "peer_device",
     ("torch.distributed._composable.replicate", "replicate"): "peer_device",
@@ -46,6 +48,7 @@ LAMINA: dict[tuple[str, str], str] = {
     (f"{COMMON}.common_fsdp", "check_sharded_parity"): "peer_lamina",
     ("torch.nn.parallel", "DistributedDataParallel"): "peer_lamina",
 }
+WRAPS = ("fully_shard", "DistributedDataParallel")  # what puts a model under Lamina
 WORDS = {"cuda": "cpu", "nccl": "gloo", "cpu:gloo,cuda:nccl": "gloo"}
 CHAINS = {"torch.cuda": "peer_device"}
 WRAPPERS = ("torch.nn.parallel.DistributedDataParallel", "nn.parallel.DistributedDataParallel")
@@ -149,3 +152,41 @@ def internal_tests(text: str) -> set[str]:
                 if isinstance(test, ast.FunctionDef) and used & private:
                     found.add(f"{node.name}::{test.name}")
     return found
+
+
+def wrapping_tests(text: str) -> dict[str, bool]:
+    """Return of each "Class::test" whether it puts a model under Lamina.
+
+    One that does not would hold whatever Lamina did. A function reaches what it names, and what the
+    functions of the file reach that it names.
+    """
+    tree = ast.parse(text)
+    wraps = {
+        alias.asname or alias.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+        if alias.name in WRAPS and (node.module or "", alias.name) in LAMINA
+    }
+    wraps |= {WRAPS[1]} if any(path in text for path in WRAPPERS) else set()
+    classes = [node for node in tree.body if isinstance(node, ast.ClassDef)]
+    bodies = [tree.body, *(node.body for node in classes)]
+    functions = [node for body in bodies for node in body if isinstance(node, ast.FunctionDef)]
+    found: set[str] = set()
+    while more := {f.name for f in functions if names_in(f) & (wraps | found)} - found:
+        found |= more
+    return {
+        f"{node.name}::{test.name}": test.name in found
+        for node in classes
+        for test in node.body
+        if isinstance(test, ast.FunctionDef) and test.name.startswith("test")
+    }
+
+
+def names_in(node: ast.AST) -> set[str]:
+    """Return the names and attributes that code uses."""
+    return {
+        part.id if isinstance(part, ast.Name) else part.attr
+        for part in ast.walk(node)
+        if isinstance(part, ast.Name | ast.Attribute)
+    }

@@ -306,3 +306,18 @@ def test_deleting_the_model_frees_it(ranks):
         assert [w() for w in watched if w() is not None] == []
     finally:
         gc.enable()
+
+
+@pytest.mark.ranks(2, timeout=120)
+def test_torch_compile_of_the_root_may_make_the_first_call(ranks):
+    """Also where the root has parameters of its own, which are released at that moment."""
+    mesh = mesh_of(2)
+    model = sharded(mesh)
+    optimizer = sgd(model)
+    forward = torch.compile(model, backend="eager")
+    for step in range(3):
+        forward(inputs(model, 10 * step + ranks.rank)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    _, wanted = one_line(mesh, ranks.rank)
+    assert_same(full_parameters(model), wanted)

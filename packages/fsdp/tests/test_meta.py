@@ -257,6 +257,23 @@ def test_no_rank_ever_holds_more_than_its_shards_and_one_unit(ranks):
     assert peak <= shards + max(units) + 2048, f"{(peak - shards) / max(units):.2f} units above"
 
 
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("given", [False, True], ids=["own mesh", "given mesh"])
+def test_a_model_that_is_sharded_while_tensors_are_made_on_meta_takes_a_state(given, ranks):
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",)) if given else None
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(2)))
+        for layer in model:
+            shard_module(layer, mesh)
+        shard_module(model, mesh)
+    torch.manual_seed(5)
+    wanted = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(2))).state_dict()
+    model.load_state_dict(wanted)
+    for name, value in full_parameters(model).items():
+        assert torch.equal(value, wanted[name]), name
+    model(torch.ones(2, 4)).sum().backward()
+
+
 @pytest.mark.ranks(1)
 def test_module_by_module_holds_no_more_than_shards_and_one_unit(ranks):
     """On one rank, whose shards are whole: no broadcast holds on to a unit."""

@@ -68,6 +68,14 @@ def test_collectives_reach_the_ranks_of_the_axis_on_eight(sizes: dict[str, int])
     check_groups_against_numpy(sizes)
 
 
+@pytest.mark.ranks(2)
+def test_a_mesh_can_be_made_while_tensors_are_made_on_another_device() -> None:
+    with torch.device("meta"):
+        mesh = ParallelLayout(tp=2).build("cpu")
+    assert mesh["tp"].mesh.tolist() == [0, 1]
+    assert not mesh.mesh.mesh.is_meta
+
+
 @pytest.mark.ranks(4)
 def test_equal_meshes_share_groups_and_siblings() -> None:
     first, second = (ParallelLayout(tp=2, ep=2).build("cpu") for _ in range(2))

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed._composable import replicate as torch_replicate
+from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP1
 from torch.testing._internal.common_distributed import MultiProcessTestCase
 from torch.testing._internal.common_fsdp import FSDPTest as TorchFSDPTest
 from torch.testing._internal.common_utils import set_rng_seed
@@ -184,6 +185,13 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
         for name in ("device_ids", "output_device"):
             options.pop(name, None)
         super().__init__(module, *args[2:], **options)
+
+
+class FullyShardedDataParallel(TorchFSDP1):
+    """torch's first FSDP, which runs on a CPU if that is asked for in words."""
+
+    def __init__(self, module: torch.nn.Module, *args: Any, **options: Any) -> None:
+        super().__init__(module, *args, **{"device_id": current_device(), **options})
 
 
 def replicate(module: torch.nn.Module, *args: Any, **options: Any) -> torch.nn.Module:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch._C import _current_graph_task_id as current_graph_task_id
+from torch._compile import _disable_dynamo as one_graph_break
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -23,6 +24,7 @@ __all__ = [
     "function_transform",
     "graph_is_kept",
     "local_shape_and_offset",
+    "one_graph_break",
     "tree_leaves",
     "tree_map_only",
 ]

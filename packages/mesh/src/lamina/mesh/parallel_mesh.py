@@ -227,7 +227,7 @@ class ParallelMesh:
         # DeviceMesh's own constructor makes the groups of all ranks, one new_group after another:
         # from_group takes ours, which cost a rank one call per axis.
         groups = [self._group_or_self(name) for name in axes]
-        ranks = torch.arange(self.layout.world_size, dtype=torch.int).view(shape)
+        ranks = torch.arange(self.layout.world_size, dtype=torch.int, device="cpu").view(shape)
         return DeviceMesh.from_group(groups, self.device_type, ranks, mesh_dim_names=axes)
 
     def _group_or_self(self, name: str) -> dist.ProcessGroup:

@@ -26,6 +26,7 @@ from lamina.ddp.engine import (
 )
 from lamina.fsdp.api.build import build_units, start_engine, storage_pool, without_values
 from lamina.fsdp.api.resolve import Sharding, resolve
+from lamina.fsdp.compat import one_graph_break
 from lamina.fsdp.execution.engine import ShardingEngine
 from lamina.fsdp.execution.hooks import attach_hooks
 from lamina.fsdp.execution.unit import Unit
@@ -344,6 +345,7 @@ def _show_parts(modules: Sequence[ModuleWithUnit], sharding: Sharding) -> None:
         module.register_state_dict_pre_hook(refuse)  # type: ignore[no-untyped-call]
 
 
+@one_graph_break  # torch.compile(model) may be what makes the first call
 def _make_engine(root: ModuleWithUnit) -> None:
     """Join what was sharded in and below `root` under one engine."""
     modules = {n: m for n, m in root.named_modules() if isinstance(m, ModuleWithUnit)}

@@ -23,5 +23,5 @@ with contextlib.suppress(ImportError):
     settings.register_profile("busy machine", deadline=None)
     settings.load_profile("busy machine")
 
-# `matrix` marks and `--full`; the closing line for noxfile.py. Both in tests/.
-pytest_plugins = ["tasks.matrix.plugin", "closing_line"]
+# `matrix` marks and `--full`; the closing line for noxfile.py; the order of modules.
+pytest_plugins = ["tasks.matrix.plugin", "closing_line", "longest_first"]

@@ -266,5 +266,5 @@ def pytest(session: nox.Session, *words: str | Path, **options: Any) -> None:
 
 
 def workers(dist: str) -> list[str]:
-    """Options of pytest-xdist: ranks wait for each other a lot, so two tests fit on two cores."""
-    return ["-n", str(min(max(CORES // 2, 2), 8)), "--dist", dist] if CORES >= 2 else []
+    """Options of pytest-xdist: ranks wait for each other a lot, so three tests fit on two cores."""
+    return ["-n", str(min(max(CORES // 2, 3), 8)), "--dist", dist] if CORES >= 2 else []

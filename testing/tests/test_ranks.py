@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import os
+import threading
+import time
 import warnings
 
 import pytest
 import torch
 import torch.distributed as dist
+
+from lamina.collectives.engine import Job
+from lamina_testing.rank import process_state
 
 
 class Box:
@@ -116,3 +121,41 @@ def test_each_test_of_shared_ranks_can_make_groups(case, ranks):
 def test_a_process_that_a_test_has_changed_runs_no_other_test(case, ranks):
     assert torch.get_default_dtype() == torch.float32
     torch.set_default_dtype(torch.float64)
+
+
+def becomes(state: tuple[object, ...]) -> bool:
+    """Whether the process comes to be as it was; a thread that is done rests a moment later."""
+    deadline = time.monotonic() + 10
+    while process_state() != state and time.monotonic() < deadline:
+        time.sleep(0.001)
+    return process_state() == state
+
+
+@pytest.mark.ranks(1)
+def test_a_thread_of_a_lane_counts_only_while_it_works():
+    before, begun, end = process_state(), threading.Event(), threading.Event()
+
+    def work() -> None:
+        begun.set()
+        assert end.wait(60)
+
+    job = Job(work)
+    job.start()
+    assert begun.wait(60)
+    assert process_state() != before
+    end.set()
+    job.wait()
+    assert becomes(before), "the thread rests, so the next test may have this process"
+
+
+@pytest.mark.ranks(1)
+def test_a_thread_that_nobody_knows_ends_the_process():
+    before = process_state()
+    threading.Thread(target=time.sleep, args=(600,), daemon=True, name="lamina-lane").start()
+    assert process_state() != before
+
+
+@pytest.mark.ranks(1)
+@pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="Linux")
+def test_ranks_take_no_core_from_each_other():
+    assert os.sched_getscheduler(0) == os.SCHED_BATCH

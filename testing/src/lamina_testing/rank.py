@@ -97,20 +97,20 @@ class RankProcess:
         if previous is not None:
             previous.close()
         recorded: list[RankWarning] = []
-        before = _process_state()
+        before = process_state()
         try:
             _enter_environment(assignment, self._rank)
             with _recorded_warnings(job, recorded):
                 value = _run_body(assignment, self._rank, self._loader)
             outcome = RankOutcome(self._rank, "passed", time.monotonic(), value=value)
-            outcome.reusable = _process_state() == before
+            outcome.reusable = process_state() == before
         except BaseException as error:  # SystemExit and KeyboardInterrupt are failures of the body
             outcome = _failure(job, self._rank, error)
         outcome.warnings = recorded
         return outcome
 
 
-def _process_state() -> tuple[object, ...]:
+def process_state() -> tuple[object, ...]:
     """Return what a body could leave changed for another one in the same process."""
     return (
         torch.get_default_dtype(),
@@ -118,9 +118,24 @@ def _process_state() -> tuple[object, ...]:
         torch.get_num_threads(),
         torch.is_grad_enabled(),
         torch.are_deterministic_algorithms_enabled(),
-        threading.active_count(),
+        _threads_with_work(),
         [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)],
     )
+
+
+def _threads_with_work() -> int:
+    """Count threads, less those that lanes keep and that wait for their next work.
+
+    Which these are is Note [Threads are used again] in lanes.py of lamina.collectives. Their only
+    frame is `_run_all`.
+    """
+    frames = sys._current_frames()
+    at_rest = (
+        thread.name == "lamina-lane" and frames[thread.ident].f_code.co_name == "_run_all"
+        for thread in threading.enumerate()
+        if thread.ident in frames
+    )
+    return threading.active_count() - sum(at_rest)
 
 
 def _flush() -> None:

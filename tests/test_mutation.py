@@ -162,7 +162,7 @@ def test_faults_die_live_or_are_never_entered(field):
     chosen = Choice(100, 0, (), "").of(field)
     assert len(chosen) == 5
     entered = field.entered()
-    verdicts = {v.mutant.function: v for v in run_all(field, entered, chosen, 2, 40, again=False)}
+    verdicts = {v.mutant.function: v for v in run_all(field, entered, chosen, 2, 40)}
     assert {name: v.outcome for name, v in verdicts.items()} == {
         "held": "died",
         "entered": "lived",
@@ -187,7 +187,7 @@ def test_faults_die_live_or_are_never_entered(field):
 def test_a_run_goes_on_and_another_state_of_the_tests_starts_anew(field, monkeypatch):
     chosen = Choice(100, 0, (), "").of(field)
     entered = field.entered()
-    first = list(run_all(field, entered, chosen[:2], 1, 40, again=False))
+    first = list(run_all(field, entered, chosen[:2], 1, 40))
     with open(field.place / "verdicts.jsonl", "a") as handle:
         handle.write('{"mutant": {"fi')  # cut off
     tried = []
@@ -195,8 +195,14 @@ def test_a_run_goes_on_and_another_state_of_the_tests_starts_anew(field, monkeyp
         "tasks.mutation.running.try_mutant",
         lambda field, mutant, *_: tried.append(mutant) or first[0],
     )
-    list(run_all(field, entered, chosen, 1, 40, again=False))
+    list(run_all(field, entered, chosen, 1, 40))
     assert tried == chosen[2:]
+    tried.clear()
+    list(run_all(field, entered, chosen[:2], 1, 40, again="lived"))
+    assert tried == [v.mutant for v in first if v.outcome != "died"]
+    tried.clear()
+    list(run_all(field, entered, chosen[:2], 1, 40, again="all"))
+    assert tried == chosen[:2]
     assert set(verdicts_of(field.place)) >= set(chosen[:2])
     tests = field.root / field.tests[0] / "test_planted.py"
     tests.write_text(TESTS + "\n# changed\n")
@@ -265,6 +271,12 @@ def test_one_case_of_each_test_comes_first_and_the_quickest_of_those():
     assert entered.fitting("mesh", mutant, 40) == ["a[1]", "c", "b[1]", "a[2]", "a[3]"]
     assert entered.fitting("mesh", mutant, 2) == ["a[1]", "c"]
     assert entered.fitting("ddp", mutant, 40) == []
+
+
+def test_a_modules_own_statements_meet_all_tests_those_that_enter_it_first():
+    (mutant,) = mutants_of_text("m.py", "LIMIT = 3\n")
+    entered = Entered({"mesh/m.py:9": ["c"]}, {"a": 1.0, "b": 2.0, "c": 3.0})
+    assert entered.fitting("mesh", mutant, 40) == ["c", "a", "b"]
 
 
 def test_a_larger_sample_holds_the_smaller_and_choices_hold(field):

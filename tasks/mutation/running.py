@@ -1,8 +1,8 @@
-"""Plants faults one at a time in copies of a layer, and runs the tests that enter them.
+"""Plants faults one at a time in copies of a layer, and runs the tests that reach them.
 
 `python -m tasks.mutation.running LAYER [--sample N] [--seed S] [--tests PATH...] [--jobs J]
-[--kind KIND...] [--file TEXT] [--limit N] [--again] [--keep]`, in `.nox/env`. A run goes on where
-the last one on the same sources ended: its files are in `.matrix/mutation/LAYER/STATE/`.
+[--kind KIND...] [--file TEXT] [--limit N] [--again lived|all] [--keep]`, in `.nox/env`. A run goes
+on where the last one on the same sources ended: its files are in `.matrix/mutation/LAYER/STATE/`.
 """
 
 from __future__ import annotations
@@ -51,23 +51,23 @@ class Entered:
         """Return tests that reach the mutant's block: one case of each test function first.
 
         Cases of one function see much the same. Among these, and then among second cases, the
-        quickest come first. A module's own statements run when it is imported: any test that
-        reaches a block of the module fits.
+        quickest come first. A module's own statements run when it is imported, and what they made
+        can be read without a call: tests that reach a block of the module come first, then all.
         """
         if mutant.block:
-            found = set(self.tests.get(f"{layer}/{mutant.file}:{mutant.block}", ()))
+            near = set(self.tests.get(f"{layer}/{mutant.file}:{mutant.block}", ()))
         else:
             file = f"{layer}/{mutant.file}"
             there = (t for key, t in self.tests.items() if key.rpartition(":")[0] == file)
-            found = {test for tests in there for test in tests}
-        known = [test for test in found if test in self.seconds]
+            near = {test for tests in there for test in tests}
+        known = [test for test in self.seconds if test in near or not mutant.block]
         known.sort(key=lambda test: (self.seconds[test], test))
         cases: Counter[str] = Counter()
         turns = {}
         for test in known:
             turns[test] = cases[test.partition("[")[0]]
             cases[test.partition("[")[0]] += 1
-        return sorted(known, key=lambda test: turns[test])[:limit]
+        return sorted(known, key=lambda test: (test not in near, turns[test]))[:limit]
 
 
 @dataclass(frozen=True)
@@ -243,10 +243,15 @@ def verdicts_of(place: Path) -> dict[Mutant, Verdict]:
 
 
 def run_all(
-    field: Field, entered: Entered, chosen: Sequence[Mutant], jobs: int, limit: int, again: bool
+    field: Field, entered: Entered, chosen: Sequence[Mutant], jobs: int, limit: int, again: str = ""
 ) -> Iterator[Verdict]:
-    """Try every chosen fault that no earlier run has tried; yield each as it ends."""
-    known = {} if again else verdicts_of(field.place)
+    """Try every chosen fault that no earlier run has tried; yield each as it ends.
+
+    `again` is "lived" for what no test has found too, and "all" for everything.
+    """
+    known = {} if again == "all" else verdicts_of(field.place)
+    if again == "lived":
+        known = {mutant: verdict for mutant, verdict in known.items() if verdict.outcome == "died"}
     field.place.mkdir(parents=True, exist_ok=True)
     yield from (known[mutant] for mutant in chosen if mutant in known)
     missing = [mutant for mutant in chosen if mutant not in known]
@@ -268,7 +273,7 @@ def options(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--file", default="", help="only in files whose path has this in it")
     parser.add_argument("--limit", type=int, default=40, help="tests per fault (default: 40)")
     parser.add_argument("--jobs", type=int, default=max(1, len(os.sched_getaffinity(0)) // 2))
-    parser.add_argument("--again", action="store_true", help="also what has been tried")
+    parser.add_argument("--again", choices=("lived", "all"), default="", help="also what has been")
     parser.add_argument("--keep", action="store_true", help="write docs/records/mutation/")
     return parser.parse_args(words)
 

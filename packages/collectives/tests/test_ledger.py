@@ -30,7 +30,7 @@ from lamina.collectives import (
 )
 from lamina.collectives.call import collective, spans
 from lamina.collectives.call.record import Call
-from lamina.collectives.engine import Serving, Span, broadcast, start_all_reduce
+from lamina.collectives.engine import Serving, Span, all_reduce_small, broadcast, start_all_reduce
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64]
 
@@ -83,6 +83,17 @@ def test_bytes_sent_are_the_formula_of_each_collective(dtype):
         assert (record.dtype, record.group_size) == (dtype, size)
         assert ledger.bytes() == ledger.bytes(op=op) == expected
         assert ledger.bytes(op="other") == 0
+
+
+@pytest.mark.ranks(2, 3, 4)
+def test_a_small_sum_of_integers_counts_what_a_ring_sends():
+    # The backend's own: each rank passes on size - 1 pieces, and as many pieces of the sum.
+    size = dist.get_world_size()
+    with Ledger() as ledger:
+        all_reduce_small([torch.ones(n, dtype=torch.int64) for n in (5, 6)], dist.group.WORLD)
+    piece = {2: 6, 3: 4, 4: 3}[size]  # of 11 numbers
+    record = only(ledger)
+    assert (record.op, record.bytes) == ("all_reduce_small", (size - 1) * 2 * piece * 8)
 
 
 @pytest.mark.ranks(2, 4)
@@ -334,6 +345,14 @@ def test_the_trace_is_chrome_json_with_every_finished_call(tmp_path):
         assert begin["pid"] == ends[key]["pid"] == rank
         assert begin["args"]["bytes"] == 2000
         assert start <= begin["ts"] * 1e-6 <= ends[key]["ts"] * 1e-6 <= time.time()
+
+
+def test_the_trace_of_a_program_without_process_groups_is_rank_0s(tmp_path):
+    with Ledger() as ledger:
+        all_reduce_fp32(torch.ones(4), torch.ones(4), None)
+    events = json.loads(ledger.trace(tmp_path / "alone.json").read_text())["traceEvents"]
+    assert {event["pid"] for event in events} == {0}
+    assert [e["args"]["name"] for e in events if e["name"] == "process_name"] == ["rank 0"]
 
 
 def clocks_apart(path: Path, group: dist.ProcessGroup) -> float:

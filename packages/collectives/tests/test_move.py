@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch.distributed as dist
 
 from lamina.collectives import Ledger, all_gather_into, all_to_all
 from lamina.collectives.engine import all_reduce_small, broadcast, host_device, use_messages
+from lamina.collectives.transport import transport
 from lamina.mesh.engine import MeshAxis
 
 DTYPES = [torch.float32, torch.bfloat16, torch.uint8, torch.bool, torch.float8_e4m3fn]
@@ -107,6 +109,28 @@ def test_an_even_all_to_all_needs_no_splits():
     all_to_all(output, torch.arange(world * 2).view(world, 2) + 100 * rank, dist.group.WORLD)
     expected = [[100 * place + 2 * rank, 100 * place + 2 * rank + 1] for place in range(world)]
     assert output.tolist() == expected
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("even", [True, False])
+def test_an_all_to_all_of_the_backends_own_is_not_waited_for(monkeypatch, even):
+    """As over NCCL. Rank 1 begins when rank 0 has said, after its own call, that it goes on."""
+    monkeypatch.setattr(transport, "served_by_gloo", lambda *_: False)
+    rank, store = dist.get_rank(), dist.distributed_c10d._get_default_store()
+    counts = [[2, 2], [2, 2]] if even else [[1, 3], [2, 0]]  # rank i sends counts[i][j] rows to j
+    receives = [counts[0][rank], counts[1][rank]]
+    rows = torch.arange(sum(counts[rank]) * 2).view(-1, 2) + 100 * rank
+    output = torch.empty(sum(receives), 2, dtype=rows.dtype)
+    splits = {} if even else {"input_splits": counts[rank], "output_splits": receives}
+    if rank == 1:
+        store.wait([f"rank 0 goes on {even}"], timedelta(seconds=5))
+    handle = all_to_all(output, rows, dist.group.WORLD, async_op=True, **splits)
+    if rank == 0:
+        store.set(f"rank 0 goes on {even}", "yes")
+    handle.wait()
+    first = [torch.arange(sum(held) * 2).view(-1, 2) + 100 * i for i, held in enumerate(counts)]
+    runs = [rows.split(held)[rank] for rows, held in zip(first, counts, strict=True)]
+    assert torch.equal(output, torch.cat(runs))
 
 
 @pytest.mark.ranks(1, 3)

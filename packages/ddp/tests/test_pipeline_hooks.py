@@ -167,3 +167,13 @@ def test_plain_gradients_follow_roles_over_tp_and_stages(ranks):
     tp, pp = mesh.coordinate["tp"], mesh.coordinate["pp"]
     assert torch.equal(layer.weight.grad, torch.full((2, 2), [101.0, 1010.0][tp]))
     assert torch.equal(layer.bias.grad, torch.full((2,), [1.0, 100.0][pp]))
+
+
+@pytest.mark.ranks(1)
+def test_a_lone_copy_of_a_tied_parameter_is_summed_with_nothing_and_may_be_finalized_again():
+    mesh, layer = ParallelLayout().build("cpu"), nn.Linear(2, 2, bias=False)
+    mark(layer.weight, tied="embedding")
+    for backwards in (1.0, 2.0):
+        layer(torch.ones(1, 2)).sum().backward()
+        finalize_plain_gradients(layer, mesh)
+        assert torch.equal(layer.weight.grad, torch.full((2, 2), backwards))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import subprocess
 import sys
 import textwrap
@@ -81,6 +82,25 @@ def test_a_save_is_waited_for_as_long_as_it_makes_progress():
     assert time.monotonic() - begun > 1.2
     end.set()
     assert background.finish(5.0)
+
+
+def test_a_save_without_progress_is_given_up_and_nothing_that_was_printed_is_lost():
+    program = """
+        import threading
+        from lamina.checkpoint.save import saving
+
+        saving._PATIENCE = 0.5
+        background = saving.Background()
+        background.words = lambda: "it waits for rank 1"
+        background.start(threading.Event().wait)  # which nobody sets
+        print("printed into a buffer")
+    """
+    command = [sys.executable, "-c", textwrap.dedent(program)]
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    ended = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 1
+    assert "s: it is given up; it waits for rank 1" in ended.stderr
+    assert ended.stdout == "printed into a buffer\n"
 
 
 @pytest.mark.ranks(2)

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy as TorchPolicy
+from torch.profiler import ProfilerActivity, profile
 
 from lamina.collectives import Ledger
 from lamina.ddp import DataParallel, NonFiniteGradientError, full_gradients, full_parameters
@@ -423,3 +424,30 @@ def test_fp16_weights_skip_the_step_on_all_ranks_when_one_overflows(ranks):
     assert seen["dtype"] is torch.float16
     assert {p.dtype for p in model.parameters()} == {torch.float32}
     assert all(value.isfinite().all() for value in kept[-1].values())
+
+
+@pytest.mark.ranks(1)
+def test_a_unit_that_is_called_alone_after_the_model_gets_its_inputs_cast():
+    policy = MixedPrecisionPolicy(param_dtype=BF16)
+    model = sharded_alone(mixed_precision_policy=policy, fsdp_unit_modules=[Block])
+    hidden = torch.randn(4, 17)
+    with torch.no_grad():
+        first = model.blocks[0](hidden)
+        model(inputs(model, 0))
+        assert torch.equal(model.blocks[0](hidden), first)
+    assert first.dtype is BF16
+
+
+@pytest.mark.ranks(1)
+def test_backwards_of_units_follow_one_another_in_a_profile():
+    model = sharded_alone(fsdp_unit_modules=[Block])
+    loss = loss_of(model, 0)
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        loss.backward()
+    times = [(e.name, e.time_range.start, e.time_range.end) for e in profiler.events()]
+    spans = {name: (start, end) for name, start, end in times if name.startswith("backward of")}
+    products = [(start, end) for name, start, end in times if name == "aten::mm"]
+    turns = [spans[f"backward of blocks.{at}"] for at in (2, 1, 0)]
+    for begin, end in turns:
+        assert any(begin < start < stop < end for start, stop in products)
+    assert all(one[1] <= other[0] for one, other in itertools.pairwise(turns))

@@ -542,11 +542,10 @@ def fully_shard_optimizer(optimizer: OptimizerT, module: nn.Module) -> Optimizer
     refuse_cut_tensors(optimizer, groups, _KEEP_WHOLE)
     adopt_main_parameters(optimizer, groups)
     warn_of_unfinished_steps(optimizer, module)
-    world = dist.get_world_size() if dist.is_initialized() else 1
     for part in parts:
         engine = part.sharding_engine
         finish_before_steps(optimizer, engine)
-        answer_scalers(optimizer, part.parameter_groups(), world, engine.reducer)
+        answer_scalers(optimizer, part.parameter_groups(), dist.get_world_size(), engine.reducer)
         step_over_groups(optimizer, part.parameter_groups(), engine.mark_weights_changed)
         engine.follow(optimizer)
     whole = any(map(gives_whole_tensors, parts))

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from tasks.matrix.record import Result
 from tasks.peers.judge import VERDICTS, Reason, judge, reasons
-from tasks.peers.running import SUITES, files_of, linked, page, why_aside
-from tasks.peers.substitute import internal_tests, substitute, wrapping_tests
+from tasks.peers.running import SUITES, files_of, linked, page
+from tasks.peers.substitute import internal_tests, substitute, wraps
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -72,28 +72,15 @@ def test_tests_of_private_modules_are_told():
     assert internal_tests(text) == {"TestA::test_inside"}
 
 
-WRAPPING = """
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
-from torch.nn.parallel import DistributedDataParallel as DDP
-class TestA:
-    def start(self, model):
-        return fully_shard(model)
-    def _test_both(self):
-        self.start(1)
-    def test_both(self):
-        self.run_subtests({}, self._test_both)
-    def test_both_of_torch(self):
-        FullyShardedDataParallel(1)
-    def test_ddp(self):
-        DDP(1)
-"""
+WRAPPING = "from torch.distributed.fsdp import FullyShardedDataParallel as FSDP, fully_shard"
 
 
-def test_tests_that_never_reach_a_wrapper_of_lamina_are_told_and_not_judged():
-    wrapping = {"TestA::test_both": True, "TestA::test_both_of_torch": False}
-    assert wrapping_tests(WRAPPING) == {**wrapping, "TestA::test_ddp": True}
-    assert not why_aside(WRAPPING, "TestA::test_both_compile_False")
-    assert "wraps no model" in why_aside(WRAPPING, "TestA::test_both_of_torch_compile_False")
+def test_files_that_wrap_nothing_in_what_lamina_has_are_told():
+    assert wraps(WRAPPING)
+    assert wraps("from torch.nn.parallel import DistributedDataParallel as DDP")
+    assert wraps("x = torch.nn.parallel.DistributedDataParallel(y)")
+    assert not wraps("from torch.distributed.fsdp.fully_sharded_data_parallel import FSDP")
+    assert not wraps("from torch.distributed.tensor import DTensor")
 
 
 FRAME = 'File "/x/packages/fsdp/src/lamina/fsdp/a.py", line 3, in f\n    {source}\n'
@@ -195,6 +182,9 @@ class TestPlanted(FSDPTest):
     def test_state(self):
         model = fully_shard(torch.nn.Linear(4, 4))
         self.assertIsNotNone(fully_shard.state(model))
+
+    def test_nothing(self):
+        self.assertTrue(True)
 """
 
 
@@ -207,4 +197,8 @@ def test_a_planted_checkout_is_run_both_ways_and_judged(tmp_path, monkeypatch):
     path.write_text(PLANTED)
     judged = judge_file(TestFile("fsdp2", path), tmp_path / "run", ranks=2)
     verdicts = {judgement.test: judgement.verdict for judgement in judged}
-    assert verdicts == {"TestPlanted::test_trains": "holds", "TestPlanted::test_state": "absent"}
+    assert verdicts == {
+        "TestPlanted::test_trains": "holds",
+        "TestPlanted::test_state": "absent",
+        "TestPlanted::test_nothing": "not judged",
+    }

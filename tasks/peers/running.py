@@ -26,7 +26,7 @@ from tasks.bootstrap import LAYERS, ROOT
 from tasks.matrix.history import commit_of, state_of
 from tasks.matrix.record import Result, read_results
 from tasks.peers.judge import VERDICTS, Judgement, by_verdict, judge, one_line, reasons
-from tasks.peers.substitute import internal_tests, substitute, wrapping_tests
+from tasks.peers.substitute import internal_tests, substitute, wraps
 
 __all__ = ["SUITES", "TestFile", "files_of", "run_file"]
 
@@ -89,7 +89,7 @@ def files_of(checkout: Path, suite: str) -> list[TestFile]:
         paths = [path for place in folders for path in sorted(place.glob("test_*.py"))]
     else:
         every = sorted((tests / "checkpoint").rglob("test_*.py"))
-        paths = [path for path in every if any(wrapping_tests(path.read_text()).values())]
+        paths = [path for path in every if wraps(path.read_text())]
     if not paths:
         raise ValueError(f"{checkout} has no tests of {suite}: is it a source tree of PyTorch?")
     return [TestFile(suite, path) for path in paths]
@@ -107,7 +107,8 @@ def run_file(file: TestFile, place: Path, ranks: int, *, lamina: bool) -> dict[s
         text = DDP_RUNNER.format(copy="copy_of_distributed_test")
         target = place / "test_ddp.py"
     target.write_text(text)
-    (place / "barrier").mkdir(exist_ok=True)
+    for folder in ("barrier", "wrapped"):
+        (place / folder).mkdir(exist_ok=True)
     env = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join([*map(str, (ROOT, SHIMS, place)), *beside()]),
@@ -151,21 +152,14 @@ def judge_file(file: TestFile, place: Path, ranks: int) -> Iterator[Judgement]:
         yield Judgement(f"{file.name}::*", "not judged", f"over torch itself no test ran: {why}")
         return
     over_lamina = run_file(file, place, ranks, lamina=True)
+    internal = internal_tests(file.path.read_text()) if file.suite != "ddp" else set()
+    wrapped = {path.name for path in (place / "lamina" / "wrapped").glob("*")}
     for test in sorted({*over_torch, *over_lamina}):
-        aside = "" if file.suite == "ddp" else why_aside(file.path.read_text(), test)
-        yield judge(test, over_torch.get(test), over_lamina.get(test), reasons(), aside)
-
-
-def why_aside(text: str, test: str) -> str:
-    """Return why a test of a file with this text says nothing about Lamina; "" if it does."""
-    if test in internal_tests(text):
-        return "it checks torch's internals"
-    wrapping = wrapping_tests(text)
-    # A case of a parametrised test has the test's name and more words behind it.
-    names = [name for name in wrapping if test == name or test.startswith(f"{name}_")]
-    if names and not wrapping[max(names, key=len)]:
-        return "it wraps no model in what Lamina has"
-    return ""
+        aside = "it checks torch's internals" if test in internal else ""
+        ended = over_lamina.get(test)
+        if ended is not None and ended.outcome == "passed" and test not in wrapped:
+            aside = aside or "it wraps no model in what Lamina has"
+        yield judge(test, over_torch.get(test), ended, reasons(), aside)
 
 
 def page(judged: dict[str, list[Judgement]], checkout: str, ranks: int) -> str:

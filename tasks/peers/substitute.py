@@ -8,7 +8,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Mapping
 
-__all__ = ["internal_tests", "substitute", "wrapping_tests"]
+__all__ = ["internal_tests", "substitute", "wraps"]
 
 Names = Mapping[tuple[str, str], str]  # (module, name) -> module that has the name instead
 
@@ -154,39 +154,11 @@ def internal_tests(text: str) -> set[str]:
     return found
 
 
-def wrapping_tests(text: str) -> dict[str, bool]:
-    """Return of each "Class::test" whether it puts a model under Lamina.
-
-    One that does not would hold whatever Lamina did. A function reaches what it names, and what the
-    functions of the file reach that it names.
-    """
-    tree = ast.parse(text)
-    wraps = {
-        alias.asname or alias.name
-        for node in ast.walk(tree)
+def wraps(text: str) -> bool:
+    """Whether a file of tests takes from torch what puts a model under Lamina in the other run."""
+    return any(path in text for path in WRAPPERS) or any(
+        alias.name in WRAPS and (node.module or "", alias.name) in LAMINA
+        for node in ast.walk(ast.parse(text))
         if isinstance(node, ast.ImportFrom)
         for alias in node.names
-        if alias.name in WRAPS and (node.module or "", alias.name) in LAMINA
-    }
-    wraps |= {WRAPS[1]} if any(path in text for path in WRAPPERS) else set()
-    classes = [node for node in tree.body if isinstance(node, ast.ClassDef)]
-    bodies = [tree.body, *(node.body for node in classes)]
-    functions = [node for body in bodies for node in body if isinstance(node, ast.FunctionDef)]
-    found: set[str] = set()
-    while more := {f.name for f in functions if names_in(f) & (wraps | found)} - found:
-        found |= more
-    return {
-        f"{node.name}::{test.name}": test.name in found
-        for node in classes
-        for test in node.body
-        if isinstance(test, ast.FunctionDef) and test.name.startswith("test")
-    }
-
-
-def names_in(node: ast.AST) -> set[str]:
-    """Return the names and attributes that code uses."""
-    return {
-        part.id if isinstance(part, ast.Name) else part.attr
-        for part in ast.walk(node)
-        if isinstance(part, ast.Name | ast.Attribute)
-    }
+    )

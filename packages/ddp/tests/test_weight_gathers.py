@@ -181,3 +181,24 @@ def test_weights_that_are_broadcast_or_loaded_after_a_step(sharded, dtype, ranks
         assert torch.equal(value, (wanted * 0.5).to(dtype)), name
     with pytest.raises(ValueError, match="assign=True"):
         wrapped.load_state_dict(state, assign=True)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("around", [torch.compile, nn.Sequential], ids=["compiled", "sequential"])
+def test_a_module_around_the_wrapper_loads_the_state_that_it_gives(around, dtype, ranks):
+    """Main weights included, with gathers of a step's weights pending."""
+    wrapped, optimizer = wrap(build(dtype=dtype), num_buckets=8)
+    outer = around(wrapped)
+    saved = {name: value.clone() for name, value in outer.state_dict().items()}
+    wanted = full_parameters(wrapped)
+    wrapped(batch(ranks.rank, 0).to(dtype)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    outer.load_state_dict(saved)
+    for name, value in full_parameters(wrapped).items():
+        assert torch.equal(value, wanted[name]), name
+    with pytest.raises(ValueError, match="assign=True"):
+        outer.load_state_dict(saved, assign=True)
+    with pytest.raises(RuntimeError, match=r"Missing key.*leave\.weight"):
+        outer.load_state_dict({name: saved[name] for name in saved if "leave" not in name})

@@ -194,6 +194,9 @@ class DistributedDataParallel(DataParallel):
             aligned=config.align_param_gather,
             hooks=config.overlap_param_gather,
         )
+        self._before_load: list[list[int]] = []
+        self.register_load_state_dict_pre_hook(_load_within)  # type: ignore[no-untyped-call]
+        self.register_load_state_dict_post_hook(_loaded_within)  # type: ignore[no-untyped-call]
         self._own_names: frozenset[str] = frozenset({*self.__dict__, "_own_names"})
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -439,18 +442,24 @@ class DistributedDataParallel(DataParallel):
             ValueError: for `assign=True`, which would put tensors in the parameters' places that no
                 bucket knows.
         """
-        if kwargs.get("assign", len(args) > 2 and args[2]):
+        self._begin_load(kwargs.get("assign", len(args) > 2 and args[2]))
+        result = self.module.load_state_dict(*args, **kwargs)
+        self._end_load()
+        return result
+
+    def _begin_load(self, assign: bool) -> None:
+        if assign:
             raise ValueError(
                 "load_state_dict(assign=True) replaces parameters, and the buckets hold the ones "
                 "that were wrapped: leave assign out, which copies"
             )
         self._gathers.finish()
-        before = [[p._version for p in group.compute_parameters] for group in self._groups]
-        result = self.module.load_state_dict(*args, **kwargs)
-        for group, versions in zip(self._groups, before, strict=True):
+        self._before_load = [[p._version for p in g.compute_parameters] for g in self._groups]
+
+    def _end_load(self) -> None:
+        for group, versions in zip(self._groups, self._before_load, strict=True):
             pairs = enumerate(zip(group.compute_parameters, versions, strict=True))
             adopt_model_weights(group, (i for i, (p, old) in pairs if p._version != old))
-        return result
 
     def _memory(
         self, dense: DataParallelAxes, expert: DataParallelAxes | None
@@ -462,6 +471,19 @@ class DistributedDataParallel(DataParallel):
             return nullcontext()
         self._pool = registered_pool((dense, expert), first.device)
         return self._pool
+
+
+def _load_within(
+    wrapper: DistributedDataParallel, state: dict[str, Any], prefix: str, metadata: Any, *_: Any
+) -> None:
+    """Give a module around the wrapper, such as a compiled one, the names that are inside it."""
+    wrapper._begin_load(metadata.get("assign_to_params_buffers", False))
+    for name in [name for name in state if name.startswith(prefix)]:
+        state[f"{prefix}module.{name.removeprefix(prefix)}"] = state.pop(name)
+
+
+def _loaded_within(wrapper: DistributedDataParallel, _: Any) -> None:
+    wrapper._end_load()
 
 
 def _wrap_again(

@@ -12,6 +12,7 @@ from lamina.ddp.compat import tree_leaves, tree_map
 
 __all__ = ["map_tensors", "tensors_in"]
 
+_PLAIN = (str, bytes, int, float, type)  # what neither is a tensor nor holds one
 _DEPTH = 4  # objects inside objects: deep enough for outputs, too shallow for a whole model
 
 
@@ -22,7 +23,7 @@ def tensors_in(tree: Any) -> Iterator[torch.Tensor]:
 
 def _walk(tree: Any, seen: set[int], depth: int) -> Iterator[torch.Tensor]:
     for leaf in tree_leaves(tree):
-        if leaf is None or isinstance(leaf, str | bytes | int | float | type | nn.Module):
+        if leaf is None or isinstance(leaf, (*_PLAIN, nn.Module)):
             continue
         if id(leaf) in seen:
             continue
@@ -42,6 +43,10 @@ def map_tensors(tree: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> An
     Dataclasses are copied, never written to: they are the caller's. Other objects are passed on
     as they are (a cache is shared on purpose).
     """
+    if isinstance(tree, torch.Tensor):
+        return change(tree)
+    if tree is None or isinstance(tree, _PLAIN):  # most fields of dataclasses: torch's walk is slow
+        return tree
 
     def leaf(value: Any) -> Any:
         if isinstance(value, torch.Tensor):
@@ -58,6 +63,8 @@ def _map_dataclass(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -
     for field in dataclasses.fields(value):
         before = getattr(value, field.name, None)
         after = map_tensors(before, change)
+        if after is before:
+            continue
         if any(a is not b for a, b in zip(tree_leaves(before), tree_leaves(after), strict=True)):
             changed[field.name] = after
     if not changed:

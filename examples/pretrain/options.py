@@ -7,6 +7,7 @@ import contextlib
 import sys
 import tomllib
 from collections.abc import Iterator, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch.distributed as dist
 import tyro
 from config import LIMITS, Config, check
 
+from lamina.collectives.engine import CommonFacts
 from lamina.mesh import Runtime
 
 CONFIGS = Path(__file__).parent / "configs"
@@ -117,17 +119,18 @@ def refusals(*, speak: bool = True) -> Iterator[None]:
 
 
 def configure(arguments: list[str], runtime: Runtime) -> Config:
-    """Build the config on every rank and let the first one speak if it is wrong.
+    """Build the config on every rank, let the first one speak if it is wrong, and compare ranks.
 
     Raises:
         SystemExit: with status 0 after --help, 2 after an error.
+        DisagreementError: hosts were started with other commands or files.
     """
+    facts = [("settings", "refused, or --help")]
     try:
         with refusals(speak=runtime.is_main):
             config = load(arguments, runtime.device.type, speak=runtime.is_main)
             check(config, runtime.world_size)
+            facts = [(name, str(value)) for name, value in flat(asdict(config))]
             return config
-    except SystemExit:
-        # The launcher ends all ranks when one fails: let the first one speak before.
-        dist.barrier()
-        raise
+    finally:  # The launcher ends all ranks when one fails: this waits until the first has spoken.
+        CommonFacts("settings", [dist.group.WORLD]).require(facts)

@@ -10,7 +10,10 @@ import pytest
 from build import model_shape
 from config import LIMITS, Config, ModelConfig, TrainConfig, check
 from dry_run import ranks_of
-from options import CONFIGS, OptionError, from_toml, load
+from options import CONFIGS, OptionError, configure, from_toml, load
+
+from lamina.collectives import DisagreementError
+from lamina.mesh import init_distributed
 
 
 @pytest.fixture
@@ -171,6 +174,20 @@ def test_impossible_numbers_are_refused_with_the_limit_and_a_number_that_works(o
         check(config, ranks=2)
     remedy = str(refused.value).split("such as ")[1]
     check(load([*remedy.split(), "--train.batch-size", "16"], "cpu"), ranks=2)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(
+    ("option", "said"),
+    [
+        ("--train.learning-rate 1e-4", r"learning_rate is 0\.0001 on rank 1 and 0\.002 on rank 0"),
+        ("--train.steps 0", r"refused, or --help.* rank 1"),
+    ],
+)
+def test_hosts_that_were_started_with_other_settings_are_told_which(ranks, option, said):
+    words = option.split() if ranks.rank == 1 else []
+    with init_distributed() as runtime, pytest.raises(DisagreementError, match=said):
+        configure(words, runtime)
 
 
 def test_every_number_has_limits():

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import json
@@ -12,7 +13,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,13 @@ CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os
 # torch is installed without byte code (14 s instead of 56 s); if that is then also forbidden at
 # run time, every import of torch compiles it anew (6.4 s instead of 2.6 s).
 CHILD_ENV: dict[str, str | None] = {"PYTHONDONTWRITEBYTECODE": None, "PYTHONHOME": None}
+# What training imports of torch. A NumPy that pip is just writing could be half there.
+IMPORT_TORCH = """
+import sys
+sys.modules["numpy"] = None
+import torch._dynamo, torch.distributed.checkpoint, torch.distributed.fsdp, torch.distributed.run
+import torch.distributed.tensor
+"""
 
 
 @dataclass(frozen=True)
@@ -172,6 +180,15 @@ def stage_torch(session: nox.Session, where: Environment) -> None:
     pip(session, where, *source, *(where.torch or ("-r", ROOT / "requirements/torch.txt")))
 
 
+@contextlib.contextmanager
+def compiling_torch(where: Environment) -> Iterator[None]:
+    """Another core writes torch's byte code while pip works; or else each first rank would."""
+    quiet: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    env = {k: v for k, v in os.environ.items() if k not in CHILD_ENV}
+    with subprocess.Popen([where.python, "-c", IMPORT_TORCH], env=env, **quiet):
+        yield
+
+
 def stage_requirements(session: nox.Session, where: Environment, name: str) -> None:
     """Install a file of requirements, holding torch to the version that is there."""
     probe = "import importlib.metadata as m; print(m.version('torch'))"
@@ -182,7 +199,8 @@ def stage_requirements(session: nox.Session, where: Environment, name: str) -> N
         bounds.append("triton<3.8")
     pin = HOUSE / f"{where.name}-constraints.txt"
     pin.write_text("\n".join(bounds) + "\n")
-    pip(session, where, "-c", pin, "-r", ROOT / "requirements" / name)
+    with compiling_torch(where):
+        pip(session, where, "-c", pin, "-r", ROOT / "requirements" / name)
 
 
 def stage_packages(session: nox.Session, where: Environment) -> None:

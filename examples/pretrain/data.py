@@ -18,6 +18,7 @@ import sysconfig
 import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
@@ -91,12 +92,16 @@ def find_documents(source: str, pattern: str) -> dict[str, Path]:
     Raises:
         FileNotFoundError: there is nothing at that place.
     """
-    root, skipped = Path(source), set()
-    if source == "stdlib":
-        root, pattern, skipped = Path(sysconfig.get_paths()["stdlib"]), "**/*.py", _SKIPPED
+    root = Path(source)
     if root.is_file():
         return {root.name: root}
-    paths = [path for path in root.glob(pattern) if path.is_file() and not skipped & {*path.parts}]
+    found, skipped = root.glob(pattern), set[str]()
+    if source == "stdlib":
+        root, pattern, skipped = Path(sysconfig.get_paths()["stdlib"]), "**/*.py", _SKIPPED
+        # All that was ever installed lies beneath it too, and need not be listed.
+        kept = (path for path in root.iterdir() if path.is_dir() and path.name not in skipped)
+        found = chain(root.glob("*.py"), *(path.glob(pattern) for path in kept))
+    paths = [p for p in found if p.is_file() and not skipped & {*p.relative_to(root).parts}]
     if not paths:
         raise FileNotFoundError(
             f"--data.path {source}: no file matches {pattern!r} in {root}; "

@@ -23,6 +23,8 @@ from run import Run, Stop, Stopping, command
 
 from lamina.checkpoint import CheckpointManager, SaveReport
 
+# Of the figure and of a panel; "constrained" finds them too, in a second of its own.
+_MARGINS = {"left": 0.08, "right": 0.99, "top": 0.98, "bottom": 0.03, "hspace": 0.4}
 _FADE = 0.9  # weight of the past in the smoothed training loss, per step
 # Title, unit, divisor, and what of a line of metrics.jsonl is drawn under which name.
 _PANELS = (
@@ -184,8 +186,8 @@ def _curves(records: Sequence[Mapping[str, Any]], entropy: float) -> str:
     from matplotlib import rc_context
     from matplotlib.figure import Figure  # without pyplot no display is needed
 
-    figure = Figure(figsize=(9, 3 * len(_PANELS)), layout="constrained")
-    rows = figure.subplots(len(_PANELS))
+    figure = Figure(figsize=(9, 3 * len(_PANELS)))
+    rows = figure.subplots(len(_PANELS), gridspec_kw=_MARGINS)
     for axes, (title, unit, divisor, kinds) in zip(rows, _PANELS, strict=True):
         for key, label in kinds.items():
             # A loss that is not finite (a skipped step) would make all later smoothed ones so.

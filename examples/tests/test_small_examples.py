@@ -15,6 +15,7 @@ from lamina_testing.client import ForkServer
 from lamina_testing.programs import run_ranks
 
 EXAMPLES = Path(__file__).parents[1]
+NUMBER = r"\d+(?:\.\d+)?(?:e[+-]?\d+)?"
 
 
 @pytest.fixture
@@ -83,7 +84,32 @@ def run_whole(program: str, directory: Path) -> str:
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     spent = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     assert spent / 2 < 50, f"{program} used {spent / 2:.0f} s of each core"
+    check_figures((EXAMPLES / program).with_name("README.md").read_text(), done.stdout)
     return done.stdout
+
+
+def lines_of(text: str) -> dict[str, list[float]]:
+    """The numbers of each line, by its words. Of times nothing can be said."""
+    found = {}
+    for line in text.splitlines():
+        if line.startswith(("dp_shard ", "total ")) or "processor time" in line:
+            continue
+        words = re.sub(rf"{NUMBER}|[▁-█]", "", line)
+        if words != line and " " in words.strip():
+            figures = re.findall(NUMBER, line)
+            at = re.findall(r"(?:step|length) (\d+)", line)  # of lines that differ in it
+            found[" ".join(words.split() + at)] = [float(figure) for figure in figures]
+    return found
+
+
+def check_figures(readme: str, output: str) -> None:
+    """What the README shows is what a run prints, as near as other processors round."""
+    shown = lines_of("\n".join(re.findall(r"^```\n(.*?)^```", readme, re.DOTALL | re.MULTILINE)))
+    printed = lines_of(output)
+    common = shown.keys() & printed.keys()
+    assert len(common) >= 3, f"{sorted(shown)} and {sorted(printed)}"
+    for words in common:
+        assert printed[words] == pytest.approx(shown[words], rel=0.25, abs=0.05), words
 
 
 @pytest.mark.slow

@@ -215,9 +215,9 @@ class ParallelMesh:
     def _group_name(self, dims: tuple[str, ...], members: tuple[int, ...]) -> str:
         # Axes with the same ranks share a group. Its name follows from the layout alone and never
         # from what this rank asked for before, or members would look for each other under
-        # different names.
-        singles = [(name,) for name in (*DENSE_AXES, *EXPERT_AXES[2:])]
-        for known in (*singles, *DERIVED_AXES.values()):
+        # different names. Dense axes come first, as every model has them.
+        dense, expert = ([(name,) for name in names] for names in (DENSE_AXES, EXPERT_AXES[2:]))
+        for known in (*dense, *DERIVED_AXES.values(), *expert):
             if self.layout.ranks_through(self.rank, known) == members:
                 return _axis_name(known)
         sizes = {name: len(self.layout.ranks_through(self.rank, (name,))) for name in dims}

@@ -22,8 +22,8 @@ from lamina.collectives.call.checks import require_disjoint, require_same_device
 from lamina.collectives.call.collective import Handle, Pending, launch
 from lamina.collectives.call.record import issue
 from lamina.collectives.compat import one_graph_break
-from lamina.collectives.transport.groups import backend_name, group_rank, group_size, where
-from lamina.collectives.transport.transport import Completion, exchange, wait_all
+from lamina.collectives.transport.groups import group_rank, group_size, served_by_gloo, where
+from lamina.collectives.transport.transport import Completion, exchange, nothing_left, wait_all
 
 __all__ = ["Message", "receive_operation", "ring", "send_operation", "send_recv"]
 
@@ -164,7 +164,9 @@ def _post(
     group: ProcessGroup,
     device: torch.device,
 ) -> Completion:
-    if backend_name(group, device) == "gloo":
+    if device.type == "meta":
+        return nothing_left
+    if served_by_gloo(group, device):
         completions = [
             exchange([(target, send)], [(source, receive)], group, device)
             for send, receive in zip(outgoing, incoming, strict=True)

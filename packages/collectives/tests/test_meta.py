@@ -1,0 +1,64 @@
+"""Meta tensors: plans of any world are made without data, and nothing travels."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lamina.collectives import (
+    all_gather_into,
+    all_reduce_fp32,
+    all_to_all,
+    all_to_all_tokens,
+    copy_to,
+    gather_from,
+    reduce_from,
+    reduce_scatter_fp32,
+    reduce_scatter_to,
+    scatter_to,
+    send_recv,
+)
+from lamina.collectives.engine import broadcast, ring
+
+WORLD = 64
+REGIONS = {
+    copy_to: (WORLD, 3),
+    reduce_from: (WORLD, 3),
+    scatter_to: (1, 3),
+    gather_from: (WORLD * WORLD, 3),
+    reduce_scatter_to: (1, 3),
+    all_to_all_tokens: (WORLD, 3),
+}
+
+
+@pytest.mark.ranks(WORLD, backend="fake")
+def test_collectives_plan_for_worlds_that_do_not_run_here():
+    group, one, all_of_them = dist.group.WORLD, meta(4), meta(4 * WORLD)
+    for each in (
+        all_gather_into(all_of_them, one, group, async_op=True),
+        reduce_scatter_fp32(one, all_of_them, group, async_op=True),
+        all_reduce_fp32(all_of_them, all_of_them, group, async_op=True),
+        all_to_all(meta(WORLD, 3), meta(WORLD, 3), group, async_op=True),
+        broadcast(one, group, async_op=True),
+    ):
+        each.wait()
+    (received,) = send_recv([meta(2, 3)], group, 1).wait()
+    assert (received.shape, received.is_meta) == ((2, 3), True)
+    origins = [origin for origin, (held,) in ring([meta(2, 3)], group) if held.is_meta]
+    assert sorted(origins) == list(range(WORLD))
+
+
+@pytest.mark.ranks(WORLD, backend="fake")
+@pytest.mark.parametrize("region", REGIONS, ids=lambda region: region.__name__)
+def test_regions_plan_both_ways_for_worlds_that_do_not_run_here(region):
+    tensor = meta(WORLD, 3).requires_grad_()
+    result = region(tensor, dist.group.WORLD)
+    assert (result.shape, result.is_meta) == (REGIONS[region], True)
+    result.backward(torch.ones_like(result))
+    assert tensor.grad is not None
+    assert tensor.grad.is_meta
+
+
+def meta(*shape: int) -> torch.Tensor:
+    return torch.empty(shape, device="meta")

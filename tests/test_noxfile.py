@@ -100,6 +100,34 @@ def test_what_runs_before_nox_is_there_imports_the_standard_library_alone():
     assert others <= set(sys.stdlib_module_names)
 
 
+def constants_of(name: str) -> dict[str, object]:
+    """The constants of a module of `tasks`, which is not imported: it needs nox."""
+    return {
+        statement.targets[0].id: ast.literal_eval(statement.value)
+        for statement in ast.parse((ROOT / "tasks" / f"{name}.py").read_text()).body
+        if isinstance(statement, ast.Assign)
+        and isinstance(statement.targets[0], ast.Name)
+        and isinstance(statement.value, ast.Constant)
+    }
+
+
+@pytest.mark.slow
+def test_the_first_run_finds_byte_code_of_all_that_it_imports_of_torch(tmp_path):
+    """What another core compiles while pip works: nobody waits for it, or looks at how it ended."""
+    compiled = tmp_path / "compiled"
+    env = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
+    env["PYTHONPYCACHEPREFIX"] = str(compiled)
+    program = constants_of("environment")["IMPORT_TORCH"]
+    subprocess.run([sys.executable, "-c", program], env=env, check=True, capture_output=True)
+    made = {path for path in compiled.rglob("*.pyc") if "torch" in path.parts}
+    train = [sys.executable, str(ROOT / "examples/pretrain/train.py"), "--tiny"]
+    options = ["--run.directory", str(tmp_path / "run"), "--log.no-tensorboard"]
+    subprocess.run([*train, *options], env=env, check=True, capture_output=True)
+    needed = {path for path in compiled.rglob("*.pyc") if "torch" in path.parts}
+    assert len(made) > 1000
+    assert len(needed - made) < 0.05 * len(needed), sorted(map(str, needed - made))
+
+
 @pytest.mark.parametrize(
     ("version", "coming"),
     [
@@ -111,13 +139,7 @@ def test_what_runs_before_nox_is_there_imports_the_standard_library_alone():
 )
 def test_nightly_ends_on_a_release_with_its_version_and_the_index(tmp_path, version, coming):
     (tmp_path / "torch.py").write_text(f"__version__ = {version!r}\n")
-    constants = {
-        statement.targets[0].id: ast.literal_eval(statement.value)
-        for statement in ast.parse((ROOT / "tasks" / "tests.py").read_text()).body
-        if isinstance(statement, ast.Assign)
-        and isinstance(statement.targets[0], ast.Name)
-        and isinstance(statement.value, ast.Constant)
-    }
+    constants = constants_of("tests")
     command = [sys.executable, "-c", constants["SHOW"] + constants["ONLY_COMING"], "https://index"]
     env = {**os.environ, "PYTHONPATH": str(tmp_path)}
     run = subprocess.run(command, env=env, capture_output=True, text=True)

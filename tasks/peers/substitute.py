@@ -46,6 +46,7 @@ LAMINA: dict[tuple[str, str], str] = {
     },
     **{(module, "DTensor"): "peer_lamina" for module in TENSOR},
     (f"{COMMON}.common_fsdp", "check_sharded_parity"): "peer_lamina",
+    (f"{COMMON}.distributed.common_state_dict", "VerifyStateDictMixin"): "peer_lamina",
     ("torch.nn.parallel", "DistributedDataParallel"): "peer_lamina",
 }
 WRAPS = ("fully_shard", "DistributedDataParallel")  # what puts a model under Lamina

@@ -10,6 +10,10 @@ import peer_device
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor as TorchDTensor
+from torch.testing._internal.distributed.common_state_dict import (
+    VerifyStateDictMixin as TorchVerifyStateDictMixin,
+)
+from torch.utils._pytree import tree_map
 
 from lamina.buffers import ShardedTensor
 from lamina.ddp import DistributedDataParallel as Wrapper
@@ -46,14 +50,15 @@ def fully_shard(module: Any, *, mesh: Any = None, **options: Any) -> Any:
     return shard_module(module, mesh, **options)
 
 
+def whole(tensor: Any) -> Any:
+    """Return all of a tensor; one data-parallel rank has plain parameters."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
 def check_sharded_parity(
     case: Any, replicated: torch.nn.Module, sharded: torch.nn.Module, prefixes: Any = ()
 ) -> None:
     """Compare whole values and gradients, where torch compares the parts that `Shard(0)` cuts."""
-
-    def whole(tensor: Any) -> Any:  # one data-parallel rank has plain parameters
-        return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
     found = {}
     for name, part in sharded.named_parameters():
         for prefix in prefixes:
@@ -61,6 +66,16 @@ def check_sharded_parity(
         found[name] = (whole(part.detach()), whole(part.grad))
     expected = {name: (each.data, each.grad) for name, each in replicated.named_parameters()}
     torch.testing.assert_close(found, expected)
+
+
+class VerifyStateDictMixin(TorchVerifyStateDictMixin):
+    """Compares whole tensors, which torch's makes of the classes that torch has."""
+
+    def _compare_tensor(self, orig_tensor: Any, dist_tensor: Any, *rest: Any) -> None:
+        super()._compare_tensor(orig_tensor, whole(dist_tensor), *rest)
+
+    def _verify_osd_by_load(self, model: Any, optim: Any, new_optim: Any, dist_osd: Any) -> None:
+        super()._verify_osd_by_load(model, optim, new_optim, tree_map(whole, dist_osd))
 
 
 class DistributedDataParallel(Wrapper):
@@ -83,6 +98,7 @@ __all__ = [
     "DTensor",
     "DistributedDataParallel",
     "FSDPModule",
+    "VerifyStateDictMixin",
     "check_sharded_parity",
     "fully_shard",
     "peer_device",

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from lamina.checkpoint import CheckpointManager, CheckpointNotFoundError
+from lamina.collectives import DisagreementError
 from lamina.ddp import (
     Decision,
     DistributedDataParallel,
@@ -171,6 +172,17 @@ def test_a_steps_own_checkpoint_is_taken_if_those_before_it_are_damaged(ranks, t
         assert manager.back(state, before=2) == 2
     assert state == {"n": 2}
     assert manager.list() == [2]
+
+
+@pytest.mark.ranks(2)
+def test_ranks_that_would_go_back_from_other_steps_are_told_and_nothing_is_deleted(ranks, tmp_path):
+    manager = CheckpointManager(tmp_path)
+    for step in (1, 2, 3):
+        manager.save(step, {"n": step}, healthy=True)
+    state = {"n": None}
+    with pytest.raises(DisagreementError, match="before"):
+        manager.back(state, before=2 + ranks.rank)
+    assert (state, manager.list()) == ({"n": None}, [1, 2, 3])
 
 
 @pytest.mark.ranks(2)

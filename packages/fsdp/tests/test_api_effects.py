@@ -7,6 +7,7 @@ import pickle
 import pytest
 import torch
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy as TorchPolicy
 from torch.profiler import ProfilerActivity, profile
@@ -451,3 +452,20 @@ def test_backwards_of_units_follow_one_another_in_a_profile():
     for begin, end in turns:
         assert any(begin < start < stop < end for start, stop in products)
     assert all(one[1] <= other[0] for one, other in itertools.pairwise(turns))
+
+
+@pytest.mark.ranks(2)
+def test_an_optimizer_that_nobody_was_told_of_gives_its_state_whole(ranks):
+    model, mesh = build(), init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    for block in model.blocks:
+        shard_module(block, mesh)
+    shard_module(model, mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    loss_of(model, ranks.rank).backward()
+    optimizer.step()
+    whole = StateDictOptions(full_state_dict=True)
+    state = get_optimizer_state_dict(model, optimizer, options=whole)["state"]
+    for name, gradient in summed(0.5).items():
+        average = state[name]["exp_avg"]
+        assert type(average) is torch.Tensor
+        torch.testing.assert_close(average, 0.1 * gradient)  # of one step, with beta1 = 0.9

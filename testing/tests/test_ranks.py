@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import threading
 import time
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -159,3 +161,26 @@ def test_a_thread_that_nobody_knows_ends_the_process():
 @pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="Linux")
 def test_ranks_take_no_core_from_each_other():
     assert os.sched_getscheduler(0) == os.SCHED_BATCH
+
+
+def test_a_look_at_the_process_keeps_nothing_that_threads_refer_to():
+    looked, refers = threading.Event(), threading.Event()
+    held: list[weakref.ref[Box]] = []
+
+    def work() -> None:
+        box = Box(1)
+        held.append(weakref.ref(box))
+        refers.set()
+        looked.wait(60)
+
+    gc.disable()
+    try:
+        thread = threading.Thread(target=work)
+        thread.start()
+        refers.wait(60)
+        process_state()
+        looked.set()
+        thread.join()
+        assert held[0]() is None
+    finally:
+        gc.enable()

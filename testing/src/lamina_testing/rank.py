@@ -129,11 +129,12 @@ def _threads_with_work() -> int:
     Which these are is Note [Threads are used again] in lanes.py of lamina.collectives. Their only
     frame is `_run_all`.
     """
-    frames = sys._current_frames()
+    # No name may refer to the frames. Those of this thread would be among them: a cycle, which
+    # keeps what other threads' frames refer to, such as process groups that were destroyed.
+    running = {thread: frame.f_code.co_name for thread, frame in sys._current_frames().items()}
     at_rest = (
-        thread.name == "lamina-lane" and frames[thread.ident].f_code.co_name == "_run_all"
+        thread.name == "lamina-lane" and running.get(thread.ident or 0) == "_run_all"
         for thread in threading.enumerate()
-        if thread.ident in frames
     )
     return threading.active_count() - sum(at_rest)
 

@@ -93,6 +93,8 @@ class Runtime:
                 dist.destroy_process_group()
             finally:
                 deadline.cancel()
+        if self._watchdog is not None:
+            self._watchdog.before_end = None  # it outlives the job, whose groups this refers to
         self._default_group = None
 
     def __enter__(self) -> Runtime:

@@ -363,11 +363,11 @@ class Watchdog:
         if spot != self._still[0] or not inside:
             self._still = spot, now
         if now - max(self._still[1], self._lost_since) > _PATIENCE:
-            if self.before_end is not None:
+            finish, self.before_end = self.before_end, None
+            if finish is not None:
                 # A rank that has raised finishes its save before its groups end, and so long others
                 # may wait for it. The save needs them all, and the wait may end with it: soon, if
                 # there was nothing to save.
-                finish, self.before_end = self.before_end, None
                 finish()
                 quick = time.monotonic() - now < 1.0
                 self._lost_since = time.monotonic() - (_PATIENCE - _ENDS_WITHIN) * quick

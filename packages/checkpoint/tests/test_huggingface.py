@@ -327,7 +327,7 @@ def test_the_lines_of_the_page_fill_a_transformers_model_that_no_rank_holds_whol
     lines = page.split(mark)[1].split("```")[0]
     transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(
-        vocab_size=96, hidden_size=64, intermediate_size=128, num_hidden_layers=8,
+        vocab_size=96, hidden_size=64, intermediate_size=128, num_hidden_layers=16,
         num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=32,
     )  # fmt: skip
     torch.manual_seed(7)  # the same weights on both ranks
@@ -343,9 +343,10 @@ def test_the_lines_of_the_page_fill_a_transformers_model_that_no_rank_holds_whol
         names |= {"fully_shard": fsdp.fully_shard, "import_huggingface": import_huggingface}
         exec(lines, names := names | {"config": config, "directory": tmp_path})
         model = names["model"]
-    # Half of the weights, a unit while it is made, and two tensors.
+    # Half of the weights, two tensors, a unit while it is made, and the unit before it: gloo's
+    # thread may hold what was broadcast a moment longer than the wait.
     unit = sum(p.numel() * 4 for p in whole.model.layers[0].parameters())
-    limit = sum(sizes) / 2 + unit + 2 * max(sizes)
+    limit = sum(sizes) / 2 + 2 * unit + 2 * max(sizes)
     assert meter.peak_live_bytes - before < limit < 0.7 * sum(sizes)
     found = full_parameters(model)
     for name, parameter in whole.named_parameters():

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import re
 import resource
+import runpy
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from torch import Tensor, nn
 
 from lamina_testing.client import ForkServer
 from lamina_testing.programs import run_ranks
@@ -41,6 +45,46 @@ def test_a_zero_1_made_by_hand_equals_plain_pytorch(run):
     (mine, whole) = re.findall(r"state: (\d+) numbers on this rank, (\d+)", output)[0]
     assert int(mine) < 0.55 * int(whole)  # half, and padding between tensors
     assert len((EXAMPLES / "custom_stack/zero1.py").read_text().splitlines()) <= 60
+
+
+def radial_in_one_process(example: dict[str, Any], steps: int) -> tuple[list[float], list[float]]:
+    """The example's model in plain PyTorch: four losses on new points, and both sharpnesses."""
+    torch.manual_seed(0)
+    layers = []
+    for inputs, outputs in ((2, 8), (8, 2)):
+        centres, values = torch.randn(64, inputs), torch.randn(outputs, 64) / 32**0.5
+        given = (centres, values, torch.ones(()), torch.zeros(outputs))
+        layers.append([tensor.requires_grad_() for tensor in given])
+    parameters = [parameter for layer in layers for parameter in layer]
+
+    def loss_on(points: Tensor, which: Tensor) -> Tensor:
+        x = points
+        for number, (centres, values, sharpness, bias) in enumerate(layers):
+            x = x.tanh() if number else x
+            gaussians = (-sharpness * torch.cdist(x, centres) ** 2).exp()
+            x = nn.functional.linear(gaussians, values, bias)
+        return nn.functional.cross_entropy(x, which)
+
+    optimizer, losses = torch.optim.AdamW(parameters, lr=example["RATE"]), []
+    for step in range(1, steps + 1):
+        optimizer.zero_grad()
+        loss_on(*example["spirals"](step)).backward()
+        nn.utils.clip_grad_norm_(parameters, 1.0)
+        optimizer.step()
+        if step % (steps // 4) == 0:
+            losses.append(loss_on(*example["spirals"](-1)).item())
+    return losses, [layer[2].item() for layer in layers]
+
+
+def test_a_layer_of_ones_own_trains_like_one_process(run, monkeypatch):
+    monkeypatch.syspath_prepend(EXAMPLES / "own_layer")
+    example = runpy.run_path(str(EXAMPLES / "own_layer/train.py"))
+    losses, sharpnesses = radial_in_one_process(example, steps=32)
+    for tp in ("2", "1"):
+        output = run("own_layer/train.py", "--tp", tp, "--steps", "32")
+        assert numbers(r"loss (\S+),", output) == pytest.approx(losses, abs=2e-4)
+        (learned,) = re.findall(r"1.0000: (\S+) (\S+)", output)
+        assert [float(value) for value in learned] == pytest.approx(sharpnesses, abs=2e-4)
 
 
 @pytest.mark.slow
@@ -137,6 +181,8 @@ def test_a_bias_or_a_loss_keeps_experts_equally_busy(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("program", ["custom_stack/train.py", "huggingface/train.py"])
+@pytest.mark.parametrize(
+    "program", ["custom_stack/train.py", "huggingface/train.py", "own_layer/train.py"]
+)
 def test_the_others_take_less_than_a_minute_too(program, tmp_path):
     run_whole(program, tmp_path)

@@ -1,8 +1,9 @@
 """Where a buffer's state lives along each data-parallel axis."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from itertools import product
+from itertools import compress, product
 from typing import ClassVar
 
 __all__ = ["Cut", "Partial", "Placement", "Placements", "Replicate", "Shard", "as_placements"]
@@ -108,10 +109,7 @@ class Cut:
     @property
     def pieces(self) -> int:
         """Number of different pieces."""
-        count = 1
-        for size, cuts in zip(self.sizes, self.sharded, strict=True):
-            count *= size if cuts else 1
-        return count
+        return math.prod(compress(self.sizes, self.sharded))
 
     def piece(self, coordinate: Sequence[int]) -> int:
         """Which of the pieces, in buffer order, the rank at `coordinate` (outer first) holds."""

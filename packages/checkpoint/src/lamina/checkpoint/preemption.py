@@ -8,11 +8,9 @@ from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from lamina.checkpoint.ranks import Ranks
-from lamina.collectives.engine import all_reduce_small
 
 __all__ = ["RESUME_EXIT_CODE", "Preemption"]
 
@@ -77,9 +75,7 @@ class Preemption:
 
     def requested(self) -> bool:
         """Whether any rank has been told to leave (collective)."""
-        flag = torch.tensor([self.received is not None], dtype=torch.uint8)
-        all_reduce_small([flag], self._ranks.group, op="max")
-        return bool(flag)
+        return self._ranks.any([self.received is not None])[0]
 
     def close(self) -> None:
         """Give the signals back to whoever had them."""

@@ -213,7 +213,7 @@ def _unbound(default: dist.ProcessGroup) -> Iterator[None]:
         default.bound_device_id = device
 
 
-def _shorten(ranks: tuple[int, ...], limit: int = 16) -> str:
-    if len(ranks) <= limit:
+def _shorten(ranks: tuple[int, ...]) -> str:
+    if len(ranks) <= 16:
         return str(list(ranks))
     return f"[{', '.join(map(str, ranks[:4]))}, ... {ranks[-1]}] ({len(ranks)} ranks)"

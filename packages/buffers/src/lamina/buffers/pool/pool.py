@@ -81,8 +81,7 @@ class MemoryBlocks:
 
     def grow(self, block: MemoryBlock) -> None:
         """Give a block its bytes. What they hold is undefined (0xFF under poison)."""
-        for refusal in block.refusals:
-            refusal.value = False
+        _switch(block, False)
         if block.storage.nbytes() != block.nbytes:
             block.storage.resize_(block.nbytes)
             if self.poison:
@@ -96,8 +95,7 @@ class MemoryBlocks:
             return
         if not block.fixed:
             block.storage.resize_(0)
-        for refusal in block.refusals:
-            refusal.value = True
+        _switch(block, True)
 
     def empty(self, block: MemoryBlock) -> None:
         """Give back the bytes, under poison too."""
@@ -296,7 +294,13 @@ class StoragePool:
     def check(self, key: Key) -> None:
         """Raise StaleStorageError unless the key is live."""
         if key not in self._live:
-            raise _not_live(self._entries[key])
+            entry = self._entries[key]
+            holder = entry.block.owner
+            raise StaleStorageError(
+                f"{key!r} (generation {entry.generation}) is not live"
+                + (f": its slot holds {holder!r}" if holder is not None else "")
+                + "; acquire it and gather into it before use"
+            )
 
     # -- tensors --------------------------------------------------------------------------------
 
@@ -310,10 +314,8 @@ class StoragePool:
         Raises:
             StaleStorageError: the key is not live.
         """
-        entry = self._entries[key]
-        if key not in self._live:
-            raise _not_live(entry)
-        return entry.destination
+        self.check(key)
+        return self._entries[key].destination
 
     @contextmanager
     def viewing(self, key: Key) -> Iterator[torch.Tensor]:
@@ -513,15 +515,6 @@ class StoragePool:
                 state = "live" if key in self._live else "released"
                 lines.append(f"  own: {key!r} {entry.nbytes} bytes, {state}")
         return "\n".join(lines)
-
-
-def _not_live(entry: _Entry) -> StaleStorageError:
-    holder = entry.block.owner
-    return StaleStorageError(
-        f"{entry.key!r} (generation {entry.generation}) is not live"
-        + (f": its slot holds {holder!r}" if holder is not None else "")
-        + "; acquire it and gather into it before use"
-    )
 
 
 @dataclass(frozen=True)

@@ -196,11 +196,11 @@ def configs_for(ranks: int) -> tuple[Config, ...]:
     return tuple(c for c in CONFIGS if ranks * c.block <= _HELD * 32 * c.warps)
 
 
-def _time(run: Callable[[], object], repeats: int = 5) -> float:
+def _time(run: Callable[[], object]) -> float:
     """Median milliseconds on the current stream, after a first run that compiles."""
     run()
     spans: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
-    for _ in range(repeats):
+    for _ in range(5):
         begin = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         begin.record()

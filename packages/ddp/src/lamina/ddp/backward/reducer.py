@@ -9,7 +9,7 @@ which they close: right where the weights' own gathers already force one order o
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from enum import Enum, auto
 from functools import partial
 from typing import Protocol
@@ -160,11 +160,9 @@ class GradientReducer:
         """Say whether backwards from here on are each a step's last microbatch."""
         self.is_final = final
 
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
+    def no_sync(self) -> AbstractContextManager[None]:
         """Backwards inside are not the step's last microbatch."""
-        with self._expecting(False):
-            yield
+        return self._expecting(False)
 
     @contextmanager
     def _expecting(self, final: bool) -> Iterator[None]:
@@ -180,8 +178,6 @@ class GradientReducer:
 
     def reduce_once_per_step(self, once: bool) -> None:
         """Sum gradients over the inner axis in final backwards only, or as each group's strategy.
-
-        A reduction that has a cadence of its own keeps it.
 
         A reduction that has a cadence of its own keeps it. RuntimeError: while gradients are
         accumulated.

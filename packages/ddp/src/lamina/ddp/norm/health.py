@@ -23,7 +23,6 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from lamina.collectives import all_gather_into
 from lamina.collectives.engine import CommonFacts
 from lamina.ddp.norm.pace import NUMBERS, Pace, Straggler
 from lamina.mesh.engine import MeshAxis
@@ -32,7 +31,6 @@ __all__ = ["Decision", "HealthMonitor", "Judgement", "shortened", "words_of_all"
 
 Policy = Literal["stop", "skip", "back"]
 
-_ROW = 480  # bytes of words from each rank, after an unhealthy step only
 _OF_NORMS = 10.0  # times the limit of losses; decision 0415 has the figures
 _TO_STANDARD_DEVIATION = 1.4826  # from the median distance, for normally distributed values
 
@@ -344,14 +342,8 @@ def _rows_of_all(
     """Each rank with its coordinates, and what it has to say; in order."""
     place = ", ".join(f"{axis.name}={axis.rank}" for axis in axes)
     here = f"rank {dist.get_rank() if dist.is_initialized() else 0}" + (f" ({place})" * bool(place))
-    text = "\n".join([here, *words]).encode()[:_ROW].ljust(_ROW)
-    rows = torch.tensor(list(text), dtype=torch.uint8, device=device)
-    for axis in axes:
-        whole = rows.new_empty(rows.numel() * axis.size)
-        all_gather_into(whole, rows, axis.sibling("reduce")).wait()
-        rows = whole
-    said = [bytes(row).decode(errors="replace").rstrip() for row in rows.view(-1, _ROW).tolist()]
-    return sorted(row.split("\n") for row in said)
+    everybody = CommonFacts("", [axis.sibling("reduce") for axis in axes], device=device)
+    return sorted(row.split("\n") for row in everybody.said("\n".join([here, *words])))
 
 
 def shortened(words: Sequence[str], most: int, comma: str) -> str:

@@ -1,7 +1,6 @@
 """Other parameters in an optimizer's groups for the time of a step, and the end of that time.
 
 Note [Steps that raise]
-~~~~~~~~~~~~~~~~~~~~~~~
 torch calls a step's post-hooks only where the step returns. A step that raised (memory ran out
 while it made its state, say) leaves the borrowed parameters in the groups. So whatever comes next
 puts the user's parameters back first: another step, `state_dict`, `load_state_dict` or `zero_grad`.

@@ -6,7 +6,6 @@ object stays the user's: for the time of a step its groups hold runs, before and
 hold the parameters, with state per parameter that is a view of the same flat memory.
 
 Note [Plans of runs]
-~~~~~~~~~~~~~~~~~~~~
 A run ends where parameter groups, the parameters that have gradients, or step counts differ. To
 look at the state of every parameter in every step would cost more than the step's launches, so the
 runs of the last step are kept as a plan. A user may change anything between two steps: the groups,

@@ -1,7 +1,6 @@
 """Gradient scalers whose ranks agree, over the whole mesh, on whether a step overflowed.
 
 Note [The question of a scaler]
-~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 A scaler decides from the gradients of its rank whether to skip a step, and nothing tells an
 optimizer that a scaler is about to decide for it. But before a scaler looks at any gradient it asks
 the optimizer whether that scales by itself (`_step_supports_amp_scaling`). `answer_scalers` puts a

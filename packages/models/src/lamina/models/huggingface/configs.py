@@ -153,6 +153,8 @@ def config_from_huggingface(
         known = ", ".join({**_ARCHITECTURES, **own})
         raise ValueError(f"model_type is {kind!r}: known are {known}")
     fields = ConfigFields(source)
+    if kind != "gpt2" and fields.get("hidden_act", "silu") != "silu":
+        raise ValueError(f"hidden_act is {fields['hidden_act']!r}: only silu is known")
     if fields["model_type"] == "mamba2":
         config = _read_mamba2(fields)
     elif kind == "gpt2":
@@ -221,8 +223,6 @@ def _read_gpt2(source: Mapping[str, Any]) -> TransformerConfig:
 def _read_llama_like(
     kind: str, source: Mapping[str, Any], variant: type[AttentionVariant]
 ) -> TransformerConfig:
-    if source.get("hidden_act", "silu") != "silu":
-        raise ValueError(f"hidden_act is {source['hidden_act']!r}: only silu is known")
     bias = kind == "qwen2" or bool(source.get("attention_bias", False))
     rope = _rope_of(source)
     config = TransformerConfig(
@@ -387,8 +387,6 @@ def _read_bound(bound: float | Mapping[str, str]) -> float:
 
 def _read_mamba2(source: Mapping[str, Any]) -> TransformerConfig:
     """Read the contents of the `config.json` of a stack of Mamba-2 layers."""
-    if source.get("hidden_act", "silu") != "silu":
-        raise ValueError(f"hidden_act is {source['hidden_act']!r}: only silu is known")
     layers, expand = source["num_hidden_layers"], source.get("expand", 2)
     widths = source["num_heads"] * source["head_dim"], expand * source["hidden_size"]
     if widths[0] != widths[1]:

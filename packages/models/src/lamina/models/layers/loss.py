@@ -201,10 +201,6 @@ def _tokens_at_a_time(columns: int) -> int:
     return int(max(1024, 2**22 // max(columns, 1)))
 
 
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.promote_types(dtype, torch.float32)
-
-
 class _Softmax(NamedTuple):
     """The results of one pass over a chunk of logits."""
 
@@ -259,7 +255,8 @@ class _CrossEntropy(torch.autograd.Function):
     def forward(
         ctx: Any, logits: Tensor, labels: Tensor, axis: MeshAxis | None, ignored: int, chunk: int
     ) -> Tensor:
-        flat, names, wide = logits.flatten(0, -2), labels.flatten(), _wide(logits.dtype)
+        flat, names = logits.flatten(0, -2), labels.flatten()
+        wide = torch.promote_types(logits.dtype, torch.float32)
         losses = torch.empty(names.shape, dtype=wide, device=logits.device)
         log_total = torch.empty_like(losses)
         for start in range(0, flat.shape[0], chunk):
@@ -310,7 +307,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         ignored: int,
         needed: tuple[bool, bool],
     ) -> Tensor:
-        wide = _wide(weight.dtype)
+        wide = torch.promote_types(weight.dtype, torch.float32)
         first = 0 if axis is None else axis.rank * weight.shape[0]
         kept = max(vocab_size - first, 0)
         counts = label_weights(labels, vocab_size, ignored, wide)

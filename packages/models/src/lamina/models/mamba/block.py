@@ -16,7 +16,7 @@ from lamina.models.base.initialise import fill, uniform
 from lamina.models.base.mesh_axes import MeshLike, axis_of, require_divisible
 from lamina.models.layers.linear import from_residual, into_residual
 from lamina.models.layers.matmul_products import under_autocast
-from lamina.models.mamba.scan import choose_path, chunked_scan, kernel_scan, scan_step, wide_dtype
+from lamina.models.mamba.scan import choose_path, chunked_scan, kernel_scan, scan_step
 
 __all__ = ["CausalConvolution", "GatedNorm", "MambaMixer", "MambaState", "StateSpaceScan"]
 
@@ -111,14 +111,14 @@ class StateSpaceScan(nn.Module):
 
     def steps(self, dt: Tensor) -> Tensor:
         """Step sizes `[..., heads]` in float32 or wider."""
-        wide = wide_dtype(dt.dtype)
+        wide = torch.promote_types(dt.dtype, torch.float32)
         dt = F.softplus(dt.to(wide) + self.dt_bias.to(wide))
         return dt if self.sizes.dt_limit == (0.0, math.inf) else dt.clamp(*self.sizes.dt_limit)
 
     @property
     def rate(self) -> Tensor:
         """A: negative, `[heads]`, in float32 or wider."""
-        return -self.A_log.to(wide_dtype(self.A_log.dtype)).exp()
+        return -self.A_log.to(torch.promote_types(self.A_log.dtype, torch.float32)).exp()
 
     def forward(
         self, x: Tensor, dt: Tensor, b: Tensor, c: Tensor, runs: Tensor | None = None
@@ -170,7 +170,7 @@ class GatedNorm(nn.Module):
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:
         """`[..., channels]` to the same, with statistics in float32 or wider."""
-        wide = wide_dtype(x.dtype)
+        wide = torch.promote_types(x.dtype, torch.float32)
         gated = torch.unflatten(x.to(wide) * F.silu(gate.to(wide)), -1, (-1, self.width))
         scale = (gated.square().mean(dim=-1, keepdim=True) + self.eps).rsqrt()
         normed = (gated * scale).flatten(-2).to(x.dtype)
@@ -263,7 +263,8 @@ class MambaMixer(nn.Module):
         weight = self.conv.weight
         window = weight.new_zeros(batch, self.sizes.conv_kernel - 1, weight.shape[0])
         shape = (batch, self.heads, self.sizes.head_dim, self.sizes.state_size)
-        return MambaState(window, weight.new_zeros(shape, dtype=wide_dtype(weight.dtype)))
+        wide = torch.promote_types(weight.dtype, torch.float32)
+        return MambaState(window, weight.new_zeros(shape, dtype=wide))
 
     def step(self, x: Tensor, state: MambaState) -> tuple[Tensor, MambaState]:
         """Compute one token as `forward` does, at a cost that does not depend on its position.

@@ -24,15 +24,10 @@ from lamina.models.attention.kernels import document_starts
 from lamina.models.base.configs.mamba import MambaPath
 from lamina.models.layers.matmul_products import without_autocast
 
-__all__ = ["choose_path", "chunked_scan", "fused_scan", "kernel_scan", "scan_step", "wide_dtype"]
+__all__ = ["choose_path", "chunked_scan", "fused_scan", "kernel_scan", "scan_step"]
 
 _LOGGER = logging.getLogger(__name__)
 _HALF = (torch.float16, torch.bfloat16)
-
-
-def wide_dtype(dtype: torch.dtype) -> torch.dtype:
-    """At least float32, because sums of decays lose their precision in 16 bits."""
-    return torch.promote_types(dtype, torch.float32)
 
 
 def chunked_scan(
@@ -62,7 +57,7 @@ def chunked_scan(
         `y` like `x`, and the state after the last token like `state`, both in float32 or
         wider, also under autocast.
     """
-    length, groups, wide = x.shape[1], b.shape[2], wide_dtype(x.dtype)
+    length, groups, wide = x.shape[1], b.shape[2], torch.promote_types(x.dtype, torch.float32)
     chunk = min(chunk, length)
     steps = dt.to(wide)
     # Padding has steps of 0, so it neither decays the state nor adds to it.
@@ -172,7 +167,7 @@ def scan_step(
     Returns:
         `y` like `x`, and the next state, both in float32 or wider, also under autocast.
     """
-    wide = wide_dtype(x.dtype)
+    wide = torch.promote_types(x.dtype, torch.float32)
     heads = x.shape[1]
     key, query = (part.to(wide).repeat_interleave(heads // b.shape[1], dim=1) for part in (b, c))
     dt = dt.to(wide)

@@ -156,6 +156,7 @@ def deepspeed(stage: int) -> Callable[[argparse.Namespace, ParallelMesh], System
             "train_micro_batch_size_per_gpu": BATCH,
             "zero_optimization": {"stage": stage},
             "zero_allow_untested_optimizer": True,
+            "gradient_clipping": 0.0,  # none, as in the other loops; left out, it is 1.0
         }
         engine, *_ = peer.initialize(model=model, optimizer=optimizer, config=config)
 

@@ -179,6 +179,37 @@ def test_the_names_of_new_directories_are_synced_too(tmp_path, monkeypatch):
     assert tmp_path / "runs" not in synced
 
 
+@pytest.mark.parametrize("call", ["save", "replace", "finish another's replacement"])
+def test_a_checkpoint_has_its_name_on_the_disk_when_a_call_returns(tmp_path, monkeypatch, call):
+    CheckpointManager(tmp_path).save(1, {"n": 1})
+    if call == "finish another's replacement":  # killed between two renames
+        (tmp_path / "step-00000001").rename(tmp_path / ".replaced-00000001-0123abcd")
+    renamed, sync = set(), os.fsync  # names that a power cut would take away
+
+    def noted(honest):
+        def move(source, target):
+            honest(source, target)
+            renamed.add(Path(target))
+
+        return move
+
+    def synced(descriptor):
+        sync(descriptor)
+        held = os.fstat(descriptor)
+        for path in [one for one in renamed if os.path.samestat(held, os.stat(one.parent))]:
+            renamed.remove(path)
+
+    for name in ("rename", "replace"):
+        monkeypatch.setattr(os, name, noted(getattr(os, name)))
+    monkeypatch.setattr(os, "fsync", synced)
+    manager = CheckpointManager(tmp_path)
+    if call != "finish another's replacement":
+        manager.save(1 + (call == "save"), {"n": 2}, overwrite=True)
+    manager.close()
+    assert manager.list() == [1, 2][: 1 + (call == "save")]
+    assert not [path for path in renamed if path.exists()]
+
+
 def test_a_checkpoint_loses_its_name_on_the_disk_before_its_files(tmp_path, monkeypatch):
     manager = CheckpointManager(tmp_path, keep_last=1)
     manager.save(1, {"n": 1})

@@ -110,9 +110,11 @@ def test_entries_that_only_some_ranks_have_are_named_on_all(tmp_path):
     manager.save(1, {"model": model, "n": 1})
     average = nn.Linear(2, 2) if rank == 0 else None
     head = {"head": nn.Linear(2, 2)} if rank == 1 else {}
+    twice = {"two\nlines": nn.Linear(2, 2) if rank == 0 else 1, "more\nlines": 1}
     for others, message in (
         ({"ema": average}, "'ema' .* a module on rank 0 and a plain value on rank 1"),
         (head, "'head' .* missing on rank 0 and a module on rank 1"),
+        (twice, "'two\nlines' .* a module on rank 0 and a plain value on rank 1"),
     ):
         state = {"model": model, **others}
         with pytest.raises(CheckpointError, match=message):

@@ -21,6 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lamina.checkpoint import RESUME_EXIT_CODE, CheckpointManager, DataPosition, Preemption
+from lamina.checkpoint.state import data_position
 
 
 @settings(deadline=None)
@@ -43,6 +44,16 @@ def test_no_sample_is_repeated_or_skipped_when_ranks_and_batches_change(size, se
     assert taken == reference.indices(len(taken))
     for epoch in range(len(taken) // size):
         assert sorted(taken[epoch * size : (epoch + 1) * size]) == list(range(size))
+
+
+def test_an_epoch_of_shuffled_samples_visits_no_number_of_its_network_twice(monkeypatch):
+    """The network permutes the numbers below the next power of four, with four sums for each."""
+    mix, sums = data_position._mix, []
+    monkeypatch.setattr(data_position, "_mix", lambda *given: sums.append(given) or mix(*given))
+    for size in range(2, 66):
+        sums.clear()
+        assert sorted(DataPosition(size, seed=0).indices(size)) == list(range(size))
+        assert len(sums) <= 4 * next(4**power for power in range(1, 5) if 4**power >= size)
 
 
 def test_a_position_in_other_data_is_refused():

@@ -414,7 +414,6 @@ class CheckpointManager:
         """
 
         def chosen() -> int | None:
-            """The first rank's choice, with a warning of newer checkpoints."""
             if not self._ranks.is_first:
                 return None
             locations = self._store.locations()

@@ -45,7 +45,6 @@ class _Stream:
     states: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def copy(self) -> _Stream:
-        """The stream as it is now."""
         return _Stream(self.seed, {device: state.clone() for device, state in self.states.items()})
 
 

@@ -297,7 +297,6 @@ class _FullTensor(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, tensor: ShardedTensor) -> torch.Tensor:
-        """Gather it."""
         ctx.spec = tensor.spec
         return ShardedTensor.from_spec(tensor.to_local(), tensor.spec).full_tensor()
 

@@ -136,7 +136,6 @@ class _MetadataUnpickler(pickle.Unpickler):
     """Knows metadata's classes and no others."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return the stand-in of a class that metadata has."""
         if (module, name) in _KNOWN:
             return _KNOWN[module, name]
         raise CheckpointUnsafeError(
@@ -246,7 +245,6 @@ def opened(
             return
 
         def read(offset: int, length: int) -> memoryview:
-            """Read some bytes of the open file."""
             file.seek(offset)
             return memoryview(bytearray(file.read(length)))
 

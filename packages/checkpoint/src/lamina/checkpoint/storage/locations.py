@@ -48,7 +48,6 @@ class _SyncedFile(io.BufferedWriter):
     """A file that is on the disk once it is closed."""
 
     def close(self) -> None:
-        """Sync, and close."""
         if not self.closed:
             try:
                 self.flush()

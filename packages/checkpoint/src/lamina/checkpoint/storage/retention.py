@@ -31,7 +31,6 @@ class Kept:
     best_is: Literal["min", "max"] = "min"
 
     def __post_init__(self) -> None:
-        """Raise ValueError, naming the argument, for numbers below 1."""
         for name in ("last", "every", "best"):
             value = getattr(self, name)
             if value is not None and value < 1:

@@ -13,7 +13,8 @@ from lamina.collectives.call.checks import require_agreement, require_same_devic
 from lamina.collectives.call.collective import Handle, launch
 from lamina.collectives.call.record import issue
 from lamina.collectives.compat import one_graph_break
-from lamina.collectives.move.all_gather import AllGather, all_gather_into
+from lamina.collectives.move.all_gather import AllGather
+from lamina.collectives.move.shaped import start_all_gather
 from lamina.collectives.reduction.summation import sum_rows
 from lamina.collectives.transport.groups import group_rank, group_size, where
 from lamina.collectives.transport.transport import Completion, nothing_left, wait_all
@@ -250,10 +251,6 @@ class SpanGroups:
         piece = torch.zeros(width, dtype=local.dtype, device=local.device)
         piece[: local.numel()].copy_(local.detach())
         for group in reversed(self._groups):
-            size = group_size(group)
-            if size > 1:
-                whole = torch.empty(size * piece.numel(), dtype=piece.dtype, device=piece.device)
-                all_gather_into(whole, piece, group)
-                piece = whole
+            piece = start_all_gather(piece, group, async_op=False).wait()
         rows = piece.view(len(numels), width)
         return torch.cat([row[:numel] for row, numel in zip(rows, numels, strict=True)])

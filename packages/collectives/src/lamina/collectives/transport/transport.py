@@ -128,7 +128,6 @@ class _LocalRoute:
     def gather(
         self, output: torch.Tensor, input: torch.Tensor, tag: int | None = None
     ) -> Completion:
-        """Fill the whole with the one piece."""
         if not input.is_meta and output.data_ptr() != input.data_ptr():
             output.copy_(input)
         return nothing_left
@@ -136,7 +135,6 @@ class _LocalRoute:
     def collect(
         self, input: torch.Tensor, scratch: torch.Tensor | None = None, tag: int | None = None
     ) -> Chunks:
-        """The one chunk, in place."""
         return _Rows([input], nothing_left)
 
 
@@ -147,7 +145,6 @@ class _Rows:
         self._rows, self._complete = rows, complete
 
     def chunks(self) -> list[torch.Tensor] | torch.Tensor:
-        """Complete the messages; the rows."""
         self._complete()
         return self._rows
 
@@ -167,7 +164,6 @@ class _BackendRoute:
     def gather(
         self, output: torch.Tensor, input: torch.Tensor, tag: int | None = None
     ) -> Completion:
-        """By the backend's all-gather, or by messages through the host."""
         if self._by_backend:
             work = all_gather_single(output, input, self._group, async_op=True)
             return partial(wait_all, work)

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from lamina.buffers import FlatBuffer
-from lamina.collectives import all_gather_into
+from lamina.collectives.engine import start_all_gather
 from lamina.ddp.group.group import ParameterGroup
 from lamina.ddp.parameters.axes import DataParallelAxes
 
@@ -114,10 +114,8 @@ def whole_of(buffer: FlatBuffer, axes: DataParallelAxes) -> torch.Tensor:
     piece = buffer.data
     # The outer axis cuts what the inner one left: put the pieces together in the reverse order.
     for cut, axis in ((outer, axes.outer), (inner, axes.inner)):
-        if cut and axis.size > 1:
-            whole = torch.empty(piece.numel() * axis.size, dtype=piece.dtype, device=piece.device)
-            all_gather_into(whole, piece, axis.sibling("gather")).wait()
-            piece = whole
+        if cut:
+            piece = start_all_gather(piece, axis.sibling("gather"), async_op=False).wait()
     return piece.clone() if piece is buffer.data else piece
 
 

@@ -29,8 +29,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from lamina.buffers import FlatBuffer
-from lamina.collectives import all_gather_into
-from lamina.collectives.engine import CommonFacts, all_reduce_small, broadcast
+from lamina.collectives.engine import CommonFacts, all_reduce_small, broadcast, start_all_gather
 from lamina.ddp.backward.grad_attribute import local_of
 from lamina.ddp.group.group import ParameterGroup
 from lamina.ddp.group.weights import shares_storage
@@ -302,9 +301,7 @@ class _Family:
             return
         digests = torch.stack([each.to(device) for each in found if each is not None])
         for axis in self.axes:
-            whole = digests.new_empty(digests.numel() * axis.size)
-            all_gather_into(whole, digests, axis.sibling("reduce")).wait()
-            digests = whole
+            digests = start_all_gather(digests, axis.sibling("reduce"), async_op=False).wait()
         columns = digests.view(self.copies, -1).t().tolist()
         for at, held in zip(known, columns, strict=True):
             if len(set(held)) > 1:

@@ -99,7 +99,6 @@ class _Run:
         self._offset = group.main_weights.range[0] - self._main_grads.range[0]
 
     def show_gradient(self) -> None:
-        """Give `parameter` the main grads of its elements."""
         # Sliced at every step: the memory of main grads may be given back in between.
         start, stop = self._offset + self.start, self._offset + self.stop
         self.parameter.grad = self._main_grads.data[start:stop].to(self.parameter.dtype)

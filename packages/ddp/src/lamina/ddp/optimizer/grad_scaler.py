@@ -96,7 +96,6 @@ class _Answer:
         self._ranks = self._alike = ranks
 
     def add(self, groups: Iterable[ParameterGroup], reducer: GradientReducer | None) -> None:
-        """One more model that the optimizer updates."""
         self._alike = min([self._alike, *(group.axes.size for group in groups)])
         if reducer is not None:
             self._reducers.append(weakref.ref(reducer))

@@ -127,7 +127,6 @@ class _Decoupled:
 
     @property
     def decoupled_grad(self) -> torch.Tensor | None:
-        """The gradient; another name of `.grad`."""
         return self.grad
 
     @decoupled_grad.setter

@@ -65,11 +65,9 @@ class _GroupPlan:
 
     @property
     def trained(self) -> bool:
-        """Whether it has gradients."""
         return self.refs[0].parameter.requires_grad
 
     def layout(self) -> BufferLayout:
-        """Where each parameter will lie."""
         return plan_layout(self.refs, self.axes, self.settings)
 
 

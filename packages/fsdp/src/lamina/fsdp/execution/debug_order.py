@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import torch
 
-from lamina.collectives import all_gather_into
+from lamina.collectives.engine import start_all_gather
 from lamina.ddp.engine import DataParallelAxes
 from lamina.fsdp.execution.unit import Unit
 
@@ -45,7 +45,6 @@ class OrderCheck:
         self._name = " and ".join(repr(axis.name) for axis in compared)
         self._me = axes.inner.ranks[axes.inner.rank]
         self._groups = [axis.sibling("check") for axis in compared]
-        self._sizes = [axis.size for axis in compared]
         self._names = [unit.title for unit in units]
         self._indices = {id(unit): index for index, unit in enumerate(units)}
         self._device = device
@@ -97,10 +96,8 @@ class OrderCheck:
     def _everybodys(self, mine: list[int]) -> list[list[int]]:
         """The messages of all ranks, in their order: gathered along one axis after the other."""
         messages = torch.tensor(mine, device=self._device)
-        for group, size in zip(self._groups, self._sizes, strict=True):
-            everybody = messages.new_empty(size * messages.numel())
-            all_gather_into(everybody, messages, group).wait()
-            messages = everybody
+        for group in self._groups:
+            messages = start_all_gather(messages, group, async_op=False).wait()
         found: list[list[int]] = messages.view(-1, len(mine)).tolist()
         return sorted(found)
 

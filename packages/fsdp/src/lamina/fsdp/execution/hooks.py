@@ -42,7 +42,6 @@ class _AfterBackward(torch.autograd.Function):
         pending: PendingBackward,
         *inputs: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
-        """Pass the inputs on."""
         ctx.engine, ctx.unit, ctx.pending = engine, unit, pending
         return inputs
 

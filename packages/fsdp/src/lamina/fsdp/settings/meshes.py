@@ -30,7 +30,6 @@ class _WithGatherGroup(MeshAxis):
     gather: ProcessGroup | None = None
 
     def sibling(self, purpose: str) -> ProcessGroup | None:
-        """The caller's group for gathers, otherwise as any axis."""
         return self.gather if purpose == "gather" else super().sibling(purpose)
 
 

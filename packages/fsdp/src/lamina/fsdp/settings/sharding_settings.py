@@ -101,7 +101,6 @@ class ShardingSettings:
     check_storage: bool = _setting(False, gathered="whole weights that are released")
 
     def __post_init__(self) -> None:
-        """Check the rules of the fields above, and those that are about two of them."""
         for one in fields(self):
             value = getattr(self, one.name)
             if one.metadata and value is not one.default:

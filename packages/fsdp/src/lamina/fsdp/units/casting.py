@@ -94,13 +94,11 @@ class _Cast:
         self._changed = False
 
     def before(self, _: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Widen what has the narrow dtype."""
         self._changed = False
         args, kwargs = map_tensors((args, kwargs), self._widen)
         return args, kwargs
 
     def after(self, _: nn.Module, __: Any, output: Any) -> Any:
-        """Narrow the output, if an input was widened."""
         return map_tensors(output, self._narrowed) if self._changed else output
 
     def _widen(self, tensor: torch.Tensor) -> torch.Tensor:

@@ -199,7 +199,6 @@ class _Beside:
         self._side = side
 
     def wait(self) -> None:
-        """Wait on the side stream."""
         with self._side.use():
             self._handle.wait()
 

@@ -118,7 +118,6 @@ class _Recipe:
         return self.forward(*inputs)
 
     def rerun(self) -> _Run:
-        """Run again, unless that was done already."""
         if self.kept is None:
             # The node is alive, because its own backward comes after everything that reads this.
             saved, wanted = self.node().saved_tensors, self.node().needs_input_grad[2:]

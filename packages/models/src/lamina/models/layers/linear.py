@@ -113,7 +113,6 @@ class _Multiply(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Gradients of x, weight and bias."""
         x, weight, *kept = ctx.saved_tensors
         for_x, for_weight, for_bias = ctx.needs_input_grad[:3]
         cut, by_rows = ctx.cut, ctx.cut.side == "output"
@@ -191,7 +190,6 @@ class _Projection(nn.Module):
         return y if last is None else y + last
 
     def extra_repr(self) -> str:
-        """Sizes on this rank, for printing."""
         (rows, columns), size = self.weight.shape, 1 if self.axis is None else self.axis.size
         return f"{columns} -> {rows}, bias={self.bias is not None}, {self.side} cut by {size}"
 

@@ -36,7 +36,6 @@ class _Norm(nn.Module):
             nn.init.zeros_(self.bias)
 
     def extra_repr(self) -> str:
-        """Sizes, for printing."""
         return f"{self.size}, eps={self.eps}"
 
 

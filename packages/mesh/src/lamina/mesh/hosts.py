@@ -39,11 +39,7 @@ __all__ = [
 
 
 def host_words() -> tuple[int, ...]:
-    """Words that are equal for processes of one boot, network namespace and process namespace.
-
-    Raises:
-        OSError: there is no /proc, or it is hidden.
-    """
+    """Words equal in one boot, network and process namespace; OSError: /proc is hidden."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip().replace("-", "")
     spaces = [Path(f"/proc/self/ns/{name}").stat().st_ino for name in ("net", "pid")]
     return int(boot[:15], 16), *spaces
@@ -104,12 +100,9 @@ def ranks_per_host() -> int:
 
 
 def split_over_hosts(ranks: Sequence[int], rank: int, per_host: int) -> HostRuns:
-    """Where the ranks of a group are, as rank `rank` of it sees it.
+    """Where the ranks of a group are, as rank number `rank` of it sees it.
 
-    Args:
-        ranks: global ranks, in any order (torch's `new_group` has `sort_ranks=False`).
-        rank: this rank's number in the group.
-        per_host: ranks of a host.
+    The global `ranks` are in any order (torch's `new_group` has `sort_ranks=False`).
     """
     hosts = [each // per_host for each in ranks]
     near = tuple(compress(range(len(hosts)), [host == hosts[rank] for host in hosts]))
@@ -132,10 +125,8 @@ def host_runs(group: dist.ProcessGroup) -> HostRuns:
 def host_groups(group: dist.ProcessGroup) -> tuple[dist.ProcessGroup, dist.ProcessGroup] | None:
     """The groups inside this host and over the hosts that `make_host_groups` made of `group`.
 
-    This never communicates. See Note [No collective makes a group].
-
-    Returns:
-        None where none were made. Sums of `group` are one exchange then, with the same bits.
+    This never communicates. See Note [No collective makes a group]. Where none were made (None),
+    sums of `group` are one exchange, with the same bits.
     """
     return current_world().host_groups.get(group)
 

@@ -127,11 +127,7 @@ class SpanSpec:
         return places or "whole on every rank"
 
     def reach(self, operation: str) -> SpanCommunicator:
-        """The communicator, or an error that says what to call instead.
-
-        Raises:
-            RuntimeError: the tensor is cut and has no communicator.
-        """
+        """The communicator; RuntimeError says what to call instead of `operation` without one."""
         if self.communicator is None:
             raise RuntimeError(
                 f"{operation} of a ShardedTensor of shape {list(self.shape)} ({self.where()}) "

@@ -228,10 +228,8 @@ class Wire:
     def encode(self, values: torch.Tensor, wire: torch.Tensor, piece: int) -> None:
         """Write all pieces to their places on the wire, in one call of the codec.
 
-        Args:
-            values: flat [n]: pieces of `piece` elements, of which the last may be shorter.
-            wire: flat: `items(piece)` for each piece, less for a shorter last one.
-            piece: elements of a piece. One that does not end with a block is filled with zeros.
+        `values` are flat pieces of `piece` elements, of which the last may be shorter. `wire` has
+        `items(piece)` for each. A piece that does not end with a block is filled with zeros.
         """
         codes, side = self._split(wire)
         if piece % self.block:

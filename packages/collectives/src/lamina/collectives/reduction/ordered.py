@@ -200,12 +200,9 @@ class Reduction(Collective):
 class _Exchange:
     """One exchange that an ordered sum is made of: the ranks of a group add up a run of pieces.
 
-    Args:
-        wire: how the terms travel.
-        piece: elements of each rank's piece of the run; whole blocks, but for a run of one piece
-            per rank.
-        numel: elements of the run; the last ranks' pieces may be shorter, or empty.
-        items: the same on the wire.
+    The run has `numel` elements, of which each rank's piece has `piece` (whole blocks, but for a
+    run of one piece per rank); the last ranks' may be shorter, or empty. `items` are the same on
+    the wire.
     """
 
     def __init__(
@@ -276,16 +273,9 @@ def bytes_received(
     """Bytes that an ordered reduction of `numel` elements holds besides its buffers, at most.
 
     Codes and copies that it sends from count as well, so do partial sums, and on a GPU the numbers
-    that codes stand for. Ranks that read each other's memory hold the window that all sums share.
-
-    Args:
-        group: the ranks, or None for a group of one.
-        numel: elements of the input, equally many for each rank.
-        wire: its dtype.
-        device: where it lies.
-        message_bytes: see `Reduction`.
-        scatter: see `Reduction`.
-        codec: what it needs while it encodes is left out.
+    that codes stand for; what a codec needs while it encodes does not. Ranks that read each other's
+    memory hold the window that all sums share. `wire` is the dtype of the input, of equally many
+    elements for each rank; `message_bytes` and `scatter` are those of `Reduction`.
     """
     size, how = group_size(group), Wire(codec or Cast(wire))
     if group is None or size == 1:
@@ -581,11 +571,7 @@ class OrderedReduction(Reduction):
             output.copy_(target[: self._numel])
 
     def agree(self) -> None:
-        """Compare this call over the ranks; collective.
-
-        Raises:
-            ValueError: on every rank, if any two differ.
-        """
+        """Compare this call over the ranks; collective. ValueError on every rank, if any differ."""
         (_, output), (dtype, input) = self._kinds
         require_agreement(self.op, self.group, self.device, wire=dtype, output=output, input=input)
 

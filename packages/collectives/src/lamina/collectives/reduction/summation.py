@@ -70,7 +70,7 @@ def reference_sum(
 
 
 def sum_rows(rows: torch.Tensor, into: torch.Tensor | None = None) -> torch.Tensor:
-    """Sum the rows in the fixed tree by as many operations as the tree has levels.
+    """Sum the rows [ranks, n] in the fixed tree by as many operations as the tree has levels.
 
     Note [Rows are added where they lie]
     In each round every other row takes in its right neighbour, and the rows that are left are the
@@ -78,12 +78,7 @@ def sum_rows(rows: torch.Tensor, into: torch.Tensor | None = None) -> torch.Tens
     always at the largest power of two below the number of rows, which is the tree of `_tree`. The
     rows are overwritten, so that no memory is needed.
 
-    Args:
-        rows: [ranks, n], overwritten.
-        into: [n], takes the sum where there are two rows or more.
-
-    Returns:
-        The sum, [n]: `into`, or the first row.
+    The sum is in `into` where there are two rows or more, or else the first row.
     """
     step, count = 1, rows.shape[0]
     while step < count:

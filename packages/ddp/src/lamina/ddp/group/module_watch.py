@@ -21,12 +21,10 @@ __all__ = ["ModuleWatch"]
 
 
 class ModuleWatch:
-    """Looks at a model before its forwards of training.
+    """Looks at a model, of these groups, before its forwards of training.
 
-    Args:
-        groups: all groups of the model.
-        wrapper: what the user called, for messages.
-        left_alone: `id`s of parameters that are in no group, and were to be left out.
+    `wrapper` is what the user called, for messages, and `left_alone` are `id`s of parameters that
+    are in no group, and were to be left out.
     """
 
     def __init__(
@@ -54,14 +52,9 @@ class ModuleWatch:
     def look(self, root: nn.Module, *, optimizer_known: bool) -> None:
         """Raise if the model below `root` holds parameters that it was not wrapped with.
 
-        Args:
-            root: the outermost wrapped module.
-            optimizer_known: whether an optimizer was given to the wrapper. If not, the second
-                forward looks for one that holds what the model held before.
-
-        Raises:
-            RuntimeError: for a parameter that is new, gone or another one, and for an optimizer
-                that holds parameters of before the wrapping while none holds today's.
+        Unless an optimizer was given to the wrapper (`optimizer_known`), the second forward looks
+        for one that holds what the model held before. RuntimeError: a parameter is new, gone or
+        another one, or an optimizer holds parameters of before the wrapping and none today's.
         """
         expected, left_alone = self._expected, self._left_alone
         # Plain loops over dictionaries: this runs before every forward.

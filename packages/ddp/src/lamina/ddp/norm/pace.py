@@ -56,13 +56,9 @@ class Straggler:
 class Pace:
     """This rank's own time per step, beside that of the others, and its waits.
 
-    Args:
-        factor: a rank is slow if it takes more than so many times the mean of the others, and the
-            network if all ranks wait twice as many times as long as they used to.
-        steps: for so many steps on end.
-
-    Attributes:
-        network: what is told of the network, once it has become slow; else empty.
+    A rank is slow if for `steps` steps on end it takes more than `factor` times the mean of the
+    others, and the network if all ranks wait twice as many times as long as they used to; `network`
+    is what is told of it, else empty.
     """
 
     def __init__(self, factor: float, steps: int) -> None:

@@ -226,11 +226,8 @@ class ReplicaMonitor:
 class _Piece:
     """A tensor that this rank holds of the state.
 
-    Attributes:
-        name: what it is, of which parameter.
-        numel: its elements when the plan was made.
-        itemsize: bytes of each.
-        fetch: gives it; None while its values mean nothing.
+    `name` says what it is, of which parameter, and `numel` is of when the plan was made. `fetch`
+    gives it, or None while its values mean nothing.
     """
 
     name: str
@@ -241,11 +238,8 @@ class _Piece:
     def digest(self, start: int, stop: int, weight: int = 1) -> torch.Tensor | None:
         """Of elements `start..stop`; None where the tensor is not what it was planned as.
 
-        Args:
-            start: the first element.
-            stop: the one after the last.
-            weight: an odd number. Pieces that are added need different ones, or flips of the same
-                bit in several of them could cancel.
+        `weight` is odd. Pieces that are added need different ones, or flips of the same bit in
+        several of them could cancel.
         """
         values = self.fetch()
         if values is None or values.numel() != self.numel or start == stop:
@@ -254,15 +248,9 @@ class _Piece:
 
 
 class _Family:
-    """Pieces whose copies lie along the same axes.
+    """Pieces whose copies lie along the same axes, each of several ranks.
 
-    Args:
-        axes: those axes, each of several ranks.
-        pieces: what this rank holds.
-
-    Attributes:
-        factor: of this rank's digests; those of all copies add up to zero.
-        nbytes: of all pieces.
+    `factor` is of this rank's digests: those of all copies add up to zero.
     """
 
     def __init__(self, axes: Axes, pieces: Sequence[_Piece]) -> None:
@@ -309,16 +297,10 @@ class _Family:
 
 
 class _Vote:
-    """Copies of one piece, of which not all are equal.
+    """Copies of one piece, of which not all are equal; `held` are their digests.
 
-    Args:
-        family: the piece's.
-        piece: what is copied.
-        held: digest of each copy.
-
-    Attributes:
-        good: index of a copy that the majority holds; None without a majority.
-        wrong: what is wrong with this rank's copy; empty if nothing is.
+    `good` is the index of a copy that the majority holds, None without a majority. `wrong` is what
+    is wrong with this rank's copy, and empty if nothing is.
     """
 
     def __init__(self, family: _Family, piece: _Piece, held: Sequence[int]) -> None:

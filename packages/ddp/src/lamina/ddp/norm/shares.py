@@ -85,10 +85,7 @@ def whole_mesh(mesh: ParallelMesh | DeviceMesh | None) -> tuple[MeshAxis, ...]:
 class _Shares:
     """Makes shares, and remembers which tied parameters were counted on this rank.
 
-    Args:
-        norm: the norm.
-        mesh: the mesh; None for data-parallel ranks alone.
-        roles: of all parameters.
+    `mesh` is None for data-parallel ranks alone, and `roles` are those of all parameters.
     """
 
     def __init__(
@@ -153,10 +150,7 @@ class _Shares:
     def _counts(self, role: Role, axes: Iterable[MeshAxis], cut: Iterable[MeshAxis]) -> bool:
         """Whether this rank counts a parameter: the first one along all axes that copy it.
 
-        Args:
-            role: the parameter's.
-            axes: its data-parallel axes.
-            cut: those of them along which ranks hold different parts.
+        Of its data-parallel `axes`, ranks along `cut` hold different parts.
         """
         if role.tied is not None:
             if role.tied in self._counted:

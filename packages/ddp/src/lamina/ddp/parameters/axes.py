@@ -143,14 +143,8 @@ def check_dimensions(
 ) -> None:
     """Refuse a mesh of which some dimension is neither data-parallel nor known to cut the model.
 
-    Args:
-        mesh: the mesh that `axes` are of.
-        axes: the data-parallel axes.
-        apart: dimensions along which ranks hold different parts of the model.
-        remedy: what to do about one that is neither.
-
-    Raises:
-        ValueError: for a dimension of several ranks that is both or neither.
+    Along the dimensions `apart` ranks hold different parts of the model, and `remedy` is what to do
+    about one that is neither. ValueError: a dimension of several ranks is both or neither.
     """
     for name, size in zip(mesh.mesh_dim_names or (), mesh.shape, strict=True):
         if size == 1:
@@ -179,14 +173,8 @@ def check_experts(
 ) -> None:
     """Refuse expert parameters that ranks hold different parts of and would take for copies.
 
-    Args:
-        refs: a model's parameters.
-        dense: the data-parallel axes of dense ones.
-        expert: those of experts; None if they have the dense ones.
-        model: the axes that cut the model.
-
-    Raises:
-        ValueError: naming the first such parameter.
+    `expert` is None if experts have the dense axes, and `model` are the axes that cut the model.
+    ValueError names the first such parameter.
     """
     tp, expert_tp, ep = model.tp, model.expert_tp, model.ep
     copies = dense if expert is None else expert
@@ -220,13 +208,7 @@ def refuse_unplaced(
 ) -> None:
     """Refuse parameters that are cut over tp, where all ranks of the world would be copies.
 
-    Args:
-        refs: a model's parameters.
-        dense: the data-parallel axes of dense ones.
-        tp: axis that cuts dense parameters, if the mesh has one.
-
-    Raises:
-        ValueError: naming the first such parameter.
+    `tp` cuts dense parameters, if the mesh has it. ValueError names the first such parameter.
     """
     if (tp is not None and tp.size > 1) or not 1 < dense.size == dist.get_world_size():
         return

@@ -41,11 +41,7 @@ def common_facts_of(what: str, axes: DataParallelAxes, device: torch.device | st
 def require_same_over_tp(
     what: str, axes: DataParallelAxes, device: torch.device | str, facts: Sequence[Fact]
 ) -> None:
-    """Compare what does not depend on parameters over tensor-parallel ranks, if there are any.
-
-    Raises:
-        DisagreementError: ranks differ.
-    """
+    """Compare what parameters do not decide over tensor-parallel ranks, or DisagreementError."""
     if axes.tp is not None:
         CommonFacts(f"{what}, ranks along tp", [axes.tp.group], axes.here, device).require(facts)
 
@@ -58,22 +54,14 @@ def require_same_model(
     settings: object,
     optimizer: Optimizer | None = None,
 ) -> None:
-    """Compare what a wrapper is about to be made of.
+    """Compare what a wrapper is about to be made of; DisagreementError if ranks differ.
 
-    One small collective, one more with experts, and one more with tensor parallelism.
+    One small collective, one more with experts, and one more with tensor parallelism. Call it
+    before any collective whose size depends on the model or the settings.
 
-    Call it before any collective whose size depends on the model or the settings.
-
-    Args:
-        what: the wrapper, for the message.
-        refs: the parameters, in order of registration.
-        dense: axes of ordinary parameters.
-        expert: axes of expert parameters; None if they have the dense ones.
-        settings: a dataclass.
-        optimizer: what will update the model, if the wrapper is told.
-
-    Raises:
-        DisagreementError: ranks differ.
+    `what` is the wrapper, for the message. `refs` are in order of registration, `expert` is None if
+    experts have the dense axes, and `settings` is a dataclass. `optimizer` is what will update the
+    model, if the wrapper is told.
     """
     device = next((ref.parameter.device for ref in refs), torch.device("cpu"))
     if device.type == "meta":

@@ -32,12 +32,9 @@ class RankOrderError(RuntimeError):
 
 
 class OrderCheck:
-    """Compares over ranks which unit comes next.
+    """Compares over ranks, along the sharding axis and that of replicas, which unit comes next.
 
-    Args:
-        axes: the sharding axis, and that of replicas.
-        units: the model's units.
-        device: where the messages lie.
+    The messages lie on `device`.
     """
 
     def __init__(self, axes: DataParallelAxes, units: Sequence[Unit], device: torch.device) -> None:
@@ -53,18 +50,13 @@ class OrderCheck:
     def gather(self, unit: Unit, ran: Sequence[Unit], *, backward: bool) -> None:
         """A unit is about to be gathered, after these have begun to run.
 
-        Raises:
-            RankOrderError: if another rank gathers another, or has come to an end, or is in a
-                forward with gradients where this one's has none.
+        RankOrderError: another rank gathers another, or has come to an end, or is in a forward with
+        gradients where this one's has none.
         """
         self._meet(self._indices[id(unit)], ran, _BACKWARD if backward else _forward())
 
     def end(self, ran: Sequence[Unit], *, backward: bool) -> None:
-        """A forward or a backward has ended in which these units ran.
-
-        Raises:
-            RankOrderError: if they did not on another rank.
-        """
+        """A forward or backward of these units has ended; RankOrderError: not on every rank."""
         self._meet(len(self._names) + backward, ran, _BACKWARD if backward else _forward())
 
     def _meet(self, place: int, ran: Sequence[Unit], phase: int) -> None:

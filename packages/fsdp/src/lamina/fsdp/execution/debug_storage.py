@@ -21,11 +21,7 @@ __all__ = ["StorageCheck"]
 
 
 class StorageCheck:
-    """Watches over reads of the weights that a model's units are gathered into.
-
-    Args:
-        pool: where they lie; filled with NaN wherever no unit lives (`poison`).
-    """
+    """Watches over reads of weights in a pool that is NaN wherever no unit lives (`poison`)."""
 
     def __init__(self, pool: StoragePool) -> None:
         self._pool = pool
@@ -34,9 +30,8 @@ class StorageCheck:
     def watching(self) -> Iterator[None]:
         """Entered around a forward.
 
-        Raises:
-            StaleStorageError: naming the unit whose released weights are read, in the forward or
-                by the backward of what it computed.
+        StaleStorageError names the unit whose released weights are read, in the forward or by the
+        backward of what it computed.
         """
         with SavedTensorGuard(self._pool), _Reads(self._pool):
             yield

@@ -34,15 +34,11 @@ __all__ = ["ShardingEngine"]
 
 
 class GatherBudget:
-    """How many bytes of whole weights may be live at once, and who makes room for whom.
+    """How many bytes of whole weights a rank may have at once, and who makes room for whom.
 
     A unit is gathered ahead only where it fits. One that is about to compute is always gathered:
     units that are not computing (gathered ahead, or kept since their forward) go first. Units that
     stay whole for a step because somebody asked for it are not counted.
-
-    Args:
-        units: the model's units.
-        limit: bytes per rank.
     """
 
     def __init__(self, units: Iterable[Unit], limit: int) -> None:
@@ -61,10 +57,8 @@ class GatherBudget:
     def make_room(self, unit: Unit, order: Sequence[Unit], computing: Sequence[Unit]) -> None:
         """Give back what need not be there for a unit that is about to compute.
 
-        Args:
-            unit: the unit.
-            order: in which units run; those whose turn is farthest off go first.
-            computing: units in whose forward we are.
+        Units run in this order: those whose turn is farthest off go first, and none in whose
+        forward we are (`computing`).
         """
         if self.fits(unit):
             return

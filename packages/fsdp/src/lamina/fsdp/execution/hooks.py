@@ -55,14 +55,9 @@ class _AfterBackward(torch.autograd.Function):
 class UnitHooks:
     """What happens before and after a unit computes, whichever of its methods computes.
 
-    It must not hold the module: the module holds it.
-
-    Args:
-        unit: the unit.
-        member: which of the unit's modules this is.
-        input_dtype: cast floating inputs to this dtype first.
-        output_dtype: cast floating outputs to this dtype.
-        inner: inputs are cast only where the unit is called by itself, and not by the root.
+    It must not hold the module: the module holds it. `member` is which of the unit's modules this
+    is. Floating inputs and outputs are cast to the dtypes; if `inner`, inputs only where the unit
+    is called by itself, and not by the root.
     """
 
     def __init__(
@@ -86,11 +81,7 @@ class UnitHooks:
         must not release it under the method's feet."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
-        """Refuse, as whoever copies this copies one module of a sharded model.
-
-        Raises:
-            UnavailableError: always. A copy of the whole model does not come here.
-        """
+        """Refuse: who copies this copies one module of a sharded model, and not the whole."""
         raise UnavailableError(
             f"copy.deepcopy of {self.unit.title}, a unit of a sharded model: the copy would hold "
             "this rank's shards, and its hooks would run those of the model. Copy the whole model "
@@ -109,11 +100,7 @@ class UnitHooks:
 
     @property
     def engine(self) -> ShardingEngine:
-        """The model's engine.
-
-        Raises:
-            RuntimeError: if there is none yet.
-        """
+        """The model's engine; RuntimeError if there is none yet."""
         if self._engine is None:
             raise RuntimeError(
                 f"{self.unit.module_class} was called before the sharded module around it: call "

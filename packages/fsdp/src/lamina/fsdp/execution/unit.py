@@ -80,8 +80,7 @@ class PendingBackward:
 class UnitCalls:
     """A unit's forwards, and which of their backwards are still to come.
 
-    Args:
-        members: how many modules that are called are one unit (`shard_module` of a list).
+    So many `members` that are called are one unit (`shard_module` of a list).
     """
 
     def __init__(self, members: int) -> None:

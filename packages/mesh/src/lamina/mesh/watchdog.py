@@ -67,10 +67,8 @@ class Activity:
 class Watchdog:
     """Watches over this rank's waits and over the other processes of its host.
 
-    Args:
-        store: where the ranks of the job have met; the watchdog has its own connection to it.
-        soft_limit: seconds after which a wait is told.
-        directory: where the first rank writes verdicts; None is the directory for temporary files.
+    It has its own connection to the `store` where the ranks have met. A wait is told of after
+    `soft_limit` seconds; the first rank writes verdicts to `directory`, or among temporary files.
     """
 
     def __init__(
@@ -196,11 +194,9 @@ class Watchdog:
         return self.lost if long_ago else None
 
     def cause(self, ranks: Iterable[int], patience: float = 3.0) -> str | None:
-        """Why a collective of `ranks` has failed, if a rank is gone.
+        """Why a collective of `ranks` has failed, if one is gone, or has left in order.
 
-        Args:
-            ranks: members of the group; those that have left in order count as well.
-            patience: seconds to wait for the news of it.
+        The news of it is waited for as many seconds as `patience` says.
         """
         begun = self._failed_at = time.monotonic()
         self._suspects = tuple(one for one in ranks if one != self._rank)

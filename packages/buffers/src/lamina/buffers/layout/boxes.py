@@ -30,8 +30,7 @@ class Box(NamedTuple):
 def boxes_of_span(shape: Sequence[int], start: int, stop: int) -> tuple[Box, ...]:
     """Cut elements `start..stop` of a row-major tensor of `shape` into boxes, in element order.
 
-    Raises:
-        ValueError: the span is not inside the tensor.
+    ValueError: the span is not inside the tensor.
     """
     numel = math.prod(shape)
     if not 0 <= start <= stop <= numel:

@@ -87,11 +87,7 @@ _CLASSES: dict[str, type[Reduction]] = {"ordered": OrderedReduction, "native": N
 
 
 def reduction_class(name: str) -> type[Reduction]:
-    """The class of the reductions called `name`.
-
-    Raises:
-        ValueError: neither "ordered" nor "native".
-    """
+    """The class of the reductions called `name`; ValueError: neither "ordered" nor "native"."""
     if name not in _CLASSES:
         raise ValueError(f"reduction must be 'ordered' or 'native', not {name!r}")
     return _CLASSES[name]

@@ -168,8 +168,7 @@ class Reduction(Collective):
     ) -> ReduceHandle:
         """Sum `input` over the ranks into `output`; arguments as in `reduce_scatter_fp32`.
 
-        Raises:
-            ValueError: buffers of another kind than was prepared for, or that share memory.
+        ValueError: buffers of another kind than was prepared for, or that share memory.
         """
         output, input = output.detach(), input.detach()
         self._require_buffers(output, input, in_place=not accumulate)

@@ -36,14 +36,11 @@ __all__ = ["GroupGradients"]
 class GroupGradients:
     """The gradient of one group of parameters, from autograd to the optimizer.
 
-    Args:
-        layout: where each parameter lies.
-        rank_sum: sums over ranks into the buffer of main grads.
-        dtypes: dtypes of the group.
-        cadence: when `reduce` is called; decides in which dtype a rank accumulates.
-        all_stepped: whether this rank's optimizer reads all of its main grads. If not, main grads
-            are whole and the optimizer is cut: then local gradients have storage of their own,
-            since who zeroes what the optimizer reads would leave some of them.
+    `rank_sum` sums over ranks into the buffer of main grads, and `cadence` is when `reduce` is
+    called: it decides in which dtype a rank accumulates. Unless `all_stepped`, this rank's
+    optimizer does not read all of its main grads: they are whole and the optimizer is cut. Then
+    local gradients have storage of their own, since who zeroes what the optimizer reads would leave
+    some of them.
     """
 
     def __init__(

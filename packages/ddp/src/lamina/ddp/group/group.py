@@ -368,11 +368,7 @@ class ParameterGroup:
         self.release_zeroed_gradients()
 
     def follow_main_weights(self) -> bool:
-        """Whole weights are about to be used: install what was written to main parameters, if any.
-
-        Returns:
-            Whether there is something to install.
-        """
+        """Before whole weights are used: whether something was written that has to be installed."""
         if written := self.mains_written:
             self.weights.mark_changed(written=written)
         return bool(written)

@@ -113,10 +113,8 @@ class Weights(ABC):
     def mark_changed(self, *, written: Sequence[str] = ()) -> None:
         """The optimizer (or a load) wrote main weights: the next `start` installs them.
 
-        Args:
-            written: names of parameters of which nobody told, but this rank has seen it. If other
-                ranks have not written, they do not gather, and the message about the wait has to
-                name the cause.
+        Nobody told of `written`, which this rank has seen. If other ranks have not written, they do
+        not gather, and the message about the wait has to name the cause.
         """
         if written and not self._changed:
             title, names = self.local.layout.title, ", ".join(written[:2])
@@ -208,10 +206,8 @@ def shares_storage(first: torch.Tensor, second: torch.Tensor) -> bool:
 class Writes:
     """What was written to the parameters of one group.
 
-    Args:
-        mains: what the optimizer updates.
-        computes: what modules compute with; the same objects where main weights are not apart.
-        whole: whether every rank holds all of both, so that ranks can compare values.
+    `mains` are what the optimizer updates, `computes` what modules compute with (the same objects
+    where main weights are not apart). If every rank holds the `whole` of both, values are compared.
     """
 
     def __init__(
@@ -232,12 +228,10 @@ class Writes:
         return sum(map(_VERSION, self._mains))
 
     def look(self, *, told: bool, compared: bool = True) -> None:
-        """Note what was written since the last look.
+        """Note what was written since the last look; if `compared`, ranks are to compare it.
 
-        Args:
-            told: whether whoever steps the main parameters says so (`forget`). Otherwise a step is
-                a write too, which counts where values can be compared.
-            compared: whether ranks are to compare it.
+        Unless whoever steps the main parameters says so (`told`, by `forget`), a step is a write
+        too, which counts where values can be compared.
         """
         now = [*map(_VERSION, self._mains)]
         if now != self._known:

@@ -52,9 +52,8 @@ def shares_of(
 ) -> list[Share]:
     """The gradients of modules and parameters: one share per group of a wrapped module.
 
-    Raises:
-        ValueError: without a mesh, for parameters of which other ranks hold other parts.
-        RuntimeError: for gradients that are not summed over ranks yet.
+    ValueError: without a mesh, other ranks hold other parts of a parameter. RuntimeError: gradients
+    are not summed over ranks yet.
     """
     given = list(items)
     shares = _Shares(norm, mesh, [role_of(p) for item in given for p in _parameters_of(item)])

@@ -101,9 +101,7 @@ def _parameter_facts(refs: Sequence[ParameterRef]) -> Iterator[Fact]:
 def optimizer_facts(optimizer: Optimizer, names: Mapping[int, str]) -> list[Fact]:
     """Class, groups and hyperparameters of an optimizer.
 
-    Args:
-        optimizer: any.
-        names: of the parameters to tell, by `id`; none tells only how many each group holds.
+    Without `names` of the parameters, by `id`, it tells only how many each group holds.
     """
     # A list, as it is made at each step: every value of a generator costs a call.
     facts = [("the optimizer's class", describe(type(optimizer)))]

@@ -65,8 +65,7 @@ class GroupKey:
 def collect_parameters(module: nn.Module) -> list[ParameterRef]:
     """Every parameter of a module once, in order of registration, with all places that hold it.
 
-    Raises:
-        ValueError: for two parameters that have elements of one memory in common.
+    ValueError: two parameters have elements of one memory in common.
     """
     names: dict[int, str] = {}
     parameters: dict[int, nn.Parameter] = {}
@@ -138,8 +137,7 @@ def _elements_meet(refs: Sequence[ParameterRef]) -> bool:
 def group_parameters(refs: Iterable[ParameterRef]) -> Iterator[tuple[GroupKey, list[ParameterRef]]]:
     """Sort parameters into groups, each in order of registration.
 
-    Raises:
-        TypeError: for a parameter that is no plain tensor of real numbers.
+    TypeError: one is no plain tensor of real numbers.
     """
     groups: dict[GroupKey, list[ParameterRef]] = {}
     refs = list(refs)
@@ -216,14 +214,7 @@ def spec_of(ref: ParameterRef, granularity: Granularity | None = None) -> Tensor
 def read_parameters(
     refs: Sequence[ParameterRef], layout: BufferLayout, dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
-    """All parameters as one flat tensor, laid out; their own memory where they lie like that.
-
-    Args:
-        refs: materialised parameters, in the layout's order.
-        layout: where each lies.
-        dtype: of the result.
-        device: of the result.
-    """
+    """All parameters, in the layout's order, as one flat tensor; their own memory if it is that."""
     whole = _laid_out_already(refs, layout, dtype, device)
     if whole is None:
         whole = torch.zeros(layout.size, dtype=dtype, device=device)

@@ -177,8 +177,7 @@ class ShardingEngine:
     def look(self, root: nn.Module) -> None:
         """Before a forward of the outermost module: its buffers, and parameters new since.
 
-        Raises:
-            RuntimeError: for parameters that it did not hold when it was sharded.
+        RuntimeError: it holds parameters that it did not hold when it was sharded.
         """
         if self.reducer.in_backward:
             return
@@ -242,12 +241,7 @@ class ShardingEngine:
             unit.calls.new_forward()
 
     def after_forward(self, unit: Unit, member: int = 0) -> None:
-        """A unit's module has run: release it, unless backward or others of its own need it first.
-
-        Args:
-            unit: the unit.
-            member: which of the unit's modules.
-        """
+        """A unit's module has run: release it, unless backward or others of its own need it."""
         unit.forward.end()
         if unit in self._computing:
             self._computing.remove(unit)
@@ -340,15 +334,10 @@ class ShardingEngine:
             unit.calls.expect_member(member)
 
     def before_backward(self, unit: Unit, epochs: tuple[int, ...], member: int = 0) -> None:
-        """The first gradient has reached one of the unit's outputs.
+        """The first gradient has reached one of the outputs of a unit's module.
 
-        Args:
-            unit: the unit.
-            epochs: of its weights' storage in that forward.
-            member: which of the unit's modules.
-
-        Raises:
-            StaleStorageError: if slots have moved the unit since that forward.
+        StaleStorageError: slots have moved the unit since that forward, whose `epochs` are those of
+        its weights' storage.
         """
         self.reducer.begin_backward()
         unit.return_to(epochs)
@@ -465,17 +454,11 @@ class ShardingEngine:
             group.weights.mark_changed()
 
     def put_at_rest(self, units: Iterable[Unit], *, loading: bool = False) -> None:
-        """Let a module hold what the optimizer updates, wherever a forward or backward has stopped.
+        """Let the module of `units` hold what the optimizer updates, wherever a step has stopped.
 
         A backward that is still to come gathers what it needs again. Inside `unsharded` whole
-        weights were asked for, and stay.
-
-        Args:
-            units: the units of the module.
-            loading: whether what the module holds is about to be written.
-
-        Raises:
-            RuntimeError: while a backward runs, or when loading inside `unsharded`.
+        weights were asked for, and stay. RuntimeError: while a backward runs, or where what the
+        module holds is about to be written (`loading`) inside `unsharded`.
         """
         if self._all_whole:
             if loading:

@@ -167,14 +167,9 @@ def attach_hooks(
     output_dtype: torch.dtype | None = None,
     inner: bool = False,
 ) -> list[UnitHooks]:
-    """Let modules tell the engine when they run, as soon as there is one.
+    """Let a unit's modules tell the engine when they run, as soon as there is one.
 
-    Args:
-        modules: the unit's module, or those that are one unit.
-        unit: the unit.
-        input_dtype: cast floating inputs to this dtype first.
-        output_dtype: cast floating outputs to this dtype.
-        inner: cast inputs only where the unit is called by itself, and not by the root.
+    See `UnitHooks` for the dtypes and `inner`.
     """
     made = [
         UnitHooks(unit, member, input_dtype, output_dtype, inner) for member in range(len(modules))

@@ -146,11 +146,9 @@ class UnitCalls:
 class Unit:
     """Modules' parameters that are gathered and released together.
 
-    Args:
-        name: qualified name of the unit's module; "" for the root.
-        module: the module (held weakly: it holds its engine through its hooks).
-        groups: the groups that hold its own parameters. Its modules hold the compute parameters.
-        members: how many modules that are called are one unit.
+    `name` is that of the unit's `module` in the model, "" for the root. The module is held weakly,
+    because it holds its engine through its hooks; its modules hold the compute parameters of
+    `groups`. So many `members` that are called are one unit.
     """
 
     def __init__(
@@ -192,11 +190,9 @@ class Unit:
         return self.name or "the root"
 
     def rename(self, paths: Mapping[int, str]) -> None:
-        """Give the unit and its parameters their names in the model around it.
+        """Give the unit and its parameters their names in the model around it, from its modules'.
 
-        Args:
-            paths: of each of its modules. Of several, the parameters' names so far begin with the
-                module's number.
+        Of several modules, the parameters' names so far begin with the module's number.
         """
         self.name = next(iter(paths.values()))
 
@@ -249,11 +245,7 @@ class Unit:
         self.finish_unshard()
 
     def reshard(self, *, even_if_kept: bool = False) -> None:
-        """Give the whole weights back; modules hold what the optimizer updates.
-
-        Args:
-            even_if_kept: also where the unit `stays_whole` for a step.
-        """
+        """Give the whole weights back; with `even_if_kept` those that stay for a step, too."""
         if self.state is UnitState.AT_REST or (self.stays_whole and not even_if_kept):
             return
         self.state = _RELEASE.get(self.state, self.state)
@@ -295,8 +287,7 @@ class Unit:
     def return_to(self, epochs: Sequence[int]) -> None:
         """The backward of a forward that ran in these epochs comes now (again).
 
-        Raises:
-            StaleStorageError: if the storage has moved since, which that graph does not know.
+        StaleStorageError: the storage has moved since, which that graph does not know.
         """
         if self.epochs != epochs:
             raise StaleStorageError(
@@ -331,9 +322,7 @@ class Unit:
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Divide summed gradients by this instead of the number of data-parallel ranks.
 
-        Raises:
-            ValueError: if it is not positive.
-            RuntimeError: while gradients are accumulated.
+        ValueError: it is not positive. RuntimeError: gradients are being accumulated.
         """
         if not factor > 0:
             raise ValueError(f"set_gradient_divide_factor({factor!r}): a number above 0")
@@ -342,11 +331,7 @@ class Unit:
                 group.gradients.set_sum(group.settings.reduction.make, 1.0 / factor)
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
-        """Whether the weights are gathered for backward.
-
-        Raises:
-            UnavailableError: for False where a backward may read weights.
-        """
+        """Whether weights are gathered for backward; UnavailableError: it may read them."""
         for ref in () if unshard_in_backward else (r for g in self.groups for r in g.refs):
             owners = [owner() for owner, _ in ref.owners]
             if not all(isinstance(one, (nn.Embedding, nn.EmbeddingBag)) for one in owners):
@@ -361,10 +346,8 @@ class Unit:
     def set_all_reduce_hook(self, hook: Callable[[torch.Tensor], None] | None) -> None:
         """Call `hook(gradients)` when a step's last reduction is done, before anybody reads them.
 
-        Args:
-            hook: changes main grads in place: flat, this rank's part of one group of the unit's
-                parameters. It may communicate: all ranks come to it in the same order, wherever the
-                unit had gradients. None for none.
+        It changes main grads in place (flat, this rank's part of one group), and may communicate:
+        all ranks come to it in the same order, wherever the unit had gradients. None for none.
         """
         for group in self.groups:
             if group.gradients is not None:

@@ -11,6 +11,7 @@ from torch import nn
 from lamina.checkpoint import (
     CheckpointManager,
     CheckpointMismatchError,
+    JoinedOptimizers,
     PerRank,
     import_dcp,
     verify_checkpoint,
@@ -211,3 +212,60 @@ def test_an_optimizer_takes_nothing_but_an_optimizers_state(tmp_path):
     manager.save(1, {"optimizer": state["model"]})
     with pytest.raises(CheckpointMismatchError, match="'optimizer' is an optimizer here, and none"):
         manager.restore({"optimizer": state["optimizer"]})
+
+
+class Several:
+    """Optimizers of two groups each over parts of a model, and the entry that a state has."""
+
+    def __init__(self, parts: int, rate: float) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
+        self.optimizers = []
+        for part in range(parts):
+            layers = list(self.model)[part::parts]
+            groups = [
+                {"params": [layer.weight for layer in layers], "lr": rate},
+                {"params": [layer.bias for layer in layers], "lr": rate / 2, "weight_decay": 0.0},
+            ]
+            self.optimizers.append(torch.optim.AdamW(groups))
+        self.entry = JoinedOptimizers(self.optimizers) if parts > 1 else self.optimizers[0]
+        self.state = {"model": self.model, "optimizer": self.entry}
+
+    def train(self, steps: int) -> None:
+        for step in range(steps):
+            x = torch.randn(8, 4, generator=torch.Generator().manual_seed(step))
+            self.model(x).square().mean().backward()
+            for optimizer in self.optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("saved", [1, 2, 4])
+@pytest.mark.parametrize("restored", [1, 2, 4])
+def test_optimizers_that_are_joined_are_stored_as_one_over_all_parameters(
+    tmp_path, saved, restored
+):
+    plain, before, after = Several(1, 0.1), Several(saved, 0.1), Several(restored, 0.7)
+    plain.train(2)
+    before.train(2)
+    CheckpointManager(tmp_path).save(1, before.state)
+    after.train(1)
+    CheckpointManager(tmp_path).restore(after.state)
+    plain.train(2)
+    after.train(2)
+    for wanted, found in zip(plain.model.parameters(), after.model.parameters(), strict=True):
+        torch.testing.assert_close(found, wanted, rtol=0, atol=0)
+
+
+def test_optimizers_that_cannot_be_joined_are_refused():
+    first, second = nn.Linear(2, 2), nn.Linear(2, 2)
+    sgd = torch.optim.SGD
+    both = [{"params": [second.weight]}, {"params": [second.bias]}]
+    for optimizers, message in (
+        ([], r"optimizers \[\].*at least one"),
+        ([sgd(first.parameters()), torch.optim.Adam(second.parameters())], "'Adam', 1.*'SGD', 1"),
+        ([sgd(first.parameters()), sgd(both)], "'SGD', 1.*'SGD', 2"),
+        ([sgd(first.parameters()), sgd([first.bias])], "the same parameter"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            JoinedOptimizers(optimizers)

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from lamina.collectives import (
     DamagedMessageError,
     Ledger,
+    all_gather_into,
     all_reduce_fp32,
     reduce_scatter_fp32,
 )
@@ -225,6 +226,29 @@ def test_an_all_reduce_over_hosts_gathers_as_it_scattered(monkeypatch):
             assert ledger.bytes(between_hosts=True) == 2 * piece * 4
 
 
+@pytest.mark.ranks(6)
+@pytest.mark.parametrize("messages", [False, True])
+@pytest.mark.parametrize(("per_host", "run"), [(6, 6), (3, 1), (2, 2)])
+def test_a_gather_sends_a_piece_to_another_host_once(monkeypatch, per_host, run, messages):
+    group, rank = with_hosts(monkeypatch, per_host), dist.get_rank()
+    if messages:
+        use_messages(group)
+    for numel in (0, 5, 40_000):  # the last is read from the peer's memory
+        pieces = [of_rank(each, numel, torch.float32) for each in range(6)]
+        whole, handles = torch.cat(pieces), []
+        outputs = [torch.full((6 * numel,), torch.nan) for _ in range(3)]
+        outputs[2][rank * numel : (rank + 1) * numel] = pieces[rank]
+        own = outputs[2][rank * numel : (rank + 1) * numel]
+        with Ledger() as ledger:
+            for output, piece in zip(outputs, (pieces[rank], pieces[rank], own), strict=True):
+                handles.append(all_gather_into(output, piece, group, async_op=True))
+            for handle in handles:
+                handle.wait()
+        assert all(torch.equal(output, whole) for output in outputs)
+        assert ledger.bytes() == 3 * 5 * numel * 4
+        assert ledger.bytes(between_hosts=True) == 3 * (6 - per_host) // run * numel * 4
+
+
 @pytest.mark.ranks(4)
 def test_blocks_of_int8_have_the_same_bits_over_hosts(monkeypatch):
     flat, rank = dist.new_group(), dist.get_rank()
@@ -344,6 +368,7 @@ import torch.distributed as dist
 from lamina.collectives import (
     DamagedMessageError,
     Ledger,
+    all_gather_into,
     all_reduce_fp32,
     reduce_scatter_fp32,
 )
@@ -364,8 +389,10 @@ with init_distributed(device="cpu") as runtime:
     with Ledger() as ledger:
         reduce_scatter_fp32(piece, whole, group)
         all_reduce_fp32(total, whole, group)
+        gathered = torch.empty(len(whole))
+        all_gather_into(gathered, piece, group)
     counted = counter() - before
-    right = bool((piece == runtime.world_size).all() and (total == runtime.world_size).all())
+    right = all(bool((each == runtime.world_size).all()) for each in (piece, total, gathered))
     sent = ledger.bytes(between_hosts=True)
     print(json.dumps([ranks_per_host(), right, sent, counted]))
 """
@@ -386,5 +413,5 @@ def test_network_interfaces_count_the_bytes_between_hosts(namespaces):
     for output in outputs:
         per_host, right, sent, counted = json.loads(output.splitlines()[-1])
         assert (per_host, right) == (2, True)
-        assert sent == 3 * partial  # two reductions, and a gather of fp32 sums
+        assert sent == 4 * partial  # two reductions, and two gathers of fp32 sums
         assert 1.0 <= counted / (2 * sent) < 1.06

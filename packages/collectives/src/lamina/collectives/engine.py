@@ -35,6 +35,7 @@ from lamina.collectives.reduction.ordered import (
     SumOp,
     bytes_received,
 )
+from lamina.collectives.transport.groups import served_by_gloo
 from lamina.collectives.transport.lanes import Job, kept_bytes, release_kept
 from lamina.collectives.transport.peer_windows import open_window
 from lamina.collectives.transport.transport import use_messages
@@ -77,6 +78,7 @@ __all__ = [
     "release_kept",
     "ring",
     "send_operation",
+    "served_by_gloo",
     "software",
     "start_all_gather",
     "start_all_reduce",

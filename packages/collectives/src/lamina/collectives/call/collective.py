@@ -14,7 +14,7 @@ stay referenced until `wait` has ordered the caller's stream behind the collecti
 allocator's own stream order protects them.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Generic, NoReturn, TypeVar, cast
 
@@ -235,6 +235,10 @@ class Collective:
         """Whether two tensors that share memory do so in the one way that is allowed."""
         raise NotImplementedError
 
+    def _leaving(self, near: Sequence[int]) -> int:
+        """Bytes that this rank sends to other ranks than `near`, those of this host."""
+        return self._sent * (self.size - len(near)) // (self.size - 1)
+
     def fits(self, output: torch.Tensor, input: torch.Tensor) -> bool:
         """Whether the two are of the kind that was prepared for: dtypes, sizes and device."""
         kinds = (output.dtype, output.numel()), (input.dtype, input.numel())
@@ -266,7 +270,8 @@ class Collective:
         """
         output, input = output.detach(), input.detach()
         self._require_buffers(output, input)
-        call = issue(self.op, self.group, self._wire_dtype, self._sent, async_op=async_op)
+        kind = self.op, self.group, self._wire_dtype
+        call = issue(*kind, self._sent, between=self._leaving, async_op=async_op)
         return launch(
             Handle(call, (output, input)),
             self.group,

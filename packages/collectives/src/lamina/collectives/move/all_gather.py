@@ -1,5 +1,7 @@
 """All-gather straight into the destination."""
 
+from collections.abc import Sequence
+
 import torch
 from torch.distributed import ProcessGroup
 
@@ -36,7 +38,11 @@ class AllGather(Collective):
             )
         self._sent = (self.size - 1) * input.nbytes
         self._own = self.rank * input.nbytes
-        self._transfer = route_for(group, piece, total, self.device).gather
+        route = route_for(group, piece, total, self.device)
+        self._transfer, self._nbytes, self._run = route.gather, input.nbytes, route.run
+
+    def _leaving(self, near: Sequence[int]) -> int:
+        return self._nbytes * (self.size - len(near)) // self._run
 
     def _may_overlap(self, output: torch.Tensor, input: torch.Tensor) -> bool:
         return input.data_ptr() == output.data_ptr() + self._own

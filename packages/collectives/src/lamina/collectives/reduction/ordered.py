@@ -153,7 +153,7 @@ class Reduction(Collective):
 
     def _between_hosts(self, accumulate: bool, near: Sequence[int]) -> int:
         """Those of them that are for other ranks than `near`, those of this host."""
-        return self._sent * (self.size - len(near)) // (self.size - 1)
+        return self._leaving(near)
 
     def start(
         self,
@@ -217,24 +217,27 @@ class _Exchange:
         # See Note [Tags are drawn when a collective is called]. Only gloo's messages need them, and
         # tensors without data none: one rank may plan alone, and its tags stay the others'.
         self.next_tag: Callable[[], int | None] = repeat(None).__next__
+        whole = route_for(group, piece, numel, device)
         if group is not None and self.size > 1 and served_by_gloo(group, device):
-            self.next_tag = lane_of(group).next_tag
+            self.next_tag = partial(lane_of(group).next_tag, whole.tags)
         self._piece, self._whole, self._items = piece, numel, items
         self.own = slice(*bounds_of(rank, piece, numel))
         self.numel = self.own.stop - self.own.start
-        self.sent, self.gathered = self.beyond(range(rank, rank + 1))
+        self.gather, self._run = whole.gather, whole.run
+        self.sent, _ = self.beyond(range(rank, rank + 1))
+        self.gathered = (self.size - 1) * self.numel
         readable = wire.plain and wire.dtype != torch.float64
         self.route = route_for(group, wire.items(piece), items, device, wire.unit, readable)
-        self.gather = route_for(group, piece, numel, device).gather
         rows = self.size if self.route.needs_scratch else self.size - 1
         self.scratch = rows * wire.items(self.numel)
 
     def beyond(self, near: Sequence[int]) -> tuple[int, int]:
-        """Bytes of terms for other ranks than `near`, and elements of sums gathered by them."""
+        """Bytes of terms for other ranks than `near`, and elements of sums that go to them."""
         items = self._items
         for start, stop in (bounds_of(rank, self._piece, self._whole) for rank in near):
             items -= self.wire.items(stop - start)
-        return items * self.wire.dtype.itemsize, (self.size - len(near)) * self.numel
+        gathered = (self.size - len(near)) * self.numel // self._run
+        return items * self.wire.dtype.itemsize, gathered
 
     def room(self, device: torch.device) -> torch.Tensor | None:
         """Memory for what the other ranks send, where the route does not find it."""

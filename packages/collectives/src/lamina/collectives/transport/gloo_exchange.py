@@ -8,6 +8,7 @@ buffer. Large messages that a sum waits for come in parts (`chunked_messages`).
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TypeAlias
 
 import torch
@@ -18,6 +19,7 @@ from lamina.collectives.transport.chunked_messages import CUT_FROM, ChunkedMessa
 from lamina.collectives.transport.groups import where
 from lamina.collectives.transport.lanes import Lane, lane_of
 from lamina.collectives.transport.shared_host import HostPeer, RemoteMemory
+from lamina.mesh.engine import host_runs
 
 __all__ = ["Chunk", "GlooExchange", "GlooRoute", "bounds_of"]
 
@@ -212,6 +214,12 @@ class GlooRoute:
 
     Each rank begins with its neighbours in rank order, so that ranks start apart. Arguments are
     those of `route_for`.
+
+    Note [A host gets a piece once]
+    Ranks of a host are runs of `run` ranks (see `HostRuns`). A gather sends a rank's piece to its
+    own run, and to the ranks at the same place of other runs. Then the ranks of a run pass on to
+    each other what came from other runs. So a piece goes to another host once, not once for each
+    rank there. All of it is messages of the one group.
     """
 
     needs_scratch = False
@@ -219,28 +227,57 @@ class GlooRoute:
     def __init__(self, group: ProcessGroup, piece: int, total: int, unit: int = 1) -> None:
         rank, size = group.rank(), group.size()
         self._group, self._lane = group, lane_of(group)
-        self._unit = unit
+        self._unit, self._piece, self._total = unit, piece, total
         self._rank, self._own = rank, bounds_of(rank, piece, total)
         ahead = [(rank + step) % size for step in range(1, size)]
         self._ahead = [(peer, *bounds_of(peer, piece, total)) for peer in ahead]
         self._behind = self._ahead[::-1]
+        self.run = run = host_runs(group).run if total == piece * size else 1
+        self._near = [peer for peer in ahead if peer // run == rank // run]
+        self._first = [
+            peer for peer in ahead if peer // run == rank // run or (peer - rank) % run == 0
+        ]
+        here, last = rank - rank % run, size if self._near else 0
+        self._shifts = [start - here for start in range(0, last, run) if start != here]
+        self.tags = 1 + len(self._shifts)
 
     def gather(
         self, output: torch.Tensor, input: torch.Tensor, tag: int | None = None
     ) -> Callable[[], None]:
-        """Send `input` to every rank; receive every rank's piece where it belongs in `output`."""
-        sends = [(peer, input) for peer, _, _ in self._ahead] if input.numel() else []
-        receives = [
-            (peer, stop - start, output[start:stop])
-            for peer, start, stop in self._behind
-            if start < stop
-        ]
-        tag = self._lane.next_tag() if tag is None else tag
-        exchange = GlooExchange(self._lane, self._group, sends, receives, input.dtype, tag)
+        """Send `input` to every rank; receive every rank's piece where it belongs in `output`.
+
+        See Note [A host gets a piece once].
+        """
+        tag = self._lane.next_tag(self.tags) if tag is None else tag
+        first = self._swap(output, input, self._first, 0, tag)
         own = output[self._own[0] : self._own[1]]
         if own.data_ptr() != input.data_ptr():
             own.copy_(input)
-        return exchange.fill
+        return partial(self._pass_on, first, output, tag) if self._shifts else first.fill
+
+    def _swap(
+        self, output: torch.Tensor, sent: torch.Tensor, peers: list[int], shift: int, tag: int
+    ) -> GlooExchange:
+        """Send a piece to some ranks; receive from each the piece `shift` places after its own."""
+        at = (bounds_of(peer + shift, self._piece, self._total) for peer in reversed(peers))
+        receives = [
+            (peer, stop - start, output[start:stop])
+            for peer, (start, stop) in zip(reversed(peers), at, strict=True)
+            if start < stop
+        ]
+        sends = [(peer, sent) for peer in peers] if sent.numel() else []
+        return GlooExchange(self._lane, self._group, sends, receives, output.dtype, tag)
+
+    def _pass_on(self, first: GlooExchange, output: torch.Tensor, tag: int) -> None:
+        """Complete the first exchange, and swap what came from other runs within this one."""
+        first.fill()
+        rounds = []
+        for step, shift in enumerate(self._shifts, 1):
+            start, stop = bounds_of(self._rank + shift, self._piece, self._total)
+            came = output[start:stop]
+            rounds.append(self._swap(output, came, self._near, shift, tag + step))
+        for each in rounds:
+            each.fill()
 
     def collect(
         self, input: torch.Tensor, scratch: torch.Tensor | None = None, tag: int | None = None

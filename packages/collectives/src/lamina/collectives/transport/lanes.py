@@ -136,12 +136,12 @@ class Lane:
         self.newest: deque[LoggedCall] = deque(maxlen=16)
         """The last of them."""
 
-    def next_tag(self) -> int:
-        """Tag for the messages of one exchange; see Note [Tags are drawn ...]."""
+    def next_tag(self, count: int = 1) -> int:
+        """Tag for the messages of one exchange, or the first of `count`; see Note [Tags ...]."""
         with self._lock:
-            tag = _FIRST_TAG + self._tag
-            self._tag = (self._tag + 1) % _TAGS
-            return tag
+            begin = self._tag if self._tag + count <= _TAGS else 0
+            self._tag = begin + count
+            return _FIRST_TAG + begin
 
     def submit(self, run: Callable[[], None], then: Callable[[], None] | None = None) -> Job:
         """Run work on the lane's thread, after all that was submitted before it."""

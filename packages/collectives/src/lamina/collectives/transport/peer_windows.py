@@ -175,6 +175,7 @@ class PeerRoute:
     """How equal pieces travel between ranks that have a window; arguments as in `Route`."""
 
     needs_scratch = False
+    tags = run = 1
 
     def __init__(self, window: PeerWindow) -> None:
         self._window = window

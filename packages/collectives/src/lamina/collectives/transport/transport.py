@@ -75,6 +75,10 @@ class Route(Protocol):
 
     needs_scratch: bool
     """Whether `collect` needs memory of the caller's: one piece for every rank, this one too."""
+    tags: int
+    """How many tags that follow each other a gather takes."""
+    run: int
+    """Ranks of a host of which one alone is sent a piece of another host, in a gather."""
 
     def gather(
         self, output: torch.Tensor, input: torch.Tensor, tag: int | None = None
@@ -82,8 +86,8 @@ class Route(Protocol):
         """Send `input` to every rank; receive every rank's piece where it belongs in `output`.
 
         The piece of this rank, `input`, is filled into `output` too, and may be that part of it.
-        The tag is drawn from the lane when the collective was called, where the gather is posted
-        later. See Note [Tags are drawn when a collective is called].
+        The tag, or the first of `tags`, is drawn from the lane when the collective was called,
+        where the gather is posted later. See Note [Tags are drawn when a collective is called].
         """
 
     def collect(
@@ -124,6 +128,7 @@ class _LocalRoute:
     """A group of one, or meta tensors: nothing travels."""
 
     needs_scratch = False
+    tags = run = 1
 
     def gather(
         self, output: torch.Tensor, input: torch.Tensor, tag: int | None = None
@@ -156,6 +161,7 @@ class _BackendRoute:
     """Whole buffers by the backend's collectives (NCCL), or CUDA tensors over gloo."""
 
     needs_scratch = True
+    tags = run = 1
 
     def __init__(self, group: ProcessGroup, piece: int, total: int, device: torch.device) -> None:
         self._group, self._piece, self._total, self._device = group, piece, total, device

@@ -8,7 +8,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import nn
 
-from lamina.collectives.engine import Cast, Checksums, GradientCodec, Int8Blocks
+from lamina.collectives.engine import Cast, Checksums, GradientCodec, Int8Blocks, served_by_gloo
 from lamina.ddp.group.group import ParameterGroup
 from lamina.ddp.inspect.inspection import groups_of
 from lamina.ddp.parameters.strategy import Cadence
@@ -97,10 +97,9 @@ def _installed(group: ParameterGroup) -> WireBytes:
     )
     axes, nbytes, sent = group.axes, group.layout.size * group.dtypes.weights.itemsize, WireBytes()
     if outer:
-        sent += _gather(
-            axes.outer, nbytes // (axes.inner.size if group.main_weights.cuts[1] else 1)
-        )
-    return sent + _gather(axes.inner, nbytes) if inner else sent
+        part = nbytes // (axes.inner.size if group.main_weights.cuts[1] else 1)
+        sent += _gather(axes.outer, part, group.device)
+    return sent + _gather(axes.inner, nbytes, group.device) if inner else sent
 
 
 def _gathered(group: ParameterGroup, microbatches: int, again: list[ParameterGroup]) -> WireBytes:
@@ -109,7 +108,7 @@ def _gathered(group: ParameterGroup, microbatches: int, again: list[ParameterGro
         return WireBytes()
     times = 1 if group.weights.kept_for_step else microbatches
     times += microbatches * any(group is one for one in again)
-    return _gather(group.axes.inner, group.weights.gathered_nbytes) * times
+    return _gather(group.axes.inner, group.weights.gathered_nbytes, group.device) * times
 
 
 def _reduced(group: ParameterGroup, microbatches: int) -> WireBytes:
@@ -121,13 +120,15 @@ def _reduced(group: ParameterGroup, microbatches: int) -> WireBytes:
     numel, wide = group.layout.size, torch.promote_types(dtypes.wire, torch.float32)
     if axes.outer.size == 1:
         gathered = None if inner else dtypes.grads
-        return _sum(axes.inner, numel, name, dtypes.wire, gathered) * times
+        return _sum(axes.inner, numel, name, dtypes.wire, gathered, group.device) * times
     whole = outer and not inner
-    sent = _sum(axes.inner, numel, name, dtypes.wire, wide if whole else None) * times
+    sent = _sum(axes.inner, numel, name, dtypes.wire, wide if whole else None, group.device) * times
     part = numel if whole else numel // axes.inner.size
     name = "ordered" if name == "int8" else name  # sums travel as they are
-    sent += _sum(axes.outer, part, name, wide, None if outer else dtypes.grads)
-    return sent if outer or inner else sent + _gather(axes.inner, numel * dtypes.grads.itemsize)
+    sent += _sum(axes.outer, part, name, wide, None if outer else dtypes.grads, group.device)
+    if not outer and not inner:
+        sent += _gather(axes.inner, numel * dtypes.grads.itemsize, group.device)
+    return sent
 
 
 def _reproduced(group: ParameterGroup, microbatches: int) -> WireBytes:
@@ -143,9 +144,9 @@ def _reproduced(group: ParameterGroup, microbatches: int) -> WireBytes:
         if axis.size == 1:
             continue
         if not cut:
-            gathered += _gather(axis, numel * group.dtypes.grads.itemsize)
+            gathered += _gather(axis, numel * group.dtypes.grads.itemsize, group.device)
         if blocks == 1 and stride == leaves and not axis.size & (axis.size - 1):
-            sent += _sum(axis, numel, "ordered", dtype, None)
+            sent += _sum(axis, numel, "ordered", dtype, None, group.device)
             dtype, leaves = torch.promote_types(dtype, torch.float32), leaves * axis.size
         else:
             sent += _to_others(axis, numel // axis.size * dtype.itemsize) * blocks
@@ -154,9 +155,17 @@ def _reproduced(group: ParameterGroup, microbatches: int) -> WireBytes:
     return sent * microbatches + gathered
 
 
-def _gather(axis: MeshAxis, nbytes: int) -> WireBytes:
-    """A gather of a whole of so many bytes: this rank's piece goes to all others."""
-    return _to_others(axis, nbytes // axis.size)
+def _gather(axis: MeshAxis, nbytes: int, device: torch.device) -> WireBytes:
+    """A gather of a whole of so many bytes: this rank's piece goes to all others.
+
+    Over gloo it goes once to each run of ranks of another host, which pass it on to each other.
+    """
+    piece = nbytes // axis.size
+    sent = _to_others(axis, piece)
+    if axis.group is None or device.type != "cpu" or not served_by_gloo(axis.group, device):
+        return sent
+    between = sent.between // host_runs(axis.group).run
+    return WireBytes(sent.inside + sent.between - between, between)
 
 
 def _to_others(axis: MeshAxis, nbytes: int) -> WireBytes:
@@ -175,7 +184,12 @@ def codec_of(name: str, wire: torch.dtype) -> GradientCodec:
 
 
 def _sum(
-    axis: MeshAxis, numel: int, name: str, wire: torch.dtype, gathered: torch.dtype | None
+    axis: MeshAxis,
+    numel: int,
+    name: str,
+    wire: torch.dtype,
+    gathered: torch.dtype | None,
+    device: torch.device,
 ) -> WireBytes:
     """A reduction of `numel` elements; the sums are gathered in a dtype, or None for a scatter."""
     codec = codec_of(name, wire)
@@ -187,7 +201,7 @@ def _sum(
     if name == "native":
         return _to_others(axis, terms + (terms if back else 0))
     if held is None or held.run in (1, axis.size) or piece % codec.block:
-        return _to_others(axis, terms + back)
+        return _to_others(axis, terms) + _gather(axis, back * axis.size, device)
     # Terms go to the run of ranks around this one, and partial sums in fp32 to the other runs.
     partial = piece * torch.promote_types(wire, torch.float32).itemsize + back
     runs, near = axis.size // held.run, len(held.near) // held.run

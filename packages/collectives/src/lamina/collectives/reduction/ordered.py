@@ -214,20 +214,20 @@ class _Exchange:
         device: torch.device,
     ) -> None:
         self.group, self.wire, self.size, rank = group, wire, group_size(group), group_rank(group)
-        # See Note [Tags are drawn when a collective is called]. Only gloo's messages need them, and
-        # tensors without data none: one rank may plan alone, and its tags stay the others'.
-        self.next_tag: Callable[[], int | None] = repeat(None).__next__
-        whole = route_for(group, piece, numel, device)
-        if group is not None and self.size > 1 and served_by_gloo(group, device):
-            self.next_tag = partial(lane_of(group).next_tag, whole.tags)
         self._piece, self._whole, self._items = piece, numel, items
         self.own = slice(*bounds_of(rank, piece, numel))
         self.numel = self.own.stop - self.own.start
+        readable = wire.plain and wire.dtype != torch.float64
+        self.route = route_for(group, wire.items(piece), items, device, wire.unit, readable)
+        whole = route_for(group, piece, numel, device)
         self.gather, self._run = whole.gather, whole.run
         self.sent, _ = self.beyond(range(rank, rank + 1))
         self.gathered = (self.size - 1) * self.numel
-        readable = wire.plain and wire.dtype != torch.float64
-        self.route = route_for(group, wire.items(piece), items, device, wire.unit, readable)
+        # See Note [Tags are drawn when a collective is called]. Only gloo's messages need them, and
+        # tensors without data none: one rank may plan alone, and its tags stay the others'.
+        self.next_tag: Callable[[], int | None] = repeat(None).__next__
+        if group is not None and self.size > 1 and served_by_gloo(group, device):
+            self.next_tag = partial(lane_of(group).next_tag, whole.tags)
         rows = self.size if self.route.needs_scratch else self.size - 1
         self.scratch = rows * wire.items(self.numel)
 

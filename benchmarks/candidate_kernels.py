@@ -49,7 +49,8 @@ def rms_norm_backward_kernel(
     total = tl.zeros((BLOCK,), dtype=tl.float32)
     for step in range(ROWS):
         row = program * ROWS + step
-        here = mask & (row < rows)
+        # One comparison: Triton 3.9's interpreter takes no scalar for a part of a mask.
+        here = columns < tl.where(row < rows, width, 0)
         place = row * width + columns
         scale = tl.load(inverse + row, mask=row < rows, other=0.0)
         normed = tl.load(x + place, mask=here, other=0.0).to(tl.float32) * scale

@@ -23,12 +23,13 @@ __all__ = [
 graph_is_kept = torch._C._autograd._get_current_graph_task_keep_graph  # type: ignore[attr-defined, unused-ignore]
 """Whether the backward that runs now was asked to keep its graph."""
 
-# torch 2.13 has the operator behind F.scaled_mm on CPUs. Builds without it use the older operator.
+# From torch 2.12 on, CPUs have the operator behind F.scaled_mm. torch 2.11 has the older one only.
 HAS_SCALED_MM_V2_ON_CPU = torch._C._dispatch_has_kernel_for_dispatch_key(
     "aten::_scaled_mm_v2", "CPU"
 )
 scaled_mm = torch._scaled_mm
-scaled_mm_v2 = torch._scaled_mm_v2
+# Not `torch._scaled_mm_v2`, which Dynamo of torch 2.12 does not trace.
+scaled_mm_v2 = torch.ops.aten._scaled_mm_v2
 
 # Attention that gives the logarithm of each row's sum beside the output.
 flash_attention = torch.ops.aten._scaled_dot_product_flash_attention

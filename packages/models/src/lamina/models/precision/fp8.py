@@ -38,6 +38,7 @@ MULTIPLE = 16
 """The widths of a product must be divisible by this on CUDA."""
 
 _OLDER_ON_CPU = not HAS_SCALED_MM_V2_ON_CPU
+_TENSORWISE, _ROWWISE = F.ScalingType.TensorWise.value, F.ScalingType.RowWise.value
 
 
 class Coded(NamedTuple):
@@ -115,7 +116,6 @@ def scaled_product(
     if not torch.compiler.is_compiling():
         require_float8(left.codes.device)
     rowwise = left.decode.ndim > 0
-    kind = F.ScalingType.RowWise if rowwise else F.ScalingType.TensorWise
     out = dtype if dtype in (torch.bfloat16, torch.float16, torch.float32) else torch.float32
     if rowwise and left.codes.is_cuda:
         out = torch.bfloat16  # the only dtype that torch's rowwise kernel writes
@@ -129,14 +129,15 @@ def scaled_product(
             product, target = product.mul_(scales[0]).mul_(scales[1]).to(out), None
         else:
             product = scaled_mm(*codes, *scales, out_dtype=out, out=target)
-    elif target is None:
-        options: Any = {"output_dtype": out, "use_fast_accum": fast_accumulation}
-        product = F.scaled_mm(*codes, scales[0], kind, scales[1], kind, **options)
-    else:  # the operator behind F.scaled_mm, which has no `out`
-        recipe = [kind.value]
+    else:
+        # The operator behind F.scaled_mm, which has no `out` and which torch 2.12 cannot compile.
+        recipe = [_ROWWISE if rowwise else _TENSORWISE]
+        options: Any = {} if target is None else {"out": target}
+        left_scale, right_scale = [scales[0]], [scales[1]]
         product = scaled_mm_v2(
-            *codes, [scales[0]], recipe, [], [scales[1]], recipe, [], None, out, out=target
-        )
+            *codes, left_scale, recipe, [], right_scale, recipe, [], None, out, [],
+            fast_accumulation, **options,
+        )  # fmt: skip
     if into is None:
         return product.to(dtype)
     return product if target is not None else into.copy_(product)

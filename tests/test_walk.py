@@ -12,7 +12,7 @@ from source_trees import ROOT
 
 # Files and calls of one step by strategy, with room for a few calls more. Whoever needs
 # more says in the commit what the step does now that it did not do before.
-LIMITS = {0: (34, 1400), 1: (36, 1600), 3: (37, 1720)}
+LIMITS = {0: (34, 1400), 1: (36, 1600), 3: (37, 1760)}
 
 
 @pytest.mark.ranks(2)

@@ -25,6 +25,8 @@ __all__ = ["Chunk", "GlooExchange", "GlooRoute", "bounds_of"]
 
 READ_FROM = 1 << 17  # bytes per pair; below, reading saves nothing
 
+_Peer: TypeAlias = tuple[int, int, int]
+"""A rank, and where its piece begins and ends."""
 Chunk: TypeAlias = torch.Tensor | RemoteMemory | ChunkedMessage
 """What one rank contributes to a sum: here, in another process's memory, or on its way."""
 
@@ -233,9 +235,9 @@ class GlooRoute:
         self._ahead = [(peer, *bounds_of(peer, piece, total)) for peer in ahead]
         self._behind = self._ahead[::-1]
         self.run = run = host_runs(group).run if total == piece * size else 1
-        self._near = [peer for peer in ahead if peer // run == rank // run]
+        self._near = [at for at in self._ahead if at[0] // run == rank // run]
         self._first = [
-            peer for peer in ahead if peer // run == rank // run or (peer - rank) % run == 0
+            at for at in self._ahead if at[0] // run == rank // run or (at[0] - rank) % run == 0
         ]
         here, last = rank - rank % run, size if self._near else 0
         self._shifts = [start - here for start in range(0, last, run) if start != here]
@@ -249,33 +251,33 @@ class GlooRoute:
         See Note [A host gets a piece once].
         """
         tag = self._lane.next_tag(self.tags) if tag is None else tag
-        first = self._swap(output, input, self._first, 0, tag)
+        first = self._exchange(output, input, self._first, 0, tag)
         own = output[self._own[0] : self._own[1]]
         if own.data_ptr() != input.data_ptr():
             own.copy_(input)
         return partial(self._pass_on, first, output, tag) if self._shifts else first.fill
 
-    def _swap(
-        self, output: torch.Tensor, sent: torch.Tensor, peers: list[int], shift: int, tag: int
+    def _exchange(
+        self, output: torch.Tensor, sent: torch.Tensor, peers: list[_Peer], shift: int, tag: int
     ) -> GlooExchange:
         """Send a piece to some ranks; receive from each the piece `shift` places after its own."""
-        at = (bounds_of(peer + shift, self._piece, self._total) for peer in reversed(peers))
+        offset = shift * self._piece
         receives = [
-            (peer, stop - start, output[start:stop])
-            for peer, (start, stop) in zip(reversed(peers), at, strict=True)
+            (peer, stop - start, output[start + offset : stop + offset])
+            for peer, start, stop in reversed(peers)
             if start < stop
         ]
-        sends = [(peer, sent) for peer in peers] if sent.numel() else []
+        sends = [(peer, sent) for peer, _, _ in peers] if sent.numel() else []
         return GlooExchange(self._lane, self._group, sends, receives, output.dtype, tag)
 
     def _pass_on(self, first: GlooExchange, output: torch.Tensor, tag: int) -> None:
-        """Complete the first exchange, and swap what came from other runs within this one."""
+        """Complete the first exchange, and pass on within this run what came from others."""
         first.fill()
         rounds = []
         for step, shift in enumerate(self._shifts, 1):
             start, stop = bounds_of(self._rank + shift, self._piece, self._total)
             came = output[start:stop]
-            rounds.append(self._swap(output, came, self._near, shift, tag + step))
+            rounds.append(self._exchange(output, came, self._near, shift, tag + step))
         for each in rounds:
             each.fill()
 

@@ -27,8 +27,8 @@ SCENARIOS = (
     "native sums", "reproducible sums", "sums in slices", "a stream of its own",
     "DDP, a branch beside a stream of its own", "a backward on another stream",
     "recomputation, a block used twice", "two forwards before their backwards", "DDP",
-    "DDP, sharded optimizer", "dropped handles", "offload", "offloaded activations",
-    "staged checkpoint", "tp 2", "1f1b, first stage",
+    "DDP, sharded optimizer", "dropped handles", "offload", "offload, one rank",
+    "offloaded activations", "staged checkpoint", "tp 2", "1f1b, first stage",
 )  # fmt: skip
 MOST = 12  # lines of a kind that are shown of a scenario
 

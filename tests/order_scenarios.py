@@ -522,6 +522,7 @@ SCENARIOS: dict[str, Scenario] = {
     "facts by NCCL": facts_by_nccl,
     "windows": windows,
     "offload": offloaded_weights,
+    "offload, one rank": offloaded_weights,
     "tp 2": transformer({"tp": 2}),
     "cp 2": transformer({"cp": 2}),
     "sequence parallelism": transformer({"tp": 2}, sequence_parallel=True),
@@ -537,11 +538,14 @@ SCENARIOS: dict[str, Scenario] = {
 }
 SEATS = {name: 2 for name in SCENARIOS if "last stage" in name} | {"1f1b, a stage between": 1}
 """Which rank records; rank 0 where none is named."""
+WORLDS = {"offload, one rank": 1}
+"""How many ranks there are; RANKS where none is named."""
 
 
 def record(name: str, without: Site | None = None, device: str = "cpu") -> Recording:
     """Record a scenario, perhaps without one of its waits, or on a GPU."""
-    with recorded_order(RANKS, without, SEATS.get(name, 0), device) as recording:
+    ranks = WORLDS.get(name, RANKS)
+    with recorded_order(ranks, without, SEATS.get(name, 0), device) as recording:
         SCENARIOS[name](recording)
     return recording
 
@@ -551,7 +555,8 @@ def races_without(name: str, site: Site) -> list[str]:
 
     What was overwritten too early may also be noticed by the engine itself, which then raises.
     """
-    with recorded_order(RANKS, site, SEATS.get(name, 0)) as recording:
+    ranks = WORLDS.get(name, RANKS)
+    with recorded_order(ranks, site, SEATS.get(name, 0)) as recording:
         try:
             SCENARIOS[name](recording)
         except Exception as error:

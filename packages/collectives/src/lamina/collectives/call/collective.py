@@ -301,7 +301,7 @@ def launch(
     try:
         with record_function(handle._call.title()) if profiling() else NO_SPAN:
             if device.type == "cuda":
-                _launch_on_cuda(handle, group, lane, device, begin)
+                _launch_on_cuda(handle, group, lane, device, begin, async_op=async_op)
             else:
                 complete = begin()
                 if lane is None:
@@ -321,6 +321,8 @@ def _launch_on_cuda(
     lane: Lane | None,
     device: torch.device,
     begin: Callable[[], Completion],
+    *,
+    async_op: bool,
 ) -> None:
     call = handle._call
     current = torch.cuda.current_stream(device)
@@ -338,17 +340,15 @@ def _launch_on_cuda(
             complete()
             ended.record()
 
-    if lane is None:
-        finish()
-        return
     # gloo blocks the host, so the lane's thread completes it. For NCCL a stream is enough.
-    if served_by_gloo(group, device):
+    if lane is not None and served_by_gloo(group, device):
         handle._job = lane.submit(finish, call.finish)
     else:
         finish()
-    handle._event, handle._issued_on = ended, current
-    if not torch.cuda.is_current_stream_capturing():  # an event of a graph has no end of its own
-        call.device_ended = ended
+    if async_op:  # in a group of one too: who waits may be on another stream than who has called
+        handle._event, handle._issued_on = ended, current
+    if lane is not None and not torch.cuda.is_current_stream_capturing():
+        call.device_ended = ended  # an event of a graph has no end of its own
 
 
 def _event(timed: bool) -> torch.cuda.Event:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import itertools
 import re
 import sys
+from typing import Any
 
 import triton.language as tl
 
@@ -26,11 +27,16 @@ from lamina_testing.triton_targets import compile_kernel, resources
 NARROW = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 
+def passed_as(kernel: Any, name: str) -> str:
+    """How a launch passes a small integer: as the kernel says, or else in 32 bits."""
+    return next(each.annotation_type for each in kernel.params if each.name == name) or "i32"
+
+
 def check_sum(ranks: int, wire: str, output: str, config: Config, capability: int) -> str:
     """Compile one case; return a line about it."""
     types = {
         "rows": "*" + wire,
-        "stride": "i64",
+        "stride": passed_as(sum_kernel, "stride"),
         "output": "*" + output,
         "partials": "*fp64",
         "numel": "i32",
@@ -43,6 +49,8 @@ def check_sum(ranks: int, wire: str, output: str, config: Config, capability: in
         sum_kernel, types, constants, aligned, capability, config.warps, enable_fp_fusion=False
     )
     ptx = kernel.asm["ptx"]
+    # Rows may lie more than 2**31 elements apart, although the stride between two is less.
+    assert not re.search(r"muli %stride\b.*: i32", kernel.asm["ttir"])
     loads, wide = (len(re.findall(p, ptx)) for p in (r"ld\.global", r"ld\.global\S*\.v4"))
     registers, stack = resources(kernel)
     per_thread = config.block // (32 * config.warps)

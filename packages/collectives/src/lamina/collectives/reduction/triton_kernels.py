@@ -98,7 +98,7 @@ def segment_kernel(
 @triton.jit
 def sum_kernel(
     rows,
-    stride,
+    stride: tl.int64,  # or Triton would multiply what fits into 32 bits in 32
     output,
     partials,
     numel,

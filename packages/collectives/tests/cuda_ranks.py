@@ -2,7 +2,7 @@
 
     python cuda_ranks.py            # 2, 3, 2 x 2 ranks on GPU 0 over gloo, a world of one on NCCL
     python cuda_ranks.py nccl       # one rank per GPU, by messages and by reads of peers' memory
-    python cuda_ranks.py cpu        # a rehearsal: 2 ranks on the CPU over gloo, nothing to wait for
+    python cuda_ranks.py cpu        # a rehearsal: 2, 2 x 2 ranks on the CPU over gloo
 
 Checks bits against a sum made on the CPU, that streams are ordered without help from the host, and
 that tensors may be dropped while their collective is in flight. Then the same through windows into
@@ -33,6 +33,7 @@ from lamina.collectives.engine import all_reduce_small, broadcast, open_window
 from lamina.collectives.transport.lanes import lane_of
 from lamina.collectives.transport.peer_windows import AREA_BYTES, PeerWindow
 from lamina.mesh import make_host_groups
+from lamina.mesh.engine import host_runs
 
 CPU = "cpu" in sys.argv[1:]
 DEVICE = torch.device("cpu" if CPU else "cuda")
@@ -129,10 +130,19 @@ def check_streams(group: dist.ProcessGroup) -> None:
     ledger.table()
 
 
+def of_one_host() -> dist.ProcessGroup:
+    """All ranks, whose GPUs are on one host: sums over hosts were checked in another group."""
+    os.environ.pop("LAMINA_RANKS_PER_HOST", None)
+    group = dist.new_group()
+    assert host_runs(group).run == dist.get_world_size()
+    return group
+
+
 def check_windows(group: dist.ProcessGroup) -> None:
     """Sums and gathers that read the other ranks' memory, in several slices."""
     device = torch.device("cuda", torch.cuda.current_device())
     if "nccl" in sys.argv[1:]:
+        group = of_one_host()
         open_window(group, device)
         assert lane_of(group).windows[device] is not None, "see the log for the reason"
     else:
@@ -176,6 +186,8 @@ def rank_main(rank: int, world: int, backend: str, path: str) -> None:
     check_streams(group)
     if not CPU and world > 1:
         check_windows(group)
+    elif CPU:
+        of_one_host()
     dist.barrier()
     dist.destroy_process_group()
 
@@ -185,7 +197,7 @@ def main() -> None:
     if "nccl" in sys.argv[1:]:
         worlds = [(torch.cuda.device_count(), "nccl")]
     if CPU:
-        worlds = [(2, "gloo")]
+        worlds = [(2, "gloo"), (4, "gloo")]
     for world, backend in worlds:
         with tempfile.TemporaryDirectory() as folder:
             path = str(Path(folder) / "rendezvous")

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import types
 import warnings
+from contextlib import contextmanager
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from lamina.collectives import compat
+from lamina.collectives.call.record import Call
 from lamina.collectives.transport.groups import backend_name
 
 
@@ -58,3 +60,54 @@ def test_a_device_that_a_group_does_not_serve_is_named():
     assert backend_name(dist.group.WORLD, torch.device("cpu")) == "gloo"
     with pytest.raises(ValueError, match=r"has no backend for xpu tensors.*init_distributed"):
         backend_name(dist.group.WORLD, torch.device("xpu"))
+
+
+class Device:
+    """As much of CUDA as asking an event takes: the capture mode and the GPU of this thread."""
+
+    def __init__(self) -> None:
+        self.mode, self.index, self.asked = 0, 0, []
+
+    def cuThreadExchangeStreamCaptureMode(self, wanted):  # noqa: N802 - the driver's name
+        wanted._obj.value, self.mode = self.mode, wanted._obj.value
+        return 0
+
+    @contextmanager
+    def current(self, device):
+        before, self.index = self.index, device.index
+        yield
+        self.index = before
+
+    def event(self, answer):
+        def query():
+            self.asked.append((self.mode, self.index))
+            if isinstance(answer, Exception):
+                raise answer
+            return answer
+
+        return types.SimpleNamespace(device=torch.device("cuda", 3), query=query)
+
+
+def test_events_are_asked_beside_a_capture_and_on_their_own_device(monkeypatch):
+    device = Device()
+    monkeypatch.setattr(compat.ctypes, "CDLL", lambda name: device)
+    monkeypatch.setattr(torch.cuda, "device", device.current)
+    assert compat.has_ended(device.event(True))
+    assert not compat.has_ended(device.event(False))
+    with pytest.raises(RuntimeError, match="illegal"):
+        compat.has_ended(device.event(RuntimeError("illegal memory access")))
+    assert device.asked == [(2, 3)] * 3  # relaxed, and not GPU 0
+    assert device.mode == 0
+
+
+def test_an_event_that_has_ended_is_asked_no_more(monkeypatch):
+    device = Device()
+    monkeypatch.setattr(compat.ctypes, "CDLL", lambda name: device)
+    monkeypatch.setattr(torch.cuda, "device", device.current)
+    call = Call("all_gather_into", "dp", 2, torch.float32, 4, True, issued_ns=0)
+    call.device_ended = device.event(False)
+    assert call.waited_for() > 1.0
+    call.device_ended = device.event(True)
+    assert call.waited_for() is None
+    assert call.waited_for() is None
+    assert len(device.asked) == 2

@@ -22,6 +22,7 @@ from torch.distributed import ProcessGroup, Work
 __all__ = [
     "all_gather_single",
     "get_in_thread",
+    "has_ended",
     "is_in_thread",
     "one_graph_break",
     "profiling",
@@ -45,6 +46,25 @@ def set_in_thread(key: str, value: object) -> None:
     stash_in_thread(key, value)
     if sys.getrefcount(value) == before:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))
+
+
+_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
+
+
+def has_ended(event: torch.cuda.Event) -> bool:
+    """Whether the device has come to an event, for a thread beside those that use the device."""
+    # Note [Events are asked in relaxed mode]
+    # While a thread captures a CUDA graph in the default mode, another thread that asks an event
+    # spoils the capture, unless it has taken the relaxed mode. torch does so in C++ alone
+    # (`CUDAStreamCaptureModeGuard`). The device has to be the event's: a new thread has GPU 0, and
+    # CUDA might make a context for it there.
+    driver, mode = ctypes.CDLL("libcuda.so.1"), ctypes.c_int(_RELAXED)
+    driver.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
+    try:
+        with torch.cuda.device(event.device):
+            return bool(event.query())  # type: ignore[no-untyped-call]
+    finally:
+        driver.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
 
 
 profiling: Callable[[], bool] = partial(getattr, torch.autograd.profiler, "_is_profiler_enabled")

@@ -26,7 +26,13 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from lamina.collectives.call.spans import purpose
-from lamina.collectives.compat import get_in_thread, is_in_thread, remove_from_thread, set_in_thread
+from lamina.collectives.compat import (
+    get_in_thread,
+    has_ended,
+    is_in_thread,
+    remove_from_thread,
+    set_in_thread,
+)
 from lamina.collectives.transport.lanes import lane_of, lanes
 from lamina.mesh.engine import Activity, Wait, host_runs, running_watchdog
 
@@ -120,15 +126,18 @@ class Call:
     def waited_for(self) -> float | None:
         """Seconds since which somebody waits for it; None if nobody does."""
         now = time.perf_counter_ns()
-        if self.device_ended is not None:  # the host waits for nothing; the device may
+        if (ended := self.device_ended) is not None:  # the host waits for nothing; the device may
             late = (now - self.issued_ns) / 1e9
-            ended = late < _LONG or bool(self.device_ended.query())  # type: ignore[no-untyped-call]
-            return None if ended else late
+            if late >= _LONG and has_ended(ended):
+                self.device_ended = None  # asked once more it would answer the same
+            elif late >= _LONG:
+                return late
+            return None
         since = self.waited_ns if self.async_op else self.issued_ns
         return None if since is None or self.finished_ns is not None else (now - since) / 1e9
 
 
-_LONG = 1.0  # seconds; younger events are not asked, as a CUDA graph may be in capture
+_LONG = 1.0  # seconds; younger events are not asked
 
 
 def activity() -> Activity:

@@ -186,9 +186,11 @@ def test_fp8_products_equal_those_of_decoded_numbers(backward, dtype, rows):
     found = fp8.scaled_product(left, right, dtype)
     decoded = [(side.codes.double() * side.decode).cpu() for side in (left, right)]
     expected = decoded[0] @ decoded[1].t()
-    tolerance = 1e-2 if rows or dtype == torch.bfloat16 else 1e-4
+    # Tensor cores add products of FP8 numbers in fewer digits than fp32 has (Hopper's have 13 bits
+    # of fraction), so torch's own test of such results in fp32 allows 3e-3, too.
     assert found.dtype == dtype
-    torch.testing.assert_close(found.double().cpu(), expected, rtol=tolerance, atol=tolerance)
+    error = (found.double().cpu() - expected).norm() / expected.norm()
+    assert error < (1e-2 if rows or dtype == torch.bfloat16 else 3e-3)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])

@@ -32,8 +32,9 @@ from lamina_testing.toys import Block, OddNet, inputs
 
 EVERYDAY = (
     "strategy 0", "strategy 1", "strategy 2", "strategy 3", "HSDP", "slots", "offload",
-    "offload, one rank", "offloaded activations", "staged checkpoint", "1f1b, last stage", "a stream of its own",
-    "DDP, a branch beside a stream of its own", "a backward on another stream",
+    "offload, one rank", "offloaded activations", "staged checkpoint", "1f1b, last stage",
+    "a stream of its own", "DDP, a branch beside a stream of its own",
+    "a backward on another stream",
 )  # fmt: skip
 STREAMS = ("compute", "side", "copy", HOST)
 

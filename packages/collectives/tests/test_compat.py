@@ -68,7 +68,7 @@ class Device:
     def __init__(self) -> None:
         self.mode, self.index, self.asked = 0, 0, []
 
-    def cuThreadExchangeStreamCaptureMode(self, wanted):  # noqa: N802 - the driver's name
+    def cuThreadExchangeStreamCaptureMode(self, wanted):
         wanted._obj.value, self.mode = self.mode, wanted._obj.value
         return 0
 

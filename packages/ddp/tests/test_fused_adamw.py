@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -144,3 +145,27 @@ def test_tensors_that_do_not_fit_are_refused():
             eps=1e-8,
             weight_decay=0.0,
         )
+
+
+def test_the_kernel_is_launched_on_the_gpu_of_its_tensors(monkeypatch):
+    """Triton takes the current GPU. `device_of` makes it that of the tensors, for a while."""
+    from lamina.ddp.optimizer import adamw_cuda
+
+    there, seen = [], []
+
+    @contextmanager
+    def device_of(tensor):
+        there.append(tensor)
+        yield
+        there.clear()
+
+    class Kernel:
+        def __getitem__(self, grid):
+            return lambda main, *_, **__: seen.append(there[-1] is main)
+
+    monkeypatch.setattr(torch.cuda, "device_of", device_of)
+    monkeypatch.setattr(adamw_cuda, "adamw_kernel", Kernel())
+    flat = [torch.zeros(8) for _ in range(5)]
+    settings = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1}
+    adamw_cuda.fused_adamw(*flat, torch.ones(()), **settings)
+    assert seen == [True]

@@ -44,27 +44,29 @@ def fused_adamw(
         )
     if main.numel() == 0:
         return
-    adamw_kernel[(triton.cdiv(main.numel(), BLOCK),)](
-        main,
-        gradient,
-        average,
-        square,
-        weights,
-        main.numel(),
-        step,
-        lr,
-        math.log2(betas[0]),
-        math.log2(betas[1]),
-        1.0 - betas[0],
-        betas[1],
-        1.0 - betas[1],
-        eps,
-        weight_decay,
-        SIGN=-1 if maximize else 1,
-        DECOUPLED=decoupled,
-        BLOCK=BLOCK,
-        num_warps=WARPS,
-    )
+    # Triton launches on the current GPU, whatever it is given.
+    with torch.cuda.device_of(main):  # type: ignore[no-untyped-call]
+        adamw_kernel[(triton.cdiv(main.numel(), BLOCK),)](
+            main,
+            gradient,
+            average,
+            square,
+            weights,
+            main.numel(),
+            step,
+            lr,
+            math.log2(betas[0]),
+            math.log2(betas[1]),
+            1.0 - betas[0],
+            betas[1],
+            1.0 - betas[1],
+            eps,
+            weight_decay,
+            SIGN=-1 if maximize else 1,
+            DECOUPLED=decoupled,
+            BLOCK=BLOCK,
+            num_warps=WARPS,
+        )
 
 
 @triton.jit

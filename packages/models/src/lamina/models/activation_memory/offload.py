@@ -155,6 +155,7 @@ class OnHost:
         self._copy: Tensor | None = None
         self._copied: Any = None  # events of the two copies, on a GPU
         self._arrived: Any = None
+        self._computing: Any = None  # the stream that the copy on the device was allocated on
         if streams is None:
             self._host = torch.empty_like(tensor, device="cpu").copy_(tensor)
             return
@@ -176,9 +177,9 @@ class OnHost:
         if self._streams is None:
             self._copy.copy_(self._host)
             return
-        back = self._streams.back
+        back, self._computing = self._streams.back, torch.cuda.current_stream(self.device)
         back.wait_event(self._copied)
-        back.wait_stream(torch.cuda.current_stream(self.device))
+        back.wait_stream(self._computing)
         with torch.cuda.stream(back):
             self._copy.copy_(self._host, non_blocking=True)
             self._arrived = back.record_event()
@@ -186,7 +187,8 @@ class OnHost:
     def take(self) -> Tensor:
         """Return the copy on the device, and drop the reference to it with its last use."""
         self.send_for()
-        self._wait()
+        if self._arrived is not None:
+            torch.cuda.current_stream(self.device).wait_event(self._arrived)
         copy = self._copy
         self._used += 1
         if self._used == self.uses:
@@ -196,9 +198,13 @@ class OnHost:
     def let_go(self) -> None:
         """Drop the copy on the device."""
         if self._copy is not None:
-            self._wait()
+            if self._arrived is not None:
+                self._computing.wait_event(self._arrived)
             self._copy, self._used = None, 0
 
-    def _wait(self) -> None:
-        if self._arrived is not None:
-            torch.cuda.current_stream(self.device).wait_event(self._arrived)
+    def __del__(self) -> None:
+        """Let go: a graph may end without this tensor, whose copy may still be under way.
+
+        The allocator gives freed memory to the stream that it was allocated on at once.
+        """
+        self.let_go()
